@@ -1,11 +1,11 @@
-"""Trains every causal language model class of transformers, tiny, over ranks, and compares it with one process.
+"""Trains a tiny model of every causal language model class of transformers over ranks and compares it with one process.
 
 python3 -m torch.distributed.run --nproc_per_node=2 -m benchmarks.architectures
     [--only llama,qwen3] [--output outputs/architectures.jsonl] [--docs docs/models.md]
 
-Each class is tried plain and packed, through `hf.enable` and as `lightseq train` does it, and with the options of its
-config that are known to go wrong. Loss and every gradient are those of plain transformers, or one line refuses it.
-`--docs` replaces the table of a page. Ends with 1 where something is wrong or raises anything but a refusal.
+Each class trains with and without packing, through `hf.enable` and as in `lightseq train`, and with config options that
+are easy to get wrong. It must match the loss and every gradient of plain transformers, or be refused in one line.
+`--docs` replaces the list of a page. The exit status is 1 if a class is wrong or raises anything but a refusal.
 """
 
 import argparse
@@ -40,9 +40,9 @@ from lightseq.parallelize import MemoryPlan, parallelize
 LENGTH, VOCABULARY = 50, 64
 DOCUMENTS = (0, 13, 14, 37, 50)  # boundaries of a packed batch
 MOST_PARAMETERS = 8_000_000
-LOSS_ERROR, GRADIENT_ERROR = 1e-4, 1e-3  # float32 over two ranks stays a factor of ten below
+LOSS_ERROR, GRADIENT_ERROR = 1e-4, 1e-3  # errors in float32 over two ranks are ten times smaller
 CPU = torch.device("cpu")
-# Sizes by the names that configs give them; each config takes those that it knows.
+# Small sizes by config field. A config takes the fields that it has.
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY, "vocab_size_per_layer_input": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": 2, "hidden_size": 32, "n_embd": 32, "d_model": 32, "embedding_size": 32, "word_embed_proj_dim": 32,
@@ -63,7 +63,7 @@ SIZES: dict[str, Any] = {
     "hidden_dropout": 0.0, "residual_dropout": 0.0, "activation_dropout": 0.0, "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0,
 }  # fmt: skip
-# What else a class needs to be built small.
+# Further fields that a class needs to be built small.
 SPECIAL: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
     "dbrx": {
@@ -89,7 +89,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """Outcome of one way of training one class: `kind` is exact, refused, wrong, raised or not built."""
+    """Result of training a class in one way: `kind` is exact, refused, wrong, raised or not built."""
 
     model_type: str
     model_class: str
@@ -99,12 +99,12 @@ class Outcome:
 
 
 class NotBuilt(Exception):
-    """transformers cannot build or run this class small."""
+    """Error for a class that transformers cannot build or run at a small size."""
 
 
 @contextmanager
 def built_by_transformers() -> Iterator[None]:
-    """Raises NotBuilt for whatever the code of a model or a config raises."""
+    """Turns every exception of a model's or config's code into NotBuilt."""
     try:
         yield
     except NotBuilt:
@@ -117,12 +117,12 @@ def main(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="model types, separated by commas (default: all of transformers)")
     parser.add_argument("--output", type=Path, default=Path("outputs/architectures.jsonl"))
-    parser.add_argument("--docs", type=Path, help="a page whose table is replaced")
+    parser.add_argument("--docs", type=Path, help="page whose list of classes is replaced")
     asked = parser.parse_args(words)
     known = list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     names = asked.only.split(",") if asked.only else known
     if unknown := [name for name in names if name not in known]:
-        parser.error(f"--only {unknown[0]} is no causal language model of transformers {transformers.__version__}")
+        parser.error(f"--only {unknown[0]} is not a causal language model of transformers {transformers.__version__}")
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
     torch.set_num_threads(1)
@@ -139,14 +139,14 @@ def main(words: Sequence[str]) -> int:
 
 
 def tried(model_type: str) -> Iterator[Outcome]:
-    """Trains one class in every way. Each rank comes to the same outcomes in the same order."""
+    """Trains one class in every way and yields the outcomes, in the same order on every rank."""
 
     def outcome(way: str, compare: Callable[..., str], packed: bool = False, **changes: Any) -> Outcome:
         kind, line = judged(lambda: compare(tiny_config(model_type, **changes), packed))
         return Outcome(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type], way, kind, line)
 
     loop = outcome("loop", compare_loop)
-    if loop.kind == "not built":  # its published size has no memory on the meta device, and may be refused
+    if loop.kind == "not built":  # the published size may still be refused, on the meta device
         kind, line = judged(lambda: enabled_on_meta(model_type))
         yield replace(loop, kind=kind, line=line)
         return
@@ -154,7 +154,7 @@ def tried(model_type: str) -> Iterator[Outcome]:
     if loop.kind == "exact":
         yield outcome("loop packed", compare_loop, packed=True)
         for option, changes in options_of(tiny_config(model_type)):
-            if (found := outcome(option, compare_loop, **changes)).kind != "not built":  # it has no such option
+            if (found := outcome(option, compare_loop, **changes)).kind != "not built":  # the class has the option
                 yield found
     yield (train := outcome("train", compare_training))
     if train.kind == "exact":
@@ -162,7 +162,7 @@ def tried(model_type: str) -> Iterator[Outcome]:
 
 
 def judged(run: Callable[[], str]) -> tuple[str, str]:
-    """Returns the kind and the line of what a comparison came to on this rank."""
+    """Runs a comparison and returns the kind and the line of its outcome on this rank."""
     try:
         return "exact", run()
     except AssertionError as error:
@@ -172,7 +172,7 @@ def judged(run: Callable[[], str]) -> tuple[str, str]:
     except ValueError as error:
         lines = str(error).strip().splitlines()
         return ("refused" if len(lines) == 1 else "raised"), lines[0]
-    except Exception as error:  # whatever it is, it is no refusal
+    except Exception as error:  # refusals are ValueErrors
         return "raised", named(error)
 
 
@@ -191,23 +191,23 @@ def tiny_config(model_type: str, **changes: Any) -> PreTrainedConfig:
 
 
 def sizes_of(config: PreTrainedConfig) -> dict[str, Any]:
-    """Returns the small sizes that a config knows, and those of its parts."""
+    """Returns the small sizes for the fields of a config and of the configs inside it."""
     known = {name: size for name, size in SIZES.items() if getattr(config, name, None) is not None}
     if hasattr(config, "head_dim"):
         known["head_dim"] = SIZES["head_dim"]
-    if hasattr(config, "kv_lora_rank"):  # latent attention has as many keys as queries
+    if hasattr(config, "kv_lora_rank"):  # latent attention has as many key heads as query heads
         known["num_key_value_heads"] = 4
     parts = {name: part for name, part in vars(config).items() if isinstance(part, PreTrainedConfig)}
     return known | {name: {**sizes_of(part), "model_type": part.model_type} for name, part in parts.items()}
 
 
 def options_of(config: PreTrainedConfig) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields options that are known to go wrong, with the changes to the config that turn them on."""
+    """Yields options that are easy to get wrong, with the config changes that turn them on."""
     if hasattr(config, "output_router_logits"):
         yield "router loss", {"output_router_logits": True}
     published = getattr(config, "rope_parameters", None) or {}
     for name, length in (("dynamic", 16), ("longrope", 128)):
-        if any(isinstance(value, dict) for value in published.values()):  # one for each kind of layer
+        if any(isinstance(value, dict) for value in published.values()):  # one entry per kind of layer
             ropes = {kind: rope(config, value or {}, name) for kind, value in published.items()}
             yield f"rope {name}", {"rope_parameters": ropes}
         elif published:
@@ -226,7 +226,7 @@ def rope(config: PreTrainedConfig, published: dict[str, Any], kind: str) -> dict
 
 
 def plain_model(config: PreTrainedConfig) -> PreTrainedModel:
-    """Builds the model as transformers runs it, on weights that leave no part of it without effect."""
+    """Builds the model for plain transformers. Noise on the weights gives zero-initialized parts an effect."""
     config = copy.deepcopy(config)
     with built_by_transformers():
         with torch.device("meta"):
@@ -242,7 +242,7 @@ def plain_model(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def enabled_on_meta(model_type: str) -> str:
-    """Raises what `hf.enable` says of a model that is too large or too odd to run here."""
+    """Enables the published size on the meta device, which raises a refusal; raises NotBuilt if it is accepted."""
     with built_by_transformers():
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type]())
@@ -258,7 +258,7 @@ def ids() -> Tensor:
 
 
 def expect(model: PreTrainedModel, packed: bool) -> float:
-    """Returns the loss of one process; gradients stay in the model. Packed documents run one by one."""
+    """Runs one process and returns its loss; gradients stay in the model. Packed documents run one by one."""
     with built_by_transformers():
         if not packed:
             loss = model(input_ids=ids(), labels=ids(), use_cache=False).loss
@@ -299,7 +299,7 @@ def compare_training(config: PreTrainedConfig, packed: bool) -> str:
     """Compares a step of `lightseq train` without its optimizer with one process. Returns the errors."""
     inspect_architecture(config, LENGTH)
     if packed and not inspect_architecture(config).passes_documents:
-        raise ValueError("layers hand no packed documents on to attention")
+        raise ValueError("layers do not pass packed documents to attention")
     want = plain_model(config)
     world = World(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size(), CPU)
     model = weights.build_on_meta(copy.deepcopy(config)).eval()
@@ -340,12 +340,30 @@ def compared(loss: float, gradients: dict[str, Tensor], want: PreTrainedModel, p
 
 # ---- the page ------------------------------------------------------------------------------------------------------
 
-# Ways of training, with what the page says over their refusals.
+# Ways of training, and the heading of their refusals.
 WAYS = {
-    "loop": "refused everywhere, because the model",
-    "loop packed": "refused when packed, because",
-    "train": "refused by `lightseq train`, because the model",
-    "train packed": "refused by `lightseq train --packing`, because the model's",
+    "loop": "refused everywhere",
+    "train": "refused by `lightseq train` only",
+    "loop packed": "refused when packed",
+    "train packed": "refused by `lightseq train --packing` only",
+}
+# Short forms of refusals: a pattern of the line, and the entry in the list.
+REASONS = {
+    "attention interface": "no attention interface of transformers",
+    "both directions": "bidirectional attention",
+    "mask of its own": "attention with its own mask",
+    "keys (of|and values)": "keys and values of different dimensions",
+    r"passe[sd] .*?(\w+), (for )?which": r"attention with \1",
+    r"has (\w+) layers": r"\1 layers",
+    "inputs other than text": "inputs other than text",
+    "single number of attention heads": "heads differ between layers",
+    "buffers": "buffers that cannot be recomputed",
+    "different attention": "attention differs between layers",
+    "mixture of experts": "mixture of experts",
+    "cannot be built": "not a plain causal language model",
+    "does not consist": "not embeddings, layers, norm and linear head",
+    "logits": "scaled or capped logits",
+    "packed documents": "documents do not reach attention",
 }
 BEGIN, END = "<!-- begin: made by benchmarks/architectures.py -->", "<!-- end -->"
 
@@ -366,7 +384,10 @@ def replace_table(page: Path, outcomes: Sequence[Outcome]) -> None:
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """Lists the classes that train exactly, then the refusals of each way of training with their classes."""
+    """Lists the classes that train exactly everywhere, then the refusals of each way of training.
+
+    A class that is named nowhere is refused for the most common reason.
+    """
     classes: dict[str, dict[str, Outcome]] = {}
     for outcome in outcomes:
         classes.setdefault(outcome.model_class, {}).setdefault(outcome.way, outcome)
@@ -377,18 +398,23 @@ def table(outcomes: Sequence[Outcome]) -> str:
         f"With transformers {transformers.__version__} and torch {torch.__version__.split('+')[0]}, {len(exact)} of "
         f"{len(classes)} classes train exactly in your own loop, {len(everywhere)} of them under `lightseq train` too.",
         "",
-        f"Exact both ways, plain and packed: {joined(everywhere)}.",
-        "",
-        f"Exact in your own loop alone: {joined([name for name in exact if name not in everywhere])}.",
+        f"Exact everywhere, plain and packed: {joined(everywhere)}.",
     ]
     for way, title in WAYS.items():
         reasons: dict[str, list[str]] = {}
         for name, ways in classes.items():
-            if way in ways and ways[way].kind == "refused" and (way != "train" or name in exact):
+            refused = way in ways and ways[way].kind == "refused"
+            listed = kinds["loop packed"].get(name) == "refused" if way == "train packed" else name not in exact
+            if refused and (way == "loop" or not listed):
                 reasons.setdefault(reason_of(ways[way]), []).append(name)
-        if reasons:
-            lines += ["", f"| {title} | classes |", "|---|---|"]
-            lines += [f"| {reason} | {joined(names)} |" for reason, names in sorted(reasons.items())]
+        if not reasons:
+            continue
+        lines += ["", f"| {title} | classes |", "|---|---|"]
+        most = max(reasons, key=lambda reason: len(reasons[reason])) if way == "loop" and len(reasons) > 1 else None
+        for reason, names in sorted(reasons.items(), key=lambda entry: (entry[0] == most, entry[0])):
+            lines.append(f"| {reason} | {f'all {len(names)} others' if reason == most else joined(names)} |")
+    if unknown := [name for name, ways in classes.items() if ways["loop"].kind not in ("exact", "refused")]:
+        lines += ["", f"Not compared, because they cannot be built small: {joined(unknown)}."]
     return "\n".join(lines)
 
 
@@ -397,11 +423,11 @@ def joined(classes: Sequence[str]) -> str:
 
 
 def reason_of(outcome: Outcome) -> str:
-    """Returns a refusal without the names of the model and its parts, and without the remedy."""
-    line = outcome.line.removeprefix(f"{outcome.model_class} ")
-    line = re.sub(r"^'?[a-z0-9_]+'? (?=is no|has no)", "", line)  # the model type
-    line = re.sub(r"keys of \d+ and values of \d+ dimensions per head", "keys and values of different widths", line)
-    return re.sub(r",? ?\b\w+(\.\w+)+,?", "", line.split("; ")[0].split(": ")[0]).strip()
+    """Returns the short form of a refusal, or else its line without the class and the remedy."""
+    for pattern, reason in REASONS.items():
+        if found := re.search(pattern, outcome.line):
+            return found.expand(reason)
+    return outcome.line.removeprefix(f"{outcome.model_class} ").split("; ")[0]
 
 
 if __name__ == "__main__":

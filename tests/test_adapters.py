@@ -159,10 +159,10 @@ def test_the_models_own_weights_are_frozen_in_the_dtype_that_computes(folder: Pa
         ("--lora_rank 0", "--lora_rank 0: give at least 1"),
         ("--lora_rank 4 --deepspeed zero3.json", "does not run under --deepspeed"),
         ("--lora_rank 4 --bf16 --fp8 rowwise", "both replace the linear layers"),
-        ("--lora_rank 4000", "--lora_rank 4000: a linear of"),
+        ("--lora_rank 4000", "--lora_rank 4000 exceeds"),
         (
             "--lora_rank 4 --lora_target_modules q_proj,lm_head",
-            "lm_head is no linear of the model's layers; choose from",
+            "lm_head is not a linear of the model's layers; choose from",
         ),
     ],
 )
@@ -224,7 +224,7 @@ def test_an_adapter_is_merged_with_its_own_model_or_not_at_all(
     assert lightseq([*words, "--model_name_or_path", str(folder / "other")]) == 2
     assert "but the adapter's is [" in capsys.readouterr().err
     assert lightseq(["merge", "--adapter", str(folder / "model"), "--output_dir", str(folder / "nothing")]) == 2
-    assert "holds no adapter_config.json" in capsys.readouterr().err
+    assert "has no adapter_config.json" in capsys.readouterr().err
 
 
 def flip(path: Path) -> None:
@@ -276,7 +276,7 @@ def halve(path: Path) -> None:
             "a/adapter_model.safetensors: a.lora_embedding_A does not belong to a linear layer",
         ),
         (lambda a, b: halve(a / adapters.CONFIG), "a/adapter_config.json cannot be read ("),
-        (lambda a, b: (a / adapters.CONFIG).write_text("[]"), "a/adapter_config.json is no JSON object"),
+        (lambda a, b: (a / adapters.CONFIG).write_text("[]"), "a/adapter_config.json is not a JSON object"),
         (lambda a, b: (a / adapters.CONFIG).write_text('{"lora_alpha": 8}'), "a/adapter_config.json: r is None"),
         (
             lambda a, b: (a / adapters.CONFIG).write_text('{"r": 4, "lora_alpha": 8}'),

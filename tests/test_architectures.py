@@ -39,8 +39,8 @@ def test_some_classes_are_exact_or_refused_and_the_page_says_which(tmp_path: Pat
     text = page.read_text()
     assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
     assert "3 of 4 classes train exactly in your own loop, 1 of them under `lightseq train` too" in text
-    assert "Exact both ways, plain and packed: Llama." in text
-    assert "| has weights of no linear layer (a mixture of experts, perhaps) | Mixtral |" in text
+    assert "Exact everywhere, plain and packed: Llama." in text
+    assert "| mixture of experts | Mixtral |" in text
 
 
 @pytest.mark.slow

@@ -415,11 +415,11 @@ REFUSED = {
     "a flag of the other score": (f"{SEARCH} --score greedy --choices 4", ("--choices belongs to --score likelihood",)),
     "no such bins": (f"{GOOD} --bins 62", ("--bins 62", "from 1 to 61")),
     "no data": ("", ("--data_path is missing",)),
-    "no target": ("--data_path {root}/targetless.pkl", ("targetless.pkl has no valid target", "-100")),
+    "no target": ("--data_path {root}/targetless.pkl", ("targetless.pkl has no target", "-100")),
     "data past the vocabulary": ("--data_path {root}/outside.pkl", ("token id 64", "vocabulary of 64")),
     "a needle past the vocabulary": (
         f"{SEARCH} --lengths 300 --tokenizer byte",
-        ("the needle holds the token id", "vocabulary of 64"),
+        ("the needle has token id", "vocabulary of 64"),
     ),
     "a needle that does not fit": (f"{SEARCH} --lengths 61,3", ("--lengths 3", "take 4 tokens")),
     "a depth outside": (f"{SEARCH} --depths 0,1.5", ("--depths 0,1.5", "from 0 to 1")),
@@ -460,7 +460,7 @@ def test_an_impossible_evaluation_is_refused_in_one_line(files: Files) -> None:
 
     assert [rank_ends[-1].status for rank_ends in ends] == [0, 0], ends[0][-1]
     out = ends[0][-1].out
-    assert "warning: model_max_length 600 is beyond the 512 positions" in out and "bfloat16 compute" in out
+    assert "warning: sequences of 600 tokens exceed the 512 positions" in out and "bfloat16 compute" in out
     assert "flags that only affect training are ignored: --learning_rate" in out and not ends[1][-1].out
     assert files.records("there")[0]["valid_tokens"] == sum(size - 1 for size in SIZES)
 

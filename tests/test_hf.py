@@ -138,7 +138,7 @@ def refuses_local_positions(model: PreTrainedModel, context: SequenceContext, ba
     local = torch.arange(inputs["input_ids"].shape[1]).expand(2, -1)
     if not torch.equal(local, inputs["position_ids"]):  # on a contiguous layout's first rank they are the same
         for _ in range(2):  # no wrong input is right the second time
-            refused(lambda: model(**inputs | {"position_ids": local}), f"those of the {context.layout.kind} layout")
+            refused(lambda: model(**inputs | {"position_ids": local}), f"do not match the {context.layout.kind} layout")
     refused(lambda: model(input_ids=inputs["input_ids"]), "position_ids are missing")
     refused(lambda: model.base_model(input_ids=inputs["input_ids"]), "position_ids are missing")
 
@@ -336,8 +336,8 @@ def enabled_twice(rank: int) -> None:
     hf.dist.all_reduce = original
     assert len(reduced) == 1, "the whole length is asked for once"
     assert hooks == [len(x) for m in (model, model.base_model) for x in (m._forward_pre_hooks, m._forward_hooks)]
-    refused(lambda: model(**hf.shard_batch(first, ids())), "25 local tokens are not 2 chunks a rank")
-    refused(lambda: model(**hf.shard_batch(first, ids(length=52))), "those of the zigzag layout")
+    refused(lambda: model(**hf.shard_batch(first, ids())), "25 local tokens do not split into 2 chunks")
+    refused(lambda: model(**hf.shard_batch(first, ids(length=52))), "do not match the zigzag layout")
 
 
 def test_enabling_again_replaces_the_first_and_stacks_nothing() -> None:
@@ -351,14 +351,14 @@ def rows_dealt_out(rank: int) -> None:
     model = llama()
     for mine, words in ((ids(seed=rank), "(other rows or labels)"), (ids(length=50 - 4 * rank), "2 x 46 tokens")):
         context = hf.enable(model)
-        with pytest.raises(ValueError, match="share a sequence and were given different batches") as refusal:
+        with pytest.raises(ValueError, match="share a sequence but got different batches") as refusal:
             moved = {name: x.clone() for name, x in hf.shard_batch(context, mine).items()}  # as onto a device
             model(**moved)
         assert words in str(refusal.value)
     context = hf.enable(model)
     model(**hf.shard_batch(context, ids()))
     model(**hf.shard_batch(context, ids(seed=rank)))  # to ask is to wait, so that few batches are compared
-    with torch.no_grad(), pytest.raises(ValueError, match="given different batches"):
+    with torch.no_grad(), pytest.raises(ValueError, match="got different batches"):
         for _ in range(100):
             model(**hf.shard_batch(context, ids(length=8, seed=rank)))
 
@@ -378,7 +378,7 @@ def test_ranks_that_read_rows_of_their_own_are_refused() -> None:
     [
         ([[0, 1, 1, 1], [1, 1, 1, 1]], "on the left"),
         ([[1, 0, 1, 1], [1, 1, 1, 1]], "holes"),
-        ([[1, 1, 1, 1], [0, 0, 0, 0]], "a row without any token"),
+        ([[1, 1, 1, 1], [0, 0, 0, 0]], "a row without tokens"),
         ([[[[1]]]], "attention_mask has 4 dimensions"),
     ],
 )
@@ -442,18 +442,18 @@ def test_a_deep_copy_attends_over_the_same_ranks_and_a_pickle_is_refused_in_word
 @pytest.mark.parametrize(
     "extra, line",
     [
-        ({"labels": ids(1, 8)}, "labels would be shifted inside the shard"),
-        ({"attention_mask": torch.tensor([[0] + [1] * 7])}, "a shard takes no attention_mask"),
-        ({"attention_mask": torch.ones(1, 1, 8, 8, dtype=torch.bool)}, "a shard takes no attention_mask"),
+        ({"labels": ids(1, 8)}, "labels without shift_labels"),
+        ({"attention_mask": torch.tensor([[0] + [1] * 7])}, "attention_mask masks tokens of a shard"),
+        ({"attention_mask": torch.ones(1, 1, 8, 8, dtype=torch.bool)}, "attention_mask masks tokens of a shard"),
         ({"use_cache": True}, "key/value cache"),
         ({"past_key_values": object()}, "key/value cache"),
-        ({"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])}, "position_ids are not those"),
-        ({"position_ids": torch.arange(8)[None] + 1}, "position_ids are not those"),
+        ({"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])}, "position_ids do not match"),
+        ({"position_ids": torch.arange(8)[None] + 1}, "position_ids do not match"),
         ({"cu_seq_lens_q": torch.tensor([0, 4, 8])}, "cu_seq_lens_q"),
         ({"score_bias": torch.zeros(8, 8)}, "score_bias, which no kernel supports"),
         ({"is_causal": False}, "is_causal=False"),
         ({"output_attentions": True}, "output_attentions=True is not supported"),
-        ({"shift_labels": ids(1, 8)}, "shift_labels came without labels"),
+        ({"shift_labels": ids(1, 8)}, "shift_labels without labels"),
     ],
 )
 def test_inputs_that_would_train_on_nonsense_are_refused(alone: None, extra: dict[str, Any], line: str) -> None:

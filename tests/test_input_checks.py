@@ -123,7 +123,7 @@ def documents_of_their_own(rank: int) -> None:
     context = hf.enable(model, length=LENGTH)
     model(**hf.shard_batch(context, ids(), ids(), cu_seqlens=(0, 13, LENGTH)))
     batch = hf.shard_batch(context, ids(), ids(), cu_seqlens=(0, 13 + 11 * rank, LENGTH))
-    refused(lambda: model(**batch), "the ranks were given different documents")
+    refused(lambda: model(**batch), "the ranks got different documents")
 
 
 def test_ranks_that_pack_other_documents_are_refused_at_any_batch() -> None:
@@ -134,7 +134,7 @@ def test_attention_that_is_taken_back_is_refused(alone: None, monkeypatch: pytes
     model = build("llama")
     _, batch = inputs(model)
     model.set_attn_implementation("sdpa")
-    refused(lambda: model(**batch), "attention ran over all ranks 0 times in 2 layers")
+    refused(lambda: model(**batch), "attention over all ranks ran 0 times in 2 layers")
     hf.enable(model, length=LENGTH)
     attend = ALL_ATTENTION_FUNCTIONS[hf.IMPLEMENTATION]
 
@@ -142,7 +142,7 @@ def test_attention_that_is_taken_back_is_refused(alone: None, monkeypatch: pytes
         return (q.transpose(1, 2), None) if module.layer_idx == 0 else attend(module, q, *args, **kwargs)
 
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, hf.IMPLEMENTATION, skip_first)
-    refused(lambda: model(**batch), "attention ran over all ranks 1 times in 2 layers")
+    refused(lambda: model(**batch), "attention over all ranks ran 1 times in 2 layers")
 
 
 def test_a_batch_may_be_cut_into_smaller_ones(alone: None) -> None:
@@ -187,7 +187,7 @@ def packed_for_another_context(rank: int) -> None:
     first = hf.enable(model, schedule="ring", length=LENGTH)
     batch = hf.shard_batch(first, ids(), ids(), cu_seqlens=BOUNDARIES)
     hf.enable(model, schedule="prefix", length=LENGTH)
-    refused(lambda: model(**batch), "the packed batch was made for another context")
+    refused(lambda: model(**batch), "the packed batch belongs to another context")
 
 
 def test_a_packed_batch_of_another_context_is_refused() -> None:
@@ -216,7 +216,7 @@ def rope_by_kind_of_layer(rank: int) -> None:
         dist.all_reduce(loss)
         assert abs(loss - expected) < 1e-5, f"{name}: {loss} against {expected}"
         packed = hf.shard_batch(context, ids(), ids(), cu_seqlens=BOUNDARIES)
-        refused(lambda model=model, packed=packed: model(**packed), "RoPE scales with the length of a sequence")
+        refused(lambda model=model, packed=packed: model(**packed), "RoPE depends on the sequence length")
 
 
 def test_rope_that_depends_on_the_length_sees_the_whole_of_it_in_every_kind_of_layer() -> None:
@@ -267,10 +267,10 @@ class WithoutDivisor(LlamaForCausalLM):
 @pytest.mark.parametrize(
     ("kind", "line"),
     [
-        (WithPenalty, "returns a loss that its loss function did not give"),
-        (WithPenaltyInPlace, "returns a loss that its loss function did not give"),
-        (WithShiftOfItsOwn, "returns a loss that its loss function did not give"),
-        (WithoutDivisor, "needs num_items_in_batch, which WithoutDivisor was not given or does not hand on"),
+        (WithPenalty, "returns a loss that is not its loss function"),
+        (WithPenaltyInPlace, "returns a loss that is not its loss function"),
+        (WithShiftOfItsOwn, "returns a loss that is not its loss function"),
+        (WithoutDivisor, "needs num_items_in_batch, which WithoutDivisor did not get or does not pass"),
     ],
 )
 def test_a_loss_that_is_not_the_sum_over_shards_is_refused(alone: None, kind: type[PreTrainedModel], line: str) -> None:
@@ -304,10 +304,10 @@ def test_a_model_that_peft_wraps_trains_as_it_did(alone: None) -> None:
     assert abs(model(**batch).loss - expected) < 1e-5
     packed = hf.shard_batch(context, ids(), ids(), cu_seqlens=BOUNDARIES)
     assert torch.isfinite(model(**packed).loss)
-    refused(lambda: model(**batch | {"labels": None}), "shift_labels came without labels")
+    refused(lambda: model(**batch | {"labels": None}), "shift_labels without labels")
     merged = model.merge_and_unload()
     assert abs(merged(**batch).loss - expected) < 1e-5
-    refused(lambda: merged(**batch | {"labels": None}), "shift_labels came without labels")
+    refused(lambda: merged(**batch | {"labels": None}), "shift_labels without labels")
 
 
 def wrapped_between(rank: int) -> None:
@@ -333,7 +333,7 @@ class LigerInside(LlamaForCausalLM):
 def test_a_fused_loss_is_taken_inside_a_wrapper_too(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("llama", LigerInside)
     _, batch = inputs(peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"])))
-    refused(lambda: model(**batch), "returns a loss that its loss function did not give")
+    refused(lambda: model(**batch), "returns a loss that is not its loss function")
     monkeypatch.setattr(LigerInside.forward, "__module__", "liger_kernel.transformers.model.llama")
     assert torch.isfinite(model(**batch).loss)
 

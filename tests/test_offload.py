@@ -216,7 +216,7 @@ def test_a_second_backward_pass_is_refused() -> None:
     _, wrapped, _ = make("cpu")
     loss = wrapped(*inputs("cpu"))
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="a second one use --offload none"):
+    with pytest.raises(RuntimeError, match="use --offload none for a second one"):
         loss.backward()
 
 

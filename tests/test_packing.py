@@ -88,9 +88,9 @@ def test_every_target_of_every_document_is_kept_once_and_none_is_of_another(tmp_
 def test_cut_padded_and_dropped_tokens_are_counted(tmp_path: Path, kind: str) -> None:
     said = " ".join(_opened(tmp_path, kind).notes)
     tokens = sum(SIZES) - 1 - 2  # a document of one token has no target, the last of 301 and 151 are targets alone
-    assert "of fewer than two tokens left out" in said and "13 documents packed into 8 sequences" in said
+    assert "of fewer than two tokens" in said and "13 documents packed into 8 sequences" in said
     assert f"{8 * LENGTH - tokens} tokens of padding" in said
-    assert "2 documents longer than that cut into 4 pieces; no target is lost" in said
+    assert "2 documents longer than that split into 4 pieces; no target is lost" in said
 
 
 def test_sequences_of_which_a_third_is_padding_are_warned_of(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def _loop(rank: int) -> None:
         restarting = hf.shard_batch(context, ids, labels.masked_fill(positions == 0, -100), position_ids=positions)
         assert restarting["documents"].padded_boundaries[:7] == (*edges, 210)
         mixed = batch | {"position_ids": batch["position_ids"] + 1}
-        _refused(lambda model=model, mixed=mixed: model(**mixed), "not those of the documents")
+        _refused(lambda model=model, mixed=mixed: model(**mixed), "do not match the documents")
         bare = {key: x for key, x in batch.items() if key != "documents"}
         if dist.get_world_size() > 1:
             _refused(lambda model=model, bare=bare: model(**bare), "use shard_batch")
@@ -182,18 +182,21 @@ def _refusals(rank: int) -> None:
     model = _model()
     context = hf.enable(model)
     two = torch.zeros(2, 8, dtype=torch.int64)
-    _refused(lambda: hf.shard_batch(context, two, cu_seqlens=[0, 4, 8]), "batch of 2 with several documents")
+    _refused(lambda: hf.shard_batch(context, two, cu_seqlens=[0, 4, 8]), "packed documents in a batch of 2")
     _refused(lambda: hf.shard_batch(context, two[:1], cu_seqlens=[0, 4, 4, 8]), "0, 4, 4, 8 do not rise from 0")
     _refused(lambda: hf.shard_batch(context, two[:1], cu_seqlens=[0, 4, 9]), "end at token 9 of a sequence of 8")
     for wrong in ([[0, 1, 2, 0, 1, 3, 0, 1]], [[3, 4, 5, 0, 1, 2, 3, 4]]):
-        _refused(lambda wrong=wrong: hf.shard_batch(context, two[:1], position_ids=torch.tensor(wrong)), "neither rise")
+        _refused(
+            lambda wrong=wrong: hf.shard_batch(context, two[:1], position_ids=torch.tensor(wrong)),
+            "do not count up from 0",
+        )
     plain = hf.shard_batch(context, two, position_ids=torch.arange(8).expand(2, -1))
     assert "documents" not in plain
     batch = hf.shard_batch(context, two[:1], cu_seqlens=[0, 4, 8])
     missing = {"input_ids": batch["input_ids"], "documents": batch["documents"]}
     _refused(lambda: model(**missing), "position_ids are missing")
     short = {**batch, "input_ids": batch["input_ids"][:, :4], "position_ids": batch["position_ids"][:, :4]}
-    _refused(lambda: model(**short), "not those of the documents")
+    _refused(lambda: model(**short), "do not match the documents")
 
 
 def test_documents_that_cannot_be_honoured_are_refused() -> None:

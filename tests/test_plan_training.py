@@ -74,7 +74,7 @@ def test_layers_that_keep_offload_and_compute_again_give_the_losses_of_all_that_
     away = {name: facts[name]["parameters"].partition(", ")[2] for name in runs if "host" in facts[name]["parameters"]}
     assert away.keys() == found | {"hopeless"} and away["state-away"] == "in host memory"
     last = int(away["some-away"].removeprefix("in host memory except layers 0-"))
-    said = f"state of layers {last + 1}-{LAYERS - 1}, embeddings and head wait in host memory; nothing faster fits"
+    said = f"state of layers {last + 1}-{LAYERS - 1}, embeddings and head are in host memory; nothing faster fits"
     assert said in " ".join(facts["some-away"]["notes"])
     for name in ("planned", "state-away"):
         record = json.loads((files / name / "metrics.jsonl").read_text().splitlines()[-1])
@@ -268,8 +268,8 @@ def test_a_run_is_told_of_flags_that_end_it_minutes_earlier(monkeypatch: pytest.
 
     (line,) = notes(10_000)
     asked = make_plan(run).step_seconds
-    assert line.startswith(f"by the plan a step takes {asked:.3g} s, and less with --torch_compile True (0.")
-    assert ", or with --torch_compile True --remat none (0." in line
+    assert line.startswith(f"a step is planned to take {asked:.3g} s; faster: --torch_compile True (0.")
+    assert ", or --torch_compile True --remat none (0." in line
     assert notes(10) == notes(10_000, "cpu") == []
     device = "NVIDIA of tomorrow"
     assert notes(10_000) == []
@@ -317,13 +317,13 @@ def test_an_out_of_memory_error_names_settings_that_fit(monkeypatch: pytest.Monk
     here = World(0, 8, 0, 8, torch.device("cpu"))
     monkeypatch.setattr("lightseq.memory.planner.advice.planned_run", lambda *_: _h200(model, asked))
     *parts, remedy = out_of_memory(asked, model, here)
-    assert parts[0].startswith("planned memory") and any("kept activations" in line for line in parts)
-    assert remedy.startswith("to fit: --") and "GiB a GPU" in remedy and "--model_max_length" in remedy
+    assert parts[0].startswith("planned peak memory") and any("kept activations" in line for line in parts)
+    assert remedy.startswith("to fit: --") and "GiB per GPU" in remedy and "--model_max_length" in remedy
     fitting = replace(asked, model_max_length=2**17, offload="activations")
     monkeypatch.setattr("lightseq.memory.planner.advice.planned_run", lambda *_: _h200(model, fitting))
     assert make_plan(_h200(model, fitting)).fits
     *_, remedy = out_of_memory(fitting, model, here)  # though the plan sees enough memory
-    assert remedy.startswith("to fit: --") and "GiB a GPU" in remedy and "--model_max_length" in remedy
+    assert remedy.startswith("to fit: --") and "GiB per GPU" in remedy and "--model_max_length" in remedy
     deepspeed = replace(asked, deepspeed="d.json")
     assert "offload_optimizer and offload_param in d.json" in out_of_memory(deepspeed, model, here)[0]
 

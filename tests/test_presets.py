@@ -94,7 +94,7 @@ def test_the_flags_of_a_scaled_model_make_its_name() -> None:
         ["--scaling-factor", "3", "--model_name_or_path", "scaled", *["--data_path", "d", "--output_dir", "o"]], ""
     )
     assert config.model_name == "scaled-all-3"
-    with pytest.raises(ValueError, match="scaled-all-0 is no directory, hub id or preset of llama3"):
+    with pytest.raises(ValueError, match="scaled-all-0 is not a directory, hub id or preset of llama3"):
         resolve(llama3.FAMILY, "scaled-all-0", random_init=True)
 
 
@@ -168,7 +168,7 @@ def test_a_hub_that_does_not_answer_is_one_line(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("name", "random_init", "line"),
     [
-        ("llama3-8b", False, "llama3-8b is a preset, an architecture without weights: add --random_init"),
+        ("llama3-8b", False, "llama3-8b is a preset, which has no weights; add --random_init"),
         (
             "llama3-8c",
             True,
@@ -177,7 +177,7 @@ def test_a_hub_that_does_not_answer_is_one_line(monkeypatch: pytest.MonkeyPatch)
         ("llama2-7b", True, "llama2-7b is a preset of llama2: use llama2/train.py"),
         ("lama2-13b", True, "tiny-llama3); did you mean llama2-13b, of llama2/train.py?"),
         ("tiny-llama", True, "did you mean tiny-llama3?"),
-        ("./no/such/directory", True, "is no directory, hub id or preset of llama3"),
+        ("./no/such/directory", True, "is not a directory, hub id or preset of llama3"),
         (str(Path(__file__).parent), False, "is a directory without config.json"),
     ],
 )
@@ -196,9 +196,9 @@ def test_of_two_equally_near_presets_that_of_the_own_family_is_suggested(name: s
 @pytest.mark.parametrize(
     ("fields", "line"),
     [
-        ({"model_type": "gpt2"}, "GPT2LMHeadModel is not built of"),
+        ({"model_type": "gpt2"}, "GPT2LMHeadModel does not consist of"),
         ({"attention_dropout": 0.1}, "has attention_dropout 0.1"),
-        ({"layer_types": ["sliding_attention", "full_attention"]}, "has layers of sliding_attention"),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, "has sliding_attention layers"),
         ({"hidden_size": 130}, "its config cannot be read"),
         ({"rope_parameters": {"rope_type": "nonsense", "rope_theta": 1e4}}, "rope_type 'nonsense' is unknown"),
     ],
@@ -247,20 +247,20 @@ def test_a_length_beyond_what_scaling_covers_warns(preset: str, scaling: dict | 
     config = apply_rope(config_of(preset), rope_scaling=scaling)
     assert context_warning(config, covered) is None
     warning = context_warning(config, covered + 1)
-    assert warning is not None and f"{covered + 1} is beyond the {covered} positions" in warning
+    assert warning is not None and f"{covered + 1} tokens exceed the {covered} positions" in warning
 
 
 @pytest.mark.parametrize(
     ("preset", "scaling", "length", "said"),
     [
-        ("llama3.2-1b", YARN, 2048, "leaves 65536 of the 131072 positions that the model covers; the factor of"),
-        ("llama3.2-1b", YARN, 100_000, "model covers, and model_max_length is 100000; the factor of --rope_scaling"),
-        ("llama3.2-1b", YARN, 131_072, "counts from 8192: give 16 for 131072, or leave it out"),
-        ("llama3.2-1b", YARN, 200_000, "counts from 8192: give 24.42 for 200000"),
-        ("llama3.1-8b", {"rope_type": "linear", "factor": 2}, 64, "counts from 8192: give 16 for 131072, or leave it"),
+        ("llama3.2-1b", YARN, 2048, "model covers from 131072 to 65536; the factor of"),
+        ("llama3.2-1b", YARN, 100_000, "to 65536, and sequences have 100000 tokens; the factor of --rope_scaling"),
+        ("llama3.2-1b", YARN, 131_072, "multiplies 8192: give 16 for 131072, or leave it out"),
+        ("llama3.2-1b", YARN, 200_000, "multiplies 8192: give 24.42 for 200000"),
+        ("llama3.1-8b", {"rope_type": "linear", "factor": 2}, 64, "multiplies 8192: give 16 for 131072, or leave it"),
         ("llama3.1-8b", {"rope_type": "default"}, 64, "no factor: give yarn with factor 16 for 131072, or leave it"),
-        ("llama3-8b", YARN, 65_537, "beyond the 65536 positions that the model covers; the factor of --rope_scaling"),
-        ("llama3-8b", YARN, 65_537, "counts from 8192: give 8.01 for 65537, or give 65536 or less"),
+        ("llama3-8b", YARN, 65_537, "exceed the 65536 positions that the model covers; the factor of --rope_scaling"),
+        ("llama3-8b", YARN, 65_537, "multiplies 8192: give 8.01 for 65537, or give 65536 or less"),
         ("llama3-8b", YARN, 65_536, None),
         ("llama3.2-1b", YARN | {"factor": 16}, 131_072, None),
         ("llama3.2-1b", YARN | {"factor": 24.42}, 200_000, None),
@@ -280,7 +280,9 @@ def test_a_run_whose_scaling_shortens_the_context_says_so_at_any_length() -> Non
     world = World(0, 1, 0, 1, torch.device("cpu"))
     scaled = parse([*words, "--rope_scaling", json.dumps(YARN)], "")
     (warning,) = find_model(scaled, llama3.FAMILY, world).warnings
-    assert warning.startswith("warning: --rope_scaling leaves 65536 of the 131072 positions")
+    assert warning.startswith(
+        "warning: --rope_scaling reduces the positions that the model covers from 131072 to 65536"
+    )
     assert find_model(parse(words, ""), llama3.FAMILY, world).warnings == ()
 
 

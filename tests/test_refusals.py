@@ -40,8 +40,8 @@ RANDOM = "--random_init --model_name_or_path"
 REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     # the data
     "no data": ("--data_path {files}/gone", ("{files}/gone does not exist", "data_gen")),
-    "data of no known kind": ("--data_path {files}/file.csv", ("file.csv is of no known kind", "data_gen")),
-    "a directory without tokens": ("--data_path {files}/model", ("has no meta.json", "data_gen")),
+    "data of no known kind": ("--data_path {files}/file.csv", ("file.csv is not a token directory", "data_gen")),
+    "a directory without tokens": ("--data_path {files}/model", ("(no meta.json)", "data_gen")),
     "a pickle that runs code": ("--data_path {files}/hostile.pkl", ("posix.system", "plain lists")),
     "a pickle cut short": ("--data_path {files}/cut.pkl", ("cut.pkl cannot be read", "write it again")),
     "ids outside the vocabulary": ("--data_path {files}/outside.pkl", ("token id 64", "vocabulary of 64", "tokenize")),
@@ -51,11 +51,11 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "evaluation data without a target": (
         "--eval_data_path {files}/targetless.pkl --eval_strategy steps",
-        ("targetless.pkl has no valid target", "-100"),
+        ("targetless.pkl has no target", "-100"),
     ),
     "text without a tokenizer": (f"{RANDOM} tiny-llama3 --data_path {{files}}/t.jsonl", ("t.jsonl", "--tokenizer")),
     # the model
-    "no model": ("--model_name_or_path /no/such/model", ("/no/such/model is no directory", "preset", "tiny-llama3")),
+    "no model": ("--model_name_or_path /no/such/model", ("/no/such/model is not a directory", "preset", "tiny-llama3")),
     "unknown preset": (f"{RANDOM} llama3-9b", ("llama3-9b is no", "did you mean llama3-8b?")),
     "a preset has no weights": ("--model_name_or_path tiny-llama3", ("tiny-llama3 is a preset", "add --random_init")),
     "the other family's preset": (f"{RANDOM} llama2-7b", ("a preset of llama2", "use llama2/train.py")),
@@ -63,20 +63,26 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
         "--model_name_or_path {files}/empty",
         ("{files}/empty is a directory without", "give"),
     ),
-    "directory without weights": ("--model_name_or_path {files}/bare", ("{files}/bare holds no", "--random_init")),
+    "directory without weights": ("--model_name_or_path {files}/bare", ("{files}/bare has no", "--random_init")),
     "attention dropout": (f"{RANDOM} {{files}}/dropout", ("attention_dropout 0.1", "set it to 0")),
     "no attention heads": (f"{RANDOM} {{files}}/headless", ("its config cannot be read", "give another model")),
-    "sliding window": (f"{RANDOM} {{files}}/window", ("sliding-window attention over 16 tokens", "give at most 16")),
-    "another architecture": (f"{RANDOM} {{files}}/gpt2", ("GPT2LMHeadModel is not built of",)),
+    "sliding window": (f"{RANDOM} {{files}}/window", ("sliding-window attention over 16 tokens", "at most 16")),
+    "another architecture": (f"{RANDOM} {{files}}/gpt2", ("GPT2LMHeadModel does not consist of",)),
     "another layer": (
         "--fsdp_transformer_layer_cls_to_wrap GPT2Block",
         ("are of the class LlamaDecoderLayer; give that, or leave it out",),
     ),
-    "heads that cannot share": (f"{RANDOM} {{files}}/heads", ("4 attention heads", "3 key/value heads", "use a")),
+    "heads that cannot share": (f"{RANDOM} {{files}}/heads", ("4 attention heads", "3 key/value heads", "use another")),
     "config that is no JSON": (f"{RANDOM} {{files}}/broken", ("{files}/broken", "cannot be read", "another model")),
-    "missing tensor": ("--model_name_or_path {files}/missing", ("{files}/missing", "missing ['lm_head.weight']")),
-    "extra tensor": ("--model_name_or_path {files}/extra", ("{files}/extra", "without a place ['surplus']")),
-    "another shape": ("--model_name_or_path {files}/shape", ("lm_head.weight is [65, 32]", "the model has [64, 32]")),
+    "missing tensor": (
+        "--model_name_or_path {files}/missing",
+        ("{files}/missing", "missing tensors ['lm_head.weight']"),
+    ),
+    "extra tensor": ("--model_name_or_path {files}/extra", ("{files}/extra", "unknown tensors ['surplus']")),
+    "another shape": (
+        "--model_name_or_path {files}/shape",
+        ("lm_head.weight has shape [65, 32]", "the model's [64, 32]"),
+    ),
     "weights cut short": ("--model_name_or_path {files}/short", ("{files}/short", "cannot be read", "again")),
     "weights without an index": ("--model_name_or_path {files}/index", ("{files}/index", "cannot be read", "again")),
     "a hub without a network": (

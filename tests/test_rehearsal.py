@@ -171,7 +171,7 @@ def test_out_of_memory_while_the_model_is_built_ends_so_too(tmp_path: Path) -> N
     words = f"--model_name_or_path tiny-llama3 --random_init --data_path {data} --output_dir {tmp_path / 'run'}"
     done = forked.run(f"{tmp_path}/fail.py {words}", tmp_path)
     assert done.returncode == 1 and done.stderr.count("Tried to allocate 7.00 GiB.") == 1, done.stderr
-    assert "planned memory of a GPU" in done.stderr and "to fit: " in done.stderr and "Traceback" not in done.stderr
+    assert "planned peak memory per GPU" in done.stderr and "to fit: " in done.stderr and "Traceback" not in done.stderr
 
 
 OUT_OF_MEMORY_REHEARSING = """
@@ -191,7 +191,7 @@ def test_a_rehearsal_whose_optimizer_finds_no_room_ends_so_too(tmp_path: Path) -
     words = "--model_name_or_path tiny-llama3 --random_init --model_max_length 512"
     done = forked.run(f"{tmp_path}/fail.py {words}", tmp_path)
     assert done.returncode == 1 and done.stderr.count("Tried to allocate 7.00 GiB.") == 1, done.stderr
-    assert "planned memory of a GPU" in done.stderr and "to fit: " in done.stderr and "Traceback" not in done.stderr
+    assert "planned peak memory per GPU" in done.stderr and "to fit: " in done.stderr and "Traceback" not in done.stderr
 
 
 UPDATES = """

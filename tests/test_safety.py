@@ -104,7 +104,7 @@ def test_an_index_of_weights_names_no_file_elsewhere(tmp_path: Path, elsewhere: 
     (tmp_path / "model" / WEIGHTS).rename(tmp_path / "secret.bin")
     names = dict.fromkeys((name for name, _ in model.named_parameters()), elsewhere)
     (tmp_path / "model" / INDEX).write_text(json.dumps({"weight_map": names}))
-    with pytest.raises(ValueError, match=r"names .*secret\.bin, which is not there"):
+    with pytest.raises(ValueError, match=r"names .*secret\.bin, which is missing"):
         weights.load_or_refuse(LlamaForCausalLM(TINY), tmp_path / "model", "--model_name_or_path")
 
 

@@ -136,7 +136,7 @@ def test_only_the_answer_to_a_prompt_is_learnt(tmp_path: Path, mistral: Tokenize
 def test_ids_are_taken_as_they_are(tmp_path: Path) -> None:
     path = lines(tmp_path / "a.jsonl", {"input_ids": [5, 6, 7, 8], "labels": [-100, -100, 7, 8]})
     assert opened(path)[0].labels.tolist() == [IGNORE_INDEX, 7, 8, IGNORE_INDEX]
-    assert "'labels' are not the input_ids" in refusal(lines(tmp_path / "b.jsonl", {"input_ids": [5], "labels": [6]}))
+    assert "'labels' differ from input_ids" in refusal(lines(tmp_path / "b.jsonl", {"input_ids": [5], "labels": [6]}))
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json"])
@@ -148,7 +148,7 @@ def test_rows_of_ids_ask_for_no_tokenizer(tmp_path: Path, suffix: str) -> None:
     for lazy in (True, False):
         examples = open_examples(path, 8, 300, None, lazy, read_options=read_options)
         assert isinstance(examples, WindowExamples) and examples[0].input_ids.tolist() == [5, 299, 7]
-        assert examples.source.meta["tokenizer"] is None and "by no tokenizer" in examples.notes[0]
+        assert examples.source.meta["tokenizer"] is None and "without a tokenizer" in examples.notes[0]
     if suffix == ".jsonl":
         assert len(open_examples(path, 8, 300, str(tmp_path), read_options=read_options)) == 1, (
             "a model's directory without one"
@@ -163,9 +163,9 @@ def test_rows_that_teach_nothing_are_named_before_a_tokenizer_is_asked_for(tmp_p
     for name, said in (
         ("a.jsonl", "a.jsonl holds no row"),
         ("a.parquet", "a.parquet holds no row"),
-        ("b.json", "b.json line 1 has no column at all; give it 'text', messages"),
+        ("b.json", "b.json line 1 has no columns; give it 'text', messages"),
         ("c.jsonl", "it has: body; name the text with --text_column"),
-        ("d.jsonl", "d.jsonl holds rows to tokenise, and there is no tokenizer; give --tokenizer"),
+        ("d.jsonl", "d.jsonl holds text, which needs a tokenizer; give --tokenizer"),
     ):
         with pytest.raises(ValueError, match=said):
             open_examples(tmp_path / name, 8, 300)
@@ -176,14 +176,14 @@ def test_padding_is_cut_off_as_the_attention_mask_says_and_counted(tmp_path: Pat
     whole, hidden = {"input_ids": [8, 9], "attention_mask": None}, {"input_ids": [0, 0], "attention_mask": [0, 0]}
     examples = opened(lines(tmp_path / "a.jsonl", padded, whole, padded, hidden))
     assert [examples[i].input_ids.tolist() for i in range(3)] == [[5, 6, 7], [8, 9], [5, 6, 7]]
-    assert any("the padding of 2 rows, 4 tokens by their attention_mask, is cut off" in n for n in examples.notes)
+    assert any("cut 4 tokens of padding off 2 rows, by attention_mask" in n for n in examples.notes)
     assert examples.source.meta["padding"] == {"rows": 2, "tokens": 4} and examples.source.meta["skipped"]["empty"] == 1
     labelled = {**padded, "labels": [-100, 6, 7, -100, -100]}
     assert opened(lines(tmp_path / "b.jsonl", labelled))[0].labels.tolist() == [6, 7, IGNORE_INDEX]
     for mask in ([0, 0, 1, 1, 1], [1, 1, 0, 1, 0], [1, 1, 1]):
         said = refusal(lines(tmp_path / "c.jsonl", padded, {**padded, "attention_mask": mask}))
         assert said.startswith(f"{tmp_path}/c.jsonl line 2: 'attention_mask' ")
-        assert "has padding on the left or holes" in said
+        assert "has padding on the left, holes" in said
 
 
 def test_a_long_row_is_split_and_loses_no_target(tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_flags_of_rows_are_honoured_or_refused(tmp_path: Path) -> None:
         (read_options, "--max_train_samples 1"),
         (ReadOptions(text_column="body"), "--text_column body"),
     ):
-        with pytest.raises(ValueError, match=f"{line} is about rows"):
+        with pytest.raises(ValueError, match=f"{line} applies to rows"):
             open_examples(tokens, 9, 300, read_options=given)
 
 
@@ -290,11 +290,11 @@ def test_files_of_a_folder_that_are_not_read_are_said(tmp_path: Path) -> None:
     for name in ("b.json", "c.jsonl.gz", "d.txt", "e.arrow", "f.JSONL", "g.csv", ".h.jsonl"):
         (folder / name).write_text("{}")
     examples = opened(folder)
-    said = f"{folder}: 6 files passed over (b.json, c.jsonl.gz, d.txt, e.arrow, f.JSONL, …)"
+    said = f"{folder}: skipped 6 files (b.json, c.jsonl.gz, d.txt, e.arrow, f.JSONL, …)"
     assert any(note.startswith(said) for note in examples.notes)
     assert examples.source.meta["passed_over"]["files"] == 6
     (folder / "a.jsonl").unlink()
-    assert "no folder of .jsonl or .parquet: it holds b.json, c.jsonl.gz, d.txt" in refusal(folder)
+    assert "nor a folder of .jsonl or .parquet files; it holds b.json, c.jsonl.gz, d.txt" in refusal(folder)
 
 
 def test_data_sets_are_read_from_disk_and_streamed_from_the_hub(
@@ -305,7 +305,7 @@ def test_data_sets_are_read_from_disk_and_streamed_from_the_hub(
     rows.select_columns(["prompt"]).rename_column("prompt", "text").save_to_disk(str(tmp_path / "saved"))
     assert bytes(int(opened(tmp_path / "saved")[i].input_ids[0]) for i in range(2)) == b"xy"
     datasets.DatasetDict({"dev": rows}).save_to_disk(str(tmp_path / "several"))
-    assert "no split train; name one of its splits: dev" in refusal(tmp_path / "several")
+    assert "no split train; give the path of one of: dev" in refusal(tmp_path / "several")
     asked: list[Any] = []
 
     def load(*names: str, split: str, streaming: bool) -> Any:
@@ -329,11 +329,11 @@ def test_skipped_rows_are_counted_named_and_recorded(tmp_path: Path) -> None:
     rows = [{"prompt": "a", "completion": "b"}, {"prompt": "c", "completion": ""}, {"prompt": "", "completion": None}]
     path = lines(tmp_path / "a.jsonl", *rows, *rows)
     examples = opened(path)
-    note = next(note for note in examples.notes if "left out" in note)
+    note = next(note for note in examples.notes if "skipped rows" in note)
     assert "2 empty, 2 without an answer" in note and f"{path} line 2: without an answer; {path} line 3: empty" in note
     meta = json.loads((examples.source.path / "meta.json").read_text())
     assert meta["skipped"] == {"without an answer": 2, "empty": 2} and meta["skipped_rows"][0].startswith(str(path))
-    assert [note for note in opened(path).notes if "left out" in note] == [note], "the cache says it again"
+    assert [note for note in opened(path).notes if "skipped rows" in note] == [note], "the cache says it again"
 
 
 @pytest.mark.parametrize(
@@ -346,9 +346,9 @@ def test_skipped_rows_are_counted_named_and_recorded(tmp_path: Path) -> None:
         ('{"text": 3}', "line 1: 'text' is 3, not text"),
         ("[1]", "is a list, not an object"),
         ("", "holds no row"),
-        ('{"text": ""}\n{"text": null}', "nothing to learn from"),
-        ('{"text": "naïve"}\n', "line 1 holds the token id 256, outside the model's vocabulary of 256"),
-        ('{"messages": [{"role": "user", "content": "a"}]}', "is a chat, and tokenizer byte has no chat template"),
+        ('{"text": ""}\n{"text": null}', "no row with a target"),
+        ('{"text": "naïve"}\n', "line 1 has token id 256, outside the model's vocabulary of 256"),
+        ('{"messages": [{"role": "user", "content": "a"}]}', "is a chat, but tokenizer byte has no chat template"),
         ('{"input_ids": [1, "2"]}', "not a list of integers"),
         ('{"input_ids": [[1, 2], [3]]}', "line 1: 'input_ids' is [[1, 2], [3]], not a list of integers"),
         ('{"input_ids": [[1, 2], [3, 4]]}', "line 1: 'input_ids' is [[1, 2], [3, 4]], not a list of integers"),
@@ -357,7 +357,7 @@ def test_skipped_rows_are_counted_named_and_recorded(tmp_path: Path) -> None:
         ('{"input_ids": [1, 2], "labels": [[1], [2, 3]]}', "line 1: 'labels' is [[1], [2, 3]], not a list of integers"),
         (
             '{"input_ids": [1, 2, 3]}\n{"input_ids": [1, 2, 3], "labels": [-100, -100, 3]}',
-            "line 2 has labels, and the first row has none; give every row labels",
+            "line 2 has labels, but the first row has none; give every row labels",
         ),
     ],
 )
@@ -382,7 +382,10 @@ def test_bad_chats_are_one_line(tmp_path: Path, mistral: Tokenizer) -> None:
     cases = [
         ({"messages": "hello"}, "'messages' is 'hello', not a list of turns"),
         ({"messages": [{"role": "user"}]}, "has no role or content"),
-        ({"messages": [*CHAT[:1], {"role": "assistant", "content": "\ud800"}]}, "line 1, as the chat template of "),
+        (
+            {"messages": [*CHAT[:1], {"role": "assistant", "content": "\ud800"}]},
+            "line 1, rendered by the chat template of ",
+        ),
     ]
     for number, (row, line) in enumerate(cases):
         assert line in refusal(lines(tmp_path / f"{number}.jsonl", row), mistral)
@@ -390,7 +393,7 @@ def test_bad_chats_are_one_line(tmp_path: Path, mistral: Tokenizer) -> None:
     try:
         mistral.backend.chat_template = forgets
         path = lines(tmp_path / "forgets.jsonl", {"messages": CHAT})
-        assert "line 1: the chat template" in (said := refusal(path, mistral)) and "writes earlier turns anew" in said
+        assert "line 1: the chat template" in (said := refusal(path, mistral)) and "rewrites earlier turns" in said
     finally:
         mistral.backend.chat_template = template
 
@@ -418,9 +421,9 @@ def test_a_run_reads_rows_once_and_goes_on_with_the_next_on_other_ranks(tmp_path
     whole, parts = (read_records(tmp_path / run / "metrics.jsonl") for run in ("whole", "parts"))
     targets = sum(2 + i % 6 for i in range(8))
     assert [sum(record["valid_tokens"] for record in records) for records in (whole, parts)] == [targets, targets]
-    assert f"left out: 1 without an answer ({path} line 9" in said[0]
+    assert f"skipped rows: 1 without an answer ({path} line 9" in said[0]
     assert "2 windows of 10 without a target (document 5: 2)" in said[0]
-    assert "1 a step from example 6 on, none skipped or repeated" in said[2]
+    assert "1 from example 6 on, none skipped or repeated" in said[2]
     assert len(whole) == 10 and len(parts) == 3 + 4
     assert "was trained with --seed 42, not with --seed 1" in ends[3].err
     assert len([p for p in (tmp_path / "cache").iterdir() if p.is_dir()]) == 1
@@ -455,7 +458,7 @@ def test_steps_without_a_target_are_counted_and_no_part_of_the_loss(tmp_path: Pa
 
 @pytest.mark.parametrize("source", ["hf:", "hf::", "hf:a::b", "hf:a:b:c:d"])
 def test_a_malformed_hub_name_is_refused_before_the_hub_is_asked(source: str) -> None:
-    with pytest.raises(ValueError, match=f"{source} names no data set; give hf:NAME"):
+    with pytest.raises(ValueError, match=f"{source} is not the name of a data set; give hf:NAME"):
         source_identity(source)
 
 

@@ -1,1 +1,1 @@
-"""From rows of any source to batches: tokens, windows of documents, packed sequences."""
+"""Data sources, tokenization, windows of documents, packing and batches."""

@@ -33,7 +33,7 @@ from lightseq.data.tokenizer import Tokenizer, load_tokenizer, placeholder_token
 
 MAX_BUCKETS: Final = 8
 PADDING_WARNING_SHARE: Final = 1 / 3  # share of all positions
-FINGERPRINT_EXAMPLES = 16  # examples that are hashed to recognize the data
+FINGERPRINT_EXAMPLES = 16  # number of examples that are hashed to recognize the data
 # Values that a resumed run must share with its checkpoint, and how errors name them.
 MUST_MATCH = {"length": "with --model_max_length {}", "seed": "with --seed {}", "examples": "on {:,} examples"}
 
@@ -47,7 +47,7 @@ def open_examples(
     progress: bool = True,
     read_options: ReadOptions | None = None,
 ) -> Examples:
-    """Opens a token directory, a .pkl file, or rows. Raises ValueError with one line for anything wrong with it."""
+    """Opens a token directory, a .pkl file or rows. Raises ValueError with a one-line reason if that fails."""
     assert length > 0, length
     read_options = read_options or ReadOptions()
     if holds_rows(path):
@@ -57,8 +57,7 @@ def open_examples(
             return open_rows(path, length, vocab_size, placeholder_tokenizer(vocab_size), read_options, progress)
         if tokenizer is None:
             raise ValueError(
-                f"{path} holds rows to tokenise, and there is no tokenizer; give --tokenizer a directory, a hub id, or "
-                "byte"
+                f"{path} holds text, which needs a tokenizer; give --tokenizer a directory, a hub id, or byte"
             )
         loaded = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
         if lazy and Path(path).is_file():
@@ -73,11 +72,11 @@ def open_examples(
             if read_options.limit
             else f"--text_column {read_options.text_column}"
         )
-        raise ValueError(f"{given} is about rows, and {path} holds none; leave it out")
+        raise ValueError(f"{given} applies to rows, which {path} does not hold; leave it out")
     if path.is_dir() and not (path / META).exists():
         holds = ", ".join(ignored_files(path)[:MAX_NAMED]) or "nothing"
         raise ValueError(
-            f"{path} is no token directory, for it has no {META}, and no folder of {' or '.join(FOLDER_SUFFIXES)}: it "
+            f"{path} is neither a token directory (no {META}) nor a folder of {' or '.join(FOLDER_SUFFIXES)} files; it "
             f"holds {holds}; name a file, or make tokens with python3 -m data_gen"
         )
     if path.is_dir():
@@ -85,15 +84,13 @@ def open_examples(
     if path.suffix == ".pkl":
         return open_pickle(path, length, vocab_size)
     kinds = ", ".join(ROW_SUFFIXES)
-    raise ValueError(
-        f"{path} is of no known kind: a token directory, .pkl, {kinds}; convert it with python3 -m data_gen"
-    )
+    raise ValueError(f"{path} is not a token directory, .pkl, {kinds}; convert it with python3 -m data_gen")
 
 
 def _is_tokenized(source: str | Path, read_options: ReadOptions, known: bool) -> bool:
-    """Returns whether the first row holds ids, so that no tokenizer is needed.
+    """Returns whether the first row holds token ids, so that no tokenizer is needed.
 
-    Skips sources that are slow to look at (a download, a parse of the whole array) if a tokenizer is known.
+    If a tokenizer is known, returns False for sources that are slow to open: a download, or a JSON array.
     """
     if known and (str(source).startswith(HUB_PREFIX) or Path(source).suffix == ".json"):
         return False
@@ -101,55 +98,55 @@ def _is_tokenized(source: str | Path, read_options: ReadOptions, known: bool) ->
 
 
 def require_target(examples: Examples, path: str | Path) -> None:
-    """Raises ValueError if no example has a token to predict; the first of most data has."""
+    """Raises ValueError if no example has a target. For most data the first example settles it."""
     if not any(bool((examples[i].labels != IGNORE_INDEX).any()) for i in range(len(examples))):
-        raise ValueError(f"{path} has no valid target, every label is {IGNORE_INDEX}; a loss over nothing is no number")
+        raise ValueError(f"{path} has no target: every label is {IGNORE_INDEX}; give data with other labels")
 
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch padded on the right with id 0 and IGNORE_INDEX; valid_tokens counts the labels that are not ignored."""
+    """A batch of rows, padded on the right with id 0 and label IGNORE_INDEX."""
 
     input_ids: torch.Tensor  # [batch_size, length] int64
     labels: torch.Tensor  # [batch_size, length] int64
-    valid_tokens: int
+    valid_tokens: int  # labels that are not IGNORE_INDEX
     sizes: tuple[int, ...]  # tokens of each row, without padding
-    boundaries: tuple[int, ...] | None = None  # of packed documents (batch of one); the rest is padding
+    boundaries: tuple[int, ...] | None = None  # start of each packed document, and the last end (batch of one)
 
     @property
     def length(self) -> int:
-        """Returns the tokens of each row, padding included."""
+        """Returns the number of tokens in each row, padding included."""
         return self.input_ids.shape[1]
 
     @property
     def squares(self) -> int:
-        """Returns the sum of squared document lengths: attention is half as many pairs."""
+        """Returns the sum of squared document lengths, twice the number of causal attention pairs."""
         if self.boundaries is None:
             return sum(size**2 for size in self.sizes)
         return sum((b - a) ** 2 for a, b in pairwise(self.boundaries))
 
     def cut(self, length: int) -> Batch:
-        """Returns the batch cut to `length` tokens a row, which no row exceeds."""
+        """Returns the batch with padding cut so that each row has `length` tokens."""
         assert max(self.sizes) <= length <= self.length, f"rows of {self.sizes} tokens do not fit into {length}"
         return replace(self, input_ids=self.input_ids[:, :length], labels=self.labels[:, :length])
 
 
 def padding_batch(rows: int, length: int) -> Batch:
-    """Returns a batch that is all padding."""
+    """Returns a batch of padding only."""
     ids = torch.zeros(rows, length, dtype=torch.int64)
     return Batch(ids, torch.full_like(ids, IGNORE_INDEX), valid_tokens=0, sizes=(0,) * rows)
 
 
 def bucket_lengths(longest: int, multiple: int) -> tuple[int, ...]:
-    """Returns `longest` and its halves, each rounded up to a multiple, in rising order; at most MAX_BUCKETS."""
+    """Returns `longest`, half of it, a quarter ..., at most MAX_BUCKETS, rounded up to `multiple`, in rising order."""
     halves = (-(-longest // (multiple << i)) * multiple for i in range(MAX_BUCKETS))
     return tuple(sorted({min(longest, half) for half in halves}))
 
 
 def trim_padding(batches: Sequence[Batch], lengths: Sequence[int], data_ranks: int) -> list[Batch]:
-    """Cuts padding off micro-batches: each gets the first of `lengths` that holds its rows on every data rank.
+    """Trims padding: each micro-batch gets the smallest of `lengths` that fits its rows on every data rank.
 
-    With several data ranks, all ranks call it together. They agree on the host, without waiting for a GPU.
+    With several data ranks, every rank must call it. The ranks agree on the host, without waiting for a GPU.
     """
     if len(lengths) == 1:
         return list(batches)
@@ -159,9 +156,9 @@ def trim_padding(batches: Sequence[Batch], lengths: Sequence[int], data_ranks: i
     return [batch.cut(lengths[bisect_left(lengths, row)]) for batch, row in zip(batches, rows.tolist(), strict=True)]
 
 
-@lru_cache(maxsize=2)  # a batch spans at most two epochs, and drawing millions takes seconds
+@lru_cache(maxsize=2)  # a batch spans at most two epochs; permuting millions of examples takes seconds
 def permutation(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Returns the order of the examples in an epoch."""
+    """Returns the random order of the examples in an epoch."""
     order = np.random.default_rng((seed, epoch)).permutation(count)
     order.setflags(write=False)
     return order
@@ -169,19 +166,19 @@ def permutation(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class BatchStream:
-    """An endless sequence of samples, epoch after epoch; the position in it is all that resuming needs.
+    """An endless stream of samples, epoch after epoch. Resuming needs only the position in it.
 
-    At optimizer step s, accumulation a and data rank d, the B samples from ((s * A + a) * D + d) * B on make a batch. A
-    run that resumes after `first_step` steps with another number of sequences a step continues at `first_sample`. With
-    `epochs`, samples past the end are empty: the last step drops nothing and has all its ranks.
+    At optimizer step s, accumulation index a and data rank d, a batch is the B samples from ((s * A + a) * D + d) * B
+    on. A run that resumes after `first_step` steps with another number of sequences per step continues at
+    `first_sample`. With `epochs`, samples past the end are empty, so the last step is complete on every rank.
     """
 
     examples: Examples
     length: int
-    batch_size: int  # sequences of one data rank in one forward
+    batch_size: int  # sequences per data rank in one forward pass
     data_ranks: int = 1
     accumulation: int = 1
-    epochs: float | None = None  # None: endless, the trainer counts steps
+    epochs: float | None = None  # None: endless
     seed: int = 0
     shuffle: bool = True
     packed: bool = False  # examples hold several documents; then batch_size is 1
@@ -199,12 +196,12 @@ class BatchStream:
 
     @property
     def steps(self) -> int:
-        """Returns the optimizer steps until every epoch is read; no more than were done if that is the case already."""
-        assert self.end is not None, "an endless stream has no number of steps"
+        """Returns the optimizer steps of the whole run; `first_step` if every epoch is read already."""
+        assert self.end is not None, "the stream is endless"
         return self.first_step + max(0, -((self.first_sample - self.end) // self.sequences_per_step))
 
     def state(self, step: int) -> dict[str, int]:
-        """Returns the checkpointed state: samples read, sequences per step, and what decides the order."""
+        """Returns the state for a checkpoint: samples read, sequences per step, and what determines their order."""
         return {
             "places": self.consumed_samples(step),
             "examples": len(self.examples),
@@ -216,7 +213,7 @@ class BatchStream:
 
     @cached_property
     def fingerprint(self) -> int:
-        """Returns a hash of evenly spaced examples, which does not depend on where or how the data is stored."""
+        """Returns a hash of evenly spaced examples, independent of where and how the data is stored."""
         digest, last = hashlib.sha256(), len(self.examples) - 1
         for index in np.linspace(0, last, min(FINGERPRINT_EXAMPLES, last + 1)).astype(int).tolist():
             example = self.examples[index]
@@ -224,44 +221,44 @@ class BatchStream:
         return int.from_bytes(digest.digest()[:6])
 
     def resumed(self, step: int, state: Mapping[str, int], where: Path) -> tuple[BatchStream, tuple[str, ...]]:
-        """Returns the stream that continues a checkpoint's, and notes. Raises ValueError if the data differs."""
+        """Returns the stream that continues from a checkpoint, and notes. Raises ValueError if the data differs."""
         now, flag = self.state(step), f"--resume_from_checkpoint {where}"
         if other := [key for key in MUST_MATCH if state[key] != now[key]]:
             was, instead = (MUST_MATCH[other[0]].format(of[other[0]]) for of in (state, now))
             raise ValueError(
-                f"{flag} was trained {was}, not {instead}; resume with the data, --packing, --seed and "
-                "--model_max_length that it was saved with, or begin anew from its weights with --model_name_or_path"
+                f"{flag} was trained {was}, not {instead}; resume with the same data, --packing, --seed and "
+                "--model_max_length, or start from its weights with --model_name_or_path"
             )
         if state.get("fingerprint", now["fingerprint"]) != now["fingerprint"]:  # older checkpoints have none
             raise ValueError(
-                f"{flag} was trained on other data, of as many examples; resume with the data that it was "
-                "saved with, or begin anew from its weights with --model_name_or_path"
+                f"{flag} was trained on other data with as many examples; resume with the same data, or start from its "
+                "weights with --model_name_or_path"
             )
         stream = replace(self, first_step=step, first_sample=state["places"])
-        before = state.get("sequences_per_step", state["places"] / max(1, step))  # older checkpoints do not say
+        before = state.get("sequences_per_step", state["places"] / max(1, step))  # older checkpoints lack it
         if before == self.sequences_per_step:
             return stream, ()
-        continues = f"{self.sequences_per_step} a step from example {state['places']:,} on, none skipped or repeated"
-        return stream, (f"resumed with another number of sequences a step: {continues}",)
+        continues = f"{self.sequences_per_step} from example {state['places']:,} on, none skipped or repeated"
+        return stream, (f"resumed with another number of sequences per step: {continues}",)
 
     def consumed_samples(self, steps: int) -> int:
-        """Returns the samples read after so many steps of the run, including those before it was resumed."""
+        """Returns the samples read after `steps` steps of the run, those before a resume included."""
         return self.first_sample + (steps - self.first_step) * self.sequences_per_step
 
     def epochs_after(self, steps: int) -> float:
-        """Returns the epochs read after so many steps, at most those of the run."""
+        """Returns the epochs read after `steps` steps, at most the run's."""
         places = self.consumed_samples(steps)
         return (places if self.end is None else min(places, self.end)) / len(self.examples)
 
     def example(self, sample: int) -> Example | None:
-        """Returns a sample's example; None past the end."""
+        """Returns the example of a sample; None past the end."""
         if self.end is not None and sample >= self.end:
             return None
         epoch, index = divmod(sample, len(self.examples))
         return self.examples[int(permutation(len(self.examples), self.seed, epoch)[index]) if self.shuffle else index]
 
     def batch(self, step: int, accumulation_index: int = 0, data_rank: int = 0) -> Batch:
-        """Returns a data rank's batch at a step and an accumulation index."""
+        """Returns the batch of a data rank at a step and accumulation index."""
         assert 0 <= accumulation_index < self.accumulation and 0 <= data_rank < self.data_ranks
         row_of_step = (accumulation_index * self.data_ranks + data_rank) * self.batch_size
         first = self.consumed_samples(step) + row_of_step

@@ -1,4 +1,4 @@
-"""Training examples with labels shifted once: windows of documents, whole sequences, or texts tokenized on access."""
+"""Training examples with shifted labels: windows of documents, whole sequences, or texts tokenized on access."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightseq.data.tokenizer import Tokenizer
 from lightseq.utils.formatting import plural
 
 IGNORE_INDEX = -100
-SCAN_TOKENS = 1 << 24  # tokens scanned at a time
+SCAN_TOKENS = 1 << 24  # tokens per chunk of a scan
 IdsAndLabels = tuple[IntArray, IntArray]  # ids and labels, not yet shifted
 
 
@@ -32,7 +32,7 @@ class Example:
 
 
 class Examples(Protocol):
-    """Random access to examples; `notes` tells in sentences what was cut or left out."""
+    """Random access to examples; `notes` are lines on tokens and rows that were cut or skipped."""
 
     @property
     def notes(self) -> tuple[str, ...]: ...
@@ -43,27 +43,27 @@ class Examples(Protocol):
 
 
 def window(ids: IntArray, labels: IntArray, start: int, length: int) -> Example:
-    """Returns tokens start to start + length of a document.
+    """Returns the example at [start, start + length) of a document.
 
-    The labels come aligned with ids and are shifted here, nowhere else.
+    `labels` are aligned with `ids`. They are shifted here and nowhere else.
     """
     stop = min(start + length, len(ids))
     shifted = np.full(stop - start, IGNORE_INDEX, dtype=np.int64)
-    targets = labels[start + 1 : stop + 1]  # one past the window, so that no target is lost at a border
+    targets = labels[start + 1 : stop + 1]  # the last target is the token after the window
     shifted[: len(targets)] = targets
     return Example(np.asarray(ids[start:stop]).astype(np.int64), shifted)
 
 
 def window_counts(sizes: NDArray[np.int64], length: int) -> NDArray[np.int64]:
-    """Returns the number of windows of documents of these sizes.
+    """Returns the number of windows of each document.
 
-    n tokens have n - 1 targets, so a last window of one token would have none.
+    n tokens have n - 1 targets, so a last window of one token would have none and is dropped.
     """
     return np.maximum(0, -(-(sizes - 1) // length))
 
 
 def window_sizes(sizes: NDArray[np.int64], length: int) -> NDArray[np.int64]:
-    """Returns the tokens of every window of every document."""
+    """Returns the size of every window of every document, in tokens."""
     windows = window_counts(sizes, length)
     found = np.full(int(windows.sum()), length, dtype=np.int64)
     some = windows > 0
@@ -73,12 +73,12 @@ def window_sizes(sizes: NDArray[np.int64], length: int) -> NDArray[np.int64]:
 
 
 def window_offsets(sizes: NDArray[np.int64], length: int) -> NDArray[np.int64]:
-    """Returns the index of each document's first window, and the number of windows."""
+    """Returns the index of each document's first window, and the total number of windows at the end."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(window_counts(sizes, length))])
 
 
 def locate_window(first: NDArray[np.int64], index: int, length: int) -> tuple[int, int]:
-    """Returns the document of a window, and the token of it that the window starts at."""
+    """Returns a window's document and its start in the document, in tokens."""
     if not 0 <= index < first[-1]:
         raise IndexError(index)
     document = int(np.searchsorted(first, index, side="right")) - 1
@@ -90,14 +90,14 @@ def check_ids(ids: IntArray, vocab_size: int, where: str) -> None:
     outside = ids[(ids < 0) | (ids >= vocab_size)]
     if outside.size:
         raise ValueError(
-            f"{where} holds the token id {int(outside[0])}, outside the model's vocabulary of {vocab_size}; "
-            "tokenize with the model's tokenizer or take a model with a larger vocabulary"
+            f"{where} has token id {int(outside[0])}, outside the model's vocabulary of {vocab_size}; "
+            "tokenize with the model's tokenizer or use a model with a larger vocabulary"
         )
 
 
 @dataclass(frozen=True)
 class WindowExamples:
-    """Windows of a token directory; none crosses a document, and documents of one token have none."""
+    """Windows of a token directory. No window spans two documents; documents of one token have no window."""
 
     source: TokenDirectory
     length: int
@@ -114,7 +114,7 @@ class WindowExamples:
 
     def __getitem__(self, index: int) -> Example:
         document, start = locate_window(self.first_window, index, self.length)
-        here = slice(start, start + self.length + 1)  # with the target past the border
+        here = slice(start, start + self.length + 1)  # with the last target
         ids, targets = self.source.document(document)[here], self.source.targets_of(document)
         check_ids(ids, self.vocab_size, f"{self.source.path} document {document}")
         labels = ids if targets is None else np.where(targets[here], ids.astype(np.int64), IGNORE_INDEX)
@@ -122,7 +122,7 @@ class WindowExamples:
 
 
 def _check_vocabulary(source: TokenDirectory, vocab_size: int) -> None:
-    """Raises ValueError naming the first document with an id outside the vocabulary, if meta.json shows one."""
+    """Raises ValueError naming the first document with an id outside the vocabulary, if meta.json reports one."""
     if source.meta["max_token_id"] < vocab_size:
         return
     for start in range(0, len(source.tokens), SCAN_TOKENS):
@@ -134,7 +134,7 @@ def _check_vocabulary(source: TokenDirectory, vocab_size: int) -> None:
 
 
 def count_targetless_windows(source: TokenDirectory, first: NDArray[np.int64], length: int) -> NDArray[np.int64]:
-    """Returns how many windows of each document have no target, because its answers are elsewhere in it."""
+    """Returns the number of windows without a target in each document."""
     if source.targets is None or not first[-1]:
         return np.zeros(len(first) - 1, np.int64)
     windows = np.diff(first)
@@ -147,7 +147,7 @@ def count_targetless_windows(source: TokenDirectory, first: NDArray[np.int64], l
 
 
 def targetless_notes(source: TokenDirectory, first: NDArray[np.int64], length: int) -> tuple[str, ...]:
-    """Returns a note on windows without a target: their number, and the documents with most of them."""
+    """Returns a note on windows without a target: their number, and the documents with the most."""
     barren = count_targetless_windows(source, first, length)
     if not barren.any():
         return ()
@@ -155,25 +155,25 @@ def targetless_notes(source: TokenDirectory, first: NDArray[np.int64], length: i
     shown = "; ".join(f"document {i}: {int(barren[i]):,}" for i in most)
     more = "; …" if int((barren > 0).sum()) > MAX_NAMED else ""
     windows = f"{plural(int(barren.sum()), 'window')} of {int(first[-1]):,} without a target"
-    return (f"{source.path}: {windows} ({shown}{more}); a longer --model_max_length has fewer",)
+    return (f"{source.path}: {windows} ({shown}{more}); a longer --model_max_length leaves fewer",)
 
 
 def open_windows(path: Path, length: int, vocab_size: int) -> WindowExamples:
-    """Opens a token directory as windows. Raises ValueError if it has no target or ids outside the vocabulary."""
+    """Opens a token directory as windows. Raises ValueError without targets or for ids outside the vocabulary."""
     source = open_token_directory(path)
     _check_vocabulary(source, vocab_size)
     sizes = np.diff(source.offsets)
     first = window_offsets(sizes, length)
     short = int((sizes < 2).sum())
-    notes = (f"{path}: {plural(short, 'document')} of fewer than two tokens left out",) if short else ()
+    notes = (f"{path}: skipped {plural(short, 'document')} of fewer than two tokens",) if short else ()
     if not first[-1]:
-        raise ValueError(f"{path} has no document of at least two tokens, so nothing to predict; make it again")
+        raise ValueError(f"{path} has no document of at least two tokens; make it again with longer documents")
     return WindowExamples(source, length, vocab_size, first, (*notes, *targetless_notes(source, first, length)))
 
 
 @dataclass(frozen=True)
 class SequenceExamples:
-    """One example per sequence, cut at the length."""
+    """One example per sequence, truncated to `length` tokens."""
 
     sequences: Sequence[IdsAndLabels]
     length: int
@@ -188,7 +188,7 @@ class SequenceExamples:
 
 
 def truncate_sequences(path: Path, pairs: Iterable[IdsAndLabels], length: int) -> SequenceExamples:
-    """Drops sequences without targets, cuts the others at the length, and counts both in notes."""
+    """Drops sequences without targets and truncates the others to `length` tokens; notes count both."""
     kept: list[IdsAndLabels] = []
     short = targetless = cut_sequence_count = cut_token_count = 0
     for ids, labels in pairs:
@@ -200,21 +200,24 @@ def truncate_sequences(path: Path, pairs: Iterable[IdsAndLabels], length: int) -
             continue
         cut_sequence_count += len(ids) > length
         cut_token_count += max(0, len(ids) - length)
-        kept_ids = ids[: length + 1].astype(np.int32)  # a copy: a view would keep the tokens that are cut
+        kept_ids = ids[: length + 1].astype(np.int32)  # a copy, so that the cut tokens are freed
         kept.append((kept_ids, kept_ids if labels is ids else labels[: length + 1].astype(np.int32)))
     if not kept and targetless:
-        raise ValueError(f"{path} has no valid target, every label is {IGNORE_INDEX}; a loss over nothing is no number")
+        raise ValueError(
+            f"{path} has no target in the first {length:,} tokens of a sequence: every label is {IGNORE_INDEX}; "
+            "give data with other labels"
+        )
     if not kept:
-        raise ValueError(f"{path} has no sequence of at least two tokens, so nothing to predict")
+        raise ValueError(f"{path} has no sequence of at least two tokens; give longer sequences")
     notes = []
     if short:
-        notes.append(f"{path}: {plural(short, 'sequence')} of fewer than two tokens left out")
+        notes.append(f"{path}: skipped {plural(short, 'sequence')} of fewer than two tokens")
     if targetless:
         notes.append(
-            f"{path}: {plural(targetless, 'sequence')} without a target in the first {length:,} tokens left out"
+            f"{path}: skipped {plural(targetless, 'sequence')} without a target in the first {length:,} tokens"
         )
     if cut_sequence_count:
-        cut = f"{plural(cut_sequence_count, 'sequence')} of {len(kept):,} cut at {length:,} tokens"
+        cut = f"truncated {plural(cut_sequence_count, 'sequence')} of {len(kept):,} to {length:,} tokens"
         notes.append(f"{path}: {cut}, {plural(cut_token_count, 'token')} dropped")
     return SequenceExamples(kept, length, tuple(notes))
 
@@ -233,7 +236,7 @@ def open_pickle(path: Path, length: int, vocab_size: int) -> SequenceExamples:
 
 @dataclass(frozen=True)
 class LazyTextExamples:
-    """Texts in memory, tokenized on access; a large corpus belongs in a token directory."""
+    """Texts in memory, tokenized on access. Use a token directory for a large corpus."""
 
     texts: Sequence[tuple[str, str]]  # place and text
     tokenizer: Tokenizer
@@ -254,7 +257,7 @@ class LazyTextExamples:
 def open_lazy_texts(
     path: Path, length: int, vocab_size: int, tokenizer: Tokenizer, read_options: ReadOptions
 ) -> LazyTextExamples:
-    """Opens the texts of a file, to be tokenized on access. Raises ValueError if there is none."""
+    """Opens the texts of a file for tokenization on access. Raises ValueError if the file has no text."""
     rows = (
         (where, get_text(row, read_options.text_column, where)) for where, row in read_rows(path, read_options.limit)
     )
@@ -265,9 +268,9 @@ def open_lazy_texts(
         else:
             skipped.add(EMPTY, where)
     if not texts:
-        raise ValueError(f"{path} holds no text")
-    cut = f"{path}: tokenised on access and cut at {length:,} tokens; --lazy_preprocess False splits what is longer"
+        raise ValueError(f"{path} holds no text; give a file with text")
+    cut = f"{path}: tokenized on access and truncated to {length:,} tokens; --lazy_preprocess False splits longer texts"
     notes = (*skipped_notes(str(path), skipped.facts()), cut)
     examples = LazyTextExamples(texts, tokenizer, length, vocab_size, notes)
-    examples[0]  # raises now if the tokenizer is too large for the model
+    examples[0]  # fails early if the tokenizer is too large for the model
     return examples

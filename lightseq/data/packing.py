@@ -1,4 +1,4 @@
-"""Packing of several documents into one example: windows of documents, fitted into sequences by best fit."""
+"""Packing: windows of several documents share a sequence, assigned by best fit."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from lightseq.data.token_directory import ReadOptions
 from lightseq.data.tokenizer import Tokenizer
 from lightseq.utils.formatting import plural
 
-NO_LIMIT = 1 << 62  # a length that no sequence reaches
+NO_LIMIT = 1 << 62  # longer than any sequence
 
 
 class SizedExamples(Examples, Protocol):
-    """Examples that do not cross a document, with the length of each known without reading it."""
+    """Examples within one document each, whose sizes are known without reading them."""
 
     @property
     def sizes(self) -> NDArray[np.int64]: ...
@@ -41,7 +41,7 @@ class SizedExamples(Examples, Protocol):
 
 @dataclass(frozen=True)
 class InMemoryWindows:
-    """Windows of sequences in memory; the first token of each is a target of the one before."""
+    """Windows of sequences in memory; the first token of a window is the last target of the window before."""
 
     sequences: Sequence[IdsAndLabels]
     length: int
@@ -69,7 +69,7 @@ class InMemoryWindows:
 
 @dataclass(frozen=True)
 class PackedExamples:
-    """Examples of several windows side by side: `order[offsets[i] : offsets[i + 1]]`."""
+    """Examples of several windows each; example i has the windows `order[offsets[i] : offsets[i + 1]]`."""
 
     windows: SizedExamples
     order: NDArray[np.int64]
@@ -88,13 +88,13 @@ class PackedExamples:
 
 
 def best_fit(sizes: NDArray[np.int64], length: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Packs windows by best-fit decreasing: longest first, each into the sequence with the least sufficient room.
+    """Packs windows by best-fit decreasing: longest first, each into the fullest sequence that has room.
 
-    Returns the windows in the order of the sequences, and the offset at which each sequence begins.
+    Returns the window indices, ordered by sequence, and each sequence's offset in them, with the end.
     """
     sequences: list[list[int]] = []
     sequences_by_room: dict[int, list[int]] = {}  # sequences by their remaining room
-    rooms: list[int] = []  # the keys of with_room, rising
+    rooms: list[int] = []  # the keys of sequences_by_room, sorted
     for piece in np.argsort(-sizes, kind="stable").tolist():
         size = int(sizes[piece])
         assert 0 < size <= length, f"a window of {size} tokens in sequences of {length}"
@@ -127,8 +127,8 @@ def open_packed(
     progress: bool = True,
     read_options: ReadOptions | None = None,
 ) -> PackedExamples:
-    """Opens what `open_examples` opens, packed. Raises ValueError if lengths are not known beforehand."""
-    first_cut = NO_LIMIT if Path(path).suffix == ".pkl" else length  # the only source that would be truncated
+    """Opens the data of `open_examples`, packed. Raises ValueError if lengths are not known beforehand."""
+    first_cut = NO_LIMIT if Path(path).suffix == ".pkl" else length  # other sources are split, never truncated
     opened = open_examples(path, first_cut, vocab_size, tokenizer, lazy, progress, read_options)
     windows: SizedExamples
     if isinstance(opened, SequenceExamples):
@@ -137,7 +137,9 @@ def open_packed(
     elif isinstance(opened, WindowExamples):
         windows, documents = opened, np.diff(opened.source.offsets)
     else:
-        raise ValueError(f"--packing best_fit fits {path} by length, known once tokenised; leave --lazy_preprocess out")
+        raise ValueError(
+            f"--packing best_fit needs the length of every text in {path} beforehand; leave --lazy_preprocess out"
+        )
     order, offsets = best_fit(windows.sizes, length)
     notes = _notes(path, windows.sizes, documents, offsets, length)
     return PackedExamples(windows, order, offsets, (*windows.notes, *notes))
@@ -146,7 +148,7 @@ def open_packed(
 def _notes(
     path: str | Path, sizes: NDArray[np.int64], documents: NDArray[np.int64], offsets: NDArray[np.int64], length: int
 ) -> list[str]:
-    """Returns notes on the packed, cut and empty tokens."""
+    """Returns notes on packed documents, padding and split documents."""
     sequences, tokens = len(offsets) - 1, int(sizes.sum())
     empty = sequences * length - tokens
     share = f"{100 * empty / (sequences * length):.2f}%"
@@ -158,6 +160,6 @@ def _notes(
     split = documents > length + 1
     if split.any():
         pieces = int(window_counts(documents[split], length).sum())
-        cut = f"{plural(int(split.sum()), 'document')} longer than that cut into {plural(pieces, 'piece')}"
-        notes.append(f"{path}: {cut}; no target is lost, and no piece attends to another")
+        cut = f"{plural(int(split.sum()), 'document')} longer than that split into {plural(pieces, 'piece')}"
+        notes.append(f"{path}: {cut}; no target is lost, and pieces do not attend to each other")
     return notes

@@ -1,4 +1,4 @@
-"""Pickle reader that executes nothing: it returns plain values and, for objects, a description."""
+"""Pickle reader that executes nothing. It returns plain values, and descriptions of objects."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import numpy as np
 from lightseq.data.token_directory import IntArray
 from lightseq.utils.formatting import first_line
 
-PICKLE_ERRORS = (  # raised for bytes that are no pickle
+PICKLE_ERRORS = (  # raised for an invalid pickle
     *(pickle.UnpicklingError, EOFError, ValueError, TypeError, LookupError, AttributeError),
     *(OverflowError, MemoryError, RecursionError),
 )
@@ -29,13 +29,13 @@ VALUE_OPCODES: Final = frozenset(  # opcodes whose argument is the value
 )
 CONSTANTS: Final = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
 TUPLES: Final = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
-# Runs of opcodes for integers, lists, dicts and short operands: nearly all of a file of integer lists.
+# Runs of opcodes for integers, lists, dicts and short operands, which make up nearly all of a file of integer lists.
 SIMPLE_OPCODES: Final = re.compile(
     rb"(?:(?:J.{4})++|(?:M.{2})++|(?:K.)++|[(\]})ldaesuN\x88\x89\x94]++|[hq\x80].|j.{4}|[G\x95].{8}"
     rb"|[ILFgVS][^\n]*+\n)*+",
     re.DOTALL,
 )
-COUNTED_OPCODES: Final = {  # opcodes whose operand begins with its length; bytes of that length
+COUNTED_OPCODES: Final = {  # opcodes whose operand begins with its length, and the bytes of that length field
     **dict.fromkeys((b"U", b"C", b"\x8c", b"\x8a"), 1),
     **dict.fromkeys((b"T", b"B", b"X", b"\x8b"), 4),
     **dict.fromkeys((b"\x8d", b"\x8e"), 8),
@@ -87,7 +87,7 @@ class _PickleMachine:
                 self._memo[len(self._memo)] = self._top(object)
             case "GET" | "BINGET" | "LONG_BINGET":
                 if argument not in self._memo:
-                    raise pickle.UnpicklingError(f"it asks for object {argument}, which does not stand before it")
+                    raise pickle.UnpicklingError(f"it refers to memo entry {argument} before it is set")
                 self._stack.append(self._memo[argument])
             case _:
                 return False
@@ -127,31 +127,31 @@ class _PickleMachine:
                 if type(called) is PickledGlobal and type(arguments) is tuple:
                     self._stack.append(PickledObject(called.text, arguments))
                 else:
-                    raise pickle.UnpicklingError("it calls what is no class or function")
+                    raise pickle.UnpicklingError("it calls a value that is not a class or function")
             case "BUILD":
                 (state,) = self._pop(1)
                 self._top(PickledObject).state = state
             case "PERSID" | "BINPERSID":
-                raise pickle.UnpicklingError("it asks for an object outside the file")
+                raise pickle.UnpicklingError("it refers to an object outside the file")
         if name not in ("GLOBAL", "STACK_GLOBAL", "REDUCE", "NEWOBJ", "BUILD"):
-            raise pickle.UnpicklingError(f"its opcode {name} builds no plain list, dict, string or number")
+            raise pickle.UnpicklingError(f"its opcode {name} is not for a plain list, dict, string or number")
 
     def _named(self, module: Any, name: Any) -> PickledGlobal:
         if type(module) is not str or type(name) is not str:
-            raise pickle.UnpicklingError("it names a class by what is no string")
+            raise pickle.UnpicklingError("it names a class with a value that is not a string")
         self._check_name(module, name)
         return PickledGlobal(f"{module}.{name}")
 
     def _pop(self, count: int) -> list[Any]:
         if len(self._stack) - count < (self._marks[-1] if self._marks else 0):
-            raise pickle.UnpicklingError("it takes more values than there are")
+            raise pickle.UnpicklingError("it pops from an empty stack")
         taken = self._stack[-count:]
         del self._stack[-count:]
         return taken
 
     def _since_mark(self) -> list[Any]:
         if not self._marks:
-            raise pickle.UnpicklingError("it ends a list that has not begun")
+            raise pickle.UnpicklingError("it ends a list without a mark")
         begin = self._marks.pop()
         taken = self._stack[begin:]
         del self._stack[begin:]
@@ -161,14 +161,14 @@ class _PickleMachine:
         (top,) = self._pop(1)
         self._stack.append(top)
         if not (kind is object or type(top) is kind):
-            raise pickle.UnpicklingError(f"it changes a {type(top).__name__} as if that were a {kind.__name__}")
+            raise pickle.UnpicklingError(f"it changes a {type(top).__name__} as if it were a {kind.__name__}")
         return top
 
 
 def _fill(target: dict[Any, Any], items: list[Any]) -> dict[Any, Any]:
     for key, value in zip(items[::2], items[1::2], strict=True):
         if type(key) not in (str, PickledObject):
-            raise pickle.UnpicklingError(f"a key of a dict is a {type(key).__name__}, and only strings are read")
+            raise pickle.UnpicklingError(f"a dict key is a {type(key).__name__}; only strings are allowed")
         target[key] = value
     return target
 
@@ -176,16 +176,16 @@ def _fill(target: dict[Any, Any], items: list[Any]) -> dict[Any, Any]:
 @contextmanager
 def _mapped(path: Path) -> Iterator[mmap.mmap]:
     if not stat.S_ISREG(path.stat().st_mode):
-        raise ValueError("it is no regular file")
+        raise ValueError("it is not a regular file")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         yield data
 
 
 def load(path: Path, check_name: Callable[[str, str], None]) -> Any:
-    """Returns the lists, tuples, dicts, strings and numbers of a pickle, with a PickledObject for each other object.
+    """Returns the lists, tuples, dicts, strings and numbers of a pickle, and a PickledObject for each other object.
 
-    `check_name` raises UnpicklingError for a module and name that are not allowed. Nothing is imported or called, so a
-    hostile file can only waste memory in proportion to its length.
+    `check_name` gets a module and a name, and raises UnpicklingError if they are not allowed. Nothing is imported or
+    called, so a hostile file can only waste memory in proportion to its length.
     """
     with _mapped(path) as data:
         return _PickleMachine(data, check_name).run()
@@ -194,13 +194,13 @@ def load(path: Path, check_name: Callable[[str, str], None]) -> Any:
 def load_plain_pickle(path: Path) -> Any:
     """Returns the lists, dicts, strings and numbers of a pickle. Raises ValueError if it holds anything else."""
     try:
-        with _mapped(path) as data, path.open("rb") as file:  # the unpickler reads a file in larger parts than a map
-            if _is_simple(data):  # most are; _PickleMachine takes eight times as long
+        with _mapped(path) as data, path.open("rb") as file:  # unpickling the file is faster than unpickling the map
+            if _is_simple(data):  # true for most files; _PickleMachine takes eight times as long
                 return _PlainUnpickler(file).load()
         return load(path, _refuse_name)
     except (*PICKLE_ERRORS, OSError) as error:
         raise ValueError(
-            f"{path} cannot be read as a pickle: {first_line(error)}; write it again as plain lists"
+            f"{path} cannot be read as a pickle: {first_line(error)}; write it again with plain lists"
         ) from error
 
 
@@ -212,14 +212,14 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def _refuse_name(module: str, name: str) -> NoReturn:
-    raise pickle.UnpicklingError(f"it asks to build {module}.{name}, and only plain lists, dicts and numbers are read")
+    raise pickle.UnpicklingError(f"it builds {module}.{name}; only plain lists, dicts and numbers are allowed")
 
 
 def _is_simple(data: mmap.mmap) -> bool:
     """Returns whether Python's unpickler reads the pickle in time and memory proportional to its length.
 
-    For others it may not: it allocates room for the largest memo index, and it hashes nested tuples, which can be dict
-    keys, once for each path to them.
+    Others can take more: the unpickler allocates memory for the largest memo index, and hashes nested tuples used as
+    dict keys once per path to them.
     """
     position = 0
     while run := SIMPLE_OPCODES.match(data, position):
@@ -234,19 +234,19 @@ def _is_simple(data: mmap.mmap) -> bool:
             index, position = int(text[1]), text.end()
         else:
             return opcode == b"."
-        if index > end:  # a genuine index is the number of objects before it
+        if index > end:  # pickle numbers memo entries in order, so an honest index is smaller than the position
             break
     return False
 
 
 def read_pickle(path: Path) -> Iterator[tuple[IntArray, IntArray]]:
-    """Yields aligned ids and labels from a dict with 'input_ids' and optionally 'labels': lists of lists of integers.
+    """Yields aligned ids and labels of a pickled dict with 'input_ids' and optionally 'labels', lists of integer lists.
 
-    An 'attention_mask' is allowed if it hides nothing.
+    An 'attention_mask' must be all ones.
     """
     content = load_plain_pickle(path)
     if not isinstance(content, dict) or not isinstance(content.get("input_ids"), list | tuple):
-        raise ValueError(f"{path} is not a dict whose 'input_ids' is a list of lists of token ids; write it so")
+        raise ValueError(f"{path} is not a dict with 'input_ids', a list of lists of token ids; write it as one")
     sequences, all_labels, masks = content["input_ids"], content.get("labels"), content.get("attention_mask")
     for name, column in (("labels", all_labels), ("attention_mask", masks)):
         if column is not None and (not isinstance(column, list | tuple) or len(column) != len(sequences)):
@@ -257,14 +257,12 @@ def read_pickle(path: Path) -> Iterator[tuple[IntArray, IntArray]]:
         if len(labels) != len(ids):
             raise ValueError(f"{path} sequence {index}: {len(ids)} input_ids but {len(labels)} labels; align them")
         if masks is not None and not _integers(masks[index], f"{path} attention_mask {index}").all():
-            raise ValueError(
-                f"{path} sequence {index}: its attention_mask hides tokens, as of padding; write it without them"
-            )
+            raise ValueError(f"{path} sequence {index}: its attention_mask masks tokens; write it without padding")
         yield ids, labels
 
 
 def _integers(numbers: Any, where: str) -> IntArray:
-    # Types first: nested references to one list could expand to an array larger than memory.
+    # Checks types first, because nested references to one list could expand to an array larger than memory.
     if isinstance(numbers, list | tuple) and set(map(type, numbers)) <= {int}:
         try:
             return np.array(numbers, np.int64)

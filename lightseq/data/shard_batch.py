@@ -18,7 +18,7 @@ Labels = TypeVar("Labels", bound=Tensor | None)
 def local_batch(
     context: SequenceContext, input_ids: Tensor, labels: Labels, boundaries: Sequence[int] | None
 ) -> tuple[Tensor, Labels, Documents | None]:
-    """Returns this rank's ids and shifted labels of a whole batch, and its documents if it has boundaries."""
+    """Returns this rank's shard of a batch's ids and shifted labels, and the documents if `boundaries` are given."""
     documents = None if boundaries is None else pack(context, boundaries, input_ids.shape[1])
     cut: Callable[..., Any] = documents.shard if documents else partial(shard, layout=context.layout)
     local = labels if labels is None else cut(labels, rank=context.rank, fill=IGNORE_INDEX)
@@ -28,14 +28,14 @@ def local_batch(
 def find_boundaries(
     input_ids: Tensor, cu_seqlens: Tensor | Sequence[int] | None, position_ids: Tensor | None
 ) -> tuple[int, ...] | None:
-    """Returns the start of each document in a batch of one, and the end; None for one document a sequence."""
+    """Returns the start of each document and the last end, for a batch of one; None for one document per sequence."""
     batch, length = input_ids.shape
     if cu_seqlens is None:
         if position_ids is None or bool((position_ids == torch.arange(length).to(position_ids)).all()):
             return None
         cu_seqlens = [*(position_ids.reshape(-1)[:length] == 0).nonzero().flatten().tolist(), length]
     if batch != 1:
-        raise ValueError(f"a batch of {batch} with several documents in a sequence; put them all into one sequence")
+        raise ValueError(f"packed documents in a batch of {batch}; pack all documents into one sequence")
     if isinstance(cu_seqlens, Tensor):
         cu_seqlens = cu_seqlens.flatten().tolist()  # collators add a batch dimension
     try:
@@ -46,7 +46,7 @@ def find_boundaries(
             raise
         fit = False
     if not fit:
-        raise ValueError("position_ids neither rise by one nor restart at 0 where a document begins; leave them out")
+        raise ValueError("position_ids do not count up from 0 in each document; leave them out")
     return found
 
 
@@ -56,25 +56,25 @@ def _restarts(position_ids: Tensor, boundaries: tuple[int, ...]) -> bool:
 
 
 def packed_positions(context: SequenceContext, documents: Documents) -> Tensor:
-    """Returns the positions of this rank's tokens in their own documents, int64 (1, local), on the CPU."""
+    """Returns the position of each of this rank's tokens in its document, int64 (1, local), on the CPU."""
     every = torch.from_numpy(document_positions(documents.padded_boundaries))
     return documents.shard(every.unsqueeze(0), context.rank)
 
 
 def local_positions(context: SequenceContext, length: int, device: torch.device) -> Tensor:
-    """Returns the global positions of this rank's tokens, int64 (1, local). Padding takes the last position."""
+    """Returns the global positions of this rank's tokens, int64 (1, local). Padding gets the last position."""
     padded = context.layout.padded_length(length)
     return context.layout.positions(context.rank, padded).clamp_max(length - 1).unsqueeze(0).to(device)
 
 
 def check_right_padding(attention_mask: Tensor | None) -> None:
-    """Raises ValueError unless each row of a mask is ones followed by zeros, which causal attention never reads."""
+    """Raises ValueError unless each row of a mask is ones, then zeros; causal attention ignores right padding."""
     if attention_mask is None:
         return
     if attention_mask.ndim != 2:
-        raise ValueError(f"attention_mask has {attention_mask.ndim} dimensions; only (batch, sequence) is understood")
+        raise ValueError(f"attention_mask has {attention_mask.ndim} dimensions; give one of shape (batch, sequence)")
     there = (attention_mask != 0).int()  # bool and uint8 have no negative differences
     if not there.any(dim=1).all():
-        raise ValueError("attention_mask has a row without any token; leave that out")
+        raise ValueError("attention_mask has a row without tokens; remove the row")
     if (there.diff(dim=1) > 0).any():
         raise ValueError("attention_mask has padding on the left, or holes; pad on the right (padding_side='right')")

@@ -1,6 +1,6 @@
 """Readers of rows: JSON lines, JSON, Parquet, folders, and Hugging Face data sets on disk or on the hub.
 
-A row is named by its file and number, so that an error can say where it is.
+Each row comes with its file and number, for errors.
 """
 
 from __future__ import annotations
@@ -18,18 +18,16 @@ from lightseq.utils.formatting import first_line
 
 HUB_PREFIX: Final = "hf:"
 ROW_SUFFIXES: Final = (".jsonl", ".json", ".parquet")
-FOLDER_SUFFIXES: Final = (".jsonl", ".parquet")  # a .json in a folder may be anything; it must be named
-SAVED_DATASET_FILES: Final = (
-    "state.json",
-    "dataset_dict.json",
-)  # written by `save_to_disk`: one split, several splits
-MAX_NAMED = 5  # rows or documents that a note names
+FOLDER_SUFFIXES: Final = (".jsonl", ".parquet")  # not .json, which may hold anything
+# Written by `save_to_disk` for one split, and for several.
+SAVED_DATASET_FILES: Final = ("state.json", "dataset_dict.json")
+MAX_NAMED = 5  # rows or documents named in a note
 Row = dict[str, Any]
-NamedRow = tuple[str, Row]  # its place, and its columns
+NamedRow = tuple[str, Row]  # file and number, and the columns
 
 
 def holds_rows(source: str | Path) -> bool:
-    """Returns whether a source holds rows: everything but a token directory or a pickle."""
+    """Returns whether a source holds rows, as opposed to a token directory or a pickle."""
     path = Path(source)
     if str(source).startswith(HUB_PREFIX) or path.suffix in ROW_SUFFIXES:
         return True
@@ -37,7 +35,7 @@ def holds_rows(source: str | Path) -> bool:
 
 
 def read_rows(source: str | Path, limit: int | None = None) -> Iterator[NamedRow]:
-    """Yields the first `limit` rows in order. Raises ValueError naming a file and row that cannot be read."""
+    """Yields the first `limit` rows. Raises ValueError naming the file and row that cannot be read."""
     return islice(_read_rows(source), limit)
 
 
@@ -57,22 +55,22 @@ def get_text(row: Row, column: str, where: str) -> str:
 
 
 def join_names(columns: Iterable[str]) -> str:
-    """Returns names in one line for an error message."""
+    """Returns the names, separated by commas, or `none`."""
     return ", ".join(columns) or "none"
 
 
 def check_encodable(text: str, where: str) -> str:
-    """Returns the text. Raises ValueError if it holds half a surrogate pair, as JSON allows and tokenizers do not."""
+    """Returns the text. Raises ValueError if it has an unpaired surrogate, which JSON allows and tokenizers do not."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         half = f"\\u{ord(text[error.start]):x}"
-        raise ValueError(f"{where}: character {error.start} is {half}, half of a surrogate pair; remove it") from error
+        raise ValueError(f"{where}: character {error.start} is {half}, an unpaired surrogate; remove it") from error
     return text
 
 
 def source_identity(source: str | Path) -> list[str]:
-    """Returns strings that change whenever the rows do: names, sizes and times of files, or the hub's hash."""
+    """Returns strings that change whenever the rows change: file names, sizes and times, or the hub's hash."""
     if str(source).startswith(HUB_PREFIX):
         names, split = _parse_hub_name(str(source))
         try:
@@ -101,18 +99,18 @@ def _is_saved_dataset(path: Path) -> bool:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Returns the files with rows below a folder, in name order."""
+    """Returns the files with rows below a folder, sorted by name."""
     return [path for path in _visible(folder) if path.suffix in FOLDER_SUFFIXES]
 
 
 def _visible(folder: Path) -> list[Path]:
-    """Returns all files below a folder except hidden ones, in name order."""
+    """Returns all files below a folder except hidden ones, sorted by name."""
     found = (p for p in sorted(folder.rglob("*")) if p.is_file())
     return [p for p in found if not any(part.startswith(".") for part in p.relative_to(folder).parts)]
 
 
 def ignored_files(source: str | Path) -> list[str]:
-    """Returns the relative paths of a folder's files that are not read; none for saved data sets and files."""
+    """Returns the relative paths of the files in a folder that are not read; empty for saved data sets and files."""
     path = Path(source)
     if not path.is_dir() or _is_saved_dataset(path):
         return []
@@ -126,7 +124,7 @@ def _as_row(value: Any, where: str) -> Row:
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Yields each line that is not blank, with its place, for `parse_row`; a bad line does not end the file."""
+    """Yields each non-blank line with its file and number, for `parse_row`; a bad line does not end the iteration."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
@@ -137,7 +135,7 @@ def parse_row(line: bytes, where: str) -> Row:
     """Parses a line of JSON. Raises ValueError if it is not an object."""
     try:
         value = json.loads(line)
-    except json.JSONDecodeError as error:  # its message counts lines within this one
+    except json.JSONDecodeError as error:  # str(error) would say line 1
         raise ValueError(f"{where} is not JSON: {error.msg} in column {error.colno}") from error
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} is not JSON: {first_line(error)}") from error
@@ -149,7 +147,7 @@ def _read_jsonl(path: Path) -> Iterator[NamedRow]:
 
 
 def _read_json(path: Path) -> Iterator[NamedRow]:
-    """Yields the objects of one JSON array, or JSON lines if the file holds those."""
+    """Yields the objects of a JSON array, or of JSON lines if the file does not begin with an array."""
     with path.open("rb") as file:
         opens = file.read(64).lstrip()[:1]
     if opens != b"[":
@@ -192,12 +190,12 @@ def _parse_hub_name(source: str) -> tuple[list[str], str]:
     """Parses `hf:NAME`, `hf:NAME:SPLIT` or `hf:NAME:CONFIG:SPLIT`; the default split is train."""
     name, *more = source.removeprefix(HUB_PREFIX).split(":")
     if not all((name, *more)) or len(more) > 2:
-        raise ValueError(f"{source} names no data set; give hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT")
+        raise ValueError(f"{source} is not the name of a data set; give hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT")
     return [name, *more[:-1]], more[-1] if more else "train"
 
 
 def _hub_rows(source: str) -> Iterator[NamedRow]:
-    """Streams rows of a hub data set, which need not fit on the disk."""
+    """Streams the rows of a hub data set, without downloading it first."""
     names, split = _parse_hub_name(source)
     number = -1
     try:
@@ -214,7 +212,7 @@ def _saved_rows(path: Path) -> Iterator[NamedRow]:
         raise ValueError(f"{path} cannot be read as a saved data set: {first_line(error)}") from error
     if (path / SAVED_DATASET_FILES[1]).is_file():
         if "train" not in found:
-            raise ValueError(f"{path} has no split train; name one of its splits: {', '.join(map(str, found))}")
+            raise ValueError(f"{path} has no split train; give the path of one of: {', '.join(map(str, found))}")
         found = found["train"]
     for number, value in enumerate(found):
         yield f"{path} row {number}", value
@@ -222,7 +220,7 @@ def _saved_rows(path: Path) -> Iterator[NamedRow]:
 
 @dataclass
 class SkippedRows:
-    """Rows that were left out, counted by reason, with the names of the first few; and padding that was cut."""
+    """Skipped rows, counted by reason, with the first few named; and padding that was cut."""
 
     counts: Counter[str] = field(default_factory=Counter)
     rows: list[str] = field(default_factory=list)
@@ -242,4 +240,4 @@ def skipped_notes(source: str, meta: Mapping[str, Any]) -> list[str]:
     """Returns a note on skipped rows, from the counts in meta.json."""
     counts = ", ".join(f"{count:,} {reason}" for reason, count in sorted(meta["skipped"].items()))
     shown = f" ({'; '.join(meta['skipped_rows'])}{'; …' if sum(meta['skipped'].values()) > MAX_NAMED else ''})"
-    return [f"{source}: left out: {counts}{shown}"] if counts else []
+    return [f"{source}: skipped rows: {counts}{shown}"] if counts else []

@@ -1,6 +1,6 @@
-"""Training targets of a row: all of a text, the answers of a chat or to a prompt, or given labels.
+"""Training targets of a row: a whole text, the answers in a chat or to a prompt, or given labels.
 
-A part is a piece of text and whether it is a target. Prompts and the chat template's own text are not.
+A part is a piece of text and whether it is a target. Prompts and the chat template's own text are no targets.
 """
 
 from __future__ import annotations
@@ -21,18 +21,15 @@ PROMPT_COLUMNS: Final = (
     ("prompt", "completion"), ("prompt", "response"), ("prompt", "answer"), ("question", "answer"),
     ("instruction", "output"), ("instruction", "response"), ("query", "response"),
 )  # fmt: skip
-ROLES: Final[Mapping[str, str]] = {
-    "human": "user",
-    "gpt": "assistant",
-    "bot": "assistant",
-}  # in chats with `from` and `value`
+# Roles in chats with `from` and `value`.
+ROLES: Final[Mapping[str, str]] = {"human": "user", "gpt": "assistant", "bot": "assistant"}
 EMPTY, NO_ANSWER = "empty", "without an answer"
-IDS: Final = "ids"  # format of rows that need no tokenizer
+IDS: Final = "ids"  # name of the format of tokenized rows
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Ids, or text parts to tokenize; `skipped` tells why there is nothing to learn."""
+    """Token ids, or text parts to tokenize; `skipped` is the reason if the row has no target."""
 
     parts: tuple[TextPart, ...] = ()
     ids: IntArray | None = None
@@ -46,7 +43,7 @@ Read = Callable[[Row, str, Tokenizer], Sample]
 
 @dataclass(frozen=True)
 class RowFormat:
-    """Reader of one format of rows; `masked` if some tokens are no targets, `whole` if a row is one text."""
+    """Reader for one format of rows; `masked` if some tokens are not targets, `whole` if a row is one text."""
 
     name: str
     read: Read
@@ -55,9 +52,9 @@ class RowFormat:
 
 
 def detect_row_format(columns: Sequence[str], text_column: str, where: str) -> RowFormat:
-    """Returns the format that the columns of the first row show. Raises ValueError if it is unknown."""
+    """Returns the row format for the columns of the first row. Raises ValueError for unknown columns."""
     if not columns:
-        raise ValueError(f"{where} has no column at all; give it {text_column!r}, messages, or prompt and completion")
+        raise ValueError(f"{where} has no columns; give it {text_column!r}, messages, or prompt and completion")
     chat = next((name for name in CHAT_COLUMNS if name in columns), None)
     pair = next((pair for pair in PROMPT_COLUMNS if set(pair) <= set(columns)), None)
     if text_column != "text" and text_column not in columns:
@@ -87,7 +84,7 @@ def _read_ids(row: Row, where: str, _: Tokenizer) -> Sample:
     ids = _integers(row, "input_ids", where)
     labels = _integers(row, "labels", where) if "labels" in row else ids
     if labels.shape != ids.shape or bool(((labels != ids) & (labels != -100)).any()):
-        raise ValueError(f"{where}: 'labels' are not the input_ids, with -100 where there is no target")
+        raise ValueError(f"{where}: 'labels' differ from input_ids; give each target its id, and other tokens -100")
     real = _real_tokens(row, len(ids), where)
     padding, ids, targets = len(ids) - real, ids[:real], labels[:real] != -100
     if not real:
@@ -110,21 +107,21 @@ def _integers(row: Row, name: str, where: str) -> IntArray:
 
 
 def _real_tokens(row: Row, count: int, where: str) -> int:
-    """Returns the number of tokens before the padding. Raises ValueError for a mask that hides any others."""
+    """Returns the number of tokens before the padding. Raises ValueError unless padding is on the right."""
     if row.get("attention_mask") is None:
         return count
     mask = _integers(row, "attention_mask", where)
     real = int(np.count_nonzero(mask))
     if len(mask) != count or not mask[:real].all():
         raise ValueError(
-            f"{where}: 'attention_mask' {row['attention_mask']!r:.40} has padding on the left or holes, or is not of "
-            f"the {count:,} input_ids; pad on the right, or not at all"
+            f"{where}: 'attention_mask' {row['attention_mask']!r:.40} has padding on the left, holes, or another "
+            f"length than the {count:,} input_ids; pad on the right, or not at all"
         )
     return real
 
 
 def _read_pair(row: Row, pair: tuple[str, str], where: str, tokenizer: Tokenizer) -> Sample:
-    """Reads a prompt and its answer, through the chat template if there is one, else joined as they are."""
+    """Reads a prompt and its answer with the chat template, or concatenated if the tokenizer has none."""
     prompt, answer = (get_column(row, name, where) for name in pair)
     if isinstance(prompt, list) and isinstance(answer, list):
         return _read_chat([*prompt, *answer], where, tokenizer)
@@ -154,13 +151,13 @@ def _messages(row: Row, name: str, where: str) -> list[dict[str, Any]]:
 
 
 def _read_chat(messages: list[dict[str, Any]], where: str, tokenizer: Tokenizer) -> Sample:
-    """Reads a chat: the text that the template adds for an answer is a target, each prompt before it is not.
+    """Reads a chat: the text that the template writes for an answer is a target, the prompt before it is not.
 
-    Turns after the last answer are left out.
+    Turns after the last answer are dropped.
     """
     if tokenizer.chat_template is None:
         raise ValueError(
-            f"{where} is a chat, and tokenizer {tokenizer.name} has no chat template; name one with --tokenizer"
+            f"{where} is a chat, but tokenizer {tokenizer.name} has no chat template; give --tokenizer one that has"
         )
     parts: list[TextPart] = []
     done = ""
@@ -171,8 +168,8 @@ def _read_chat(messages: list[dict[str, Any]], where: str, tokenizer: Tokenizer)
         answered = _render(tokenizer, messages[: number + 1], False, where)
         if not prompt.startswith(done) or not answered.startswith(prompt):
             raise ValueError(
-                f"{where}: the chat template of {tokenizer.name} writes earlier turns anew once there is a later one, "
-                "so that answers have no one place; give one turn a row, or another --tokenizer"
+                f"{where}: the chat template of {tokenizer.name} rewrites earlier turns, so answers cannot be located; "
+                "give one turn per row, or another --tokenizer"
             )
         parts += [(prompt[len(done) :], False), (answered[len(prompt) :], True)]
         done = answered
@@ -184,14 +181,14 @@ def _render(tokenizer: Tokenizer, messages: list[dict[str, Any]], add_generation
     try:
         written = tokenizer.chat_template(messages, add_generation_prompt)
     except Exception as error:  # a template may raise anything
-        raise ValueError(f"{where}: the chat template of {tokenizer.name} refuses it: {first_line(error)}") from error
-    return check_encodable(written, f"{where}, as the chat template of {tokenizer.name} writes it")
+        raise ValueError(f"{where}: the chat template of {tokenizer.name} fails: {first_line(error)}") from error
+    return check_encodable(written, f"{where}, rendered by the chat template of {tokenizer.name}")
 
 
 def encode_samples(
     samples: Sequence[Sample], kind: RowFormat, tokenizer: Tokenizer
 ) -> list[tuple[IntArray, TargetMask | None]]:
-    """Returns ids of each sample, and which are targets (None: all), with one call of the tokenizer."""
+    """Tokenizes samples in one call. Returns the ids of each, and the mask of its targets (None: all)."""
     if kind.whole:
         return [(ids, None) for ids in tokenizer.encode_batch([sample.parts[0][0] for sample in samples], True)]
     encoded = iter(tokenizer.encode_parts([sample.parts for sample in samples if sample.ids is None]))
@@ -201,7 +198,7 @@ def encode_samples(
 
 
 def _with_special_tokens(ids: IntArray, targets: TargetMask, tokenizer: Tokenizer) -> tuple[IntArray, TargetMask]:
-    """Adds the begin and end ids of a document, unless a chat template writes them."""
+    """Adds the begin and end ids of a document, unless the chat template writes them."""
     if tokenizer.chat_template is not None:
         return ids, targets
     begin, end = np.asarray(tokenizer.begin, np.int64), np.asarray(tokenizer.end, np.int64)

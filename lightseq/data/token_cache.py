@@ -40,9 +40,9 @@ from lightseq.utils.progress import progress_bar
 
 T = TypeVar("T")
 TOKENIZER_ROWS: Final = 256  # rows per call of the tokenizer
-HEAD_START_SECONDS: Final = 0.5  # seconds
-CACHE_VERSION: Final = 3  # version of the tokenization
-META_FIELDS: Final = {  # fields of meta.json beyond those of any token directory
+HEAD_START_SECONDS: Final = 0.5
+CACHE_VERSION: Final = 3  # increase it when tokenization changes
+META_FIELDS: Final = {  # fields of meta.json in the cache only
     "tokenizer": (str, type(None)),
     "kind": str,
     "skipped": {str: int},
@@ -55,15 +55,15 @@ META_FIELDS: Final = {  # fields of meta.json beyond those of any token director
 def open_rows(
     source: str | Path, length: int, vocab_size: int, tokenizer: Tokenizer, read_options: ReadOptions, progress: bool
 ) -> WindowExamples:
-    """Returns windows of the rows' tokens, from the cache if possible. Raises ValueError naming a bad row."""
+    """Opens windows of the tokenized rows, from the cache if possible. Raises ValueError naming a bad row."""
     directory = ensure_tokenized(source, vocab_size, tokenizer, read_options, progress)
     examples = open_windows(directory, length, vocab_size)
     meta, sizes = examples.source.meta, np.diff(examples.source.offsets)
     if wrong := [key for key, shape in META_FIELDS.items() if not matches_schema(meta.get(key), shape)]:
         raise ValueError(
-            f"{directory / META} is corrupt: {wrong[0]} is missing or wrong; remove {directory}, and it is made again"
+            f"{directory / META} is corrupt: {wrong[0]} is missing or wrong; remove {directory} to tokenize again"
         )
-    alone = "" if meta["tokenizer"] else ", by no tokenizer"
+    alone = "" if meta["tokenizer"] else ", without a tokenizer"
     notes = [f"{source}: {plural(meta['documents'], meta['kind'] + ' row')} as tokens in {directory}{alone}"]
     notes += skipped_notes(str(source), meta)
     notes += _skipped_rows_notes(str(source), meta)
@@ -74,35 +74,35 @@ def open_rows(
 
 
 def format_and_rows(source: str | Path, column: str, limit: int | None = None) -> tuple[RowFormat, Iterator[NamedRow]]:
-    """Returns the format of the first row, and all rows. Raises ValueError if there is none or it is unknown."""
+    """Returns the format of the first row, and all rows. Raises ValueError without rows or for an unknown format."""
     rows = read_rows(source, limit)
     first = next(rows, None)
     if first is None:
-        raise ValueError(f"{source} holds no row, so nothing to predict")
+        raise ValueError(f"{source} holds no rows; give a source with rows")
     return detect_row_format(list(first[1]), column, first[0]), itertools.chain([first], rows)
 
 
 def _skipped_rows_notes(source: str, meta: Mapping[str, Any]) -> list[str]:
-    """Returns notes on a folder's other files, and on padding."""
+    """Returns notes on files in a folder that are not read, and on padding."""
     notes = []
     if files := meta["passed_over"]["files"]:
         shown = ", ".join(meta["passed_over"]["first"]) + (", …" if files > MAX_NAMED else "")
         notes.append(
-            f"{source}: {plural(files, 'file')} passed over ({shown}); of a folder, "
-            f"{' and '.join(FOLDER_SUFFIXES)} are read"
+            f"{source}: skipped {plural(files, 'file')} ({shown}); only {' and '.join(FOLDER_SUFFIXES)} files of a "
+            "folder are read"
         )
     if meta["padding"]["rows"]:
         padded, padding = plural(meta["padding"]["rows"], "row"), plural(meta["padding"]["tokens"], "token")
-        notes.append(f"{source}: the padding of {padded}, {padding} by their attention_mask, is cut off")
+        notes.append(f"{source}: cut {padding} of padding off {padded}, by attention_mask")
     return notes
 
 
 def ensure_tokenized(
     source: str | Path, vocab_size: int, tokenizer: Tokenizer, read_options: ReadOptions, progress: bool
 ) -> Path:
-    """Returns the token directory of a source. Of several processes that want it, one writes and the others wait.
+    """Returns the token directory of a source. One process writes it while the others wait.
 
-    Processes without a progress bar let the one with a bar go first.
+    Processes without a progress bar wait briefly, so that the one with a bar writes.
     """
     key: dict[str, Any] = {
         "rows": source_identity(source),
@@ -175,7 +175,7 @@ def _write(
     except ValueError as error:
         if skipped.counts and "no document to write" in str(error):
             notes = skipped_notes(str(source), skipped.facts())[0]
-            raise ValueError(f"{source} has nothing to learn from; {notes}") from error
+            raise ValueError(f"{source} has no row with a target; {notes}") from error
         raise
 
 
@@ -200,13 +200,13 @@ def _tokenize(
             if len(ids) < 2:
                 skipped.add("of one token", where)
             elif targets is not None and not kind.masked and not targets[1:].all():
-                raise ValueError(f"{where} has labels, and the first row has none; give every row labels")
+                raise ValueError(f"{where} has labels, but the first row has none; give every row labels")
             else:
                 yield ids, targets
 
 
 def tokenizer_batches(items: Iterable[T]) -> Iterator[list[T]]:
-    """Yields batches of as many items as a tokenizer gets at once, to use all cores."""
+    """Yields batches large enough for a tokenizer to use all cores."""
     iterator = iter(items)
     while batch := list(itertools.islice(iterator, TOKENIZER_ROWS)):
         yield batch

@@ -1,10 +1,10 @@
-"""Token directories, the format of a corpus on disk: writing and opening.
+"""Token directories, the format of a tokenized corpus on disk: writing and opening.
 
-A token directory:
-tokens.bin     every token, little-endian uint16 or uint32
-documents.bin  int64: where each document starts, and the end of the last
-targets.bin    uint8, perhaps: 1 for a token that is a target, 0 for one that is only read; without it all are
-meta.json      dtype, counts, vocabulary, tokenizer, source, seed, what was skipped
+Files of a token directory:
+tokens.bin     all tokens, little-endian uint16 or uint32
+documents.bin  int64: the start of each document, and the end of the last
+targets.bin    optional, uint8: 1 for a token that is a target, 0 for context; without the file all tokens are targets
+meta.json      dtype, counts, vocabulary, tokenizer, source, seed, skipped rows
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ class ReadOptions:
 
 @contextmanager
 def atomic_write(path: Path, force: bool) -> Iterator[Path]:
-    """Yields a temporary sibling to write, a file or a directory, which is renamed to `path` on success."""
+    """Yields a temporary path beside `path` for a file or a directory, and renames it to `path` on success."""
     path = path.resolve()
     if path.exists() and not force:
         raise ValueError(f"{path} exists; give another path, or --force to replace it")
     if path.is_dir() and (strangers := {entry.name for entry in path.iterdir()} - {TOKENS, DOCUMENTS, TARGETS, META}):
         raise ValueError(
-            f"{path} holds {min(strangers)}, so it is no token directory and is not replaced; move it away"
+            f"{path} holds {min(strangers)}, so it is not a token directory and is not replaced; move it away"
         )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -66,7 +66,7 @@ def atomic_write(path: Path, force: bool) -> Iterator[Path]:
     partial, old = folder / "new", folder / "old"
     try:
         yield partial
-        if path.exists() and (path.is_dir() or partial.is_dir()):  # a directory is never renamed over another
+        if path.exists() and (path.is_dir() or partial.is_dir()):  # a rename cannot replace a directory
             path.rename(old)
         partial.rename(path)
     finally:
@@ -76,10 +76,10 @@ def atomic_write(path: Path, force: bool) -> Iterator[Path]:
 
 
 def remove_partials(path: Path) -> None:
-    """Removes what killed processes left of writing `path`; the caller makes sure that no process is writing it."""
+    """Removes temporary files that killed processes left beside `path`. No process may be writing `path`."""
     for entry in path.parent.iterdir():
         if entry.name.startswith(f".{path.name}{PARTIAL}"):
-            shutil.rmtree(entry, ignore_errors=True)  # it may be another user's, and does no harm
+            shutil.rmtree(entry, ignore_errors=True)  # another user's is harmless
 
 
 def write_token_directory(
@@ -90,9 +90,9 @@ def write_token_directory(
     force: bool = False,
     with_targets: bool = False,
 ) -> dict[str, Any]:
-    """Streams documents to disk. `extra_meta` adds to meta.json after the last one, when counts are known.
+    """Streams documents, with or without a mask of targets, to disk and returns meta.json's content.
 
-    A document may come with a mask of its targets.
+    `extra_meta` is called after the last document, when its counts are known.
     """
     dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
     count = tokens = 0
@@ -114,7 +114,7 @@ def write_token_directory(
             count, tokens, max_token_id = count + 1, tokens + ids.size, max(max_token_id, int(ids.max()))
             document_file.write(np.int64(tokens).astype(OFFSET_DTYPE).tobytes())
         if count == 0:
-            raise ValueError(f"no document to write to {path}; the sources hold no text")
+            raise ValueError(f"no document to write to {path}; give sources that hold text")
         meta = {"format_version": FORMAT_VERSION, "dtype": dtype, "documents": count, "tokens": tokens}
         meta |= {"vocab_size": vocab_size, "max_token_id": max_token_id, "targets": with_targets, **extra_meta()}
         (partial / META).write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
@@ -141,18 +141,18 @@ class TokenDirectory:
         return self.tokens[self.offsets[index] : self.offsets[index + 1]]
 
     def targets_of(self, index: int) -> IntArray | None:
-        """Returns whether each token of a document is a target; None: all are."""
+        """Returns the mask of a document's targets; None if all tokens are targets."""
         return None if self.targets is None else self.targets[self.offsets[index] : self.offsets[index + 1]]
 
 
 def open_token_directory(path: Path) -> TokenDirectory:
-    """Maps a token directory after checking that its files agree. Raises ValueError if they do not."""
+    """Memory-maps a token directory. Raises ValueError if its files do not agree."""
     meta = _read_meta(path / META)
     tokens = _map_numbers(path / TOKENS, DTYPES[meta["dtype"]], meta["tokens"])
     offsets = _map_numbers(path / DOCUMENTS, OFFSET_DTYPE, meta["documents"] + 1)
     if offsets[0] != 0 or offsets[-1] != meta["tokens"] or bool((offsets[1:] < offsets[:-1]).any()):
         raise ValueError(
-            f"{path / DOCUMENTS} is corrupt: its borders do not rise from 0 to {meta['tokens']}; make it again"
+            f"{path / DOCUMENTS} is corrupt: its offsets do not rise from 0 to {meta['tokens']}; make it again"
         )
     targets = _map_numbers(path / TARGETS, TARGET_DTYPE, meta["tokens"]) if meta.get("targets") else None
     return TokenDirectory(path, tokens, offsets, meta, targets)
@@ -160,13 +160,17 @@ def open_token_directory(path: Path) -> TokenDirectory:
 
 def _read_meta(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        raise ValueError(f"{path.parent} has no {META}, so it is no token directory; make one with python3 -m data_gen")
+        raise ValueError(
+            f"{path.parent} has no {META}, so it is not a token directory; make one with python3 -m data_gen"
+        )
     try:
         meta = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is corrupt: {first_line(error)}; make it again") from error
     if not isinstance(meta, dict) or meta.get("format_version") != FORMAT_VERSION:
-        raise ValueError(f"{path} is not of format version {FORMAT_VERSION}; make it again with python3 -m data_gen")
+        raise ValueError(
+            f"{path} does not have format version {FORMAT_VERSION}; make it again with python3 -m data_gen"
+        )
     told = (
         matches_schema(meta, REQUIRED_META) and meta["dtype"] in DTYPES and min(meta["tokens"], meta["documents"]) > 0
     )
@@ -175,14 +179,14 @@ def _read_meta(path: Path) -> dict[str, Any]:
             f"{path} is corrupt: dtype, tokens, documents or max_token_id is missing or wrong; make it again"
         )
     if wrong := [key for key, shape in OPTIONAL_META.items() if key in meta and not matches_schema(meta[key], shape)]:
-        raise ValueError(f"{path} is corrupt: {wrong[0]} is not what this program writes; make it again")
+        raise ValueError(f"{path} is corrupt: {wrong[0]} is {meta[wrong[0]]!r:.40}; make it again")
     return meta
 
 
 def matches_schema(value: Any, shape: Any) -> bool:
-    """Returns whether a JSON value has a shape.
+    """Returns whether a JSON value matches a schema.
 
-    A shape is a type or a tuple of types, [shape of each item], {key: shape}, or {str: shape of any key}.
+    A schema is a type, a tuple of types, [schema of each item], {key: schema}, or {str: schema of every value}.
     """
     if isinstance(shape, dict):
         keys = value if type(value) is dict and str in shape else shape

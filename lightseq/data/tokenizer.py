@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, or a Hugging Face tokenizer, and the mask of target ids."""
+"""Tokenizers: raw bytes, or a Hugging Face tokenizer. Both also compute the mask of targets."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ TargetMask = NDArray[np.bool_]
 
 
 class Tokenizer(Protocol):
-    """Text to ids. `encode` adds a document's begin and end ids, `encode_part` does not.
+    """Interface of a tokenizer. `encode` adds a document's begin and end ids, `encode_part` does not.
 
-    `encode_parts` encodes texts in parts and returns which ids are targets. A chat template writes turns as text, with
-    or without the prompt for an answer at the end.
+    `encode_parts` encodes texts given in parts and also returns the masks of targets. `chat_template` renders turns as
+    text, with or without the generation prompt at the end.
     """
 
     @property
@@ -63,7 +63,7 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True)
 class ByteTokenizer:
-    """Ids 0 to 255 are the bytes of the UTF-8 text, 256 ends a document."""
+    """Tokenizer of UTF-8 bytes, ids 0 to 255; id 256 ends a document."""
 
     name: str = "byte"
     vocab_size: int = 257
@@ -97,13 +97,13 @@ class ByteTokenizer:
 
 
 def placeholder_tokenizer(vocab_size: int) -> Tokenizer:
-    """Returns a tokenizer for rows that hold ids already: a vocabulary size, which encodes nothing."""
+    """Returns a tokenizer for tokenized rows, which only has a vocabulary size."""
     return ByteTokenizer(name="", vocab_size=vocab_size, fingerprint=f"ids below {vocab_size}")
 
 
 @dataclass(frozen=True)
 class PretrainedTokenizer:
-    """A Hugging Face tokenizer; its end-of-sequence id ends every document, whether or not it adds one itself."""
+    """A Hugging Face tokenizer. Every document ends with the EOS id, even if the tokenizer adds none."""
 
     name: str
     vocab_size: int
@@ -127,7 +127,7 @@ class PretrainedTokenizer:
 
     @property
     def fingerprint(self) -> str:
-        """Returns a hash of everything that decides the ids of a text, whatever the tokenizer's name."""
+        """Returns a hash of everything that determines the ids of a text, but not of the tokenizer's name."""
         fast = getattr(self.backend, "backend_tokenizer", None)
         words = fast.to_str() if fast is not None else json.dumps(self.backend.get_vocab(), sort_keys=True)
         made = (words, self.begin, self.end, str(getattr(self.backend, "chat_template", None)))
@@ -144,7 +144,7 @@ class PretrainedTokenizer:
         return self.encode_batch([text], whole=True)[0]
 
     def encode_batch(self, texts: list[str], whole: bool) -> list[IntArray]:
-        """Encodes whole documents, or parts of one; a fast tokenizer uses all cores."""
+        """Encodes whole documents or, without begin and end ids, parts; a fast tokenizer uses all cores."""
         if not texts:
             return []
         found = self.backend(texts, add_special_tokens=whole, verbose=False)["input_ids"]
@@ -152,7 +152,7 @@ class PretrainedTokenizer:
         return [np.asarray(ids, dtype=np.int64) for ids in closed]
 
     def encode_parts(self, texts: list[tuple[TextPart, ...]]) -> list[tuple[IntArray, TargetMask]]:
-        """Encodes the joined parts in one piece, as a prompt at inference; an id that reaches into a target is one."""
+        """Encodes each text as a whole, as at inference. An id that overlaps a target part is a target."""
         if not texts:
             return []
         if not self.backend.is_fast:
@@ -174,7 +174,7 @@ def _concatenate(pieces: list[tuple[IntArray, bool]]) -> tuple[IntArray, TargetM
 
 
 def _target_mask(spans: NDArray[np.integer[Any]], parts: tuple[TextPart, ...]) -> TargetMask:
-    """Returns which ids, by their character spans, reach into a part that is a target."""
+    """Returns a mask of the ids whose character spans overlap a target part."""
     found, end = np.zeros(len(spans), dtype=np.bool_), 0
     for text, target in parts:
         start, end = end, end + len(text)
@@ -184,22 +184,22 @@ def _target_mask(spans: NDArray[np.integer[Any]], parts: tuple[TextPart, ...]) -
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """Loads `byte`, or what AutoTokenizer knows: a local directory or a hub id. Never runs code that ships with it.
+    """Loads `byte`, or a local directory or hub id with AutoTokenizer, without running its code.
 
-    Raises ValueError if it cannot be loaded.
+    Raises ValueError if the tokenizer cannot be loaded.
     """
     if name == "byte":
         return ByteTokenizer()
     if not Path(name).exists() and (reason := hub_error(name, "tokenizer_config.json")):
         raise ValueError(
-            f"tokenizer {name} is no directory here and cannot be fetched from the hub ({reason}); check the id and "
-            "the network, or give a directory, or byte"
+            f"tokenizer {name} is not a local directory and cannot be fetched from the hub ({reason}); check the id "
+            "and the network, or give a directory, or byte"
         )
-    from transformers import AutoTokenizer  # takes seconds to import, and bytes do not need it
+    from transformers import AutoTokenizer  # takes seconds to import; `byte` does not need it
 
     try:
         backend: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ValueError(f"tokenizer {name}: {first_line(error)}; give a directory, a hub id, or byte") from error
-    # len(backend) would be wrong: ids may have gaps
+    # Not len(backend), because ids may have gaps.
     return PretrainedTokenizer(name, max(backend.get_vocab().values()) + 1, backend)

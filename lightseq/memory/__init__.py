@@ -1,1 +1,1 @@
-"""Placement of activations (on the device, in host memory, or recomputed), and optimizer state in host memory."""
+"""Activation offloading and checkpointing, optimizer state in host memory, and the memory planner."""

@@ -1,8 +1,8 @@
-"""8-bit AdamW for weights and states in host memory: the GPU computes the update, a piece of a parameter at a time.
+"""8-bit AdamW for weights and states in host memory. The GPU computes the update, piece by piece.
 
-16 cores updated some 0.15 billion weights a second after 80 s of compilation; a GPU and its link update 4.2 billion,
-and pieces of one size compile once. 32-bit AdamW is bound by memory and better off on the host. ZeRO-Infinity (arXiv
-2104.07857) updates in pieces from NVMe too.
+16 cores update about 0.15 billion weights per second, after 80 s of compilation; a GPU updates 4.2 billion. Pieces of
+equal size compile once. 32-bit AdamW is bound by memory and stays on the host. ZeRO-Infinity (arXiv 2104.07857) also
+updates in pieces, from NVMe.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,15 +17,15 @@ from lightseq.distributed.mesh import local_part
 from lightseq.memory.pinned import PinnedMemory
 from lightseq.memory.streamed_update import Piece, update_pieces
 
-PIECE = 1 << 25  # weights; the pieces in flight take a GiB of GPU memory
-STATES = {"exp_avg": True, "exp_avg_sq": False}  # name: signed
+PIECE = 1 << 25  # weights per piece; the pieces in flight take 1 GiB of GPU memory
+STATES = {"exp_avg": True, "exp_avg_sq": False}  # name: whether it is signed
 
 
 def compute_updates_on(device: torch.device, optimizer: Any, piece: int = PIECE) -> None:
-    """Makes the `step()` of torchao's AdamW8bit compute on `device`, also for parameters in host memory.
+    """Makes the `step()` of torchao's AdamW8bit run on `device`, also for parameters in host memory.
 
-    Its state and checkpoints do not change. Gradients count times `gradient_scale` and are not overwritten. New host
-    states are page-locked; raises CannotPin if the host does not allow that much.
+    State and checkpoints do not change. Gradients are multiplied by `gradient_scale`, without being overwritten. New
+    host states are page-locked; raises CannotPin if the host refuses.
     """
     pinned = PinnedMemory() if device.type == "cuda" else None
     optimizer.gradient_scale = torch.ones(())
@@ -37,7 +37,7 @@ def _step(optimizer: Any, device: torch.device, size: int, pinned: PinnedMemory 
     pieces: list[Piece] = []
     scale = optimizer.gradient_scale.to(device)
     for group in optimizer.param_groups:
-        # Python numbers would be compiled in, and host tensors would compile a host kernel; sending them synchronizes.
+        # Compilation would bake in Python numbers and build a host kernel for host tensors. Copying synchronizes.
         rate, decay = (torch.as_tensor(group[name], device=device) for name in ("lr", "weight_decay"))
         settings = (rate, *group["betas"], decay, group["eps"])
         for parameter in group["params"]:
@@ -62,13 +62,13 @@ def _new_state(optimizer: Any, parameter: Tensor, pinned: PinnedMemory | None) -
 
 
 def _new_buffer(optimizer: Any, parameter: Tensor, signed: bool) -> Tensor:
-    """Returns the optimizer's own buffer, made without a detour over the GPU (11 s for an 8B model)."""
+    """Returns the optimizer's own buffer, built on the host (on the GPU that takes 11 s for an 8B model)."""
     local = optimizer._new_buffer(local_part(parameter.detach()), signed)
     return DTensor(local, parameter._spec, requires_grad=False) if isinstance(parameter, DTensor) else local
 
 
 def _flat_states(state: dict[str, Tensor]) -> Iterator[Tensor]:
-    """Yields the averages of the gradient and its square, as codes and scales; small ones as plain values."""
+    """Yields the flat tensors of both moments: codes and scales, or plain values if the parameter is small."""
     for name in STATES:
         local: Any = local_part(state[name])
         yield from (local.codes.view(-1), local.scale) if hasattr(local, "codes") else (local.view(-1),)
@@ -86,9 +86,10 @@ def _pieces(parameter: Tensor, state: dict[str, Tensor], size: int, change: Call
 
 
 def _change(settings: Sequence[Any], scale: Tensor, step: Tensor, there: Sequence[Tensor]) -> None:
-    """Applies update number `step` to weights, given their states and `scale` times their gradient, which comes last.
+    """Applies one AdamW update in place.
 
-    `settings`: learning rate, both betas, weight decay and epsilon.
+    `there` holds the weights, their states and last the gradient, which is multiplied by `scale`. `settings` are the
+    learning rate, both betas, weight decay and epsilon; `step` is the number of the update.
     """
     from torchao.optim.adam import single_param_adam
 
@@ -113,7 +114,7 @@ def _wrapped(states: Sequence[Tensor]) -> Sequence[Tensor]:
 
 @lru_cache
 def _table(signed: bool, device: torch.device) -> Tensor:
-    """Returns the 256 values that codes stand for."""
+    """Returns the value of each of the 256 codes."""
     from torchao.optim.subclass_8bit import get_qmap_signed, get_qmap_unsigned
 
     return torch.tensor(get_qmap_signed() if signed else get_qmap_unsigned(), device=device)

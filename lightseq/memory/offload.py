@@ -1,7 +1,8 @@
 """Offloading of activations to host memory, with copies that overlap the computation.
 
-Forward: a layer's tensors leave on a side stream while the next layer computes, and are freed after that. Backward: the
-tensors of the layer below come back while a layer computes. At most two layers' tensors are on the device.
+In the forward pass, a side stream copies a layer's tensors to the host while the next layer computes; then they are
+freed. In the backward pass, the previous layer's tensors are copied back while a layer computes. At most two layers'
+tensors are on the device.
 """
 
 from bisect import bisect_left, insort
@@ -18,25 +19,25 @@ from torch.utils._pytree import tree_leaves
 
 from lightseq.memory.pinned import PinnedMemory, empty_pageable
 
-MIN_BYTES = 1 << 20  # smaller tensors stay: copying costs more than their memory is worth
-IN_FLIGHT = 2  # layers with tensors on the device: one computes, one is being copied
+MIN_BYTES = 1 << 20  # smaller tensors stay on the device; copying them is not worth it
+IN_FLIGHT = 2  # layers with tensors on the device: one that computes, one that is copied
 
 
 def layers_in_flight(tile_layers: bool) -> int:
-    """Returns the layers whose tensors are on the device at a time.
+    """Returns the number of layers with tensors on the device at a time.
 
-    Tiled layers compute for seconds, so one is enough: it takes least memory and costs little time.
+    Tiled layers compute for seconds, so copies need no overlap, and one layer saves memory.
     """
     return 1 if tile_layers else IN_FLIGHT
 
 
 class HostBufferPool:
-    """Reusable host buffers of at most `limit_bytes` in all; shorter batches reuse longer ones' buffers."""
+    """Pool of host buffers of at most `limit_bytes` in total. Shorter batches reuse the buffers of longer ones."""
 
     def __init__(self, limit_bytes: float, pinned: bool) -> None:
         self.limit_bytes, self.allocated_bytes = limit_bytes, 0
         self._make = PinnedMemory().empty if pinned else empty_pageable
-        self._free: dict[torch.dtype, list[Tensor]] = defaultdict(list)  # in rising size
+        self._free: dict[torch.dtype, list[Tensor]] = defaultdict(list)  # sorted by size
         self._whole: dict[int, Tensor] = {}  # buffers in use, by address
 
     def acquire(self, elements: int, dtype: torch.dtype) -> Tensor | None:
@@ -61,12 +62,12 @@ class HostBufferPool:
         return self._make((elements,), dtype)
 
     def release(self, buffer: Tensor) -> None:
-        """Makes a buffer available again."""
+        """Returns a buffer to the pool."""
         insort(self._free[buffer.dtype], self._whole[buffer.data_ptr()], key=len)
 
 
 class OffloadedTensor:
-    """A tensor in host memory. `original` is set while it may still be read, `restored` once it is fetched."""
+    """A tensor in host memory. `original` is its device copy until that is freed, `restored` the copy back."""
 
     def __init__(self, layer: "_Layer", tensor: Tensor, host: Tensor) -> None:
         self.layer, self.host = layer, host
@@ -76,7 +77,7 @@ class OffloadedTensor:
 
 
 class OnDeviceTensor:
-    """A saved tensor that stays on the device; reading it brings back the layer below."""
+    """A saved tensor that stays on the device. Reading it starts fetching the previous layer's tensors."""
 
     def __init__(self, layer: "_Layer", tensor: Tensor) -> None:
         self.layer, self.tensor = layer, tensor
@@ -86,7 +87,7 @@ class _Layer:
     """Saved tensors of one layer in one forward pass."""
 
     def __init__(self, index: int, shared: set[int], stays: bool) -> None:
-        self.index, self.shared, self.stays = index, shared, stays  # shared: storages of other layers' tensors
+        self.index, self.shared, self.stays = index, shared, stays  # shared: storages that are not offloaded
         self.stored: dict[tuple, OffloadedTensor] = {}
         self.offloaded: torch.cuda.Event | None = None
         self.fetch_done: torch.cuda.Event | None = None
@@ -94,10 +95,10 @@ class _Layer:
 
 
 class Offload:
-    """Saved-tensor hooks that store activations in host memory; what does not fit there stays on the device.
+    """Saved-tensor hooks that store activations in host memory; tensors that do not fit stay on the device.
 
-    Each forward pass is followed by its backward pass. On CPU plain copies take the place of streams. With one layer
-    `in_flight` no copy overlaps the computation.
+    Each forward pass must be followed by its backward pass. With `in_flight` 1, copies do not overlap the computation.
+    On CPU, copies are synchronous.
     """
 
     def __init__(self, device: torch.device, memory: HostBufferPool, in_flight: int = IN_FLIGHT) -> None:
@@ -109,10 +110,10 @@ class Offload:
         self._running: _Layer | None = None
 
     def wrap(self, layers: Sequence[nn.Module], after: nn.Module, staying: Sequence[nn.Module] = ()) -> None:
-        """Wraps the forward of these layers, in the model's order, to offload saved tensors; not for those `staying`.
+        """Wraps the forward of `layers`, in model order, to offload saved tensors, except those of `staying` layers.
 
-        The layer `after` them keeps its own, because the backward pass begins with it or comes from there. Parameters,
-        and tensor arguments after the first, are shared by layers and stay.
+        The module `after` them stores its tensors on the device, because the backward pass reaches it first.
+        Parameters, and tensor arguments after the first, are shared between layers and stay on the device.
         """
         for index, layer in enumerate(layers):
             forward = partial(self._forward, index, layer, layer in staying, layer.forward)
@@ -120,7 +121,7 @@ class Offload:
         after.forward = partial(self._after, after.forward)  # type: ignore[method-assign]
 
     def store(self, tensor: Tensor) -> OffloadedTensor | OnDeviceTensor | Tensor:
-        """Starts copying a tensor to the host, or lets it stay. For use inside the forward of a layer."""
+        """Starts copying a tensor to the host, or leaves it on the device. For use inside a layer's forward."""
         layer = self._running
         if layer is None or not self._is_offloadable(tensor, layer):
             return tensor
@@ -141,9 +142,9 @@ class Offload:
         return layer.stored[key]
 
     def fetch(self, stored: OffloadedTensor | OnDeviceTensor | Tensor) -> Tensor:
-        """Returns the tensor on the device, and starts bringing back those of the layer below.
+        """Returns the tensor on the device, and starts fetching the previous layer's tensors.
 
-        Raises RuntimeError if they are gone, as in a second backward pass.
+        Raises RuntimeError if the tensor was freed, as in a second backward pass.
         """
         if isinstance(stored, Tensor):
             return stored
@@ -153,7 +154,7 @@ class Offload:
         if isinstance(stored, OnDeviceTensor):
             return stored.tensor
         if layer.released:
-            raise RuntimeError("what a layer kept is gone after its backward pass; for a second one use --offload none")
+            raise RuntimeError("offloaded tensors are freed by the backward pass; use --offload none for a second one")
         assert stored.restored is not None
         return stored.restored
 
@@ -217,7 +218,7 @@ class Offload:
             return
         layer.released = True
         for stored in layer.stored.values():
-            self.memory.release(stored.host)  # the side stream finishes with it before the next copy
+            self.memory.release(stored.host)  # copies on the side stream run in order, so reuse is safe
             stored.original = stored.restored = None
 
     def _is_offloadable(self, tensor: Tensor, layer: _Layer) -> bool:

@@ -14,11 +14,11 @@ PORTABLE = 1  # cudaHostRegisterPortable: locked for every CUDA context
 
 
 class CannotPin(OSError, MemoryError):
-    """The host refuses to page-lock more memory: an input error when a run begins, out of memory later."""
+    """Error when the host refuses to page-lock more memory: an input error at the start, out of memory later."""
 
 
 class PinnedMemory:
-    """Allocator of page-locked buffers; they are unlocked when this object goes, and then remain plain memory."""
+    """Allocator of page-locked buffers. When it is garbage-collected, its buffers become pageable memory."""
 
     def __init__(self) -> None:
         locked: list[Tensor] = []
@@ -26,19 +26,18 @@ class PinnedMemory:
         weakref.finalize(self, _unlock, locked).atexit = False  # a process that ends unlocks everything
 
     def empty(self, shape: Shape, dtype: torch.dtype) -> Tensor:
-        """Returns a new buffer of zeros. Raises CannotPin if the host does not lock that much."""
+        """Returns a new buffer of zeros. Raises CannotPin if the host refuses."""
         return self.lock_new(empty_pageable(shape, dtype))
 
     def lock_new(self, buffer: Tensor) -> Tensor:
-        """Locks a buffer without values, which become zeros. Raises CannotPin if the host does not lock that much.
+        """Zeroes and locks an uninitialized buffer. Raises CannotPin if the host refuses.
 
-        Writing zeros makes the kernel map the pages on all threads; locking alone uses one and takes three to five
-        times as long.
+        Zeroing maps the pages on all threads. Locking alone maps them on one and takes three to five times as long.
         """
         return self.lock(buffer.zero_())
 
     def lock(self, buffer: Tensor) -> Tensor:
-        """Locks an existing contiguous buffer. Raises CannotPin if the host does not lock that much."""
+        """Locks an existing contiguous buffer. Raises CannotPin if the host refuses."""
         if buffer.nbytes:
             status = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, PORTABLE))
             if status:
@@ -47,7 +46,7 @@ class PinnedMemory:
         return buffer
 
     def retain_only(self, used: Iterable[Tensor]) -> None:
-        """Unlocks and drops all other buffers: FSDP2 copies a shard that it pads."""
+        """Unlocks and drops all other buffers, such as those of shards that FSDP2 padded and copied."""
         places = {tensor.data_ptr() for tensor in used}
         _unlock([buffer for buffer in self._locked if buffer.data_ptr() not in places])
         self._locked[:] = [buffer for buffer in self._locked if buffer.data_ptr() in places]
@@ -59,7 +58,7 @@ def empty_pageable(shape: Shape, dtype: torch.dtype) -> Tensor:
 
 
 def _unlock(locked: list[Tensor]) -> None:
-    """Unlocks buffers before their memory is freed: a later buffer at the same address could not be locked."""
+    """Unlocks buffers. Memory freed while locked could not be locked again at the same address."""
     for buffer in locked:
         torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
     locked.clear()

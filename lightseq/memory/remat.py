@@ -1,4 +1,4 @@
-"""Activation checkpointing: the backward pass recomputes nothing, everything but attention (and linears), or all."""
+"""Activation checkpointing: the backward pass recomputes all of a layer, or all but attention (and linears)."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -31,10 +31,10 @@ def apply_remat(
 ) -> None:
     """Checkpoints the forward of every layer.
 
-    Only the layer's input is stored; under `attention` also attention's output and lse, under `attention+mlp` what
-    `tile_mlps(store=True)` marks, and under `attention+linears` what `store_projections` marks. The forward is replaced
-    rather than the call, so module hooks such as FSDP's stay outside and run once a pass. `compiled` is for a forward
-    that torch.compile will see; `offload` takes the stored tensors.
+    `full` stores only the layer's input, `attention` also attention's output and lse, `attention+mlp` also the tensors
+    that `tile_mlps(store=True)` marks, and `attention+linears` those that `store_projections` marks. The forward is
+    replaced rather than the call, so module hooks such as FSDP's stay outside and run once per pass. Set `compiled` for
+    a forward that torch.compile will see. `offload` receives the stored tensors.
     """
     assert policy in POLICIES, policy
     if policy == "none":
@@ -43,20 +43,20 @@ def apply_remat(
     if not compiled:
         options["context_fn"] = _recompute_contexts if policy == "full" else partial(_storing_contexts, offload)
     elif policy != "full":
-        # The compiler understands torch's own policy only; saved-tensor hooks do not see what that stores.
+        # torch.compile supports only torch's own policy. Saved-tensor hooks do not see the tensors it stores.
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _store_results)
     for layer in layers:
         layer.forward = partial(  # type: ignore[method-assign]
             checkpoint,
             layer.forward,
             use_reentrant=False,
-            preserve_rng_state=False,  # no dropout anywhere
+            preserve_rng_state=False,  # models have no dropout
             **options,
         )
 
 
 def changed_forwards(layers: Sequence[nn.Module], change: Callable[[], None]) -> list[Forward]:
-    """Returns the forwards that `change` gives the layers, and restores their own."""
+    """Returns the forwards that `change` sets on the layers, and restores the previous ones."""
     before = [layer.forward for layer in layers]
     change()
     changed = [layer.forward for layer in layers]
@@ -68,12 +68,12 @@ def changed_forwards(layers: Sequence[nn.Module], change: Callable[[], None]) ->
 def checkpoint_groups(
     groups: Sequence[Sequence[nn.Module]], inner: Offload | None = None, lasts_again: Sequence[Forward] | None = None
 ) -> None:
-    """Checkpoints neighbouring layers as one; of a group, only the first layer's input is stored.
+    """Checkpoints groups of adjacent layers. Only the input of each group is stored.
 
-    The backward pass first runs a group's layers forward again, each of which stores what its own checkpoint stores (on
-    the host, given `inner`). The last layer's backward pass follows at once, so it may use another forward, from
-    `lasts_again`, that stores more for that short time. Its output is never read (`is_recomputing`). The first layer's
-    forward runs the whole group and the others return their input, so the model needs no change.
+    The backward pass first runs a group forward again, where each layer's own checkpoint stores its tensors (in host
+    memory if `inner` is given). The last layer's backward pass follows at once, so it may use a forward from
+    `lasts_again` that stores more; its output is never read (`is_recomputing`). The first layer's forward runs the
+    whole group and the others return their input, so the model needs no change.
     """
     lasts_again = [group[-1].forward for group in groups] if lasts_again is None else lasts_again
     for group, last_again in zip(groups, lasts_again, strict=True):
@@ -101,16 +101,15 @@ def _run_group(
 
     if not torch.is_grad_enabled():
         return run(hidden)
-    anchor = torch.empty(
-        0, device=hidden.device, requires_grad=True
-    )  # so that weights get gradients even if hidden needs none
+    # Weights get gradients even if `hidden` needs none.
+    anchor = torch.empty(0, device=hidden.device, requires_grad=True)
     return _Group.apply(hidden, anchor, run)
 
 
 class _Group(torch.autograd.Function):
-    """A checkpoint that contains checkpoints, with saved-tensor hooks between the two.
+    """A checkpoint of checkpoints, with saved-tensor hooks between the two levels.
 
-    torch's own non-reentrant checkpoint counts the tensors saved inside, and would miss those that such hooks take.
+    torch's non-reentrant checkpoint counts the tensors saved inside, and would miss those that the hooks take.
     """
 
     @staticmethod
@@ -127,7 +126,7 @@ class _Group(torch.autograd.Function):
             free_memory(dout)
 
         with torch.enable_grad():
-            edge = get_gradient_edge(ctx.run(hidden, after_last))  # the output itself is not needed any more
+            edge = get_gradient_edge(ctx.run(hidden, after_last))  # frees the output itself
         torch.autograd.backward(edge, dout)
         return hidden.grad, None, None
 
@@ -146,7 +145,7 @@ def _recompute_contexts() -> Contexts:
 
 
 def _storing_contexts(offload: Offload | None) -> Contexts:
-    """Returns contexts for the forward pass, which stores operators' results, and for the recomputation."""
+    """Returns the contexts of the forward pass, which stores operators' results, and of the recomputation."""
     stored: deque[list[Any]] = deque()
     store: Callable[[Tensor], Any] = offload.store if offload else lambda x: x
     fetch: Callable[[Any], Tensor] = offload.fetch if offload else lambda x: x
@@ -158,7 +157,7 @@ def _storing_contexts(offload: Offload | None) -> Contexts:
 
     def reusing(_compute: Callable[[], Results]) -> Results:
         if not stored:
-            raise RuntimeError("what a layer kept is gone after its backward pass; a second one needs --remat none")
+            raise RuntimeError("stored tensors are freed by the backward pass; use --remat none for a second one")
         return tuple(fetch(x).detach() for x in stored.popleft())
 
     return checkpoint_pass(storing, is_recomputing()), checkpoint_pass(reusing, recomputing=True)

@@ -1,7 +1,7 @@
-"""Host copies of tensors, taken while the device keeps computing.
+"""Asynchronous host copies of tensors, for checkpoints.
 
-A tensor on the GPU is copied to pinned memory on a side stream; the compute stream waits for that copy, on the device,
-before it overwrites the tensor. Large tensors in host memory are copied by `finish`, on another thread than training.
+A side stream copies GPU tensors to pinned memory. The compute stream waits for it, on the device, before it overwrites
+a tensor. `finish` copies large host tensors on a thread other than training's.
 """
 
 import threading
@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightseq.memory.pinned import PinnedMemory, empty_pageable
 
-SMALL_BYTES = 1 << 20  # on the host: copied at once
+SMALL_BYTES = 1 << 20  # smaller host tensors are copied at once
 
 T = TypeVar("T")
 
@@ -26,19 +26,19 @@ class Staging:
         self._buffers: dict[str, Tensor] = {}
         self._pinned = PinnedMemory()
         self._side_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._host_copies: list[tuple[Tensor, Tensor]] = []  # for `finish` to copy: from, to
+        self._host_copies: list[tuple[Tensor, Tensor]] = []  # (source, copy), for `finish`
         self._on_host = threading.Event()
         self._on_host.set()
         self._copied: torch.cuda.Event | None = None
 
     def prepare(self, tensors: dict[str, Tensor]) -> None:
-        """Allocates the buffers that these tensors need; pinning takes time."""
+        """Allocates the buffers for these tensors in advance, because pinning takes time."""
         for name, tensor in tensors.items():
             _map_inner_tensors(name, tensor, self._buffer)
 
     def begin(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Starts copying and returns the copies, which are complete once `finish` has returned."""
-        assert self._on_host.is_set() and not self._host_copies, "the copies before are still being made"
+        assert self._on_host.is_set() and not self._host_copies, "the previous copies are not finished"
         if self._side_stream is not None:
             self._side_stream.wait_stream(torch.cuda.current_stream())
         copies = {name: _map_inner_tensors(name, tensor, self._copy) for name, tensor in tensors.items()}
@@ -48,13 +48,13 @@ class Staging:
         return copies
 
     def wait_before_update(self) -> None:
-        """Waits, before the tensors change, for the host's copies; the device waits for its own."""
+        """Waits for host copies, and makes the device wait for its own. Call it before the tensors change."""
         self._on_host.wait()
         if self._copied is not None:
             torch.cuda.current_stream().wait_event(self._copied)
 
     def finish(self) -> None:
-        """Makes the remaining copies and waits for all."""
+        """Copies the remaining host tensors and waits for all copies."""
         try:
             for source, copy in self._host_copies:
                 copy.copy_(source)
@@ -86,7 +86,7 @@ class Staging:
 
 
 def _map_inner_tensors(name: str, tensor: Tensor, take: Callable[[str, Tensor], Tensor]) -> Tensor:
-    """Rebuilds a tensor from what `take` returns for each of its plain inner tensors."""
+    """Rebuilds a tensor, with each of its plain inner tensors replaced by the result of `take`."""
     if not is_traceable_wrapper_subclass(tensor):
         return take(name, tensor)
     parts, context = tensor.__tensor_flatten__()
@@ -99,7 +99,7 @@ def _map_inner_tensors(name: str, tensor: Tensor, take: Callable[[str, Tensor], 
 
 
 def local_bytes(tensors: dict[str, Tensor]) -> int:
-    """Returns the bytes that copies of this rank's parts take."""
+    """Returns the bytes of this rank's parts of the tensors."""
     total = 0
 
     def count(_: str, tensor: Tensor) -> Tensor:

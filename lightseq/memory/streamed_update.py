@@ -1,6 +1,6 @@
-"""Pipelined update of host tensors on the GPU: one piece arrives, one is computed, one leaves.
+"""Pipelined update of host tensors on the GPU: one piece is copied in, one is computed, one is copied out.
 
-Tensors on the GPU take the same path at the speed of its memory.
+Tensors on the GPU take the same path at the speed of GPU memory.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,15 +10,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-IN_FLIGHT = 3  # pieces at a time: one arrives, one is computed, one leaves
+IN_FLIGHT = 3  # pieces on the GPU: one copied in, one computed, one copied out
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Flat parts of host tensors that change together; the first `changed` of them are copied back.
+    """Flat parts of host tensors that are updated together; the first `changed` of them are copied back.
 
-    `change` receives one device buffer per part, of `sizes` elements, which begins with the host's values; the rest is
-    undefined. Pieces of the same sizes have the same shapes, so that `change` compiles once.
+    `change` receives one device buffer of `sizes` elements per part. A buffer begins with the host's values; the rest
+    is undefined. Buffers of one size have one shape, so `change` compiles once.
     """
 
     host: tuple[Tensor, ...]
@@ -36,13 +36,13 @@ class _Slot:
 
     def __init__(self, piece: Piece, device: torch.device) -> None:
         self.buffers = [torch.empty(size, dtype=dtype, device=device) for dtype, size in piece.kind]
-        self.left: torch.cuda.Event | None = None  # recorded once the last piece in this slot is back on the host
+        self.left: torch.cuda.Event | None = None  # recorded after the last piece in this slot is copied out
 
 
 def update_pieces(device: torch.device, pieces: Sequence[Piece]) -> None:
-    """Updates every piece on the device, and returns once the host has the results.
+    """Updates every piece on the device, and returns when the results are on the host.
 
-    Copies overlap the computation if the host's memory is page-locked. On CPU pieces run one after another.
+    Copies overlap the computation if the host memory is page-locked. On CPU, pieces run one after another.
     """
     kinds = {piece.kind: piece for piece in pieces}
     slots = {kind: [_Slot(piece, device) for _ in range(IN_FLIGHT)] for kind, piece in kinds.items()}
@@ -67,14 +67,14 @@ def has_streams(device: torch.device) -> bool:
 
 
 class _Streams:
-    """Ordering between incoming copies, the compute stream and outgoing copies; on CPU there is only one."""
+    """Ordering of incoming copies, computation and outgoing copies. On CPU it does nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._on = device, has_streams(device)
         if self._on:
             self._in, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
             self._computing = torch.cuda.current_stream(device)
-            self._in.wait_stream(self._computing)  # the buffers' memory was used there
+            self._in.wait_stream(self._computing)  # it may still use the buffers' memory
 
     def arriving(self, left: torch.cuda.Event | None) -> AbstractContextManager[object]:
         if not self._on:

@@ -1,8 +1,8 @@
-"""Prefetch of offloaded weights, one FSDP2 unit ahead, for runs in which every rank has all weights.
+"""Prefetch of offloaded weights, one FSDP2 unit ahead, for runs in which weights are not sharded.
 
-FSDP2 overlaps all-gathers with the previous unit's computation. Without ranks to gather from it copies weights when
-their unit begins, and the device idles. Here each unit that begins, forward or backward, starts the copy of the next on
-a side stream. Two units' weights are on the device at a time, as when ranks gather.
+FSDP2 overlaps all-gathers with the previous unit's computation. Without sharding it copies weights when their unit
+begins, and the device idles. The hooks here start the copy of the next unit on a side stream when a unit begins its
+forward or backward pass. Two units' weights are on the device at a time, as with all-gathers.
 """
 
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ from torch.distributed.fsdp import FSDPModule
 
 
 class WeightPrefetch:
-    """Prefetch hooks on `units` of neighbouring layers, in the model's order, each a list given to `fully_shard`."""
+    """Prefetch hooks on `units`: lists of adjacent layers, each passed to one `fully_shard`, in model order."""
 
     def __init__(self, units: Sequence[Sequence[nn.Module]], device_type: str) -> None:
         self._units = units
         self._side_stream = torch.cuda.Stream() if device_type == "cuda" else None
-        # By unit: events that the device waits for before it computes.
+        # Events by unit; the device waits for a unit's event before it computes the unit.
         self._unshard_events: dict[int, torch.cuda.Event] = {}
         for index, unit in enumerate(units):  # hooks run in order of registration, so FSDP2's own come first
             unit[0].register_forward_pre_hook(partial(self._before_forward, index))
@@ -49,7 +49,7 @@ class WeightPrefetch:
         if self._side_stream is None:
             unit.unshard()
             return
-        # The side stream reuses memory that may have held another unit's weights until now.
+        # The copy may reuse memory of another unit's weights that the compute stream still reads.
         self._side_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side_stream):
             unit.unshard()

@@ -1,6 +1,6 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685): the only weights that train, in peft's layers and peft's files.
+"""Low-rank adapters (LoRA, arXiv 2106.09685) in peft's layers and file format.
 
-The model keeps its class and module names; its own weights stay as they were read, in the compute dtype.
+Only the adapters train. The model keeps its class, its module names and its own weights, in the compute dtype.
 """
 
 import json
@@ -30,9 +30,7 @@ from lightseq.modules.low_rank import linear_weights, lora_linear
 from lightseq.utils.formatting import first_line
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-ROPE_FILE: Final = (
-    "adapter_rope.json"  # settings of the model's config that a run changed; peft's files have no place for them
-)
+ROPE_FILE: Final = "adapter_rope.json"  # RoPE settings that a run changed; peft's files cannot hold them
 ALL_LINEARS: Final = "all-linear"
 
 
@@ -50,27 +48,29 @@ class Lora:
 
 
 def lora_from_config(config: TrainConfig, model_config: PreTrainedConfig) -> Lora | None:
-    """Returns the adapters that the flags ask for. Raises ValueError for flags that cannot be met."""
+    """Returns the adapters that the flags ask for; None without `--lora_rank`. Raises ValueError for invalid flags."""
     if config.lora_rank is None:
         return None
     if find_spec("peft") is None:
-        raise ValueError(f"--lora_rank {config.lora_rank} is peft's, which is not installed; pip install peft")
+        raise ValueError(f"--lora_rank {config.lora_rank} needs peft, which is not installed; pip install peft")
     if config.lora_rank > model_config.hidden_size:
-        most = f"a linear of {model_config.hidden_size:,} inputs has no more directions"
-        raise ValueError(f"--lora_rank {config.lora_rank}: {most}; give a lower one")
+        raise ValueError(
+            f"--lora_rank {config.lora_rank} exceeds the model's hidden size of {model_config.hidden_size:,}; "
+            "give a lower rank"
+        )
     linears = sorted({name.split(".")[-1] for name, _ in _linear_sizes(model_config)})
     asked = config.lora_target_modules.replace(",", " ").split()
     targets = linears if asked == [ALL_LINEARS] else asked
     if unknown := [name for name in targets if name not in linears]:
         raise ValueError(
-            f"--lora_target_modules {config.lora_target_modules}: {unknown[0]} is no linear of the model's layers; "
+            f"--lora_target_modules {config.lora_target_modules}: {unknown[0]} is not a linear of the model's layers; "
             f"choose from {', '.join(linears)}, or {ALL_LINEARS}"
         )
     return Lora(config.lora_rank, config.lora_alpha or 2.0 * config.lora_rank, tuple(targets))
 
 
 def count_adapter_parameters(lora: Lora | None, model_config: PreTrainedConfig) -> int:
-    """Returns the number of adapter weights; 0 means that all of the model's weights train."""
+    """Returns the number of adapter weights; 0 without adapters."""
     if lora is None:
         return 0
     ends = _linear_sizes(model_config)
@@ -78,11 +78,11 @@ def count_adapter_parameters(lora: Lora | None, model_config: PreTrainedConfig) 
 
 
 def _linear_sizes(model_config: PreTrainedConfig) -> list[tuple[str, int]]:
-    """Returns the input plus output features of every linear by name."""
+    """Returns the name of every linear, and the sum of its input and output features."""
     return _cached_linear_sizes(cast(Hashable, type(model_config)), model_config.to_json_string())
 
 
-@lru_cache(maxsize=16)  # a plan asks for every length that it tries
+@lru_cache(maxsize=16)  # a plan asks once per length that it tries
 def _cached_linear_sizes(kind: Any, text: str) -> list[tuple[str, int]]:
     linears = _linears(build_on_meta(kind.from_dict(json.loads(text))))
     return [(name, linear.in_features + linear.out_features) for name, linear in linears]
@@ -94,7 +94,7 @@ def _linears(model: PreTrainedModel) -> list[tuple[str, nn.Linear]]:
 
 
 def add_adapters(model: PreTrainedModel, lora: Lora | None, dtype: torch.dtype) -> None:
-    """Adds adapters to the linears of a model on the meta device; freezes all else, in the compute dtype."""
+    """Adds adapters to a model on the meta device, and freezes its own weights in the compute dtype."""
     if lora is None:
         return
     from peft import inject_adapter_in_model
@@ -111,10 +111,10 @@ def add_adapters(model: PreTrainedModel, lora: Lora | None, dtype: torch.dtype) 
 
 @cache
 def _rounded_once(kind: type[nn.Module]) -> type[nn.Module]:
-    """Returns a subclass of peft's layer that computes the weight's and the adapter's product in one.
+    """Returns a subclass of peft's layer that computes the base and the adapter product in one matrix product.
 
-    peft adds two products. In bfloat16 the adapter's part is then lost wherever it is less than half a step of the
-    rounded weight's part; at first, all of it is.
+    peft rounds both products before it adds them. In bfloat16 an adapter's contribution below half a rounding step of
+    the base product is lost; early in training that is all of it.
     """
 
     def forward(self: Any, x: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ def _peft_config(lora: Lora, base: str | None = None) -> Any:
 def initialize(
     model: PreTrainedModel, seed: int, fill: FillParameter = fill, device: torch.device | None = None
 ) -> None:
-    """Initializes adapters as peft does, equally for every number of ranks: A uniform within 1/√inputs, B zero."""
+    """Initializes adapters as peft does: A uniform in ±1/√inputs, B zero. The number of ranks does not matter."""
     for name, parameter in lora_parameters(model):
         shape, on = tuple(parameter.shape), device or parameter.device
         whole = torch.zeros(shape, device=on)
@@ -152,7 +152,7 @@ def lora_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def changed_rope(config: TrainConfig, model_config: PreTrainedConfig) -> dict[str, Any] | None:
-    """Returns the RoPE settings of config.json that a run's flags changed; None if they changed nothing."""
+    """Returns the RoPE settings of config.json if a run's flags changed them, else None."""
     if config.rope_theta is None and config.rope_scaling is None:
         return None
     found = model_config.to_dict()
@@ -160,7 +160,7 @@ def changed_rope(config: TrainConfig, model_config: PreTrainedConfig) -> dict[st
 
 
 def base_model_name(name: str) -> str:
-    """Returns the name that an adapter's config gives its base model, from `--model_name_or_path`."""
+    """Returns the base model's name for an adapter's config: an absolute path for a directory, else the hub id."""
     return str(Path(name).resolve()) if Path(name).is_dir() else name
 
 
@@ -172,7 +172,7 @@ def save(
     tokenizer_from: Path | None,
     rope: Mapping[str, Any] | None,
 ) -> None:
-    """Writes whole adapter tensors in the files that `PeftModel.from_pretrained` opens, with `rope` beside them."""
+    """Writes whole adapter tensors for `PeftModel.from_pretrained`, and `rope` in a file of its own."""
     tensors = {f"base_model.model.{name.replace('.default', '')}": x.contiguous() for name, x in whole}
     directory.mkdir(parents=True, exist_ok=True)
     save_tensors(tensors, directory / WEIGHTS)
@@ -187,13 +187,13 @@ def read_config(directory: Path) -> dict[str, Any]:
     """Returns the config of a saved adapter. Raises ValueError if `merge` cannot apply it."""
     path = directory / CONFIG
     if not path.is_file():
-        raise ValueError(f"{directory} holds no {CONFIG}; name the directory of an adapter")
+        raise ValueError(f"{directory} has no {CONFIG}; give the directory of an adapter")
     found = read_json_object(path)
     plain = {"peft_type": "LORA", "use_dora": False, "use_rslora": False, "fan_in_fan_out": False, "bias": "none"}
     plain |= {"rank_pattern": {}, "alpha_pattern": {}, "modules_to_save": None, "lora_bias": False}
     for key, value in plain.items():
         if found.get(key, value) != value:
-            raise ValueError(f"{path}: {key} is {found[key]!r}; only plain LoRA is merged here, use peft for others")
+            raise ValueError(f"{path}: {key} is {found[key]!r}; only plain LoRA can be merged here, use peft instead")
     for key in ("r", "lora_alpha"):
         if not isinstance(found.get(key), int | float) or found[key] <= 0:
             raise ValueError(f"{path}: {key} is {found.get(key)!r}, not a number above 0; copy the adapter again")
@@ -201,16 +201,16 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def read_rope(directory: Path) -> dict[str, Any] | None:
-    """Returns the `rope` that `save` was given; None if it was given none."""
+    """Returns the RoPE settings that `save` wrote, or None."""
     return read_json_object(directory / ROPE_FILE) if (directory / ROPE_FILE).is_file() else None
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Returns the object in a JSON file. Raises ValueError naming the file if there is none."""
+    """Returns the object in a JSON file. Raises ValueError naming the file if it holds no object."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read ({first_line(error)}); copy it again") from error
     if not isinstance(found, dict):
-        raise ValueError(f"{path} is no JSON object; copy it again")
+        raise ValueError(f"{path} is not a JSON object; copy it again")
     return found

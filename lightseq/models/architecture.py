@@ -1,6 +1,6 @@
 """Architecture of a causal language model, read from the model: built on the meta device and run once there.
 
-Nothing depends on its name. Anything that training here would honour only in part is a ValueError of one line.
+Nothing depends on the model's name. A model that would train only approximately raises a one-line ValueError.
 """
 
 import copy
@@ -25,7 +25,7 @@ from lightseq.utils.formatting import first_line
 
 PROBE: Final = "lightseq_probe"
 TOKENS: Final = 4
-MAX_LAYERS: Final = 10_000  # each takes a millisecond to build on the meta device
+MAX_LAYERS: Final = 10_000  # building a layer on the meta device takes a millisecond
 LENGTH_DEPENDENT_ROPE: Final = frozenset({"dynamic", "longrope"})
 
 
@@ -43,10 +43,10 @@ class Architecture:
     """Facts about a model; counts are of parameters in the whole model."""
 
     name: str
-    window: int | None  # most tokens that a token of some layer sees; None: all
+    window: int | None  # smallest sliding window of any layer, in tokens; None: full attention
     layer_class: str
     gated_mlp: bool  # down(silu(gate) * up) of plain linears
-    mlp_is_last: bool  # no backward pass needs an MLP's output, as only a sum follows it and no norm
+    mlp_is_last: bool  # only the residual sum follows an MLP, so no backward pass needs its output
     plain_projections: bool  # of attention: four linears without bias
     passes_documents: bool  # layers pass keyword arguments, and so packed documents, to attention
     layers: int
@@ -54,27 +54,27 @@ class Architecture:
     total: int  # tied parameters count once
     sizes: tuple[int, ...]  # elements of each parameter tensor
     layer_linears: int  # weights of the linears in all layers
-    ending_linears: int  # of them, those that end a layer: no backward pass needs their output
+    ending_linears: int  # part of layer_linears: each layer's last linear, whose output no backward pass needs
     head: int  # weights of the LM head, tied or not
 
     @property
     def can_store_mlp(self) -> bool:
-        """Returns whether a checkpoint may store gate and up of its MLPs and recompute no product of them."""
+        """Returns whether a checkpoint can store the gate and up of every MLP, so that no MLP product is recomputed."""
         return self.gated_mlp and self.mlp_is_last
 
 
 def heads_of(config: PreTrainedConfig) -> Heads:
-    """Returns the heads of every layer. Raises ValueError if layers differ or the config does not say."""
+    """Returns the heads of each layer. Raises ValueError if layers differ or the config has no number of heads."""
     try:
         query = config.num_attention_heads
         dim = getattr(config, "head_dim", None) or config.hidden_size // query
         return Heads(query, getattr(config, "num_key_value_heads", None) or query, dim)
     except (AttributeError, RuntimeError) as error:  # RuntimeError: the config has one number per layer
-        raise ValueError(f"{config.model_type} has no one number of attention heads for all layers") from error
+        raise ValueError(f"{config.model_type} has no single number of attention heads for all layers") from error
 
 
 def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
-    """Returns a copy of a config with the first few layers; lists with one entry per layer are cut too."""
+    """Returns a copy of a config with at most `layers` layers; lists with one entry per layer are cut too."""
     before, few = config.num_hidden_layers, copy.deepcopy(config)
     few.num_hidden_layers = min(before, layers)
     for key, value in vars(few).items():
@@ -97,7 +97,7 @@ def matrix_sizes(config: PreTrainedConfig) -> dict[str, int]:
 def rope_types(source: object) -> set[str]:
     """Returns the RoPE types of a config or of a RoPE module.
 
-    Both have one type, or a mapping with one for each kind of layer (Gemma 3, OLMo 3).
+    Both hold a single type, or a mapping from kind of layer to type (Gemma 3, OLMo 3).
     """
     found = getattr(source, "rope_type", None)
     if isinstance(found, Mapping):
@@ -115,12 +115,12 @@ def attention_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def check_attention(model: PreTrainedModel, length: int) -> None:
-    """Raises ValueError for a model whose attention over `length` tokens would be honoured only in part."""
+    """Raises ValueError for a model whose attention over `length` tokens is not supported exactly."""
     config, name = model.config, type(model).__name__
     if not attention_modules(model) or not getattr(model, "_supports_attention_backend", False):
         raise ValueError(f"{name} does not use the attention interface of transformers")
     if config.get_text_config(decoder=True) is not config:
-        raise ValueError(f"{name} has inputs other than text; give the causal language model inside of it")
+        raise ValueError(f"{name} has inputs other than text; use the causal language model inside it")
     if getattr(config, "attention_dropout", 0.0):
         raise ValueError(f"{name} has attention_dropout {config.attention_dropout}; set it to 0 in the model's config")
     if not all(getattr(x, "is_causal", True) for x in (config, *attention_modules(model))):
@@ -128,20 +128,20 @@ def check_attention(model: PreTrainedModel, length: int) -> None:
     window = sliding_window(config)
     known = {"full_attention", *(["sliding_attention"] if window else [])}
     if kinds := sorted(set(getattr(config, "layer_types", None) or ()) - known):
-        raise ValueError(f"{name} has layers of {kinds[0]}, for which there is no kernel; use a full-attention model")
+        raise ValueError(f"{name} has {kinds[0]} layers, which no kernel supports; use a full-attention model")
     _check_window(name, window, length)
 
 
 def _check_window(name: str, window: int | None, length: int) -> None:
     if window is not None and length > window:
         raise ValueError(
-            f"{name} has sliding-window attention over {window} tokens, for which there is no kernel at {length}; "
-            f"give at most {window}, where it is full attention, or a full-attention model"
+            f"{name} has sliding-window attention over {window} tokens, which no kernel supports at length {length}; "
+            f"use a length of at most {window}, or a full-attention model"
         )
 
 
 def sliding_window(config: PreTrainedConfig) -> int | None:
-    """Returns the smallest number of keys that a token of some layer can see, itself included; None if all."""
+    """Returns the sliding window in tokens, the query's own included; None for full attention."""
     kinds = getattr(config, "layer_types", None)
     asked = "sliding_attention" in kinds if kinds else getattr(config, "use_sliding_window", True)
     window = getattr(config, "sliding_window", None) if asked else None
@@ -149,10 +149,7 @@ def sliding_window(config: PreTrainedConfig) -> int | None:
 
 
 def inspect_architecture(config: PreTrainedConfig, length: int | None = None) -> Architecture:
-    """Returns the architecture of a config.
-
-    Raises ValueError for one that cannot be trained here, or not at a given length.
-    """
+    """Returns the architecture of a config. Raises ValueError if it cannot be trained, or not at the given length."""
     facts = {name: value for name, value in config.to_diff_dict().items() if name not in ("dtype", "use_cache")}
     found = _inspect(cast(Hashable, type(config)), json.dumps(facts, sort_keys=True))
     _check_window(found.name, found.window, length or 1)
@@ -167,22 +164,26 @@ def _inspect(kind: Any, text: str) -> Architecture:
             raise ValueError(f"num_hidden_layers is {config.num_hidden_layers}; give at most {MAX_LAYERS}")
         model = build_on_meta(config)
     except Exception as error:  # the model's code may raise anything
-        raise ValueError(f"{kind.model_type!r} is no causal language model here: {first_line(error)}") from error
+        raise ValueError(
+            f"{kind.model_type!r} cannot be built as a causal language model: {first_line(error)}"
+        ) from error
     check_attention(model, 1)
     name, base = type(model).__name__, model.base_model
     layers, head = getattr(base, "layers", None), model.get_output_embeddings()
     if not isinstance(layers, nn.ModuleList) or not hasattr(base, "norm") or not isinstance(head, nn.Linear):
-        raise ValueError(f"{name} is not built of embeddings, layers, a norm and a linear head; use a model that is")
+        raise ValueError(f"{name} does not consist of embeddings, layers, a norm and a linear head; use another model")
     if head.bias is not None:
-        raise ValueError(f"{name} has a bias in its head, which the loss over chunks leaves out; use another model")
+        raise ValueError(
+            f"{name} has a bias in its LM head, which the chunked loss does not support; use another model"
+        )
     _check_parts(model, layers)
     try:
         heads, passes_documents, ends, mlp_is_last = _run_on_meta(model, layers, head)
     except ValueError:
         raise
-    except Exception as error:  # from the model's code, too
+    except Exception as error:  # the model's code may raise anything
         why = f"{type(error).__name__}: {first_line(error)}"
-        raise ValueError(f"{name} does not run as the models that train here do ({why}); use another model") from error
+        raise ValueError(f"{name} does not run on the meta device ({why}); use another model") from error
     return Architecture(
         name=name,
         window=sliding_window(config),
@@ -212,18 +213,20 @@ def _check_parts(model: PreTrainedModel, layers: nn.ModuleList) -> None:
     }
     if rates:  # a recomputation would drop other elements
         raise ValueError(
-            f"{name} drops out ({', '.join(f'{k} {v}' for k, v in rates.items())}); set it to 0 in its config"
+            f"{name} has dropout ({', '.join(f'{k} {v}' for k, v in rates.items())}); set it to 0 in its config"
         )
     known = {id(linear.weight) for linear in _linears(layers)}
     if strange := [n for n, p in layers.named_parameters() if p.ndim > 1 and id(p) not in known]:
         raise ValueError(
-            f"{name} has {strange[0]}, weights of no linear layer (a mixture of experts, perhaps); use a dense model"
+            f"{name} has weights outside linear layers, as a mixture of experts does ({strange[0]}); use a dense model"
         )
     if len(kinds := {type(layer).__name__ for layer in layers}) > 1:
-        raise ValueError(f"{name} has layers of several kinds, {', '.join(sorted(kinds))}; use a model of one")
+        raise ValueError(
+            f"{name} has different kinds of layers ({', '.join(sorted(kinds))}); use a model with one kind"
+        )
     computed = {id(b) for m in model.modules() if hasattr(m, "inv_freq") for b in m.buffers()}
     if left := [n for n, buffer in model.named_buffers() if id(buffer) not in computed]:
-        raise ValueError(f"{name} has buffers that cannot be computed anew, {', '.join(left[:3])}; use another model")
+        raise ValueError(f"{name} has buffers that cannot be recomputed ({', '.join(left[:3])}); use another model")
 
 
 def _run_on_meta(
@@ -231,17 +234,19 @@ def _run_on_meta(
 ) -> tuple[Heads, bool, list[nn.Linear], bool]:
     """Runs the model once on the meta device.
 
-    Returns the heads that attention is called with in every layer, whether packed documents reach it, the linear that
-    each layer runs last, and whether no layer saves anything after its MLP.
+    Returns the attention heads of every layer, whether packed documents reach attention, each layer's last linear, and
+    whether no layer saves anything after its MLP.
     """
     name, calls, ran = type(model).__name__, list[tuple[Heads, Any]](), list[nn.Linear]()
     documents = object()
 
     def probe(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any = None, **others: Any) -> Any:
         if dropped := unhonoured_argument({"attention_mask": attention_mask} | others):
-            raise ValueError(f"{name} passes {dropped} to attention, for which there is no kernel; use another model")
+            raise ValueError(f"{name} passes {dropped} to attention, which no kernel supports; use another model")
         if q.shape[-1] != v.shape[-1]:
-            raise ValueError(f"{name} has keys of {q.shape[-1]} and values of {v.shape[-1]}; use a model of one size")
+            raise ValueError(
+                f"{name} has keys of {q.shape[-1]} and values of {v.shape[-1]} dimensions; use a model where they agree"
+            )
         calls.append((Heads(q.shape[1], k.shape[1], q.shape[-1]), others.get("documents")))
         return q.transpose(1, 2).contiguous(), None
 
@@ -251,7 +256,7 @@ def _run_on_meta(
     for rope in [
         m for m in model.modules() if hasattr(m, "inv_freq") or isinstance(getattr(m, "rope_type", None), dict)
     ]:
-        kinds: Any = getattr(rope, "rope_type", None)  # some frequencies depend on values, which meta tensors lack
+        kinds: Any = getattr(rope, "rope_type", None)  # other types read position values, which meta tensors lack
         rope.rope_type = dict.fromkeys(kinds, "default") if isinstance(kinds, dict) else "default"  # type: ignore[assignment]
     ids = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
     with _attention_replaced(model, probe), _count_saved_after_mlps(layers) as saved, _plain_head_required(model, head):
@@ -259,7 +264,7 @@ def _run_on_meta(
     for hook in hooks:
         hook.remove()
     if len(calls) != len(layers) or any(heads != calls[0][0] for heads, _ in calls):
-        raise ValueError(f"{name} has layers whose attention differs; use a model of one kind of layer")
+        raise ValueError(f"{name} has layers with different attention; use a model with one kind of layer")
     return calls[0][0], all(passed is documents for _, passed in calls), ends, not any(saved)
 
 
@@ -312,5 +317,6 @@ def _plain_head_required(model: PreTrainedModel, head: nn.Linear) -> Iterator[No
     whole = given is layers or (given is not None and given._base is layers and given.shape == layers.shape)
     if not whole or found["logits"] is not found["product"]:
         raise ValueError(
-            f"{type(model).__name__} scales or caps its logits, which the loss over chunks leaves out; use another"
+            f"{type(model).__name__} scales or caps its logits, which the chunked loss does not support; "
+            "use another model"
         )

@@ -33,15 +33,15 @@ class ModelSource:
 
 
 def resolve(family: ModelFamily, model_name_or_path: str, random_init: bool) -> ModelSource:
-    """Returns the model that `--model_name_or_path` names.
+    """Returns the model that `--model_name_or_path` names. Raises ValueError for unknown names.
 
-    Asks the hub only for weights, or for an id that is no alias. Raises ValueError for unknown names.
+    Contacts the hub only for weights, or for an id that is not an alias of a preset.
     """
     name, directory = model_name_or_path, Path(model_name_or_path)
     if family.preset(name) is not None:
         if not random_init:
             remedy = "add --random_init, or give a directory (./name) or hub id that has weights"
-            raise ValueError(f"--model_name_or_path {name} is a preset, an architecture without weights: {remedy}")
+            raise ValueError(f"--model_name_or_path {name} is a preset, which has no weights; {remedy}")
         return ModelSource(preset_config(family, name), None)
     if random_init and name in family.aliases:
         return ModelSource(preset_config(family, family.aliases[name]), None)
@@ -54,7 +54,7 @@ def resolve(family: ModelFamily, model_name_or_path: str, random_init: bool) -> 
         )
     if directory.is_dir():
         raise ValueError(
-            f"--model_name_or_path {name} is a directory without config.json; give a saved model's directory"
+            f"--model_name_or_path {name} is a directory without config.json; give the directory of a saved model"
         )
     if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
         raise ValueError(_unknown_name(family, name))
@@ -63,7 +63,7 @@ def resolve(family: ModelFamily, model_name_or_path: str, random_init: bool) -> 
 
 
 def preset_config(family: ModelFamily, preset: str) -> LlamaConfig:
-    """Returns a new config of a preset; changing it changes no other."""
+    """Returns a new config of a preset, which shares nothing with other configs."""
     arguments: dict[str, Any] = dict(family.preset(preset) or {})
     assert arguments, preset
     # transformers modifies the mapping it is given, so copy it.
@@ -71,7 +71,7 @@ def preset_config(family: ModelFamily, preset: str) -> LlamaConfig:
 
 
 def check_config(config: PreTrainedConfig, name: str) -> PreTrainedConfig:
-    """Returns the config. Raises ValueError if training here does not honour every part of the architecture."""
+    """Returns the config. Raises ValueError if training does not support every part of the architecture."""
     rope = getattr(config, "rope_parameters", None) or {}
     if "rope_type" in rope:
         _check_rope_type(rope, name)
@@ -81,8 +81,8 @@ def check_config(config: PreTrainedConfig, name: str) -> PreTrainedConfig:
         raise ValueError(f"{name}: {error}") from error
     if heads.key_value < 1 or heads.query % heads.key_value:
         raise ValueError(
-            f"{name} has {heads.query} attention heads for {heads.key_value} key/value heads; "
-            "use a model where they divide"
+            f"{name} has {heads.query} attention heads, not a multiple of its {heads.key_value} key/value heads; "
+            "use another model"
         )
     return config
 
@@ -93,12 +93,11 @@ def apply_rope(
     rope_scaling: Mapping[str, Any] | None = None,
     length: int = 0,
 ) -> PreTrainedConfig:
-    """Returns a new config with another base or scaling of the rotary positions; scaling replaces the model's own.
+    """Returns a new config with another RoPE base or scaling. Raises ValueError for invalid settings.
 
-    Scaling starts from the model's context without its own scaling. llama3, yarn and longrope store that length beside
-    the one they reach, which becomes the config's; the others scale the config's. A larger base has no length of its
-    own: it is meant for the training length, which becomes the config's if it is longer. Raises ValueError for settings
-    that do not fit.
+    Scaling replaces the model's own and starts from the model's unscaled context length. llama3, yarn and longrope
+    store that length and set the config's length to the extended one; other types multiply the config's length. A
+    larger base extends the config's length to the training length.
     """
     current = dict(getattr(config, "rope_parameters", None) or {})
     published = config.max_position_embeddings
@@ -115,7 +114,7 @@ def apply_rope(
             context = max(context, length)
         rope["rope_theta"] = float(rope_theta)
     if rope_scaling is not None and rope["rope_type"] in WITH_ORIGINAL_LENGTH:
-        # A factor is seldom a binary fraction: the product may be just below the length.
+        # Most factors are not exact in binary, so the product may be just below the length.
         reached = round(rope["original_max_position_embeddings"] * rope["factor"])
         context = max(reached, published) if rope["rope_type"] == "llama3" else reached
     try:
@@ -128,38 +127,38 @@ def apply_rope(
 
 
 def context_warning(config: PreTrainedConfig, length: int, before: PreTrainedConfig | None = None) -> str | None:
-    """Returns one line if sequences of `length` tokens go beyond the positions that the model and its scaling cover.
+    """Returns a warning if `length` tokens exceed the positions that the model and its scaling cover, else None.
 
-    `before` is the model without --rope_scaling, if that was given: losing positions is reported for any length.
+    `before` is the config without --rope_scaling, if that was given; a scaling that covers fewer positions also warns.
     """
     covered, had = covered_positions(config), covered_positions(before) if before is not None else 0
     if length <= covered and had <= covered:
         return None
     if had > covered:
-        asked = f", and model_max_length is {length}" if length > covered else ""
+        asked = f", and sequences have {length} tokens" if length > covered else ""
         leave = ", or leave it out" if length <= had else ""
-        left = f"--rope_scaling leaves {covered} of the {had} positions that the model covers{asked}"
+        left = f"--rope_scaling reduces the positions that the model covers from {had} to {covered}{asked}"
         return f"{left}; {_needed_factor(config, max(length, had))}{leave}"
     remedy = "extend them with --rope_scaling" if before is None else _needed_factor(config, length)
-    beyond = f"model_max_length {length} is beyond the {covered} positions that the model covers"
+    beyond = f"sequences of {length} tokens exceed the {covered} positions that the model covers"
     return f"{beyond}; {remedy}, or give {covered} or less"
 
 
 def covered_positions(config: PreTrainedConfig) -> int:
-    """Returns how many positions the model and its scaling cover."""
+    """Returns the number of positions that the model and its scaling cover."""
     rope = getattr(config, "rope_parameters", None) or {}
     factor = 1.0 if rope.get("rope_type") in (*WITH_ORIGINAL_LENGTH, "default") else rope.get("factor", 1.0)
     return round(config.max_position_embeddings * factor)
 
 
 def _needed_factor(config: PreTrainedConfig, length: int) -> str:
-    """Returns advice: the length that a factor multiplies, and the factor, rounded up, that covers `length`."""
+    """Returns advice: the length that a factor multiplies, and the factor that covers `length`, rounded up."""
     rope = config.rope_parameters or {}
     start = rope.get("original_max_position_embeddings", config.max_position_embeddings)
     factor = f"{math.ceil(100 * length / start) / 100:g}"
     if rope.get("rope_type") == "default":
         return f"rope_type default has no factor: give yarn with factor {factor} for {length}"
-    return f"the factor of --rope_scaling counts from {start}: give {factor} for {length}"
+    return f"the factor of --rope_scaling multiplies {start}: give {factor} for {length}"
 
 
 def _check_factors(scaling: Mapping[str, Any], frequencies: int) -> None:
@@ -199,9 +198,9 @@ def _check_rope_type(rope: Mapping[str, Any], where: str) -> None:
 
 def _read_config(source: Path | str) -> PreTrainedConfig:
     try:
-        # Without trust_remote_code it would prompt.
+        # Without trust_remote_code=False, transformers may prompt.
         config = AutoConfig.from_pretrained(source, local_files_only=isinstance(source, Path), trust_remote_code=False)
-        type(config).from_dict(config.to_dict())  # apply_rope does the same
+        type(config).from_dict(config.to_dict())  # apply_rope does this later
     except Exception as error:  # the config's class may raise anything
         reason = " ".join(str(error).split())
         raise ValueError(
@@ -219,7 +218,7 @@ def _check_hub(family: ModelFamily, hub_id: str) -> None:
     else:
         fresh = f"give --random_init and a preset of {family.name} ({', '.join(family.presets)})"
     raise ValueError(
-        f"--model_name_or_path {hub_id} is no directory here and cannot be fetched from the hub "
+        f"--model_name_or_path {hub_id} is not a local directory and cannot be fetched from the hub "
         f"({reason}); check the id and the network, or {fresh}"
     )
 
@@ -237,4 +236,4 @@ def _unknown_name(family: ModelFamily, name: str) -> str:
     elsewhere = f", of {other.name}/train.py" if other and nearest in other.presets else ""
     guess = f"; did you mean {nearest}{elsewhere}?" if nearest else ""
     presets = ", ".join(family.presets)
-    return f"--model_name_or_path {name} is no directory, hub id or preset of {family.name} ({presets}){guess}"
+    return f"--model_name_or_path {name} is not a directory, hub id or preset of {family.name} ({presets}){guess}"

@@ -1,7 +1,6 @@
-"""Parameter counts, FLOPs of a step, and utilisation of the peak (MFU, HFU).
+"""Parameter counts, FLOPs of a step, and utilization of the peak (MFU, HFU).
 
-A multiplication and an addition are two operations (FLOPs). L layers, h hidden, H query heads, K key/value heads, D
-head dim, i intermediate, V vocabulary, S the length of a sequence, N the parameters that are multiplied by.
+A multiply-add counts as two FLOPs. H: query heads, D: head dim, S: sequence length, N: parameters in matrix products.
 """
 
 import re
@@ -13,9 +12,8 @@ from transformers import PreTrainedConfig
 from lightseq.config.remat_policies import POLICIES, STORE_LINEARS, STORE_MLP
 from lightseq.models.architecture import inspect_architecture
 
-# Dense peaks of the tensor cores in bfloat16 and in FP8 (None: it has none), both with float32 accumulation, FLOP/s,
-# by the name that torch reports for the device. The first pattern that matches counts. Figures are the makers'; those
-# given with sparsity are halved, so that the FP8 peak is what the datasheet gives for bfloat16 with sparsity.
+# Dense tensor-core peaks in FLOP/s with float32 accumulation, in bfloat16 and FP8 (None: no FP8), by torch's name
+# for the device. The first matching pattern wins. Figures are from datasheets; those given with sparsity are halved.
 PEAKS: Final[tuple[tuple[str, float, float | None], ...]] = (
     (r"\bB200\b", 2250e12, 4500e12),  # HGX B200 datasheet: 4.5 and 9 PFLOP/s with sparsity
     (r"\bH100 PCIe\b", 756e12, 1513e12),  # H100 datasheet, PCIe column: 1513 and 3026 with sparsity
@@ -32,20 +30,20 @@ PEAKS: Final[tuple[tuple[str, float, float | None], ...]] = (
 
 
 def matmul_parameters(config: PreTrainedConfig) -> int:
-    """Returns N, the weights that every token is multiplied by: the layers' linears and the LM head, tied or not."""
+    """Returns N, the weights of the layers' linears and of the LM head, tied or not."""
     found = inspect_architecture(config)
     return found.layer_linears + found.head
 
 
 def total_parameters(config: PreTrainedConfig) -> int:
-    """Returns all parameters, each counted once; embeddings that are also the LM head count once too."""
+    """Returns the number of parameters; tied embeddings count once."""
     return inspect_architecture(config).total
 
 
 def attention_forward_flops(config: PreTrainedConfig, length: int) -> int:
-    """Returns forward FLOPs of causal attention for one sequence and all layers.
+    """Returns the forward FLOPs of causal attention in all layers for one sequence.
 
-    QKᵀ and PV take 4·S²·H·D, half of which is masked.
+    QKᵀ and PV take 4·S²·H·D per layer, and causal masking halves that.
     """
     found = inspect_architecture(config)
     return found.layers * 2 * length**2 * found.heads.query * found.heads.dim
@@ -54,11 +52,11 @@ def attention_forward_flops(config: PreTrainedConfig, length: int) -> int:
 def model_flops(
     config: PreTrainedConfig, length: int, sequences: int, adapters: int = 0, attention_share: float = 1.0
 ) -> int:
-    """Returns FLOPs of one training step without recomputation: 6·N per token, and attention.
+    """Returns the FLOPs of one training step without recomputation: 6·N per token, plus attention.
 
-    The backward pass of attention takes twice the forward. With `adapters`, frozen weights take 4·N per token, as they
-    get no gradient. `attention_share` is the part of full attention that packed documents need: the sum of their
-    squared lengths over the squared length.
+    The backward pass of attention takes twice the forward. With `adapters`, frozen weights take 4·N per token, because
+    they get no gradient. `attention_share` is the share of full attention that packed documents need: the sum of their
+    squared lengths divided by the squared sequence length.
     """
     linears = (4 if adapters else 6) * matmul_parameters(config) + 6 * adapters
     attention = round(attention_share * 3 * attention_forward_flops(config, length))
@@ -74,14 +72,14 @@ def recompute_flops(
     tiled: bool = False,
     attention_share: float = 1.0,
 ) -> int:
-    """Returns FLOPs that the backward pass repeats, to be added to `model_flops` for the hardware's count.
+    """Returns the FLOPs that the backward pass recomputes; `model_flops` plus these are the hardware FLOPs.
 
-    `attention` repeats the layers' linears, `full` attention too, `attention+mlp` all but the MLP's, and
+    `attention` repeats the layers' linears, `full` attention too, `attention+mlp` all linears but the MLP's, and
     `attention+linears` none. The down projection is never repeated, because it ends its layer and no gradient needs its
-    output. Recomputation inside flash kernels is not counted. In a `group` of layers that shares a checkpoint, all run
-    forward once more before that; the last one then stores what attention returns, and stops where the rest is not
-    read. Layers that are `tiled` also repeat their last product, and once more the projections to q, k and v, for
-    attention's backward pass. MLPs are assumed to run over tiles.
+    output. Recomputation inside flash kernels is not counted. A `group` of layers that shares a checkpoint first runs
+    forward once more; its last layer then stores attention's output, and skips the products that nothing reads. `tiled`
+    layers also repeat their last product, and the q, k and v projections once more for attention's backward pass. MLPs
+    are assumed to run in tiles.
     """
     assert remat in POLICIES, remat
     found = inspect_architecture(config)
@@ -101,16 +99,16 @@ def recompute_flops(
 
 
 def projection_weights(config: PreTrainedConfig) -> int:
-    """Returns the weights of one layer that compute q, k and v."""
+    """Returns the number of weights in one layer's q, k and v projections."""
     heads = inspect_architecture(config).heads
     weights: int = config.hidden_size * heads.dim * (heads.query + 2 * heads.key_value)
     return weights
 
 
 def skipped_matmul_weights(config: PreTrainedConfig, remat: str, tiled: bool) -> int:
-    """Returns weights whose products the last layer of a group skips when it runs again, because nothing reads them.
+    """Returns the weights whose products the last layer of a group skips in its rerun, because nothing reads them.
 
-    A tiled layer stops after attention, others before the MLP, unless a checkpoint stores gate and up.
+    A tiled layer stops after attention. Others stop before the MLP, unless a checkpoint stores gate and up.
     """
     found = inspect_architecture(config)
     if tiled:
@@ -120,14 +118,14 @@ def skipped_matmul_weights(config: PreTrainedConfig, remat: str, tiled: bool) ->
 
 
 def peak_flops_per_second(device_name: str, fp8: bool = False) -> float | None:
-    """Returns a device's dense peak, in FP8 or in bfloat16, by torch's name for it; None if unknown."""
+    """Returns a device's dense peak in FP8 or bfloat16 by torch's name for the device; None if unknown."""
     return next((peaks[fp8] for pattern, *peaks in PEAKS if re.search(pattern, device_name)), None)
 
 
 def mfu(step_flops: float, step_seconds: float, gpus: int, peak_flops_per_second: float | None) -> float | None:
-    """Returns the share of the GPUs' joint peak that a step used, from 0 to 1; None if the peak is unknown.
+    """Returns the share of the GPUs' total peak that a step used, from 0 to 1; None if the peak is unknown.
 
-    With `model_flops` it is the model's utilisation (MFU); with `recompute_flops` added, the hardware's (HFU).
+    `model_flops` give the model FLOPs utilization (MFU); with `recompute_flops` added, the hardware's (HFU).
     """
     if peak_flops_per_second is None:
         return None

@@ -1,4 +1,4 @@
-"""Quick check that a hub repository can be reached; transformers would retry for minutes."""
+"""Quick check that a hub repository is reachable; transformers would retry for minutes."""
 
 from typing import Final
 
@@ -7,11 +7,11 @@ from huggingface_hub.errors import EntryNotFoundError
 
 from lightseq.utils.formatting import first_line
 
-TIMEOUT_SECONDS: Final = 10.0  # of the request
+TIMEOUT_SECONDS: Final = 10.0
 
 
 def hub_error(hub_id: str, file: str) -> str | None:
-    """Returns why a hub repository cannot be reached; None if it can, or if the file is cached."""
+    """Returns the reason why a hub repository is unreachable; None if it is reachable or the file is cached."""
     if try_to_load_from_cache(hub_id, file) is not None:  # cached file, or cached absence of it
         return None
     try:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """Published architectures by name (`LlamaConfig` arguments), and the hub ids that hold the same ones."""
+    """Published architectures by name (`LlamaConfig` arguments), and the hub ids with the same architecture."""
 
     name: str
     presets: Mapping[str, Mapping[str, object]]

@@ -1,6 +1,6 @@
-"""Reading, writing and initialization of weights, in Hugging Face directories (safetensors, whole or in shards).
+"""Loading, saving and initialization of weights in Hugging Face directories (safetensors, one file or sharded).
 
-A model is built on the meta device and sharded before it has memory. Each rank then reads or draws only its own part.
+A model is built and sharded on the meta device. Each rank then allocates and fills only its own part.
 """
 
 import json
@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfi
 
 from lightseq.utils.formatting import first_line, is_plain_name
 
-SHARD_BYTES = 4 << 30  # most bytes that saving holds in rank 0's host memory
+SHARD_BYTES = 4 << 30  # of one file; rank 0 collects them in host memory
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 ROWS_AT_ONCE = 4096  # rows compared at a time
 LORA_INFIX = ".lora_"  # in the names of adapter parameters only
@@ -33,14 +33,14 @@ FillParameter = Callable[[nn.Parameter, Callable[[tuple[slice, ...]], Tensor]], 
 
 
 def fill(parameter: nn.Parameter, read: Callable[[tuple[slice, ...]], Tensor]) -> None:
-    """Copies this rank's part of a whole tensor, which `read` returns by index, into a parameter."""
+    """Fills a parameter with this rank's part of a whole tensor; `read` returns the slices it is given."""
     local, place = local_part_and_slices(parameter)
     if local.numel():
         local.copy_(read(place))
 
 
 def local_part_and_slices(parameter: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
-    """Returns this rank's part of a parameter, sharing its memory, and its slices of the whole."""
+    """Returns a view of this rank's part of a parameter, and the part's slices in the whole tensor."""
     data = parameter.detach()
     if isinstance(data, DTensor):
         shape, offset = compute_local_shape_and_global_offset(data.shape, data.device_mesh, data.placements)
@@ -51,12 +51,12 @@ def local_part_and_slices(parameter: Tensor) -> tuple[Tensor, tuple[slice, ...]]
 
 
 def global_shape(parameter: Tensor) -> tuple[int, ...]:
-    """Returns the shape of the whole parameter; ZeRO-3 leaves an empty tensor that records it."""
+    """Returns the shape of the whole parameter; under ZeRO-3 `ds_shape` holds it."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def build_on_meta(config: PreTrainedConfig) -> PreTrainedModel:
-    """Builds the model without memory, with float32 parameters, the dtype of master weights."""
+    """Builds the model on the meta device, with parameters in float32, the dtype of master weights."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
@@ -68,11 +68,11 @@ def materialize(
     made: Callable[[Tensor], object] | None = None,
     root: nn.Module | None = None,
 ) -> None:
-    """Gives every parameter its (local, uninitialized) memory and every buffer its value.
+    """Allocates this rank's part of every parameter, uninitialized, and computes every buffer.
 
-    `parameters_on` chooses each parameter's device, by default the one that computes. `made` receives this rank's part
-    of each before FSDP2 does, which copies parts that should be page-locked and are not. `root` is the module around
-    the model that FSDP2 was applied to, if any; its parameters are copied now too.
+    `parameters_on` chooses the device of each parameter; the default is `device`. `made` receives each allocated part
+    before FSDP2 sees it, because FSDP2 copies parts that should be page-locked and are not. `root` is the module around
+    the model that FSDP2 was applied to, if any.
     """
 
     def empty(like: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ def materialize(
         return new
 
     (root or model)._apply(empty)
-    if model.config.tie_word_embeddings:  # tied parameters got separate memory
+    if model.config.tie_word_embeddings:  # `_apply` gave tied parameters separate memory
         model.get_output_embeddings().weight = model.get_input_embeddings().weight
     rebuild_buffers(model, device)
 
@@ -92,7 +92,7 @@ def materialize(
 def rebuild_buffers(model: PreTrainedModel, device: torch.device) -> None:
     """Computes the buffers of a model that was built on the meta device. Raises ValueError if it cannot."""
     ropes: list[Any] = [module for module in model.modules() if hasattr(module, "inv_freq")]
-    for rope in ropes:  # frequencies are computed, never stored; the module may be patched, so it stays
+    for rope in ropes:  # the module may be patched, so only its buffers are replaced
         for name, buffer in type(rope)(config=model.config).named_buffers():
             setattr(rope, name, buffer.to(device))
     computed = {id(buffer) for rope in ropes for buffer in rope.buffers()}
@@ -102,7 +102,7 @@ def rebuild_buffers(model: PreTrainedModel, device: torch.device) -> None:
 
 
 def base_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
-    """Returns the model's parameters by the names in its files: without adapters, wrapped linears as before."""
+    """Returns the model's parameters without adapters, by their names in the model's files."""
     found = ((name, p) for name, p in model.named_parameters() if LORA_INFIX not in name)
     return {name.replace(".base_layer.", "."): p for name, p in found}
 
@@ -110,10 +110,10 @@ def base_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
 def initialize(
     model: PreTrainedModel, seed: int, fill: FillParameter = fill, device: torch.device | None = None
 ) -> None:
-    """Draws fresh weights, equal for every number of ranks: normal(0, initializer_range), norms 1, biases 0.
+    """Draws random weights: normal(0, initializer_range), norms 1, biases 0.
 
-    Each parameter is drawn whole from its own generator, then cut: one at a time, on `device` (default: the parameter's
-    own).
+    Each parameter is drawn whole from its own generator on `device` (default: the parameter's own), then cut. So the
+    weights do not depend on the number of ranks.
     """
     for name, parameter in base_parameters(model).items():
         fill(parameter, _draw(name, parameter, seed, model.config.initializer_range, device).__getitem__)
@@ -129,15 +129,15 @@ def _draw(name: str, parameter: nn.Parameter, seed: int, spread: float, device: 
 
 
 def named_generator(name: str, seed: int, device: torch.device) -> torch.Generator:
-    # Seed and name become a 32-bit number, because CPU generators ignore the upper half of a larger one.
     """Returns a random generator for one parameter."""
+    # CPU generators ignore the upper half of a 64-bit seed, so seed and name are hashed to 32 bits.
     return torch.Generator(device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
 
 
 def load(model: PreTrainedModel, source: Path | str, fill: FillParameter = fill) -> None:
-    """Reads each rank's part of every parameter from a local directory, or from the hub with one download per host.
+    """Loads this rank's part of every parameter from a local directory, or from the hub with one download per host.
 
-    Raises ValueError naming tensors that are missing, of another shape, or unknown to the model.
+    Raises ValueError naming tensors that are missing, unknown to the model, or of another shape.
     """
     directory = source if isinstance(source, Path) else download(source)
     files = tensor_files(directory, "save the model as safetensors, or add --random_init")
@@ -147,7 +147,9 @@ def load(model: PreTrainedModel, source: Path | str, fill: FillParameter = fill)
     extra = [n for n in files if n not in parameters and n not in aliases and not n.endswith("rotary_emb.inv_freq")]
     missing = [n for n in parameters if n not in files]
     if missing or extra:
-        raise ValueError(f"{directory}: missing {missing[:3] or 'nothing'}, without a place {extra[:3] or 'nothing'}")
+        raise ValueError(
+            f"{directory} does not match the model: missing tensors {missing[:3]}, unknown tensors {extra[:3]}"
+        )
     if tied and "lm_head.weight" in files:
         _check_tied_head(model, files, directory)
     with ExitStack() as stack:
@@ -158,12 +160,14 @@ def load(model: PreTrainedModel, source: Path | str, fill: FillParameter = fill)
                 opened[file] = stack.enter_context(safe_open(file, framework="pt"))
             part = opened[file].get_slice(name)
             if tuple(part.get_shape()) != global_shape(parameter):
-                raise ValueError(f"{file}: {name} is {part.get_shape()}, the model has {list(global_shape(parameter))}")
+                raise ValueError(
+                    f"{file}: {name} has shape {part.get_shape()}, not the model's {list(global_shape(parameter))}"
+                )
             fill(parameter, part.__getitem__)
 
 
 def _check_tied_head(model: PreTrainedModel, files: dict[str, Path], directory: Path) -> None:
-    """Raises ValueError if a file's head differs from the embeddings, to which the config ties it."""
+    """Raises ValueError if the files have an LM head that differs from the embeddings the config ties it to."""
     embeddings = model.get_input_embeddings().weight
     name = next(name for name, parameter in base_parameters(model).items() if parameter is embeddings)
     with safe_open(files["lm_head.weight"], framework="pt") as one, safe_open(files[name], framework="pt") as other:
@@ -174,13 +178,13 @@ def _check_tied_head(model: PreTrainedModel, files: dict[str, Path], directory: 
         )
     if not same:
         raise ValueError(
-            f"{directory}: lm_head.weight differs from {name}, to which the config ties it; set tie_word_embeddings to "
-            "false in config.json to train both"
+            f"{directory}: lm_head.weight differs from {name}, though config.json ties them; set tie_word_embeddings "
+            "to false to train both"
         )
 
 
 def load_or_refuse(model: PreTrainedModel, source: Path | str, flag: str, fill: FillParameter = fill) -> None:
-    """Calls `load`, and turns errors in the files into a ValueError about the flag."""
+    """Calls `load`; raises errors in the files as a ValueError that names the flag."""
     try:
         load(model, source, fill)
     except (SafetensorError, json.JSONDecodeError, KeyError) as error:
@@ -189,19 +193,19 @@ def load_or_refuse(model: PreTrainedModel, source: Path | str, flag: str, fill: 
         ) from error
 
 
-DOWNLOAD_REMEDY = "give a local directory, or add --random_init to train the architecture from fresh weights"
+DOWNLOAD_REMEDY = "give a local directory, or add --random_init to train from random weights"
 
 
 def download(hub_id: str, remedy: str = DOWNLOAD_REMEDY) -> Path:
-    """Returns the local copy of a hub repository's safetensors and tokenizer.
+    """Downloads a hub repository's safetensors and tokenizer and returns their directory.
 
-    Raises ValueError if it cannot be fetched.
+    Raises ValueError if the download fails.
     """
     return _download(hub_id, ("*.safetensors", "*.json", *TOKENIZER_FILES), hub_id, remedy)
 
 
 def download_tokenizer(hub_id: str) -> Path:
-    """Returns the local copy of a hub repository's tokenizer. Raises ValueError if it cannot be fetched."""
+    """Downloads a hub repository's tokenizer and returns its directory. Raises ValueError if the download fails."""
     return _download(hub_id, TOKENIZER_FILES, f"tokenizer {hub_id}", "give a local directory, or byte")
 
 
@@ -219,7 +223,7 @@ def save_pretrained(
     tokenizer_from: Path | None = None,
     parameters: Iterable[tuple[str, Tensor]] | None = None,
 ) -> None:
-    """Writes a directory that `AutoModelForCausalLM.from_pretrained` opens. Every rank calls it; rank 0 writes.
+    """Writes a directory for `AutoModelForCausalLM.from_pretrained`. Every rank must call it; rank 0 writes.
 
     `parameters` are whole tensors by name; by default the model's own are gathered.
     """
@@ -255,14 +259,14 @@ def save_pretrained(
 
 
 def full_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields every whole parameter (tied ones once), gathered from all ranks. Each rank must iterate to the end."""
+    """Yields every parameter, gathered whole from all ranks; tied ones once. Every rank must iterate to the end."""
     for name, parameter in model.named_parameters():
         data = parameter.detach()
         yield name, data.full_tensor() if isinstance(data, DTensor) else data
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    """Writes a safetensors file with the permissions of any new file; the library's own are private to the owner."""
+    """Writes a safetensors file with default permissions; the library would make it private to the owner."""
     path.touch()
     mode = path.stat().st_mode
     save_file(tensors, path, metadata={"format": "pt"})
@@ -270,17 +274,17 @@ def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def tensor_files(directory: Path, remedy: str) -> dict[str, Path]:
-    """Returns the file of each tensor by name. Raises ValueError if the directory does not tell."""
+    """Returns the file of each tensor by name. Raises ValueError for missing files."""
     if (directory / INDEX).is_file():
         names = _weight_map(directory / INDEX)
         absent = [file for file in names.values() if not is_plain_name(file) or not (directory / file).is_file()]
         if absent:
-            raise ValueError(f"{directory / INDEX} names {absent[0]}, which is not there; copy the whole directory")
+            raise ValueError(f"{directory / INDEX} names {absent[0]}, which is missing; copy the whole directory")
         return {name: directory / file for name, file in names.items()}
     if (directory / WEIGHTS).is_file():
         with safe_open(directory / WEIGHTS, framework="pt") as file:
             return {name: directory / WEIGHTS for name in file.keys()}  # noqa: SIM118
-    raise ValueError(f"{directory} holds no {WEIGHTS}; {remedy}")
+    raise ValueError(f"{directory} has no {WEIGHTS}; {remedy}")
 
 
 def _weight_map(path: Path) -> dict[str, str]:
@@ -289,7 +293,7 @@ def _weight_map(path: Path) -> dict[str, str]:
         names = json.loads(path.read_text())["weight_map"]
         return {str(name): str(file) for name, file in names.items()}
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{path} is no index of weights and cannot be read; copy or download it again") from error
+        raise ValueError(f"{path} cannot be read as an index of weights; copy or download it again") from error
 
 
 def _write_index(directory: Path, written: dict[str, str]) -> None:
@@ -306,7 +310,7 @@ def _write_index(directory: Path, written: dict[str, str]) -> None:
 
 
 def has_tokenizer(weights: Path | str | None) -> bool:
-    """Returns whether the weights' directory holds a tokenizer; hub repositories are assumed to."""
+    """Returns whether the weights' directory holds a tokenizer; a hub repository is assumed to hold one."""
     if isinstance(weights, Path):
         return any(True for pattern in TOKENIZER_FILES for _ in weights.glob(pattern))
     return weights is not None

@@ -1,6 +1,6 @@
-"""Suggests changes that make a run fit or a step faster, and explains plans in words.
+"""Suggestions that make a run fit or a step faster, and texts that explain a plan.
 
-Every suggestion is a plan of its own: the same run with some flags, the number of GPUs or the length changed.
+Each suggestion is a plan of its own: the same run with other flags, more GPUs or another length.
 """
 
 import math
@@ -22,13 +22,13 @@ from lightseq.memory.planner.run import PlannedRun, planned_run
 from lightseq.modules.tiled import KNOWN
 
 K = 2**10
-MAX_LENGTH, MAX_GPUS = 2**30, 512  # schedules of more ranks take minutes to make
-LEAST_GAIN = 0.02  # of a step's time, for faster flags to be worth naming
-LEAST_GAIN_SECONDS = 120.0  # of the rest of a run; compiling takes as long
+MAX_LENGTH, MAX_GPUS = 2**30, 512  # building schedules for more ranks takes minutes
+LEAST_GAIN = 0.02  # smallest share of a step's time that is worth a suggestion
+LEAST_GAIN_SECONDS = 120.0  # over the rest of the run, about as long as compilation takes
 
 
 def longest(run: PlannedRun) -> int | None:
-    """Returns the longest length that fits, a multiple of 1024 tokens where it is longer; None if none fits."""
+    """Returns the longest length that fits, a multiple of 1024 tokens from there on; None if no length fits."""
     step = K if can_fit(run.with_length(K)) else 1
     if not can_fit(run.with_length(step)):
         return None
@@ -44,14 +44,14 @@ def longest(run: PlannedRun) -> int | None:
 
 @dataclass(frozen=True)
 class Change:
-    """A change to a run, as words, and the plan with it."""
+    """A change to a run, as text, and the plan with that change."""
 
     words: str
     plan: Plan
 
 
 def changes_to_fit(run: PlannedRun) -> list[Change]:
-    """Returns the fewest flags that make a run fit (among as few, the fastest), the fewest GPUs, the longest length."""
+    """Returns changes that make a run fit: the fewest flags (the fastest such), the fewest GPUs, the longest length."""
     asked, run = run.config, _without_device_budget(run)
     found = []
     policies, offloads = _remat_policies(run), ["none", "activations", "optimizer", "both", "auto"]
@@ -72,9 +72,9 @@ def changes_to_fit(run: PlannedRun) -> list[Change]:
 
 
 def faster_changes(run: PlannedRun) -> list[Change]:
-    """Returns flags that fit and shorten a step by 2%: the fewest, and those that shorten it by 2% more.
+    """Returns the fewest flags that fit and shorten a step by 2%, and the fastest flags if they save 2% more.
 
-    They never change the optimizer, and move state to the host only by `--offload auto`.
+    The flags never change the optimizer, and move state to the host only with `--offload auto`.
     """
     config, fastest, found = run.config, make_plan(run).step_seconds, []
     variants = _variants(
@@ -95,7 +95,7 @@ def faster_changes(run: PlannedRun) -> list[Change]:
 
 
 def _variants(run: PlannedRun, **choices: list[Any]) -> Iterator[tuple[int, PlannedRun]]:
-    """Yields the run with every other combination of flags that training accepts, and how many of them changed."""
+    """Yields the run with every other valid combination of flags, and the number of flags that changed."""
     asked = {**vars(run.config), "remat": run.config.remat_policy}
     choices["torch_compile"] = [run.config.torch_compile, True]
     for values in product(*(dict.fromkeys(values) for values in choices.values())):
@@ -104,7 +104,7 @@ def _variants(run: PlannedRun, **choices: list[Any]) -> Iterator[tuple[int, Plan
             try:
                 config = replace(run.config, **wanted, gradient_checkpointing=None)
             except ValueError:
-                continue  # flags that exclude each other
+                continue  # the flags exclude each other
             yield count, replace(run, config=config)
 
 
@@ -115,7 +115,7 @@ def _remat_policies(run: PlannedRun) -> list[str]:
 
 
 def _with_more_gpus(run: PlannedRun) -> Plan | None:
-    """Doubles the GPUs until the run fits."""
+    """Doubles the number of GPUs until the run fits; returns None beyond MAX_GPUS."""
     hardware, gpus = run.hardware, 2 * run.hardware.gpus
     while gpus <= MAX_GPUS and run.config.sequence_parallel_size is None:
         hosts = -(-gpus // hardware.gpus_per_host)
@@ -128,24 +128,24 @@ def _with_more_gpus(run: PlannedRun) -> Plan | None:
 
 
 def one_sequence_per_gpu(run: PlannedRun) -> PlannedRun:
-    """Returns a run with as many tokens per GPU that needs the least memory and no schedule of many ranks."""
+    """Returns a run with equally many tokens per GPU but one GPU per sequence: less memory, and no large schedule."""
     length = -(-run.config.model_max_length // run.sequence_ranks)
     config = replace(run.config, sequence_parallel_size=1, schedule="auto", ulysses_size=None, model_max_length=length)
     return replace(run, config=config)
 
 
 def _without_device_budget(run: PlannedRun) -> PlannedRun:
-    """Turns `--device_memory_budget`, which is for `--offload auto` alone, into a smaller GPU."""
+    """Replaces `--device_memory_budget`, which only `--offload auto` accepts, by a smaller GPU."""
     return _on_smaller_gpus(replace(run, config=replace(run.config, device_memory_budget=None)), usable_gpu_bytes(run))
 
 
 def _on_smaller_gpus(run: PlannedRun, usable: float) -> PlannedRun:
-    """Returns the run on GPUs of which tensors can have so many bytes."""
+    """Returns the run on GPUs with `usable` bytes for tensors."""
     return replace(run, hardware=replace(run.hardware, gpu_memory=usable / (1 - SLACK) + OUTSIDE_BYTES))
 
 
 def _changed_flags(before: TrainConfig, after: TrainConfig) -> str:
-    """Returns the flags to give and to leave out: `--offload both without --gradient_checkpointing`."""
+    """Returns the flags to add and to remove, such as `--offload both without --gradient_checkpointing`."""
     names = ("torch_compile", "offload", "layers_per_checkpoint", "tile_layers", "optim")
     flags = [f"--{name} {getattr(after, name)}" for name in names if getattr(after, name) != getattr(before, name)]
     if after.remat_policy != before.remat_policy:
@@ -162,13 +162,13 @@ def _changed_flags(before: TrainConfig, after: TrainConfig) -> str:
 
 def describe_placement(plan: Plan) -> str:
     run = plan.run
-    grouped = f"; {run.group_size} layers a checkpoint" if run.group_size > 1 else ""
-    state = f"; weights and state{_owners_of_offloaded_state(run)} wait on the host" if run.state_offloaded else ""
+    grouped = f"; {run.group_size} layers per checkpoint" if run.group_size > 1 else ""
+    state = f"; weights and state{_owners_of_offloaded_state(run)} in host memory" if run.state_offloaded else ""
     return f"{plan.placement.words} (remat {run.config.remat_policy}{grouped}){state}"
 
 
 def _owners_of_offloaded_state(run: PlannedRun) -> str:
-    """Names what has its state on the host, where some layers do not."""
+    """Returns ` of` and the parts of the model with state on the host; empty if that is the whole model."""
     resident = run.layers_with_state_on_gpu
     if not resident:
         return ""
@@ -177,45 +177,45 @@ def _owners_of_offloaded_state(run: PlannedRun) -> str:
 
 
 def auto_notes(plan: Plan) -> list[str]:
-    """Returns what `--offload auto` moved to the host, and warnings about too little memory."""
-    warnings = [f"warning: --offload auto plans with too little {shortage}" for shortage in plan.shortages]
+    """Returns a note on state that `--offload auto` moved to the host, and warnings about missing memory."""
+    warnings = [f"warning: --offload auto found no plan that fits: too little {missing}" for missing in plan.shortages]
     if not plan.run.state_offloaded:
         return warnings
     owners = _owners_of_offloaded_state(plan.run)
     reason = "; nothing faster fits" if plan.fits else ""
-    return [f"--offload auto: weights, gradients and optimizer state{owners} wait in host memory{reason}", *warnings]
+    return [f"--offload auto: weights, gradients and optimizer state{owners} are in host memory{reason}", *warnings]
 
 
 def faster_notes(run: PlannedRun, world: World, steps: int) -> list[str]:
-    """Returns a line with flags that would end the remaining `steps` minutes earlier, on GPUs of known rates."""
+    """Returns a note on flags that would save over two minutes in the remaining `steps`, on GPUs of known rates."""
     if world.device.type != "cuda" or chip_of_device(torch.cuda.get_device_name(world.device)) is None:
         return []
-    run = replace(run, state_offloaded=False, layers_with_state_on_gpu=0)  # as it was asked for
+    run = replace(run, state_offloaded=False, layers_with_state_on_gpu=0)  # the run before `--offload auto` changed it
     asked = make_plan(run)
     if not asked.fits or steps * asked.step_seconds <= LEAST_GAIN_SECONDS:
         return []
     worth = [
-        f"{change.words} ({change.plan.step_seconds:.3g} s, {change.plan.parts.total / GIB:.1f} GiB a GPU)"
+        f"{change.words} ({change.plan.step_seconds:.3g} s, {change.plan.parts.total / GIB:.1f} GiB per GPU)"
         for change in faster_changes(run)
         if steps * (asked.step_seconds - change.plan.step_seconds) > LEAST_GAIN_SECONDS
     ]
     if not worth:
         return []
-    return [f"by the plan a step takes {asked.step_seconds:.3g} s, and less with {', or with '.join(worth)}"]
+    return [f"a step is planned to take {asked.step_seconds:.3g} s; faster: {', or '.join(worth)}"]
 
 
 def out_of_memory(config: TrainConfig, model: PreTrainedConfig, world: World) -> list[str]:
-    """Explains what the memory was for by the plan, and what would make the run fit.
+    """Returns lines with the planned memory by purpose, and changes that would make the run fit.
 
-    A plan that sees enough memory counts too little: the changes then save a tenth of what it counts.
+    If the plan fits although the run did not, it counts too little; the changes then save a tenth of its total.
     """
-    if config.deepspeed:  # whose state the plan does not know
+    if config.deepspeed:  # the planner does not know its state
         gpus = "more GPUs per sequence (--sequence_parallel_size), or a lower --model_max_length"
         return [f"to fit: offload_optimizer and offload_param in {config.deepspeed}, {gpus}"]
     run = planned_run(config, model, world)
     plan, usable = make_plan(run), usable_gpu_bytes(run)
     room = f", {usable / GIB:.1f} GiB usable" if math.isfinite(usable) else ""
-    lines = [f"planned memory of a GPU at its peak ({plan.when}{room}):", *plan.parts.lines()]
+    lines = [f"planned peak memory per GPU ({plan.when}{room}):", *plan.parts.lines()]
     changes = changes_to_fit(_on_smaller_gpus(run, 0.9 * plan.parts.total) if plan.fits else run)
-    words = [f"{change.words} ({change.plan.parts.total / GIB:.1f} GiB a GPU)" for change in changes]
+    words = [f"{change.words} ({change.plan.parts.total / GIB:.1f} GiB per GPU)" for change in changes]
     return [*lines, f"to fit: {', or '.join(words) or 'more GPUs, or a smaller model'}"]

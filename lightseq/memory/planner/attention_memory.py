@@ -1,6 +1,6 @@
-"""Counts the GPU memory of distributed attention by running its executor on meta tensors.
+"""GPU memory of distributed attention, counted by running its executor on meta tensors.
 
-All of it grows in proportion to a rank's tokens, so one run on few tokens stands for every length.
+The memory is proportional to a rank's tokens, so one short run gives it for every length.
 """
 
 import weakref
@@ -25,16 +25,16 @@ from lightseq.kernels.launches import Launches
 from lightseq.schedule.algorithms import make_schedule, ulysses_group_size
 from lightseq.schedule.auto import ScheduleChoice
 
-CHUNK_TOKENS = 512  # of the run that is counted
-MAX_RING = 16  # ranks that a sequence is cut over in a counted run; larger rings are extrapolated from two smaller
+CHUNK_TOKENS = 512  # tokens per chunk in a counted run
+MAX_RING = 16  # ranks of the largest ring that is counted; larger rings are extrapolated from two smaller ones
 
 
 @dataclass(frozen=True)
 class AttentionMemory:
-    """Bytes per local token, of the rank that takes most."""
+    """Bytes per local token on the rank that needs most."""
 
     buffers: float  # mapped by peers
-    backward: float  # beyond the output, its log-sum-exp, its gradient, and q, k and v or what was gathered of them
+    backward: float  # beyond the output, log-sum-exp, output gradient, and q, k and v or the gathered tensors
 
 
 @lru_cache(maxsize=512)
@@ -75,7 +75,7 @@ def _count(
 
 
 class LiveBytes(TorchDispatchMode):
-    """Tracks the bytes of tensors that were allocated under it and are alive, and their peak."""
+    """Counter of the bytes of live tensors that were allocated under this mode, and of their peak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 class _NoLaunches(Launches):
-    """Skips copies and sums: on a GPU they are single kernels that allocate nothing."""
+    """Launches that skip copies and sums, which allocate nothing on a GPU."""
 
     def copy(self, key: Any, build: Any) -> None: ...
 
@@ -107,7 +107,7 @@ class _NoLaunches(Launches):
 
 
 class _MetaTransport(NoTransport):
-    """Notes its largest outbox, which `LiveBytes` does not count: peers map it."""
+    """Transport that records its largest outbox. `LiveBytes` does not count outboxes, because peers map them."""
 
     def __init__(self) -> None:
         super().__init__(torch.device("meta"))

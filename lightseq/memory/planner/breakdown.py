@@ -13,12 +13,12 @@ from lightseq.memory.planner.rates import GIB, SAVED_WITHOUT_REMAT, Widths
 from lightseq.models.architecture import heads_of
 from lightseq.modules.loss import CHUNK_TOKENS
 
-MASTER_BYTES = 4  # of a weight, and of an optimizer's moment
+MASTER_BYTES = 4  # per weight, and per optimizer moment
 
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Bytes on one GPU. `working` holds a layer's temporaries, gathered weights and gradients."""
+    """Bytes on one GPU by purpose. `working` is a layer's temporaries, gathered weights and unreduced gradients."""
 
     parameters: int
     gradients: int
@@ -33,16 +33,16 @@ class Breakdown:
         return sum(asdict(self).values())
 
     def lines(self) -> list[str]:
-        """Returns a table, largest part first."""
+        """Returns the lines of a table, largest part first, with the total."""
         parts = sorted(asdict(self).items(), key=lambda part: -part[1])
         shown = [(name.replace("_", " "), size) for name, size in [*parts, ("total", self.total)]]
         return [f"{name:<18}{size / GIB:9.2f} GiB" for name, size in shown]
 
 
 def state_bytes(model: nn.Module, config: TrainConfig, on_host: bool) -> tuple[int, int, int]:
-    """Returns this rank's parameters, gradients and optimizer state on the GPU, once all are allocated.
+    """Returns the bytes of this rank's parameters, gradients and optimizer state on the GPU, once allocated.
 
-    DeepSpeed's own state is unknown here and counts as working memory.
+    DeepSpeed's state is unknown here and counts as working memory.
     """
     if config.deepspeed:
         return 0, 0, 0
@@ -53,12 +53,12 @@ def state_bytes(model: nn.Module, config: TrainConfig, on_host: bool) -> tuple[i
 
 
 def moments_of(config: TrainConfig) -> float:
-    """Returns the optimizer's state per weight, in float32 numbers."""
+    """Returns the size of the optimizer's state, in float32 values per weight."""
     return {"sgd": 0.0, **dict.fromkeys(EIGHT_BIT, 0.5)}.get(config.optim, 2.0)
 
 
 def kept_activations(model: PreTrainedConfig, config: TrainConfig, tokens: int) -> int:
-    """Returns the bytes that layers save of `tokens` local tokens for the backward pass, wherever they wait."""
+    """Returns the bytes that all layers save for the backward pass of `tokens` local tokens, on GPU or host."""
     layer, group = saved_bytes(model, config), config.layers_per_checkpoint
     if group == 1:
         return int(model.num_hidden_layers * tokens * layer)
@@ -67,10 +67,10 @@ def kept_activations(model: PreTrainedConfig, config: TrainConfig, tokens: int) 
 
 
 def saved_bytes(model: PreTrainedConfig, config: TrainConfig, policy: str | None = None) -> float:
-    """Returns the bytes of one token that a layer saves under a remat policy, by default the config's.
+    """Returns the bytes per token that a layer saves under a remat policy (default: the config's).
 
-    `full` saves the layer's input, `attention` also the operator's output and log-sum-exp, `attention+mlp` also gate
-    and up, `attention+linears` also attention's four projections, `none` everything.
+    `full` saves the layer's input, `attention` also attention's output and log-sum-exp, `attention+mlp` also gate and
+    up, `attention+linears` also attention's four projections, and `none` everything.
     """
     policy, heads = policy or config.remat_policy, heads_of(model)
     itemsize = 4 if config.compute_dtype == "float32" else 2
@@ -91,7 +91,7 @@ def saved_bytes(model: PreTrainedConfig, config: TrainConfig, policy: str | None
 
 
 def loss_bytes(model: PreTrainedConfig, config: TrainConfig, tokens: int) -> tuple[int, int]:
-    """Returns the bytes of a chunk's logits, and of the gradients of head (float32) and hidden states."""
+    """Returns the bytes of a chunk's logits, and those of the gradients of the head (float32) and hidden states."""
     itemsize = 4 if config.compute_dtype == "float32" else 2
     logits = min(tokens, CHUNK_TOKENS) * model.vocab_size * itemsize
     head = 0 if config.lora_rank else 4 * model.vocab_size * model.hidden_size

@@ -1,6 +1,6 @@
-"""Host memory that DeepSpeed's own offloading takes on a rank.
+"""Host memory per rank of DeepSpeed's offloading.
 
-Counted after DeepSpeed 0.19.8, which by default pins with torch; freed pieces stay pinned.
+Follows the source of DeepSpeed 0.19.8, which pins with torch by default; freed memory stays pinned.
 """
 
 from math import ceil
@@ -10,11 +10,11 @@ from lightseq.memory.planner.breakdown import moments_of
 from lightseq.memory.planner.memory import pinned_by_torch
 from lightseq.memory.planner.run import FLOAT32, PlannedRun
 
-SUB_GROUP = 10**9  # weights of a rank that ZeRO-3 updates at a time, where the config says nothing
+SUB_GROUP = 10**9  # DeepSpeed's default sub_group_size: weights that ZeRO-3 updates at a time
 
 
 def deepspeed_bytes_on_host(run: PlannedRun, settings: DeepSpeedSettings) -> float:
-    """Returns the bytes that `offload_optimizer` and `offload_param` will take of a rank's host memory."""
+    """Returns the bytes of a rank's host memory that `offload_optimizer` and `offload_param` will take."""
     taken = 0.0
     if settings.on_cpu("offload_optimizer"):
         taken += moments_of(run.config) * FLOAT32 * run.local_parameters
@@ -25,9 +25,11 @@ def deepspeed_bytes_on_host(run: PlannedRun, settings: DeepSpeedSettings) -> flo
 
 
 def _masters_of_partition(run: PlannedRun, settings: DeepSpeedSettings) -> float:
-    """Counts stage_1_and_2.py: masters, their gradients and the weights made of them (`__init__`,
-    `initialize_optimizer_states`), a buffer for the largest gradient, and whole gradients that accumulate one by one;
-    the partition may end within one."""
+    """Returns the bytes of master weights and their buffers under ZeRO-1 and 2 (stage_1_and_2.py).
+
+    Counts masters, their gradients and the low-precision weights (`__init__`, `initialize_optimizer_states`), a buffer
+    for the largest gradient, and accumulated gradients, of which the last may reach beyond the partition.
+    """
     pins, weights, element = _pins(settings, "offload_optimizer"), run.local_parameters, run.itemsize
     whole = [_taken(width * weights, pins) for width in (FLOAT32, FLOAT32, element)]
     gradients = [_taken(element * size, pins) for size in run.architecture.sizes]
@@ -36,8 +38,11 @@ def _masters_of_partition(run: PlannedRun, settings: DeepSpeedSettings) -> float
 
 
 def _masters_of_shards(run: PlannedRun, settings: DeepSpeedSettings) -> float:
-    """Counts stage3.py: masters (`_create_fp32_partitions`), not pinned, and their gradients twice: by sub-group
-    (`initialize_optimizer_states`) and all together (`grad_partitions_flat_buffer`)."""
+    """Returns the bytes of master weights and their gradients under ZeRO-3 (stage3.py).
+
+    Masters are not pinned (`_create_fp32_partitions`). Gradients exist twice: per sub-group
+    (`initialize_optimizer_states`) and in one buffer (`grad_partitions_flat_buffer`).
+    """
     pins, weights = _pins(settings, "offload_optimizer"), run.local_parameters
     group = _sub_group(run, settings)
     by_group = weights / group * _taken(FLOAT32 * group, pins)
@@ -45,15 +50,18 @@ def _masters_of_shards(run: PlannedRun, settings: DeepSpeedSettings) -> float:
 
 
 def _sub_group(run: PlannedRun, settings: DeepSpeedSettings) -> int:
-    """Weights of a rank that are updated at a time, at most."""
+    """Returns the number of a rank's weights that ZeRO-3 updates at a time."""
     asked = settings.settings["zero_optimization"].get("sub_group_size")
-    known = isinstance(asked, int | float) and asked >= 1  # what DeepSpeed refuses later is not refused here
+    known = isinstance(asked, int | float) and asked >= 1  # DeepSpeed reports invalid values later
     return int(min(run.local_parameters, int(asked) if known else SUB_GROUP))
 
 
 def _weights(run: PlannedRun, settings: DeepSpeedSettings) -> float:
-    """Counts one pinned buffer (stage3.py, `_create_param_groups_fp16_flat_cpu_memory`), and before that each weight
-    (partition_parameters.py, `_partition_param`)."""
+    """Returns the bytes of offloaded weights.
+
+    Counts one pinned buffer (stage3.py, `_create_param_groups_fp16_flat_cpu_memory`) and, if weights are pinned, each
+    of them once more (partition_parameters.py, `_partition_param`).
+    """
     pieces = [_taken(run.itemsize * ceil(size / run.shards), True) for size in run.architecture.sizes]
     return _taken(run.itemsize * run.local_parameters, True) + _pins(settings, "offload_param") * sum(pieces)
 

@@ -1,4 +1,4 @@
-"""Predicts a rank's memory at each point of a step at which it may peak."""
+"""Predicted memory of a rank at each point of a step where it may peak."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ def peak(run: PlannedRun, placement: Placement) -> Snapshot:
 def snapshots(run: PlannedRun, placement: Placement) -> Iterator[Snapshot]:
     yield _loss(run, placement)
     last = run.groups - 1
-    # From the second to the last but one, memory changes linearly.
+    # Memory changes linearly from the second to the second-to-last group.
     for group in sorted({0, 1, last // 2, last - 1, last} & set(range(run.groups))):
         for name in backward_points(run):
             yield _backward(run, placement, group, name)
@@ -49,7 +49,7 @@ def snapshots(run: PlannedRun, placement: Placement) -> Iterator[Snapshot]:
 
 
 def peak_without_activations(run: PlannedRun) -> float:
-    """Returns the most that is taken beside saved activations while all of them are still there."""
+    """Returns the peak bytes, saved activations excluded, before the backward pass frees any activations."""
     none_saved, last = Placement((RECOMPUTE,) * run.layers), run.groups - 1
     found = [_loss(run, none_saved), *(_backward(run, none_saved, last, name) for name in backward_points(run))]
     return max(snapshot.parts.total - snapshot.parts.kept_activations for snapshot in found)
@@ -63,7 +63,7 @@ def backward_points(run: PlannedRun) -> Mapping[str, BackwardPoint]:
 
 
 def in_flight(run: PlannedRun) -> int:
-    """Returns how many offloaded layers have their tensors on the GPU at a time."""
+    """Returns the number of offloaded layers with tensors on the GPU at a time."""
     return layers_in_flight(run.config.tile_layers)
 
 
@@ -71,12 +71,12 @@ def in_flight(run: PlannedRun) -> int:
 
 
 def saved_by_layer(run: PlannedRun, state: str) -> float:
-    """Returns the bytes that a layer saves from its forward to its backward pass, wherever they wait."""
+    """Returns the bytes that a layer saves between its forward and backward pass, on GPU or host."""
     return run.tokens * saved_bytes(run.model, run.config, "full" if state in RECOMPUTED else None)
 
 
 def saved_by_group(run: PlannedRun, state: str) -> float:
-    """Returns the bytes saved for a group of layers: its input, or for a single layer all that it saves."""
+    """Returns the bytes saved for a group of layers: its input, or for a group of one all that the layer saves."""
     return saved_by_layer(run, RECOMPUTE if run.group_size > 1 else state)
 
 
@@ -85,7 +85,7 @@ def _group_state(run: PlannedRun, placement: Placement, group: int) -> str:
 
 
 def _saved_on_gpu(run: PlannedRun, placement: Placement, last: int) -> float:
-    """Returns what the groups up to `last` have on the GPU: all that stays, and offloaded ones in flight."""
+    """Returns the bytes that groups up to `last` have on the GPU: those that stay, and offloaded ones in flight."""
     resident, offloaded, stayed_since = 0.0, [], 0
     for group in range(last + 1):
         state = _group_state(run, placement, group)
@@ -100,19 +100,19 @@ def _saved_on_gpu(run: PlannedRun, placement: Placement, last: int) -> float:
 
 
 def _saved_by_rerun(run: PlannedRun, placement: Placement) -> float:
-    """Returns what the layers of a group save when they run forward again before their backward pass."""
+    """Returns the bytes that a group's layers save when they run forward again before their backward pass."""
     if run.group_size == 1:
         return 0.0
     if placement.offloads:
         return min(run.group_size, in_flight(run)) * saved_by_layer(run, KEEP)
-    return run.group_size * saved_by_layer(run, KEEP) - saved_by_layer(run, RECOMPUTE)  # the group's input is there
+    return run.group_size * saved_by_layer(run, KEEP) - saved_by_layer(run, RECOMPUTE)  # the input is counted already
 
 
 # ---- points of a step -----------------------------------------------------------------------------------------------
 
 
 def _loss(run: PlannedRun, placement: Placement) -> Snapshot:
-    """Chunks of the loss: everything is saved, the head is gathered and the last layer's weights are still there."""
+    """Returns memory during the loss: all activations are saved, and the head and last layer are gathered."""
     logits, gradients = loss_bytes(run.model, run.config, run.tokens)
     gathered = (run.architecture.head + run.group_size * run.layer_parameters) * run.itemsize
     working = gathered + _bytes(run, LAST_NORM[run.config.torch_compile])
@@ -127,12 +127,12 @@ def _backward(run: PlannedRun, placement: Placement, group: int, name: str) -> S
         working += _tiled_mlp_bytes(run)
     if point.in_attention:
         working += attention_of(run).backward * run.tokens
-    if (point.in_attention or run.config.tile_layers) and state in RECOMPUTED:  # output and log-sum-exp are back
+    if (point.in_attention or run.config.tile_layers) and state in RECOMPUTED:  # output and log-sum-exp, recomputed
         working += run.tokens * (_saved_under(run, "attention") - _saved_under(run, "full"))
     saved, rerun = _saved_on_gpu(run, placement, group), _saved_by_rerun(run, placement)
     was_offloaded = state in OFFLOADED if run.group_size == 1 else placement.offloads
     if point.in_attention and not was_offloaded and run.config.remat_policy in STORES_MLP:
-        # The MLP ran backward first and freed gate and up. What came back from the host lives until the layer's end.
+        # The MLP's backward pass has freed gate and up. Fetched tensors live until the layer's end.
         freed = run.tokens * (_saved_under(run, STORE_MLP) - _saved_under(run, "attention"))
         saved, rerun = (saved, rerun - freed) if run.group_size > 1 else (saved - freed, rerun)
     gradients = 0.0 if run.adapter_parameters else _finished_gradients(run, group)
@@ -141,7 +141,7 @@ def _backward(run: PlannedRun, placement: Placement, group: int, name: str) -> S
 
 
 def _end_of_backward(run: PlannedRun) -> Snapshot:
-    """Counts the embeddings' whole gradient, before it is reduced to shards."""
+    """Returns memory at the end of the backward pass, before the embeddings' whole gradient is reduced to shards."""
     working = run.tokens * run.model.hidden_size * run.itemsize
     if not run.adapter_parameters:
         working += run.architecture.head * (run.itemsize + FLOAT32)
@@ -151,7 +151,7 @@ def _end_of_backward(run: PlannedRun) -> Snapshot:
 def _snapshot(
     run: PlannedRun, when: str, *, working: float, saved: float = 0.0, loss: float = 0.0, gradients: float = 0.0
 ) -> Snapshot:
-    """Adds what every point has: weights, optimizer state, buffers that peers map, tokens and RoPE."""
+    """Returns a point's memory with the constant parts added: weights, optimizer, mapped buffers, tokens and RoPE."""
     parameters, all_gradients, optimizer = (size * (1 - run.host_share) for size in _state_bytes(run))
     accumulates = run.config.gradient_accumulation_steps > 1
     buffers = attention_of(run).buffers * run.tokens
@@ -170,24 +170,24 @@ def _snapshot(
 
 
 def _weights_and_gradients(run: PlannedRun, group: int) -> float:
-    """Returns a group's gathered weights, the prefetched next ones, and gradients that are not reduced yet."""
+    """Returns the bytes of a group's gathered weights, the next group's prefetched ones, and unreduced gradients."""
     trains = run.adapter_parameters == 0  # gradients of adapters are too small to count
     unit = run.group_size * run.layer_parameters
     taken = (1 + run.prefetches_weights) * unit * run.itemsize
-    if run.tied:  # the embeddings stay gathered, and their gradient is there since the loss
+    if run.tied:  # the embeddings stay gathered, and have had a gradient since the loss
         taken += (1 + trains) * run.architecture.head * run.itemsize
     if trains:
-        summed = run.layer_parameters if run.config.tile_layers else 0  # gradients over tiles add up in float32
+        summed = run.layer_parameters if run.config.tile_layers else 0  # tiles accumulate gradients in float32
         taken += (unit - summed) * run.itemsize + summed * FLOAT32
         if group < run.groups - 1:
-            taken += unit * FLOAT32  # of the group above, being reduced
+            taken += unit * FLOAT32  # the next group's gradients, being reduced
         elif not run.tied:
             taken += run.architecture.head * FLOAT32
     return taken
 
 
 def _finished_gradients(run: PlannedRun, group: int) -> float:
-    """Returns the bytes on the GPU of gradients of the layers above a group."""
+    """Returns the bytes of finished gradients on the GPU, those of the layers after a group."""
     below = (group + 1) * run.group_size
     if run.state_on_host:
         return FLOAT32 * max(0, run.layers_with_state_on_gpu - below) * run.layer_parameters / run.shards
@@ -196,13 +196,13 @@ def _finished_gradients(run: PlannedRun, group: int) -> float:
 
 
 def _tiled_mlp_bytes(run: PlannedRun) -> float:
-    """Returns MLP-wide buffers of a tile and float32 gradients of its weights.
+    """Returns the bytes of a tile's MLP-wide buffers and of the float32 gradients of the MLP's weights.
 
-    Adapters have no such gradients, but inputs and weights of the widest product side by side.
+    With adapters there are no such gradients, but the inputs and weights of the widest product side by side.
     """
     hidden, intermediate = run.widths.hidden, run.widths.intermediate
     untiled = intermediate * UNTILED_MLP_BUFFERS[run.config.torch_compile]
-    if run.config.tile_layers:  # the layer's own MLP, and what is around it
+    if run.config.tile_layers:  # the MLP, and hidden-wide buffers around it
         return min(run.tokens, TILE_TOKENS) * run.itemsize * (untiled + TILE_HIDDEN * hidden)
     if run.tokens <= TILE_TOKENS or run.config.fp8:
         return run.tokens * run.itemsize * untiled
@@ -234,29 +234,29 @@ def host_bytes(run: PlannedRun, placement: Placement) -> float:
     states = [_group_state(run, placement, group) for group in range(run.groups)]
     activations = sum(saved_by_group(run, state) for state in states if state in OFFLOADED)
     if run.group_size > 1 and placement.offloads:
-        activations += (run.group_size - 1) * saved_by_layer(run, KEEP)  # of a group that runs again
+        activations += (run.group_size - 1) * saved_by_layer(run, KEEP)  # the group that runs again
     return PROCESS_BYTES + activations + state_bytes_on_host(run)
 
 
 def state_bytes_on_host(run: PlannedRun) -> float:
-    """Returns the bytes of weights, gradients and optimizer state that a rank has in host memory."""
+    """Returns the bytes of a rank's weights, gradients and optimizer state in host memory."""
     return run.host_share * (sum(_state_bytes(run)) + _gradient_padding(run))
 
 
 def _state_bytes(run: PlannedRun) -> tuple[float, float, float]:
-    """Returns the bytes of parameters, gradients and optimizer state, wherever they are."""
+    """Returns the bytes of parameters, gradients and optimizer state, on GPU or host."""
     gradients = float(FLOAT32 * run.local_trained)
     return run.weight_bytes, gradients, moments_of(run.config) * gradients
 
 
 def _gradient_padding(run: PlannedRun) -> float:
-    """Returns what torch's pinned allocator adds to gradients, which it rounds up one by one."""
-    if run.adapter_parameters:  # small
+    """Returns the bytes that torch's pinned allocator adds by rounding up each gradient."""
+    if run.adapter_parameters:  # negligible
         return 0.0
     shards = [FLOAT32 * ceil(size / run.shards) for size in run.architecture.sizes]
     return float(sum(pinned_by_torch(size) - size for size in shards))
 
 
 def pinned_by_torch(size: int) -> int:
-    """Returns the bytes that torch's pinned allocator takes for `size`: the next power of two."""
+    """Returns the bytes that torch's pinned allocator takes for `size` bytes: the next power of two."""
     return 1 << (size - 1).bit_length()

@@ -1,6 +1,6 @@
-"""Chooses for every layer whether its saved activations stay on the GPU, wait in host memory or are recomputed.
+"""Activation placement: for every layer, whether its activations stay on the GPU, are offloaded or are recomputed.
 
-Pure data in and out: bytes and seconds of one layer in each state, two budgets, and the number of layers.
+The choice depends only on the bytes and seconds of a layer in each state, two budgets, and the number of layers.
 """
 
 from collections.abc import Iterator, Mapping
@@ -10,12 +10,12 @@ from math import ceil
 
 KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD = "keep", "offload", "recompute", "recompute_offload"
 OFFLOADED, RECOMPUTED = (OFFLOAD, RECOMPUTE_OFFLOAD), (RECOMPUTE, RECOMPUTE_OFFLOAD)
-STATES = (OFFLOAD, RECOMPUTE_OFFLOAD, RECOMPUTE, KEEP)  # in the order of layers: what is needed last leaves first
+STATES = (OFFLOAD, RECOMPUTE_OFFLOAD, RECOMPUTE, KEEP)  # from first to last layer: the first are needed last
 
 
 @dataclass(frozen=True)
 class State:
-    """Cost of a layer in a state: bytes on the GPU and on the host between forward and backward, seconds a step."""
+    """Cost of a layer in a state: bytes on GPU and host between forward and backward, and seconds per step."""
 
     device_bytes: float
     host_bytes: float
@@ -24,7 +24,7 @@ class State:
 
 @dataclass(frozen=True)
 class Placement:
-    """The state of every layer. The last one is never offloaded: the backward pass begins with it."""
+    """State of every layer. The last layer is never offloaded, because the backward pass begins with it."""
 
     layers: tuple[str, ...]
 
@@ -37,12 +37,12 @@ class Placement:
 
     @property
     def recomputed_share(self) -> float:
-        """Returns the share of layers that recompute everything."""
+        """Returns the share of layers that are recomputed in full."""
         return sum(state in RECOMPUTED for state in self.layers) / len(self.layers)
 
     @property
     def words(self) -> str:
-        """Returns `layers 0-11 offload, 12-31 keep`."""
+        """Returns a text such as `layers 0-11 offload, 12-31 keep`."""
         spans, first = [], 0
         for state, run in groupby(self.layers):
             last = first + len(list(run)) - 1
@@ -54,10 +54,10 @@ class Placement:
 def place(
     layers: int, states: Mapping[str, State], device_bytes: float, host_bytes: float, in_flight: int = 2
 ) -> Placement | None:
-    """Returns the fastest placement within both budgets, or None.
+    """Returns the fastest placement within both budgets, or None if no placement fits.
 
-    Ties go to the least host memory, then the least GPU memory. `device_bytes` is for saved activations alone. Up to
-    `in_flight` offloaded layers are on the GPU at a time, one less for each layer that stays.
+    Ties go to the least host memory, then the least GPU memory. `device_bytes` is the budget for saved activations
+    only. Up to `in_flight` offloaded layers are on the GPU at a time, one fewer per layer that stays.
     """
     best: tuple[float, float, float, tuple[int, ...]] | None = None
     for counts in _candidates(layers, states, device_bytes, in_flight):
@@ -74,17 +74,17 @@ def in_order(counts: Mapping[str, int]) -> Placement:
 
 
 def _cost(counts: Mapping[str, int], states: Mapping[str, State], in_flight: int) -> State:
-    """Adds up all layers; the bytes on the GPU are those of the worst moment of the backward pass."""
+    """Returns the cost of all layers; the bytes on the GPU are the peak over the backward pass."""
     host = sum(number * states[name].host_bytes for name, number in counts.items() if number)
     seconds = sum(number * states[name].seconds for name, number in counts.items() if number)
 
     def sizes(*names: tuple[str, str]) -> list[float]:
         return [states[size_of].device_bytes for name, size_of in names for _ in range(counts.get(name, 0))]
 
-    offloaded = sizes((OFFLOAD, KEEP), (RECOMPUTE_OFFLOAD, RECOMPUTE))  # on its way, a layer takes what it would keep
+    offloaded = sizes((OFFLOAD, KEEP), (RECOMPUTE_OFFLOAD, RECOMPUTE))  # in flight, a layer takes its size on the GPU
     resident = sizes((RECOMPUTE, RECOMPUTE), (KEEP, KEEP))
     moments = [sum(resident), sum(offloaded[:in_flight])]
-    for first in range(1, in_flight):  # the first that stay, beside the last that were offloaded
+    for first in range(1, in_flight):  # the first layers that stay, beside the last offloaded ones
         moments.append(sum(resident[:first]) + sum(offloaded[max(0, len(offloaded) - in_flight + first) :]))
     return State(max(moments), host, seconds)
 
@@ -92,7 +92,7 @@ def _cost(counts: Mapping[str, int], states: Mapping[str, State], in_flight: int
 def _candidates(
     layers: int, states: Mapping[str, State], device_bytes: float, in_flight: int
 ) -> Iterator[tuple[int, ...]]:
-    """Yields counts by state: every number of offloaded layers, and no more recomputed ones than memory demands."""
+    """Yields counts by state: every number of offloaded layers, with as few recomputed layers as memory allows."""
     saved = states[KEEP].device_bytes - states[RECOMPUTE].device_bytes
     for offloaded in range(layers):
         for recomputed_offloaded in range(layers - offloaded):

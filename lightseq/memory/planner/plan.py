@@ -1,6 +1,6 @@
-"""Plans a training run: does it fit, how long does a step take, where does each layer's state wait.
+"""Plan of a training run: memory, step time, and the placement of each layer's activations and state.
 
-Nothing is built and nothing runs. Sizes follow from the model's config and the flags, rates from rates.py.
+Nothing is built or run. Sizes follow from the model's config and the flags, rates from rates.py.
 """
 
 import dataclasses
@@ -39,17 +39,17 @@ from lightseq.memory.planner.run import PlannedRun, planned_run
 from lightseq.memory.planner.step_time import WAITING, attention_seconds, copy_seconds, layer_seconds, step_seconds
 from lightseq.models.flops import mfu, model_flops
 
-STATE_STEPS = 8  # numbers of layers with their state on the GPU that `--offload auto` tries first
-SAME_SPEED = 1e-3  # of a step; the planner cannot tell closer plans apart
+STATE_STEPS = 8  # steps in the number of layers with state on the GPU that `--offload auto` tries first
+SAME_SPEED = 1e-3  # relative difference of step times that the planner cannot resolve
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A predicted run. `parts` is one GPU at its peak, `host_bytes` one host with all its ranks."""
+    """Predicted memory and time of a run. `parts` is one GPU at its peak, `host_bytes` one host with all its ranks."""
 
     run: PlannedRun
     placement: Placement
-    when: str  # the peak is reached
+    when: str  # point of the step where memory peaks
     parts: Breakdown
     host_bytes: float
     seconds: dict[str, float]
@@ -84,18 +84,18 @@ class Plan:
 
     @property
     def shortages(self) -> tuple[str, ...]:
-        """Returns what there is too little of: `GPU memory, by 1.5 GiB a GPU`."""
+        """Returns texts such as `GPU memory, by 1.5 GiB per GPU`."""
         missing = {"GPU": self.missing_gpu_bytes, "host": self.missing_host_bytes}
-        return tuple(f"{name} memory, by {size / GIB:.1f} GiB a {name}" for name, size in missing.items() if size)
+        return tuple(f"{name} memory, by {size / GIB:.1f} GiB per {name}" for name, size in missing.items() if size)
 
 
 # ---- choosing -------------------------------------------------------------------------------------------------------
 
 
 def make_plan(run: PlannedRun) -> Plan:
-    """Plans a run. `--offload auto` takes the fastest plan that fits, or else the one with the least GPU memory.
+    """Plans a run. `--offload auto` chooses the fastest plan that fits, or else the one with the least GPU memory.
 
-    Among equally fast ones (launches may hide a difference), one with all state on the GPU, then the least work.
+    Among equally fast plans (kernel launches may hide a difference) it prefers all state on the GPU, then less work.
     """
     candidates = list(_candidates(run))
     if fitting := [plan for plan in candidates if plan.fits]:
@@ -111,10 +111,10 @@ def can_fit(run: PlannedRun) -> bool:
 
 
 def _candidates(run: PlannedRun) -> Iterator[Plan]:
-    """Yields the run as it is. Where `--offload auto` could gain, also with state on the host for some or all layers.
+    """Yields the plan as given and, if `--offload auto` could gain, plans with the state of some layers on the host.
 
-    The number of layers with state on the GPU grows in steps. Between two steps that lack different memories, bisection
-    looks for one that lacks neither.
+    The number of layers with state on the GPU grows in steps. If one step lacks host memory and the next GPU memory, a
+    bisection looks for a plan between them that lacks neither.
     """
     plan = plan_as_given(run)
     yield plan
@@ -141,7 +141,7 @@ def _candidates(run: PlannedRun) -> Iterator[Plan]:
 
 
 def plan_as_given(run: PlannedRun, placement: Placement | None = None) -> Plan:
-    """Plans a run with its state where it is, and a placement of layers that is given or follows from the flags."""
+    """Plans a run without moving its state. The placement of layers is given, or follows from the flags."""
     placement = placement or placement_of(run)
     snapshot = peak(run, placement)
     host = host_bytes(run, placement) * run.hardware.ranks_per_host
@@ -149,14 +149,14 @@ def plan_as_given(run: PlannedRun, placement: Placement | None = None) -> Plan:
 
 
 def usable_gpu_bytes(run: PlannedRun) -> float:
-    """Returns the memory that tensors can have: without what drivers and libraries take, and fragmentation."""
+    """Returns the GPU memory for tensors, without that of drivers, libraries and fragmentation."""
     free = max(0.0, run.hardware.gpu_memory - OUTSIDE_BYTES) * (1 - SLACK)
     budget = run.config.device_memory_budget
     return free if budget is None else min(free, budget * GIB)
 
 
 def placement_of(run: PlannedRun) -> Placement:
-    """Returns what the flags ask for; with `--offload auto` the fastest that fits, or nearly fits."""
+    """Returns the placement that the flags ask for; with `--offload auto` the fastest that fits."""
     resident, offloaded = (RECOMPUTE, RECOMPUTE_OFFLOAD) if run.config.remat_policy == "full" else (KEEP, OFFLOAD)
     if run.config.offload == "auto":
         return _fastest(run)
@@ -172,20 +172,20 @@ def _fastest(run: PlannedRun) -> Placement:
         over = peak(run, found).parts.total - usable
         if over <= 0:
             return found
-        room -= max(over, states[KEEP].device_bytes / 4)  # the peak comes later, when gradients have accumulated
+        room -= max(over, states[KEEP].device_bytes / 4)  # memory peaks later, when gradients have accumulated
     return _offload_first_layers(run, RECOMPUTE, RECOMPUTE_OFFLOAD)
 
 
 def _offload_first_layers(run: PlannedRun, resident: str, offloaded: str) -> Placement:
-    """Offloads as many groups of layers as the host has room for, first ones first and never the last."""
-    rerun = (run.group_size - 1) * saved_by_layer(run, offloaded)  # what a group that runs again hands over
+    """Offloads as many groups of layers as host memory allows, starting at the first; the last is never offloaded."""
+    rerun = (run.group_size - 1) * saved_by_layer(run, offloaded)  # offloaded while a group runs again
     room = (_host_budget(run) - rerun) / saved_by_group(run, offloaded)
     groups = max(0, min(run.groups - 1, int(room) if room < run.groups else run.groups))
     return Placement(tuple(offloaded if i // run.group_size < groups else resident for i in range(run.layers)))
 
 
 def layer_states(run: PlannedRun) -> dict[str, State]:
-    """Returns the cost of a layer in each state."""
+    """Returns the cost of one layer by state."""
     forward, _ = attention_seconds(run)
     compute = layer_seconds(run, Placement((KEEP,) * run.layers))
     everything, layer_input = saved_by_layer(run, KEEP), saved_by_layer(run, RECOMPUTE)
@@ -199,7 +199,7 @@ def layer_states(run: PlannedRun) -> dict[str, State]:
 
 
 def _host_budget(run: PlannedRun) -> float:
-    """Returns the bytes that one rank's layers may offload."""
+    """Returns the bytes that the layers of one rank may offload."""
     free = run.hardware.host_memory / run.hardware.ranks_per_host - PROCESS_BYTES
     budget = run.config.host_memory_budget
     if budget is None:
@@ -209,18 +209,18 @@ def _host_budget(run: PlannedRun) -> float:
     return budget * GIB
 
 
-# ---- the run that is about to begin ---------------------------------------------------------------------------------
+# ---- the current run ------------------------------------------------------------------------------------------------
 
 
 def plan_of_layers(config: TrainConfig, model: PreTrainedConfig, world: World) -> Plan | None:
-    """Returns rank 0's plan under `--offload auto`, for the least memory of any rank. The same on all ranks."""
+    """Returns the plan of `--offload auto` for the rank with the least memory, the same on all ranks; else None."""
     if config.offload != "auto":
         return None
     run = planned_run(config, model, world)
     least = torch.tensor([run.hardware.gpu_memory, free_host_memory(world, share=1.0)], dtype=torch.float64)
     dist.all_reduce(least, op=dist.ReduceOp.MIN)
     gpu, free = least.tolist()
-    host = (free + PROCESS_BYTES) * run.hardware.ranks_per_host  # this process is already there
+    host = (free + PROCESS_BYTES) * run.hardware.ranks_per_host  # this process's memory is not free any more
     hardware = dataclasses.replace(run.hardware, gpu_memory=gpu, host_memory=host)
     found = [on_all_ranks(world, lambda: make_plan(PlannedRun(model, config, hardware)))]
     dist.broadcast_object_list(found)  # ranks that recompute different layers would wait for each other
@@ -228,7 +228,7 @@ def plan_of_layers(config: TrainConfig, model: PreTrainedConfig, world: World) -
 
 
 def host_memory_for_layers(run: PlannedRun, world: World, deepspeed: DeepSpeedSettings | None = None) -> float:
-    """Returns the bytes that this rank's layers may offload, before the model has taken host memory."""
+    """Returns the bytes that this rank's layers may offload. Call it before the model allocates host memory."""
     if (budget := run.config.host_memory_budget) is not None:
         return budget * GIB
     state = deepspeed_bytes_on_host(run, deepspeed) if deepspeed else state_bytes_on_host(run)

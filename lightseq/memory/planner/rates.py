@@ -1,7 +1,7 @@
-"""Constants of the planner: chips from datasheets, memory and speed as measured.
+"""Constants of the planner: chips from datasheets, and measured memory and speed.
 
-Measured on NVIDIA H200 (benchmarks/results/plan-*.jsonl, docs/log.md). Other chips are assumed to
-reach the same shares of their own peaks.
+Measured on NVIDIA H200 (benchmarks/results/plan-*.jsonl, docs/log.md). Other chips are assumed to reach the same shares
+of their peaks.
 """
 
 import re
@@ -33,8 +33,8 @@ class Chip:
         return found
 
 
-# HBM bandwidth; PCIe x16, 64 GB/s (Gen5) or 32 GB/s (Gen4) one way; NVLink one way, which is half of what is
-# advertised, or PCIe where there is none.
+# HBM bandwidth; PCIe x16 in one direction, 64 GB/s (Gen5) or 32 GB/s (Gen4); NVLink in one direction, half of the
+# advertised rate, or PCIe for GPUs without NVLink.
 CHIPS: Mapping[str, Chip] = {
     "h200": Chip("NVIDIA H200", 143_771 * MIB, 4.8e12, 64e9, 450e9),
     "h100-80gb": Chip("NVIDIA H100 80GB HBM3", 81_559 * MIB, 3.35e12, 64e9, 450e9),
@@ -45,14 +45,14 @@ CHIPS: Mapping[str, Chip] = {
     "l40s": Chip("NVIDIA L40S", 46_068 * MIB, 0.864e12, 32e9, 32e9, (8, 9)),
 }
 MEASURED_ON = CHIPS["h200"]
-DEFAULT_CORES = 8  # of a host per rank; hosts of eight GPUs have more
+DEFAULT_CORES = 8  # host cores per rank; hosts of eight GPUs have more
 
 
 @dataclass(frozen=True)
 class Widths:
-    """Elements per token and unit of hidden size, attention (heads x head dim), key/value heads and MLP.
+    """Elements per token in units of the hidden size, attention (heads x head dim), key/value heads and MLP size.
 
-    Also holds a model's own sizes: `dot` of the two is a number of elements per token.
+    A model's own sizes are `Widths` too; `dot` of the two is the number of elements per token.
     """
 
     hidden: float = 0.0
@@ -66,9 +66,9 @@ class Widths:
 
 @dataclass(frozen=True)
 class BackwardPoint:
-    """A point of a layer's backward pass at which memory may peak.
+    """A point of a layer's backward pass where memory may peak.
 
-    `widths` counts temporaries beyond saved activations, weights and what the operators below allocate themselves.
+    `widths` counts temporaries other than saved activations, weights and the operators' own allocations.
     """
 
     widths: Widths
@@ -77,8 +77,8 @@ class BackwardPoint:
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------
-# By whether layers are compiled. Counted on CPU with torch's memory profiler, one model size varied at a time.
-# Compiled attention lies between (4, 2, 4) for narrow and (6, 2, 2) for wide heads; its MLP was chosen by the points.
+# Keys: whether layers are compiled. Counted on CPU with torch's memory profiler, varying one model size at a time.
+# Compiled attention is between (4, 2, 4) for narrow and (6, 2, 2) for wide heads; compiled MLP is fitted to the points.
 BACKWARD_POINTS: Mapping[bool, Mapping[str, BackwardPoint]] = {
     False: {
         "norms": BackwardPoint(Widths(hidden=17, attention=1, key_value=2)),
@@ -102,7 +102,7 @@ SAVED_WITHOUT_REMAT: Mapping[bool, Widths] = {
     False: Widths(hidden=8, attention=2, key_value=2, intermediate=4),
     True: Widths(hidden=4, attention=2, key_value=2, intermediate=3),
 }
-# --remat none frees as the backward pass goes: at attention, what the MLP saved is gone (negative widths).
+# With --remat none the MLP's saved tensors are freed before attention's backward pass (negative widths).
 POINTS_WITHOUT_REMAT: Mapping[bool, Mapping[str, BackwardPoint]] = {
     False: {
         "norms": BackwardPoint(Widths(hidden=4)),
@@ -127,19 +127,19 @@ MEMORY_SHARE = 0.75  # GPU memory traffic (traces: compiled elementwise 0.80, Ad
 PEER_SHARE = 0.43  # a collective between GPUs beside running kernels (traces)
 NETWORK_RATE = 45e9  # bytes per second to other hosts: 400 Gb/s per GPU, nine tenths used (assumed)
 HOST_LINK_SHARE = 0.8  # copies to and from pinned memory (assumed)
-# Elements read and written per token by norms, rotation and activation: always, and again under remat. Eager: counted,
-# and checked against the kernels of a step of 1B and of 8 layers of 8B at 32K on one H100.
+# Elements that norms, rotation and activation read and write per token: always, and again under remat. Eager values are
+# counted, and checked against the kernels of a step of 1B and of 8 layers of 8B at 32K on one H100.
 ELEMENTWISE: Mapping[bool, tuple[Widths, Widths]] = {
     False: (Widths(190, 48, 48, 14), Widths(45, 16, 16, 5)),
     True: (Widths(20, 6, 6, 9), Widths(6, 3, 3, 3)),
 }
-EAGER_TILED_MLP = 8.0  # replaces the MLP's width above where it is tiled: it is one kernel (the same steps)
+EAGER_TILED_MLP = 8.0  # replaces the MLP's width above if it is tiled, which is one kernel (the same steps)
 FORWARD_SHARE = 0.25  # of a layer's time; backward with recomputation takes three times as long (counted)
 LOGIT_PASSES = 3.3  # passes over the logits by the loss kernel (traces)
 WEIGHT_COPIES = 22.0  # bytes per parameter and pass to cast, concatenate and split weights (traces)
-# Bytes per parameter and update: counted; adamw_torch from its 11.9 ms beside the fused one's 5.1.
+# Bytes per parameter and update: counted; adamw_torch scaled from the fused one by its time (11.9 against 5.1 ms).
 OPTIMIZER_BYTES = {"adamw_torch_fused": 28, "adamw_torch": 65, "adamw_8bit": 16, "adamw_torch_8bit": 16, "sgd": 12}
-NORM_BYTES, CLIP_BYTES = 4.0, 8.0  # the norm reads a gradient, clipping reads and writes it
+NORM_BYTES, CLIP_BYTES = 4.0, 8.0  # per gradient: the norm reads it, clipping reads and writes it
 HOST_UPDATE_RATE = 17.5e9  # bytes per second and core of AdamW on the host (points) ...
 HOST_UPDATE_MAX = 135e9  # ... and at most (16 cores beside an H100: fused AdamW 140e9, clipping 131e9)
 # Parameters per second that a GPU updates while their state streams through it (one H100, 587 million, five times).

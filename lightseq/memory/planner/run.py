@@ -1,4 +1,4 @@
-"""A training run as the planner sees it: model, flags and hardware, and the sizes that follow from them."""
+"""Model, flags and hardware of a planned run, and the sizes that follow from them."""
 
 import math
 import os
@@ -40,7 +40,7 @@ class Hardware:
 
     def __post_init__(self) -> None:
         if self.gpus > self.gpus_per_host and self.gpus % self.gpus_per_host:
-            raise ValueError(f"--gpus {self.gpus} do not fill hosts of {self.gpus_per_host}; give a multiple")
+            raise ValueError(f"--gpus {self.gpus} is not a multiple of {self.gpus_per_host} GPUs per host; give one")
 
     @property
     def ranks_per_host(self) -> int:
@@ -53,7 +53,7 @@ class Hardware:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run and the sizes of the rank that has most. `parameters` count weights, `bytes` are those of one rank."""
+    """A run and the sizes of its largest rank. `parameters` are numbers of weights; `bytes` are per rank."""
 
     model: PreTrainedConfig
     config: TrainConfig
@@ -64,7 +64,8 @@ class PlannedRun:
     def __post_init__(self) -> None:
         if self.hardware.gpus % self.sequence_ranks:
             raise ValueError(
-                f"--sequence_parallel_size {self.sequence_ranks} does not divide the {self.hardware.gpus} GPUs"
+                f"--sequence_parallel_size {self.sequence_ranks} does not divide {self.hardware.gpus} GPUs; "
+                "give a divisor"
             )
 
     def with_length(self, length: int) -> "PlannedRun":
@@ -78,13 +79,13 @@ class PlannedRun:
 
     @property
     def shards(self) -> int:
-        """Ranks over which FSDP splits a parameter."""
+        """Returns the number of ranks over which FSDP shards a parameter."""
         per_host = self.hardware.ranks_per_host
         return {"full_shard": self.hardware.gpus, "hybrid_shard": per_host, "ddp": 1}[self.config.fsdp_mode]
 
     @property
     def prefetches_weights(self) -> bool:
-        """Returns whether a layer's weights are gathered, or copied from the host, while another layer computes."""
+        """Returns whether a layer's weights are gathered, or copied from the host, while another layer runs."""
         return self.shards > 1 or (self.state_on_host and not self.config.tile_layers)
 
     @property
@@ -98,7 +99,7 @@ class PlannedRun:
 
     @cached_property
     def tokens(self) -> int:
-        """Tokens of one rank in a forward pass."""
+        """Returns the tokens of one rank in a forward pass."""
         packed = self.config.packing != "none"
         length = local_tokens(self.schedule, self.config.model_max_length, packed)
         return length * self.config.per_device_train_batch_size
@@ -117,7 +118,7 @@ class PlannedRun:
 
     @cached_property
     def choice(self) -> ScheduleChoice:
-        """Returns the schedule that training takes, by the same rates and for one sequence."""
+        """Returns the schedule that training would choose, for one sequence and by the same rates."""
         heads, asked = self.architecture.heads, ScheduleChoice(self.config.schedule, self.config.ulysses_size)
         one = AttentionShape(self.config.model_max_length, heads.query, heads.key_value, heads.dim)
         if self.config.packing != "none":
@@ -141,7 +142,7 @@ class PlannedRun:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element in the compute dtype."""
+        """Returns the bytes per element of the compute dtype."""
         return 4 if self.config.compute_dtype == "float32" else 2
 
     @cached_property
@@ -160,7 +161,7 @@ class PlannedRun:
 
     @property
     def layer_linears(self) -> int:
-        """Parameters of a layer's linears."""
+        """Returns the number of weights in a layer's linears."""
         return self.architecture.layer_linears // self.layers
 
     @property
@@ -173,7 +174,7 @@ class PlannedRun:
 
     @cached_property
     def adapter_parameters(self) -> int:
-        """Parameters of LoRA adapters; 0 where the whole model trains."""
+        """Returns the number of LoRA parameters; 0 if the whole model trains."""
         return count_adapter_parameters(lora_from_config(self.config, self.model), self.model)
 
     @property
@@ -182,12 +183,12 @@ class PlannedRun:
 
     @property
     def local_trained(self) -> int:
-        """Parameters of one rank that get a gradient."""
+        """Returns the number of one rank's parameters that get a gradient."""
         return ceil((self.adapter_parameters or self.architecture.total) / self.shards)
 
     @property
     def weight_bytes(self) -> float:
-        """Returns one rank's bytes: float32 masters of what trains, frozen weights in the compute dtype."""
+        """Returns the bytes of one rank's weights: trained ones in float32, frozen ones in the compute dtype."""
         frozen = self.itemsize * self.local_parameters if self.adapter_parameters else 0
         return frozen + float(FLOAT32 * self.local_trained)
 
@@ -206,14 +207,14 @@ class PlannedRun:
 
     @property
     def host_share(self) -> float:
-        """Returns the share of the weights that wait in host memory, with their gradients and optimizer state."""
+        """Returns the share of the weights in host memory, with their gradients and optimizer state."""
         if not self.state_on_host:
             return 0.0
         return 1.0 - self.layers_with_state_on_gpu * self.layer_parameters / self.architecture.total
 
 
 def planned_run(config: TrainConfig, model: PreTrainedConfig, world: World) -> PlannedRun:
-    """Describes a run on this machine. Without a GPU of known rates, times are those of an H200."""
+    """Returns the planned run on this machine. Without a GPU of known rates, times are those of an H200."""
     chip, memory = CHIPS["h200"], math.inf
     if world.device.type == "cuda":
         properties = torch.cuda.get_device_properties(world.device)

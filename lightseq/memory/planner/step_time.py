@@ -1,4 +1,4 @@
-"""Predicts the seconds of a training step by part, on the slowest rank."""
+"""Predicted seconds of a training step by part, on the slowest rank."""
 
 from dataclasses import replace
 from functools import lru_cache
@@ -18,7 +18,7 @@ FORWARD_AND_BACKWARD = (rates.FORWARD_SHARE, 1 - rates.FORWARD_SHARE)  # shares 
 
 
 def step_seconds(run: PlannedRun, placement: Placement) -> dict[str, float]:
-    """Returns the parts, which add up to the step."""
+    """Returns the seconds of each part; their sum is the step time."""
     passes, layer = run.config.gradient_accumulation_steps, layer_seconds(run, placement)
     parts = {name: passes * seconds for name, seconds in _compute_seconds(run, placement).items()}
     parts["weights: gathered and reduced, exposed"] = passes * _exposed_collectives(run, layer)
@@ -33,12 +33,12 @@ def step_seconds(run: PlannedRun, placement: Placement) -> dict[str, float]:
 
 
 def layer_seconds(run: PlannedRun, placement: Placement) -> float:
-    """Returns one layer's compute, forward and backward, with its share of the loss."""
+    """Returns the seconds of one layer's compute, forward and backward, with a layer's share of the loss."""
     return sum(_compute_seconds(run, placement).values()) / run.layers
 
 
 def _compute_seconds(run: PlannedRun, placement: Placement) -> dict[str, float]:
-    """Returns what keeps a GPU busy in one forward and backward pass."""
+    """Returns the seconds of GPU work in one forward and backward pass, by part."""
     forward, backward = attention_seconds(run)
     logits = run.tokens * run.model.vocab_size * run.itemsize
     return {
@@ -51,7 +51,7 @@ def _compute_seconds(run: PlannedRun, placement: Placement) -> dict[str, float]:
 
 
 def attention_seconds(run: PlannedRun) -> tuple[float, float]:
-    """Returns one layer's attention forward and backward over all ranks, communication included."""
+    """Returns the seconds of one layer's attention forward and backward over all ranks, with communication."""
     dim = run.architecture.heads.dim
     head_dim = min(rates.HEAD_DIM_SHARE, key=lambda known: abs(known - dim))
     share = rates.HEAD_DIM_SHARE[head_dim] * rates.KERNEL_SHARE.get(run.config.kernel_name, 1.0)
@@ -64,9 +64,9 @@ def attention_seconds(run: PlannedRun) -> tuple[float, float]:
 
 
 def _recomputed_attentions(run: PlannedRun, placement: Placement) -> float:
-    """Returns how often attention's forward pass runs again.
+    """Returns the number of recomputed attention forward passes.
 
-    Layers that share a checkpoint all run again, and under `full` all but the last of each group a second time.
+    All layers that share a checkpoint run again, and under `full` all but the last of each group a second time.
     """
     if run.group_size > 1:
         return run.layers + (run.layers - run.groups if run.config.remat_policy == "full" else 0.0)
@@ -74,7 +74,7 @@ def _recomputed_attentions(run: PlannedRun, placement: Placement) -> float:
 
 
 def matrix_seconds(run: PlannedRun) -> float:
-    """Returns the matrix products of a forward and backward pass, recomputed ones and the head's included."""
+    """Returns the seconds of matrix products in a forward and backward pass, with recomputation and the head."""
     config, architecture = run.config, run.architecture
     passes = 2 if run.adapter_parameters else 3  # forward; backward by the input, and by the weight where it trains
     layers = 2.0 * run.tokens * passes * architecture.layer_linears
@@ -82,16 +82,17 @@ def matrix_seconds(run: PlannedRun) -> float:
         run.model, run.tokens, 1, config.remat_policy, run.group_size, config.tile_layers, attention_share=0.0
     )
     if _tiles_mlp(run) and not (config.torch_compile or architecture.mlp_is_last):
-        layers += 2 * run.tokens * run.layers * 3 * run.widths.hidden * run.widths.intermediate  # for what follows it
+        # The tiled MLP runs again for the modules that follow it.
+        layers += 2 * run.tokens * run.layers * 3 * run.widths.hidden * run.widths.intermediate
     flops = layers * rates.FP8_TIME[config.fp8] + 2 * run.tokens * passes * architecture.head
     precision = 1.0 if run.itemsize == 2 else 0.5 if config.tf32 else 1 / 16  # relative to bfloat16
     return flops / (run.hardware.chip.peak_flops * rates.MATRIX_SHARE * precision)
 
 
 def _elementwise_bytes(run: PlannedRun) -> float:
-    """Returns the bytes of one token in one layer, forward and backward."""
+    """Returns the bytes that elementwise kernels move per token and layer, forward and backward."""
     always, repeated = rates.ELEMENTWISE[run.config.torch_compile]
-    if _tiles_mlp(run) and not run.config.torch_compile:  # a third of it is forward, once more in a group
+    if _tiles_mlp(run) and not run.config.torch_compile:  # a third is the forward pass, which a group repeats
         mlp = rates.EAGER_TILED_MLP * (4 / 3 if run.group_size > 1 else 1)
         always, repeated = replace(always, intermediate=mlp), replace(repeated, intermediate=0)
     repeats = 0 if run.config.remat_policy == "none" else 2 if run.group_size > 1 else 1
@@ -114,14 +115,17 @@ def _memory_rate(run: PlannedRun) -> float:
 
 
 def _exposed_collectives(run: PlannedRun, layer_seconds: float) -> float:
-    """Returns gathers and reductions that compute does not hide; nothing hides the first, embeddings and head."""
+    """Returns the seconds of gathers and reductions that compute does not hide.
+
+    Nothing hides the first gather, nor those of embeddings and head.
+    """
     ends = run.architecture.head * (1 if run.tied else 2)
     layer = _collective_seconds(run, run.layer_parameters)
     return run.layers * max(0.0, layer - layer_seconds) + layer / 2 + _collective_seconds(run, ends)
 
 
 def _collective_seconds(run: PlannedRun, parameters: int) -> float:
-    """Returns two gathers in the compute dtype and a float32 reduction over shards and then over replicas."""
+    """Returns the seconds of two gathers in the compute dtype and a float32 reduction over shards, then replicas."""
     others = (run.shards - 1) / run.shards
     seconds = parameters * others * (2 * run.itemsize + FLOAT32) / _collective_rate(run, run.shards)
     replicas = run.hardware.gpus // run.shards
@@ -137,23 +141,23 @@ def _collective_rate(run: PlannedRun, ranks: int) -> float:
 
 
 def _exposed_copies(run: PlannedRun, placement: Placement, layer_seconds: float) -> float:
-    """Returns copies of saved activations, there and back, that the layers' compute does not hide."""
+    """Returns the seconds of activation copies, in both directions, that the layers' compute does not hide."""
     copies = [placement.count(state) / run.group_size * copy_seconds(run, state, layer_seconds) for state in OFFLOADED]
     return sum(copies)
 
 
 def copy_seconds(run: PlannedRun, state: str, layer_seconds: float) -> float:
-    """Returns the exposed copies of a group of layers: out during its forward pass, back during its backward pass."""
+    """Returns a group's exposed copy seconds: out during its forward pass, back during its backward pass."""
     copied = saved_by_group(run, state) / host_link(run)
-    if in_flight(run) == 1:  # nothing is copied beside compute
+    if in_flight(run) == 1:  # copies do not overlap compute
         return 2 * copied
     return sum(max(0.0, copied - share * run.group_size * layer_seconds) for share in FORWARD_AND_BACKWARD)
 
 
 def _exposed_weights(run: PlannedRun, layer_seconds: float) -> float:
-    """Returns copies of weights from the host, for forward and for backward, float32 where they train.
+    """Returns the exposed seconds of weight copies from the host, for forward and backward.
 
-    Prefetched layers are hidden by another layer's compute; embeddings and head never are.
+    Trained weights are copied in float32. Another layer's compute hides prefetched layers, but not embeddings and head.
     """
     if not run.state_on_host:
         return 0.0
@@ -165,7 +169,7 @@ def _exposed_weights(run: PlannedRun, layer_seconds: float) -> float:
 
 
 def host_link(run: PlannedRun) -> float:
-    """Returns bytes per second between GPU and host, one way."""
+    """Returns the bytes per second between GPU and host in one direction."""
     return run.hardware.chip.host_rate * rates.HOST_LINK_SHARE
 
 
@@ -182,6 +186,6 @@ def update_seconds(run: PlannedRun) -> float:
     if not run.state_on_host:
         return seconds
     host_rate = min(run.hardware.cores_per_rank * rates.HOST_UPDATE_RATE, rates.HOST_UPDATE_MAX)
-    if streamed := rates.STREAMED_UPDATE_RATE.get(optim):  # which clips as well
+    if streamed := rates.STREAMED_UPDATE_RATE.get(optim):  # this rate includes clipping
         return seconds + on_host * rates.NORM_BYTES / host_rate + on_host / streamed
     return seconds + on_host * moved / host_rate
