@@ -351,9 +351,9 @@ WAYS = {
 REASONS = {
     "attention interface": "no attention interface of transformers",
     "both directions": "bidirectional attention",
-    "mask of its own": "attention with its own mask",
+    "own attention mask": "attention with its own mask",
     "keys (of|and values)": "keys and values of different dimensions",
-    r"passe[sd] .*?(\w+), (for )?which": r"attention with \1",
+    r"(?:got|passes) (\w+)": r"attention with \1",
     r"has (\w+) layers": r"\1 layers",
     "inputs other than text": "inputs other than text",
     "single number of attention heads": "heads differ between layers",
