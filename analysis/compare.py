@@ -26,8 +26,10 @@ from .drawing import (
     marker,
     new_figure,
     output_dir,
+    plain_ticks,
     print_rich,
     save,
+    span_of,
 )
 from .records import print_notes
 from .run_settings import Difference, differing_flags, differing_machines
@@ -44,7 +46,7 @@ MEANS: tuple[tuple[str, str, float, str], ...] = (
     ("tokens per second", "tokens_per_second", 1.0, "{:,.1f}"),
     ("training tokens", "training_tokens_percent", 1.0, "{:.2f} %"),
     ("MFU", "mfu", 100.0, "{:.2f} %"),
-    ("model TFLOP/s", "model_tflops_per_gpu", 1.0, "{:.4g}"),
+    ("model TFLOP/s per GPU", "model_tflops_per_gpu", 1.0, "{:.4g}"),
 )
 PEAKS = (("peak memory, GPU", "peak_memory_allocated_bytes"), ("peak memory, host", "host_rss_bytes"))
 
@@ -196,6 +198,8 @@ def figure(runs: Pair, difference: LossDifference) -> Figure:
     draw_both(losses, runs, "loss", first_width=4.0)
     losses.set_title("Training loss", loc="left")
     losses.set_ylabel("nats per token")
+    losses.set_ylim(*span_of([run.column("loss") for run in runs]))
+    plain_ticks(losses.yaxis)
     draw_difference(apart, difference)
     draw_both(speed, runs, "tokens_per_second", first_width=1.6)
     speed.set_title("Throughput", loc="left")

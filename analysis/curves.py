@@ -26,9 +26,11 @@ from .drawing import (
     marker,
     new_figure,
     output_dir,
+    plain_ticks,
     print_lines,
     print_rich,
     save,
+    span_of,
     subtitle,
 )
 from .records import print_notes
@@ -75,7 +77,7 @@ HOST_MEMORY = Panel("Host memory", "GiB resident in one process", (Curve("host_r
 MFU = Panel(
     "Model FLOPs utilization (MFU)", "% of the chip's dense peak (FP8 with --fp8, else bf16)", (Curve("mfu", 100.0),)
 )
-TFLOPS = Panel("Model arithmetic", "model TFLOP/s per GPU or CPU process", (Curve("model_tflops_per_gpu"),))
+TFLOPS = Panel("Model FLOP/s", "model TFLOP/s per GPU (or CPU process)", (Curve("model_tflops_per_gpu"),))
 GRADIENT_NORM = Panel("Gradient norm", "before clipping", (Curve("grad_norm"),))
 LEARNING_RATE = Panel("Learning rate", "", (Curve("learning_rate"),))
 PANELS = (THROUGHPUT, MFU, TFLOPS, GPU_MEMORY, HOST_MEMORY, STEP_TIME, GRADIENT_NORM, LEARNING_RATE)
@@ -143,7 +145,7 @@ def table_cells(run: Run) -> dict[str, str]:
         "step time, median": median_of("step_seconds", "{:.3g} s"),
         "peak memory": f"{format_number('{:.2f} GiB', memory / GIB)} {place}",
         "MFU, median": median_of("mfu", "{:.1f} %", 100),
-        "model TFLOP/s, median": median_of("model_tflops_per_gpu", "{:.3g}"),
+        "model TFLOP/s per GPU": median_of("model_tflops_per_gpu", "{:.3g}"),
     }
 
 
@@ -177,6 +179,9 @@ def loss_figure(runs: Sequence[Run]) -> Figure:
         if run.evaluations:
             points = column(run.evaluations, "step"), column(run.evaluations, "eval_loss")
             axes.plot(*points, "D", color=color, markersize=7, markeredgecolor="white", zorder=3)
+    losses = [run.column("loss") for run in runs] + [column(run.evaluations, "eval_loss") for run in runs]
+    axes.set_ylim(*span_of(losses))
+    plain_ticks(axes.yaxis)
     forms = []
     if any(len(run.steps) > FEW for run in runs):
         forms += [

@@ -1,16 +1,18 @@
 """Common parts of every command that draws: the look of figures, their files, and Markdown tables."""
 
 import argparse
+import math
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullLocator
+from matplotlib.ticker import FixedFormatter, FixedLocator, MaxNLocator, NullLocator, ScalarFormatter
 from rich.console import Console, RenderableType
 
 from lightseq.config.lengths import shown as short_length
@@ -20,6 +22,8 @@ GIB = 2.0**30
 # Okabe and Ito's colours, which colour-blind readers can tell apart; without their yellow, which is too pale on white.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 GREY = "#555555"
+MAX_TICKS, TICK_STEPS = 7, (1, 2, 5, 10)
+SMALLEST_SPAN = 1e-3  # of the value; a loss that barely changes fills no axis with its last digits
 FEW = 20  # up to so many points, each is marked
 STYLE: Mapping[str, Any] = {
     "font.size": 11,
@@ -102,6 +106,49 @@ def log2_axis(axes: Axes, numbers: Sequence[float], labels: Sequence[str]) -> No
 def length_axis(axes: Axes, lengths: Sequence[int]) -> None:
     log2_axis(axes, lengths, [short_length(length) for length in lengths])
     axes.set_xlabel("tokens in the sequence")
+
+
+# ---- ticks ----------------------------------------------------------------------------------------------------------
+
+
+def span_of(columns: Iterable[np.ndarray]) -> tuple[float, float]:
+    """Returns axis limits around all values. They are never so close that tick labels need many digits."""
+    values = np.concatenate([np.asarray(values, dtype=float) for values in columns])
+    known = values[np.isfinite(values)]
+    if not known.size:
+        return 0.0, 1.0
+    low, high = float(known.min()), float(known.max())
+    span = max(high - low, SMALLEST_SPAN * abs(high)) or 1.0
+    middle = (low + high) / 2
+    return middle - 0.55 * span, middle + 0.55 * span
+
+
+def plain_ticks(axis: Axis) -> None:
+    """Puts at most seven round numbers on a linear axis, written in full instead of as offsets from one value."""
+    axis.set_major_locator(MaxNLocator(MAX_TICKS - 1, steps=TICK_STEPS))
+    axis.set_major_formatter(ScalarFormatter(useOffset=False))
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Returns at most seven round numbers between two positive numbers, for a logarithmic axis."""
+    if high < 10 * low:
+        ticks = MaxNLocator(MAX_TICKS - 1, steps=TICK_STEPS).tick_values(low, high)
+        return [float(tick) for tick in ticks if low <= tick <= high]
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for digits, stride in ((1, 2, 5), 1), ((1, 3), 1), *(((1,), stride) for stride in range(1, len(decades) + 1)):
+        ticks = [digit * 10.0**power for power in decades[::stride] for digit in digits]
+        shown = [tick for tick in ticks if low <= tick <= high]
+        if len(shown) <= MAX_TICKS:
+            break
+    return shown
+
+
+def round_log_ticks(axis: Axis, text: Callable[[float], str]) -> None:
+    """Puts `log_ticks` on a logarithmic axis whose limits are final."""
+    ticks = log_ticks(*sorted(axis.get_view_interval()))
+    axis.set_major_locator(FixedLocator(ticks))
+    axis.set_major_formatter(FixedFormatter([text(tick) for tick in ticks]))
+    axis.set_minor_locator(NullLocator())
 
 
 # ---- tables ---------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator, StrMethodFormatter
+from matplotlib.ticker import FuncFormatter, NullLocator
 
 from .drawing import (
     GREY,
@@ -22,6 +22,7 @@ from .drawing import (
     new_figure,
     output_dir,
     print_lines,
+    round_log_ticks,
     save,
     short_length,
 )
@@ -152,11 +153,8 @@ def perplexity_figure(found: Sequence[Evaluation]) -> Figure:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.xaxis.set_major_formatter(FuncFormatter(lambda tokens, _: short_length(round(tokens)) if tokens >= 1 else ""))
-    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
     cut_off_first_positions(axes, found)
-    low, high = axes.get_ylim()
-    axes.yaxis.set_minor_formatter(StrMethodFormatter("{x:,g}") if high < 10 * low else NullFormatter())
-    axes.grid(which="minor", axis="y", linewidth=0.5)
+    round_log_ticks(axes.yaxis, "{:,g}".format)
     axes.xaxis.set_minor_locator(NullLocator())
     axes.legend(loc="best")
     return out

@@ -8,10 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import (
     FixedFormatter,
     FixedLocator,
-    FuncFormatter,
-    LogLocator,
     MaxNLocator,
-    NullFormatter,
     NullLocator,
     StrMethodFormatter,
 )
@@ -23,7 +20,10 @@ from .drawing import (
     GREY,
     colors,
     marker,
+    plain_ticks,
+    round_log_ticks,
     short_length,
+    span_of,
 )
 from .plots_file import STEP, Plot, short_name
 from .records import Record
@@ -92,6 +92,7 @@ METRICS: Mapping[str, Metric] = {
     "speed": Metric("tokens_per_second", "Throughput", "tokens per second, all ranks", logarithmic=True),
     "memory": Metric("peak_memory_allocated_bytes", "Peak memory", "GiB of the worst GPU", 1 / GIB, whole=peak),
     "mfu": Metric("mfu", "Model FLOPs utilization", "% of the chip's dense peak", 100.0),
+    "model_tflops_per_gpu": Metric("model_tflops_per_gpu", "Model FLOP/s", "model TFLOP/s per GPU (or CPU process)"),
     "latency": Metric("step_seconds", "Time of a step", "seconds", from_zero=False, logarithmic=True),
     "sent": Metric("comm_bytes", "Sent by attention", "GB a step, all ranks together", 1e-9),
     "time": Metric("step_seconds", "Training time", "seconds, all steps", whole=total_seconds),
@@ -211,13 +212,14 @@ def set_vertical_scale(axes: Axes, plot: Plot, metric: Metric, values: np.ndarra
         axes.set_yscale("log")
         if axes.patches:  # bars have no foot on a logarithmic axis
             axes.set_ylim(positive.min() / 3, 2 * positive.max())
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
-        axes.yaxis.set_minor_formatter(NullFormatter())
+        round_log_ticks(axes.yaxis, number)
         return
     if metric.from_zero or metric.logarithmic:
         highest = float(values.max()) if values.size else 0.0
         axes.set_ylim(0, max(axes.get_ylim()[1], 1.05 * highest))  # points that are close are not at the edge
+    elif values.size and not axes.patches:
+        axes.set_ylim(*span_of([axes.dataLim.intervaly]))
+    plain_ticks(axes.yaxis)
     if axes.get_ylim()[1] >= 1000:
         axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
 

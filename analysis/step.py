@@ -15,6 +15,7 @@ from .drawing import (
     GIB,
     GREY,
     new_figure,
+    round_log_ticks,
     short_length,
     subtitle,
 )
@@ -121,7 +122,7 @@ def spread(step: Record) -> float:
 def table_rows(comparison: Comparison) -> list[list[str]]:
     """Returns a head and one row per record, the fastest of a length first."""
     on_gpu = any(step["mfu"] is not None for step in comparison.steps)
-    rows = [["", "tokens", "tokens/s", f"÷ {BASELINE}", "MFU" if on_gpu else "TFLOP/s", "peak GiB"]]
+    rows = [["", "tokens", "tokens/s", f"÷ {BASELINE}", "MFU" if on_gpu else "model TFLOP/s per GPU", "peak GiB"]]
     for step in comparison.steps:
         cells = ["–", "", "", ""]
         if step["tokens_per_second"] is not None:
@@ -218,6 +219,7 @@ def set_scale(axes: Axes, known: Sequence[float]) -> bool:
     if logarithmic:
         axes.set_yscale("log")
         axes.set_ylim(min(known) / 3, 2 * max(known))
+        round_log_ticks(axes.yaxis, "{:,g}".format)
     else:
         axes.set_ylim(0, 1.15 * max(known))
     return logarithmic
