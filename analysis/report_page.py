@@ -25,15 +25,21 @@ from .curves import PANELS, TFLOPS, table_cells, usual_top
 from .drawing import (
     COLORS,
     FEW,
+    GIB,
+    MAX_TICKS,
+    log_ticks,
     short_length,
+    span_of,
 )
+from .evaluate import Evaluation, needle_figure, needle_rows, perplexity_figure, position_rows
 from .records import Record, read_lines
-from .report import BENCHMARKS, Found
+from .report import BENCHMARKS, CHECK_KEYS, Found
 from .run_settings import setting_text
 from .runs import Run, column, describe, section, smooth
 
 POINTS = 1000  # of a curve at most, so that a page of many long runs stays small
 DASHES = ("solid", "dash", "dot", "dashdot")
+DETAIL_KEYS = ("lacks", "to_fit", "faster", "notes", "seconds", "config", "hardware", "versions")
 NUMBER = re.compile(r"[-+\d.,→ ]+(e[-+]\d+)?(K|M|%|s|GiB GPU|GiB host)?|–?")
 
 
@@ -89,7 +95,7 @@ def render(found: Found, title: str) -> str:
         title=title,
         made=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
         sections=sections_of(found),
-        left_out=[*found.left_out, *(f"{found.name(path)} is of another kind" for path in found.others)],
+        left_out=[*found.left_out, *(f"{found.name(path)} is another kind of file" for path in found.others)],
         notes=found.notes,
         plotlyjs=Markup(get_plotlyjs()),
     )
@@ -103,12 +109,15 @@ def png(figure: Figure) -> str:
 
 
 def sections_of(found: Found) -> list[Section]:
-    """Returns a section per kind of result. A run is in its sweep's section if it is one of the cells."""
+    """Returns a section per kind of result. Runs of a sweep are in the sweep's section."""
     sweeps = {path: runs_of_cells(cells, path.parent, found.runs) for path, cells in found.sweeps.items()}
     in_sweeps = [run.directory for runs in sweeps.values() for run in runs.values()]
     alone = [run for run in found.runs if run.directory not in in_sweeps]
     out = [runs_section(alone)] if alone else []
     out += [sweep_section(found.name(path.parent), found.sweeps[path], runs) for path, runs in sweeps.items()]
+    out += [evaluations_section(found)] if found.evaluations else []
+    out += [verifications_section(found)] if found.verifications else []
+    out += [plans_section(found)] if found.plans else []
     return out + [
         benchmark_section(benchmark, found.benchmarks[benchmark.name], found)
         for benchmark in BENCHMARKS
@@ -146,7 +155,8 @@ def curves(runs: Sequence[Run]) -> go.Figure:
     out = make_subplots(rows, 2, subplot_titles=titles, vertical_spacing=0.3 / rows, shared_xaxes="all")
     for place, run in enumerate(runs):
         out.add_traces(loss_traces(run, place), rows=1, cols=1)
-    out.update_yaxes(title_text="nats per token", row=1, col=1)
+    losses = [run.column("loss") for run in runs] + [column(run.evaluations, "eval_loss") for run in runs]
+    out.update_yaxes(title_text="nats per token", range=span_of(losses), row=1, col=1)
     for i, panel in enumerate(panels, 1):
         row, col, curve = i // 2 + 1, i % 2 + 1, panel.curves[0]
         for place, run in enumerate(runs):
@@ -155,9 +165,12 @@ def curves(runs: Sequence[Run]) -> go.Figure:
                 out.add_trace(trace, row, col)
         top = usual_top([curve.scale * run.column(curve.key) for run in runs])
         out.update_yaxes(title_text=panel.unit.partition(" (")[0], range=[0, top], row=row, col=col)
+    out.update_yaxes(nticks=MAX_TICKS, exponentformat="none", separatethousands=True)
+    out.update_xaxes(title_text="training step", showticklabels=True, nticks=MAX_TICKS, ticklabelstandoff=4)
     lengths = [run.last_step for run in runs]
-    logarithmic = max(lengths) > 20 * min(lengths)
-    out.update_xaxes(type="log" if logarithmic else "linear", title_text="training step", showticklabels=True)
+    if max(lengths) > 20 * min(lengths):
+        ticks = log_ticks(1, max(lengths))
+        out.update_xaxes(type="log", tickvals=ticks, ticktext=[f"{tick:,g}" for tick in ticks])
     return styled(out, height=320 * rows)
 
 
@@ -251,6 +264,81 @@ def cell_row(cell: Record, varying: Sequence[str], run: Run | None, measured: in
 
 def text(form: str, value: float | None) -> str:
     return "" if value is None else form.format(value)
+
+
+# ---- evaluations, verifications, plans ------------------------------------------------------------------------------
+
+
+def evaluations_section(found: Found) -> Section:
+    """Returns the pictures and tables of `analysis evaluate`: one for all perplexities, one per needle search."""
+    losses = [one for one in found.evaluations if one.kind == "loss"]
+    blocks: list[Block] = []
+    if losses:
+        blocks += ["Perplexity by position", perplexity_figure(losses), Table(position_rows(losses))]
+    for one in found.evaluations:
+        if one.kind == "needle":
+            blocks += [f"Needle: {one.label}", needle_figure([one]), Table(needle_rows(one), [sentence(one.score)])]
+    return Section("Evaluations", [*blocks, *map(evaluation_details, found.evaluations)])
+
+
+def sentence(words: str) -> str:
+    return f"{words[0].upper()}{words[1:]}."
+
+
+def evaluation_details(evaluation: Evaluation) -> Details:
+    summary = evaluation.summary
+    facts = [f"{summary[key]}" for key in ("model", "schedule", "kernel") if summary.get(key)]
+    return command_details(evaluation.label, summary, ", ".join(facts))
+
+
+def verifications_section(found: Found) -> Section:
+    """Returns a table of checks per verification, the name of its directory above it."""
+    blocks: list[Block] = []
+    for path, (header, *checks) in found.verifications.items():
+        verdict = "passed" if header["passed"] else "FAILED"
+        blocks.append(f"{found.name(path.parent)}: {verdict}")
+        rows = [[str(row[key]) for key in CHECK_KEYS] for row in checks]
+        blocks.append(Table([["check", "result", "detail"], *rows]))
+        blocks.append(command_details("Command", header))
+    return Section("Verifications", blocks)
+
+
+def plans_section(found: Found) -> Section:
+    """Returns a row per planned run, and its command with what the planner suggests and notes."""
+    plans = [(found.name(path), plan) for path, plans in found.plans.items() for plan in plans]
+    head = [
+        "plan",
+        "model",
+        "tokens",
+        "GPUs",
+        "device",
+        "schedule",
+        "fits",
+        "GiB per GPU",
+        "usable GiB",
+        "GiB per host",
+    ]
+    head += ["step", "tokens per second", "MFU", "longest that fits"]
+    details = [command_details(name, plan, ", ".join(plan_row(name, plan)[1:6])) for name, plan in plans]
+    notes = ["Predicted by lightseq plan, not measured."]
+    return Section("Plans", [Table([head, *(plan_row(*pair) for pair in plans)], notes), *details])
+
+
+def plan_row(name: str, plan: Record) -> list[str]:
+    config, hardware = plan["config"], plan["hardware"]
+    length, longest = config.get("model_max_length"), plan["longest_length"]
+    sizes = [f"{plan[key] / GIB:,.1f}" for key in ("peak_bytes", "usable_gpu_bytes", "host_bytes")]
+    facts = [name, config.get("model_name_or_path"), length and short_length(length), hardware["gpus"]]
+    facts += [section(hardware, "chip").get("device"), plan["schedule"], "yes" if plan["fits"] else "no", *sizes]
+    facts += [f"{plan['step_seconds']:,.3g} s", f"{plan['tokens_per_second']:,.0f}", f"{plan['mfu']:.1%}"]
+    return ["" if fact is None else str(fact) for fact in (*facts, longest and f"{longest:,}")]
+
+
+def command_details(title: str, record: Record, about: str = "") -> Details:
+    """Returns a record's command, and the settings beside its numbers."""
+    settings = {key: record[key] for key in DETAIL_KEYS if record.get(key)}
+    texts = [str(record.get("command") or "No command"), as_yaml(settings) if settings else ""]
+    return Details(title, [text for text in texts if text], about)
 
 
 # ---- benchmarks -----------------------------------------------------------------------------------------------------
