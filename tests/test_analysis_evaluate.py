@@ -110,4 +110,4 @@ def test_other_files_are_one_line_and_exit_2(
 
 def test_a_directory_given_twice_is_one_clear_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["evaluate", str(tmp_path), str(tmp_path)]) == 2
-    assert capsys.readouterr().err == f"analysis: error: {tmp_path} is given twice; name each run once\n"
+    assert capsys.readouterr().err == f"analysis: error: {tmp_path} is given twice; give each run once\n"

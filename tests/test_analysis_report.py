@@ -165,7 +165,7 @@ def test_everything_below_the_directory_is_on_the_page(page: Page) -> None:
     assert rows["length-8192"][1] == "failed" and rows["length-8192"][-1] == EVIL
     assert ["lightseq ring", "300", "400"] in page.rows
     assert ["plain", "32K", "100", "1.00", "40.0%", "16.0"] in page.rows
-    assert "– lightseq, 32K: out of memory" in page.text and "What is too large: out of memory." in page.text
+    assert "– lightseq, 32K: out of memory" in page.text and "Reasons for not fitting: out of memory." in page.text
 
 
 def test_evaluations_verifications_and_plans_have_tables_and_commands(page: Page) -> None:
@@ -284,9 +284,9 @@ def test_missing_facts_are_said_in_words(tmp_path: Path) -> None:
              for name, status in (("bare", "done"), ("away", "done"), ("broken", "failed"))]  # fmt: skip
     write_lines(tmp_path / "sweep.jsonl", cells)
     page = page_of(tmp_path)
-    assert "No run.json beside the metrics: flags, hardware and versions are not known." in page.details
+    assert "No run.json beside the metrics: flags, hardware and versions are unknown." in page.details
     rows = {row[0]: row[1] for row in page.rows}
-    assert rows["away"] == "done; its run is not below this directory" and rows["broken"] == "failed"
+    assert rows["away"] == "done; run not found below this directory" and rows["broken"] == "failed"
 
 
 def test_a_directory_with_nothing_to_show_is_one_line_and_exit_2(
