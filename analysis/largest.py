@@ -151,7 +151,7 @@ def draw_lines(axes: Axes, found: Sequence[Record]) -> None:
         axes.errorbar(x, sizes, yerr=([0] * len(sizes), above), color=color, marker="o", capsize=4, label=label)
     counts = sorted({r["gpus"] for r in found})
     log2_axis(axes, counts, [str(count) for count in counts])
-    axes.set(xlabel="GPUs", ylabel="parameters, billions\n(error bar: up to the size that did not fit)")
+    axes.set(xlabel="GPUs", ylabel="parameters, billions\n(error bar: too large)")
     axes.set_ylim(bottom=0)
 
 

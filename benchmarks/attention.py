@@ -89,7 +89,7 @@ def parser() -> Parser:
     out = Parser("benchmarks/attention.py", __doc__, EXAMPLES)
     kernels, transports = ("auto", *KERNELS), (*CHOICES["transport"], "none")
     peers, dtypes = (CEILING, *PEERS, *PACKED_PEERS), ("bfloat16", "float16", "float32", "float64")
-    schedules = f"auto, all, none, {', '.join(SCHEDULES)}; @head_groups=N and @ulysses_size=N set their options"
+    schedules = f"auto, all, none, {', '.join(SCHEDULES)}; options: @head_groups=N, @ulysses_size=N"
     what = out.add_argument_group("layer").add_argument
     what(
         "--lengths", type=listed(length), default="16K,32K,64K,128K", metavar="N,...", help="sequence lengths in tokens"
@@ -99,7 +99,7 @@ def parser() -> Parser:
         type=listed(choice, SCHEDULES),
         default="auto",
         metavar="S,...",
-        help=f"{schedules}, or @{TWICE} so that ulysses gathers q, k and v again in the backward pass",
+        help=f"{schedules}, @{TWICE} (ulysses gathers q, k and v again in the backward pass)",
     )
     what("--kernels", type=listed(one_of(*kernels)), default="auto", metavar="K,...", help=", ".join(kernels))
     what("--transports", type=listed(one_of(*transports)), default="auto", metavar="T,...", help=", ".join(transports))
@@ -123,7 +123,7 @@ def parser() -> Parser:
         "--dtype",
         type=one_of(*dtypes),
         metavar="D",
-        help=f"{', '.join(dtypes)}; default: bfloat16 on GPUs, float32 on CPU",
+        help=f"{', '.join(dtypes)}; if not given, bfloat16 on GPUs and float32 on CPU",
     )
     how = out.add_argument_group("measurement").add_argument
     how("--warmup", type=positive, default=2, metavar="N", help="untimed runs before the measurement")
