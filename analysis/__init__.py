@@ -1,1 +1,1 @@
-"""Tables and pictures of training runs and benchmarks; needs neither torch nor the machines they ran on."""
+"""Tables and plots of training runs and benchmarks. Needs neither torch nor a GPU."""

@@ -1,4 +1,4 @@
-"""Tables and pictures of what runs and benchmarks wrote: `python3 -m analysis [COMMAND] ...`."""
+"""Tables and plots of runs and benchmarks: `python3 -m analysis [COMMAND] ...`."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -17,21 +17,21 @@ class Command(NamedTuple):
 
 
 COMMANDS: Mapping[str, Command] = {
-    "attention": Command(attention.BENCHMARK.main, "FILE...", "draws what benchmarks/attention.py measured"),
-    "step": Command(step.BENCHMARK.main, "FILE...", "draws what benchmarks/step.py measured"),
-    "largest": Command(largest.BENCHMARK.main, "FILE...", "draws what benchmarks/largest.py found"),
-    "cluster": Command(cluster.main, "FILE", "draws what lightseq plan --attention predicted"),
-    "evaluate": Command(evaluate.main, "OUT...", "draws what lightseq evaluate measured"),
-    "plots": Command(plots.main, "--config FILE", "draws the figures that a YAML file asks of runs"),
-    "compare": Command(compare.main, "A B", "says how far two runs are apart"),
-    "profile": Command(profile.main, "OUTPUT_DIR", "says where the time of profiled steps went"),
+    "attention": Command(attention.BENCHMARK.main, "FILE...", "plots results of benchmarks/attention.py"),
+    "step": Command(step.BENCHMARK.main, "FILE...", "plots results of benchmarks/step.py"),
+    "largest": Command(largest.BENCHMARK.main, "FILE...", "plots results of benchmarks/largest.py"),
+    "cluster": Command(cluster.main, "FILE", "plots predictions of lightseq plan --attention"),
+    "evaluate": Command(evaluate.main, "OUT...", "plots results of lightseq evaluate"),
+    "plots": Command(plots.main, "--config FILE", "draws the figures that a YAML file describes"),
+    "compare": Command(compare.main, "A B", "compares two runs"),
+    "profile": Command(profile.main, "OUTPUT_DIR", "shows where the time of profiled steps went"),
     "watch": Command(watch.main, "OUTPUT_DIR", "shows a run while it trains"),
-    "report": Command(report.main, "DIR", "writes an HTML page of all results below it"),
+    "report": Command(report.main, "DIR", "writes an HTML page of all results in DIR"),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command, or draws the curves of runs; refused input is one line and status 2."""
+    """Runs a command, or plots runs. Prints refused input as one line and returns 2."""
     words = list(sys.argv[1:] if argv is None else argv)
     name = words[0] if words and words[0] in COMMANDS else None
     try:
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def command_help() -> str:
     lines = [f"  {f'{name} {command.operands}':<22} {command.help}" for name, command in COMMANDS.items()]
-    return "\n".join(("with a command (python3 -m analysis COMMAND -h has its flags):", *lines))
+    return "\n".join(("commands (python3 -m analysis COMMAND -h lists their flags):", *lines))
 
 
 if __name__ == "__main__":

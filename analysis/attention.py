@@ -1,4 +1,4 @@
-"""Attention benchmark: `python3 -m analysis attention FILE...` draws TFLOP/s over the length and prints a table."""
+"""Attention benchmark: `python3 -m analysis attention FILE...` plots TFLOP/s by length and prints a table."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from .drawing import (
 )
 from .records import Record, read_lines
 
-CEILING = "single-gpu"  # the kernel alone, which no split can beat
+CEILING = "single-gpu"  # the kernel on one GPU, an upper bound for every implementation
 OURS = "lightseq"
 SETTING = (
     "heads",
@@ -34,7 +34,7 @@ KEYS = (
     *("implementation", "request", "kernel", "transport", "length", "skipped", "seconds_min", "seconds_median"),
     *("seconds_max", "tflops_per_gpu"),
 )
-# A colour per family and a marker for each line in it. Our lines are strong, the ceiling is black and dashed.
+# A color per family, a marker per line. lightseq has the widest lines; the ceiling is black and dashed.
 FAMILY_COLORS: Mapping[str, str] = {
     "ulysses": "#E69F00",
     "torch-cp": "#009E73",
@@ -48,7 +48,7 @@ MARKERS = "os^Dv<>PX"
 
 @dataclass(frozen=True)
 class LengthTable:
-    """Comparable lines by their label, each a record per length: the ceiling first, then the fastest."""
+    """Records by label and length that share one setting. The ceiling comes first, then the fastest."""
 
     setting: Mapping[str, Any]
     lines: Mapping[str, Mapping[int, Record]]
@@ -59,7 +59,7 @@ class LengthTable:
 
     @property
     def measured(self) -> dict[str, list[Record]]:
-        """The records with numbers of each line that has some."""
+        """Measured records by label, without skipped ones."""
         found = {label: [r for r in line.values() if r["tflops_per_gpu"]] for label, line in self.lines.items()}
         return {label: records for label, records in found.items() if records}
 
@@ -76,7 +76,7 @@ class LengthTable:
 
 
 def read_points(path: Path, notes: list[str]) -> list[Record]:
-    """Returns the records of a file, each with the device that the header before it names."""
+    """Returns the records of a file, each with the device of the header before it."""
     device = "unknown device"
 
     def parse(record: Record) -> Record | None:
@@ -85,8 +85,8 @@ def read_points(path: Path, notes: list[str]) -> list[Record]:
             device = str(record.get("hardware", {}).get("device", device))
             return None
         if "relative_error_out" in record:
-            raise ValueError("holds errors, not times; give files written without --check")
-        record = {**record, "device": device, "documents": record.get("documents") or ""}  # "": one whole text
+            raise ValueError("has errors instead of times; give files written without --check")
+        record = {**record, "device": device, "documents": record.get("documents") or ""}  # "": one document
         if missing := [key for key in (*SETTING, *KEYS) if key not in record]:
             raise ValueError(f"has no {missing[0]!r}; it should be a record of benchmarks/attention.py")
         return record
@@ -101,7 +101,7 @@ def setting_of(record: Record) -> tuple[Any, ...]:
 def tables_of(records: Iterable[Record]) -> list[LengthTable]:
     """Returns one table per setting. Later records replace earlier ones of the same line and length.
 
-    The ceiling, on one GPU, is in the tables of every number of ranks.
+    Every table has the ceiling, which was measured on one GPU.
     """
     records = list(records)
     settings = {setting_of(record) for record in records if record["implementation"] != CEILING}
@@ -119,7 +119,7 @@ def tables_of(records: Iterable[Record]) -> list[LengthTable]:
 
 
 def numbered_lines(records: Sequence[Record]) -> dict[str, dict[int, Record]]:
-    """Returns the records by label and length: the ceiling first, then the fastest at the longest length."""
+    """Returns records by label and length: the ceiling first, then by speed at the longest length."""
     lines: dict[str, dict[int, Record]] = {}
     for record in sorted(records, key=lambda record: int(record["length"])):
         lines.setdefault(label_of(record, records), {})[record["length"]] = record
@@ -138,7 +138,7 @@ def implementation(line: Mapping[int, Record]) -> str:
 
 
 def label_of(record: Record, records: Sequence[Record]) -> str:
-    """Returns a line's name. Kernel and transport are in it only if the implementation ran with several."""
+    """Returns a line's label. It names kernel and transport only if the implementation ran with several."""
     name, kernel, transport = (record[key] for key in ("implementation", "kernel", "transport"))
     if name not in (CEILING, OURS):
         return str(name)
@@ -157,7 +157,7 @@ def spread(record: Record) -> float:
 
 
 def error_bars(records: Sequence[Record]) -> tuple[list[float], list[float]]:
-    """Returns how far TFLOP/s of the slowest and the fastest repeat are from the medians."""
+    """Returns the distances of the slowest and fastest repeats from the medians, in TFLOP/s."""
     below = [r["tflops_per_gpu"] * (1 - r["seconds_median"] / r["seconds_max"]) for r in records]
     above = [r["tflops_per_gpu"] * (r["seconds_median"] / r["seconds_min"] - 1) for r in records]
     return below, above
@@ -171,7 +171,7 @@ def number(value: float) -> str:
 
 
 def table_rows(table: LengthTable) -> list[list[str]]:
-    """Returns a head and one row per line, with a column per length."""
+    """Returns a header row and a row per line, with a column per length."""
 
     def cell(record: Record | None) -> str:
         if record is None:
@@ -183,7 +183,7 @@ def table_rows(table: LengthTable) -> list[list[str]]:
 
 
 def remarks(table: LengthTable) -> list[str]:
-    """Returns how much the times varied, and why points are missing."""
+    """Returns the spread of the times and the reasons for missing points."""
     measured = [(record, label) for label, records in table.measured.items() for record in records]
     out = []
     if measured:
@@ -205,7 +205,7 @@ def remarks(table: LengthTable) -> list[str]:
 
 
 def figure(table: LengthTable) -> Figure | None:
-    """Draws lines over the length, or bars if there is only one. Returns None if nothing was measured."""
+    """Plots TFLOP/s by length, as bars if there is one length. Returns None if nothing was measured."""
     lines = table.measured
     if not lines:
         return None
@@ -216,7 +216,7 @@ def figure(table: LengthTable) -> Figure | None:
     for (label, records), look in zip(lines.items(), looks(lines.values()), strict=True):
         draw_line(axes, label, records, look)
     axes.set_title("Attention layer, forward and backward", loc="left")
-    axes.set_ylabel("TFLOP/s per GPU, the causal half counted")
+    axes.set_ylabel("TFLOP/s per GPU, counting the causal half")
     length_axis(axes, table.lengths)
     axes.set_ylim(bottom=0)
     out.legend(loc="outside right upper", labelspacing=0.7)
@@ -225,7 +225,7 @@ def figure(table: LengthTable) -> Figure | None:
 
 
 def draw_line(axes: Axes, label: str, records: Sequence[Record], look: Mapping[str, Any]) -> None:
-    """Draws medians, with a bar from the slowest repeat to the fastest."""
+    """Plots medians with error bars from the slowest to the fastest repeat."""
     lengths, rates = [r["length"] for r in records], [r["tflops_per_gpu"] for r in records]
     axes.plot(lengths, rates, label=label, markeredgecolor="white", markeredgewidth=0.6, **look)
     bars = {"fmt": "none", "ecolor": look["color"], "elinewidth": 1.0, "capsize": 3, "zorder": look.get("zorder", 2)}
@@ -233,11 +233,11 @@ def draw_line(axes: Axes, label: str, records: Sequence[Record], look: Mapping[s
 
 
 def bar_figure(table: LengthTable) -> Figure:
-    """Draws one length, the fastest at the top and the ceiling as a line through all bars."""
+    """Plots one length as bars, the fastest at the top, with the ceiling as a line across all bars."""
     out = new_figure(11, 1.8 + 0.42 * len(table.measured))
     axes = out.subplots()
     for label, records in table.measured.items():
-        (look,) = looks([records])  # one colour for a whole family
+        (look,) = looks([records])  # all bars of a family share a color
         rate = records[0]["tflops_per_gpu"]
         axes.barh(label, rate, color=look["color"], height=0.7, zorder=2)
         bars = {"fmt": "none", "ecolor": GREY, "elinewidth": 1.2, "capsize": 3, "zorder": 3}
@@ -248,13 +248,13 @@ def bar_figure(table: LengthTable) -> Figure:
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
     axes.set_title(f"Attention layer over {short_length(table.lengths[0])} tokens, forward and backward", loc="left")
-    axes.set(xlabel="TFLOP/s per GPU, the causal half counted")
+    axes.set(xlabel="TFLOP/s per GPU, counting the causal half")
     subtitle(out, table.title)
     return out
 
 
 def looks(lines: Iterable[Sequence[Record]]) -> list[dict[str, Any]]:
-    """Returns colour, marker and width of each line, by its family and its place in it."""
+    """Returns color, marker and width of each line by its family and its place in the family."""
     counts: dict[str, int] = {}
     out: list[dict[str, Any]] = []
     for records in lines:
@@ -276,7 +276,7 @@ def looks(lines: Iterable[Sequence[Record]]) -> list[dict[str, Any]]:
 BENCHMARK = Benchmark(
     name="attention",
     title="Attention layer, forward and backward",
-    description="Draws TFLOP/s per GPU against the length",
+    description="Plots TFLOP/s per GPU by length",
     read=read_points,
     group=tables_of,
     figure=figure,

@@ -1,4 +1,4 @@
-"""Pictures and tables of what benchmarks measured: `python3 -m analysis attention|step|largest FILE...`."""
+"""Plots and tables of benchmark results: `python3 -m analysis attention|step|largest FILE...`."""
 
 import argparse
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,11 +14,11 @@ from .records import Record, print_notes, read_each
 
 
 class Comparable(Protocol):
-    """Measurements that may stand in one table."""
+    """Measurements that fit in one table."""
 
     @property
     def setting(self) -> Mapping[str, Any]:
-        """Returns what all of them share, such as the model and the device."""
+        """Returns the settings that all measurements share, such as the model and the device."""
         ...
 
     @property
@@ -30,14 +30,14 @@ G = TypeVar("G", bound=Comparable)
 
 @dataclass(frozen=True)
 class Benchmark(Generic[G]):
-    """One benchmark's records: how to read, group, draw and tabulate them."""
+    """Functions that read, group, plot and tabulate the records of one benchmark."""
 
     name: str
     title: str
     description: str
     read: Callable[[Path, list[str]], list[Record]]
-    group: Callable[[Iterable[Record]], list[G]]  # later records replace earlier ones of the same point
-    figure: Callable[[G], Figure | None]  # None where nothing was measured
+    group: Callable[[Iterable[Record]], list[G]]  # later records of a point replace earlier ones
+    figure: Callable[[G], Figure | None]  # None if nothing was measured
     table_rows: Callable[[G], list[list[str]]]
     remarks: Callable[[G], list[str]]
 
@@ -45,10 +45,14 @@ class Benchmark(Generic[G]):
         parser = argparse.ArgumentParser(
             prog=f"analysis {self.name}",
             usage=f"python3 -m analysis {self.name} FILE... [--output DIR]",
-            description=f"{self.description} from records of benchmarks/{self.name}.py, and prints a Markdown table.",
+            description=f"{self.description} from records of benchmarks/{self.name}.py and prints a Markdown table.",
         )
         parser.add_argument(
-            "files", metavar="FILE", nargs="+", type=Path, help="JSONL; later ones win where points repeat"
+            "files",
+            metavar="FILE",
+            nargs="+",
+            type=Path,
+            help="JSONL records; later files replace earlier ones point by point",
         )
         add_output_flag(parser, "beside FILE")
         arguments = parser.parse_args(argv)
@@ -57,7 +61,7 @@ class Benchmark(Generic[G]):
         groups = self.group(chain(*files.values()))
         if not groups:
             names = ", ".join(map(str, arguments.files))
-            raise ValueError(f"no points in {names}; the benchmark has measured nothing yet")
+            raise ValueError(f"no measurements in {names}; run the benchmark first")
         output = output_dir(arguments.output, [path.parent for path in files])
         pictures = self.save_each(groups, output)
         print_notes(notes)
@@ -67,7 +71,7 @@ class Benchmark(Generic[G]):
         return 0
 
     def save_each(self, groups: Sequence[G], output: Path) -> list[Path]:
-        """Writes one picture per group, named by what differs between the groups."""
+        """Writes a picture per group. File names contain the settings that differ between groups."""
         drawn = [(group.setting, figure) for group in groups if (figure := self.figure(group)) is not None]
         keys = drawn[0][0] if drawn else ()
         varying = [key for key in keys if len({setting[key] for setting, _ in drawn}) > 1]

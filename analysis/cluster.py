@@ -1,4 +1,4 @@
-"""Predicted attention: `python3 -m analysis cluster FILE` draws what `lightseq plan --attention` wrote."""
+"""Plot of predicted attention: `python3 -m analysis cluster FILE` reads `lightseq plan --attention` output."""
 
 import argparse
 from collections.abc import Sequence
@@ -29,9 +29,9 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="analysis cluster",
         usage="python3 -m analysis cluster FILE [--output DIR]",
-        description="Draws predicted efficiency of attention against the number of GPUs.",
+        description="Plots the predicted efficiency of attention by number of GPUs.",
     )
-    parser.add_argument("file", metavar="FILE", type=Path, help="JSONL of python3 -m lightseq plan --attention")
+    parser.add_argument("file", metavar="FILE", type=Path, help="JSONL from python3 -m lightseq plan --attention")
     add_output_flag(parser, "beside FILE")
     arguments = parser.parse_args(argv)
     notes: list[str] = []
@@ -44,12 +44,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def read(path: Path, notes: list[str]) -> tuple[Record, list[Record]]:
-    """Returns the header and the points of a plan."""
+    """Returns the header and the points of an attention plan."""
     header, *points = read_lines(path, lambda record: record, notes) or [{}]
     if header.get("plan") != "attention" or not all(key in point for point in points for key in KEYS):
-        raise ValueError(f"{path} is no plan of attention; make it with python3 -m lightseq plan --attention")
+        raise ValueError(f"{path} is not an attention plan; write it with python3 -m lightseq plan --attention")
     if not any(point["efficiency"] for point in points):
-        raise ValueError(f"{path} holds no schedule that can be had; plan more schedules or other numbers of GPUs")
+        raise ValueError(f"{path} has no possible schedule; plan more schedules or other numbers of GPUs")
     return header, points
 
 
@@ -69,7 +69,7 @@ def figure(header: Record, records: Sequence[Record]) -> Figure:
         text = {"color": GREY, "fontsize": 10, "transform": axes.get_xaxis_transform()}
         axes.text(host * 2**0.55, 0.02, "several hosts →", **text)
     axes.set_title("Attention layer, forward and backward: predicted efficiency", loc="left")
-    axes.set(xlabel="GPUs that share the sequence", ylabel="share of one GPU's kernel rate that each GPU keeps")
+    axes.set(xlabel="GPUs per sequence", ylabel="efficiency: share of the kernel rate on one GPU")
     log2_axis(axes, gpus, [str(n) for n in gpus])
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.set_ylim(0, 1.05)
@@ -77,13 +77,13 @@ def figure(header: Record, records: Sequence[Record]) -> Figure:
     subtitle(
         out,
         f"{short_length(header['length'])} tokens, {header['heads']}/{header['kv_heads']} heads of "
-        f"{header['head_dim']}, {host} GPUs a host; rates: {header['rates_from']}; ×n: ranks that split heads",
+        f"{header['head_dim']}, {host} GPUs per host; rates: {header['rates_from']}; ×n: heads split over n ranks",
     )
     return out
 
 
 def draw_schedule(axes: Axes, points: Sequence[Record], color: str, marker: str) -> None:
-    """Draws a line. Those of two-level schedules, which split heads inside a host, are wide and say how far."""
+    """Plots a schedule. Two-level schedules have a wide line, labeled with the ranks that split heads."""
     two_levels = any(1 < r["ulysses_size"] < r["gpus"] for r in points)
     axes.plot(
         [r["gpus"] for r in points],

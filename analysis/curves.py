@@ -1,4 +1,4 @@
-"""Curves of training runs: `python3 -m analysis OUTPUT_DIR...` draws loss, throughput, memory and MFU."""
+"""Plots of training runs: `python3 -m analysis OUTPUT_DIR...` draws loss, throughput, memory and MFU."""
 
 import argparse
 import math
@@ -26,20 +26,22 @@ from .drawing import (
     marker,
     new_figure,
     output_dir,
+    plain_ticks,
     print_lines,
     print_rich,
     save,
+    span_of,
     subtitle,
 )
 from .records import print_notes
 from .runs import Run, column, describe, median, past_warmup, peak_memory, read_runs, smooth
 
-RUNS_PER_TABLE = 3  # as many as a narrow terminal has room for
+RUNS_PER_TABLE = 3  # fits a narrow terminal
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A column of the metrics in its panel's unit; `name` tells it from the panel's other curves."""
+    """A metric in its panel's unit. `name` labels it in panels with several metrics."""
 
     key: str
     scale: float = 1.0
@@ -49,7 +51,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Panel:
-    """A pair of axes with the same curves of every run. Where runs may coincide, earlier ones are drawn wider."""
+    """Axes with the same metrics of every run. With `coincide`, earlier runs have wider lines to stay visible."""
 
     title: str
     unit: str
@@ -60,7 +62,7 @@ class Panel:
         return any(run.has(curve.key) for run in runs for curve in self.curves)
 
 
-THROUGHPUT = Panel("Throughput", "tokens per second, all ranks together", (Curve("tokens_per_second"),))
+THROUGHPUT = Panel("Throughput", "tokens per second, all ranks", (Curve("tokens_per_second"),))
 STEP_TIME = Panel("Step time", "seconds per step", (Curve("step_seconds"),))
 GPU_MEMORY = Panel(
     "GPU memory",
@@ -71,11 +73,11 @@ GPU_MEMORY = Panel(
     ),
     coincide=True,
 )
-HOST_MEMORY = Panel("Host memory", "GiB resident in one process", (Curve("host_rss_bytes", 1 / GIB),), coincide=True)
+HOST_MEMORY = Panel("Host memory", "GiB resident per process", (Curve("host_rss_bytes", 1 / GIB),), coincide=True)
 MFU = Panel(
     "Model FLOPs utilization (MFU)", "% of the chip's dense peak (FP8 with --fp8, else bf16)", (Curve("mfu", 100.0),)
 )
-TFLOPS = Panel("Model arithmetic", "model TFLOP/s per GPU or CPU process", (Curve("model_tflops_per_gpu"),))
+TFLOPS = Panel("Model FLOP/s", "model TFLOP/s per GPU (or CPU process)", (Curve("model_tflops_per_gpu"),))
 GRADIENT_NORM = Panel("Gradient norm", "before clipping", (Curve("grad_norm"),))
 LEARNING_RATE = Panel("Learning rate", "", (Curve("learning_rate"),))
 PANELS = (THROUGHPUT, MFU, TFLOPS, GPU_MEMORY, HOST_MEMORY, STEP_TIME, GRADIENT_NORM, LEARNING_RATE)
@@ -118,7 +120,7 @@ def tables(runs: Sequence[Run]) -> list[Table]:
 
 
 def table(runs: Sequence[Run]) -> Table:
-    caption = "medians leave out the warm-up: the first tenth, at most 10, of the logged steps"
+    caption = "medians skip the warm-up: the first 10% of logged steps, at most 10"
     out = Table(box=box.SIMPLE_HEAD, caption=caption)
     out.add_column("", no_wrap=True)
     for run in runs:
@@ -143,7 +145,7 @@ def table_cells(run: Run) -> dict[str, str]:
         "step time, median": median_of("step_seconds", "{:.3g} s"),
         "peak memory": f"{format_number('{:.2f} GiB', memory / GIB)} {place}",
         "MFU, median": median_of("mfu", "{:.1f} %", 100),
-        "model TFLOP/s, median": median_of("model_tflops_per_gpu", "{:.3g}"),
+        "model TFLOP/s per GPU": median_of("model_tflops_per_gpu", "{:.3g}"),
     }
 
 
@@ -151,7 +153,7 @@ def table_cells(run: Run) -> dict[str, str]:
 
 
 def figures(runs: Sequence[Run]) -> dict[str, Figure]:
-    """Returns the figures by file name. MFU is drawn if a run knows it, TFLOP/s if one does not."""
+    """Returns figures by file name. Shows MFU if a run has it, model FLOP/s if a run lacks MFU."""
     memory = [panel for panel in (GPU_MEMORY, HOST_MEMORY) if panel.is_known(runs)] or [HOST_MEMORY]
     has_mfu = [run.has("mfu") for run in runs]
     utilization = [MFU] * any(has_mfu) + [TFLOPS] * (not all(has_mfu))
@@ -164,7 +166,7 @@ def figures(runs: Sequence[Run]) -> dict[str, Figure]:
 
 
 def loss_figure(runs: Sequence[Run]) -> Figure:
-    """Draws each loss thin under its running mean, or alone if there are few steps; evaluations are diamonds."""
+    """Plots each loss and its running mean, or only the loss of short runs. Evaluations are diamonds."""
     figure, (axes,) = figure_of_panels(1)
     label_axes(axes, "Training loss", "cross-entropy, nats per token", runs)
     for run, color in zip(runs, colors(len(runs)), strict=True):
@@ -177,6 +179,9 @@ def loss_figure(runs: Sequence[Run]) -> Figure:
         if run.evaluations:
             points = column(run.evaluations, "step"), column(run.evaluations, "eval_loss")
             axes.plot(*points, "D", color=color, markersize=7, markeredgecolor="white", zorder=3)
+    losses = [run.column("loss") for run in runs] + [column(run.evaluations, "eval_loss") for run in runs]
+    axes.set_ylim(*span_of(losses))
+    plain_ticks(axes.yaxis)
     forms = []
     if any(len(run.steps) > FEW for run in runs):
         forms += [
@@ -208,7 +213,7 @@ def draw_panel(axes: Axes, panel: Panel, runs: Sequence[Run]) -> None:
     if not panel.is_known(runs):
         axes.text(0.5, 0.5, "not recorded", transform=axes.transAxes, ha="center", color=GREY)
         return
-    wider = min(2.0, 4.0 / max(1, len(runs) - 1))  # than the next run's; the first of many runs is no band
+    wider = min(2.0, 4.0 / max(1, len(runs) - 1))  # than the next line, but not too wide for many runs
     for place, (run, color) in enumerate(zip(runs, colors(len(runs)), strict=True), 1):
         width = 1.6 + (wider * (len(runs) - place) if panel.coincide else 0.0)
         for curve in panel.curves:
@@ -225,7 +230,7 @@ def label_axes(axes: Axes, title: str, unit: str, runs: Sequence[Run]) -> None:
 
 
 def limit_to_usual(axes: Axes, columns: Sequence[np.ndarray]) -> None:
-    """Shows the usual range from zero, and says what lies above it: a first step that compiles, say."""
+    """Starts the axis at zero and cuts off rare high values, such as a first step that compiles. A note counts them."""
     top = usual_top(columns)
     axes.set_ylim(0, top)
     if top >= 1000:
@@ -237,7 +242,7 @@ def limit_to_usual(axes: Axes, columns: Sequence[np.ndarray]) -> None:
 
 
 def usual_top(columns: Sequence[np.ndarray]) -> float:
-    """Returns the end of an axis from zero, above all values or, if a few are far off, above the usual ones."""
+    """Returns the upper axis limit: above all values, or above the usual ones if a few are much higher."""
     known = [values[np.isfinite(values)] for values in columns if np.isfinite(values).any()]
     largest = max(values.max() for values in known)
     usual = max(np.percentile(past_warmup(values), 98) for values in known)
@@ -246,7 +251,7 @@ def usual_top(columns: Sequence[np.ndarray]) -> float:
 
 
 def add_legend(figure: Figure, runs: Sequence[Run], forms: Sequence[Line2D]) -> None:
-    """Names the runs' colours below the axes on the left, the lines' forms on the right, and a common setting above."""
+    """Adds legends of colors and line styles below the axes, and the runs' common setting above."""
     lines = [
         Line2D([], [], color=color, linewidth=3, label=run.label)
         for run, color in zip(runs, colors(len(runs)), strict=True)

@@ -1,6 +1,6 @@
-"""Evaluations: `python3 -m analysis evaluate OUT...` draws what `lightseq evaluate` measured, and prints tables.
+"""Plots of evaluations: `python3 -m analysis evaluate OUT...` draws the results of `lightseq evaluate`.
 
-perplexity.png has a line per evaluation over the position, needle.png a map of depth by length per search.
+perplexity.png has a line of perplexity by position per evaluation, needle.png a map of depth by length per search.
 """
 
 import argparse
@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator, StrMethodFormatter
+from matplotlib.ticker import FuncFormatter, NullLocator
 
 from .drawing import (
     GREY,
@@ -22,6 +22,7 @@ from .drawing import (
     new_figure,
     output_dir,
     print_lines,
+    round_log_ticks,
     save,
     short_length,
 )
@@ -30,17 +31,17 @@ from .runs import labels
 
 KEYS = {"loss": ("first", "last", "loss", "perplexity", "valid_tokens"), "needle": ("length", "depth", "accuracy")}
 SCORES = {
-    "likelihood": "share of texts whose right answer is the likeliest of {choices} (chance {chance:.3g})",
-    "greedy": "share of texts answered right, token by token",
+    "likelihood": "share of texts where the right answer ranks first of {choices} (chance {chance:.3g})",
+    "greedy": "share of texts whose greedy answer is right",
 }
 PANEL_COLUMNS = 2
-LITTLE_CONTEXT = 64  # tokens; perplexities below may be cut off at three times the mean
-DARK = 0.6  # from this score on, words on a cell are white
+LITTLE_CONTEXT = 64  # tokens; higher perplexities before this position may be cut off
+DARK = 0.6  # cells with higher scores have white text
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One evaluation.jsonl: a summary, and a row per bin of positions or per depth and length."""
+    """One evaluation.jsonl: a summary, then a row per bin of positions or per depth and length."""
 
     label: str
     summary: Record
@@ -61,14 +62,14 @@ class Evaluation:
     def score(self) -> str:
         choices = self.summary.get("choices")
         text = SCORES[self.summary["score"]].format(choices=choices, chance=1 / (choices or 1))
-        return f"{text}; {self.summary['trials']} a cell"
+        return f"{text}; {self.summary['trials']} texts per cell"
 
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="analysis evaluate",
         usage="python3 -m analysis evaluate OUT... [--output DIR]",
-        description="Draws perplexity and needle from evaluation.jsonl files, and prints a Markdown table.",
+        description="Draws perplexity.png and needle.png from evaluation.jsonl files and prints Markdown tables.",
     )
     parser.add_argument("paths", metavar="OUT", nargs="+", type=Path, help="the --output_dir of an evaluation")
     add_output_flag(parser, "OUT")
@@ -94,7 +95,7 @@ def read(directory: Path, label: str, notes: list[str]) -> Evaluation:
     path = directory / "evaluation.jsonl"
     if not path.is_file():
         raise FileNotFoundError(
-            f"no evaluation.jsonl in {directory}; name the --output_dir of python3 -m lightseq evaluate"
+            f"no evaluation.jsonl in {directory}; give the --output_dir of python3 -m lightseq evaluate"
         )
     try:
         summary, *rows = read_lines(path, lambda record: record, notes) or [{}]
@@ -102,7 +103,7 @@ def read(directory: Path, label: str, notes: list[str]) -> Evaluation:
         raise ValueError(f"{error}; evaluate again") from None
     keys = KEYS.get(summary.get("evaluation", ""))
     if not keys or not rows or not all(key in row for row in rows for key in keys):
-        raise ValueError(f"{path} is no evaluation; make it with python3 -m lightseq evaluate")
+        raise ValueError(f"{path} is not an evaluation; write it with python3 -m lightseq evaluate")
     return Evaluation(label, summary, tuple(rows))
 
 
@@ -110,7 +111,7 @@ def read(directory: Path, label: str, notes: list[str]) -> Evaluation:
 
 
 def position_rows(found: Sequence[Evaluation]) -> list[list[str]]:
-    """Returns perplexity by position, a column per evaluation; bins that an evaluation does not have stay empty."""
+    """Returns perplexity by position, a column per evaluation. Bins that an evaluation lacks are empty."""
     rows = [["perplexity at positions", *(one.label for one in found)]]
     for first, last in sorted({(row["first"], row["last"]) for one in found for row in one.rows}):
         cells = [next((r for r in one.rows if (r["first"], r["last"]) == (first, last)), {}) for one in found]
@@ -139,7 +140,7 @@ def number(value: float | None) -> str:
 
 
 def perplexity_figure(found: Sequence[Evaluation]) -> Figure:
-    """Draws perplexity over the context at each bin's end. A line that keeps falling uses far context."""
+    """Draws perplexity over the context at each bin's end. A line that keeps falling shows use of distant context."""
     out = new_figure(8.5, 5)
     axes = out.subplots()
     for one, color in zip(found, colors(len(found)), strict=True):
@@ -152,18 +153,15 @@ def perplexity_figure(found: Sequence[Evaluation]) -> Figure:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.xaxis.set_major_formatter(FuncFormatter(lambda tokens, _: short_length(round(tokens)) if tokens >= 1 else ""))
-    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
     cut_off_first_positions(axes, found)
-    low, high = axes.get_ylim()
-    axes.yaxis.set_minor_formatter(StrMethodFormatter("{x:,g}") if high < 10 * low else NullFormatter())
-    axes.grid(which="minor", axis="y", linewidth=0.5)
+    round_log_ticks(axes.yaxis, "{:,g}".format)
     axes.xaxis.set_minor_locator(NullLocator())
     axes.legend(loc="best")
     return out
 
 
 def cut_off_first_positions(axes: Axes, found: Sequence[Evaluation]) -> None:
-    """Limits the axis: without context nothing can be predicted, and its perplexity would flatten the rest."""
+    """Limits the axis: the first positions have little context, and their high perplexity would flatten the rest."""
     rows = [row for one in found for row in one.rows if row["perplexity"]]
     usual = 3.0 * max(one.summary["perplexity"] or 0.0 for one in found)
     top = max([usual, *(1.1 * row["perplexity"] for row in rows if row["last"] >= LITTLE_CONTEXT)])
@@ -174,7 +172,7 @@ def cut_off_first_positions(axes: Axes, found: Sequence[Evaluation]) -> None:
 
 
 def needle_figure(found: Sequence[Evaluation]) -> Figure:
-    """Draws a map per search, all on one scale from 0 to 1."""
+    """Draws a map per search, with one color scale from 0 to 1."""
     columns = min(PANEL_COLUMNS, len(found))
     rows = -(-len(found) // columns)
     widest = max(len(one.values("length")) for one in found)
@@ -199,7 +197,7 @@ def draw_map(axes: Axes, found: Evaluation) -> None:
                 axes.text(x, y, f"{score:.2f}", ha="center", va="center", color=color)
     axes.set_xticks(range(len(lengths)), [short_length(int(length)) for length in lengths])
     axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
-    axes.set(xlabel="tokens of the whole text", ylabel="depth of what is sought")
+    axes.set(xlabel="tokens in the text", ylabel="depth of the needle")
     axes.set_xticks([x + 0.5 for x in range(len(lengths) - 1)], minor=True)
     axes.set_yticks([y + 0.5 for y in range(len(depths) - 1)], minor=True)
     axes.set_axisbelow(False)
@@ -207,5 +205,6 @@ def draw_map(axes: Axes, found: Evaluation) -> None:
     axes.grid(visible=True, which="minor", color="white", linewidth=2)
     axes.tick_params(which="both", length=0)
     axes.spines[:].set_visible(False)
-    axes.set_title(found.label, loc="left", pad=22)
-    axes.text(0, 1.02, found.score, transform=axes.transAxes, fontsize=9.5, color=GREY, va="bottom")
+    axes.set_title(found.label, loc="left", pad=24)
+    above = {"xycoords": "axes fraction", "xytext": (0, 6), "textcoords": "offset points"}
+    axes.annotate(found.score, (0, 1), **above, fontsize=9.5, color=GREY)

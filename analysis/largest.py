@@ -1,4 +1,4 @@
-"""Largest models that fit: `python3 -m analysis largest FILE...` draws the records of benchmarks/largest.py."""
+"""Plot of the largest models that fit: `python3 -m analysis largest FILE...` reads benchmarks/largest.py records."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,8 +21,8 @@ from .drawing import (
 from .records import Record, read_lines
 from .run_settings import hardware_and_versions
 
-SEARCHED = {"weights": "weights alone", "training": "whole steps"}
-STRATEGIES = {"all": "all dimensions grow", "n_layers": "layers alone grow"}
+SEARCHED = {"weights": "weights only", "training": "training steps"}
+STRATEGIES = {"all": "all dimensions grow", "n_layers": "only layers grow"}
 BILLION = 1e9
 SEARCH_KEYS = ("what", "strategy", "tokens", "flags", "gpus", "gpu_memory")
 KEYS = {
@@ -33,7 +33,7 @@ KEYS = {
 
 @dataclass(frozen=True)
 class Limits:
-    """Finished searches on one kind of device, and the probes of unfinished ones."""
+    """Finished searches on one kind of device, and the probes of unfinished searches."""
 
     setting: Mapping[str, str]  # the device
     found: tuple[Record, ...]
@@ -61,7 +61,7 @@ def check_record(record: Record) -> Record:
 
 
 def limits_of(records: Iterable[Record]) -> list[Limits]:
-    """Returns the searches by device. A repeated search counts as it ended last."""
+    """Returns searches by device. The last result of a repeated search counts."""
     searches: dict[str, dict[tuple[str, ...], list[Record]]] = {}
     for record in records:
         device = str(record["hardware"].get("device", "unknown device"))
@@ -77,11 +77,11 @@ def limits_of(records: Iterable[Record]) -> list[Limits]:
 
 
 def name(record: Record) -> str:
-    """Returns everything about a search but the number of GPUs."""
+    """Returns the settings of a search except the number of GPUs."""
     words = [SEARCHED.get(record["what"], str(record["what"]))]
     words += [STRATEGIES.get(record["strategy"], str(record["strategy"]))]
     words += [f"{short_length(record['tokens'])} tokens"] if record["tokens"] else []
-    words += [f"{record['gpu_memory']:g} GiB a GPU"] if record["gpu_memory"] else []
+    words += [f"{record['gpu_memory']:g} GiB per GPU"] if record["gpu_memory"] else []
     words += [record["flags"]] if record["flags"] else []
     return ", ".join(words)
 
@@ -91,7 +91,7 @@ def gpus(record: Record) -> str:
 
 
 def too_large(record: Record) -> float:
-    """Returns the billions of parameters that did not fit, or those that did if nothing larger was tried."""
+    """Returns the smallest size that did not fit, in billions of parameters, or the largest tried size."""
     return (record["too_many_parameters"] or record["parameters"]) / BILLION
 
 
@@ -99,7 +99,7 @@ def too_large(record: Record) -> float:
 
 
 def table_rows(limits: Limits) -> list[list[str]]:
-    rows = [["largest model that fits", "GPUs", "scale", "parameters", "GiB a GPU", "too large"]]
+    rows = [["largest model that fits", "GPUs", "scale", "parameters", "GiB per GPU", "too large"]]
     for r in limits.found:
         peak = f"{r['peak_bytes'] / GIB:.1f}" if r["peak_bytes"] else ""
         above = f"{r['too_many_parameters']:,}" if r["too_many_parameters"] else ""
@@ -108,14 +108,14 @@ def table_rows(limits: Limits) -> list[list[str]]:
 
 
 def remarks(limits: Limits) -> list[str]:
-    """Returns why the next sizes did not fit, and how far unfinished searches came."""
+    """Returns why larger sizes did not fit, and the progress of unfinished searches."""
     reasons = dict.fromkeys(str(r["reason"]) for r in limits.found if r["too_large"])
-    out = [f"What is too large: {'; '.join(reasons)}."] if reasons else []
+    out = [f"Reasons for not fitting: {'; '.join(reasons)}."] if reasons else []
     for probes in limits.unfinished:
         fits = max((r for r in probes if r["fits"]), key=lambda r: r["length"], default=None)
-        result = f"scale {fits['length']} fits" if fits else "nothing that was tried fits"
-        size = f" in {fits['peak_bytes'] / GIB:.1f} GiB a GPU" if fits and fits["peak_bytes"] else ""
-        out.append(f"{name(probes[0])}, {gpus(probes[0])}: not searched to the end; {result}{size} so far.")
+        result = f"scale {fits['length']} fits" if fits else "no tried scale fits"
+        size = f" in {fits['peak_bytes'] / GIB:.1f} GiB per GPU" if fits and fits["peak_bytes"] else ""
+        out.append(f"{name(probes[0])}, {gpus(probes[0])}: search unfinished; {result}{size} so far.")
     return out
 
 
@@ -123,7 +123,7 @@ def remarks(limits: Limits) -> list[str]:
 
 
 def figure(limits: Limits) -> Figure | None:
-    """Draws lines over the number of GPUs, or a bar per search if all used the same number."""
+    """Plots parameters by number of GPUs, or a bar per search if all used the same number."""
     found = limits.found
     if not found:
         return None
@@ -141,7 +141,7 @@ def figure(limits: Limits) -> Figure | None:
 
 
 def draw_lines(axes: Axes, found: Sequence[Record]) -> None:
-    """Draws a line per search, and a short line from each point up to what is too large."""
+    """Plots a line per search. Error bars reach up to the smallest size that did not fit."""
     names = list(dict.fromkeys(map(name, found)))
     for label, color in zip(names, colors(len(names)), strict=True):
         mine = [r for r in found if name(r) == label]
@@ -151,30 +151,30 @@ def draw_lines(axes: Axes, found: Sequence[Record]) -> None:
         axes.errorbar(x, sizes, yerr=([0] * len(sizes), above), color=color, marker="o", capsize=4, label=label)
     counts = sorted({r["gpus"] for r in found})
     log2_axis(axes, counts, [str(count) for count in counts])
-    axes.set(xlabel="GPUs", ylabel="billions of parameters\n(above each: too large)")
+    axes.set(xlabel="GPUs", ylabel="parameters, billions\n(error bar: too large)")
     axes.set_ylim(bottom=0)
 
 
 def draw_bars(axes: Axes, found: Sequence[Record]) -> None:
-    """Draws what fits, and in a pale colour what is too large: the limit is between them."""
+    """Plots sizes that fit, and in a pale color the next sizes, which did not fit."""
     for place, r in enumerate(found):
         size = r["parameters"] / BILLION
         axes.barh(place, too_large(r), 0.6, color=COLORS[0], alpha=0.25)
         axes.barh(place, size, 0.6, color=COLORS[0])
-        peak = f"\n{r['peak_bytes'] / GIB:.0f} GiB a GPU" if r["peak_bytes"] else ""
+        peak = f"\n{r['peak_bytes'] / GIB:.0f} GiB per GPU" if r["peak_bytes"] else ""
         beside = {"xytext": (6, 0), "textcoords": "offset points", "va": "center", "fontsize": 9.5, "color": GREY}
         axes.annotate(f"{size:,.3g} billion{peak}", (too_large(r), place), **beside)
     axes.set_yticks(range(len(found)), [name(r).replace(", ", "\n") for r in found])
     axes.set_ylim(len(found) - 0.5, -0.5)
-    axes.set_xlim(0, 1.2 * axes.dataLim.x1)  # with room for the words beside the longest bar
+    axes.set_xlim(0, 1.2 * axes.dataLim.x1)  # leaves room for the text beside the longest bar
     axes.grid(visible=False, axis="y")
-    axes.set_xlabel("billions of parameters; pale: up to the next size, which is too large")
+    axes.set_xlabel("parameters, billions; pale: up to the size that did not fit")
 
 
 BENCHMARK = Benchmark(
     name="largest",
     title="The largest model that fits",
-    description="Draws the parameters of the largest models that fit",
+    description="Plots the parameters of the largest models that fit",
     read=read_searches,
     group=limits_of,
     figure=figure,

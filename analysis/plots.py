@@ -1,7 +1,7 @@
-"""Figures of an experiment: `python3 -m analysis plots --config FILE` draws what a YAML file asks of many runs.
+"""Figures of an experiment: `python3 -m analysis plots --config FILE` draws the figures that a YAML file describes.
 
-A figure shows speed, memory, MFU, training time, loss or any key of metrics.jsonl over a setting or over the steps,
-with a line or bars for each combination of the settings that differ. `analysis/configs/` has one for each sweep.
+A figure shows speed, memory, MFU, training time, loss or any key of metrics.jsonl by setting or by step, with a line or
+bars for each combination of differing settings. `analysis/configs/` has a file for each sweep.
 """
 
 import argparse
@@ -32,9 +32,9 @@ from .records import print_notes, read_each
 from .run_settings import hardware_and_versions, setting_text
 from .runs import Run, past_warmup, read_run, section
 
-HEIGHT = 5.0  # inches, with room for three rows of a legend
+HEIGHT = 5.0  # inches, for up to three legend rows
 ROW_HEIGHT = 0.22
-# Facts of run.json that tell no two runs apart: they differ always, or follow from the flags.
+# Keys of run.json that are not settings: they always differ, or follow from the flags.
 NOT_SETTINGS = (
     *("output_dir", "overwrite_output_dir", "command", "commit", "launch", "date", "total_steps", "data_ranks"),
     *("first_step", "sequence_ranks", "attention_buffer_bytes", "tokens_per_rank"),
@@ -43,19 +43,21 @@ LENGTHS = ("model_max_length", "tokens_per_rank")
 
 
 class NothingToDraw(ValueError):
-    """A figure for which there are no runs; the others are still drawn."""
+    """Error for a figure without runs. The other figures are still drawn."""
 
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="analysis plots",
         usage="python3 -m analysis plots --config FILE [--runs DIR...] [--output DIR]",
-        description="Draws the figures that a YAML file asks for, from the runs below a directory.",
+        description="Draws the figures that a YAML file describes from all runs below a directory.",
     )
     parser.add_argument(
-        "--config", metavar="FILE", type=Path, required=True, help="such as analysis/configs/flash.yaml"
+        "--config", metavar="FILE", type=Path, required=True, help="YAML file, such as analysis/configs/flash.yaml"
     )
-    parser.add_argument("--runs", metavar="DIR", type=Path, nargs="+", help="in the place of the file's `runs`")
+    parser.add_argument(
+        "--runs", metavar="DIR", type=Path, nargs="+", help="directories of runs, instead of `runs` in the file"
+    )
     add_output_flag(parser, "DIR")
     arguments = parser.parse_args(argv)
     notes: list[str] = []
@@ -78,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
     for run in runs:
         print_notes(run.notes)
         if not is_finished(run):
-            print_notes([f"{run.label}: only {run.last_step} of {run.info['total_steps']} steps are there{timed}"])
+            print_notes([f"{run.label}: only {run.last_step} of {run.info['total_steps']} steps exist{timed}"])
     for line in left_out:
         print(f"analysis: left out, {line}", file=sys.stderr)
     return 0
@@ -88,11 +90,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def find_runs(directories: Sequence[Path], notes: list[str]) -> list[Run]:
-    """Returns the readable runs below the directories; raises ValueError if there is none."""
+    """Returns the readable runs below the directories. Raises ValueError if there are none."""
     paths = sorted({path.parent for directory in directories for path in directory.rglob("metrics.jsonl")})
     runs = read_each(paths, lambda path: read_run(path, path.name), notes)
     if not runs:
-        raise ValueError(f"no run below {', '.join(map(str, directories))}; make them, or name others with --runs")
+        raise ValueError(
+            f"no run below {', '.join(map(str, directories))}; train some, or give other directories with --runs"
+        )
     return list(runs.values())
 
 
@@ -106,7 +110,7 @@ def is_training_time(plot: Plot) -> bool:
 
 
 def settings(run: Run) -> Mapping[str, str]:
-    """Returns a run's flags and the choices it made, as words."""
+    """Returns a run's flags and automatic choices as strings."""
     known = {**section(run.info, "config"), **run.info}
     words = {key: str(value) for key, value in known.items() if isinstance(value, str | int | float) or value is None}
     length, ranks = known.get("model_max_length"), known.get("sequence_ranks")
@@ -116,32 +120,32 @@ def settings(run: Run) -> Mapping[str, str]:
 
 
 def is_one_of(value: str | None, words: Sequence[str]) -> bool:
-    """Compares a setting with words of YAML, which has true and null for Python's True and None."""
+    """Compares a setting with YAML words, where true and null stand for True and None."""
     return str(value).casefold().replace("none", "null") in [word.casefold().replace("none", "null") for word in words]
 
 
 def drawable_runs(plot: Plot, metric: Metric, runs: Sequence[Run]) -> list[Run]:
-    """Returns the runs that have the metric; raises NothingToDraw if there is none."""
+    """Returns the runs that have the metric. Raises NothingToDraw if there are none."""
     if metric.of_profile is not None:
         if plot.x == STEP:
-            raise ValueError(f"figure {plot.name}: {plot.metric} is of the traced steps together; let x be a setting")
+            raise ValueError(f"figure {plot.name}: {plot.metric} covers all traced steps together; set x to a setting")
         found = [run for run in runs if run.profile and np.isfinite(metric.of_profile(run.profile))]
         if not found:
-            why = f"no run has traced steps that tell {plot.metric} (--profile_steps, on GPUs)"
+            why = f"no run has {plot.metric} from traced steps (--profile_steps, on GPUs)"
             raise NothingToDraw(f"figure {plot.name}: {why}")
         return found
     if not any(run.has(metric.key) for run in runs):
-        raise NothingToDraw(f"figure {plot.name}: no run knows {metric.key}; choose another metric")
+        raise NothingToDraw(f"figure {plot.name}: no run has {metric.key}; choose another metric")
     if not is_training_time(plot):
         return list(runs)
     found = [run for run in runs if is_finished(run)]
     if not found:
-        raise NothingToDraw(f"figure {plot.name}: no run came to its last step; its time would be of a part")
+        raise NothingToDraw(f"figure {plot.name}: no run is finished; the time would be incomplete")
     return found
 
 
 def check_settings(plot: Plot, runs: Sequence[Run]) -> None:
-    """Raises ValueError for a setting that no run has, such as a misspelt one."""
+    """Raises ValueError for a setting that no run has, such as a misspelled one."""
     known = {short_name(key) for run in runs for key in settings(run)} | {STEP}
     for place, key in (("x", plot.x), *(("series", key) for key in plot.series or ())):
         if short_name(key) not in known:
@@ -151,7 +155,7 @@ def check_settings(plot: Plot, runs: Sequence[Run]) -> None:
 
 
 def group_runs(plot: Plot, runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """Returns the runs of each line by its name in the legend. Raises ValueError if two runs are the same point."""
+    """Returns the runs of each line by legend label. Raises ValueError if two runs are the same point."""
     every = [settings(run) for run in runs]
     differing = [key for key in every[0] if key not in (plot.x, *NOT_SETTINGS) and is_varied(key, every)]
     series = plot.series if plot.series is not None else tuple(differing)
@@ -167,7 +171,7 @@ def group_runs(plot: Plot, runs: Sequence[Run]) -> dict[str, list[Run]]:
         if twice := [place for place in places if places.count(place) > 1]:
             raise ValueError(
                 f"figure {plot.name}: {places.count(twice[0])} runs of {name} have {plot.x} {twice[0]}; "
-                "name what tells them apart in `series`, or choose in `where`"
+                "add the setting that differs to `series`, or select runs with `where`"
             )
     return groups
 
@@ -184,11 +188,11 @@ def legend_text(key: str, value: str | None) -> str:
 
 
 def figure(plot: Plot, runs: Sequence[Run]) -> Figure:
-    """Raises NothingToDraw if no run is left, ValueError if two are the same point."""
+    """Draws a figure. Raises NothingToDraw if no run is left, ValueError if two runs are the same point."""
     chosen = [run for run in runs if all(is_one_of(settings(run).get(key), of) for key, of in plot.where.items())]
     if not chosen:
         asked = ", ".join(f"{short_name(key)} {' or '.join(words)}" for key, words in plot.where.items())
-        raise NothingToDraw(f"figure {plot.name}: no run has {asked}; make some, or change `where`")
+        raise NothingToDraw(f"figure {plot.name}: no run has {asked}; train some, or change `where`")
     check_settings(plot, chosen)
     metric = metric_of(plot.metric)
     if plot.metric == "memory" and not any(run.has(metric.key) for run in chosen):

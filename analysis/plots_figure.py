@@ -1,4 +1,4 @@
-"""Figures of many runs: the metrics there are, and curves over steps or lines and bars over a setting."""
+"""Metrics, and figures of many runs: curves by step, lines and bars by setting."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,10 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import (
     FixedFormatter,
     FixedLocator,
-    FuncFormatter,
-    LogLocator,
     MaxNLocator,
-    NullFormatter,
     NullLocator,
     StrMethodFormatter,
 )
@@ -23,14 +20,17 @@ from .drawing import (
     GREY,
     colors,
     marker,
+    plain_ticks,
+    round_log_ticks,
     short_length,
+    span_of,
 )
 from .plots_file import STEP, Plot, short_name
 from .records import Record
 from .run_settings import setting_text
 from .runs import Run, past_warmup, smooth
 
-LOG_FROM = 8.0  # times the lowest value, from which on an axis is logarithmic
+LOG_FROM = 8.0  # highest over lowest value from which an axis is logarithmic
 
 
 # ---- metrics --------------------------------------------------------------------------------------------------------
@@ -38,10 +38,10 @@ LOG_FROM = 8.0  # times the lowest value, from which on an axis is logarithmic
 
 @dataclass(frozen=True)
 class Metric:
-    """A key of the metrics in the unit of its axis.
+    """A key of metrics.jsonl with its title and unit.
 
-    `whole` makes one number of a run; without it the median past the warm-up counts and the range is drawn.
-    `of_profile` reads the summary of a trace in the place of `key`.
+    `whole` reduces a run to one number; the default is the median after warm-up, drawn with its range.
+    `of_profile` reads the summary of a trace instead of `key`.
     """
 
     key: str
@@ -49,7 +49,7 @@ class Metric:
     unit: str
     scale: float = 1.0
     from_zero: bool = True
-    logarithmic: bool = False  # over a setting, if the values spread that far
+    logarithmic: bool = False  # by setting, if the values differ by LOG_FROM
     whole: Callable[[Run, np.ndarray], float] | None = None
     of_profile: Callable[[Record], float] | None = None
 
@@ -59,7 +59,7 @@ def phase_ms(phase: str) -> Callable[[Record], float]:
 
 
 def exposed_ms(profile: Record) -> float:
-    """Returns the time of communication that no kernel hides, with its waits; NaN for a CPU, whose trace has none."""
+    """Returns milliseconds of communication and waiting that no kernel hides; NaN for traces of a CPU."""
     spent = profile.get("spent", ())
     if any(part["kind"] == ON_HOST for part in spent):
         return np.nan
@@ -67,49 +67,50 @@ def exposed_ms(profile: Record) -> float:
 
 
 def bandwidth(profile: Record) -> float:
-    """Returns GB/s between GPUs; NaN if nothing moved between them."""
+    """Returns GB/s between GPUs; NaN if GPUs exchanged nothing."""
     moved = [each for each in profile.get("moved", ()) if "ranks" in each["kind"] or "another GPU" in each["kind"]]
     seconds = sum(each["seconds"] for each in moved)
     return sum(each["bytes"] for each in moved) / seconds / 1e9 if seconds else np.nan
 
 
 def total_seconds(run: Run, step_seconds: np.ndarray) -> float:
-    """Returns the time of all steps; a record has the mean of the steps since the one before."""
+    """Returns the time of all steps. A record has the mean over the steps since the previous record."""
     return float(np.nansum(step_seconds * np.diff(run.column("step"), prepend=run.steps_before)))
 
 
 def phase_metric(phase: str) -> Metric:
-    title = f"Time of a step's {phase} pass"
-    return Metric(phase, title, "ms", from_zero=False, logarithmic=True, of_profile=phase_ms(phase))
+    title = f"{phase.capitalize()} pass"
+    return Metric(phase, title, "ms per step", from_zero=False, logarithmic=True, of_profile=phase_ms(phase))
 
 
 def peak(run: Run, values: np.ndarray) -> float:
     return float(np.nanmax(values))
 
 
-HOST_MEMORY = Metric("host_rss_bytes", "Peak memory", "GiB resident in one process", 1 / GIB, whole=peak)
+HOST_MEMORY = Metric("host_rss_bytes", "Peak memory", "GiB resident per process", 1 / GIB, whole=peak)
 METRICS: Mapping[str, Metric] = {
     "speed": Metric("tokens_per_second", "Throughput", "tokens per second, all ranks", logarithmic=True),
-    "memory": Metric("peak_memory_allocated_bytes", "Peak memory", "GiB of the worst GPU", 1 / GIB, whole=peak),
+    "memory": Metric("peak_memory_allocated_bytes", "Peak memory", "GiB of the fullest GPU", 1 / GIB, whole=peak),
     "mfu": Metric("mfu", "Model FLOPs utilization", "% of the chip's dense peak", 100.0),
-    "latency": Metric("step_seconds", "Time of a step", "seconds", from_zero=False, logarithmic=True),
-    "sent": Metric("comm_bytes", "Sent by attention", "GB a step, all ranks together", 1e-9),
+    "model_tflops_per_gpu": Metric("model_tflops_per_gpu", "Model FLOP/s", "model TFLOP/s per GPU (or CPU process)"),
+    "latency": Metric("step_seconds", "Step time", "seconds", from_zero=False, logarithmic=True),
+    "sent": Metric("comm_bytes", "Sent by attention", "GB per step, all ranks", 1e-9),
     "time": Metric("step_seconds", "Training time", "seconds, all steps", whole=total_seconds),
     "loss": Metric(
         "loss", "Training loss", "nats per token", from_zero=False, whole=lambda run, values: float(smooth(values)[-1])
     ),
     "forward": phase_metric("forward"),
     "backward": phase_metric("backward"),
-    "update": Metric("update", "Time of a step's update", "ms", of_profile=phase_ms("update")),
-    "communication": Metric("communication", "Communication that nothing hides", "ms a step", of_profile=exposed_ms),
-    "bandwidth": Metric("bandwidth", "Between GPUs while anything moves", "GB/s", of_profile=bandwidth),
+    "update": Metric("update", "Optimizer update", "ms per step", of_profile=phase_ms("update")),
+    "communication": Metric("communication", "Exposed communication", "ms per step", of_profile=exposed_ms),
+    "bandwidth": Metric("bandwidth", "Bandwidth between GPUs during transfers", "GB/s", of_profile=bandwidth),
 }
-# Keys of metrics.jsonl end in their unit: its name on an axis, and the factor into it.
+# Last word of a metrics.jsonl key, with its axis label and factor.
 UNITS: Mapping[str, tuple[str, float]] = {"bytes": ("GB", 1e-9), "seconds": ("seconds", 1.0), "percent": ("%", 1.0)}
 
 
 def metric_of(word: str) -> Metric:
-    """Returns a metric by its name, or by a key of metrics.jsonl."""
+    """Returns a metric by name or by key of metrics.jsonl."""
     if word in METRICS:
         return METRICS[word]
     name, _, ending = word.rpartition("_")
@@ -122,7 +123,7 @@ def metric_of(word: str) -> Metric:
 
 @dataclass(frozen=True)
 class Point:
-    """One run in a figure: its setting, its number, and the range of its steps."""
+    """One run in a figure: setting, value, and range over steps."""
 
     x: str
     value: float
@@ -151,7 +152,7 @@ def spread(points: Sequence[Point]) -> list[list[float]]:
 
 
 def draw_steps(axes: Axes, groups: Mapping[str, Sequence[Run]], metric: Metric) -> None:
-    """Draws a curve per run. Earlier groups are wider, to show beneath later ones that coincide."""
+    """Plots a curve per run. Earlier groups have wider lines, so they stay visible where runs coincide."""
     axes.set_xlabel("training step")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     for i, ((name, runs), color) in enumerate(zip(groups.items(), colors(len(groups)), strict=True)):
@@ -163,9 +164,9 @@ def draw_steps(axes: Axes, groups: Mapping[str, Sequence[Run]], metric: Metric) 
 
 
 def draw_over_setting(axes: Axes, key: str, groups: Mapping[str, Sequence[Point]]) -> None:
-    """Draws lines over a setting of several numbers, else bars."""
+    """Plots lines over a numeric setting, and bars otherwise."""
     places = sorted({point.x for points in groups.values() for point in points}, key=number_first)
-    axes.set_xlabel({"model_max_length": "tokens of a sequence", "world_size": "ranks"}.get(key, short_name(key)))
+    axes.set_xlabel({"model_max_length": "tokens in the sequence", "world_size": "ranks"}.get(key, short_name(key)))
     if len(places) > 1 and all(is_number(place) for place in places):
         draw_lines(axes, places, groups)
     else:
@@ -193,7 +194,7 @@ def draw_bars(axes: Axes, key: str, places: Sequence[str], groups: Mapping[str, 
         values = [p.value for p in points]
         bars = axes.bar(at, values, 0.92 * width, yerr=ranges, color=color, ecolor=GREY, capsize=3, label=name)
         axes.bar_label(bars, [number(p.value) for p in points], padding=2, fontsize=9, color=GREY)
-    axes.margins(y=0.1)  # room for the values above the highest
+    axes.margins(y=0.1)  # room for the label of the highest bar
     axes.set_xticks(
         range(len(places)), [tick(place) if is_number(place) else setting_text(key, place) for place in places]
     )
@@ -201,23 +202,25 @@ def draw_bars(axes: Axes, key: str, places: Sequence[str], groups: Mapping[str, 
 
 
 def set_vertical_scale(axes: Axes, plot: Plot, metric: Metric, values: np.ndarray) -> None:
-    """Lets the axis begin at zero if the metric has one; makes it logarithmic if values over a setting are far apart.
+    """Sets limits, scale and ticks of the y axis.
 
-    Curves over the steps stay linear: a first step that compiles is always far from the others.
+    It is logarithmic if values by setting are far apart. Curves by step stay linear: a first step that compiles would
+    always make them logarithmic.
     """
     positive = values[values > 0]
     wide = positive.size == values.size > 0 and values.max() >= LOG_FROM * values.min()
     if metric.logarithmic and wide and plot.x != STEP:
         axes.set_yscale("log")
-        if axes.patches:  # bars have no foot on a logarithmic axis
+        if axes.patches:  # bars start at zero, which a logarithmic axis cannot show
             axes.set_ylim(positive.min() / 3, 2 * positive.max())
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
-        axes.yaxis.set_minor_formatter(NullFormatter())
+        round_log_ticks(axes.yaxis, number)
         return
     if metric.from_zero or metric.logarithmic:
         highest = float(values.max()) if values.size else 0.0
-        axes.set_ylim(0, max(axes.get_ylim()[1], 1.05 * highest))  # points that are close are not at the edge
+        axes.set_ylim(0, max(axes.get_ylim()[1], 1.05 * highest))  # close points are not at the edge
+    elif values.size and not axes.patches:
+        axes.set_ylim(*span_of([axes.dataLim.intervaly]))
+    plain_ticks(axes.yaxis)
     if axes.get_ylim()[1] >= 1000:
         axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
 

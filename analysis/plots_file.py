@@ -1,4 +1,4 @@
-"""YAML files of figures: the runs, and for each figure its metric, its axis and its lines."""
+"""YAML files that describe figures: runs, and metric, x axis and lines of each figure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,10 +7,10 @@ from typing import Any, Final
 
 import yaml
 
-STEP: Final = "step"  # the horizontal axis of curves
+STEP: Final = "step"  # x axis of curves
 KEYS: Final = ("runs", "figures")
 FIGURE_KEYS: Final = ("metric", "x", "series", "where", "title")
-# Short names of settings, as in files of sweeps.
+# Short names of settings, also used in sweep files.
 SHORT_NAMES: Final[Mapping[str, str]] = {
     "model": "model_name_or_path",
     "length": "model_max_length",
@@ -21,7 +21,7 @@ SHORT_NAMES: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True)
 class Plot:
-    """One figure. `series` are the settings that tell lines apart; None means all that differ, except `x`."""
+    """One figure. Lines differ in the settings `series`; None means all differing settings except `x`."""
 
     name: str
     metric: str
@@ -33,14 +33,14 @@ class Plot:
 
 @dataclass(frozen=True)
 class PlotsFile:
-    """The figures of a file, and the directories below which their runs are."""
+    """The figures of a file and the directories to search for runs."""
 
     runs: tuple[Path, ...]
     plots: tuple[Plot, ...]
 
 
 def read_plots(path: Path) -> PlotsFile:
-    """Returns the figures of a file. Raises ValueError, with file and key, for what has no meaning."""
+    """Reads the figures of a file. Raises ValueError with file and key for invalid content."""
     top = _load(path)
     _check_keys(path, "", top, KEYS)
     figures = top.get("figures")
@@ -56,7 +56,7 @@ def setting(word: str) -> str:
 
 
 def short_name(key: str) -> str:
-    """Returns the name of a setting that people type."""
+    """Returns the short name of a setting."""
     return next((word for word, name in SHORT_NAMES.items() if name == key), key)
 
 
@@ -99,12 +99,12 @@ def _check_keys(path: Path, where: str, found: Mapping[str, Any], known: Sequenc
 
 def _load(path: Path) -> Mapping[str, Any]:
     try:
-        # BaseLoader keeps 4096 and True as words, to be compared with the words of run.json.
+        # BaseLoader leaves 4096 and True as strings, for comparison with run.json.
         top = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
     except UnicodeDecodeError:
-        raise ValueError(f"{path}: is no text in UTF-8") from None
+        raise ValueError(f"{path}: is not UTF-8 text") from None
     except yaml.YAMLError as error:
         raise ValueError(f"{path}: {' '.join(str(error).split())}") from None
     if not isinstance(top, dict):

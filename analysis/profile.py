@@ -1,4 +1,4 @@
-"""Profiled steps: `python3 -m analysis profile OUTPUT_DIR` accounts for every millisecond, and draws a timeline."""
+"""Time of profiled steps: `python3 -m analysis profile OUTPUT_DIR` prints tables and draws a timeline."""
 
 import argparse
 from collections import defaultdict
@@ -24,21 +24,23 @@ from .records import Record
 from .runs import read_json_object, section
 from .timeline import figure
 
-LARGE = 2**20  # bytes, from which on a rate says something about a link
+LARGE = 2**20  # bytes; smaller transfers have no meaningful rate
 
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="analysis profile",
         usage="python3 -m analysis profile OUTPUT_DIR [--rank N] [--kernels N] [--timeline]",
-        description="Where the time of the steps went that --profile_steps traced: every millisecond once, under the "
-        "name of what the device was busy with; communication where it was not hidden. On a CPU by phase.",
+        description="Shows where the time of steps traced with --profile_steps went. Each millisecond counts once: as "
+        "computation, or as communication that no kernel hides. Traces of a CPU are split by phase.",
     )
-    parser.add_argument("run", metavar="OUTPUT_DIR", type=Path, help="a run's directory, or a trace")
-    parser.add_argument("--rank", type=int, default=0, help="whose trace (default: 0)")
-    parser.add_argument("--kernels", type=int, default=0, metavar="N", help="list the N kernels that took longest")
-    parser.add_argument("--timeline", action="store_true", help="draw what runs beside a layer's attention, too")
-    parser.add_argument("--output", metavar="DIR", type=Path, help="where the picture goes (default: beside the trace)")
+    parser.add_argument("run", metavar="OUTPUT_DIR", type=Path, help="directory of a run, or a trace file")
+    parser.add_argument("--rank", type=int, default=0, help="rank whose trace is read (default: 0)")
+    parser.add_argument("--kernels", type=int, default=0, metavar="N", help="list the N slowest kernels")
+    parser.add_argument("--timeline", action="store_true", help="also draw a timeline of one layer's attention")
+    parser.add_argument(
+        "--output", metavar="DIR", type=Path, help="directory for the timeline (default: that of the trace)"
+    )
     arguments = parser.parse_args(argv)
     path = arguments.run
     if path.is_dir():
@@ -46,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     events = read_trace(path)
     spans, moved = device_spans(events)[0], transfers_by_kind(events)
     if arguments.timeline and not spans:
-        raise ValueError(f"{path} holds nothing that ran on a GPU, which --timeline draws; leave it out")
+        raise ValueError(f"{path} has no GPU activity for --timeline; leave the flag out")
     account = gpu_breakdown(events) if spans else phase_breakdown(events)
     picture = figure(spans, str(path)) if arguments.timeline else None
     print_rich(time_table(account))
@@ -63,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def new_table(headings: Sequence[str], **options: object) -> Table:
-    """Returns an empty table whose first column has names and whose others have numbers."""
+    """Returns an empty table with a column of names and columns of numbers."""
     out = Table(box=box.SIMPLE_HEAD, pad_edge=False, **options)  # type: ignore[arg-type]
     out.add_column("", no_wrap=True)
     for heading in headings:
@@ -72,15 +74,15 @@ def new_table(headings: Sequence[str], **options: object) -> Table:
 
 
 def time_table(account: StepBreakdown) -> Table:
-    """Returns a row per kind of work, the longest first."""
+    """Returns a table with a row per kind of work, the longest first."""
     hides = bool(account.hidden)
     found = {phase for _, phase in account.spent}
     phases = [phase for phase in (*PHASES, "") if phase in found] if found != {""} else []  # some traces have none
-    caption = "ms a step" + ("; hidden: beside something of another row" if hides else "")
+    caption = "ms per step" + ("; hidden: at the same time as another row" if hides else "")
     out = new_table(
         [*(phase or "between" for phase in phases), "total", "%", *(["hidden"] if hides else []), "calls"],
         padding=0,  # to fit 80 columns
-        title=f"{account.step_ms:.1f} ms a step, mean of {account.steps}",
+        title=f"{account.step_ms:.1f} ms per step, mean of {account.steps}",
         caption=caption,
     )
     totals: dict[str, float] = defaultdict(float)
@@ -98,12 +100,12 @@ def time_table(account: StepBreakdown) -> Table:
 
 
 def traffic_table(kinds: Mapping[str, Transfers], steps: int) -> Table:
-    """Returns a row per kind of collective or copy; small ones take the time of a launch and have no rate."""
+    """Returns a table with a row per kind of collective or copy. Small transfers are launch-bound and have no rate."""
     out = new_table(
-        ("calls", "MiB a step", "MiB each", "GB/s", "highest"),
+        ("calls", "MiB per step", "MiB each", "GB/s", "highest"),
         padding=(0, 1, 0, 0),
-        title="what moved",
-        caption="GB/s include the wait for the last rank: the highest is nearest to the link's",
+        title="data transfers",
+        caption="GB/s include waiting for the last rank; the highest is closest to the link rate",
     )
     for name, kind in kinds.items():
         size, rates = median(kind.sizes), kind.rates
@@ -114,8 +116,8 @@ def traffic_table(kinds: Mapping[str, Transfers], steps: int) -> Table:
 
 
 def memory_table(memory: Record) -> Table:
-    """Returns the peak by its purpose, and the memory that this process and all processes hold."""
-    out = Table(box=box.SIMPLE, show_header=False, padding=(0, 1, 0, 0), title="memory of the GPU, GiB")
+    """Returns a table of peak memory by purpose, and of memory held by this process and by all processes."""
+    out = Table(box=box.SIMPLE, show_header=False, padding=(0, 1, 0, 0), title="GPU memory, GiB")
     out.add_column("", no_wrap=True)
     out.add_column("", justify="right", no_wrap=True)
     for name, size in longest_first(memory.get("parts", {})):
@@ -129,7 +131,7 @@ def memory_table(memory: Record) -> Table:
 
 def kernel_table(account: StepBreakdown, count: int) -> Table:
     out = Table(box=box.SIMPLE_HEAD)
-    out.add_column("ms a step", justify="right", min_width=9)
+    out.add_column("ms per step", justify="right", min_width=9)
     out.add_column("kernel", overflow="ellipsis", no_wrap=True, max_width=64)
     for name, ms in longest_first(account.names)[:count]:
         out.add_row(f"{ms:.2f}", name)

@@ -1,4 +1,4 @@
-"""Files of JSON lines. What cannot be read is skipped and reported in a note."""
+"""JSONL files. Unreadable lines and files are skipped and reported in notes."""
 
 import json
 import sys
@@ -14,15 +14,15 @@ NAMED = 3  # line numbers in a note
 
 
 def read_lines(path: Path, parse: Callable[[Record], T], notes: list[str]) -> list[T]:
-    """Returns the parsed lines, and notes those that are no JSON objects or that `parse` refuses with a ValueError.
+    """Returns the parsed lines. Notes lines that are not JSON objects or that `parse` rejects with ValueError.
 
-    Raises ValueError if no line is left.
+    Raises ValueError if every line is rejected.
     """
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is not there; give the file that a run or a benchmark wrote")
+        raise FileNotFoundError(f"{path} does not exist; give a file that a run or a benchmark wrote")
     parsed: list[T] = []
     refused: list[tuple[int, str]] = []
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")  # the last one is empty or cut off
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")  # the last line is empty or cut off
     for number, line in enumerate(lines, 1):
         try:
             if line.strip():
@@ -52,7 +52,7 @@ def json_object(line: str) -> Record:
 
 
 def refusal(refused: list[tuple[int, str]]) -> str:
-    """Returns one line about the refused ones: their numbers, and what is wrong with the first."""
+    """Returns one line with the numbers of the rejected lines and the reason for the first."""
     number, reason = refused[0]
     if len(refused) == 1:
         return f"line {number} {reason}; it is left out"
@@ -62,9 +62,9 @@ def refusal(refused: list[tuple[int, str]]) -> str:
 
 
 def read_each(sources: Iterable[Source], read: Callable[[Source], T], notes: list[str]) -> dict[Source, T]:
-    """Returns what `read` makes of each source, and notes those that it refuses with a ValueError.
+    """Reads each source. Notes sources that `read` rejects with ValueError.
 
-    Raises ValueError if none is left. A FileNotFoundError passes: the command names a file that does not exist.
+    Raises ValueError if every source is rejected, and FileNotFoundError for a file that does not exist.
     """
     made: dict[Source, T] = {}
     refused: list[str] = []

@@ -8,37 +8,52 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from . import attention, largest, step
+from . import attention, evaluate, largest, step
 from .benchmark import Benchmark
+from .evaluate import Evaluation
 from .records import Record, json_object, print_notes, read_lines
 from .runs import Run, read_run
 
-SHOWN = "runs, sweeps, and what benchmarks/attention.py, step.py and largest.py write"
+SHOWN = "runs, sweeps, evaluations, verifications, plans of training, and benchmarks of attention, step and largest"
 TITLE = "Results: "  # begins the title of every page
-LINE_LIMIT, FIRST_LINES = 2**20, 8  # of what is read to tell one kind of file from another
+LINE_LIMIT, FIRST_LINES = 2**20, 8  # characters and lines read to tell kinds of files apart
 SKIPPED = re.compile(r"^(\..*|checkpoint-\d+.*|__pycache__)$")
+CHECK_KEYS = ("check", "status", "detail")
+PLAN_KEYS = (
+    *("command", "config", "hardware", "fits", "peak_bytes", "usable_gpu_bytes", "host_bytes", "step_seconds"),
+    *("tokens_per_second", "mfu", "longest_length", "schedule", "to_fit", "faster", "notes"),
+)
 BENCHMARKS: tuple[Benchmark[Any], ...] = (attention.BENCHMARK, step.BENCHMARK, largest.BENCHMARK)
 
 
 @dataclass
 class Found:
-    """Results below a directory, by their kind, and notes on files that are not shown."""
+    """Results below a directory by kind, and notes on files that are not shown."""
 
     root: Path
     runs: list[Run] = field(default_factory=list)
     sweeps: dict[Path, list[Record]] = field(default_factory=dict)  # the cells of each sweep.jsonl
     benchmarks: dict[str, dict[Path, list[Record]]] = field(default_factory=dict)  # records by kind and file
-    others: list[Path] = field(default_factory=list)  # of kinds that are not shown
+    evaluations: list[Evaluation] = field(default_factory=list)
+    verifications: dict[Path, list[Record]] = field(default_factory=dict)  # a header and the checks of each file
+    plans: dict[Path, list[Record]] = field(default_factory=dict)
+    others: list[Path] = field(default_factory=list)  # files of other kinds, not shown
     left_out: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)  # on lines of files that are shown
+    notes: list[str] = field(default_factory=list)  # about lines that were skipped in files that are shown
 
     def name(self, path: Path) -> str:
         return str(path.relative_to(self.root)) if path != self.root else self.root.resolve().name
 
     @property
     def summary(self) -> str:
-        benchmarks = sum(map(len, self.benchmarks.values()))
-        counts = {"training run": len(self.runs), "sweep": len(self.sweeps), "benchmark file": benchmarks}
+        counts = {
+            "training run": len(self.runs),
+            "sweep": len(self.sweeps),
+            "benchmark file": sum(map(len, self.benchmarks.values())),
+            "evaluation": len(self.evaluations),
+            "verification": len(self.verifications),
+            "plan": sum(map(len, self.plans.values())),
+        }
         return ", ".join(f"{count} {noun}{'s' if count > 1 else ''}" for noun, count in counts.items() if count)
 
 
@@ -46,11 +61,11 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="analysis report",
         usage="python3 -m analysis report RESULTS_DIR [--output FILE.html]",
-        description="Gathers training runs, sweeps and benchmarks below a directory into one HTML page that needs "
-        "nothing else: no network, no other file. Install with: pip install 'lightseq[report]'.",
+        description="Writes one self-contained HTML page of all training runs, sweeps, evaluations, verifications, "
+        "plans and benchmarks below a directory. Needs: pip install 'lightseq[report]'.",
     )
-    parser.add_argument("directory", metavar="RESULTS_DIR", type=Path, help="where to look, in all folders below too")
-    parser.add_argument("--output", metavar="FILE", type=Path, help="the page (default: RESULTS_DIR/report.html)")
+    parser.add_argument("directory", metavar="RESULTS_DIR", type=Path, help="directory to search, subdirectories too")
+    parser.add_argument("--output", metavar="FILE", type=Path, help="the HTML file (default: RESULTS_DIR/report.html)")
     arguments = parser.parse_args(argv)
     try:
         from .report_page import render
@@ -62,17 +77,17 @@ def main(argv: Sequence[str]) -> int:
     directory = arguments.directory
     output = arguments.output or directory / "report.html"
     if not directory.is_dir():
-        raise ValueError(f"{directory} is no directory; name one that holds runs or benchmarks")
+        raise ValueError(f"{directory} is not a directory; give one with runs or benchmarks")
     found = find(directory)
     if not found.summary:
         raise ValueError(f"nothing to show below {directory}: {reason(found.left_out)}")
     if output.is_file() and TITLE not in output.read_text(encoding="utf-8", errors="replace"):
-        raise ValueError(f"{output} is there and was not written by analysis report; name another with --output")
+        raise ValueError(f"{output} exists and was not written by analysis report; give another file with --output")
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(render(found, f"{TITLE}{directory.resolve().name}"), encoding="utf-8")
     notes = [f"not shown: {line}" for line in found.left_out]
     if count := len(found.others):
-        notes.append(f"not shown: {count} file{'s' * (count > 1)} of other kinds than {SHOWN}; the page names them")
+        notes.append(f"not shown: {count} other file{'s' * (count > 1)}, listed on the page; it shows {SHOWN}")
     print_notes([*notes, *found.notes])
     print(f"{found.summary}\n{output}")
     return 0
@@ -80,13 +95,13 @@ def main(argv: Sequence[str]) -> int:
 
 def reason(left_out: Sequence[str]) -> str:
     if not left_out:
-        return "no run (metrics.jsonl), sweep or benchmark is there"
+        return f"it shows {SHOWN}"
     more = f" (and {len(left_out) - 1} more files)" if len(left_out) > 1 else ""
     return f"{left_out[0]}{more}"
 
 
 def find(root: Path) -> Found:
-    """Reads everything below a directory; unreadable files are noted."""
+    """Reads all results below a directory and notes the files that cannot be read."""
     found = Found(root)
     for path in result_files(root):
         try:
@@ -109,16 +124,22 @@ def result_files(directory: Path) -> Iterator[Path]:
 
 
 def add(path: Path, found: Found) -> None:
-    """Adds a file to its kind. Raises ValueError if it cannot be read."""
+    """Adds a file to the results of its kind. Raises ValueError if it cannot be read."""
     folder = path.parent
     if path.name == "run.json":
         if not (folder / "metrics.jsonl").exists():
-            found.left_out.append(f"{folder} has a run.json and no metrics.jsonl; the run has logged no step")
+            found.left_out.append(f"{folder} has a run.json but no metrics.jsonl; the run has logged no step")
         return
     if path.name == "metrics.jsonl":
         found.runs.append(read_run(folder, found.name(folder)))
     elif path.name == "sweep.jsonl":
         found.sweeps[path] = not_empty(path, read_lines(path, check_cell, found.notes))
+    elif path.name == "evaluation.jsonl":
+        found.evaluations.append(evaluate.read(folder, found.name(folder), found.notes))
+    elif path.name == "verify.jsonl":
+        found.verifications[path] = read_verification(path, found.notes)
+    elif first_object(path).get("plan") == "training":
+        found.plans[path] = not_empty(path, read_lines(path, check_plan, found.notes))
     elif (benchmark := benchmark_of(path)) is not None:
         records = not_empty(path, benchmark.read(path, found.notes))
         found.benchmarks.setdefault(benchmark.name, {})[path] = records
@@ -127,7 +148,7 @@ def add(path: Path, found: Found) -> None:
 
 
 def benchmark_of(path: Path) -> Benchmark[Any] | None:
-    """Returns the benchmark that wrote a file, which its first object tells."""
+    """Returns the benchmark that wrote a file, judging by the file's first object."""
     first = first_object(path)
     kind = first.get("benchmark") or ("attention" if "tflops_per_gpu" in first else None)
     return next((b for b in BENCHMARKS if kind in (b.name, f"{b.name}-probe")), None)
@@ -150,5 +171,21 @@ def not_empty(path: Path, records: list[Any]) -> list[Any]:
 
 def check_cell(record: Record) -> Record:
     if "name" not in record or not isinstance(record.get("flags"), dict):
-        raise ValueError("is no cell of a sweep")
+        raise ValueError("is not a cell of a sweep")
+    return record
+
+
+def read_verification(path: Path, notes: list[str]) -> list[Record]:
+    """Returns the header and the checks that `lightseq verify` wrote."""
+    header, *checks = not_empty(path, read_lines(path, lambda record: record, notes))
+    if "passed" not in header or not all(key in row for row in checks for key in CHECK_KEYS):
+        raise ValueError(f"{path} is not a verification; write it with python3 -m lightseq verify --output_dir DIR")
+    return [header, *checks]
+
+
+def check_plan(record: Record) -> Record:
+    if record.get("plan") != "training":
+        raise ValueError("is not a plan of a training run")
+    if missing := [key for key in PLAN_KEYS if key not in record]:
+        raise ValueError(f"has no {missing[0]!r}; write it again with python3 -m lightseq plan --output FILE")
     return record

@@ -1,4 +1,4 @@
-"""Settings of runs: their words, what differs between two runs, and what several runs share."""
+"""Settings of runs as text, differences between two runs, and settings that several runs share."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from .records import Record
 from .runs import section
 
-PATHS = ("output_dir", "overwrite_output_dir")  # no result depends on them
+PATHS = ("output_dir", "overwrite_output_dir")  # without effect on results
 SOFTWARE = {"torch": "torch", "cuda": "CUDA", "transformers": "transformers", "flash-attn-4": "flash-attn-4"}
 COMMIT_LETTERS = 10
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One setting with its values in two runs."""
+    """A setting with its values in two runs."""
 
     name: str
     first: object
@@ -24,14 +24,14 @@ class Difference:
 
 
 def setting_text(name: str, value: object) -> str:
-    """Returns a flag's value in words; an empty `--fsdp` means DDP."""
+    """Returns a flag's value as text; an empty `--fsdp` means DDP."""
     if name == "fsdp" and value == "":
         return "off (DDP)"
     return {"": '""', "None": "none", "True": "yes", "False": "no"}.get(str(value), str(value))
 
 
 def differing_flags(first: Record, second: Record) -> list[Difference]:
-    """Returns the flags that both runs know and that differ, and the number of ranks if it differs."""
+    """Returns differing flags that both runs have, and the number of ranks if it differs."""
     if not (first and second):
         return []
     one, other = section(first, "config"), section(second, "config")
@@ -41,7 +41,7 @@ def differing_flags(first: Record, second: Record) -> list[Difference]:
 
 
 def differing_machines(first: Record, second: Record) -> list[Difference]:
-    """Returns the device and the software versions that differ."""
+    """Returns differing device and software versions."""
     if not (first and second):
         return []
     devices = (section(info, "hardware").get("device") for info in (first, second))
@@ -51,7 +51,7 @@ def differing_machines(first: Record, second: Record) -> list[Difference]:
 
 
 def hardware_and_versions(infos: Sequence[Record]) -> str:
-    """Returns the devices, versions and commit that all runs share, in one line."""
+    """Returns one line with the device, versions and commit that all runs share."""
 
     def shared(values: Iterable[object]) -> str:
         found = {str(value) if value is not None else "" for value in values}
@@ -70,6 +70,6 @@ def hardware_and_versions(infos: Sequence[Record]) -> str:
 
 
 def short_commit(commit: str) -> str:
-    """Returns ten letters of a commit, and `(changed)` if files differed from it."""
+    """Returns the first ten letters of a commit, with `(changed)` if the work tree had changes."""
     letters, _, changed = commit.partition("-")
     return f"{letters[:COMMIT_LETTERS]} ({changed})" if changed else letters[:COMMIT_LETTERS]

@@ -1,4 +1,4 @@
-"""Training runs: the steps in `metrics.jsonl`, the configuration in `run.json`, and the numbers that sum a run up."""
+"""Training runs: steps from `metrics.jsonl`, configuration from `run.json`, and summary statistics."""
 
 import json
 import sys
@@ -10,7 +10,7 @@ import numpy as np
 
 from .records import Record, read_each, read_lines
 
-SMOOTHED_SHARE = 0.05  # of a run's steps, in each mean of a smoothed curve
+SMOOTHED_SHARE = 0.05  # of a run's steps, per running mean
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Run:
     profile: Record = field(default_factory=dict)
 
     def column(self, key: str) -> np.ndarray:
-        """Returns one number per logged step; NaN where it is unknown."""
+        """Returns one number per logged step; unknown values are NaN."""
         return column(self.steps, key)
 
     def has(self, key: str) -> bool:
@@ -38,23 +38,23 @@ class Run:
 
     @property
     def steps_before(self) -> int:
-        """Steps before the first record's: those up to the checkpoint that the run resumed from."""
+        """Number of steps before the first record, such as those before the checkpoint of a resumed run."""
         logged = int(self.steps[0]["step"])
         first = self.info.get("first_step")
         if isinstance(first, int) and first <= logged:
             return first - 1
-        # No first_step, or a run that resumed in its own directory: the file begins before the steps it made last.
+        # Without first_step, or if the run resumed in its own directory, the file begins before the resumed steps.
         every = section(self.info, "config").get("logging_steps")
         return max(0, logged - every) if isinstance(every, int) else 0
 
     def unprofiled(self, key: str) -> np.ndarray:
-        """Returns a column with NaN for the steps that the profiler slows: `--profile_steps` and their neighbours."""
+        """Returns a column with NaN for steps that the profiler slows: `--profile_steps` and their neighbors."""
         span = section(self.info, "config").get("profile_steps")
         values = self.column(key)
         if not isinstance(span, list) or len(span) != 2:
             return values
         last = self.column("step")
-        first = np.array([self.steps_before, *last[:-1]]) + 1  # a record covers all steps since the one before
+        first = np.array([self.steps_before, *last[:-1]]) + 1  # a record covers all steps since the previous one
         return np.where((last >= span[0] - 1) & (first <= span[1] + 1), np.nan, values)
 
 
@@ -62,17 +62,17 @@ class Run:
 
 
 def read_runs(directories: Sequence[Path], notes: list[str]) -> list[Run]:
-    """Returns the readable runs, and notes the others. Raises ValueError if there is none."""
+    """Returns the readable runs and notes the others. Raises ValueError if there are none."""
     named = zip(directories, labels(directories), strict=True)
     return list(read_each(named, lambda pair: read_run(*pair), notes).values())
 
 
 def labels(directories: Sequence[Path]) -> list[str]:
-    """Returns each directory's name, with as many parents as it takes to tell it from the others."""
+    """Returns each directory's name, with as many parent directories as make it unique."""
     parts = [path.resolve().parts for path in directories]
     for path, own in zip(directories, parts, strict=True):
         if parts.count(own) > 1:
-            raise ValueError(f"{path} is given twice; name each run once")
+            raise ValueError(f"{path} is given twice; give each run once")
 
     def shortest(own: tuple[str, ...]) -> str:
         depths = range(1, len(own) + 1)
@@ -84,7 +84,7 @@ def labels(directories: Sequence[Path]) -> list[str]:
 def read_run(directory: Path, label: str) -> Run:
     path = directory / "metrics.jsonl"
     if not path.is_file():
-        raise FileNotFoundError(f"no metrics.jsonl in {directory}; name the --output_dir of a training run")
+        raise FileNotFoundError(f"no metrics.jsonl in {directory}; give the --output_dir of a training run")
     notes: list[str] = []
     records = read_lines(path, check_record, notes)
     if not records:
@@ -94,7 +94,7 @@ def read_run(directory: Path, label: str) -> Run:
     if not steps:
         raise ValueError(f"{path} has no training step yet; wait for the run's first logged step")
     if repeated:
-        notes.append(f"{label}: {repeated} steps were logged twice, as a resumed run does; the later ones are drawn")
+        notes.append(f"{label}: {repeated} steps were logged twice, as in a resumed run; the later records count")
     info, profile = (read_json_object(directory / name) for name in ("run.json", "profile/summary-rank0.json"))
     return Run(label, directory, steps, evaluations, info, tuple(notes), profile)
 
@@ -111,13 +111,13 @@ def check_record(record: Record) -> Record:
 
 
 def latest(records: Sequence[Record]) -> tuple[tuple[Record, ...], int]:
-    """Returns the last record of each step, by step, and the number of earlier ones that it replaces."""
+    """Returns the last record of each step, sorted, and the number of earlier records that were replaced."""
     by_step = {record["step"]: record for record in records}
     return tuple(by_step[step] for step in sorted(by_step)), len(records) - len(by_step)
 
 
 def read_json_object(path: Path) -> Record:
-    """Returns the object in a file beside the metrics, empty if there is no such file."""
+    """Returns the object in a JSON file, or an empty one if the file does not exist."""
     if not path.is_file():
         return {}
     try:
@@ -138,13 +138,13 @@ def column(records: Sequence[Record], key: str) -> np.ndarray:
 
 
 def section(info: Record, name: str) -> Record:
-    """Returns one of the objects inside run.json; empty if the run wrote none."""
+    """Returns an object inside run.json; empty if it is missing."""
     value = info.get(name)
     return value if isinstance(value, dict) else {}
 
 
 def describe(run: Run) -> str:
-    """Returns one line about what ran; a choice that the run made counts before the flag."""
+    """Describes a run in one line. Automatic choices replace the flag's value."""
     known = {**section(run.info, "config"), **run.info}
     words = {
         "model_name_or_path": "{}",
@@ -162,12 +162,12 @@ def describe(run: Run) -> str:
 
 
 def warmup_records(count: int) -> int:
-    """Returns how many first records compile and allocate rather than show the pace: a tenth, 1 to 10."""
+    """Returns the number of warm-up records: 10%, between 1 and 10."""
     return min(10, max(1, count // 10), count - 1)
 
 
 def past_warmup(values: np.ndarray) -> np.ndarray:
-    """Returns the known values past the warm-up, or all known ones if there are none past it."""
+    """Returns the finite values after the warm-up, or all finite values if there are none."""
     late = values[warmup_records(len(values)) :]
     known = late[np.isfinite(late)]
     return known if known.size else values[np.isfinite(values)]
@@ -179,7 +179,7 @@ def median(values: np.ndarray) -> float:
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
-    """Returns the mean of the known values around each one, over a twentieth of the run."""
+    """Returns the running mean of finite values, over 5% of the run."""
     half = max(1, round(len(values) * SMOOTHED_SHARE / 2))
     windows = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
     known = [window[np.isfinite(window)] for window in windows]
@@ -187,7 +187,7 @@ def smooth(values: np.ndarray) -> np.ndarray:
 
 
 def peak_memory(run: Run) -> tuple[float, str]:
-    """Returns the highest bytes of the worst GPU, or of a process if there is no GPU, and which of them it is."""
+    """Returns peak bytes and where: `GPU` for the fullest GPU, `host` for a process if there is no GPU."""
     if run.has("peak_memory_allocated_bytes"):
         return highest(run, "peak_memory_allocated_bytes"), "GPU"
     return highest(run, "host_rss_bytes"), "host"

@@ -1,4 +1,4 @@
-"""Benchmark of whole steps: `python3 -m analysis step FILE...` draws tokens/s and memory by length, and a table."""
+"""Benchmark of training steps: `python3 -m analysis step FILE...` plots tokens/s and memory by length."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +15,7 @@ from .drawing import (
     GIB,
     GREY,
     new_figure,
+    round_log_ticks,
     short_length,
     subtitle,
 )
@@ -31,12 +32,12 @@ KEYS = (
 COLORS = {OURS: "#0072B2", BASELINE: "#E69F00", "accelerate": "#009E73", "deepspeed": "#CC79A7"}
 OTHER_COLOR = "#7A5195"
 GROUP_WIDTH = 0.86  # of the space between two lengths
-WIDE_RANGE = 20.0  # times the lowest value, from which on the axis is logarithmic
+WIDE_RANGE = 20.0  # highest over lowest value from which the axis is logarithmic
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Comparable records by length, the fastest of a length first and skipped ones last."""
+    """Comparable records by length: within a length the fastest first, skipped ones last."""
 
     setting: Mapping[str, Any]
     steps: Sequence[Record]
@@ -52,7 +53,7 @@ class Comparison:
 
     @property
     def labels(self) -> list[str]:
-        """Labels in the order of bars: lightseq's, the baseline, the others."""
+        """Labels in the order of bars: lightseq, the baseline, the others."""
         names = {step["label"]: step["implementation"] for step in self.steps}
         rank = {OURS: 0, BASELINE: 1}
         return sorted(names, key=lambda label: (rank.get(names[label], 2), names[label], len(label), label))
@@ -61,7 +62,7 @@ class Comparison:
         return next((step for step in self.steps if (step["length"], step["label"]) == (length, label)), None)
 
     def speedup(self, step: Record) -> float | None:
-        """Returns tokens per second over the baseline's."""
+        """Returns tokens per second divided by the baseline's."""
         baseline = self.at(step["length"], BASELINE)
         rate, reference = step["tokens_per_second"], baseline["tokens_per_second"] if baseline else None
         return rate / reference if rate and reference else None
@@ -105,13 +106,13 @@ def memory_gib(step: Record) -> float | None:
 
 
 def error_bar(step: Record) -> tuple[float, float]:
-    """Returns how far the slowest and the fastest step are from the median, in tokens per second."""
+    """Returns the distances of the slowest and fastest steps from the median, in tokens per second."""
     rate = step["tokens_per_second"]
     return rate - step["tokens_per_second_lowest"], step["tokens_per_second_highest"] - rate
 
 
 def spread(step: Record) -> float:
-    """Returns the fastest minus the slowest step, as a share of the median."""
+    """Returns fastest minus slowest, as a share of the median."""
     return sum(error_bar(step)) / float(step["tokens_per_second"])
 
 
@@ -119,9 +120,9 @@ def spread(step: Record) -> float:
 
 
 def table_rows(comparison: Comparison) -> list[list[str]]:
-    """Returns a head and one row per record, the fastest of a length first."""
+    """Returns a header row and a row per record, the fastest of a length first."""
     on_gpu = any(step["mfu"] is not None for step in comparison.steps)
-    rows = [["", "tokens", "tokens/s", f"÷ {BASELINE}", "MFU" if on_gpu else "TFLOP/s", "peak GiB"]]
+    rows = [["", "tokens", "tokens/s", f"÷ {BASELINE}", "MFU" if on_gpu else "model TFLOP/s per GPU", "peak GiB"]]
     for step in comparison.steps:
         cells = ["–", "", "", ""]
         if step["tokens_per_second"] is not None:
@@ -138,7 +139,7 @@ def table_rows(comparison: Comparison) -> list[list[str]]:
 
 
 def remarks(comparison: Comparison) -> list[str]:
-    """Returns how much the times varied, whether all had the same losses, and why records have no numbers."""
+    """Returns the spread of times, the range of losses, and reasons for missing numbers."""
     measured = [step for step in comparison.steps if step["tokens_per_second"] is not None]
     out = []
     if measured:
@@ -151,7 +152,7 @@ def remarks(comparison: Comparison) -> list[str]:
             out.append(f"Last losses at {short_length(length)}: {min(known):.4f} to {max(known):.4f}.")
     for step in measured:
         if step["losses_finite"] is False:
-            out.append(f"Not finite: losses of {place(step)}. Its numbers do not count.")
+            out.append(f"Not finite: losses of {place(step)}. Ignore its numbers.")
     return out + [f"– {place(step)}: {step['skipped']}" for step in comparison.steps if step["skipped"]]
 
 
@@ -163,7 +164,7 @@ def place(step: Record) -> str:
 
 
 def figure(comparison: Comparison) -> Figure:
-    """Draws tokens per second by length, and memory beside it if it is known."""
+    """Plots tokens per second by length, and peak memory if it is known."""
     panels = 1 + any(map(memory_gib, comparison.steps))
     bars = len(comparison.labels) * len(comparison.lengths)
     out = new_figure(max(5.5, 2.0 + 0.5 * bars) * panels, 5.2)
@@ -187,7 +188,7 @@ def draw_bars(
     value: Callable[[Record], float | None],
     error: Callable[[Record], tuple[float, float]],
 ) -> None:
-    """Draws a group of bars per length; a skipped one is its reason."""
+    """Plots a group of bars per length. A skipped record shows its reason."""
     labels, lengths = comparison.labels, comparison.lengths
     width = GROUP_WIDTH / len(labels)
     logarithmic = set_scale(axes, [v for step in comparison.steps if (v := value(step))])
@@ -211,20 +212,21 @@ def draw_bars(
 
 
 def set_scale(axes: Axes, known: Sequence[float]) -> bool:
-    """Lets the axis begin at zero unless the lowest bars would vanish; returns whether it is logarithmic."""
+    """Starts the axis at zero, or makes it logarithmic if the lowest bars would vanish. Returns True if logarithmic."""
     if not known:
         return False
     logarithmic = max(known) > WIDE_RANGE * min(known)
     if logarithmic:
         axes.set_yscale("log")
         axes.set_ylim(min(known) / 3, 2 * max(known))
+        round_log_ticks(axes.yaxis, "{:,g}".format)
     else:
         axes.set_ylim(0, 1.15 * max(known))
     return logarithmic
 
 
 def label_bar(axes: Axes, x: float, height: float, below: float, above: float) -> None:
-    """Writes the value above a bar, and draws a line over its end from the slowest to the fastest step."""
+    """Labels a bar with its value and adds an error bar from the slowest to the fastest step."""
     if below + above > 0:
         axes.errorbar(x, height, [[below], [above]], fmt="none", ecolor="black", elinewidth=1.0, capsize=2)
     top = (x, height + above)
@@ -232,13 +234,13 @@ def label_bar(axes: Axes, x: float, height: float, below: float, above: float) -
 
 
 def number(value: float) -> str:
-    """Returns three digits, short enough for a bar: 50.8k."""
+    """Returns three digits, such as 50.8k."""
     thousands = value >= 1000
     return f"{value / 1000 if thousands else value:#.3g}".removesuffix(".") + ("k" if thousands else "")
 
 
 def colors(comparison: Comparison) -> list[tuple[float, float, float]]:
-    """Returns a colour per label: its implementation's, paler for each further label."""
+    """Returns a color per label: that of its implementation, paler for each further label."""
     implementations = {step["label"]: step["implementation"] for step in comparison.steps}
     counts: dict[str, int] = {}
     out = []
@@ -253,7 +255,7 @@ def colors(comparison: Comparison) -> list[tuple[float, float, float]]:
 BENCHMARK = Benchmark(
     name="step",
     title="Whole training steps",
-    description="Draws tokens per second and peak memory by length",
+    description="Plots tokens per second and peak memory by length",
     read=read_steps,
     group=compare,
     figure=figure,

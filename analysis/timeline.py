@@ -1,4 +1,4 @@
-"""Timeline of one layer's attention and everything beside it, out of a trace: `analysis profile DIR --timeline`."""
+"""Timeline of one layer's attention and concurrent work from a trace: `analysis profile DIR --timeline`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from lightseq.profiling.trace import KINDS, Span
 from .drawing import COLORS, GREY, new_figure
 
 NAMES = tuple(name for name, _ in KINDS)
-WAITS = "waits"  # of the exchange for other ranks, told apart by their kernel's name
+WAITS = "waits"  # for other ranks during the exchange, recognized by kernel name
 KERNEL_LANES: Mapping[str, tuple[str, ...]] = {
     "attention": ("attention, forward", "attention, backward"),
     "matrix products": ("matrix products",),
@@ -20,7 +20,7 @@ KERNEL_LANES: Mapping[str, tuple[str, ...]] = {
         "other kernels",
     ),
 }  # fmt: skip
-HIDDEN_LANES: Mapping[str, tuple[str, ...]] = {  # should run beneath kernels
+HIDDEN_LANES: Mapping[str, tuple[str, ...]] = {  # should overlap with kernels
     "attention's exchange": ("attention's exchange",),
     "waits for other ranks": (WAITS,),
     "collectives": ("collectives",),
@@ -28,12 +28,12 @@ HIDDEN_LANES: Mapping[str, tuple[str, ...]] = {  # should run beneath kernels
 }
 LANES = {**KERNEL_LANES, **HIDDEN_LANES}
 COMMUNICATION = ("attention's exchange", "collectives")
-MARGIN = 0.05  # of the window, shown before and after it
+MARGIN = 0.05  # share of the window shown before and after it
 
 
 @dataclass(frozen=True)
 class Window:
-    """A stretch of a trace, in microseconds."""
+    """A time range of a trace, in microseconds."""
 
     title: str
     start: float
@@ -44,9 +44,9 @@ class Window:
 
 
 def windows(spans: Sequence[Span]) -> list[Window]:
-    """Returns the middle layer's attention, forward and backward, from the matrix product before to the one after.
+    """Returns the middle layer's attention, forward and backward, from the previous matrix product to the next.
 
-    In traces of attention alone, a pass ends where the next begins. Raises ValueError if there is no attention.
+    In traces of attention only, a pass ends where the next begins. Raises ValueError if there is no attention.
     """
     found = []
     for word, other in (("forward", "backward"), ("backward", "forward")):
@@ -57,14 +57,12 @@ def windows(spans: Sequence[Span]) -> list[Window]:
             margin = MARGIN * (end - start)
             found.append(Window(f"A layer's attention, {word}", start - margin, end + margin))
     if not found:
-        raise ValueError(
-            "the trace has no attention kernel that is known by its name; see KINDS in lightseq.profiling.trace"
-        )
+        raise ValueError("the trace has no known attention kernel; see KINDS in lightseq.profiling.trace")
     return found
 
 
 def attention_layers(spans: Sequence[Span], kind: int, borders: Sequence[int]) -> list[tuple[float, float]]:
-    """Returns each layer's start and end: kernels of a kind belong together until one of the borders begins."""
+    """Returns each layer's start and end. A layer ends where a kernel of the kinds `borders` starts."""
     found: list[tuple[float, float]] = []
     together = False
     for span in spans:
@@ -78,7 +76,7 @@ def attention_layers(spans: Sequence[Span], kind: int, borders: Sequence[int]) -
 
 
 def between_borders(spans: Sequence[Span], start: float, end: float, borders: Sequence[int]) -> tuple[float, float]:
-    """Extends a layer to the end of the last border before it and the start of the first one after it."""
+    """Extends a layer to the end of the border before it and the start of the border after it."""
     around = [span for span in spans if span.kind in borders]
     before = [span.end for span in around if span.end <= start]
     after = [span.start for span in around if span.start >= end]
@@ -90,7 +88,7 @@ def name_of(span: Span) -> str:
 
 
 def busy_ms(spans: Sequence[Span], window: Window, names: Sequence[str]) -> tuple[float, float]:
-    """Returns the milliseconds in which one of `names` runs, and those of them in which no kernel does."""
+    """Returns milliseconds in which one of `names` runs, and the part of them in which no kernel runs."""
     kernels = {name for lane in KERNEL_LANES.values() for name in lane}
     edges = []
     for span in window.cut(spans):
@@ -116,16 +114,14 @@ def figure(spans: Sequence[Span], title: str) -> Figure:
 
 
 def draw(axes: Axes, window: Window, spans: Sequence[Span]) -> None:
-    """Draws a lane per kind of work; time begins with the window."""
+    """Draws a lane per kind of work. Time zero is the start of the window."""
     inside = window.cut(spans)
     for place, names in enumerate(LANES.values()):
         edges = [(max(s.start, window.start), min(s.end, window.end)) for s in inside if name_of(s) in names]
         bars = [((start - window.start) / 1e3, (end - start) / 1e3) for start, end in edges]
         axes.broken_barh(bars, (place - 0.38, 0.76), facecolors=COLORS[place], linewidth=0)
     (total, bare), (_, waiting) = busy_ms(spans, window, COMMUNICATION), busy_ms(spans, window, [WAITS])
-    text = (
-        f"{total:.1f} ms of communication, {bare:.1f} of it beside no kernel; {waiting:.1f} ms waiting for other ranks"
-    )
+    text = f"{total:.1f} ms of communication, {bare:.1f} ms of it exposed; {waiting:.1f} ms waiting for other ranks"
     axes.set_title(window.title, loc="left")
     axes.set_title(text, loc="right", fontsize=10, fontweight="normal")
     axes.set_yticks(range(len(LANES)), list(LANES))

@@ -26,9 +26,9 @@ from .drawing import (
 from .records import Record, json_object
 from .runs import check_record, column, latest, median, read_json_object, section
 
-LOOK_SECONDS = 1.0  # between looks
-RECENT = 50  # steps that tell the pace
-QUIET_FACTOR, QUIET_SECONDS = 5.0, 20.0  # a run is quiet after five usual logging intervals, and never before 20 s
+LOOK_SECONDS = 1.0  # between updates
+RECENT = 50  # steps used for the current speed
+QUIET_FACTOR, QUIET_SECONDS = 5.0, 20.0  # quiet: no record for five usual intervals and 20 s
 BLOCKS = "▁▂▃▄▅▆▇█"
 SPARKLINE_WIDTH = 30
 UNITS_OF_TIME = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
@@ -38,11 +38,11 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="analysis watch",
         usage="python3 -m analysis watch OUTPUT_DIR [--once]",
-        description="Follows a run while it trains: progress, the last numbers, and how they went. Ends with its last "
-        "step or with Ctrl-C. On a terminal it waits for the run in a directory that is there and holds none yet.",
+        description="Shows progress and metrics of a run while it trains, until its last step or Ctrl-C. On a "
+        "terminal, waits for a run to start in an existing directory.",
     )
     parser.add_argument("run", metavar="OUTPUT_DIR", type=Path, help="the --output_dir of a run")
-    parser.add_argument("--once", action="store_true", help="print how it stands now, once")
+    parser.add_argument("--once", action="store_true", help="print the current state and exit")
     arguments = parser.parse_args(argv)
     console = Console(highlight=False)
     try:
@@ -52,11 +52,11 @@ def main(argv: Sequence[str]) -> int:
             print_rich(frame(progress))
             return 0
         return 0 if follow(progress, console).is_done else 1
-    except KeyboardInterrupt:  # the usual way to stop watching; the last frame stays
+    except KeyboardInterrupt:  # the usual way to stop; the last frame stays
         return 0
 
 
-# ---- what the directory says now ------------------------------------------------------------------------------------
+# ---- state of the run ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -67,10 +67,10 @@ class Progress:
     info: Record
     steps: tuple[Record, ...]
     evaluations: tuple[Record, ...]
-    checkpoints: tuple[int, ...]  # by their step
+    checkpoints: tuple[int, ...]  # their steps
     saving: int | None  # step of a checkpoint that is being written
-    silent_seconds: float | None  # since the run last wrote; None if it wrote nothing yet
-    dead_process: str | None  # the process that wrote here, if it is known to exist no more
+    silent_seconds: float | None  # since the last write; None before the first
+    dead_process: str | None  # the process of the run, if it no longer exists
 
     @property
     def total(self) -> int | None:
@@ -87,23 +87,23 @@ class Progress:
 
     @property
     def is_dead(self) -> bool:
-        """Says whether the process is gone and no other has taken its place for some seconds."""
+        """True if the process is gone and no other has replaced it for some seconds."""
         return self.dead_process is not None and (self.silent_seconds or 0.0) > QUIET_SECONDS
 
     @property
     def step_seconds(self) -> float:
-        """The pace of late; NaN if unknown."""
+        """Median of recent step times; NaN if unknown."""
         return median(column(self.steps, "step_seconds")[-RECENT:]) if self.steps else math.nan
 
     @property
     def logging_seconds(self) -> float:
-        """The usual time between two records."""
+        """Usual time between two records."""
         every = section(self.info, "config").get("logging_steps")
         return self.step_seconds * (every if isinstance(every, int) and every > 0 else 1)
 
     @property
     def is_quiet(self) -> bool:
-        """Says whether nothing came for much longer than usual."""
+        """True if no record came for much longer than usual."""
         if self.is_done or self.silent_seconds is None or not math.isfinite(self.logging_seconds):
             return False
         return self.silent_seconds > max(QUIET_SECONDS, QUIET_FACTOR * self.logging_seconds)
@@ -114,7 +114,7 @@ class Progress:
 
 
 def read_progress(directory: Path, now: float) -> Progress:
-    """Raises ValueError for a file that no run wrote. `now` is a time in seconds, as files have."""
+    """Reads the state of a run. `now` is in seconds since the epoch. Raises ValueError for unreadable metrics."""
     metrics, info = directory / "metrics.jsonl", directory / "run.json"
     records = read_growing(metrics)
     steps, _ = latest([record for record in records if "eval_loss" not in record])
@@ -128,25 +128,25 @@ def read_progress(directory: Path, now: float) -> Progress:
         checkpoints=checkpoints(directory, ""),
         saving=max(checkpoints(directory, r"\.partial"), default=None),
         silent_seconds=now - max(written) if written else None,
-        dead_process=dead_process(directory / "lock"),  # the name in lightseq's output_directory.py
+        dead_process=dead_process(directory / "lock"),  # named in lightseq's output_directory.py
     )
 
 
 def read_growing(path: Path) -> list[Record]:
-    """Returns the records on whole lines. Raises ValueError if there are lines but no record."""
+    """Returns the records on complete lines. Raises ValueError if there are lines but no record."""
     if not path.is_file():
         return []
     whole = path.read_bytes().rpartition(b"\n")[0].decode("utf-8", errors="replace")
     parsed = [parse(line) for line in whole.splitlines() if line.strip()]
     records = [record for record in parsed if not isinstance(record, str)]
     if parsed and not records:
-        raise ValueError(f"{path} holds a line that is no record ({parsed[0]}); remove the line")
+        raise ValueError(f"{path} has a line that is not a record ({parsed[0]}); remove the line")
     return records
 
 
-@cache  # every look reads the file whole, but parses no line again
+@cache  # each update reads the whole file, but parses only new lines
 def parse(line: str) -> Record | str:
-    """Returns the record on a line, or why it is none."""
+    """Returns the record on a line, or an error message."""
     try:
         return check_record(json_object(line))
     except ValueError as error:
@@ -154,7 +154,7 @@ def parse(line: str) -> Record | str:
 
 
 def read_unfinished(path: Path) -> Record:
-    """Returns the object in a file; empty while it is being written."""
+    """Returns the object in a JSON file; empty while it is being written."""
     try:
         return read_json_object(path)
     except ValueError:
@@ -167,7 +167,7 @@ def checkpoints(directory: Path, ending: str) -> tuple[int, ...]:
 
 
 def dead_process(lock: Path) -> str | None:
-    """Returns `process 12 on HOST` out of a run's lock if this is that host and the process exists no more."""
+    """Returns `process 12 on HOST` from a run's lock if HOST is this host and the process is gone."""
     try:
         words = re.match(r"process (\d+) on (\S+)$", lock.read_text(errors="replace"), re.MULTILINE)
     except OSError:
@@ -177,17 +177,17 @@ def dead_process(lock: Path) -> str | None:
 
 
 def check_watchable(progress: Progress, waits: bool) -> None:
-    """Raises ValueError if there is no run, unless the view may wait for one in a directory that exists."""
+    """Raises ValueError if there is no run, unless `waits` and the directory exists."""
     if not progress.directory.is_dir():
-        raise ValueError(f"{progress.directory} is no directory; name the --output_dir of a run")
+        raise ValueError(f"{progress.directory} is not a directory; give the --output_dir of a run")
     if progress.silent_seconds is None and not waits:
         raise ValueError(
-            f"{progress.directory} holds no run; name the --output_dir of one, or wait on a terminal without --once"
+            f"{progress.directory} has no run; give the --output_dir of a run, or wait on a terminal without --once"
         )
 
 
 def follow(progress: Progress, console: Console) -> Progress:
-    """Shows a run until its last step, or, if the output is no terminal, until its process is gone."""
+    """Shows a run until its last step. If the output is not a terminal, stops when the run's process is gone."""
     with Live(frame(progress), console=console, auto_refresh=False) as live:
         while not (progress.is_done or (progress.is_dead and not console.is_terminal)):
             time.sleep(LOOK_SECONDS)
@@ -200,7 +200,7 @@ def follow(progress: Progress, console: Console) -> Progress:
 
 
 def frame(progress: Progress) -> RenderableType:
-    """Returns the whole view of one moment; 80 columns are enough."""
+    """Returns the whole view, at most 80 columns wide."""
     parts: list[RenderableType] = [Text(str(progress.directory), style="bold", overflow="fold")]
     if facts := known_facts(progress):
         parts.append(pairs(facts))
@@ -224,7 +224,7 @@ def known_facts(progress: Progress) -> list[tuple[str, str]]:
 
 
 def pairs(facts: Sequence[tuple[str, str]]) -> Table:
-    """Returns two names with their values per row."""
+    """Returns a table with two names and values per row."""
     out = Table.grid(padding=(0, 2), expand=True)
     for ratio in (None, 1, None, 1):
         out.add_column(ratio=ratio, overflow="fold", no_wrap=ratio is None, style="dim" if ratio is None else "")
@@ -237,7 +237,7 @@ def bar(progress: Progress) -> Table:
     step, total = progress.step, progress.total
     out = Table.grid(padding=(0, 2), expand=True)
     if total is None:
-        out.add_row(f"step {step:,}", Text("how many there will be is not known: no run.json", style="dim"))
+        out.add_row(f"step {step:,}", Text("total steps unknown: no run.json", style="dim"))
         return out
     left = "done" if progress.is_done else f"{duration((total - step) * progress.step_seconds)} left"
     for ratio in (None, 1, None, None):
@@ -248,7 +248,7 @@ def bar(progress: Progress) -> Table:
 
 
 def numbers(progress: Progress) -> Table:
-    """Returns the last of each number; beside loss and throughput their course so far."""
+    """Returns the latest metrics, with sparklines of loss and throughput."""
     last = progress.steps[-1]
 
     def value(key: str, form: str, scale: float = 1.0) -> str:
@@ -270,7 +270,7 @@ def numbers(progress: Progress) -> Table:
         out.add_row("model TFLOP/s", value("model_tflops_per_gpu", "{:.3g}"))
     on_gpu = last.get("peak_memory_allocated_bytes") is not None
     memory = "peak_memory_allocated_bytes" if on_gpu else "host_rss_bytes"
-    out.add_row("memory", value(memory, "{:.2f} GiB", 1 / GIB), "peak of a GPU" if on_gpu else "of a process")
+    out.add_row("memory", value(memory, "{:.2f} GiB", 1 / GIB), "peak per GPU" if on_gpu else "per process")
     return out
 
 
@@ -279,7 +279,7 @@ def extremes(values: np.ndarray, form: str) -> str:
 
 
 def sparkline(values: np.ndarray, width: int = SPARKLINE_WIDTH) -> str:
-    """Returns the course of the numbers in one line; a block is the mean of its share of them."""
+    """Returns the values as a line of blocks. Each block is the mean of an equal share of the values."""
     if not values.size:
         return ""
     means = np.array([part.mean() for part in np.array_split(values, min(width, values.size))])
@@ -289,7 +289,7 @@ def sparkline(values: np.ndarray, width: int = SPARKLINE_WIDTH) -> str:
 
 
 def state(progress: Progress) -> Group:
-    """Returns the last evaluation and checkpoint, and whether the run is still alive."""
+    """Returns the last evaluation and checkpoint, and the health of the run."""
     lines = []
     if progress.evaluations:
         last = progress.evaluations[-1]
@@ -305,23 +305,23 @@ def state(progress: Progress) -> Group:
 def health(progress: Progress) -> Text:
     silent = duration(progress.silent_seconds or 0.0)
     if progress.is_done:
-        return Text("The last step is done.", "green")
+        return Text("Training is complete.", "green")
     if progress.silent_seconds is None:
-        return Text(f"Waiting: {progress.directory} holds no run yet.", "yellow")
+        return Text(f"Waiting: {progress.directory} has no run yet.", "yellow")
     if progress.dead_process:
-        line = f"The run has ended ({progress.dead_process}); go on with --resume_from_checkpoint auto."
+        line = f"The run has ended ({progress.dead_process}); continue with --resume_from_checkpoint auto."
         return Text(line, "bold red")
     if not progress.steps:
-        return Text(f"Waiting for the first step since {silent}; it may compile and allocate.", "yellow")
+        return Text(f"Waiting {silent} for the first step, which may compile and allocate.", "yellow")
     if progress.is_quiet:
         usual = duration(progress.logging_seconds)
-        line = f"Nothing was logged for {silent}, where {usual} is usual: it evaluates, saves, or has stopped."
+        line = f"Nothing logged for {silent} (usual: {usual}). The run is evaluating, saving or stuck."
         return Text(line, "bold red")
     return Text(f"Last logged {silent} ago.", "dim")
 
 
 def duration(seconds: float) -> str:
-    """Returns a time in two units at most: 3 h 20 min."""
+    """Returns a time in at most two units, such as 3 h 20 min."""
     if not np.isfinite(seconds):
         return "unknown time"
     if seconds < 60:

@@ -1,10 +1,12 @@
-"""Times forward and backward of one causal attention layer over all ranks: lightseq and its peers."""
+"""Times forward and backward of one causal attention layer over all ranks, for lightseq and its peers."""
 
 import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)  # and hides no package behind this folder
+    sys.path[0] = str(
+        Path(__file__).resolve().parent.parent
+    )  # instead of this folder, whose modules would hide packages
 
 import argparse
 import os
@@ -33,11 +35,11 @@ from lightseq.distributed.mesh import World, check_devices, init_distributed, on
 from lightseq.kernels import KERNELS
 from lightseq.schedule.algorithms import SCHEDULES
 
-TIMEOUT_SECONDS = 600.0  # for a rank that waits for one that died
+TIMEOUT_SECONDS = 600.0  # until ranks stop waiting for a dead rank
 TIMES = ("seconds_median", "seconds_min", "seconds_max", "repeats", "tflops_per_gpu", "peak_memory_bytes")
-CEILING = "single-gpu"  # the kernel on one GPU with the whole sequence
+CEILING = "single-gpu"  # the kernel on one GPU with the whole sequence, an upper bound
 TWICE = "gather_twice"
-DOCUMENT_MULTIPLE = 64  # peers cut each document into equal pieces
+DOCUMENT_MULTIPLE = 64  # tokens; peers cut each document into equal pieces
 EXAMPLES = """examples:
   python3 -m torch.distributed.run --nproc_per_node=4 benchmarks/attention.py --peers all --exposed
   ... --schedules prefix,prefix@head_groups=2,usp@ulysses_size=2 --lengths 512K --kernels fa4,cudnn
@@ -48,12 +50,12 @@ EXAMPLES = """examples:
 
 @dataclass(frozen=True)
 class Point:
-    """One implementation in one way of running it."""
+    """One implementation with one configuration."""
 
     implementation: str
     set_up: Callable[[Case], AbstractContextManager[Layer]]
     request: str = ""  # the schedule as typed
-    choice: Choice | None = None  # lightseq's alone
+    choice: Choice | None = None  # None for peers
 
 
 def main(words: Sequence[str]) -> None:
@@ -74,10 +76,10 @@ def main(words: Sequence[str]) -> None:
                     print(line(record), flush=True)
                 if stuck:
                     sys.stdout.flush()
-                    os._exit(1)  # ranks are stuck in messages that never come: an orderly end would hang as well
+                    os._exit(1)  # ranks wait for messages that never come; a normal exit would hang
         if world.is_main:
             print(f"records  {flags.output}", flush=True)
-        dist.barrier()  # who leaves first closes connections that the others may still be reading from
+        dist.barrier()  # an early exit would close connections that other ranks still read from
 
 
 # ---- the command line -----------------------------------------------------------------------------------------------
@@ -87,15 +89,17 @@ def parser() -> Parser:
     out = Parser("benchmarks/attention.py", __doc__, EXAMPLES)
     kernels, transports = ("auto", *KERNELS), (*CHOICES["transport"], "none")
     peers, dtypes = (CEILING, *PEERS, *PACKED_PEERS), ("bfloat16", "float16", "float32", "float64")
-    schedules = f"auto, all, none, {', '.join(SCHEDULES)}; @head_groups=N and @ulysses_size=N set those that have them"
-    what = out.add_argument_group("what").add_argument
-    what("--lengths", type=listed(length), default="16K,32K,64K,128K", metavar="N,...", help="tokens of sequences")
+    schedules = f"auto, all, none, {', '.join(SCHEDULES)}; options: @head_groups=N, @ulysses_size=N"
+    what = out.add_argument_group("layer").add_argument
+    what(
+        "--lengths", type=listed(length), default="16K,32K,64K,128K", metavar="N,...", help="sequence lengths in tokens"
+    )
     what(
         "--schedules",
         type=listed(choice, SCHEDULES),
         default="auto",
         metavar="S,...",
-        help=f"{schedules}, @{TWICE} has ulysses gather q, k and v again for the backward pass",
+        help=f"{schedules}, @{TWICE} (ulysses gathers q, k and v again in the backward pass)",
     )
     what("--kernels", type=listed(one_of(*kernels)), default="auto", metavar="K,...", help=", ".join(kernels))
     what("--transports", type=listed(one_of(*transports)), default="auto", metavar="T,...", help=", ".join(transports))
@@ -104,47 +108,60 @@ def parser() -> Parser:
         type=listed(one_of(*peers), peers),
         default=CEILING,
         metavar="P,...",
-        help=f"all, none, {', '.join(peers)}; {CEILING} is the kernel on one GPU with the whole sequence, the ceiling",
+        help=f"all, none, {', '.join(peers)}; {CEILING} is the kernel on one GPU with the whole sequence, as a bound",
     )
     what(
         "--documents",
         type=documents,
         metavar="D",
-        help="lognormal:SEED packs documents of 1K to 64K tokens into each sequence, lognormal:SEED:LEAST:MOST others",
+        help="pack documents of 1K to 64K tokens (lognormal:SEED) or other lengths (lognormal:SEED:MIN:MAX)",
     )
     what("--heads", type=positive, default=32, metavar="N", help="query heads")
     what("--kv_heads", type=positive, default=8, metavar="N", help="key/value heads")
     what("--head_dim", type=positive, default=128, metavar="N", help="head dimension")
-    what("--dtype", type=one_of(*dtypes), metavar="D", help=f"{', '.join(dtypes)}; bfloat16 on GPUs, float32 on CPU")
-    how = out.add_argument_group("how").add_argument
-    how("--warmup", type=positive, default=2, metavar="N", help="runs before the clock starts")
-    how("--repeats", type=positive, default=20, metavar="N", help="timed runs at most")
+    what(
+        "--dtype",
+        type=one_of(*dtypes),
+        metavar="D",
+        help=f"{', '.join(dtypes)}; if not given, bfloat16 on GPUs and float32 on CPU",
+    )
+    how = out.add_argument_group("measurement").add_argument
+    how("--warmup", type=positive, default=2, metavar="N", help="untimed runs before the measurement")
+    how("--repeats", type=positive, default=20, metavar="N", help="maximum number of timed runs")
     how(
         "--seconds",
         type=seconds,
         default=10.0,
         metavar="S",
-        help="for the timed runs of a point, of which there are at least 3",
+        help="time limit for the timed runs of a point; at least 3 are made",
     )
-    how("--exposed", action="store_true", help="time lightseq's tiles with transport none too: the rest is exposed")
-    how("--check", action="store_true", help="errors against float64, not times; quadratic memory, so keep to 2K or so")
+    how(
+        "--exposed",
+        action="store_true",
+        help="also time lightseq without communication; the difference is exposed communication",
+    )
+    how(
+        "--check",
+        action="store_true",
+        help="measure errors against float64 instead of times; memory is quadratic, so use about 2K",
+    )
     out.add_output("outputs/attention.jsonl")
     return out
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """Returns the flags. Raises ValueError with one line for what is wrong."""
+    """Parses the flags. Raises ValueError with a one-line reason."""
     flags = parser().parse_args(words)
     if flags.heads % flags.kv_heads:
-        raise ValueError(f"--heads {flags.heads} does not divide among --kv_heads {flags.kv_heads}")
+        raise ValueError(f"--heads {flags.heads} is not a multiple of --kv_heads {flags.kv_heads}")
     if not flags.schedules and not flags.peers:
-        raise ValueError("--schedules none and --peers none leave nothing to measure")
+        raise ValueError("--schedules none and --peers none leave nothing to measure; give one of them")
     check_output(flags)
     return flags
 
 
 def choice(text: str) -> tuple[str, Choice]:
-    """Converts `usp@ulysses_size=2@head_groups=4` to the settings that it asks for."""
+    """Parses a schedule with settings, such as `usp@ulysses_size=2@head_groups=4`."""
     schedule, *settings = text.split("@")
     if schedule not in ("auto", *SCHEDULES):
         raise argparse.ArgumentTypeError(
@@ -154,37 +171,39 @@ def choice(text: str) -> tuple[str, Choice]:
     for setting in settings:
         key, _, value = setting.partition("=")
         if setting == TWICE and schedule not in ("auto", "ulysses"):
-            raise argparse.ArgumentTypeError(f"{text!r}: {schedule} gathers twice anyway; leave {TWICE} to ulysses")
+            raise argparse.ArgumentTypeError(
+                f"{text!r}: {TWICE} applies only to ulysses; {schedule} always gathers twice"
+            )
         if setting == TWICE:
             found = replace(found, keep_gathered=False)
         elif key in ("head_groups", "ulysses_size") and value.isdecimal() and int(value) > 0:
             found = replace(found, **{key: int(value)})  # type: ignore[arg-type]
         else:
-            raise argparse.ArgumentTypeError(f"{text!r}: after @ comes head_groups=N, ulysses_size=N or {TWICE}")
+            raise argparse.ArgumentTypeError(f"{text!r}: write head_groups=N, ulysses_size=N or {TWICE} after @")
     return text, found
 
 
 def documents(text: str) -> str:
     if not re.fullmatch(r"lognormal:\d+(:\d+:\d+)?", text):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no distribution; write lognormal:SEED or lognormal:SEED:128:8192"
+            f"{text!r} is not a distribution; write lognormal:SEED or lognormal:SEED:128:8192"
         )
     _, least, most = bounds(text)
     if not 1 <= least <= most:
-        raise argparse.ArgumentTypeError(f"{text!r}: lengths go from at least 1 token up")
+        raise argparse.ArgumentTypeError(f"{text!r}: lengths must start at 1 token or more and increase")
     return text
 
 
 def bounds(text: str) -> tuple[int, int, int]:
-    """Returns the seed, and the least and most tokens of a document."""
+    """Returns the seed, and the minimum and maximum tokens of a document."""
     seed, least, most = [*map(int, text.split(":")[1:]), 2**10, 2**16][:3]
     return seed, least, most
 
 
 def boundaries(text: str, length: int) -> tuple[int, ...]:
-    """Returns where documents that fill a sequence begin, and its end; the last is cut there.
+    """Returns the starts of documents that fill a sequence, and its end, which cuts the last document.
 
-    Their lengths are log-normal: `least` and `most` are two standard deviations of the logarithm from its mean.
+    Lengths are log-normal: `least` and `most` are two standard deviations of the logarithm from its mean.
     """
     seed, least, most = bounds(text)
     rng = np.random.default_rng(seed)
@@ -200,7 +219,7 @@ def boundaries(text: str, length: int) -> tuple[int, ...]:
 
 
 def points(flags: argparse.Namespace) -> list[Point]:
-    """Returns the ceiling first, then the peers, then lightseq."""
+    """Returns the points to measure: the ceiling, the peers, then lightseq."""
     ceiling = [Point(CEILING, partial(single_gpu_layer, kernel=kernel)) for kernel in flags.kernels]
     peers = [Point(name, partial(peer_layer, name=name)) for name in flags.peers if name != CEILING]
     ours = [
@@ -214,11 +233,11 @@ def points(flags: argparse.Namespace) -> list[Point]:
 
 
 def peer_layer(case: Case, name: str) -> AbstractContextManager[Layer]:
-    """Sets up a peer. Those for one document and those for several do not compute the same thing."""
+    """Sets up a peer. Raises ValueError if it does not support packed documents, or supports nothing else."""
     if case.boundaries and name in PEERS:
         raise ValueError("would attend across documents")
     if not case.boundaries and name in PACKED_PEERS:
-        raise ValueError("wants packed documents; give --documents")
+        raise ValueError("needs packed documents; give --documents")
     return {**PEERS, **PACKED_PEERS}[name](case)
 
 
@@ -232,7 +251,7 @@ def case_of(flags: argparse.Namespace, world: World, length: int) -> Case:
 
 
 def measure(point: Point, case: Case, flags: argparse.Namespace) -> tuple[dict[str, Any], bool]:
-    """Returns the record of a point, and whether the run has to end with it."""
+    """Returns the record of a point, and True if ranks are stuck and the run must end."""
     record = {
         "length": case.length,
         "world": 1 if point.implementation == CEILING else case.world,
@@ -254,7 +273,7 @@ def measure(point: Point, case: Case, flags: argparse.Namespace) -> tuple[dict[s
     except Skipped as why:
         return record | {"skipped": str(why)}, False
     except Disagreement as why:
-        return record | {"skipped": f"stopped here: {why}"}, True
+        return record | {"skipped": f"run stopped: {why}"}, True
 
 
 def times(point: Point, case: Case, flags: argparse.Namespace) -> dict[str, Any]:
@@ -266,13 +285,13 @@ def times(point: Point, case: Case, flags: argparse.Namespace) -> dict[str, Any]
     try:
         with set_up(partial(lightseq_layer, choice=silent), case) as layer:
             seconds_silent = time_layer(layer, case, flags)["seconds_median"]
-    except Skipped as why:  # no memory left
+    except Skipped as why:  # out of memory, for example
         return {**numbers, "exposed_communication_note": f"not measured: {why}"}
     return {**numbers, "exposed_communication_seconds": numbers["seconds_median"] - seconds_silent}
 
 
 def errors(point: Point, case: Case, flags: argparse.Namespace) -> dict[str, Any]:
-    """Returns errors against float64, and the worst of them as a multiple of the same kernel's on one GPU."""
+    """Returns errors against float64, and the largest ratio to the error of the same kernel on one GPU."""
     with set_up(point.set_up, case) as layer:
         facts, own = dict(layer.facts), check_layer(layer, case)
     if facts["kernel"] not in KERNELS:
@@ -284,7 +303,7 @@ def errors(point: Point, case: Case, flags: argparse.Namespace) -> dict[str, Any
 
 @contextmanager
 def set_up(make: Callable[[Case], AbstractContextManager[Layer]], case: Case) -> Iterator[Layer]:
-    """Yields a layer that every rank could set up. Raises Skipped where any could not."""
+    """Yields a layer. Raises Skipped on all ranks if any rank cannot set it up."""
     with ExitStack() as stack:
         yield together(case, lambda: stack.enter_context(make(case)))
 
@@ -304,7 +323,7 @@ def header(world: World, words: Sequence[str], flags: argparse.Namespace) -> dic
 
 
 def line(record: Mapping[str, Any]) -> str:
-    """Describes one point as it is measured."""
+    """Describes a measured point in one line."""
     request, schedule = record["request"], record["schedule"] if record["schedule"] != "auto" else None
     name = f"{record['implementation']} {request}".strip()
     name += f" → {schedule}" if request.startswith("auto") and schedule else ""

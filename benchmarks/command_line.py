@@ -1,4 +1,4 @@
-"""Command lines of benchmarks: a parser whose refusals are one line, and types of flags."""
+"""Command-line parser of the benchmarks, with one-line errors, and types of flags."""
 
 import argparse
 from collections.abc import Callable, Iterable
@@ -9,11 +9,11 @@ from lightseq.config.lengths import tokens
 
 
 class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Help with the default of every flag, under a description as it was written."""
+    """Help formatter that shows defaults and leaves the description as written."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises ValueError for words that it cannot take, instead of printing its usage on every rank."""
+    """Parser that raises ValueError for invalid flags instead of printing its usage on every rank."""
 
     def __init__(self, program: str, description: str | None, examples: str | None = None) -> None:
         super().__init__(program, None, description, examples, formatter_class=Formatter, allow_abbrev=False)
@@ -22,14 +22,14 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(f"{message.removeprefix('argument ')}; see --help")
 
     def add_output(self, path: str) -> None:
-        """Adds where records go, and the commit that they name."""
-        self.add_argument("--output", type=Path, default=Path(path), metavar="FILE", help="JSONL")
-        self.add_argument("--commit", metavar="HASH", help="named by the records where there is no git to ask")
+        """Adds --output and --commit."""
+        self.add_argument("--output", type=Path, default=Path(path), metavar="FILE", help="JSONL file for the records")
+        self.add_argument("--commit", metavar="HASH", help="commit in the records, if git is not available")
 
 
 def check_output(flags: argparse.Namespace) -> None:
     if flags.output.exists():
-        raise ValueError(f"--output {flags.output} exists; name another file")
+        raise ValueError(f"--output {flags.output} exists; give another file")
 
 
 def length(text: str) -> int:
@@ -66,7 +66,7 @@ def one_of(*names: str) -> Callable[[str], str]:
 
 
 def listed(convert: Callable[[str], Any], every: Iterable[str] = ()) -> Callable[[str], list[Any]]:
-    """Reads `a,b,c`. `all` and `none` stand for every name and no name of `every`."""
+    """Returns a parser of lists `a,b,c`. With `every`, `all` means every name and `none` means no name."""
     every = list(every)
 
     def read(text: str) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Errors of an attention layer against float64: output and gradients, joined from all ranks.
+"""Errors of an attention layer's output and gradients against float64, over all ranks.
 
 Shapes: B batch, S sequence, H heads, D head dim.
 """
@@ -17,7 +17,7 @@ RESULTS = ("out", "dq", "dk", "dv")
 
 
 def check_layer(layer: Layer, case: Case) -> dict[str, float]:
-    """Returns the relative L2 error of output and gradients; every rank computes with the same inputs."""
+    """Returns relative L2 errors of output and gradients. All ranks use the same inputs."""
     clear(case.device)
     generator = torch.Generator().manual_seed(0)
     whole = [torch.randn(s, generator=generator).to(case.device, case.dtype) for s in case.shapes(case.length)]
@@ -43,7 +43,7 @@ def check_layer(layer: Layer, case: Case) -> dict[str, float]:
 
 
 def oracle(whole: list[Tensor]) -> list[Tensor]:
-    """Returns out, dq, dk, dv in float64, one key/value head at a time to bound the quadratic memory."""
+    """Returns out, dq, dk, dv in float64. Computes one key/value head at a time, because memory is quadratic."""
     q, k, v, dout = (x.double() for x in whole)
     kernel, scale, group = ReferenceKernel(), q.shape[-1] ** -0.5, q.shape[2] // k.shape[2]
     rows = []
@@ -56,5 +56,5 @@ def oracle(whole: list[Tensor]) -> list[Tensor]:
 
 
 def reorder(x: Tensor, layer: Layer) -> Tensor:
-    """Converts (B, S, H, D) to the layer's own order, and back."""
+    """Converts (B, S, H, D) to the layer's order, or back."""
     return x.transpose(1, 2) if layer.heads_first else x

@@ -1,4 +1,4 @@
-"""Times the host's part of an attention layer on one GPU: one rank's tiles, with its own memory for its peers'.
+"""Times the CPU side of an attention layer on one GPU: one rank's tiles, with local memory in place of its peers'.
 
 python3 benchmarks/host.py --ranks 4 --lengths 8K,16K
 """
@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)  # and hides no package behind this folder
+    sys.path[0] = str(
+        Path(__file__).resolve().parent.parent
+    )  # instead of this folder, whose modules would hide packages
 
 import shlex
 import statistics
@@ -38,17 +40,17 @@ from lightseq.schedule.algorithms import SCHEDULES
 from lightseq.schedule.cost import AttentionShape
 from lightseq.training.loop import collected_together
 
-HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128  # of Llama 3 8B
+HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128  # Llama 3 8B
 REPEATS = 60
-WARMUP = 6  # with the two after which a pass is recorded
-AHEAD_CYCLES = 20_000_000  # some ten milliseconds in which the device waits and the host runs ahead of it
+WARMUP = 6  # includes the two passes before CUDA graphs are recorded
+AHEAD_CYCLES = 20_000_000  # about ten milliseconds; the device waits while the host runs ahead
 
 
 def main(words: Sequence[str]) -> int:
     try:
         flags = parser().parse_args(words)
         if not torch.cuda.is_available():
-            raise ValueError("no GPU here; this times what is launched on one")
+            raise ValueError("no GPU found; this benchmark needs one")
     except ValueError as error:
         return refused(error)
     dist.init_process_group("fake", rank=0, world_size=flags.ranks, store=FakeStore())
@@ -72,15 +74,15 @@ def main(words: Sequence[str]) -> int:
 
 def parser() -> Parser:
     out = Parser("benchmarks/host.py", __doc__)
-    out.add_argument("--ranks", type=positive, default=4, help="of which the first one's part is run")
-    out.add_argument("--lengths", type=listed(length), default="8K,16K", help="of the whole sequence")
-    out.add_argument("--schedules", type=listed(one_of(*SCHEDULES)), default="ulysses,prefix", help="by name")
+    out.add_argument("--ranks", type=positive, default=4, help="ranks of the layer; only the first one runs")
+    out.add_argument("--lengths", type=listed(length), default="8K,16K", help="sequence lengths in tokens")
+    out.add_argument("--schedules", type=listed(one_of(*SCHEDULES)), default="ulysses,prefix", help="schedules")
     out.add_output("outputs/host.jsonl")
     return out
 
 
 def measure(case: Case, schedule: str, transport: str) -> dict[str, Any]:
-    """Times the host while it runs ahead, the device alone, and both where neither is ahead."""
+    """Times the host while it runs ahead, the device alone, and both together."""
     with one_rank(case, schedule, transport) as layer, collected_together():
         step = make_step(layer, case)
         for _ in range(WARMUP):
@@ -110,7 +112,7 @@ def one_rank(case: Case, schedule: str, transport: str) -> Iterator[Layer]:
         config = contexts.AttentionConfig(schedule, dtype=case.dtype, device=case.device, head_groups=1)
         context = contexts.make_context(case.group, shape, config)
         positions = context.layout.positions(0, context.layout.padded_length(case.length))
-        # The other ranks are not there to be asked for their shapes.
+        # The other ranks do not exist, so their shapes are entered here.
         context.shapes.add((1, len(positions), case.heads, case.head_dim, case.kv_heads, 0))
         facts = {"kernel": context.selection.kernel.name, "transport": transport}
         try:
@@ -120,11 +122,11 @@ def one_rank(case: Case, schedule: str, transport: str) -> Iterator[Layer]:
 
 
 class OwnMemory:
-    """torch's symmetric memory where every peer's is this rank's own, and all have come to a barrier."""
+    """Replacement for torch's symmetric memory: peers' buffers are this rank's own, and barriers return at once."""
 
     @staticmethod
     def empty(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        noise = torch.randn(size // 2 + 1, device=device).bfloat16()  # zeros would take a GPU less power
+        noise = torch.randn(size // 2 + 1, device=device).bfloat16()  # zeros would need less power
         return noise.view(torch.uint8)[:size]
 
     @staticmethod
@@ -134,7 +136,7 @@ class OwnMemory:
 
 
 def ahead(step: Callable[[], None], device: torch.device) -> tuple[list[float], list[float]]:
-    """Returns seconds of the host, and of the device where all was launched before it began."""
+    """Returns seconds of the host, and of the device when everything is launched before it starts."""
     host, alone = [], []
     for _ in range(REPEATS):
         torch.cuda._sleep(AHEAD_CYCLES)  # type: ignore[no-untyped-call]
@@ -146,7 +148,7 @@ def ahead(step: Callable[[], None], device: torch.device) -> tuple[list[float], 
 
 
 def until_done(step: Callable[[], None]) -> float:
-    """Returns seconds until the device is done with what the host begins to launch now."""
+    """Returns seconds from the first launch until the device is done."""
     torch.cuda.synchronize()
     began = time.perf_counter()
     step()

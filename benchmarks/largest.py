@@ -1,17 +1,19 @@
-"""Finds the largest model that fits, by bisection over `scaled` models: its weights alone, or whole training steps.
+"""Finds the largest model that fits, by bisection over `scaled` models, for weights only or for training steps.
 
 python3 benchmarks/largest.py --nproc_per_node 1 --what weights,training --strategies all,n_layers
 python3 benchmarks/largest.py --nproc_per_node 4 --what training --flags "--offload activations"
 
-`weights` holds bfloat16 parameters on one GPU and nothing else; `training` rehearses a step under FSDP2 over all
-GPUs. Every size runs in processes of its own and is written down as it ends: the same command again goes on.
+`weights` allocates bfloat16 parameters on one GPU. `training` rehearses a step with FSDP2 over all GPUs. Every size
+runs in separate processes and is recorded when it ends. The same command continues an unfinished search.
 """
 
 import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)  # and hides no package behind this folder
+    sys.path[0] = str(
+        Path(__file__).resolve().parent.parent
+    )  # instead of this folder, whose modules would hide packages
 
 import argparse
 import json
@@ -43,17 +45,17 @@ from lightseq.tools.plan.rehearsal import RECORD
 
 WHAT, STRATEGIES = ("weights", "training"), ("all", "n_layers")
 WEIGHT_BYTES = 2  # bfloat16
-HOLD = "--hold"  # begins the words of a process that holds one model
-MOST = 512  # the scale at which searches end, beyond any GPU
-ENDS = ("out of memory", "killed", "no end within")  # of rehearsals that were too large; anything else is an error
-FIRST_STEP = 0.05  # of the first guess, about as far as a plan is off; steps double until the limit lies between two
+HOLD = "--hold"  # first argument of a process that allocates one model
+MOST = 512  # largest scale, beyond any GPU
+ENDS = ("out of memory", "killed", "no end within")  # of rehearsals that do not fit; any other reason is an error
+FIRST_STEP = 0.05  # share of the first guess, about the error of a plan; steps double until the limit is bracketed
 
 
 @dataclass(frozen=True)
 class Probe:
-    """One scale that was tried. Bytes are those of the rank that took most; None where it ended for lack of them."""
+    """One tried scale. Bytes are those of the fullest rank; None if it did not fit."""
 
-    length: int  # the scale, by its name in the records
+    length: int  # the scale, under its key in the records
     fits: bool
     reason: str | None = None
     peak_bytes: int | None = None
@@ -62,7 +64,7 @@ class Probe:
 
 
 def next_scale(known: Mapping[int, bool], guess: int) -> int | None:
-    """Returns the scale to try next; None once the largest that fits is known."""
+    """Returns the scale to try next; None when the largest that fits is known."""
     if not known:
         return guess
     low = max((n for n, fits in known.items() if fits), default=0)
@@ -78,7 +80,7 @@ def next_scale(known: Mapping[int, bool], guess: int) -> int | None:
 
 @lru_cache
 def parameters(name: str) -> int:
-    """Counts a model all of whose layers are alike: two of them tell what hundreds have."""
+    """Counts a model's parameters from models of one and two layers, because all layers are equal."""
     config = preset_config(llama3.FAMILY, name)
     one, two = (total_parameters(with_layers(config, layers)) for layers in (1, 2))
     return one + (config.num_hidden_layers - 1) * (two - one)
@@ -86,7 +88,7 @@ def parameters(name: str) -> int:
 
 @dataclass(frozen=True)
 class LargestSearch:
-    """The largest scale. `gpu_memory` in GiB; None is what there is."""
+    """A search for the largest scale. `gpu_memory` is in GiB; None means all of the GPU's."""
 
     what: str
     strategy: str
@@ -99,13 +101,13 @@ class LargestSearch:
         return f"scaled-{self.strategy}-{scale}"
 
     def words(self, scale: int) -> list[str]:
-        """Returns the flags of a training run of the model."""
+        """Returns the training flags for a scale."""
         precision = ["--bf16"] if torch.cuda.is_available() else []
         words = ["--model_name_or_path", self.name(scale), "--random_init", *precision, *shlex.split(self.flags)]
         return [*words, "--model_max_length", str(self.tokens)]
 
     def planned(self, hardware: Mapping[str, Any]) -> int:
-        """Returns the largest scale that should fit, by the same search with the plan for an answer."""
+        """Returns the largest scale that fits according to the planner."""
         chip = chip_of_device(hardware.get("device") or "") or CHIPS["h200"]
         gpu_memory = chip.memory_bytes if self.gpu_memory is None else self.gpu_memory * GIB
         host = Hardware(chip, self.gpus, self.gpus, gpu_memory, psutil.virtual_memory().total)
@@ -125,7 +127,7 @@ class LargestSearch:
         return self.rehearse(scale, timeout) if self.what == "training" else self.hold_weights(scale, timeout)
 
     def rehearse(self, scale: int, timeout: float) -> Probe:
-        """Rehearses a step. Raises ValueError where it ended for anything but its size."""
+        """Rehearses a step. Raises ValueError if it fails for any reason other than size."""
         with tempfile.TemporaryDirectory() as folder:
             command = [*torchrun(self.gpus), "-m", "lightseq", "rehearse", *self.words(scale), "--output_dir", folder]
             try:
@@ -135,7 +137,7 @@ class LargestSearch:
                     raise ValueError(f"{self.describe(scale)}: {why}") from None
                 return Probe(scale, False, str(why))
             record = json.loads((Path(folder) / RECORD).read_text())
-        peak = record["peak_bytes"] or sum(record["parts"].values())  # without a GPU, what can be counted
+        peak = record["peak_bytes"] or sum(record["parts"].values())  # without a GPU, the parts that can be counted
         too_much = self.takes_too_much(peak)
         return Probe(scale, too_much is None, too_much, peak, record["offloaded_bytes"], record["seconds"])
 
@@ -144,7 +146,7 @@ class LargestSearch:
         if too_much := self.takes_too_much(taken):
             return Probe(scale, False, too_much)
         if not torch.cuda.is_available():
-            return Probe(scale, True, None, taken)  # what can be counted
+            return Probe(scale, True, None, taken)  # counted, not measured
         with tempfile.TemporaryDirectory() as folder:
             try:
                 run([str(Path(__file__).resolve()), HOLD, self.name(scale)], timeout, Path(folder) / "log.txt")
@@ -175,7 +177,7 @@ class LargestSearch:
 
 
 def find(search: LargestSearch, flags: argparse.Namespace, about: Mapping[str, Any]) -> None:
-    """Continues with what the file holds of this search, and writes each scale that it tries, then the limit."""
+    """Continues the search from its records in the file. Appends each tried scale, then the limit."""
     key = asdict(search)
     old = [r for r in read_lines(flags.output) if all(r.get(name) == value for name, value in key.items())]
     found = [r for r in old if r["benchmark"] == "largest"]
@@ -195,12 +197,12 @@ def find(search: LargestSearch, flags: argparse.Namespace, about: Mapping[str, A
 
 
 def line(search: LargestSearch, probe: Probe) -> str:
-    ending = f"fits, {probe.peak_bytes / GIB:.2f} GiB a GPU" if probe.fits and probe.peak_bytes else probe.reason
+    ending = f"fits, {probe.peak_bytes / GIB:.2f} GiB per GPU" if probe.fits and probe.peak_bytes else probe.reason
     return f"{search.describe(probe.length)}: {ending}"
 
 
 def hold(name: str) -> int:
-    """Puts one model's weights on the GPU, and prints the bytes that they take."""
+    """Allocates a model's weights on the GPU and prints their bytes."""
     model = build_on_meta(preset_config(llama3.FAMILY, name)).to(torch.bfloat16).to_empty(device="cuda")
     torch.cuda.synchronize()
     print(torch.cuda.max_memory_allocated())
@@ -222,7 +224,7 @@ def run_searches(words: Sequence[str]) -> None:
 
 
 def searches_of(flags: argparse.Namespace) -> list[LargestSearch]:
-    """Returns a search for every combination. Weights alone are one GPU's, whatever the flags of training are."""
+    """Returns a search per combination. `weights` always uses one GPU and no training flags."""
     found = [
         LargestSearch(what, strategy, flags.length, flags.flags, flags.nproc_per_node, flags.gpu_memory)
         for what in flags.what
@@ -234,13 +236,18 @@ def searches_of(flags: argparse.Namespace) -> list[LargestSearch]:
 def parser() -> Parser:
     out = Parser("benchmarks/largest.py", __doc__)
     out.add_argument("--what", type=listed(one_of(*WHAT), WHAT), default="all", help="weights, training or both")
-    out.add_argument("--strategies", type=listed(one_of(*STRATEGIES)), default="all,n_layers", help="what grows")
-    out.add_argument("--length", type=length, default="4K", metavar="N", help="tokens of the sequence")
+    out.add_argument(
+        "--strategies",
+        type=listed(one_of(*STRATEGIES)),
+        default="all,n_layers",
+        help="dimensions that grow: all, or only the number of layers",
+    )
+    out.add_argument("--length", type=length, default="4K", metavar="N", help="sequence length in tokens")
     out.add_argument("--flags", default="--torch_compile True", metavar="WORDS", help="training flags")
     gpus = torch.cuda.device_count() or 2
     out.add_argument("--nproc_per_node", type=positive, default=gpus, metavar="N", help="GPUs of this host")
-    out.add_argument("--gpu_memory", type=float, metavar="GIB", help="take a GPU to have no more")
-    out.add_argument("--timeout", type=float, default=600.0, metavar="S", help="for one scale")
+    out.add_argument("--gpu_memory", type=float, metavar="GIB", help="limit on the memory of a GPU")
+    out.add_argument("--timeout", type=float, default=600.0, metavar="S", help="time limit per scale")
     out.add_output("outputs/largest.jsonl")
     return out
 

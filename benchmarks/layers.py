@@ -1,4 +1,4 @@
-"""lightseq's attention as a benchmark runs it: distributed, and one GPU's kernel alone as the ceiling."""
+"""lightseq's attention layer for benchmarks: distributed, and the kernel on one GPU as the ceiling."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ from lightseq.schedule.table import Mask
 
 @dataclass(frozen=True)
 class Choice:
-    """Settings of lightseq's attention; None leaves the choice to it."""
+    """Settings of lightseq's attention; None means automatic."""
 
     schedule: str = "auto"
     kernel: str = "auto"
@@ -34,9 +34,9 @@ class Choice:
 
 
 def without_exchange(layer: Layer) -> Choice:
-    """Returns the same tiles with nothing sent: what remains of the time is arithmetic and the host's part of it."""
+    """Returns the settings with the same tiles and no communication, which times computation and launches."""
     facts = {field.name: layer.facts[field.name] for field in fields(Choice)}
-    for name in ("ulysses_size", "head_groups"):  # only schedules that have one take the argument
+    for name in ("ulysses_size", "head_groups"):  # other schedules do not accept the argument
         facts[name] = None if facts[name] == 1 else facts[name]
     alike = facts["transport"] in ("symmetric", "symmetric" + BLOCKING)
     return replace(Choice(**facts), transport="none" if alike else "none" + UNRECORDED)
@@ -73,11 +73,11 @@ def lightseq_layer(case: Case, choice: Choice) -> Iterator[Layer]:
             buffer_bytes=lambda: context.transport.buffer_bytes + context.transport.recorded_bytes,
         )
     finally:
-        release(context)  # and with it the transport's buffers
+        release(context)  # frees the transport's buffers too
 
 
 def packing(context: SequenceContext, documents: Documents, tokens: int) -> dict[str, Any]:
-    """Returns how evenly the work on documents is split, what is fetched for it, and the padding beyond `tokens`."""
+    """Returns the balance of work on packed documents, fetched tokens, and padding beyond `tokens`."""
     boundaries = documents.padded_boundaries
     table = packed_schedule(context.schedule, boundaries)
     rows = boundaries[-1] // table.layout.chunk_count
@@ -92,7 +92,7 @@ def packing(context: SequenceContext, documents: Documents, tokens: int) -> dict
 
 @contextmanager
 def single_gpu_layer(case: Case, kernel: str) -> Iterator[Layer]:
-    """Computes the whole sequence on every rank by itself: what the kernel does where nothing is distributed."""
+    """Computes the whole sequence on every rank without communication."""
     chosen = select(kernel, case.spec).kernel
     mask: Mask | Segments = Mask.CAUSAL
     if case.boundaries:
@@ -106,7 +106,7 @@ def single_gpu_layer(case: Case, kernel: str) -> Iterator[Layer]:
 
 
 class WholeSequence(torch.autograd.Function):
-    """One kernel over a whole causal sequence, or over the documents in it."""
+    """Autograd function of one kernel over a whole causal sequence or packed documents."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, kernel: Kernel, mask: Mask | Segments) -> Tensor:

@@ -1,4 +1,4 @@
-"""Times one attention layer on all ranks together, and measures the memory that it takes.
+"""Time and memory of one attention layer over all ranks.
 
 Shapes: B batch, S sequence, H heads, D head dim.
 """
@@ -27,7 +27,7 @@ FLOPS = "3.5 * 4 * {} * heads * head_dim / 2 / world: the causal half once, the 
 
 @dataclass(frozen=True)
 class Case:
-    """One attention layer, and the group of ranks that shares its sequence."""
+    """Shape of an attention layer, and the group of ranks that shares its sequence."""
 
     length: int  # tokens of the whole sequence
     heads: int
@@ -36,7 +36,7 @@ class Case:
     dtype: torch.dtype
     device: torch.device
     group: dist.ProcessGroup
-    boundaries: tuple[int, ...] = ()  # of packed documents: where each begins, and the end; none: one document
+    boundaries: tuple[int, ...] = ()  # starts of packed documents, and the end; empty: one document
 
     @property
     def on_gpu(self) -> bool:
@@ -56,59 +56,59 @@ class Case:
         return KernelSpec(self.device.type, capability, self.dtype, self.head_dim, packed=bool(self.boundaries))
 
     def shapes(self, tokens: int) -> list[tuple[int, ...]]:
-        """Returns (B, S, heads, D) of q, k, v and the output's gradient."""
+        """Returns shapes (B, S, H, D) of q, k, v and the output's gradient."""
         return [(1, tokens, h, self.head_dim) for h in (self.heads, self.kv_heads, self.kv_heads, self.heads)]
 
     def positions(self, layout: Any) -> Tensor:
-        """Returns this rank's positions in the sequence, padded to what every peer's layout divides."""
+        """Returns this rank's positions in the sequence, padded to a length that every peer's layout divides."""
         unit = 2 * self.world
         chunks_per_rank = 2 if layout == "zigzag" else 1
         return Layout(layout, self.world, chunks_per_rank).positions(self.rank, -(-self.length // unit) * unit)
 
     def needs_cuda(self, name: str) -> None:
-        """Raises ValueError for a peer without kernels for the CPU."""
+        """Raises ValueError on a CPU, for peers without CPU kernels."""
         if not self.on_gpu:
             raise ValueError(f"{name} needs a CUDA device")
 
     def tflops_per_gpu(self, ranks: int, seconds: float) -> float:
-        """Counts forward and backward, the causal half once, the backward as 2.5 forwards."""
+        """Returns TFLOP/s of forward and backward, counting the causal half and the backward as 2.5 forwards."""
         area = sum((b - a) ** 2 for a, b in pairwise(self.boundaries or (0, self.length))) / 2
         return 3.5 * 4 * area * self.heads * self.head_dim / ranks / seconds / 1e12
 
 
 @dataclass(frozen=True)
 class Layer:
-    """An implementation set up on this rank: the tokens that it takes here, and a differentiable function of q, k, v.
+    """An implementation on this rank: its token positions and a differentiable function of q, k, v.
 
-    `facts` go into the record. `ranks` share the sequence: all of the group, or this one alone.
+    `facts` go into the record. `ranks` is the number of ranks that share the sequence: the group's size or 1.
     """
 
     attend: Callable[[Tensor, Tensor, Tensor], Tensor]
-    positions: Tensor  # of every local token in the whole sequence, padding included
+    positions: Tensor  # of local tokens in the whole sequence, including padding
     ranks: int
     facts: Mapping[str, Any] = field(default_factory=dict)
-    heads_first: bool = False  # takes and gives (B, H, S, D), not (B, S, H, D)
-    buffer_bytes: Callable[[], int] = lambda: 0  # device memory held that torch does not count as allocated
+    heads_first: bool = False  # inputs and output are (B, H, S, D) instead of (B, S, H, D)
+    buffer_bytes: Callable[[], int] = lambda: 0  # device memory that torch does not count as allocated
 
 
 class Skipped(Exception):
-    """A point that cannot be measured here, with the reason. Raised on all ranks alike."""
+    """Error for a point that cannot be measured, with the reason. Raised on all ranks."""
 
 
 class Disagreement(Exception):
-    """A failure of some ranks in the middle of a layer: what the others wait for will never arrive."""
+    """Error for a failure of some ranks inside a layer, after which the other ranks hang."""
 
 
 def together(case: Case, action: Callable[[], T], fatal_if_split: bool = False) -> T:
-    """Runs `action` on every rank of the group. Raises Skipped on all of them if it raised on any.
+    """Runs `action` on every rank of the group. Raises Skipped on all ranks if it fails on any.
 
-    `fatal_if_split`: ranks exchange messages in it, so that a failure on some only is a Disagreement. The ranks compare
-    notes on the host (gloo), past whatever may be stuck on a device.
+    With `fatal_if_split`, `action` exchanges messages, and a failure on only some ranks raises Disagreement. Ranks
+    report over gloo, which works even if a device is stuck.
     """
     reason, result = None, None
     try:
         result = action()
-    except Exception as error:  # a peer may raise anything, and none of it may end the run
+    except Exception as error:  # peers may raise anything, and the run must go on
         reason = one_line(error)
     failed = [said for said in gathered(case, reason) if said is not None]
     if not failed:
@@ -133,7 +133,7 @@ def gathered(case: Case, mine: T) -> list[T]:
 
 
 def clear(device: torch.device) -> None:
-    """Frees what earlier points left behind, so that the peak is this point's own."""
+    """Frees memory of earlier points and resets the peak."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -142,17 +142,17 @@ def clear(device: torch.device) -> None:
 
 
 def time_layer(layer: Layer, case: Case, flags: argparse.Namespace) -> dict[str, Any]:
-    """Returns times and memory: the slowest rank's time of each repeat, the largest rank's memory."""
+    """Returns times of the slowest rank and memory of the fullest rank."""
     clear(case.device)
     step = together(case, lambda: make_step(layer, case))
-    together(case, step, fatal_if_split=True)  # only launched: out of memory is known before anyone waits
+    together(case, step, fatal_if_split=True)  # only launched, so out-of-memory errors appear before any rank waits
 
     def warm_up() -> float:
         for _ in range(flags.warmup - 1):
             step()
         return sum(run(step, 1, case))
 
-    with collected_together():  # as in training; one rank that looks for cycles of objects makes all others wait
+    with collected_together():  # as in training; garbage collection on one rank would delay all
         each = max(gathered(case, together(case, warm_up, fatal_if_split=True)))
         repeats = max(LEAST_REPEATS, min(flags.repeats, int(flags.seconds / max(each, 1e-9))))
         mine = together(case, lambda: run(step, repeats, case), fatal_if_split=True)
@@ -170,7 +170,7 @@ def time_layer(layer: Layer, case: Case, flags: argparse.Namespace) -> dict[str,
 
 
 def make_step(layer: Layer, case: Case) -> Callable[[], None]:
-    """Returns forward and backward over random inputs of this rank's shape, as autograd runs them."""
+    """Returns a function that runs forward and backward on random inputs of this rank's shape."""
     generator = torch.Generator(case.device).manual_seed(case.rank)
     q, k, v, dout = (
         torch.randn(
@@ -191,9 +191,9 @@ def make_step(layer: Layer, case: Case) -> Callable[[], None]:
 
 
 def run(step: Callable[[], None], repeats: int, case: Case) -> list[float]:
-    """Returns this rank's seconds of each repeat. All ranks start each one at the same moment of their devices' work.
+    """Returns this rank's seconds per repeat. An all-reduce makes all ranks start each repeat together.
 
-    The host stays at most one repeat ahead: it hides its own work as in training, and piles no memory up.
+    The host runs at most one repeat ahead, which hides launches as in training and bounds memory.
     """
     token = torch.zeros(1, device=case.device)
     marks: list[tuple[DeviceTimestamp, DeviceTimestamp]] = []

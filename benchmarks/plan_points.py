@@ -1,15 +1,17 @@
-"""Measures the training steps that `python3 -m lightseq plan` is held to.
+"""Measures training steps that test the predictions of `python3 -m lightseq plan`.
 
 python3 benchmarks/plan_points.py --gpus 1,2 --output benchmarks/results/plan-2xh200.jsonl --minutes 9
 
-Every point runs in processes of its own. The same command again goes on with the points that the file does not hold.
+Every point runs in separate processes. The same command continues with the points that are not in the file.
 """
 
 import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)  # and hides no package behind this folder
+    sys.path[0] = str(
+        Path(__file__).resolve().parent.parent
+    )  # instead of this folder, whose modules would hide packages
 
 import json
 import os
@@ -42,20 +44,20 @@ from lightseq.tools.plan.rehearsal import NOWHERE, TakenByForward, made_up_input
 from lightseq.training.engine import build_engine
 from lightseq.training.loop import Trainer
 
-TIMEOUT_SECONDS = 300.0  # for one point
-WORKER = "--worker"  # begins the words of one rank
+TIMEOUT_SECONDS = 300.0  # per point
+WORKER = "--worker"  # first argument of a rank's process
 
 
 @dataclass(frozen=True)
 class Point:
-    """One run to measure. `words` are training flags beyond bfloat16, compiled layers, the model and the length."""
+    """One run to measure. `words` are training flags besides model, length, bfloat16 and compilation."""
 
     name: str
     gpus: int
     model: str
     length: int
     words: str = ""
-    layers: int | None = None  # of the model's, where not all are taken
+    layers: int | None = None  # cuts the model to its first layers; None: all
     warmup: int = 2
     steps: int = 3
 
@@ -68,9 +70,9 @@ K = 2**10
 EIGHT_BIT = "--optim adamw_8bit"
 AUTO_8BIT = f"--offload auto {EIGHT_BIT}"
 BOTH_8BIT = f"--offload both {EIGHT_BIT}"
-WITHIN_70 = "--offload auto --device_memory_budget 70"  # a GPU of 80 GB
+WITHIN_70 = "--offload auto --device_memory_budget 70"  # as on a GPU of 80 GB
 WITHIN_70_8BIT = f"{WITHIN_70} {EIGHT_BIT}"
-LEAST = f"{BOTH_8BIT} --layers_per_checkpoint 4 --remat full --tile_layers True"  # of a GPU
+LEAST = f"{BOTH_8BIT} --layers_per_checkpoint 4 --remat full --tile_layers True"  # memory per GPU
 POINTS = (
     Point("1b 32K", 2, "llama3.2-1b", 32 * K, steps=5),
     Point("1b 128K", 2, "llama3.2-1b", 128 * K),
@@ -116,7 +118,7 @@ def main(words: Sequence[str]) -> int:
         if point.name in done or point.gpus not in flags.gpus:
             continue
         if left < 60:
-            print(f"{point.name}: no time left; the same command again goes on here")
+            print(f"{point.name}: no time left; run the same command to continue here")
             break
         record = take(point, about, min(left, TIMEOUT_SECONDS))
         append(flags.output, record)
@@ -126,14 +128,14 @@ def main(words: Sequence[str]) -> int:
 
 def parser() -> Parser:
     out = Parser("benchmarks/plan_points.py", __doc__)
-    out.add_argument("--gpus", type=listed(positive), default="1,2", help="points of that many GPUs")
-    out.add_argument("--minutes", type=float, default=60.0, help="no point is begun after")
+    out.add_argument("--gpus", type=listed(positive), default="1,2", help="measure points for these numbers of GPUs")
+    out.add_argument("--minutes", type=float, default=60.0, help="start no point after this time")
     out.add_output("outputs/plan-points.jsonl")
     return out
 
 
 def take(point: Point, about: Mapping[str, Any], timeout: float) -> dict[str, Any]:
-    """Runs a point; its record says `skipped` where it came to nothing."""
+    """Runs a point and returns its record. `skipped` has the reason if it failed."""
     measured: dict[str, Any] = {}
     skipped: str | None = None
     with tempfile.TemporaryDirectory() as folder:
@@ -151,7 +153,7 @@ def take(point: Point, about: Mapping[str, Any], timeout: float) -> dict[str, An
 
 
 def model_directory(point: Point, folder: Path) -> str:
-    """Returns a preset, or a directory with the config of its first layers."""
+    """Returns the preset's name, or a directory with a config of fewer layers."""
     if point.layers is None:
         return point.model
     _, config = model_of(point.model)
@@ -165,7 +167,7 @@ def line(record: Mapping[str, Any]) -> str:
     if record["skipped"]:
         return f"{head}skipped: {record['skipped']}"
     peak = record.get("peak_memory_allocated_bytes")
-    return f"{head}{record['step_seconds']:.3f} s a step" + (f", peak {peak / GIB:.2f} GiB" if peak else "")
+    return f"{head}{record['step_seconds']:.3f} s per step" + (f", peak {peak / GIB:.2f} GiB" if peak else "")
 
 
 # ---- one rank -------------------------------------------------------------------------------------------------------
@@ -194,7 +196,7 @@ def one_rank(words: Sequence[str]) -> int:
 
 
 def measure_steps(trainer: Trainer, warmup: int, steps: int) -> dict[str, Any]:
-    """Returns seconds and bytes of a step, the worst rank's; `parts` are rank 0's."""
+    """Returns seconds and bytes of a step, the highest over ranks. `parts` are those of rank 0."""
     device, context, offload = trainer.world.device, trainer.context, trainer.engine.offload
     taken = TakenByForward(trainer.loss_model, device.type == "cuda")
     with trainer.explained_out_of_memory():

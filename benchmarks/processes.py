@@ -1,4 +1,4 @@
-"""Measurements in processes of their own, with a time limit and the reason why one failed."""
+"""Measurements in separate processes, with a time limit and the reason for a failure."""
 
 import re
 import subprocess
@@ -8,27 +8,27 @@ from pathlib import Path
 
 import psutil
 
-GRACE_SECONDS = 40.0  # the launcher gives its workers 30 to end before it kills them
+GRACE_SECONDS = 40.0  # longer than the 30 s after which the launcher kills its workers
 
-# A traceback's last line, as python and torch's launcher (which names the rank before it) print it.
+# Last line of a traceback from python, or from torch's launcher with the rank before it.
 ERROR_LINE = re.compile(r"^(?:\[rank\d+\]:\s?)?((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*)$", re.MULTILINE)
 REFUSAL = re.compile(r"^error: (.+)$", re.MULTILINE)
 KILLED = re.compile(r"Signal \d+ \(SIG\w+\)")
-PLAIN = re.compile(r"^(ValueError|ImportError|ModuleNotFoundError): ")  # the text after it says enough
+PLAIN = re.compile(r"^(ValueError|ImportError|ModuleNotFoundError): ")  # the message is clear without the class name
 LONGEST = 200
 
 
 class Failed(Exception):
-    """A run without a result; the message says why."""
+    """Error for a run without a result; the message is the reason."""
 
 
 def torchrun(processes: int) -> list[str]:
-    """Returns the words that start a program on so many processes of this host, after `python3`."""
+    """Returns the arguments after `python3` that launch a program on `processes` processes of this host."""
     return ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
 
 
 def run(words: Sequence[str], timeout: float, log: Path) -> None:
-    """Runs python with these words to its end. Raises Failed where that is too late or not a good one."""
+    """Runs python with these arguments. Raises Failed on a timeout or a nonzero exit status."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as file:
         process = subprocess.Popen([sys.executable, *words], stdout=file, stderr=subprocess.STDOUT)
@@ -43,9 +43,9 @@ def run(words: Sequence[str], timeout: float, log: Path) -> None:
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """Ends a launcher and every process that it started; workers are in sessions of their own, so each is named."""
+    """Ends a launcher and its workers, which are ended one by one because each has its own session."""
     if process.poll() is not None:
-        return  # it waits for its workers
+        return  # the launcher has waited for its workers
     workers = psutil.Process(process.pid).children(recursive=True)
     process.terminate()
     try:
@@ -60,9 +60,9 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def reason(log: str, status: int) -> str:
-    """Returns why it failed: out of memory if the log says so, else the refusal or the first error in it.
+    """Returns the reason of a failure: out of memory, else the refusal or the first error in the log.
 
-    The first, for ranks that wait for one that died have errors of their own.
+    Later errors come from ranks that waited for the failed one.
     """
     if "OutOfMemoryError" in log:
         return "out of memory"

@@ -1,4 +1,4 @@
-"""Records of benchmarks: a JSON object a line, with the commit, the date, the hardware and the versions."""
+"""Records of benchmarks: JSONL with commit, date, hardware and versions."""
 
 import json
 import sys
@@ -19,9 +19,9 @@ PACKAGES = ("triton", "accelerate", "ring-flash-attn", "axolotl-ringmaster")
 
 
 def provenance(commit: str | None, device: torch.device | None = None) -> dict[str, Any]:
-    """Returns what every record names: commit, date, hardware and versions.
+    """Returns commit, date, hardware and versions for records.
 
-    Without a device another process looks for one: a process that names its GPU takes memory there as long as it lives.
+    Without `device`, a separate process finds one, because initializing CUDA here would hold GPU memory.
     """
     if device is not None:
         found = environment(device)
@@ -54,8 +54,8 @@ def append(path: Path, record: Mapping[str, Any] | Sequence[Any]) -> None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Returns the objects of a file, one a line, and names the garbled lines that it leaves out."""
-    lines = path.read_text(errors="replace").split("\n")[:-1] if path.is_file() else []  # the last may be cut off
+    """Returns the objects of a JSONL file. Reports invalid lines and skips them."""
+    lines = path.read_text(errors="replace").split("\n")[:-1] if path.is_file() else []  # the last line may be cut off
     found = []
     for number, line in enumerate(lines, 1):
         try:

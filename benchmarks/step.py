@@ -1,14 +1,16 @@
-"""Times whole training steps of one model at several lengths: lightseq's trainer and what one would use instead.
+"""Times whole training steps of one model at several lengths, with lightseq's trainer and its alternatives.
 
-Every implementation takes every length in processes of its own, so that one that runs out of memory or hangs costs only
-itself. All train the same weights on the same tokens, a sequence a step over all ranks, with fused AdamW.
+Every implementation runs every length in separate processes, so running out of memory affects only one measurement. All
+train the same weights on the same tokens, one sequence per step over all ranks, with fused AdamW.
 """
 
 import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)  # and hides no package behind this folder
+    sys.path[0] = str(
+        Path(__file__).resolve().parent.parent
+    )  # instead of this folder, whose modules would hide packages
 
 import argparse
 import json
@@ -44,9 +46,9 @@ from lightseq.training.metrics import METRICS, RUN, read_records
 ROOT = Path(__file__).resolve().parent.parent
 OURS = "lightseq"
 IMPLEMENTATIONS = (OURS, "plain", "accelerate", "deepspeed")
-NEEDED = ("--model_name_or_path=m", "--data_path=d", "--output_dir=o")  # by lightseq's trainer, whatever else is given
+NEEDED = ("--model_name_or_path=m", "--data_path=d", "--output_dir=o")  # required by lightseq's trainer
 FACTS = ("schedule", "head_groups", "ulysses_size", "kernel", "transport", "remat", "compile")
-MEMORY = ("peak_memory_allocated_bytes", "peak_memory_reserved_bytes")  # of the worst rank
+MEMORY = ("peak_memory_allocated_bytes", "peak_memory_reserved_bytes")  # of the fullest rank
 MEASURED = (
     *("tokens_per_second", "tokens_per_second_lowest", "tokens_per_second_highest", "step_seconds"),
     *("model_tflops_per_gpu", "mfu", *MEMORY, "first_loss", "last_loss", "losses_finite", "first_grad_norm"),
@@ -80,10 +82,16 @@ def compare(words: Sequence[str]) -> None:
 
 def parser() -> Parser:
     out = Parser("benchmarks/step.py", __doc__, EXAMPLES)
-    what = out.add_argument_group("what").add_argument
-    what("--model", default="llama3.2-1b", metavar="NAME", help="preset or directory of a Llama; weights are random")
-    what("--layers", type=positive, metavar="N", help="cut the model to that many layers")
-    what("--lengths", type=listed(length), default="32K,128K", metavar="N,...", help="tokens of a step's one sequence")
+    what = out.add_argument_group("training").add_argument
+    what("--model", default="llama3.2-1b", metavar="NAME", help="Llama preset or directory; weights are random")
+    what("--layers", type=positive, metavar="N", help="use only the first N layers")
+    what(
+        "--lengths",
+        type=listed(length),
+        default="32K,128K",
+        metavar="N,...",
+        help="sequence lengths in tokens; a step has one sequence",
+    )
     what(
         "--implementations",
         type=listed(one_of(*IMPLEMENTATIONS), IMPLEMENTATIONS),
@@ -92,23 +100,23 @@ def parser() -> Parser:
         help=f"all, {', '.join(IMPLEMENTATIONS)}",
     )
     processes = torch.cuda.device_count() or 2
-    what("--nproc_per_node", type=positive, default=processes, metavar="N", help="processes, one a GPU")
-    how = out.add_argument_group("how").add_argument
-    how("--warmup", type=positive, default=3, metavar="N", help="steps before those that count")
-    how("--steps", type=positive, default=7, metavar="N", help="steps that count")
-    how("--timeout", type=seconds, default=900.0, metavar="S", help="for one implementation at one length")
-    more = "one more row of lightseq with these flags of llama3/train.py; may be given several times"
+    what("--nproc_per_node", type=positive, default=processes, metavar="N", help="processes, one per GPU")
+    how = out.add_argument_group("measurement").add_argument
+    how("--warmup", type=positive, default=3, metavar="N", help="untimed steps before the measurement")
+    how("--steps", type=positive, default=7, metavar="N", help="timed steps")
+    how("--timeout", type=seconds, default=900.0, metavar="S", help="time limit for one implementation at one length")
+    more = "also measure lightseq with these flags of llama3/train.py; may be repeated"
     how("--lightseq_flags", metavar="WORDS", action="append", default=[], help=more)
     out.add_output("outputs/step.jsonl")
     return out
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """Returns the flags. Raises ValueError with one line for what is wrong."""
+    """Parses the flags. Raises ValueError with a one-line reason."""
     flags = parser().parse_args(words)
     if not flags.output.suffix:
         raise ValueError(
-            f"--output {flags.output} has no suffix; name it {flags.output}.jsonl, for its logs go beside it"
+            f"--output {flags.output} has no suffix; write {flags.output}.jsonl, because logs go to {flags.output}/"
         )
     check_output(flags)
     if flags.lightseq_flags and OURS not in flags.implementations:
@@ -131,7 +139,7 @@ class Setting:
     flags: argparse.Namespace
     family: ModelFamily
     config: LlamaConfig
-    on_gpu: bool  # bfloat16 there, float32 on CPU
+    on_gpu: bool  # bfloat16 on GPU, float32 on CPU
 
     @property
     def all_steps(self) -> int:
@@ -151,7 +159,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Trial:
-    """One implementation at one length. `words` are flags of lightseq's trainer beyond the usual ones."""
+    """One implementation at one length. `words` are extra flags of lightseq's trainer."""
 
     setting: Setting
     implementation: str
@@ -160,7 +168,7 @@ class Trial:
 
     @property
     def label(self) -> str:
-        """Returns a name such as `lightseq (remat none, schedule ulysses)`."""
+        """Label such as `lightseq (remat none, schedule ulysses)`."""
         asked = " ".join(self.words).replace(" --", ", ").removeprefix("--")
         return self.implementation + (f" ({asked})" if asked else "")
 
@@ -170,12 +178,12 @@ class Trial:
 
     @property
     def directory(self) -> Path:
-        """Returns where its log is, and what lightseq's trainer leaves behind."""
+        """Directory of the log and of lightseq's output."""
         return self.setting.workspace / re.sub(r"[^\w.]+", "-", f"{self.label} {shown(self.length)}").strip("-")
 
     @property
     def result(self) -> Path:
-        """Returns where a peer's worker writes what it measured."""
+        """File in which a peer's worker writes its measurements."""
         return self.directory / "result.json"
 
     @property
@@ -184,13 +192,13 @@ class Trial:
 
     @property
     def command(self) -> list[str]:
-        """Returns its command as one would type it in the current directory, `python3` apart."""
+        """Arguments after `python3`, relative to the current directory."""
         program = self.trainer_words if self.implementation == OURS else self.worker_words
         return [*torchrun(self.setting.flags.nproc_per_node), *program]
 
     @property
     def trainer_words(self) -> list[str]:
-        """Returns lightseq's trainer as README tells people to run it: what is not here is its default."""
+        """Arguments of lightseq's trainer, as in the README; all other flags have their defaults."""
         s = self.setting
         return [
             relpath(ROOT / s.family.name / "train.py"),
@@ -201,7 +209,7 @@ class Trial:
             *("--learning_rate", str(LEARNING_RATE), "--lr_scheduler_type", "constant"),
             *("--seed", str(SEED)),
             *(["--bf16", "--torch_compile"] if s.on_gpu else []),
-            *self.words,  # the last of two equal flags counts
+            *self.words,  # a repeated flag replaces the earlier one
         ]
 
     @property
@@ -223,14 +231,14 @@ def setting_of(flags: argparse.Namespace, on_gpu: bool) -> Setting:
 
 
 def model_of(name: str) -> tuple[ModelFamily, LlamaConfig]:
-    """Returns the family whose program trains it, and its config. Llama 3's takes what neither of them names."""
+    """Returns a model's family and config. The family is Llama 3 if neither family knows the name."""
     families = (llama2.FAMILY, llama3.FAMILY)
     family = next((f for f in families if f.preset(name) is not None or name in f.aliases), llama3.FAMILY)
     return family, resolve(family, name, random_init=True).config
 
 
 def trials(setting: Setting) -> list[Trial]:
-    """Goes length by length, so that a run cut short compares everybody at the lengths it reached."""
+    """Returns trials by length, so that an interrupted run compares all implementations at finished lengths."""
     flags = setting.flags
     rows = [(name, ()) for name in flags.implementations if name != OURS]
     ours = [(OURS, tuple(shlex.split(words))) for words in ("", *flags.lightseq_flags) if OURS in flags.implementations]
@@ -238,9 +246,9 @@ def trials(setting: Setting) -> list[Trial]:
 
 
 def write_inputs(setting: Setting) -> None:
-    """Writes the model's config and a document a step for every length: all implementations read the same ones.
+    """Writes the model's config and, for every length, a document per step. All implementations read the same ones.
 
-    Of one token more than the length: every position then has a target, and no rank has fewer than another.
+    Documents have one token more than the length, so every position has a target.
     """
     setting.config.save_pretrained(setting.model_directory)
     for tokens in setting.flags.lengths:
@@ -254,10 +262,10 @@ def write_inputs(setting: Setting) -> None:
 
 
 def take(trial: Trial, about: Mapping[str, Any]) -> dict[str, Any]:
-    """Runs a trial. Returns all that is known of it; what was not measured is null, and `skipped` says why."""
+    """Runs a trial and returns its record. Missing numbers are null, and `skipped` has the reason."""
     setting, flags = trial.setting, trial.setting.flags
     for earlier in (trial.result, trial.directory / RUN, trial.directory / METRICS):
-        earlier.unlink(missing_ok=True)  # of an earlier benchmark, whose numbers must not count
+        earlier.unlink(missing_ok=True)  # left by an earlier run
     measured: dict[str, Any] = {}
     skipped: str | None = None
     try:
@@ -285,19 +293,19 @@ def take(trial: Trial, about: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_outcome(trial: Trial) -> dict[str, Any]:
-    """Returns the numbers of every step, warm-up included. Raises Failed where a trial left too little behind."""
+    """Returns the numbers of every step, including warm-up. Raises Failed if a step is missing."""
     steps = trial.setting.all_steps
     try:
         outcome = read_run(trial) if trial.implementation == OURS else json.loads(trial.result.read_text())
     except (OSError, ValueError, LookupError) as error:
-        raise Failed(f"ended without its numbers ({type(error).__name__})") from error
+        raise Failed(f"ended without results ({type(error).__name__})") from error
     if len(outcome["step_seconds"]) != steps:
-        raise Failed(f"{len(outcome['step_seconds'])} of {steps} steps recorded; one is to be logged each")
+        raise Failed(f"{len(outcome['step_seconds'])} of {steps} steps were logged; every step must be")
     return outcome
 
 
 def read_run(trial: Trial) -> dict[str, Any]:
-    """Reads what a peer's worker writes from the files of lightseq's trainer; its memory counts all buffers."""
+    """Reads the result of lightseq's trainer in the format of a peer's result. Memory includes all buffers."""
     steps = read_records(trial.directory / METRICS)
     about = json.loads((trial.directory / RUN).read_text())
     return {
@@ -311,7 +319,7 @@ def read_run(trial: Trial) -> dict[str, Any]:
 
 
 def numbers(trial: Trial, outcome: Mapping[str, Any], device: str) -> dict[str, Any]:
-    """Returns medians past the warm-up. One formula counts everybody's operations: lightseq/models/flops.py."""
+    """Returns medians after warm-up. lightseq/models/flops.py counts the model FLOPs of all implementations."""
     flags, config, sequences = trial.setting.flags, trial.setting.config, outcome.get("sequences", 1)
     seconds = outcome["step_seconds"][flags.warmup :]
     median, world = statistics.median(seconds), flags.nproc_per_node
@@ -334,11 +342,11 @@ def numbers(trial: Trial, outcome: Mapping[str, Any], device: str) -> dict[str, 
 
 
 def line(record: Mapping[str, Any]) -> str:
-    """Describes one trial as it ends."""
+    """Describes a finished trial in one line."""
     head = f"{shown(record['length']):>6}  {record['label']}: "
     if record["skipped"]:
         return f"{head}skipped: {record['skipped']}"
-    rate = f"{record['tokens_per_second']:,.0f} tokens/s, {record['step_seconds']:.3g} s a step"
+    rate = f"{record['tokens_per_second']:,.0f} tokens/s, {record['step_seconds']:.3g} s per step"
     if not record["losses_finite"]:
         return f"{head}{rate}, losses not finite"
     return f"{head}{rate}, loss {record['first_loss']:.4f} → {record['last_loss']:.4f}"

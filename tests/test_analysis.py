@@ -11,8 +11,8 @@ import pytest
 from analysis_files import record, write_run
 
 from analysis.__main__ import COMMANDS, main
-from analysis.curves import figures
-from analysis.drawing import COLORS, colors
+from analysis.curves import figures, loss_figure
+from analysis.drawing import COLORS, colors, log_ticks
 from analysis.runs import Run, describe, labels, median, read_run, read_runs, smooth, warmup_records
 
 PICTURES = ["loss.png", "throughput.png", "memory.png", "mfu.png"]
@@ -216,7 +216,7 @@ def test_tables_have_a_column_for_each_of_up_to_three_runs(tmp_path: Path, capsy
     assert first["loss, first → last"][0] == "5.990 → 5.600"
     assert (first["step time, median"][0], first["tokens per second, median"][0]) == ("0.5 s", "8,192")
     assert first["peak memory"] == ["3.00 GiB GPU", "2.00 GiB host", "2.00 GiB host"]
-    assert first["MFU, median"] == ["40.0 %", "-", "-"] and first["model TFLOP/s, median"][1] == "0.5"
+    assert first["MFU, median"] == ["40.0 %", "-", "-"] and first["model TFLOP/s per GPU"][1] == "0.5"
     assert ["cpu2"] in rows
 
 
@@ -281,3 +281,28 @@ def test_runs_that_coincide_show_beneath_each_other(tmp_path: Path) -> None:
     runs = runs_of(*(make_run(tmp_path / f"run{i}", steps=5) for i in range(9)))
     widths = [line.get_linewidth() for line in figures(runs)["memory"].axes[0].lines]
     assert widths == sorted(set(widths), reverse=True) and len(widths) == 9 and widths[0] < 6
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "ticks"),
+    [
+        (9.965, 10.035, [9.98, 10.0, 10.02]),
+        (2, 40, [2, 5, 10, 20]),
+        (1, 1000, [1, 3, 10, 30, 100, 300, 1000]),
+        (0.5, 5e8, [10, 1e3, 1e5, 1e7]),
+    ],
+)
+def test_logarithmic_axes_have_few_round_ticks(low: float, high: float, ticks: list[float]) -> None:
+    assert log_ticks(low, high) == pytest.approx(ticks)
+
+
+@pytest.mark.parametrize(("first", "change"), [(10.448, 1e-6), (10.448, 0.0), (11.9, 9.0)])
+def test_the_loss_axis_has_few_short_ticks(tmp_path: Path, first: float, change: float) -> None:
+    records = [record(step, loss=first - change * step / 40) for step in range(1, 41)]
+    figure = loss_figure(read_runs([write_run(tmp_path, records)], []))
+    figure.draw_without_rendering()
+    (axes,) = figure.axes
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    assert 3 <= len(labels) <= 9 and max(map(len, labels)) <= 6 and not axes.yaxis.get_offset_text().get_text()
+    low, high = axes.get_ylim()
+    assert low < first - change and high > first - change / 40

@@ -161,12 +161,12 @@ def test_unreadable_lines_and_files_are_noted_and_the_others_are_drawn(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (json.dumps(HEADER), "no points"),
+        (json.dumps(HEADER), "no measurements"),
         ('{"length": 1\n{"length": 2}\n', "line 1 is not JSON"),
         ("[1]\n", "line 1 is not a record"),
         ('{"step": 1, "loss": 2.0}\n', "line 1 has no 'heads'"),
         (json.dumps({**POINTS[0], "relative_error_out": 2e-3}), "without --check"),
-        (None, "a.jsonl is not there"),
+        (None, "a.jsonl does not exist"),
     ],
 )
 def test_other_files_are_one_line_and_exit_2(

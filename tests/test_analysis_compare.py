@@ -34,7 +34,7 @@ def test_both_runs_are_printed_and_drawn(tmp_path: Path, capsys: pytest.CaptureF
     pair(tmp_path, {20: {"loss": 5.8 - 0.01}, 30: {"loss": 5.7 + 0.002}}, config={"fsdp": ""}, commit="89ef")
     out, warnings = compared(tmp_path, capsys)
     assert "differs  fsdp: full_shard and off (DDP)\ndiffers  commit: 0123abcd and 89ef\n" in out
-    assert "Largest difference of the loss: -0.01 (B less A) at step 20; " in out and not warnings
+    assert "Largest loss difference: -0.01 (B − A) at step 20; " in out and not warnings
     assert (tmp_path / "c" / "compare.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -56,7 +56,7 @@ def test_means_leave_the_warm_up_out_and_stand_beside_their_ratio(
     assert ["tokens per second", "8,192.0", "4,096.0", "0.500"] in rows
     assert ["training tokens", "97.50 %", "97.50 %", "1.000"] in rows
     assert ["MFU", "-", "40.00 %", "-"] in rows
-    assert ["model TFLOP/s", "0.5", "0.5", "1.000"] in rows
+    assert ["model TFLOP/s per GPU", "0.5", "0.5", "1.000"] in rows
     assert ["peak memory, host", "2.00 GiB", "1.00 GiB", "0.500"] in rows
 
 
@@ -68,14 +68,14 @@ def test_one_flag_that_differs_is_no_reason_to_warn(tmp_path: Path, capsys: pyte
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"config": {"fsdp": "", "remat": "full"}}, "more than one flag differs (fsdp, remat)"),
-        ({"config": {"fsdp": ""}, "world_size": 4}, "more than one flag differs (fsdp, ranks)"),
-        ({"config": {"seed": 1}}, "the losses may take different courses (seed: 42 and 1)"),
+        ({"config": {"fsdp": "", "remat": "full"}}, "several flags differ (fsdp, remat)"),
+        ({"config": {"fsdp": ""}, "world_size": 4}, "several flags differ (fsdp, ranks)"),
+        ({"config": {"seed": 1}}, "flags that change the losses differ (seed: 42 and 1)"),
         ({"versions": {"python": "3.12.3", "torch": "2.12.0"}}, "the machines differ (torch: 2.11.0 and 2.12.0)"),
         ({"hardware": {"device": "H100"}}, "the machines differ (device: cpu and H100)"),
-        ({"steps": range(1, 39)}, "A logged 2 steps that B did not (of 39 to 40)"),
+        ({"steps": range(1, 39)}, "A logged 2 steps that B did not (in 39 to 40)"),
         ({"changes": {40: {"valid_tokens": 8192}}}, "a step has 3,994 targets in A and 8,192 in B"),
-        ({"changes": {7: {"loss": math.nan}}}, "B's loss is no number at 1 steps"),
+        ({"changes": {7: {"loss": math.nan}}}, "B's loss is not finite at 1 steps"),
     ],
 )
 def test_a_doubtful_comparison_is_warned_of(

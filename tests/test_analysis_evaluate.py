@@ -42,7 +42,7 @@ def test_tables_have_a_row_a_bin_or_a_depth(
         "| 2 to 1,023              |  7.389 |",
         "| all                     |  9.970 |",
         "",
-        "search: share of texts whose right answer is the likeliest of 8 (chance 0.125); 4 a cell",
+        "search: share of texts where the right answer ranks first of 8 (chance 0.125); 4 texts per cell",
         "",
         "| depth | 1K tokens | 4K tokens |",
         "|-------|----------:|----------:|",
@@ -84,7 +84,7 @@ def test_a_map_shows_the_score_of_every_cell(tmp_path: Path) -> None:
 def test_greedy_answers_have_their_own_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = write(tmp_path / "g", {**NEEDLE, "score": "greedy", "choices": None}, CELLS)
     assert main(["evaluate", str(directory)]) == 0
-    assert "g: share of texts answered right, token by token; 4 a cell" in capsys.readouterr().out.splitlines()
+    assert "g: share of texts whose greedy answer is right; 4 texts per cell" in capsys.readouterr().out.splitlines()
 
 
 @pytest.mark.parametrize(
@@ -92,9 +92,9 @@ def test_greedy_answers_have_their_own_words(tmp_path: Path, capsys: pytest.Capt
     [
         (None, "no evaluation.jsonl in"),
         ("{", "line 1 is cut off"),
-        ('{"evaluation": "loss"}\n', "is no evaluation"),
-        ('{"evaluation": "loss"}\n{"first": 0}\n', "is no evaluation"),
-        ('{"evaluation": "taste"}\n{"first": 0}\n', "is no evaluation"),
+        ('{"evaluation": "loss"}\n', "is not an evaluation"),
+        ('{"evaluation": "loss"}\n{"first": 0}\n', "is not an evaluation"),
+        ('{"evaluation": "taste"}\n{"first": 0}\n', "is not an evaluation"),
     ],
 )
 def test_other_files_are_one_line_and_exit_2(
@@ -110,4 +110,4 @@ def test_other_files_are_one_line_and_exit_2(
 
 def test_a_directory_given_twice_is_one_clear_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["evaluate", str(tmp_path), str(tmp_path)]) == 2
-    assert capsys.readouterr().err == f"analysis: error: {tmp_path} is given twice; name each run once\n"
+    assert capsys.readouterr().err == f"analysis: error: {tmp_path} is given twice; give each run once\n"

@@ -144,11 +144,11 @@ def test_training_time_of_an_unfinished_run_is_not_drawn(results: Path, capsys: 
     axes = axes_of(results, f"{{metric: time, x: kernel, {AT_8K}}}")
     assert [t.get_text() for t in axes.get_xticklabels()] == ["cudnn"]
     err = plots(results, capsys)[2]
-    assert "fa4-8192: only 4 of 12 steps are there; its training time is not drawn" in err
+    assert "fa4-8192: only 4 of 12 steps exist; its training time is not drawn" in err
     assert "metrics.jsonl line 5 is cut off" in err
     write_config(results, f"{{metric: speed, x: kernel, {AT_8K}}}")
     err = plots(results, capsys)[2]
-    assert "fa4-8192: only 4 of 12 steps are there" in err and "training time" not in err
+    assert "fa4-8192: only 4 of 12 steps exist" in err and "training time" not in err
 
 
 @pytest.mark.parametrize(("every", "slowed"), [(1, {6, 7, 8, 9}), (3, {6, 9})])  # by records that cover steps 6 to 9
@@ -186,7 +186,7 @@ def test_keys_are_drawn_in_the_unit_that_they_end_in(results: Path) -> None:
     for path in results.rglob("metrics.jsonl"):
         lines = [json.dumps(json.loads(line) | {"comm_bytes": 5e9, "saving_seconds": 2.0}) for line in path.open()]
         path.write_text("\n".join(lines) + "\n")
-    units = {"sent": "GB a step, all ranks together", "comm_bytes": "GB", "saving_seconds": "seconds"}
+    units = {"sent": "GB per step, all ranks", "comm_bytes": "GB", "saving_seconds": "seconds"}
     for word, unit in units.items():
         axes = axes_of(results, f"{{metric: {word}, x: kernel, {AT_8K}}}")
         assert axes.get_ylabel() == unit
@@ -266,7 +266,7 @@ def test_numbers_of_traced_steps_are_drawn_over_a_setting(
     write_config(results, f"{others}\n  two: {{metric: memory, x: kernel, where: {{length: 4096}}}}")
     status, names, err = plots(results, capsys)
     assert (status, names) == (0, ["two.png"])
-    assert f"left out, figure one: no run has traced steps that tell {word}" in err
+    assert f"left out, figure one: no run has {word}" in err
 
 
 @pytest.mark.parametrize("word", ["communication", "bandwidth"])
@@ -275,7 +275,7 @@ def test_a_trace_of_a_cpu_tells_no_communication(results: Path, word: str, capsy
     write_profile(results / "runs" / "fa4-4096", cpu)
     write_config(results, f"{{metric: {word}, x: length}}")
     status, _, err = plots(results, capsys)
-    assert status == 2 and f"no run has traced steps that tell {word}" in err
+    assert status == 2 and f"no run has {word}" in err
 
 
 # ---- the command and its files --------------------------------------------------------------------------------------
@@ -301,10 +301,10 @@ def test_the_command_writes_every_figure_and_notes_unreadable_runs(
     ("spec", "message"),
     [
         ("{metric: speed, x: kernel, series: seed}", "figure one: 3 runs of seed 42 have kernel"),
-        ("{metric: speed, x: length, where: {kernel: fa2}}", "figure one: no run has kernel fa2; make some"),
+        ("{metric: speed, x: length, where: {kernel: fa2}}", "figure one: no run has kernel fa2; train some"),
         ("{metric: speed, x: length, where: {kernel: [fa2, fa3], length: 9}}", "has kernel fa2 or fa3, length 9;"),
-        ("{metric: sped, x: length}", "figure one: no run knows sped; choose another metric"),
-        ("{metric: forward, x: step}", "forward is of the traced steps together; let x be a setting"),
+        ("{metric: sped, x: length}", "figure one: no run has sped; choose another metric"),
+        ("{metric: forward, x: step}", "forward covers all traced steps together; set x to a setting"),
         ("{metric: speed, x: lenght}", "figure one: x: no run has a setting lenght; did you mean length?"),
         ("{metric: speed, x: length, series: [qqq]}", "figure one: series: no run has a setting qqq; give a key"),
         ("{x: length}", "figures.one.metric: is missing"),

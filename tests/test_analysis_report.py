@@ -17,7 +17,7 @@ from analysis.__main__ import main
 
 EVIL = "</script><script>document.title='broken'</script><!--<img src=x onerror=alert(1)>&amp;\u2028"
 BROWSER = next(
-    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
+    (path for name in ("chromium", "chromium-headless-shell", "google-chrome") if (path := shutil.which(name))), None
 )
 ATTENTION: dict[str, Any] = {
     "world": 4, "heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": "bfloat16", "batch": 1, "kernel": "fa4",
@@ -54,8 +54,37 @@ def largest_point() -> dict[str, Any]:
     }  # fmt: skip
 
 
+OTHER_RECORDS: dict[str, list[dict[str, Any]]] = {
+    "books/evaluation.jsonl": [
+        {"evaluation": "loss", "loss": 2.3, "perplexity": 9.97, "command": "lightseq evaluate books", "model": "m"},
+        {"first": 0, "last": 1023, "loss": 2.4, "perplexity": 11.02, "valid_tokens": 900},
+        {"first": 1024, "last": 4095, "loss": 2.2, "perplexity": 9.025, "valid_tokens": 2900},
+    ],
+    "needle/evaluation.jsonl": [
+        {"evaluation": "needle", "score": "greedy", "choices": None, "trials": 4, "accuracy": 0.5},
+        {"length": 1024, "depth": 0.0, "accuracy": 1.0},
+        {"length": 4096, "depth": 0.0, "accuracy": 0.75},
+    ],
+    "checked/verify.jsonl": [
+        {"command": "lightseq verify --bf16", "seconds": 2.5, "passed": False, "versions": {"torch": "2.11.0"}},
+        {"check": "loss", "status": "pass", "detail": "off by 1e-7", "error": 1e-7},
+        {"check": "gradients", "status": "FAIL", "detail": EVIL},
+    ],
+    "plans/8b.jsonl": [
+        {
+            "plan": "training", "command": "lightseq plan --gpus 8", "fits": False, "peak_bytes": 150 * 2**30,
+            "usable_gpu_bytes": 131 * 2**30, "host_bytes": 20 * 2**30, "step_seconds": 222.2, "mfu": 0.52,
+            "tokens_per_second": 4729.1, "longest_length": 524288, "schedule": "usp", "faster": [],
+            "to_fit": [{"change": "--offload activations", "peak_bytes": 2**36, "step_seconds": 240.0}], "notes": [],
+            "hardware": {"gpus": 8, "chip": {"device": "NVIDIA H200"}},
+            "config": {"model_name_or_path": "llama3-8b", "model_max_length": 1048576},
+        }
+    ],
+}  # fmt: skip
+
+
 def write_results(tmp_path: Path) -> Path:
-    """Two runs, one of them a sweep's cell, and a file of every benchmark."""
+    """Two runs, one of them a sweep's cell, and a file of every other kind."""
     slow = [record(step, tokens_per_second=900.0 if step > 1 else 100.0) for step in range(1, 41)]
     write_run(tmp_path / "plain", slow, about(config={"fsdp": ""}), tail='{"step": 40, "eval_loss": 5.5}\n')
     write_run(tmp_path / "sweep" / "length-4096", [record(step, gpu=True) for step in range(1, 41)], about(gpu=True))
@@ -69,6 +98,8 @@ def write_results(tmp_path: Path) -> Path:
     )
     write_lines(tmp_path / "bench" / "step.jsonl", [step_point("plain", 100.0), step_point("lightseq", None)])
     write_lines(tmp_path / "bench" / "largest.jsonl", [largest_point()])
+    for name, values in OTHER_RECORDS.items():
+        write_lines(tmp_path / name, values)
     return tmp_path
 
 
@@ -124,7 +155,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Page:
 
 
 def test_everything_below_the_directory_is_on_the_page(page: Page) -> None:
-    titles = ["Training runs", "Sweep: sweep", "Attention layer, forward and backward"]
+    titles = ["Training runs", "Sweep: sweep", "Evaluations", "Verifications", "Plans"]
+    titles.append("Attention layer, forward and backward")
     assert page.titles == [*titles, "Whole training steps", "The largest model that fits"]
     rows = {row[0]: row for row in reversed(page.rows)}  # the first of each name
     assert rows["plain"][1:4] == ["tiny-llama3", "2", "4K"] and "900" in rows["plain"]
@@ -133,12 +165,34 @@ def test_everything_below_the_directory_is_on_the_page(page: Page) -> None:
     assert rows["length-8192"][1] == "failed" and rows["length-8192"][-1] == EVIL
     assert ["lightseq ring", "300", "400"] in page.rows
     assert ["plain", "32K", "100", "1.00", "40.0%", "16.0"] in page.rows
-    assert "– lightseq, 32K: out of memory" in page.text and "What is too large: out of memory." in page.text
+    assert "– lightseq, 32K: out of memory" in page.text and "Reasons for not fitting: out of memory." in page.text
+
+
+def test_evaluations_verifications_and_plans_have_tables_and_commands(page: Page) -> None:
+    assert {"Perplexity by position", "Needle: needle", "checked: FAILED"} <= set(page.elements("h3"))
+    assert ["1,024 to 4,095", "9.025"] in page.rows and ["0%", "1.00", "0.75"] in page.rows
+    assert ["loss", "pass", "off by 1e-7"] in page.rows and ["gradients", "FAIL", EVIL] in page.rows
+    (plan,) = (row for row in page.rows if row[0] == "plans/8b.jsonl")
+    assert plan[1:7] == ["llama3-8b", "1M", "8", "NVIDIA H200", "usp", "no"]
+    assert plan[7:] == ["150.0", "131.0", "20.0", "222 s", "4,729", "52.0%", "524,288"]
+    for command in ("lightseq evaluate books", "lightseq verify --bf16", "lightseq plan --gpus 8"):
+        assert command in page.details
+    assert any("--offload activations" in text for text in page.details)
+
+
+@pytest.mark.parametrize("name", OTHER_RECORDS)
+def test_a_file_with_missing_facts_is_named_and_the_page_is_written(
+    results: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = {key: OTHER_RECORDS[name][0][key] for key in list(OTHER_RECORDS[name][0])[:1]}
+    write_lines(results / name, [first])
+    page = page_of(results)
+    assert name in capsys.readouterr().err and page.titles[-1] == "Not shown"
 
 
 def test_charts_hold_the_numbers_and_leave_out_what_a_run_does_not_have(page: Page) -> None:
     assert len(page.charts) == 2, "curves of the run and of the sweep"
-    assert page.markup.count('<img src="data:image/png;base64,') == 3, "a picture for each benchmark"
+    assert page.markup.count('<img src="data:image/png;base64,') == 5, "of three benchmarks and two evaluations"
     smoothed, logged, evaluation = page.panel("Training loss")
     assert logged["y"][:2] == [5.99, 5.98] and smoothed["name"] == "plain"
     assert (evaluation["x"], evaluation["y"]) == ([40.0], [5.5])
@@ -164,8 +218,16 @@ def test_nothing_in_the_results_breaks_out_of_the_page(results: Path) -> None:
     command = f"train.py --x '{EVIL}'"
     write_run(results / "<b onclick=x>", [record(1)], about(command=command, notes=[EVIL], config={"fsdp": EVIL}))
     page = page_of(results)
-    assert page.markup.count("<img") == 3 and "<b onclick" not in page.markup and page.markup.count("<title>") == 1
+    assert page.markup.count("<img") == 5 and "<b onclick" not in page.markup and page.markup.count("<title>") == 1
     assert len(page.charts) == 2 and command in page.details
+
+
+def test_axes_have_few_ticks_and_show_model_flops(page: Page) -> None:
+    assert page.panel("Model FLOP/s") and "arithmetic" not in page.markup
+    layout = page.charts[0][1]
+    assert all(axis["nticks"] == 7 for key, axis in layout.items() if re.match("[xy]axis", key))
+    low, high = layout["yaxis"]["range"]
+    assert low < 5.5 and high > 5.99, "the loss axis holds every loss"
 
 
 def test_the_page_asks_for_nothing_from_anywhere(page: Page) -> None:
@@ -178,7 +240,7 @@ def test_another_page_is_not_replaced(results: Path, capsys: pytest.CaptureFixtu
     (results / "report.html").write_text("<title>My own</title>")
     assert main(["report", str(results)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "report.html is there and was not written by analysis report; name another" in line
+    assert "report.html exists and was not written by analysis report; give another" in line
     assert (results / "report.html").read_text() == "<title>My own</title>"
     for _ in range(2):
         assert main(["report", str(results), "--output", str(results / "new" / "page.html")]) == 0
@@ -196,10 +258,10 @@ def test_unreadable_files_are_named_and_the_others_are_shown(results: Path, caps
     out, err = capsys.readouterr()
     notes = err.splitlines()
     assert len(notes) == 4 and all(note.startswith("analysis: note: not shown: ") for note in notes)
-    assert f"{results / 'died'} has a run.json and no metrics.jsonl; the run has logged no step" in err
-    assert "not shown: 2 files of other kinds than runs, sweeps, and" in notes[-1]
+    assert f"{results / 'died'} has a run.json but no metrics.jsonl; the run has logged no step" in err
+    assert "not shown: 2 other files, listed on the page; it shows runs, sweeps, " in notes[-1]
     assert (
-        "bench/another.jsonl is of another kind" in page.text
+        "bench/another.jsonl is another kind of file" in page.text
         and page.titles[-1] == "Not shown"
         and "bench/torn.jsonl line 1 has no" in page.text
     )
@@ -211,8 +273,8 @@ def test_garbled_lines_are_noted_and_the_others_are_shown(results: Path, capsys:
         path.write_text("{garbled\n" + path.read_text())
     page = page_of(results)
     out, err = capsys.readouterr()
-    assert "2 training runs, 1 sweep, 3 benchmark files" in out
-    assert err.count("line 1 is not JSON") == page.text.count("line 1 is not JSON") == 6
+    assert "2 training runs, 1 sweep, 3 benchmark files, 2 evaluations, 1 verification, 1 plan" in out
+    assert err.count("line 1 is not JSON") == page.text.count("line 1 is not JSON") == 10
 
 
 def test_missing_facts_are_said_in_words(tmp_path: Path) -> None:
@@ -222,9 +284,9 @@ def test_missing_facts_are_said_in_words(tmp_path: Path) -> None:
              for name, status in (("bare", "done"), ("away", "done"), ("broken", "failed"))]  # fmt: skip
     write_lines(tmp_path / "sweep.jsonl", cells)
     page = page_of(tmp_path)
-    assert "No run.json beside the metrics: flags, hardware and versions are not known." in page.details
+    assert "No run.json beside the metrics: flags, hardware and versions are unknown." in page.details
     rows = {row[0]: row[1] for row in page.rows}
-    assert rows["away"] == "done; its run is not below this directory" and rows["broken"] == "failed"
+    assert rows["away"] == "done; run not found below this directory" and rows["broken"] == "failed"
 
 
 def test_a_directory_with_nothing_to_show_is_one_line_and_exit_2(
@@ -233,7 +295,7 @@ def test_a_directory_with_nothing_to_show_is_one_line_and_exit_2(
     assert main(["report", str(tmp_path)]) == 2
     assert main(["report", str(tmp_path / "nowhere")]) == 2
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 2 and "nothing to show" in lines[0] and "is no directory" in lines[1]
+    assert len(lines) == 2 and "nothing to show" in lines[0] and "is not a directory" in lines[1]
     assert not (tmp_path / "report.html").exists()
 
 
@@ -272,9 +334,28 @@ def test_without_the_extra_only_the_page_is_refused(tmp_path: Path, module: str)
     assert analyse(str(run)).returncode == 0 and (run / "loss.png").exists()
 
 
+def in_browser(page: Path, profile: Path) -> str:
+    """Returns the page's elements after its scripts ran in a window of 1,400 pixels."""
+    words = [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=9000", "--dump-dom"]
+    words += ["--window-size=1400,1000", f"--user-data-dir={profile}", page.as_uri()]
+    return subprocess.run(words, capture_output=True, text=True, timeout=120).stdout
+
+
 @pytest.mark.skipif(BROWSER is None, reason="needs chromium")
 def test_a_browser_draws_every_chart(page: Page, tmp_path: Path) -> None:
-    words = [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=9000", "--dump-dom"]
-    words += [f"--user-data-dir={tmp_path}", page.path.as_uri()]
-    drawn = subprocess.run(words, capture_output=True, text=True, timeout=120).stdout
+    drawn = in_browser(page.path, tmp_path)
     assert len(re.findall(r'id="chart-\d+"[^>]*js-plotly-plot', drawn)) == 2
+
+
+@pytest.mark.skipif(BROWSER is None, reason="needs chromium")
+def test_nothing_scrolls_sideways_at_1400_pixels(results: Path, tmp_path: Path) -> None:
+    long = {"model_name_or_path": "meta-llama/" + "Llama" * 12, "data_path": "x" * 300}
+    write_run(results / "a-run-with-a-long-name-of-its-own", [record(1, gpu=True)], about(gpu=True, config=long))
+    page = page_of(results)
+    script = """<script>addEventListener("load", () => setTimeout(() => {
+        document.querySelectorAll("details").forEach(each => each.open = true);
+        const parts = [document.documentElement, ...document.querySelectorAll(".scroll")];
+        document.title = "too wide: " + parts.filter(each => each.scrollWidth > each.clientWidth).length;
+    }, 3000))</script></body>"""
+    page.path.write_text(script.join(page.text.rsplit("</body>", 1)), encoding="utf-8")
+    assert "<title>too wide: 0</title>" in in_browser(page.path, tmp_path / "profile")

@@ -90,7 +90,7 @@ def test_without_gpus_there_is_no_memory_and_tflops_take_the_place_of_mfu(
     file = write_lines(tmp_path / "a.jsonl", [record("plain", 1024, (500.0, 1.0), **changes)])
     assert main(["step", str(file)]) == 0
     out = capsys.readouterr().out
-    assert "TFLOP/s" in out and "Not finite: losses of plain, 1K. Its numbers do not count." in out
+    assert "model TFLOP/s per GPU" in out and "Not finite: losses of plain, 1K. Ignore its numbers." in out
     assert len(axes_of(file)) == 1
 
 
@@ -117,7 +117,7 @@ def test_a_later_record_replaces_an_earlier_one_and_settings_stay_apart(
     [
         ('{"benchmark": "attention"}', "line 1 is not a record of benchmarks/step.py"),
         ('{"benchmark": "step"}', "line 1 has no 'model'"),
-        ("", "the benchmark has measured nothing yet"),
+        ("", "run the benchmark first"),
     ],
 )
 def test_other_files_are_refused_in_one_line(

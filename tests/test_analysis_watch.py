@@ -49,7 +49,7 @@ def ended_process() -> int:
 
 @pytest.mark.parametrize("once", [["--once"], []])
 @pytest.mark.parametrize(
-    ("name", "message"), [("nowhere", "is no directory"), ("a-file", "is no directory"), ("empty", "holds no run")]
+    ("name", "message"), [("nowhere", "is not a directory"), ("a-file", "is not a directory"), ("empty", "has no run")]
 )
 def test_without_a_run_a_pipe_gets_one_line_and_exit_2(
     tmp_path: Path, name: str, message: str, once: list[str], capsys: pytest.CaptureFixture[str]
@@ -74,7 +74,7 @@ def test_a_run_without_a_step_shows_its_settings_and_that_it_starts(
     set_age(tmp_path, 90)
     text = view(tmp_path, capsys)
     assert "tiny-llama3" in text and "2 (1 data × 2 sequence)" in text and "4K tokens" in text
-    assert "Waiting for the first step since 1 min 30 s" in text
+    assert "Waiting 1 min 30 s for the first step" in text
 
 
 def test_a_frame_holds_the_last_numbers_and_the_time_left(
@@ -99,21 +99,21 @@ def test_without_a_gpu_memory_is_the_hosts_and_tflops_take_the_place_of_mfu(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = view(half_way(tmp_path, gpu=False), capsys)
-    assert "2.00 GiB of a process" in text and "model TFLOP/s" in text and "MFU" not in text
+    assert "2.00 GiB per process" in text and "model TFLOP/s" in text and "MFU" not in text
 
 
 def test_missing_numbers_are_dashes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = view(write_run(tmp_path / "run", [{"step": 3, "loss": None, "host_rss_bytes": GIB}]), capsys)
-    assert "step 3 how many there will be is not known" in text and "loss -" in text
+    assert "step 3 total steps unknown" in text and "loss -" in text
 
 
 @pytest.mark.parametrize(
     ("every", "age", "message"),
     [
         (1, 5, "Last logged 5.0 s ago."),
-        (1, 300, "Nothing was logged for 5 min, where 0.5 s is usual"),
+        (1, 300, "Nothing logged for 5 min (usual: 0.5 s)"),
         (200, 300, "Last logged 5 min ago."),
-        (200, 600, "Nothing was logged for 10 min, where 1 min 40 s is usual"),
+        (200, 600, "Nothing logged for 10 min (usual: 1 min 40 s)"),
     ],
 )
 def test_a_run_is_quiet_when_nothing_came_for_much_longer_than_usual(
@@ -146,7 +146,7 @@ def test_the_last_step_ends_the_view(tmp_path: Path, capsys: pytest.CaptureFixtu
     run = write_run(tmp_path / "run", [record(step) for step in range(1, 41)], about())
     set_age(run, 9999)
     assert main(["watch", str(run)]) == 0
-    assert "The last step is done." in capsys.readouterr().out
+    assert "Training is complete." in capsys.readouterr().out
 
 
 def test_a_run_is_followed_from_before_it_begins_through_a_resume_to_its_end(
@@ -188,7 +188,7 @@ def test_a_file_of_something_else_is_one_line_and_exit_2(tmp_path: Path, capsys:
     (tmp_path / "metrics.jsonl").write_text("hello\n")
     assert main(["watch", str(tmp_path), "--once"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "holds a line that is no record" in line
+    assert "has a line that is not a record" in line
 
 
 def test_garbled_lines_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -203,16 +203,16 @@ def test_an_error_is_relative_to_the_norm() -> None:
         ("--lengths 1X", "--lengths: 1X is not a number of tokens"),
         ("--lengths 1K,,2K", "--lengths: '1K,,2K' has an empty item"),
         ("--schedules spiral", "--schedules: 'spiral' is unknown; choose from auto, all, none, ring"),
-        ("--schedules prefix@gather_twice", "prefix gathers twice anyway; leave gather_twice to ulysses"),
-        ("--schedules prefix@depth=2", "after @ comes head_groups=N, ulysses_size=N or gather_twice"),
+        ("--schedules prefix@gather_twice", "gather_twice applies only to ulysses; prefix always gathers twice"),
+        ("--schedules prefix@depth=2", "write head_groups=N, ulysses_size=N or gather_twice after @"),
         ("--kernels fa9", "--kernels: 'fa9' is unknown"),
         ("--peers nobody", "--peers: 'nobody' is unknown"),
         ("--transports pigeon", "--transports: 'pigeon' is unknown"),
-        ("--heads 5 --kv_heads 2", "--heads 5 does not divide"),
+        ("--heads 5 --kv_heads 2", "--heads 5 is not a multiple"),
         ("--heads 0", "--heads: '0' is not a positive whole number"),
         ("--seconds inf", "--seconds: 'inf' is not a number of seconds"),
-        ("--documents uniform:0", "--documents: 'uniform:0' is no distribution"),
-        ("--documents lognormal:0:64:16", "lengths go from at least 1 token up"),
+        ("--documents uniform:0", "--documents: 'uniform:0' is not a distribution"),
+        ("--documents lognormal:0:64:16", "lengths must start at 1 token or more"),
         ("--schedules none --peers none", "nothing to measure"),
         ("--length 1K", "unrecognized arguments: --length"),
     ],
@@ -231,7 +231,7 @@ def test_the_program_alone_refuses_in_one_line_and_exits_2(tmp_path: Path) -> No
     )  # fmt: skip
     assert done.returncode == 2
     assert [line for line in done.stderr.splitlines() if "OMP_NUM" not in line] == [
-        f"error: --output {tmp_path}/there.jsonl exists; name another file"
+        f"error: --output {tmp_path}/there.jsonl exists; give another file"
     ]
 
 

@@ -159,7 +159,7 @@ def test_one_that_dies_or_hangs_is_skipped_with_its_reason_and_the_rest_go_on(
     ours, hung, deepspeed, plain = read(tmp_path)
     assert ours["skipped"] == "the root of it" and ours["tokens_per_second"] is None
     assert hung["skipped"] == "no end within 1 s"
-    assert deepspeed["skipped"] == "ended without its numbers (FileNotFoundError)"
+    assert deepspeed["skipped"] == "ended without results (FileNotFoundError)"
     assert plain["skipped"] is None
     assert (plain["tokens_per_second"], plain["tokens_per_second_lowest"], plain["tokens_per_second_highest"]) == (
         pytest.approx(2 * LENGTH / 0.375), 2 * LENGTH / 0.5, 2 * LENGTH / 0.25,  # two sequences a step
@@ -175,7 +175,7 @@ def test_an_earlier_benchmark_s_numbers_do_not_count_and_other_files_stay(
 ) -> None:
     monkeypatch.setattr(step, "provenance", lambda commit: ON_H200)
     words = flags(model, tmp_path, "--timeout 60 --implementations plain")
-    for script, skipped in ((WRITES, None), ("pass", "ended without its numbers (FileNotFoundError)")):
+    for script, skipped in ((WRITES, None), ("pass", "ended without results (FileNotFoundError)")):
         monkeypatch.setattr(Trial, "command", property(lambda t, script=script: ["-c", script, str(t.result)]))
         assert step.main(words) == 0
         assert read(tmp_path)[-1]["skipped"] == skipped
@@ -257,7 +257,7 @@ def test_bad_flags_are_refused_in_one_line(
 
 def test_an_output_file_that_exists_is_kept(tmp_path: Path) -> None:
     (tmp_path / "s.jsonl").touch()
-    with pytest.raises(ValueError, match="exists; name another file"):
+    with pytest.raises(ValueError, match="exists; give another file"):
         parse(["--output", str(tmp_path / "s.jsonl")])
-    with pytest.raises(ValueError, match=r"has no suffix; name it steps.jsonl"):
+    with pytest.raises(ValueError, match=r"has no suffix; write steps.jsonl"):
         parse(["--output", "steps"])

@@ -1,7 +1,7 @@
-"""Other implementations of distributed attention, each as a layer to be measured beside lightseq's.
+"""Other implementations of distributed attention, measured next to lightseq's.
 
-A peer that cannot run raises (an ImportError, a ValueError, ...), and the message is the reason it is skipped with. To
-add one, write a context manager that yields a `Layer`, and name it in `PEERS`.
+A peer that cannot run raises an error, and its message becomes the reason in the record. To add a peer, write a context
+manager that yields a `Layer` and add it to `PEERS`.
 """
 
 from collections.abc import Callable
@@ -30,6 +30,6 @@ VARLEN = "ring-flash-attn-varlen"
 PACKED_PEERS: dict[str, Peer] = {
     f"{VARLEN}-ring": partial(ring_flash_attn.varlen_layer, function="ring_flash_attn_varlen_func", pieces=1),
     f"{VARLEN}-zigzag": partial(ring_flash_attn.varlen_layer, function="zigzag_ring_flash_attn_varlen_func", pieces=2),
-    f"{VARLEN}-llama3": partial(ring_flash_attn.llama3_varlen_layer, all_heads=False),  # a key/value head at a time
+    f"{VARLEN}-llama3": partial(ring_flash_attn.llama3_varlen_layer, all_heads=False),  # one key/value head at a time
     f"{VARLEN}-llama3-all": partial(ring_flash_attn.llama3_varlen_layer, all_heads=True),
 }

@@ -1,7 +1,7 @@
-"""A stand-in for the flash-attn package where it is not installed: the same FlashAttention-2 kernels, through torch.
+"""Replacement for a missing flash-attn package: the same FlashAttention-2 kernels, called through torch.
 
-Only the functions that ring-flash-attn 0.1.8 and ringmaster 0.2 call, with the arguments that bear on causal attention
-without dropout. It pays one copy of each gradient that the package, which writes into given tensors, does not.
+Contains only functions that ring-flash-attn 0.1.8 and ringmaster 0.2 call, for causal attention without dropout. Costs
+one extra copy of each gradient, because the package writes into given tensors.
 """
 
 import sys
@@ -57,7 +57,7 @@ def _flash_attn_backward(
 
 
 def is_needed() -> bool:
-    """Returns whether flash-attn is missing. flash-attn-4 owns the same top name, so only the module itself tells."""
+    """Returns True if flash-attn is missing. Imports a module, because flash-attn-4 has the same top-level name."""
     try:
         import flash_attn.flash_attn_interface  # noqa: F401
     except ImportError:
@@ -66,13 +66,13 @@ def is_needed() -> bool:
 
 
 def kernel() -> str:
-    """Names whose FlashAttention-2 runs: the package's, or torch's own build."""
+    """Returns the name of the FlashAttention-2 build in use: the package's or torch's."""
     return "aten" if is_needed() else "fa2"
 
 
 @contextmanager
 def in_place() -> Iterator[None]:
-    """Stands in while a peer is imported, no longer: kernels that look for the real package must not find this one."""
+    """Replaces flash-attn only while a peer is imported, because other kernels look for the real package."""
     if not is_needed():
         yield
         return

@@ -1,6 +1,6 @@
-"""https://github.com/zhuzilin/ring-flash-attention over FlashAttention-2, for one document and for packed ones.
+"""https://github.com/zhuzilin/ring-flash-attention with FlashAttention-2, for one document and for packed documents.
 
-Packed, it cuts every document into one piece (ring), or two (zigzag), for each rank, or gathers all keys (llama3).
+Packed variants cut every document into one piece (ring) or two pieces (zigzag) per rank, or gather all keys (llama3).
 """
 
 import importlib
@@ -20,7 +20,7 @@ from lightseq.schedule.documents import document_positions
 
 
 def import_package() -> ModuleType:
-    """Imports it without its adapters: they ask transformers for names that version 5 dropped, and are not needed."""
+    """Imports ring-flash-attn without its adapters, which need names that transformers 5 removed."""
     adapters = ModuleType("ring_flash_attn.adapters")
     adapters.__dict__.update(substitute_hf_flash_attn=None, update_ring_flash_attn_params=None)
     sys.modules.setdefault(adapters.__name__, adapters)
@@ -50,8 +50,8 @@ def varlen_layer(case: Case, function: str, pieces: int) -> Iterator[Layer]:
     attend = getattr(package_for(case), function)
     edges = torch.tensor(case.boundaries, dtype=torch.int32)
     if (edges.diff() % (pieces * case.world)).any():
-        raise ValueError(f"a document's length does not divide into {pieces * case.world} pieces")
-    mine = [case.rank, 2 * case.world - 1 - case.rank][:pieces]  # with two pieces, one and its mirror image
+        raise ValueError(f"a document's length is not a multiple of {pieces * case.world}")
+    mine = [case.rank, 2 * case.world - 1 - case.rank][:pieces]  # the second piece mirrors the first
     documents = [torch.arange(a, b).chunk(pieces * case.world) for a, b in pairwise(case.boundaries)]
     local = torch.cat([document[piece] for document in documents for piece in mine])
     edges = edges // case.world
@@ -75,7 +75,7 @@ def llama3_varlen_layer(case: Case, all_heads: bool) -> Iterator[Layer]:
 
 
 def packed_layer(case: Case, local: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Layer:
-    """`area_balance` is the mean over the largest rank's attention area: ranks compute what their own tokens see."""
+    """Returns facts of the record. `area_balance` is the mean attention area per rank over the largest."""
     areas = gathered(case, int((document_positions(case.boundaries)[local.numpy()] + 1).sum()))
     balance = sum(areas) / case.world / max(areas)
     return Layer(

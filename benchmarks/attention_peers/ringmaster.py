@@ -1,4 +1,4 @@
-"""https://github.com/axolotl-ai-cloud/ringmaster (package axolotl-ringmaster) over FlashAttention-2."""
+"""https://github.com/axolotl-ai-cloud/ringmaster (package axolotl-ringmaster) with FlashAttention-2."""
 
 import importlib
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ FUNCTIONS = {"zigzag": "zigzag_ring_attention", "distflash": "distflash_attentio
 def layer(case: Case, module: str, layout: str) -> Iterator[Layer]:
     ring = importlib.import_module(f"ringmaster.ring.{module}")
     case.needs_cuda("ringmaster's flash attention")
-    # It asks transformers for the flash-attn package; where that is not installed it is given the same kernels.
+    # It asks transformers for the flash-attn package; without it, the stand-in supplies the same kernels.
     ops = stand_in._flash_attn_forward, stand_in._flash_attn_backward
     attend = getattr(ring, FUNCTIONS[module])
     with mock.patch.object(ring, "_flash_ops", lambda *_: ops) if stand_in.is_needed() else nullcontext():

@@ -1,4 +1,4 @@
-"""torch.distributed.tensor.experimental.context_parallel: SDPA over its own zigzag layout."""
+"""torch.distributed.tensor.experimental.context_parallel: SDPA with torch's own zigzag layout."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,8 +20,8 @@ def layer(case: Case, rotation: str, backend: str) -> Iterator[Layer]:
 
     set_rotate_method(rotation)
     local = case.positions("zigzag")
-    # It picks the layout by the length of the buffers it is given. One of a token a place does: q, k and v are made
-    # local from the start, so that memory does not count whole copies that it would keep to restore.
+    # It derives the layout from the buffers it gets, so a buffer of positions is enough. q, k and v are local from the
+    # start, because it would keep copies of whole tensors and add to the measured memory.
     marker = torch.zeros(1, 1, len(local) * case.world, 1, device=case.device)
     mesh = DeviceMesh.from_group(case.group, "cuda")
     sharded = context_parallel(mesh, buffers=[marker], buffer_seq_dims=[2], no_restore_buffers={marker})

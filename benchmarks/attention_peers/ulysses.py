@@ -1,4 +1,4 @@
-"""DeepSpeed-Ulysses (arXiv 2309.14509): heads for sequence by all-to-all, around one kernel."""
+"""DeepSpeed-Ulysses (arXiv 2309.14509): all-to-all between sequence and heads around one kernel."""
 
 import importlib
 import warnings
@@ -15,13 +15,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.measure import Case, Layer
 
 SDPA_BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
-KERNEL_NAMES = {"flash": "aten", "cudnn": "cudnn", "sdpa": "sdpa", "fa4": "fa4"}  # as lightseq calls the same kernels
+KERNEL_NAMES = {"flash": "aten", "cudnn": "cudnn", "sdpa": "sdpa", "fa4": "fa4"}  # lightseq's names of the kernels
 
 
 @contextmanager
 def layer(case: Case, inner: str) -> Iterator[Layer]:
     if case.heads % case.world or case.kv_heads % case.world:
-        raise ValueError(f"{case.heads} query and {case.kv_heads} key/value heads do not divide by {case.world} ranks")
+        raise ValueError(
+            f"{case.heads} query and {case.kv_heads} key/value heads are not divisible by {case.world} ranks"
+        )
     if inner != "sdpa":
         case.needs_cuda(f"{inner} attention")
     attend = fa4() if inner == "fa4" else lambda *qkv: sdpa(case, *(x.transpose(1, 2) for x in qkv)).transpose(1, 2)
@@ -45,7 +47,7 @@ def sdpa(case: Case, q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor) -> Tensor:
 
 
 def fa4() -> Callable[..., Tensor]:
-    # It compiles with an argument its own compiler warns about, pages of it on every rank, to no effect.
+    # Compilation prints pages of harmless warnings on every rank.
     warnings.filterwarnings("ignore", message="Argument aux_data .* cannot be converted", category=UserWarning)
     function = importlib.import_module("flash_attn.cute.interface").flash_attn_func
 
@@ -57,7 +59,7 @@ def fa4() -> Callable[..., Tensor]:
 
 
 class AllToAll(torch.autograd.Function):
-    """Between (B, S local, all heads, D) and (B, S whole, local heads, D); its own inverse backward."""
+    """All-to-all between (B, local S, all H, D) and (B, whole S, local H, D). The backward pass is the inverse."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, to_heads: bool) -> Tensor:

@@ -1,1 +1,1 @@
-"""Other implementations of whole training steps; worker.py runs one in processes of its own for step.py."""
+"""Other implementations of whole training steps; worker.py runs one of them in separate processes for step.py."""

@@ -1,8 +1,8 @@
-"""The peer `accelerate`: FSDP2 and torch's context parallel, as accelerate's guide to context parallelism has them.
+"""The peer `accelerate`: FSDP2 and torch's context parallel, as in accelerate's guide to context parallelism.
 
-Float32 master weights, bfloat16 mixed precision by accelerate's own policy; every layer checkpointed whole, the only
-choice that its plugin has; keys and values gathered over ranks (its default rotation), zigzag order; attention forced
-to cuDNN, the fastest of SDPA's; transformers' own loss, all logits at once; fused AdamW and clipping. No compilation.
+Float32 master weights and accelerate's bfloat16 mixed precision. Every layer is checkpointed (the only option).
+Keys and values are all-gathered (the default) in zigzag order. Attention is cuDNN, the fastest SDPA backend. The
+loss is transformers' own, with all logits at once. Fused AdamW, clipping, no compilation.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from lightseq.data.batches import Batch
 
 def prepare(job: Job) -> Peer:
     if job.world.size == 1:
-        raise ValueError("context parallel: needs at least two ranks")
+        raise ValueError("context parallel needs at least two ranks")
     if not job.on_gpu:
         raise ValueError("torch's context parallel needs a CUDA device")
     job.check_divides(2 * job.world.size, "context parallel")
@@ -24,7 +24,7 @@ def prepare(job: Job) -> Peer:
 
 
 def fsdp2(job: Job, context_ranks: int) -> Peer:
-    """Sets up accelerate. With one context rank it is FSDP2 alone, as far as a CPU gets: ranks have whole sequences."""
+    """Sets up accelerate. One context rank means FSDP2 only, which also runs on a CPU."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.parallelism_config import ParallelismConfig
 
@@ -57,7 +57,7 @@ def fsdp2(job: Job, context_ranks: int) -> Peer:
                 buffers=[ids, labels, where], buffer_seq_dims=[1, 1, 1], no_restore_buffers={ids, labels, where}
             )
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if on_gpu else contextlib.nullcontext(), split:
-            # Every position has a target, so that the mean over ranks of their means is the mean.
+            # Every position has a target, so the mean of the ranks' means is the mean.
             loss: Tensor = model(input_ids=ids, position_ids=where, labels=labels, shift_labels=labels).loss
             accelerator.backward(loss)
             norm = accelerator.clip_grad_norm_(model.parameters(), CLIP_NORM)

@@ -1,9 +1,8 @@
-"""The peer `deepspeed`: ZeRO-3 and Ulysses sequence parallelism, as DeepSpeed's tutorial on ALST sets them up.
+"""The peer `deepspeed`: ZeRO-3 and Ulysses sequence parallelism, as in DeepSpeed's ALST tutorial.
 
-bfloat16 with float32 master weights; UlyssesSPAttentionHF around SDPA, forced to cuDNN; the MLP tiled, a tile as long
-as the model is wide; the loss tiled, a GiB of float32 logits a tile; every layer checkpointed whole, as transformers
-does it; torch's fused AdamW, clipping by DeepSpeed. Nothing is offloaded, which would save memory and cost time, and
-nothing is compiled.
+bfloat16 with float32 master weights. UlyssesSPAttentionHF around SDPA with cuDNN. MLP tiles have as many tokens as the
+hidden size, loss tiles 1 GiB of float32 logits. Every layer is checkpointed by transformers. torch's fused AdamW,
+clipping by DeepSpeed. No offloading, which would save memory but cost time, and no compilation.
 """
 
 import contextlib
@@ -29,7 +28,7 @@ LOGIT_BYTES = 2**30
 
 def prepare(job: Job) -> Peer:
     if job.world.size == 1:
-        raise ValueError("DeepSpeed's Ulysses: needs at least two ranks")
+        raise ValueError("DeepSpeed's Ulysses needs at least two ranks")
     job.check_heads("DeepSpeed's Ulysses")
     job.check_divides(job.world.size, "DeepSpeed's Ulysses")
     import deepspeed
@@ -67,7 +66,7 @@ def make_engine(job: Job, settings: dict[str, Any]) -> Any:
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
     job.config._attn_implementation = "sdpa"
-    job.config.head_dim = job.head_dim  # asked for by this name, and not derived where it is None
+    job.config.head_dim = job.head_dim  # DeepSpeed reads this attribute, which may be None
     groups = UlyssesSPAttentionHF.register_with_transformers(
         model_name_or_path=SimpleNamespace(config=job.config),
         core_attn_implementation="sdpa",
@@ -78,7 +77,7 @@ def make_engine(job: Job, settings: dict[str, Any]) -> Any:
     )
     with deepspeed.zero.Init(config_dict_or_path=settings, mpu=groups):
         model = LlamaForCausalLM(job.config)
-    # ZeRO's Init rounds the rotary frequencies to bfloat16, which would turn far positions by wrong angles.
+    # ZeRO's Init rounds RoPE frequencies to bfloat16, which is wrong for distant positions.
     model.model.rotary_emb = LlamaRotaryEmbedding(config=job.config).to(job.world.device)
     draw_weights(model, job)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -91,7 +90,7 @@ def make_engine(job: Job, settings: dict[str, Any]) -> Any:
 
 
 def draw_weights(model: LlamaForCausalLM, job: Job) -> None:
-    """Draws the weights that everybody starts from."""
+    """Draws the initial weights, equal for all implementations."""
     import deepspeed
 
     with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
@@ -114,9 +113,9 @@ def gated(mlp: Any, x: Tensor) -> Tensor:
 
 
 class LossModel(nn.Module):
-    """A language model that returns the mean loss over its local tokens, a tile at a time.
+    """A language model that computes the mean loss over local tokens in tiles.
 
-    ZeRO-3 averages gradients over ranks, which is the gradient of the mean: all ranks have equally many targets.
+    ZeRO-3 averages gradients over ranks, which is correct because all ranks have equally many targets.
     """
 
     def __init__(self, model: LlamaForCausalLM, tokens: int) -> None:
@@ -130,16 +129,17 @@ class LossModel(nn.Module):
         return tiled(hidden, labels, tiles)
 
     def fused(self, hidden: Tensor, labels: Tensor, tiles: int) -> Tensor:
-        """Runs ALST's own loss. Divided after the tiles, only the gradient of the hidden states would be scaled."""
+        """Runs ALST's loss. Divides inside tiles; later division would scale only the hidden states' gradient."""
         from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss
 
         head = [self.model.lm_head.weight]
         return TiledFusedLogitsLoss.apply(self.tile_loss, self.model, hidden, labels, None, tiles, head, "sum")
 
     def checkpointed(self, hidden: Tensor, labels: Tensor, tiles: int) -> Tensor:
-        """Runs tiles for embeddings that are the head too, whose gradient ZeRO-3 takes once a step.
+        """Runs checkpointed tiles for models that tie embeddings and head.
 
-        ALST's own loss hands it over in the forward pass already, and the lookup has another one in the backward pass.
+        ZeRO-3 accepts a weight's gradient once per step. ALST's loss would produce one in the forward pass, and the
+        embedding another in the backward pass.
         """
         tiled = zip(hidden.chunk(tiles, dim=1), labels.chunk(tiles, dim=1), strict=True)
         losses = [checkpoint(self.tile_loss, self.model, x, y, use_reentrant=False) for x, y in tiled]

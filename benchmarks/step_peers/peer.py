@@ -1,4 +1,4 @@
-"""A peer trains a given model, a step at a time, on this rank; and what the peers share."""
+"""Common parts of the peers: the training job, data, weights and the measurement of steps."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,15 +19,15 @@ from lightseq.training.step_stats import StepResult
 
 SEED = 0  # of weights and data
 LEARNING_RATE = 1e-5
-CLIP_NORM = 1.0  # as lightseq's default is
+CLIP_NORM = 1.0  # lightseq's default
 
 
 @dataclass(frozen=True)
 class Job:
-    """The training that every peer is asked for, with the same data, weights and optimizer."""
+    """Training job that every peer runs, with the same data, weights and optimizer."""
 
     config: LlamaConfig
-    length: int  # of the one sequence, which all ranks share
+    length: int  # of the sequence that all ranks share
     world: World
     learning_rate: float = LEARNING_RATE
 
@@ -37,7 +37,7 @@ class Job:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Returns the activations' dtype. Master weights are float32 for everybody."""
+        """Returns the dtype of activations. Master weights are float32 in all peers."""
         return torch.bfloat16 if self.on_gpu else torch.float32
 
     @property
@@ -46,34 +46,34 @@ class Job:
 
     @property
     def sdpa_facts(self) -> dict[str, str]:
-        """Returns the kernel and transport of a peer that is left to torch's SDPA; forced to cuDNN on GPUs."""
+        """Returns kernel and transport of peers that use torch's SDPA, which is cuDNN on GPUs."""
         return {"kernel": "cudnn", "transport": "nccl"} if self.on_gpu else {"kernel": "sdpa", "transport": "gloo"}
 
     def check_divides(self, parts: int, what: str) -> None:
-        """Raises ValueError where a peer cannot cut the sequence."""
+        """Raises ValueError if the length is not divisible by `parts`."""
         if self.length % parts:
-            raise ValueError(f"{what}: {self.length} tokens do not divide by {parts}")
+            raise ValueError(f"{what}: {self.length} tokens are not divisible by {parts}")
 
     def check_heads(self, what: str) -> None:
-        """Raises ValueError where a peer cannot split the heads."""
+        """Raises ValueError if the heads are not divisible by the ranks."""
         heads, shared, ranks = self.config.num_attention_heads, self.config.num_key_value_heads, self.world.size
         if heads % ranks or shared % ranks:
-            raise ValueError(f"{what}: {heads} query and {shared} key/value heads do not divide by {ranks} ranks")
+            raise ValueError(f"{what}: {heads} query and {shared} key/value heads are not divisible by {ranks} ranks")
 
     def positions(self) -> Tensor:
         return torch.arange(self.length).unsqueeze(0)
 
     def on_device(self, x: Tensor) -> Tensor:
-        """Copies to the device; the host does not wait."""
+        """Copies to the device without waiting."""
         x = x.contiguous()
         return x.pin_memory().to(self.world.device, non_blocking=True) if self.on_gpu else x
 
     def local(self, x: Tensor) -> Tensor:
-        """Returns this rank's neighbouring tokens of a whole (batch, length) tensor, on its device."""
+        """Returns this rank's contiguous part of a whole (batch, length) tensor, on its device."""
         return self.on_device(x.chunk(self.world.size, dim=1)[self.world.rank])
 
     def whole_model(self) -> PreTrainedModel:
-        """Builds all parameters on this device, float32, the same on every rank and for every implementation."""
+        """Builds float32 parameters on this device, equal on all ranks and for all implementations."""
         model = weights.build_on_meta(self.config)
         weights.materialize(model, self.world.device)
         weights.initialize(model, SEED)
@@ -86,31 +86,32 @@ class Job:
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """One optimizer step on this rank; neither tensor is read before the run ends."""
+    """Result of one optimizer step. Tensors are read only at the end of the run."""
 
-    loss: Tensor  # this rank's share: the sum over ranks is the mean loss over the sequence
+    loss: Tensor  # this rank's part; the sum over ranks is the mean loss over the sequence
     grad_norm: Tensor  # before clipping
 
 
 @dataclass(frozen=True)
 class Peer:
-    """An implementation that is set up on this rank. `facts` go into the record."""
+    """An implementation set up on this rank. `facts` go into the record."""
 
     step: Callable[[Batch], StepOutcome]
     facts: Mapping[str, Any]
 
 
 def plain_tensor(x: Tensor | float) -> Tensor:
-    """Returns a scalar without its distribution, and without a wait for the device."""
+    """Returns a scalar as a plain tensor without waiting for the device."""
     if isinstance(x, DTensor):
         return x.full_tensor()
     return x.detach() if isinstance(x, Tensor) else torch.tensor(float(x))
 
 
 def measure(step: Callable[[int], StepOutcome | StepResult], steps: range, device: torch.device) -> dict[str, Any]:
-    """Takes steps as a trainer would: the host runs at most one ahead of the device, and reads nothing on the way.
+    """Runs steps and returns the numbers of each.
 
-    Returns the numbers of every step. Memory is the worst rank's, and counts nothing that was freed before.
+    As in a trainer, the host runs at most one step ahead of the device. Memory is the peak of the fullest rank during
+    these steps.
     """
     if device.type == "cuda":
         torch.cuda.empty_cache()

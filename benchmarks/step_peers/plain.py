@@ -1,9 +1,9 @@
-"""The peer `plain`: a training step from well-known parts, and the floor for everything else.
+"""The peer `plain`: a training step from well-known parts, the baseline for all others.
 
-Transformers' Llama; FSDP2 over all ranks, a unit a layer, bfloat16 gathered from float32 shards, gradients added in
-float32; Ulysses by NCCL all-to-all around the fastest kernel there is (FlashAttention-4, else cuDNN; on CPU torch's)
-as one operator; every layer checkpointed but for that operator's results; the loss in checkpointed chunks; every layer
-compiled; fused AdamW and clipping to a global norm. Shapes: B batch, S sequence, H heads, D head dim.
+Transformers' Llama with FSDP2 over all ranks: a unit per layer, bfloat16 gathered from float32 shards, gradients
+summed in float32. Ulysses by NCCL all-to-all around FlashAttention-4, cuDNN or torch's CPU kernel, as one operator.
+Every layer is checkpointed except for that operator's results. Chunked loss, compiled layers, fused AdamW, clipping by
+global norm. Shapes: B batch, S sequence, H heads, D head dim.
 """
 
 from functools import partial
@@ -61,7 +61,7 @@ def prepare(job: Job) -> Peer:
 
 
 class LossModel(nn.Module):
-    """A language model that returns the sum of -log p over its local labels, a chunk's logits at a time."""
+    """A language model that returns the sum of -log p over local labels, computed in chunks."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -83,14 +83,14 @@ def shard_parameters(loss_model: LossModel, job: Job) -> LossModel:
         fully_shard(layer, mp_policy=precision)
     fully_shard(loss_model, mp_policy=precision)
     for module in loss_model.modules():
-        if isinstance(module, FSDPModule):  # gradients are summed: the loss is divided by all tokens already
+        if isinstance(module, FSDPModule):  # summed, because the loss is already divided by all tokens
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     return loss_model
 
 
 def checkpointed(forward: Any) -> Any:
-    """Checkpoints a layer's forward, all of it but attention."""
+    """Checkpoints a layer except for attention."""
     contexts = partial(create_selective_checkpoint_contexts, _save_attention)
     return partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 
@@ -107,7 +107,7 @@ def ulysses(
     module: nn.Module, q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, mask: None, scaling: float, kernel: str,
     group: str, **others: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Stands in for transformers' own attention."""
+    """Replaces transformers' attention function."""
     q, k, v = (x.transpose(1, 2).contiguous() for x in (q_BHSD, k_BHSD, v_BHSD))
     return _attention(q, k, v, scaling, kernel, group)[0], None
 
@@ -122,13 +122,13 @@ def _kernel(name: str, q: Tensor) -> Kernel:
 
 
 def _group(name: str) -> dist.ProcessGroup:
-    """Looks up a group: an operator takes its name only."""
+    """Returns a process group by name, because custom operators take only names."""
     return _resolve_process_group(name)  # type: ignore[arg-type]
 
 
 @torch.library.custom_op("plain_step::attention", mutates_args=())
 def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float, kernel: str, group: str) -> tuple[Tensor, Tensor]:
-    """Maps (B, S local, all H, D) to the same, and lse (B, local H, S whole), which the backward pass needs."""
+    """Returns out (B, local S, all H, D), and lse (B, local H, whole S) for the backward pass."""
     ranks = _group(group)
     q, k, v = (exchange(x, ranks, True) for x in (q, k, v))
     out, lse = _kernel(kernel, q).forward(q, k, v, True, scale)
@@ -147,7 +147,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, scale: float, kernel: str, group: str) ->
 def _attention_backward(
     dout: Tensor, saved: list[Tensor], scale: float, kernel: str, group: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns dq, dk and dv; `saved` is q, k, v, out and lse."""
+    """Returns dq, dk and dv. `saved` is q, k, v, out and lse."""
     ranks, (*tensors, lse) = _group(group), saved
     dout, q, k, v, out = (exchange(x, ranks, True) for x in (dout, *tensors))
     grads = _kernel(kernel, q).backward(dout, Saved(q, k, v, out, lse), True, scale)

@@ -1,4 +1,4 @@
-"""One rank of a peer of step.py, which starts it and prints the command it used.
+"""One rank of a peer. step.py starts it and records the command.
 
 python3 -m torch.distributed.run --standalone --nproc_per_node=4 benchmarks/step_peers/worker.py plain --model DIR ...
 """
@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parent.parent.parent)  # and hides no package behind this folder
+    sys.path[0] = str(
+        Path(__file__).resolve().parent.parent.parent
+    )  # instead of this folder, whose modules would hide packages
 
 import argparse
 import importlib
@@ -21,7 +23,7 @@ from benchmarks.step_peers.peer import SEED, Job, Peer, measure
 from lightseq.data.batches import BatchStream, open_examples
 from lightseq.distributed.mesh import check_devices, init_distributed
 
-# Imported only when asked for: each needs packages of its own, and changes others on import.
+# Imported on demand, because each needs its own packages and patches others on import.
 PEERS = {
     "plain": "benchmarks.step_peers.plain",
     "accelerate": "benchmarks.step_peers.accelerate_context_parallel",
@@ -50,7 +52,7 @@ def main(words: Sequence[str]) -> None:
         outcome = measure(lambda step: peer.step(stream.batch(step)), range(flags.steps), world.device)
         if world.is_main:
             flags.result.write_text(json.dumps({**outcome, "facts": dict(peer.facts)}, indent=2) + "\n")
-        dist.barrier()  # who leaves first closes connections that the others may still be reading from
+        dist.barrier()  # an early exit would close connections that other ranks still read from
 
 
 if __name__ == "__main__":
