@@ -23,13 +23,11 @@ PAGE = """\
 <!-- Made by docs/make_flags.py. Change the help texts in lightseq/config/train_config.py, or this text there. -->
 # Flags
 
-Look up a flag of training here, with its default in parentheses, and the schedules and kernels. This prints the same
-flags:
+Look up a flag of training here, with its default in parentheses, and the schedules and kernels. This prints the flags:
 ```
 python3 llama3/train.py --help
 ```
-`llama2/train.py`, `llama3/train.py` and `lightseq train` take these flags; `lightseq verify`, `rehearse`, `plan` and
-`evaluate` take them too. Names follow the Hugging Face `Trainer`. Hyphens work in place of underscores. `--bf16` alone
+`lightseq verify`, `rehearse`, `plan` and `evaluate` take them too. Names follow the Hugging Face `Trainer`. `--bf16` alone
 means `--bf16 True`.
 
 ## Flags in a file
@@ -58,15 +56,10 @@ python3 -m torch.distributed.run --nproc_per_node=4 llama3/train.py --config run
 - A value is the text that would follow the flag: `no`, `10:12`, `128K` and `2e-5` need no quotes. `rope_scaling` may be
   a mapping, and `profile_steps` a list of two steps.
 - `null`, or no value, leaves a flag unset. It is an error for a flag that has a default.
-- `verify` and `rehearse` take `--data_path` and `--output_dir` from the command line only. `evaluate --task needle`
-  takes `--data_path` from there only.
-- An unknown key, a wrong type or an unreadable file ends the program with status 2 and one line that names the file and
-  the key.
+- `verify` and `rehearse` take `--data_path` and `--output_dir` from the command line only.
 
-A file that ends in `.json` may be the `run.json` of an earlier run. Use it to continue that run, or to repeat it:
+The file may also be the `run.json` of an earlier run, to continue or repeat it:
 ```
-python3 -m torch.distributed.run --nproc_per_node=4 llama3/train.py --config outputs/books/run.json \\
-    --resume_from_checkpoint True
 python3 -m torch.distributed.run --nproc_per_node=4 llama3/train.py --config outputs/books/run.json \\
     --output_dir outputs/again
 ```
