@@ -146,7 +146,10 @@ def test_the_command_draws_the_picture(planned: Path, tmp_path: Path, capsys: py
     assert capsys.readouterr().out == f"{tmp_path / 'new' / 'cluster.png'}\n"
 
 
-@pytest.mark.parametrize("text, words", [("", "is not an attention plan"), ("{", "is cut off"), ('{"step": 1}\n', "is no plan")])
+@pytest.mark.parametrize(
+    "text, words",
+    [("", "is not an attention plan"), ("{", "is cut off"), ('{"step": 1}\n', "is not an attention plan")],
+)
 def test_a_file_that_is_no_plan_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, words: str
 ) -> None:
