@@ -23,7 +23,8 @@ PAGE = """\
 <!-- Made by docs/make_flags.py. Change the help texts in lightseq/config/train_config.py, or this text there. -->
 # Flags
 
-Look up a flag of training here, with its default in parentheses, and the schedules and kernels. This prints the flags:
+Look up a flag of training here, with its default in parentheses, and the schedules and kernels. This prints the
+flags:
 ```
 python3 llama3/train.py --help
 ```
