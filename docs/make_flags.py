@@ -28,8 +28,8 @@ flags:
 ```
 python3 llama3/train.py --help
 ```
-`lightseq verify`, `rehearse`, `plan` and `evaluate` take them too. Names follow the Hugging Face `Trainer`. `--bf16` alone
-means `--bf16 True`.
+`lightseq verify`, `rehearse`, `plan` and `evaluate` take them too. Names follow the Hugging Face `Trainer`.
+`--bf16` alone means `--bf16 True`.
 
 ## Flags in a file
 `--config FILE` reads flags from a YAML or JSON file. Flags on the command line win over the file.
