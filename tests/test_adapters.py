@@ -288,7 +288,7 @@ def halve(path: Path) -> None:
         (lambda a, b: halve(b / "config.json"), "b/config.json cannot be read ("),
     ],
 )
-def test_what_is_damaged_is_named_and_leaves_no_half_of_a_model(
+def test_damaged_files_are_named_and_leave_no_half_of_a_model(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path, Path], None], line: str
 ) -> None:
     adapter, base = tmp_path / "a", tmp_path / "b"

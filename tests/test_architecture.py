@@ -73,7 +73,7 @@ def test_counts_are_those_of_the_model_and_of_torch(model_type: str) -> None:
         ("stablelm", {}, "does not use the attention interface"),
     ],
 )  # fmt: skip
-def test_what_would_be_honoured_in_part_is_refused(model_type: str, changes: dict[str, Any], line: str) -> None:
+def test_inputs_that_would_be_honoured_in_part_are_refused(model_type: str, changes: dict[str, Any], line: str) -> None:
     with pytest.raises(ValueError) as refusal:
         inspect_architecture(config_of(model_type, **changes), LENGTH)
     assert line in str(refusal.value) and "\n" not in str(refusal.value)

@@ -110,7 +110,7 @@ def lame(case: Case) -> Iterator[Layer]:
     yield Layer(lambda q, k, v: q, torch.arange(case.length), 1)
 
 
-def test_what_cannot_run_is_skipped_with_its_reason_and_the_rest_is_measured(tmp_path: Path) -> None:
+def test_implementations_that_cannot_run_are_skipped_with_a_reason(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     words = f"--lengths 64 {SMALL} --schedules zigzag --peers absent,greedy,lame --output {file}"
     bad = {"absent": absent, "greedy": greedy, "lame": lame}

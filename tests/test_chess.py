@@ -149,7 +149,7 @@ def test_lines_of_moves_become_rows(tmp_path: Path) -> None:
     assert read[4][1] == "1. e4 e5 0-1", "who resigned is on the line alone"
 
 
-def test_what_holds_no_game_is_one_line(tmp_path: Path) -> None:
+def test_files_without_games_are_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "a.pgn").write_text("")
     with pytest.raises(ValueError, match="the source is empty"):
         rows_of(tmp_path / "a.pgn")
@@ -201,7 +201,7 @@ def test_ranks_that_share_a_sequence_do_not_share_its_passes(tmp_path: Path, spe
         ("--sequence_parallel_size two", "--sequence_parallel_size: invalid int value: 'two'"),
     ],
 )
-def test_what_cannot_be_asked_for_is_one_line(
+def test_impossible_requests_are_refused_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: str, line: str
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["x", "--games", "1", "--output_dir", str(tmp_path), *flags.split()])

@@ -36,7 +36,7 @@ def test_instructions_are_those_of_dockerfiles() -> None:
     assert instructions()[0][0] == "FROM"
 
 
-def test_what_is_copied_is_here_and_what_is_heavy_is_left_out() -> None:
+def test_the_image_copies_files_that_exist_and_ignores_heavy_ones() -> None:
     for rest in arguments("COPY"):
         *sources, _ = rest.split()
         assert all((ROOT / source).exists() for source in sources), rest

@@ -102,7 +102,7 @@ def test_states_go_to_other_numbers_of_ranks_unless_a_block_would_be_cut(files: 
     assert "whose blocks cannot be split over 3 ranks; resume on as many ranks as it was saved on" in said
 
 
-def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_and_compilers_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     check_optimizer("adamw_8bit", cpu)
     monkeypatch.setattr(optimization, "_missing_compiler", lambda device: "a C++ compiler" if device == cpu else None)

@@ -43,7 +43,7 @@ def test_the_file_says_what_it_depends_on_and_holds_every_point(planned: Path) -
     }  # fmt: skip
 
 
-def test_what_cannot_be_had_is_left_out_with_its_reason(planned: Path) -> None:
+def test_unavailable_implementations_are_left_out_with_a_reason(planned: Path) -> None:
     skipped = {(r["gpus"], r["schedule"]): r["skipped"] for r in _records(planned)[1:] if r["skipped"]}
     assert {*skipped} == {(1, "usp"), (3, "ulysses"), (3, "usp"), (64, "ulysses")}
     assert "two or more Ulysses groups" in skipped[1, "usp"] and "cuts heads in 64" in skipped[64, "ulysses"]

@@ -282,7 +282,7 @@ def _hinted(rank: int, command: str) -> tuple[int, str]:
     return ended.status, ended.err
 
 
-def test_what_such_a_line_cannot_be_architecture_is_refused_on_every_rank(tmp_path: Path) -> None:
+def test_a_hint_that_fails_is_one_error_on_every_rank(tmp_path: Path) -> None:
     files = write_inputs(tmp_path)
     (status, said), (other, silent) = spawn(2, _hinted, words(files, "out", "--max_steps 1"))
     assert (status, other, silent) == (2, 2, "") and said.endswith("error: that has no plan\n")

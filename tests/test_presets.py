@@ -188,7 +188,7 @@ def test_a_name_that_means_nothing_is_refused(name: str, random_init: bool, line
 
 
 @pytest.mark.parametrize(("name", "meant"), [("tiny-llama", "tiny-llama2"), ("llama2-8b", "llama2-7b")])
-def test_of_two_equally_near_presets_that_of_the_own_family_is_suggested(name: str, meant: str) -> None:
+def test_the_familys_own_preset_is_suggested_of_two_equally_near(name: str, meant: str) -> None:
     with pytest.raises(ValueError, match=rf"did you mean {meant}\?"):
         resolve(llama2.FAMILY, name, True)
 

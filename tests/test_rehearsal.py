@@ -124,7 +124,7 @@ def test_a_short_run_has_the_schedule_and_the_shrunk_tiles_of_the_long_one() -> 
     assert (hf.enable, mlp.TILE_TOKENS, loss.CHUNK_TOKENS) == before
 
 
-def test_what_layers_keep_by_hand() -> None:
+def test_stored_activations_of_layers_by_hand() -> None:
     model = preset_config(BOTH, "llama3-8b")  # 32 layers, hidden 4096, 32 heads of 128
     layer_input, out, lse = 4096 * 2, 4096 * 2, 32 * 4
     assert kept_activations(model, given("--bf16 --remat full"), 10) == 10 * 32 * layer_input

@@ -196,7 +196,7 @@ REFUSED: list[tuple[str, int, dict[str, int], str]] = [
 
 
 @pytest.mark.parametrize("name, world, sizes, words", REFUSED)
-def test_what_cannot_be_had_is_refused_by_name(name: str, world: int, sizes: dict[str, int], words: str) -> None:
+def test_unsupported_sizes_are_refused_by_name(name: str, world: int, sizes: dict[str, int], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         make_schedule(name, world, **sizes)
 

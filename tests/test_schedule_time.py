@@ -253,7 +253,7 @@ def test_heads_decide_what_can_be_had() -> None:
     "asked",
     [ScheduleChoice("usp"), ScheduleChoice("usp", 2), ScheduleChoice("zigzag", 3), ScheduleChoice("ring", None, 2)],
 )
-def test_what_no_table_has_is_refused_by_the_table(asked: ScheduleChoice) -> None:
+def test_choosing_refuses_what_making_a_schedule_refuses_with_the_same_line(asked: ScheduleChoice) -> None:
     world = 2 if asked.schedule == "usp" else 4
     with pytest.raises(ValueError) as expected:
         make_schedule(asked.schedule, world, asked.head_groups or 1, asked.ulysses_size)

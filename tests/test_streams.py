@@ -141,7 +141,7 @@ def _attention(
     return found
 
 
-def test_what_ranks_exchange_is_in_order_on_every_stream(tmp_path: Path) -> None:
+def test_exchanges_between_ranks_are_ordered_on_every_stream(tmp_path: Path) -> None:
     for found in spawn(3, _attention, tmp_path, ""):
         assert all(bad == NONE for bad in found.values()), found
 

@@ -293,7 +293,7 @@ def test_cells_are_handed_to_sbatch_once_and_followed(sweep_dir: Path, listed: C
     assert "failed: ranks-1: job 1 ended without all steps" in listed(path, JOBS=str(jobs), ALIVE="2")[1]
 
 
-def test_what_the_shell_says_of_another_run_does_not_reach_a_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_shells_variables_of_another_run_do_not_reach_a_cell(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each variable that job.sh reads is either kept from the cells, or about the host they run on."""
     read = set(re.findall(r"\$\{([A-Z_]+):-", (ROOT / "launch" / "slurm" / "job.sh").read_text()))
     own = {name for name in read if not name.startswith(("SLURM_", "OMP_", "TORCH_", "PET_"))}

@@ -117,7 +117,7 @@ def test_every_word_of_the_file_reaches_the_flag_as_it_was_typed(tmp_path: Path)
         ("grid: {tokenizer: [a/b, a-b]}", "tokenizer-a-b: two cells have this name; they differ in tokenizer"),
     ],
 )
-def test_what_is_wrong_is_one_line_with_file_and_key(text: str, said: str, tmp_path: Path) -> None:
+def test_mistakes_are_one_line_with_file_and_key(text: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError) as refused:
         cells_of(tmp_path, text)
     line = str(refused.value)

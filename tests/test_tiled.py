@@ -138,7 +138,7 @@ class _Products(TorchDispatchMode):
 
 @pytest.mark.parametrize("group", [1, 2])
 @pytest.mark.parametrize("policy", ["attention", "full"])
-def test_what_is_repeated_is_what_is_reported(policy: str, group: int) -> None:
+def test_products_that_run_again_are_those_that_recomputation_reports(policy: str, group: int) -> None:
     counts = []
     for tiled in (False, True):
         model, inputs = build("llama"), ids()

@@ -328,7 +328,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name(
         weights.load(empty(tiny(), fsdp=None), changed(tmp_path, change))
 
 
-def test_what_a_tie_or_the_rotary_positions_leave_behind_is_no_extra_tensor(tmp_path: Path) -> None:
+def test_tied_heads_and_rotary_buffers_are_no_extra_tensors(tmp_path: Path) -> None:
     """Older checkpoints hold both ends of a tie, and the frequencies."""
     frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
     directory = changed(
