@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
         prog="analysis report",
         usage="python3 -m analysis report RESULTS_DIR [--output FILE.html]",
         description="Writes one self-contained HTML page of all training runs, sweeps, evaluations, verifications, "
-        "plans and benchmarks below a directory. Needs: pip install 'lightseq[report]'.",
+        "plans and benchmarks below a directory. Needs jinja2 and plotly.",
     )
     parser.add_argument("directory", metavar="RESULTS_DIR", type=Path, help="directory to search, subdirectories too")
     parser.add_argument("--output", metavar="FILE", type=Path, help="the HTML file (default: RESULTS_DIR/report.html)")
@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
         package = str(error.name).split(".")[0]
         if package not in ("jinja2", "plotly"):
             raise
-        raise ValueError(f"the page needs {package}; pip install 'lightseq[report]'") from None
+        raise ValueError(f"the page needs {package}; pip install jinja2 plotly") from None
     directory = arguments.directory
     output = arguments.output or directory / "report.html"
     if not directory.is_dir():

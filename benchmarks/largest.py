@@ -235,7 +235,7 @@ def searches_of(flags: argparse.Namespace) -> list[LargestSearch]:
 
 def parser() -> Parser:
     out = Parser("benchmarks/largest.py", __doc__)
-    out.add_argument("--what", type=listed(one_of(*WHAT), WHAT), default="all", help="weights, training or both")
+    out.add_argument("--what", type=listed(one_of(*WHAT), WHAT), default="all", help="weights, training or all")
     out.add_argument(
         "--strategies",
         type=listed(one_of(*STRATEGIES)),

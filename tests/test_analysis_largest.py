@@ -77,7 +77,7 @@ def test_a_repeated_search_counts_as_it_ended_last_and_devices_stay_apart(
     again = write_lines(tmp_path / "again.jsonl", [limit(7 * 10**10, None), other])
     assert main(["largest", str(file), str(again), "--output", str(tmp_path / "new")]) == 0
     h200, h100 = capsys.readouterr().out.split("NVIDIA H100\n")
-    assert "| 70,000,000,000 |" in h200 and "71,468,033,280" not in h200 and "What is too large" not in h100
+    assert "| 70,000,000,000 |" in h200 and "71,468,033,280" not in h200 and "Reasons for not fitting" not in h100
     names = sorted(path.name for path in (tmp_path / "new").iterdir())
     assert names == ["largest-device-NVIDIA-H100.png", "largest-device-NVIDIA-H200.png"]
 

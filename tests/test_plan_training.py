@@ -324,6 +324,12 @@ def test_an_out_of_memory_error_names_settings_that_fit(monkeypatch: pytest.Monk
     assert make_plan(_h200(model, fitting)).fits
     *_, remedy = out_of_memory(fitting, model, here)  # though the plan sees enough memory
     assert remedy.startswith("to fit: --") and "GiB per GPU" in remedy and "--model_max_length" in remedy
+    chosen = replace(fitting, offload="auto")
+    monkeypatch.setattr("lightseq.memory.planner.advice.planned_run", lambda *_: _h200(model, chosen))
+    *_, remedy = out_of_memory(chosen, model, here)
+    budget = 0.9 * make_plan(_h200(model, chosen)).parts.total / GIB
+    assert remedy.startswith(f"to fit: --device_memory_budget {budget:.1f}"), "the planner then plans with less"
+    assert "--model_max_length" not in remedy, "it would plan a longer sequence than the one that failed"
     deepspeed = replace(asked, deepspeed="d.json")
     assert "offload_optimizer and offload_param in d.json" in out_of_memory(deepspeed, model, here)[0]
 

@@ -8,6 +8,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import games
@@ -96,7 +97,7 @@ def main() -> int:
     for line in (summary, f"note: {note}" if note else None):
         if line and rank == 0:
             print(line, flush=True)
-    return train(BOTH, command, "examples/chess/finetune.py")
+    return train(replace(BOTH, program="examples/chess/finetune.py"), command)
 
 
 if __name__ == "__main__":

@@ -186,7 +186,7 @@ class LoggingConfig:
     eval_steps: int = flag(500, "Steps between evaluations with --eval_strategy steps.")
     save_strategy: str = flag(
         "steps",
-        "When to save a checkpoint: never, every --save_steps, or after each epoch. The last step is saved too.",
+        "When to save a checkpoint: never, every --save_steps and at the end, or after each epoch.",
     )
     save_steps: int = flag(500, "Steps between checkpoints with --save_strategy steps.")
     save_total_limit: int | None = flag(None, "Number of newest checkpoints to retain. Default: all.")

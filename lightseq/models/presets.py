@@ -11,9 +11,8 @@ class ModelFamily:
     name: str
     presets: Mapping[str, Mapping[str, object]]
     aliases: Mapping[str, str]
-    scaled_preset: Callable[[str], Mapping[str, object] | None] = lambda _name: (
-        None
-    )  # presets with a size in their name
+    # Presets with a size in their name.
+    scaled_preset: Callable[[str], Mapping[str, object] | None] = lambda _name: None
     program: str = ""  # training program; default: the train.py of its folder
     sibling: str = ""  # package name of the other family; the two do not import each other
 

@@ -147,9 +147,9 @@ def load(model: PreTrainedModel, source: Path | str, fill: FillParameter = fill)
     extra = [n for n in files if n not in parameters and n not in aliases and not n.endswith("rotary_emb.inv_freq")]
     missing = [n for n in parameters if n not in files]
     if missing or extra:
-        raise ValueError(
-            f"{directory} does not match the model: missing tensors {missing[:3]}, unknown tensors {extra[:3]}"
-        )
+        found = (("missing", missing), ("unknown", extra))
+        listed = ", ".join(f"{kind} tensors {names[:3]}" for kind, names in found if names)
+        raise ValueError(f"{directory} does not match the model: {listed}")
     if tied and "lm_head.weight" in files:
         _check_tied_head(model, files, directory)
     with ExitStack() as stack:

@@ -24,6 +24,7 @@ from lightseq.modules.tiled import KNOWN
 K = 2**10
 MAX_LENGTH, MAX_GPUS = 2**30, 512  # building schedules for more ranks takes minutes
 LEAST_GAIN = 0.02  # smallest share of a step's time that is worth a suggestion
+SMALLER = 0.9  # of the planned memory, for a run that did not fit although its plan does
 LEAST_GAIN_SECONDS = 120.0  # over the rest of the run, about as long as compilation takes
 
 
@@ -66,7 +67,7 @@ def changes_to_fit(run: PlannedRun) -> list[Change]:
         found.append(Change(_changed_flags(asked, plan.run.config), plan))
     if enough := _with_more_gpus(run):
         found.append(Change(f"{enough.run.hardware.gpus} GPUs", enough))
-    if length := longest(run):
+    if (length := longest(run)) and length < asked.model_max_length:
         found.append(Change(f"--model_max_length {length}", make_plan(run.with_length(length))))
     return found
 
@@ -216,6 +217,8 @@ def out_of_memory(config: TrainConfig, model: PreTrainedConfig, world: World) ->
     plan, usable = make_plan(run), usable_gpu_bytes(run)
     room = f", {usable / GIB:.1f} GiB usable" if math.isfinite(usable) else ""
     lines = [f"planned peak memory per GPU ({plan.when}{room}):", *plan.parts.lines()]
-    changes = changes_to_fit(_on_smaller_gpus(run, 0.9 * plan.parts.total) if plan.fits else run)
+    changes = changes_to_fit(_on_smaller_gpus(run, SMALLER * plan.parts.total) if plan.fits else run)
     words = [f"{change.words} ({change.plan.parts.total / GIB:.1f} GiB per GPU)" for change in changes]
+    if plan.fits and config.offload == "auto":
+        words.insert(0, f"--device_memory_budget {SMALLER * plan.parts.total / GIB:.1f}")
     return [*lines, f"to fit: {', or '.join(words) or 'more GPUs, or a smaller model'}"]

@@ -26,7 +26,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 def software(device: torch.device) -> dict[str, str]:
     """Returns the versions of packages that affect results. `source`: hash of this package's files."""
     found = versions() | {"source": digest()}
-    for package in ("lightseq", "flash-attn-3"):
+    for package in ("lightseq-long", "flash-attn-3"):
         try:
             found[package] = version(package)
         except PackageNotFoundError:
@@ -58,7 +58,7 @@ def software_row(mine: Mapping[str, str]) -> Row:
     """Checks that all ranks have the same versions."""
     everyone = gathered(dict(mine))
     first = everyone[0]
-    named = ("torch", "cuda", "nccl", "transformers", "flash-attn-4", "flash-attn-3", "flash-attn", "lightseq")
+    named = ("torch", "cuda", "nccl", "transformers", "flash-attn-4", "flash-attn-3", "flash-attn", "lightseq-long")
     shown = ", ".join(f"{name} {first[name]}" for name in named if name in first)
     return verdict("software", differences(everyone), f"{shown}, source {first['source']}", {"ranks": everyone})
 
