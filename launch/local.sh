@@ -20,6 +20,10 @@ train | verify | rehearse | evaluate)
     program=(-m lightseq "$1") && shift
     export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
     ;;
+-h | --help)
+    echo "usage: [NPROC=N] [PYTHON=PATH] launch/local.sh llama2|llama3|train|verify|rehearse|evaluate FLAG..."
+    exit
+    ;;
 "") refuse "name a model family or a command first" ;;
 *) refuse "'$1' is neither a model family nor a command" ;;
 esac

@@ -233,4 +233,4 @@ def test_the_command_draws_a_table_and_refuses_in_one_line(capsys: pytest.Captur
     assert main(["schedule", "--schedule", "balanced", "--ranks", "8"]) == 0
     assert "balanced: 8 ranks" in capsys.readouterr().out
     assert main(["schedule", "--schedule", "balanced", "--ranks", "0"]) == 2
-    assert capsys.readouterr().err == "error: a schedule needs at least 1 as its ranks, not 0\n"
+    assert capsys.readouterr().err == "error: ranks 0: give at least 1\n"

@@ -212,7 +212,7 @@ def schedule_without_steps(name: str, world: int, head_groups: int = 1, ulysses_
         raise ValueError(f"schedule {name!r} is unknown; choose one of {', '.join(SCHEDULES)}")
     for what, number in (("ranks", world), ("head_groups", head_groups), ("ulysses_size", ulysses_size)):
         if number is not None and number < 1:
-            raise ValueError(f"a schedule needs at least 1 as its {what}, not {number}")
+            raise ValueError(f"{what} {number}: give at least 1")
     algorithm = SCHEDULES[name]
     if head_groups != 1 and not algorithm.has_head_groups:
         raise ValueError(f"schedule {name} computes all heads at once; head groups ({head_groups}) need prefix")
