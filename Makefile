@@ -31,7 +31,7 @@ NEWEST := 'torch==2.13.0' 'transformers<6'
 help:
 	@echo "make train      install, make data, train tiny-llama3 on every GPU here (or 2 CPU processes), draw the curves"
 	@echo "                STEPS=$(STEPS) LENGTH=$(LENGTH) OUTPUT=$(OUTPUT) NPROC=(one a GPU, else 2)"
-	@echo "make test       install what tests need, run the quick tests on the CPU (8 minutes on 2 cores); ARGS='-k name' goes to pytest"
+	@echo "make test       install what tests need, run the quick tests on the CPU (8 to 9 minutes on 2 cores); ARGS='-k name' goes to pytest"
 	@echo "make test-all   all tests that need no GPU"
 	@echo "make test-compat a few, with the oldest and the newest torch and transformers; installs both"
 	@echo "make test-gpu   the tests that need GPUs"
@@ -96,7 +96,7 @@ test-compat: .venv/.dev
 define compat
 echo "compat: $(1), into .venv/compat-$(1)"; \
 python3 -m venv .venv/compat-$(1) && .venv/compat-$(1)/bin/python -m pip install -qq --upgrade --disable-pip-version-check \
-    -c .venv/compat-constraints.txt $(2) -e ".[dev]" && \
+    -c .venv/compat-constraints.txt $(2) $(EDITABLE) ".[dev]" && \
 .venv/compat-$(1)/bin/python -c 'from importlib.metadata import version as v; print("torch", v("torch"), "transformers", v("transformers"))' && \
 .venv/compat-$(1)/bin/python -m pytest -q -m "compat and not slow" $(ARGS)
 endef

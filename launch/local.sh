@@ -8,9 +8,10 @@ set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
+usage="usage: [NPROC=N] [PYTHON=PATH] launch/local.sh llama2|llama3|train|verify|rehearse|evaluate FLAG..."
+
 refuse() {
-    echo "launch/local.sh: error: $1" >&2
-    echo "usage: [NPROC=N] [PYTHON=PATH] launch/local.sh llama2|llama3|train|verify|rehearse|evaluate FLAG..." >&2
+    printf 'launch/local.sh: error: %s\n%s\n' "$1" "$usage" >&2
     exit 2
 }
 
@@ -20,10 +21,7 @@ train | verify | rehearse | evaluate)
     program=(-m lightseq "$1") && shift
     export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
     ;;
--h | --help)
-    echo "usage: [NPROC=N] [PYTHON=PATH] launch/local.sh llama2|llama3|train|verify|rehearse|evaluate FLAG..."
-    exit
-    ;;
+-h | --help) echo "$usage" && exit ;;
 "") refuse "name a model family or a command first" ;;
 *) refuse "'$1' is neither a model family nor a command" ;;
 esac

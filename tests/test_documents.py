@@ -20,6 +20,7 @@ from lightseq.attention.context import AttentionConfig, SequenceContext, make_co
 from lightseq.attention.operator import attention
 from lightseq.kernels import KERNELS, KernelSpec, Saved, VarlenKernel, backward_tile, forward_tile
 from lightseq.kernels.reference import ReferenceKernel
+from lightseq.kernels.registry import RegisteredKernel
 from lightseq.kernels.selection import _order
 from lightseq.kernels.tile import Lengths
 from lightseq.schedule.algorithms import SCHEDULES, Algorithm, make_schedule, ring
@@ -159,7 +160,7 @@ def _kernel_errors(kernel: Any, tensors: list[Tensor], mask: Segments) -> list[f
 @pytest.mark.parametrize("name", ["fa4", "fa3", "fa2", "aten", "cudnn"])
 def test_gpu_kernels_take_every_kind_of_segments(name: str) -> None:
     spec = KernelSpec("cuda", torch.cuda.get_device_capability(), torch.bfloat16, 64)
-    kernel = KERNELS[name](spec)
+    kernel = KERNELS[name].make(spec)
     if reason := kernel.why_not(spec):
         pytest.skip(reason)
     generator = torch.Generator("cuda").manual_seed(0)
@@ -221,7 +222,7 @@ def _runs(lengths: Lengths) -> list[tuple[slice, slice]]:
 
 
 def _in_one_call(rank: int) -> None:
-    KERNELS["one_call"] = lambda spec: OneCall()
+    KERNELS["one_call"] = RegisteredKernel(lambda spec: OneCall(), "takes all documents", "CPU")
     _parity(rank, (150,), ("one_call",))
     assert OneCall.calls > 0
 
@@ -234,7 +235,7 @@ def test_kernels_that_take_documents_in_one_call_come_first() -> None:
     spec = KernelSpec("cuda", (9, 0), torch.bfloat16, 128, packed=True)
     orders = [_order(spec), _order(replace(spec, capability=(8, 0)))]
     for names in orders:
-        takes = [isinstance(KERNELS[name](spec), VarlenKernel) for name in names]
+        takes = [isinstance(KERNELS[name].make(spec), VarlenKernel) for name in names]
         assert takes == sorted(takes, reverse=True) and any(takes), names
     assert {*orders[0]} == {*_order(replace(spec, packed=False))}
 
@@ -360,7 +361,7 @@ def _gpu_errors(rank: int, transport: str) -> dict[str, list[float]]:
 
     found = {"plain": errors(_each_alone(inputs, boundaries))}
     for name, kernel in product(fitting(dist.get_world_size(), *HEADS), ("fa4", "fa2", "aten", "cudnn")):
-        if KERNELS[kernel](spec).why_not(spec) is None:
+        if KERNELS[kernel].make(spec).why_not(spec) is None:
             shape = AttentionShape(1024, *HEADS, dim)
             config = AttentionConfig(name, kernel, transport, dtype=torch.bfloat16, device=device)
             context = make_context(dist.group.WORLD, shape, config)

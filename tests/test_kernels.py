@@ -91,7 +91,7 @@ def test_cpu_kernels_match_the_definition(name: str, heads: tuple[int, int], dty
 @pytest.mark.parametrize("name", ["fa4", "fa3", "fa2", "cudnn", "aten", "reference"])
 def test_gpu_kernels_match_the_definition(name: str, dim: int, dtype: torch.dtype) -> None:
     spec = KernelSpec("cuda", torch.cuda.get_device_capability(), dtype, dim)
-    if reason := KERNELS[name](spec).why_not(spec):
+    if reason := KERNELS[name].make(spec).why_not(spec):
         pytest.skip(reason)
     for heads in HEADS:
         for case in CASES:

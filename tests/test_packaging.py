@@ -1,6 +1,7 @@
 """The wheel, the lists of requirements, and the command that an installation gives."""
 
 import os
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -25,21 +26,10 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
     source = folder / "source"  # a build writes into the folder that it builds
-    files = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True, text=True
-    )
-    for name in filter(None, files.stdout.split("\0")):
-        if name.partition("/")[0] in (
-            "lightseq",
-            "llama2",
-            "llama3",
-            "data_gen",
-            "analysis",
-            "pyproject.toml",
-            "README.md",
-        ):
-            (source / name).parent.mkdir(parents=True, exist_ok=True)
-            (source / name).write_bytes((ROOT / name).read_bytes())
+    for name in ("lightseq", "llama2", "llama3", "data_gen", "analysis"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, source)
     subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", folder, source], check=True)
     (wheel,) = folder.glob("lightseq_long-*.whl")
     subprocess.run([*pip, "install", "--no-deps", "--target", folder / "site", wheel], check=True)

@@ -295,7 +295,7 @@ def _keys(_: int) -> dict[str, tuple[int, int]]:
     lse, size = torch.randn(1, 4, 8), gathered_elements(context.schedule.keeping_gathered, q, 4)
     kept, other = (Gathered(torch.randn(size), 4) for _ in range(2))
     own = {"rank": context.rank, "kernel": context.selection.kernel, "transport": context.transport, "scale": 0.5}
-    slow = KERNELS["reference"](KernelSpec("cpu", (0, 0), torch.float32, 8))
+    slow = KERNELS["reference"].make(KernelSpec("cpu", (0, 0), torch.float32, 8))
     same = {"q": q, "k": k, "v": v, "schedule": context.schedule, **own}
     back = {"dout": dout, "own": (q, k, v), "out": out, "lse": lse, "schedule": context.schedule, **own}
     again = {"own": kept, "schedule": context.schedule.keeping_gathered}

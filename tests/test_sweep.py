@@ -84,7 +84,7 @@ def launch(directory: Path, path: Path, *options: str, **more: str) -> subproces
 def listed(
     sweep_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[int, str]]:
-    """What --list prints, from within this process, which has imported what an estimate needs."""
+    """Returns the output of --list, made in this process, which has imported the estimate's modules."""
 
     def call(path: Path, **more: str) -> tuple[int, str]:
         with monkeypatch.context() as patch:
@@ -106,7 +106,7 @@ def records(directory: Path) -> dict[str, dict[str, Any]]:
 
 
 def lives(pid: int) -> bool:
-    """Whether a process still runs; one that nobody has buried yet does not."""
+    """Returns whether a process still runs; a zombie does not."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

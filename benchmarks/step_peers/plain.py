@@ -118,7 +118,7 @@ def spec_of(device: torch.device, dtype: torch.dtype, head_dim: int) -> KernelSp
 
 
 def _kernel(name: str, q: Tensor) -> Kernel:
-    return KERNELS[name](spec_of(q.device, q.dtype, q.shape[-1]))
+    return KERNELS[name].make(spec_of(q.device, q.dtype, q.shape[-1]))
 
 
 def _group(name: str) -> dist.ProcessGroup:

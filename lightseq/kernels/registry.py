@@ -17,14 +17,11 @@ def _class(module: str, name: str) -> Any:
 
 @dataclass(frozen=True)
 class RegisteredKernel:
-    """A row of the list of kernels. Calling it makes the kernel."""
+    """A row of the list of kernels; `make` imports the kernel's module."""
 
     make: Callable[[KernelSpec], Kernel]
     description: str
     runs_on: str
-
-    def __call__(self, spec: KernelSpec) -> Kernel:
-        return self.make(spec)
 
 
 KERNELS: dict[str, RegisteredKernel] = {

@@ -23,13 +23,13 @@ def select(name: str, spec: KernelSpec) -> Selection:
     if name != "auto":
         if name not in KERNELS:
             raise ValueError(f"kernel {name!r} is unknown; choose auto or one of {', '.join(KERNELS)}")
-        kernel = KERNELS[name](spec)
+        kernel = KERNELS[name].make(spec)
         if reason := kernel.why_not(spec):
             raise ValueError(f"kernel {name} cannot run here: {reason}; choose another, or auto")
         return Selection(kernel)
     skipped: list[tuple[str, str]] = []
     for candidate in _order(spec):
-        kernel = KERNELS[candidate](spec)
+        kernel = KERNELS[candidate].make(spec)
         reason = kernel.why_not(spec)
         if reason is None:
             return Selection(kernel, tuple(skipped))
@@ -39,7 +39,7 @@ def select(name: str, spec: KernelSpec) -> Selection:
 
 def why_unsupported(name: str, spec: KernelSpec) -> str | None:
     """Returns why this hardware cannot run the named kernel, whatever is installed; None if it can."""
-    kernel = KERNELS[name](spec)
+    kernel = KERNELS[name].make(spec)
     check = getattr(kernel, "why_unsupported", kernel.why_not)  # other kernels come with torch
     reason: str | None = check(spec)
     return reason

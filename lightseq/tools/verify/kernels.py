@@ -39,8 +39,8 @@ def kernel_rows(spec: KernelSpec, heads: int, kv_heads: int, device: torch.devic
     shared = heads // kv_heads
     wants = {case: _reference(case, spec, shared, device) for case in CASES}
     rows, reasons = [], dict[str, list[str]]()
-    for name, make in KERNELS.items():
-        kernel = make(spec)
+    for name, registered in KERNELS.items():
+        kernel = registered.make(spec)
         reason = kernel.why_not(spec)
         if reason is not None:
             reasons.setdefault(reason, []).append(name)
