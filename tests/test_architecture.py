@@ -56,6 +56,17 @@ def test_counts_are_those_of_the_model_and_of_torch(model_type: str) -> None:
     assert counter.get_total_flops() - sum(rotary.values()) == model_flops(config, 16, 1) + masked
 
 
+def test_a_config_that_was_changed_is_inspected_again() -> None:
+    config = config_of("qwen2")
+    before = inspect_architecture(config)
+    assert inspect_architecture(config) is before
+    config.num_hidden_layers, config.layer_types = 1, config.layer_types[:1]
+    assert (before.layers, inspect_architecture(config).layers) == (2, 1)
+    config.layer_types[0] = "chunked_attention"
+    with pytest.raises(ValueError, match="chunked_attention layers, which no kernel supports"):
+        inspect_architecture(config)
+
+
 @pytest.mark.parametrize(
     ("model_type", "changes", "line"),
     [

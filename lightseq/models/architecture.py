@@ -150,10 +150,16 @@ def sliding_window(config: PreTrainedConfig) -> int | None:
 
 def inspect_architecture(config: PreTrainedConfig, length: int | None = None) -> Architecture:
     """Returns the architecture of a config. Raises ValueError if it cannot be trained, or not at the given length."""
-    facts = {name: value for name, value in config.to_diff_dict().items() if name not in ("dtype", "use_cache")}
-    found = _inspect(cast(Hashable, type(config)), json.dumps(facts, sort_keys=True))
+    key = (type(config), repr(vars(config)))
+    if key not in _inspected:  # the planner asks thousands of times, and a config takes long to serialize
+        facts = {name: value for name, value in config.to_diff_dict().items() if name not in ("dtype", "use_cache")}
+        _inspected[key] = _inspect(cast(Hashable, type(config)), json.dumps(facts, sort_keys=True))
+    found = _inspected[key]
     _check_window(found.name, found.window, length or 1)
     return found
+
+
+_inspected: dict[tuple[type, str], Architecture] = {}
 
 
 @lru_cache(maxsize=64)
