@@ -1,5 +1,6 @@
 """Knows what the whole test suite shares: threads per process, where a GPU test can run, and what begins first."""
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -14,6 +15,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Collecting tests imports torch and transformers, and nothing of them is garbage.
+gc.disable()
+
 # The files that take longest, in order: begun last, one would leave every worker but its own without work.
 LONGEST = (
     "train_cli", "goldens", "parity", "plan", "rendezvous", "sweep", "deepspeed", "hf", "streams", "saving", "refusals",
@@ -27,6 +31,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     assert not missing, f"LONGEST names files that are not here: {missing}"
     places = {f"test_{name}": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(Path(item.fspath).stem, len(LONGEST)))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

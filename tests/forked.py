@@ -1,6 +1,5 @@
 """Programs as from a command line, in processes forked from a server that has imported torch: no import to wait for."""
 
-import gc
 import os
 import runpy
 import shlex
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from worlds import forkserver
+from worlds import forkserver, freeze_imports
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -82,7 +81,7 @@ def run(words: str, folder: Path, seconds: float = 120.0) -> Done:
 
 
 def _enter(words: str, out: str, err: str, environment: dict[str, str]) -> None:
-    gc.freeze()  # a collection would look at all that the server has imported, and copy its memory
+    freeze_imports()
     for descriptor, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
     os.environ.update(environment)

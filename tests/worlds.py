@@ -60,16 +60,32 @@ def one_process() -> Iterator[None]:
 
 
 def forkserver() -> Any:
-    """Imports torch and transformers once, not once a process; they may initialise CUDA, though."""
+    """Imports torch, transformers and DeepSpeed once, not once a process; they may initialise CUDA, though."""
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["torch.distributed.fsdp", "transformers.models.llama.modeling_llama", "lightseq.training.train", "pytest"]
-    )
+    modules = [
+        "torch.distributed.fsdp",
+        "transformers.models.llama.modeling_llama",
+        "lightseq.training.train",
+        "pytest",
+    ]
+    if torch.version.cuda is None:  # else each process tells DeepSpeed its device before the import
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        modules.append("deepspeed.runtime.zero.muon.original_muon")  # which every engine imports, and torch's compiler
+    context.set_forkserver_preload(modules)
     return context
 
 
+def freeze_imports() -> None:
+    """Keeps collections from looking at all that the server has imported, which would copy its memory.
+
+    What a run freezes at its start stays frozen too.
+    """
+    gc.freeze()
+    gc.unfreeze = lambda: None
+
+
 def _enter(rank: int, world: int, port: int, device: str, queue: Any, fn: Callable[..., Any], args: tuple) -> None:
-    gc.freeze()  # a collection would look at all that the server has imported, and copy its memory
+    freeze_imports()
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
