@@ -83,17 +83,17 @@ def launch(directory: Path, path: Path, *options: str, **more: str) -> subproces
 @pytest.fixture
 def listed(
     sweep_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str]]:
-    """Returns the output of --list, made in this process, which has imported the estimate's modules."""
+) -> Callable[..., tuple[int, str, str]]:
+    """Returns status, output and errors of --list, made in this process, which has imported the estimate's modules."""
 
-    def call(path: Path, **more: str) -> tuple[int, str]:
+    def call(path: Path, **more: str) -> tuple[int, str, str]:
         with monkeypatch.context() as patch:
             patch.setattr(signal, "signal", lambda *_: None)
             patch.chdir(sweep_dir)
             for name, value in environment(sweep_dir, **more).items():
                 patch.setenv(name, value)
             capsys.readouterr()
-            return main(["--config", str(path), "--list"]), capsys.readouterr().out
+            return main(["--config", str(path), "--list"]), *capsys.readouterr()
 
     return call
 
@@ -193,7 +193,9 @@ def test_stopping_kills_every_process_and_the_next_call_goes_on(number: signal.S
     assert ran(sweep_dir) == ["seed-2", "seed-5"]
 
 
-def test_a_sweep_is_run_by_one_call_and_leaves_alone_what_a_killed_one_left_running(sweep_dir: Path) -> None:
+def test_a_sweep_is_run_by_one_call_and_leaves_alone_what_a_killed_one_left_running(
+    sweep_dir: Path, listed: Callable[..., tuple[int, str, str]]
+) -> None:
     path = sweep(sweep_dir, "grid: {seed: [4, 2]}")
     command = [sys.executable, str(ROOT / "launch" / "sweep.py"), "--config", str(path)]
     process = subprocess.Popen(command, env=environment(sweep_dir), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -206,7 +208,7 @@ def test_a_sweep_is_run_by_one_call_and_leaves_alone_what_a_killed_one_left_runn
         said, noted = log.read_text(), records(sweep_dir)
         beside = launch(sweep_dir, sweep(sweep_dir, "grid: {seed: [5]}"))
         assert beside.returncode == 2 and "out is in use by another call of launch/sweep.py" in beside.stderr
-        assert launch(sweep_dir, path, "--list").returncode == 0, "which writes nothing"
+        assert listed(path)[0] == 0, "which writes nothing"
         process.kill()
         process.communicate()
         again = launch(sweep_dir, sweep(sweep_dir, "grid: {seed: [2, 5]}"))
@@ -220,13 +222,15 @@ def test_a_sweep_is_run_by_one_call_and_leaves_alone_what_a_killed_one_left_runn
     assert launch(sweep_dir, sweep(sweep_dir, "grid: {seed: [4, 5]}")).returncode == 0 and ran(sweep_dir) == ["seed-5"]
 
 
-def test_listing_runs_nothing_and_says_what_is_known(sweep_dir: Path, listed: Callable[..., tuple[int, str]]) -> None:
+def test_listing_runs_nothing_and_says_what_is_known(
+    sweep_dir: Path, listed: Callable[..., tuple[int, str, str]]
+) -> None:
     path = sweep(sweep_dir, "grid: {seed: [1, 4, 5]}")
-    status, shown = listed(path)
+    status, shown, _ = listed(path)
     assert status == 0 and ran(sweep_dir) == [] and not (sweep_dir / "out").exists()
     assert "3 cells, 3 not done, about" in shown and "GFLOP/s of a CPU" in shown
     launch(sweep_dir, path, "--only", "seed-1", "--only", "seed-4")
-    status, shown = listed(path)
+    status, shown, _ = listed(path)
     assert status == 0
     rows = [line.split()[:3] for line in shown.splitlines() if line.startswith(" ")]
     assert [row for row in rows if row and row[0].isdecimal()] == [
@@ -239,17 +243,17 @@ def test_listing_runs_nothing_and_says_what_is_known(sweep_dir: Path, listed: Ca
     assert "2 not done, about" in shown and "estimated from the cells that ran" in shown
 
 
-def test_a_garbled_record_is_named_and_its_cell_is_what_its_files_say(sweep_dir: Path) -> None:
+def test_a_garbled_record_is_named_and_its_cell_is_what_its_files_say(
+    sweep_dir: Path, listed: Callable[..., tuple[int, str, str]]
+) -> None:
     path = sweep(sweep_dir, "grid: {seed: [1, 4, 5]}")
     launch(sweep_dir, path)
     ran(sweep_dir)
     noted = sweep_dir / "out" / "sweep.jsonl"
     noted.write_text(noted.read_text()[:-40])  # the disk was full
-    listed = launch(sweep_dir, path, "--list")
-    assert listed.returncode == 0 and "3 cells, 1 not done" in listed.stdout
-    assert (
-        listed.stderr.startswith(f"launch/sweep.py: note: {noted} line 3 is cut off") and listed.stderr.count("\n") == 1
-    )
+    status, shown, said = listed(path)
+    assert status == 0 and "3 cells, 1 not done" in shown
+    assert said.startswith(f"launch/sweep.py: note: {noted} line 3 is cut off") and said.count("\n") == 1
     again = launch(sweep_dir, path)
     assert again.returncode == 1 and ran(sweep_dir) == [] and list(records(sweep_dir)) == ["seed-1", "seed-4", "seed-5"]
 
@@ -270,7 +274,9 @@ def test_input_that_cannot_be_met_is_one_line_and_status_2(sweep_dir: Path) -> N
         assert len(done.stderr.splitlines()) == 1
 
 
-def test_cells_are_handed_to_sbatch_once_and_followed(sweep_dir: Path, listed: Callable[..., tuple[int, str]]) -> None:
+def test_cells_are_handed_to_sbatch_once_and_followed(
+    sweep_dir: Path, listed: Callable[..., tuple[int, str, str]]
+) -> None:
     for name, source in {
         "sbatch": 'printf "%s\\n" "$*" >> "$JOBS"; echo Submitted batch job "$(wc -l < "$JOBS")"',
         "squeue": 'echo "${ALIVE-}"',
