@@ -118,7 +118,7 @@ NEEDLE = {  # name, model, flags
 }
 
 
-@pytest.fixture(scope="module", params=[1, 2, pytest.param(3, marks=pytest.mark.slow), 4])
+@pytest.fixture(scope="module", params=[1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3)), 4])
 def world(request: pytest.FixtureRequest, files: Files) -> int:
     """The number of ranks, on which every evaluation has run."""
     count: int = request.param

@@ -154,7 +154,7 @@ def refused(call: Callable[[], Any], line: str) -> None:
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow), 4])
 def test_no_target_is_lost_at_a_border_and_positions_are_global(world: int) -> None:
     spawn(world, labels_and_positions)
 
@@ -177,7 +177,7 @@ def right_padding(rank: int) -> None:
         assert relative(logits[mask == 1], expected[mask == 1]) < 1e-5, schedule
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [*(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3)), 4])
 def test_right_padding_is_that_of_plain_transformers(world: int) -> None:
     spawn(world, right_padding)
 
@@ -249,7 +249,7 @@ def rope_scaling(rank: int) -> None:
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_scaled_rotary_positions_equal_one_process(world: int) -> None:
     spawn(world, rope_scaling)
 

@@ -324,8 +324,9 @@ def test_the_ways_out_of_a_directory_that_holds_a_run_are_open(files: Path) -> N
     assert sorted(path.name for path in (files / "other").glob("checkpoint*")) == [f"checkpoint-{i}" for i in (1, 2, 3)]
 
 
-def test_the_launcher_shows_the_line_of_its_workers_once(files: Path, tmp_path: Path) -> None:
-    launched = "-m torch.distributed.run --standalone --nproc_per_node=2 llama3/train.py"
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_launcher_shows_the_line_of_its_workers_once(ranks: int, files: Path, tmp_path: Path) -> None:
+    launched = f"-m torch.distributed.run --standalone --nproc_per_node={ranks} llama3/train.py"
     done = forked.run(f"{launched} {GOOD} --sequence_parallel_size 3".format(files=files), tmp_path)
     assert done.returncode != 0 and done.stdout == ""
     ours = [line for line in done.stderr.splitlines() if line.startswith("error: --sequence_parallel_size 3 does not")]

@@ -152,7 +152,7 @@ def _recorded(rank: int, folder: Path, recordings: type[_Replays], forgets: bool
     return _attention(rank, folder, "", recordings), _Replays.runs
 
 
-@pytest.mark.parametrize("recordings", [_Replays, _ReplaysSome])
+@pytest.mark.parametrize("recordings", [pytest.param(_Replays, marks=pytest.mark.slow), _ReplaysSome])
 def test_recordings_are_in_order_with_all_others(recordings: type[_Replays], tmp_path: Path) -> None:
     for found, runs in spawn(3, _recorded, tmp_path, recordings, False):
         assert all(bad == NONE for bad in found.values()) and runs, found
@@ -204,8 +204,8 @@ def _layers_away(
 @pytest.mark.parametrize(
     ("group", "in_flight", "limit_bytes", "staying"),
     [
-        (1, 2, 1e6, ()), (1, 1, 1e6, ()), (1, 2, 9e3, ()), (2, 2, 1e6, ()), (1, 2, 1e6, (3, 4)), (1, 1, 1e6, (3, 4)),
-        (1, 2, 1e6, (4,)),
+        (1, 2, 1e6, ()), (1, 1, 1e6, ()), (1, 2, 9e3, ()), (2, 2, 1e6, ()), (1, 2, 1e6, (3, 4)),
+        pytest.param(1, 1, 1e6, (3, 4), marks=pytest.mark.slow), pytest.param(1, 2, 1e6, (4,), marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_offloaded_activations_are_ordered_on_every_stream(

@@ -133,7 +133,7 @@ def test_the_original_command_lines_run(files: Files, family: str) -> None:
     "flags",
     [
         "--fp16",
-        "--gradient_accumulation_steps 2 --optim sgd",
+        pytest.param("--gradient_accumulation_steps 2 --optim sgd", marks=pytest.mark.slow),
         "--gradient_accumulation_steps 2 --sequence_parallel_size 1",
     ],
 )
