@@ -34,6 +34,7 @@ from lightseq.modules.mlp import tile_mlps
 from lightseq.modules.projections import store_projections
 from lightseq.modules.tiled import tile_layers
 from lightseq.schedule.documents import local_tokens
+from lightseq.utils.versions import source_digest
 
 ReadOptions = Callable[[Tensor, Tensor, Tensor], Tensor]  # (hidden states, the head's weight, labels)
 MOST_GRAPHS = 64  # per layer: one for each batch length, in training and in evaluation, under two policies
@@ -151,6 +152,8 @@ def apply_recomputation(
     )
     if config.torch_compile:
         torch._dynamo.config.recompile_limit = MOST_GRAPHS
+        # torch's disk cache knows our operators only by name, not the shapes and backward passes that they declare.
+        torch.compiler.config.cache_key_tag = f"lightseq {source_digest()}"
 
     def rematerialize(chosen: Sequence[nn.Module], policy: str) -> None:
         if config.tile_layers:

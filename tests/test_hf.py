@@ -5,6 +5,7 @@ import itertools
 import pickle
 import shutil
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from schedules import fitting
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
@@ -702,3 +704,20 @@ def test_a_compiled_layer_runs_attention_once(alone: None, monkeypatch: pytest.M
     assert len(ran) == 1
     for p, q in zip(compiled.parameters(), plain.parameters(), strict=True):
         assert relative(p.grad.to_local(), q.grad.to_local()) < 1e-5
+
+
+def compile_cache(rank: int, folder: Path) -> Counter[str]:
+    """Trains a compiled layer for a step. Returns what torch counted of its cache in this folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
+        model, batch = prepared("attention", config={"num_hidden_layers": 1}, torch_compile=True)
+        model(*batch).backward()
+    return counters["aot_autograd"]
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_a_second_process_reads_compiled_layers_from_the_cache(tmp_path: Path) -> None:
+    first, second = (spawn(1, compile_cache, tmp_path)[0] for _ in range(2))
+    assert first["autograd_cache_saved"] == second["autograd_cache_hit"] == 2, "the layer, and the norm after the last"
+    assert not (first + second)["autograd_cache_bypass"] and not second["autograd_cache_miss"]

@@ -248,37 +248,107 @@ def test_an_index_gets_no_attribute_but_the_name_of_a_memory_format(
         tensor_index.read_index(tmp_path)
 
 
-CACHE = ("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED")
+CACHES = {
+    "TORCHINDUCTOR_CACHE_DIR": "inductor-",
+    "TRITON_CACHE_DIR": "triton",
+    "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "fa4",
+}
+CACHE_SETTINGS = ("LIGHTSEQ_CACHE_DIR", "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", *CACHES)
 
 
-@pytest.mark.parametrize(
-    "planted", ["nothing", "a link", "open to all", "another's", "where all may rename", "no folder"]
-)
-def test_compiled_kernels_are_kept_where_nobody_else_can_put_code(
-    planted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
-    for name in CACHE:
+@pytest.fixture
+def unset_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty home, with an empty temp directory beside it, and no setting of a cache. Returns the temp directory."""
+    for name in CACHE_SETTINGS:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    if planted == "another's":
-        monkeypatch.setattr("os.getuid", lambda: tmp_path.stat().st_uid + 1)
-    elif planted == "where all may rename":
-        tmp_path.chmod(0o777)
-    elif planted == "no folder":
-        monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path / "is" / "not" / "there"))
-    folder = tmp_path / f"lightseq-{os.getuid()}"
+    temporary = tmp_path / "temporary"
+    for folder in (temporary, tmp_path / "home"):
+        folder.mkdir(mode=0o700)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(temporary))
+    return temporary
+
+
+def folder_of_caches() -> Path | None:
+    """Calls `cache_compiled_kernels`. Returns the one folder that all libraries cache in; None if none was set."""
+    cache_compiled_kernels()
+    found = {name: os.environ.get(name) for name in CACHES}
+    if not any(found.values()):
+        assert "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED" not in os.environ
+        return None
+    assert os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] == "1"
+    folders = {Path(str(found[name])).parent for name in CACHES}
+    assert all(Path(str(found[name])).name.startswith(CACHES[name]) for name in CACHES)
+    assert len(folders) == 1
+    return folders.pop()
+
+
+def test_compiled_kernels_are_cached_in_the_home(unset_caches: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = folder_of_caches()
+    assert folder == Path.home().resolve() / ".cache/lightseq/kernels"
+    for made in (folder, *list(folder.parents)[:2]):
+        assert made.stat().st_mode & 0o777 == 0o700
+    assert not list(unset_caches.iterdir())
+
+
+@pytest.mark.parametrize("planted", ["a file in its place", "open to all", "a parent open to all"])
+def test_without_a_safe_home_kernels_are_cached_in_the_temp_directory(unset_caches: Path, planted: str) -> None:
+    home = Path.home() / ".cache/lightseq"
+    if planted == "a file in its place":
+        home.parent.write_text("")
+    else:
+        home.mkdir(parents=True)
+        folder = home.parent if planted == "a parent open to all" else home
+        folder.chmod(0o777)
+    folder = folder_of_caches()
+    assert folder == unset_caches / f"lightseq-{os.getuid()}" and folder.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("planted", ["a link", "open to all", "another's", "where all may rename", "no folder"])
+def test_compiled_kernels_are_cached_where_nobody_else_can_put_code(
+    planted: str, unset_caches: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path.home().chmod(0o777)
+    folder = unset_caches / f"lightseq-{os.getuid()}"
     if planted == "a link":
-        (tmp_path / "theirs").mkdir(mode=0o700)
-        folder.symlink_to(tmp_path / "theirs")
+        (unset_caches / "theirs").mkdir(mode=0o700)
+        folder.symlink_to(unset_caches / "theirs")
     elif planted == "open to all":
         folder.mkdir()
         folder.chmod(0o777)
+    elif planted == "another's":
+        monkeypatch.setattr("os.getuid", lambda: unset_caches.stat().st_uid + 1)
+    elif planted == "where all may rename":
+        unset_caches.chmod(0o777)
+    else:
+        (unset_caches / "file").write_text("")
+        monkeypatch.setattr("tempfile.gettempdir", lambda: str(unset_caches / "file"))
+    assert folder_of_caches() is None
+
+
+def test_users_place_the_cache_of_compiled_kernels(
+    unset_caches: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (Path.home() / "disk").mkdir(mode=0o700)
+    (Path.home() / "link").symlink_to(Path.home() / "disk")
+    monkeypatch.setenv("LIGHTSEQ_CACHE_DIR", "~/link/kernels")
+    assert folder_of_caches() == Path.home().resolve() / "disk/kernels" and not capsys.readouterr().err
+
+
+def test_a_chosen_cache_that_others_can_write_to_is_named_and_not_used(
+    unset_caches: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen = unset_caches / "open"
+    chosen.mkdir()
+    chosen.chmod(0o777)
+    monkeypatch.setenv("LIGHTSEQ_CACHE_DIR", str(chosen))
+    assert folder_of_caches() is None
+    assert f"warning: LIGHTSEQ_CACHE_DIR={chosen} is not used: it must be a folder of yours" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", [*CACHES, "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"])
+def test_a_librarys_own_cache_setting_wins(unset_caches: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(name, "0")
     cache_compiled_kernels()
-    kept = [os.environ.get(name) for name in CACHE]
-    assert kept == ([str(folder / "fa4"), "1"] if planted == "nothing" else [None, None])
-    if planted == "nothing":
-        assert folder.stat().st_mode & 0o777 == 0o700
-        monkeypatch.setenv(CACHE[1], "0")
-        cache_compiled_kernels()
-        assert os.environ[CACHE[1]] == "0", "what the user set stands"
+    assert os.environ[name] == "0" and all(setting in os.environ for setting in CACHES)

@@ -1,13 +1,16 @@
 """Environment variables that are read or set before torch is imported."""
 
 import fcntl
+import hashlib
 import json
 import os
+import platform
 import stat
 import sys
 import tempfile
 import time
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 from lightseq.utils.masking import is_secret_name
@@ -18,6 +21,11 @@ SHUTDOWN_TIMEOUT, SIGNALS = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "PET_SIGNALS_TO_HA
 LAUNCHER_SETTINGS = {SHUTDOWN_TIMEOUT: "300", SIGNALS: "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"}  # as in launch/
 LAUNCHER_SECONDS = 30.0  # the launcher's default
 ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # torch's older and newer name
+
+CACHE_FOLDER = "LIGHTSEQ_CACHE_DIR"  # where compiled kernels are cached
+CACHE_CONDITIONS = (
+    "it must be a folder of yours on a file system with locks, and only you may write to it and to the folders above"
+)
 
 
 def is_main_process() -> bool:
@@ -115,25 +123,60 @@ def lock_pages_on_all_threads() -> None:
 
 
 def cache_compiled_kernels() -> None:
-    """Caches the kernels that FlashAttention-4 compiles (3 to 4 s each) on disk for later processes.
+    """Caches what torch.compile, Triton and FlashAttention-4 compile on disk for later processes.
 
-    Only this user can write to the directory, because its files are code. Call it before FlashAttention-4 is imported;
-    the user's own settings win.
+    Only this user can write to the folder, because its files are code. Call it before anything is compiled, and before
+    FlashAttention-4 is imported; the user's own settings win.
     """
-    with suppress(OSError):  # no directory, or one without file locks, on which FlashAttention-4 would hang
-        folder = Path(tempfile.gettempdir()) / f"lightseq-{os.getuid()}"
-        with suppress(FileExistsError):
-            folder.mkdir(mode=0o700)
+    given = os.environ.get(CACHE_FOLDER)
+    # The user may have linked their own folder elsewhere, but in the temp directory a link may be another user's.
+    choices = [Path(given or "~/.cache/lightseq/kernels").expanduser().resolve()]
+    if not given:
+        choices.append(Path(tempfile.gettempdir()).resolve() / f"lightseq-{os.getuid()}")
+    folder = next(filter(_is_usable_cache, choices), None)
+    if folder is None:
+        if given and is_main_process():
+            _warn_unused_cache(given)
+        return
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / f"inductor-{_instruction_set()}"))
+    os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(folder / "fa4"))
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+
+
+@cache  # once, though every context asks for the cache
+def _warn_unused_cache(folder: str) -> None:
+    print(f"warning: {CACHE_FOLDER}={folder} is not used: {CACHE_CONDITIONS}", file=sys.stderr)
+
+
+def _is_usable_cache(folder: Path) -> bool:
+    """Makes the folder. Returns whether files in it can be locked, and no other user can write to it or replace it."""
+    try:
+        for directory in (*reversed(folder.parents), folder):
+            with suppress(FileExistsError):
+                directory.mkdir(mode=0o700)
         if not _is_ours_alone(folder):
-            return
-        with (folder / "lock").open("w") as lock:
+            return False
+        with (folder / "lock").open("w") as lock:  # without file locks FlashAttention-4 would hang
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(folder / "fa4"))
-        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    except OSError:
+        return False
+    return True
 
 
 def _is_ours_alone(folder: Path) -> bool:
-    """Returns whether no other user can write to the directory or replace it."""
-    status, parent = folder.lstat(), folder.parent.stat()
+    """Returns whether no other user can write to the directory or replace it or a directory above."""
+    status, above = folder.lstat(), [parent.stat().st_mode for parent in folder.parents]
     ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
-    return ours and (not parent.st_mode & 0o022 or bool(parent.st_mode & stat.S_ISVTX))
+    return ours and all(not mode & 0o022 or mode & stat.S_ISVTX for mode in above)
+
+
+def _instruction_set() -> str:
+    """Returns a name for the instruction set of this host's CPU, for which torch.compile builds its C++ code.
+
+    torch's cache does not tell all instruction sets apart, and hosts with different ones may share a home.
+    """
+    features = platform.machine()
+    with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
+        features = next((line for line in lines if line.startswith(("flags", "Features"))), features)
+    return hashlib.sha256(features.encode()).hexdigest()[:8]

@@ -44,7 +44,7 @@ def apply_remat(
         options["context_fn"] = _recompute_contexts if policy == "full" else partial(_storing_contexts, offload)
     elif policy != "full":
         # torch.compile supports only torch's own policy. Saved-tensor hooks do not see the tensors it stores.
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _store_results)
+        options["context_fn"] = _selective_contexts
     for layer in layers:
         layer.forward = partial(  # type: ignore[method-assign]
             checkpoint,
@@ -138,6 +138,11 @@ def _identity(hidden: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
 def _store_results(_ctx: Any, op: torch._ops.OpOverload, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
     stored = op in (ATTENTION_OP, STORED_MLP_OP, STORED_LINEAR_OP)
     return CheckpointPolicy.MUST_SAVE if stored else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_selective_contexts = partial(create_selective_checkpoint_contexts, _store_results)
+# torch caches a compiled graph on disk only if this names the policy.
+_selective_contexts.cache_hash = "lightseq: stored operators"  # type: ignore[attr-defined]
 
 
 def _recompute_contexts() -> Contexts:

@@ -15,6 +15,7 @@ from lightseq.config.checks import EIGHT_BIT
 from lightseq.config.train_config import TrainConfig, warmup_steps
 from lightseq.distributed.mesh import local_part
 from lightseq.models.weights import global_shape
+from lightseq.utils.versions import source_digest
 
 NORM_ROW = 1 << 14  # values per partial sum of squares
 
@@ -62,7 +63,8 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimiz
 
         # The update is compiled for a rank's shards, and the key of torch's disk cache ignores which rank's they are.
         if dist.is_initialized():
-            torch.compiler.config.cache_key_tag = f"rank {dist.get_rank()} of {dist.get_world_size()}"
+            rank = f"rank {dist.get_rank()} of {dist.get_world_size()}"
+            torch.compiler.config.cache_key_tag = f"lightseq {source_digest()}, {rank}"
         return AdamW8bit(groups, lr=config.learning_rate, betas=(0.9, 0.999), eps=1e-8)
     fused = True if config.optim == "adamw_torch_fused" else None
     return LocalAdamW(groups, lr=config.learning_rate, betas=(0.9, 0.999), eps=1e-8, fused=fused)
