@@ -15,7 +15,7 @@ import torch
 from lightseq.training import run_info
 from lightseq.training.metrics import hardware, versions
 
-PACKAGES = ("triton", "accelerate", "ring-flash-attn", "axolotl-ringmaster")
+PACKAGES = ("triton", "accelerate", "trl", "liger-kernel", "ring-flash-attn", "axolotl-ringmaster")
 
 
 def provenance(commit: str | None, device: torch.device | None = None) -> dict[str, Any]:

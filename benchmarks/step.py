@@ -45,9 +45,10 @@ from lightseq.training.metrics import METRICS, RUN, read_records
 
 ROOT = Path(__file__).resolve().parent.parent
 OURS = "lightseq"
-IMPLEMENTATIONS = (OURS, "plain", "accelerate", "deepspeed")
+IMPLEMENTATIONS = (OURS, "plain", "accelerate", "deepspeed", "trl")
+TRAINERS = ("trl",)  # on one process, accelerate takes a launcher as a sign to wrap the model in DDP
 NEEDED = ("--model_name_or_path=m", "--data_path=d", "--output_dir=o")  # required by lightseq's trainer
-FACTS = ("schedule", "head_groups", "ulysses_size", "kernel", "transport", "remat", "compile")
+FACTS = ("schedule", "head_groups", "ulysses_size", "kernel", "transport", "remat", "compile", "note")
 MEMORY = ("peak_memory_allocated_bytes", "peak_memory_reserved_bytes")  # of the fullest rank
 MEASURED = (
     *("tokens_per_second", "tokens_per_second_lowest", "tokens_per_second_highest", "step_seconds"),
@@ -193,8 +194,10 @@ class Trial:
     @property
     def command(self) -> list[str]:
         """Arguments after `python3`, relative to the current directory."""
-        program = self.trainer_words if self.implementation == OURS else self.worker_words
-        return [*torchrun(self.setting.flags.nproc_per_node), *program]
+        program, processes = self.worker_words, self.setting.flags.nproc_per_node
+        if self.implementation == OURS:
+            program = self.trainer_words
+        return [*([] if self.implementation in TRAINERS and processes == 1 else torchrun(processes)), *program]
 
     @property
     def trainer_words(self) -> list[str]:

@@ -17,7 +17,7 @@ from worlds import spawn
 from benchmarks import step
 from benchmarks.processes import Failed, reason, run
 from benchmarks.step import Trial, parse, setting_of, trials, write_inputs
-from benchmarks.step_peers.peer import Job, measure
+from benchmarks.step_peers.peer import Job, TrainerPeer, measure
 from benchmarks.step_peers.worker import PEERS
 from lightseq.data.batches import BatchStream, open_examples
 from lightseq.distributed.mesh import World
@@ -30,7 +30,8 @@ KEYS = {
     "benchmark", "implementation", "label", "model", "layers", "length", "world", "tokens_per_second", "step_seconds",
     "tokens_per_second_lowest", "tokens_per_second_highest", "mfu", "model_tflops_per_gpu", "losses_finite",
     "peak_memory_allocated_bytes", "peak_memory_reserved_bytes", "first_loss", "last_loss", "warmup", "steps",
-    "command", "commit", "hardware", "versions", "kernel", "schedule", "transport", "remat", "compile", "skipped",
+    "command", "commit", "hardware", "versions", "kernel", "schedule", "transport", "remat", "compile", "note",
+    "skipped",
 }  # fmt: skip
 
 
@@ -90,6 +91,8 @@ def train(rank: int, peer: str, tmp_path: Path, model: Path) -> tuple[dict[str, 
     module = importlib.import_module(PEERS.get(peer, PEERS["accelerate"]))
     prepared = module.fsdp2(job, context_ranks=1) if peer == "fsdp2" else module.prepare(job)
     batches = stream(tmp_path, config)
+    if isinstance(prepared, TrainerPeer):
+        return prepared.train([batches.batch(index) for index in range(STEPS)]), 0
     outcome = measure(lambda index: prepared.step(batches.batch(index)), range(STEPS), world.device)
     return outcome, len(calls) // STEPS
 
@@ -133,6 +136,33 @@ def test_every_peer_takes_the_step_that_one_process_takes(tmp_path: Path, peer: 
     assert (other["losses"], len(outcome["step_seconds"])) == (outcome["losses"], STEPS)
     if peer == "plain":
         assert calls == 3  # once a layer: the backward pass keeps what it computed
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_trl_takes_the_step_that_one_process_takes(tmp_path: Path, tied: bool) -> None:
+    pytest.importorskip("trl")
+    model = save_model(tmp_path / "m", tied)
+    write_data(model, tmp_path)
+    loss, norm = first_by_hand(model, tmp_path)
+    [(outcome, _)] = spawn(1, train, "trl", tmp_path, model)
+    assert outcome["losses"][0] == pytest.approx(loss, rel=1e-5)
+    assert outcome["grad_norms"][0] == pytest.approx(norm, rel=1e-4)
+    assert outcome["losses"][-1] < outcome["losses"][0]  # some learning: the steps are taken
+    assert len(outcome["losses"]) == len(outcome["step_seconds"]) == STEPS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_trl_trains_on_the_weights_and_tokens_of_lightseq(model: Path, tmp_path: Path, processes: int) -> None:
+    pytest.importorskip("trl")
+    words = f"--implementations lightseq,trl --nproc_per_node {processes} --timeout 120"
+    assert step.main(flags(model, tmp_path, words)) == 0
+    ours, trl = read(tmp_path)
+    assert (ours["skipped"], trl["skipped"]) == (None, None)
+    assert trl["first_loss"] == pytest.approx(ours["first_loss"], abs=1e-4)
+    assert trl["last_loss"] == pytest.approx(ours["last_loss"], abs=1e-4)
+    assert trl["first_grad_norm"] == pytest.approx(ours["first_grad_norm"], rel=1e-4)
+    assert "without Liger, which needs a GPU" in trl["note"]
 
 
 # ---- what goes wrong ------------------------------------------------------------------------------------------------
@@ -229,6 +259,12 @@ def test_every_length_is_tried_by_lightseq_with_each_set_of_flags_and_by_the_pee
     assert "benchmarks/step_peers/worker.py plain" in " ".join(rows[3].command)
 
 
+def test_a_trainer_on_one_process_runs_without_a_launcher(model: Path, tmp_path: Path) -> None:
+    asked = parse(flags(model, tmp_path, "--implementations trl,plain --nproc_per_node 1"))
+    trl, plain = trials(setting_of(asked, on_gpu=False))
+    assert trl.command[0].endswith("worker.py") and plain.command[:2] == ["-m", "torch.distributed.run"]
+
+
 def test_each_family_is_trained_by_its_own_program(tmp_path: Path) -> None:
     asked = parse(flags(Path("tiny-llama2"), tmp_path))
     (ours, *_) = trials(setting_of(asked, on_gpu=False))
@@ -238,7 +274,7 @@ def test_each_family_is_trained_by_its_own_program(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--implementations nobody", "'nobody' is unknown; choose from lightseq, plain, accelerate, deepspeed"),
+        ("--implementations nobody", "'nobody' is unknown; choose from lightseq, plain, accelerate, deepspeed, trl"),
         ("--lengths 1X", "1X is not a number of tokens"),
         ("--steps 0", "'0' is not a positive whole number"),
         ("--lightseq_flags=--remat=some", "--lightseq_flags '--remat=some': --remat 'some' is unknown"),

@@ -1,6 +1,6 @@
 """Common parts of the peers: the training job, data, weights and the measurement of steps."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -100,6 +100,14 @@ class Peer:
     facts: Mapping[str, Any]
 
 
+@dataclass(frozen=True)
+class TrainerPeer:
+    """A trainer with its own loop, set up on this rank. `train` takes one step per batch and returns their numbers."""
+
+    train: Callable[[Sequence[Batch]], dict[str, Any]]
+    facts: Mapping[str, Any]
+
+
 def plain_tensor(x: Tensor | float) -> Tensor:
     """Returns a scalar as a plain tensor without waiting for the device."""
     if isinstance(x, DTensor):
@@ -110,20 +118,34 @@ def plain_tensor(x: Tensor | float) -> Tensor:
 def measure(step: Callable[[int], StepOutcome | StepResult], steps: range, device: torch.device) -> dict[str, Any]:
     """Runs steps and returns the numbers of each.
 
-    As in a trainer, the host runs at most one step ahead of the device. Memory is the peak of the fullest rank during
-    these steps.
+    As in a trainer, the host runs at most one step ahead of the device.
     """
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
+    reset_peak_memory(device)
     moments, outcomes = [DeviceTimestamp(device)], list[StepOutcome | StepResult]()
     for done, index in enumerate(steps):
         if done >= 2:
             moments[0].seconds_until(moments[done - 1])
         outcomes.append(step(index))
         moments.append(DeviceTimestamp(device))
-    seconds = torch.tensor([a.seconds_until(b) for a, b in pairwise(moments)], device=device)
     losses = torch.stack([outcome.loss.float().to(device) for outcome in outcomes])
+    return step_numbers(moments, losses, [outcome.grad_norm.item() for outcome in outcomes], device)
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def step_numbers(
+    moments: Sequence[DeviceTimestamp], losses: Tensor, grad_norms: Sequence[float], device: torch.device
+) -> dict[str, Any]:
+    """Returns the numbers of every step, equal on all ranks.
+
+    `moments` are the start of the first step and the end of every step, and `losses` this rank's shares of the losses.
+    The slowest rank's seconds count, and the peak memory of the fullest rank during these steps.
+    """
+    seconds = torch.tensor([a.seconds_until(b) for a, b in pairwise(moments)], device=device)
     peaks = torch.zeros(2, dtype=torch.int64, device=device)
     if device.type == "cuda":
         peaks[0], peaks[1] = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
@@ -134,7 +156,7 @@ def measure(step: Callable[[int], StepOutcome | StepResult], steps: range, devic
     return {
         "step_seconds": seconds.tolist(),
         "losses": losses.tolist(),
-        "grad_norms": [outcome.grad_norm.item() for outcome in outcomes],
+        "grad_norms": list(grad_norms),
         "peak_memory_allocated_bytes": allocated,
         "peak_memory_reserved_bytes": reserved,
     }

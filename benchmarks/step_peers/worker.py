@@ -15,11 +15,12 @@ import argparse
 import importlib
 import json
 from collections.abc import Sequence
+from functools import partial
 
 import torch.distributed as dist
 from transformers import LlamaConfig
 
-from benchmarks.step_peers.peer import SEED, Job, Peer, measure
+from benchmarks.step_peers.peer import SEED, Job, Peer, StepOutcome, TrainerPeer, measure
 from lightseq.data.batches import BatchStream, open_examples
 from lightseq.distributed.mesh import check_devices, init_distributed
 
@@ -28,6 +29,7 @@ PEERS = {
     "plain": "benchmarks.step_peers.plain",
     "accelerate": "benchmarks.step_peers.accelerate_context_parallel",
     "deepspeed": "benchmarks.step_peers.deepspeed_ulysses",
+    "trl": "benchmarks.step_peers.trl_sft",
 }
 
 
@@ -48,11 +50,18 @@ def main(words: Sequence[str]) -> None:
         config = LlamaConfig.from_pretrained(flags.model)
         job = Job(config, flags.length, world)
         stream = BatchStream(open_examples(flags.data, flags.length, config.vocab_size), flags.length, 1, seed=SEED)
-        peer: Peer = importlib.import_module(PEERS[flags.peer]).prepare(job)
-        outcome = measure(lambda step: peer.step(stream.batch(step)), range(flags.steps), world.device)
+        peer: Peer | TrainerPeer = importlib.import_module(PEERS[flags.peer]).prepare(job)
+        if isinstance(peer, TrainerPeer):
+            outcome = peer.train([stream.batch(step) for step in range(flags.steps)])
+        else:
+            outcome = measure(partial(take_step, peer, stream), range(flags.steps), world.device)
         if world.is_main:
             flags.result.write_text(json.dumps({**outcome, "facts": dict(peer.facts)}, indent=2) + "\n")
         dist.barrier()  # an early exit would close connections that other ranks still read from
+
+
+def take_step(peer: Peer, stream: BatchStream, index: int) -> StepOutcome:
+    return peer.step(stream.batch(index))
 
 
 if __name__ == "__main__":

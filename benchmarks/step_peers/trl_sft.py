@@ -1,0 +1,95 @@
+"""The peer `trl`: TRL's SFTTrainer with Liger's kernels, as in TRL's guides to memory and long context.
+
+Float32 weights and bfloat16 autocast, TRL's default. These are lightseq's dtypes: master weights, gradients and
+optimizer states in float32, products in bfloat16. Every layer is checkpointed. The loss is TRL's own, in chunks, and
+Liger replaces RoPE, RMSNorm and the gated MLP. Attention is FlashAttention-4, or SDPA with cuDNN where that is missing.
+
+Several GPUs share a sequence by accelerate's context parallelism over FSDP2, which allows only SDPA and sums gradients
+in bfloat16. On CPUs accelerate has neither, so every rank computes the whole sequence under DDP.
+"""
+
+import contextlib
+import tempfile
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Any
+
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers.utils import is_flash_attn_4_available
+
+from benchmarks.step_peers.hf_trainer import StepRecorder, collate, rows_of, tokenizer_of, trainer_arguments
+from benchmarks.step_peers.peer import Job, TrainerPeer
+from lightseq.data.batches import Batch
+
+
+def prepare(job: Job) -> TrainerPeer:
+    import trl
+
+    context_ranks = job.world.size if job.on_gpu else 1
+    if context_ranks > 1:
+        job.check_divides(2 * context_ranks, "context parallel")
+    fa4 = context_ranks == 1 and is_flash_attn_4_available()
+    notes = notes_of(job, fa4)
+
+    def train(batches: Sequence[Batch]) -> dict[str, Any]:
+        from datasets import Dataset
+
+        model = job.whole_model()
+        model.set_attn_implementation("flash_attention_4" if fa4 else "sdpa")
+        recorder = StepRecorder(job)
+        cudnn = sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if job.on_gpu and not fa4 else contextlib.nullcontext()
+        with tempfile.TemporaryDirectory() as output_dir, cudnn:
+            arguments = trl.SFTConfig(
+                **trainer_arguments(job, len(batches), output_dir),
+                **(context_parallel(context_ranks) if context_ranks > 1 else {"gradient_checkpointing": True}),
+                max_length=None,
+                dataset_kwargs={"skip_prepare_dataset": True},
+                use_liger_kernel=job.on_gpu,
+            )
+            trainer = trl.SFTTrainer(
+                model,
+                arguments,
+                data_collator=collate,
+                train_dataset=Dataset.from_list([*rows_of(batches, job.world.size // context_ranks)]),
+                processing_class=tokenizer_of(job.config.vocab_size),
+                callbacks=[recorder],
+            )
+            trainer.train()
+        return recorder.numbers()
+
+    attention = {"kernel": "fa4", "transport": "nccl"} if fa4 else job.sdpa_facts
+    schedule = "context parallel" if context_ranks > 1 else "none"
+    facts = {"schedule": schedule, **attention, "remat": "full", "compile": False, "note": "; ".join(notes)}
+    return TrainerPeer(train, facts)
+
+
+def context_parallel(ranks: int) -> dict[str, Any]:
+    """Returns arguments for context parallelism over FSDP2, which then checkpoints the layers."""
+    from accelerate.parallelism_config import ParallelismConfig
+
+    return {
+        "gradient_checkpointing": False,
+        "parallelism_config": ParallelismConfig(cp_size=ranks, cp_backend="torch"),
+        "fsdp": True,
+        "fsdp_config": {
+            "version": 2,
+            "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+            "activation_checkpointing": True,
+            "reshard_after_forward": True,
+        },
+    }
+
+
+def notes_of(job: Job, fa4: bool) -> list[str]:
+    """Returns the versions, and what the trainer does without."""
+    notes = [f"TRL {version('trl')}"]
+    notes.append(f"Liger {version('liger-kernel')}" if job.on_gpu else "without Liger, which needs a GPU")
+    if not job.on_gpu:
+        notes.append("sdpa, because flash-attn-4 needs a GPU")
+    elif not fa4:
+        reason = "context parallelism needs it" if job.world.size > 1 else "flash-attn-4 is not installed"
+        notes.append(f"sdpa, because {reason}")
+    if not job.on_gpu and job.world.size > 1:
+        notes.append("DDP with the whole sequence on every rank, because context parallelism needs GPUs")
+    return notes
