@@ -15,11 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from worlds import spawn
 
 from benchmarks import attention
 from benchmarks.attention import parse
-from benchmarks.attention_peers import PEERS, flash_attn_stand_in, ring_flash_attn
+from benchmarks.attention_peers import PEERS, flash_attn_stand_in, ring_flash_attn, ulysses, ulysses_flex
 from benchmarks.errors import check_layer
 from benchmarks.layers import Choice, single_gpu_layer
 from benchmarks.measure import Case, Disagreement, Layer, Skipped, time_layer, together
@@ -184,6 +185,20 @@ def test_packed_documents_are_kept_apart_and_recorded(tmp_path: Path) -> None:
     assert peer["skipped"] == "would attend across documents"
     assert ours["documents"] == "lognormal:0:8:64" and ours["boundaries"][0] == 0 and ours["boundaries"][-1] == 96
     assert len(ours["boundaries"]) > 2 and ours["worst_error_over_single_gpu"] < 2
+
+
+def flex_less_sdpa(rank: int) -> float:
+    layer_case = case(64)
+    mask = create_block_mask(ulysses_flex.causal, None, None, 64, 64, device="cpu")
+    generator = torch.Generator().manual_seed(rank)
+    q, k, v, _ = (torch.randn(shape, generator=generator) for shape in layer_case.shapes(32))
+    with ulysses.layer(layer_case, "sdpa") as sdpa, torch.no_grad():  # on CPU FlexAttention has no backward pass
+        out = ulysses_flex.attend(layer_case, flex_attention, mask, q, k, v)
+        return (out - sdpa.attend(q, k, v)).abs().max().item()
+
+
+def test_ulysses_around_flex_attention_computes_what_it_does_around_sdpa() -> None:
+    assert max(spawn(2, flex_less_sdpa)) < 1e-5
 
 
 def wrong_by_a_tenth(rank: int) -> dict[str, float]:

@@ -8,13 +8,14 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 
-from benchmarks.attention_peers import ring_flash_attn, ringmaster, torch_context_parallel, ulysses
+from benchmarks.attention_peers import ring_flash_attn, ringmaster, torch_context_parallel, ulysses, ulysses_flex
 from benchmarks.measure import Case, Layer
 
 Peer = Callable[[Case], AbstractContextManager[Layer]]
 
 PEERS: dict[str, Peer] = {
     **{f"ulysses-{kernel}": partial(ulysses.layer, inner=kernel) for kernel in ("fa4", "cudnn", "sdpa")},
+    "ulysses-flex": ulysses_flex.layer,
     **{
         f"torch-cp-{rotation}-{backend}": partial(torch_context_parallel.layer, rotation=rotation, backend=backend)
         for rotation in ("allgather", "alltoall")

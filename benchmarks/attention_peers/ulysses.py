@@ -20,10 +20,7 @@ KERNEL_NAMES = {"flash": "aten", "cudnn": "cudnn", "sdpa": "sdpa", "fa4": "fa4"}
 
 @contextmanager
 def layer(case: Case, inner: str) -> Iterator[Layer]:
-    if case.heads % case.world or case.kv_heads % case.world:
-        raise ValueError(
-            f"{case.heads} query and {case.kv_heads} key/value heads are not divisible by {case.world} ranks"
-        )
+    check_heads(case)
     if inner != "sdpa":
         case.needs_cuda(f"{inner} attention")
     attend = fa4() if inner == "fa4" else lambda *qkv: sdpa(case, *(x.transpose(1, 2) for x in qkv)).transpose(1, 2)
@@ -38,6 +35,14 @@ def layer(case: Case, inner: str) -> Iterator[Layer]:
             positions=case.positions("contiguous"),
             ranks=case.world,
             facts={"kernel": KERNEL_NAMES[inner], "transport": "nccl" if case.on_gpu else "gloo"},
+        )
+
+
+def check_heads(case: Case) -> None:
+    """Raises ValueError if the heads are not divisible by the ranks."""
+    if case.heads % case.world or case.kv_heads % case.world:
+        raise ValueError(
+            f"{case.heads} query and {case.kv_heads} key/value heads are not divisible by {case.world} ranks"
         )
 
 
