@@ -29,7 +29,14 @@ KEYS = (
     *("tokens_per_second_highest", "mfu", "model_tflops_per_gpu", "peak_memory_allocated_bytes", "first_loss"),
     *("last_loss", "losses_finite"),
 )
-COLORS = {OURS: "#0072B2", BASELINE: "#E69F00", "accelerate": "#009E73", "deepspeed": "#CC79A7", "trl": "#56B4E9"}
+COLORS = {
+    OURS: "#0072B2",
+    BASELINE: "#E69F00",
+    "accelerate": "#009E73",
+    "deepspeed": "#CC79A7",
+    "autosp": "#882255",
+    "trl": "#56B4E9",
+}
 OTHER_COLOR = "#7A5195"
 GROUP_WIDTH = 0.86  # of the space between two lengths
 WIDE_RANGE = 20.0  # highest over lowest value from which the axis is logarithmic

@@ -45,7 +45,7 @@ from lightseq.training.metrics import METRICS, RUN, read_records
 
 ROOT = Path(__file__).resolve().parent.parent
 OURS = "lightseq"
-IMPLEMENTATIONS = (OURS, "plain", "accelerate", "deepspeed", "trl")
+IMPLEMENTATIONS = (OURS, "plain", "accelerate", "deepspeed", "autosp", "trl")
 TRAINERS = ("trl",)  # on one process, accelerate takes a launcher as a sign to wrap the model in DDP
 NEEDED = ("--model_name_or_path=m", "--data_path=d", "--output_dir=o")  # required by lightseq's trainer
 FACTS = ("schedule", "head_groups", "ulysses_size", "kernel", "transport", "remat", "compile", "note")

@@ -116,16 +116,20 @@ def first_by_hand(model: Path, tmp_path: Path) -> tuple[float, float]:
     return loss.item(), torch.nn.utils.get_total_norm([p.grad for p in net.parameters()]).item()
 
 
+PACKAGES = {"plain": "torch", "fsdp2": "accelerate", "autosp": "deepspeed"}
+
+
 @pytest.mark.parametrize(
     ("peer", "tied"),
     [
         ("plain", True),
         ("fsdp2", False),
         *(pytest.param("deepspeed", tied, marks=pytest.mark.slow) for tied in (True, False)),
+        *(pytest.param("autosp", tied, marks=pytest.mark.slow) for tied in (True, False)),
     ],
 )
 def test_every_peer_takes_the_step_that_one_process_takes(tmp_path: Path, peer: str, tied: bool) -> None:
-    pytest.importorskip({"fsdp2": "accelerate"}.get(peer, "torch" if peer == "plain" else peer))
+    pytest.importorskip(PACKAGES.get(peer, peer))
     model = save_model(tmp_path / "m", tied)
     write_data(model, tmp_path)
     loss, norm = first_by_hand(model, tmp_path)
@@ -274,7 +278,10 @@ def test_each_family_is_trained_by_its_own_program(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--implementations nobody", "'nobody' is unknown; choose from lightseq, plain, accelerate, deepspeed, trl"),
+        (
+            "--implementations nobody",
+            "'nobody' is unknown; choose from lightseq, plain, accelerate, deepspeed, autosp, trl",
+        ),
         ("--lengths 1X", "1X is not a number of tokens"),
         ("--steps 0", "'0' is not a positive whole number"),
         ("--lightseq_flags=--remat=some", "--lightseq_flags '--remat=some': --remat 'some' is unknown"),

@@ -29,6 +29,7 @@ PEERS = {
     "plain": "benchmarks.step_peers.plain",
     "accelerate": "benchmarks.step_peers.accelerate_context_parallel",
     "deepspeed": "benchmarks.step_peers.deepspeed_ulysses",
+    "autosp": "benchmarks.step_peers.deepspeed_autosp",
     "trl": "benchmarks.step_peers.trl_sft",
 }
 
