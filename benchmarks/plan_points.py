@@ -45,12 +45,13 @@ from lightseq.training.engine import build_engine
 from lightseq.training.loop import Trainer
 
 TIMEOUT_SECONDS = 300.0  # per point
+FIXED = "--remat attention --layers_per_checkpoint 1 --tile_layers False --offload none"  # the planner decides nothing
 WORKER = "--worker"  # first argument of a rank's process
 
 
 @dataclass(frozen=True)
 class Point:
-    """One run to measure. `words` are training flags besides model, length, bfloat16 and compilation."""
+    """One run to measure. `words` are training flags besides model, length, bfloat16 and the memory flags above."""
 
     name: str
     gpus: int
@@ -63,7 +64,8 @@ class Point:
 
     def flags(self, model: str, on_gpu: bool) -> list[str]:
         base = f"--model_name_or_path {model} --random_init --model_max_length {self.length} --learning_rate 1e-5"
-        return [*base.split(), *(["--bf16", "--torch_compile"] if on_gpu else []), *shlex.split(self.words)]
+        fixed = [*FIXED.split(), *(["--bf16", "--torch_compile"] if on_gpu else [])]
+        return [*base.split(), *fixed, *shlex.split(self.words)]  # a repeated flag replaces the earlier one
 
 
 K = 2**10

@@ -211,7 +211,7 @@ class Trial:
             *("--max_steps", str(s.all_steps), "--logging_steps", "1", "--save_strategy", "no"),
             *("--learning_rate", str(LEARNING_RATE), "--lr_scheduler_type", "constant"),
             *("--seed", str(SEED)),
-            *(["--bf16", "--torch_compile"] if s.on_gpu else []),
+            *(["--bf16"] if s.on_gpu else []),
             *self.words,  # a repeated flag replaces the earlier one
         ]
 
@@ -316,7 +316,7 @@ def read_run(trial: Trial) -> dict[str, Any]:
         "losses": [step["loss"] for step in steps],
         "grad_norms": [step["grad_norm"] for step in steps],
         **{name: steps[-1][name] for name in MEMORY},
-        "facts": {**about, "compile": about["config"]["torch_compile"]},
+        "facts": {**about, "compile": bool((about["memory_plan"] or about["config"])["torch_compile"])},
         "sequences": steps[-1]["tokens"] // trial.length,
     }
 

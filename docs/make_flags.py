@@ -95,7 +95,8 @@ def note(field: dataclasses.Field[Any]) -> str:
     """Returns the default of a flag; nothing where its help says what happens without it."""
     if field.name in REQUIRED:
         return " (required)"
-    return "" if field.default is None else f" (`{field.default}`)"
+    default = field.metadata.get("default", field.default)
+    return "" if default is None else f" (`{default}`)"
 
 
 def meaning(field: dataclasses.Field[Any]) -> str:

@@ -84,8 +84,7 @@ def step_flops(cell: Cell) -> float | None:
     sequences = c.per_device_train_batch_size * c.gradient_accumulation_steps * data_ranks
     shape = (model, c.model_max_length, sequences)
     return float(
-        flops.model_flops(*shape)
-        + flops.recompute_flops(*shape, c.remat_policy, c.layers_per_checkpoint, c.tile_layers)
+        flops.model_flops(*shape) + flops.recompute_flops(*shape, c.remat_policy, c.group_size, c.tiles_layers)
     )
 
 

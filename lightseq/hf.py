@@ -21,11 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightseq.utils import quiet_transformers  # noqa: F401  first, because the modules below import transformers
 
 # isort: split
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lightseq.attention.context import AttentionConfig, SequenceContext, make_context, release
 from lightseq.attention.module_attention import attention_function
+from lightseq.config.train_config import TrainConfig
 from lightseq.data.examples import IGNORE_INDEX
 from lightseq.data.input_checks import BATCH_FACTS, batch_facts, install_checks, transformers_model
 from lightseq.data.shard_batch import (
@@ -35,6 +36,8 @@ from lightseq.data.shard_batch import (
     local_positions,
     packed_positions,
 )
+from lightseq.memory.planner.plan import Plan, make_plan
+from lightseq.memory.planner.run import Hardware, PlannedRun, hardware_here
 from lightseq.models.architecture import (
     LENGTH_DEPENDENT_ROPE,
     attention_modules,
@@ -91,6 +94,26 @@ def enable(
     model.set_attn_implementation(IMPLEMENTATION)
     _attach(model, context)
     return context
+
+
+def plan_memory(
+    model: PreTrainedModel | PreTrainedConfig, length: int, hardware: Hardware | None = None, **flags: Any
+) -> Plan:
+    """Returns the fastest memory plan for sequences of `length` tokens that fits, as training chooses it.
+
+    `hardware` is that of this process group unless given. `flags` are those of training, such as `bf16=True`,
+    `remat="attention"` or `lora_rank=16`; given ones are obeyed. The plan says in `run.config` what to compile,
+    recompute and offload, in `parts` the bytes of a GPU, in `step_seconds` the time, and in `fits` whether it fits;
+    print it for one line. Raises ValueError without a GPU or `hardware`, and for flags that exclude each other.
+    """
+    if hardware is None:
+        if not torch.cuda.is_available():
+            raise ValueError("there is no GPU here; pass hardware=Hardware(...) of lightseq.memory.planner.run")
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        per_host = min(ranks, torch.cuda.device_count())
+        hardware = hardware_here(ranks, per_host, torch.device("cuda", torch.cuda.current_device()))
+    config = TrainConfig(model_max_length=length, **flags)
+    return make_plan(PlannedRun(model if isinstance(model, PreTrainedConfig) else model.config, config, hardware))
 
 
 def shard_batch(

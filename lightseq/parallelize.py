@@ -24,7 +24,7 @@ from lightseq.distributed.mesh import Meshes, World
 from lightseq.distributed.stopwatch import Stopwatch
 from lightseq.memory.offload import HostBufferPool, Offload, layers_in_flight
 from lightseq.memory.planner.placement import KEEP, OFFLOAD, OFFLOADED, RECOMPUTED, Placement
-from lightseq.memory.planner.run import PlannedRun
+from lightseq.memory.planner.plan import Plan
 from lightseq.memory.remat import apply_remat, changed_forwards, checkpoint_groups
 from lightseq.memory.weight_prefetch import WeightPrefetch
 from lightseq.models.architecture import inspect_architecture
@@ -48,8 +48,7 @@ class MemoryPlan:
     layers_with_state_on_gpu: int = 0  # the first layers, whose state stays on the device
     placement: Placement | None = None  # each layer's activations, with --offload auto
     activation_bytes: float = math.inf  # limit of this rank's host memory for offloaded activations
-    run: PlannedRun | None = None  # the planned run; None: the planner did not run
-    notes: tuple[str, ...] = ()  # messages for the user
+    plan: Plan | None = None  # None: no planner decided, as on CPUs
 
 
 class LossModel(nn.Module):
@@ -97,10 +96,10 @@ def parallelize(
     """Applies every technique to a model, which may be on the meta device, and shards it with FSDP2."""
     loss_model, context = transform(model, config, world, meshes, memory)
     groups = layer_groups(model, config)
-    staying = math.ceil(memory.layers_with_state_on_gpu / config.layers_per_checkpoint)
+    staying = math.ceil(memory.layers_with_state_on_gpu / config.group_size)
     dtype = getattr(torch, config.compute_dtype)
     shard_parameters(loss_model, model, meshes.parameters, dtype, groups, memory.state_on_host, staying)
-    if memory.state_on_host and meshes.parameters.size(-1) == 1 and not config.tile_layers:
+    if memory.state_on_host and meshes.parameters.size(-1) == 1 and not config.tiles_layers:
         WeightPrefetch(groups, world.device.type)  # tiled layers run for seconds, and need no prefetch
     return loss_model, context
 
@@ -142,24 +141,22 @@ def apply_recomputation(
 ) -> Offload | None:
     """Checkpoints, compiles and offloads each layer as placed. Returns the offload of activations, if there is one."""
     layers: Any = model.model.layers
-    groups, grouped = layer_groups(model, config), config.layers_per_checkpoint > 1
+    groups, grouped = layer_groups(model, config), config.group_size > 1
     states = _activation_states(config, memory, len(layers))
     offload, inner = _offloads(config, device, memory)
     options = FP8_COMPILE_OPTIONS if config.fp8 else None
     # One graph for each batch length: a graph for all lengths would be slower at each.
-    compiled = (
-        partial(torch.compile, dynamic=False, options=options) if config.torch_compile else lambda forward: forward
-    )
-    if config.torch_compile:
+    compiled = partial(torch.compile, dynamic=False, options=options) if config.compiles else lambda forward: forward
+    if config.compiles:
         torch._dynamo.config.recompile_limit = MOST_GRAPHS
         # torch's disk cache knows our operators only by name, not the shapes and backward passes that they declare.
         torch.compiler.config.cache_key_tag = f"lightseq {source_digest()}"
 
     def rematerialize(chosen: Sequence[nn.Module], policy: str) -> None:
-        if config.tile_layers:
-            tile_layers(chosen, policy == "attention", config.torch_compile, options)
+        if config.tiles_layers:
+            tile_layers(chosen, policy == "attention", config.compiles, options)
             return
-        apply_remat(chosen, policy, config.torch_compile, inner or offload)
+        apply_remat(chosen, policy, config.compiles, inner or offload)
         for layer in chosen:
             layer.forward = compiled(layer.forward)  # type: ignore[method-assign]
 
@@ -185,7 +182,7 @@ def apply_recomputation(
 def layer_groups(model: PreTrainedModel, config: TrainConfig) -> list[list[nn.Module]]:
     """Returns groups of neighbouring layers; each group is one checkpoint and one FSDP2 unit."""
     layers: Any = model.model.layers
-    size = config.layers_per_checkpoint
+    size = config.group_size
     return [list(layers[start : start + size]) for start in range(0, len(layers), size)]
 
 
@@ -193,7 +190,7 @@ def _activation_states(config: TrainConfig, memory: MemoryPlan, layers: int) -> 
     """Returns each layer's activation placement. The last group stays on the GPU: the backward pass begins with it."""
     if memory.placement is not None:
         return memory.placement.layers
-    size, offloads = config.layers_per_checkpoint, config.offload in ("activations", "both")
+    size, offloads = config.group_size, config.offload in ("activations", "both")
     return tuple(OFFLOAD if offloads and i % size == 0 and i + size < layers else KEEP for i in range(layers))
 
 
@@ -203,8 +200,8 @@ def _offloads(config: TrainConfig, device: torch.device, memory: MemoryPlan) -> 
     if config.offload not in ("activations", "both") and not placed_on_host:
         return None, None
     host = HostBufferPool(memory.activation_bytes, device.type == "cuda")
-    make = partial(Offload, device, host, layers_in_flight(config.tile_layers))
-    return make(), make() if config.layers_per_checkpoint > 1 else None
+    make = partial(Offload, device, host, layers_in_flight(config.tiles_layers))
+    return make(), make() if config.group_size > 1 else None
 
 
 def shard_parameters(

@@ -502,7 +502,7 @@ def test_flags_for_training_alone_are_named_and_not_applied() -> None:
         ("activations", "none", ", --offload activations"),
         ("both", "optimizer", ", --offload activations"),
         ("optimizer", "optimizer", ""),
-        ("auto", "none", ", --offload auto"),
+        ("auto", "none", ""),
     ):
         _, given = evaluate.flags(f"{flags} {offload}".split())
         config = evaluate._without_training(given)

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import pickle
+import re
 import shutil
 import traceback
 from collections import Counter
@@ -38,13 +39,17 @@ from lightseq import hf
 from lightseq.attention.context import SequenceContext
 from lightseq.attention.executor import Executor
 from lightseq.attention.operator import attention
+from lightseq.cli import BOTH
 from lightseq.config.remat_policies import POLICIES, STORES_MLP
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.input_checks import check_positions
 from lightseq.data.shard_batch import local_positions
 from lightseq.distributed.mesh import World, make_meshes
 from lightseq.memory import offload
+from lightseq.memory.planner.rates import CHIPS
+from lightseq.memory.planner.run import Hardware
 from lightseq.models import weights
+from lightseq.models.family import preset_config
 from lightseq.modules import mlp
 from lightseq.parallelize import LossModel, MemoryPlan, parallelize
 from lightseq.schedule.layout import Layout, shard, unshard
@@ -704,6 +709,22 @@ def test_a_compiled_layer_runs_attention_once(alone: None, monkeypatch: pytest.M
     assert len(ran) == 1
     for p, q in zip(compiled.parameters(), plain.parameters(), strict=True):
         assert relative(p.grad.to_local(), q.grad.to_local()) < 1e-5
+
+
+def test_a_memory_plan_says_what_training_would_choose() -> None:
+    model, chip = preset_config(BOTH, "llama3-8b"), CHIPS["h100-80gb"]
+    hardware = Hardware(chip, 2, 8, chip.memory_bytes, 250 * 2**30)
+    plan = hf.plan_memory(model, 2**17, hardware, bf16=True)
+    assert plan.fits and plan.run.config.torch_compile and 15 < plan.step_seconds < 25
+    assert re.fullmatch(
+        r"compiled layers, remat attention, layers .* offload.*; 7\d.\d of 73.3 GiB per GPU, .*", str(plan)
+    )
+    assert hf.plan_memory(model, 2**17, hardware, bf16=True, remat="full").run.config.remat == "full"
+    with pytest.raises(TypeError, match="remt"):
+        hf.plan_memory(model, 2**17, hardware, remt="full")
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="there is no GPU here; pass hardware="):
+            hf.plan_memory(model, 2**17)
 
 
 def compile_cache(rank: int, folder: Path) -> Counter[str]:

@@ -21,7 +21,8 @@ FLOORS = (
     ("lightseq.modules",),
     ("lightseq.models",),
     ("lightseq.data",),
-    ("lightseq.hf", "lightseq.memory"),
+    ("lightseq.memory",),
+    ("lightseq.hf",),
     ("lightseq.checkpoint", "lightseq.parallelize"),
     ("lightseq.training",),
     ("lightseq.tools",),
@@ -32,7 +33,9 @@ FLOORS = (
 FLOOR = {package: number for number, row in enumerate(FLOORS) for package in row}
 
 # The only places that may look at the environment.
-READ_ENVIRONMENT = ("lightseq.distributed.environment", "lightseq.distributed.mesh", "launch")
+READ_ENVIRONMENT = (
+    *("lightseq.distributed.environment", "lightseq.distributed.mesh", "lightseq.distributed.start_over", "launch"),
+)
 
 
 @dataclass(frozen=True)

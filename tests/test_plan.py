@@ -5,7 +5,7 @@ import itertools
 import json
 import random
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import ceil, log2
 from pathlib import Path
@@ -17,7 +17,7 @@ from transformers import LlamaConfig, Phi3Config
 
 from lightseq.cli import BOTH, main
 from lightseq.distributed.mesh import FREE_SHARE
-from lightseq.memory.planner.advice import Change, changes_to_fit, faster_changes, longest, one_sequence_per_gpu
+from lightseq.memory.planner.advice import changes_to_fit, faster_change, longest, one_sequence_per_gpu
 from lightseq.memory.planner.attention_memory import attention_memory
 from lightseq.memory.planner.breakdown import GIB
 from lightseq.memory.planner.memory import saved_by_layer, snapshots, state_bytes_on_host
@@ -33,7 +33,18 @@ from lightseq.memory.planner.placement import (
     in_order,
     place,
 )
-from lightseq.memory.planner.plan import Plan, make_plan, placement_of, plan_as_given, usable_gpu_bytes
+from lightseq.memory.planner.plan import (
+    Plan,
+    fast_options,
+    frugal_options,
+    make_plan,
+    on_smaller_gpus,
+    placement_of,
+    plan_again,
+    plan_as_given,
+    planned_flags,
+    usable_gpu_bytes,
+)
 from lightseq.memory.planner.rates import (
     CHIPS,
     CLIP_BYTES,
@@ -327,7 +338,7 @@ def test_auto_finds_numbers_of_layers_between_its_steps() -> None:
 
 def test_auto_finds_what_fits_where_more_state_on_the_gpu_leaves_room_on_the_host() -> None:
     flags = "--model_max_length 65536 --optim adamw_8bit --host_memory_budget 60"
-    run = auto("llama3-8b", flags, 2, 24, 64, cores=32)
+    run = auto("llama3-8b", flags, 2, 20.9 / 0.92, 64, cores=32)
     plans = [with_state_on_gpu(run, n) for n in range(LAYERS + 1)]
     lacks_gpu = [found.missing_gpu_bytes > 0 for found in plans[:20]]
     assert [*dict.fromkeys(lacks_gpu)] == [False, True] and lacks_gpu != sorted(lacks_gpu), lacks_gpu
@@ -410,27 +421,28 @@ def test_the_longest_length_is_longest_under_auto_and_bounded_by_the_host() -> N
 
 
 def test_every_suggestion_makes_the_run_fit() -> None:
-    run = planned_run(LLAMA, "--bf16 --model_max_length 4000000", 8, gpu=140 * GIB, host=1900 * GIB)
+    run = planned_run(LLAMA, "--bf16 --model_max_length 6000000 --remat none", 8, 140 * GIB, 1900 * GIB, True)
     assert make_plan(run).shortages[0].startswith("GPU memory")
     flags, gpus, length = changes_to_fit(run)
-    assert flags.words.startswith("--") and gpus.words.endswith(" GPUs")
+    assert flags.words == "without --remat" and gpus.words.endswith(" GPUs")
     assert length.words == f"--model_max_length {longest(run)}"
     assert flags.plan.fits and gpus.plan.fits and length.plan.fits
 
 
-def test_faster_flags_are_the_fewest_and_the_fastest() -> None:
-    flags, fastest = "--bf16 --model_max_length 131072", "--torch_compile True --remat attention+linears"
-    run = planned_run(LLAMA, flags, 4, gpu=140 * GIB)
-    few, most = faster_changes(run)
-    assert (few.words, most.words) == ("--torch_compile True", fastest) and few.plan.fits and most.plan.fits
-    assert 0.98 * make_plan(run).step_seconds >= few.plan.step_seconds
-    assert 0.98 * few.plan.step_seconds >= most.plan.step_seconds
-    assert not faster_changes(planned_run(LLAMA, f"{flags} {fastest}", 4, gpu=140 * GIB))
+def test_flags_are_named_that_make_a_step_slower_than_the_planner_would() -> None:
+    flags = "--bf16 --model_max_length 131072 --remat full"
+    run = planned_run(LLAMA, flags, 4, gpu=140 * GIB, chosen=True)
+    change = faster_change(run)
+    assert change is not None and change.words == "without --remat" and change.plan.fits
+    assert change.plan.run.config.remat == "attention+linears"
+    assert 0.98 * make_plan(run).step_seconds >= change.plan.step_seconds
+    assert faster_change(planned_run(LLAMA, "--bf16 --model_max_length 131072", 4, gpu=140 * GIB, chosen=True)) is None
 
 
 def test_state_that_need_not_wait_on_the_host_comes_back() -> None:
-    run = planned_run(LLAMA, "--bf16 --torch_compile --model_max_length 32K --offload both", 4, gpu=140 * GIB)
-    assert faster_changes(run)[0].words == "--offload none"
+    flags = "--bf16 --model_max_length 32K --offload both"
+    change = faster_change(planned_run(LLAMA, flags, 4, gpu=140 * GIB, chosen=True))
+    assert change is not None and change.words == "without --offload" and not change.plan.run.state_on_host
 
 
 def test_hopeless_numbers_of_gpus_are_ruled_out_without_their_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -446,49 +458,27 @@ def test_hopeless_numbers_of_gpus_are_ruled_out_without_their_schedules(monkeypa
         assert make_plan(one_sequence_per_gpu(run)).parts.total <= make_plan(run).parts.total
 
 
-@pytest.mark.parametrize(
-    ("model", "gpus", "flags", "changes", "without"),
-    [
-        (
-            "llama3-8b", 4, "--model_max_length 128K --gradient_checkpointing True", faster_changes,
-            "--gradient_checkpointing",
-        ),
-        (
-            "llama3-8b", 4, "--model_max_length 2M --gradient_checkpointing False", changes_to_fit,
-            "--gradient_checkpointing",
-        ),
-        (
-            "llama3.2-1b", 1, "--model_max_length 512K --offload auto --host_memory_budget 1 --device_memory_budget 36",
-            changes_to_fit, "--device_memory_budget",
-        ),
-    ],
-)  # fmt: skip
-def test_a_suggestion_names_the_flags_that_exclude_it(
-    model: str, gpus: int, flags: str, changes: Callable[[PlannedRun], list[Change]], without: str
-) -> None:
-    config, words = preset_config(BOTH, model), f"--bf16 --torch_compile {flags.split(' --')[0]}"
-    change = changes(planned_run(config, f"--bf16 --torch_compile {flags}", gpus, gpu=140 * GIB))[0]
-    assert f" without {without}" in change.words and change.plan.fits
-    asked = re.sub(r" without --\w+", "", change.words)
-    assert make_plan(planned_run(config, f"{words} {asked}", gpus, gpu=140 * GIB)).fits
+def test_a_suggestion_names_the_flags_to_leave_out() -> None:
+    flags = "--bf16 --model_max_length 2M --gradient_checkpointing False"
+    change = changes_to_fit(planned_run(LLAMA, flags, 4, gpu=140 * GIB, chosen=True))[0]
+    assert change.words == "without --gradient_checkpointing" and change.plan.fits
 
 
-def test_a_suggestion_is_for_layers_that_can_take_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """A model whose MLP or projections are not plain is neither advised to save their outputs nor planned with it."""
-    flags = "--bf16 --torch_compile --model_max_length 128K"
+def test_the_planner_saves_what_a_models_layers_can_save(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A model whose MLP or projections are not plain is not planned with their outputs saved."""
+    flags = "--bf16 --model_max_length 128K"
     for bias, best, refused in (
         ({}, "attention+linears", {}),
         ({"attention_bias": True}, "attention+mlp", {"attention+linears": "four attention projections without bias"}),
         (
             {"mlp_bias": True},
-            None,
+            "attention",
             dict.fromkeys(("attention+mlp", "attention+linears"), "a gated MLP of plain linear layers"),
         ),
     ):
         model = copy.deepcopy(LLAMA)
         model.update(bias)
-        suggested = [change.words for change in faster_changes(planned_run(model, flags, 4, gpu=140 * GIB))]
-        assert suggested == ([f"--remat {best}"] if best else [])
+        assert make_plan(planned_run(model, flags, 4, gpu=140 * GIB, chosen=True)).run.config.remat == best
         model.save_pretrained(tmp_path)
         for remat, reason in refused.items():
             asked = f"plan --model_name_or_path {tmp_path} --gpus 8 --model_max_length 4K --remat {remat}"
@@ -497,11 +487,75 @@ def test_a_suggestion_is_for_layers_that_can_take_it(capsys: pytest.CaptureFixtu
 
 def test_tiles_are_for_layers_that_can_be_cut(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for model, tiled in ((LLAMA, True), (PHI, False)):
-        run = planned_run(model, "--bf16 --torch_compile --model_max_length 1536K", 1, gpu=140 * GIB)
-        assert any("--tile_layers True" in change.words for change in changes_to_fit(run)) == tiled
+        run = planned_run(model, "--bf16 --model_max_length 1536K", 1, gpu=140 * GIB, chosen=True)
+        assert make_plan(run).run.config.tile_layers == tiled
     PHI.save_pretrained(tmp_path)
     assert main(f"plan --model_name_or_path {tmp_path} --gpus 8 --model_max_length 4K --tile_layers True".split()) == 2
     assert "--tile_layers supports LlamaDecoderLayer" in capsys.readouterr().err
+
+
+# ---- choosing -------------------------------------------------------------------------------------------------------
+
+SMALL = preset_config(BOTH, "llama3.2-1b")
+
+
+def test_the_planner_keeps_everything_where_it_fits_and_recomputes_more_the_longer_a_sequence_is() -> None:
+    chosen = [
+        make_plan(planned_run(SMALL, f"--bf16 --model_max_length {length}", 2, 73 * GIB, 9 * GIB, chosen=True))
+        for length in ("32K", "128K", "256K")
+    ]
+    assert [plan.run.config.remat for plan in chosen] == ["none", "attention+linears", "attention"]
+    assert all(plan.fits and plan.run.config.torch_compile and not plan.run.state_on_host for plan in chosen)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--torch_compile False", "--remat full", "--remat attention+mlp", "--gradient_checkpointing True",
+        "--layers_per_checkpoint 2", "--tile_layers True", "--offload activations", "--offload both",
+        "--layers_per_checkpoint 2 --remat full --offload both --torch_compile True --tile_layers True",
+    ],
+)  # fmt: skip
+def test_given_flags_are_obeyed_and_the_rest_is_planned_around_them(flags: str) -> None:
+    run = planned_run(SMALL, f"--bf16 --model_max_length 32K {flags}", 2, gpu=73 * GIB, chosen=True)
+    plan = make_plan(run)
+    assert plan.fits
+    for name in ("torch_compile", "remat", "layers_per_checkpoint", "tile_layers"):
+        given, chosen = getattr(run.config, name), getattr(plan.run.config, name)
+        assert chosen is not None and given in (None, chosen)
+    assert plan.run.config.remat_policy == run.config.remat_policy or run.config.gradient_checkpointing is None
+    assert run.config.offload in ("auto", plan.run.config.offload)
+
+
+def test_no_option_that_fits_is_faster_than_the_one_chosen() -> None:
+    for length, gpu in (("32K", 30), ("32K", 20), ("128K", 40), ("512K", 40)):
+        run = planned_run(SMALL, f"--bf16 --model_max_length {length}", 2, gpu=gpu * GIB, host=200 * GIB, chosen=True)
+        plan = make_plan(run)
+        options = [make_plan(option) for option in (*fast_options(run), *frugal_options(run))]
+        assert plan.fits and len(options) > 20
+        fastest = min(option.step_seconds for option in options if option.fits)
+        assert plan.step_seconds <= 1.001 * fastest or plan.run.config in [o.config for o in fast_options(run)]
+
+
+def test_the_margin_of_a_gpu_stays_free() -> None:
+    run = planned_run(SMALL, "--bf16 --model_max_length 128K", 2, gpu=61 * GIB, chosen=True)
+    assert run.hardware.gpu_memory == pytest.approx(61 * GIB / 0.92)
+    assert make_plan(run).parts.total <= 61 * GIB
+
+
+def test_a_plan_is_taken_again_unless_it_no_longer_fits_or_other_flags_are_given() -> None:
+    run = planned_run(LLAMA, "--bf16 --model_max_length 128K", 2, gpu=73 * GIB, host=250 * GIB, chosen=True)
+    for gpu in (73, 30):
+        plan = make_plan(on_smaller_gpus(run, gpu * GIB))
+        earlier = json.loads(json.dumps(planned_flags(plan)))
+        again = plan_again(run, earlier)
+        assert again is not None and (again.placement, again.run.config) == (plan.placement, plan.run.config)
+        assert again.run.layers_with_state_on_gpu == plan.run.layers_with_state_on_gpu
+        assert plan_again(on_smaller_gpus(run, plan.parts.total - 1), earlier) is None
+        other = replace(run, config=replace(run.config, remat="attention+mlp"))
+        assert plan_again(other, earlier) is None
+        assert plan_again(run, {**earlier, "placement": ["keep"]}) is None
+        assert plan_again(run, {}) is None
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
@@ -563,10 +617,10 @@ def test_notes_name_what_a_plan_assumes(flags: str, note: str, noted: bool, caps
 
 
 def test_a_run_that_does_not_fit_ends_with_what_would(capsys: pytest.CaptureFixture[str]) -> None:
-    status, found = as_json("--torch_compile --host_memory 1900 --model_max_length 4M --gpus 8", capsys)
+    status, found = as_json("--host_memory 1900 --model_max_length 16M --gpus 8", capsys)
     assert status == 1 and not found["fits"] and found["lacks"][0].startswith("GPU memory")
-    assert [x["change"].split()[-1] for x in found["to_fit"]][1] == "GPUs"
-    assert found["to_fit"][2]["change"] == f"--model_max_length {found['longest_length']}"
+    gpus, length = (change["change"] for change in found["to_fit"])
+    assert gpus.endswith(" GPUs") and length == f"--model_max_length {found['longest_length']}"
     status, found = as_json("--offload optimizer --gpus 8 --host_memory 64", capsys)
     assert status == 1 and found["lacks"][0].startswith("host memory, by ")
 

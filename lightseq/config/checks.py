@@ -161,17 +161,17 @@ def _check_deepspeed(config: TrainConfig) -> None:
         raise ValueError(f"--optim {config.optim} does not run under --deepspeed; use adamw_torch_fused")
     if config.fp8:
         raise ValueError(f"--fp8 {config.fp8} does not run under --deepspeed; leave one of them out")
-    if config.offload in ("optimizer", "both", "auto"):
+    if config.offload in ("optimizer", "both"):
         raise ValueError(
             f"--offload {config.offload} does not run under --deepspeed; set offload_optimizer in {config.deepspeed}, "
             "and use --offload activations for activations"
         )
-    if config.layers_per_checkpoint > 1:
+    if config.group_size > 1:
         raise ValueError(
-            f"--layers_per_checkpoint {config.layers_per_checkpoint} does not run under --deepspeed, which gathers "
+            f"--layers_per_checkpoint {config.group_size} does not run under --deepspeed, which gathers "
             "weights layer by layer; leave one of them out"
         )
-    if config.tile_layers:
+    if config.tiles_layers:
         raise ValueError("--tile_layers does not run under --deepspeed; leave one of them out")
 
 
@@ -193,15 +193,15 @@ def _check_remat(config: TrainConfig) -> None:
     if config.remat is not None and config.remat != implied:
         given = f"--gradient_checkpointing {config.gradient_checkpointing}"
         raise ValueError(f"{given} means --remat {implied}, but --remat {config.remat} was given too; give one")
-    if config.layers_per_checkpoint > 1 and config.remat_policy == "none":
-        given = f"--layers_per_checkpoint {config.layers_per_checkpoint} recomputes layers"
+    if config.group_size > 1 and config.remat_policy == "none":
+        given = f"--layers_per_checkpoint {config.group_size} recomputes layers"
         raise ValueError(f"{given}, but --remat none was given too; give --remat attention or full")
-    if config.tile_layers and config.remat_policy == "none":
+    if config.tiles_layers and config.remat_policy == "none":
         raise ValueError(
             "--tile_layers recomputes layers, but --remat none was given too; give --remat attention or full"
         )
-    if config.remat in STORES_MLP and (config.tile_layers or config.fp8):
-        given = "--tile_layers" if config.tile_layers else f"--fp8 {config.fp8}"
+    if config.remat in STORES_MLP and (config.tiles_layers or config.fp8):
+        given = "--tile_layers" if config.tiles_layers else f"--fp8 {config.fp8}"
         raise ValueError(
             f"--remat {config.remat} stores activations of the MLP, which {given} does not support; "
             "give --remat attention"
@@ -215,10 +215,6 @@ def _check_offload(config: TrainConfig) -> None:
     if config.device_memory_budget is not None and config.offload != "auto":
         given = f"--device_memory_budget {config.device_memory_budget:g} applies to --offload auto"
         raise ValueError(f"{given}, but --offload is {config.offload}; add --offload auto, or leave it out")
-    if config.offload == "auto" and (config.remat_policy != "attention" or config.layers_per_checkpoint > 1):
-        cut = config.layers_per_checkpoint
-        given = f"--remat {config.remat_policy}" if cut == 1 else f"--layers_per_checkpoint {cut}"
-        raise ValueError(f"--offload auto decides what each layer recomputes, but {given} was given; leave it out")
 
 
 def _check_evaluation(config: TrainConfig) -> None:

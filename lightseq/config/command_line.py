@@ -100,6 +100,8 @@ def _parser(program: str) -> Parser:
             # --bf16 alone means --bf16 True.
             bare: dict[str, Any] = {"nargs": "?", "const": True} if kind is bool else {}
             convert = BY_FLAG.get(field.name, CONVERTERS[kind])
+            if "default" in field.metadata:  # the planner decides
+                convert = partial(_auto_or, convert)
             section.add_argument(f"--{field.name}", type=convert, metavar=METAVARS[kind], help=_help(field), **bare)
     for older, name in OLDER_SPELLINGS.items():
         parser.add_argument(f"--{older}", dest=name, type=CONVERTERS[types[name]], help=argparse.SUPPRESS)
@@ -109,9 +111,15 @@ def _parser(program: str) -> Parser:
 def _help(field: dataclasses.Field[Any]) -> str:
     notes = ["required"] if field.name in REQUIRED else []
     notes += [f"choices: {', '.join(CHOICES[field.name])}"] if field.name in CHOICES else []
-    notes += [f"default: {field.default}"] if field.default not in (None, "") else []
+    default = field.metadata.get("default", field.default)
+    notes += [f"default: {default}"] if default not in (None, "") else []
     text = field.metadata["help"] + (f" [{'; '.join(notes)}]" if notes else "")
     return text.replace("%", "%%")  # argparse expands % in help texts
+
+
+def _auto_or(convert: Callable[[str], Any], text: str) -> Any:
+    """Returns None for `auto`, and the converted value for anything else."""
+    return None if text.lower() == "auto" else convert(text)
 
 
 def _boolean(text: str) -> bool:

@@ -68,7 +68,7 @@ def deepspeed_settings(config: TrainConfig, data_ranks: int, hidden_size: int) -
         ("fp16.enabled", "fp16"),
     ):
         _check_equal(settings, key, getattr(config, flag), f"--{flag}", source)
-    if stage == 3 and config.torch_compile:
+    if stage == 3 and config.compiles:
         raise ValueError(
             f"{source}: --torch_compile does not run with ZeRO-3; use stage 1 or 2, or leave --torch_compile out"
         )

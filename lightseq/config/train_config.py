@@ -5,7 +5,7 @@ import math
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from typing import Any, Final
 
@@ -16,6 +16,11 @@ from lightseq.utils.masking import mask_secrets
 def flag(default: Any, help: str) -> Any:
     """Returns a dataclass field with a help text."""
     return field(default=default, metadata={"help": help})
+
+
+def planned_flag(help: str) -> Any:
+    """Returns a dataclass field that is None unless given; the planner then decides on GPUs."""
+    return field(default=None, metadata={"help": help, "default": "auto"})
 
 
 @dataclass(frozen=True)
@@ -95,7 +100,7 @@ class TrainingConfig:
         None, "Compute the linear projections of the layers in FP8, with a scale per tensor or per row. Needs --bf16."
     )
     fp8_emulate: bool = flag(False, "Round to FP8 but multiply in float32. Slow; for hardware without FP8.")
-    torch_compile: bool = flag(False, "Compile the decoder layers.")
+    torch_compile: bool | None = planned_flag("Compile the decoder layers. auto: on GPUs, except with --deepspeed.")
     seed: int = flag(42, "Seed for random weights and data order.")
     deterministic: bool = flag(False, "Make losses on GPUs bit-identical between runs, at some cost in speed.")
 
@@ -147,27 +152,27 @@ class ParallelismConfig:
 
 @dataclass(frozen=True)
 class MemoryConfig:
-    remat: str | None = flag(
-        None,
+    remat: str | None = planned_flag(
         "Parts of a layer that the backward pass recomputes. none: nothing; attention+linears: norms, rotary "
-        "embeddings and activation functions; attention+mlp: also the attention projections; attention (the default): "
-        "everything except attention; full: everything.",
+        "embeddings and activation functions; attention+mlp: also the attention projections; attention: everything "
+        "except attention; full: everything. auto: the fastest that fits on GPUs, attention on CPUs."
     )
-    layers_per_checkpoint: int = flag(
-        1, "Layers per checkpoint. Only the group's input is saved, at the cost of one extra forward pass."
+    layers_per_checkpoint: int | None = planned_flag(
+        "Layers per checkpoint. Only the group's input is saved, at the cost of one extra forward pass. auto: more "
+        "than 1 only if nothing faster fits."
     )
-    tile_layers: bool = flag(
-        False, "Run everything except attention in tiles of 8,192 tokens. Use it near a million tokens per GPU."
+    tile_layers: bool | None = planned_flag(
+        "Run everything except attention in tiles of 8,192 tokens, which saves memory near a million tokens per GPU. "
+        "auto: only if nothing faster fits."
     )
     gradient_checkpointing: bool | None = flag(
         None, "True: same as --remat attention. False: same as --remat none. Default: follow --remat."
     )
     offload: str = flag(
-        "none",
-        "Tensors to move to host memory. activations: those stored for the backward pass; optimizer: float32 weights, "
-        "gradients and optimizer state, updated on the CPU (with adamw_8bit on the GPU, in pieces); both; auto: the "
-        "planner decides per layer whether to store, offload or recompute; weights are offloaded only if nothing else "
-        "fits.",
+        "auto",
+        "Tensors to move to host memory. none; activations: those stored for the backward pass; optimizer: float32 "
+        "weights, gradients and optimizer state, updated on the CPU (with adamw_8bit on the GPU, in pieces); both; "
+        "auto: only what does not fit otherwise; on CPUs none.",
     )
     host_memory_budget: float | None = flag(
         None,
@@ -175,7 +180,7 @@ class MemoryConfig:
         "80% of the memory that the weights leave free.",
     )
     device_memory_budget: float | None = flag(
-        None, "GiB of GPU memory that --offload auto may plan with. Default: all."
+        None, "GiB of GPU memory that the planner may plan with. Default: all, less a margin of 8%."
     )
 
 
@@ -230,6 +235,21 @@ class TrainConfig(
         return "none" if self.gradient_checkpointing is False else "attention"
 
     @property
+    def compiles(self) -> bool:
+        """True if the decoder layers are compiled."""
+        return bool(self.torch_compile)
+
+    @property
+    def tiles_layers(self) -> bool:
+        """True if layers run in tiles of tokens."""
+        return bool(self.tile_layers)
+
+    @property
+    def group_size(self) -> int:
+        """Layers per checkpoint."""
+        return self.layers_per_checkpoint or 1
+
+    @property
     def model_name(self) -> str:
         """Preset name, Hub id or directory; the model `scaled` gets its size in the name."""
         name = self.model_name_or_path
@@ -254,6 +274,18 @@ class TrainConfig(
     def compute_dtype(self) -> str:
         """Name of the torch dtype of activations."""
         return "bfloat16" if self.bf16 else "float16" if self.fp16 else "float32"
+
+    def without_planner(self) -> "TrainConfig":
+        """Returns the config with the values that memory flags have where no planner decides, as on CPUs."""
+        planned = self.offload == "auto" and self.device_memory_budget is None and self.host_memory_budget is None
+        return replace(
+            self,
+            torch_compile=self.compiles,
+            remat=self.remat_policy,
+            layers_per_checkpoint=self.group_size,
+            tile_layers=self.tiles_layers,
+            offload="none" if planned else self.offload,
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Returns every flag as a plain JSON value, with secrets masked."""

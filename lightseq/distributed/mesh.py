@@ -1,6 +1,6 @@
 """Process group, devices and meshes of a run: how data, sequences and parameters are split among ranks.
 
-Only this module, environment.py and launch/ read environment variables.
+Only this module, environment.py, start_over.py and launch/ read environment variables.
 """
 
 import os
@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from lightseq.distributed.environment import cache_compiled_kernels, report_error
 from lightseq.distributed.host_memory import host_memory
 from lightseq.distributed.rendezvous import RendezvousMonitor
+from lightseq.distributed.start_over import ATTEMPTS, LAUNCH, attempt, is_store_of_launcher
 from lightseq.utils.formatting import first_line, plural
 
 T = TypeVar("T")
@@ -39,7 +40,7 @@ class World:
     local_rank: int
     local_size: int
     device: torch.device
-    restarts: int = 0  # restarts of this run by the launcher
+    restarts: int = 0  # restarts of this run by the launcher, or by itself after it ran out of memory
     launch: str = ""  # id of the launch, equal on every rank and after a restart
 
     @property
@@ -93,7 +94,8 @@ def init_distributed(timeout_seconds: float) -> Iterator[World]:
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    restarts, timeout = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")), timedelta(seconds=timeout_seconds)
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) + ATTEMPTS * attempt()
+    timeout = timedelta(seconds=timeout_seconds)
     with RendezvousMonitor(rank, size, timeout_seconds / 2, restarts, exit_process) as monitor:
         store = _store(timeout)
         monitor.connect(store)
@@ -106,7 +108,7 @@ def init_distributed(timeout_seconds: float) -> Iterator[World]:
         )
     try:
         # The launcher's own run id is "none" by default.
-        launch = store.compare_set("lightseq: launch", "", uuid.uuid4().hex).decode()
+        launch = store.compare_set("lightseq: launch", "", os.environ.get(LAUNCH, uuid.uuid4().hex)).decode()
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         yield World(rank, size, local_rank, local_size, device, restarts, launch)
     except Exception as error:  # Python prints the traceback
@@ -124,7 +126,7 @@ def _store(timeout: timedelta) -> dist.Store:
     if "RANK" not in os.environ:
         return dist.HashStore()
     address, port = _require_env("MASTER_ADDR"), int(_require_env("MASTER_PORT"))
-    hosts_store = os.environ["RANK"] == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    hosts_store = os.environ["RANK"] == "0" and not is_store_of_launcher()
     return dist.TCPStore(
         address, port, is_master=hosts_store, timeout=timeout, wait_for_workers=False, multi_tenant=hosts_store
     )

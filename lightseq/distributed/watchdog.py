@@ -19,15 +19,18 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import NoReturn
 
 import torch.distributed as dist
 
 from lightseq.distributed.environment import report_error
 from lightseq.distributed.mesh import World, exit_process
 from lightseq.distributed.rendezvous import STATUS, STORE
+from lightseq.distributed.start_over import is_store_of_launcher, start_over
 
 PHASES = ("start", "data", "forward", "backward", "update", "evaluation", "saving", "end")  # phases of a step, in order
 SILENT_BEATS, SILENT_SECONDS = 5, 60.0  # more than a busy interpreter may lose
+START_OVER, LEAVING_SECONDS = "start over", 30.0  # key in the store; ranks leave together, or after this time
 # Messages of gloo, NCCL and sockets when a peer is gone.
 PEER_GONE = re.compile(r"(?i:closed by peer|reset by peer|broken pipe|ncclRemoteError|remote process exited)")
 
@@ -99,6 +102,14 @@ class Watchdog:
         """Sets a counter that grows while the main thread makes progress within a phase, which may take hours."""
         self._progress = progress
 
+    def start_over(self, memory_limit: float) -> NoReturn:
+        """Starts the command over on all ranks, which may then plan with so many bytes of a GPU. Never returns."""
+        if self._store is None:
+            start_over(self._world.launch, memory_limit)
+        self._store.compare_set(START_OVER, "", str(memory_limit))
+        while True:  # until the watching thread replaces the process
+            time.sleep(1.0)
+
     def __enter__(self) -> "Watchdog":
         return self
 
@@ -122,7 +133,8 @@ class Watchdog:
 
         Ignores SIGTERM meanwhile, which a launcher sends to all ranks as soon as one has ended.
         """
-        before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        # A function, because a process that starts over would go on ignoring a signal.
+        before = signal.signal(signal.SIGTERM, lambda *_: None)
         self._thread.join((SILENT_BEATS + 3) * self._interval)
         signal.signal(signal.SIGTERM, before)
 
@@ -140,6 +152,8 @@ class Watchdog:
         while not self._closed.wait(self._interval):
             self._request_began = time.monotonic()
             try:
+                if self._store is not None and self._store.check([START_OVER]):
+                    self._leave_together(self._store)
                 text = self._judge(self._here(0))
             except (dist.DistStoreError, dist.DistNetworkError, RuntimeError) as error:
                 text = f"{STORE} is gone, and with it the rank or launcher that hosted it ({error})"
@@ -147,6 +161,17 @@ class Watchdog:
                 self._end(text)
                 return
             self._request_began = None
+
+    def _leave_together(self, store: dist.Store) -> NoReturn:
+        """Waits until every rank knows that the run starts over, and replaces this process."""
+        memory_limit = float(store.get(START_OVER))
+        store.set(f"leaves {self._world.rank}", "")
+        until = time.monotonic() + LEAVING_SECONDS
+        while not store.check([f"leaves {rank}" for rank in range(self._world.size)]) and time.monotonic() < until:
+            time.sleep(0.02)
+        if self._world.is_main and not is_store_of_launcher():
+            time.sleep(0.5)  # the others have to read the store once more, which ends with this process
+        start_over(self._world.launch, memory_limit)
 
     def _guard(self) -> None:
         """Ends the process if the store stops answering, for example after a network failure."""

@@ -49,7 +49,7 @@ class DeepSpeedEngine:
         assert inputs.deepspeed is not None
         self._deepspeed = _import(world)
         self._settings, self._world = inputs.deepspeed, world
-        self.meshes, self.memory = meshes, memory
+        self.config, self.meshes, self.memory = config, meshes, memory
         settings = self._settings
         on_all_ranks(world, lambda: self._check(config))
         devices = {part: settings.device_of(part) for part in ("offload_optimizer", "offload_param")}

@@ -1,6 +1,7 @@
 """Engine protocol (sharding, backward pass, update) and its FSDP2 implementation; DeepSpeed is in deepspeed.py."""
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -21,18 +22,22 @@ from lightseq.distributed.mesh import (
     on_all_ranks,
     use_host_cores,
 )
+from lightseq.distributed.start_over import memory_limit
 from lightseq.distributed.stopwatch import Stopwatch
+from lightseq.distributed.watchdog import Watchdog
 from lightseq.memory.host_adamw import compute_updates_on
 from lightseq.memory.offload import Offload
 from lightseq.memory.pinned import PinnedMemory
-from lightseq.memory.planner.advice import auto_notes, out_of_memory
+from lightseq.memory.planner.advice import out_of_memory
 from lightseq.memory.planner.breakdown import Breakdown, kept_activations, loss_bytes, state_bytes
-from lightseq.memory.planner.plan import host_memory_for_layers, plan_of_layers
+from lightseq.memory.planner.plan import Plan, host_memory_for_layers, plan_on_all_ranks
 from lightseq.memory.planner.run import planned_run
 from lightseq.models import adapters, weights
 from lightseq.parallelize import MemoryPlan, parallelize
 from lightseq.schedule.documents import local_tokens
 from lightseq.training.errors import explained_out_of_memory
+from lightseq.training.fallback import fall_back
+from lightseq.training.metrics import earlier_plan
 from lightseq.training.optimization import (
     LossScaler,
     clip,
@@ -44,6 +49,7 @@ from lightseq.training.optimization import (
     step_if_finite,
 )
 from lightseq.training.setup import Inputs
+from lightseq.training.terminal import Terminal
 
 FSDP = {
     "full_shard": "FSDP2 over all ranks",
@@ -68,6 +74,7 @@ class Engine(Protocol):
     context: SequenceContext
     optimizer: Any  # its groups hold the learning rate
     meshes: Meshes
+    config: TrainConfig  # the flags, with the planner's choices
     memory: MemoryPlan
     parameters: str  # sharding and location of the parameters, for display
     offload: Offload | None  # of activations
@@ -109,42 +116,55 @@ class Engine(Protocol):
         ...
 
 
-def build_engine(config: TrainConfig, inputs: Inputs, world: World) -> Engine:
+def build_engine(config: TrainConfig, inputs: Inputs, world: World, watchdog: Watchdog | None = None) -> Engine:
     """Builds the sharded model and its optimizer, and loads the weights or the checkpoint.
 
-    Ends the run with an explanation if memory runs out.
+    The planner fills in memory flags that are not given. If memory runs out, the run starts over with the next plan if
+    there are a watchdog and such a plan; otherwise it ends with an explanation.
     """
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
     if config.deterministic:
         make_deterministic()
     meshes = on_all_ranks(world, lambda: make_meshes(world, inputs.sequence_size, config.fsdp_mode))
-    memory = plan_memory(config, inputs, world)
-    with explained_out_of_memory(world, None, lambda: out_of_memory(config, inputs.model_config, world)):
+    memory, planned = plan_memory(config, inputs, world)
+    with explained_engine(config, inputs, world, memory.plan, watchdog):
         if inputs.deepspeed is None:
-            engine: Engine = FsdpEngine(config, inputs, world, meshes, memory)
+            engine: Engine = FsdpEngine(planned, inputs, world, meshes, memory)
         else:
             from lightseq.training.deepspeed import DeepSpeedEngine  # imports this file
 
-            engine = DeepSpeedEngine(config, inputs, world, meshes, memory)
-    resume_engine(engine, config, inputs, world)
+            engine = DeepSpeedEngine(planned, inputs, world, meshes, memory)
+    resume_engine(engine, config, inputs, world, watchdog)
     return engine
 
 
-def plan_memory(config: TrainConfig, inputs: Inputs, world: World) -> MemoryPlan:
-    """Decides which tensors are offloaded: the planner does for --offload auto, the flags do otherwise."""
-    plan = plan_of_layers(config, inputs.model_config, world)
-    run = plan.run if plan else planned_run(config, inputs.model_config, world)
-    return MemoryPlan(
+def plan_memory(config: TrainConfig, inputs: Inputs, world: World) -> tuple[MemoryPlan, TrainConfig]:
+    """Returns the placement of tensors, and the flags with the planner's choices: the same on all ranks.
+
+    On CPUs and under DeepSpeed there is no choice, except with budgets of memory.
+    """
+    planner = world.device.type == "cuda" and inputs.deepspeed is None
+    config = config if planner else config.without_planner()
+    plan, run = None, None
+    if planner or config.offload == "auto":
+        earlier = earlier_plan(inputs.resume_from)
+        plan = plan_on_all_ranks(config, inputs.model_config, world, earlier, memory_limit())
+        run, config = plan.run, plan.run.config
+    else:
+        run = planned_run(config, inputs.model_config, world)
+    memory = MemoryPlan(
         state_on_host=run.state_on_host,
         layers_with_state_on_gpu=run.layers_with_state_on_gpu,
-        placement=plan.placement if plan else None,
+        placement=plan.placement if plan and config.offload == "auto" else None,
         activation_bytes=host_memory_for_layers(run, world, inputs.deepspeed),
-        run=run,
-        notes=tuple(auto_notes(plan)) if plan else (),
+        plan=plan,
     )
+    return memory, config
 
 
-def resume_engine(engine: Engine, config: TrainConfig, inputs: Inputs, world: World) -> None:
+def resume_engine(
+    engine: Engine, config: TrainConfig, inputs: Inputs, world: World, watchdog: Watchdog | None = None
+) -> None:
     """Restores weights, optimizer and random states if the run resumes from a checkpoint."""
     if (directory := inputs.resume_from) is None:
         return
@@ -153,8 +173,27 @@ def resume_engine(engine: Engine, config: TrainConfig, inputs: Inputs, world: Wo
         engine.restore(directory)
         resume.restore_rng_state(directory, world)
 
-    with explained_out_of_memory(world, None, lambda: out_of_memory(config, inputs.model_config, world)):
+    with explained_engine(config, inputs, world, engine.memory.plan, watchdog):
         on_all_ranks(world, restore)
+
+
+def explained_engine(
+    config: TrainConfig,
+    inputs: Inputs,
+    world: World,
+    plan: Plan | None,
+    watchdog: Watchdog | None,
+    terminal: Terminal | None = None,
+) -> AbstractContextManager[None]:
+    """Returns a context in which a run that has no memory left starts over with the next plan, or is explained."""
+
+    def next_plan(reason: str) -> None:
+        if plan is not None and watchdog is not None:
+            fall_back(plan, config, world, watchdog, reason)
+
+    return explained_out_of_memory(
+        world, terminal, lambda: out_of_memory(config, inputs.model_config, world), next_plan
+    )
 
 
 def tokens_per_forward(config: TrainConfig, context: SequenceContext) -> int:
@@ -163,14 +202,13 @@ def tokens_per_forward(config: TrainConfig, context: SequenceContext) -> int:
     return tokens * config.per_device_train_batch_size
 
 
-def memory_parts(
-    config: TrainConfig, engine: Engine, device: torch.device, taken_by_forward: int | None = None
-) -> Breakdown:
+def memory_parts(engine: Engine, device: torch.device, taken_by_forward: int | None = None) -> Breakdown:
     """Returns the breakdown of the peak device memory so far.
 
     `taken_by_forward`: bytes that a forward pass was measured to leave allocated, if known.
     """
-    tokens, model = tokens_per_forward(config, engine.context), engine.model.config
+    config, model = engine.config, engine.model.config
+    tokens = tokens_per_forward(config, engine.context)
     states = state_bytes(engine.model, config, engine.memory.state_on_host)
     logits, gradients = loss_bytes(model, config, tokens)
     stored = kept_activations(model, config, tokens)
@@ -189,7 +227,7 @@ class FsdpEngine:
     """FSDP2 or DDP engine with optimizers from torch and torchao."""
 
     def __init__(self, config: TrainConfig, inputs: Inputs, world: World, meshes: Meshes, memory: MemoryPlan) -> None:
-        self.meshes, self.memory, self._world = meshes, memory, world
+        self.config, self.meshes, self.memory, self._world = config, meshes, memory, world
         self.parameters = _describe_sharding(config, memory)
         self._max_grad_norm = config.max_grad_norm
         self._shards = meshes.parameters["shard"].get_group()

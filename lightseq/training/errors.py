@@ -18,18 +18,23 @@ from lightseq.utils.formatting import first_line
 
 RANK_0_SECONDS = 5.0  # head start of rank 0, so that it is the one to explain
 EXPLAINING_SECONDS = 60.0  # other ranks wait this long: the launcher kills all ranks once one has ended
+HOST = "host out of memory"
 # Out-of-memory messages of the driver, Triton, cuBLAS, cuDNN and NCCL, which torch's allocator does not see.
 LIBRARIES_ENDED = re.compile(r"(?i:cuda|triton|nccl).*out of memory|CU(BLAS|DNN)_STATUS_ALLOC_FAILED")
 
 
 @contextmanager
 def explained_out_of_memory(
-    world: World, terminal: Terminal | None, explain: Callable[[], Sequence[str]]
+    world: World,
+    terminal: Terminal | None,
+    explain: Callable[[], Sequence[str]],
+    fall_back: Callable[[str], object] | None = None,
 ) -> Iterator[None]:
     """Prints once what used the memory and how to reduce it, and ends this process. The launcher ends the others.
 
     Memory usually runs out on all ranks, and rank 0 explains. Another rank does if rank 0 has no such error.
-    `explain` returns the lines to print: the breakdown, if known, and the remedy last.
+    `explain` returns the lines to print: the breakdown, if known, and the remedy last. `fall_back` is called first with
+    the reason if GPU memory ran out, and returns if there is nothing left to try.
     """
     try:
         yield
@@ -39,6 +44,8 @@ def explained_out_of_memory(
             raise
         if terminal is not None:
             terminal.close()
+        if fall_back is not None and not reason.startswith(HOST):
+            fall_back(reason)
         if not world.is_main:
             time.sleep(RANK_0_SECONDS)
         with suppress(Exception):  # planning may run out of memory too, and the store may be gone
@@ -62,9 +69,9 @@ def _out_of_memory_reason(error: Exception) -> str | None:
     if isinstance(error, torch.OutOfMemoryError):
         return ". ".join(message.split(". ")[:2])
     if requested := re.search(r"DefaultCPUAllocator: .* allocate (\d+) bytes", message):
-        return f"host out of memory. Tried to allocate {int(requested[1]) / 2**30:.2f} GiB"
+        return f"{HOST}. Tried to allocate {int(requested[1]) / 2**30:.2f} GiB"
     if isinstance(error, MemoryError):
-        return ". ".join(filter(None, ["host out of memory", message]))
+        return ". ".join(filter(None, [HOST, message]))
     return next((line.strip() for line in message.splitlines() if LIBRARIES_ENDED.search(line)), None)
 
 

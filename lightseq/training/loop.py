@@ -21,12 +21,12 @@ from lightseq.distributed.environment import launcher_shutdown_seconds
 from lightseq.distributed.mesh import World
 from lightseq.distributed.preemption import StopRequest
 from lightseq.distributed.watchdog import Watchdog
-from lightseq.memory.planner.advice import out_of_memory
+from lightseq.memory.planner.advice import plan_notes
 from lightseq.memory.planner.breakdown import Breakdown
 from lightseq.models.adapters import count_adapter_parameters
 from lightseq.modules.fp8 import MULTIPLE
-from lightseq.training.engine import Engine, memory_parts, tokens_per_forward
-from lightseq.training.errors import explained_data, explained_out_of_memory
+from lightseq.training.engine import Engine, explained_engine, memory_parts, tokens_per_forward
+from lightseq.training.errors import explained_data
 from lightseq.training.evaluation import Perplexity, Shard, measure
 from lightseq.training.metrics import Journal, MetricsFile, scalar
 from lightseq.training.optimization import LearningRate
@@ -52,7 +52,7 @@ class Trainer:
         self.output_dir = Path(config.output_dir)
         self.first_step = inputs.stream.first_step
         self.lengths, length_notes = _batch_lengths(config, inputs, engine)
-        self.notes = (*inputs.notes, *engine.memory.notes, *length_notes)
+        self.notes = (*inputs.notes, *(plan_notes(engine.memory.plan) if engine.memory.plan else ()), *length_notes)
         self.shard = Sharding(self.context, world.device)
         self.adapter_parameters = count_adapter_parameters(inputs.lora, inputs.model_config)
         self.learning_rate = LearningRate(config, inputs.total_steps)
@@ -143,13 +143,11 @@ class Trainer:
 
     def memory_parts(self, taken_by_forward: int | None = None) -> Breakdown:
         """Returns the breakdown of the peak device memory so far."""
-        return memory_parts(self.config, self.engine, self.world.device, taken_by_forward)
+        return memory_parts(self.engine, self.world.device, taken_by_forward)
 
     def explained_out_of_memory(self) -> AbstractContextManager[None]:
-        def explain() -> list[str]:
-            return out_of_memory(self.config, self.inputs.model_config, self.world)
-
-        return explained_out_of_memory(self.world, self.terminal, explain)
+        plan = self.engine.memory.plan
+        return explained_engine(self.config, self.inputs, self.world, plan, self._watchdog, self.terminal)
 
     def _batches(self, step: int) -> list[Batch]:
         """Returns this rank's batches of a step, padded to the same lengths as on other data ranks."""
@@ -302,12 +300,12 @@ class TrainingLoop:
 
 
 def _flop_counter(trainer: Trainer) -> FlopCounter:
-    config, placement = trainer.config, trainer.engine.memory.placement
+    config, placement = trainer.engine.config, trainer.engine.memory.placement
     return FlopCounter(
         model=trainer.inputs.model_config,
         remat=config.remat_policy,
-        layers_per_checkpoint=config.layers_per_checkpoint,
-        tiled=config.tile_layers,
+        layers_per_checkpoint=config.group_size,
+        tiled=config.tiles_layers,
         adapters=trainer.adapter_parameters,
         fp8=config.fp8 is not None and not config.fp8_emulate,
         recomputed_layers=placement.recomputed_share if placement else 0.0,

@@ -269,6 +269,16 @@ def write_run(directory: Path, facts: Mapping[str, Any], secrets: Collection[str
     partial.rename(directory / RUN)
 
 
+def earlier_plan(checkpoint: Path | None) -> dict[str, Any]:
+    """Returns the memory plan of the run that saved a checkpoint; empty if there is none."""
+    try:
+        about = json.loads((checkpoint.parent / RUN).read_text()) if checkpoint is not None else {}
+    except (OSError, ValueError, RecursionError):
+        return {}
+    plan = about.get("memory_plan") if isinstance(about, dict) else None
+    return plan if isinstance(plan, dict) else {}
+
+
 def versions() -> dict[str, str]:
     found = {"python": platform.python_version(), "cuda": torch.version.cuda or "none"}
     for package in PACKAGES:

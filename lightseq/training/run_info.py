@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightseq.config.train_config import TrainConfig
+from lightseq.memory.planner.plan import planned_flags
 from lightseq.models.flops import total_parameters
+from lightseq.training.engine import Engine
 from lightseq.training.metrics import hardware
 from lightseq.utils.formatting import plural
 
@@ -35,8 +37,9 @@ def facts(trainer: Trainer, command: str, notes: Sequence[str]) -> dict[str, Any
         "transport_passed_over": trainer.context.transport.fallback_reason,
         "head_groups": trainer.context.schedule.head_groups_per_rank,
         "ulysses_size": trainer.context.schedule.ulysses_size,
-        "remat": trainer.config.remat_policy,
-        "layers_per_checkpoint": trainer.config.layers_per_checkpoint,
+        "remat": engine.config.remat_policy,
+        "layers_per_checkpoint": engine.config.group_size,
+        "memory_plan": planned_flags(engine.memory.plan) if engine.memory.plan else None,
         "placement": engine.memory.placement.layers if engine.memory.placement else None,
         "host_memory_bytes": engine.offload.memory.limit_bytes if engine.offload else None,
         "fp8": trainer.config.fp8,
@@ -61,7 +64,7 @@ def facts(trainer: Trainer, command: str, notes: Sequence[str]) -> dict[str, Any
 def describe(trainer: Trainer) -> dict[str, Any]:
     """Returns the lines for the terminal by name: model, data, parallelism, kernels and memory."""
     c, m, world = trainer.config, trainer.inputs.model_config, trainer.world
-    fallback_reason, placement = trainer.context.transport.fallback_reason, trainer.engine.memory.placement
+    fallback_reason = trainer.context.transport.fallback_reason
     start = trainer.inputs.resume_from or trainer.inputs.weights
     pretrained = "pretrained weights" if str(start) == c.model_name else f"weights from {start}"
     weights = f"random, seed {c.seed}" if start is None else pretrained
@@ -75,13 +78,22 @@ def describe(trainer: Trainer) -> dict[str, Any]:
         "schedule": str(trainer.context.schedule),
         "kernel": str(trainer.context.selection),
         "transport": trainer.context.transport.name + (f" ({fallback_reason})" if fallback_reason else ""),
-        "remat": c.remat_policy
-        + (f", {c.layers_per_checkpoint} layers per checkpoint" if c.layers_per_checkpoint > 1 else "")
-        + (", tiled layers" if c.tile_layers else "")
-        + (f", {c.offload} in host memory" if c.offload not in ("none", "auto") else "")
-        + (f", {placement.words}" if placement else ""),
+        "memory plan": describe_memory(trainer.engine),
         "parameters": trainer.engine.parameters + _adapters(trainer),
     }  # fmt: skip
+
+
+def describe_memory(engine: Engine) -> str:
+    """Describes what layers keep, recompute and offload, with the planned memory if the planner decided."""
+    if engine.memory.plan is not None:
+        return str(engine.memory.plan)
+    config = engine.config
+    parts = [f"remat {config.remat_policy}"]
+    parts += ["compiled layers"] if config.compiles else []
+    parts += [f"{config.group_size} layers per checkpoint"] if config.group_size > 1 else []
+    parts += ["tiled layers"] if config.tiles_layers else []
+    parts += [f"{config.offload} in host memory"] if config.offload != "none" else []
+    return ", ".join(parts)
 
 
 def _fp8(config: TrainConfig) -> str:

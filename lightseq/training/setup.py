@@ -267,7 +267,7 @@ def _check_packing(packing: str, model_config: PreTrainedConfig) -> None:
 
 
 def _warnings(config: TrainConfig, context: str | None, sequence_size: int) -> list[str]:
-    eager = config.fp8 is not None and not config.torch_compile
+    eager = config.fp8 is not None and not config.compiles
     casts = "without --torch_compile, casts to FP8 run as separate kernels and may cost more than FP8 saves; add it"
     algorithm = SCHEDULES.get(config.schedule)
     uneven = algorithm is not None and algorithm.packed_work == "uneven"
@@ -319,7 +319,7 @@ def tokenizer_directory(model: FoundModel, directory: Path | None) -> Path | Non
 
 def check_layers(config: TrainConfig, found: Architecture) -> None:
     """Raises ValueError if the flags need something that the model's layers do not support."""
-    if config.tile_layers:
+    if config.tiles_layers:
         check_layer_class(found.layer_class)
     if config.remat_policy in STORES_MLP and not found.gated_mlp:
         raise ValueError(

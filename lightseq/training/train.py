@@ -10,7 +10,6 @@ from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.environment import launcher_note, secrets
 from lightseq.distributed.mesh import init_distributed, on_all_ranks
 from lightseq.distributed.watchdog import Watchdog
-from lightseq.memory.planner.advice import faster_notes
 from lightseq.models.presets import ModelFamily
 from lightseq.training.engine import build_engine, resume_engine
 from lightseq.training.errors import explained_silence
@@ -41,11 +40,11 @@ def train(family: ModelFamily, words: list[str], program: str) -> None:
             return on_all_ranks(world, lambda: prepare(config, family, world, found))
 
         inputs = find_inputs()
-        engine = build_engine(config, inputs, world)
+        engine = build_engine(config, inputs, world, watchdog)
         held = on_all_ranks(world, lambda: lock(Path(config.output_dir), world) if world.is_main else None)
         if another_run_wrote(held, config, inputs, world):
             inputs = find_inputs()
-            resume_engine(engine, config, inputs, world)
+            resume_engine(engine, config, inputs, world, watchdog)
         trainer = Trainer(config, inputs, world, engine, watchdog)
         metrics = open_output(trainer, held, f"{program} {shlex.join(words)}")
         TrainingLoop(trainer, metrics).run()
@@ -81,15 +80,7 @@ def _open(trainer: Trainer, held: TextIO, command: str) -> MetricsFile:
         checkpoints.set_aside(broken, checkpoints.BROKEN)
     mirrors = (MIRRORS[config.report_to](directory),) if config.report_to != "none" else ()
     metrics = MetricsFile(directory, trainer.first_step, mirrors, goes_on)
-    notes += metrics.notes + _faster(trainer) + (launcher_note() if config.save_strategy != "no" else ())
+    notes += metrics.notes + (launcher_note() if config.save_strategy != "no" else ())
     write_run(directory, facts(trainer, command, notes), secrets())
     trainer.terminal.header(describe(trainer), notes)
     return metrics
-
-
-def _faster(trainer: Trainer) -> tuple[str, ...]:
-    """Returns notes on flags that would make the run minutes faster. The planner does not model DeepSpeed."""
-    run = trainer.engine.memory.run
-    if run is None or trainer.inputs.deepspeed:
-        return ()
-    return tuple(faster_notes(run, trainer.world, trainer.inputs.total_steps - trainer.first_step))

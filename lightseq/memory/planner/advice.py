@@ -4,28 +4,30 @@ Each suggestion is a plan of its own: the same run with other flags, more GPUs o
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Any
 
-import torch
 from transformers import PreTrainedConfig
 
-from lightseq.config.remat_policies import STORE_LINEARS, STORE_MLP
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.mesh import World
 from lightseq.memory.planner.breakdown import GIB
-from lightseq.memory.planner.plan import Plan, can_fit, make_plan, usable_gpu_bytes
-from lightseq.memory.planner.rates import OUTSIDE_BYTES, SLACK, chip_of_device
+from lightseq.memory.planner.plan import (
+    PLANNED_FLAGS,
+    Plan,
+    can_fit,
+    make_plan,
+    on_smaller_gpus,
+    owners_of_offloaded_state,
+    usable_gpu_bytes,
+    without_device_budget,
+)
 from lightseq.memory.planner.run import PlannedRun, planned_run
-from lightseq.modules.tiled import KNOWN
 
 K = 2**10
 MAX_LENGTH, MAX_GPUS = 2**30, 512  # building schedules for more ranks takes minutes
 LEAST_GAIN = 0.02  # smallest share of a step's time that is worth a suggestion
 SMALLER = 0.9  # of the planned memory, for a run that did not fit although its plan does
-LEAST_GAIN_SECONDS = 120.0  # over the rest of the run, about as long as compilation takes
 
 
 def longest(run: PlannedRun) -> int | None:
@@ -52,67 +54,46 @@ class Change:
 
 
 def changes_to_fit(run: PlannedRun) -> list[Change]:
-    """Returns changes that make a run fit: the fewest flags (the fastest such), the fewest GPUs, the longest length."""
-    asked, run = run.config, _without_device_budget(run)
+    """Returns changes that make a run fit: other memory flags or optimizer, the fewest GPUs, the longest length."""
     found = []
-    policies, offloads = _remat_policies(run), ["none", "activations", "optimizer", "both", "auto"]
-    tile_layers = [False, True] if run.architecture.layer_class in KNOWN else [False]
-    optims = [run.config.optim, "adamw_8bit"]
-    variants = _variants(
-        run, remat=policies, offload=offloads, layers_per_checkpoint=[1, 4], tile_layers=tile_layers, optim=optims
-    )
-    fitting = [(count, plan) for count, changed in variants if (plan := make_plan(changed)).fits]
-    if fitting:
-        _, plan = min(fitting, key=lambda option: (option[0], option[1].step_seconds))
-        found.append(Change(_changed_flags(asked, plan.run.config), plan))
+    for option in (_left_to_the_planner(run), _with_8_bit_states(run), _with_8_bit_states(_left_to_the_planner(run))):
+        if (words := _changed_flags(run.config, option.config)) and (plan := make_plan(option)).fits:
+            found.append(Change(words, plan))
+            break
     if enough := _with_more_gpus(run):
         found.append(Change(f"{enough.run.hardware.gpus} GPUs", enough))
-    if (length := longest(run)) and length < asked.model_max_length:
+    if (length := longest(run)) and length < run.config.model_max_length:
         found.append(Change(f"--model_max_length {length}", make_plan(run.with_length(length))))
     return found
 
 
-def faster_changes(run: PlannedRun) -> list[Change]:
-    """Returns the fewest flags that fit and shorten a step by 2%, and the fastest flags if they save 2% more.
-
-    The flags never change the optimizer, and move state to the host only with `--offload auto`.
-    """
-    config, fastest, found = run.config, make_plan(run).step_seconds, []
-    variants = _variants(
-        run,
-        remat=_remat_policies(run),
-        offload=["none", "activations", "auto", config.offload],
-        layers_per_checkpoint=[1, config.layers_per_checkpoint],
-        tile_layers=[False, config.tile_layers],
-    )
-    fitting = [(count, plan) for count, changed in variants if (plan := make_plan(changed)).fits]
-    for fewest_flags in (True, False):
-        faster = [(n, plan) for n, plan in fitting if plan.step_seconds <= (1 - LEAST_GAIN) * fastest]
-        if faster:
-            _, plan = min(faster, key=lambda option: (option[0] if fewest_flags else 0, option[1].step_seconds))
-            found.append(Change(_changed_flags(config, plan.run.config), plan))
-            fastest = plan.step_seconds
-    return found
+def faster_change(run: PlannedRun) -> Change | None:
+    """Returns the given memory flags to leave out, if the planner's own choice saves 2% of a step's time."""
+    option = _left_to_the_planner(run)
+    if not (words := _changed_flags(run.config, option.config)):
+        return None
+    plan = make_plan(option)
+    faster = plan.fits and plan.step_seconds <= (1 - LEAST_GAIN) * make_plan(run).step_seconds
+    return Change(words, plan) if faster else None
 
 
-def _variants(run: PlannedRun, **choices: list[Any]) -> Iterator[tuple[int, PlannedRun]]:
-    """Yields the run with every other valid combination of flags, and the number of flags that changed."""
-    asked = {**vars(run.config), "remat": run.config.remat_policy}
-    choices["torch_compile"] = [run.config.torch_compile, True]
-    for values in product(*(dict.fromkeys(values) for values in choices.values())):
-        wanted = dict(zip(choices, values, strict=True))
-        if count := sum(asked[name] != value for name, value in wanted.items()):
-            try:
-                config = replace(run.config, **wanted, gradient_checkpointing=None)
-            except ValueError:
-                continue  # the flags exclude each other
-            yield count, replace(run, config=config)
+def _left_to_the_planner(run: PlannedRun) -> PlannedRun:
+    """Returns the run without the memory flags that the planner could choose. Budgets stay: the user set them."""
+    values: dict[str, Any] = {**dict.fromkeys(PLANNED_FLAGS), "offload": "auto", "gradient_checkpointing": None}
+    return run.changed(config=replace(run.config, **values), state_offloaded=False, layers_with_state_on_gpu=0)
 
 
-def _remat_policies(run: PlannedRun) -> list[str]:
-    can_store_mlp, plain_projections = run.architecture.can_store_mlp, run.architecture.plain_projections
-    mlp = [*([STORE_LINEARS] if plain_projections else []), STORE_MLP] if can_store_mlp else []
-    return ["none", *mlp, "attention", "full"]
+def _with_8_bit_states(run: PlannedRun) -> PlannedRun:
+    is_adamw = run.config.optim.startswith("adamw_torch")
+    return run.changed(config=replace(run.config, optim="adamw_8bit" if is_adamw else run.config.optim))
+
+
+def _changed_flags(before: TrainConfig, after: TrainConfig) -> str:
+    """Returns the flags to add and to leave out, such as `--optim adamw_8bit without --remat`."""
+    added = [] if after.optim == before.optim else [f"--optim {after.optim}"]
+    names = (*PLANNED_FLAGS, "gradient_checkpointing")
+    removed = [f"--{name}" for name in names if getattr(after, name) != getattr(before, name)]
+    return " ".join([*added, *(["without", *removed] if removed else [])])
 
 
 def _with_more_gpus(run: PlannedRun) -> Plan | None:
@@ -121,7 +102,7 @@ def _with_more_gpus(run: PlannedRun) -> Plan | None:
     while gpus <= MAX_GPUS and run.config.sequence_parallel_size is None:
         hosts = -(-gpus // hardware.gpus_per_host)
         whole_hosts = gpus if hosts == 1 else hosts * hardware.gpus_per_host
-        more = replace(run, hardware=replace(hardware, gpus=whole_hosts))
+        more = run.changed(hardware=replace(hardware, gpus=whole_hosts))
         if can_fit(one_sequence_per_gpu(more)) and (plan := make_plan(more)).fits:
             return plan
         gpus *= 2
@@ -132,77 +113,20 @@ def one_sequence_per_gpu(run: PlannedRun) -> PlannedRun:
     """Returns a run with equally many tokens per GPU but one GPU per sequence: less memory, and no large schedule."""
     length = -(-run.config.model_max_length // run.sequence_ranks)
     config = replace(run.config, sequence_parallel_size=1, schedule="auto", ulysses_size=None, model_max_length=length)
-    return replace(run, config=config)
-
-
-def _without_device_budget(run: PlannedRun) -> PlannedRun:
-    """Replaces `--device_memory_budget`, which only `--offload auto` accepts, by a smaller GPU."""
-    return _on_smaller_gpus(replace(run, config=replace(run.config, device_memory_budget=None)), usable_gpu_bytes(run))
-
-
-def _on_smaller_gpus(run: PlannedRun, usable: float) -> PlannedRun:
-    """Returns the run on GPUs with `usable` bytes for tensors."""
-    return replace(run, hardware=replace(run.hardware, gpu_memory=usable / (1 - SLACK) + OUTSIDE_BYTES))
-
-
-def _changed_flags(before: TrainConfig, after: TrainConfig) -> str:
-    """Returns the flags to add and to remove, such as `--offload both without --gradient_checkpointing`."""
-    names = ("torch_compile", "offload", "layers_per_checkpoint", "tile_layers", "optim")
-    flags = [f"--{name} {getattr(after, name)}" for name in names if getattr(after, name) != getattr(before, name)]
-    if after.remat_policy != before.remat_policy:
-        flags.append(f"--remat {after.remat_policy}")
-        if before.gradient_checkpointing is not None:
-            flags.append("without --gradient_checkpointing")
-    if before.device_memory_budget is not None and after.offload != "auto":
-        flags.append("without --device_memory_budget")
-    return " ".join(flags)
+    return run.changed(config=config)
 
 
 # ---- notes of a run -------------------------------------------------------------------------------------------------
 
 
-def describe_placement(plan: Plan) -> str:
-    run = plan.run
-    grouped = f"; {run.group_size} layers per checkpoint" if run.group_size > 1 else ""
-    state = f"; weights and state{_owners_of_offloaded_state(run)} in host memory" if run.state_offloaded else ""
-    return f"{plan.placement.words} (remat {run.config.remat_policy}{grouped}){state}"
-
-
-def _owners_of_offloaded_state(run: PlannedRun) -> str:
-    """Returns ` of` and the parts of the model with state on the host; empty if that is the whole model."""
-    resident = run.layers_with_state_on_gpu
-    if not resident:
-        return ""
-    layers = f"layers {resident}-{run.layers - 1}, " if resident < run.layers else ""
-    return f" of {layers}embeddings and head"
-
-
-def auto_notes(plan: Plan) -> list[str]:
-    """Returns a note on state that `--offload auto` moved to the host, and warnings about missing memory."""
-    warnings = [f"warning: --offload auto found no plan that fits: too little {missing}" for missing in plan.shortages]
+def plan_notes(plan: Plan) -> list[str]:
+    """Returns a note on state that the planner moved to the host, and warnings about missing memory."""
+    warnings = [f"warning: no memory plan fits: too little {missing}" for missing in plan.shortages]
     if not plan.run.state_offloaded:
         return warnings
-    owners = _owners_of_offloaded_state(plan.run)
+    owners = owners_of_offloaded_state(plan.run)
     reason = "; nothing faster fits" if plan.fits else ""
-    return [f"--offload auto: weights, gradients and optimizer state{owners} are in host memory{reason}", *warnings]
-
-
-def faster_notes(run: PlannedRun, world: World, steps: int) -> list[str]:
-    """Returns a note on flags that would save over two minutes in the remaining `steps`, on GPUs of known rates."""
-    if world.device.type != "cuda" or chip_of_device(torch.cuda.get_device_name(world.device)) is None:
-        return []
-    run = replace(run, state_offloaded=False, layers_with_state_on_gpu=0)  # the run before `--offload auto` changed it
-    asked = make_plan(run)
-    if not asked.fits or steps * asked.step_seconds <= LEAST_GAIN_SECONDS:
-        return []
-    worth = [
-        f"{change.words} ({change.plan.step_seconds:.3g} s, {change.plan.parts.total / GIB:.1f} GiB per GPU)"
-        for change in faster_changes(run)
-        if steps * (asked.step_seconds - change.plan.step_seconds) > LEAST_GAIN_SECONDS
-    ]
-    if not worth:
-        return []
-    return [f"a step is planned to take {asked.step_seconds:.3g} s; faster: {', or '.join(worth)}"]
+    return [f"weights, gradients and optimizer state{owners} are in host memory{reason}", *warnings]
 
 
 def out_of_memory(config: TrainConfig, model: PreTrainedConfig, world: World) -> list[str]:
@@ -213,12 +137,12 @@ def out_of_memory(config: TrainConfig, model: PreTrainedConfig, world: World) ->
     if config.deepspeed:  # the planner does not know its state
         gpus = "more GPUs per sequence (--sequence_parallel_size), or a lower --model_max_length"
         return [f"to fit: offload_optimizer and offload_param in {config.deepspeed}, {gpus}"]
-    run = planned_run(config, model, world)
+    run = without_device_budget(planned_run(config, model, world))
     plan, usable = make_plan(run), usable_gpu_bytes(run)
     room = f", {usable / GIB:.1f} GiB usable" if math.isfinite(usable) else ""
     lines = [f"planned peak memory per GPU ({plan.when}{room}):", *plan.parts.lines()]
-    changes = changes_to_fit(_on_smaller_gpus(run, SMALLER * plan.parts.total) if plan.fits else run)
-    words = [f"{change.words} ({change.plan.parts.total / GIB:.1f} GiB per GPU)" for change in changes]
-    if plan.fits and config.offload == "auto":
+    smaller = on_smaller_gpus(run, SMALLER * plan.parts.total) if plan.fits else run
+    words = [f"{change.words} ({change.plan.parts.total / GIB:.1f} GiB per GPU)" for change in changes_to_fit(smaller)]
+    if plan.fits and config.offload == "auto" and make_plan(smaller).fits:
         words.insert(0, f"--device_memory_budget {SMALLER * plan.parts.total / GIB:.1f}")
     return [*lines, f"to fit: {', or '.join(words) or 'more GPUs, or a smaller model'}"]

@@ -59,7 +59,7 @@ def moments_of(config: TrainConfig) -> float:
 
 def kept_activations(model: PreTrainedConfig, config: TrainConfig, tokens: int) -> int:
     """Returns the bytes that all layers save for the backward pass of `tokens` local tokens, on GPU or host."""
-    layer, group = saved_bytes(model, config), config.layers_per_checkpoint
+    layer, group = saved_bytes(model, config), config.group_size
     if group == 1:
         return int(model.num_hidden_layers * tokens * layer)
     groups = -(-model.num_hidden_layers // group)
@@ -79,7 +79,7 @@ def saved_bytes(model: PreTrainedConfig, config: TrainConfig, policy: str | None
     log_sum_exp = 4 * heads.query
     if policy == "none":
         sizes = Widths(model.hidden_size, attention, key_value, intermediate)
-        return itemsize * SAVED_WITHOUT_REMAT[config.torch_compile].dot(sizes) + log_sum_exp
+        return itemsize * SAVED_WITHOUT_REMAT[config.compiles].dot(sizes) + log_sum_exp
     elements = model.hidden_size
     if policy != "full":
         elements += attention

@@ -56,15 +56,15 @@ def peak_without_activations(run: PlannedRun) -> float:
 
 
 def backward_points(run: PlannedRun) -> Mapping[str, BackwardPoint]:
-    if run.config.tile_layers:
+    if run.config.tiles_layers:
         return TILED_POINTS
     table = POINTS_WITHOUT_REMAT if run.config.remat_policy == "none" else BACKWARD_POINTS
-    return table[run.config.torch_compile]
+    return table[run.config.compiles]
 
 
 def in_flight(run: PlannedRun) -> int:
     """Returns the number of offloaded layers with tensors on the GPU at a time."""
-    return layers_in_flight(run.config.tile_layers)
+    return layers_in_flight(run.config.tiles_layers)
 
 
 # ---- saved activations ----------------------------------------------------------------------------------------------
@@ -87,13 +87,14 @@ def _group_state(run: PlannedRun, placement: Placement, group: int) -> str:
 def _saved_on_gpu(run: PlannedRun, placement: Placement, last: int) -> float:
     """Returns the bytes that groups up to `last` have on the GPU: those that stay, and offloaded ones in flight."""
     resident, offloaded, stayed_since = 0.0, [], 0
+    sizes = {state: saved_by_group(run, state) for state in set(placement.layers)}
     for group in range(last + 1):
         state = _group_state(run, placement, group)
         if state in OFFLOADED:
-            offloaded.append(saved_by_group(run, state))
+            offloaded.append(sizes[state])
             stayed_since = 0
         else:
-            resident += saved_by_group(run, state)
+            resident += sizes[state]
             stayed_since += 1
     moving = max(0, in_flight(run) - stayed_since)  # a layer that stays takes the place of one in flight
     return resident + sum(offloaded[max(0, len(offloaded) - moving) :])
@@ -115,7 +116,7 @@ def _loss(run: PlannedRun, placement: Placement) -> Snapshot:
     """Returns memory during the loss: all activations are saved, and the head and last layer are gathered."""
     logits, gradients = loss_bytes(run.model, run.config, run.tokens)
     gathered = (run.architecture.head + run.group_size * run.layer_parameters) * run.itemsize
-    working = gathered + _bytes(run, LAST_NORM[run.config.torch_compile])
+    working = gathered + _bytes(run, LAST_NORM[run.config.compiles])
     saved = _saved_on_gpu(run, placement, run.groups - 1)
     return _snapshot(run, "loss", saved=saved, loss=logits + gradients, working=working)
 
@@ -127,7 +128,7 @@ def _backward(run: PlannedRun, placement: Placement, group: int, name: str) -> S
         working += _tiled_mlp_bytes(run)
     if point.in_attention:
         working += attention_of(run).backward * run.tokens
-    if (point.in_attention or run.config.tile_layers) and state in RECOMPUTED:  # output and log-sum-exp, recomputed
+    if (point.in_attention or run.config.tiles_layers) and state in RECOMPUTED:  # output and log-sum-exp, recomputed
         working += run.tokens * (_saved_under(run, "attention") - _saved_under(run, "full"))
     saved, rerun = _saved_on_gpu(run, placement, group), _saved_by_rerun(run, placement)
     was_offloaded = state in OFFLOADED if run.group_size == 1 else placement.offloads
@@ -177,7 +178,7 @@ def _weights_and_gradients(run: PlannedRun, group: int) -> float:
     if run.tied:  # the embeddings stay gathered, and have had a gradient since the loss
         taken += (1 + trains) * run.architecture.head * run.itemsize
     if trains:
-        summed = run.layer_parameters if run.config.tile_layers else 0  # tiles accumulate gradients in float32
+        summed = run.layer_parameters if run.config.tiles_layers else 0  # tiles accumulate gradients in float32
         taken += (unit - summed) * run.itemsize + summed * FLOAT32
         if group < run.groups - 1:
             taken += unit * FLOAT32  # the next group's gradients, being reduced
@@ -201,8 +202,8 @@ def _tiled_mlp_bytes(run: PlannedRun) -> float:
     With adapters there are no such gradients, but the inputs and weights of the widest product side by side.
     """
     hidden, intermediate = run.widths.hidden, run.widths.intermediate
-    untiled = intermediate * UNTILED_MLP_BUFFERS[run.config.torch_compile]
-    if run.config.tile_layers:  # the MLP, and hidden-wide buffers around it
+    untiled = intermediate * UNTILED_MLP_BUFFERS[run.config.compiles]
+    if run.config.tiles_layers:  # the MLP, and hidden-wide buffers around it
         return min(run.tokens, TILE_TOKENS) * run.itemsize * (untiled + TILE_HIDDEN * hidden)
     if run.tokens <= TILE_TOKENS or run.config.fp8:
         return run.tokens * run.itemsize * untiled

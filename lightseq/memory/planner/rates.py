@@ -115,8 +115,7 @@ POINTS_WITHOUT_REMAT: Mapping[bool, Mapping[str, BackwardPoint]] = {
 }
 LAST_NORM: Mapping[bool, Widths] = {False: Widths(hidden=4), True: Widths(hidden=2)}  # held during the loss
 PROCESS_BYTES = 2.5 * GIB  # host memory of a rank's Python, torch and CUDA (host_rss_bytes of the points)
-OUTSIDE_BYTES = 2.0 * GIB  # GPU memory outside torch's allocator: CUDA context, NCCL (assumed)
-SLACK = 0.05  # share of the rest lost to fragmentation where memory is nearly full (assumed)
+MARGIN = 0.08  # share of a GPU left to drivers, libraries and fragmentation (memory is planned within 5%)
 
 # ---- time -----------------------------------------------------------------------------------------------------------
 # Shares of the datasheet's peaks. `points`: benchmarks/results/plan-2xh200.jsonl. `traces`: 1B at 32K and 8 layers of

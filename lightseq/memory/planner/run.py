@@ -5,6 +5,7 @@ import os
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
@@ -69,7 +70,15 @@ class PlannedRun:
             )
 
     def with_length(self, length: int) -> "PlannedRun":
-        return replace(self, config=replace(self.config, model_max_length=length))
+        return self.changed(config=replace(self.config, model_max_length=length))
+
+    def changed(self, **changes: Any) -> "PlannedRun":
+        """Returns the run with other fields, but the same model and adapters, which are not inspected again."""
+        other = replace(self, **changes)
+        for name in ("architecture", "widths", "adapter_parameters"):
+            if name in vars(self):
+                vars(other)[name] = vars(self)[name]
+        return other
 
     # ---- ranks and the sequence -------------------------------------------------------------------------------------
 
@@ -86,7 +95,7 @@ class PlannedRun:
     @property
     def prefetches_weights(self) -> bool:
         """Returns whether a layer's weights are gathered, or copied from the host, while another layer runs."""
-        return self.shards > 1 or (self.state_on_host and not self.config.tile_layers)
+        return self.shards > 1 or (self.state_on_host and not self.config.tiles_layers)
 
     @property
     def transport(self) -> str:
@@ -194,7 +203,7 @@ class PlannedRun:
 
     @property
     def group_size(self) -> int:
-        return self.config.layers_per_checkpoint
+        return self.config.group_size
 
     @property
     def groups(self) -> int:
@@ -214,11 +223,17 @@ class PlannedRun:
 
 
 def planned_run(config: TrainConfig, model: PreTrainedConfig, world: World) -> PlannedRun:
-    """Returns the planned run on this machine. Without a GPU of known rates, times are those of an H200."""
-    chip, memory = CHIPS["h200"], math.inf
-    if world.device.type == "cuda":
-        properties = torch.cuda.get_device_properties(world.device)
-        chip, memory = chip_of_device(properties.name) or chip, float(properties.total_memory)
+    """Returns the planned run on this machine."""
     per_host = world.size if world.size % world.local_size else world.local_size  # hosts may differ
-    cores = len(os.sched_getaffinity(0))
-    return PlannedRun(model, config, Hardware(chip, world.size, per_host, memory, float(host_memory().total), cores))
+    return PlannedRun(model, config, hardware_here(world.size, per_host, world.device))
+
+
+def hardware_here(gpus: int, gpus_per_host: int, device: torch.device) -> Hardware:
+    """Returns `gpus` GPUs like this machine's. Without a GPU of known rates, times are those of an H200."""
+    chip, memory = CHIPS["h200"], math.inf
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        chip, memory = chip_of_device(properties.name) or chip, float(properties.total_memory)
+    return Hardware(
+        chip, gpus, gpus_per_host, memory, float(host_memory().total), host_cores=len(os.sched_getaffinity(0))
+    )

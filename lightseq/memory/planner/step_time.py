@@ -24,7 +24,7 @@ def step_seconds(run: PlannedRun, placement: Placement) -> dict[str, float]:
     parts["weights: gathered and reduced, exposed"] = passes * _exposed_collectives(run, layer)
     parts["offloading, exposed"] = passes * (_exposed_copies(run, placement, layer) + _exposed_weights(run, layer))
     parts["optimizer"] = update_seconds(run)
-    launches = passes * run.layers * rates.LAYER_LAUNCH_SECONDS[run.config.torch_compile]
+    launches = passes * run.layers * rates.LAYER_LAUNCH_SECONDS[run.config.compiles]
     parts[WAITING] = max(0.0, launches - sum(parts.values()))
     return parts
 
@@ -79,9 +79,9 @@ def matrix_seconds(run: PlannedRun) -> float:
     passes = 2 if run.adapter_parameters else 3  # forward; backward by the input, and by the weight where it trains
     layers = 2.0 * run.tokens * passes * architecture.layer_linears
     layers += recompute_flops(
-        run.model, run.tokens, 1, config.remat_policy, run.group_size, config.tile_layers, attention_share=0.0
+        run.model, run.tokens, 1, config.remat_policy, run.group_size, config.tiles_layers, attention_share=0.0
     )
-    if _tiles_mlp(run) and not (config.torch_compile or architecture.mlp_is_last):
+    if _tiles_mlp(run) and not (config.compiles or architecture.mlp_is_last):
         # The tiled MLP runs again for the modules that follow it.
         layers += 2 * run.tokens * run.layers * 3 * run.widths.hidden * run.widths.intermediate
     flops = layers * rates.FP8_TIME[config.fp8] + 2 * run.tokens * passes * architecture.head
@@ -91,8 +91,8 @@ def matrix_seconds(run: PlannedRun) -> float:
 
 def _elementwise_bytes(run: PlannedRun) -> float:
     """Returns the bytes that elementwise kernels move per token and layer, forward and backward."""
-    always, repeated = rates.ELEMENTWISE[run.config.torch_compile]
-    if _tiles_mlp(run) and not run.config.torch_compile:  # a third is the forward pass, which a group repeats
+    always, repeated = rates.ELEMENTWISE[run.config.compiles]
+    if _tiles_mlp(run) and not run.config.compiles:  # a third is the forward pass, which a group repeats
         mlp = rates.EAGER_TILED_MLP * (4 / 3 if run.group_size > 1 else 1)
         always, repeated = replace(always, intermediate=mlp), replace(repeated, intermediate=0)
     repeats = 0 if run.config.remat_policy == "none" else 2 if run.group_size > 1 else 1
@@ -103,7 +103,7 @@ def _elementwise_bytes(run: PlannedRun) -> float:
 def _tiles_mlp(run: PlannedRun) -> bool:
     """Returns whether the tiled MLP operator replaces the module's own forward (`tile_mlps`)."""
     config = run.config
-    other = config.remat_policy == "none" or config.tile_layers or config.fp8 is not None
+    other = config.remat_policy == "none" or config.tiles_layers or config.fp8 is not None
     return run.architecture.gated_mlp and run.tokens > TILE_TOKENS and not other
 
 

@@ -70,7 +70,8 @@ def _without_training(config: TrainConfig) -> TrainConfig:
     """Resets flags that only affect the backward pass and the update."""
     offload = "optimizer" if config.state_on_host else "none"
     return dataclasses.replace(
-        config, remat=None, gradient_checkpointing=None, layers_per_checkpoint=1, offload=offload,
+        config, torch_compile=config.compiles, remat="attention", gradient_checkpointing=None, layers_per_checkpoint=1,
+        tile_layers=config.tiles_layers, offload=offload,
         profile_steps=None, profile_memory=False, host_memory_budget=None, device_memory_budget=None,
         lora_rank=None, lora_alpha=None,
         lora_target_modules=TrainConfig.lora_target_modules, optim=TrainConfig.optim, deepspeed=None,
@@ -87,8 +88,8 @@ def _to_fit(config: TrainConfig) -> str:
 def _notes(given: TrainConfig, config: TrainConfig) -> list[str]:
     defaults = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
     unused = [f"--{flag}" for flag in UNUSED if getattr(given, flag) != defaults[flag]]
-    if given.offload != config.offload:  # weights may still be on the host
-        unused.append(f"--offload {'auto' if given.offload == 'auto' else 'activations'}")
+    if given.offload in ("activations", "both"):  # weights may still be on the host
+        unused.append("--offload activations")
     return [f"flags that only affect training are ignored: {', '.join(unused)}"] if unused else []
 
 

@@ -10,9 +10,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from lightseq.config.train_config import TrainConfig
-from lightseq.memory.planner.advice import Change, describe_placement
+from lightseq.memory.planner.advice import Change
 from lightseq.memory.planner.breakdown import GIB
-from lightseq.memory.planner.plan import Plan, usable_gpu_bytes
+from lightseq.memory.planner.plan import Plan, planned_flags, usable_gpu_bytes
 from lightseq.memory.planner.run import PlannedRun
 
 
@@ -37,6 +37,7 @@ def record(plan: Plan, longest: int | None, changes: Sequence[Change]) -> dict[s
         "seconds": plan.seconds,
         "tokens_per_second": plan.tokens_per_second,
         "mfu": plan.mfu,
+        "memory_plan": planned_flags(plan),
         "placement": list(plan.placement.layers),
         "state_on_host": run.state_on_host,
         "layers_with_state_on_gpu": run.layers_with_state_on_gpu if run.state_on_host else run.layers,
@@ -72,7 +73,7 @@ def _facts(plan: Plan, longest: int | None) -> Table:
         "hardware": f"{hardware.gpus} x {hardware.chip.device} on {hosts} host{'s' * (hosts > 1)}, "
         f"{run.sequence_ranks} a sequence: {run.tokens:,} tokens a GPU",
         "schedule": _schedule(run),
-        "layers": describe_placement(plan),
+        "memory plan": str(plan),
         "verdict": "fits" if plan.fits else f"does not fit: too little {' and '.join(plan.shortages)}",
         "longest": f"{longest:,} tokens fit" if longest else "no length fits",
         "step": f"{_seconds(plan.step_seconds)} s, {plan.tokens_per_second:,.0f} tokens/s, MFU {plan.mfu:.1%}",
@@ -118,7 +119,7 @@ def _time(plan: Plan) -> Table:
 def _changes(plan: Plan, changes: Sequence[Change]) -> Table | str | None:
     if not changes:
         return None if plan.fits else "to fit: the planner knows no flags that help; use a smaller model or larger GPUs"
-    out = _table("faster, any of" if plan.fits else "to fit, any of", "GiB per GPU", "GiB per host", "s per step")
+    out = _table("faster" if plan.fits else "to fit, any of", "GiB per GPU", "GiB per host", "s per step")
     for change in changes:
         found = change.plan
         sizes = (f"{found.parts.total / GIB:.1f}", f"{found.host_bytes / GIB:,.0f}", _seconds(found.step_seconds))

@@ -15,7 +15,7 @@ from lightseq.config.command_line import parse
 from lightseq.config.train_config import TrainConfig
 from lightseq.kernels.base import KernelSpec
 from lightseq.kernels.selection import why_unsupported
-from lightseq.memory.planner.advice import changes_to_fit, faster_changes, longest
+from lightseq.memory.planner.advice import changes_to_fit, faster_change, longest
 from lightseq.memory.planner.breakdown import GIB
 from lightseq.memory.planner.plan import make_plan
 from lightseq.memory.planner.rates import DEFAULT_CORES, MEASURED_ON, Chip, chip_named
@@ -35,7 +35,8 @@ def report(family: ModelFamily, own: argparse.Namespace, training: Sequence[str]
     """Prints the plan of a run. Returns whether it fits. Raises ValueError for flags that cannot be planned."""
     run = _planned_run(family, own, training)
     plan = make_plan(run)
-    length, changes = longest(run), faster_changes(run) if plan.fits else changes_to_fit(run)
+    length, faster = longest(run), faster_change(run) if plan.fits else None
+    changes = [faster] if faster else [] if plan.fits else changes_to_fit(run)
     found = {"command": command, **record(plan, length, changes)}
     found["notes"] = _notes(family, plan.run)
     if own.output is not None:

@@ -26,6 +26,7 @@ from lightseq.data.sources import holds_rows
 from lightseq.distributed.environment import secrets
 from lightseq.distributed.mesh import World, check_sequence_size, init_distributed, on_all_ranks
 from lightseq.kernels import KernelSpec
+from lightseq.memory.planner.plan import plan_on_all_ranks
 from lightseq.models.architecture import heads_of, with_layers
 from lightseq.models.family import resolve
 from lightseq.models.presets import ModelFamily
@@ -83,6 +84,7 @@ def verify(family: ModelFamily, argv: Sequence[str], world: World) -> int:
 def _rows_of_run(asked: TrainConfig, family: ModelFamily, world: World) -> list[Row]:
     folder = shared_folder(world, "lightseq-verify-")
     try:
+        asked = _as_trained(asked, family, world)
         config = on_all_ranks(world, lambda: shortened(asked, folder, world))
         inputs, samples = _prepared(asked, config, family, world)
         model = inputs.model_config
@@ -96,6 +98,14 @@ def _rows_of_run(asked: TrainConfig, family: ModelFamily, world: World) -> list[
     rows += transport_rows(transport, group, world)
     heads, kv_heads = heads_of(model).query, heads_of(model).key_value
     return rows + kernel_rows(_spec(config, model, world.device), heads, kv_heads, world.device)
+
+
+def _as_trained(asked: TrainConfig, family: ModelFamily, world: World) -> TrainConfig:
+    """Returns the config with the memory plan of training at the whole length, which the short run verifies."""
+    if world.device.type != "cuda" or asked.deepspeed:
+        return asked.without_planner()
+    model = on_all_ranks(world, lambda: resolve(family, asked.model_name, random_init=True).config)
+    return plan_on_all_ranks(asked, model, world).run.config
 
 
 def _record_path(asked: TrainConfig, world: World) -> Path | None:
@@ -119,7 +129,7 @@ def shortened(asked: TrainConfig, folder: Path, world: World) -> TrainConfig:
         data_path=str(folder / "data.pkl") if made else asked.data_path, output_dir=str(folder / "run"),
         gradient_accumulation_steps=min(2, asked.gradient_accumulation_steps),
         per_device_train_batch_size=min(2, asked.per_device_train_batch_size),
-        layers_per_checkpoint=min(2, asked.layers_per_checkpoint), optim="sgd", learning_rate=0.0, max_grad_norm=0.0,
+        layers_per_checkpoint=min(2, asked.group_size), optim="sgd", learning_rate=0.0, max_grad_norm=0.0,
         lr_scheduler_type="constant", warmup_ratio=0.0, warmup_steps=0, eval_strategy="no", eval_data_path=None,
         save_strategy="no", report_to="none", profile_steps=None, profile_memory=False, resume_from_checkpoint=None,
     )  # fmt: skip
@@ -153,7 +163,7 @@ def _prepared(
         dist.barrier()
     inputs = on_all_ranks(world, lambda: prepare(config, family, world))
     stream = dataclasses.replace(inputs.stream, shuffle=False)
-    few = with_layers(inputs.model_config, LAYERS * config.layers_per_checkpoint)
+    few = with_layers(inputs.model_config, LAYERS * config.group_size)
     few.initializer_range = few.hidden_size**-0.5  # large enough to detect a wrong mask in narrow models
     short = f"verifies {few.num_hidden_layers} layers and {length:,} of {asked.model_max_length:,} tokens"
     notes = (f"{short}, synthetic data",) if made else (short, *inputs.notes)

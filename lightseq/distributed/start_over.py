@@ -1,0 +1,43 @@
+"""Start of a run's command over again in the same processes, without anything of the first attempt but its launch.
+
+A launcher sees the same processes. The new attempt connects its ranks under other names in the rendezvous store, so no
+communicator of the attempt before is used again.
+"""
+
+import os
+import sys
+from typing import NoReturn
+
+ATTEMPT, LAUNCH, MEMORY_LIMIT = "LIGHTSEQ_ATTEMPT", "LIGHTSEQ_LAUNCH", "LIGHTSEQ_MEMORY_LIMIT"
+ATTEMPTS = 1000  # more than the launcher's restarts, which are counted beside them
+
+
+def attempt() -> int:
+    """Returns the number of times that this process was started over."""
+    return int(os.environ.get(ATTEMPT, "0"))
+
+
+def memory_limit() -> float:
+    """Returns the bytes of a GPU that this attempt may plan with: less than the attempt before; else infinity."""
+    return float(os.environ.get(MEMORY_LIMIT, "inf"))
+
+
+def is_store_of_launcher() -> bool:
+    """Returns whether the launcher hosts the rendezvous store; otherwise rank 0 does."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def start_over(launch: str, memory_limit_bytes: float) -> NoReturn:
+    """Replaces this process by a new one with the same command. Never returns; all threads and GPU memory are gone."""
+    settings = {ATTEMPT: str(attempt() + 1), LAUNCH: launch, MEMORY_LIMIT: str(memory_limit_bytes)}
+    if "MASTER_PORT" in os.environ and not is_store_of_launcher():
+        settings["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)  # the old port may not be free at once
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2:
+            try:
+                os.set_inheritable(int(name), False)
+            except OSError:  # the directory itself, closed by now
+                continue
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **settings})

@@ -1,0 +1,27 @@
+"""Fallback of a run that ran out of GPU memory: all ranks start over with the next memory plan."""
+
+import sys
+from dataclasses import replace
+
+from lightseq.config.train_config import TrainConfig
+from lightseq.distributed.mesh import World, is_first_to
+from lightseq.distributed.watchdog import Watchdog
+from lightseq.memory.planner.advice import SMALLER
+from lightseq.memory.planner.plan import Plan, make_plan, on_smaller_gpus
+
+
+def fall_back(plan: Plan, config: TrainConfig, world: World, watchdog: Watchdog, reason: str) -> None:
+    """Starts the run over with a plan that takes a tenth less memory. Returns if there is none.
+
+    The new attempt resumes from the newest complete checkpoint of this launch, or begins anew without one. `config` has
+    the flags as given: the planner obeys them again.
+    """
+    limit = SMALLER * plan.parts.total
+    asked = replace(plan.run, config=config, state_offloaded=False, layers_with_state_on_gpu=0)
+    following = make_plan(on_smaller_gpus(asked, limit))
+    if not following.fits:
+        return
+    if is_first_to("fall back"):
+        words = f"starting over with the next memory plan: {following}"
+        print(f"rank {world.rank}: {reason}; {words}", file=sys.stderr, flush=True)
+    watchdog.start_over(limit)
