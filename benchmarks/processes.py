@@ -1,10 +1,13 @@
 """Measurements in separate processes, with a time limit and the reason for a failure."""
 
+import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
+from typing import Final
 
 import psutil
 
@@ -16,6 +19,7 @@ REFUSAL = re.compile(r"^error: (.+)$", re.MULTILINE)
 KILLED = re.compile(r"Signal \d+ \(SIG\w+\)")
 PLAIN = re.compile(r"^(ValueError|ImportError|ModuleNotFoundError): ")  # the message is clear without the class name
 LONGEST = 200
+NOTHING: Final[Mapping[str, str]] = MappingProxyType({})
 
 
 class Failed(Exception):
@@ -27,11 +31,16 @@ def torchrun(processes: int) -> list[str]:
     return ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
 
 
-def run(words: Sequence[str], timeout: float, log: Path) -> None:
-    """Runs python with these arguments. Raises Failed on a timeout or a nonzero exit status."""
+def run(words: Sequence[str], timeout: float, log: Path, environment: Mapping[str, str] = NOTHING) -> None:
+    """Runs python with these arguments, and `environment` added to this process's.
+
+    Raises Failed on a timeout or a nonzero exit status.
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as file:
-        process = subprocess.Popen([sys.executable, *words], stdout=file, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            [sys.executable, *words], stdout=file, stderr=subprocess.STDOUT, env={**os.environ, **environment}
+        )
         try:
             status = process.wait(timeout)
         except subprocess.TimeoutExpired:

@@ -15,6 +15,7 @@ if __name__ == "__main__":
 import argparse
 import json
 import math
+import os
 import re
 import shlex
 import statistics
@@ -200,6 +201,13 @@ class Trial:
         return [*([] if self.implementation in TRAINERS and processes == 1 else torchrun(processes)), *program]
 
     @property
+    def environment(self) -> dict[str, str]:
+        """Environment variables of the command. A Trainer in one process would take all GPUs that it sees."""
+        if self.implementation not in TRAINERS or self.setting.flags.nproc_per_node > 1:
+            return {}
+        return {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
+
+    @property
     def trainer_words(self) -> list[str]:
         """Arguments of lightseq's trainer, as in the README; all other flags have their defaults."""
         s = self.setting
@@ -272,7 +280,7 @@ def take(trial: Trial, about: Mapping[str, Any]) -> dict[str, Any]:
     measured: dict[str, Any] = {}
     skipped: str | None = None
     try:
-        run(trial.command, flags.timeout, trial.log)
+        run(trial.command, flags.timeout, trial.log, trial.environment)
         measured = numbers(trial, read_outcome(trial), about["hardware"]["device"])
     except Failed as why:
         skipped = str(why)

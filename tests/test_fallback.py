@@ -52,29 +52,43 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     files = write_inputs(tmp_path_factory.mktemp("fallback"))
     config = CONFIG.__class__.from_dict({**CONFIG.to_dict(), "num_hidden_layers": 4})
     config.save_pretrained(files / "model")
-    whole = run(files, "whole", STEPS, ranks=2, at=3, times=0)
-    assert whole.returncode == 0 and "resumed" not in whole.stdout, whole.stderr
     return files
 
 
-def test_all_ranks_start_over_with_less_memory_from_the_last_checkpoint(files: Path) -> None:
+@pytest.fixture(scope="module")
+def whole(files: Path) -> list[float]:
+    """Returns the losses of a run with enough memory."""
+    ended = run(files, "whole", STEPS, ranks=2, at=3, times=0)
+    assert ended.returncode == 0 and "resumed" not in ended.stdout, ended.stderr
+    return losses(files, "whole")
+
+
+def test_all_ranks_start_over_with_less_memory_from_the_last_checkpoint(files: Path, whole: list[float]) -> None:
     ended = run(files, "short", STEPS, ranks=2, at=3, times=1)
     assert ended.returncode == 0, ended.stderr
     said = [line for line in ended.stderr.splitlines() if "starting over with the next memory plan: " in line]
     assert len(said) == 1 and said[0].startswith("rank 1: CUDA out of memory. Tried to allocate 2.00 GiB; ")
     assert "checkpoint-2" in ended.stdout
     assert planned_bytes(files, "short") <= 0.9 * planned_bytes(files, "whole")
-    assert (
-        losses(files, "short") == pytest.approx(losses(files, "whole"), rel=1e-6) and len(losses(files, "short")) == 6
-    )
+    assert losses(files, "short") == pytest.approx(whole, rel=1e-6) and len(losses(files, "short")) == 6
+
+
+@pytest.mark.gpu(2)
+def test_ranks_that_wait_for_each_other_on_gpus_start_over(files: Path) -> None:
+    """The last rank stops in the middle of a step, so that the other one waits for it inside a kernel."""
+    for output, times in (("gpus", 0), ("gpus-short", 1)):
+        ended = run(files, output, "--max_steps 6 --save_steps 2 --bf16", ranks=2, at=3, times=times)
+        assert ended.returncode == 0, ended.stderr
+    assert planned_bytes(files, "gpus-short") <= 0.9 * planned_bytes(files, "gpus")
+    assert losses(files, "gpus-short") == pytest.approx(losses(files, "gpus"), rel=1e-2)
 
 
 @pytest.mark.slow
-def test_a_run_without_checkpoints_begins_anew(files: Path) -> None:
+def test_a_run_without_checkpoints_begins_anew(files: Path, whole: list[float]) -> None:
     ended = run(files, "alone", f"{STEPS} --save_strategy no", ranks=1, at=3, times=2)
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr.count("starting over with the next memory plan: ") == 2
-    assert losses(files, "alone") == pytest.approx(losses(files, "whole"), rel=1e-5)
+    assert losses(files, "alone") == pytest.approx(whole, rel=1e-5)
 
 
 @pytest.mark.slow
