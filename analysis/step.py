@@ -36,6 +36,7 @@ COLORS = {
     "deepspeed": "#CC79A7",
     "autosp": "#882255",
     "trl": "#56B4E9",
+    "unsloth": "#D55E00",
 }
 OTHER_COLOR = "#7A5195"
 GROUP_WIDTH = 0.86  # of the space between two lengths

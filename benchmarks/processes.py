@@ -31,15 +31,21 @@ def torchrun(processes: int) -> list[str]:
     return ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
 
 
-def run(words: Sequence[str], timeout: float, log: Path, environment: Mapping[str, str] = NOTHING) -> None:
-    """Runs python with these arguments, and `environment` added to this process's.
+def run(
+    words: Sequence[str],
+    timeout: float,
+    log: Path,
+    environment: Mapping[str, str] = NOTHING,
+    python: str = sys.executable,
+) -> None:
+    """Runs `python` with these arguments, and `environment` added to this process's.
 
     Raises Failed on a timeout or a nonzero exit status.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as file:
         process = subprocess.Popen(
-            [sys.executable, *words], stdout=file, stderr=subprocess.STDOUT, env={**os.environ, **environment}
+            [python, *words], stdout=file, stderr=subprocess.STDOUT, env={**os.environ, **environment}
         )
         try:
             status = process.wait(timeout)

@@ -18,6 +18,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -46,8 +47,8 @@ from lightseq.training.metrics import METRICS, RUN, read_records
 
 ROOT = Path(__file__).resolve().parent.parent
 OURS = "lightseq"
-IMPLEMENTATIONS = (OURS, "plain", "accelerate", "deepspeed", "autosp", "trl")
-TRAINERS = ("trl",)  # on one process, accelerate takes a launcher as a sign to wrap the model in DDP
+IMPLEMENTATIONS = (OURS, "plain", "accelerate", "deepspeed", "autosp", "trl", "unsloth")
+TRAINERS = ("trl", "unsloth")  # on one process, accelerate takes a launcher as a sign to wrap the model in DDP
 NEEDED = ("--model_name_or_path=m", "--data_path=d", "--output_dir=o")  # required by lightseq's trainer
 FACTS = ("schedule", "head_groups", "ulysses_size", "kernel", "transport", "remat", "compile", "note")
 MEMORY = ("peak_memory_allocated_bytes", "peak_memory_reserved_bytes")  # of the fullest rank
@@ -109,6 +110,8 @@ def parser() -> Parser:
     how("--timeout", type=seconds, default=900.0, metavar="S", help="time limit for one implementation at one length")
     more = "also measure lightseq with these flags of llama3/train.py; may be repeated"
     how("--lightseq_flags", metavar="WORDS", action="append", default=[], help=more)
+    python = "python with unsloth, which needs older transformers and TRL than trl; if not given, this one"
+    how("--unsloth_python", metavar="PATH", help=python)
     out.add_output("outputs/step.jsonl")
     return out
 
@@ -116,6 +119,8 @@ def parser() -> Parser:
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """Parses the flags. Raises ValueError with a one-line reason."""
     flags = parser().parse_args(words)
+    if flags.unsloth_python and shutil.which(flags.unsloth_python) is None:
+        raise ValueError(f"--unsloth_python {flags.unsloth_python} is not a program; give the path of a python")
     if not flags.output.suffix:
         raise ValueError(
             f"--output {flags.output} has no suffix; write {flags.output}.jsonl, because logs go to {flags.output}/"
@@ -193,6 +198,11 @@ class Trial:
         return self.directory / "log.txt"
 
     @property
+    def python(self) -> str | None:
+        """Interpreter, or None for the one that runs this program."""
+        return self.setting.flags.unsloth_python if self.implementation == "unsloth" else None
+
+    @property
     def command(self) -> list[str]:
         """Arguments after `python3`, relative to the current directory."""
         program, processes = self.worker_words, self.setting.flags.nproc_per_node
@@ -226,8 +236,9 @@ class Trial:
     @property
     def worker_words(self) -> list[str]:
         s, flags = self.setting, self.setting.flags
+        worker = "unsloth_worker.py" if self.implementation == "unsloth" else "worker.py"
         return [
-            relpath(ROOT / "benchmarks" / "step_peers" / "worker.py"),
+            relpath(ROOT / "benchmarks" / "step_peers" / worker),
             *(self.implementation, "--model", str(s.model_directory), "--data", str(s.data_directory(self.length))),
             *("--length", str(self.length), "--steps", str(s.all_steps)),
             *("--timeout", str(flags.timeout), "--result", str(self.result)),
@@ -280,7 +291,7 @@ def take(trial: Trial, about: Mapping[str, Any]) -> dict[str, Any]:
     measured: dict[str, Any] = {}
     skipped: str | None = None
     try:
-        run(trial.command, flags.timeout, trial.log, trial.environment)
+        run(trial.command, flags.timeout, trial.log, trial.environment, trial.python or sys.executable)
         measured = numbers(trial, read_outcome(trial), about["hardware"]["device"])
     except Failed as why:
         skipped = str(why)
@@ -298,7 +309,7 @@ def take(trial: Trial, about: Mapping[str, Any]) -> dict[str, Any]:
         "warmup": flags.warmup,
         "steps": flags.steps,
         "skipped": skipped,
-        "trial_command": shlex.join(["python3", *trial.command]),
+        "trial_command": shlex.join([trial.python or "python3", *trial.command]),
         **about,
     }
 

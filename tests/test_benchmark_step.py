@@ -1,8 +1,9 @@
 """The benchmark of whole steps: what it measures and records, that its peers train alike, and what it survives."""
 
-import importlib
+import importlib.util
 import json
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -106,12 +107,13 @@ def write_data(model: Path, tmp_path: Path) -> None:
     write_inputs(setting_of(asked, on_gpu=False))
 
 
-def first_by_hand(model: Path, tmp_path: Path) -> tuple[float, float]:
+def first_by_hand(model: Path, tmp_path: Path, last_target: bool = True) -> tuple[float, float]:
     """Returns loss and gradient norm of the first step by transformers, in this process."""
     config = LlamaConfig.from_pretrained(model)
     batch = stream(tmp_path, config).batch(0)
     net = Job(config, LENGTH, World(0, 1, 0, 1, torch.device("cpu"))).whole_model()
-    loss = net(input_ids=batch.input_ids, labels=batch.labels, shift_labels=batch.labels).loss
+    labels = {"labels": batch.labels, "shift_labels": batch.labels} if last_target else {"labels": batch.input_ids}
+    loss = net(input_ids=batch.input_ids, **labels).loss
     loss.backward()
     return loss.item(), torch.nn.utils.get_total_norm([p.grad for p in net.parameters()]).item()
 
@@ -167,6 +169,19 @@ def test_trl_trains_on_the_weights_and_tokens_of_lightseq(model: Path, tmp_path:
     assert trl["last_loss"] == pytest.approx(ours["last_loss"], abs=1e-4)
     assert trl["first_grad_norm"] == pytest.approx(ours["first_grad_norm"], rel=1e-4)
     assert "without Liger, which needs a GPU" in trl["note"]
+
+
+@pytest.mark.slow
+def test_unsloth_takes_the_step_that_one_process_takes_or_says_that_it_is_missing(model: Path, tmp_path: Path) -> None:
+    assert step.main(flags(model, tmp_path, "--implementations unsloth --nproc_per_node 1 --timeout 120")) == 0
+    [unsloth] = read(tmp_path)
+    if importlib.util.find_spec("unsloth") is None:
+        assert unsloth["skipped"] == "No module named 'unsloth'"
+        return
+    loss, norm = first_by_hand(model, tmp_path, last_target=False)
+    assert unsloth["skipped"] is None
+    assert unsloth["first_loss"] == pytest.approx(loss, abs=1e-4)
+    assert unsloth["first_grad_norm"] == pytest.approx(norm, rel=1e-3)
 
 
 # ---- what goes wrong ------------------------------------------------------------------------------------------------
@@ -264,9 +279,11 @@ def test_every_length_is_tried_by_lightseq_with_each_set_of_flags_and_by_the_pee
 
 
 def test_a_trainer_on_one_process_runs_without_a_launcher(model: Path, tmp_path: Path) -> None:
-    asked = parse(flags(model, tmp_path, "--implementations trl,plain --nproc_per_node 1"))
-    trl, plain = trials(setting_of(asked, on_gpu=False))
-    assert trl.command[0].endswith("worker.py") and plain.command[:2] == ["-m", "torch.distributed.run"]
+    words = f"--implementations trl,unsloth,plain --nproc_per_node 1 --unsloth_python {sys.executable}"
+    trl, unsloth, plain = trials(setting_of(parse(flags(model, tmp_path, words)), on_gpu=False))
+    assert trl.command[0].endswith("/worker.py") and unsloth.command[0].endswith("/unsloth_worker.py")
+    assert plain.command[:2] == ["-m", "torch.distributed.run"]
+    assert (trl.python, unsloth.python, plain.python) == (None, sys.executable, None)
 
 
 def test_each_family_is_trained_by_its_own_program(tmp_path: Path) -> None:
@@ -280,12 +297,13 @@ def test_each_family_is_trained_by_its_own_program(tmp_path: Path) -> None:
     [
         (
             "--implementations nobody",
-            "'nobody' is unknown; choose from lightseq, plain, accelerate, deepspeed, autosp, trl",
+            "'nobody' is unknown; choose from lightseq, plain, accelerate, deepspeed, autosp, trl, unsloth",
         ),
         ("--lengths 1X", "1X is not a number of tokens"),
         ("--steps 0", "'0' is not a positive whole number"),
         ("--lightseq_flags=--remat=some", "--lightseq_flags '--remat=some': --remat 'some' is unknown"),
         ("--implementations plain --lightseq_flags=--tf32", "needs lightseq among the --implementations"),
+        ("--unsloth_python /no/such/python", "--unsloth_python /no/such/python is not a program"),
         ("--model tiny-lama3", "did you mean tiny-llama3?"),
     ],
 )

@@ -31,6 +31,7 @@ PEERS = {
     "deepspeed": "benchmarks.step_peers.deepspeed_ulysses",
     "autosp": "benchmarks.step_peers.deepspeed_autosp",
     "trl": "benchmarks.step_peers.trl_sft",
+    "unsloth": "benchmarks.step_peers.unsloth_sft",
 }
 
 
