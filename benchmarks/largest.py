@@ -34,7 +34,7 @@ from benchmarks.records import append, provenance, read_lines
 from benchmarks.step import NEEDED
 from lightseq.config.command_line import parse
 from lightseq.config.parser import answered
-from lightseq.memory.planner.plan import make_plan
+from lightseq.memory.planner.choice import make_plan
 from lightseq.memory.planner.rates import CHIPS, GIB, chip_of_device
 from lightseq.memory.planner.run import Hardware, PlannedRun
 from lightseq.models.architecture import with_layers

@@ -6,8 +6,6 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
-from typing import Final
 
 import psutil
 
@@ -19,7 +17,6 @@ REFUSAL = re.compile(r"^error: (.+)$", re.MULTILINE)
 KILLED = re.compile(r"Signal \d+ \(SIG\w+\)")
 PLAIN = re.compile(r"^(ValueError|ImportError|ModuleNotFoundError): ")  # the message is clear without the class name
 LONGEST = 200
-NOTHING: Final[Mapping[str, str]] = MappingProxyType({})
 
 
 class Failed(Exception):
@@ -35,7 +32,7 @@ def run(
     words: Sequence[str],
     timeout: float,
     log: Path,
-    environment: Mapping[str, str] = NOTHING,
+    environment: Mapping[str, str] | None = None,
     python: str = sys.executable,
 ) -> None:
     """Runs `python` with these arguments, and `environment` added to this process's.
@@ -45,7 +42,7 @@ def run(
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as file:
         process = subprocess.Popen(
-            [python, *words], stdout=file, stderr=subprocess.STDOUT, env={**os.environ, **environment}
+            [python, *words], stdout=file, stderr=subprocess.STDOUT, env={**os.environ, **(environment or {})}
         )
         try:
             status = process.wait(timeout)

@@ -36,7 +36,8 @@ from lightseq.data.shard_batch import (
     local_positions,
     packed_positions,
 )
-from lightseq.memory.planner.plan import Plan, make_plan
+from lightseq.memory.planner.choice import make_plan
+from lightseq.memory.planner.plan import Plan
 from lightseq.memory.planner.run import Hardware, PlannedRun, hardware_here
 from lightseq.models.architecture import (
     LENGTH_DEPENDENT_ROPE,

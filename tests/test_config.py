@@ -228,6 +228,11 @@ def test_plain_attention_is_the_reference_kernel() -> None:
             "limits offloaded activations, but --offload is none; add --offload activations",
         ),
         ("--host_memory_budget 64 --offload optimizer", "but --offload is optimizer; add --offload activations"),
+        (
+            "--deepspeed d.json --host_memory_budget 64",
+            "--host_memory_budget 64 limits a memory plan, which",
+        ),
+        ("--torch_compile maybe", "'maybe' is not a boolean; give True or False, or auto for the planner's choice"),
         ("--device_memory_budget 64 --offload both", "applies to --offload auto, but --offload is both; add --offload"),
         ("--layers_per_checkpoint 2 --remat none", "--layers_per_checkpoint 2 recomputes layers, but --remat none"),
         ("--deepspeed d.json --offload both", "set offload_optimizer in d.json, and use --offload activations"),

@@ -75,7 +75,7 @@ def test_all_ranks_start_over_with_less_memory_from_the_last_checkpoint(files: P
 
 @pytest.mark.gpu(2)
 def test_ranks_that_wait_for_each_other_on_gpus_start_over(files: Path) -> None:
-    """The last rank stops in the middle of a step, so that the other one waits for it inside a kernel."""
+    """The last rank leaves before a step that the other one has begun, and in which it waits inside a kernel."""
     for output, times in (("gpus", 0), ("gpus-short", 1)):
         ended = run(files, output, "--max_steps 6 --save_steps 2 --bf16", ranks=2, at=3, times=times)
         assert ended.returncode == 0, ended.stderr

@@ -20,6 +20,7 @@ from lightseq.distributed.mesh import FREE_SHARE
 from lightseq.memory.planner.advice import changes_to_fit, faster_change, longest, one_sequence_per_gpu
 from lightseq.memory.planner.attention_memory import attention_memory
 from lightseq.memory.planner.breakdown import GIB
+from lightseq.memory.planner.choice import SAME_SPEED, fast_options, frugal_options, make_plan, plan_again
 from lightseq.memory.planner.memory import saved_by_layer, snapshots, state_bytes_on_host
 from lightseq.memory.planner.placement import (
     KEEP,
@@ -33,18 +34,7 @@ from lightseq.memory.planner.placement import (
     in_order,
     place,
 )
-from lightseq.memory.planner.plan import (
-    Plan,
-    fast_options,
-    frugal_options,
-    make_plan,
-    on_smaller_gpus,
-    placement_of,
-    plan_again,
-    plan_as_given,
-    planned_flags,
-    usable_gpu_bytes,
-)
+from lightseq.memory.planner.plan import Plan, on_smaller_gpus, placement_of, plan_as_given, usable_gpu_bytes
 from lightseq.memory.planner.rates import (
     CHIPS,
     CLIP_BYTES,
@@ -524,7 +514,8 @@ def test_given_flags_are_obeyed_and_the_rest_is_planned_around_them(flags: str) 
     for name in ("torch_compile", "remat", "layers_per_checkpoint", "tile_layers"):
         given, chosen = getattr(run.config, name), getattr(plan.run.config, name)
         assert chosen is not None and given in (None, chosen)
-    assert plan.run.config.remat_policy == run.config.remat_policy or run.config.gradient_checkpointing is None
+    if run.config.gradient_checkpointing is not None:
+        assert plan.run.config.remat_policy == run.config.remat_policy
     assert run.config.offload in ("auto", plan.run.config.offload)
 
 
@@ -535,7 +526,7 @@ def test_no_option_that_fits_is_faster_than_the_one_chosen() -> None:
         options = [make_plan(option) for option in (*fast_options(run), *frugal_options(run))]
         assert plan.fits and len(options) > 20
         fastest = min(option.step_seconds for option in options if option.fits)
-        assert plan.step_seconds <= 1.001 * fastest or plan.run.config in [o.config for o in fast_options(run)]
+        assert plan.step_seconds <= (1 + SAME_SPEED) * fastest
 
 
 def test_the_margin_of_a_gpu_stays_free() -> None:
@@ -548,7 +539,7 @@ def test_a_plan_is_taken_again_unless_it_no_longer_fits_or_other_flags_are_given
     run = planned_run(LLAMA, "--bf16 --model_max_length 128K", 2, gpu=73 * GIB, host=250 * GIB, chosen=True)
     for gpu in (73, 30):
         plan = make_plan(on_smaller_gpus(run, gpu * GIB))
-        earlier = json.loads(json.dumps(planned_flags(plan)))
+        earlier = json.loads(json.dumps(plan.to_json()))
         again = plan_again(run, earlier)
         assert again is not None and (again.placement, again.run.config) == (plan.placement, plan.run.config)
         assert again.run.layers_with_state_on_gpu == plan.run.layers_with_state_on_gpu

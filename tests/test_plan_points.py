@@ -18,8 +18,9 @@ from lightseq.attention.accumulate import Accumulator
 from lightseq.attention.buffers import BufferLayout
 from lightseq.config.command_line import parse
 from lightseq.memory.planner.attention_memory import attention_memory
+from lightseq.memory.planner.choice import make_plan
 from lightseq.memory.planner.placement import Placement
-from lightseq.memory.planner.plan import Plan, make_plan, plan_as_given
+from lightseq.memory.planner.plan import Plan, plan_as_given
 from lightseq.memory.planner.rates import GIB, MATRIX_SHARE, PROCESS_BYTES, chip_of_device
 from lightseq.memory.planner.run import Hardware, PlannedRun
 from lightseq.memory.planner.step_time import matrix_seconds

@@ -22,6 +22,7 @@ from lightseq.distributed.mesh import FREE_SHARE, World, free_host_memory
 from lightseq.memory import offload
 from lightseq.memory.planner.advice import out_of_memory
 from lightseq.memory.planner.breakdown import GIB
+from lightseq.memory.planner.choice import make_plan
 from lightseq.memory.planner.memory import (
     host_bytes,
     peak_without_activations,
@@ -29,7 +30,7 @@ from lightseq.memory.planner.memory import (
     state_bytes_on_host,
 )
 from lightseq.memory.planner.placement import KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD
-from lightseq.memory.planner.plan import host_memory_for_layers, make_plan, placement_of, plan_as_given
+from lightseq.memory.planner.plan import host_memory_for_layers, placement_of, plan_as_given
 from lightseq.memory.planner.rates import CHIPS, MARGIN, PROCESS_BYTES
 from lightseq.memory.planner.run import Hardware, PlannedRun
 from lightseq.memory.planner.run import planned_run as run_on_this_machine

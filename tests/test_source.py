@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from lightseq.training import run_info
+from lightseq.utils.versions import digest
 
 
 @pytest.fixture
@@ -62,7 +63,7 @@ def test_a_git_that_takes_long_is_not_waited_for(
 
 
 def test_the_digest_is_of_names_and_lines(checkout: Path) -> None:
-    before = run_info.digest(checkout)
-    assert before == run_info.digest(checkout)
+    before = digest(checkout)
+    assert before == digest(checkout)
     (checkout / "a.py").write_text("a = 3\n")
-    assert run_info.digest(checkout) != before
+    assert digest(checkout) != before

@@ -215,6 +215,13 @@ def _check_offload(config: TrainConfig) -> None:
     if config.device_memory_budget is not None and config.offload != "auto":
         given = f"--device_memory_budget {config.device_memory_budget:g} applies to --offload auto"
         raise ValueError(f"{given}, but --offload is {config.offload}; add --offload auto, or leave it out")
+    for flag in ("host_memory_budget", "device_memory_budget"):
+        value = getattr(config, flag)
+        if config.deepspeed and config.offload == "auto" and value is not None:
+            raise ValueError(
+                f"--{flag} {value:g} limits a memory plan, which --deepspeed does not have; leave it out, or give "
+                "--host_memory_budget with --offload activations"
+            )
 
 
 def _check_evaluation(config: TrainConfig) -> None:

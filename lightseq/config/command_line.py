@@ -119,7 +119,10 @@ def _help(field: dataclasses.Field[Any]) -> str:
 
 def _auto_or(convert: Callable[[str], Any], text: str) -> Any:
     """Returns None for `auto`, and the converted value for anything else."""
-    return None if text.lower() == "auto" else convert(text)
+    try:
+        return None if text.lower() == "auto" else convert(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}, or auto for the planner's choice") from None
 
 
 def _boolean(text: str) -> bool:

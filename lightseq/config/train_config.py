@@ -18,7 +18,7 @@ def flag(default: Any, help: str) -> Any:
     return field(default=default, metadata={"help": help})
 
 
-def planned_flag(help: str) -> Any:
+def auto_flag(help: str) -> Any:
     """Returns a dataclass field that is None unless given; the planner then decides on GPUs."""
     return field(default=None, metadata={"help": help, "default": "auto"})
 
@@ -100,7 +100,7 @@ class TrainingConfig:
         None, "Compute the linear projections of the layers in FP8, with a scale per tensor or per row. Needs --bf16."
     )
     fp8_emulate: bool = flag(False, "Round to FP8 but multiply in float32. Slow; for hardware without FP8.")
-    torch_compile: bool | None = planned_flag("Compile the decoder layers. auto: on GPUs, except with --deepspeed.")
+    torch_compile: bool | None = auto_flag("Compile the decoder layers. auto: on GPUs, except with --deepspeed.")
     seed: int = flag(42, "Seed for random weights and data order.")
     deterministic: bool = flag(False, "Make losses on GPUs bit-identical between runs, at some cost in speed.")
 
@@ -152,16 +152,16 @@ class ParallelismConfig:
 
 @dataclass(frozen=True)
 class MemoryConfig:
-    remat: str | None = planned_flag(
+    remat: str | None = auto_flag(
         "Parts of a layer that the backward pass recomputes. none: nothing; attention+linears: norms, rotary "
         "embeddings and activation functions; attention+mlp: also the attention projections; attention: everything "
         "except attention; full: everything. auto: the fastest that fits on GPUs, attention on CPUs."
     )
-    layers_per_checkpoint: int | None = planned_flag(
+    layers_per_checkpoint: int | None = auto_flag(
         "Layers per checkpoint. Only the group's input is saved, at the cost of one extra forward pass. auto: more "
         "than 1 only if nothing faster fits."
     )
-    tile_layers: bool | None = planned_flag(
+    tile_layers: bool | None = auto_flag(
         "Run everything except attention in tiles of 8,192 tokens, which saves memory near a million tokens per GPU. "
         "auto: only if nothing faster fits."
     )
@@ -274,6 +274,10 @@ class TrainConfig(
     def compute_dtype(self) -> str:
         """Name of the torch dtype of activations."""
         return "bfloat16" if self.bf16 else "float16" if self.fp16 else "float32"
+
+    def for_planner(self, on_gpu: bool) -> "TrainConfig":
+        """Returns the config whose open flags the planner chooses: on GPUs, and not under DeepSpeed."""
+        return self if on_gpu and not self.deepspeed else self.without_planner()
 
     def without_planner(self) -> "TrainConfig":
         """Returns the config with the values that memory flags have where no planner decides, as on CPUs."""

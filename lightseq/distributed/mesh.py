@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from lightseq.distributed.environment import cache_compiled_kernels, report_error
 from lightseq.distributed.host_memory import host_memory
 from lightseq.distributed.rendezvous import RendezvousMonitor
-from lightseq.distributed.start_over import ATTEMPTS, LAUNCH, attempt, is_store_of_launcher
+from lightseq.distributed.start_over import LAUNCH, RESTARTS_PER_ATTEMPT, attempt, is_store_of_launcher
 from lightseq.utils.formatting import first_line, plural
 
 T = TypeVar("T")
@@ -94,7 +94,7 @@ def init_distributed(timeout_seconds: float) -> Iterator[World]:
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) + ATTEMPTS * attempt()
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) + RESTARTS_PER_ATTEMPT * attempt()
     timeout = timedelta(seconds=timeout_seconds)
     with RendezvousMonitor(rank, size, timeout_seconds / 2, restarts, exit_process) as monitor:
         store = _store(timeout)

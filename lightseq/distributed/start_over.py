@@ -9,7 +9,7 @@ import sys
 from typing import NoReturn
 
 ATTEMPT, LAUNCH, MEMORY_LIMIT = "LIGHTSEQ_ATTEMPT", "LIGHTSEQ_LAUNCH", "LIGHTSEQ_MEMORY_LIMIT"
-ATTEMPTS = 1000  # more than the launcher's restarts, which are counted beside them
+RESTARTS_PER_ATTEMPT = 1000  # more than a launcher's restarts, which are added
 
 
 def attempt() -> int:

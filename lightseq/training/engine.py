@@ -30,7 +30,8 @@ from lightseq.memory.offload import Offload
 from lightseq.memory.pinned import PinnedMemory
 from lightseq.memory.planner.advice import out_of_memory
 from lightseq.memory.planner.breakdown import Breakdown, kept_activations, loss_bytes, state_bytes
-from lightseq.memory.planner.plan import Plan, host_memory_for_layers, plan_on_all_ranks
+from lightseq.memory.planner.choice import plan_on_all_ranks
+from lightseq.memory.planner.plan import Plan, host_memory_for_layers
 from lightseq.memory.planner.run import planned_run
 from lightseq.models import adapters, weights
 from lightseq.parallelize import MemoryPlan, parallelize
@@ -143,10 +144,8 @@ def plan_memory(config: TrainConfig, inputs: Inputs, world: World) -> tuple[Memo
 
     On CPUs and under DeepSpeed there is no choice, except with budgets of memory.
     """
-    planner = world.device.type == "cuda" and inputs.deepspeed is None
-    config = config if planner else config.without_planner()
-    plan, run = None, None
-    if planner or config.offload == "auto":
+    config, plan = config.for_planner(on_gpu=world.device.type == "cuda"), None
+    if config.offload == "auto" or (world.device.type == "cuda" and inputs.deepspeed is None):
         earlier = earlier_plan(inputs.resume_from)
         plan = plan_on_all_ranks(config, inputs.model_config, world, earlier, memory_limit())
         run, config = plan.run, plan.run.config

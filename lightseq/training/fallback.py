@@ -1,13 +1,13 @@
 """Fallback of a run that ran out of GPU memory: all ranks start over with the next memory plan."""
 
 import sys
-from dataclasses import replace
 
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.mesh import World, is_first_to
 from lightseq.distributed.watchdog import Watchdog
 from lightseq.memory.planner.advice import SMALLER
-from lightseq.memory.planner.plan import Plan, make_plan, on_smaller_gpus
+from lightseq.memory.planner.choice import make_plan
+from lightseq.memory.planner.plan import Plan, on_smaller_gpus
 
 
 def fall_back(plan: Plan, config: TrainConfig, world: World, watchdog: Watchdog, reason: str) -> None:
@@ -17,7 +17,8 @@ def fall_back(plan: Plan, config: TrainConfig, world: World, watchdog: Watchdog,
     the flags as given: the planner obeys them again.
     """
     limit = SMALLER * plan.parts.total
-    asked = replace(plan.run, config=config, state_offloaded=False, layers_with_state_on_gpu=0)
+    config = config.for_planner(on_gpu=world.device.type == "cuda")
+    asked = plan.run.changed(config=config, state_offloaded=False, layers_with_state_on_gpu=0)
     following = make_plan(on_smaller_gpus(asked, limit))
     if not following.fits:
         return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightseq.config.train_config import TrainConfig
-from lightseq.memory.planner.plan import planned_flags
+from lightseq.memory.planner.plan import layer_flags
 from lightseq.models.flops import total_parameters
 from lightseq.training.engine import Engine
 from lightseq.training.metrics import hardware
@@ -39,7 +38,7 @@ def facts(trainer: Trainer, command: str, notes: Sequence[str]) -> dict[str, Any
         "ulysses_size": trainer.context.schedule.ulysses_size,
         "remat": engine.config.remat_policy,
         "layers_per_checkpoint": engine.config.group_size,
-        "memory_plan": planned_flags(engine.memory.plan) if engine.memory.plan else None,
+        "memory_plan": engine.memory.plan.to_json() if engine.memory.plan else None,
         "placement": engine.memory.placement.layers if engine.memory.placement else None,
         "host_memory_bytes": engine.offload.memory.limit_bytes if engine.offload else None,
         "fp8": trainer.config.fp8,
@@ -88,12 +87,8 @@ def describe_memory(engine: Engine) -> str:
     if engine.memory.plan is not None:
         return str(engine.memory.plan)
     config = engine.config
-    parts = [f"remat {config.remat_policy}"]
-    parts += ["compiled layers"] if config.compiles else []
-    parts += [f"{config.group_size} layers per checkpoint"] if config.group_size > 1 else []
-    parts += ["tiled layers"] if config.tiles_layers else []
-    parts += [f"{config.offload} in host memory"] if config.offload != "none" else []
-    return ", ".join(parts)
+    moved = [f"{config.offload} in host memory"] if config.offload != "none" else []
+    return ", ".join([*layer_flags(config), *moved])
 
 
 def _fp8(config: TrainConfig) -> str:
@@ -126,11 +121,3 @@ def commit(root: Path = PACKAGE.parent) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return found.stdout.strip() or None
-
-
-def digest(directory: Path = PACKAGE) -> str:
-    """Returns a hash of this package's source files."""
-    total = hashlib.sha256()
-    for path in sorted(directory.rglob("*.py")):
-        total.update(str(path.relative_to(directory)).encode() + path.read_bytes())
-    return total.hexdigest()[:12]

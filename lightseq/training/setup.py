@@ -246,7 +246,7 @@ def find_model(config: TrainConfig, family: ModelFamily, world: World) -> FoundM
     tokenizer = config.tokenizer or (str(source.weights) if source.weights else None)
     context = context_warning(model_config, config.model_max_length, source.config if config.rope_scaling else None)
     filterwarnings("ignore", category=UntestedVersionWarning)  # printed with the other warnings below
-    lines = [*untested_versions(), *_warnings(config, context, sequence_size)]
+    lines = [*untested_versions(), *_warnings(config.for_planner(world.device.type == "cuda"), context, sequence_size)]
     warnings = tuple(f"warning: {line}" for line in lines)
     lora = lora_from_config(config, model_config)
     return FoundModel(model_config, source.weights, tokenizer, sequence_size, warnings, lora)
@@ -267,7 +267,7 @@ def _check_packing(packing: str, model_config: PreTrainedConfig) -> None:
 
 
 def _warnings(config: TrainConfig, context: str | None, sequence_size: int) -> list[str]:
-    eager = config.fp8 is not None and not config.compiles
+    eager = config.fp8 is not None and config.torch_compile is False
     casts = "without --torch_compile, casts to FP8 run as separate kernels and may cost more than FP8 saves; add it"
     algorithm = SCHEDULES.get(config.schedule)
     uneven = algorithm is not None and algorithm.packed_work == "uneven"

@@ -29,5 +29,12 @@ def untested_versions() -> list[str]:
 @cache
 def source_digest() -> str:
     """Returns a digest of lightseq's source files, which tells edited versions apart."""
-    files = sorted(Path(__file__).parent.parent.rglob("*.py"))
-    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
+    return digest(Path(__file__).resolve().parent.parent)
+
+
+def digest(directory: Path) -> str:
+    """Returns a digest of the names and contents of a package's source files."""
+    total = hashlib.sha256()
+    for path in sorted(directory.rglob("*.py")):
+        total.update(str(path.relative_to(directory)).encode() + path.read_bytes())
+    return total.hexdigest()[:12]

@@ -12,11 +12,10 @@ from transformers import PreTrainedConfig
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.mesh import World
 from lightseq.memory.planner.breakdown import GIB
+from lightseq.memory.planner.choice import can_fit, make_plan
 from lightseq.memory.planner.plan import (
     PLANNED_FLAGS,
     Plan,
-    can_fit,
-    make_plan,
     on_smaller_gpus,
     owners_of_offloaded_state,
     usable_gpu_bytes,
@@ -137,7 +136,7 @@ def out_of_memory(config: TrainConfig, model: PreTrainedConfig, world: World) ->
     if config.deepspeed:  # the planner does not know its state
         gpus = "more GPUs per sequence (--sequence_parallel_size), or a lower --model_max_length"
         return [f"to fit: offload_optimizer and offload_param in {config.deepspeed}, {gpus}"]
-    run = without_device_budget(planned_run(config, model, world))
+    run = without_device_budget(planned_run(config.for_planner(on_gpu=world.device.type == "cuda"), model, world))
     plan, usable = make_plan(run), usable_gpu_bytes(run)
     room = f", {usable / GIB:.1f} GiB usable" if math.isfinite(usable) else ""
     lines = [f"planned peak memory per GPU ({plan.when}{room}):", *plan.parts.lines()]

@@ -4,21 +4,12 @@ Nothing is built or run. Sizes follow from the model's config and the flags, rat
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import product
-from types import MappingProxyType
 from typing import Any, Final
 
-import torch
-import torch.distributed as dist
-from transformers import PreTrainedConfig
-
 from lightseq.config.deepspeed import DeepSpeedSettings
-from lightseq.config.remat_policies import STORE_LINEARS, STORE_MLP
 from lightseq.config.train_config import TrainConfig
-from lightseq.distributed.mesh import World, free_host_memory, host_bytes_for_layers, on_all_ranks
+from lightseq.distributed.mesh import World, free_host_memory, host_bytes_for_layers
 from lightseq.memory.planner.breakdown import GIB, Breakdown
 from lightseq.memory.planner.deepspeed_memory import deepspeed_bytes_on_host
 from lightseq.memory.planner.memory import (
@@ -35,21 +26,16 @@ from lightseq.memory.planner.placement import (
     OFFLOAD,
     RECOMPUTE,
     RECOMPUTE_OFFLOAD,
-    RECOMPUTED,
     Placement,
     State,
     place,
 )
 from lightseq.memory.planner.rates import MARGIN, PROCESS_BYTES
-from lightseq.memory.planner.run import PlannedRun, planned_run
-from lightseq.memory.planner.step_time import WAITING, attention_seconds, copy_seconds, layer_seconds, step_seconds
+from lightseq.memory.planner.run import PlannedRun
+from lightseq.memory.planner.step_time import attention_seconds, copy_seconds, layer_seconds, step_seconds
 from lightseq.models.flops import mfu, model_flops
-from lightseq.modules.tiled import KNOWN
 
-STATE_STEPS = 8  # steps in the number of layers with state on the GPU that `--offload auto` tries first
-FRUGAL_GROUP = 4  # layers per checkpoint where memory is short
 PLANNED_FLAGS: Final = ("torch_compile", "remat", "layers_per_checkpoint", "tile_layers", "offload")
-SAME_SPEED = 1e-2  # relative difference of step times that the planner cannot resolve
 
 
 @dataclass(frozen=True)
@@ -97,12 +83,23 @@ class Plan:
         missing = {"GPU": self.missing_gpu_bytes, "host": self.missing_host_bytes}
         return tuple(f"{name} memory, by {size / GIB:.1f} GiB per {name}" for name, size in missing.items() if size)
 
+    def to_json(self) -> dict[str, Any]:
+        """Returns the choices and sizes for run.json, from which a resumed run takes the choices again."""
+        run, config = self.run, self.run.config
+        return {
+            **{name: getattr(config, name) for name in PLANNED_FLAGS},
+            "placement": list(self.placement.layers),
+            "state_offloaded": run.state_offloaded,
+            "layers_with_state_on_gpu": run.layers_with_state_on_gpu,
+            "gpu_bytes": self.parts.total,
+            "host_bytes_per_rank": int(self.host_bytes / run.hardware.ranks_per_host),
+            "step_seconds": self.step_seconds,
+        }
+
     def __str__(self) -> str:
         """Returns a text such as `compiled layers, remat none; 28.4 of 73.3 GiB per GPU`."""
         run, config = self.run, self.run.config
-        parts = ["compiled layers" if config.compiles else "layers not compiled", f"remat {config.remat_policy}"]
-        parts += [f"{run.group_size} layers per checkpoint"] if run.group_size > 1 else []
-        parts += ["tiled layers"] if config.tiles_layers else []
+        parts = layer_flags(config)
         parts += [self.placement.words] if set(self.placement.layers) != {KEEP} else []
         parts += [f"weights and state{owners_of_offloaded_state(run)} in host memory"] if run.state_on_host else []
         usable = f" of {usable_gpu_bytes(run) / GIB:.1f}" if math.isfinite(usable_gpu_bytes(run)) else ""
@@ -112,6 +109,14 @@ class Plan:
         return f"{', '.join(parts)}; {', '.join(sizes)}"
 
 
+def layer_flags(config: TrainConfig) -> list[str]:
+    """Returns texts that say how layers are compiled and checkpointed, such as `compiled layers` and `remat none`."""
+    texts = ["compiled layers" if config.compiles else "layers not compiled", f"remat {config.remat_policy}"]
+    texts += [f"{config.group_size} layers per checkpoint"] if config.group_size > 1 else []
+    texts += ["tiled layers"] if config.tiles_layers else []
+    return texts
+
+
 def owners_of_offloaded_state(run: PlannedRun) -> str:
     """Returns ` of` and the parts of the model with state on the host; empty if that is the whole model."""
     resident = run.layers_with_state_on_gpu
@@ -119,120 +124,6 @@ def owners_of_offloaded_state(run: PlannedRun) -> str:
         return ""
     layers = f"layers {resident}-{run.layers - 1}, " if resident < run.layers else ""
     return f" of {layers}embeddings and head"
-
-
-# ---- choosing -------------------------------------------------------------------------------------------------------
-
-
-def make_plan(run: PlannedRun) -> Plan:
-    """Plans a run: the fastest choice of the flags left to the planner that fits, or else that with the least memory.
-
-    Among equally fast plans it prefers state on the GPU, then less host memory, then less work behind kernel launches.
-    """
-    run, found = without_device_budget(run), []
-    for options in (fast_options(run), frugal_options(run)):
-        found += [plan for option in options for plan in _placements(option)]
-        if any(plan.fits and not plan.run.state_on_host for plan in found):
-            break
-    if fitting := [plan for plan in found if plan.fits]:
-        limit = min(plan.step_seconds for plan in fitting) * (1 + SAME_SPEED)
-        fastest = [plan for plan in fitting if plan.step_seconds <= limit]
-        return min(fastest, key=_preference)
-    within_host = [plan for plan in found if not plan.missing_host_bytes]
-    return min(within_host or found[:1], key=lambda plan: plan.parts.total)
-
-
-def _preference(plan: Plan) -> tuple[bool, float, float]:
-    return plan.run.state_on_host, plan.host_bytes, plan.step_seconds - plan.seconds[WAITING]
-
-
-def can_fit(run: PlannedRun) -> bool:
-    run = without_device_budget(run)
-    options = (*frugal_options(run), *fast_options(run))  # those with the least memory first
-    return any(plan.fits for option in options for plan in _placements(option))
-
-
-def fast_options(run: PlannedRun) -> list[PlannedRun]:
-    """Returns the run with every choice of the flags left to the planner that runs no layer twice."""
-    offload = ["none", "auto", "activations"]
-    return _options(run, remat=_policies(run), offload=offload, groups=[1], tiles=[False])
-
-
-def frugal_options(run: PlannedRun) -> list[PlannedRun]:
-    """Returns the run with the other choices, which take less memory and more time."""
-    tiles = [False, True] if run.architecture.layer_class in KNOWN else [False]
-    offload = ["both", "optimizer", "activations", "none"]
-    found = _options(run, remat=["full", "attention"], offload=offload, groups=[FRUGAL_GROUP, 1], tiles=tiles)
-    fast = [option.config for option in fast_options(run)]
-    return [option for option in found if option.config not in fast]
-
-
-def _options(
-    run: PlannedRun, remat: Sequence[str], offload: Sequence[str], groups: Sequence[int], tiles: Sequence[bool]
-) -> list[PlannedRun]:
-    """Returns the run with each combination of these values for the flags that are not given."""
-    config, found = run.config, []
-    remat = remat if config.remat is None and config.gradient_checkpointing is None else [config.remat_policy]
-    groups = groups if config.layers_per_checkpoint is None else [config.layers_per_checkpoint]
-    tiles = tiles if config.tile_layers is None else [config.tile_layers]
-    for policy, group, tiled in product(remat, groups, tiles):
-        # Layers can be placed one by one if each has its own checkpoint.
-        asked = config.offload if config.offload != "auto" else "auto" if (policy, group) == ("attention", 1) else None
-        one_by_one = group == 1 and policy != "full"
-        for moved in [name for name in offload if name != "auto" or one_by_one] if asked is None else [asked]:
-            budget = config.host_memory_budget if moved in ("activations", "both", "auto") else None
-            with suppress(ValueError):  # the values exclude each other
-                chosen = replace(
-                    config,
-                    torch_compile=config.torch_compile is not False,
-                    remat=policy,
-                    layers_per_checkpoint=group,
-                    tile_layers=tiled,
-                    offload=moved,
-                    host_memory_budget=budget,
-                )
-                found.append(run.changed(config=chosen))
-    return found
-
-
-def _policies(run: PlannedRun) -> list[str]:
-    can_store_mlp, plain_projections = run.architecture.can_store_mlp, run.architecture.plain_projections
-    mlp = [*([STORE_LINEARS] if plain_projections else []), STORE_MLP] if can_store_mlp else []
-    return ["none", *mlp, "attention", "full"]
-
-
-def _placements(run: PlannedRun) -> Iterator[Plan]:
-    """Yields the plan as given and, if `--offload auto` could gain, plans with the state of some layers on the host.
-
-    The number of layers with state on the GPU grows in steps. If one step lacks host memory and the next GPU memory, a
-    bisection looks for a plan between them that lacks neither.
-    """
-    plan = plan_as_given(run)
-    if run.config.offload == "auto" and run.config.remat_policy != "attention":
-        if set(plan.placement.layers).isdisjoint(RECOMPUTED):  # the time of recomputing more is not known
-            yield plan
-        return
-    yield plan
-    if run.config.offload != "auto" or run.state_offloaded or (plan.fits and set(plan.placement.layers) == {KEEP}):
-        return
-
-    def with_state_on_gpu(groups: int) -> Plan:
-        layers = min(groups * run.group_size, run.layers)
-        return plan_as_given(run.changed(state_offloaded=True, layers_with_state_on_gpu=layers))
-
-    def lacks(plan: Plan) -> tuple[bool, bool]:
-        return plan.missing_gpu_bytes > 0, plan.missing_host_bytes > 0
-
-    step = max(1, run.groups // STATE_STEPS)
-    previous: Plan | None = None
-    for groups in range(0, run.groups + 1, step):
-        yield (plan := with_state_on_gpu(groups))
-        low, high = groups - step, groups
-        while previous is not None and lacks(previous) != lacks(plan) and high - low > 1:
-            middle = (low + high) // 2
-            yield (between := with_state_on_gpu(middle))
-            low, high = (middle, high) if lacks(between) == lacks(previous) else (low, middle)
-        previous = plan
 
 
 def plan_as_given(run: PlannedRun, placement: Placement | None = None) -> Plan:
@@ -315,64 +206,6 @@ def _host_budget(run: PlannedRun) -> float:
     if run.config.offload == "auto":  # never plans beyond the host
         return min(budget * GIB, max(0.0, free - state_bytes_on_host(run)))
     return budget * GIB
-
-
-# ---- the current run ------------------------------------------------------------------------------------------------
-
-
-def planned_flags(plan: Plan) -> dict[str, Any]:
-    """Returns the choices of a plan as they stand in run.json, from which a resumed run takes them again."""
-    run, config = plan.run, plan.run.config
-    return {
-        **{name: getattr(config, name) for name in PLANNED_FLAGS},
-        "placement": list(plan.placement.layers),
-        "state_offloaded": run.state_offloaded,
-        "layers_with_state_on_gpu": run.layers_with_state_on_gpu,
-        "gpu_bytes": plan.parts.total,
-        "host_bytes_per_rank": int(plan.host_bytes / run.hardware.ranks_per_host),
-        "step_seconds": plan.step_seconds,
-    }
-
-
-def plan_again(run: PlannedRun, earlier: Mapping[str, Any]) -> Plan | None:
-    """Returns the plan with the choices of an earlier one; None if it does not fit, or other flags are given now."""
-    run = without_device_budget(run)
-    try:
-        chosen = replace(run.config, **{name: earlier[name] for name in PLANNED_FLAGS})
-        layers, state = tuple(earlier["placement"]), bool(earlier["state_offloaded"])
-        resident = int(earlier["layers_with_state_on_gpu"])
-    except (KeyError, TypeError, ValueError):
-        return None
-    options = [option.config for option in (*fast_options(run), *frugal_options(run))]
-    if chosen not in options or len(layers) != run.layers:
-        return None
-    again = run.changed(config=chosen, state_offloaded=state, layers_with_state_on_gpu=resident)
-    plan = plan_as_given(again, Placement(layers))
-    return plan if plan.fits else None
-
-
-def plan_on_all_ranks(
-    config: TrainConfig,
-    model: PreTrainedConfig,
-    world: World,
-    earlier: Mapping[str, Any] = MappingProxyType({}),
-    most_bytes: float = math.inf,
-) -> Plan:
-    """Returns the same plan on all ranks, for the one with the least memory.
-
-    It fills at most `most_bytes` of a GPU. `earlier` holds the choices of the run that this one resumes, if any.
-    """
-    run = planned_run(config, model, world)
-    least = torch.tensor([run.hardware.gpu_memory, free_host_memory(world, share=1.0)], dtype=torch.float64)
-    dist.all_reduce(least, op=dist.ReduceOp.MIN)
-    gpu, free = least.tolist()
-    host = (free + PROCESS_BYTES) * run.hardware.ranks_per_host  # this process's memory is not free any more
-    run = run.changed(hardware=replace(run.hardware, gpu_memory=gpu, host_memory=host))
-    if most_bytes < usable_gpu_bytes(run):
-        run = on_smaller_gpus(run, most_bytes)
-    found = [on_all_ranks(world, lambda: plan_again(run, earlier) or make_plan(run))]
-    dist.broadcast_object_list(found)  # ranks that recompute different layers would wait for each other
-    return found[0]
 
 
 def host_memory_for_layers(run: PlannedRun, world: World, deepspeed: DeepSpeedSettings | None = None) -> float:

@@ -12,7 +12,7 @@ from rich.table import Table
 from lightseq.config.train_config import TrainConfig
 from lightseq.memory.planner.advice import Change
 from lightseq.memory.planner.breakdown import GIB
-from lightseq.memory.planner.plan import Plan, planned_flags, usable_gpu_bytes
+from lightseq.memory.planner.plan import Plan, usable_gpu_bytes
 from lightseq.memory.planner.run import PlannedRun
 
 
@@ -37,7 +37,7 @@ def record(plan: Plan, longest: int | None, changes: Sequence[Change]) -> dict[s
         "seconds": plan.seconds,
         "tokens_per_second": plan.tokens_per_second,
         "mfu": plan.mfu,
-        "memory_plan": planned_flags(plan),
+        "memory_plan": plan.to_json(),
         "placement": list(plan.placement.layers),
         "state_on_host": run.state_on_host,
         "layers_with_state_on_gpu": run.layers_with_state_on_gpu if run.state_on_host else run.layers,

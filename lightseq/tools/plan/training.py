@@ -17,7 +17,7 @@ from lightseq.kernels.base import KernelSpec
 from lightseq.kernels.selection import why_unsupported
 from lightseq.memory.planner.advice import changes_to_fit, faster_change, longest
 from lightseq.memory.planner.breakdown import GIB
-from lightseq.memory.planner.plan import make_plan
+from lightseq.memory.planner.choice import make_plan
 from lightseq.memory.planner.rates import DEFAULT_CORES, MEASURED_ON, Chip, chip_named
 from lightseq.memory.planner.run import Hardware, PlannedRun
 from lightseq.models.architecture import heads_of, inspect_architecture

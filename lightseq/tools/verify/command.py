@@ -26,7 +26,7 @@ from lightseq.data.sources import holds_rows
 from lightseq.distributed.environment import secrets
 from lightseq.distributed.mesh import World, check_sequence_size, init_distributed, on_all_ranks
 from lightseq.kernels import KernelSpec
-from lightseq.memory.planner.plan import plan_on_all_ranks
+from lightseq.memory.planner.choice import plan_on_all_ranks
 from lightseq.models.architecture import heads_of, with_layers
 from lightseq.models.family import resolve
 from lightseq.models.presets import ModelFamily
@@ -102,7 +102,7 @@ def _rows_of_run(asked: TrainConfig, family: ModelFamily, world: World) -> list[
 
 def _as_trained(asked: TrainConfig, family: ModelFamily, world: World) -> TrainConfig:
     """Returns the config with the memory plan of training at the whole length, which the short run verifies."""
-    if world.device.type != "cuda" or asked.deepspeed:
+    if world.device.type != "cuda":
         return asked.without_planner()
     model = on_all_ranks(world, lambda: resolve(family, asked.model_name, random_init=True).config)
     return plan_on_all_ranks(asked, model, world).run.config

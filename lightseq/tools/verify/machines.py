@@ -10,7 +10,7 @@ from lightseq.distributed.host_memory import host_memory
 from lightseq.memory.planner.breakdown import GIB
 from lightseq.tools.verify.report import Row, gathered, span, verdict
 from lightseq.training.metrics import hardware, versions
-from lightseq.training.run_info import digest
+from lightseq.utils.versions import source_digest
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -25,7 +25,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 def software(device: torch.device) -> dict[str, str]:
     """Returns the versions of packages that affect results. `source`: hash of this package's files."""
-    found = versions() | {"source": digest()}
+    found = versions() | {"source": source_digest()}
     for package in ("lightseq-long", "flash-attn-3"):
         try:
             found[package] = version(package)

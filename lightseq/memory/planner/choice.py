@@ -1,0 +1,198 @@
+"""Choice of a plan: the fastest combination of the memory flags left to the planner that fits."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedConfig
+
+from lightseq.config.remat_policies import STORE_LINEARS, STORE_MLP
+from lightseq.config.train_config import TrainConfig
+from lightseq.distributed.mesh import World, free_host_memory, on_all_ranks
+from lightseq.memory.planner.placement import KEEP, RECOMPUTED, Placement
+from lightseq.memory.planner.plan import (
+    PLANNED_FLAGS,
+    Plan,
+    on_smaller_gpus,
+    plan_as_given,
+    usable_gpu_bytes,
+    without_device_budget,
+)
+from lightseq.memory.planner.rates import PROCESS_BYTES
+from lightseq.memory.planner.run import PlannedRun, planned_run
+from lightseq.memory.planner.step_time import WAITING
+from lightseq.modules.tiled import KNOWN
+
+STATE_STEPS = 8  # steps in the number of layers with state on the GPU that `--offload auto` tries first
+FRUGAL_GROUP = 4  # layers per checkpoint where memory is short
+SAME_SPEED = 1e-2  # relative difference of step times that the planner cannot resolve
+
+
+def make_plan(run: PlannedRun) -> Plan:
+    """Plans a run: the fastest choice of the flags left to the planner that fits, or else that with the least memory.
+
+    Among equally fast plans it prefers state on the GPU, then less host memory, then less work behind kernel launches.
+    """
+    run, found = without_device_budget(run), []
+    for options in (fast_options(run), frugal_options(run)):
+        found += [plan for option in options for plan in _placements(option)]
+        if any(plan.fits and not plan.run.state_on_host for plan in found):
+            break
+    if fitting := [plan for plan in found if plan.fits]:
+        limit = min(plan.step_seconds for plan in fitting) * (1 + SAME_SPEED)
+        fastest = [plan for plan in fitting if plan.step_seconds <= limit]
+        return min(fastest, key=_preference)
+    within_host = [plan for plan in found if not plan.missing_host_bytes]
+    return min(within_host or found[:1], key=lambda plan: plan.parts.total)
+
+
+def _preference(plan: Plan) -> tuple[bool, float, float]:
+    return plan.run.state_on_host, plan.host_bytes, plan.step_seconds - plan.seconds[WAITING]
+
+
+def can_fit(run: PlannedRun) -> bool:
+    run = without_device_budget(run)
+    options = (*frugal_options(run), *fast_options(run))  # those with the least memory first
+    return any(plan.fits for option in options for plan in _placements(option))
+
+
+def fast_options(run: PlannedRun) -> list[PlannedRun]:
+    """Returns the run with every choice of the flags left to the planner that runs no layer twice."""
+    offload = ["none", "auto", "activations"]
+    return _options(run, remat=_policies(run), offload=offload, groups=[1], tiles=[False])
+
+
+def frugal_options(run: PlannedRun) -> list[PlannedRun]:
+    """Returns the run with the other choices, which take less memory and more time."""
+    tiles = [False, True] if run.architecture.layer_class in KNOWN else [False]
+    offload = ["both", "optimizer", "activations", "none"]
+    found = _options(run, remat=["full", "attention"], offload=offload, groups=[FRUGAL_GROUP, 1], tiles=tiles)
+    fast = [option.config for option in fast_options(run)]
+    return [option for option in found if option.config not in fast]
+
+
+def _options(
+    run: PlannedRun, remat: Sequence[str], offload: Sequence[str], groups: Sequence[int], tiles: Sequence[bool]
+) -> list[PlannedRun]:
+    """Returns the run with each combination of these values for the flags that are not given."""
+    config, found = run.config, []
+    remat = remat if config.remat is None and config.gradient_checkpointing is None else [config.remat_policy]
+    groups = groups if config.layers_per_checkpoint is None else [config.layers_per_checkpoint]
+    tiles = tiles if config.tile_layers is None else [config.tile_layers]
+    for policy, group, tiled in product(remat, groups, tiles):
+        for moved in _offloads(config, policy, group, offload):
+            budget = config.host_memory_budget if moved in ("activations", "both", "auto") else None
+            with suppress(ValueError):  # the values exclude each other
+                chosen = replace(
+                    config,
+                    torch_compile=config.torch_compile is not False,
+                    remat=policy,
+                    layers_per_checkpoint=group,
+                    tile_layers=tiled,
+                    offload=moved,
+                    host_memory_budget=budget,
+                )
+                found.append(run.changed(config=chosen))
+    return found
+
+
+def _offloads(config: TrainConfig, policy: str, group: int, values: Sequence[str]) -> list[str]:
+    """Returns the values of --offload to plan with, `values` unless one is given.
+
+    With `auto` every layer is placed by itself, which needs a checkpoint of its own.
+    """
+    if config.offload != "auto":
+        return [config.offload]
+    if policy == "attention" and group == 1:
+        return ["auto"]  # its placements include those of the other values
+    one_by_one = policy != "full" and group == 1
+    return [value for value in values if value != "auto" or one_by_one]
+
+
+def _policies(run: PlannedRun) -> list[str]:
+    can_store_mlp, plain_projections = run.architecture.can_store_mlp, run.architecture.plain_projections
+    mlp = [*([STORE_LINEARS] if plain_projections else []), STORE_MLP] if can_store_mlp else []
+    return ["none", *mlp, "attention", "full"]
+
+
+def _placements(run: PlannedRun) -> Iterator[Plan]:
+    """Yields the plan as given and, if `--offload auto` could gain, plans with the state of some layers on the host.
+
+    The number of layers with state on the GPU grows in steps. If one step lacks host memory and the next GPU memory, a
+    bisection looks for a plan between them that lacks neither.
+    """
+    plan = plan_as_given(run)
+    if run.config.offload == "auto" and run.config.remat_policy != "attention":
+        if set(plan.placement.layers).isdisjoint(RECOMPUTED):  # the time of recomputing more is not known
+            yield plan
+        return
+    yield plan
+    if run.config.offload != "auto" or run.state_offloaded or (plan.fits and set(plan.placement.layers) == {KEEP}):
+        return
+
+    def with_state_on_gpu(groups: int) -> Plan:
+        layers = min(groups * run.group_size, run.layers)
+        return plan_as_given(run.changed(state_offloaded=True, layers_with_state_on_gpu=layers))
+
+    def lacks(plan: Plan) -> tuple[bool, bool]:
+        return plan.missing_gpu_bytes > 0, plan.missing_host_bytes > 0
+
+    step = max(1, run.groups // STATE_STEPS)
+    previous: Plan | None = None
+    for groups in range(0, run.groups + 1, step):
+        yield (plan := with_state_on_gpu(groups))
+        low, high = groups - step, groups
+        while previous is not None and lacks(previous) != lacks(plan) and high - low > 1:
+            middle = (low + high) // 2
+            yield (between := with_state_on_gpu(middle))
+            low, high = (middle, high) if lacks(between) == lacks(previous) else (low, middle)
+        previous = plan
+
+
+# ---- the current run ------------------------------------------------------------------------------------------------
+
+
+def plan_again(run: PlannedRun, earlier: Mapping[str, Any]) -> Plan | None:
+    """Returns the plan with the choices of an earlier one; None if it does not fit, or other flags are given now."""
+    run = without_device_budget(run)
+    try:
+        chosen = replace(run.config, **{name: earlier[name] for name in PLANNED_FLAGS})
+        layers, state = tuple(earlier["placement"]), bool(earlier["state_offloaded"])
+        resident = int(earlier["layers_with_state_on_gpu"])
+    except (KeyError, TypeError, ValueError):
+        return None
+    options = [option.config for option in (*fast_options(run), *frugal_options(run))]
+    if chosen not in options or len(layers) != run.layers:
+        return None
+    again = run.changed(config=chosen, state_offloaded=state, layers_with_state_on_gpu=resident)
+    plan = plan_as_given(again, Placement(layers))
+    return plan if plan.fits else None
+
+
+def plan_on_all_ranks(
+    config: TrainConfig,
+    model: PreTrainedConfig,
+    world: World,
+    earlier: Mapping[str, Any] | None = None,
+    most_bytes: float = math.inf,
+) -> Plan:
+    """Returns the same plan on all ranks, for the one with the least memory.
+
+    It fills at most `most_bytes` of a GPU. `earlier` holds the choices of the run that this one resumes, if any.
+    """
+    run = planned_run(config, model, world)
+    least = torch.tensor([run.hardware.gpu_memory, free_host_memory(world, share=1.0)], dtype=torch.float64)
+    dist.all_reduce(least, op=dist.ReduceOp.MIN)
+    gpu, free = least.tolist()
+    host = (free + PROCESS_BYTES) * run.hardware.ranks_per_host  # this process's memory is not free any more
+    run = run.changed(hardware=replace(run.hardware, gpu_memory=gpu, host_memory=host))
+    if most_bytes < usable_gpu_bytes(run):
+        run = on_smaller_gpus(run, most_bytes)
+    found = [on_all_ranks(world, lambda: plan_again(run, earlier or {}) or make_plan(run))]
+    dist.broadcast_object_list(found)  # ranks that recompute different layers would wait for each other
+    return found[0]
