@@ -30,7 +30,7 @@ class Breakdown:
 
     @property
     def total(self) -> int:
-        return sum(asdict(self).values())
+        return sum(vars(self).values())
 
     def lines(self) -> list[str]:
         """Returns the lines of a table, largest part first, with the total."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from math import ceil
 
 from lightseq.config.remat_policies import STORE_MLP, STORES_MLP
@@ -241,7 +242,9 @@ def host_bytes(run: PlannedRun, placement: Placement) -> float:
 
 def state_bytes_on_host(run: PlannedRun) -> float:
     """Returns the bytes of a rank's weights, gradients and optimizer state in host memory."""
-    return run.host_share * (sum(_state_bytes(run)) + _gradient_padding(run))
+    # With adapters the padding is negligible.
+    padding = 0.0 if run.adapter_parameters else _gradient_padding(run.architecture.sizes, run.shards)
+    return run.host_share * (sum(_state_bytes(run)) + padding)
 
 
 def _state_bytes(run: PlannedRun) -> tuple[float, float, float]:
@@ -250,12 +253,11 @@ def _state_bytes(run: PlannedRun) -> tuple[float, float, float]:
     return run.weight_bytes, gradients, moments_of(run.config) * gradients
 
 
-def _gradient_padding(run: PlannedRun) -> float:
+@lru_cache(maxsize=64)  # every plan of a search asks for the same
+def _gradient_padding(sizes: tuple[int, ...], shards: int) -> float:
     """Returns the bytes that torch's pinned allocator adds by rounding up each gradient."""
-    if run.adapter_parameters:  # negligible
-        return 0.0
-    shards = [FLOAT32 * ceil(size / run.shards) for size in run.architecture.sizes]
-    return float(sum(pinned_by_torch(size) - size for size in shards))
+    parts = [FLOAT32 * ceil(size / shards) for size in sizes]
+    return float(sum(pinned_by_torch(size) - size for size in parts))
 
 
 def pinned_by_torch(size: int) -> int:

@@ -3,10 +3,13 @@
 The choice depends only on the bytes and seconds of a layer in each state, two budgets, and the number of layers.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from math import ceil
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD = "keep", "offload", "recompute", "recompute_offload"
 OFFLOADED, RECOMPUTED = (OFFLOAD, RECOMPUTE_OFFLOAD), (RECOMPUTE, RECOMPUTE_OFFLOAD)
@@ -59,45 +62,57 @@ def place(
     Ties go to the least host memory, then the least GPU memory. `device_bytes` is the budget for saved activations
     only. Up to `in_flight` offloaded layers are on the GPU at a time, one fewer per layer that stays.
     """
-    best: tuple[float, float, float, tuple[int, ...]] | None = None
-    for counts in _candidates(layers, states, device_bytes, in_flight):
-        cost = _cost(dict(zip(STATES, counts, strict=True)), states, in_flight)
-        if cost.device_bytes > device_bytes or cost.host_bytes > host_bytes:
-            continue
-        key = (cost.seconds, cost.host_bytes, cost.device_bytes, counts)
-        best = key if best is None or key < best else best
-    return None if best is None else in_order(dict(zip(STATES, best[-1], strict=True)))
+    counts = _candidates(layers, states, device_bytes, in_flight)
+    device = _device_bytes(counts, states, in_flight)
+    host = sum(counts[name] * states[name].host_bytes for name in STATES)
+    seconds = sum(counts[name] * states[name].seconds for name in STATES)
+    fitting = np.flatnonzero((device <= device_bytes) & (host <= host_bytes))
+    if not len(fitting):
+        return None
+    keys = (seconds, host, device, *(counts[name] for name in STATES))
+    best = fitting[np.lexsort([key[fitting] for key in reversed(keys)])[0]]  # lexsort sorts by its last key first
+    return in_order({name: int(counts[name][best]) for name in STATES})
 
 
 def in_order(counts: Mapping[str, int]) -> Placement:
     return Placement(tuple(state for state in STATES for _ in range(counts.get(state, 0))))
 
 
-def _cost(counts: Mapping[str, int], states: Mapping[str, State], in_flight: int) -> State:
-    """Returns the cost of all layers; the bytes on the GPU are the peak over the backward pass."""
-    host = sum(number * states[name].host_bytes for name, number in counts.items() if number)
-    seconds = sum(number * states[name].seconds for name, number in counts.items() if number)
-
-    def sizes(*names: tuple[str, str]) -> list[float]:
-        return [states[size_of].device_bytes for name, size_of in names for _ in range(counts.get(name, 0))]
-
-    offloaded = sizes((OFFLOAD, KEEP), (RECOMPUTE_OFFLOAD, RECOMPUTE))  # in flight, a layer takes its size on the GPU
-    resident = sizes((RECOMPUTE, RECOMPUTE), (KEEP, KEEP))
-    moments = [sum(resident), sum(offloaded[:in_flight])]
-    for first in range(1, in_flight):  # the first layers that stay, beside the last offloaded ones
-        moments.append(sum(resident[:first]) + sum(offloaded[max(0, len(offloaded) - in_flight + first) :]))
-    return State(max(moments), host, seconds)
-
-
 def _candidates(
     layers: int, states: Mapping[str, State], device_bytes: float, in_flight: int
-) -> Iterator[tuple[int, ...]]:
-    """Yields counts by state: every number of offloaded layers, with as few recomputed layers as memory allows."""
+) -> dict[str, NDArray[Any]]:
+    """Returns counts by state: every number of offloaded layers, with as few recomputed layers as memory allows.
+
+    Each array has one element per candidate.
+    """
+    offloaded, recomputed_offloaded = (axis.ravel() for axis in np.indices((layers, layers)))
+    stays = offloaded + recomputed_offloaded < layers  # the last layer
+    offloaded, recomputed_offloaded = offloaded[stays], recomputed_offloaded[stays]
+    resident = layers - offloaded - recomputed_offloaded
+    counts = {OFFLOAD: offloaded, RECOMPUTE_OFFLOAD: recomputed_offloaded, RECOMPUTE: 0 * resident, KEEP: resident}
+    over = _device_bytes(counts, states, in_flight) - device_bytes
     saved = states[KEEP].device_bytes - states[RECOMPUTE].device_bytes
-    for offloaded in range(layers):
-        for recomputed_offloaded in range(layers - offloaded):
-            resident = layers - offloaded - recomputed_offloaded
-            counts = {OFFLOAD: offloaded, RECOMPUTE_OFFLOAD: recomputed_offloaded, KEEP: resident}
-            over = _cost(counts, states, in_flight).device_bytes - device_bytes
-            recomputed = 0 if over <= 0 else min(resident, ceil(over / saved)) if saved > 0 else resident
-            yield offloaded, recomputed_offloaded, recomputed, resident - recomputed
+    needed = np.ceil(over / saved) if saved > 0 else np.where(over > 0, resident, 0)
+    recomputed = np.clip(needed, 0, resident).astype(int)
+    return counts | {RECOMPUTE: recomputed, KEEP: resident - recomputed}
+
+
+def _device_bytes(counts: Mapping[str, NDArray[Any]], states: Mapping[str, State], in_flight: int) -> Any:
+    """Returns the bytes on the GPU at the peak over the backward pass."""
+    whole, layer_input = states[KEEP].device_bytes, states[RECOMPUTE].device_bytes
+    resident = ((counts[RECOMPUTE], layer_input), (counts[KEEP], whole))
+    offloaded = ((counts[OFFLOAD], whole), (counts[RECOMPUTE_OFFLOAD], layer_input))  # sizes while in flight
+
+    def first(layers: int, kinds: Sequence[tuple[NDArray[Any], float]]) -> Any:
+        """Returns the bytes of the first `layers` layers of these counts and sizes."""
+        size: Any = 0.0
+        left: Any = layers
+        for count, each in kinds:
+            taken = np.minimum(left, count)
+            size, left = size + taken * each, left - taken
+        return size
+
+    moments = [sum(count * each for count, each in resident), first(in_flight, offloaded)]
+    # The first layers that stay are on the GPU beside the last offloaded ones.
+    moments += [first(n, resident) + first(in_flight - n, offloaded[::-1]) for n in range(1, in_flight)]
+    return np.maximum.reduce(moments)

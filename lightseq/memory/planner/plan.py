@@ -5,6 +5,7 @@ Nothing is built or run. Sizes follow from the model's config and the flags, rat
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Final
 
 from lightseq.config.deepspeed import DeepSpeedSettings
@@ -47,7 +48,11 @@ class Plan:
     when: str  # point of the step where memory peaks
     parts: Breakdown
     host_bytes: float
-    seconds: dict[str, float]
+
+    @cached_property
+    def seconds(self) -> dict[str, float]:
+        """Returns the seconds of a step by part. The search for the longest sequence does not need them."""
+        return step_seconds(self.run, self.placement)
 
     @property
     def step_seconds(self) -> float:
@@ -131,7 +136,7 @@ def plan_as_given(run: PlannedRun, placement: Placement | None = None) -> Plan:
     placement = placement or placement_of(run)
     snapshot = peak(run, placement)
     host = host_bytes(run, placement) * run.hardware.ranks_per_host
-    return Plan(run, placement, snapshot.when, snapshot.parts, host, step_seconds(run, placement))
+    return Plan(run, placement, snapshot.when, snapshot.parts, host)
 
 
 def usable_gpu_bytes(run: PlannedRun) -> float:

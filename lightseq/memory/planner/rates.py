@@ -6,7 +6,7 @@ of their peaks.
 
 import re
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 
 from lightseq.schedule.timing import RATES, Rates
 
@@ -61,7 +61,12 @@ class Widths:
     intermediate: float = 0.0
 
     def dot(self, sizes: "Widths") -> float:
-        return sum(a * b for a, b in zip(astuple(self), astuple(sizes), strict=True))
+        return (
+            self.hidden * sizes.hidden
+            + self.attention * sizes.attention
+            + self.key_value * sizes.key_value
+            + self.intermediate * sizes.intermediate
+        )
 
 
 @dataclass(frozen=True)
