@@ -16,6 +16,7 @@ from lightseq.config.command_line import help_text, shows_help
 from lightseq.config.parser import refused
 from lightseq.distributed.environment import is_main_process, set_up_process
 from lightseq.models.presets import ModelFamily
+from lightseq.utils.gc_control import without_collection
 
 BOTH = ModelFamily(
     "llama2 or llama3",
@@ -64,7 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         program = f"python3 -m lightseq {words[0]}"
         if command.details and shows_help(words[1:], partial(help_text, program, command.details)):
             return 0
-        return import_module(command.module).main(BOTH, words[1:])
+        with without_collection():
+            module = import_module(command.module)
+        return module.main(BOTH, words[1:])
     if shows_help(words, overview):
         return 0
     if not is_main_process():

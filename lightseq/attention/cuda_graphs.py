@@ -5,11 +5,10 @@ than a short pass runs on the GPU. A graph is one launch. Training uses the same
 can be replayed. Their temporary memory comes from a separate pool, so only small passes are recorded.
 """
 
-import gc
 import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Hashable
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -17,6 +16,7 @@ import torch
 from lightseq.attention.program import PassSpec
 from lightseq.comm.transport import Transport
 from lightseq.kernels.launches import Launch, Launches
+from lightseq.utils.gc_control import without_collection
 
 MAX_FLOPS = 2e12  # of a pass: about three milliseconds on an H100, long enough to hide the launches of the next pass
 MAX_OUTBOX_BYTES = 2**28  # a pass needs about twice as much temporary memory
@@ -72,7 +72,8 @@ class GraphCache:
         graph, sent = torch.cuda.CUDAGraph(), transport.bytes_sent
         self._stream.wait_stream(torch.cuda.current_stream())
         try:
-            with _nothing_freed(), torch.cuda.stream(self._stream), launches.collect() as collected:
+            # The collector could free mapped memory or a graph, which would wait for the device.
+            with without_collection(), torch.cuda.stream(self._stream), launches.collect() as collected:
                 graph.capture_begin(self._pool, "relaxed")  # other threads may go on
                 try:
                     run()
@@ -96,18 +97,6 @@ class GraphCache:
         if rank == 0:
             why = str(error).splitlines()[0]
             warnings.warn(f"short attention passes run without CUDA graphs: recording one failed ({why})", stacklevel=2)
-
-
-@contextmanager
-def _nothing_freed() -> Iterator[None]:
-    """Turns the garbage collector off: freeing mapped memory or a graph would wait for the device."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def is_short(spec: PassSpec) -> bool:

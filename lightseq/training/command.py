@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from lightseq.config.command_line import help_text, shows_help
 from lightseq.distributed.environment import set_up_process
 from lightseq.models.presets import ModelFamily
+from lightseq.utils.gc_control import without_collection
 
 
 def main(family: ModelFamily, argv: Sequence[str] | None = None) -> int:
@@ -18,7 +19,8 @@ def main(family: ModelFamily, argv: Sequence[str] | None = None) -> int:
     program = family.program or f"{family.name}/train.py"
     if shows_help(words, lambda: help_text(program)):
         return 0
-    from lightseq.training.train import train  # takes seconds to import
+    with without_collection():
+        from lightseq.training.train import train  # takes seconds to import
 
     train(family, words, program)
     return 0

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import get_scheduler
 
 from lightseq.config.checks import EIGHT_BIT
 from lightseq.config.train_config import TrainConfig, warmup_steps
@@ -113,6 +112,8 @@ class LearningRate:
     """Learning rate schedule as a function of the step, so that resuming needs no state."""
 
     def __init__(self, config: TrainConfig, total_steps: int) -> None:
+        from transformers import get_scheduler  # imports peft if it is installed, which plans need not wait for
+
         probe = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=config.learning_rate)
         schedule = get_scheduler(
             config.lr_scheduler_type,

@@ -15,6 +15,7 @@ from lightseq.config.lengths import tokens
 from lightseq.config.parser import Parser
 from lightseq.config.train_config import TrainConfig
 from lightseq.models.presets import ModelFamily
+from lightseq.utils.gc_control import without_collection
 
 PROGRAM: Final = "lightseq evaluate"
 NOWHERE: Final = "nowhere"  # --data_path of a synthetic haystack
@@ -40,7 +41,8 @@ def main(family: ModelFamily, words: Sequence[str]) -> int:
     """Runs `python3 -m lightseq evaluate` with its own flags and those of training."""
     if shows_help(words, parser().format_help):
         return 0
-    from lightseq.tools.evaluate.evaluate import evaluate  # imports torch, which takes seconds
+    with without_collection():
+        from lightseq.tools.evaluate.evaluate import evaluate  # imports torch, which takes seconds
 
     evaluate(family, words)
     return 0

@@ -13,6 +13,7 @@ from lightseq.config.parser import Parser, refused
 from lightseq.memory.planner.rates import CHIPS, DEFAULT_CORES
 from lightseq.models.presets import ModelFamily
 from lightseq.tools.plan import attention
+from lightseq.utils.gc_control import without_collection
 
 
 def parser() -> argparse.ArgumentParser:
@@ -43,7 +44,8 @@ def main(family: ModelFamily, words: Sequence[str]) -> int:
         return attention.main(words)
     try:
         own, training = parser().parse_known_args([underscored(word) for word in words])
-        from lightseq.tools.plan.training import report  # imports torch, which takes seconds
+        with without_collection():
+            from lightseq.tools.plan.training import report  # imports torch, which takes seconds
 
         return 0 if report(family, own, training, " ".join(["python3 -m lightseq plan", *words])) else 1
     except (ValueError, OSError) as error:
