@@ -31,7 +31,7 @@ import llama3
 from benchmarks.command_line import Parser, length, listed, one_of, positive
 from benchmarks.processes import Failed, run, torchrun
 from benchmarks.records import append, provenance, read_lines
-from benchmarks.step import NEEDED
+from benchmarks.step_flags import NEEDED
 from lightseq.config.command_line import parse
 from lightseq.config.parser import answered
 from lightseq.memory.planner.choice import make_plan

@@ -3,12 +3,13 @@
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.attention_flags import Choice
 from benchmarks.measure import Case, Layer
 from lightseq.attention.context import AttentionConfig, Documents, SequenceContext, make_context, pack, release
 from lightseq.attention.operator import attention
@@ -19,18 +20,6 @@ from lightseq.schedule.cost import AttentionShape
 from lightseq.schedule.documents import packed_schedule
 from lightseq.schedule.segments import Segments
 from lightseq.schedule.table import Mask
-
-
-@dataclass(frozen=True)
-class Choice:
-    """Settings of lightseq's attention; None means automatic."""
-
-    schedule: str = "auto"
-    kernel: str = "auto"
-    transport: str = "auto"
-    ulysses_size: int | None = None
-    head_groups: int | None = None
-    keep_gathered: bool = True
 
 
 def without_exchange(layer: Layer) -> Choice:

@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from worlds import spawn
 
-from benchmarks import attention
-from benchmarks.attention import parse
+from benchmarks import attention, attention_points
+from benchmarks.attention_flags import Choice, parse, parser
 from benchmarks.attention_peers import PEERS, flash_attn_stand_in, ring_flash_attn, ulysses, ulysses_flex
 from benchmarks.errors import check_layer
-from benchmarks.layers import Choice, single_gpu_layer
+from benchmarks.layers import single_gpu_layer
 from benchmarks.measure import Case, Disagreement, Layer, Skipped, time_layer, together
 from lightseq.distributed.mesh import World
 
@@ -44,7 +44,7 @@ def program(rank: int, words: str, more_peers: dict[str, Any] | None = None) -> 
     """The benchmark on this rank, in the process group that the test has joined already: status, out, err."""
     size = dist.get_world_size()
     world = World(rank, size, rank, size, torch.device("cpu"))
-    attention.init_distributed = lambda timeout_seconds: contextlib.nullcontext(world)  # type: ignore[assignment]
+    attention_points.init_distributed = lambda timeout_seconds: contextlib.nullcontext(world)  # type: ignore[assignment]
     PEERS.update(more_peers or {})
     status, out, err = 0, io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -155,7 +155,7 @@ def slow_rank(rank: int) -> list[dict[str, Any]]:
     layer = Layer(attend, torch.arange(8), 2)
     efforts = [["--seconds", words] for words in ("0", "0.3", "60")]
     common = ["--warmup", "1", "--repeats", "12"]
-    return [time_layer(layer, case(8), attention.parser().parse_args([*common, *effort])) for effort in efforts]
+    return [time_layer(layer, case(8), parser().parse_args([*common, *effort])) for effort in efforts]
 
 
 def test_the_slowest_rank_is_the_time_and_repeats_fit_the_seconds_between_their_bounds() -> None:

@@ -15,11 +15,12 @@ import torch.distributed as dist
 from transformers import LlamaConfig
 from worlds import spawn
 
-from benchmarks import step
+from benchmarks import step, step_trials
 from benchmarks.processes import Failed, reason, run
-from benchmarks.step import Trial, parse, setting_of, trials, write_inputs
+from benchmarks.step_flags import parse
 from benchmarks.step_peers.peer import Job, TrainerPeer, measure
 from benchmarks.step_peers.worker import PEERS
+from benchmarks.step_trials import Trial, setting_of, trials, write_inputs
 from lightseq.data.batches import BatchStream, open_examples
 from lightseq.distributed.mesh import World
 from lightseq.kernels.torch_native import CpuKernel
@@ -201,7 +202,7 @@ def test_one_that_dies_or_hangs_is_skipped_with_its_reason_and_the_rest_go_on(
 ) -> None:
     scripts = {"lightseq": DIES, "accelerate": HANGS, "plain": WRITES, "deepspeed": "pass"}
     monkeypatch.setattr(Trial, "command", property(lambda t: ["-c", scripts[t.implementation], str(t.result)]))
-    monkeypatch.setattr(step, "provenance", lambda commit: ON_H200)
+    monkeypatch.setattr(step_trials, "provenance", lambda commit: ON_H200)
     begin = time.monotonic()
     assert step.main(flags(model, tmp_path, "--timeout 1 --implementations lightseq,accelerate,deepspeed,plain")) == 0
     assert time.monotonic() - begin < 20
@@ -222,7 +223,7 @@ def test_one_that_dies_or_hangs_is_skipped_with_its_reason_and_the_rest_go_on(
 def test_an_earlier_benchmark_s_numbers_do_not_count_and_other_files_stay(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(step, "provenance", lambda commit: ON_H200)
+    monkeypatch.setattr(step_trials, "provenance", lambda commit: ON_H200)
     words = flags(model, tmp_path, "--timeout 60 --implementations plain")
     for script, skipped in ((WRITES, None), ("pass", "ended without results (FileNotFoundError)")):
         monkeypatch.setattr(Trial, "command", property(lambda t, script=script: ["-c", script, str(t.result)]))
@@ -310,7 +311,7 @@ def test_each_family_is_trained_by_its_own_program(tmp_path: Path) -> None:
 def test_bad_flags_are_refused_in_one_line(
     words: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(step, "provenance", lambda commit: {"hardware": {"device": "cpu"}})
+    monkeypatch.setattr(step_trials, "provenance", lambda commit: {"hardware": {"device": "cpu"}})
     assert step.main([*words.split(), "--output", str(tmp_path / "s.jsonl")]) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1

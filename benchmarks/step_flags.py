@@ -1,0 +1,80 @@
+"""Flags of benchmarks/step.py. They load without torch, so that --help answers at once."""
+
+import argparse
+import shlex
+import shutil
+from collections.abc import Sequence
+
+from benchmarks.command_line import Parser, check_output, length, listed, one_of, positive, seconds
+from lightseq.config.command_line import parse as parse_training
+
+ABOUT = """Times whole training steps of one model at several lengths, with lightseq's trainer and its alternatives.
+
+Every implementation runs every length in separate processes, so running out of memory affects only one measurement. All
+train the same weights on the same tokens, one sequence per step over all ranks, with fused AdamW.
+"""
+OURS = "lightseq"
+IMPLEMENTATIONS = (OURS, "plain", "accelerate", "deepspeed", "autosp", "trl", "unsloth")
+NEEDED = ("--model_name_or_path=m", "--data_path=d", "--output_dir=o")  # required by lightseq's trainer
+EXAMPLES = """examples:
+  python3 benchmarks/step.py --model llama3.2-1b --lengths 32K,128K --nproc_per_node 4
+  ... --model llama3-8b --layers 8 --lengths 128K --implementations lightseq,plain
+  ... --lightseq_flags "--remat none --schedule ulysses" --lightseq_flags "--remat full"
+  python3 -m analysis step outputs/step.jsonl"""
+
+
+def parser() -> Parser:
+    out = Parser("benchmarks/step.py", ABOUT, EXAMPLES)
+    what = out.add_argument_group("training").add_argument
+    what("--model", default="llama3.2-1b", metavar="NAME", help="Llama preset or directory; weights are random")
+    what("--layers", type=positive, metavar="N", help="use only the first N layers")
+    what(
+        "--lengths",
+        type=listed(length),
+        default="32K,128K",
+        metavar="N,...",
+        help="sequence lengths in tokens; a step has one sequence",
+    )
+    what(
+        "--implementations",
+        type=listed(one_of(*IMPLEMENTATIONS), IMPLEMENTATIONS),
+        default="all",
+        metavar="I,...",
+        help=f"all, {', '.join(IMPLEMENTATIONS)}",
+    )
+    processes = "processes, one per GPU; if not given, as many as GPUs, or 2 without GPUs"
+    what("--nproc_per_node", type=positive, metavar="N", help=processes)
+    how = out.add_argument_group("measurement").add_argument
+    how("--warmup", type=positive, default=3, metavar="N", help="untimed steps before the measurement")
+    how("--steps", type=positive, default=7, metavar="N", help="timed steps")
+    how("--timeout", type=seconds, default=900.0, metavar="S", help="time limit for one implementation at one length")
+    more = "also measure lightseq with these flags of llama3/train.py; may be repeated"
+    how("--lightseq_flags", metavar="WORDS", action="append", default=[], help=more)
+    python = "python with unsloth, which needs older transformers and TRL than trl; if not given, this one"
+    how("--unsloth_python", metavar="PATH", help=python)
+    out.add_output("outputs/step.jsonl")
+    return out
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """Parses the flags. Raises ValueError with a one-line reason."""
+    flags = parser().parse_args(words)
+    if flags.unsloth_python and shutil.which(flags.unsloth_python) is None:
+        raise ValueError(f"--unsloth_python {flags.unsloth_python} is not a program; give the path of a python")
+    if not flags.output.suffix:
+        raise ValueError(
+            f"--output {flags.output} has no suffix; write {flags.output}.jsonl, because logs go to {flags.output}/"
+        )
+    check_output(flags)
+    if flags.lightseq_flags and OURS not in flags.implementations:
+        raise ValueError("--lightseq_flags needs lightseq among the --implementations")
+    for given in flags.lightseq_flags:
+        try:
+            parse_training([*NEEDED, *shlex.split(given)], "")
+        except ValueError as error:
+            raise ValueError(f"--lightseq_flags {given!r}: {error}") from None
+    if flags.nproc_per_node is None:
+        import torch  # takes seconds, which --help and refusals need not wait for
+
+        flags.nproc_per_node = torch.cuda.device_count() or 2
+    return flags
