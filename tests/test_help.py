@@ -1,0 +1,51 @@
+"""Help of every program answers within a second, because it imports nothing that takes longer."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from analysis.__main__ import COMMANDS as ANALYSES
+from lightseq.cli import COMMANDS
+
+ROOT = Path(__file__).resolve().parent.parent
+SLOW = ("torch", "transformers")
+PROGRAMS = (
+    *("lightseq", *(f"lightseq {name}" for name in COMMANDS), "lightseq plan --attention"),
+    *("llama2/train.py", "llama3/train.py", "benchmarks/step.py", "benchmarks/attention.py"),
+)
+# These take a tenth of a second longer for rich, or a third for matplotlib.
+PROGRAMS_WITH_TABLES = (
+    *("launch.sweep", "data_gen", "data_gen synthetic", "data_gen text"),
+    *("analysis", *(f"analysis {name}" for name in ANALYSES)),
+)
+# One process runs programs one after the other, because starting Python for each would take seconds.
+SHOW_HELP = """import json, runpy, sys
+programs, slow = map(json.loads, sys.argv[1:])
+for words in programs:
+    program, *rest = words.split()
+    sys.argv = [program, *rest, "--help"]
+    try:
+        (runpy.run_path if program.endswith(".py") else runpy.run_module)(program, run_name="__main__")
+    except SystemExit as end:
+        assert not end.code, f"{words} --help exits with {end.code}"
+    imported = [name for name in slow if name in sys.modules]
+    assert not imported, f"{words} --help imports {imported[0]}"
+"""
+
+
+def show_help(programs: tuple[str, ...], slow: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-c", SHOW_HELP, json.dumps(programs), json.dumps(slow)]
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+
+
+def test_help_imports_nothing_slow() -> None:
+    for programs, slow in ((PROGRAMS, (*SLOW, "rich", "matplotlib")), (PROGRAMS_WITH_TABLES, SLOW)):
+        done = show_help(programs, slow)
+        assert done.returncode == 0, done.stderr.splitlines()[-1]
+        assert done.stdout.count("usage: ") == len(programs)
+
+
+def test_a_slow_import_is_found() -> None:
+    error = show_help(("lightseq plan", "data_gen"), ("rich",)).stderr
+    assert error.endswith("AssertionError: data_gen --help imports rich\n")
