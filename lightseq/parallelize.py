@@ -234,6 +234,8 @@ def shard_parameters(
     if not tied:
         for end in ends:  # the backward pass reads neither the embedding table nor, after the fused loss, the head
             end.set_unshard_in_backward(False)
+    if mesh.size() == 1:
+        return  # a factor of 1 would cost a pass over the gradients
     for module in root.modules():
         if isinstance(module, FSDPModule):  # these setters do not recurse
             module.set_gradient_divide_factor(1.0)
