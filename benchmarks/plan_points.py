@@ -231,6 +231,7 @@ def measure_steps(trainer: Trainer, warmup: int, steps: int) -> dict[str, Any]:
         **worst({**memory, **host}, trainer.world),
         "state_on_host": trainer.engine.memory.state_on_host,
         "layers_with_state_on_gpu": plan.layers_with_state_on_gpu if plan.state_on_host else layers,
+        "reshard_after_forward": plan.reshard_after_forward,
         "placement": plan.placement.layers if plan.placement else None,
         "tokens": trainer.inputs.stream.sequences_per_step * trainer.config.model_max_length,
         "schedule": context.schedule.name,

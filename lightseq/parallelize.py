@@ -46,6 +46,7 @@ class MemoryPlan:
 
     state_on_host: bool = False  # weights, gradients and optimizer state
     layers_with_state_on_gpu: int = 0  # the first layers, whose state stays on the device
+    reshard_after_forward: bool = True  # False keeps the layers' gathered weights for the backward pass
     placement: Placement | None = None  # each layer's activations, with --offload auto
     activation_bytes: float = math.inf  # limit of this rank's host memory for offloaded activations
     plan: Plan | None = None  # None: no planner decided, as on CPUs
@@ -96,9 +97,8 @@ def parallelize(
     """Applies every technique to a model, which may be on the meta device, and shards it with FSDP2."""
     loss_model, context = transform(model, config, world, meshes, memory)
     groups = layer_groups(model, config)
-    staying = math.ceil(memory.layers_with_state_on_gpu / config.group_size)
     dtype = getattr(torch, config.compute_dtype)
-    shard_parameters(loss_model, model, meshes.parameters, dtype, groups, memory.state_on_host, staying)
+    shard_parameters(loss_model, model, meshes.parameters, dtype, groups, memory)
     if memory.state_on_host and meshes.parameters.size(-1) == 1 and not config.tiles_layers:
         WeightPrefetch(groups, world.device.type)  # tiled layers run for seconds, and need no prefetch
     return loss_model, context
@@ -210,29 +210,32 @@ def shard_parameters(
     mesh: DeviceMesh,
     compute_dtype: torch.dtype,
     groups: Sequence[list[nn.Module]],
-    on_host: bool = False,
-    staying: int = 0,
+    memory: MemoryPlan,
 ) -> None:
     """Shards `root`, which holds the model, with FSDP2: a unit for every group of layers, the embeddings and the head.
 
     Shards are float32 and gathered in the compute dtype; gradients are reduced in float32. They are summed, not
     averaged, because the loss is already divided by the global number of valid tokens. Embeddings tied to the head
-    belong to the root and stay gathered for the whole step. `on_host` keeps the shards, and with them the gradients and
-    the optimizer state, in host memory, except for the first `staying` groups.
+    belong to the root and stay gathered for the whole step. `memory` says whether the shards, and with them the
+    gradients and the optimizer state, are in host memory, and whether groups are gathered again for the backward pass.
     """
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    place = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if on_host else OffloadPolicy()
+    place = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if memory.state_on_host else OffloadPolicy()
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": precision}
     ends: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
     tied = ends[0].weight is ends[1].weight
-    for unit in groups[:staying]:
-        fully_shard(unit, **options)
-    for unit in [*groups[staying:], *([] if tied else [[end] for end in ends])]:
-        fully_shard(unit, offload_policy=place, **options)
+    staying = math.ceil(memory.layers_with_state_on_gpu / len(groups[0]))
+    for i, group in enumerate(groups):
+        policy = OffloadPolicy() if i < staying else place
+        fully_shard(group, offload_policy=policy, reshard_after_forward=memory.reshard_after_forward, **options)
+    for end in [] if tied else ends:
+        fully_shard(end, offload_policy=place, **options)
     fully_shard(root, offload_policy=place, **options)
     if not tied:
         for end in ends:  # the backward pass reads neither the embedding table nor, after the fused loss, the head
             end.set_unshard_in_backward(False)
+    if mesh.size() == 1:
+        return  # a factor of 1 would cost a pass over the gradients
     for module in root.modules():
         if isinstance(module, FSDPModule):  # these setters do not recurse
             module.set_gradient_divide_factor(1.0)

@@ -64,7 +64,11 @@ def planned(record: dict[str, Any]) -> Plan:
     hardware = Hardware(chip, point.gpus, *hosts)
     make = plan_as_given if point.name in STATE_STAYED else make_plan
     run = PlannedRun(model, config, hardware)
-    return _as_it_was_placed(run, record) if record.get("state_on_host") and record["placement"] else make(run)
+    if record.get("state_on_host") and record["placement"]:
+        return _as_it_was_placed(run, record)
+    plan = make(run)
+    reshards = record.get("reshard_after_forward", True)  # older records do not say: they gathered weights twice
+    return plan_as_given(plan.run.changed(reshard_after_forward=reshards), plan.placement)
 
 
 def _as_it_was_placed(run: PlannedRun, record: dict[str, Any]) -> Plan:

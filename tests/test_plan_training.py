@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from programs import run_in
+from safetensors.torch import load_file
 from small import CONFIG, LENGTH, losses, words, write_inputs
 from transformers import LlamaConfig
 from worlds import spawn
@@ -37,6 +38,7 @@ from lightseq.memory.planner.run import planned_run as run_on_this_machine
 from lightseq.models.flops import total_parameters
 from lightseq.tools.plan.rehearsal import within_free_memory
 from lightseq.tools.verify.machines import machine
+from lightseq.training.metrics import read_records
 from lightseq.training.setup import warn_unreached
 
 LAYERS = 8
@@ -76,6 +78,25 @@ def test_layers_that_keep_offload_and_compute_again_give_the_losses_of_all_that_
     for name in ("planned", "state-away"):
         record = json.loads((files / name / "metrics.jsonl").read_text().splitlines()[-1])
         assert record["offloaded_bytes"] > 0
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_weights_that_stay_gathered_give_the_losses_evaluations_and_weights_of_those_gathered_twice(
+    ranks: int, tmp_path: Path
+) -> None:
+    files = write_inputs(tmp_path)
+    evaluation = f"--eval_data_path {files}/data.pkl --eval_strategy steps --eval_steps 1"
+    steps = f"--max_steps 4 --gradient_accumulation_steps 2 --save_steps 4 {evaluation}"
+    runs = {"twice": "", "once": "--offload auto --device_memory_budget 64"}
+    spawn(ranks, _train, [words(files, name, f"{steps} {flags}") for name, flags in runs.items()])
+    plan = json.loads((files / "once" / "run.json").read_text())["memory_plan"]
+    assert not plan["reshard_after_forward"] and set(plan["placement"]) == {KEEP}
+    records = {name: read_records(files / name / "metrics.jsonl") for name in runs}
+    for key in ("loss", "eval_loss", "grad_norm"):
+        once, twice = ([record[key] for record in records[name] if key in record] for name in ("once", "twice"))
+        assert len(once) == 4 and once == twice, key
+    saved = [load_file(files / name / "checkpoint-4" / "model.safetensors") for name in runs]
+    assert all(torch.equal(saved[0][name], saved[1][name]) for name in saved[0])
 
 
 def _train(rank: int, commands: list[str], device: str = "cpu") -> None:

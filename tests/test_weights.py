@@ -19,7 +19,7 @@ from worlds import spawn
 
 from lightseq.distributed.mesh import World, make_meshes
 from lightseq.models import weights
-from lightseq.parallelize import shard_parameters
+from lightseq.parallelize import MemoryPlan, shard_parameters
 
 WORLDS = [1, 2, 3]
 FSDP_MODES = ["full_shard", "hybrid_shard", "ddp"]
@@ -47,7 +47,9 @@ def empty(config: LlamaConfig, fsdp: str | None = "full_shard") -> PreTrainedMod
         world = World(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size(), CPU)
         layers: Any = model.model.layers
         groups = [[layer] for layer in layers]
-        shard_parameters(model, model, make_meshes(world, world.size, fsdp).parameters, torch.float32, groups)
+        shard_parameters(
+            model, model, make_meshes(world, world.size, fsdp).parameters, torch.float32, groups, MemoryPlan()
+        )
     weights.materialize(model, CPU)
     for parameter in model.parameters():
         torch.nn.init.constant_(parameter, math.nan)

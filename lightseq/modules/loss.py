@@ -110,4 +110,6 @@ def _cross_entropy_(logits_NV: Tensor, labels_N: Tensor, with_gradient: bool) ->
 
 def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns x * factor, rounded once. On a GPU a 0-dimensional factor would first be rounded to x's dtype."""
+    if fused := fused_kernels(x, "fused_cross_entropy"):
+        return fused.scaled(x, factor, dtype)
     return torch.mul(x, factor.reshape([1] * x.ndim), out=torch.empty_like(x, dtype=dtype))

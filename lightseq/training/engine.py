@@ -154,6 +154,7 @@ def plan_memory(config: TrainConfig, inputs: Inputs, world: World) -> tuple[Memo
     memory = MemoryPlan(
         state_on_host=run.state_on_host,
         layers_with_state_on_gpu=run.layers_with_state_on_gpu,
+        reshard_after_forward=run.reshard_after_forward,
         placement=plan.placement if plan and config.offload == "auto" else None,
         activation_bytes=host_memory_for_layers(run, world, inputs.deepspeed),
         plan=plan,

@@ -18,7 +18,9 @@ def fall_back(plan: Plan, config: TrainConfig, world: World, watchdog: Watchdog,
     """
     limit = SMALLER * plan.parts.total
     config = config.for_planner(on_gpu=world.device.type == "cuda")
-    asked = plan.run.changed(config=config, state_offloaded=False, layers_with_state_on_gpu=0)
+    asked = plan.run.changed(
+        config=config, state_offloaded=False, layers_with_state_on_gpu=0, reshard_after_forward=True
+    )
     following = make_plan(on_smaller_gpus(asked, limit))
     if not following.fits:
         return

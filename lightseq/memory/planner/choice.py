@@ -37,6 +37,7 @@ def make_plan(run: PlannedRun) -> Plan:
     """Plans a run: the fastest choice of the flags left to the planner that fits, or else that with the least memory.
 
     Among equally fast plans it prefers state on the GPU, then less host memory, then less work behind kernel launches.
+    If the weights that the forward pass gathers fit besides, they are kept for the backward pass.
     """
     run, found = without_device_budget(run), []
     for options in (fast_options(run), frugal_options(run)):
@@ -46,13 +47,21 @@ def make_plan(run: PlannedRun) -> Plan:
     if fitting := [plan for plan in found if plan.fits]:
         limit = min(plan.step_seconds for plan in fitting) * (1 + SAME_SPEED)
         fastest = [plan for plan in fitting if plan.step_seconds <= limit]
-        return min(fastest, key=_preference)
+        return _keeping_gathered_weights(min(fastest, key=_preference))
     within_host = [plan for plan in found if not plan.missing_host_bytes]
     return min(within_host or found[:1], key=lambda plan: plan.parts.total)
 
 
 def _preference(plan: Plan) -> tuple[bool, float, float]:
     return plan.run.state_on_host, plan.host_bytes, plan.step_seconds - plan.seconds[WAITING]
+
+
+def _keeping_gathered_weights(plan: Plan) -> Plan:
+    """Returns the plan that gathers weights only once a pass, or the given one if that does not fit."""
+    if plan.run.state_on_host:
+        return plan
+    keeping = plan_as_given(plan.run.changed(reshard_after_forward=False), plan.placement)
+    return keeping if keeping.fits else plan
 
 
 def can_fit(run: PlannedRun) -> bool:
@@ -163,13 +172,18 @@ def plan_again(run: PlannedRun, earlier: Mapping[str, Any]) -> Plan | None:
     try:
         chosen = replace(run.config, **{name: earlier[name] for name in PLANNED_FLAGS})
         layers, state = tuple(earlier["placement"]), bool(earlier["state_offloaded"])
-        resident = int(earlier["layers_with_state_on_gpu"])
+        resident, reshards = int(earlier["layers_with_state_on_gpu"]), bool(earlier.get("reshard_after_forward", True))
     except (KeyError, TypeError, ValueError):
         return None
     options = [option.config for option in (*fast_options(run), *frugal_options(run))]
     if chosen not in options or len(layers) != run.layers:
         return None
-    again = run.changed(config=chosen, state_offloaded=state, layers_with_state_on_gpu=resident)
+    again = run.changed(
+        config=chosen,
+        state_offloaded=state,
+        layers_with_state_on_gpu=resident,
+        reshard_after_forward=reshards,
+    )
     plan = plan_as_given(again, Placement(layers))
     return plan if plan.fits else None
 

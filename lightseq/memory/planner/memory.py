@@ -116,7 +116,8 @@ def _saved_by_rerun(run: PlannedRun, placement: Placement) -> float:
 def _loss(run: PlannedRun, placement: Placement) -> Snapshot:
     """Returns memory during the loss: all activations are saved, and the head and last layer are gathered."""
     logits, gradients = loss_bytes(run.model, run.config, run.tokens)
-    gathered = (run.architecture.head + run.group_size * run.layer_parameters) * run.itemsize
+    groups = 1 if run.reshard_after_forward else run.groups
+    gathered = (run.architecture.head + groups * run.group_size * run.layer_parameters) * run.itemsize
     working = gathered + _bytes(run, LAST_NORM[run.config.compiles])
     saved = _saved_on_gpu(run, placement, run.groups - 1)
     return _snapshot(run, "loss", saved=saved, loss=logits + gradients, working=working)
@@ -172,10 +173,14 @@ def _snapshot(
 
 
 def _weights_and_gradients(run: PlannedRun, group: int) -> float:
-    """Returns the bytes of a group's gathered weights, the next group's prefetched ones, and unreduced gradients."""
+    """Returns the bytes of the gathered weights and the unreduced gradients in the backward pass of a group.
+
+    Besides the group's weights, those of the next group are gathered, or of all groups that are still to come.
+    """
     trains = run.adapter_parameters == 0  # gradients of adapters are too small to count
     unit = run.group_size * run.layer_parameters
-    taken = (1 + run.prefetches_weights) * unit * run.itemsize
+    gathered = 1 + run.prefetches_weights if run.reshard_after_forward else group + 1
+    taken = gathered * unit * run.itemsize
     if run.tied:  # the embeddings stay gathered, and have had a gradient since the loss
         taken += (1 + trains) * run.architecture.head * run.itemsize
     if trains:

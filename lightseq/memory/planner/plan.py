@@ -96,6 +96,7 @@ class Plan:
             "placement": list(self.placement.layers),
             "state_offloaded": run.state_offloaded,
             "layers_with_state_on_gpu": run.layers_with_state_on_gpu,
+            "reshard_after_forward": run.reshard_after_forward,
             "gpu_bytes": self.parts.total,
             "host_bytes_per_rank": int(self.host_bytes / run.hardware.ranks_per_host),
             "step_seconds": self.step_seconds,
@@ -106,6 +107,7 @@ class Plan:
         run, config = self.run, self.run.config
         parts = layer_flags(config)
         parts += [self.placement.words] if set(self.placement.layers) != {KEEP} else []
+        parts += [] if run.reshard_after_forward else ["gathered weights kept"]
         parts += [f"weights and state{owners_of_offloaded_state(run)} in host memory"] if run.state_on_host else []
         usable = f" of {usable_gpu_bytes(run) / GIB:.1f}" if math.isfinite(usable_gpu_bytes(run)) else ""
         sizes = [f"{self.parts.total / GIB:.1f}{usable} GiB per GPU"]

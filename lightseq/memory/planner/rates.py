@@ -140,7 +140,8 @@ ELEMENTWISE: Mapping[bool, tuple[Widths, Widths]] = {
 EAGER_TILED_MLP = 8.0  # replaces the MLP's width above if it is tiled, which is one kernel (the same steps)
 FORWARD_SHARE = 0.25  # of a layer's time; backward with recomputation takes three times as long (counted)
 LOGIT_PASSES = 3.3  # passes over the logits by the loss kernel (traces)
-WEIGHT_COPIES = 22.0  # bytes per parameter and pass to cast, concatenate and split weights (traces)
+# Bytes per parameter to cast and split gathered weights, and to cast and join gradients (traces: 22 with two gathers).
+GATHER_COPIES, REDUCE_COPIES = 8.0, 6.0
 # Bytes per parameter and update: counted; adamw_torch scaled from the fused one by its time (11.9 against 5.1 ms).
 OPTIMIZER_BYTES = {"adamw_torch_fused": 28, "adamw_torch": 65, "adamw_8bit": 16, "adamw_torch_8bit": 16, "sgd": 12}
 NORM_BYTES, CLIP_BYTES = 4.0, 8.0  # per gradient: the norm reads it, clipping reads and writes it

@@ -61,6 +61,7 @@ class PlannedRun:
     hardware: Hardware
     state_offloaded: bool = False  # `--offload auto` moves weights, gradients and optimizer state to the host ...
     layers_with_state_on_gpu: int = 0  # ... except those of the first layers
+    reshard_after_forward: bool = True  # FSDP2's option; False keeps gathered weights for the backward pass
 
     def __post_init__(self) -> None:
         if self.hardware.gpus % self.sequence_ranks:

@@ -46,7 +46,7 @@ def _compute_seconds(run: PlannedRun, placement: Placement) -> dict[str, float]:
         "attention": run.layers * (forward + backward) + _recomputed_attentions(run, placement) * forward,
         "norms, rotation, activation": run.layers * run.tokens * _elementwise_bytes(run) / _memory_rate(run),
         "loss": logits * rates.LOGIT_PASSES / _memory_rate(run),
-        "weights: cast and copied": rates.WEIGHT_COPIES * run.architecture.total / _memory_rate(run),
+        "weights: cast and copied": _weight_copies(run) * run.architecture.total / _memory_rate(run),
     }
 
 
@@ -100,6 +100,11 @@ def _elementwise_bytes(run: PlannedRun) -> float:
     return elements * run.itemsize + rates.FP8_CAST_BYTES[run.config.fp8] * rates.LINEAR_ENDS.dot(run.widths)
 
 
+def _weight_copies(run: PlannedRun) -> float:
+    """Returns the bytes per parameter that a pass moves to gather weights and reduce gradients."""
+    return rates.GATHER_COPIES * (1 + run.reshard_after_forward) + rates.REDUCE_COPIES
+
+
 def _tiles_mlp(run: PlannedRun) -> bool:
     """Returns whether the tiled MLP operator replaces the module's own forward (`tile_mlps`)."""
     config = run.config
@@ -125,9 +130,9 @@ def _exposed_collectives(run: PlannedRun, layer_seconds: float) -> float:
 
 
 def _collective_seconds(run: PlannedRun, parameters: int) -> float:
-    """Returns the seconds of two gathers in the compute dtype and a float32 reduction over shards, then replicas."""
-    others = (run.shards - 1) / run.shards
-    seconds = parameters * others * (2 * run.itemsize + FLOAT32) / _collective_rate(run, run.shards)
+    """Returns the seconds of gathers in the compute dtype and a float32 reduction over shards, then replicas."""
+    others, gathers = (run.shards - 1) / run.shards, 1 + run.reshard_after_forward
+    seconds = parameters * others * (gathers * run.itemsize + FLOAT32) / _collective_rate(run, run.shards)
     replicas = run.hardware.gpus // run.shards
     if replicas > 1:
         sent = 2 * parameters / run.shards * FLOAT32 * (replicas - 1) / replicas
