@@ -413,7 +413,7 @@ def test_the_longest_length_is_longest_under_auto_and_bounded_by_the_host() -> N
 def test_every_suggestion_makes_the_run_fit() -> None:
     run = planned_run(LLAMA, "--bf16 --model_max_length 6000000 --remat none", 8, 140 * GIB, 1900 * GIB, True)
     assert make_plan(run).shortages[0].startswith("GPU memory")
-    flags, gpus, length = changes_to_fit(run)
+    flags, gpus, length = changes_to_fit(run, longest(run))
     assert flags.words == "without --remat" and gpus.words.endswith(" GPUs")
     assert length.words == f"--model_max_length {longest(run)}"
     assert flags.plan.fits and gpus.plan.fits and length.plan.fits
@@ -441,7 +441,8 @@ def test_hopeless_numbers_of_gpus_are_ruled_out_without_their_schedules(monkeypa
         "lightseq.memory.planner.run.choose_by_time",
         lambda world, *a, **k: ranks.append(world) or choose_by_time(world, *a, **k),
     )
-    assert changes_to_fit(planned_run(LLAMA, "--bf16 --model_max_length 65536", 8, gpu=1 * GIB)) == []
+    run = planned_run(LLAMA, "--bf16 --model_max_length 65536", 8, gpu=1 * GIB)
+    assert changes_to_fit(run, longest(run)) == []
     assert max(ranks) == 8
     for flags in ("--bf16", "--bf16 --schedule ring --offload activations", "--remat none --torch_compile"):
         run = planned_run(LLAMA, f"{flags} --model_max_length 262144", 16)
@@ -450,7 +451,7 @@ def test_hopeless_numbers_of_gpus_are_ruled_out_without_their_schedules(monkeypa
 
 def test_a_suggestion_names_the_flags_to_leave_out() -> None:
     flags = "--bf16 --model_max_length 2M --gradient_checkpointing False"
-    change = changes_to_fit(planned_run(LLAMA, flags, 4, gpu=140 * GIB, chosen=True))[0]
+    change = changes_to_fit(planned_run(LLAMA, flags, 4, gpu=140 * GIB, chosen=True), None)[0]
     assert change.words == "without --gradient_checkpointing" and change.plan.fits
 
 

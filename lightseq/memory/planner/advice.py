@@ -52,8 +52,8 @@ class Change:
     plan: Plan
 
 
-def changes_to_fit(run: PlannedRun) -> list[Change]:
-    """Returns changes that make a run fit: other memory flags or optimizer, the fewest GPUs, the longest length."""
+def changes_to_fit(run: PlannedRun, length: int | None) -> list[Change]:
+    """Returns changes that make a run fit: other memory flags or optimizer, the fewest GPUs, the longest `length`."""
     found = []
     for option in (_left_to_the_planner(run), _with_8_bit_states(run), _with_8_bit_states(_left_to_the_planner(run))):
         if (words := _changed_flags(run.config, option.config)) and (plan := make_plan(option)).fits:
@@ -61,7 +61,7 @@ def changes_to_fit(run: PlannedRun) -> list[Change]:
             break
     if enough := _with_more_gpus(run):
         found.append(Change(f"{enough.run.hardware.gpus} GPUs", enough))
-    if (length := longest(run)) and length < run.config.model_max_length:
+    if length and length < run.config.model_max_length:
         found.append(Change(f"--model_max_length {length}", make_plan(run.with_length(length))))
     return found
 
@@ -141,7 +141,10 @@ def out_of_memory(config: TrainConfig, model: PreTrainedConfig, world: World) ->
     room = f", {usable / GIB:.1f} GiB usable" if math.isfinite(usable) else ""
     lines = [f"planned peak memory per GPU ({plan.when}{room}):", *plan.parts.lines()]
     smaller = on_smaller_gpus(run, SMALLER * plan.parts.total) if plan.fits else run
-    words = [f"{change.words} ({change.plan.parts.total / GIB:.1f} GiB per GPU)" for change in changes_to_fit(smaller)]
+    words = [
+        f"{change.words} ({change.plan.parts.total / GIB:.1f} GiB per GPU)"
+        for change in changes_to_fit(smaller, longest(smaller))
+    ]
     if plan.fits and config.offload == "auto" and make_plan(smaller).fits:
         words.insert(0, f"--device_memory_budget {SMALLER * plan.parts.total / GIB:.1f}")
     return [*lines, f"to fit: {', or '.join(words) or 'more GPUs, or a smaller model'}"]

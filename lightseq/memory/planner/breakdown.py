@@ -10,7 +10,7 @@ from lightseq.config.remat_policies import STORE_LINEARS, STORES_MLP
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.mesh import local_part
 from lightseq.memory.planner.rates import GIB, SAVED_WITHOUT_REMAT, Widths
-from lightseq.models.architecture import heads_of
+from lightseq.models.architecture import Heads, heads_of
 from lightseq.modules.loss import CHUNK_TOKENS
 
 MASTER_BYTES = 4  # per weight, and per optimizer moment
@@ -59,34 +59,40 @@ def moments_of(config: TrainConfig) -> float:
 
 def kept_activations(model: PreTrainedConfig, config: TrainConfig, tokens: int) -> int:
     """Returns the bytes that all layers save for the backward pass of `tokens` local tokens, on GPU or host."""
-    layer, group = saved_bytes(model, config), config.group_size
+    heads, group = heads_of(model), config.group_size
+    sizes = widths_of(model, heads)
+    layer = saved_bytes(sizes, heads.query, config)
     if group == 1:
         return int(model.num_hidden_layers * tokens * layer)
     groups = -(-model.num_hidden_layers // group)
-    return int(tokens * (groups * saved_bytes(model, config, "full") + group * layer))
+    return int(tokens * (groups * saved_bytes(sizes, heads.query, config, "full") + group * layer))
 
 
-def saved_bytes(model: PreTrainedConfig, config: TrainConfig, policy: str | None = None) -> float:
+def widths_of(model: PreTrainedConfig, heads: Heads) -> Widths:
+    """Returns a model's own sizes."""
+    hidden = model.hidden_size
+    intermediate = getattr(model, "intermediate_size", 4 * hidden)
+    return Widths(hidden, heads.query * heads.dim, heads.key_value * heads.dim, intermediate)
+
+
+def saved_bytes(sizes: Widths, query_heads: int, config: TrainConfig, policy: str | None = None) -> float:
     """Returns the bytes per token that a layer saves under a remat policy (default: the config's).
 
     `full` saves the layer's input, `attention` also attention's output and log-sum-exp, `attention+mlp` also gate and
     up, `attention+linears` also attention's four projections, and `none` everything.
     """
-    policy, heads = policy or config.remat_policy, heads_of(model)
+    policy = policy or config.remat_policy
     itemsize = 4 if config.compute_dtype == "float32" else 2
-    attention, key_value = heads.query * heads.dim, heads.key_value * heads.dim
-    intermediate = getattr(model, "intermediate_size", 4 * model.hidden_size)
-    log_sum_exp = 4 * heads.query
+    log_sum_exp = 4 * query_heads
     if policy == "none":
-        sizes = Widths(model.hidden_size, attention, key_value, intermediate)
         return itemsize * SAVED_WITHOUT_REMAT[config.compiles].dot(sizes) + log_sum_exp
-    elements = model.hidden_size
+    elements = sizes.hidden
     if policy != "full":
-        elements += attention
+        elements += sizes.attention
     if policy in STORES_MLP:
-        elements += 2 * intermediate
+        elements += 2 * sizes.intermediate
     if policy == STORE_LINEARS:
-        elements += attention + 2 * key_value + model.hidden_size
+        elements += sizes.attention + 2 * sizes.key_value + sizes.hidden
     return float(itemsize * elements + (0 if policy == "full" else log_sum_exp))
 
 

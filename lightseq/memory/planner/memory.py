@@ -73,7 +73,7 @@ def in_flight(run: PlannedRun) -> int:
 
 def saved_by_layer(run: PlannedRun, state: str) -> float:
     """Returns the bytes that a layer saves between its forward and backward pass, on GPU or host."""
-    return run.tokens * saved_bytes(run.model, run.config, "full" if state in RECOMPUTED else None)
+    return run.tokens * _saved_under(run, "full" if state in RECOMPUTED else None)
 
 
 def saved_by_group(run: PlannedRun, state: str) -> float:
@@ -88,9 +88,9 @@ def _group_state(run: PlannedRun, placement: Placement, group: int) -> str:
 def _saved_on_gpu(run: PlannedRun, placement: Placement, last: int) -> float:
     """Returns the bytes that groups up to `last` have on the GPU: those that stay, and offloaded ones in flight."""
     resident, offloaded, stayed_since = 0.0, [], 0
-    sizes = {state: saved_by_group(run, state) for state in set(placement.layers)}
-    for group in range(last + 1):
-        state = _group_state(run, placement, group)
+    groups = placement.layers[:: run.group_size][: last + 1]
+    sizes = {state: saved_by_group(run, state) for state in set(groups)}
+    for state in groups:
         if state in OFFLOADED:
             offloaded.append(sizes[state])
             stayed_since = 0
@@ -225,8 +225,8 @@ def attention_of(run: PlannedRun) -> AttentionMemory:
     )
 
 
-def _saved_under(run: PlannedRun, policy: str) -> float:
-    return saved_bytes(run.model, run.config, policy)
+def _saved_under(run: PlannedRun, policy: str | None) -> float:
+    return saved_bytes(run.widths, run.architecture.heads.query, run.config, policy)
 
 
 def _bytes(run: PlannedRun, widths: Widths) -> float:

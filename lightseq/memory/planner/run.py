@@ -15,6 +15,7 @@ from lightseq.config.remat_policies import keeps_gathered
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.host_memory import host_memory
 from lightseq.distributed.mesh import World
+from lightseq.memory.planner.breakdown import widths_of
 from lightseq.memory.planner.rates import CHIPS, DEFAULT_CORES, Chip, Widths, chip_of_device
 from lightseq.models.adapters import count_adapter_parameters, lora_from_config
 from lightseq.models.architecture import Architecture, inspect_architecture
@@ -87,7 +88,7 @@ class PlannedRun:
     def sequence_ranks(self) -> int:
         return self.config.sequence_parallel_size or self.hardware.gpus
 
-    @property
+    @cached_property
     def shards(self) -> int:
         """Returns the number of ranks over which FSDP shards a parameter."""
         per_host = self.hardware.ranks_per_host
@@ -165,9 +166,7 @@ class PlannedRun:
 
     @cached_property
     def widths(self) -> Widths:
-        heads, hidden = self.architecture.heads, self.model.hidden_size
-        intermediate = getattr(self.model, "intermediate_size", 4 * hidden)
-        return Widths(hidden, heads.query * heads.dim, heads.key_value * heads.dim, intermediate)
+        return widths_of(self.model, self.architecture.heads)
 
     @property
     def layer_linears(self) -> int:

@@ -36,7 +36,7 @@ def report(family: ModelFamily, own: argparse.Namespace, training: Sequence[str]
     run = _planned_run(family, own, training)
     plan = make_plan(run)
     length, faster = longest(run), faster_change(run) if plan.fits else None
-    changes = [faster] if faster else [] if plan.fits else changes_to_fit(run)
+    changes = [faster] if faster else [] if plan.fits else changes_to_fit(run, length)
     found = {"command": command, **record(plan, length, changes)}
     found["notes"] = _notes(family, plan.run)
     if own.output is not None:
