@@ -11,7 +11,7 @@ from lightseq.schedule.traffic import StepTraffic, Traffic
 
 FLOAT32_BYTES = 4
 # The fixed cost of a kernel call is mostly its last wave of thread blocks, and grows with the sequence up to this
-# length. With half the cost at 8K `auto` takes prefix there, as measured (benchmarks/results/attention-2xh100-short.jsonl).
+# length. With half the cost at 8K `auto` takes prefix there, as benchmarks/results/attention-2xh100-short.jsonl has it.
 FULL_CALL_TOKENS = 2**14
 # Items of the columns of `StepTraffic`, forward and backward.
 COLUMNS = (("q", "kv", "out", None), ("q", "kv", "dq", "dkv"))
