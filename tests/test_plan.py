@@ -544,6 +544,7 @@ def test_a_plan_is_taken_again_unless_it_no_longer_fits_or_other_flags_are_given
         again = plan_again(run, earlier)
         assert again is not None and (again.placement, again.run.config) == (plan.placement, plan.run.config)
         assert again.run.layers_with_state_on_gpu == plan.run.layers_with_state_on_gpu
+        assert again.run.reshard_after_forward == plan.run.reshard_after_forward
         assert plan_again(on_smaller_gpus(run, plan.parts.total - 1), earlier) is None
         other = replace(run, config=replace(run.config, remat="attention+mlp"))
         assert plan_again(other, earlier) is None

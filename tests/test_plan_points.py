@@ -41,7 +41,10 @@ HELD = {
 # With `--offload auto`, when weights stayed on the GPU even if nothing fitted.
 STATE_STAYED = ("8b, 8 layers, 128K, offload auto within 25 GiB",)
 # Layers measured since results take memory late.
-SINCE = ("attention-2xh200-overlap", "attention-2xh200-kept", "attention-2xh200-lean", "attention-2xh100-out-travels")
+SINCE = (
+    *("attention-2xh200-overlap", "attention-2xh200-kept", "attention-2xh200-lean"),
+    *("attention-2xh100-out-travels", "attention-2xh100-short"),
+)
 # Schedules under which queries travel, whose backward pass sends out with them. It did so in the first measurements on
 # four H200 and does in OUT_TRAVELS; in between terms of rows travelled in its place, which took an eighth less memory.
 QUERIES_TRAVEL = ("ulysses", "usp", "balanced")

@@ -40,7 +40,7 @@ CHOICES: Final[Mapping[str, Collection[str]]] = {
 
 FSDP_MODES: Final = ("full_shard", "hybrid_shard")
 FSDP_REFUSED: Final[Mapping[str, str]] = {
-    "shard_grad_op": "parameters are always gathered again for the backward pass, to save memory",
+    "shard_grad_op": "the planner keeps gathered parameters for the backward pass where they fit",
     "offload": "use --offload optimizer",
 }
 
@@ -76,7 +76,9 @@ def _check_choices(config: TrainConfig) -> None:
     for flag in CHOICES:
         value = getattr(config, flag)
         if value is not None and value not in CHOICES[flag]:
-            raise ValueError(f"--{flag} {value!r} is unknown; choose from {', '.join(CHOICES[flag])}")
+            planned = config.__dataclass_fields__[flag].metadata.get("default") == "auto"
+            choices = ", ".join([*CHOICES[flag], *(["auto"] if planned and "auto" not in CHOICES[flag] else [])])
+            raise ValueError(f"--{flag} {value!r} is unknown; choose from {choices}")
 
 
 def _check_numbers(config: TrainConfig) -> None:

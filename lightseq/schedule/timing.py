@@ -10,6 +10,9 @@ from lightseq.schedule.table import Move, Schedule
 from lightseq.schedule.traffic import StepTraffic, Traffic
 
 FLOAT32_BYTES = 4
+# The fixed cost of a kernel call is mostly its last wave of thread blocks, and grows with the sequence up to this
+# length. With half the cost at 8K `auto` takes prefix there, as benchmarks/results/attention-2xh100-short.jsonl has it.
+FULL_CALL_TOKENS = 2**14
 # Items of the columns of `StepTraffic`, forward and backward.
 COLUMNS = (("q", "kv", "out", None), ("q", "kv", "dq", "dkv"))
 
@@ -19,7 +22,7 @@ class Rates:
     """Speed of one rank of a machine, and its fixed costs. All positive."""
 
     flops_per_second: float  # of the attention kernel at full load
-    call_seconds: float  # fixed cost of a kernel call: launch and tail, the mean of forward and backward
+    call_seconds: float  # fixed cost of a kernel call from FULL_CALL_TOKENS on, the mean of forward and backward
     host_bytes_per_second: float  # received from ranks of the same host
     network_bytes_per_second: float  # received from other hosts, at the same time
     exchange_seconds: float  # latency of an exchange: barriers, launches
@@ -73,7 +76,11 @@ def estimate(traffic: Traffic, shape: AttentionShape, rates: Rates, keep_gathere
 def kernel_seconds(shape: AttentionShape, rates: Rates) -> float:
     """Estimates the seconds of a forward and a backward call on one GPU with the whole sequence."""
     flops = (1 + BACKWARD_FLOPS) * 4 * shape.batch * shape.length**2 / 2 * shape.heads * shape.head_dim
-    return flops / rates.flops_per_second + 2 * rates.call_seconds
+    return flops / rates.flops_per_second + 2 * _call_seconds(shape, rates)
+
+
+def _call_seconds(shape: AttentionShape, rates: Rates) -> float:
+    return rates.call_seconds * min(1.0, shape.length / FULL_CALL_TOKENS)
 
 
 def column_bytes(schedule: Schedule, shape: AttentionShape, backward: bool) -> np.ndarray:
@@ -89,7 +96,7 @@ def _compute_seconds(
     chunk = shape.length / schedule.layout.outer.chunk_count
     flops = 4 * chunk * chunk * shape.head_dim * shape.heads / schedule.head_groups * shape.batch
     per_area = flops * (BACKWARD_FLOPS if backward else 1.0) / rates.flops_per_second
-    return float((step.work @ np.array([per_area, rates.call_seconds])).max())
+    return float((step.work @ np.array([per_area, _call_seconds(shape, rates)])).max())
 
 
 def _moving_seconds(step: StepTraffic, sizes: np.ndarray, rates: Rates) -> float:
