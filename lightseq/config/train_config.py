@@ -245,6 +245,11 @@ class TrainConfig(
         return bool(self.tile_layers)
 
     @property
+    def groups_heads(self) -> bool:
+        """True if layers pass their heads to attention in groups. FP8 weights cannot be cut by heads."""
+        return self.tiles_layers and self.fp8 is None
+
+    @property
     def group_size(self) -> int:
         """Layers per checkpoint."""
         return self.layers_per_checkpoint or 1

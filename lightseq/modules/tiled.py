@@ -1,8 +1,9 @@
-"""Decoder layers that run everything except attention in tiles of tokens.
+"""Decoder layers that run attention in groups of heads, and everything else in tiles of tokens.
 
-A layer saves its input, and attention's out and lse unless attention is recomputed. Besides attention's own memory, its
-backward pass holds six tensors of the local sequence: the gradients of the layer's output, of the residual and of
-attention's output, and q, k and v.
+q, k and v, and the gradients of q and of attention's output, exist for one group at a time, as in UPipe (arXiv
+2602.21196). A layer saves its input, and attention's out and lse unless attention is recomputed. Besides these and a
+group's attention, its backward pass holds three tensors of the local sequence: the gradient of the layer's output, in
+whose memory that of the input is made, and the gradients of k and v. The gradient of q takes the memory of out.
 
 Shape suffixes: B batch, S local sequence, H hidden, N heads, D head dim.
 """
@@ -11,9 +12,10 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightseq.attention.module_attention import attend
@@ -22,9 +24,12 @@ from lightseq.kernels import Saved
 from lightseq.kernels.checkpoint_context import is_recomputing, take_memory
 from lightseq.modules import mlp
 from lightseq.modules.fp8 import MULTIPLE
+from lightseq.modules.low_rank import LinearWeights, bias_of, has_linear_weights, input_gradient, linear_weights
+from lightseq.schedule.head_groups import count_head_groups
 
 # Layers of norm, attention, residual, norm, MLP, residual, in which q and k may have norms of their own.
 KNOWN: Final = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
+LINEARS: Final = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 Pair = tuple[Tensor, Tensor]
 
@@ -52,12 +57,64 @@ def check_layer_class(name: str) -> None:
         raise ValueError(f"--tile_layers supports {', '.join(KNOWN)}, but this model has {name}; leave it out")
 
 
-def project(layer: Any, x_BSH: Tensor, cos_BSD: Tensor, sin_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns rotated q, k and v (B, S, N, D) of a layer's input."""
+class SomeOutputs(NamedTuple):
+    """Some outputs of a linear, computed without gradients."""
+
+    weights: LinearWeights
+    bias: Tensor | None
+
+    def __call__(self, x_BSI: Tensor) -> Tensor:
+        if self.weights.a is None:
+            return F.linear(x_BSI, self.weights.weight, self.bias)
+        y_BSO = self.weights.forward(x_BSI.flatten(0, 1)).unflatten(0, x_BSI.shape[:2])
+        return y_BSO if self.bias is None else y_BSO + self.bias
+
+
+class HeadGroup(NamedTuple):
+    """Weights around the attention of some key/value heads and their query heads."""
+
+    projections: tuple[SomeOutputs, SomeOutputs, SomeOutputs]  # to q, k and v
+    output: LinearWeights
+
+
+def head_groups(attention: Any, dtype: torch.dtype) -> Sequence[HeadGroup | None]:
+    """Returns the groups in which heads are computed; None is a group of all heads, with the modules' own linears.
+
+    Every rank has the same groups in the same order. Linears that cannot be cut, as in FP8, have one group.
+    """
+    linears = [getattr(attention, name) for name in LINEARS]
+    if not all(map(has_linear_weights, linears)):
+        return [None]
+    q, k, v, o = (linear_weights(linear, dtype) for linear in linears)
+    heads, kv_heads = (len(y.weight) // attention.head_dim for y in (q, k))
+    parts = attention.sequence_context.schedule.head_groups
+    groups = count_head_groups(heads, kv_heads, attention.head_dim, parts)
+
+    def part(outputs: int, group: int) -> slice:
+        return slice(group * outputs // groups, (group + 1) * outputs // groups)
+
+    def outputs(y: LinearWeights, bias: Tensor | None, group: int) -> SomeOutputs:
+        rows = part(len(y.weight), group)
+        return SomeOutputs(y.of_outputs(rows), None if bias is None else bias[rows])
+
+    biases = [bias_of(linear) for linear in linears]
+    return [
+        HeadGroup(
+            projections=(outputs(q, biases[0], i), outputs(k, biases[1], i), outputs(v, biases[2], i)),
+            output=o.of_inputs(part(len(q.weight), i)),
+        )
+        for i in range(groups)
+    ]
+
+
+def project(
+    layer: Any, x_BSH: Tensor, cos_BSD: Tensor, sin_BSD: Tensor, group: HeadGroup | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns rotated q, k and v (B, S, N, D) of a layer's input, for one group of heads (None: for all)."""
     attention = layer.self_attn
     rotate = sys.modules[type(attention).__module__].apply_rotary_pos_emb
     normed = layer.input_layernorm(x_BSH)
-    linears = (attention.q_proj, attention.k_proj, attention.v_proj)
+    linears = (attention.q_proj, attention.k_proj, attention.v_proj) if group is None else group.projections
     q, k, v = (linear(normed).unflatten(-1, (-1, attention.head_dim)) for linear in linears)
     if hasattr(attention, "q_norm"):
         q, k = attention.q_norm(q), attention.k_norm(k)
@@ -87,36 +144,64 @@ class _Tiled:
         size -= size % MULTIPLE if size > MULTIPLE else 0  # FP8 products need it
         return mlp.tiles(x.shape[1], size)
 
-    def projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns q, k and v of the whole local sequence."""
+    def groups(self, x: Tensor) -> Sequence[HeadGroup | None]:
+        return head_groups(self.layer.self_attn, x.dtype)
+
+    def projected(self, group: HeadGroup | None, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns a group's q, k and v of the whole local sequence."""
         whole: list[Tensor] = []
         x = x.detach()  # else the compiler compiles training and evaluation separately
         for rows in self.tiles(x):
-            parts = self.project(self.layer, x[:, rows], *(y[:, rows] for y in self.cos_sin))
+            parts = self.project(self.layer, x[:, rows], *(y[:, rows] for y in self.cos_sin), group)
             whole = whole or [part.new_empty((*x.shape[:2], *part.shape[2:])) for part in parts]
             for to, part in zip(whole, parts, strict=True):
                 to[:, rows] = part
         q, k, v = whole
         return q, k, v
 
-    def finished(self, x: Tensor, out: Tensor) -> Tensor:
+    def finished(self, x: Tensor, outs: Sequence[Tensor]) -> Tensor:
         whole, x = torch.empty_like(x), x.detach()
         for rows in () if is_recomputing() else self.tiles(x):
-            whole[:, rows] = self.finish(self.layer, x[:, rows], out[:, rows])
+            whole[:, rows] = self.finish(self.layer, x[:, rows], heads_of_tile(outs, rows))
         return whole
 
-    def attention(self, x: Tensor) -> Pair:
-        """Returns out and its log-sum-exp."""
+    def attention(self, x: Tensor) -> list[Pair]:
+        """Returns out and its log-sum-exp of every group."""
         module = self.layer.self_attn
         window = getattr(module, "sliding_window", None)
-        return attend(module, *self.projected(x), module.scaling, sliding_window=window, **self.others)
+        return [
+            attend(module, *self.projected(group, x), module.scaling, sliding_window=window, **self.others)
+            for group in self.groups(x)
+        ]
 
-    def attention_backward(self, dout: Tensor, x: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the gradients of q, k and v."""
+    def attention_backward(
+        self, group: HeadGroup | None, dresidual: Tensor, x: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the gradients of a group's q, k and v."""
         module, documents = self.layer.self_attn, self.others.get("documents")
-        context = module.sequence_context
-        saved = Saved(*self.projected(x), out, lse)
-        return attention_backward(dout, saved, context, module.scaling, documents)
+        dout = torch.empty_like(out)
+        for rows in self.tiles(x):
+            dout[:, rows] = out_gradient(self.layer, group, dresidual[:, rows], out[:, rows])
+        saved = Saved(*self.projected(group, x), out, lse)
+        return attention_backward(dout, saved, module.sequence_context, module.scaling, documents)
+
+
+def heads_of_tile(groups: Sequence[Tensor], rows: slice) -> Tensor:
+    """Returns the heads of all groups (B, S, N, D) side by side, for one tile."""
+    return torch.cat([x[:, rows] for x in groups], dim=2)
+
+
+def out_gradient(layer: Any, group: HeadGroup | None, dresidual_BSH: Tensor, out_BSND: Tensor) -> Tensor:
+    """Returns the gradient of attention's output for a group of heads, from that of the sum of residual and output."""
+    if group is not None:
+        dy_TH = dresidual_BSH.flatten(0, 1)
+        dout_TI = dy_TH.new_empty(len(dy_TH), group.output.weight.shape[1])
+        return input_gradient([group.output], [dy_TH], dout_TI).view(out_BSND.shape)
+    out = out_BSND.detach().requires_grad_()
+    with torch.enable_grad():
+        y = layer.self_attn.o_proj(out.flatten(2))
+    (dout,) = torch.autograd.grad(y, out, dresidual_BSH)
+    return dout
 
 
 class _Layer(torch.autograd.Function):
@@ -124,27 +209,32 @@ class _Layer(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tiled: _Tiled, *_parameters: Tensor) -> Tensor:  # type: ignore[override]
-        out, lse = tiled.attention(x)
+        found = tiled.attention(x)
         ctx.tiled = tiled
-        ctx.save_for_backward(x, *((out, lse) if tiled.store_attention else ()))
-        return tiled.finished(x, out)
+        ctx.save_for_backward(x, *(sum(found, ()) if tiled.store_attention else ()))
+        return tiled.finished(x, [out for out, _ in found])
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        tiled, dy = ctx.tiled, take_memory(dy)
+        tiled, dx = ctx.tiled, take_memory(dy).contiguous()  # becomes the residual's gradient, then the input's
         x, *kept = ctx.saved_tensors
-        out, lse = kept or tiled.attention(x)
-        sums = _Sums(_trained(tiled.layer))
-        dx, dout = torch.empty_like(x), torch.empty_like(out)
+        found = list(zip(kept[::2], kept[1::2], strict=True)) or tiled.attention(x)
+        outs, sums = [out for out, _ in found], _Sums(_trained(tiled.layer))
         for rows in tiled.tiles(x):
-            inputs = [part[:, rows].detach().requires_grad_() for part in (x, out)]
-            dx[:, rows], dout[:, rows] = sums.backward(partial(tiled.finish, tiled.layer), inputs, [], [dy[:, rows]])
-        del dy, inputs
-        grads = tiled.attention_backward(dout, x, out, lse)
-        del out, lse, kept, dout
+            inputs = [x[:, rows].detach().requires_grad_()]
+            (dx[:, rows],) = sums.backward(
+                partial(tiled.finish, tiled.layer), inputs, [heads_of_tile(outs, rows)], [dx[:, rows]]
+            )
+        dks, dvs = [], []
+        for group, (out, lse) in zip(tiled.groups(x), found, strict=True):
+            dq, dk, dv = tiled.attention_backward(group, dx, x, out, lse)
+            out.copy_(dq)  # no one reads out any more
+            dks.append(dk)
+            dvs.append(dv)
+            del dq, dk, dv
         for rows in tiled.tiles(x):
             inputs, cos_sin = [x[:, rows].detach().requires_grad_()], [y[:, rows] for y in tiled.cos_sin]
-            gradients = [grad[:, rows] for grad in grads]
+            gradients = [heads_of_tile(parts, rows) for parts in (outs, dks, dvs)]
             (through,) = sums.backward(partial(tiled.project, tiled.layer), inputs, cos_sin, gradients)
             dx[:, rows] += through
         return dx, None, *sums.finished()

@@ -15,10 +15,10 @@ from lightseq.memory.planner.rates import (
     POINTS_WITHOUT_REMAT,
     PROCESS_BYTES,
     TILE_HIDDEN,
-    TILED_POINTS,
     UNTILED_MLP_BUFFERS,
     BackwardPoint,
     Widths,
+    tiled_points,
 )
 from lightseq.memory.planner.run import FLOAT32, PlannedRun
 from lightseq.modules.mlp import TILE_TOKENS
@@ -57,7 +57,7 @@ def peak_without_activations(run: PlannedRun) -> float:
 
 def backward_points(run: PlannedRun) -> Mapping[str, BackwardPoint]:
     if run.config.tiles_layers:
-        return TILED_POINTS
+        return tiled_points(run.head_groups)
     table = POINTS_WITHOUT_REMAT if run.config.remat_policy == "none" else BACKWARD_POINTS
     return table[run.config.compiles]
 
@@ -218,9 +218,16 @@ def _tiled_mlp_bytes(run: PlannedRun) -> float:
 
 
 def attention_of(run: PlannedRun) -> AttentionMemory:
-    heads, keeps = run.architecture.heads, run.keeps_gathered
+    """Returns the memory of attention over one group of heads."""
+    heads, groups, keeps = run.architecture.heads, run.head_groups, run.keeps_gathered
     return attention_memory(
-        run.choice, run.sequence_ranks, heads.query, heads.key_value, heads.dim, run.itemsize, keep_gathered=keeps
+        run.choice,
+        run.sequence_ranks,
+        heads.query // groups,
+        heads.key_value // groups,
+        heads.dim,
+        run.itemsize,
+        keep_gathered=keeps,
     )
 
 
