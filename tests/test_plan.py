@@ -610,7 +610,7 @@ def test_notes_name_what_a_plan_assumes(flags: str, note: str, noted: bool, caps
 
 
 def test_a_run_that_does_not_fit_ends_with_what_would(capsys: pytest.CaptureFixture[str]) -> None:
-    status, found = as_json("--host_memory 1900 --model_max_length 16M --gpus 8", capsys)
+    status, found = as_json("--host_memory 1900 --model_max_length 32M --gpus 8", capsys)
     assert status == 1 and not found["fits"] and found["lacks"][0].startswith("GPU memory")
     gpus, length = (change["change"] for change in found["to_fit"])
     assert gpus.endswith(" GPUs") and length == f"--model_max_length {found['longest_length']}"
