@@ -1,8 +1,10 @@
-"""Layers over tiles of tokens against those of transformers: values, gradients, what they hold, which they know."""
+"""Layers in tiles of tokens and groups of heads against those of transformers: values, gradients, memory, refusals."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -27,6 +29,9 @@ from transformers import (
 from worlds import one_process
 
 from lightseq import hf
+from lightseq.attention.module_attention import attend
+from lightseq.attention.operator import attention_backward
+from lightseq.kernels import Saved
 from lightseq.memory import offload
 from lightseq.memory.offload import HostBufferPool, Offload
 from lightseq.memory.planner.attention_memory import LiveBytes
@@ -43,6 +48,8 @@ SIZES: dict[str, Any] = dict(
 )  # fmt: skip
 MODELS = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, attention_bias=True)),
+    "llama with as many key/value heads": lambda: LlamaForCausalLM(LlamaConfig(**SIZES | {"num_key_value_heads": 4})),
+    "llama with one key/value head": lambda: LlamaForCausalLM(LlamaConfig(**SIZES | {"num_key_value_heads": 1})),
     "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=None)),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8)),
@@ -54,7 +61,7 @@ GROUPS = 2  # of heads, one for each key/value head
 
 @pytest.fixture(autouse=True)
 def alone() -> Iterator[None]:
-    """A world of this process, and tiles of seven tokens."""
+    """A world of this process, tiles of seven tokens, and groups of one key/value head."""
     with one_process(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(mlp, "TILE_TOKENS", 7)
         patch.setattr(head_groups, "MIN_COLUMNS", 1)
@@ -80,16 +87,27 @@ def gradients(model: PreTrainedModel, **inputs: Any) -> list[Tensor]:
     return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.requires_grad)]
 
 
-def check(name: str, batch: int = 1, keep: bool = True, length: int = LENGTH, adapt: bool = False) -> None:
+def adapt(model: PreTrainedModel, targets: list[str], dropout: float = 0.0) -> None:
+    """Adds adapters, which alone train; nothing drops out in evaluation mode."""
+    inject_adapter_in_model(LoraConfig(r=3, target_modules=targets, lora_dropout=dropout), model)
+    torch.manual_seed(2)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter)
+    model.eval()
+
+
+def check(
+    name: str,
+    batch: int = 1,
+    keep: bool = True,
+    length: int = LENGTH,
+    change: Callable[[PreTrainedModel], None] = lambda model: None,
+) -> None:
     models = [build(name) for _ in range(2)]
     for model in models:
-        if adapt:
-            inject_adapter_in_model(LoraConfig(r=3, target_modules=["q_proj", "o_proj", "up_proj"]), model)
-            torch.manual_seed(2)
-            for parameter_name, parameter in model.named_parameters():
-                parameter.requires_grad_("lora_" in parameter_name)
-                if parameter.requires_grad:
-                    torch.nn.init.normal_(parameter)
+        change(model)
     plain, ours = models
     context = hf.enable(ours)
     tile_layers(ours.model.layers, keep)
@@ -110,17 +128,62 @@ def test_batches_and_lengths_that_tiles_do_not_divide(batch: int, length: int) -
     check("llama", batch, length=length)
 
 
-def test_adapters_alone_get_gradients() -> None:
-    check("llama", adapt=True)
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("keep", [True, False])
+def test_adapters_alone_get_gradients(name: str, keep: bool) -> None:
+    check(name, keep=keep, change=partial(adapt, targets=["q_proj", "o_proj", "up_proj"]))
+    check(name, keep=keep, change=partial(adapt, targets=["k_proj", "v_proj"]))
 
 
-def test_documents_are_kept_apart() -> None:
+def test_linears_that_cannot_be_cut_run_with_all_heads() -> None:
+    with heads_passed() as passed:
+        check("llama", change=partial(adapt, targets=["k_proj", "down_proj"], dropout=0.5))
+    assert set(passed) == {(4, 2)}
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_one_group_of_heads_is_there_at_a_time(keep: bool) -> None:
+    with heads_passed() as passed:
+        check("llama", keep=keep)
+    assert passed == [(2, 1)] * 3 * GROUPS * (2 if keep else 3), "forward, backward, and what is computed again"
+
+
+@contextmanager
+def heads_passed() -> Iterator[list[tuple[int, int]]]:
+    """Query and key/value heads of every pass of attention, forward and backward."""
+    passed: list[tuple[int, int]] = []
+
+    def forward(module: Any, q: Tensor, k: Tensor, *others: Any, **words: Any) -> Any:
+        passed.append((q.shape[2], k.shape[2]))
+        return attend(module, q, k, *others, **words)
+
+    def backward(dout: Tensor, saved: Saved, *others: Any) -> Any:
+        passed.append((dout.shape[2], saved.k.shape[2]))
+        return attention_backward(dout, saved, *others)
+
+    module = "lightseq.modules.tiled"
+    with patch(f"{module}.attend", forward), patch(f"{module}.attention_backward", backward):
+        yield passed
+
+
+def test_a_second_backward_pass_is_refused_where_the_first_overwrote_what_was_stored() -> None:
+    model, inputs = build("llama"), ids()
+    context = hf.enable(model)
+    tile_layers(model.model.layers)
+    loss = model(**hf.shard_batch(context, inputs, inputs)).loss
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_documents_are_kept_apart(keep: bool) -> None:
     found = []
     for tiled in (False, True):
         model, inputs = build("llama"), ids()
         context = hf.enable(model, packed=True)
         if tiled:
-            tile_layers(model.model.layers)
+            tile_layers(model.model.layers, keep)
         found.append(gradients(model, **hf.shard_batch(context, inputs, inputs, cu_seqlens=[0, 4, 15, LENGTH])))
     torch.testing.assert_close(*found, rtol=1e-9, atol=1e-11)
 
@@ -276,17 +339,19 @@ def test_layers_that_are_put_together_otherwise_are_refused() -> None:
         tile_layers(model.model.layers)
 
 
-@pytest.mark.gpu(1)
-@pytest.mark.parametrize("compiled", [False, True])
-def test_on_a_gpu_bfloat16_errs_at_most_twice_as_much_as_whole_layers(
-    compiled: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("device", "compiled"),
+    [("cpu", False), *(pytest.param("cuda", compiled, marks=pytest.mark.gpu(1)) for compiled in (False, True))],
+)
+def test_bfloat16_errs_at_most_twice_as_much_as_whole_layers(
+    device: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mlp, "TILE_TOKENS", 128)
     wide = SIZES | dict(hidden_size=256, intermediate_size=512, head_dim=64, max_position_embeddings=1024)
-    inputs, found = ids(length=300).cuda(), []
+    inputs, found = ids(length=300).to(device), []
     for kind in ("truth", "whole", "tiled"):
         torch.manual_seed(0)
-        model = LlamaForCausalLM(LlamaConfig(**wide)).bfloat16().cuda()
+        model = LlamaForCausalLM(LlamaConfig(**wide)).bfloat16().to(device)
         if kind == "truth":
             found.append(gradients(model.double(), input_ids=inputs, labels=inputs))
             continue
