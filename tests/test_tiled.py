@@ -270,8 +270,40 @@ def test_layers_of_a_group_that_hand_over_inputs_hold_one(tiled: bool, monkeypat
     assert held_by_backward(False, grouped=True, tiled=tiled, inner=inner) == alone + HIDDEN
 
 
+@pytest.mark.parametrize("owner", ["model", "caller"])
+def test_the_input_of_a_group_is_freed_when_its_layers_have_run_again(
+    owner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless it is a leaf, which the caller may read again; the host has a copy."""
+    monkeypatch.setattr(offload, "MIN_BYTES", 0)
+    found, sizes = [], list[int]()
+    for offloads in (False, True):
+        model, inputs = build("llama"), ids()
+        context, layers = hf.enable(model), model.model.layers
+        inner = Offload(torch.device("cpu"), HostBufferPool(1e9, pinned=False), in_flight=1)
+        tile_layers(layers, False)
+        checkpoint_groups([list(layers)], inner if offloads else None)
+        positions = hf.shard_batch(context, inputs)["position_ids"]
+        turns = model.model.rotary_emb(torch.zeros(1, dtype=torch.float64), positions)
+        leaf = torch.linspace(-1, 1, LENGTH * HIDDEN, dtype=torch.float64).view(1, LENGTH, HIDDEN).requires_grad_()
+        hidden = leaf if owner == "caller" else leaf * 1
+        given = layers[0](hidden, position_embeddings=turns)
+        given.register_hook(lambda _: sizes.append(hidden.untyped_storage().nbytes()))  # noqa: B023
+        given.sum().backward(retain_graph=True)
+        sizes.append(hidden.untyped_storage().nbytes())
+        found.append([leaf.grad, *(p.grad for p in layers.parameters())])
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-11)
+    whole = LENGTH * HIDDEN * 8
+    assert sizes == [whole, whole, whole, 0 if owner == "model" else whole]
+    if owner == "model":
+        with pytest.raises(RuntimeError, match="a group's input is freed by the backward pass"):
+            given.sum().backward()
+
+
 def planned_widths() -> float:
-    widths: float = tiled_points(GROUPS)["attention"].widths.dot(Widths(HIDDEN, ATTENTION, KEY_VALUE, 24))
+    widths: float = tiled_points(GROUPS, runs_again=False)["attention"].widths.dot(
+        Widths(HIDDEN, ATTENTION, KEY_VALUE, 24)
+    )
     return widths + (ATTENTION + 2 * KEY_VALUE) / GROUPS  # what the plan counts with attention itself
 
 
