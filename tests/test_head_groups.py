@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightseq.schedule.algorithms import check_heads, schedule_without_steps, ulysses_group_size
+from lightseq.schedule.algorithms import check_heads, schedule_without_steps
 from lightseq.schedule.auto import ScheduleChoice, possible_choices
 from lightseq.schedule.cost import AttentionShape
 from lightseq.schedule.head_groups import count_head_groups, with_fewer_turns
@@ -11,14 +11,15 @@ HEADS = {"8b": (32, 8, 128), "1b": (32, 8, 64), "7b": (32, 32, 128), "odd": (28,
 
 
 @pytest.mark.parametrize(
-    ("model", "parts", "groups"),
+    ("model", "ulysses", "groups"),
     [
         ("8b", 1, 8), ("8b", 2, 4), ("8b", 8, 1), ("8b", 16, 1), ("8b", 3, 1),
         ("1b", 1, 8), ("7b", 1, 16), ("7b", 8, 4), ("odd", 1, 4), ("mqa", 1, 1),
     ],
 )  # fmt: skip
-def test_groups_are_as_small_as_schedules_and_products_allow(model: str, parts: int, groups: int) -> None:
-    assert count_head_groups(*HEADS[model], parts) == groups
+def test_groups_are_as_small_as_schedules_and_products_allow(model: str, ulysses: int, groups: int) -> None:
+    schedule = schedule_without_steps("ulysses" if ulysses > 1 else "prefix", ulysses)
+    assert count_head_groups(schedule, *HEADS[model]) == groups
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 6, 8])
@@ -29,12 +30,12 @@ def test_every_schedule_takes_the_groups(model: str, world: int) -> None:
     for choice in possible_choices(world, shape):
         fewer = with_fewer_turns(choice, world, shape)
         schedule = schedule_without_steps(fewer.schedule, world, fewer.head_groups or 1, fewer.ulysses_size)
-        groups = count_head_groups(heads, kv_heads, dim, schedule.head_groups)
+        groups = count_head_groups(schedule, heads, kv_heads, dim)
         check_heads(schedule, heads // groups, kv_heads // groups)
-        turns, ulysses = choice.head_groups or 1, ulysses_group_size(choice.schedule, world, choice.ulysses_size)
-        if kv_heads % (turns * ulysses) == 0:
+        turns = choice.head_groups or 1
+        assert groups * (fewer.head_groups or 1) >= turns, f"{choice}: no more heads at a time than before"
+        if kv_heads % (turns * schedule.ulysses_size) == 0:
             assert kv_heads // groups % schedule.head_groups == 0, f"{choice}: no key/value head is shared"
-            assert groups * (fewer.head_groups or 1) >= turns, f"{choice}: no more heads at a time than before"
 
 
 def test_layers_take_the_turns_of_a_schedule() -> None:

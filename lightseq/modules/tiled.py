@@ -87,8 +87,7 @@ def head_groups(attention: Any, dtype: torch.dtype) -> Sequence[HeadGroup | None
         return [None]
     q, k, v, o = (linear_weights(linear, dtype) for linear in linears)
     heads, kv_heads = (len(y.weight) // attention.head_dim for y in (q, k))
-    parts = attention.sequence_context.schedule.head_groups
-    groups = count_head_groups(heads, kv_heads, attention.head_dim, parts)
+    groups = count_head_groups(attention.sequence_context.schedule, heads, kv_heads, attention.head_dim)
 
     def part(outputs: int, group: int) -> slice:
         return slice(group * outputs // groups, (group + 1) * outputs // groups)

@@ -149,8 +149,10 @@ class PlannedRun:
     @property
     def head_groups(self) -> int:
         """Returns the number of groups in which a layer passes its heads to attention."""
-        heads, parts = self.architecture.heads, self.schedule.head_groups
-        return count_head_groups(heads.query, heads.key_value, heads.dim, parts) if self.config.groups_heads else 1
+        if not self.config.groups_heads:
+            return 1
+        heads = self.architecture.heads
+        return count_head_groups(self.schedule, heads.query, heads.key_value, heads.dim)
 
     @property
     def keeps_gathered(self) -> bool:
