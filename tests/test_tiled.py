@@ -39,6 +39,7 @@ from lightseq.memory.planner.rates import Widths, tiled_points
 from lightseq.memory.remat import apply_remat, changed_forwards, checkpoint_groups
 from lightseq.models.flops import attention_forward_flops, recompute_flops
 from lightseq.modules import mlp
+from lightseq.modules.low_rank import LinearWeights, side_by_side
 from lightseq.modules.tiled import _Sums, tile_layers
 from lightseq.schedule import head_groups
 
@@ -139,6 +140,19 @@ def test_linears_that_cannot_be_cut_run_with_all_heads() -> None:
     with heads_passed() as passed:
         check("llama", change=partial(adapt, targets=["k_proj", "down_proj"], dropout=0.5))
     assert set(passed) == {(4, 2)}
+
+
+def test_linears_side_by_side_give_what_each_of_them_gives() -> None:
+    """Adapters of other ranks and scales, and none."""
+    random = torch.Generator().manual_seed(0)
+    x, w1, w2, w3, a1, a3, b1, b3 = (
+        torch.randn(size, dtype=torch.float64, generator=random)
+        for size in ((9, 6), (5, 6), (4, 6), (3, 6), (2, 6), (1, 6), (5, 2), (3, 1))
+    )
+    linears = [LinearWeights(w1, a1, b1, 0.5), LinearWeights(w2), LinearWeights(w3, a3, b3, 3.0)]
+    each = torch.cat([linear.forward(x) for linear in linears], dim=1)
+    torch.testing.assert_close(side_by_side(linears).forward(x), each, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(side_by_side(linears[1:2]).forward(x), each[:, 5:9], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("keep", [True, False])

@@ -87,6 +87,17 @@ def input_gradient(linears: Sequence[LinearWeights], dys: Sequence[Tensor], into
     return into
 
 
+def side_by_side(linears: Sequence[LinearWeights]) -> LinearWeights:
+    """Joins linears of one input into one linear, whose outputs stand side by side."""
+    weight = torch.cat([linear.weight for linear in linears])
+    adapted = [linear for linear in linears if linear.a is not None]
+    if not adapted:
+        return LinearWeights(weight)
+    scale = adapted[0].scale
+    parts = [weight.new_empty(len(x.weight), 0) if x.b is None else x.b * (x.scale / scale) for x in linears]
+    return LinearWeights(weight, torch.cat([x.a for x in adapted if x.a is not None]), torch.block_diag(*parts), scale)
+
+
 def is_linear(module: Any) -> bool:
     """Returns whether a module is a linear without bias that `linear_weights` supports."""
     return has_linear_weights(module) and bias_of(module) is None

@@ -24,7 +24,14 @@ from lightseq.kernels import Saved
 from lightseq.kernels.checkpoint_context import is_recomputing, take_memory
 from lightseq.modules import mlp
 from lightseq.modules.fp8 import MULTIPLE
-from lightseq.modules.low_rank import LinearWeights, bias_of, has_linear_weights, input_gradient, linear_weights
+from lightseq.modules.low_rank import (
+    LinearWeights,
+    bias_of,
+    has_linear_weights,
+    input_gradient,
+    linear_weights,
+    side_by_side,
+)
 from lightseq.schedule.head_groups import count_head_groups
 
 # Layers of norm, attention, residual, norm, MLP, residual, in which q and k may have norms of their own.
@@ -57,53 +64,50 @@ def check_layer_class(name: str) -> None:
         raise ValueError(f"--tile_layers supports {', '.join(KNOWN)}, but this model has {name}; leave it out")
 
 
-class SomeOutputs(NamedTuple):
-    """Some outputs of a linear, computed without gradients."""
-
-    weights: LinearWeights
-    bias: Tensor | None
-
-    def __call__(self, x_BSI: Tensor) -> Tensor:
-        if self.weights.a is None:
-            return F.linear(x_BSI, self.weights.weight, self.bias)
-        y_BSO = self.weights.forward(x_BSI.flatten(0, 1)).unflatten(0, x_BSI.shape[:2])
-        return y_BSO if self.bias is None else y_BSO + self.bias
-
-
 class HeadGroup(NamedTuple):
-    """Weights around the attention of some key/value heads and their query heads."""
+    """Weights around the attention of some key/value heads and their query heads, for use without gradients."""
 
-    projections: tuple[SomeOutputs, SomeOutputs, SomeOutputs]  # to q, k and v
+    projection: LinearWeights  # to q, k and v side by side
+    bias: Tensor | None
+    columns: list[int]  # of q, k and v
     output: LinearWeights
 
+    def project(self, x_BSH: Tensor) -> Sequence[Tensor]:
+        """Returns q, k and v (B, S, columns)."""
+        if self.projection.a is None:
+            return F.linear(x_BSH, self.projection.weight, self.bias).split(self.columns, dim=-1)
+        qkv = self.projection.forward(x_BSH.flatten(0, 1)).unflatten(0, x_BSH.shape[:2])
+        return (qkv if self.bias is None else qkv + self.bias).split(self.columns, dim=-1)
 
-def head_groups(attention: Any, dtype: torch.dtype) -> Sequence[HeadGroup | None]:
-    """Returns the groups in which heads are computed; None is a group of all heads, with the modules' own linears.
+
+def head_groups(attention: Any, dtype: torch.dtype) -> Iterator[HeadGroup | None]:
+    """Yields the groups in which heads are computed; None is a group of all heads, with the modules' own linears.
 
     Every rank has the same groups in the same order. Linears that cannot be cut, as in FP8, have one group.
     """
     linears = [getattr(attention, name) for name in LINEARS]
     if not all(map(has_linear_weights, linears)):
-        return [None]
-    q, k, v, o = (linear_weights(linear, dtype) for linear in linears)
-    heads, kv_heads = (len(y.weight) // attention.head_dim for y in (q, k))
+        yield None
+        return
+    *qkv, output = (linear_weights(linear, dtype) for linear in linears)
+    *biases, _ = map(bias_of, linears)
+    heads, kv_heads = (len(linear.weight) // attention.head_dim for linear in qkv[:2])
     groups = count_head_groups(attention.sequence_context.schedule, heads, kv_heads, attention.head_dim)
-
-    def part(outputs: int, group: int) -> slice:
-        return slice(group * outputs // groups, (group + 1) * outputs // groups)
-
-    def outputs(y: LinearWeights, bias: Tensor | None, group: int) -> SomeOutputs:
-        rows = part(len(y.weight), group)
-        return SomeOutputs(y.of_outputs(rows), None if bias is None else bias[rows])
-
-    biases = [bias_of(linear) for linear in linears]
-    return [
-        HeadGroup(
-            projections=(outputs(q, biases[0], i), outputs(k, biases[1], i), outputs(v, biases[2], i)),
-            output=o.of_inputs(part(len(q.weight), i)),
+    columns = [len(linear.weight) // groups for linear in qkv]
+    for group in range(groups):
+        parts = [slice(group * size, (group + 1) * size) for size in columns]
+        yield HeadGroup(
+            projection=side_by_side([linear.of_outputs(part) for linear, part in zip(qkv, parts, strict=True)]),
+            bias=_joined_biases([None if x is None else x[part] for x, part in zip(biases, parts, strict=True)]),
+            columns=columns,
+            output=output.of_inputs(parts[0]),
         )
-        for i in range(groups)
-    ]
+
+
+def _joined_biases(biases: Sequence[Tensor | None]) -> Tensor | None:
+    """Joins the biases of q, k and v; layers of `KNOWN` classes have all or none."""
+    found = [bias for bias in biases if bias is not None]
+    return torch.cat(found) if found else None
 
 
 def project(
@@ -113,8 +117,11 @@ def project(
     attention = layer.self_attn
     rotate = sys.modules[type(attention).__module__].apply_rotary_pos_emb
     normed = layer.input_layernorm(x_BSH)
-    linears = (attention.q_proj, attention.k_proj, attention.v_proj) if group is None else group.projections
-    q, k, v = (linear(normed).unflatten(-1, (-1, attention.head_dim)) for linear in linears)
+    if group is None:
+        qkv = [linear(normed) for linear in (attention.q_proj, attention.k_proj, attention.v_proj)]
+    else:
+        qkv = [*group.project(normed)]
+    q, k, v = (y.unflatten(-1, (-1, attention.head_dim)) for y in qkv)
     if hasattr(attention, "q_norm"):
         q, k = attention.q_norm(q), attention.k_norm(k)
     q, k = rotate(q, k, cos_BSD, sin_BSD, unsqueeze_dim=2)
@@ -143,7 +150,7 @@ class _Tiled:
         size -= size % MULTIPLE if size > MULTIPLE else 0  # FP8 products need it
         return mlp.tiles(x.shape[1], size)
 
-    def groups(self, x: Tensor) -> Sequence[HeadGroup | None]:
+    def groups(self, x: Tensor) -> Iterator[HeadGroup | None]:
         return head_groups(self.layer.self_attn, x.dtype)
 
     def projected(self, group: HeadGroup | None, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
