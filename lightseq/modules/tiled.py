@@ -1,9 +1,9 @@
 """Decoder layers that run attention in groups of heads, and everything else in tiles of tokens.
 
-q, k and v, and the gradients of q and of attention's output, exist for one group at a time, as in UPipe (arXiv
-2602.21196). A layer saves its input, and attention's out and lse unless attention is recomputed. Besides these and a
-group's attention, its backward pass holds three tensors of the local sequence: the gradient of the layer's output, in
-whose memory that of the input is made, and the gradients of k and v. The gradient of q takes the memory of out.
+q, k and v, and the gradient of attention's output, exist for one group at a time, as in UPipe (arXiv 2602.21196). A
+layer saves its input, and attention's out and lse unless attention is recomputed. Besides these and a group's
+attention, its backward pass holds three tensors of the local sequence: the gradient of the layer's output, which
+becomes that of the input in place, and the gradients of k and v. The gradient of q takes the memory of out.
 
 Shape suffixes: B batch, S local sequence, H hidden, N heads, D head dim.
 """
@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightseq.attention.module_attention import attend
+from lightseq.attention.module_attention import attend, context_of
 from lightseq.attention.operator import attention_backward
 from lightseq.kernels import Saved
 from lightseq.kernels.checkpoint_context import is_recomputing, take_memory
@@ -32,11 +32,11 @@ from lightseq.modules.low_rank import (
     linear_weights,
     side_by_side,
 )
+from lightseq.modules.projections import PROJECTIONS
 from lightseq.schedule.head_groups import count_head_groups
 
 # Layers of norm, attention, residual, norm, MLP, residual, in which q and k may have norms of their own.
 KNOWN: Final = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
-LINEARS: Final = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 Pair = tuple[Tensor, Tensor]
 
@@ -85,14 +85,14 @@ def head_groups(attention: Any, dtype: torch.dtype) -> Iterator[HeadGroup | None
 
     Every rank has the same groups in the same order. Linears that cannot be cut, as in FP8, have one group.
     """
-    linears = [getattr(attention, name) for name in LINEARS]
+    linears = [getattr(attention, name) for name in PROJECTIONS]
     if not all(map(has_linear_weights, linears)):
         yield None
         return
     *qkv, output = (linear_weights(linear, dtype) for linear in linears)
     *biases, _ = map(bias_of, linears)
     heads, kv_heads = (len(linear.weight) // attention.head_dim for linear in qkv[:2])
-    groups = count_head_groups(attention.sequence_context.schedule, heads, kv_heads, attention.head_dim)
+    groups = count_head_groups(context_of(attention).schedule, heads, kv_heads, attention.head_dim)
     columns = [len(linear.weight) // groups for linear in qkv]
     for group in range(groups):
         parts = [slice(group * size, (group + 1) * size) for size in columns]
@@ -189,7 +189,7 @@ class _Tiled:
         for rows in self.tiles(x):
             dout[:, rows] = out_gradient(self.layer, group, dresidual[:, rows], out[:, rows])
         saved = Saved(*self.projected(group, x), out, lse)
-        return attention_backward(dout, saved, module.sequence_context, module.scaling, documents)
+        return attention_backward(dout, saved, context_of(module), module.scaling, documents)
 
 
 def heads_of_tile(groups: Sequence[Tensor], rows: slice) -> Tensor:
@@ -215,34 +215,30 @@ class _Layer(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tiled: _Tiled, *_parameters: Tensor) -> Tensor:  # type: ignore[override]
-        found = tiled.attention(x)
+        attended = tiled.attention(x)
         ctx.tiled = tiled
-        ctx.save_for_backward(x, *(sum(found, ()) if tiled.store_attention else ()))
-        return tiled.finished(x, [out for out, _ in found])
+        ctx.save_for_backward(x, *(y for pair in attended for y in pair if tiled.store_attention))
+        return tiled.finished(x, [out for out, _ in attended])
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        tiled, dx = ctx.tiled, take_memory(dy).contiguous()  # becomes the residual's gradient, then the input's
-        x, *kept = ctx.saved_tensors
-        found = list(zip(kept[::2], kept[1::2], strict=True)) or tiled.attention(x)
-        outs, sums = [out for out, _ in found], _Sums(_trained(tiled.layer))
-        for rows in tiled.tiles(x):
-            inputs = [x[:, rows].detach().requires_grad_()]
-            (dx[:, rows],) = sums.backward(
-                partial(tiled.finish, tiled.layer), inputs, [heads_of_tile(outs, rows)], [dx[:, rows]]
-            )
-        dks, dvs = [], []
-        for group, (out, lse) in zip(tiled.groups(x), found, strict=True):
+        tiled, dx = ctx.tiled, take_memory(dy).contiguous()
+        x, *stored = ctx.saved_tensors
+        attended = list(zip(stored[::2], stored[1::2], strict=True)) or tiled.attention(x)
+        outs, sums = [out for out, _ in attended], _Sums(_trained(tiled.layer))
+        finish_tile, project_tile = partial(tiled.finish, tiled.layer), partial(tiled.project, tiled.layer)
+        for rows in tiled.tiles(x):  # dx becomes the gradient of the residual
+            dx[:, rows] = sums.backward(finish_tile, x[:, rows], [heads_of_tile(outs, rows)], [dx[:, rows]])
+        dqs, dks, dvs = outs, list[Tensor](), list[Tensor]()
+        for group, (out, lse) in zip(tiled.groups(x), attended, strict=True):
             dq, dk, dv = tiled.attention_backward(group, dx, x, out, lse)
-            out.copy_(dq)  # no one reads out any more
+            out.copy_(dq)  # in the same memory
             dks.append(dk)
             dvs.append(dv)
             del dq, dk, dv
-        for rows in tiled.tiles(x):
-            inputs, cos_sin = [x[:, rows].detach().requires_grad_()], [y[:, rows] for y in tiled.cos_sin]
-            gradients = [heads_of_tile(parts, rows) for parts in (outs, dks, dvs)]
-            (through,) = sums.backward(partial(tiled.project, tiled.layer), inputs, cos_sin, gradients)
-            dx[:, rows] += through
+        for rows in tiled.tiles(x):  # and the gradient of the input
+            gradients = [heads_of_tile(parts, rows) for parts in (dqs, dks, dvs)]
+            dx[:, rows] += sums.backward(project_tile, x[:, rows], [y[:, rows] for y in tiled.cos_sin], gradients)
         return dx, None, *sums.finished()
 
 
@@ -254,14 +250,14 @@ class _Sums:
         self._totals: list[Tensor | None] = [None] * len(parameters)
 
     def backward(
-        self, function: Callable[..., Any], inputs: list[Tensor], constants: list[Tensor], gradients: list[Tensor]
-    ) -> list[Tensor]:
-        """Returns gradients of the inputs, and adds those of the parameters to the sums."""
+        self, function: Callable[..., Any], x: Tensor, constants: list[Tensor], gradients: list[Tensor]
+    ) -> Tensor:
+        """Returns the gradient of x, and adds those of the parameters to the sums."""
+        x = x.detach().requires_grad_()
         with torch.enable_grad():
-            made = function(*inputs, *constants)
-        wanted = [*inputs, *self._parameters]
-        found = torch.autograd.grad(made, wanted, gradients, allow_unused=True)
-        for i, grad in enumerate(found[len(inputs) :]):
+            made = function(x, *constants)
+        dx, *found = torch.autograd.grad(made, [x, *self._parameters], gradients, allow_unused=True)
+        for i, grad in enumerate(found):
             if grad is None:
                 continue
             total = self._totals[i]
@@ -269,7 +265,7 @@ class _Sums:
                 self._totals[i] = grad.to(torch.promote_types(grad.dtype, torch.float32))
             else:
                 total += grad
-        return [torch.zeros_like(x) if grad is None else grad for x, grad in zip(inputs, found, strict=False)]
+        return dx
 
     def finished(self) -> list[Tensor | None]:
         pairs = zip(self._totals, self._parameters, strict=True)
