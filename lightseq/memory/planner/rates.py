@@ -111,7 +111,6 @@ LAST_NORM: Mapping[bool, Widths] = {False: Widths(hidden=4), True: Widths(hidden
 PROCESS_BYTES = 2.5 * GIB  # host memory of a rank's Python, torch and CUDA (host_rss_bytes of the points)
 MARGIN = 0.08  # share of a GPU left to drivers, libraries and fragmentation (memory is planned within 5%)
 
-
 # ---- time -----------------------------------------------------------------------------------------------------------
 # Shares of the datasheet's peaks. `points`: benchmarks/results/plan-2xh200.jsonl. `traces`: 1B at 32K and 8 layers of
 # 8B at 128K on two H200, read with `python3 -m analysis profile` (docs/log.md has the first).
@@ -163,11 +162,10 @@ def tiled_points(head_groups: int, runs_again: bool) -> Mapping[str, BackwardPoi
     group of heads, and the gradients of k and v of the groups before it. If a group of layers first runs forward again
     (`runs_again`), the output of a layer is there too.
     """
-    group = 1 / head_groups
-    around = Widths(hidden=1, attention=2 * group, key_value=2 * group + 2 * (1 - group))
+    around_attention = Widths(hidden=1, attention=2 / head_groups, key_value=2)
     return {
         "MLP": BackwardPoint(Widths(hidden=1 + runs_again), in_mlp=True),
-        "attention": BackwardPoint(around, in_attention=True),
+        "attention": BackwardPoint(around_attention, in_attention=True),
     }
 
 
