@@ -616,6 +616,17 @@ def test_long_sequences_of_8b_fit_on_one_gpu_of_80_gb(flags: str, length: int) -
     assert found.fits and found.run.config.tiles_layers
 
 
+def test_gathered_weights_are_kept_only_where_that_saves_time() -> None:
+    """Both have the room; a step takes seconds at 32K, and most of an hour at 1M."""
+
+    def keeps(length: str) -> bool:
+        words = f"--bf16 --lora_rank 16 --model_max_length {length}"
+        run = planned_run(LLAMA, words, 1, gpu=72.8 * GIB, host=125 * GIB, chosen=True)
+        return not make_plan(run).run.reshard_after_forward
+
+    assert keeps("32K") and not keeps("1M")
+
+
 @pytest.mark.parametrize(
     ("flags", "gpus", "groups", "turns"),
     [
