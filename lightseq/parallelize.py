@@ -123,6 +123,7 @@ def transform(
         gpus_per_host=world.local_size,
         packed=config.packing != "none",
         keep_gathered=keeps_gathered(config.remat_policy),
+        layers_group_heads=config.groups_heads,
     )
     if config.fp8 is not None:
         tokens = local_tokens(context.schedule, config.model_max_length, config.packing != "none")

@@ -21,7 +21,7 @@ from lightseq.memory.planner.advice import changes_to_fit, faster_change, longes
 from lightseq.memory.planner.attention_memory import attention_memory
 from lightseq.memory.planner.breakdown import GIB
 from lightseq.memory.planner.choice import SAME_SPEED, fast_options, frugal_options, make_plan, plan_again
-from lightseq.memory.planner.memory import saved_by_layer, snapshots, state_bytes_on_host
+from lightseq.memory.planner.memory import attention_of, saved_by_layer, snapshots, state_bytes_on_host
 from lightseq.memory.planner.placement import (
     KEEP,
     OFFLOAD,
@@ -610,8 +610,41 @@ def test_notes_name_what_a_plan_assumes(flags: str, note: str, noted: bool, caps
     assert any(note in line for line in record["notes"]) == noted
 
 
+@pytest.mark.parametrize(("flags", "length"), [("--lora_rank 16", 2**20), ("--optim adamw_8bit", 768_000)])
+def test_long_sequences_of_8b_fit_on_one_gpu_of_80_gb(flags: str, length: int) -> None:
+    words = f"--bf16 --model_max_length {length} {flags}"
+    found = make_plan(planned_run(LLAMA, words, 1, gpu=72.8 * GIB, host=125 * GIB, chosen=True))
+    assert found.fits and found.run.config.tiles_layers
+
+
+def test_gathered_weights_are_kept_only_where_that_saves_time() -> None:
+    """Both have the room; a step takes seconds at 32K, and most of an hour at 1M."""
+
+    def keeps(length: str) -> bool:
+        words = f"--bf16 --lora_rank 16 --model_max_length {length}"
+        run = planned_run(LLAMA, words, 1, gpu=72.8 * GIB, host=125 * GIB, chosen=True)
+        return not make_plan(run).run.reshard_after_forward
+
+    assert keeps("32K") and not keeps("1M")
+
+
+@pytest.mark.parametrize(
+    ("flags", "gpus", "groups", "turns"),
+    [
+        ("--tile_layers True", 1, 8, 1), ("--tile_layers True", 4, 8, 1), ("--tile_layers False", 4, 1, 8),
+        ("--tile_layers True --schedule ulysses", 4, 2, 4), ("--tile_layers True --fp8 rowwise", 4, 1, 8),
+    ],
+)  # fmt: skip
+def test_tiled_layers_hold_one_group_of_heads_around_attention(flags: str, gpus: int, groups: int, turns: int) -> None:
+    run = planned_run(LLAMA, f"--bf16 --remat attention --model_max_length 1M {flags}", gpus)
+    assert (run.head_groups, run.choice.head_groups) == (groups, turns)
+    whole = planned_run(LLAMA, "--bf16 --remat attention --model_max_length 1M --tile_layers True --fp8 rowwise", gpus)
+    if gpus == 1:
+        assert attention_of(run).backward == attention_of(whole).backward / groups
+
+
 def test_a_run_that_does_not_fit_ends_with_what_would(capsys: pytest.CaptureFixture[str]) -> None:
-    status, found = as_json("--host_memory 1900 --model_max_length 16M --gpus 8", capsys)
+    status, found = as_json("--host_memory 1900 --model_max_length 32M --gpus 8", capsys)
     assert status == 1 and not found["fits"] and found["lacks"][0].startswith("GPU memory")
     gpus, length = (change["change"] for change in found["to_fit"])
     assert gpus.endswith(" GPUs") and length == f"--model_max_length {found['longest_length']}"

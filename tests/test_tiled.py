@@ -1,8 +1,10 @@
-"""Layers over tiles of tokens against those of transformers: values, gradients, what they hold, which they know."""
+"""Layers in tiles of tokens and groups of heads against those of transformers: values, gradients, memory, refusals."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -27,14 +29,19 @@ from transformers import (
 from worlds import one_process
 
 from lightseq import hf
+from lightseq.attention.module_attention import attend
+from lightseq.attention.operator import attention_backward
+from lightseq.kernels import Saved
 from lightseq.memory import offload
 from lightseq.memory.offload import HostBufferPool, Offload
 from lightseq.memory.planner.attention_memory import LiveBytes
-from lightseq.memory.planner.rates import TILED_POINTS, Widths
+from lightseq.memory.planner.rates import Widths, tiled_points
 from lightseq.memory.remat import apply_remat, changed_forwards, checkpoint_groups
 from lightseq.models.flops import attention_forward_flops, recompute_flops
 from lightseq.modules import mlp
+from lightseq.modules.low_rank import LinearWeights, side_by_side
 from lightseq.modules.tiled import _Sums, tile_layers
+from lightseq.schedule import head_groups
 
 SIZES: dict[str, Any] = dict(
     vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=4,
@@ -42,19 +49,23 @@ SIZES: dict[str, Any] = dict(
 )  # fmt: skip
 MODELS = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, attention_bias=True)),
+    "llama with as many key/value heads": lambda: LlamaForCausalLM(LlamaConfig(**SIZES | {"num_key_value_heads": 4})),
+    "llama with one key/value head": lambda: LlamaForCausalLM(LlamaConfig(**SIZES | {"num_key_value_heads": 1})),
     "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=None)),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8)),
 }
 LENGTH = 21
 HIDDEN, ATTENTION, KEY_VALUE = 16, 16, 8  # widths of a token
+GROUPS = 2  # of heads, one for each key/value head
 
 
 @pytest.fixture(autouse=True)
 def alone() -> Iterator[None]:
-    """A world of this process, and tiles of seven tokens."""
+    """A world of this process, tiles of seven tokens, and groups of one key/value head."""
     with one_process(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(mlp, "TILE_TOKENS", 7)
+        patch.setattr(head_groups, "MIN_COLUMNS", 1)
         yield
 
 
@@ -77,16 +88,27 @@ def gradients(model: PreTrainedModel, **inputs: Any) -> list[Tensor]:
     return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.requires_grad)]
 
 
-def check(name: str, batch: int = 1, keep: bool = True, length: int = LENGTH, adapt: bool = False) -> None:
+def adapt(model: PreTrainedModel, targets: list[str], dropout: float = 0.0) -> None:
+    """Adds adapters, which alone train; nothing drops out in evaluation mode."""
+    inject_adapter_in_model(LoraConfig(r=3, target_modules=targets, lora_dropout=dropout), model)
+    torch.manual_seed(2)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter)
+    model.eval()
+
+
+def check(
+    name: str,
+    batch: int = 1,
+    keep: bool = True,
+    length: int = LENGTH,
+    change: Callable[[PreTrainedModel], None] = lambda model: None,
+) -> None:
     models = [build(name) for _ in range(2)]
     for model in models:
-        if adapt:
-            inject_adapter_in_model(LoraConfig(r=3, target_modules=["q_proj", "o_proj", "up_proj"]), model)
-            torch.manual_seed(2)
-            for parameter_name, parameter in model.named_parameters():
-                parameter.requires_grad_("lora_" in parameter_name)
-                if parameter.requires_grad:
-                    torch.nn.init.normal_(parameter)
+        change(model)
     plain, ours = models
     context = hf.enable(ours)
     tile_layers(ours.model.layers, keep)
@@ -107,17 +129,75 @@ def test_batches_and_lengths_that_tiles_do_not_divide(batch: int, length: int) -
     check("llama", batch, length=length)
 
 
-def test_adapters_alone_get_gradients() -> None:
-    check("llama", adapt=True)
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("keep", [True, False])
+def test_adapters_alone_get_gradients(name: str, keep: bool) -> None:
+    check(name, keep=keep, change=partial(adapt, targets=["q_proj", "o_proj", "up_proj"]))
+    check(name, keep=keep, change=partial(adapt, targets=["k_proj", "v_proj"]))
 
 
-def test_documents_are_kept_apart() -> None:
+def test_linears_that_cannot_be_cut_run_with_all_heads() -> None:
+    with heads_passed() as passed:
+        check("llama", change=partial(adapt, targets=["k_proj", "down_proj"], dropout=0.5))
+    assert set(passed) == {(4, 2)}
+
+
+def test_linears_side_by_side_give_what_each_of_them_gives() -> None:
+    """Adapters of other ranks and scales, and none."""
+    random = torch.Generator().manual_seed(0)
+    x, w1, w2, w3, a1, a3, b1, b3 = (
+        torch.randn(size, dtype=torch.float64, generator=random)
+        for size in ((9, 6), (5, 6), (4, 6), (3, 6), (2, 6), (1, 6), (5, 2), (3, 1))
+    )
+    linears = [LinearWeights(w1, a1, b1, 0.5), LinearWeights(w2), LinearWeights(w3, a3, b3, 3.0)]
+    each = torch.cat([linear.forward(x) for linear in linears], dim=1)
+    torch.testing.assert_close(side_by_side(linears).forward(x), each, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(side_by_side(linears[1:2]).forward(x), each[:, 5:9], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_one_group_of_heads_is_there_at_a_time(keep: bool) -> None:
+    with heads_passed() as passed:
+        check("llama", keep=keep)
+    assert passed == [(2, 1)] * 3 * GROUPS * (2 if keep else 3), "forward, backward, and what is computed again"
+
+
+@contextmanager
+def heads_passed() -> Iterator[list[tuple[int, int]]]:
+    """Query and key/value heads of every pass of attention, forward and backward."""
+    passed: list[tuple[int, int]] = []
+
+    def forward(module: Any, q: Tensor, k: Tensor, *others: Any, **words: Any) -> Any:
+        passed.append((q.shape[2], k.shape[2]))
+        return attend(module, q, k, *others, **words)
+
+    def backward(dout: Tensor, saved: Saved, *others: Any) -> Any:
+        passed.append((dout.shape[2], saved.k.shape[2]))
+        return attention_backward(dout, saved, *others)
+
+    module = "lightseq.modules.tiled"
+    with patch(f"{module}.attend", forward), patch(f"{module}.attention_backward", backward):
+        yield passed
+
+
+def test_a_second_backward_pass_is_refused_where_the_first_overwrote_what_was_stored() -> None:
+    model, inputs = build("llama"), ids()
+    context = hf.enable(model)
+    tile_layers(model.model.layers)
+    loss = model(**hf.shard_batch(context, inputs, inputs)).loss
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_documents_are_kept_apart(keep: bool) -> None:
     found = []
     for tiled in (False, True):
         model, inputs = build("llama"), ids()
         context = hf.enable(model, packed=True)
         if tiled:
-            tile_layers(model.model.layers)
+            tile_layers(model.model.layers, keep)
         found.append(gradients(model, **hf.shard_batch(context, inputs, inputs, cu_seqlens=[0, 4, 15, LENGTH])))
     torch.testing.assert_close(*found, rtol=1e-9, atol=1e-11)
 
@@ -131,7 +211,7 @@ class _Products(TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         made = op(*args, **kwargs or {})
-        if op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+        if op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.addmm_.default):
             self.flops += 2 * made.numel() * args[-1].shape[0]
         return made
 
@@ -172,7 +252,7 @@ def test_nothing_as_wide_as_the_mlp_is_longer_than_a_tile() -> None:
         with LargestResult() as seen, Operators() as operators:
             layer(hidden, position_embeddings=turns).sum().backward()
         widest.append(seen.elements)
-        assert operators.ran.count("lightseq.attention.default") == 1, "attention is kept"
+        assert operators.ran.count("lightseq.attention.default") == (GROUPS if tiled else 1), "attention is kept"
     assert widest == [63 * 24, 63 * 16]
 
 
@@ -204,9 +284,41 @@ def test_layers_of_a_group_that_hand_over_inputs_hold_one(tiled: bool, monkeypat
     assert held_by_backward(False, grouped=True, tiled=tiled, inner=inner) == alone + HIDDEN
 
 
+@pytest.mark.parametrize("owner", ["model", "caller"])
+def test_the_input_of_a_group_is_freed_when_its_layers_have_run_again(
+    owner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless it is a leaf, which the caller may read again; the host has a copy."""
+    monkeypatch.setattr(offload, "MIN_BYTES", 0)
+    found, sizes = [], list[int]()
+    for offloads in (False, True):
+        model, inputs = build("llama"), ids()
+        context, layers = hf.enable(model), model.model.layers
+        inner = Offload(torch.device("cpu"), HostBufferPool(1e9, pinned=False), in_flight=1)
+        tile_layers(layers, False)
+        checkpoint_groups([list(layers)], inner if offloads else None)
+        positions = hf.shard_batch(context, inputs)["position_ids"]
+        turns = model.model.rotary_emb(torch.zeros(1, dtype=torch.float64), positions)
+        leaf = torch.linspace(-1, 1, LENGTH * HIDDEN, dtype=torch.float64).view(1, LENGTH, HIDDEN).requires_grad_()
+        hidden = leaf if owner == "caller" else leaf * 1
+        given = layers[0](hidden, position_embeddings=turns)
+        given.register_hook(lambda _: sizes.append(hidden.untyped_storage().nbytes()))  # noqa: B023
+        given.sum().backward(retain_graph=True)
+        sizes.append(hidden.untyped_storage().nbytes())
+        found.append([leaf.grad, *(p.grad for p in layers.parameters())])
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-11)
+    whole = LENGTH * HIDDEN * 8
+    assert sizes == [whole, whole, whole, 0 if owner == "model" else whole]
+    if owner == "model":
+        with pytest.raises(RuntimeError, match="a group's input is freed by the backward pass"):
+            given.sum().backward()
+
+
 def planned_widths() -> float:
-    widths: float = TILED_POINTS["attention"].widths.dot(Widths(HIDDEN, ATTENTION, KEY_VALUE, 24))
-    return widths + ATTENTION + 2 * KEY_VALUE  # what the plan counts with attention itself
+    widths: float = tiled_points(GROUPS, runs_again=False)["attention"].widths.dot(
+        Widths(HIDDEN, ATTENTION, KEY_VALUE, 24)
+    )
+    return widths + (ATTENTION + 2 * KEY_VALUE) / GROUPS  # what the plan counts with attention itself
 
 
 def held_by_backward(
@@ -244,7 +356,7 @@ def test_gradients_of_weights_add_up_in_float32() -> None:
     sums = _Sums([weight])
     one = torch.ones(1, dtype=torch.bfloat16)
     for _ in range(1024):
-        sums.backward(lambda x: x * weight, [one.clone().requires_grad_()], [], [one])
+        sums.backward(lambda x: x * weight, one, [], [one])
     (total,) = sums.finished()
     assert total is not None and total.item() == 1024 and total.dtype is torch.bfloat16
 
@@ -273,17 +385,19 @@ def test_layers_that_are_put_together_otherwise_are_refused() -> None:
         tile_layers(model.model.layers)
 
 
-@pytest.mark.gpu(1)
-@pytest.mark.parametrize("compiled", [False, True])
-def test_on_a_gpu_bfloat16_errs_at_most_twice_as_much_as_whole_layers(
-    compiled: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("device", "compiled"),
+    [("cpu", False), *(pytest.param("cuda", compiled, marks=pytest.mark.gpu(1)) for compiled in (False, True))],
+)
+def test_bfloat16_errs_at_most_twice_as_much_as_whole_layers(
+    device: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mlp, "TILE_TOKENS", 128)
     wide = SIZES | dict(hidden_size=256, intermediate_size=512, head_dim=64, max_position_embeddings=1024)
-    inputs, found = ids(length=300).cuda(), []
+    inputs, found = ids(length=300).to(device), []
     for kind in ("truth", "whole", "tiled"):
         torch.manual_seed(0)
-        model = LlamaForCausalLM(LlamaConfig(**wide)).bfloat16().cuda()
+        model = LlamaForCausalLM(LlamaConfig(**wide)).bfloat16().to(device)
         if kind == "truth":
             found.append(gradients(model.double(), input_ids=inputs, labels=inputs))
             continue

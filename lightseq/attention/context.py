@@ -18,6 +18,7 @@ from lightseq.schedule.algorithms import SCHEDULES, check_heads, make_schedule
 from lightseq.schedule.auto import ScheduleChoice, choose_by_counts, choose_by_time, choose_packed
 from lightseq.schedule.cost import AttentionShape
 from lightseq.schedule.documents import balance, check_boundaries, packed_schedule, pad_boundaries, padded_length
+from lightseq.schedule.head_groups import with_fewer_turns
 from lightseq.schedule.layout import Layout, shard
 from lightseq.schedule.table import Schedule
 from lightseq.schedule.timing import H200_SYMMETRIC, RATES
@@ -152,6 +153,8 @@ class AttentionConfig:
     # Under ulysses, save gathered q, k and v for the backward pass instead of the rank's own, so that they travel once.
     # Set it to False if a checkpoint recomputes q, k and v.
     keep_gathered: bool = True
+    # Layers pass their heads in groups, one after the other (`tile_layers`); a schedule then needs fewer of its own.
+    layers_group_heads: bool = False
 
 
 def make_context(group: dist.ProcessGroup, shape: AttentionShape, config: AttentionConfig) -> SequenceContext:
@@ -171,8 +174,11 @@ def make_context(group: dist.ProcessGroup, shape: AttentionShape, config: Attent
     if config.kernel in ("auto", "fa4") and why_unsupported("fa4", spec) is None:
         cache_compiled_kernels()
     transport = make_transport(config.transport, group, device)
-    chosen = _choose(dist.get_world_size(group), shape, base_transport_name(transport.name), config)
-    schedule = make_schedule(chosen.schedule, dist.get_world_size(group), chosen.head_groups or 1, chosen.ulysses_size)
+    world = dist.get_world_size(group)
+    chosen = _choose(world, shape, base_transport_name(transport.name), config)
+    if config.layers_group_heads:
+        chosen = with_fewer_turns(chosen, world, shape)
+    schedule = make_schedule(chosen.schedule, world, chosen.head_groups or 1, chosen.ulysses_size)
     check_heads(schedule, shape.heads, shape.kv_heads)
     keeps_gathered = config.keep_gathered and schedule.can_keep_gathered
     # Compiled graphs contain the name and torch's disk cache looks them up by it, so it must determine all shapes.

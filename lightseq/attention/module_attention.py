@@ -63,14 +63,20 @@ def _checked_context(module: nn.Module, q_BSHD: Tensor, others: Mapping[str, Any
     if unknown := unhonoured_argument(others):
         remedy = "pass cu_seqlens to shard_batch" if unknown.startswith("cu_seq_lens") else "leave it out"
         raise ValueError(f"attention got {unknown}, which no kernel supports; {remedy}")
-    context, window = getattr(module, "sequence_context", None), others.get("sliding_window")
+    context, window = context_of(module), others.get("sliding_window")
+    if window is not None and q_BSHD.shape[1] * context.layout.world > window:
+        length = q_BSHD.shape[1] * context.layout.world
+        raise ValueError(f"{length} tokens exceed the model's sliding window of {window}; give at most {window}")
+    return context
+
+
+def context_of(module: nn.Module) -> SequenceContext:
+    """Returns the context of a patched model's attention module. Raises ValueError if the model is not patched."""
+    context = getattr(module, "sequence_context", None)
     if not isinstance(context, SequenceContext):
         raise ValueError(
             "this model shares its config with a patched one; give it a copy of the config, or call hf.enable on it"
         )
-    if window is not None and q_BSHD.shape[1] * context.layout.world > window:
-        length = q_BSHD.shape[1] * context.layout.world
-        raise ValueError(f"{length} tokens exceed the model's sliding window of {window}; give at most {window}")
     return context
 
 

@@ -162,8 +162,8 @@ class MemoryConfig:
         "than 1 only if nothing faster fits."
     )
     tile_layers: bool | None = auto_flag(
-        "Run everything except attention in tiles of 8,192 tokens, which saves memory near a million tokens per GPU. "
-        "auto: only if nothing faster fits."
+        "Run attention in groups of heads and everything else in tiles of 8,192 tokens, which saves memory near a "
+        "million tokens per GPU. auto: only if nothing faster fits."
     )
     gradient_checkpointing: bool | None = flag(
         None, "True: same as --remat attention. False: same as --remat none. Default: follow --remat."
@@ -243,6 +243,11 @@ class TrainConfig(
     def tiles_layers(self) -> bool:
         """True if layers run in tiles of tokens."""
         return bool(self.tile_layers)
+
+    @property
+    def groups_heads(self) -> bool:
+        """True if layers pass their heads to attention in groups. FP8 weights cannot be cut by heads."""
+        return self.tiles_layers and self.fp8 is None
 
     @property
     def group_size(self) -> int:

@@ -108,6 +108,7 @@ class Offload:
         self._side_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._layers: list[_Layer] = []  # of the last or current forward pass
         self._running: _Layer | None = None
+        self._freed: int | None = None  # storage of an input whose memory nobody else needs
 
     def wrap(self, layers: Sequence[nn.Module], after: nn.Module, staying: Sequence[nn.Module] = ()) -> None:
         """Wraps the forward of `layers`, in model order, to offload saved tensors, except those of `staying` layers.
@@ -140,6 +141,18 @@ class Offload:
                 layer.stored[key].host.copy_(_flat(tensor), non_blocking=True)
             layer.offloaded = self._event()
         return layer.stored[key]
+
+    @contextmanager
+    def frees_input(self, tensor: Tensor) -> Iterator[None]:
+        """Frees the memory of the first layer's input as soon as its device copy is dropped, whoever holds the tensor.
+
+        Nobody but the layers may read it any more.
+        """
+        self._freed = _storage(tensor)
+        try:
+            yield
+        finally:
+            self._freed = None
 
     def fetch(self, stored: OffloadedTensor | OnDeviceTensor | Tensor) -> Tensor:
         """Returns the tensor on the device, and starts fetching the previous layer's tensors.
@@ -197,6 +210,8 @@ class Offload:
             return
         _wait_for(self._layers[index].offloaded)  # the device waits before the memory is reused
         for stored in self._layers[index].stored.values():
+            if stored.original is not None and _storage(stored.original) == self._freed:
+                stored.original.untyped_storage().resize_(0)
             stored.original = None
 
     def _start_fetch(self, layer: _Layer) -> None:

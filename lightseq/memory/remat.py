@@ -2,9 +2,9 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -71,9 +71,9 @@ def checkpoint_groups(
     """Checkpoints groups of adjacent layers. Only the input of each group is stored.
 
     The backward pass first runs a group forward again, where each layer's own checkpoint stores its tensors (in host
-    memory if `inner` is given). The last layer's backward pass follows at once, so it may use a forward from
-    `lasts_again` that stores more; its output is never read (`is_recomputing`). The first layer's forward runs the
-    whole group and the others return their input, so the model needs no change.
+    memory if `inner` is given, which then frees the group's input). The last layer's backward pass follows at once, so
+    it may use a forward from `lasts_again` that stores more; its output is never read (`is_recomputing`). The first
+    layer's forward runs the whole group and the others return their input, so the model needs no change.
     """
     lasts_again = [group[-1].forward for group in groups] if lasts_again is None else lasts_again
     for group, last_again in zip(groups, lasts_again, strict=True):
@@ -82,28 +82,36 @@ def checkpoint_groups(
         if inner is not None and len(group) > 1:
             inner.wrap(group[:-1], group[-1])
         *others, last_again = (layer.forward for layer in group)
-        group[0].forward = partial(_run_group, others, last, last_again)  # type: ignore[method-assign]
+        forwards = _Forwards(others, last, last_again, inner if len(group) > 1 else None)
+        group[0].forward = partial(_run_group, forwards)  # type: ignore[method-assign]
         for layer in group[1:]:
             layer.forward = _identity  # type: ignore[method-assign, assignment]
 
 
-def _run_group(
-    others: list[Forward], last: Forward, last_again: Forward, hidden: Tensor, *args: Any, **kwargs: Any
-) -> Tensor:
+class _Forwards(NamedTuple):
+    """Forwards of a group's layers: all but the last, the last, and the last when the group runs again."""
+
+    others: list[Forward]
+    last: Forward
+    last_again: Forward
+    inner: Offload | None  # of what `others` store when the group runs again
+
+
+def _run_group(group: _Forwards, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     def run(hidden: Tensor, after_last: Callable[[Tensor], None] | None = None) -> Tensor:
-        for forward in others:
+        for forward in group.others:
             hidden = forward(hidden, *args, **kwargs)
         if after_last is None:
-            return last(hidden, *args, **kwargs)
+            return group.last(hidden, *args, **kwargs)
         hidden.register_hook(after_last)
         with checkpoint_pass(None, recomputing=True):
-            return last_again(hidden, *args, **kwargs)
+            return group.last_again(hidden, *args, **kwargs)
 
     if not torch.is_grad_enabled():
         return run(hidden)
     # Weights get gradients even if `hidden` needs none.
     anchor = torch.empty(0, device=hidden.device, requires_grad=True)
-    return _Group.apply(hidden, anchor, run)
+    return _Group.apply(hidden, anchor, run, group.inner)
 
 
 class _Group(torch.autograd.Function):
@@ -113,22 +121,28 @@ class _Group(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, anchor: Tensor, run: Callable[..., Tensor]) -> Tensor:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        ctx: Any, hidden: Tensor, anchor: Tensor, run: Callable[..., Tensor], inner: Offload | None
+    ) -> Tensor:
         ctx.save_for_backward(hidden)
         ctx.run = run
+        ctx.inner = None if hidden.is_leaf else inner  # the caller may read a leaf again
         return run(hidden)
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, None, None, None]:  # type: ignore[override]
         hidden = ctx.saved_tensors[0].detach().requires_grad_()
+        if hidden.numel() and not hidden.untyped_storage().nbytes():
+            raise RuntimeError("a group's input is freed by the backward pass; use --offload none for a second one")
 
         def after_last(_: Tensor) -> None:
             free_memory(dout)
 
-        with torch.enable_grad():
+        frees_input = nullcontext() if ctx.inner is None else ctx.inner.frees_input(hidden)
+        with torch.enable_grad(), frees_input:
             edge = get_gradient_edge(ctx.run(hidden, after_last))  # frees the output itself
         torch.autograd.backward(edge, dout)
-        return hidden.grad, None, None
+        return hidden.grad, None, None, None
 
 
 def _identity(hidden: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:

@@ -22,6 +22,14 @@ class LinearWeights(NamedTuple):
     b: Tensor | None = None
     scale: float = 1.0
 
+    def of_outputs(self, rows: slice) -> "LinearWeights":
+        """Returns the weights of some outputs."""
+        return self._replace(weight=self.weight[rows], b=None if self.b is None else self.b[rows])
+
+    def of_inputs(self, columns: slice) -> "LinearWeights":
+        """Returns the weights of some inputs, which give those inputs' share of y."""
+        return self._replace(weight=self.weight[:, columns], a=None if self.a is None else self.a[:, columns])
+
     def forward(self, x_NI: Tensor, out: Tensor | None = None) -> Tensor:
         """Returns y for x, written to `out` if given."""
         if self.a is None or self.b is None:
@@ -79,12 +87,34 @@ def input_gradient(linears: Sequence[LinearWeights], dys: Sequence[Tensor], into
     return into
 
 
+def side_by_side(linears: Sequence[LinearWeights]) -> LinearWeights:
+    """Joins linears of one input into one linear, whose outputs stand side by side."""
+    weight = torch.cat([linear.weight for linear in linears])
+    adapted = [linear for linear in linears if linear.a is not None]
+    if not adapted:
+        return LinearWeights(weight)
+    scale = adapted[0].scale
+    parts = [weight.new_empty(len(x.weight), 0) if x.b is None else x.b * (x.scale / scale) for x in linears]
+    return LinearWeights(weight, torch.cat([x.a for x in adapted if x.a is not None]), torch.block_diag(*parts), scale)
+
+
 def is_linear(module: Any) -> bool:
-    """Returns whether `linear_weights` supports a module: no bias, and at most one adapter, without dropout."""
+    """Returns whether a module is a linear without bias that `linear_weights` supports."""
+    return has_linear_weights(module) and bias_of(module) is None
+
+
+def has_linear_weights(module: Any) -> bool:
+    """Returns whether `linear_weights` supports a module: at most one adapter, without dropout."""
     names = list(getattr(module, "lora_A", ()))
     if len(names) == 1 and type(module.lora_dropout[names[0]]) is nn.Identity:
         module = module.base_layer
-    return type(module) is nn.Linear and module.bias is None
+    return type(module) is nn.Linear
+
+
+def bias_of(module: Any) -> Tensor | None:
+    """Returns the bias of a module that `linear_weights` supports."""
+    bias: Tensor | None = getattr(module, "base_layer", module).bias
+    return bias
 
 
 def linear_weights(module: Any, dtype: torch.dtype) -> LinearWeights:

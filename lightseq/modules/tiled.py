@@ -1,8 +1,9 @@
-"""Decoder layers that run everything except attention in tiles of tokens.
+"""Decoder layers that run attention in groups of heads, and everything else in tiles of tokens.
 
-A layer saves its input, and attention's out and lse unless attention is recomputed. Besides attention's own memory, its
-backward pass holds six tensors of the local sequence: the gradients of the layer's output, of the residual and of
-attention's output, and q, k and v.
+q, k and v, and the gradient of attention's output, exist for one group at a time, as in UPipe (arXiv 2602.21196). A
+layer saves its input, and attention's out and lse unless attention is recomputed. Besides these and a group's
+attention, its backward pass holds three tensors of the local sequence: the gradient of the layer's output, which
+becomes that of the input in place, and the gradients of k and v. The gradient of q takes the memory of out.
 
 Shape suffixes: B batch, S local sequence, H hidden, N heads, D head dim.
 """
@@ -11,17 +12,28 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightseq.attention.module_attention import attend
+from lightseq.attention.module_attention import attend, context_of
 from lightseq.attention.operator import attention_backward
 from lightseq.kernels import Saved
 from lightseq.kernels.checkpoint_context import is_recomputing, take_memory
 from lightseq.modules import mlp
 from lightseq.modules.fp8 import MULTIPLE
+from lightseq.modules.low_rank import (
+    LinearWeights,
+    bias_of,
+    has_linear_weights,
+    input_gradient,
+    linear_weights,
+    side_by_side,
+)
+from lightseq.modules.projections import PROJECTIONS
+from lightseq.schedule.head_groups import count_head_groups
 
 # Layers of norm, attention, residual, norm, MLP, residual, in which q and k may have norms of their own.
 KNOWN: Final = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
@@ -52,13 +64,64 @@ def check_layer_class(name: str) -> None:
         raise ValueError(f"--tile_layers supports {', '.join(KNOWN)}, but this model has {name}; leave it out")
 
 
-def project(layer: Any, x_BSH: Tensor, cos_BSD: Tensor, sin_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns rotated q, k and v (B, S, N, D) of a layer's input."""
+class HeadGroup(NamedTuple):
+    """Weights around the attention of some key/value heads and their query heads, for use without gradients."""
+
+    projection: LinearWeights  # to q, k and v side by side
+    bias: Tensor | None
+    columns: list[int]  # of q, k and v
+    output: LinearWeights
+
+    def project(self, x_BSH: Tensor) -> Sequence[Tensor]:
+        """Returns q, k and v (B, S, columns)."""
+        if self.projection.a is None:
+            return F.linear(x_BSH, self.projection.weight, self.bias).split(self.columns, dim=-1)
+        qkv = self.projection.forward(x_BSH.flatten(0, 1)).unflatten(0, x_BSH.shape[:2])
+        return (qkv if self.bias is None else qkv + self.bias).split(self.columns, dim=-1)
+
+
+def head_groups(attention: Any, dtype: torch.dtype) -> Iterator[HeadGroup | None]:
+    """Yields the groups in which heads are computed; None is a group of all heads, with the modules' own linears.
+
+    Every rank has the same groups in the same order. Linears that cannot be cut, as in FP8, have one group.
+    """
+    linears = [getattr(attention, name) for name in PROJECTIONS]
+    if not all(map(has_linear_weights, linears)):
+        yield None
+        return
+    *qkv, output = (linear_weights(linear, dtype) for linear in linears)
+    *biases, _ = map(bias_of, linears)
+    heads, kv_heads = (len(linear.weight) // attention.head_dim for linear in qkv[:2])
+    groups = count_head_groups(context_of(attention).schedule, heads, kv_heads, attention.head_dim)
+    columns = [len(linear.weight) // groups for linear in qkv]
+    for group in range(groups):
+        parts = [slice(group * size, (group + 1) * size) for size in columns]
+        yield HeadGroup(
+            projection=side_by_side([linear.of_outputs(part) for linear, part in zip(qkv, parts, strict=True)]),
+            bias=_joined_biases([None if x is None else x[part] for x, part in zip(biases, parts, strict=True)]),
+            columns=columns,
+            output=output.of_inputs(parts[0]),
+        )
+
+
+def _joined_biases(biases: Sequence[Tensor | None]) -> Tensor | None:
+    """Joins the biases of q, k and v; layers of `KNOWN` classes have all or none."""
+    found = [bias for bias in biases if bias is not None]
+    return torch.cat(found) if found else None
+
+
+def project(
+    layer: Any, x_BSH: Tensor, cos_BSD: Tensor, sin_BSD: Tensor, group: HeadGroup | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns rotated q, k and v (B, S, N, D) of a layer's input, for one group of heads (None: for all)."""
     attention = layer.self_attn
     rotate = sys.modules[type(attention).__module__].apply_rotary_pos_emb
     normed = layer.input_layernorm(x_BSH)
-    linears = (attention.q_proj, attention.k_proj, attention.v_proj)
-    q, k, v = (linear(normed).unflatten(-1, (-1, attention.head_dim)) for linear in linears)
+    if group is None:
+        qkv = [linear(normed) for linear in (attention.q_proj, attention.k_proj, attention.v_proj)]
+    else:
+        qkv = [*group.project(normed)]
+    q, k, v = (y.unflatten(-1, (-1, attention.head_dim)) for y in qkv)
     if hasattr(attention, "q_norm"):
         q, k = attention.q_norm(q), attention.k_norm(k)
     q, k = rotate(q, k, cos_BSD, sin_BSD, unsqueeze_dim=2)
@@ -87,36 +150,64 @@ class _Tiled:
         size -= size % MULTIPLE if size > MULTIPLE else 0  # FP8 products need it
         return mlp.tiles(x.shape[1], size)
 
-    def projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns q, k and v of the whole local sequence."""
+    def groups(self, x: Tensor) -> Iterator[HeadGroup | None]:
+        return head_groups(self.layer.self_attn, x.dtype)
+
+    def projected(self, group: HeadGroup | None, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns a group's q, k and v of the whole local sequence."""
         whole: list[Tensor] = []
         x = x.detach()  # else the compiler compiles training and evaluation separately
         for rows in self.tiles(x):
-            parts = self.project(self.layer, x[:, rows], *(y[:, rows] for y in self.cos_sin))
+            parts = self.project(self.layer, x[:, rows], *(y[:, rows] for y in self.cos_sin), group)
             whole = whole or [part.new_empty((*x.shape[:2], *part.shape[2:])) for part in parts]
             for to, part in zip(whole, parts, strict=True):
                 to[:, rows] = part
         q, k, v = whole
         return q, k, v
 
-    def finished(self, x: Tensor, out: Tensor) -> Tensor:
+    def finished(self, x: Tensor, outs: Sequence[Tensor]) -> Tensor:
         whole, x = torch.empty_like(x), x.detach()
         for rows in () if is_recomputing() else self.tiles(x):
-            whole[:, rows] = self.finish(self.layer, x[:, rows], out[:, rows])
+            whole[:, rows] = self.finish(self.layer, x[:, rows], heads_of_tile(outs, rows))
         return whole
 
-    def attention(self, x: Tensor) -> Pair:
-        """Returns out and its log-sum-exp."""
+    def attention(self, x: Tensor) -> list[Pair]:
+        """Returns out and its log-sum-exp of every group."""
         module = self.layer.self_attn
         window = getattr(module, "sliding_window", None)
-        return attend(module, *self.projected(x), module.scaling, sliding_window=window, **self.others)
+        return [
+            attend(module, *self.projected(group, x), module.scaling, sliding_window=window, **self.others)
+            for group in self.groups(x)
+        ]
 
-    def attention_backward(self, dout: Tensor, x: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the gradients of q, k and v."""
+    def attention_backward(
+        self, group: HeadGroup | None, dresidual: Tensor, x: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the gradients of a group's q, k and v."""
         module, documents = self.layer.self_attn, self.others.get("documents")
-        context = module.sequence_context
-        saved = Saved(*self.projected(x), out, lse)
-        return attention_backward(dout, saved, context, module.scaling, documents)
+        dout = torch.empty_like(out)
+        for rows in self.tiles(x):
+            dout[:, rows] = out_gradient(self.layer, group, dresidual[:, rows], out[:, rows])
+        saved = Saved(*self.projected(group, x), out, lse)
+        return attention_backward(dout, saved, context_of(module), module.scaling, documents)
+
+
+def heads_of_tile(groups: Sequence[Tensor], rows: slice) -> Tensor:
+    """Returns the heads of all groups (B, S, N, D) side by side, for one tile."""
+    return torch.cat([x[:, rows] for x in groups], dim=2)
+
+
+def out_gradient(layer: Any, group: HeadGroup | None, dresidual_BSH: Tensor, out_BSND: Tensor) -> Tensor:
+    """Returns the gradient of attention's output for a group of heads, from that of the sum of residual and output."""
+    if group is not None:
+        dy_TH = dresidual_BSH.flatten(0, 1)
+        dout_TI = dy_TH.new_empty(len(dy_TH), group.output.weight.shape[1])
+        return input_gradient([group.output], [dy_TH], dout_TI).view(out_BSND.shape)
+    out = out_BSND.detach().requires_grad_()
+    with torch.enable_grad():
+        y = layer.self_attn.o_proj(out.flatten(2))
+    (dout,) = torch.autograd.grad(y, out, dresidual_BSH)
+    return dout
 
 
 class _Layer(torch.autograd.Function):
@@ -124,29 +215,30 @@ class _Layer(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tiled: _Tiled, *_parameters: Tensor) -> Tensor:  # type: ignore[override]
-        out, lse = tiled.attention(x)
+        attended = tiled.attention(x)
         ctx.tiled = tiled
-        ctx.save_for_backward(x, *((out, lse) if tiled.store_attention else ()))
-        return tiled.finished(x, out)
+        ctx.save_for_backward(x, *(y for pair in attended for y in pair if tiled.store_attention))
+        return tiled.finished(x, [out for out, _ in attended])
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        tiled, dy = ctx.tiled, take_memory(dy)
-        x, *kept = ctx.saved_tensors
-        out, lse = kept or tiled.attention(x)
-        sums = _Sums(_trained(tiled.layer))
-        dx, dout = torch.empty_like(x), torch.empty_like(out)
-        for rows in tiled.tiles(x):
-            inputs = [part[:, rows].detach().requires_grad_() for part in (x, out)]
-            dx[:, rows], dout[:, rows] = sums.backward(partial(tiled.finish, tiled.layer), inputs, [], [dy[:, rows]])
-        del dy, inputs
-        grads = tiled.attention_backward(dout, x, out, lse)
-        del out, lse, kept, dout
-        for rows in tiled.tiles(x):
-            inputs, cos_sin = [x[:, rows].detach().requires_grad_()], [y[:, rows] for y in tiled.cos_sin]
-            gradients = [grad[:, rows] for grad in grads]
-            (through,) = sums.backward(partial(tiled.project, tiled.layer), inputs, cos_sin, gradients)
-            dx[:, rows] += through
+        tiled, dx = ctx.tiled, take_memory(dy).contiguous()
+        x, *stored = ctx.saved_tensors
+        attended = list(zip(stored[::2], stored[1::2], strict=True)) or tiled.attention(x)
+        outs, sums = [out for out, _ in attended], _Sums(_trained(tiled.layer))
+        finish_tile, project_tile = partial(tiled.finish, tiled.layer), partial(tiled.project, tiled.layer)
+        for rows in tiled.tiles(x):  # dx becomes the gradient of the residual
+            dx[:, rows] = sums.backward(finish_tile, x[:, rows], [heads_of_tile(outs, rows)], [dx[:, rows]])
+        dqs, dks, dvs = outs, list[Tensor](), list[Tensor]()
+        for group, (out, lse) in zip(tiled.groups(x), attended, strict=True):
+            dq, dk, dv = tiled.attention_backward(group, dx, x, out, lse)
+            out.copy_(dq)  # in the same memory
+            dks.append(dk)
+            dvs.append(dv)
+            del dq, dk, dv
+        for rows in tiled.tiles(x):  # and the gradient of the input
+            gradients = [heads_of_tile(parts, rows) for parts in (dqs, dks, dvs)]
+            dx[:, rows] += sums.backward(project_tile, x[:, rows], [y[:, rows] for y in tiled.cos_sin], gradients)
         return dx, None, *sums.finished()
 
 
@@ -158,14 +250,14 @@ class _Sums:
         self._totals: list[Tensor | None] = [None] * len(parameters)
 
     def backward(
-        self, function: Callable[..., Any], inputs: list[Tensor], constants: list[Tensor], gradients: list[Tensor]
-    ) -> list[Tensor]:
-        """Returns gradients of the inputs, and adds those of the parameters to the sums."""
+        self, function: Callable[..., Any], x: Tensor, constants: list[Tensor], gradients: list[Tensor]
+    ) -> Tensor:
+        """Returns the gradient of x, and adds those of the parameters to the sums."""
+        x = x.detach().requires_grad_()
         with torch.enable_grad():
-            made = function(*inputs, *constants)
-        wanted = [*inputs, *self._parameters]
-        found = torch.autograd.grad(made, wanted, gradients, allow_unused=True)
-        for i, grad in enumerate(found[len(inputs) :]):
+            made = function(x, *constants)
+        dx, *found = torch.autograd.grad(made, [x, *self._parameters], gradients, allow_unused=True)
+        for i, grad in enumerate(found):
             if grad is None:
                 continue
             total = self._totals[i]
@@ -173,7 +265,7 @@ class _Sums:
                 self._totals[i] = grad.to(torch.promote_types(grad.dtype, torch.float32))
             else:
                 total += grad
-        return [torch.zeros_like(x) if grad is None else grad for x, grad in zip(inputs, found, strict=False)]
+        return dx
 
     def finished(self) -> list[Tensor | None]:
         pairs = zip(self._totals, self._parameters, strict=True)

@@ -230,10 +230,15 @@ def assign_tiles(schedule: Schedule) -> Assignment:
     return algorithm.assign_tiles(outer, schedule.head_groups_per_rank)
 
 
-def check_heads(schedule: Schedule, heads: int, kv_heads: int) -> None:
-    """Raises ValueError unless the heads can be cut into the schedule's head groups; key/value heads may be shared."""
+def allows_heads(schedule: Schedule, heads: int, kv_heads: int) -> bool:
+    """Returns whether heads can be cut into the schedule's head groups; key/value heads may be shared."""
     groups = schedule.head_groups
-    if heads % groups or (kv_heads % groups and groups % kv_heads):
+    return heads % groups == 0 and (kv_heads % groups == 0 or groups % kv_heads == 0)
+
+
+def check_heads(schedule: Schedule, heads: int, kv_heads: int) -> None:
+    """Raises ValueError unless `allows_heads`."""
+    if not allows_heads(schedule, heads, kv_heads):
         if schedule.head_groups_per_rank > 1:
             remedy = "leave head_groups out"
         elif schedule.ulysses_size > 1 and SCHEDULES[schedule.name].ulysses_group == "one":
@@ -241,8 +246,8 @@ def check_heads(schedule: Schedule, heads: int, kv_heads: int) -> None:
         else:
             remedy = "prefix takes any number"
         raise ValueError(
-            f"schedule {schedule.name} over {schedule.world} ranks cuts heads in {groups}, which {heads} query "
-            f"and {kv_heads} key/value heads do not allow; {remedy}"
+            f"schedule {schedule.name} over {schedule.world} ranks cuts heads in {schedule.head_groups}, which {heads} "
+            f"query and {kv_heads} key/value heads do not allow; {remedy}"
         )
 
 

@@ -30,6 +30,7 @@ from lightseq.modules.tiled import KNOWN
 
 STATE_STEPS = 8  # steps in the number of layers with state on the GPU that `--offload auto` tries first
 FRUGAL_GROUP = 4  # layers per checkpoint where memory is short
+LEAST_GAIN = 1e-3  # share of the GPU's time that keeping gathered weights has to save
 SAME_SPEED = 1e-2  # relative difference of step times that the planner cannot resolve
 
 
@@ -53,15 +54,21 @@ def make_plan(run: PlannedRun) -> Plan:
 
 
 def _preference(plan: Plan) -> tuple[bool, float, float]:
-    return plan.run.state_on_host, plan.host_bytes, plan.step_seconds - plan.seconds[WAITING]
+    return plan.run.state_on_host, plan.host_bytes, _busy_seconds(plan)
 
 
 def _keeping_gathered_weights(plan: Plan) -> Plan:
-    """Returns the plan that gathers weights only once a pass, or the given one if that does not fit."""
+    """Returns the plan that gathers weights only once a pass, or the given one if that does not fit or gains little."""
     if plan.run.state_on_host:
         return plan
     keeping = plan_as_given(plan.run.changed(reshard_after_forward=False), plan.placement)
-    return keeping if keeping.fits else plan
+    gains = _busy_seconds(keeping) <= (1 - LEAST_GAIN) * _busy_seconds(plan)
+    return keeping if keeping.fits and gains else plan
+
+
+def _busy_seconds(plan: Plan) -> float:
+    """Returns the seconds of a step in which the GPU does not wait for the host."""
+    return plan.step_seconds - plan.seconds[WAITING]
 
 
 def can_fit(run: PlannedRun) -> bool:

@@ -16,10 +16,10 @@ from lightseq.memory.planner.rates import (
     POINTS_WITHOUT_REMAT,
     PROCESS_BYTES,
     TILE_HIDDEN,
-    TILED_POINTS,
     UNTILED_MLP_BUFFERS,
     BackwardPoint,
     Widths,
+    tiled_points,
 )
 from lightseq.memory.planner.run import FLOAT32, PlannedRun
 from lightseq.modules.mlp import TILE_TOKENS
@@ -58,7 +58,7 @@ def peak_without_activations(run: PlannedRun) -> float:
 
 def backward_points(run: PlannedRun) -> Mapping[str, BackwardPoint]:
     if run.config.tiles_layers:
-        return TILED_POINTS
+        return tiled_points(run.head_groups, runs_again=run.group_size > 1)
     table = POINTS_WITHOUT_REMAT if run.config.remat_policy == "none" else BACKWARD_POINTS
     return table[run.config.compiles]
 
@@ -101,12 +101,14 @@ def _saved_on_gpu(run: PlannedRun, placement: Placement, last: int) -> float:
     return resident + sum(offloaded[max(0, len(offloaded) - moving) :])
 
 
-def _saved_by_rerun(run: PlannedRun, placement: Placement) -> float:
-    """Returns the bytes that a group's layers save when they run forward again before their backward pass."""
+def _saved_by_rerun(run: PlannedRun, placement: Placement, group: int) -> float:
+    """Returns the bytes that a group's layers save when they run forward again, less those of its input, if freed."""
     if run.group_size == 1:
         return 0.0
     if placement.offloads:
-        return min(run.group_size, in_flight(run)) * saved_by_layer(run, KEEP)
+        stays = group == 0 and run.adapter_parameters  # the output of frozen embeddings is not freed
+        freed = 0.0 if stays else saved_by_group(run, RECOMPUTE)
+        return min(run.group_size, in_flight(run)) * saved_by_layer(run, KEEP) - freed
     return run.group_size * saved_by_layer(run, KEEP) - saved_by_layer(run, RECOMPUTE)  # the input is counted already
 
 
@@ -132,7 +134,7 @@ def _backward(run: PlannedRun, placement: Placement, group: int, name: str) -> S
         working += attention_of(run).backward * run.tokens
     if (point.in_attention or run.config.tiles_layers) and state in RECOMPUTED:  # output and log-sum-exp, recomputed
         working += run.tokens * (_saved_under(run, "attention") - _saved_under(run, "full"))
-    saved, rerun = _saved_on_gpu(run, placement, group), _saved_by_rerun(run, placement)
+    saved, rerun = _saved_on_gpu(run, placement, group), _saved_by_rerun(run, placement, group)
     was_offloaded = state in OFFLOADED if run.group_size == 1 else placement.offloads
     if point.in_attention and not was_offloaded and run.config.remat_policy in STORES_MLP:
         # The MLP's backward pass has freed gate and up. Fetched tensors live until the layer's end.
@@ -219,9 +221,16 @@ def _tiled_mlp_bytes(run: PlannedRun) -> float:
 
 
 def attention_of(run: PlannedRun) -> AttentionMemory:
-    heads, keeps = run.architecture.heads, run.keeps_gathered
+    """Returns the memory of attention over one group of heads."""
+    heads, groups, keeps = run.architecture.heads, run.head_groups, run.keeps_gathered
     return attention_memory(
-        run.choice, run.sequence_ranks, heads.query, heads.key_value, heads.dim, run.itemsize, keep_gathered=keeps
+        run.choice,
+        run.sequence_ranks,
+        heads.query // groups,
+        heads.key_value // groups,
+        heads.dim,
+        run.itemsize,
+        keep_gathered=keeps,
     )
 
 

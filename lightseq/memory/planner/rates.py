@@ -95,12 +95,6 @@ BACKWARD_POINTS: Mapping[bool, Mapping[str, BackwardPoint]] = {
         "attention": BackwardPoint(Widths(hidden=5, attention=2, key_value=3), in_attention=True),
     },
 }
-# With --tile_layers (eager, counted): gradients of the layer's output and of the residual; attention's output, q, k and
-# v, or their gradients.
-TILED_POINTS: Mapping[str, BackwardPoint] = {
-    "MLP": BackwardPoint(Widths(hidden=2, attention=1), in_mlp=True),
-    "attention": BackwardPoint(Widths(hidden=1, attention=2, key_value=2), in_attention=True),
-}
 TILE_HIDDEN = 10.0  # hidden-wide buffers around the MLP in a tile of a layer (assumed)
 UNTILED_MLP_BUFFERS: Mapping[bool, float] = {False: 6.5, True: 5.0}  # MLP-wide buffers of an MLP that is not tiled
 SAVED_WITHOUT_REMAT: Mapping[bool, Widths] = {
@@ -137,6 +131,8 @@ ELEMENTWISE: Mapping[bool, tuple[Widths, Widths]] = {
     False: (Widths(190, 48, 48, 14), Widths(45, 16, 16, 5)),
     True: (Widths(20, 6, 6, 9), Widths(6, 3, 3, 3)),
 }
+# Of these, the forward pass of a norm (counted): layers under --tile_layers repeat one for every group of heads.
+NORM: Mapping[bool, Widths] = {False: Widths(hidden=18), True: Widths(hidden=2)}
 EAGER_TILED_MLP = 8.0  # replaces the MLP's width above if it is tiled, which is one kernel (the same steps)
 FORWARD_SHARE = 0.25  # of a layer's time; backward with recomputation takes three times as long (counted)
 LOGIT_PASSES = 3.3  # passes over the logits by the loss kernel (traces)
@@ -162,6 +158,20 @@ LAYER_LAUNCH_SECONDS: Mapping[bool, float] = {False: 14e-3, True: 4e-3}
 # Speed relative to fa4 with heads of 128: benchmarks/results/attention-*.jsonl from 64K on (fa2: taken as aten).
 HEAD_DIM_SHARE: Mapping[int, float] = {64: 0.86, 128: 1.0}
 KERNEL_SHARE: Mapping[str, float] = {"cudnn": 0.84, "aten": 0.5, "fa2": 0.5}
+
+
+def tiled_points(head_groups: int, runs_again: bool) -> Mapping[str, BackwardPoint]:
+    """Returns the points of layers under --tile_layers (eager, counted).
+
+    All hold the gradient of the layer's output. Attention also holds q, k, v and the gradient of its output for one
+    group of heads, and the gradients of k and v of the groups before it. If a group of layers first runs forward again
+    (`runs_again`), the output of a layer is there too.
+    """
+    around_attention = Widths(hidden=1, attention=2 / head_groups, key_value=2)
+    return {
+        "MLP": BackwardPoint(Widths(hidden=1 + runs_again), in_mlp=True),
+        "attention": BackwardPoint(around_attention, in_attention=True),
+    }
 
 
 def chip_named(name: str) -> Chip:

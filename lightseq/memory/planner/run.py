@@ -23,6 +23,7 @@ from lightseq.schedule.algorithms import schedule_without_steps
 from lightseq.schedule.auto import ScheduleChoice, choose_by_time, choose_packed
 from lightseq.schedule.cost import AttentionShape
 from lightseq.schedule.documents import local_tokens
+from lightseq.schedule.head_groups import count_head_groups, with_fewer_turns
 from lightseq.schedule.table import Schedule
 from lightseq.schedule.timing import RATES
 
@@ -136,7 +137,8 @@ class PlannedRun:
             asked = choose_packed(self.sequence_ranks, one, asked)
         rates, per_host = RATES[self.transport], self.hardware.gpus_per_host
         keep = keeps_gathered(self.config.remat_policy)
-        return choose_by_time(self.sequence_ranks, one, rates, per_host, asked, keep_gathered=keep)
+        found = choose_by_time(self.sequence_ranks, one, rates, per_host, asked, keep_gathered=keep)
+        return with_fewer_turns(found, self.sequence_ranks, one) if self.config.groups_heads else found
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -144,6 +146,14 @@ class PlannedRun:
         return schedule_without_steps(
             choice.schedule, self.sequence_ranks, choice.head_groups or 1, choice.ulysses_size
         )
+
+    @property
+    def head_groups(self) -> int:
+        """Returns the number of groups in which a layer passes its heads to attention."""
+        if not self.config.groups_heads:
+            return 1
+        heads = self.architecture.heads
+        return count_head_groups(self.schedule, heads.query, heads.key_value, heads.dim)
 
     @property
     def keeps_gathered(self) -> bool:

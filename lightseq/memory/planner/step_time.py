@@ -97,6 +97,9 @@ def _elementwise_bytes(run: PlannedRun) -> float:
         always, repeated = replace(always, intermediate=mlp), replace(repeated, intermediate=0)
     repeats = 0 if run.config.remat_policy == "none" else 2 if run.group_size > 1 else 1
     elements = always.dot(run.widths) + repeats * repeated.dot(run.widths)
+    if run.head_groups > 1:  # forward, backward, and when a checkpoint runs a group of layers or attention again
+        passes = 2 + (run.group_size > 1) + (run.config.remat_policy == "full")
+        elements += passes * (run.head_groups - 1) * rates.NORM[run.config.compiles].dot(run.widths)
     return elements * run.itemsize + rates.FP8_CAST_BYTES[run.config.fp8] * rates.LINEAR_ENDS.dot(run.widths)
 
 
