@@ -10,9 +10,12 @@ from lightseq.schedule.table import Move, Schedule
 from lightseq.schedule.traffic import StepTraffic, Traffic
 
 FLOAT32_BYTES = 4
-# The fixed cost of a kernel call is mostly its last wave of thread blocks, and grows with the sequence up to this
-# length. With half the cost at 8K `auto` takes prefix there, as benchmarks/results/attention-2xh100-short.jsonl has it.
-FULL_CALL_TOKENS = 2**14
+# The fixed cost of a kernel call is mostly its last wave of thread blocks. It is half at 8K and below, and grows up to
+# 16K: so `auto` takes prefix for short sequences, as measured (benchmarks/results/attention-2xh100-short.jsonl).
+HALF_CALL_TOKENS, FULL_CALL_TOKENS = 2**13, 2**14
+# The host's time to launch both passes of a schedule that adds up partial outputs, which do not run as CUDA graphs
+# (striped at 4K on two H100, benchmarks/results/attention-2xh100-streams.jsonl).
+UNRECORDED_SECONDS = 3.2e-3
 # Items of the columns of `StepTraffic`, forward and backward.
 COLUMNS = (("q", "kv", "out", None), ("q", "kv", "dq", "dkv"))
 
@@ -49,10 +52,11 @@ class Estimate:
     exposed_seconds: float  # communication that no kernel hides, and the slowdown of kernels by the rest
     memory_seconds: float  # packing, merging and summing
     gathered_bytes: float  # peak bytes of gathered operands on a rank
+    launch_seconds: float  # of the host, during which the device may wait
 
     @property
     def seconds(self) -> float:
-        return self.compute_seconds + self.exposed_seconds + self.memory_seconds
+        return max(self.compute_seconds + self.exposed_seconds + self.memory_seconds, self.launch_seconds)
 
 
 def estimate(traffic: Traffic, shape: AttentionShape, rates: Rates, keep_gathered: bool = False) -> Estimate:
@@ -70,7 +74,7 @@ def estimate(traffic: Traffic, shape: AttentionShape, rates: Rates, keep_gathere
             exposed += step.count * (max(arriving - busy, 0.0) + rates.overlap_loss * min(moving, busy))
             gathered = max(gathered, float((step.gathered @ sizes[:2]).max()))
         memory += _memory_bytes(traffic, shape, sizes, rates, backward) / rates.memory_bytes_per_second
-    return Estimate(compute, exposed, memory, gathered)
+    return Estimate(compute, exposed, memory, gathered, UNRECORDED_SECONDS if traffic.accumulates[0] else 0.0)
 
 
 def kernel_seconds(shape: AttentionShape, rates: Rates) -> float:
@@ -80,7 +84,7 @@ def kernel_seconds(shape: AttentionShape, rates: Rates) -> float:
 
 
 def _call_seconds(shape: AttentionShape, rates: Rates) -> float:
-    return rates.call_seconds * min(1.0, shape.length / FULL_CALL_TOKENS)
+    return rates.call_seconds * min(max(shape.length, HALF_CALL_TOKENS), FULL_CALL_TOKENS) / FULL_CALL_TOKENS
 
 
 def column_bytes(schedule: Schedule, shape: AttentionShape, backward: bool) -> np.ndarray:
