@@ -49,7 +49,7 @@ from lightseq.memory.planner.run import FLOAT32, PlannedRun
 from lightseq.memory.planner.step_time import host_link
 from lightseq.models.family import preset_config
 from lightseq.models.flops import total_parameters
-from lightseq.schedule.auto import ScheduleChoice, choose_by_time, estimate_choice, possible_choices
+from lightseq.schedule.auto import MAX_GATHERED_BYTES, ScheduleChoice, choose_by_time, estimate_choice, possible_choices
 from lightseq.schedule.cost import AttentionShape
 from lightseq.schedule.timing import RATES
 
@@ -250,7 +250,9 @@ def test_attention_memory_over_many_ranks_is_extrapolated(name: str) -> None:
     (2, 8, 2, 2**19), (4, 32, 8, 2**17), (8, 8, 2, 2**20), (8, 32, 8, 2**21), (16, 32, 8, 2**20), (16, 64, 8, 2**22),
 ])  # fmt: skip
 @pytest.mark.parametrize("transport", RATES)
-def test_head_groups_never_need_more_memory(gpus: int, heads: int, kv_heads: int, length: int, transport: str) -> None:
+def test_head_groups_need_little_memory_or_no_more_than_the_fastest(
+    gpus: int, heads: int, kv_heads: int, length: int, transport: str
+) -> None:
     """Groups that share key/value heads gather them again, and add up their gradients in float32."""
 
     def taken(choice: ScheduleChoice) -> float:
@@ -261,7 +263,9 @@ def test_head_groups_never_need_more_memory(gpus: int, heads: int, kv_heads: int
     fastest = min(
         possible_choices(gpus, shape), key=lambda choice: estimate_choice(choice, gpus, shape, rates, 8).seconds
     )
-    assert taken(choose_by_time(gpus, shape, rates, 8)) <= taken(fastest)
+    chosen = choose_by_time(gpus, shape, rates, 8)
+    is_small = estimate_choice(chosen, gpus, shape, rates, 8).gathered_bytes <= MAX_GATHERED_BYTES
+    assert is_small or taken(chosen) <= taken(fastest)
 
 
 # ---- --offload auto -------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from lightseq.memory.planner.plan import Plan, plan_as_given
 from lightseq.memory.planner.rates import GIB, MATRIX_SHARE, PROCESS_BYTES, chip_of_device
 from lightseq.memory.planner.run import Hardware, PlannedRun
 from lightseq.memory.planner.step_time import matrix_seconds
-from lightseq.schedule import head_groups
+from lightseq.schedule import auto, head_groups
 from lightseq.schedule.auto import ScheduleChoice
 from lightseq.schedule.head_groups import MIN_COLUMNS
 
@@ -46,7 +47,7 @@ STATE_STAYED = ("8b, 8 layers, 128K, offload auto within 25 GiB",)
 # Layers measured since results take memory late.
 SINCE = (
     *("attention-2xh200-overlap", "attention-2xh200-kept", "attention-2xh200-lean"),
-    *("attention-2xh100-out-travels", "attention-2xh100-short"),
+    *(f"attention-2xh100-{name}" for name in ("out-travels", "short", "streams", "head-groups")),
 )
 # Schedules under which queries travel, whose backward pass sends out with them. It did so in the first measurements on
 # four H200 and does in OUT_TRAVELS; in between terms of rows travelled in its place, which took an eighth less memory.
@@ -56,6 +57,8 @@ OUT_TRAVELS = "attention-2xh100-out-travels"
 MLPS_RUN_ONCE_SINCE = "2026-11-24T11:00:00+00:00"
 # Until then tiled layers passed all heads to attention at once, and the input of a group of layers stayed on the GPU.
 LESS_IS_HELD_SINCE = "2026-11-25T14:30:00+00:00"
+# Until then schedules took the most head groups of those that were equally fast.
+FEWEST_HEAD_GROUPS_SINCE = "2026-11-25T15:20:00+00:00"
 HERE = {"hardware": {"device": "cpu"}}
 
 
@@ -72,12 +75,24 @@ def planned(record: dict[str, Any]) -> Plan:
     hardware = Hardware(chip, point.gpus, *hosts)
     make = plan_as_given if point.name in STATE_STAYED else make_plan
     run = PlannedRun(model, config, hardware)
-    with patch.object(head_groups, "MIN_COLUMNS", math.inf if record["date"] < LESS_IS_HELD_SINCE else MIN_COLUMNS):
+    with _as_it_ran(record):
         if record.get("state_on_host") and record["placement"]:
             return _as_it_was_placed(run, record)
         plan = make(run)
         reshards = record.get("reshard_after_forward", True)  # older records do not say: they gathered weights twice
         return plan_as_given(plan.run.changed(reshard_after_forward=reshards), plan.placement)
+
+
+@contextmanager
+def _as_it_ran(record: dict[str, Any]) -> Iterator[None]:
+    """Plans inside the block with the head groups of the code that was measured."""
+    columns = math.inf if record["date"] < LESS_IS_HELD_SINCE else MIN_COLUMNS
+    packed = "--packing" in record["words"]
+    small = 0.0 if record["date"] < FEWEST_HEAD_GROUPS_SINCE and not packed else auto.MAX_GATHERED_BYTES
+    auto.choose_by_time.cache_clear()
+    with patch.object(head_groups, "MIN_COLUMNS", columns), patch.object(auto, "MAX_GATHERED_BYTES", small):
+        yield
+    auto.choose_by_time.cache_clear()
 
 
 def _as_it_was_placed(run: PlannedRun, record: dict[str, Any]) -> Plan:

@@ -10,8 +10,8 @@ from lightseq.schedule.timing import Estimate, Rates, estimate
 from lightseq.schedule.traffic import count_traffic
 
 HEAD_GROUPS = (1, 2, 4, 8)
-MAX_SLOWDOWN = 0.002  # share of a layer's time that more head groups may cost: they need less memory
-MAX_GATHERED_BYTES = 2**30  # keys and values of a whole packed sequence, of one head group
+MAX_SLOWDOWN = 0.002  # relative difference of a layer's time that the rates cannot resolve
+MAX_GATHERED_BYTES = 2**30  # gathered operands that a rank holds before more head groups are worth their time
 AUTO = "auto"
 
 
@@ -75,7 +75,11 @@ def choose_packed(world: int, shape: AttentionShape, asked: ScheduleChoice) -> S
 
 
 def choose_best(found: list[ChoiceEstimate], kv_heads: int) -> ChoiceEstimate:
-    """Chooses the fastest schedule, with the most head groups that need nearly the same time and no more memory."""
+    """Chooses the fastest schedule, with the fewest head groups that need nearly the same time and little memory.
+
+    If all need much memory, it takes the most. One group is 1% faster than four at 128K on two H100
+    (benchmarks/results/attention-2xh100-head-groups.jsonl).
+    """
     fastest = min(found, key=lambda p: p.estimate.seconds)  # of equals the first
     longest = (1 + MAX_SLOWDOWN) * fastest.estimate.seconds
     most = max(kv_heads, _head_parts(fastest.choice))
@@ -83,7 +87,12 @@ def choose_best(found: list[ChoiceEstimate], kv_heads: int) -> ChoiceEstimate:
     frugal = [
         p for p in similar if SCHEDULES[p.choice.schedule].ulysses_group == "all" or _head_parts(p.choice) <= most
     ]
-    return max(frugal, key=lambda p: p.choice.head_groups or 1)
+    small = [p for p in frugal if p.estimate.gathered_bytes <= MAX_GATHERED_BYTES]
+    return min(small, key=_head_groups) if small else max(frugal, key=_head_groups)
+
+
+def _head_groups(found: ChoiceEstimate) -> int:
+    return found.choice.head_groups or 1
 
 
 def _head_parts(choice: ScheduleChoice) -> int:
