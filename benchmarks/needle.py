@@ -17,6 +17,7 @@ if __name__ == "__main__":
     )  # instead of this folder, whose modules would hide packages
 
 import argparse
+import os
 import shlex
 import time
 from collections.abc import Mapping, Sequence
@@ -44,7 +45,7 @@ ROPE_THETA = 1e6  # some dimensions barely rotate over a long sequence, so atten
 TRAINING_SEED, HELD_OUT_SEED = 0, 1  # of the documents
 EXAMPLES = """examples:
   python3 benchmarks/needle.py --length 32K --nproc_per_node 2
-  python3 benchmarks/needle.py --length 2K --hidden_size 128 --steps 300      (on CPUs)
+  python3 benchmarks/needle.py --length 1K --steps 400 --held_out 20 --timeout 1800      (on CPUs)
   python3 -m analysis needle outputs/needle.jsonl"""
 
 
@@ -77,18 +78,18 @@ def parser() -> Parser:
     what(
         "--shortest", type=length, default="16", metavar="N", help="shortest document; --length is N doubled some times"
     )
-    what("--rows", type=positive, default=480, metavar="N", help="rows of training data, on average")
+    what("--rows", type=positive, default=600, metavar="N", help="rows of training data, on average")
     what("--held_out", type=positive, default=100, metavar="N", help="held-out documents")
     how = out.add_argument_group("training").add_argument
-    how("--hidden_size", type=positive, default=256, metavar="N", help=f"width of the model, heads of {HEAD_DIM}")
+    how("--hidden_size", type=positive, default=128, metavar="N", help=f"width of the model, heads of {HEAD_DIM}")
     how("--layers", type=positive, default=2, metavar="N", help="layers of the model")
-    how("--steps", type=positive, default=600, metavar="N", help="optimizer steps of one row")
-    how("--eval_steps", type=positive, default=20, metavar="N", help="steps between evaluations")
-    how("--learning_rate", type=float, default=2e-3, metavar="R", help="peak of the cosine schedule")
+    how("--steps", type=positive, default=1200, metavar="N", help="optimizer steps of one row")
+    how("--eval_steps", type=positive, default=40, metavar="N", help="steps between evaluations")
+    how("--learning_rate", type=float, default=3e-3, metavar="R", help="peak of the cosine schedule")
     how("--seeds", type=listed(int), default="1,2", metavar="N,...", help="seeds of weights and order, one run each")
     processes = torch.cuda.device_count() or 2
     how("--nproc_per_node", type=positive, default=processes, metavar="N", help="processes, one per GPU")
-    how("--timeout", type=seconds, default=150.0, metavar="S", help="time limit for one run")
+    how("--timeout", type=seconds, default=140.0, metavar="S", help="time limit for one run")
     out.add_output("outputs/needle.jsonl")
     return out
 
@@ -186,8 +187,11 @@ class Training:
 
     @property
     def environment(self) -> dict[str, str]:
-        visible = self.device % self.flags.nproc_per_node
-        return {"CUDA_VISIBLE_DEVICES": str(visible)} if self.on_gpu and self.world == 1 else {}
+        if not self.on_gpu or self.world > 1:
+            return {}
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(self.flags.nproc_per_node)))
+        names = visible.split(",")
+        return {"CUDA_VISIBLE_DEVICES": names[self.device % len(names)]}
 
 
 # ---- the records ----------------------------------------------------------------------------------------------------

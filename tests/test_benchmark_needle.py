@@ -61,6 +61,7 @@ def test_each_run_has_a_gpu_of_its_own_and_a_failure_is_recorded(
         if log.parent.name == "2-seed-1":
             raise Failed("no end within 150 s")
 
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(needle, "provenance", lambda commit: TWO_GPUS)
     monkeypatch.setattr(needle, "run", fake)
     assert needle.main(flags(tmp_path)) == 0
