@@ -31,8 +31,8 @@ import torch.distributed as dist
 from benchmarks.command_line import Parser, listed, positive
 from benchmarks.processes import Failed, run, torchrun
 from benchmarks.records import append, provenance, read_lines
-from benchmarks.step import model_of
 from benchmarks.step_peers.peer import measure
+from benchmarks.step_trials import model_of
 from lightseq.cli import BOTH
 from lightseq.config.command_line import parse
 from lightseq.config.lengths import shown

@@ -1,7 +1,8 @@
 """Times whole training steps of one model at several lengths, with lightseq's trainer and its alternatives.
 
 Every implementation runs every length in separate processes, so running out of memory affects only one measurement. All
-train the same weights on the same tokens, one sequence per step over all ranks, with fused AdamW.
+train the same weights on the same tokens, one sequence per step over all ranks, with fused AdamW. Implementations that
+cannot do what --packed_rows and --lora_rank ask for are recorded as skipped.
 """
 
 import sys
@@ -15,40 +16,27 @@ if __name__ == "__main__":
 import argparse
 import json
 import math
-import os
-import re
 import shlex
 import shutil
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
-from os.path import relpath
 from typing import Any
 
 import torch
-from transformers import LlamaConfig
 
-import llama2
-import llama3
 from benchmarks.command_line import Parser, check_output, length, listed, one_of, positive, seconds
-from benchmarks.processes import Failed, run, torchrun
+from benchmarks.processes import Failed, run
 from benchmarks.records import append, provenance
-from benchmarks.step_peers.peer import LEARNING_RATE, SEED
-from data_gen.synthetic import Synthetic, draw_document
+from benchmarks.step_trials import OURS, Trial, setting_of, trials, write_inputs
 from lightseq.config.command_line import parse as parse_training
 from lightseq.config.lengths import shown
 from lightseq.config.parser import answered
-from lightseq.data.token_directory import write_token_directory
-from lightseq.models.family import resolve
+from lightseq.models.adapters import count_adapter_parameters
 from lightseq.models.flops import mfu, model_flops, peak_flops_per_second
-from lightseq.models.presets import ModelFamily
 from lightseq.training.metrics import METRICS, RUN, read_records
 
-ROOT = Path(__file__).resolve().parent.parent
-OURS = "lightseq"
 IMPLEMENTATIONS = (OURS, "plain", "accelerate", "deepspeed", "autosp", "trl", "unsloth")
-TRAINERS = ("trl", "unsloth")  # on one process, accelerate takes a launcher as a sign to wrap the model in DDP
 NEEDED = ("--model_name_or_path=m", "--data_path=d", "--output_dir=o")  # required by lightseq's trainer
 FACTS = ("schedule", "head_groups", "ulysses_size", "kernel", "transport", "remat", "compile", "note")
 MEMORY = ("peak_memory_allocated_bytes", "peak_memory_reserved_bytes")  # of the fullest rank
@@ -59,6 +47,7 @@ MEASURED = (
 EXAMPLES = """examples:
   python3 benchmarks/step.py --model llama3.2-1b --lengths 32K,128K --nproc_per_node 4
   ... --model llama3-8b --layers 8 --lengths 128K --implementations lightseq,plain
+  ... --model llama3-8b --lengths 32K --packed_rows 8K --lora_rank 16 --implementations lightseq,trl --nproc_per_node 1
   ... --lightseq_flags "--remat none --schedule ulysses" --lightseq_flags "--remat full"
   python3 -m analysis step outputs/step.jsonl"""
 
@@ -102,6 +91,13 @@ def parser() -> Parser:
         metavar="I,...",
         help=f"all, {', '.join(IMPLEMENTATIONS)}",
     )
+    what(
+        "--packed_rows",
+        type=length,
+        metavar="N",
+        help="pack documents of N tokens into each row of --lengths (default: one document per row)",
+    )
+    what("--lora_rank", type=positive, metavar="N", help="train LoRA adapters of this rank (default: all weights)")
     processes = torch.cuda.device_count() or 2
     what("--nproc_per_node", type=positive, default=processes, metavar="N", help="processes, one per GPU")
     how = out.add_argument_group("measurement").add_argument
@@ -126,6 +122,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
             f"--output {flags.output} has no suffix; write {flags.output}.jsonl, because logs go to {flags.output}/"
         )
     check_output(flags)
+    for tokens in flags.lengths:
+        if flags.packed_rows and tokens % flags.packed_rows:
+            raise ValueError(f"--packed_rows {flags.packed_rows} does not divide --lengths {tokens}")
     if flags.lightseq_flags and OURS not in flags.implementations:
         raise ValueError("--lightseq_flags needs lightseq among the --implementations")
     for given in flags.lightseq_flags:
@@ -134,150 +133,6 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         except ValueError as error:
             raise ValueError(f"--lightseq_flags {given!r}: {error}") from None
     return flags
-
-
-# ---- the trials -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Setting:
-    """Settings that all trials share."""
-
-    flags: argparse.Namespace
-    family: ModelFamily
-    config: LlamaConfig
-    on_gpu: bool  # bfloat16 on GPU, float32 on CPU
-
-    @property
-    def all_steps(self) -> int:
-        return self.flags.warmup + self.flags.steps
-
-    @property
-    def workspace(self) -> Path:
-        return self.flags.output.with_suffix("")
-
-    @property
-    def model_directory(self) -> Path:
-        return self.workspace / "model"
-
-    def data_directory(self, length: int) -> Path:
-        return self.workspace / f"data-{shown(length)}"
-
-
-@dataclass(frozen=True)
-class Trial:
-    """One implementation at one length. `words` are extra flags of lightseq's trainer."""
-
-    setting: Setting
-    implementation: str
-    length: int
-    words: tuple[str, ...] = ()
-
-    @property
-    def label(self) -> str:
-        """Label such as `lightseq (remat none, schedule ulysses)`."""
-        asked = " ".join(self.words).replace(" --", ", ").removeprefix("--")
-        return self.implementation + (f" ({asked})" if asked else "")
-
-    @property
-    def head(self) -> str:
-        return f"{shown(self.length):>6}  {self.label}"
-
-    @property
-    def directory(self) -> Path:
-        """Directory of the log and of lightseq's output."""
-        return self.setting.workspace / re.sub(r"[^\w.]+", "-", f"{self.label} {shown(self.length)}").strip("-")
-
-    @property
-    def result(self) -> Path:
-        """File in which a peer's worker writes its measurements."""
-        return self.directory / "result.json"
-
-    @property
-    def log(self) -> Path:
-        return self.directory / "log.txt"
-
-    @property
-    def python(self) -> str | None:
-        """Interpreter, or None for the one that runs this program."""
-        return self.setting.flags.unsloth_python if self.implementation == "unsloth" else None
-
-    @property
-    def command(self) -> list[str]:
-        """Arguments after `python3`, relative to the current directory."""
-        program, processes = self.worker_words, self.setting.flags.nproc_per_node
-        if self.implementation == OURS:
-            program = self.trainer_words
-        return [*([] if self.implementation in TRAINERS and processes == 1 else torchrun(processes)), *program]
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """Environment variables of the command. A Trainer in one process would take all GPUs that it sees."""
-        if self.implementation not in TRAINERS or self.setting.flags.nproc_per_node > 1:
-            return {}
-        return {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
-
-    @property
-    def trainer_words(self) -> list[str]:
-        """Arguments of lightseq's trainer, as in the README; all other flags have their defaults."""
-        s = self.setting
-        return [
-            relpath(ROOT / s.family.name / "train.py"),
-            *("--model_name_or_path", str(s.model_directory), "--random_init"),
-            *("--data_path", str(s.data_directory(self.length)), "--model_max_length", str(self.length)),
-            *("--output_dir", str(self.directory), "--overwrite_output_dir"),
-            *("--max_steps", str(s.all_steps), "--logging_steps", "1", "--save_strategy", "no"),
-            *("--learning_rate", str(LEARNING_RATE), "--lr_scheduler_type", "constant"),
-            *("--seed", str(SEED)),
-            *(["--bf16"] if s.on_gpu else []),
-            *self.words,  # a repeated flag replaces the earlier one
-        ]
-
-    @property
-    def worker_words(self) -> list[str]:
-        s, flags = self.setting, self.setting.flags
-        worker = "unsloth_worker.py" if self.implementation == "unsloth" else "worker.py"
-        return [
-            relpath(ROOT / "benchmarks" / "step_peers" / worker),
-            *(self.implementation, "--model", str(s.model_directory), "--data", str(s.data_directory(self.length))),
-            *("--length", str(self.length), "--steps", str(s.all_steps)),
-            *("--timeout", str(flags.timeout), "--result", str(self.result)),
-        ]
-
-
-def setting_of(flags: argparse.Namespace, on_gpu: bool) -> Setting:
-    family, config = model_of(flags.model)
-    if flags.layers is not None:
-        config.num_hidden_layers = flags.layers
-    return Setting(flags, family, config, on_gpu)
-
-
-def model_of(name: str) -> tuple[ModelFamily, LlamaConfig]:
-    """Returns a model's family and config. The family is Llama 3 if neither family knows the name."""
-    families = (llama2.FAMILY, llama3.FAMILY)
-    family = next((f for f in families if f.preset(name) is not None or name in f.aliases), llama3.FAMILY)
-    return family, resolve(family, name, random_init=True).config
-
-
-def trials(setting: Setting) -> list[Trial]:
-    """Returns trials by length, so that an interrupted run compares all implementations at finished lengths."""
-    flags = setting.flags
-    rows = [(name, ()) for name in flags.implementations if name != OURS]
-    ours = [(OURS, tuple(shlex.split(words))) for words in ("", *flags.lightseq_flags) if OURS in flags.implementations]
-    return [Trial(setting, name, tokens, words) for tokens in flags.lengths for name, words in [*ours, *rows]]
-
-
-def write_inputs(setting: Setting) -> None:
-    """Writes the model's config and, for every length, a document per step. All implementations read the same ones.
-
-    Documents have one token more than the length, so every position has a target.
-    """
-    setting.config.save_pretrained(setting.model_directory)
-    for tokens in setting.flags.lengths:
-        spec = Synthetic("zipf", setting.all_steps, tokens + 1, setting.config.vocab_size, SEED)
-        documents = [draw_document(spec, index) for index in range(spec.documents)]
-        about: dict[str, object] = {"tokenizer": None, "source": "synthetic zipf", "seed": spec.seed, "skipped": {}}
-        write_token_directory(setting.data_directory(tokens), documents, spec.vocab_size, about.copy, force=True)
 
 
 # ---- the records ----------------------------------------------------------------------------------------------------
@@ -303,6 +158,8 @@ def take(trial: Trial, about: Mapping[str, Any]) -> dict[str, Any]:
         "layers": setting.config.num_hidden_layers,
         "length": trial.length,
         "world": flags.nproc_per_node,
+        "packed_rows": flags.packed_rows,
+        "lora_rank": flags.lora_rank,
         "dtype": "bfloat16" if setting.on_gpu else "float32",
         **dict.fromkeys((*MEASURED, *FACTS)),
         **measured,
@@ -345,7 +202,9 @@ def numbers(trial: Trial, outcome: Mapping[str, Any], device: str) -> dict[str, 
     flags, config, sequences = trial.setting.flags, trial.setting.config, outcome.get("sequences", 1)
     seconds = outcome["step_seconds"][flags.warmup :]
     median, world = statistics.median(seconds), flags.nproc_per_node
-    tokens, flops = sequences * trial.length, model_flops(config, trial.length, sequences)
+    tokens, share = sequences * trial.length, (flags.packed_rows or trial.length) / trial.length
+    adapters = count_adapter_parameters(trial.setting.lora, config)
+    flops = model_flops(config, trial.length, sequences, adapters, attention_share=share)
     losses, norm = [value if math.isfinite(value) else None for value in outcome["losses"]], outcome["grad_norms"][0]
     return {
         "tokens_per_second": tokens / median,

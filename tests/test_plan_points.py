@@ -13,7 +13,8 @@ import torch
 from benchmarks import plan_points
 from benchmarks.plan_points import Point, line, main, take
 from benchmarks.records import read_lines
-from benchmarks.step import NEEDED, model_of
+from benchmarks.step import NEEDED
+from benchmarks.step_trials import model_of
 from lightseq.attention.accumulate import Accumulator
 from lightseq.attention.buffers import BufferLayout
 from lightseq.config.command_line import parse
