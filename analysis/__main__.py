@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import matplotlib
 
-from . import attention, cluster, compare, curves, evaluate, largest, plots, profile, report, step, watch
+from . import attention, cluster, compare, curves, evaluate, largest, needle, plots, profile, report, step, watch
 from .drawing import STYLE
 
 
@@ -20,6 +20,7 @@ COMMANDS: Mapping[str, Command] = {
     "attention": Command(attention.BENCHMARK.main, "FILE...", "plots results of benchmarks/attention.py"),
     "step": Command(step.BENCHMARK.main, "FILE...", "plots results of benchmarks/step.py"),
     "largest": Command(largest.BENCHMARK.main, "FILE...", "plots results of benchmarks/largest.py"),
+    "needle": Command(needle.BENCHMARK.main, "FILE...", "plots results of benchmarks/needle.py"),
     "cluster": Command(cluster.main, "FILE", "plots predictions of lightseq plan --attention"),
     "evaluate": Command(evaluate.main, "OUT...", "plots results of lightseq evaluate"),
     "plots": Command(plots.main, "--config FILE", "draws the figures that a YAML file describes"),

@@ -8,13 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from . import attention, evaluate, largest, step
+from . import attention, evaluate, largest, needle, step
 from .benchmark import Benchmark
 from .evaluate import Evaluation
 from .records import Record, json_object, print_notes, read_lines
 from .runs import Run, read_run
 
-SHOWN = "runs, sweeps, evaluations, verifications, plans of training, and benchmarks of attention, step and largest"
+SHOWN = (
+    "runs, sweeps, evaluations, verifications, plans of training, and benchmarks of attention, step, largest and needle"
+)
 TITLE = "Results: "  # begins the title of every page
 LINE_LIMIT, FIRST_LINES = 2**20, 8  # characters and lines read to tell kinds of files apart
 SKIPPED = re.compile(r"^(\..*|checkpoint-\d+.*|__pycache__)$")
@@ -23,7 +25,7 @@ PLAN_KEYS = (
     *("command", "config", "hardware", "fits", "peak_bytes", "usable_gpu_bytes", "host_bytes", "step_seconds"),
     *("tokens_per_second", "mfu", "longest_length", "schedule", "to_fit", "faster", "notes"),
 )
-BENCHMARKS: tuple[Benchmark[Any], ...] = (attention.BENCHMARK, step.BENCHMARK, largest.BENCHMARK)
+BENCHMARKS: tuple[Benchmark[Any], ...] = (attention.BENCHMARK, step.BENCHMARK, largest.BENCHMARK, needle.BENCHMARK)
 
 
 @dataclass

@@ -23,7 +23,8 @@ from .records import Record, read_lines
 
 OURS = "lightseq"
 BASELINE = "plain"
-SETTING = ("model", "layers", "world", "dtype", "device")  # must be equal in one table
+# Must be equal in one table.
+SETTING = ("model", "layers", "world", "packed_rows", "lora_rank", "dtype", "device")
 KEYS = (
     *("implementation", "label", "length", "skipped", "tokens_per_second", "tokens_per_second_lowest"),
     *("tokens_per_second_highest", "mfu", "model_tflops_per_gpu", "peak_memory_allocated_bytes", "first_loss"),
@@ -53,7 +54,12 @@ class Comparison:
     @property
     def title(self) -> str:
         s = self.setting
-        return f"{s['model']}, {s['layers']} layers, {s['world']} × {s['device']}, {s['dtype']}"
+        parts = [f"{s['model']}, {s['layers']} layers, {s['world']} × {s['device']}, {s['dtype']}"]
+        if s["packed_rows"]:
+            parts.append(f"packed documents of {short_length(s['packed_rows'])}")
+        if s["lora_rank"]:
+            parts.append(f"LoRA of rank {s['lora_rank']}")
+        return ", ".join(parts)
 
     @property
     def lengths(self) -> list[int]:
@@ -86,7 +92,8 @@ def read_steps(path: Path, notes: list[str]) -> list[Record]:
 def check_record(record: Record) -> Record:
     if record.get("benchmark") != "step":
         raise ValueError("is not a record of benchmarks/step.py")
-    record = {"device": dict(record.get("hardware") or {}).get("device", "unknown device"), **record}
+    device = dict(record.get("hardware") or {}).get("device", "unknown device")
+    record = {"device": device, "packed_rows": None, "lora_rank": None, **record}  # older records lack the last two
     if missing := [key for key in (*SETTING, *KEYS) if key not in record]:
         raise ValueError(f"has no {missing[0]!r}; it should be a record of benchmarks/step.py")
     return record
@@ -104,7 +111,7 @@ def compare(records: Iterable[Record]) -> list[Comparison]:
 
     return [
         Comparison(dict(zip(SETTING, setting, strict=True)), sorted(found[setting].values(), key=order))
-        for setting in sorted(found)
+        for setting in sorted(found, key=lambda setting: [value or 0 for value in setting])
     ]
 
 

@@ -1,4 +1,4 @@
-"""Benchmark of whole training steps. step_flags.py says what it measures, step_trials.py measures it."""
+"""Benchmark of whole training steps. step_flags.py says what it measures, step_records.py measures it."""
 
 import sys
 from pathlib import Path
@@ -20,7 +20,7 @@ def main(words: Sequence[str]) -> int:
 
 def _compare(words: Sequence[str]) -> None:
     flags = parse(words)
-    from benchmarks.step_trials import compare  # imports torch, which takes seconds
+    from benchmarks.step_records import compare  # imports torch, which takes seconds
 
     compare(flags, words)
 

@@ -11,7 +11,8 @@ from lightseq.config.command_line import parse as parse_training
 ABOUT = """Times whole training steps of one model at several lengths, with lightseq's trainer and its alternatives.
 
 Every implementation runs every length in separate processes, so running out of memory affects only one measurement. All
-train the same weights on the same tokens, one sequence per step over all ranks, with fused AdamW.
+train the same weights on the same tokens, one sequence per step over all ranks, with fused AdamW. Implementations that
+cannot do what --packed_rows and --lora_rank ask for are recorded as skipped.
 """
 OURS = "lightseq"
 IMPLEMENTATIONS = (OURS, "plain", "accelerate", "deepspeed", "autosp", "trl", "unsloth")
@@ -19,6 +20,7 @@ NEEDED = ("--model_name_or_path=m", "--data_path=d", "--output_dir=o")  # requir
 EXAMPLES = """examples:
   python3 benchmarks/step.py --model llama3.2-1b --lengths 32K,128K --nproc_per_node 4
   ... --model llama3-8b --layers 8 --lengths 128K --implementations lightseq,plain
+  ... --model llama3-8b --lengths 32K --packed_rows 8K --lora_rank 16 --implementations lightseq,trl --nproc_per_node 1
   ... --lightseq_flags "--remat none --schedule ulysses" --lightseq_flags "--remat full"
   python3 -m analysis step outputs/step.jsonl"""
 
@@ -42,6 +44,13 @@ def parser() -> Parser:
         metavar="I,...",
         help=f"all, {', '.join(IMPLEMENTATIONS)}",
     )
+    what(
+        "--packed_rows",
+        type=length,
+        metavar="N",
+        help="pack documents of N tokens into each row of --lengths (default: one document per row)",
+    )
+    what("--lora_rank", type=positive, metavar="N", help="train LoRA adapters of this rank (default: all weights)")
     processes = "processes, one per GPU; if not given, as many as GPUs, or 2 without GPUs"
     what("--nproc_per_node", type=positive, metavar="N", help=processes)
     how = out.add_argument_group("measurement").add_argument
@@ -66,6 +75,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
             f"--output {flags.output} has no suffix; write {flags.output}.jsonl, because logs go to {flags.output}/"
         )
     check_output(flags)
+    for tokens in flags.lengths:
+        if flags.packed_rows and tokens % flags.packed_rows:
+            raise ValueError(f"--packed_rows {flags.packed_rows} does not divide --lengths {tokens}")
     if flags.lightseq_flags and OURS not in flags.implementations:
         raise ValueError("--lightseq_flags needs lightseq among the --implementations")
     for given in flags.lightseq_flags:

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from data_gen.output import limit_tokens, write
 from data_gen.sources import SkippedTexts, expand_sources, read_texts
-from data_gen.synthetic import KINDS, Synthetic, check_spec, draw_document, needle_depths
+from data_gen.synthetic import KINDS, Synthetic, answer_targets, check_spec, draw_document, needle_depths
 from lightseq.config.lengths import length_flag
 from lightseq.data.token_cache import tokenizer_batches
 from lightseq.data.tokenizer import load_tokenizer
@@ -27,6 +27,9 @@ TEXT_HELP = (
     "streamed), or stdlib (the modules of the running Python's standard library, without its tests). Each document "
     "ends with the tokenizer's end-of-document id. Files and rows that cannot be read are left out and counted."
 )
+
+
+TARGETS = ("all", "answer")
 
 
 class Parser(argparse.ArgumentParser):
@@ -44,14 +47,29 @@ def parser() -> argparse.ArgumentParser:
     """Returns the parser of both commands."""
     root = Parser(prog="python3 -m data_gen", description=__doc__, formatter_class=_Raw)
     commands = root.add_subparsers(dest="command", required=True)
-    indent = {"initial_indent": "  ", "subsequent_indent": "    "}
-    described = "\n".join(textwrap.fill(f"{name}: {kind.help}", 80, **indent) for name, kind in KINDS.items())
+    described = "\n".join(
+        textwrap.fill(f"{name}: {kind.help}", 80, initial_indent="  ", subsequent_indent="    ")
+        for name, kind in KINDS.items()
+    )
     synthetic = commands.add_parser(
         "synthetic", help="random tokens", description=f"kinds:\n{described}", formatter_class=_Raw
     )
     synthetic.add_argument("--kind", choices=list(KINDS), required=True, help="structure of the documents, see above")
     synthetic.add_argument("--documents", type=int, required=True, help="number of documents")
     synthetic.add_argument("--length", type=length_flag, required=True, help="tokens per document, such as 8192 or 8K")
+    synthetic.add_argument(
+        "--shortest",
+        type=length_flag,
+        metavar="N",
+        help="draw each length from N, 2N, 4N ... --length; every length has as many tokens on average "
+        "(default: all documents have --length)",
+    )
+    synthetic.add_argument(
+        "--targets",
+        choices=TARGETS,
+        default=TARGETS[0],
+        help="tokens that are trained on; answer: only the last token of a needle document (default: %(default)s)",
+    )
     synthetic.add_argument("--vocab_size", type=int, default=512, help="number of token ids (default: %(default)s)")
     synthetic.add_argument(
         "--seed", type=int, default=0, help="the same seed gives the same documents (default: %(default)s)"
@@ -73,8 +91,20 @@ def parser() -> argparse.ArgumentParser:
 
 def make_synthetic(arguments: argparse.Namespace) -> str:
     """Writes synthetic documents and returns the closing line."""
-    spec = Synthetic(arguments.kind, arguments.documents, arguments.length, arguments.vocab_size, arguments.seed)
+    spec = Synthetic(
+        kind=arguments.kind,
+        documents=arguments.documents,
+        length=arguments.length,
+        vocab_size=arguments.vocab_size,
+        seed=arguments.seed,
+        shortest=arguments.shortest,
+    )
     check_spec(spec)
+    answers_only = arguments.targets == "answer"
+    if answers_only and spec.kind != "needle":
+        raise ValueError(f"--targets answer needs --kind needle, not {spec.kind}")
+    if answers_only and arguments.output.suffix == ".pkl":
+        raise ValueError(f"--targets answer needs a directory, but --output is {arguments.output}")
     extra_meta: dict[str, object] = {
         "tokenizer": None,
         "source": f"synthetic {spec.kind}",
@@ -83,7 +113,8 @@ def make_synthetic(arguments: argparse.Namespace) -> str:
     }
     extra = {"needle_depth": needle_depths(spec)} if spec.kind == "needle" else {}
     drawn = progress_bar((draw_document(spec, index) for index in range(spec.documents)), spec.documents)
-    return write(arguments.output, drawn, spec.vocab_size, lambda: extra_meta, extra, arguments.force)
+    targets = answer_targets if answers_only else None
+    return write(arguments.output, drawn, spec.vocab_size, lambda: extra_meta, extra, arguments.force, targets)
 
 
 def make_text(arguments: argparse.Namespace) -> str:

@@ -6,6 +6,9 @@ import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from lightseq.data.token_directory import IntArray, atomic_write, write_token_directory
 from lightseq.utils.formatting import plural
 
@@ -26,13 +29,20 @@ def write(
     extra_meta: Callable[[], Mapping[str, object]],
     extra: Mapping[str, object],
     force: bool,
+    targets: Callable[[IntArray], NDArray[np.bool_]] | None = None,
 ) -> str:
-    """Writes documents and returns the closing line. `extra` goes into either format, `extra_meta` into meta.json."""
+    """Writes documents and returns the closing line. `extra` goes into either format, `extra_meta` into meta.json.
+
+    `targets` returns the mask of a document's targets, for a token directory. None: all tokens are targets.
+    """
     if path.suffix == ".pkl":
         count, tokens = write_pickle(path, documents, extra, force)
         kind = "lists"
     else:
-        meta = write_token_directory(path, documents, vocab_size, lambda: {**extra_meta(), **extra}, force)
+        masked = documents if targets is None else ((ids, targets(ids)) for ids in documents)
+        meta = write_token_directory(
+            path, masked, vocab_size, lambda: {**extra_meta(), **extra}, force, with_targets=targets is not None
+        )
         count, tokens, kind = meta["documents"], meta["tokens"], meta["dtype"]
     return f"{plural(count, 'document')}, {plural(tokens, 'token')} ({kind}) in {path}"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +26,7 @@ class Synthetic:
     length: int
     vocab_size: int
     seed: int
+    shortest: int | None = None  # None: all documents have `length` tokens
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,14 @@ def check_spec(spec: Synthetic) -> None:
     for name, smallest in least.items():
         if getattr(spec, name) < smallest:
             raise ValueError(f"--{name} {getattr(spec, name)} is too small for {spec.kind}; give {smallest} or more")
+    if spec.shortest is not None:
+        if spec.shortest < kind.min_length:
+            raise ValueError(f"--shortest {spec.shortest} is too small for {spec.kind}; give {kind.min_length} or more")
+        doublings = (spec.length // spec.shortest).bit_length() - 1
+        if spec.shortest > spec.length or spec.shortest << doublings != spec.length:
+            raise ValueError(
+                f"--length {spec.length} is not --shortest {spec.shortest} doubled some times; change one of them"
+            )
     if spec.vocab_size > 1 << 31:
         raise ValueError(f"--vocab_size {spec.vocab_size} does not fit 32-bit ids; give {1 << 31} or less")
 
@@ -111,10 +121,28 @@ def generator_of(spec: Synthetic, index: int) -> Generator:
 
 def draw_document(spec: Synthetic, index: int) -> Ids:
     """Draws the document with this index."""
-    return KINDS[spec.kind].draw(generator_of(spec, index), spec.length, spec.vocab_size)
+    generator = generator_of(spec, index)
+    return KINDS[spec.kind].draw(generator, _draw_length(spec, generator), spec.vocab_size)
+
+
+def _draw_length(spec: Synthetic, generator: Generator) -> int:
+    """Draws a length that is `shortest` or a multiple by a power of two; each gets as many tokens on average."""
+    if spec.shortest is None:
+        return spec.length
+    lengths = spec.shortest << np.arange((spec.length // spec.shortest).bit_length())
+    return int(generator.choice(lengths, p=1 / lengths / (1 / lengths).sum()))
+
+
+def answer_targets(needle: NDArray[np.integer[Any]]) -> NDArray[np.bool_]:
+    """Returns the mask of a needle document's answer, which is its last token."""
+    return np.arange(len(needle)) == len(needle) - 1
 
 
 def needle_depths(spec: Synthetic) -> list[float]:
     """Returns the relative position of each document's key: 0 at the start, 1 right before the question."""
-    positions = (_draw_needle_position(generator_of(spec, index), spec.length) for index in range(spec.documents))
-    return [round(position / max(1, spec.length - 4), 4) for position in positions]
+    return [_needle_depth(spec, generator_of(spec, index)) for index in range(spec.documents)]
+
+
+def _needle_depth(spec: Synthetic, generator: Generator) -> float:
+    length = _draw_length(spec, generator)
+    return round(_draw_needle_position(generator, length) / max(1, length - 4), 4)

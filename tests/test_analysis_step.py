@@ -112,6 +112,16 @@ def test_a_later_record_replaces_an_earlier_one_and_settings_stay_apart(
     assert names == ["step-model-llama3-8b-layers-8.png", "step-model-llama3.2-1b-layers-16.png"]
 
 
+def test_packed_rows_and_adapters_have_tables_of_their_own(
+    tmp_path: Path, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    packed = record("lightseq", 32768, (90_000.0, 11.0), packed_rows=8192, lora_rank=16)
+    assert main(["step", str(file), str(write_lines(tmp_path / "b.jsonl", [packed])), "--output", str(tmp_path)]) == 0
+    plain, own = capsys.readouterr().out.split("bfloat16, packed documents of 8K, LoRA of rank 16\n")
+    assert "| 108,000 |" in plain.replace("  ", " ") and "90,000" not in plain
+    assert "90,000" in own and "108,000" not in own
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -15,11 +15,12 @@ import torch.distributed as dist
 from transformers import LlamaConfig
 from worlds import spawn
 
-from benchmarks import step, step_trials
+from benchmarks import step, step_records
 from benchmarks.processes import Failed, reason, run
 from benchmarks.step_flags import parse
+from benchmarks.step_peers import worker
 from benchmarks.step_peers.peer import Job, TrainerPeer, measure
-from benchmarks.step_peers.worker import PEERS
+from benchmarks.step_peers.worker import PEERS, stream_of
 from benchmarks.step_trials import Trial, setting_of, trials, write_inputs
 from lightseq.data.batches import BatchStream, open_examples
 from lightseq.distributed.mesh import World
@@ -185,6 +186,30 @@ def test_unsloth_takes_the_step_that_one_process_takes_or_says_that_it_is_missin
     assert unsloth["first_grad_norm"] == pytest.approx(norm, rel=1e-3)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("implementations", ["lightseq", "lightseq,trl"])
+@pytest.mark.parametrize("adapters", ["", "--lora_rank 4"])
+def test_packed_documents_are_trained_as_each_alone(
+    model: Path, tmp_path: Path, implementations: str, adapters: str
+) -> None:
+    if "trl" in implementations:
+        pytest.importorskip("trl")
+    words = f"--implementations {implementations} --packed_rows 16 {adapters} --nproc_per_node 1 --timeout 120"
+    assert step.main(flags(model, tmp_path, words)) == 0
+    config = LlamaConfig.from_pretrained(model)
+    job = Job(config, LENGTH, World(0, 1, 0, 1, torch.device("cpu")), packed_rows=16)
+    batch = stream_of(tmp_path / "out" / "s" / f"data-{LENGTH}", job).batch(0)
+    assert batch.boundaries == (0, 16, 32, 48, 64) and batch.valid_tokens == 60
+    net = job.whole_model()
+    losses = [net(input_ids=ids, labels=ids).loss.item() for ids in batch.input_ids.split(16, dim=1)]
+    points = read(tmp_path)
+    for point in points:
+        assert (point["skipped"], point["packed_rows"]) == (None, 16)
+        assert point["first_loss"] == pytest.approx(sum(losses) / 4, rel=1e-5)
+    norms = [point["first_grad_norm"] for point in points]
+    assert norms == pytest.approx([norms[0]] * len(norms), rel=1e-4)
+
+
 # ---- what goes wrong ------------------------------------------------------------------------------------------------
 
 WRITES = """
@@ -202,7 +227,7 @@ def test_one_that_dies_or_hangs_is_skipped_with_its_reason_and_the_rest_go_on(
 ) -> None:
     scripts = {"lightseq": DIES, "accelerate": HANGS, "plain": WRITES, "deepspeed": "pass"}
     monkeypatch.setattr(Trial, "command", property(lambda t: ["-c", scripts[t.implementation], str(t.result)]))
-    monkeypatch.setattr(step_trials, "provenance", lambda commit: ON_H200)
+    monkeypatch.setattr(step_records, "provenance", lambda commit: ON_H200)
     begin = time.monotonic()
     assert step.main(flags(model, tmp_path, "--timeout 1 --implementations lightseq,accelerate,deepspeed,plain")) == 0
     assert time.monotonic() - begin < 20
@@ -223,7 +248,7 @@ def test_one_that_dies_or_hangs_is_skipped_with_its_reason_and_the_rest_go_on(
 def test_an_earlier_benchmark_s_numbers_do_not_count_and_other_files_stay(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(step_trials, "provenance", lambda commit: ON_H200)
+    monkeypatch.setattr(step_records, "provenance", lambda commit: ON_H200)
     words = flags(model, tmp_path, "--timeout 60 --implementations plain")
     for script, skipped in ((WRITES, None), ("pass", "ended without results (FileNotFoundError)")):
         monkeypatch.setattr(Trial, "command", property(lambda t, script=script: ["-c", script, str(t.result)]))
@@ -287,6 +312,20 @@ def test_a_trainer_on_one_process_runs_without_a_launcher(model: Path, tmp_path:
     assert (trl.python, unsloth.python, plain.python) == (None, sys.executable, None)
 
 
+def test_packed_rows_and_adapters_are_asked_of_every_implementation(model: Path, tmp_path: Path) -> None:
+    words = "--implementations lightseq,trl --packed_rows 16 --lora_rank 4"
+    ours, trl = trials(setting_of(parse(flags(model, tmp_path, words)), on_gpu=False))
+    assert " --packing best_fit --lora_rank 4" in " ".join(ours.command)
+    assert " ".join(trl.command).endswith("--packed_rows 16 --lora_rank 4")
+
+
+@pytest.mark.parametrize(("flag", "peer"), [("--packed_rows", "plain"), ("--lora_rank", "autosp")])
+def test_a_peer_that_cannot_pack_or_adapt_says_so(flag: str, peer: str, tmp_path: Path) -> None:
+    paths = f"--model {tmp_path} --data {tmp_path} --result {tmp_path / 'r'} --length 64 --steps 1 --timeout 9"
+    with pytest.raises(ValueError, match=f"{peer} is not measured with {flag}"):
+        worker.main([peer, *paths.split(), flag, "4"])
+
+
 def test_each_family_is_trained_by_its_own_program(tmp_path: Path) -> None:
     asked = parse(flags(Path("tiny-llama2"), tmp_path))
     (ours, *_) = trials(setting_of(asked, on_gpu=False))
@@ -305,13 +344,15 @@ def test_each_family_is_trained_by_its_own_program(tmp_path: Path) -> None:
         ("--lightseq_flags=--remat=some", "--lightseq_flags '--remat=some': --remat 'some' is unknown"),
         ("--implementations plain --lightseq_flags=--tf32", "needs lightseq among the --implementations"),
         ("--unsloth_python /no/such/python", "--unsloth_python /no/such/python is not a program"),
+        ("--lengths 64,100 --packed_rows 16", "--packed_rows 16 does not divide --lengths 100"),
+        ("--model tiny-llama3 --lora_rank 300", "--lora_rank 300 exceeds the model's hidden size of 256"),
         ("--model tiny-lama3", "did you mean tiny-llama3?"),
     ],
 )
 def test_bad_flags_are_refused_in_one_line(
     words: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(step_trials, "provenance", lambda commit: {"hardware": {"device": "cpu"}})
+    monkeypatch.setattr(step_records, "provenance", lambda commit: {"hardware": {"device": "cpu"}})
     assert step.main([*words.split(), "--output", str(tmp_path / "s.jsonl")]) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1

@@ -69,6 +69,45 @@ def test_a_needle_stands_once_in_the_hay_at_its_depth_and_is_asked_for_at_the_en
     assert min(depths) == 0.0 and max(depths) == 1.0
 
 
+def test_lengths_double_from_the_shortest_and_share_the_tokens() -> None:
+    spec = Synthetic("needle", 6000, 256, 40, 5, shortest=16)
+    documents = [draw_document(spec, index) for index in range(spec.documents)]
+    for ids, depth in zip(documents, needle_depths(spec), strict=True):
+        position = round(depth * (len(ids) - 4))
+        assert (ids[position : position + 2] == ids[-2:]).all()
+    counts = np.bincount([len(ids) for ids in documents])
+    assert np.flatnonzero(counts).tolist() == [16, 32, 64, 128, 256]
+    tokens = counts[[16, 32, 64, 128, 256]] * [16, 32, 64, 128, 256]
+    assert np.abs(tokens / tokens.sum() - 1 / 5).max() < 0.03
+
+
+def test_only_the_answer_is_a_target_if_asked(tmp_path: Path) -> None:
+    made = ["synthetic", "--kind", "needle", "--documents", 3, "--length", 10, "--targets", "answer"]
+    assert run(*made, "--output", tmp_path / "data") == 0
+    examples = open_examples(tmp_path / "data", 10, 512)
+    for index in range(3):
+        ids, labels = examples[index].input_ids, examples[index].labels
+        assert labels.tolist() == [-100] * 8 + [ids[9], -100]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--kind zipf --length 8 --targets answer", "--targets answer needs --kind needle, not zipf"),
+        ("--kind needle --length 8 --targets answer --output {}.pkl", "--targets answer needs a directory, but"),
+        ("--kind needle --length 24 --shortest 8", "--length 24 is not --shortest 8 doubled some times"),
+        ("--kind needle --length 8 --shortest 16", "--length 8 is not --shortest 16 doubled some times"),
+        ("--kind needle --length 8 --shortest 4", "--shortest 4 is too small for needle; give 5 or more"),
+    ],
+)
+def test_lengths_and_targets_that_do_not_fit_are_refused(
+    words: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "data"
+    assert run("synthetic", "--documents", 3, "--output", output, *words.format(output).split()) == 2
+    assert said in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
 def test_a_needle_fits_the_shortest_document() -> None:
     for ids in drawn("needle", 5, 4):
         assert ids[-2:].tolist() in (ids[0:2].tolist(), ids[1:3].tolist())

@@ -1,12 +1,14 @@
 """The chunked cross entropy against that of torch: value and gradients, whatever the chunks, labels and dtype."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
 from operators import LargestResult
 from torch import Tensor, nn
 
-from lightseq.modules.loss import IGNORE_INDEX, cross_entropy_sum, likeliest_tokens, token_losses
+from lightseq.modules.loss import IGNORE_INDEX, cross_entropy_sum, likeliest_tokens, losses_and_hits, token_losses
 
 TOKENS, HIDDEN, WORDS = 50, 16, 37
 CHUNKS = [1, 7, 25, 49, 50, 51, 2048]
@@ -178,9 +180,20 @@ def test_the_likeliest_token_is_found_where_there_is_a_label() -> None:
     assert torch.equal(found, torch.where(labels == IGNORE_INDEX, 0, want)) and found.any()
 
 
-def test_logits_never_exist_whole_where_token_losses_are_wanted() -> None:
+@pytest.mark.parametrize("chunk_tokens", CHUNKS)
+def test_hits_are_the_labels_that_are_likeliest(chunk_tokens: int) -> None:
+    hidden, weight, labels = inputs()
+    likeliest = F.linear(hidden, weight).argmax(-1)
+    labels[0, ::2] = likeliest[0, ::2]
+    losses, hits = losses_and_hits(hidden, weight, labels, chunk_tokens)
+    assert torch.equal(losses, token_losses(hidden, weight, labels, chunk_tokens))
+    assert torch.equal(hits.bool(), labels == likeliest) and hits.any() and not hits.all()
+
+
+@pytest.mark.parametrize("read", [token_losses, losses_and_hits])
+def test_logits_never_exist_whole_where_token_losses_are_wanted(read: Callable[..., torch.Tensor]) -> None:
     tokens, words, chunk = 512, 400, 32
     hidden, weight = torch.randn(tokens, HIDDEN), torch.randn(words, HIDDEN)
     with LargestResult() as ours:
-        token_losses(hidden, weight, torch.randint(words, (tokens,)), chunk)
+        read(hidden, weight, torch.randint(words, (tokens,)), chunk)
     assert ours.elements == chunk * words

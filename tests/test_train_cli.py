@@ -681,10 +681,11 @@ def test_a_model_is_evaluated_after_every_epoch(files: Files) -> None:
         files.words("llama2", "unevaluated", flags),
     )
     evaluations = [r for r in files.records("evaluated") if "eval_loss" in r]
-    keys = {"step", "eval_loss", "eval_perplexity"}
+    keys = {"step", "eval_loss", "eval_perplexity", "eval_accuracy"}
     assert [set(r) for r in evaluations] == [keys] * 2 and [r["step"] for r in evaluations] == [2, 4]
     for record in evaluations:
         assert record["eval_perplexity"] == pytest.approx(math.exp(record["eval_loss"]))
+        assert 0 <= record["eval_accuracy"] <= 1
     assert list(files.losses("evaluated")) == [1, 2, 3, 4]
     assert files.losses("evaluated") == files.losses("unevaluated")
 

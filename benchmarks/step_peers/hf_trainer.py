@@ -1,6 +1,7 @@
 """Common parts of peers that train with a trainer of transformers: its rows, its batches and its numbers."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from transformers import PreTrainedTokenizerFast, TrainerCallback
 from benchmarks.step_peers.peer import CLIP_NORM, SEED, Job, reset_peak_memory, step_numbers
 from lightseq.data.batches import Batch
 from lightseq.distributed.stopwatch import DeviceTimestamp
+from lightseq.models.adapters import Lora
 
 
 class StepRecorder(TrainerCallback):
@@ -68,6 +70,28 @@ def rows_of(batches: Sequence[Batch], copies: int) -> Iterator[dict[str, list[in
     for batch in batches:
         for _ in range(copies):
             yield {"input_ids": batch.input_ids[0].tolist(), "labels": batch.labels[0].tolist()}
+
+
+def packed_rows_of(batches: Sequence[Batch], copies: int) -> Iterator[dict[str, list[int]]]:
+    """Yields rows as TRL packs them: labels not shifted yet, and the length of every document in the row."""
+    for batch in batches:
+        assert batch.boundaries is not None
+        ids, sizes = batch.input_ids[0].tolist(), [b - a for a, b in pairwise(batch.boundaries)]
+        for _ in range(copies):
+            yield {"input_ids": ids, "labels": ids, "seq_lengths": sizes}
+
+
+def peft_config(lora: Lora) -> Any:
+    from peft import LoraConfig
+
+    return LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        target_modules=list(lora.targets),
+        lora_dropout=0.0,
+        bias="none",
+        task_type="CAUSAL_LM",
+    )
 
 
 def collate(rows: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, Tensor]:

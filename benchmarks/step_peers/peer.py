@@ -14,7 +14,8 @@ from transformers import LlamaConfig, PreTrainedModel
 from lightseq.data.batches import Batch
 from lightseq.distributed.mesh import World
 from lightseq.distributed.stopwatch import DeviceTimestamp
-from lightseq.models import weights
+from lightseq.models import adapters, weights
+from lightseq.models.adapters import Lora
 from lightseq.training.step_stats import StepResult
 
 SEED = 0  # of weights and data
@@ -30,6 +31,8 @@ class Job:
     length: int  # of the sequence that all ranks share
     world: World
     learning_rate: float = LEARNING_RATE
+    packed_rows: int | None = None  # length of the documents in each sequence; None: one document
+    lora: Lora | None = None  # adapters to train; None: all weights
 
     @property
     def on_gpu(self) -> bool:
@@ -79,6 +82,10 @@ class Job:
         weights.initialize(model, SEED)
         model.config.use_cache = False
         return model
+
+    def initialize_adapters(self, model: PreTrainedModel) -> None:
+        """Gives the adapters inside a model lightseq's values."""
+        adapters.initialize(model, SEED)
 
     def adamw(self, model: torch.nn.Module) -> torch.optim.AdamW:
         return torch.optim.AdamW(model.parameters(), lr=self.learning_rate, weight_decay=0.0, fused=True)

@@ -6,6 +6,9 @@ Liger replaces RoPE, RMSNorm and the gated MLP. Attention is FlashAttention-4, o
 
 Several GPUs share a sequence by accelerate's context parallelism over FSDP2, which allows only SDPA and sums gradients
 in bfloat16. On CPUs accelerate has neither, so every rank computes the whole sequence under DDP.
+
+Packed rows are packed already, as TRL's best-fit packing would, and go through its collator, which separates the
+documents. TRL refuses them under context parallelism. Adapters are float32 over weights in the compute dtype.
 """
 
 import contextlib
@@ -17,7 +20,15 @@ from typing import Any
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.utils import is_flash_attn_4_available
 
-from benchmarks.step_peers.hf_trainer import StepRecorder, collate, rows_of, tokenizer_of, trainer_arguments
+from benchmarks.step_peers.hf_trainer import (
+    StepRecorder,
+    collate,
+    packed_rows_of,
+    peft_config,
+    rows_of,
+    tokenizer_of,
+    trainer_arguments,
+)
 from benchmarks.step_peers.peer import Job, TrainerPeer
 from lightseq.data.batches import Batch
 
@@ -28,6 +39,7 @@ def prepare(job: Job) -> TrainerPeer:
     context_ranks = job.world.size if job.on_gpu else 1
     if context_ranks > 1:
         job.check_divides(2 * context_ranks, "context parallel")
+    packed = job.packed_rows is not None
     fa4 = context_ranks == 1 and is_flash_attn_4_available()
     notes = notes_of(job, fa4)
 
@@ -35,6 +47,8 @@ def prepare(job: Job) -> TrainerPeer:
         from datasets import Dataset
 
         model = job.whole_model()
+        if job.lora:
+            model.to(job.dtype)  # frozen; the adapters stay in float32, as in lightseq
         model.set_attn_implementation("flash_attention_4" if fa4 else "sdpa")
         recorder = StepRecorder(job)
         cudnn = sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if job.on_gpu and not fa4 else contextlib.nullcontext()
@@ -42,18 +56,23 @@ def prepare(job: Job) -> TrainerPeer:
             arguments = trl.SFTConfig(
                 **trainer_arguments(job, len(batches), output_dir),
                 **(context_parallel(context_ranks) if context_ranks > 1 else {"gradient_checkpointing": True}),
+                packing=packed,
                 max_length=None,
                 dataset_kwargs={"skip_prepare_dataset": True},
                 use_liger_kernel=job.on_gpu,
             )
+            rows = (packed_rows_of if packed else rows_of)(batches, job.world.size // context_ranks)
             trainer = trl.SFTTrainer(
                 model,
                 arguments,
-                data_collator=collate,
-                train_dataset=Dataset.from_list([*rows_of(batches, job.world.size // context_ranks)]),
+                data_collator=None if packed else collate,
+                train_dataset=Dataset.from_list([*rows]),
                 processing_class=tokenizer_of(job.config.vocab_size),
                 callbacks=[recorder],
+                peft_config=peft_config(job.lora) if job.lora else None,
             )
+            if job.lora:
+                job.initialize_adapters(trainer.model.get_base_model())
             trainer.train()
         return recorder.numbers()
 

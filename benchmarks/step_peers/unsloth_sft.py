@@ -1,4 +1,4 @@
-"""The peer `unsloth`: full fine-tuning with Unsloth and the SFTTrainer that it patches, on one GPU.
+"""The peer `unsloth`: full fine-tuning or adapters with Unsloth and the SFTTrainer that it patches, on one GPU.
 
 Float32 weights and bfloat16 autocast by `float32_mixed_precision`, which are lightseq's dtypes. Unsloth's own gradient
 checkpointing, which offloads the layers' inputs, its kernels, its loss and its choice of attention. The trainer shifts
@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.step_peers.hf_trainer import StepRecorder, rows_of, tokenizer_of, trainer_arguments
-from benchmarks.step_peers.peer import Job, TrainerPeer
+from benchmarks.step_peers.hf_trainer import StepRecorder, packed_rows_of, rows_of, tokenizer_of, trainer_arguments
+from benchmarks.step_peers.peer import SEED, Job, TrainerPeer
 from lightseq.data.batches import Batch
+from lightseq.models.adapters import Lora, count_adapter_parameters
 
 
 def prepare(job: Job) -> TrainerPeer:
@@ -35,7 +36,7 @@ def train(job: Job, batches: Sequence[Batch]) -> dict[str, Any]:
     from datasets import Dataset
     from unsloth import FastLanguageModel
 
-    recorder = StepRecorder(job)
+    recorder, packed = StepRecorder(job), job.packed_rows is not None
     with tempfile.TemporaryDirectory() as directory:
         original = job.whole_model()
         parameters = sum(p.numel() for p in original.parameters())
@@ -47,31 +48,55 @@ def train(job: Job, batches: Sequence[Batch]) -> dict[str, Any]:
             max_seq_length=job.length,
             dtype=torch.bfloat16 if job.on_gpu else torch.float32,
             load_in_4bit=False,
-            full_finetuning=True,
+            full_finetuning=job.lora is None,
             **({"float32_mixed_precision": True} if job.on_gpu else {}),  # unknown to its loader for CPUs
         )
+        if job.lora:
+            model = add_adapters(model, job.lora)
+            parameters = count_adapter_parameters(job.lora, job.config)
+            job.initialize_adapters(model.get_base_model())
         check_weights(model, parameters)
         arguments = trl.SFTConfig(
             **trainer_arguments(job, len(batches), directory),
             max_length=job.length,
+            packing=packed,
             dataset_kwargs={"skip_prepare_dataset": True},
         )
         unshifted = [replace(batch, labels=batch.input_ids) for batch in batches]
+        rows = packed_rows_of(batches, 1) if packed else rows_of(unshifted, 1)
         trainer = trl.SFTTrainer(
             model,
             arguments,
-            train_dataset=Dataset.from_list([*rows_of(unshifted, 1)]),
+            train_dataset=Dataset.from_list([*rows]),
             processing_class=tokenizer,
             callbacks=[recorder],
         )
+        if packed and not trainer.args.packing:
+            raise ValueError("Unsloth turned packing off, so documents would attend to each other")
         trainer.train()
     return recorder.numbers()
 
 
+def add_adapters(model: Any, lora: Lora) -> Any:
+    """Adds adapters as Unsloth's guide does, with its gradient checkpointing."""
+    from unsloth import FastLanguageModel
+
+    return FastLanguageModel.get_peft_model(
+        model,
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        target_modules=list(lora.targets),
+        lora_dropout=0,
+        bias="none",
+        use_gradient_checkpointing="unsloth",
+        random_state=SEED,
+    )
+
+
 def check_weights(model: torch.nn.Module, parameters: int) -> None:
-    """Raises ValueError unless Unsloth trains all parameters and holds them in float32."""
+    """Raises ValueError unless Unsloth trains this many parameters and holds them in float32."""
     trained = [p for p in model.parameters() if p.requires_grad]
     count, dtypes = sum(p.numel() for p in trained), {p.dtype for p in trained}
     if count != parameters or dtypes != {torch.float32}:
         names = ", ".join(sorted(map(str, dtypes)))
-        raise ValueError(f"Unsloth trains {count:,} of {parameters:,} parameters in {names}; all must be in float32")
+        raise ValueError(f"Unsloth trains {count:,} parameters in {names}; it must be {parameters:,} in float32")

@@ -21,8 +21,12 @@ import torch.distributed as dist
 from transformers import LlamaConfig
 
 from benchmarks.step_peers.peer import SEED, Job, Peer, StepOutcome, TrainerPeer, measure
+from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import BatchStream, open_examples
+from lightseq.data.examples import Examples
+from lightseq.data.packing import open_packed
 from lightseq.distributed.mesh import check_devices, init_distributed
+from lightseq.models.adapters import lora_from_config
 
 # Imported on demand, because each needs its own packages and patches others on import.
 PEERS = {
@@ -35,6 +39,10 @@ PEERS = {
 }
 
 
+# Peers that take packed rows and adapters.
+TRAINERS = ("trl", "unsloth")
+
+
 def parser() -> argparse.ArgumentParser:
     out = argparse.ArgumentParser(prog="benchmarks/step_peers/worker.py", allow_abbrev=False)
     out.add_argument("peer", choices=PEERS)
@@ -42,16 +50,23 @@ def parser() -> argparse.ArgumentParser:
         out.add_argument(f"--{name}", type=Path, required=True)
     for name, kind in (("length", int), ("steps", int), ("timeout", float)):
         out.add_argument(f"--{name}", type=kind, required=True)
+    for name in ("packed_rows", "lora_rank"):
+        out.add_argument(f"--{name}", type=int)
     return out
 
 
 def main(words: Sequence[str]) -> None:
     flags = parser().parse_args(words)
+    for name in ("packed_rows", "lora_rank"):
+        if getattr(flags, name) and flags.peer not in TRAINERS:
+            raise ValueError(f"{flags.peer} is not measured with --{name}")
     with init_distributed(flags.timeout) as world:
         check_devices(world)
         config = LlamaConfig.from_pretrained(flags.model)
-        job = Job(config, flags.length, world)
-        stream = BatchStream(open_examples(flags.data, flags.length, config.vocab_size), flags.length, 1, seed=SEED)
+        asked = TrainConfig(model_name_or_path="", data_path="", output_dir="", lora_rank=flags.lora_rank)
+        lora = lora_from_config(asked, config)
+        job = Job(config, flags.length, world, packed_rows=flags.packed_rows, lora=lora)
+        stream = stream_of(flags.data, job)
         peer: Peer | TrainerPeer = importlib.import_module(PEERS[flags.peer]).prepare(job)
         if isinstance(peer, TrainerPeer):
             outcome = peer.train([stream.batch(step) for step in range(flags.steps)])
@@ -60,6 +75,13 @@ def main(words: Sequence[str]) -> None:
         if world.is_main:
             flags.result.write_text(json.dumps({**outcome, "facts": dict(peer.facts)}, indent=2) + "\n")
         dist.barrier()  # an early exit would close connections that other ranks still read from
+
+
+def stream_of(data: Path, job: Job) -> BatchStream:
+    """Returns lightseq's batches, in its order."""
+    packed = job.packed_rows is not None
+    examples: Examples = (open_packed if packed else open_examples)(data, job.length, job.config.vocab_size)
+    return BatchStream(examples, job.length, 1, seed=SEED, packed=packed)
 
 
 def take_step(peer: Peer, stream: BatchStream, index: int) -> StepOutcome:

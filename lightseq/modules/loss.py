@@ -45,6 +45,19 @@ def token_losses(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: i
 
 
 @torch.no_grad()
+def losses_and_hits(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int = CHUNK_TOKENS) -> Tensor:
+    """Returns `token_losses`, and 1 for every token whose label is the most probable one, stacked in this order."""
+    rows, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+    both = []
+    for chunk in chunks(len(rows), chunk_tokens):
+        logits = F.linear(rows[chunk], weight)
+        hits = logits.argmax(-1) == targets[chunk]  # never for IGNORE_INDEX, which is negative
+        losses = _cross_entropy_(logits, targets[chunk], with_gradient=False)
+        both.append(torch.stack([losses, hits.to(losses.dtype)]))
+    return torch.cat(both, dim=1).view(2, *labels.shape)
+
+
+@torch.no_grad()
 def likeliest_tokens(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """Returns the most probable next token of every row with a label, 0 for others; meant for few labels."""
     found = torch.zeros_like(labels)

@@ -1,4 +1,4 @@
-"""Evaluation loss and perplexity, overall and by the length of the context."""
+"""Evaluation loss, perplexity and accuracy, overall and by the length of the context."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightseq.attention.context import Documents
 from lightseq.data.examples import IGNORE_INDEX
-from lightseq.modules.loss import token_losses
+from lightseq.modules.loss import losses_and_hits
 
 POWERS: Final = "powers"
 
@@ -42,6 +42,7 @@ class Perplexity:
     """Mean negative log-likelihood over all valid tokens and per bin."""
 
     loss: float
+    accuracy: float  # share of valid tokens that the model predicts as the most probable
     valid_tokens: int
     bins: tuple[Bin, ...]
 
@@ -74,21 +75,23 @@ def measure(
     borders = torch.tensor(starts, device=device)
     sums = torch.zeros(len(starts), dtype=torch.float64, device=device)
     counts = torch.zeros(len(starts), dtype=torch.int64, device=device)
+    hit_count = torch.zeros((), dtype=torch.int64, device=device)
     with evaluating(loss_model):
         for ids, positions, labels, documents in shards:
-            losses = loss_model(ids, positions, labels, documents, token_losses)
+            losses, hits = loss_model(ids, positions, labels, documents, losses_and_hits)
             bins = torch.bucketize(positions.flatten(), borders, right=True) - 1
             sums.index_add_(0, bins, losses.flatten().double())
             counts.index_add_(0, bins, (labels != IGNORE_INDEX).flatten().long())
-    dist.all_reduce(sums)
-    dist.all_reduce(counts)
+            hit_count += hits.long().sum()
+    for counted in (sums, counts, hit_count):
+        dist.all_reduce(counted)
     valid = int(counts.sum())
     ends = [*starts[1:], length]
     found = tuple(
         Bin(first, end - 1, total / count if count else None, count)
         for first, end, total, count in zip(starts, ends, sums.tolist(), counts.tolist(), strict=True)
     )
-    return Perplexity(float(sums.sum()) / max(1, valid), valid, found)
+    return Perplexity(float(sums.sum()) / max(1, valid), int(hit_count) / max(1, valid), valid, found)
 
 
 @contextmanager

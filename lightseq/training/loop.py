@@ -281,7 +281,8 @@ class TrainingLoop:
     def _evaluated(self, done: int, stats: StepStats) -> Perplexity:
         with stats.paused():
             found = self.trainer.evaluate()
-            self.journal.log({"step": done, "eval_loss": found.loss, "eval_perplexity": found.value})
+            means = {"eval_loss": found.loss, "eval_perplexity": found.value, "eval_accuracy": found.accuracy}
+            self.journal.log({"step": done, **means})
         return found
 
     def _new_stats(self) -> StepStats:

@@ -43,8 +43,8 @@ class Terminal:
         if "eval_loss" in record:
             perplexity = record["eval_perplexity"]
             shown = "too large for a float" if perplexity is None else four_significant_digits(perplexity)
-            line = f"step {record['step']}: evaluation loss {record['eval_loss']:.4f}, perplexity {shown}"
-            self._console.print(line, markup=False)
+            numbers = f"loss {record['eval_loss']:.4f}, perplexity {shown}, accuracy {record['eval_accuracy']:.1%}"
+            self._console.print(f"step {record['step']}: evaluation {numbers}", markup=False)
             return
         loss = "no target" if record["loss"] is None else f"loss {record['loss']:.4f}"
         share = f"{record['padding_percent']:.0f}"
