@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from worlds import spawn
 
 from lightseq import hf
-from lightseq.attention import executor, tile_streams
+from lightseq.attention import executor
 from lightseq.attention.executor import Executor
 from lightseq.attention.gathered import Gathered, gathered_elements
 from lightseq.attention.program import PassSpec
@@ -119,7 +119,7 @@ def _attention(
             stack.enter_context(patch.object(executor, "GraphCache", recordings))
             stack.enter_context(patch.object(executor, "is_short", lambda asked: all(asked.single_step.values())))
             stack.enter_context(patch("lightseq.attention.context.make_transport", return_value=transport))
-            stack.enter_context(patch.object(tile_streams, "second_stream", return_value=torch.cuda.Stream()))
+            stack.enter_context(patch.object(executor, "second_stream", return_value=torch.cuda.Stream()))
             context = _context(name, "auto", torch.float64, 8, heads=HEADS)
             if without:
                 stack.enter_context(patch(f"happens_before.Stream.{without}", lambda *_: None))

@@ -23,12 +23,11 @@ from lightseq.attention.program import (
     Program,
     Reduction,
     StepProgram,
-    TileProgram,
     lower,
     make_spec,
     reductions_of,
 )
-from lightseq.attention.tile_streams import TileStreams
+from lightseq.attention.tile_streams import CURRENT_STREAM, second_stream
 from lightseq.comm.transport import Exchange, Outbox, Receive, Transport
 from lightseq.kernels import Kernel, Launches, Saved, addresses, backward_tile, forward_tile
 from lightseq.schedule.documents import MAX_PACKED_TABLES
@@ -124,13 +123,41 @@ class _Execution:
         self._own: list[tuple[str, ChunkSlot, Buffer]] = []
 
     def run(self) -> None:
+        kernel, scale, device = self._executor.kernel, self._executor.scale, self._operands["q"][0].device
         for accumulator in self._accumulators.values():
             accumulator.begin()
         self._gathered = self._kept_buffers()
         self._stage()
         for step in self._program.steps:
             finish_exchange = self._exchange(step)
-            self._run_tiles(step)
+            second = second_stream(device) if len(step.tiles) > 1 else None
+            if second is not None:
+                second.wait_stream(torch.cuda.current_stream())
+            for i, (tile, q, kv, outputs) in enumerate(step.tiles):
+                into = [self._memory_of(output) for output in outputs]
+                with torch.cuda.stream(second) if i % 2 and second is not None else CURRENT_STREAM:
+                    # Do not name the operands: a name would keep their memory until the next tile.
+                    made: tuple[Tensor, ...]
+                    if self._spec.backward:
+                        made = backward_tile(
+                            kernel,
+                            *self._backward_operands(tile.heads, q, kv),
+                            tile.mask,
+                            scale,
+                            _gradient_memory(into),
+                        )
+                    else:
+                        made = forward_tile(
+                            kernel,
+                            *self._forward_operands(q, kv),
+                            tile.mask,
+                            scale,
+                            into[0][0] if into[0] else None,
+                        )
+                    self._deliver(outputs, into, made)
+                    del made
+            if second is not None:
+                torch.cuda.current_stream().wait_stream(second)
             finish_exchange()
             for arena in step.closes:
                 del self._arenas[arena]
@@ -140,25 +167,6 @@ class _Execution:
         self._own = []
         for accumulator in self._accumulators.values():
             accumulator.finish()
-
-    def _run_tiles(self, step: StepProgram) -> None:
-        with TileStreams(self._operands["q"][0].device, len(step.tiles)) as streams:
-            for tile in step.tiles:
-                into = [self._memory_of(output) for output in tile.outputs]
-                with streams.following():
-                    self._run_tile(tile, into)
-
-    def _run_tile(self, program: TileProgram, into: list[Buffer]) -> None:
-        kernel, scale = self._executor.kernel, self._executor.scale
-        tile, q, kv, outputs = program
-        if self._spec.backward:
-            made: tuple[Tensor, ...] = backward_tile(
-                kernel, *self._backward_operands(tile.heads, q, kv), tile.mask, scale, _gradient_memory(into)
-            )
-        else:
-            out = into[0][0] if into[0] else None
-            made = forward_tile(kernel, *self._forward_operands(q, kv), tile.mask, scale, out)
-        self._deliver(outputs, into, made)
 
     def _kept_buffers(self) -> GatheredBuffers:
         """Returns views of the operands kept between the passes: packed in the forward pass, which fills them."""
