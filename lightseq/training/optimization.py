@@ -182,16 +182,13 @@ def step_if_finite(optimizer: torch.optim.Optimizer, norm: Tensor) -> None:
 def clip(grads: list[Tensor], norm: Tensor, max_norm: float, optimizer: Any = None) -> None:
     """Clips gradients to a global norm without a host wait. A `max_norm` of 0 disables clipping.
 
-    Fused AdamW, and an optimizer with a `gradient_scale` (host_adamw.py), scale them in their update instead.
+    An optimizer with a `gradient_scale` (host_adamw.py) scales them in its update instead.
     """
     if not max_norm:
         return
     scale = (max_norm / (norm + 1e-6)).clamp_max(1.0)
     if hasattr(optimizer, "gradient_scale"):
         optimizer.gradient_scale = scale
-        return
-    if optimizer is not None and optimizer.defaults.get("fused"):
-        optimizer.grad_scale = scale.reciprocal()  # torch divides by it
         return
     for device in {grad.device for grad in grads}:
         torch._foreach_mul_([grad for grad in grads if grad.device == device], scale.to(device))
