@@ -35,6 +35,7 @@ COLORS = {
     BASELINE: "#E69F00",
     "accelerate": "#009E73",
     "deepspeed": "#CC79A7",
+    "deepspeed-offload": "#AA4499",
     "autosp": "#882255",
     "trl": "#56B4E9",
     "unsloth": "#D55E00",

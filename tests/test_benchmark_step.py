@@ -120,7 +120,7 @@ def first_by_hand(model: Path, tmp_path: Path, last_target: bool = True) -> tupl
     return loss.item(), torch.nn.utils.get_total_norm([p.grad for p in net.parameters()]).item()
 
 
-PACKAGES = {"plain": "torch", "fsdp2": "accelerate", "autosp": "deepspeed"}
+PACKAGES = {"plain": "torch", "fsdp2": "accelerate", "autosp": "deepspeed", "deepspeed-offload": "deepspeed"}
 
 
 @pytest.mark.parametrize(
@@ -130,6 +130,7 @@ PACKAGES = {"plain": "torch", "fsdp2": "accelerate", "autosp": "deepspeed"}
         ("fsdp2", False),
         *(pytest.param("deepspeed", tied, marks=pytest.mark.slow) for tied in (True, False)),
         *(pytest.param("autosp", tied, marks=pytest.mark.slow) for tied in (True, False)),
+        pytest.param("deepspeed-offload", False, marks=pytest.mark.slow),
     ],
 )
 def test_every_peer_takes_the_step_that_one_process_takes(tmp_path: Path, peer: str, tied: bool) -> None:
@@ -337,7 +338,7 @@ def test_each_family_is_trained_by_its_own_program(tmp_path: Path) -> None:
     [
         (
             "--implementations nobody",
-            "'nobody' is unknown; choose from lightseq, plain, accelerate, deepspeed, autosp, trl, unsloth",
+            "'nobody' is unknown; choose from lightseq, plain, accelerate, deepspeed, deepspeed-offload, autosp, trl, unsloth",
         ),
         ("--lengths 1X", "1X is not a number of tokens"),
         ("--steps 0", "'0' is not a positive whole number"),

@@ -2,7 +2,7 @@
 
 bfloat16 with float32 master weights. UlyssesSPAttentionHF around SDPA with cuDNN. MLP tiles have as many tokens as the
 hidden size, loss tiles 1 GiB of float32 logits. Every layer is checkpointed by transformers. torch's fused AdamW,
-clipping by DeepSpeed. No offloading, which would save memory but cost time, and no compilation.
+clipping by DeepSpeed. No compilation, and no offloading, which `deepspeed-offload` adds.
 """
 
 import contextlib
@@ -26,7 +26,8 @@ from lightseq.models import weights
 LOGIT_BYTES = 2**30
 
 
-def prepare(job: Job) -> Peer:
+def prepare(job: Job, offload: bool = False) -> Peer:
+    """Prepares the peer. With `offload` weights, gradients and optimizer state are in host memory."""
     if job.world.size == 1:
         raise ValueError("DeepSpeed's Ulysses needs at least two ranks")
     job.check_heads("DeepSpeed's Ulysses")
@@ -35,6 +36,10 @@ def prepare(job: Job) -> Peer:
 
     deepspeed.init_distributed(dist_backend="nccl" if job.on_gpu else "gloo")
     settings = settings_of(job)
+    if offload:
+        place = {"device": "cpu", "pin_memory": job.on_gpu}
+        settings["zero_optimization"] |= {"offload_optimizer": place, "offload_param": place}
+        settings["zero_force_ds_cpu_optimizer"] = False  # torch's fused AdamW, as without offloading
     engine = make_engine(job, settings)
     places = job.local(job.positions())
 

@@ -33,6 +33,7 @@ PEERS = {
     "plain": "benchmarks.step_peers.plain",
     "accelerate": "benchmarks.step_peers.accelerate_context_parallel",
     "deepspeed": "benchmarks.step_peers.deepspeed_ulysses",
+    "deepspeed-offload": "benchmarks.step_peers.deepspeed_offload",
     "autosp": "benchmarks.step_peers.deepspeed_autosp",
     "trl": "benchmarks.step_peers.trl_sft",
     "unsloth": "benchmarks.step_peers.unsloth_sft",
