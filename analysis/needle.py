@@ -107,8 +107,13 @@ def remarks(group: Runs) -> list[str]:
     for run in group.runs:
         if run["world"] > 1 and (outside := group.outside(run)):
             distance, step = outside
-            band = f"outside the band of the {len(group.alone)} runs on one"
-            out.append(f"{run['label']}: at most {100 * distance:.1f} points {band} (step {step}).")
+            alone = f"the {len(group.alone)} runs on one rank"
+            if distance:
+                out.append(f"{run['label']}: up to {100 * distance:.1f} points above or below {alone}, at step {step}.")
+            else:
+                out.append(f"{run['label']}: always between {alone}.")
+    if not any(map(retrieves_from, group.runs)):
+        out.append(f"No run reached {RETRIEVES:.0%}.")
     return out + [f"– {run['label']}: {run['skipped']}" for run in group.runs if run["skipped"]]
 
 

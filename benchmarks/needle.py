@@ -5,7 +5,7 @@ first seed. The curves should agree: sequence parallelism changes no result.
 
 A document is hay with a key and its value at a random depth, and the key again at the end. Only the value after it is a
 target. Lengths from --shortest to --length are packed into rows of --length, so that the short documents, which are
-easy, teach what the long ones need. The accuracy is that on held-out documents of the full --length.
+easy, teach the model what the long ones need. Accuracy is measured on held-out documents of the full --length.
 """
 
 import sys
@@ -60,7 +60,7 @@ def compare(words: Sequence[str]) -> None:
     write_inputs(flags)
     alone = [Training(flags, seed, 1, index, on_gpu) for index, seed in enumerate(flags.seeds)]
     together = Training(flags, flags.seeds[0], flags.nproc_per_node, 0, on_gpu)
-    with ThreadPoolExecutor(flags.nproc_per_node) as pool:
+    with ThreadPoolExecutor(flags.nproc_per_node if on_gpu else 1) as pool:
         for record in pool.map(lambda training: take(training, about), alone):
             append(flags.output, record)
     if flags.nproc_per_node > 1:
@@ -76,7 +76,11 @@ def parser() -> Parser:
     what = out.add_argument_group("documents").add_argument
     what("--length", type=length, default="32K", metavar="N", help="tokens per row, and per held-out document")
     what(
-        "--shortest", type=length, default="64", metavar="N", help="shortest document; --length is N doubled some times"
+        "--shortest",
+        type=length,
+        default="64",
+        metavar="N",
+        help="shortest document; --length must be N times a power of two",
     )
     what("--rows", type=positive, default=600, metavar="N", help="rows of training data, on average")
     what("--held_out", type=positive, default=100, metavar="N", help="held-out documents")

@@ -108,7 +108,7 @@ def check_spec(spec: Synthetic) -> None:
         doublings = (spec.length // spec.shortest).bit_length() - 1
         if spec.shortest > spec.length or spec.shortest << doublings != spec.length:
             raise ValueError(
-                f"--length {spec.length} is not --shortest {spec.shortest} doubled some times; change one of them"
+                f"--length {spec.length} is not --shortest {spec.shortest} times a power of two; change one of them"
             )
     if spec.vocab_size > 1 << 31:
         raise ValueError(f"--vocab_size {spec.vocab_size} does not fit 32-bit ids; give {1 << 31} or less")

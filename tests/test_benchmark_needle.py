@@ -103,7 +103,7 @@ def test_the_picture_has_a_line_per_run_and_says_how_far_two_gpus_are_outside_th
     path = write_lines(tmp_path / "n.jsonl", [*runs, run_of(2, 2, [], skipped="out of memory")])
     assert draw(["needle", str(path)]) == 0
     shown = capsys.readouterr().out
-    assert "2 GPU, seed 1: at most 5.0 points outside the band of the 2 runs on one (step 40)." in shown
+    assert "2 GPU, seed 1: up to 5.0 points above or below the 2 runs on one rank, at step 40." in shown
     assert "– 2 GPU, seed 2: out of memory" in shown and f"| 1 GPU, seed 2 | {60:13} |" in shown
     (group,) = group_runs(read_runs(path, []))
     out = figure(group)
@@ -121,4 +121,4 @@ def test_a_run_retrieves_from_the_step_after_which_it_always_does() -> None:
 def test_a_run_inside_the_band_is_not_outside() -> None:
     runs = [run_of(1, 1, [0.0, 1.0]), run_of(1, 2, [0.5, 1.0]), run_of(2, 1, [0.25, 1.0])]
     (group,) = group_runs(runs)
-    assert "2 GPU, seed 1: at most 0.0 points outside the band of the 2 runs on one (step 40)." in remarks(group)
+    assert "2 GPU, seed 1: always between the 2 runs on one rank." in remarks(group)

@@ -338,7 +338,8 @@ def test_each_family_is_trained_by_its_own_program(tmp_path: Path) -> None:
     [
         (
             "--implementations nobody",
-            "'nobody' is unknown; choose from lightseq, plain, accelerate, deepspeed, deepspeed-offload, autosp, trl, unsloth",
+            "'nobody' is unknown; choose from lightseq, plain, accelerate, deepspeed, deepspeed-offload, autosp, trl, "
+            "unsloth",
         ),
         ("--lengths 1X", "1X is not a number of tokens"),
         ("--steps 0", "'0' is not a positive whole number"),

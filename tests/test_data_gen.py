@@ -95,8 +95,8 @@ def test_only_the_answer_is_a_target_if_asked(tmp_path: Path) -> None:
     [
         ("--kind zipf --length 8 --targets answer", "--targets answer needs --kind needle, not zipf"),
         ("--kind needle --length 8 --targets answer --output {}.pkl", "--targets answer needs a directory, but"),
-        ("--kind needle --length 24 --shortest 8", "--length 24 is not --shortest 8 doubled some times"),
-        ("--kind needle --length 8 --shortest 16", "--length 8 is not --shortest 16 doubled some times"),
+        ("--kind needle --length 24 --shortest 8", "--length 24 is not --shortest 8 times a power of two"),
+        ("--kind needle --length 8 --shortest 16", "--length 8 is not --shortest 16 times a power of two"),
         ("--kind needle --length 8 --shortest 4", "--shortest 4 is too small for needle; give 5 or more"),
     ],
 )

@@ -14,9 +14,8 @@ from typing import Final
 
 import torch
 
-CURRENT_STREAM: Final[AbstractContextManager[object]] = (
-    nullcontext()
-)  # one for all: a layer makes few calls on the host
+# Created once to save host time per tile.
+CURRENT_STREAM: Final[AbstractContextManager[object]] = nullcontext()
 
 
 @cache

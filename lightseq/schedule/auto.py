@@ -77,8 +77,8 @@ def choose_packed(world: int, shape: AttentionShape, asked: ScheduleChoice) -> S
 def choose_best(found: list[ChoiceEstimate], kv_heads: int) -> ChoiceEstimate:
     """Chooses the fastest schedule, with the fewest head groups that need nearly the same time and little memory.
 
-    If all need much memory, it takes the most. One group is 1% faster than four at 128K on two H100
-    (benchmarks/results/attention-2xh100-head-groups.jsonl).
+    If every choice gathers more than MAX_GATHERED_BYTES, takes the most. One group is 1% faster than four at 128K on
+    two H100 (benchmarks/results/attention-2xh100-head-groups.jsonl).
     """
     fastest = min(found, key=lambda p: p.estimate.seconds)  # of equals the first
     longest = (1 + MAX_SLOWDOWN) * fastest.estimate.seconds

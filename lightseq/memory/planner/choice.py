@@ -37,8 +37,8 @@ SAME_SPEED = 1e-2  # relative difference of step times that the planner cannot r
 def make_plan(run: PlannedRun) -> Plan:
     """Plans a run: the fastest choice of the flags left to the planner that fits, or else that with the least memory.
 
-    Among equally fast plans it prefers state on the GPU, then less host memory, then less work behind kernel launches.
-    If the weights that the forward pass gathers fit besides, they are kept for the backward pass.
+    Among equally fast plans it prefers optimizer state on the GPU, then less host memory, then less GPU time. Gathered
+    weights are kept from the forward to the backward pass if they fit as well and that saves time.
     """
     run, found = without_device_budget(run), []
     for options in (fast_options(run), frugal_options(run)):
