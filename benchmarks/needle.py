@@ -17,6 +17,7 @@ if __name__ == "__main__":
     )  # instead of this folder, whose modules would hide packages
 
 import argparse
+import math
 import os
 import shlex
 import time
@@ -110,6 +111,12 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     check_output(flags)
     if flags.hidden_size % HEAD_DIM:
         raise ValueError(f"--hidden_size {flags.hidden_size} is not a multiple of {HEAD_DIM}, the size of a head")
+    if flags.length % flags.shortest or (flags.length // flags.shortest).bit_count() != 1:
+        raise ValueError(f"--length {flags.length} is not --shortest {flags.shortest} times a power of two; change one")
+    if min(flags.seeds) < 0:
+        raise ValueError(f"--seeds {min(flags.seeds)} is negative; give numbers from 0 on")
+    if not 0 < flags.learning_rate < math.inf:
+        raise ValueError(f"--learning_rate {flags.learning_rate} must be a positive number")
     if flags.eval_steps > flags.steps:
         raise ValueError(f"--eval_steps {flags.eval_steps} exceeds --steps {flags.steps}, so nothing is evaluated")
     return flags

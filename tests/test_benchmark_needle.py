@@ -85,7 +85,9 @@ def test_each_run_has_a_gpu_of_its_own_and_a_failure_is_recorded(
         ("--hidden_size 100", "--hidden_size 100 is not a multiple of 64"),
         ("--eval_steps 9", "--eval_steps 9 exceeds --steps 4"),
         ("--output n", "--output n has no suffix"),
-        ("--length 100", "--length 100 --shortest 64 --seed 0 refuses"),
+        ("--length 100 --shortest 64", "--length 100 is not --shortest 64 times a power of two"),
+        ("--seeds=-1", "--seeds -1 is negative"),
+        ("--learning_rate nan", "--learning_rate nan must be a positive number"),
     ],
 )
 def test_bad_flags_are_refused_in_one_line(

@@ -21,7 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaModel
 from lightseq.config.remat_policies import POLICIES, STORE_MLP
 from lightseq.memory.remat import apply_remat
 from lightseq.modules import mlp as tiled
-from lightseq.modules.low_rank import LinearWeights, input_gradient
+from lightseq.modules.low_rank import LinearWeights, input_gradient, is_linear
 from lightseq.modules.mlp import LINEARS, gated_mlp, tile_mlps
 from lightseq.utils.quiet import silenced_loggers
 
@@ -151,6 +151,15 @@ def check_small_adapters(device: str) -> None:
         for linear in (adapted, LinearWeights(weight))
     )
     assert ((with_adapter - without) @ part / (part @ part)).item() == pytest.approx(1, abs=0.1)
+
+
+@pytest.mark.parametrize("kind", [{"use_dora": True}, {"lora_bias": True}, {"lora_dropout": 0.1}])
+def test_adapters_that_are_more_than_two_products_keep_their_own_forward(kind: dict[str, Any]) -> None:
+    linears: list[nn.Module] = []
+    for options in ({}, kind):
+        layer = nn.ModuleDict({"linear": nn.Linear(4, 4, bias=False)})
+        linears.append(inject_adapter_in_model(LoraConfig(r=2, target_modules=["linear"], **options), layer)["linear"])
+    assert [is_linear(linear) for linear in linears] == [True, False]
 
 
 def test_a_small_adapters_contribution_is_not_rounded_away() -> None:

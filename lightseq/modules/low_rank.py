@@ -104,11 +104,19 @@ def is_linear(module: Any) -> bool:
 
 
 def has_linear_weights(module: Any) -> bool:
-    """Returns whether `linear_weights` supports a module: at most one adapter, without dropout."""
-    names = list(getattr(module, "lora_A", ()))
-    if len(names) == 1 and type(module.lora_dropout[names[0]]) is nn.Identity:
-        module = module.base_layer
+    """Returns whether `linear_weights` supports a module: at most one adapter, which is plain LoRA without dropout."""
+    if hasattr(module, "lora_A"):
+        return _has_plain_adapter(module) and type(module.base_layer) is nn.Linear
     return type(module) is nn.Linear
+
+
+def _has_plain_adapter(module: Any) -> bool:
+    """Returns whether a linear of peft computes y as `LinearWeights` does: not DoRA, without bias, and in use."""
+    names = list(module.lora_A)
+    if len(names) != 1 or module.disable_adapters or module.merged:
+        return False
+    (name,) = names
+    return type(module.lora_dropout[name]) is nn.Identity and not (module.use_dora[name] or module.lora_bias[name])
 
 
 def bias_of(module: Any) -> Tensor | None:
