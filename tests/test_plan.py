@@ -564,6 +564,14 @@ def as_json(flags: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[s
     return status, json.loads(capsys.readouterr().out)
 
 
+def test_the_readme_shows_what_plan_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    readme = (Path(__file__).resolve().parent.parent / "README.md").read_text()
+    command, sample = readme.partition("## Does it fit?")[2].split("```")[1:4:2]
+    assert main(command.split()[1:]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert " ".join(sample.removeprefix("text").split()) in printed
+
+
 def test_the_command_prints_a_table_and_leaves_a_record(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "deep" / "plan.jsonl"
     words = f"plan {WORDS} --model-max-length 1M --gpus 8 --offload activations --output {file}".split()
