@@ -80,7 +80,7 @@ def test_layers_that_keep_offload_and_compute_again_give_the_losses_of_all_that_
         assert record["offloaded_bytes"] > 0
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_weights_that_stay_gathered_give_the_losses_evaluations_and_weights_of_those_gathered_twice(
     ranks: int, tmp_path: Path
 ) -> None:
