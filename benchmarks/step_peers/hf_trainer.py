@@ -81,17 +81,15 @@ def packed_rows_of(batches: Sequence[Batch], copies: int) -> Iterator[dict[str, 
             yield {"input_ids": ids, "labels": ids, "seq_lengths": sizes}
 
 
-def peft_config(lora: Lora) -> Any:
-    from peft import LoraConfig
-
-    return LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,
-        target_modules=list(lora.targets),
-        lora_dropout=0.0,
-        bias="none",
-        task_type="CAUSAL_LM",
-    )
+def lora_arguments(lora: Lora) -> dict[str, Any]:
+    """Returns lightseq's adapters as arguments of peft and of Unsloth."""
+    return {
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "target_modules": list(lora.targets),
+        "lora_dropout": 0.0,
+        "bias": "none",
+    }
 
 
 def collate(rows: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, Tensor]:

@@ -23,8 +23,8 @@ from transformers.utils import is_flash_attn_4_available
 from benchmarks.step_peers.hf_trainer import (
     StepRecorder,
     collate,
+    lora_arguments,
     packed_rows_of,
-    peft_config,
     rows_of,
     tokenizer_of,
     trainer_arguments,
@@ -45,6 +45,7 @@ def prepare(job: Job) -> TrainerPeer:
 
     def train(batches: Sequence[Batch]) -> dict[str, Any]:
         from datasets import Dataset
+        from peft import LoraConfig
 
         model = job.whole_model()
         if job.lora:
@@ -69,7 +70,7 @@ def prepare(job: Job) -> TrainerPeer:
                 train_dataset=Dataset.from_list([*rows]),
                 processing_class=tokenizer_of(job.config.vocab_size),
                 callbacks=[recorder],
-                peft_config=peft_config(job.lora) if job.lora else None,
+                peft_config=LoraConfig(**lora_arguments(job.lora), task_type="CAUSAL_LM") if job.lora else None,
             )
             if job.lora:
                 job.initialize_adapters(trainer.model.get_base_model())

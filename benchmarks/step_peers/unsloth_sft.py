@@ -16,7 +16,14 @@ from typing import Any
 
 import torch
 
-from benchmarks.step_peers.hf_trainer import StepRecorder, packed_rows_of, rows_of, tokenizer_of, trainer_arguments
+from benchmarks.step_peers.hf_trainer import (
+    StepRecorder,
+    lora_arguments,
+    packed_rows_of,
+    rows_of,
+    tokenizer_of,
+    trainer_arguments,
+)
 from benchmarks.step_peers.peer import SEED, Job, TrainerPeer
 from lightseq.data.batches import Batch
 from lightseq.models.adapters import Lora, count_adapter_parameters
@@ -83,11 +90,7 @@ def add_adapters(model: Any, lora: Lora) -> Any:
 
     return FastLanguageModel.get_peft_model(
         model,
-        r=lora.rank,
-        lora_alpha=lora.alpha,
-        target_modules=list(lora.targets),
-        lora_dropout=0,
-        bias="none",
+        **lora_arguments(lora),
         use_gradient_checkpointing="unsloth",
         random_state=SEED,
     )

@@ -36,12 +36,7 @@ def token_losses(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: i
 
     Shaped as the labels, float32 (float64 for float64 inputs).
     """
-    rows, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
-    losses = [
-        _cross_entropy_(F.linear(rows[chunk], weight), targets[chunk], with_gradient=False)
-        for chunk in chunks(len(rows), chunk_tokens)
-    ]
-    return torch.cat(losses).view(labels.shape)
+    return losses_and_hits(hidden, weight, labels, chunk_tokens)[0]
 
 
 @torch.no_grad()
