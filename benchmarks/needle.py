@@ -88,7 +88,7 @@ def parser() -> Parser:
     how = out.add_argument_group("training").add_argument
     how("--hidden_size", type=positive, default=128, metavar="N", help=f"width of the model, heads of {HEAD_DIM}")
     how("--layers", type=positive, default=2, metavar="N", help="layers of the model")
-    how("--steps", type=positive, default=700, metavar="N", help="optimizer steps")
+    how("--steps", type=positive, default=500, metavar="N", help="optimizer steps")
     # A row of long documents has few targets and a noisy gradient; a mean over several rows weighs all targets alike.
     how("--rows_per_step", type=positive, default=4, metavar="N", help="rows per step, one after the other")
     how("--eval_steps", type=positive, default=25, metavar="N", help="steps between evaluations")

@@ -8,7 +8,8 @@ Several GPUs share a sequence by accelerate's context parallelism over FSDP2, wh
 in bfloat16. On CPUs accelerate has neither, so every rank computes the whole sequence under DDP.
 
 Packed rows are packed already, as TRL's best-fit packing would, and go through its collator, which separates the
-documents. TRL refuses them under context parallelism. Adapters are float32 over weights in the compute dtype.
+documents. TRL refuses them under context parallelism, so each GPU then trains a row of its own: the same row on all,
+counted as many. Adapters, float32 over weights in the compute dtype, then train under DDP and whole models under FSDP2.
 """
 
 import contextlib
@@ -36,10 +37,12 @@ from lightseq.data.batches import Batch
 def prepare(job: Job) -> TrainerPeer:
     import trl
 
-    context_ranks = job.world.size if job.on_gpu else 1
+    packed = job.packed_rows is not None
+    context_ranks = job.world.size if job.on_gpu and not packed else 1
     if context_ranks > 1:
         job.check_divides(2 * context_ranks, "context parallel")
-    packed = job.packed_rows is not None
+    data_ranks = job.world.size // context_ranks
+    sharded = job.on_gpu and job.world.size > 1 and not job.lora
     fa4 = context_ranks == 1 and is_flash_attn_4_available()
     notes = notes_of(job, fa4)
 
@@ -56,13 +59,14 @@ def prepare(job: Job) -> TrainerPeer:
         with tempfile.TemporaryDirectory() as output_dir, cudnn:
             arguments = trl.SFTConfig(
                 **trainer_arguments(job, len(batches), output_dir),
-                **(context_parallel(context_ranks) if context_ranks > 1 else {"gradient_checkpointing": True}),
+                **(context_parallel(context_ranks) if context_ranks > 1 else {}),
+                **(fully_sharded() if sharded or context_ranks > 1 else {"gradient_checkpointing": True}),
                 packing=packed,
                 max_length=None,
                 dataset_kwargs={"skip_prepare_dataset": True},
                 use_liger_kernel=job.on_gpu,
             )
-            rows = (packed_rows_of if packed else rows_of)(batches, job.world.size // context_ranks)
+            rows = (packed_rows_of if packed else rows_of)(batches, data_ranks)
             trainer = trl.SFTTrainer(
                 model,
                 arguments,
@@ -75,7 +79,7 @@ def prepare(job: Job) -> TrainerPeer:
             if job.lora:
                 job.initialize_adapters(trainer.model.get_base_model())
             trainer.train()
-        return recorder.numbers()
+        return {**recorder.numbers(), "sequences": data_ranks if job.on_gpu else 1}
 
     attention = {"kernel": "fa4", "transport": "nccl"} if fa4 else job.sdpa_facts
     schedule = "context parallel" if context_ranks > 1 else "none"
@@ -84,12 +88,16 @@ def prepare(job: Job) -> TrainerPeer:
 
 
 def context_parallel(ranks: int) -> dict[str, Any]:
-    """Returns arguments for context parallelism over FSDP2, which then checkpoints the layers."""
+    """Returns arguments for context parallelism, which needs FSDP2."""
     from accelerate.parallelism_config import ParallelismConfig
 
+    return {"parallelism_config": ParallelismConfig(cp_size=ranks, cp_backend="torch")}
+
+
+def fully_sharded() -> dict[str, Any]:
+    """Returns arguments for FSDP2, which then checkpoints the layers."""
     return {
         "gradient_checkpointing": False,
-        "parallelism_config": ParallelismConfig(cp_size=ranks, cp_backend="torch"),
         "fsdp": True,
         "fsdp_config": {
             "version": 2,
@@ -108,8 +116,12 @@ def notes_of(job: Job, fa4: bool) -> list[str]:
     if not job.on_gpu:
         notes.append("sdpa, because flash-attn-4 needs a GPU")
     elif not fa4:
-        reason = "context parallelism needs it" if job.world.size > 1 else "flash-attn-4 is not installed"
+        context_parallel = job.world.size > 1 and job.packed_rows is None
+        reason = "context parallelism needs it" if context_parallel else "flash-attn-4 is not installed"
         notes.append(f"sdpa, because {reason}")
     if not job.on_gpu and job.world.size > 1:
         notes.append("DDP with the whole sequence on every rank, because context parallelism needs GPUs")
+    if job.on_gpu and job.world.size > 1 and job.packed_rows:
+        how = "DDP" if job.lora else "FSDP2"
+        notes.append(f"a row per GPU under {how}, because TRL refuses packing with context parallelism")
     return notes
