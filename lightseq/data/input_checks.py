@@ -270,10 +270,10 @@ def _sharded_loss(model: nn.Module, loss_function: Callable[..., Tensor], *args:
 
 @torch.compiler.disable
 def _record_loss(model: nn.Module, loss: Tensor) -> None:
-    _forward_pass(model).loss = (loss, _version(loss))
+    _forward_pass(model).loss = (loss, tensor_version(loss))
 
 
-def _version(x: Tensor) -> int:
+def tensor_version(x: Tensor) -> int:
     """Returns the number of in-place changes of a tensor; 0 in inference mode, which does not count them."""
     return 0 if x.is_inference() else x._version
 
@@ -290,7 +290,7 @@ def _check_loss(model: nn.Module, _args: tuple, kwargs: dict[str, Any], output: 
     returned = output[0] if isinstance(output, tuple) else output.loss
     if noted is None and _has_fused_loss(model):
         return  # the fused loss takes shift_labels and num_items_in_batch itself
-    if noted is None or returned is not noted[0] or _version(returned) != noted[1]:
+    if noted is None or returned is not noted[0] or tensor_version(returned) != noted[1]:
         raise ValueError(
             f"{type(model).__name__} returns a loss that is not its loss function's result, such as one with a router "
             "loss added; turn that term off, or use another model"
