@@ -9,6 +9,8 @@ Losses of log-probabilities, such as DPO and GRPO, take these lines instead of t
 log_probs = hf.token_log_probs(context, model, batch)      # of this rank's tokens; logits never exist whole
 sums = hf.sequence_sums(context, log_probs, batch)         # of whole sequences, the same on every rank
 in_order = hf.gather_tokens(context, log_probs, batch)     # of all tokens, the same on every rank
+
+hf.disable(model)   # the plain model again, to generate for example
 """
 
 import dataclasses
@@ -39,6 +41,7 @@ from lightseq.data.input_checks import (
     BATCH_FACTS,
     batch_facts,
     install_checks,
+    remove_checks,
     tensor_version,
     transformers_model,
 )
@@ -106,9 +109,35 @@ def enable(
         for line in untested_versions():
             warnings.warn(line, UntestedVersionWarning, stacklevel=2)
     ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, attention_function)
+    inner = transformers_model(model)
+    if (before := inner.config._attn_implementation) != IMPLEMENTATION:
+        inner.plain_attention = before  # type: ignore[assignment]
     model.set_attn_implementation(IMPLEMENTATION)
     _attach(model, context)
     return context
+
+
+def disable(model: PreTrainedModel) -> None:
+    """Undoes `enable`: the model attends, checks its inputs and generates as before, with the weights it has now.
+
+    Pass the module that was enabled, or one around it. The context is released, except for deep copies of the model;
+    call it when no backward pass is pending. The model may be enabled again. Raises ValueError if it is not enabled.
+    """
+    inner = transformers_model(model)
+    context = vars(inner).get("sequence_context")
+    if not isinstance(context, SequenceContext):
+        raise ValueError(f"{type(inner).__name__} is not enabled; hf.disable takes the model that hf.enable took")
+    remove_checks(model)
+    for module in model.modules():
+        vars(module).pop("sequence_context", None)
+        forward = vars(module).get("forward")
+        if isinstance(forward, partial) and forward.func is _rope_forward:
+            del module.forward
+            if forward.args[1] != module.forward:  # another library's
+                module.forward = forward.args[1]
+    # A model whose config an enabled one shares was never plain; None is the default of transformers.
+    inner.set_attn_implementation(vars(inner).pop("plain_attention", None))  # type: ignore[arg-type]
+    release(context)
 
 
 def plan_memory(
