@@ -3,12 +3,21 @@
 context = hf.enable(model, group)
 batch = hf.shard_batch(context, input_ids, labels)
 loss = model(**batch).loss   # this rank's share: losses and gradients are summed over ranks
+
+Losses of log-probabilities, such as DPO and GRPO, take these lines instead of the last one:
+
+log_probs = hf.token_log_probs(context, model, batch)      # of this rank's tokens; logits never exist whole
+sums = hf.sequence_sums(context, log_probs, batch)         # of whole sequences, the same on every rank
+in_order = hf.gather_tokens(context, log_probs, batch)     # of all tokens, the same on every rank
+
+hf.disable(model)   # the plain model again, to generate for example
 """
 
 import dataclasses
 import difflib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from inspect import signature
 from typing import Any, Final
@@ -28,7 +37,14 @@ from lightseq.attention.context import AttentionConfig, SequenceContext, make_co
 from lightseq.attention.module_attention import attention_function
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.examples import IGNORE_INDEX
-from lightseq.data.input_checks import BATCH_FACTS, batch_facts, install_checks, transformers_model
+from lightseq.data.input_checks import (
+    BATCH_FACTS,
+    batch_facts,
+    install_checks,
+    remove_checks,
+    tensor_version,
+    transformers_model,
+)
 from lightseq.data.shard_batch import (
     check_right_padding,
     find_boundaries,
@@ -47,6 +63,7 @@ from lightseq.models.architecture import (
     rope_types,
     sliding_window,
 )
+from lightseq.modules import loss
 from lightseq.schedule.cost import AttentionShape
 from lightseq.utils.versions import UntestedVersionWarning, untested_versions
 
@@ -92,9 +109,35 @@ def enable(
         for line in untested_versions():
             warnings.warn(line, UntestedVersionWarning, stacklevel=2)
     ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, attention_function)
+    inner = transformers_model(model)
+    if (before := inner.config._attn_implementation) != IMPLEMENTATION:
+        inner.plain_attention = before  # type: ignore[assignment]
     model.set_attn_implementation(IMPLEMENTATION)
     _attach(model, context)
     return context
+
+
+def disable(model: PreTrainedModel) -> None:
+    """Undoes `enable`: the model attends, checks its inputs and generates as before, with the weights it has now.
+
+    Pass the module that was enabled, or one around it. The context is released, except for deep copies of the model;
+    call it when no backward pass is pending. The model may be enabled again. Raises ValueError if it is not enabled.
+    """
+    inner = transformers_model(model)
+    context = vars(inner).get("sequence_context")
+    if not isinstance(context, SequenceContext):
+        raise ValueError(f"{type(inner).__name__} is not enabled; hf.disable takes the model that hf.enable took")
+    remove_checks(model)
+    for module in model.modules():
+        vars(module).pop("sequence_context", None)
+        forward = vars(module).get("forward")
+        if isinstance(forward, partial) and forward.func is _rope_forward:
+            del module.forward
+            if forward.args[1] != module.forward:  # another library's
+                module.forward = forward.args[1]
+    # A model whose config an enabled one shares was never plain; None is the default of transformers.
+    inner.set_attn_implementation(vars(inner).pop("plain_attention", None))  # type: ignore[arg-type]
+    release(context)
 
 
 def plan_memory(
@@ -165,6 +208,131 @@ def shard_batch(
         valid = (labels != IGNORE_INDEX).sum().clamp_min(1)  # without a target the loss is 0, not NaN
         batch |= {"labels": local, "shift_labels": local, "num_items_in_batch": valid}
     return batch
+
+
+def token_log_probs(
+    context: SequenceContext, model: nn.Module, batch: Mapping[str, Any], temperature: float = 1.0
+) -> Tensor:
+    """Returns log p(target) of this rank's tokens, (batch, local) float32, with gradients; 0 without a target.
+
+    `batch` comes from `shard_batch`, with labels: the value of a token is that of the token after it. Logits are
+    divided by `temperature`, and never exist whole. `model` is the outermost module, as wrapped by PEFT and FSDP2;
+    inside PEFT's `disable_adapter` the base model answers. A loss that is a sum over this rank's values is its share:
+    losses and gradients are summed over ranks. For any other loss see `sequence_sums`.
+
+    Raises ValueError for a model that is not enabled with this context, and for one whose logits are not the product
+    with a linear head without bias.
+    """
+    inner, labels = transformers_model(model), _shifted_labels(batch)
+    if vars(inner).get("sequence_context") is not context:
+        raise ValueError(f"{type(inner).__name__} is not enabled with this context; pass that of its hf.enable")
+    if not temperature > 0:
+        raise ValueError(f"temperature is {temperature}; give a number above 0")
+    inputs = {key: x for key, x in batch.items() if key not in ("labels", "shift_labels", "num_items_in_batch")}
+    with _log_probs_for_logits(inner, labels, temperature):
+        output = model(**inputs)  # the whole model, because FSDP2 gathers the head's weight in its hooks
+    log_probs: Tensor = output[0] if isinstance(output, tuple) else output.logits
+    if _is_rounded(log_probs):
+        raise ValueError(f"the model's output is cast to {log_probs.dtype}; set output_dtype of FSDP2 to float32")
+    return log_probs
+
+
+def sequence_sums(context: SequenceContext, values: Tensor, batch: Mapping[str, Any]) -> Tensor:
+    """Returns the sums of per-token values over the targets of whole sequences: (batch,), or (documents,) if packed.
+
+    The sums are the same on every rank. Compute the same whole loss of them on every rank, and call `backward` on each:
+    the gradient of a value is that of the loss counted once, so parameter gradients summed over ranks are those of one
+    process. Do not sum this loss over ranks. A rank may add its share of a loss that is a sum over tokens; only such
+    shares are summed for display. `values` are (batch, local), such as log-probabilities, or ones to count targets.
+    """
+    labels, documents = _shifted_labels(batch), batch.get("documents")
+    wide = values.to(torch.promote_types(values.dtype, torch.float32))
+    wide = torch.where(labels == IGNORE_INDEX, 0.0, wide)
+    if documents is None:
+        sums = wide.sum(1)
+    else:
+        numbers = documents.numbers(context.rank).to(wide.device)
+        sums = wide.new_zeros(documents.count).index_add(0, numbers, wide.flatten())
+    return _SumOverRanks.apply(sums, context.group)
+
+
+def gather_tokens(context: SequenceContext, values: Tensor, batch: Mapping[str, Any]) -> Tensor:
+    """Returns per-token values (batch, local, ...) of all ranks in the order of the whole batch (batch, length, ...).
+
+    Log-probabilities at position t are those of token t + 1. Every rank gets the same tensor. A loss computed of it has
+    the contract of `sequence_sums`: the same whole loss on every rank, not summed over ranks.
+    """
+    documents = batch.get("documents")
+    layout = context.layout if documents is None else documents.layout
+    padded = values.shape[1] * layout.world
+    positions = layout.positions(context.rank, padded).to(values.device)
+    whole = values.new_zeros(len(values), padded, *values.shape[2:]).index_copy(1, positions, values)
+    length = int(batch[BATCH_FACTS][1])
+    return _SumOverRanks.apply(whole, context.group)[:, :length]
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """Sum over a group of which every rank computes the same loss; counted once, its gradient passes unchanged."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:  # type: ignore[override]
+        total = x.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient, None
+
+
+def _is_rounded(log_probs: Tensor) -> bool:
+    return torch.finfo(log_probs.dtype).bits < 32
+
+
+def _shifted_labels(batch: Mapping[str, Any]) -> Tensor:
+    labels = batch.get("shift_labels")
+    if not isinstance(labels, Tensor):
+        raise ValueError("the batch has no shift_labels; pass labels to shard_batch, and all that it returns on")
+    return labels
+
+
+@contextmanager
+def _log_probs_for_logits(model: PreTrainedModel, labels: Tensor, temperature: float) -> Iterator[None]:
+    """Lets the model's head return the labels' log-probabilities. Raises ValueError if the model changes its logits.
+
+    Only the head's `forward` is replaced, so that FSDP's hooks still run around it.
+    """
+    name, head, found = type(model).__name__, model.get_output_embeddings(), list[tuple[Tensor, int]]()
+    if not isinstance(head, nn.Linear):
+        raise ValueError(f"{name} has no plain linear as LM head, which log-probabilities need; leave it unadapted")
+    if head.bias is not None:
+        raise ValueError(
+            f"{name} has a bias in its LM head, which the chunked loss does not support; use another model"
+        )
+
+    def log_probs(hidden: Tensor) -> Tensor:
+        returned = loss.token_log_probs(hidden, head.weight, labels, temperature=temperature)
+        found.append((returned, tensor_version(returned)))
+        return returned
+
+    def check(_model: nn.Module, _args: tuple, output: Any) -> None:
+        logits = output[0] if isinstance(output, tuple) else output.logits
+        cast = _is_rounded(logits)  # by FSDP at the head, of which the caller is told
+        if not cast and (not found or logits is not found[-1][0] or tensor_version(logits) != found[-1][1]):
+            raise ValueError(
+                f"{name} scales or caps its logits, which the chunked loss does not support; use another model"
+            )
+
+    before = vars(head).get("forward")
+    hook = model.register_forward_hook(check, prepend=True)  # before FSDP's, which may cast the output
+    head.forward = log_probs  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        hook.remove()
+        del head.forward
+        if before is not None:
+            head.forward = before  # type: ignore[method-assign]
 
 
 def _with_options(config: AttentionConfig, options: Mapping[str, Any]) -> AttentionConfig:

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import peft
 import pytest
 import torch
 import torch.distributed as dist
@@ -36,7 +37,7 @@ from transformers import (
 from worlds import spawn
 
 from lightseq import hf
-from lightseq.attention.context import SequenceContext
+from lightseq.attention.context import SequenceContext, find
 from lightseq.attention.executor import Executor
 from lightseq.attention.operator import attention
 from lightseq.cli import BOTH
@@ -349,6 +350,86 @@ def enabled_twice(rank: int) -> None:
 
 def test_enabling_again_replaces_the_first_and_stacks_nothing() -> None:
     spawn(2, enabled_twice)
+
+
+def attributes(model: torch.nn.Module) -> dict[str, dict[str, Any]]:
+    """Everything that every module holds, by its name; of hooks how many, for torch numbers them anew.
+
+    Without the longest sequence so far, which dynamic RoPE remembers in plain transformers too.
+    """
+    skipped = ("_parameters", "_buffers", "_modules", "max_seq_len_cached")
+    return {
+        name: {key: len(x) if key.endswith(("hooks", "hooks_with_kwargs", "always_called")) else x
+               for key, x in vars(module).items() if key not in skipped}
+        for name, module in model.named_modules()
+    }  # fmt: skip
+
+
+def disabled(rank: int) -> None:
+    """Trains, disables and generates, twice; the rank's model is again one that transformers made."""
+    for changes in ({}, {"max_position_embeddings": 16, "rope_parameters": ROPES["dynamic"]}):
+        model, want = llama(**changes), llama(**changes)
+        before, config = attributes(model), model.config.to_dict()
+        for schedule in ("ring", "zigzag"):
+            context = hf.enable(model, schedule=schedule)
+            context = hf.enable(model, schedule=schedule)
+            check_training(model, want, context, ids(), ids())
+            with torch.no_grad():
+                for p, q in zip(model.parameters(), want.parameters(), strict=True):
+                    p -= q.grad
+                    q -= q.grad
+            hf.disable(model)
+            for name, after in attributes(model).items():
+                assert after.keys() == before[name].keys() and after == before[name], f"{name}: {after}"
+            assert model.config.to_dict() == config and model.config._attn_implementation == "sdpa"
+            options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+            got, expected = (m.generate(input_ids=ids(2, 20), **options) for m in (model, want))
+            assert torch.equal(got, expected) and got.shape == (2, 28)
+            assert torch.equal(model(ids(), labels=ids()).loss, want(ids(), labels=ids()).loss)
+            with pytest.raises(KeyError):
+                find(context.name)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_disabled_model_generates_as_before_and_may_be_enabled_again(world: int) -> None:
+    spawn(world, disabled)
+
+
+def test_disabling_reaches_wrappers_and_keeps_what_others_set(alone: None) -> None:
+    model = llama(rope_parameters=ROPES["dynamic"], max_position_embeddings=16)
+    model.set_attn_implementation("eager")
+    model.loss_function = own_loss = partial(model.loss_function)
+    rope = model.model.rotary_emb
+    rope.forward = own_forward = partial(rope.forward)
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+    before = attributes(wrapped)
+    context = hf.enable(wrapped)
+    wrapped(**hf.shard_batch(context, ids(), ids())).loss.backward()
+    hf.disable(wrapped)
+    assert attributes(wrapped) == before and model.config._attn_implementation == "eager"
+    assert model.loss_function is own_loss and rope.forward is own_forward
+
+
+def test_disabling_a_copy_leaves_the_model_enabled(alone: None) -> None:
+    model = llama()
+    context = hf.enable(model)
+    inputs = hf.shard_batch(context, ids(), ids())
+    expected = model(**inputs).loss
+    other = copy.deepcopy(model)
+    hf.disable(other)
+    assert other.generate(input_ids=ids(1, 8), max_new_tokens=2, pad_token_id=0).shape == (1, 10)
+    assert torch.equal(model(**inputs).loss, expected)
+
+
+def test_disabling_a_model_that_is_not_enabled_is_refused(alone: None) -> None:
+    model = llama()
+    line = "LlamaForCausalLM is not enabled; hf.disable takes the model that hf.enable took"
+    with pytest.raises(ValueError, match=f"^{re.escape(line)}$"):
+        hf.disable(model)
+    hf.enable(model)
+    hf.disable(model)
+    with pytest.raises(ValueError, match="is not enabled"):
+        hf.disable(model)
 
 
 # ---- what is refused -----------------------------------------------------------------------------------------------

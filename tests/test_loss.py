@@ -8,7 +8,14 @@ import torch.nn.functional as F
 from operators import LargestResult
 from torch import Tensor, nn
 
-from lightseq.modules.loss import IGNORE_INDEX, cross_entropy_sum, likeliest_tokens, losses_and_hits, token_losses
+from lightseq.modules.loss import (
+    IGNORE_INDEX,
+    cross_entropy_sum,
+    likeliest_tokens,
+    losses_and_hits,
+    token_log_probs,
+    token_losses,
+)
 
 TOKENS, HIDDEN, WORDS = 50, 16, 37
 CHUNKS = [1, 7, 25, 49, 50, 51, 2048]
@@ -197,3 +204,139 @@ def test_logits_never_exist_whole_where_token_losses_are_wanted(read: Callable[.
     with LargestResult() as ours:
         read(hidden, weight, torch.randint(words, (tokens,)), chunk)
     assert ours.elements == chunk * words
+
+
+# ---- log-probabilities with gradients ------------------------------------------------------------------------------
+
+
+def plain_log_probs(hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
+    logits = F.linear(hidden, weight)
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    found = wide.log_softmax(-1).gather(-1, labels.clamp_min(0).unsqueeze(-1)).squeeze(-1)
+    return torch.where(labels == IGNORE_INDEX, 0.0, found)
+
+
+def upstream(labels: Tensor) -> Tensor:
+    """A gradient that differs from token to token, as that of a clipped or non-linear loss does."""
+    found = torch.randn(labels.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    return found.to(labels.device)
+
+
+@pytest.mark.parametrize("chunk_tokens", CHUNKS)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_and_their_gradients_are_those_of_torch(chunk_tokens: int, temperature: float) -> None:
+    hidden, weight, labels = inputs()
+    want = plain_log_probs(hidden, weight, labels, temperature)
+    got = token_log_probs(hidden, weight, labels, chunk_tokens, temperature)
+    assert got.dtype == torch.float64 and got.shape == labels.shape and not got[labels == IGNORE_INDEX].any()
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
+    expected = torch.autograd.grad(want, (hidden, weight), upstream(labels))
+    for g, w in zip(torch.autograd.grad(got, (hidden, weight), upstream(labels)), expected, strict=True):
+        torch.testing.assert_close(g, w, rtol=1e-11, atol=1e-12)
+
+
+def test_log_probs_take_expanded_gradients_and_strided_inputs() -> None:
+    hidden, weight, labels = inputs()
+    turned, every_second = hidden.detach().transpose(0, 1).requires_grad_(), labels.T[::2]
+    want = torch.autograd.grad(plain_log_probs(turned[::2], weight, every_second).sum(), (turned, weight))
+    got = torch.autograd.grad(token_log_probs(turned[::2], weight, every_second, 7).sum(), (turned, weight))
+    for g, w in zip(got, want, strict=True):
+        torch.testing.assert_close(g, w)
+
+
+def test_log_probs_leave_frozen_weights_and_frozen_hidden_states_alone() -> None:
+    hidden, weight, labels = inputs()
+    want = torch.autograd.grad(plain_log_probs(hidden, weight, labels), (hidden, weight), upstream(labels))
+    got = token_log_probs(hidden, weight.detach(), labels, 7)
+    torch.testing.assert_close(torch.autograd.grad(got, hidden, upstream(labels))[0], want[0])
+    got = token_log_probs(hidden.detach(), weight, labels, 7)
+    torch.testing.assert_close(torch.autograd.grad(got, weight, upstream(labels))[0], want[1])
+    assert not token_log_probs(hidden.detach(), weight.detach(), labels).requires_grad
+    with torch.no_grad():
+        alone = token_log_probs(hidden, weight, labels, 7)
+    assert not alone.requires_grad and torch.equal(alone, got)
+
+
+def test_log_probs_without_any_label_are_zero_with_zero_gradients() -> None:
+    hidden, weight, labels = inputs(torch.float32, ignored=1.1)
+    found = token_log_probs(hidden, weight, labels)
+    found.backward(torch.full_like(found, torch.inf))
+    assert not found.any()
+    assert hidden.grad is not None and not hidden.grad.any() and weight.grad is not None and not weight.grad.any()
+
+
+def check_half_precision_log_probs(
+    inputs: tuple[Tensor, Tensor, Tensor], chunk_tokens: int, temperature: float
+) -> None:
+    """Against float64 on the same, already rounded inputs."""
+    hidden, weight, labels = inputs
+    given = upstream(labels)
+    exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    want = plain_log_probs(exact[0], exact[1], labels, temperature)
+    truth = [want.detach(), *torch.autograd.grad(want, exact, given)]
+
+    def errors(found: Tensor) -> list[float]:
+        assert found.dtype == torch.float32
+        all_found = [found.detach(), *torch.autograd.grad(found, (hidden, weight), given.float())]
+        return [((f - t).norm() / t.norm()).item() for f, t in zip(all_found, truth, strict=True)]
+
+    ours = errors(token_log_probs(hidden, weight, labels, chunk_tokens, temperature))
+    theirs = errors(plain_log_probs(hidden, weight, labels, temperature))
+    for name, mine, plains in zip(("log-probs", "hidden", "weight"), ours, theirs, strict=True):
+        assert mine <= 2 * plains + 1e-6, f"{name}: error {mine:.1e}, plain {plains:.1e}"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 2048])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_half_precision_log_probs_err_at_most_twice_as_much_as_plain(
+    dtype: torch.dtype, chunk_tokens: int, temperature: float
+) -> None:
+    check_half_precision_log_probs(inputs(dtype), chunk_tokens, temperature)
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("words", [500, 32000, 128256])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_on_a_gpu_log_probs_err_at_most_twice_as_much_as_plain(
+    dtype: torch.dtype, words: int, temperature: float
+) -> None:
+    g = torch.Generator("cuda").manual_seed(0)
+    hidden = torch.randn(2, 300, 256, generator=g, device="cuda").to(dtype).requires_grad_()
+    weight = (torch.randn(words, 256, generator=g, device="cuda") / 8).to(dtype).requires_grad_()
+    labels = torch.randint(words, (2, 300), generator=g, device="cuda")
+    labels[:, ::3] = IGNORE_INDEX
+    check_half_precision_log_probs((hidden, weight, labels), 256, temperature)
+
+
+def test_the_gradient_of_log_probs_adds_up_over_many_chunks_in_float32() -> None:
+    tokens = 1024
+    hidden = torch.ones(tokens, HIDDEN, dtype=torch.bfloat16)
+    weight = torch.zeros(WORDS, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
+    token_log_probs(hidden, weight, torch.zeros(tokens, dtype=torch.long), chunk_tokens=1).sum().backward()
+    assert weight.grad is not None
+    want = torch.full((WORDS, HIDDEN), -tokens / WORDS)
+    want[0] += tokens
+    torch.testing.assert_close(weight.grad.float(), want, rtol=2**-7, atol=0)
+
+
+def test_under_autocast_log_probs_have_the_gradients_of_the_products_dtype() -> None:
+    hidden, weight, labels = inputs(torch.float32)
+    given = upstream(labels).float()
+    want = token_log_probs(hidden.bfloat16(), weight.bfloat16(), labels)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = token_log_probs(hidden, weight, labels)
+    assert torch.equal(got, want)
+    expected = torch.autograd.grad(want, (hidden, weight), given)
+    for g, w in zip(torch.autograd.grad(got, (hidden, weight), given), expected, strict=True):
+        assert torch.equal(g, w)
+
+
+def test_logits_never_exist_whole_for_log_probs() -> None:
+    tokens, words, chunk = 512, 400, 32
+    hidden = torch.randn(tokens, HIDDEN, requires_grad=True)
+    weight = torch.randn(words, HIDDEN, requires_grad=True)
+    with LargestResult() as ours:
+        token_log_probs(hidden, weight, torch.randint(words, (tokens,)), chunk).sum().backward()
+    assert ours.elements == max(chunk * words, tokens * HIDDEN)

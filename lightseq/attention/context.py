@@ -86,6 +86,7 @@ class Documents:
     boundaries: Tensor  # int64 on the CPU, padded by repeating the end so that shapes rarely change
     layout: Layout
     balance: float  # mean attention area of a rank over the largest
+    count: int  # documents without those of padding
 
     @property
     def padded_boundaries(self) -> tuple[int, ...]:
@@ -102,6 +103,12 @@ class Documents:
     def shard(self, x: Tensor, rank: int, fill: float = 0) -> Tensor:
         """Returns one rank's part of a whole tensor (batch, length, ...), padded with `fill`."""
         return shard(x, self.layout, rank, fill=fill, padded_length=int(self.boundaries[-1]))
+
+    def numbers(self, rank: int) -> Tensor:
+        """Returns the number of each local token's document, int64 (local,). Padding belongs to the last document."""
+        ends = torch.tensor(self.padded_boundaries[1:])
+        positions = self.layout.positions(rank, int(self.boundaries[-1]))
+        return torch.bucketize(positions, ends, right=True).clamp_max(self.count - 1)
 
 
 MIN_BOUNDARIES = 256  # smallest boundary tensor; it doubles as needed, so compiled graphs see few shapes
@@ -121,7 +128,7 @@ def pack(context: SequenceContext, boundaries: Sequence[int], length: int | None
         size *= 2
     carried = torch.tensor([*whole, *[whole[-1]] * (size - len(whole))], dtype=torch.int64)
     table = packed_schedule(context.schedule, whole)
-    return Documents(carried, table.layout, balance(table))
+    return Documents(carried, table.layout, balance(table), len(real) - 1)
 
 
 def without_repeats(boundaries: Tensor) -> tuple[int, ...]:

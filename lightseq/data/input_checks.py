@@ -48,12 +48,28 @@ def install_checks(model: PreTrainedModel, length_dependent_rope: bool) -> None:
         module.length_dependent_rope = length_dependent_rope  # type: ignore[assignment]
         if installed:
             continue
-        module.register_forward_pre_hook(_check_inputs, with_kwargs=True)
+        hooks = [module.register_forward_pre_hook(_check_inputs, with_kwargs=True)]
         if module is not base:
-            module.register_forward_pre_hook(_check_labels, with_kwargs=True)
+            hooks.append(module.register_forward_pre_hook(_check_labels, with_kwargs=True))
             # FSDP's hook casts the loss to another tensor, so this one runs first.
-            module.register_forward_hook(_check_loss, prepend=True, with_kwargs=True)
-        module.register_forward_hook(partial(_check_pass, layers), always_call=True)
+            hooks.append(module.register_forward_hook(_check_loss, prepend=True, with_kwargs=True))
+        hooks.append(module.register_forward_hook(partial(_check_pass, layers), always_call=True))
+        module.check_hooks = hooks  # type: ignore[assignment]
+
+
+def remove_checks(model: nn.Module) -> None:
+    """Removes the hooks of `install_checks` from a model and all modules inside it, and restores its loss function."""
+    for module in model.modules():
+        for hook in vars(module).pop("check_hooks", ()):
+            hook.remove()
+        for name in ("checked_shapes", "length_dependent_rope"):
+            vars(module).pop(name, None)
+    inner = transformers_model(model)
+    if getattr(inner.loss_function, "func", None) is _sharded_loss:
+        *_, before = inner.loss_function.args
+        del inner._loss_function
+        if inner.loss_function is not before:  # not the default of the model's class
+            inner.loss_function = before
 
 
 def transformers_model(model: nn.Module) -> PreTrainedModel:
@@ -70,7 +86,10 @@ def _check_inputs(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tupl
     if len(args) > 1:
         raise ValueError(f"{len(args)} positional arguments; pass all but the first by keyword, as shard_batch does")
     if kwargs.get("use_cache") or kwargs.get("past_key_values") is not None:
-        raise ValueError("a key/value cache is not supported; to generate, load the saved model in plain transformers")
+        raise ValueError(
+            "a key/value cache is not supported; to generate, call hf.disable(model), or load the saved model in plain "
+            "transformers"
+        )
     if getattr(config, "use_cache", False):
         kwargs["use_cache"] = False
     for flag, reason in (
@@ -270,10 +289,10 @@ def _sharded_loss(model: nn.Module, loss_function: Callable[..., Tensor], *args:
 
 @torch.compiler.disable
 def _record_loss(model: nn.Module, loss: Tensor) -> None:
-    _forward_pass(model).loss = (loss, _version(loss))
+    _forward_pass(model).loss = (loss, tensor_version(loss))
 
 
-def _version(x: Tensor) -> int:
+def tensor_version(x: Tensor) -> int:
     """Returns the number of in-place changes of a tensor; 0 in inference mode, which does not count them."""
     return 0 if x.is_inference() else x._version
 
@@ -290,7 +309,7 @@ def _check_loss(model: nn.Module, _args: tuple, kwargs: dict[str, Any], output: 
     returned = output[0] if isinstance(output, tuple) else output.loss
     if noted is None and _has_fused_loss(model):
         return  # the fused loss takes shift_labels and num_items_in_batch itself
-    if noted is None or returned is not noted[0] or _version(returned) != noted[1]:
+    if noted is None or returned is not noted[0] or tensor_version(returned) != noted[1]:
         raise ValueError(
             f"{type(model).__name__} returns a loss that is not its loss function's result, such as one with a router "
             "loss added; turn that term off, or use another model"

@@ -11,18 +11,28 @@ from torch import Tensor
 BLOCK = 8192  # logits that one program reads at once
 
 
-def cross_entropy_(logits_NV: Tensor, labels_N: Tensor, ignore_index: int, with_gradient: bool) -> Tensor:
-    """Computes -log p(label) of every row (N,), float32, 0 where the label is `ignore_index`.
+def cross_entropy_(
+    logits_NV: Tensor,
+    labels_N: Tensor,
+    ignore_index: int,
+    with_gradient: bool,
+    scale: float = 1.0,
+    factors_N: Tensor | None = None,
+) -> Tensor:
+    """Computes -log p(label) of every row (N,) for logits times `scale`, float32, 0 where the label is `ignore_index`.
 
-    With the gradient, logits are overwritten with p - onehot(label), and with 0 in rows without a label.
+    With the gradient, logits are overwritten with (p - onehot(label)) * scale, times the row's factor if there are
+    float32 factors, and with 0 in rows without a label.
     """
     assert logits_NV.is_contiguous() and labels_N.is_contiguous()
     rows, vocabulary = logits_NV.shape
     losses = torch.empty(rows, dtype=torch.float32, device=logits_NV.device)
     block = min(BLOCK, triton.next_power_of_2(vocabulary))
+    weighted = factors_N is not None
+    assert not weighted or (factors_N.is_contiguous() and factors_N.dtype is torch.float32)
     _cross_entropy[(rows,)](
-        logits_NV, labels_N, losses, ignore_index, VOCABULARY=vocabulary, GRADIENT=with_gradient, BLOCK=block,
-        num_warps=max(1, min(16, block // 512)),
+        logits_NV, labels_N, losses, factors_N if weighted else losses, ignore_index, scale, VOCABULARY=vocabulary,
+        GRADIENT=with_gradient, WEIGHTED=weighted, BLOCK=block, num_warps=max(1, min(16, block // 512)),
     )  # fmt: skip
     return losses
 
@@ -36,7 +46,8 @@ def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 @triton.jit
 def _cross_entropy(
-    logits, labels, losses, ignore_index, VOCABULARY: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr
+    logits, labels, losses, factors, ignore_index, scale,
+    VOCABULARY: tl.constexpr, GRADIENT: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels + row)
@@ -49,21 +60,24 @@ def _cross_entropy(
                 tl.store(at + start + block, tl.zeros((BLOCK,), tl.float32), mask=start + block < VOCABULARY)
     else:
         # Load the target before the reductions: their barriers separate it from the writes below.
-        target = tl.load(at + label).to(tl.float32)
+        target = tl.load(at + label).to(tl.float32) * scale
         highest = -3.0e38  # finite, because -inf minus -inf is NaN
         total = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, VOCABULARY, BLOCK):
             x = tl.load(at + start + block, mask=start + block < VOCABULARY, other=-float("inf")).to(tl.float32)
+            x *= scale
             higher = tl.maximum(highest, tl.max(x, 0))
             total = total * tl.exp(highest - higher) + tl.exp(x - higher)
             highest = higher
         lse = highest + tl.log(tl.sum(total, 0))
         tl.store(losses + row, lse - target)
         if GRADIENT:
+            factor = scale * tl.load(factors + row) if WEIGHTED else scale
             for start in range(0, VOCABULARY, BLOCK):
                 inside = start + block < VOCABULARY
-                x = tl.load(at + start + block, mask=inside).to(tl.float32)
-                tl.store(at + start + block, tl.exp(x - lse) - (start + block == label), mask=inside)
+                x = tl.load(at + start + block, mask=inside).to(tl.float32) * scale
+                gradient = (tl.exp(x - lse) - (start + block == label)) * factor
+                tl.store(at + start + block, gradient, mask=inside)
 
 
 @triton.jit

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from lightseq.kernels.launches import fused_kernels
 from lightseq.kernels.products import add_product
@@ -23,6 +24,24 @@ def cross_entropy_sum(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_toke
     rows = hidden.reshape(-1, hidden.shape[-1])
     size = CHUNK_TOKENS if chunk_tokens is None else chunk_tokens
     return _ChunkedCrossEntropy.apply(rows, weight, labels.reshape(-1), size, with_gradient)
+
+
+def token_log_probs(
+    hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int | None = None, temperature: float = 1.0
+) -> Tensor:
+    """Returns log p(label) of every token, 0 without a target, with gradients, for logits divided by `temperature`.
+
+    Shaped as the labels, float32 (float64 for float64 inputs); arguments are those of `cross_entropy_sum`. Use that
+    for a plain sum: here the backward pass computes the logits of each chunk again.
+    """
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):  # the backward pass runs without autocast, and must see the same logits
+        dtype = torch.get_autocast_dtype(device)
+        with torch.autocast(device, enabled=False):
+            return token_log_probs(hidden.to(dtype), weight.to(dtype), labels, chunk_tokens, temperature)
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    size = CHUNK_TOKENS if chunk_tokens is None else chunk_tokens
+    return _TokenLogProbs.apply(rows, weight, labels.contiguous(), size, 1 / temperature)
 
 
 def chunks(tokens: int, size: int) -> Iterator[slice]:
@@ -102,16 +121,68 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return dhidden, dweight, None, None, None
 
 
-def _cross_entropy_(logits_NV: Tensor, labels_N: Tensor, with_gradient: bool) -> Tensor:
-    """Returns -log p(label) of every row, 0 without a label; optionally overwrites the logits with their gradient."""
+class _TokenLogProbs(torch.autograd.Function):
+    """Log-probabilities whose gradient depends on the upstream gradient of every token.
+
+    That is known in the backward pass only, so a chunk takes four matrix products.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[no-untyped-def, override]
+        ctx,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        labels: Tensor,
+        chunk_tokens: int,
+        scale: float,
+    ) -> Tensor:
+        ctx.save_for_backward(hidden_ND, weight_VD, labels)
+        ctx.chunk_tokens, ctx.scale = chunk_tokens, scale
+        wide = torch.promote_types(hidden_ND.dtype, torch.float32)
+        log_probs = hidden_ND.new_zeros(labels.shape, dtype=wide)  # not a view, which FSDP2 warns of
+        labels_N, log_probs_N = labels.view(-1), log_probs.view(-1)
+        for chunk in chunks(len(hidden_ND), chunk_tokens):
+            logits = F.linear(hidden_ND[chunk], weight_VD)
+            log_probs_N[chunk] -= _cross_entropy_(logits, labels_N[chunk], with_gradient=False, scale=scale)
+        return log_probs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, upstream: Tensor):  # type: ignore[no-untyped-def, override]
+        hidden_ND, weight_VD, labels = ctx.saved_tensors
+        labels_N = labels.view(-1)
+        factors_N = upstream.neg().reshape(-1).contiguous()  # for gradients of losses, which are -log p
+        dhidden = torch.empty_like(hidden_ND) if ctx.needs_input_grad[0] else None
+        dweight = torch.zeros_like(weight_VD, dtype=factors_N.dtype) if ctx.needs_input_grad[1] else None
+        for chunk in chunks(len(hidden_ND), ctx.chunk_tokens):
+            logits = F.linear(hidden_ND[chunk], weight_VD)
+            _cross_entropy_(logits, labels_N[chunk], True, ctx.scale, factors_N[chunk])
+            if dhidden is not None:
+                torch.mm(logits, weight_VD, out=dhidden[chunk])
+            if dweight is not None:
+                add_product(dweight, logits.T, hidden_ND[chunk])
+        if dweight is not None:
+            dweight = dweight.to(weight_VD.dtype)
+        return dhidden, dweight, None, None, None
+
+
+def _cross_entropy_(
+    logits_NV: Tensor, labels_N: Tensor, with_gradient: bool, scale: float = 1.0, factors_N: Tensor | None = None
+) -> Tensor:
+    """Returns -log p(label) of every row for logits times `scale`, 0 without a label.
+
+    Optionally overwrites the logits with the gradient of their row's loss, times the row's factor if there are factors.
+    """
     if fused := fused_kernels(logits_NV, "fused_cross_entropy"):
-        return fused.cross_entropy_(logits_NV, labels_N, IGNORE_INDEX, with_gradient)
+        return fused.cross_entropy_(logits_NV, labels_N, IGNORE_INDEX, with_gradient, scale, factors_N)
     wide = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+    wide = wide if scale == 1.0 else wide * scale  # not in place: `wide` may be the logits themselves
     valid, target = labels_N != IGNORE_INDEX, labels_N.clamp_min(0).unsqueeze(-1)
     lse = wide.logsumexp(-1, keepdim=True)
     losses = torch.where(valid, (lse - wide.gather(-1, target)).squeeze(-1), 0.0)
     if with_gradient:
         gradient = torch.exp(wide - lse).scatter_add_(-1, target, torch.full_like(lse, -1.0))
+        gradient *= scale if factors_N is None else scale * factors_N.unsqueeze(-1)
         logits_NV.copy_(torch.where(valid.unsqueeze(-1), gradient, 0.0))
     return losses
 
