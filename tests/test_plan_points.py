@@ -240,7 +240,7 @@ def test_a_flag_that_is_wrong_is_refused_in_one_line(capsys: pytest.CaptureFixtu
 def test_a_measured_point_has_its_seconds_and_its_parts() -> None:
     point = Point("tiny", 2, "tiny-llama3", 512, "--gradient_accumulation_steps 2", layers=2, warmup=1, steps=2)
     record = json.loads(json.dumps(take(point, HERE, 120)))
-    assert record["skipped"] is None and "s a step" in line(record)
+    assert record["skipped"] is None and "s per step" in line(record)
     assert len(record["all_step_seconds"]) == 2 and record["tokens"] == 1024
     assert len(record["losses"]) == 3 and record["losses"][0] > record["losses"][2] > 0
     assert record["step_seconds"] > 0 and record["host_rss_bytes"] > 0 and record["hardware"] == HERE["hardware"]
