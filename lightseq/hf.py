@@ -167,12 +167,14 @@ def shard_batch(
     attention_mask: Tensor | None = None,
     cu_seqlens: Tensor | Sequence[int] | None = None,
     position_ids: Tensor | None = None,
+    shift_labels: Tensor | None = None,
 ) -> dict[str, Any]:
     """Returns this rank's part of a whole batch (batch, length), as keyword arguments of the patched model.
 
-    Labels are aligned with the ids, as in Hugging Face; they are shifted here, on the whole sequence. Every rank of the
-    group passes the same batch. `num_items_in_batch` counts the valid labels of this group's batch: with data
-    parallelism or accumulation, replace it with the sum over all. Masked tokens are not targets.
+    Labels are aligned with the ids, as in Hugging Face; they are shifted here, on the whole sequence, unless
+    `shift_labels` are given instead, which already are. Every rank of the group passes the same batch.
+    `num_items_in_batch` counts the valid labels of this group's batch: with data parallelism or accumulation, replace
+    it with the sum over all. Masked tokens are not targets.
 
     A batch of one may hold several packed documents: `cu_seqlens` gives the first token of each and the end of the
     last, or `position_ids` restart at each. Documents neither attend to each other nor predict each other's tokens.
@@ -183,13 +185,16 @@ def shard_batch(
         raise ValueError(f"input_ids are a {type(input_ids).__name__}; give a tensor (batch, length)")
     if input_ids.ndim != 2 or not input_ids.numel():
         raise ValueError(f"input_ids are {tuple(input_ids.shape)}; give (batch, length) with at least one token")
-    for name, x in (("labels", labels), ("attention_mask", attention_mask)):
+    given = {"labels": labels, "shift_labels": shift_labels, "attention_mask": attention_mask}
+    for name, x in given.items():
         if x is not None and x.shape != input_ids.shape:
             shapes = f"{name} {tuple(x.shape)} and input_ids {tuple(input_ids.shape)}"
             raise ValueError(f"{shapes} differ in shape; give one value per token")
     length = input_ids.shape[1]
     boundaries = find_boundaries(input_ids, cu_seqlens, position_ids)
-    if labels is not None:
+    if shift_labels is not None:
+        labels = shift_labels
+    elif labels is not None:
         if attention_mask is not None:
             labels = labels.masked_fill(attention_mask == 0, IGNORE_INDEX)
         labels = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
@@ -253,14 +258,17 @@ def sequence_sums(context: SequenceContext, values: Tensor, batch: Mapping[str, 
     else:
         numbers = documents.numbers(context.rank).to(wide.device)
         sums = wide.new_zeros(documents.count).index_add(0, numbers, wide.flatten())
-    return _SumOverRanks.apply(sums, context.group)
+    return sum_over_ranks(context, sums)
 
 
-def gather_tokens(context: SequenceContext, values: Tensor, batch: Mapping[str, Any]) -> Tensor:
+def gather_tokens(
+    context: SequenceContext, values: Tensor, batch: Mapping[str, Any], gradient_factor: float = 1.0
+) -> Tensor:
     """Returns per-token values (batch, local, ...) of all ranks in the order of the whole batch (batch, length, ...).
 
     Log-probabilities at position t are those of token t + 1. Every rank gets the same tensor. A loss computed of it has
-    the contract of `sequence_sums`: the same whole loss on every rank, not summed over ranks.
+    the contract of `sequence_sums`: the same whole loss on every rank, not summed over ranks. `gradient_factor` is that
+    of `sum_over_ranks`.
     """
     documents = batch.get("documents")
     layout = context.layout if documents is None else documents.layout
@@ -268,21 +276,33 @@ def gather_tokens(context: SequenceContext, values: Tensor, batch: Mapping[str, 
     positions = layout.positions(context.rank, padded).to(values.device)
     whole = values.new_zeros(len(values), padded, *values.shape[2:]).index_copy(1, positions, values)
     length = int(batch[BATCH_FACTS][1])
-    return _SumOverRanks.apply(whole, context.group)[:, :length]
+    return sum_over_ranks(context, whole, gradient_factor)[:, :length]
+
+
+def sum_over_ranks(context: SequenceContext, x: Tensor, gradient_factor: float = 1.0) -> Tensor:
+    """Returns the sum of a tensor over the ranks that share a sequence, for a loss that all of them compute.
+
+    The gradient of x is that of the loss counted once, so parameter gradients summed over ranks are those of one
+    process. Where they are averaged over ranks instead, as DDP and FSDP do, pass the ranks of the sequence as
+    `gradient_factor`, which multiplies the gradient.
+    """
+    total: Tensor = _SumOverRanks.apply(x, context.group, gradient_factor)
+    return total
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """Sum over a group of which every rank computes the same loss; counted once, its gradient passes unchanged."""
+    """Sum over a group of which every rank computes the same loss."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, gradient_factor: float) -> Tensor:  # type: ignore[override]
+        ctx.gradient_factor = gradient_factor
         total = x.clone()
         dist.all_reduce(total, group=group)
         return total
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return gradient, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return gradient * ctx.gradient_factor, None, None
 
 
 def _is_rounded(log_probs: Tensor) -> bool:

@@ -23,7 +23,7 @@ FLOORS = (
     ("lightseq.data",),
     ("lightseq.memory",),
     ("lightseq.hf",),
-    ("lightseq.checkpoint", "lightseq.parallelize"),
+    ("lightseq.checkpoint", "lightseq.parallelize", "lightseq.integrations"),
     ("lightseq.training",),
     ("lightseq.tools",),
     ("llama2", "llama3"),

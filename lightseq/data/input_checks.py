@@ -65,11 +65,19 @@ def remove_checks(model: nn.Module) -> None:
         for name in ("checked_shapes", "length_dependent_rope"):
             vars(module).pop(name, None)
     inner = transformers_model(model)
-    if getattr(inner.loss_function, "func", None) is _sharded_loss:
-        *_, before = inner.loss_function.args
+    before = loss_function_of(inner)
+    if inner.loss_function is not before:
         del inner._loss_function
         if inner.loss_function is not before:  # not the default of the model's class
             inner.loss_function = before
+
+
+def loss_function_of(model: PreTrainedModel) -> Callable[..., Tensor]:
+    """Returns the model's own loss function, without the checks around it."""
+    function: Any = model.loss_function
+    checked = getattr(function, "func", None) is _sharded_loss
+    own: Callable[..., Tensor] = function.args[-1] if checked else function
+    return own
 
 
 def transformers_model(model: nn.Module) -> PreTrainedModel:
@@ -307,7 +315,7 @@ def _check_loss(model: nn.Module, _args: tuple, kwargs: dict[str, Any], output: 
     if kwargs.get("labels") is None:
         return
     returned = output[0] if isinstance(output, tuple) else output.loss
-    if noted is None and _has_fused_loss(model):
+    if noted is None and has_fused_loss(model):
         return  # the fused loss takes shift_labels and num_items_in_batch itself
     if noted is None or returned is not noted[0] or tensor_version(returned) != noted[1]:
         raise ValueError(
@@ -316,7 +324,7 @@ def _check_loss(model: nn.Module, _args: tuple, kwargs: dict[str, Any], output: 
         )
 
 
-def _has_fused_loss(model: nn.Module) -> bool:
+def has_fused_loss(model: nn.Module) -> bool:
     """Returns whether Liger replaced the forward pass with one that computes the loss without logits."""
     forward: Any = transformers_model(model).forward
     while hasattr(forward, "__wrapped__"):

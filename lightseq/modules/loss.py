@@ -20,6 +20,11 @@ def cross_entropy_sum(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_toke
     hidden (..., D), weight (V, D) of the head, labels (...) already shifted, IGNORE_INDEX without a target. The
     sum over no valid label is 0, with zero gradients. The caller divides the sum.
     """
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):  # the products with preallocated outputs do not cast
+        dtype = torch.get_autocast_dtype(device)
+        with torch.autocast(device, enabled=False):
+            return cross_entropy_sum(hidden.to(dtype), weight.to(dtype), labels, chunk_tokens)
     with_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     rows = hidden.reshape(-1, hidden.shape[-1])
     size = CHUNK_TOKENS if chunk_tokens is None else chunk_tokens

@@ -1,0 +1,27 @@
+"""lightseq inside other trainers: transformers' Trainer, TRL's SFTTrainer and DPOTrainer, loops with accelerate."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightseq.integrations.trainer import SequenceParallel, SequenceParallelTrainer
+    from lightseq.integrations.trl import SequenceParallelDPOTrainer, SequenceParallelSFTTrainer
+
+__all__ = [
+    "SequenceParallel",
+    "SequenceParallelDPOTrainer",
+    "SequenceParallelSFTTrainer",
+    "SequenceParallelTrainer",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a class when it is asked for, so that Trainer's users need no TRL."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__} has no attribute {name}; choose from {', '.join(__all__)}")
+    if name in ("SequenceParallel", "SequenceParallelTrainer"):
+        from lightseq.integrations import trainer
+
+        return getattr(trainer, name)
+    from lightseq.integrations import trl
+
+    return getattr(trl, name)

@@ -1,0 +1,113 @@
+"""Sequence parallelism in a loop with accelerate: one call instead of `accelerator.prepare`.
+
+model, optimizer, loader = prepare(accelerator, model, optimizer, loader, sequence_parallel_size=2)
+for batch in loader:
+    loss = model(**batch).loss      # of the whole batch, as on one process
+    accelerator.backward(loss)
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, recursively_apply
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lightseq import hf
+from lightseq.data.input_checks import transformers_model
+from lightseq.integrations.whole_batches import WholeBatches
+
+DATA, SEQUENCE = "dp_shard", "cp"  # accelerate's names: ranks along "cp" get the same batches
+
+
+def prepare(
+    accelerator: Accelerator, model: nn.Module, *others: Any, sequence_parallel_size: int | None = None, **options: Any
+) -> tuple[Any, ...]:
+    """Prepares a model, optimizers and loaders as `accelerator.prepare` does, and splits sequences over ranks.
+
+    Ranks that share sequences, `sequence_parallel_size` neighbours (default: all), get the same batches. The model
+    takes whole batches and returns the whole loss; `backward`, clipping, accumulation and `gather_for_metrics` work as
+    they do without sequence parallelism. `options` are those of `hf.enable`. Raises ValueError for what excludes it.
+    """
+    mesh = share_batches(accelerator, sequence_parallel_size)
+    if mesh is not None:
+        enable(model, mesh, accelerator, **options)
+    return tuple(accelerator.prepare(model, *others))
+
+
+def share_batches(accelerator: Accelerator, sequence_parallel_size: int | None) -> DeviceMesh | None:
+    """Lets neighbouring ranks get the same batches, and returns the mesh (data x sequence); None on one rank.
+
+    Afterwards `gather_for_metrics` takes values of one rank per group, because all ranks of a group have the same.
+    """
+    ranks = accelerator.num_processes
+    size = ranks if sequence_parallel_size is None else sequence_parallel_size
+    if size < 1 or ranks % size:
+        divisors = " or ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
+        raise ValueError(f"sequence_parallel_size={size} does not divide {ranks} ranks; use {divisors}")
+    if size == 1:
+        return None
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        raise ValueError("sequence_parallel_size > 1 does not work with DeepSpeed in a trainer; use FSDP2 or DDP")
+    config = accelerator.parallelism_config
+    if config is not None and config.non_data_parallel_size > 1:
+        raise ValueError(
+            "sequence_parallel_size > 1 excludes accelerate's tp_size, cp_size and sp_size; leave them at 1"
+        )
+    if accelerator.dataloader_config.dispatch_batches:
+        raise ValueError(
+            "dispatch_batches=True sends every rank other rows; leave it out with sequence_parallel_size > 1"
+        )
+    accelerator.dataloader_config.dispatch_batches = False  # also for iterable datasets, where True is the default
+    mesh = init_device_mesh(accelerator.device.type, (ranks // size, size), mesh_dim_names=(DATA, SEQUENCE))
+    mesh[DATA, SEQUENCE]._flatten("dp_shard_cp")  # FSDP2's axis in accelerate
+    accelerator.state.device_mesh = mesh
+    accelerator.gather_for_metrics = partial(_gather_for_metrics, accelerator, size)  # type: ignore[method-assign]
+    return mesh
+
+
+def enable(model: nn.Module, mesh: DeviceMesh, accelerator: Accelerator, **options: Any) -> WholeBatches:
+    """Splits a model's sequences over the mesh's sequence axis; the model still takes whole batches.
+
+    A second call for the same model returns the first result.
+    """
+    inner = transformers_model(accelerator.unwrap_model(model))
+    if isinstance(found := vars(inner).get("whole_batches"), WholeBatches):
+        return found
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}  # of autocast; fp8 has no other attention than bf16
+    mixed = accelerator.mixed_precision
+    dtype = dtypes.get(mixed, torch.bfloat16 if mixed == "fp8" else inner.dtype)
+    context = hf.enable(inner, mesh[SEQUENCE], device=accelerator.device, **{"dtype": dtype, **options})
+    inner.whole_batches = WholeBatches(inner, context)  # type: ignore[assignment]
+    return inner.whole_batches  # type: ignore[return-value]
+
+
+def disable(model: nn.Module) -> None:
+    """Undoes `enable`, so that the model generates. Raises ValueError if it is not enabled."""
+    inner = transformers_model(model)
+    if isinstance(found := vars(inner).pop("whole_batches", None), WholeBatches):
+        found.remove()
+    hf.disable(inner)
+
+
+def _gather_for_metrics(accelerator: Accelerator, size: int, *args: Any, **kwargs: Any) -> Any:
+    """Gathers as accelerate does, of every `size`-th rank."""
+    if kwargs.get("use_gather_object"):
+        raise ValueError("use_gather_object does not work with sequence_parallel_size > 1; gather tensors")
+    whole = type(accelerator).gather
+
+    def one_per_group(data: Any) -> Any:
+        return recursively_apply(partial(_every, size, accelerator.num_processes), whole(accelerator, data))
+
+    accelerator.gather = one_per_group  # type: ignore[method-assign]
+    try:
+        return type(accelerator).gather_for_metrics(accelerator, *args, **kwargs)
+    finally:
+        del accelerator.gather
+
+
+def _every(size: int, ranks: int, gathered: Tensor) -> Tensor:
+    """Returns the rows of every `size`-th rank from the rows of all ranks."""
+    return gathered.unflatten(0, (ranks, -1))[::size].flatten(0, 1)

@@ -1,0 +1,128 @@
+"""Sequence parallelism for transformers' Trainer and all trainers made from it, as one mixin.
+
+class MyTrainer(SequenceParallel, Trainer): ...
+trainer = MyTrainer(model, arguments, ..., sequence_parallel_size=2)
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import Trainer, TrainingArguments
+
+from lightseq.data.input_checks import transformers_model
+from lightseq.integrations.accelerate import enable, share_batches
+from lightseq.integrations.whole_batches import WholeBatches
+from lightseq.memory.remat import apply_remat
+
+
+class SequenceParallel:
+    """Mixin that splits every sequence over neighbouring ranks. It comes before the trainer among the bases.
+
+    `sequence_parallel_size` ranks (default: all) share a batch, as tensor parallel ranks do in Trainer, and all of them
+    have its loss; groups of them are data parallel. `gradient_checkpointing` stores attention's output and recomputes
+    the rest of each layer. `attention_options` are those of `hf.enable`.
+    """
+
+    accelerator: Any
+    args: Any
+    model: Any
+
+    def __init__(
+        self,
+        *args: Any,
+        sequence_parallel_size: int | None = None,
+        attention_options: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._sequence_parallel_size = sequence_parallel_size
+        self._attention_options = attention_options or {}
+        super().__init__(*args, **kwargs)
+        self._enable_models()
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        self._sequence_mesh = share_batches(self.accelerator, self._sequence_parallel_size)
+        self._ranks_per_batch = 1 if self._sequence_mesh is None else self._sequence_mesh.size(1)
+        self.gather_function = self.accelerator.gather_for_metrics
+        if self._ranks_per_batch > 1:
+            _check_arguments(self.args)
+
+    def _enable_models(self) -> None:
+        """Splits the sequences of the model and of a reference model, once each."""
+        if self._sequence_mesh is None:
+            return
+        length = getattr(self.args, "max_length", None)
+        options = {"packed": bool(getattr(self.args, "packing", False)), **({"length": length} if length else {})}
+        models = [x for x in (self.model, getattr(self, "ref_model", None)) if isinstance(x, nn.Module)]
+        for model in models:
+            enable(model, self._sequence_mesh, self.accelerator, **{**options, **self._attention_options})
+
+    # ---- ranks that share a batch count once, as tensor parallel ranks do --------------------------------------------
+
+    def get_tp_size(self) -> int:
+        size: int = super().get_tp_size()  # type: ignore[misc]
+        return size * self._ranks_per_batch
+
+    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
+        state: Any = self.state  # type: ignore[attr-defined]
+        before = state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs)  # type: ignore[misc]
+        state.num_input_tokens_seen = before + (state.num_input_tokens_seen - before) // self._ranks_per_batch
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        flops: int = super().floating_point_ops(inputs)  # type: ignore[misc]
+        return flops // self._ranks_per_batch
+
+    # ---- training and evaluation -------------------------------------------------------------------------------------
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        with_remat = self._sequence_mesh is not None and self.args.gradient_checkpointing
+        if with_remat:
+            _checkpoint_layers(self.model)
+            self.args.gradient_checkpointing = False  # Trainer's own would compute attention a second time
+        try:
+            return super().train(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            if with_remat:
+                self.args.gradient_checkpointing = True
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor | None, Any, Any]:
+        whole = getattr(transformers_model(self.model), "whole_batches", None)
+        if isinstance(whole, WholeBatches):
+            whole.keep_logits = not prediction_loss_only
+        try:
+            step: tuple[Tensor | None, Any, Any] = super().prediction_step(  # type: ignore[misc]
+                model, inputs, prediction_loss_only, *args, **kwargs
+            )
+            return step
+        finally:
+            if isinstance(whole, WholeBatches):
+                whole.keep_logits = False
+
+
+class SequenceParallelTrainer(SequenceParallel, Trainer):
+    """transformers' Trainer with sequences split over ranks."""
+
+
+def _check_arguments(arguments: TrainingArguments) -> None:
+    """Raises ValueError for arguments that would give ranks of a group different batches or results."""
+    if arguments.n_gpu > 1:
+        raise ValueError("several GPUs in one process are DataParallel; start the script with torchrun")
+    if arguments.train_sampling_strategy == "batch_rebalance":
+        raise ValueError(
+            "train_sampling_strategy='batch_rebalance' gives every rank other rows, which excludes "
+            "sequence_parallel_size > 1; use 'random', 'sequential' or 'group_by_length'"
+        )
+    if arguments.eval_use_gather_object:
+        raise ValueError("eval_use_gather_object=True does not work with sequence_parallel_size > 1; leave it out")
+
+
+def _checkpoint_layers(model: nn.Module) -> None:
+    """Recomputes all but attention in every layer's backward pass. A second call changes nothing."""
+    inner: Any = transformers_model(model)
+    layers = inner.base_model.layers
+    if not getattr(inner, "recomputes_layers", False):
+        apply_remat(layers, "attention")
+        inner.recomputes_layers = True

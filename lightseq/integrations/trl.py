@@ -1,0 +1,22 @@
+"""TRL's trainers with sequences split over ranks: packed or padded, all weights or adapters.
+
+class MySFT(SequenceParallel, SFTTrainer): ...
+"""
+
+from typing import Any
+
+from trl import DPOTrainer, SFTTrainer
+
+from lightseq.integrations.trainer import SequenceParallel
+
+
+class SequenceParallelSFTTrainer(SequenceParallel, SFTTrainer):
+    """TRL's SFTTrainer with sequences split over ranks."""
+
+
+class SequenceParallelDPOTrainer(SequenceParallel, DPOTrainer):
+    """TRL's DPOTrainer with sequences split over ranks, those of the reference model too."""
+
+    def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
+        self._enable_models()  # this runs while the trainer is made
+        return super()._precompute_ref_logps(*args, **kwargs)
