@@ -496,7 +496,7 @@ def test_a_host_without_room_for_an_evaluation_ends_it_with_the_remedy(files: Fi
 
 def test_flags_for_training_alone_are_named_and_not_applied() -> None:
     flags = "--model_name_or_path m --data_path d --output_dir o --async_save False --lora_rank 2 --lora_target_modules"
-    flags += " q_proj --optim adamw_8bit --offload"
+    flags += " q_proj --optim adamw_8bit --adam_beta2 0.95 --offload"
     for offload, kept, named in (
         ("none", "none", ""),
         ("activations", "none", ", --offload activations"),
@@ -508,7 +508,7 @@ def test_flags_for_training_alone_are_named_and_not_applied() -> None:
         config = evaluate._without_training(given)
         assert (config.optim, config.lora_rank, config.offload) == (TrainConfig.optim, None, kept)
         (note,) = evaluate._notes(given, config)
-        assert note.endswith(f": --optim, --lora_rank, --lora_target_modules, --async_save{named}")
+        assert note.endswith(f": --optim, --adam_beta2, --lora_rank, --lora_target_modules, --async_save{named}")
     _, given = evaluate.flags(f"{' '.join(flags.split()[:6])} --deepspeed zero.json".split())
     assert evaluate._without_training(given).deepspeed is None
     assert evaluate._notes(given, given) == ["flags that only affect training are ignored: --deepspeed"]

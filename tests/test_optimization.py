@@ -2,6 +2,7 @@
 
 import dataclasses
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,30 @@ def test_only_matrices_decay() -> None:
 def test_the_optimizer_is_the_one_asked_for(name: str, kind: type, fused: bool | None) -> None:
     optimizer = make_optimizer(nn.Linear(2, 2), dataclasses.replace(CONFIG, optim=name))
     assert type(optimizer) is kind and optimizer.defaults.get("fused") == fused
+
+
+@pytest.mark.parametrize("name", ["adamw_torch", "adamw_torch_fused"])
+@pytest.mark.parametrize("flags", [{"adam_beta1": 0.5}, {"adam_beta2": 0.6}, {"adam_epsilon": 0.3}])
+def test_adamw_has_the_betas_and_the_epsilon_of_the_flags(name: str, flags: dict) -> None:
+    config = dataclasses.replace(CONFIG, optim=name, weight_decay=0.0, **flags)
+    betas = flags.get("adam_beta1", 0.9), flags.get("adam_beta2", 0.999)
+    expected = updated(lambda model: torch.optim.AdamW(
+        model.parameters(), lr=0.1, betas=betas, eps=flags.get("adam_epsilon", 1e-8), weight_decay=0.0
+    ))  # fmt: skip
+    torch.testing.assert_close(updated(lambda model: make_optimizer(model, config)), expected)
+    plain = dataclasses.replace(CONFIG, optim=name, weight_decay=0.0)
+    assert (updated(lambda model: make_optimizer(model, plain)) - expected).abs().max() > 1e-3
+
+
+def updated(make: Callable[[nn.Module], torch.optim.Optimizer]) -> torch.Tensor:
+    """Returns a weight of zeros after three updates with gradients of different sizes."""
+    model = nn.Linear(2, 2, bias=False)
+    nn.init.zeros_(model.weight)
+    optimizer = make(model)
+    for size in (1.0, -0.2, 3.0):
+        model.weight.grad = torch.tensor([[size, 2 * size], [0.1 * size, -size]])
+        optimizer.step()
+    return model.weight.detach().clone()
 
 
 class _UpdatesOfDistributedTensors(TorchDispatchMode):

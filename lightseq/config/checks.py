@@ -52,8 +52,11 @@ AT_LEAST_ONE: Final = (
 )
 POSITIVE: Final = (
     *("num_train_epochs", "lora_alpha", "rope_theta", "step_timeout", "host_memory_budget", "device_memory_budget"),
+    "adam_epsilon",
 )
 NOT_NEGATIVE: Final = ("max_grad_norm", "learning_rate", "weight_decay", "warmup_ratio", "warmup_steps", "seed")
+DECAY_RATES: Final = ("adam_beta1", "adam_beta2")
+ADAM_FLAGS: Final = (*DECAY_RATES, "adam_epsilon")
 
 
 def check(config: TrainConfig) -> None:
@@ -86,6 +89,7 @@ def _check_numbers(config: TrainConfig) -> None:
         (AT_LEAST_ONE, "give at least 1", lambda value: value >= 1),
         (POSITIVE, "give a number above 0", lambda value: 0 < value < math.inf),
         (NOT_NEGATIVE, "give a finite number of at least 0", lambda value: 0 <= value < math.inf),
+        (DECAY_RATES, "give a number from 0 to below 1", lambda value: 0 <= value < 1),
     )
     for flags, remedy, is_within in bounds:
         for flag in flags:
@@ -131,6 +135,13 @@ def _check_precision(config: TrainConfig) -> None:
         raise ValueError(f"--fp8 {config.fp8} needs bfloat16, not {given}; add --bf16")
     if config.fp8_emulate and not config.fp8:
         raise ValueError("--fp8_emulate needs --fp8; add it, or leave --fp8_emulate out")
+
+
+def _check_optimizer(config: TrainConfig) -> None:
+    for flag in ADAM_FLAGS:
+        value = getattr(config, flag)
+        if config.optim == "sgd" and value != _default(config, flag):
+            raise ValueError(f"--{flag} {value} applies to AdamW, not to --optim sgd; leave one of them out")
 
 
 def _check_learning_rate(config: TrainConfig) -> None:
@@ -251,6 +262,7 @@ CHECKS: Final = (
     _check_choices,
     _check_numbers,
     _check_precision,
+    _check_optimizer,
     _check_learning_rate,
     _check_fsdp,
     _check_remat,

@@ -84,10 +84,13 @@ class TrainingConfig:
     gradient_accumulation_steps: int = flag(1, "Forward passes per optimizer step.")
     optim: str = flag(
         "adamw_torch_fused",
-        "Optimizer. AdamW has betas 0.9 and 0.999 and epsilon 1e-8; adamw_8bit (or adamw_torch_8bit) is torchao's, "
-        "whose two states take one byte per weight each.",
+        "Optimizer. adamw_8bit (or adamw_torch_8bit) is torchao's AdamW, whose two states take one byte per weight "
+        "each.",
     )
     learning_rate: float = flag(5e-5, "Peak learning rate.")
+    adam_beta1: float = flag(0.9, "Decay rate of AdamW's running mean of gradients.")
+    adam_beta2: float = flag(0.999, "Decay rate of AdamW's running mean of squared gradients.")
+    adam_epsilon: float = flag(1e-8, "Added to the denominator of AdamW's update.")
     weight_decay: float = flag(0.0, "Decoupled weight decay. Applies to weight matrices only.")
     max_grad_norm: float = flag(1.0, "Global norm that gradients are clipped to. 0: no clipping.")
     lr_scheduler_type: str = flag("linear", "Learning rate schedule after the warm-up.")

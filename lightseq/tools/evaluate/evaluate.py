@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from lightseq.config.checks import ADAM_FLAGS
 from lightseq.config.train_config import GROUPS, TrainConfig
 from lightseq.distributed.environment import secrets
 from lightseq.distributed.mesh import World, init_distributed, on_all_ranks
@@ -29,8 +30,8 @@ TASKS: Final = {"loss": loss_task, "needle": needle_task}
 # Flags of training that an evaluation ignores. A note names those that were given.
 UNUSED: Final = (
     "eval_data_path", "resume_from_checkpoint", "num_train_epochs", "max_steps", "per_device_train_batch_size",
-    "gradient_accumulation_steps", "optim", "learning_rate", "weight_decay", "max_grad_norm", "lr_scheduler_type",
-    "warmup_ratio", "warmup_steps", "deepspeed",
+    "gradient_accumulation_steps", "optim", *ADAM_FLAGS, "learning_rate", "weight_decay", "max_grad_norm",
+    "lr_scheduler_type", "warmup_ratio", "warmup_steps", "deepspeed",
     *(field.name for title in ("adapters", "memory", "logging") for field in dataclasses.fields(GROUPS[title])
       if field.name != "offload"),
 )  # fmt: skip
