@@ -30,6 +30,7 @@ from lightseq.tools.evaluate import command, evaluate
 from lightseq.tools.evaluate.needle import FILLER, QUESTION, SENTENCE, IdNeedles, Search, TextNeedles, make_search
 from lightseq.tools.evaluate.retrieval import haystack
 from lightseq.training.evaluation import bin_starts, perplexity
+from lightseq.training.optimization import LearningRate
 from lightseq.utils.formatting import four_significant_digits
 from lightseq.utils.progress import progress_bar
 
@@ -509,6 +510,10 @@ def test_flags_for_training_alone_are_named_and_not_applied() -> None:
         assert (config.optim, config.lora_rank, config.offload) == (TrainConfig.optim, None, kept)
         (note,) = evaluate._notes(given, config)
         assert note.endswith(f": --optim, --adam_beta2, --lora_rank, --lora_target_modules, --async_save{named}")
+    schedule = '--lr_scheduler_type polynomial --lr_scheduler_kwargs {"power":2}'  # of a run without a step
+    _, given = evaluate.flags(f"{' '.join(flags.split()[:6])} {schedule}".split())
+    assert LearningRate(evaluate._without_training(given), total_steps=0)
+    assert evaluate._notes(given, given)[0].endswith(": --lr_scheduler_type, --lr_scheduler_kwargs")
     _, given = evaluate.flags(f"{' '.join(flags.split()[:6])} --deepspeed zero.json".split())
     assert evaluate._without_training(given).deepspeed is None
     assert evaluate._notes(given, given) == ["flags that only affect training are ignored: --deepspeed"]

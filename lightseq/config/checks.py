@@ -7,6 +7,7 @@ from collections import ChainMap
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
+from lightseq.config.lr_schedules import FOLLOW_A_METRIC, LR_SCHEDULES, check_lr_schedule
 from lightseq.config.remat_policies import POLICIES, STORES_MLP
 from lightseq.kernels.registry import KERNELS
 from lightseq.schedule.algorithms import SCHEDULES
@@ -23,7 +24,7 @@ CHOICES: Final[Mapping[str, Collection[str]]] = {
     "save_strategy": ("no", "steps", "epoch"),
     "report_to": ("none", "tensorboard", "wandb"),
     "optim": ("adamw_torch", "adamw_torch_fused", *EIGHT_BIT, "sgd"),
-    "lr_scheduler_type": ("linear", "cosine", "constant", "constant_with_warmup"),
+    "lr_scheduler_type": LR_SCHEDULES,
     "schedule": ChainMap(SCHEDULES, AUTO),
     "kernel": ChainMap(KERNELS, AUTO),
     "transport": (
@@ -82,6 +83,12 @@ def _check_choices(config: TrainConfig) -> None:
             planned = config.__dataclass_fields__[flag].metadata.get("default") == "auto"
             choices = ", ".join([*CHOICES[flag], *(["auto"] if planned and "auto" not in CHOICES[flag] else [])])
             raise ValueError(f"--{flag} {value!r} is unknown; choose from {choices}")
+
+
+def _check_lr_scheduler_type(config: TrainConfig) -> None:
+    if config.lr_scheduler_type in FOLLOW_A_METRIC:
+        given = f"--lr_scheduler_type {config.lr_scheduler_type} follows the loss instead of the step"
+        raise ValueError(f"{given} and is not supported; choose from {', '.join(LR_SCHEDULES)}")
 
 
 def _check_numbers(config: TrainConfig) -> None:
@@ -152,6 +159,7 @@ def _check_learning_rate(config: TrainConfig) -> None:
         raise ValueError(f"{given} both set the warm-up; give one")
     if config.lr_scheduler_type == "constant" and (config.warmup_ratio or config.warmup_steps):
         raise ValueError("--lr_scheduler_type constant has no warm-up; choose constant_with_warmup, or leave it out")
+    check_lr_schedule(config.lr_scheduler_type, config.lr_scheduler_kwargs or {}, config.learning_rate)
 
 
 def _check_fsdp(config: TrainConfig) -> None:
@@ -259,6 +267,7 @@ def _check_keep_best(config: TrainConfig) -> None:
 
 
 CHECKS: Final = (
+    _check_lr_scheduler_type,
     _check_choices,
     _check_numbers,
     _check_precision,

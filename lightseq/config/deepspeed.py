@@ -16,7 +16,7 @@ READ: Final = (
     *("steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "log_level"),
 )
 INSTEAD: Final[Mapping[str, str]] = {
-    "scheduler": "use --lr_scheduler_type, --warmup_steps and --warmup_ratio",
+    "scheduler": "use --lr_scheduler_type, --lr_scheduler_kwargs, --warmup_steps and --warmup_ratio",
     "activation_checkpointing": "use --remat",
     "sequence_parallel_size": "use --sequence_parallel_size",
     "data_parallel_size": "use --sequence_parallel_size",

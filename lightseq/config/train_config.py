@@ -93,7 +93,12 @@ class TrainingConfig:
     adam_epsilon: float = flag(1e-8, "Added to the denominator of AdamW's update.")
     weight_decay: float = flag(0.0, "Decoupled weight decay. Applies to weight matrices only.")
     max_grad_norm: float = flag(1.0, "Global norm that gradients are clipped to. 0: no clipping.")
-    lr_scheduler_type: str = flag("linear", "Learning rate schedule after the warm-up.")
+    lr_scheduler_type: str = flag("linear", "Learning rate schedule of transformers, which includes the warm-up.")
+    lr_scheduler_kwargs: dict[str, Any] | None = flag(
+        None,
+        """Settings of the schedule as JSON, such as '{"min_lr_rate": 0.1}' for cosine_with_min_lr. Default: """
+        "transformers' own.",
+    )
     warmup_ratio: float = flag(0.0, "Warm-up steps as a fraction of all steps, between 0 and 1.")
     warmup_steps: int = flag(0, "Warm-up steps.")
     bf16: bool = flag(False, "Compute in bfloat16. Master weights stay in float32.")

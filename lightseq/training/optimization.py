@@ -115,12 +115,15 @@ class LearningRate:
     def __init__(self, config: TrainConfig, total_steps: int) -> None:
         from transformers import get_scheduler  # imports peft if it is installed, which plans need not wait for
 
+        kwargs = config.lr_scheduler_kwargs or {}
         probe = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=config.learning_rate)
         schedule = get_scheduler(
             config.lr_scheduler_type,
             probe,
             num_warmup_steps=warmup_steps(config, total_steps),
-            num_training_steps=total_steps,
+            # transformers derives one from the other, and warns if both are given.
+            num_training_steps=None if "num_stable_steps" in kwargs else total_steps,
+            scheduler_specific_kwargs=kwargs,
         )
         assert isinstance(schedule, LambdaLR)
         self._peak, self._share = config.learning_rate, schedule.lr_lambdas[0]

@@ -13,8 +13,9 @@ from lightseq.checkpoint.checkpoints import check_disk, saved_bytes, saves_left
 from lightseq.checkpoint.manifest import check_weights
 from lightseq.checkpoint.resume import FRESH_START, ResumePoint, check_flags, check_model
 from lightseq.config.deepspeed import DeepSpeedSettings, deepspeed_settings
+from lightseq.config.lr_schedules import stable_decay_warning
 from lightseq.config.remat_policies import STORE_LINEARS, STORES_MLP
-from lightseq.config.train_config import TrainConfig
+from lightseq.config.train_config import TrainConfig, warmup_steps
 from lightseq.data.batches import BatchStream, open_examples, require_target
 from lightseq.data.examples import Examples
 from lightseq.data.packing import PackedExamples, open_packed
@@ -188,6 +189,9 @@ def warn_unreached(config: TrainConfig, stream: BatchStream, total_steps: int) -
             f"warning: --warmup_steps {config.warmup_steps} is past the last step, {total_steps}, so the learning rate "
             "never reaches its peak"
         )
+    if config.lr_scheduler_type == "warmup_stable_decay":
+        warning = stable_decay_warning(config.lr_scheduler_kwargs or {}, warmup_steps(config, total_steps), total_steps)
+        found += [warning] if warning else []
     return tuple(found)
 
 

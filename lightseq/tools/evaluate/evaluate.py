@@ -31,7 +31,7 @@ TASKS: Final = {"loss": loss_task, "needle": needle_task}
 UNUSED: Final = (
     "eval_data_path", "resume_from_checkpoint", "num_train_epochs", "max_steps", "per_device_train_batch_size",
     "gradient_accumulation_steps", "optim", *ADAM_FLAGS, "learning_rate", "weight_decay", "max_grad_norm",
-    "lr_scheduler_type", "warmup_ratio", "warmup_steps", "deepspeed",
+    "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_ratio", "warmup_steps", "deepspeed",
     *(field.name for title in ("adapters", "memory", "logging") for field in dataclasses.fields(GROUPS[title])
       if field.name != "offload"),
 )  # fmt: skip
@@ -76,6 +76,7 @@ def _without_training(config: TrainConfig) -> TrainConfig:
         profile_steps=None, profile_memory=False, host_memory_budget=None, device_memory_budget=None,
         lora_rank=None, lora_alpha=None,
         lora_target_modules=TrainConfig.lora_target_modules, optim=TrainConfig.optim, deepspeed=None,
+        lr_scheduler_type=TrainConfig.lr_scheduler_type, lr_scheduler_kwargs=None,
     )  # fmt: skip
 
 

@@ -131,7 +131,8 @@ def shortened(asked: TrainConfig, folder: Path, world: World) -> TrainConfig:
         gradient_accumulation_steps=min(2, asked.gradient_accumulation_steps),
         per_device_train_batch_size=min(2, asked.per_device_train_batch_size),
         layers_per_checkpoint=min(2, asked.group_size), optim="sgd", learning_rate=0.0, max_grad_norm=0.0,
-        lr_scheduler_type="constant", warmup_ratio=0.0, warmup_steps=0, eval_strategy="no", eval_data_path=None,
+        lr_scheduler_type="constant", lr_scheduler_kwargs=None, warmup_ratio=0.0, warmup_steps=0,
+        eval_strategy="no", eval_data_path=None,
         save_strategy="no", report_to="none", profile_steps=None, profile_memory=False, resume_from_checkpoint=None,
         **{flag: getattr(TrainConfig, flag) for flag in ADAM_FLAGS},
     )  # fmt: skip
