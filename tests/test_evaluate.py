@@ -96,6 +96,7 @@ def documents() -> list[np.ndarray]:
     return [rng.integers(0, VOCABULARY, size) for size in SIZES]
 
 
+MORE = "--max_eval_samples 1000"  # than there are
 LOSS = {
     "powers": "--bins powers --schedule zigzag --per_device_eval_batch_size 2",
     "equal": "--bins 5 --schedule striped",
@@ -171,6 +172,28 @@ def test_loss_by_position_is_that_of_one_process(files: Files, world: int) -> No
             assert b["loss"] == pytest.approx(losses[inside].mean(), rel=1e-5)
         whole = sum(b["loss"] * b["valid_tokens"] for b in bins)
         assert whole / summary["valid_tokens"] == pytest.approx(summary["loss"], rel=1e-12)
+
+
+@pytest.mark.parametrize("packing", ["none", "best_fit"])
+def test_a_limit_evaluates_as_a_file_cut_to_it_does(files: Files, tmp_path: Path, packing: str) -> None:
+    """The first rows or documents count, also those too short to have a target."""
+    tokens, texts = [*documents()[:2], np.array([3]), *documents()[2:]], ["ab", "", "cdefg", "h" * 99, "ijk"]
+    for name, count in (("whole", None), ("cut", 3)):
+        write_token_directory(tmp_path / f"{name}.tokens", tokens[:count], VOCABULARY, dict)
+        sequences = [ids.tolist() for ids in tokens[:count]]
+        (tmp_path / f"{name}.pkl").write_bytes(pickle.dumps({"input_ids": sequences}))
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[:count]))
+    runs = []
+    for kind in ("tokens", "pkl", "jsonl"):
+        for name, limit in (("whole", ""), ("cut", ""), ("whole", "--max_eval_samples 3"), ("whole", MORE)):
+            flags = f"--data_path {tmp_path}/{name}.{kind} --tokenizer byte --data_cache {tmp_path}/cache {limit}"
+            runs.append(f"{flags} --model_max_length {LENGTH} --packing {packing} --bins 1")
+    lines = [files.words(f"limit-{packing}-{i}", run, "bytes") for i, run in enumerate(runs)]
+    assert all(end.status == 0 for ends in spawn(2, evaluations, lines) for end in ends)
+    results = [files.records(f"limit-{packing}-{i}")[0] for i in range(len(runs))]
+    found = [tuple(result[key] for key in ("loss", "valid_tokens", "sequences")) for result in results]
+    for whole, cut, limited, more in (found[i : i + 4] for i in range(0, len(found), 4)):
+        assert limited == cut != whole == more
 
 
 def test_bins_cover_every_position_once() -> None:
@@ -433,6 +456,7 @@ REFUSED = {
     "a hay of keys alone": (f"{SEARCH} --choices 31 --data_path {{root}}/upper.pkl", ("has only keys and values",)),
     "an evaluation that is there": (f"{GOOD} --output_dir {{root}}/there", ("evaluation.jsonl exists", "overwrite")),
     "output that is a file": (f"{GOOD} --output_dir {{root}}/text.jsonl", ("text.jsonl cannot be created", "another")),
+    "a limit of a haystack": (f"{GOOD} --task needle --max_eval_samples 3", ("3 belongs to --task loss",)),
     "a flag that is none": (f"{GOOD} --bin 3", ("unknown flag --bin",)),
 }
 
@@ -511,6 +535,10 @@ def test_flags_for_training_alone_are_named_and_not_applied() -> None:
         (note,) = evaluate._notes(given, config)
         assert note.endswith(f": --optim, --adam_beta2, --lora_rank, --lora_target_modules, --async_save{named}")
     schedule = '--lr_scheduler_type polynomial --lr_scheduler_kwargs {"power":2}'  # of a run without a step
+    _, given = evaluate.flags(f"{' '.join(flags.split()[:6])} --max_train_samples 9".split())
+    assert evaluate._notes(given, given) == []  # limits the rows of --data_path
+    _, given = evaluate.flags(f"{' '.join(flags.split()[:6])} --max_train_samples 9 --max_eval_samples 3".split())
+    assert evaluate._notes(given, given)[0].endswith(": --max_train_samples")
     _, given = evaluate.flags(f"{' '.join(flags.split()[:6])} {schedule}".split())
     assert LearningRate(evaluate._without_training(given), total_steps=0)
     assert evaluate._notes(given, given)[0].endswith(": --lr_scheduler_type, --lr_scheduler_kwargs")

@@ -627,6 +627,17 @@ def test_a_checkpoint_is_the_trained_model(files: Files, tmp_path: Path, family:
     assert left_off == pytest.approx(plain_loss(opened, files.root / "eval.pkl"), rel=1e-6)
 
 
+def test_evaluation_during_training_is_limited_to_the_first_documents(files: Files, tmp_path: Path) -> None:
+    content = pickle.loads((files.root / "eval.pkl").read_bytes())
+    (tmp_path / "cut.pkl").write_bytes(pickle.dumps({key: column[:2] for key, column in content.items()}))
+    words = "--max_steps 1 --eval_strategy steps --eval_steps 1 --save_strategy no --eval_data_path"
+    whole = f"{words} {files.root}/eval.pkl"
+    runs = {"whole": whole, "limited": f"{whole} --max_eval_samples 2", "cut": f"{words} {tmp_path}/cut.pkl"}
+    train(2, "llama3", *(files.words("llama3", f"{tmp_path}/{name}", flags) for name, flags in runs.items()))
+    losses = {name: [r["eval_loss"] for r in files.records(f"{tmp_path}/{name}") if "eval_loss" in r] for name in runs}
+    assert losses["limited"] == losses["cut"] != losses["whole"]
+
+
 def test_checkpoints_are_kept_and_taken_as_asked(files: Files) -> None:
     epochs = "--per_device_train_batch_size 4 --num_train_epochs 2"  # of 8 examples: 4 steps
     ends = train(

@@ -57,6 +57,11 @@ class DataConfig:
         "Column that holds the text. Rows with messages, or with prompt and completion, train on the answers only.",
     )
     max_train_samples: int | None = flag(None, "Number of rows to read, starting with the first. Default: all.")
+    max_eval_samples: int | None = flag(
+        None,
+        "Number of rows of the evaluation data to read, or of documents if it holds tokens, starting with the first. "
+        "Default: all.",
+    )
     data_cache: str = flag("~/.cache/lightseq/tokens", "Directory for cached tokens of text rows.")
     packing: str = flag(
         "none",

@@ -70,6 +70,9 @@ def prepare(config: TrainConfig, family: ModelFamily, world: World, found: Resum
 
     Writes nothing and waits for no other rank.
     """
+    if config.max_eval_samples is not None and config.eval_data_path is None:
+        given = f"--max_eval_samples {config.max_eval_samples} limits evaluation data, but there is none"
+        raise ValueError(f"{given}; add --eval_data_path and --eval_strategy, or leave it out")
     check_mirror(config.report_to)
     check_optimizer(config.optim, world.device)
     check_output_dir(Path(config.output_dir), config, found, world)
@@ -90,7 +93,7 @@ def prepare(config: TrainConfig, family: ModelFamily, world: World, found: Resum
     stream, resumed = _resumed(_training_stream(config, world, model, data_ranks), found.path)
     eval_stream = None
     if config.eval_data_path and config.eval_strategy != "no":
-        eval_examples = find_examples(config.eval_data_path, model, config, world)
+        eval_examples = find_examples(config.eval_data_path, model, config, world, evaluates=True)
         require_target(eval_examples, config.eval_data_path)
         eval_stream = evaluation_stream(eval_examples, config.model_max_length, config, data_ranks)
     total_steps = config.max_steps or stream.steps
@@ -284,11 +287,18 @@ def _warnings(config: TrainConfig, context: str | None, sequence_size: int) -> l
     return ([context] if context else []) + ([casts] if eager else []) + ([areas] if uneven else [])
 
 
-def find_examples(path: str, model: FoundModel, config: TrainConfig, world: World) -> Examples:
+def find_examples(path: str, model: FoundModel, config: TrainConfig, world: World, evaluates: bool = False) -> Examples:
+    """Opens data for training or, with `evaluates`, the part for evaluation that --max_eval_samples allows."""
     length, vocab_size = config.model_max_length, model.config.vocab_size
     opened = open_examples if config.packing == "none" else open_packed
     limit = config.max_train_samples if path == config.data_path else None
-    read_options = ReadOptions(config.text_column, limit, Path(config.data_cache).expanduser())
+    cuts_documents = evaluates and config.max_eval_samples is not None
+    read_options = ReadOptions(
+        config.text_column,
+        config.max_eval_samples if cuts_documents else limit,
+        Path(config.data_cache).expanduser(),
+        limits_documents=cuts_documents,
+    )
     return opened(path, length, vocab_size, model.tokenizer, config.lazy_preprocess, world.is_main, read_options)
 
 

@@ -90,6 +90,8 @@ def _to_fit(config: TrainConfig) -> str:
 def _notes(given: TrainConfig, config: TrainConfig) -> list[str]:
     defaults = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
     unused = [f"--{flag}" for flag in UNUSED if getattr(given, flag) != defaults[flag]]
+    if given.max_eval_samples is not None and given.max_train_samples is not None:  # alone it limits rows
+        unused.append("--max_train_samples")
     if given.offload in ("activations", "both"):  # weights may still be on the host
         unused.append("--offload activations")
     return [f"flags that only affect training are ignored: {', '.join(unused)}"] if unused else []

@@ -15,7 +15,7 @@ from lightseq.utils.formatting import aligned, four_significant_digits, plural
 
 def loss_task(options: Options, config: TrainConfig, model: FoundModel, world: World) -> Task:
     starts = bin_starts(options.bins or POWERS, config.model_max_length)
-    examples = find_examples(config.data_path, model, config, world)
+    examples = find_examples(config.data_path, model, config, world, evaluates=True)
     require_target(examples, config.data_path)
     stream = evaluation_stream(examples, config.model_max_length, config, world.size // model.sequence_size)
 

@@ -132,7 +132,7 @@ def shortened(asked: TrainConfig, folder: Path, world: World) -> TrainConfig:
         per_device_train_batch_size=min(2, asked.per_device_train_batch_size),
         layers_per_checkpoint=min(2, asked.group_size), optim="sgd", learning_rate=0.0, max_grad_norm=0.0,
         lr_scheduler_type="constant", lr_scheduler_kwargs=None, warmup_ratio=0.0, warmup_steps=0,
-        eval_strategy="no", eval_data_path=None,
+        eval_strategy="no", eval_data_path=None, max_eval_samples=None,
         save_strategy="no", report_to="none", profile_steps=None, profile_memory=False, resume_from_checkpoint=None,
         **{flag: getattr(TrainConfig, flag) for flag in ADAM_FLAGS},
     )  # fmt: skip
