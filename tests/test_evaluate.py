@@ -4,9 +4,11 @@ import contextlib
 import json
 import math
 import pickle
+import re
 import subprocess
 import sys
 import zlib
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from programs import Ended, captured
+from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 from worlds import spawn
 
@@ -31,6 +34,7 @@ from lightseq.tools.evaluate.needle import FILLER, QUESTION, SENTENCE, IdNeedles
 from lightseq.tools.evaluate.retrieval import haystack
 from lightseq.training.evaluation import bin_starts, perplexity
 from lightseq.training.optimization import LearningRate
+from lightseq.utils import progress
 from lightseq.utils.formatting import four_significant_digits
 from lightseq.utils.progress import progress_bar
 
@@ -498,6 +502,31 @@ def test_progress_off_a_terminal_is_a_line_now_and_then(
     monkeypatch.setattr("lightseq.utils.progress.LINE_SECONDS", -1.0)
     assert list(progress_bar(range(2), description="needle, 8 tokens")) == list(progress_bar(range(2), progress=False))
     assert capsys.readouterr().err.splitlines() == ["needle, 8 tokens 1/2, 0 s", "needle, 8 tokens 2/2, 0 s"]
+
+
+@pytest.mark.parametrize(("total", "left"), [(2, True), (None, False)])
+def test_progress_on_a_terminal_is_a_bar_with_the_time_left(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, total: int | None, left: bool
+) -> None:
+    terminal = partial(Console, force_terminal=True, width=100)
+    monkeypatch.setattr("lightseq.utils.progress.Console", terminal)
+    assert list(progress_bar(iter(range(2)), total, description="evaluating")) == [0, 1]
+    shown = capsys.readouterr().err
+    assert "evaluating" in shown and "2/2" in shown and ("left" in shown) is left
+
+
+def _narrated(rank: int, runs: list[str]) -> list[Ended]:
+    progress.LINE_SECONDS = -1.0  # type: ignore[misc]
+    return evaluations(rank, runs)
+
+
+def test_only_the_first_rank_of_an_evaluation_tells_its_progress(files: Files) -> None:
+    words = [files.words("told", GOOD), files.words("told-needle", f"{SEARCH} --trials 1 --depths 0.5", "finder")]
+    first, second = spawn(2, _narrated, [line.format(root=files.root) for line in words])
+    loss, needle = (end.err.splitlines() for end in first)
+    assert loss and all(re.fullmatch(r"evaluating [\d,]+/[\d,]+, \d+ s", line) for line in loss)
+    assert needle and all(re.fullmatch(r"needle, [\d,]+ tokens [\d,]+/[\d,]+, \d+ s", line) for line in needle)
+    assert [end.err for end in second] == ["", ""]
 
 
 OUT_OF_MEMORY = """
