@@ -56,6 +56,11 @@ class DataConfig:
         "text",
         "Column that holds the text. Rows with messages, or with prompt and completion, train on the answers only.",
     )
+    chat_template: str | None = flag(
+        None,
+        "Jinja template for chats, and for prompts with answers: a file, or the template itself. Default: the "
+        "tokenizer's. Checkpoints save it with the tokenizer.",
+    )
     max_train_samples: int | None = flag(None, "Number of rows to read, starting with the first. Default: all.")
     max_eval_samples: int | None = flag(
         None,

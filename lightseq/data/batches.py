@@ -59,7 +59,8 @@ def open_examples(
             raise ValueError(
                 f"{path} holds text, which needs a tokenizer; give --tokenizer a directory, a hub id, or byte"
             )
-        loaded = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
+        template = read_options.chat_template
+        loaded = load_tokenizer(tokenizer, template) if isinstance(tokenizer, str) else tokenizer
         if lazy and Path(path).is_file():
             return open_lazy_texts(Path(path), length, vocab_size, loaded, read_options)
         return open_rows(path, length, vocab_size, loaded, read_options, progress)

@@ -45,6 +45,7 @@ class ReadOptions:
     text_column: str = "text"
     limit: int | None = None  # rows; None: all
     cache: Path = field(default_factory=lambda: Path("~/.cache/lightseq/tokens").expanduser())
+    chat_template: str | None = None  # file or template; None: the tokenizer's
     limits_documents: bool = False  # False: a limit is refused for data that holds no rows
 
 

@@ -134,6 +134,7 @@ def shortened(asked: TrainConfig, folder: Path, world: World) -> TrainConfig:
         lr_scheduler_type="constant", lr_scheduler_kwargs=None, warmup_ratio=0.0, warmup_steps=0,
         eval_strategy="no", eval_data_path=None, max_eval_samples=None,
         save_strategy="no", report_to="none", profile_steps=None, profile_memory=False, resume_from_checkpoint=None,
+        chat_template=None if made else asked.chat_template,
         **{flag: getattr(TrainConfig, flag) for flag in ADAM_FLAGS},
     )  # fmt: skip
     kind, sequences = world.device.type, _sequences(config, world)
