@@ -230,6 +230,7 @@ def without_traces(asked: TrainConfig, folder: Path) -> TrainConfig:
         random_init=True, eval_strategy="no", eval_data_path=None, max_eval_samples=None, save_strategy="no",
         keep_best=False, report_to="none", profile_steps=None, profile_memory=False, resume_from_checkpoint=None,
         gradient_accumulation_steps=min(2, asked.gradient_accumulation_steps),
+        lr_scheduler_type=TrainConfig.lr_scheduler_type, lr_scheduler_kwargs=None,  # planned for more steps
     )  # fmt: skip
 
 
