@@ -54,8 +54,8 @@ logging:
 python3 -m torch.distributed.run --nproc_per_node=4 llama3/train.py --config run.yaml --learning_rate 1e-5
 ```
 
-- A value is the text that would follow the flag: `no`, `10:12`, `128K` and `2e-5` need no quotes. `rope_scaling` may be
-  a mapping, and `profile_steps` a list of two steps.
+- A value is the text that would follow the flag: `no`, `10:12`, `128K` and `2e-5` need no quotes. `rope_scaling` and
+  `lr_scheduler_kwargs` may be mappings, and `profile_steps` a list of two steps.
 - `null`, or no value, leaves a flag unset. It is an error for a flag that has a default.
 - `verify` and `rehearse` take `--data_path` and `--output_dir` from the command line only.
 

@@ -69,6 +69,7 @@ STEPS = 3
 # Two data-parallel ranks, three passes a step: sequences of which a third are short, and a norm that is clipped.
 COMMON = f"--max_steps {STEPS} --save_steps 2 --sequence_parallel_size 1 --gradient_accumulation_steps 3"
 CLIPPED = "--max_grad_norm 0.5 --optim adamw_torch"
+ADAM = "--adam_beta1 0.5 --adam_beta2 0.6 --adam_epsilon 1e-3 --weight_decay 0.3"  # of resumed runs
 
 
 class Remembering(DeepSpeedEngine):
@@ -172,6 +173,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if name in SAVED:
             lines[f"resumed-{name}"] = f"{CLIPPED} {engine} --resume_from_checkpoint {folder}/{name}/checkpoint-2"
             lines[f"bf16-{name}"] = f"--bf16 {engine}"
+    for name, engine in {"fsdp2": "", **{name: f"--deepspeed {folder}/{name}.json" for name in SAVED}}.items():
+        lines[f"betas-{name}"] = f"{CLIPPED} {ADAM} {engine} --resume_from_checkpoint {folder}/{name}/checkpoint-2"
     start = f"--model_name_or_path {folder}/fsdp2/checkpoint-{STEPS} --random_init False --max_steps 1"
     lines |= {"tuned-fsdp2": start, "tuned-zero3": f"{start} --deepspeed {folder}/zero3.json"}
     ends = trained(2, [words(folder, output, f"{COMMON} {more}") for output, more in lines.items()])
@@ -216,6 +219,18 @@ def test_a_resumed_run_equals_one_that_never_stopped(files: Path, name: str) -> 
         load_file(files / output / f"checkpoint-{STEPS}" / "model.safetensors") for output in (name, f"resumed-{name}")
     )
     assert all(torch.equal(resumed[key], tensor) for key, tensor in whole.items())
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_a_resumed_run_has_the_optimizer_settings_of_its_flags(files: Path, name: str) -> None:
+    assert_equal_runs(files, f"betas-{name}", "betas-fsdp2")
+    changed, before = (
+        load_file(files / run / f"checkpoint-{STEPS}" / "model.safetensors") for run in (f"betas-{name}", name)
+    )
+    assert all(
+        (changed[key] - tensor).norm() > 1e-4 * tensor.norm() for key, tensor in before.items() if tensor.ndim > 1
+    )
+    assert "resumed with --adam_beta1 0.5 (was 0.9), --adam_beta2" in (files / f"betas-{name}" / "said.txt").read_text()
 
 
 def test_a_full_disk_under_files_of_states_is_raised_when_all_are_through() -> None:

@@ -62,6 +62,9 @@ def test_an_optimizer_that_says_what_the_flags_say_may_stand(tmp_path: Path) -> 
     for kind in ("Adam", "AdamW"):
         content = zero() | {"optimizer": {"type": kind, "params": params}}
         assert "optimizer" not in settings(tmp_path, content, learning_rate=1e-3, weight_decay=0.1)
+    content["optimizer"]["params"] |= {"betas": [0.8, 0.95], "eps": 1e-6}
+    adam = {"adam_beta1": 0.8, "adam_beta2": 0.95, "adam_epsilon": 1e-6}
+    assert "optimizer" not in settings(tmp_path, content, learning_rate=1e-3, weight_decay=0.1, **adam)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +109,11 @@ def test_an_optimizer_that_says_what_the_flags_say_may_stand(tmp_path: Path) -> 
         ),
         (
             zero() | {"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.95]}}}, {},
-            ["betas is [0.9, 0.95], but --optim with betas is [0.9, 0.999]"],
+            ["betas is [0.9, 0.95], but [--adam_beta1, --adam_beta2] is [0.9, 0.999]; make them equal"],
+        ),
+        (
+            zero() | {"optimizer": {"type": "AdamW", "params": {"eps": 1e-8}}}, {"adam_epsilon": 1e-6},
+            ["eps is 1e-08, but --adam_epsilon is 1e-06; make them equal"],
         ),
         (zero() | {"optimizer": {"type": "Lamb"}}, {}, ['optimizer is {"type": "Lamb"}; give AdamW, or remove']),
         (

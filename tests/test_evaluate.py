@@ -4,9 +4,11 @@ import contextlib
 import json
 import math
 import pickle
+import re
 import subprocess
 import sys
 import zlib
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from programs import Ended, captured
+from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 from worlds import spawn
 
@@ -30,6 +33,8 @@ from lightseq.tools.evaluate import command, evaluate
 from lightseq.tools.evaluate.needle import FILLER, QUESTION, SENTENCE, IdNeedles, Search, TextNeedles, make_search
 from lightseq.tools.evaluate.retrieval import haystack
 from lightseq.training.evaluation import bin_starts, perplexity
+from lightseq.training.optimization import LearningRate
+from lightseq.utils import progress
 from lightseq.utils.formatting import four_significant_digits
 from lightseq.utils.progress import progress_bar
 
@@ -95,6 +100,7 @@ def documents() -> list[np.ndarray]:
     return [rng.integers(0, VOCABULARY, size) for size in SIZES]
 
 
+MORE = "--max_eval_samples 1000"  # than there are
 LOSS = {
     "powers": "--bins powers --schedule zigzag --per_device_eval_batch_size 2",
     "equal": "--bins 5 --schedule striped",
@@ -170,6 +176,28 @@ def test_loss_by_position_is_that_of_one_process(files: Files, world: int) -> No
             assert b["loss"] == pytest.approx(losses[inside].mean(), rel=1e-5)
         whole = sum(b["loss"] * b["valid_tokens"] for b in bins)
         assert whole / summary["valid_tokens"] == pytest.approx(summary["loss"], rel=1e-12)
+
+
+@pytest.mark.parametrize("packing", ["none", "best_fit"])
+def test_a_limit_evaluates_as_a_file_cut_to_it_does(files: Files, tmp_path: Path, packing: str) -> None:
+    """The first rows or documents count, also those too short to have a target."""
+    tokens, texts = [*documents()[:2], np.array([3]), *documents()[2:]], ["ab", "", "cdefg", "h" * 99, "ijk"]
+    for name, count in (("whole", None), ("cut", 3)):
+        write_token_directory(tmp_path / f"{name}.tokens", tokens[:count], VOCABULARY, dict)
+        sequences = [ids.tolist() for ids in tokens[:count]]
+        (tmp_path / f"{name}.pkl").write_bytes(pickle.dumps({"input_ids": sequences}))
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[:count]))
+    runs = []
+    for kind in ("tokens", "pkl", "jsonl"):
+        for name, limit in (("whole", ""), ("cut", ""), ("whole", "--max_eval_samples 3"), ("whole", MORE)):
+            flags = f"--data_path {tmp_path}/{name}.{kind} --tokenizer byte --data_cache {tmp_path}/cache {limit}"
+            runs.append(f"{flags} --model_max_length {LENGTH} --packing {packing} --bins 1")
+    lines = [files.words(f"limit-{packing}-{i}", run, "bytes") for i, run in enumerate(runs)]
+    assert all(end.status == 0 for ends in spawn(2, evaluations, lines) for end in ends)
+    results = [files.records(f"limit-{packing}-{i}")[0] for i in range(len(runs))]
+    found = [tuple(result[key] for key in ("loss", "valid_tokens", "sequences")) for result in results]
+    for whole, cut, limited, more in (found[i : i + 4] for i in range(0, len(found), 4)):
+        assert limited == cut != whole == more
 
 
 def test_bins_cover_every_position_once() -> None:
@@ -432,6 +460,7 @@ REFUSED = {
     "a hay of keys alone": (f"{SEARCH} --choices 31 --data_path {{root}}/upper.pkl", ("has only keys and values",)),
     "an evaluation that is there": (f"{GOOD} --output_dir {{root}}/there", ("evaluation.jsonl exists", "overwrite")),
     "output that is a file": (f"{GOOD} --output_dir {{root}}/text.jsonl", ("text.jsonl cannot be created", "another")),
+    "a limit of a haystack": (f"{GOOD} --task needle --max_eval_samples 3", ("3 belongs to --task loss",)),
     "a flag that is none": (f"{GOOD} --bin 3", ("unknown flag --bin",)),
 }
 
@@ -475,6 +504,31 @@ def test_progress_off_a_terminal_is_a_line_now_and_then(
     assert capsys.readouterr().err.splitlines() == ["needle, 8 tokens 1/2, 0 s", "needle, 8 tokens 2/2, 0 s"]
 
 
+@pytest.mark.parametrize(("total", "left"), [(2, True), (None, False)])
+def test_progress_on_a_terminal_is_a_bar_with_the_time_left(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, total: int | None, left: bool
+) -> None:
+    terminal = partial(Console, force_terminal=True, width=100)
+    monkeypatch.setattr("lightseq.utils.progress.Console", terminal)
+    assert list(progress_bar(iter(range(2)), total, description="evaluating")) == [0, 1]
+    shown = capsys.readouterr().err
+    assert "evaluating" in shown and "2/2" in shown and ("left" in shown) is left
+
+
+def _narrated(rank: int, runs: list[str]) -> list[Ended]:
+    progress.LINE_SECONDS = -1.0  # type: ignore[misc]
+    return evaluations(rank, runs)
+
+
+def test_only_the_first_rank_of_an_evaluation_tells_its_progress(files: Files) -> None:
+    words = [files.words("told", GOOD), files.words("told-needle", f"{SEARCH} --trials 1 --depths 0.5", "finder")]
+    first, second = spawn(2, _narrated, [line.format(root=files.root) for line in words])
+    loss, needle = (end.err.splitlines() for end in first)
+    assert loss and all(re.fullmatch(r"evaluating [\d,]+/[\d,]+, \d+ s", line) for line in loss)
+    assert needle and all(re.fullmatch(r"needle, [\d,]+ tokens [\d,]+/[\d,]+, \d+ s", line) for line in needle)
+    assert [end.err for end in second] == ["", ""]
+
+
 OUT_OF_MEMORY = """
 import sys, torch
 from lightseq.tools.evaluate import command
@@ -496,7 +550,7 @@ def test_a_host_without_room_for_an_evaluation_ends_it_with_the_remedy(files: Fi
 
 def test_flags_for_training_alone_are_named_and_not_applied() -> None:
     flags = "--model_name_or_path m --data_path d --output_dir o --async_save False --lora_rank 2 --lora_target_modules"
-    flags += " q_proj --optim adamw_8bit --offload"
+    flags += " q_proj --optim adamw_8bit --adam_beta2 0.95 --offload"
     for offload, kept, named in (
         ("none", "none", ""),
         ("activations", "none", ", --offload activations"),
@@ -508,7 +562,15 @@ def test_flags_for_training_alone_are_named_and_not_applied() -> None:
         config = evaluate._without_training(given)
         assert (config.optim, config.lora_rank, config.offload) == (TrainConfig.optim, None, kept)
         (note,) = evaluate._notes(given, config)
-        assert note.endswith(f": --optim, --lora_rank, --lora_target_modules, --async_save{named}")
+        assert note.endswith(f": --optim, --adam_beta2, --lora_rank, --lora_target_modules, --async_save{named}")
+    schedule = '--lr_scheduler_type polynomial --lr_scheduler_kwargs {"power":2}'  # of a run without a step
+    _, given = evaluate.flags(f"{' '.join(flags.split()[:6])} --max_train_samples 9".split())
+    assert evaluate._notes(given, given) == []  # limits the rows of --data_path
+    _, given = evaluate.flags(f"{' '.join(flags.split()[:6])} --max_train_samples 9 --max_eval_samples 3".split())
+    assert evaluate._notes(given, given)[0].endswith(": --max_train_samples")
+    _, given = evaluate.flags(f"{' '.join(flags.split()[:6])} {schedule}".split())
+    assert LearningRate(evaluate._without_training(given), total_steps=0)
+    assert evaluate._notes(given, given)[0].endswith(": --lr_scheduler_type, --lr_scheduler_kwargs")
     _, given = evaluate.flags(f"{' '.join(flags.split()[:6])} --deepspeed zero.json".split())
     assert evaluate._without_training(given).deepspeed is None
     assert evaluate._notes(given, given) == ["flags that only affect training are ignored: --deepspeed"]

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from worlds import spawn
 
+from lightseq.config.train_config import TrainConfig
 from lightseq.memory.host_adamw import compute_updates_on
 from lightseq.training import engine, optimization
 from lightseq.training.optimization import check_optimizer
@@ -92,6 +93,34 @@ def test_a_resumed_run_equals_one_that_never_stopped(files: Path) -> None:
 
 def test_pieces_train_as_the_whole_does(files: Path) -> None:
     assert losses(files, "pieces") == losses(files, "resumed")  # to the bit
+
+
+@pytest.mark.parametrize("piece", [None, 2048])
+def test_betas_and_epsilon_are_those_of_the_flags(piece: int | None) -> None:
+    flags = {"adam_beta1": 0.5, "adam_beta2": 0.6, "adam_epsilon": 0.3}
+    found, expected, plain = spawn(1, _updates, flags, piece)[0]
+    assert found == pytest.approx(expected, rel=1e-5) and found != pytest.approx(plain, rel=0.05)
+
+
+def _updates(rank: int, flags: dict[str, float], piece: int | None) -> list[list[float]]:
+    """Three updates of a weight, whose states stay in 32 bits, with the flags, by torch, and without the flags."""
+    torch.compiler.set_stance("force_eager")
+    betas = flags["adam_beta1"], flags["adam_beta2"]
+    torchs = torch.nn.Linear(2, 2, bias=False)
+    optimizers = [(torchs, torch.optim.AdamW(torchs.parameters(), 0.1, betas, flags["adam_epsilon"], 0.0))]
+    for given in (flags, {}):
+        model = torch.nn.Linear(2, 2, bias=False)
+        config = TrainConfig(learning_rate=0.1, optim="adamw_8bit", **given)  # type: ignore[arg-type]
+        optimizers.append((model, optimization.make_optimizer(model, config)))
+        if piece is not None:
+            compute_updates_on(torch.device("cpu"), optimizers[-1][1], piece)
+    for model, optimizer in optimizers:
+        torch.nn.init.zeros_(model.weight)
+        for size in (1.0, -0.2, 3.0):
+            model.weight.grad = torch.tensor([[size, 2 * size], [0.1 * size, -size]])
+            optimizer.step()
+    by_torch, with_flags, without = (model.weight.flatten().tolist() for model, _ in optimizers)
+    return [with_flags, by_torch, without]
 
 
 def test_states_go_to_other_numbers_of_ranks_unless_a_block_would_be_cut(files: Path) -> None:

@@ -2,12 +2,17 @@
 
 import dataclasses
 import pickle
+from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
+from typing import Any
 
 import pytest
+import small
 import torch
 import torch.distributed as dist
-from programs import program
+from programs import alone, program
+from small import write_inputs
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -15,12 +20,15 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import get_scheduler
+from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 from worlds import spawn
 
 from lightseq.config.checks import CHOICES
+from lightseq.config.lr_schedules import DEFAULT_LR_END, FOLLOW_A_METRIC, LR_SCHEDULES, stable_decay_warning
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.mesh import World, use_host_cores
 from lightseq.training.engine import FsdpEngine
+from lightseq.training.metrics import read_records
 from lightseq.training.optimization import (
     LearningRate,
     LocalAdamW,
@@ -36,16 +44,46 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 CONFIG = TrainConfig(model_name_or_path="m", data_path="d", output_dir="o", learning_rate=0.1, weight_decay=0.5)
 
 
-@pytest.mark.parametrize("name", CHOICES["lr_scheduler_type"])
+SCHEDULES: dict[str, list[dict[str, Any]]] = {  # settings of each schedule
+    "linear": [{}],
+    "cosine": [{}, {"num_cycles": 1.25}],
+    "constant": [{}],
+    "constant_with_warmup": [{}],
+    "cosine_with_restarts": [{}, {"num_cycles": 3}],
+    "polynomial": [{}, {"lr_end": 0.01, "power": 2.0}],
+    "inverse_sqrt": [{}, {"timescale": 7}],
+    "cosine_with_min_lr": [{"min_lr": 0.02}, {"min_lr_rate": 0.3, "num_cycles": 1.5}],
+    "cosine_warmup_with_min_lr": [{"min_lr": 0.02}, {"min_lr_rate": 0.3, "warmup_lr_rate": 0.5, "num_cycles": 1}],
+    "warmup_stable_decay": [
+        {"num_decay_steps": 6},
+        {"num_decay_steps": 4, "num_stable_steps": 5, "min_lr_ratio": 0.2, "decay_type": "1-sqrt"},
+        {"num_decay_steps": 9, "decay_type": "linear", "warmup_type": "cosine", "num_cycles": 0.4},
+    ],
+}
+
+
+def test_schedules_and_their_settings_are_those_of_transformers() -> None:
+    known = {name.value: function for name, function in TYPE_TO_SCHEDULER_FUNCTION.items()}
+    assert known.keys() - FOLLOW_A_METRIC == LR_SCHEDULES.keys() == CHOICES["lr_scheduler_type"].keys()
+    assert SCHEDULES.keys() == LR_SCHEDULES.keys()
+    given = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}
+    for name, settings in LR_SCHEDULES.items():
+        assert settings.keys() == signature(known[name]).parameters.keys() - given, name
+    assert signature(known["polynomial"]).parameters["lr_end"].default == DEFAULT_LR_END
+
+
+@pytest.mark.compat
+@pytest.mark.filterwarnings("ignore:Both num_training_steps and num_stable_steps")
+@pytest.mark.parametrize(("name", "kwargs"), [(name, kwargs) for name in SCHEDULES for kwargs in SCHEDULES[name]])
 @pytest.mark.parametrize("warmup", [{}, {"warmup_steps": 3}, {"warmup_ratio": 0.25}])
-def test_rates_are_those_of_transformers_and_need_no_history(name: str, warmup: dict) -> None:
+def test_rates_are_those_of_transformers_and_need_no_history(name: str, kwargs: dict, warmup: dict) -> None:
     if name == "constant" and warmup:
         pytest.skip("constant has no warm-up and refuses one")
-    config = dataclasses.replace(CONFIG, lr_scheduler_type=name, **warmup)
+    config = dataclasses.replace(CONFIG, lr_scheduler_type=name, lr_scheduler_kwargs=kwargs, **warmup)
     optimizer = make_optimizer(nn.Linear(2, 2), config)
     steps = {"warmup_steps": 3, "warmup_ratio": 5}.get(next(iter(warmup), ""), 0)
     theirs = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
-    schedule = get_scheduler(name, theirs, num_warmup_steps=steps, num_training_steps=20)
+    schedule = get_scheduler(name, theirs, steps, num_training_steps=20, scheduler_specific_kwargs=kwargs)
     expected = []
     for _ in range(20):
         expected.append(theirs.param_groups[0]["lr"])
@@ -55,6 +93,35 @@ def test_rates_are_those_of_transformers_and_need_no_history(name: str, warmup: 
     for step in reversed(range(20)):  # in any order
         assert ours.apply(optimizer, step) == pytest.approx(expected[step])
         assert all(group["lr"] == pytest.approx(expected[step]) for group in optimizer.param_groups)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "warmup", "effect"),
+    [
+        ({"num_decay_steps": 5}, 3, None),
+        ({"num_decay_steps": 8, "num_stable_steps": 9}, 3, None),
+        ({"num_decay_steps": 18}, 3, "add up to 21, but this run has 20, so the decay starts below the peak"),
+        ({"num_decay_steps": 8, "num_stable_steps": 9}, 4, "add up to 21, but this run has 20, so the decay does not"),
+        ({"num_decay_steps": 8, "num_stable_steps": 9}, 1, "add up to 18, but this run has 20, so the steps after"),
+    ],
+)
+def test_phases_that_do_not_fill_the_run_are_warned_of(kwargs: dict, warmup: int, effect: str | None) -> None:
+    warning = stable_decay_warning(kwargs, warmup, 20)
+    assert warning is None if effect is None else effect in (warning or "")
+
+
+def test_a_resumed_run_continues_its_schedule(tmp_path: Path) -> None:
+    files = write_inputs(tmp_path)
+    kwargs = '{"num_decay_steps": 3, "decay_type": "linear", "min_lr_ratio": 0.1}'
+    flags = "--max_steps 6 --save_steps 4 --warmup_steps 2 --lr_scheduler_type warmup_stable_decay"
+    flags += f" --lr_scheduler_kwargs '{kwargs}'"
+    resume = f" --resume_from_checkpoint {files}/whole/checkpoint-4"
+    for words in (small.words(files, "whole", flags), small.words(files, "resumed", flags + resume)):
+        end = alone(words)
+        assert end.status == 0, end.err
+    rates = [record["learning_rate"] for record in read_records(files / "whole" / "metrics.jsonl")]
+    assert rates == pytest.approx([1e-4, 5.5e-4, 1e-3, 1e-3, 7e-4, 4e-4])
+    assert [r["learning_rate"] for r in read_records(files / "resumed" / "metrics.jsonl")] == rates[4:]
 
 
 def test_only_matrices_decay() -> None:
@@ -73,6 +140,30 @@ def test_only_matrices_decay() -> None:
 def test_the_optimizer_is_the_one_asked_for(name: str, kind: type, fused: bool | None) -> None:
     optimizer = make_optimizer(nn.Linear(2, 2), dataclasses.replace(CONFIG, optim=name))
     assert type(optimizer) is kind and optimizer.defaults.get("fused") == fused
+
+
+@pytest.mark.parametrize("name", ["adamw_torch", "adamw_torch_fused"])
+@pytest.mark.parametrize("flags", [{"adam_beta1": 0.5}, {"adam_beta2": 0.6}, {"adam_epsilon": 0.3}])
+def test_adamw_has_the_betas_and_the_epsilon_of_the_flags(name: str, flags: dict) -> None:
+    config = dataclasses.replace(CONFIG, optim=name, weight_decay=0.0, **flags)
+    betas = flags.get("adam_beta1", 0.9), flags.get("adam_beta2", 0.999)
+    expected = updated(lambda model: torch.optim.AdamW(
+        model.parameters(), lr=0.1, betas=betas, eps=flags.get("adam_epsilon", 1e-8), weight_decay=0.0
+    ))  # fmt: skip
+    torch.testing.assert_close(updated(lambda model: make_optimizer(model, config)), expected)
+    plain = dataclasses.replace(CONFIG, optim=name, weight_decay=0.0)
+    assert (updated(lambda model: make_optimizer(model, plain)) - expected).abs().max() > 1e-3
+
+
+def updated(make: Callable[[nn.Module], torch.optim.Optimizer]) -> torch.Tensor:
+    """Returns a weight of zeros after three updates with gradients of different sizes."""
+    model = nn.Linear(2, 2, bias=False)
+    nn.init.zeros_(model.weight)
+    optimizer = make(model)
+    for size in (1.0, -0.2, 3.0):
+        model.weight.grad = torch.tensor([[size, 2 * size], [0.1 * size, -size]])
+        optimizer.step()
+    return model.weight.detach().clone()
 
 
 class _UpdatesOfDistributedTensors(TorchDispatchMode):

@@ -49,6 +49,10 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
         "--eval_data_path {files}/gone --eval_strategy steps",
         ("{files}/gone does not exist", "data_gen"),
     ),
+    "a limit without evaluation data": (
+        "--max_eval_samples 3",
+        ("--max_eval_samples 3 limits evaluation data, but there is none", "add --eval_data_path"),
+    ),
     "evaluation data without a target": (
         "--eval_data_path {files}/targetless.pkl --eval_strategy steps",
         ("targetless.pkl has no target", "-100"),

@@ -35,6 +35,7 @@ from lightseq.tools.plan.rehearsal import (
     CountedMemory,
     rehearsal_patches,
     scaled_down,
+    without_traces,
 )
 from lightseq.training import errors
 from lightseq.training.terminal import Terminal
@@ -83,6 +84,13 @@ def _elided(rank: int) -> None:
 
 def test_elided_attention_moves_what_the_real_one_does_and_computes_nothing() -> None:
     spawn(2, _elided)
+
+
+def test_flags_about_data_and_the_number_of_steps_do_not_reach_a_rehearsal(tmp_path: Path) -> None:
+    words = "--max_eval_samples 3 --chat_template gone.jinja"
+    words += ' --lr_scheduler_type warmup_stable_decay --lr_scheduler_kwargs {"num_decay_steps":50}'
+    config = without_traces(given(words), tmp_path)
+    assert (config.max_eval_samples, config.chat_template, config.lr_scheduler_kwargs) == (None, None, None)
 
 
 def test_rehearsals_of_long_sequences_run_only_the_first_tile() -> None:

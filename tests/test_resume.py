@@ -99,6 +99,10 @@ def test_flags_that_change_how_a_model_learns_are_named_and_another_optimizer_is
     assert check_flags(saved(learning_rate=1e-3), now) == (
         "resumed with --learning_rate 1e-05 (was 0.001), --bf16 True (was False)",
     )
+    (note,) = check_flags(saved(), replace(CONFIG, adam_beta1=0.8, adam_beta2=0.95, adam_epsilon=1e-6))
+    assert note == (
+        "resumed with --adam_beta1 0.8 (was 0.9), --adam_beta2 0.95 (was 0.999), --adam_epsilon 1e-06 (was 1e-08)"
+    )
     assert check_flags(saved(optim="adamw_torch"), CONFIG) == (
         f"resumed with --optim {CONFIG.optim} (was adamw_torch)",
     )

@@ -11,7 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 from programs import programs
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from worlds import spawn
 
 from lightseq.data import token_cache
@@ -67,6 +72,25 @@ def llama3(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     ends = {"bos_token": special[0], "eos_token": special[1], "chat_template": LLAMA3}
     PreTrainedTokenizerFast(tokenizer_object=made, **ends).save_pretrained(folder)
     return load_tokenizer(str(folder))
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tokenizer of single characters whose settings hold a chat template."""
+    folder = tmp_path_factory.mktemp("small")
+    characters = ["<unk>", "</s>", *map(chr, range(32, 127))]
+    made = tokenizers.Tokenizer(WordLevel({text: i for i, text in enumerate(characters)}, unk_token="<unk>"))
+    made.pre_tokenizer, made.decoder = Split("", "isolated"), Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>", unk_token="<unk>").save_pretrained(folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["chat_template"] = "{% for m in messages %}{{ '!' ~ m['content'] ~ eos_token }}{% endfor %}"
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return str(folder)
+
+
+def make_model() -> LlamaForCausalLM:
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=128, **sizes))
 
 
 def lines(path: Path, *rows: Any) -> Path:
@@ -398,7 +422,86 @@ def test_bad_chats_are_one_line(tmp_path: Path, mistral: Tokenizer) -> None:
         mistral.backend.chat_template = template
 
 
-# ---- in a run -------------------------------------------------------------------------------------------------------
+TEMPLATE = "{% for m in messages %}{{ m['role'] ~ ': ' ~ m['content'] ~ eos_token }}{% endfor %}" + (
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+
+
+def with_template(source: Path, tokenizer: str, template: str) -> WindowExamples:
+    read_options = ReadOptions(cache=source.parent / "cache", chat_template=template)
+    found = open_examples(source, 1000, 200_000, tokenizer, False, True, read_options)
+    assert isinstance(found, WindowExamples)
+    return found
+
+
+def test_a_chat_template_replaces_the_tokenizers_and_has_tokens_of_its_own(tmp_path: Path, small: str) -> None:
+    chats = lines(tmp_path / "chats.jsonl", {"messages": CHAT})
+    pairs = lines(tmp_path / "pairs.jsonl", {"prompt": "Best move?", "completion": "Castle."})
+    (tmp_path / "mine.jinja").write_text(TEMPLATE)
+    decode = load_tokenizer(small)
+    for source, answers in ((chats, ["Nf3, surely.</s>", "Castle.</s>"]), (pairs, ["Castle.</s>"])):
+        own, text = opened(source, decode), with_template(source, small, TEMPLATE)
+        assert learnt(own, decode) == ["!" + answer for answer in answers]
+        assert learnt(text, decode) == answers
+        assert decode.backend.decode(text[0].input_ids[:18].tolist()).startswith("user: Best move?</s>")
+        assert text.source.path != own.source.path
+        assert with_template(source, small, str(tmp_path / "mine.jinja")).source.path == text.source.path
+        other = with_template(source, small, TEMPLATE.replace("user", "human").replace(": ", "> "))
+        assert other.source.path not in (own.source.path, text.source.path)
+
+
+@pytest.mark.parametrize(
+    ("template", "line"),
+    [
+        (
+            "gone.jinja",
+            "--chat_template 'gone.jinja' cannot be read (No such file or directory); give a file,",
+        ),
+        ("/", "--chat_template '/' cannot be read (Is a directory); give a file"),
+        ("x" * 5000, "cannot be read (File name too long)"),
+        ("{% for m in messages %}", "--chat_template is not a Jinja template (line 1: Unexpected end of template"),
+        ("{{ messages | nosuch }}", "--chat_template is not a Jinja template (line 1: No filter named 'nosuch'"),
+        ("{{ raise_exception('no such role') }}", "line 1: --chat_template fails: no such role"),
+        ("{{ messages[0].content.nosuch.again }}", "line 1: --chat_template fails: 'str object' has no attribute"),
+        ("{{ messages | length }}", "line 1: --chat_template rewrites earlier turns, so answers cannot be located"),
+    ],
+)
+def test_a_chat_template_that_does_not_render_is_refused_in_one_line(
+    tmp_path: Path, small: str, template: str, line: str
+) -> None:
+    chats = lines(tmp_path / "chats.jsonl", {"messages": CHAT})
+    with pytest.raises(ValueError) as caught:
+        with_template(chats, small, template)
+    assert line in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_bytes_have_no_chat_template(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^--chat_template needs a tokenizer with tokens that end a turn, not byte"):
+        with_template(lines(tmp_path / "chats.jsonl", {"messages": CHAT}), "byte", TEMPLATE)
+
+
+# ---- in a run ------------------------------------------------------------------------------------------------------
+
+
+def test_checkpoints_save_the_chat_template_that_they_were_trained_with(tmp_path: Path, small: str) -> None:
+    chats = lines(tmp_path / "chats.jsonl", {"messages": CHAT})
+    text = lines(tmp_path / "text.jsonl", {"text": "Best move?"})
+    (tmp_path / "mine.jinja").write_text(TEMPLATE)
+    make_model().save_pretrained(tmp_path / "model")
+    words = f"--model_name_or_path {tmp_path}/model --tokenizer {small} --model_max_length 32 --max_steps 1"
+    words += f" --data_cache {tmp_path}/cache --chat_template {tmp_path}/mine.jinja"
+    (tmp_path / "zero.json").write_text('{"zero_optimization": {"stage": 2}}')
+    flags = {"whole": "", "adapters": "--lora_rank 2", "zero": f"--deepspeed {tmp_path}/zero.json"}
+    runs = [f"{words} --data_path {chats} --output_dir {tmp_path}/{name} {more}" for name, more in flags.items()]
+    *ends, refused = spawn(1, programs, "llama3", [*runs, f"{words} --data_path {text} --output_dir {tmp_path}/text"])[
+        0
+    ]
+    assert [end.status for end in ends] == [0] * len(ends), ends
+    for name in flags:
+        saved = AutoTokenizer.from_pretrained(tmp_path / name / "checkpoint-1")
+        assert saved.chat_template == TEMPLATE != AutoTokenizer.from_pretrained(small).chat_template
+    line = "error: --chat_template applies to chats and to prompts with answers, which the data does not hold; "
+    assert (refused.status, refused.err) == (2, f"{line}leave it out\n") and not (tmp_path / "text").exists()
 
 
 @pytest.mark.slow

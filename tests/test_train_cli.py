@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from dataclasses import asdict
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from programs import FAMILIES, Ended, program, programs
+from rich.console import Console
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from worlds import free_port, spawn
 
@@ -627,6 +629,17 @@ def test_a_checkpoint_is_the_trained_model(files: Files, tmp_path: Path, family:
     assert left_off == pytest.approx(plain_loss(opened, files.root / "eval.pkl"), rel=1e-6)
 
 
+def test_evaluation_during_training_is_limited_to_the_first_documents(files: Files, tmp_path: Path) -> None:
+    content = pickle.loads((files.root / "eval.pkl").read_bytes())
+    (tmp_path / "cut.pkl").write_bytes(pickle.dumps({key: column[:2] for key, column in content.items()}))
+    words = "--max_steps 1 --eval_strategy steps --eval_steps 1 --save_strategy no --eval_data_path"
+    whole = f"{words} {files.root}/eval.pkl"
+    runs = {"whole": whole, "limited": f"{whole} --max_eval_samples 2", "cut": f"{words} {tmp_path}/cut.pkl"}
+    train(2, "llama3", *(files.words("llama3", f"{tmp_path}/{name}", flags) for name, flags in runs.items()))
+    losses = {name: [r["eval_loss"] for r in files.records(f"{tmp_path}/{name}") if "eval_loss" in r] for name in runs}
+    assert losses["limited"] == losses["cut"] != losses["whole"]
+
+
 def test_checkpoints_are_kept_and_taken_as_asked(files: Files) -> None:
     epochs = "--per_device_train_batch_size 4 --num_train_epochs 2"  # of 8 examples: 4 steps
     ends = train(
@@ -821,6 +834,38 @@ def test_both_forms_of_a_program_start_from_where_they_should(tmp_path: Path) ->
 def test_help_is_printed_once() -> None:
     ends = spawn(2, program, "llama3", "--help")
     assert ends[0].out.startswith("usage: llama3/train.py") and ends[1] == Ended(0, "", "")
+
+
+STEP = {"loss": 2.5, "learning_rate": 4.567e-5, "grad_norm": 0.98765, "tokens_per_second": 1234.5, "step_seconds": 2.0}
+
+
+def test_lines_of_steps_show_the_learning_rate_the_gradient_norm_and_the_time_left(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time left counts evaluations and saves, which `step_seconds` does not, but no compilation before step 1."""
+    terminal, shown = Terminal(100, 0), "loss 2.5000  lr 4.57e-05  grad norm 0.988  1,234 tokens/s  2.00 s a step"
+    for step, now in ((1, 500.0), (2, 503.0), (11, 540.0), (100, 900.0)):
+        monkeypatch.setattr("lightseq.training.terminal.time.monotonic", lambda now=now: now)
+        terminal.show({**STEP, "step": step, "padding_percent": 0.0})
+    assert capsys.readouterr().out.splitlines() == [
+        f"step   1/100  {shown}", f"step  11/100  {shown}  0:05:56 left", f"step 100/100  {shown}",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("width", "has_bar"), [(80, False), (130, True)])
+def test_a_terminal_shows_numbers_of_a_step_and_the_time_left_in_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int, has_bar: bool
+) -> None:
+    monkeypatch.setattr(
+        "lightseq.training.terminal.Console", partial(Console, force_terminal=True, color_system=None, width=width)
+    )
+    terminal = Terminal(100, 0)
+    terminal.header({"model": "m"}, [])
+    terminal.show({**STEP, "step": 7, "padding_percent": 9.0})
+    terminal.close()
+    last = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", capsys.readouterr().out).strip().splitlines()[-1]
+    assert len(last) <= width and ("━" in last) is has_bar
+    assert re.search(r"7/100 loss 2.5000  lr 4.57e-05  grad norm 0.988  1,234 tokens/s.* left$", last.strip())
 
 
 def test_a_run_that_logged_one_step_is_not_said_to_stand_still(capsys: pytest.CaptureFixture[str]) -> None:

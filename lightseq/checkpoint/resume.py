@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from lightseq.checkpoint import manifest, state_files
 from lightseq.checkpoint.checkpoints import STATE, is_checkpoint, list_checkpoints, read_trainer_state
-from lightseq.config.checks import EIGHT_BIT
+from lightseq.config.checks import ADAM_FLAGS, EIGHT_BIT
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.mesh import World, on_all_ranks
 from lightseq.models import adapters
@@ -25,7 +25,8 @@ from lightseq.utils.formatting import first_line
 NEWEST = ("True", "auto")  # values of the flag that ask for the newest checkpoint
 # Flags of the optimization, as opposed to the model and the data. Changing them on resume is allowed and noted.
 LEARNING_FLAGS: Final = (
-    *("optim", "learning_rate", "weight_decay", "max_grad_norm", "lr_scheduler_type", "warmup_ratio", "warmup_steps"),
+    *("optim", *ADAM_FLAGS, "learning_rate", "weight_decay", "max_grad_norm"),
+    *("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_ratio", "warmup_steps"),
     *("bf16", "fp16", "tf32", "fp8", "gradient_accumulation_steps", "per_device_train_batch_size"),
 )
 SAME_STATE_OPTIMIZERS: Final = ({"adamw_torch", "adamw_torch_fused"}, set(EIGHT_BIT))

@@ -7,6 +7,7 @@ from collections import ChainMap
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
+from lightseq.config.lr_schedules import FOLLOW_A_METRIC, LR_SCHEDULES, check_lr_schedule
 from lightseq.config.remat_policies import POLICIES, STORES_MLP
 from lightseq.kernels.registry import KERNELS
 from lightseq.schedule.algorithms import SCHEDULES
@@ -23,7 +24,7 @@ CHOICES: Final[Mapping[str, Collection[str]]] = {
     "save_strategy": ("no", "steps", "epoch"),
     "report_to": ("none", "tensorboard", "wandb"),
     "optim": ("adamw_torch", "adamw_torch_fused", *EIGHT_BIT, "sgd"),
-    "lr_scheduler_type": ("linear", "cosine", "constant", "constant_with_warmup"),
+    "lr_scheduler_type": LR_SCHEDULES,
     "schedule": ChainMap(SCHEDULES, AUTO),
     "kernel": ChainMap(KERNELS, AUTO),
     "transport": (
@@ -48,12 +49,15 @@ AT_LEAST_ONE: Final = (
     *("max_steps", "eval_steps", "save_steps", "save_total_limit", "logging_steps", "model_max_length"),
     *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
     *("sequence_parallel_size", "ulysses_size", "layers_per_checkpoint", "lora_rank", "scaling_factor"),
-    "max_train_samples",
+    *("max_train_samples", "max_eval_samples"),
 )
 POSITIVE: Final = (
     *("num_train_epochs", "lora_alpha", "rope_theta", "step_timeout", "host_memory_budget", "device_memory_budget"),
+    "adam_epsilon",
 )
 NOT_NEGATIVE: Final = ("max_grad_norm", "learning_rate", "weight_decay", "warmup_ratio", "warmup_steps", "seed")
+DECAY_RATES: Final = ("adam_beta1", "adam_beta2")
+ADAM_FLAGS: Final = (*DECAY_RATES, "adam_epsilon")
 
 
 def check(config: TrainConfig) -> None:
@@ -81,11 +85,18 @@ def _check_choices(config: TrainConfig) -> None:
             raise ValueError(f"--{flag} {value!r} is unknown; choose from {choices}")
 
 
+def _check_lr_scheduler_type(config: TrainConfig) -> None:
+    if config.lr_scheduler_type in FOLLOW_A_METRIC:
+        given = f"--lr_scheduler_type {config.lr_scheduler_type} follows the loss instead of the step"
+        raise ValueError(f"{given} and is not supported; choose from {', '.join(LR_SCHEDULES)}")
+
+
 def _check_numbers(config: TrainConfig) -> None:
     bounds: tuple[tuple[tuple[str, ...], str, Callable[[float], bool]], ...] = (
         (AT_LEAST_ONE, "give at least 1", lambda value: value >= 1),
         (POSITIVE, "give a number above 0", lambda value: 0 < value < math.inf),
         (NOT_NEGATIVE, "give a finite number of at least 0", lambda value: 0 <= value < math.inf),
+        (DECAY_RATES, "give a number from 0 to below 1", lambda value: 0 <= value < 1),
     )
     for flags, remedy, is_within in bounds:
         for flag in flags:
@@ -133,6 +144,13 @@ def _check_precision(config: TrainConfig) -> None:
         raise ValueError("--fp8_emulate needs --fp8; add it, or leave --fp8_emulate out")
 
 
+def _check_optimizer(config: TrainConfig) -> None:
+    for flag in ADAM_FLAGS:
+        value = getattr(config, flag)
+        if config.optim == "sgd" and value != _default(config, flag):
+            raise ValueError(f"--{flag} {value} applies to AdamW, not to --optim sgd; leave one of them out")
+
+
 def _check_learning_rate(config: TrainConfig) -> None:
     if config.warmup_ratio > 1:
         raise ValueError(f"--warmup_ratio {config.warmup_ratio}: give a share of all steps between 0 and 1")
@@ -141,6 +159,7 @@ def _check_learning_rate(config: TrainConfig) -> None:
         raise ValueError(f"{given} both set the warm-up; give one")
     if config.lr_scheduler_type == "constant" and (config.warmup_ratio or config.warmup_steps):
         raise ValueError("--lr_scheduler_type constant has no warm-up; choose constant_with_warmup, or leave it out")
+    check_lr_schedule(config.lr_scheduler_type, config.lr_scheduler_kwargs or {}, config.learning_rate)
 
 
 def _check_fsdp(config: TrainConfig) -> None:
@@ -248,9 +267,11 @@ def _check_keep_best(config: TrainConfig) -> None:
 
 
 CHECKS: Final = (
+    _check_lr_scheduler_type,
     _check_choices,
     _check_numbers,
     _check_precision,
+    _check_optimizer,
     _check_learning_rate,
     _check_fsdp,
     _check_remat,

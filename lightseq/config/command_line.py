@@ -146,14 +146,14 @@ def _number(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
 
 
-def _json_object(text: str) -> dict[str, Any]:
-    example = """give a JSON object such as '{"rope_type": "linear", "factor": 4.0}'"""
+def _json_object(text: str, example: str = '{"rope_type": "linear", "factor": 4.0}') -> dict[str, Any]:
+    remedy = f"give a JSON object such as '{example}'"
     try:
         value = json.loads(text)
     except (json.JSONDecodeError, RecursionError) as error:
-        raise argparse.ArgumentTypeError(f"{text!r:.200} is not JSON ({error}); {example}") from None
+        raise argparse.ArgumentTypeError(f"{text!r:.200} is not JSON ({error}); {remedy}") from None
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object; {example}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object; {remedy}")
     return value
 
 
@@ -187,6 +187,7 @@ METAVARS: Final[Mapping[type, str]] = {
 BY_FLAG: Final[Mapping[str, Callable[[str], Any]]] = {
     "resume_from_checkpoint": _checkpoint,
     "model_max_length": length_flag,
+    "lr_scheduler_kwargs": partial(_json_object, example='{"min_lr_rate": 0.1}'),
 }
 
 

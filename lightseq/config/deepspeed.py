@@ -16,7 +16,7 @@ READ: Final = (
     *("steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "log_level"),
 )
 INSTEAD: Final[Mapping[str, str]] = {
-    "scheduler": "use --lr_scheduler_type, --warmup_steps and --warmup_ratio",
+    "scheduler": "use --lr_scheduler_type, --lr_scheduler_kwargs, --warmup_steps and --warmup_ratio",
     "activation_checkpointing": "use --remat",
     "sequence_parallel_size": "use --sequence_parallel_size",
     "data_parallel_size": "use --sequence_parallel_size",
@@ -143,8 +143,8 @@ def _check_optimizer(settings: dict[str, Any], config: TrainConfig, source: str)
     for key, value, flag in (
         ("lr", config.learning_rate, "--learning_rate"),
         ("weight_decay", config.weight_decay, "--weight_decay"),
-        ("betas", [0.9, 0.999], "--optim with betas"),
-        ("eps", 1e-8, "--optim with epsilon"),
+        ("betas", [config.adam_beta1, config.adam_beta2], "[--adam_beta1, --adam_beta2]"),
+        ("eps", config.adam_epsilon, "--adam_epsilon"),
     ):
         _check_equal(params, key, value, flag, f"{source}: optimizer.params")
 

@@ -56,7 +56,17 @@ class DataConfig:
         "text",
         "Column that holds the text. Rows with messages, or with prompt and completion, train on the answers only.",
     )
+    chat_template: str | None = flag(
+        None,
+        "Jinja template for chats, and for prompts with answers: a file, or the template itself. Default: the "
+        "tokenizer's. Checkpoints save it with the tokenizer.",
+    )
     max_train_samples: int | None = flag(None, "Number of rows to read, starting with the first. Default: all.")
+    max_eval_samples: int | None = flag(
+        None,
+        "Number of rows of the evaluation data to read, or of documents if it holds tokens, starting with the first. "
+        "Default: all.",
+    )
     data_cache: str = flag("~/.cache/lightseq/tokens", "Directory for cached tokens of text rows.")
     packing: str = flag(
         "none",
@@ -84,13 +94,21 @@ class TrainingConfig:
     gradient_accumulation_steps: int = flag(1, "Forward passes per optimizer step.")
     optim: str = flag(
         "adamw_torch_fused",
-        "Optimizer. AdamW has betas 0.9 and 0.999 and epsilon 1e-8; adamw_8bit (or adamw_torch_8bit) is torchao's, "
-        "whose two states take one byte per weight each.",
+        "Optimizer. adamw_8bit (or adamw_torch_8bit) is torchao's AdamW, whose two states take one byte per weight "
+        "each.",
     )
     learning_rate: float = flag(5e-5, "Peak learning rate.")
+    adam_beta1: float = flag(0.9, "Decay rate of AdamW's running mean of gradients.")
+    adam_beta2: float = flag(0.999, "Decay rate of AdamW's running mean of squared gradients.")
+    adam_epsilon: float = flag(1e-8, "Added to the denominator of AdamW's update.")
     weight_decay: float = flag(0.0, "Decoupled weight decay. Applies to weight matrices only.")
     max_grad_norm: float = flag(1.0, "Global norm that gradients are clipped to. 0: no clipping.")
-    lr_scheduler_type: str = flag("linear", "Learning rate schedule after the warm-up.")
+    lr_scheduler_type: str = flag("linear", "Learning rate schedule of transformers, which includes the warm-up.")
+    lr_scheduler_kwargs: dict[str, Any] | None = flag(
+        None,
+        """Settings of the schedule as JSON, such as '{"min_lr_rate": 0.1}' for cosine_with_min_lr. Default: """
+        "transformers' own.",
+    )
     warmup_ratio: float = flag(0.0, "Warm-up steps as a fraction of all steps, between 0 and 1.")
     warmup_steps: int = flag(0, "Warm-up steps.")
     bf16: bool = flag(False, "Compute in bfloat16. Master weights stay in float32.")

@@ -59,18 +59,18 @@ def open_examples(
             raise ValueError(
                 f"{path} holds text, which needs a tokenizer; give --tokenizer a directory, a hub id, or byte"
             )
-        loaded = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
+        template = read_options.chat_template
+        loaded = load_tokenizer(tokenizer, template) if isinstance(tokenizer, str) else tokenizer
         if lazy and Path(path).is_file():
             return open_lazy_texts(Path(path), length, vocab_size, loaded, read_options)
         return open_rows(path, length, vocab_size, loaded, read_options, progress)
     path = Path(path)
     if not path.exists():
         raise ValueError(f"{path} does not exist; make it with python3 -m data_gen, or give another path")
-    if read_options.limit is not None or read_options.text_column != "text":
+    limits_rows = read_options.limit is not None and not read_options.limits_documents
+    if limits_rows or read_options.text_column != "text":
         given = (
-            f"--max_train_samples {read_options.limit}"
-            if read_options.limit
-            else f"--text_column {read_options.text_column}"
+            f"--max_train_samples {read_options.limit}" if limits_rows else f"--text_column {read_options.text_column}"
         )
         raise ValueError(f"{given} applies to rows, which {path} does not hold; leave it out")
     if path.is_dir() and not (path / META).exists():
@@ -80,9 +80,9 @@ def open_examples(
             f"holds {holds}; name a file, or make tokens with python3 -m data_gen"
         )
     if path.is_dir():
-        return open_windows(path, length, vocab_size)
+        return open_windows(path, length, vocab_size, read_options.limit)
     if path.suffix == ".pkl":
-        return open_pickle(path, length, vocab_size)
+        return open_pickle(path, length, vocab_size, read_options.limit)
     kinds = ", ".join(ROW_SUFFIXES)
     raise ValueError(f"{path} is not a token directory, .pkl, {kinds}; convert it with python3 -m data_gen")
 

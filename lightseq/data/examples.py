@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
@@ -158,9 +159,14 @@ def targetless_notes(source: TokenDirectory, first: NDArray[np.int64], length: i
     return (f"{source.path}: {windows} ({shown}{more}); a longer --model_max_length leaves fewer",)
 
 
-def open_windows(path: Path, length: int, vocab_size: int) -> WindowExamples:
-    """Opens a token directory as windows. Raises ValueError without targets or for ids outside the vocabulary."""
+def open_windows(path: Path, length: int, vocab_size: int, limit: int | None = None) -> WindowExamples:
+    """Opens the first `limit` documents of a token directory as windows.
+
+    Raises ValueError without targets or for ids outside the vocabulary.
+    """
     source = open_token_directory(path)
+    if limit is not None:
+        source = source.first(limit)
     _check_vocabulary(source, vocab_size)
     sizes = np.diff(source.offsets)
     first = window_offsets(sizes, length)
@@ -222,11 +228,11 @@ def truncate_sequences(path: Path, pairs: Iterable[IdsAndLabels], length: int) -
     return SequenceExamples(kept, length, tuple(notes))
 
 
-def open_pickle(path: Path, length: int, vocab_size: int) -> SequenceExamples:
-    """Opens a .pkl file as sequences. Raises ValueError for ids outside the vocabulary."""
+def open_pickle(path: Path, length: int, vocab_size: int, limit: int | None = None) -> SequenceExamples:
+    """Opens the first `limit` sequences of a .pkl file. Raises ValueError for ids outside the vocabulary."""
 
     def checked() -> Iterator[IdsAndLabels]:
-        for index, (ids, labels) in enumerate(read_pickle(path)):
+        for index, (ids, labels) in enumerate(islice(read_pickle(path), limit)):
             check_ids(ids, vocab_size, f"{path} sequence {index}")
             check_ids(labels[labels != IGNORE_INDEX], vocab_size, f"{path} labels {index}")
             yield ids, labels

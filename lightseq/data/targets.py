@@ -25,6 +25,7 @@ PROMPT_COLUMNS: Final = (
 ROLES: Final[Mapping[str, str]] = {"human": "user", "gpt": "assistant", "bot": "assistant"}
 EMPTY, NO_ANSWER = "empty", "without an answer"
 IDS: Final = "ids"  # name of the format of tokenized rows
+CHAT, PAIR = "chat", "prompt and answer"  # names of the formats that a chat template renders
 
 
 @dataclass(frozen=True)
@@ -62,11 +63,9 @@ def detect_row_format(columns: Sequence[str], text_column: str, where: str) -> R
     if text_column in columns:
         return RowFormat("text", lambda row, where, _: _read_text(row, text_column, where), masked=False, whole=True)
     if chat is not None:
-        return RowFormat(
-            "chat", lambda row, where, tokenizer: _read_chat(_messages(row, chat, where), where, tokenizer)
-        )
+        return RowFormat(CHAT, lambda row, where, tokenizer: _read_chat(_messages(row, chat, where), where, tokenizer))
     if pair is not None:
-        return RowFormat("prompt and answer", lambda row, where, tokenizer: _read_pair(row, pair, where, tokenizer))
+        return RowFormat(PAIR, lambda row, where, tokenizer: _read_pair(row, pair, where, tokenizer))
     if "input_ids" in columns:
         return RowFormat(IDS, _read_ids, masked="labels" in columns)
     raise ValueError(
@@ -157,7 +156,8 @@ def _read_chat(messages: list[dict[str, Any]], where: str, tokenizer: Tokenizer)
     """
     if tokenizer.chat_template is None:
         raise ValueError(
-            f"{where} is a chat, but tokenizer {tokenizer.name} has no chat template; give --tokenizer one that has"
+            f"{where} is a chat, but tokenizer {tokenizer.name} has no chat template; give --tokenizer one that has, "
+            "or give --chat_template"
         )
     parts: list[TextPart] = []
     done = ""
@@ -168,8 +168,8 @@ def _read_chat(messages: list[dict[str, Any]], where: str, tokenizer: Tokenizer)
         answered = _render(tokenizer, messages[: number + 1], False, where)
         if not prompt.startswith(done) or not answered.startswith(prompt):
             raise ValueError(
-                f"{where}: the chat template of {tokenizer.name} rewrites earlier turns, so answers cannot be located; "
-                "give one turn per row, or another --tokenizer"
+                f"{where}: {tokenizer.template_name} rewrites earlier turns, so answers cannot be located; "
+                "give one turn per row, another --chat_template or another --tokenizer"
             )
         parts += [(prompt[len(done) :], False), (answered[len(prompt) :], True)]
         done = answered
@@ -181,8 +181,8 @@ def _render(tokenizer: Tokenizer, messages: list[dict[str, Any]], add_generation
     try:
         written = tokenizer.chat_template(messages, add_generation_prompt)
     except Exception as error:  # a template may raise anything
-        raise ValueError(f"{where}: the chat template of {tokenizer.name} fails: {first_line(error)}") from error
-    return check_encodable(written, f"{where}, rendered by the chat template of {tokenizer.name}")
+        raise ValueError(f"{where}: {tokenizer.template_name} fails: {first_line(error)}") from error
+    return check_encodable(written, f"{where}, rendered by {tokenizer.template_name}")
 
 
 def encode_samples(

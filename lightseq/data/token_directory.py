@@ -45,6 +45,8 @@ class ReadOptions:
     text_column: str = "text"
     limit: int | None = None  # rows; None: all
     cache: Path = field(default_factory=lambda: Path("~/.cache/lightseq/tokens").expanduser())
+    chat_template: str | None = None  # file or template; None: the tokenizer's
+    limits_documents: bool = False  # False: a limit is refused for data that holds no rows
 
 
 @contextmanager
@@ -135,6 +137,14 @@ class TokenDirectory:
     offsets: NDArray[np.int64]
     meta: Mapping[str, Any]
     targets: IntArray | None = None
+
+    def first(self, documents: int) -> TokenDirectory:
+        """Returns the directory cut to its first documents."""
+        offsets = self.offsets[: documents + 1]
+        tokens = self.tokens[: offsets[-1]]
+        counts = {"documents": len(offsets) - 1, "tokens": len(tokens), "max_token_id": int(tokens.max(initial=0))}
+        targets = None if self.targets is None else self.targets[: offsets[-1]]
+        return TokenDirectory(self.path, tokens, offsets, {**self.meta, **counts}, targets)
 
     def document(self, index: int) -> IntArray:
         """Returns the tokens of a document."""

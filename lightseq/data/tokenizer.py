@@ -26,7 +26,7 @@ class Tokenizer(Protocol):
     """Interface of a tokenizer. `encode` adds a document's begin and end ids, `encode_part` does not.
 
     `encode_parts` encodes texts given in parts and also returns the masks of targets. `chat_template` renders turns as
-    text, with or without the generation prompt at the end.
+    text, with or without the generation prompt at the end; errors call it `template_name`.
     """
 
     @property
@@ -43,6 +43,9 @@ class Tokenizer(Protocol):
 
     @property
     def chat_template(self) -> Callable[[Messages, bool], str] | None: ...
+
+    @property
+    def template_name(self) -> str: ...
 
     @property
     def fingerprint(self) -> str: ...
@@ -71,6 +74,10 @@ class ByteTokenizer:
     begin: tuple[int, ...] = ()
     chat_template: Callable[[Messages, bool], str] | None = None
     fingerprint: str = "byte"
+
+    @property
+    def template_name(self) -> str:
+        return f"the chat template of {self.name}"
 
     @property
     def end(self) -> tuple[int, ...]:
@@ -108,6 +115,7 @@ class PretrainedTokenizer:
     name: str
     vocab_size: int
     backend: Any
+    template_replaced: bool = False  # by --chat_template
 
     @cached_property
     def begin(self) -> tuple[int, ...]:
@@ -121,6 +129,10 @@ class PretrainedTokenizer:
     @property
     def chat_template(self) -> Callable[[Messages, bool], str] | None:
         return self._render if getattr(self.backend, "chat_template", None) else None
+
+    @property
+    def template_name(self) -> str:
+        return "--chat_template" if self.template_replaced else f"the chat template of {self.name}"
 
     def _render(self, turns: Messages, add_generation_prompt: bool) -> str:
         return str(self.backend.apply_chat_template(turns, tokenize=False, add_generation_prompt=add_generation_prompt))
@@ -183,12 +195,31 @@ def _target_mask(spans: NDArray[np.integer[Any]], parts: tuple[TextPart, ...]) -
     return found
 
 
-def load_tokenizer(name: str) -> Tokenizer:
+def read_chat_template(given: str) -> str:
+    """Returns the Jinja template of --chat_template: the text of a file, or the value itself if it is a template.
+
+    Raises ValueError if it is neither.
+    """
+    if "{{" in given or "{%" in given:
+        return given
+    try:
+        return Path(given).expanduser().read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else first_line(error)
+        raise ValueError(
+            f"--chat_template {given!r:.200} cannot be read ({reason}); give a file, or a Jinja template"
+        ) from error
+
+
+def load_tokenizer(name: str, chat_template: str | None = None) -> Tokenizer:
     """Loads `byte`, or a local directory or hub id with AutoTokenizer, without running its code.
 
-    Raises ValueError if the tokenizer cannot be loaded.
+    `chat_template`, a file or a template, replaces the tokenizer's. Raises ValueError if either cannot be used.
     """
+    template = None if chat_template is None else read_chat_template(chat_template)
     if name == "byte":
+        if template is not None:
+            raise ValueError("--chat_template needs a tokenizer with tokens that end a turn, not byte; give another")
         return ByteTokenizer()
     if not Path(name).exists() and (reason := hub_error(name, "tokenizer_config.json")):
         raise ValueError(
@@ -201,5 +232,25 @@ def load_tokenizer(name: str) -> Tokenizer:
         backend: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ValueError(f"tokenizer {name}: {first_line(error)}; give a directory, a hub id, or byte") from error
+    if template is not None:
+        _replace_chat_template(backend, template)
     # Not len(backend), because ids may have gaps.
-    return PretrainedTokenizer(name, max(backend.get_vocab().values()) + 1, backend)
+    return PretrainedTokenizer(name, max(backend.get_vocab().values()) + 1, backend, template is not None)
+
+
+def _replace_chat_template(backend: Any, template: str) -> None:
+    """Sets the template of a tokenizer. Raises ValueError if Jinja cannot parse it.
+
+    Other errors depend on the turns, so they are reported with the row that causes them.
+    """
+    from jinja2 import TemplateSyntaxError
+
+    backend.chat_template = template
+    try:
+        backend.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
+    except TemplateSyntaxError as error:
+        raise ValueError(
+            f"--chat_template is not a Jinja template (line {error.lineno}: {first_line(error)}); correct it"
+        ) from error
+    except Exception:  # a template may raise anything, and may require other turns
+        pass

@@ -26,6 +26,7 @@ SHARD_BYTES = 4 << 30  # of one file; rank 0 collects them in host memory
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 ROWS_AT_ONCE = 4096  # rows compared at a time
 LORA_INFIX = ".lora_"  # in the names of adapter parameters only
+CHAT_TEMPLATE = "chat_template.jinja"
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template*")
 
 

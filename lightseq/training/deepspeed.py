@@ -31,6 +31,7 @@ from lightseq.training.setup import Inputs
 from lightseq.utils.formatting import first_line
 
 TAG = "deepspeed"
+FROM_FLAGS: Final = ("betas", "eps", "weight_decay")  # settings of a parameter group
 PROBE_BYTES = 2**20  # written to a file after a failure, to learn the reason
 DEEPSPEEDS_OWN: Final = frozenset(  # classes in DeepSpeed's files besides tensors
     [
@@ -168,7 +169,11 @@ class DeepSpeedEngine:
             )
         check_harmless(checkpoint_directory / STATE)  # DeepSpeed would unpickle any class
         self._engine.checkpoint_engine.load = load_restricted
+        flags = [{name: group[name] for name in FROM_FLAGS if name in group} for group in self.optimizer.param_groups]
         found, _ = self._engine.load_checkpoint(str(checkpoint_directory / STATE), tag=TAG)
+        # DeepSpeed replaces the settings of the parameter groups with those of the checkpoint.
+        for group, values in zip(self.optimizer.param_groups, flags, strict=True):
+            group.update(values)
         if found is None:
             raise ValueError(
                 f"--resume_from_checkpoint {checkpoint_directory}: {STATE}/ is missing; name another checkpoint"

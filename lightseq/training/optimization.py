@@ -57,6 +57,7 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimiz
     ]
     if config.optim == "sgd":
         return torch.optim.SGD(groups, lr=config.learning_rate)
+    betas = config.adam_beta1, config.adam_beta2
     if config.optim in EIGHT_BIT:
         from torchao.optim import AdamW8bit
 
@@ -64,9 +65,9 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimiz
         if dist.is_initialized():
             rank = f"rank {dist.get_rank()} of {dist.get_world_size()}"
             torch.compiler.config.cache_key_tag = f"lightseq {source_digest()}, {rank}"
-        return AdamW8bit(groups, lr=config.learning_rate, betas=(0.9, 0.999), eps=1e-8)
+        return AdamW8bit(groups, lr=config.learning_rate, betas=betas, eps=config.adam_epsilon)
     fused = True if config.optim == "adamw_torch_fused" else None
-    return LocalAdamW(groups, lr=config.learning_rate, betas=(0.9, 0.999), eps=1e-8, fused=fused)
+    return LocalAdamW(groups, lr=config.learning_rate, betas=betas, eps=config.adam_epsilon, fused=fused)
 
 
 class LocalAdamW(torch.optim.AdamW):
@@ -114,12 +115,15 @@ class LearningRate:
     def __init__(self, config: TrainConfig, total_steps: int) -> None:
         from transformers import get_scheduler  # imports peft if it is installed, which plans need not wait for
 
+        kwargs = config.lr_scheduler_kwargs or {}
         probe = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=config.learning_rate)
         schedule = get_scheduler(
             config.lr_scheduler_type,
             probe,
             num_warmup_steps=warmup_steps(config, total_steps),
-            num_training_steps=total_steps,
+            # transformers derives one from the other, and warns if both are given.
+            num_training_steps=None if "num_stable_steps" in kwargs else total_steps,
+            scheduler_specific_kwargs=kwargs,
         )
         assert isinstance(schedule, LambdaLR)
         self._peak, self._share = config.learning_rate, schedule.lr_lambdas[0]

@@ -95,6 +95,7 @@ class Saving:
         whole = self._engine.full_parameters()
         try:
             weights.save_pretrained(self._engine.model, directory, self._dtype, self._inputs.tokenizer, whole)
+            self._write_chat_template(directory)
         finally:
             for _ in whole:  # after a failed write, still takes part in the collectives of the other ranks
                 pass
@@ -106,8 +107,15 @@ class Saving:
         whole = state_files.read_full_tensors(state, "model.")
         if self._inputs.lora is not None:
             base, rope = self._config.model_name_or_path, adapters.changed_rope(self._config, self._inputs.model_config)
-            return adapters.save(whole, directory, self._inputs.lora, base, self._inputs.tokenizer, rope)
-        weights.save_pretrained(self._engine.model, directory, self._dtype, self._inputs.tokenizer, whole)
+            adapters.save(whole, directory, self._inputs.lora, base, self._inputs.tokenizer, rope)
+        else:
+            weights.save_pretrained(self._engine.model, directory, self._dtype, self._inputs.tokenizer, whole)
+        self._write_chat_template(directory)
+
+    def _write_chat_template(self, directory: Path) -> None:
+        """Writes the template of --chat_template to the file that takes precedence over the tokenizer's settings."""
+        if self._world.is_main and self._inputs.chat_template is not None:
+            (directory / weights.CHAT_TEMPLATE).write_text(self._inputs.chat_template, encoding="utf-8")
 
     @contextmanager
     def around(self) -> Iterator[None]:

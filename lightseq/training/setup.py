@@ -1,5 +1,6 @@
 """Inputs of a run: model, data, tokenizer and checkpoint, checked before anything is written."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,14 +14,16 @@ from lightseq.checkpoint.checkpoints import check_disk, saved_bytes, saves_left
 from lightseq.checkpoint.manifest import check_weights
 from lightseq.checkpoint.resume import FRESH_START, ResumePoint, check_flags, check_model
 from lightseq.config.deepspeed import DeepSpeedSettings, deepspeed_settings
+from lightseq.config.lr_schedules import stable_decay_warning
 from lightseq.config.remat_policies import STORE_LINEARS, STORES_MLP
-from lightseq.config.train_config import TrainConfig
+from lightseq.config.train_config import TrainConfig, warmup_steps
 from lightseq.data.batches import BatchStream, open_examples, require_target
-from lightseq.data.examples import Examples
+from lightseq.data.examples import Examples, WindowExamples
 from lightseq.data.packing import PackedExamples, open_packed
 from lightseq.data.sources import holds_rows
+from lightseq.data.targets import CHAT, PAIR
 from lightseq.data.token_directory import ReadOptions
-from lightseq.data.tokenizer import ByteTokenizer
+from lightseq.data.tokenizer import ByteTokenizer, read_chat_template
 from lightseq.distributed.mesh import World, check_devices, check_sequence_size
 from lightseq.kernels import KernelSpec, select
 from lightseq.models import weights
@@ -62,6 +65,7 @@ class Inputs:
     lora: Lora | None = None  # None: all weights are trained
     passed_over: tuple[Path, ...] = ()  # damaged checkpoints later than the one resumed from
     tokenizer: Path | None = None  # directory of the tokenizer to save with checkpoints
+    chat_template: str | None = None  # to save instead of the tokenizer's
 
 
 def prepare(config: TrainConfig, family: ModelFamily, world: World, found: ResumePoint = FRESH_START) -> Inputs:
@@ -69,6 +73,9 @@ def prepare(config: TrainConfig, family: ModelFamily, world: World, found: Resum
 
     Writes nothing and waits for no other rank.
     """
+    if config.max_eval_samples is not None and config.eval_data_path is None:
+        given = f"--max_eval_samples {config.max_eval_samples} limits evaluation data, but there is none"
+        raise ValueError(f"{given}; add --eval_data_path and --eval_strategy, or leave it out")
     check_mirror(config.report_to)
     check_optimizer(config.optim, world.device)
     check_output_dir(Path(config.output_dir), config, found, world)
@@ -89,9 +96,10 @@ def prepare(config: TrainConfig, family: ModelFamily, world: World, found: Resum
     stream, resumed = _resumed(_training_stream(config, world, model, data_ranks), found.path)
     eval_stream = None
     if config.eval_data_path and config.eval_strategy != "no":
-        eval_examples = find_examples(config.eval_data_path, model, config, world)
+        eval_examples = find_examples(config.eval_data_path, model, config, world, evaluates=True)
         require_target(eval_examples, config.eval_data_path)
         eval_stream = evaluation_stream(eval_examples, config.model_max_length, config, data_ranks)
+    require_chats(config, [stream.examples, *([eval_stream.examples] if eval_stream else [])])
     total_steps = config.max_steps or stream.steps
     if found.path is not None and total_steps < stream.first_step:
         raise ValueError(
@@ -122,6 +130,7 @@ def prepare(config: TrainConfig, family: ModelFamily, world: World, found: Resum
         lora=model.lora,
         passed_over=tuple(path for path, _ in found.damaged),
         tokenizer=tokenizer_directory(model, directory) if config.save_strategy != "no" else None,
+        chat_template=read_chat_template(config.chat_template) if config.chat_template is not None else None,
     )
 
 
@@ -188,6 +197,9 @@ def warn_unreached(config: TrainConfig, stream: BatchStream, total_steps: int) -
             f"warning: --warmup_steps {config.warmup_steps} is past the last step, {total_steps}, so the learning rate "
             "never reaches its peak"
         )
+    if config.lr_scheduler_type == "warmup_stable_decay":
+        warning = stable_decay_warning(config.lr_scheduler_kwargs or {}, warmup_steps(config, total_steps), total_steps)
+        found += [warning] if warning else []
     return tuple(found)
 
 
@@ -280,12 +292,32 @@ def _warnings(config: TrainConfig, context: str | None, sequence_size: int) -> l
     return ([context] if context else []) + ([casts] if eager else []) + ([areas] if uneven else [])
 
 
-def find_examples(path: str, model: FoundModel, config: TrainConfig, world: World) -> Examples:
+def find_examples(path: str, model: FoundModel, config: TrainConfig, world: World, evaluates: bool = False) -> Examples:
+    """Opens data for training or, with `evaluates`, the part for evaluation that --max_eval_samples allows."""
     length, vocab_size = config.model_max_length, model.config.vocab_size
     opened = open_examples if config.packing == "none" else open_packed
     limit = config.max_train_samples if path == config.data_path else None
-    read_options = ReadOptions(config.text_column, limit, Path(config.data_cache).expanduser())
+    cuts_documents = evaluates and config.max_eval_samples is not None
+    read_options = ReadOptions(
+        config.text_column,
+        config.max_eval_samples if cuts_documents else limit,
+        Path(config.data_cache).expanduser(),
+        config.chat_template,
+        limits_documents=cuts_documents,
+    )
     return opened(path, length, vocab_size, model.tokenizer, config.lazy_preprocess, world.is_main, read_options)
+
+
+def require_chats(config: TrainConfig, opened: Sequence[Examples]) -> None:
+    """Raises ValueError if --chat_template is given, but renders no row of the data."""
+    if config.chat_template is None:
+        return
+    windows = [examples.windows if isinstance(examples, PackedExamples) else examples for examples in opened]
+    kinds = {x.source.meta.get("kind") for x in windows if isinstance(x, WindowExamples)}
+    if not kinds & {CHAT, PAIR}:
+        raise ValueError(
+            "--chat_template applies to chats and to prompts with answers, which the data does not hold; leave it out"
+        )
 
 
 def evaluation_stream(examples: Examples, length: int, config: TrainConfig, data_ranks: int) -> BatchStream:

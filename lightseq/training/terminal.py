@@ -1,8 +1,9 @@
-"""Terminal output of a run: settings, a progress bar with loss and tokens/s, and a summary."""
+"""Terminal output of a run: settings, a progress bar or lines about steps, and a summary."""
 
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,19 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.table import Column
 
 from lightseq.utils.formatting import four_significant_digits
 from lightseq.utils.progress import LINE_SECONDS
+
+BESIDE_STATUS = 15  # columns besides the two numbers of steps
+WIDE = 120  # columns of a terminal that has room for a bar beside the numbers
 
 
 class Terminal:
@@ -29,6 +35,7 @@ class Terminal:
         self._console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
         self._bar: tuple[Progress, TaskID] | None = None
         self._last_line = 0.0
+        self._first_record: tuple[int, float] | None = None  # step, and when it was shown
 
     def header(self, facts: Mapping[str, str], notes: Sequence[str]) -> None:
         width = max(map(len, facts))
@@ -49,16 +56,29 @@ class Terminal:
         loss = "no target" if record["loss"] is None else f"loss {record['loss']:.4f}"
         share = f"{record['padding_percent']:.0f}"
         padding = "" if share == "0" else f", {share}% padding"
-        status = f"{loss}  {record['tokens_per_second']:,.0f} tokens/s{padding}"
+        update = f"lr {record['learning_rate']:.3g}  grad norm {record['grad_norm']:.3g}"
+        status = f"{loss}  {update}  {record['tokens_per_second']:,.0f} tokens/s{padding}"
         if self._bar is not None:
             progress, task = self._bar
-            progress.update(task, completed=record["step"], status=status)
+            room = self._console.width - 2 * len(str(self._total)) - BESIDE_STATUS
+            progress.update(task, completed=record["step"], status=status[:room])
             return
         now, step = time.monotonic(), record["step"]
+        left = self._time_left(step, now)
         if step in (self._first + 1, self._total) or now - self._last_line > LINE_SECONDS:
             self._last_line = now
-            seconds = record["step_seconds"]
-            self._console.print(f"step {step:>{len(str(self._total))}}/{self._total}  {status}  {seconds:.2f} s a step")
+            count = f"{step:>{len(str(self._total))}}/{self._total}"
+            self._console.print(f"step {count}  {status}  {record['step_seconds']:.2f} s a step{left}", markup=False)
+
+    def _time_left(self, step: int, now: float) -> str:
+        """Returns the time left at the pace since the first record, so that compilation before it does not count."""
+        if self._first_record is None:
+            self._first_record = step, now
+        first_step, begin = self._first_record
+        if not first_step < step < self._total:
+            return ""
+        seconds = (now - begin) / (step - first_step) * (self._total - step)
+        return f"  {timedelta(seconds=round(seconds))} left"
 
     def note(self, line: str) -> None:
         """Prints a line above the bar."""
@@ -95,9 +115,10 @@ class Terminal:
         self._console.print(f"metrics     {metrics}", markup=False)
 
     def _start_bar(self) -> None:
-        progress = Progress(
-            TextColumn("train"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[status]}"),
-            TimeElapsedColumn(), TimeRemainingColumn(), console=self._console,
-        )  # fmt: skip
+        status = TextColumn("{task.fields[status]}", table_column=Column(no_wrap=True))
+        columns: list[ProgressColumn] = [MofNCompleteColumn(), status, TimeRemainingColumn(), TextColumn("left")]
+        if self._console.width >= WIDE:
+            columns = [TextColumn("train"), BarColumn(), *columns[:2], TimeElapsedColumn(), *columns[2:]]
+        progress = Progress(*columns, console=self._console)
         self._bar = progress, progress.add_task("train", total=self._total, completed=self._first, status="first step")
         progress.start()

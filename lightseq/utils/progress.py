@@ -6,7 +6,14 @@ from collections.abc import Iterable, Iterator, Sized
 from typing import Final, TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 LINE_SECONDS: Final = 5.0  # between two lines if stderr is not a terminal
 
@@ -16,12 +23,15 @@ T = TypeVar("T")
 def progress_bar(
     items: Iterable[T], total: int | None = None, progress: bool = True, description: str = "documents"
 ) -> Iterator[T]:
-    """Yields the items. Shows how many are done if `progress` is set."""
+    """Yields the items. Shows how many are done if `progress` is set, and the time left if the total is known."""
     console = Console(stderr=True)
+    if total is None and isinstance(items, Sized):
+        total = len(items)
     if progress and not console.is_terminal:
-        yield from _with_lines(items, len(items) if total is None and isinstance(items, Sized) else total, description)
+        yield from _with_lines(items, total, description)
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    left = () if total is None else (TimeRemainingColumn(), TextColumn("left"))
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), *left)
     with Progress(*columns, console=console, disable=not progress) as bar:
         yield from bar.track(items, total=total, description=description)
 

@@ -84,6 +84,9 @@ def flags(words: Sequence[str]) -> tuple[Options, TrainConfig]:
     config = parse(rest, PROGRAM)
     if options.task == "loss":
         return options, config
+    if config.max_eval_samples is not None:
+        given = f"--max_eval_samples {config.max_eval_samples}"
+        raise ValueError(f"{given} belongs to --task loss, but the task is {options.task}; leave it out")
     lengths = lengths_of(options, config)
     if any(word.partition("=")[0] == "--model_max_length" for word in rest) and max(lengths) > config.model_max_length:
         given = f"--lengths {options.lengths} exceeds --model_max_length {config.model_max_length}"

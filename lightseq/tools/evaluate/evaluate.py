@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from lightseq.config.checks import ADAM_FLAGS
 from lightseq.config.train_config import GROUPS, TrainConfig
 from lightseq.distributed.environment import secrets
 from lightseq.distributed.mesh import World, init_distributed, on_all_ranks
@@ -29,8 +30,8 @@ TASKS: Final = {"loss": loss_task, "needle": needle_task}
 # Flags of training that an evaluation ignores. A note names those that were given.
 UNUSED: Final = (
     "eval_data_path", "resume_from_checkpoint", "num_train_epochs", "max_steps", "per_device_train_batch_size",
-    "gradient_accumulation_steps", "optim", "learning_rate", "weight_decay", "max_grad_norm", "lr_scheduler_type",
-    "warmup_ratio", "warmup_steps", "deepspeed",
+    "gradient_accumulation_steps", "optim", *ADAM_FLAGS, "learning_rate", "weight_decay", "max_grad_norm",
+    "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_ratio", "warmup_steps", "deepspeed",
     *(field.name for title in ("adapters", "memory", "logging") for field in dataclasses.fields(GROUPS[title])
       if field.name != "offload"),
 )  # fmt: skip
@@ -75,6 +76,7 @@ def _without_training(config: TrainConfig) -> TrainConfig:
         profile_steps=None, profile_memory=False, host_memory_budget=None, device_memory_budget=None,
         lora_rank=None, lora_alpha=None,
         lora_target_modules=TrainConfig.lora_target_modules, optim=TrainConfig.optim, deepspeed=None,
+        lr_scheduler_type=TrainConfig.lr_scheduler_type, lr_scheduler_kwargs=None,
     )  # fmt: skip
 
 
@@ -88,6 +90,8 @@ def _to_fit(config: TrainConfig) -> str:
 def _notes(given: TrainConfig, config: TrainConfig) -> list[str]:
     defaults = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
     unused = [f"--{flag}" for flag in UNUSED if getattr(given, flag) != defaults[flag]]
+    if given.max_eval_samples is not None and given.max_train_samples is not None:  # alone it limits rows
+        unused.append("--max_train_samples")
     if given.offload in ("activations", "both"):  # weights may still be on the host
         unused.append("--offload activations")
     return [f"flags that only affect training are ignored: {', '.join(unused)}"] if unused else []

@@ -9,14 +9,15 @@ from lightseq.tools.evaluate.command import Options
 from lightseq.tools.evaluate.task import Result, Task, inputs_for
 from lightseq.training.evaluation import POWERS, Bin, Perplexity, bin_starts, perplexity
 from lightseq.training.loop import Trainer
-from lightseq.training.setup import FoundModel, evaluation_stream, find_examples
+from lightseq.training.setup import FoundModel, evaluation_stream, find_examples, require_chats
 from lightseq.utils.formatting import aligned, four_significant_digits, plural
 
 
 def loss_task(options: Options, config: TrainConfig, model: FoundModel, world: World) -> Task:
     starts = bin_starts(options.bins or POWERS, config.model_max_length)
-    examples = find_examples(config.data_path, model, config, world)
+    examples = find_examples(config.data_path, model, config, world, evaluates=True)
     require_target(examples, config.data_path)
+    require_chats(config, [examples])
     stream = evaluation_stream(examples, config.model_max_length, config, world.size // model.sequence_size)
 
     def run(trainer: Trainer) -> Result:

@@ -26,7 +26,7 @@ from lightseq.tools.evaluate.needle import IdNeedles, Ids, Search, TextNeedles, 
 from lightseq.tools.evaluate.task import Result, Task, inputs_for
 from lightseq.training.evaluation import evaluating
 from lightseq.training.loop import Trainer
-from lightseq.training.setup import FoundModel, evaluation_stream, find_examples
+from lightseq.training.setup import FoundModel, evaluation_stream, find_examples, require_chats
 from lightseq.utils.formatting import aligned
 from lightseq.utils.progress import progress_bar
 
@@ -72,6 +72,7 @@ def needle_task(options: Options, config: TrainConfig, model: FoundModel, world:
     score, trials, choices = _checked(options)
     depths, lengths = _depths(options), lengths_of(options, config)
     examples = None if config.data_path == NOWHERE else find_examples(config.data_path, model, config, world)
+    require_chats(config, [] if examples is None else [examples])
     tokenizer = _tokenizer(config, model, examples)
     needles = TextNeedles(tokenizer) if tokenizer else IdNeedles(model.config.vocab_size)
     hay = None

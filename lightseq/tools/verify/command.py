@@ -20,6 +20,7 @@ import torch.distributed as dist
 from rich.console import Console
 from transformers import PreTrainedConfig
 
+from lightseq.config.checks import ADAM_FLAGS
 from lightseq.config.command_line import parse
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.sources import holds_rows
@@ -130,8 +131,11 @@ def shortened(asked: TrainConfig, folder: Path, world: World) -> TrainConfig:
         gradient_accumulation_steps=min(2, asked.gradient_accumulation_steps),
         per_device_train_batch_size=min(2, asked.per_device_train_batch_size),
         layers_per_checkpoint=min(2, asked.group_size), optim="sgd", learning_rate=0.0, max_grad_norm=0.0,
-        lr_scheduler_type="constant", warmup_ratio=0.0, warmup_steps=0, eval_strategy="no", eval_data_path=None,
+        lr_scheduler_type="constant", lr_scheduler_kwargs=None, warmup_ratio=0.0, warmup_steps=0,
+        eval_strategy="no", eval_data_path=None, max_eval_samples=None,
         save_strategy="no", report_to="none", profile_steps=None, profile_memory=False, resume_from_checkpoint=None,
+        chat_template=None if made else asked.chat_template,
+        **{flag: getattr(TrainConfig, flag) for flag in ADAM_FLAGS},
     )  # fmt: skip
     kind, sequences = world.device.type, _sequences(config, world)
     most = min(asked.model_max_length, MAX_TOKENS[kind], MAX_STEP_TOKENS[kind] // sequences)
