@@ -1,0 +1,122 @@
+"""TRL's trainers whose sequences are split over ranks give the numbers of the unmodified trainer on one process."""
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trainer_numbers import CONFIG, Numbers, assert_equal, common, documents, fresh_model, numbers, sizes
+from worlds import spawn
+
+pytest.importorskip("trl")
+
+from datasets import Dataset
+from peft import LoraConfig
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedTokenizerFast, Trainer
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+
+from lightseq.integrations import SequenceParallelDPOTrainer, SequenceParallelSFTTrainer
+
+pytestmark = pytest.mark.compat
+
+WORLDS = [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
+ADAPTERS = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"], "init_lora_weights": False}
+SFT_CASES: Mapping[str, dict[str, Any]] = {
+    "padded": {"max_length": 64},
+    "packed": {"max_length": 64, "packing": True},
+    "padding free": {"max_length": None, "padding_free": True},
+    "accumulated": {"max_length": 64, "packing": True, "gradient_accumulation_steps": 2},
+    "adapters": {"max_length": 64, "packing": True, "adapters": True, "gradient_checkpointing": True},
+    "checkpointed": {"max_length": 64, "gradient_checkpointing": True},
+    "dft": {"max_length": 64, "loss_type": "dft"},
+    "smoothed": {"max_length": 64, "label_smoothing_factor": 0.1},
+}
+DPO_CASES: Mapping[str, dict[str, Any]] = {
+    "sigmoid": {},
+    "two losses": {"loss_type": ["sigmoid", "ipo"], "loss_weights": [1.0, 0.5], "gradient_accumulation_steps": 2},
+    "adapters": {"adapters": True},
+    "precomputed": {"precompute_ref_log_probs": True},
+    "weighted": {"use_weighting": True, "ld_alpha": 0.5},
+}
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = {f"<{index}>": index for index in range(CONFIG.vocab_size)}
+    model = Tokenizer(WordLevel(words, unk_token="<1>"))
+    model.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=model, pad_token="<0>", eos_token="<2>")
+
+
+def text(ids: list[int]) -> str:
+    return "".join(f"<{x}> " for x in ids)
+
+
+def preferences(folder: Path) -> None:
+    """Writes prompts with a chosen and a longer rejected answer. Ranks share TRL's cache only beside files."""
+    rows = []
+    for ids in documents():
+        half = len(ids) // 2
+        rows.append({"prompt": ids[:half], "chosen": ids[half:], "rejected": [*ids[half // 2 : 2 * half], 5, 7]})
+    Dataset.from_list([{name: text(ids) for name, ids in row.items()} for row in rows]).save_to_disk(folder)
+
+
+def sft(rank: int, kind: type[Trainer], case: Mapping[str, Any], data_ranks: int, **options: Any) -> Numbers:
+    case = dict(case)
+    adapters = LoraConfig(**ADAPTERS) if case.pop("adapters", False) else None
+    rows = Dataset.from_list([{"input_ids": ids} for ids in documents()])
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = SFTConfig(**common(folder, **case))
+        arguments.per_device_train_batch_size = 2 // data_ranks
+        trainer = kind(
+            fresh_model(), arguments, train_dataset=rows, eval_dataset=rows.select(range(5)),
+            processing_class=tokenizer(), peft_config=adapters, **options,
+        )  # fmt: skip
+        return numbers(trainer)
+
+
+def dpo(rank: int, kind: type[Trainer], case: Mapping[str, Any], data_ranks: int, **options: Any) -> Numbers:
+    case = dict(case)
+    adapters = LoraConfig(**ADAPTERS) if case.pop("adapters", False) else None
+    rows = Dataset.load_from_disk(case.pop("rows"))
+    with tempfile.TemporaryDirectory() as folder:
+        # A higher rate blows up, and then small differences grow.
+        arguments = DPOConfig(**common(folder, learning_rate=0.02, **case))
+        arguments.per_device_train_batch_size = 2 // data_ranks
+        reference = None if adapters or case.get("precompute_ref_log_probs") else fresh_model()
+        trainer = kind(
+            fresh_model(), args=arguments, train_dataset=rows, eval_dataset=rows.select(range(5)),
+            ref_model=reference, processing_class=tokenizer(), peft_config=adapters, **options,
+        )  # fmt: skip
+        return numbers(trainer)
+
+
+def sequence_parallel(
+    rank: int, run: Any, kind: type[Trainer], case: Mapping[str, Any], size: int, world: int
+) -> Numbers:
+    return run(rank, kind, case, world // size, sequence_parallel_size=size)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("case", SFT_CASES)
+def test_sft_equals_one_process(case: str, world: int) -> None:
+    for size in sizes(world):
+        wanted = spawn(world // size, sft, SFTTrainer, SFT_CASES[case], world // size)[0]
+        for got in spawn(world, sequence_parallel, sft, SequenceParallelSFTTrainer, SFT_CASES[case], size, world):
+            assert_equal(got, wanted)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("case", DPO_CASES)
+def test_dpo_equals_one_process(case: str, world: int, tmp_path: Path) -> None:
+    for size in sizes(world):
+        changes = []
+        for name in ("wanted", "got"):
+            preferences(tmp_path / f"{name}-{size}")
+            changes.append({**DPO_CASES[case], "rows": str(tmp_path / f"{name}-{size}")})
+        wanted = spawn(world // size, dpo, DPOTrainer, changes[0], world // size)[0]
+        for got in spawn(world, sequence_parallel, dpo, SequenceParallelDPOTrainer, changes[1], size, world):
+            assert_equal(got, wanted)
