@@ -13,8 +13,6 @@ from worlds import spawn
 
 from lightseq.integrations import SequenceParallelTrainer
 
-pytestmark = pytest.mark.compat
-
 
 def mean_of_squares(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | None = None) -> Tensor:
     """A loss that is not linear in the tokens' losses and reads whole logits."""
