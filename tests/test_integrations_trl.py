@@ -21,7 +21,6 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from lightseq.integrations import SequenceParallelDPOTrainer, SequenceParallelSFTTrainer
 
-
 WORLDS = [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
 ADAPTERS = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"], "init_lora_weights": False}
 SFT_CASES: Mapping[str, dict[str, Any]] = {
@@ -31,6 +30,7 @@ SFT_CASES: Mapping[str, dict[str, Any]] = {
     "accumulated": {"max_length": 64, "packing": True, "gradient_accumulation_steps": 2},
     "adapters": {"max_length": 64, "packing": True, "adapters": True, "gradient_checkpointing": True},
     "checkpointed": {"max_length": 64, "gradient_checkpointing": True},
+    "compiled": {"max_length": 64, "packing": True, "compile_layers": True, "gradient_checkpointing": True},
     "dft": {"max_length": 64, "loss_type": "dft"},
     "smoothed": {"max_length": 64, "label_smoothing_factor": 0.1},
 }
@@ -65,6 +65,8 @@ def preferences(folder: Path) -> None:
 
 def sft(rank: int, kind: type[Trainer], case: Mapping[str, Any], data_ranks: int, **options: Any) -> Numbers:
     case = dict(case)
+    if case.pop("compile_layers", False) and kind is SequenceParallelSFTTrainer:
+        options["compile_layers"] = True
     adapters = LoraConfig(**ADAPTERS) if case.pop("adapters", False) else None
     rows = Dataset.from_list([{"input_ids": ids} for ids in documents()])
     with tempfile.TemporaryDirectory() as folder:

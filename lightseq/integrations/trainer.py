@@ -6,13 +6,19 @@ trainer = MyTrainer(model, arguments, ..., sequence_parallel_size=2)
 
 from typing import Any
 
+import torch
+from accelerate.utils import DynamoBackend
+from packaging.version import Version
 from torch import Tensor, nn
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments, __version__
 
 from lightseq.data.input_checks import transformers_model
 from lightseq.integrations.accelerate import enable, share_batches
 from lightseq.integrations.whole_batches import WholeBatches
 from lightseq.memory.remat import apply_remat
+
+OLDEST_TRANSFORMERS = "5.19"  # whose losses count ranks with the same batch once
+MOST_GRAPHS = 64  # of a layer
 
 
 class SequenceParallel:
@@ -20,7 +26,9 @@ class SequenceParallel:
 
     `sequence_parallel_size` ranks (default: all) share a batch, as tensor parallel ranks do in Trainer, and all of them
     have its loss; groups of them are data parallel. `gradient_checkpointing` stores attention's output and recomputes
-    the rest of each layer. `attention_options` are those of `hf.enable`.
+    the rest of each layer. `compile_layers` compiles each layer instead of the whole model (default: with
+    `torch_compile`, and on GPUs for packed rows, which are then padded to `max_length`). `attention_options` are those
+    of `hf.enable`.
     """
 
     accelerator: Any
@@ -31,10 +39,12 @@ class SequenceParallel:
         self,
         *args: Any,
         sequence_parallel_size: int | None = None,
+        compile_layers: bool | None = None,
         attention_options: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         self._sequence_parallel_size = sequence_parallel_size
+        self._compile_layers = compile_layers
         self._attention_options = attention_options or {}
         super().__init__(*args, **kwargs)
         self._enable_models()
@@ -46,16 +56,24 @@ class SequenceParallel:
         self.gather_function = self.accelerator.gather_for_metrics
         if self._ranks_per_batch > 1:
             _check_arguments(self.args)
+            self.accelerator.state.dynamo_plugin.backend = DynamoBackend.NO  # it would compile the hooks, too
 
     def _enable_models(self) -> None:
         """Splits the sequences of the model and of a reference model, once each."""
         if self._sequence_mesh is None:
             return
-        length = getattr(self.args, "max_length", None)
-        options = {"packed": bool(getattr(self.args, "packing", False)), **({"length": length} if length else {})}
-        models = [x for x in (self.model, getattr(self, "ref_model", None)) if isinstance(x, nn.Module)]
-        for model in models:
-            enable(model, self._sequence_mesh, self.accelerator, **{**options, **self._attention_options})
+        length, packs = getattr(self.args, "max_length", None), bool(getattr(self.args, "packing", False))
+        options = {"packed": packs, **({"length": length} if length else {}), **self._attention_options}
+        for model in (self.model, getattr(self, "ref_model", None)):
+            if isinstance(model, nn.Module):
+                whole = enable(model, self._sequence_mesh, self.accelerator, **options)
+                whole.pad_to = length if packs and self._compiles() else None
+
+    def _compiles(self) -> bool:
+        if self._compile_layers is not None:
+            return self._compile_layers
+        packs = bool(getattr(self.args, "packing", False))
+        return bool(self.args.torch_compile) or (packs and self.accelerator.device.type == "cuda")
 
     # ---- ranks that share a batch count once, as tensor parallel ranks do --------------------------------------------
 
@@ -77,8 +95,9 @@ class SequenceParallel:
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         with_remat = self._sequence_mesh is not None and self.args.gradient_checkpointing
+        if self._sequence_mesh is not None:
+            _change_layers(self.model, with_remat, self._compiles())
         if with_remat:
-            _checkpoint_layers(self.model)
             self.args.gradient_checkpointing = False  # Trainer's own would compute attention a second time
         try:
             return super().train(*args, **kwargs)  # type: ignore[misc]
@@ -108,6 +127,10 @@ class SequenceParallelTrainer(SequenceParallel, Trainer):
 
 def _check_arguments(arguments: TrainingArguments) -> None:
     """Raises ValueError for arguments that would give ranks of a group different batches or results."""
+    if Version(__version__) < Version(OLDEST_TRANSFORMERS):
+        raise ValueError(
+            f"transformers {__version__} is too old for SequenceParallel; install {OLDEST_TRANSFORMERS} or newer"
+        )
     if arguments.n_gpu > 1:
         raise ValueError("several GPUs in one process are DataParallel; start the script with torchrun")
     if arguments.train_sampling_strategy == "batch_rebalance":
@@ -119,10 +142,16 @@ def _check_arguments(arguments: TrainingArguments) -> None:
         raise ValueError("eval_use_gather_object=True does not work with sequence_parallel_size > 1; leave it out")
 
 
-def _checkpoint_layers(model: nn.Module) -> None:
-    """Recomputes all but attention in every layer's backward pass. A second call changes nothing."""
+def _change_layers(model: nn.Module, recomputes: bool, compiles: bool) -> None:
+    """Lets layers recompute all but attention, and compiles them. A second call changes nothing."""
     inner: Any = transformers_model(model)
     layers = inner.base_model.layers
-    if not getattr(inner, "recomputes_layers", False):
-        apply_remat(layers, "attention")
-        inner.recomputes_layers = True
+    if getattr(inner, "changed_layers", False):
+        return
+    inner.changed_layers = True
+    if recomputes:
+        apply_remat(layers, "attention", compiles)
+    if compiles:
+        torch._dynamo.config.recompile_limit = MOST_GRAPHS
+        for layer in layers:
+            layer.forward = torch.compile(layer.forward)

@@ -16,11 +16,13 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from lightseq import hf
 from lightseq.attention.context import SequenceContext
+from lightseq.data.examples import IGNORE_INDEX
 from lightseq.data.input_checks import has_fused_loss, loss_function_of, transformers_model
 from lightseq.models.architecture import inspect_architecture
 from lightseq.modules.loss import cross_entropy_sum
 
 PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")  # of TRL's outputs
+PER_BATCH = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids")
 # What collators of packed documents add; `cu_seq_lens_q` has all that is needed.
 PACKING = ("cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 REFUSED = {
@@ -38,6 +40,7 @@ class _Pass:
     labels: Tensor | None  # of this rank, shifted
     divisor: Tensor | float | None  # of the loss
     shifted_here: bool  # then per-token values have none for the last token, as in TRL
+    length: int  # of the batch, before padding
     head_forward: Callable[..., Tensor] | None = None  # replaced for this pass
 
 
@@ -54,6 +57,7 @@ class WholeBatches:
     def __init__(self, model: nn.Module, context: SequenceContext) -> None:
         self.model, self.context = transformers_model(model), context
         self.keep_logits = False
+        self.pad_to: int | None = None  # tokens of every packed row, so that compiled layers see one length
         self._ranks = context.layout.world
         self._plain_logits = _has_plain_logits(self.model)
         self._pass: _Pass | None = None
@@ -78,20 +82,15 @@ class WholeBatches:
                 raise ValueError(f"{name} is not supported over several ranks: {reason}")
         for name in PACKING:
             kwargs.pop(name, None)
-        labels, shift_labels = kwargs.pop("labels", None), kwargs.pop("shift_labels", None)
-        batch = hf.shard_batch(
-            self.context,
-            kwargs.pop("input_ids"),
-            labels,
-            kwargs.pop("attention_mask", None),
-            kwargs.pop("cu_seq_lens_q", None),
-            kwargs.pop("position_ids", None),
-            shift_labels=shift_labels,
-        )
+        whole = {name: kwargs.pop(name, None) for name in PER_BATCH}
+        length, shifted_here = whole["input_ids"].shape[1], whole["shift_labels"] is None
+        if self.pad_to is not None:
+            whole = _padded(whole, self.pad_to)
+        batch = hf.shard_batch(self.context, cu_seqlens=kwargs.pop("cu_seq_lens_q", None), **whole)
         local = batch.pop("shift_labels", None)
         batch.pop("labels", None)
         given, counted = kwargs.pop("num_items_in_batch", None), batch.pop("num_items_in_batch", None)
-        self._pass = _Pass(batch, local, counted if given is None else given, shift_labels is None)
+        self._pass = _Pass(batch, local, counted if given is None else given, shifted_here, length)
         inputs = {**kwargs, **batch}
         if local is None or kwargs.get("fused_lm_head"):
             return (), inputs
@@ -161,7 +160,8 @@ class WholeBatches:
         return output
 
     def _in_order(self, values: Tensor, this: _Pass) -> Tensor:
-        return hf.gather_tokens(self.context, values, this.batch, gradient_factor=self._ranks)
+        whole = hf.gather_tokens(self.context, values, this.batch, gradient_factor=self._ranks)
+        return whole[:, : this.length]
 
     def _sum(self, share: Tensor) -> Tensor:
         return hf.sum_over_ranks(self.context, share, gradient_factor=self._ranks)
@@ -174,6 +174,25 @@ def _has_plain_logits(model: PreTrainedModel) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _padded(batch: dict[str, Tensor | None], length: int) -> dict[str, Tensor | None]:
+    """Pads rows to a length. The padding is a document of its own where positions tell documents apart."""
+    ids = batch["input_ids"]
+    assert ids is not None
+    missing = length - ids.shape[1]
+    if missing <= 0:
+        return batch
+    fill = {"input_ids": 0, "labels": IGNORE_INDEX, "shift_labels": IGNORE_INDEX, "attention_mask": 0}
+    padded = {
+        name: None if (x := batch[name]) is None else nn.functional.pad(x, (0, missing), value=value)
+        for name, value in fill.items()
+    }
+    positions = batch["position_ids"]
+    if positions is not None:
+        tail = torch.arange(missing, device=positions.device, dtype=positions.dtype).expand(len(positions), -1)
+        positions = torch.cat([positions, tail], dim=1)
+    return {**padded, "position_ids": positions}
 
 
 def _loss_of_head(head: nn.Linear, labels: Tensor, hidden: Tensor) -> Tensor:
