@@ -15,7 +15,17 @@ train the same weights on the same tokens, one sequence per step over all ranks,
 cannot do what --packed_rows and --lora_rank ask for are recorded as skipped.
 """
 OURS = "lightseq"
-IMPLEMENTATIONS = (OURS, "plain", "accelerate", "deepspeed", "deepspeed-offload", "autosp", "trl", "unsloth")
+IMPLEMENTATIONS = (
+    OURS,
+    "plain",
+    "accelerate",
+    "deepspeed",
+    "deepspeed-offload",
+    "autosp",
+    "trl",
+    "lightseq-sft",
+    "unsloth",
+)
 NEEDED = ("--model_name_or_path=m", "--data_path=d", "--output_dir=o")  # required by lightseq's trainer
 EXAMPLES = """examples:
   python3 benchmarks/step.py --model llama3.2-1b --lengths 32K,128K --nproc_per_node 4

@@ -24,7 +24,11 @@ from lightseq.models.family import resolve
 from lightseq.models.presets import ModelFamily
 
 ROOT = Path(__file__).resolve().parent.parent
-TRAINERS = ("trl", "unsloth")  # on one process, accelerate takes a launcher as a sign to wrap the model in DDP
+TRAINERS = (
+    "trl",
+    "lightseq-sft",
+    "unsloth",
+)  # on one process, accelerate takes a launcher as a sign to wrap the model in DDP
 
 
 @dataclass(frozen=True)

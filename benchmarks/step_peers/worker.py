@@ -36,12 +36,13 @@ PEERS = {
     "deepspeed-offload": "benchmarks.step_peers.deepspeed_offload",
     "autosp": "benchmarks.step_peers.deepspeed_autosp",
     "trl": "benchmarks.step_peers.trl_sft",
+    "lightseq-sft": "benchmarks.step_peers.lightseq_sft",
     "unsloth": "benchmarks.step_peers.unsloth_sft",
 }
 
 
 # Peers that take packed rows and adapters.
-TRAINERS = ("trl", "unsloth")
+TRAINERS = ("trl", "lightseq-sft", "unsloth")
 
 
 def parser() -> argparse.ArgumentParser:
