@@ -13,9 +13,6 @@ FLOAT32_BYTES = 4
 # The fixed cost of a kernel call is mostly its last wave of thread blocks. It is half at 8K and below, and grows up to
 # 16K: so `auto` takes prefix for short sequences, as measured (benchmarks/results/attention-2xh100-short.jsonl).
 HALF_CALL_TOKENS, FULL_CALL_TOKENS = 2**13, 2**14
-# The host's time to launch both passes of a schedule that adds up partial outputs, which do not run as CUDA graphs
-# (striped at 4K on two H100, benchmarks/results/attention-2xh100-streams.jsonl).
-UNRECORDED_SECONDS = 3.2e-3
 # Items of the columns of `StepTraffic`, forward and backward.
 COLUMNS = (("q", "kv", "out", None), ("q", "kv", "dq", "dkv"))
 
@@ -33,14 +30,20 @@ class Rates:
     message_seconds: float  # fixed cost of every item received
     memory_bytes_per_second: float  # for packing sent data and adding up results
     merge_passes: float  # how often float32 sums are read or written for each part that is added
+    # The host's time to launch both passes of a schedule that adds up partial outputs. Only the others run as CUDA
+    # graphs; 0 where none do.
+    merging_launch_seconds: float
 
 
 # Fitted (least relative error, by Gauss-Newton on the logarithms) to benchmarks/results/attention-4xh200.jsonl and
 # -512k.jsonl: layers of 32/8 heads of 128 in bfloat16, kernel fa4, four H200 of one host. Points bound by the host are
 # left out: at 16K all but ulysses and prefix with one head group. The points do not separate the link, memory and merge
 # rates: predicted times hold, single rates need not. The network (400 Gb/s per GPU, 90% used) and NCCL's are assumed.
-H200_SYMMETRIC = Rates(619e12, 0.12e-3, 495e9, 45e9, 56e-6, 0.19, 1.8e-6, 8.5e12, 5.0)
-H200_NCCL = replace(H200_SYMMETRIC, host_bytes_per_second=145e9, exchange_seconds=0.1e-3, overlap_loss=0.7)
+# The launches are those of striped at 4K on two H100 (benchmarks/results/attention-2xh100-streams.jsonl).
+H200_SYMMETRIC = Rates(619e12, 0.12e-3, 495e9, 45e9, 56e-6, 0.19, 1.8e-6, 8.5e12, 5.0, 3.2e-3)
+H200_NCCL = replace(
+    H200_SYMMETRIC, host_bytes_per_second=145e9, exchange_seconds=0.1e-3, overlap_loss=0.7, merging_launch_seconds=0.0
+)
 RATES: Mapping[str, Rates] = {"symmetric": H200_SYMMETRIC, "nccl": H200_NCCL}  # by transport
 
 
@@ -74,7 +77,8 @@ def estimate(traffic: Traffic, shape: AttentionShape, rates: Rates, keep_gathere
             exposed += step.count * (max(arriving - busy, 0.0) + rates.overlap_loss * min(moving, busy))
             gathered = max(gathered, float((step.gathered @ sizes[:2]).max()))
         memory += _memory_bytes(traffic, shape, sizes, rates, backward) / rates.memory_bytes_per_second
-    return Estimate(compute, exposed, memory, gathered, UNRECORDED_SECONDS if traffic.accumulates[0] else 0.0)
+    launches = rates.merging_launch_seconds if traffic.accumulates[0] else 0.0
+    return Estimate(compute, exposed, memory, gathered, launches)
 
 
 def kernel_seconds(shape: AttentionShape, rates: Rates) -> float:
