@@ -27,7 +27,12 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--commit", metavar="HASH", help="commit in the records, if git is not available")
 
 
-def check_output(flags: argparse.Namespace) -> None:
+def check_output(flags: argparse.Namespace, logs_beside: bool = False) -> None:
+    """Raises ValueError for an output that exists, or without the suffix that tells it from the folder of its logs."""
+    if logs_beside and not flags.output.suffix:
+        raise ValueError(
+            f"--output {flags.output} has no suffix; write {flags.output}.jsonl, because logs go to {flags.output}/"
+        )
     if flags.output.exists():
         raise ValueError(f"--output {flags.output} exists; give another file")
 

@@ -104,11 +104,7 @@ def parser() -> Parser:
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """Parses the flags. Raises ValueError with a one-line reason."""
     flags = parser().parse_args(words)
-    if not flags.output.suffix:
-        raise ValueError(
-            f"--output {flags.output} has no suffix; write {flags.output}.jsonl, because logs go to {flags.output}/"
-        )
-    check_output(flags)
+    check_output(flags, logs_beside=True)
     if flags.hidden_size % HEAD_DIM:
         raise ValueError(f"--hidden_size {flags.hidden_size} is not a multiple of {HEAD_DIM}, the size of a head")
     if flags.length % flags.shortest or (flags.length // flags.shortest).bit_count() != 1:

@@ -80,11 +80,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     flags = parser().parse_args(words)
     if flags.unsloth_python and shutil.which(flags.unsloth_python) is None:
         raise ValueError(f"--unsloth_python {flags.unsloth_python} is not a program; give the path of a python")
-    if not flags.output.suffix:
-        raise ValueError(
-            f"--output {flags.output} has no suffix; write {flags.output}.jsonl, because logs go to {flags.output}/"
-        )
-    check_output(flags)
+    check_output(flags, logs_beside=True)
     for tokens in flags.lengths:
         if flags.packed_rows and tokens % flags.packed_rows:
             raise ValueError(f"--packed_rows {flags.packed_rows} does not divide --lengths {tokens}")
