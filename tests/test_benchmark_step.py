@@ -188,6 +188,17 @@ def test_unsloth_takes_the_step_that_one_process_takes_or_says_that_it_is_missin
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_the_trainer_class_takes_lightseqs_steps(model: Path, tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    words = "--implementations lightseq,lightseq-sft --packed_rows 16 --nproc_per_node 2 --timeout 120"
+    assert step.main(flags(model, tmp_path, words)) == 0
+    ours, trainer = read(tmp_path)
+    assert (ours["skipped"], trainer["skipped"]) == (None, None)
+    assert trainer["last_loss"] == pytest.approx(ours["last_loss"], abs=1e-4)
+    assert trainer["first_grad_norm"] == pytest.approx(ours["first_grad_norm"], rel=1e-4)
+
+
 @pytest.mark.parametrize("implementations", ["lightseq", "lightseq,trl"])
 @pytest.mark.parametrize("adapters", ["", "--lora_rank 4"])
 def test_packed_documents_are_trained_as_each_alone(
@@ -339,7 +350,7 @@ def test_each_family_is_trained_by_its_own_program(tmp_path: Path) -> None:
         (
             "--implementations nobody",
             "'nobody' is unknown; choose from lightseq, plain, accelerate, deepspeed, deepspeed-offload, autosp, trl, "
-            "unsloth",
+            "lightseq-sft, unsloth",
         ),
         ("--lengths 1X", "1X is not a number of tokens"),
         ("--steps 0", "'0' is not a positive whole number"),

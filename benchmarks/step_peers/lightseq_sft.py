@@ -21,8 +21,6 @@ from benchmarks.step_peers.peer import Job, TrainerPeer
 from benchmarks.step_peers.trl_sft import fully_sharded
 from lightseq.data.batches import Batch
 
-NO_CHECKPOINTS = {"activation_checkpointing": False}
-
 
 def prepare(job: Job) -> TrainerPeer:
     packed = job.packed_rows is not None
@@ -37,9 +35,9 @@ def prepare(job: Job) -> TrainerPeer:
         model = job.whole_model()
         if job.lora:
             model.to(job.dtype)  # frozen; the adapters stay in float32
-        sharded = fully_sharded() if job.on_gpu and job.world.size > 1 else {"gradient_checkpointing": False}
-        if "fsdp_config" in sharded:
-            sharded["fsdp_config"] |= NO_CHECKPOINTS
+        sharded: dict[str, Any] = {"gradient_checkpointing": False}
+        if job.on_gpu and job.world.size > 1:
+            sharded = fully_sharded(checkpoints=False)
         recorder = StepRecorder(job)
         with tempfile.TemporaryDirectory() as output_dir:
             arguments = SFTConfig(

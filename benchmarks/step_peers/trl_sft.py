@@ -94,8 +94,8 @@ def context_parallel(ranks: int) -> dict[str, Any]:
     return {"parallelism_config": ParallelismConfig(cp_size=ranks, cp_backend="torch")}
 
 
-def fully_sharded() -> dict[str, Any]:
-    """Returns arguments for FSDP2, which then checkpoints the layers."""
+def fully_sharded(checkpoints: bool = True) -> dict[str, Any]:
+    """Returns arguments for FSDP2, which then checkpoints the layers if asked to."""
     return {
         "gradient_checkpointing": False,
         "fsdp": True,
@@ -103,7 +103,7 @@ def fully_sharded() -> dict[str, Any]:
             "version": 2,
             "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
             "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
-            "activation_checkpointing": True,
+            "activation_checkpointing": checkpoints,
             "reshard_after_forward": True,
         },
     }
