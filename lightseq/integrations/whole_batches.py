@@ -147,14 +147,12 @@ class WholeBatches:
         return output
 
     def _gather_per_token(self, output: Any, this: _Pass) -> Any:
-        names = [name for name in PER_TOKEN if getattr(output, name, None) is not None]
-        local = torch.stack([getattr(output, name).float() for name in names], dim=-1)
-        whole = self._in_order(local, this)
-        if this.shifted_here:
-            whole = whole[:, :-1]
-        for name, values in zip(names, whole.unbind(-1), strict=True):
-            dtype = getattr(output, name).dtype
-            setattr(output, name, values.bool() if dtype is torch.bool else values)
+        for name in PER_TOKEN:  # one by one, so that values which no loss reads get no gradient
+            local = getattr(output, name, None)
+            if local is None:
+                continue
+            whole = self._in_order(local.float(), this).to(local.dtype)
+            setattr(output, name, whole[:, :-1] if this.shifted_here else whole)
         if output.loss is not None:
             output.loss = self._sum(output.loss)
         return output
