@@ -35,6 +35,12 @@ def is_main_process() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
 
+def ranks_per_host() -> int | None:
+    """Returns the processes that the launcher started on this host; None without a launcher."""
+    size = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(size) if size.isdecimal() else None
+
+
 def secrets() -> tuple[str, ...]:
     """Returns the values of environment variables with secret names, which no file may contain."""
     return tuple(value for name, value in os.environ.items() if is_secret_name(name))

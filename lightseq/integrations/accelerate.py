@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightseq import hf
 from lightseq.data.input_checks import transformers_model
+from lightseq.distributed.environment import ranks_per_host
 from lightseq.integrations.whole_batches import WholeBatches
 
 DATA, SEQUENCE = "dp_shard", "cp"  # accelerate's names: ranks along "cp" get the same batches
@@ -79,7 +80,8 @@ def enable(model: nn.Module, mesh: DeviceMesh, accelerator: Accelerator, **optio
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}  # of autocast; fp8 has no other attention than bf16
     mixed = accelerator.mixed_precision
     dtype = dtypes.get(mixed, torch.bfloat16 if mixed == "fp8" else inner.dtype)
-    context = hf.enable(inner, mesh[SEQUENCE], device=accelerator.device, **{"dtype": dtype, **options})
+    here = {"device": accelerator.device, "dtype": dtype, "gpus_per_host": _ranks_per_host(mesh)}
+    context = hf.enable(inner, mesh[SEQUENCE], **{**here, **options})
     inner.whole_batches = WholeBatches(inner, context)  # type: ignore[assignment]
     return inner.whole_batches  # type: ignore[return-value]
 
@@ -90,6 +92,12 @@ def disable(model: nn.Module) -> None:
     if isinstance(found := vars(inner).pop("whole_batches", None), WholeBatches):
         found.remove()
     hf.disable(inner)
+
+
+def _ranks_per_host(mesh: DeviceMesh) -> int | None:
+    """Returns the ranks of a group that share a host; None if all do."""
+    per_host = ranks_per_host()
+    return per_host if per_host is not None and per_host < mesh[SEQUENCE].size() else None
 
 
 def _gather_for_metrics(accelerator: Accelerator, size: int, *args: Any, **kwargs: Any) -> Any:
