@@ -6,12 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from trainer_numbers import Numbers, assert_equal, collate, common, documents, fresh_model, numbers, sizes
 from transformers import Trainer, TrainingArguments
 from worlds import spawn
 
 from lightseq.integrations import SequenceParallelTrainer
+from lightseq.integrations.accelerate import share_batches
 
 
 def mean_of_squares(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | None = None) -> Tensor:
@@ -57,3 +61,20 @@ def test_trainer_equals_one_process(case: str, world: int) -> None:
         wanted = spawn(data_ranks, train, Trainer, TRAINER_CASES[case], data_ranks)[0]
         for got in spawn(world, train_sequence_parallel, TRAINER_CASES[case], size, world):
             assert_equal(got, wanted)
+
+
+# ---- FSDP2 ----------------------------------------------------------------------------------------------------------
+
+
+def policy_of(rank: int) -> MixedPrecisionPolicy:
+    accelerator = Accelerator(cpu=True)
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    plugin.set_mixed_precision("bf16")
+    accelerator.state.fsdp_plugin = plugin
+    share_batches(accelerator, 2)
+    return plugin.mixed_precision_policy
+
+
+def test_fsdp2_sums_gradients_in_float32_and_rounds_no_loss() -> None:
+    for policy in spawn(2, policy_of):
+        assert (policy.param_dtype, policy.reduce_dtype, policy.output_dtype) == (torch.bfloat16, torch.float32, None)

@@ -6,6 +6,7 @@ for batch in loader:
     accelerator.backward(loss)
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, recursively_apply
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightseq import hf
 from lightseq.data.input_checks import transformers_model
@@ -65,6 +67,7 @@ def share_batches(accelerator: Accelerator, sequence_parallel_size: int | None) 
     mesh = init_device_mesh(accelerator.device.type, (ranks // size, size), mesh_dim_names=(DATA, SEQUENCE))
     mesh[DATA, SEQUENCE]._flatten("dp_shard_cp")  # FSDP2's axis in accelerate
     accelerator.state.device_mesh = mesh
+    _reduce_in_float32(accelerator)
     accelerator.gather_for_metrics = partial(_gather_for_metrics, accelerator, size)  # type: ignore[method-assign]
     return mesh
 
@@ -92,6 +95,14 @@ def disable(model: nn.Module) -> None:
     if isinstance(found := vars(inner).pop("whole_batches", None), WholeBatches):
         found.remove()
     hf.disable(inner)
+
+
+def _reduce_in_float32(accelerator: Accelerator) -> None:
+    """Lets FSDP2 sum gradients in float32 and return losses as they are; accelerate would round both to bfloat16."""
+    plugin: Any = getattr(accelerator.state, "fsdp_plugin", None)
+    policy = getattr(plugin, "mixed_precision_policy", None)
+    if isinstance(policy, MixedPrecisionPolicy):
+        plugin.mixed_precision_policy = replace(policy, reduce_dtype=torch.float32, output_dtype=None)
 
 
 def _ranks_per_host(mesh: DeviceMesh) -> int | None:
