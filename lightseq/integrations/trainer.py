@@ -6,7 +6,6 @@ trainer = MyTrainer(model, arguments, ..., sequence_parallel_size=2)
 
 from typing import Any
 
-import torch
 from accelerate.utils import DynamoBackend
 from packaging.version import Version
 from torch import Tensor, nn
@@ -15,10 +14,8 @@ from transformers import Trainer, TrainingArguments, __version__
 from lightseq.data.input_checks import transformers_model
 from lightseq.integrations.accelerate import enable, share_batches
 from lightseq.integrations.whole_batches import WholeBatches
-from lightseq.memory.remat import apply_remat
 
 OLDEST_TRANSFORMERS = "5.19"  # whose losses count ranks with the same batch once
-MOST_GRAPHS = 64  # of a layer
 
 
 class SequenceParallel:
@@ -95,8 +92,8 @@ class SequenceParallel:
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         with_remat = self._sequence_mesh is not None and self.args.gradient_checkpointing
-        if self._sequence_mesh is not None:
-            _change_layers(self.model, with_remat, self._compiles())
+        if isinstance(whole := getattr(transformers_model(self.model), "whole_batches", None), WholeBatches):
+            whole.change_layers(with_remat, self._compiles())
         if with_remat:
             self.args.gradient_checkpointing = False  # Trainer's own would compute attention a second time
         try:
@@ -140,18 +137,3 @@ def _check_arguments(arguments: TrainingArguments) -> None:
         )
     if arguments.eval_use_gather_object:
         raise ValueError("eval_use_gather_object=True does not work with sequence_parallel_size > 1; leave it out")
-
-
-def _change_layers(model: nn.Module, recomputes: bool, compiles: bool) -> None:
-    """Lets layers recompute all but attention, and compiles them. A second call changes nothing."""
-    inner: Any = transformers_model(model)
-    layers = inner.base_model.layers
-    if getattr(inner, "changed_layers", False):
-        return
-    inner.changed_layers = True
-    if recomputes:
-        apply_remat(layers, "attention", compiles)
-    if compiles:
-        torch._dynamo.config.recompile_limit = MOST_GRAPHS
-        for layer in layers:
-            layer.forward = torch.compile(layer.forward)

@@ -4,7 +4,6 @@ Trainers compute losses, metrics and token counts of whole batches. With these h
 passes the same batch, computes its share of the tokens, and gets the loss or per-token values of the whole batch.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,6 +17,7 @@ from lightseq import hf
 from lightseq.attention.context import SequenceContext
 from lightseq.data.examples import IGNORE_INDEX
 from lightseq.data.input_checks import has_fused_loss, loss_function_of, transformers_model
+from lightseq.memory.remat import apply_remat
 from lightseq.models.architecture import inspect_architecture
 from lightseq.modules.loss import cross_entropy_sum
 
@@ -25,6 +25,7 @@ PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1
 PER_BATCH = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids")
 # What collators of packed documents add; `cu_seq_lens_q` has all that is needed.
 PACKING = ("cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+MOST_GRAPHS = 64  # of a layer
 REFUSED = {
     "inputs_embeds": "pass input_ids",
     "output_hidden_states": "each rank has only those of its tokens",
@@ -41,7 +42,7 @@ class _Pass:
     divisor: Tensor | float | None  # of the loss
     shifted_here: bool  # then per-token values have none for the last token, as in TRL
     length: int  # of the batch, before padding
-    head_forward: Callable[..., Tensor] | None = None  # replaced for this pass
+    head: tuple[Any, Any] | None = None  # whose forward computes the loss in this pass, and its own if it had one
 
 
 class WholeBatches:
@@ -60,6 +61,7 @@ class WholeBatches:
         self.pad_to: int | None = None  # tokens of every packed row, so that compiled layers see one length
         self._ranks = context.layout.world
         self._plain_logits = _has_plain_logits(self.model)
+        self._changed_layers: list[tuple[nn.Module, Any]] = []
         self._pass: _Pass | None = None
         self._hooks = [
             self.model.register_forward_pre_hook(self._shard, with_kwargs=True, prepend=True),
@@ -67,22 +69,44 @@ class WholeBatches:
             self.model.register_forward_hook(self._gather, with_kwargs=True, always_call=True),
         ]
 
+    def change_layers(self, recompute: bool, compile_each: bool) -> None:
+        """Lets layers recompute all but attention, and compiles each. A second call changes nothing."""
+        layers: Any = self.model.base_model.layers
+        if self._changed_layers:
+            return
+        self._changed_layers = [(layer, vars(layer).get("forward")) for layer in layers]
+        if recompute:
+            apply_remat(layers, "attention", compile_each)
+        if compile_each:
+            torch._dynamo.config.recompile_limit = MOST_GRAPHS
+            for layer in layers:
+                layer.forward = torch.compile(layer.forward)
+
     def remove(self) -> None:
+        """Removes the hooks, and restores the layers."""
         for hook in self._hooks:
             hook.remove()
+        for layer, forward in self._changed_layers:
+            if "forward" in vars(layer):
+                _restore_forward(layer, forward)
+        self._changed_layers = []
 
     # ---- before the model --------------------------------------------------------------------------------------------
 
     @torch.compiler.disable
     def _shard(self, _model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Replaces a whole batch by this rank's shard."""
-        kwargs = dict(zip(("input_ids",), args, strict=False)) | kwargs
+        if len(args) > 1:
+            raise ValueError(f"{len(args)} positional arguments; pass all but the first by keyword")
+        kwargs = {**({"input_ids": args[0]} if args else {}), **kwargs}
         for name, reason in REFUSED.items():
-            if kwargs.get(name) is not None and kwargs[name] is not False and not _is_zero(kwargs[name]):
+            if _is_set(kwargs.pop(name, None)):
                 raise ValueError(f"{name} is not supported over several ranks: {reason}")
         for name in PACKING:
             kwargs.pop(name, None)
         whole = {name: kwargs.pop(name, None) for name in PER_BATCH}
+        if whole["input_ids"] is None:
+            raise ValueError("input_ids are missing; pass those of the whole batch")
         length, shifted_here = whole["input_ids"].shape[1], whole["shift_labels"] is None
         if self.pad_to is not None:
             whole = _padded(whole, self.pad_to)
@@ -96,7 +120,7 @@ class WholeBatches:
             return (), inputs
         if self._loss_in_chunks():
             head: Any = self.model.get_output_embeddings()
-            self._pass.head_forward = head.forward
+            self._pass.head = head, vars(head).get("forward")
             head.forward = partial(_loss_of_head, head, local)
             return (), inputs
         return (), inputs | {"labels": local, "shift_labels": local, "num_items_in_batch": self._pass.divisor}
@@ -128,14 +152,13 @@ class WholeBatches:
         this, self._pass = self._pass, None
         if this is None:
             return output
-        if this.head_forward is not None:
-            head: Any = self.model.get_output_embeddings()
-            head.forward = this.head_forward
+        if this.head is not None:
+            _restore_forward(*this.head)
         if output is None:
             return None
         if getattr(output, "log_probs", None) is not None:
             return self._gather_per_token(output, this)
-        if this.head_forward is not None:
+        if this.head is not None:
             output.loss, output.logits = self._sum(output.logits / this.divisor), None
             return output
         if this.labels is not None:
@@ -193,9 +216,17 @@ def _padded(batch: dict[str, Tensor | None], length: int) -> dict[str, Tensor | 
     return {**padded, "position_ids": positions}
 
 
+def _restore_forward(module: Any, forward: Any) -> None:
+    """Sets a module's own forward again, or that of its class if it had none."""
+    if forward is None:
+        del module.forward
+    else:
+        module.forward = forward
+
+
 def _loss_of_head(head: nn.Linear, labels: Tensor, hidden: Tensor) -> Tensor:
     return cross_entropy_sum(hidden, head.weight, labels)
 
 
-def _is_zero(value: Any) -> bool:
-    return isinstance(value, int) and value == 0
+def _is_set(value: Any) -> bool:
+    return value is not None and not (isinstance(value, int) and value == 0)  # False is 0
