@@ -11,7 +11,7 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from trainer_numbers import Numbers, assert_equal, collate, common, documents, fresh_model, numbers, sizes
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 from worlds import spawn
 
 from lightseq.integrations import SequenceParallelTrainer
@@ -61,6 +61,30 @@ def test_trainer_equals_one_process(case: str, world: int) -> None:
         wanted = spawn(data_ranks, train, Trainer, TRAINER_CASES[case], data_ranks)[0]
         for got in spawn(world, train_sequence_parallel, TRAINER_CASES[case], size, world):
             assert_equal(got, wanted)
+
+
+def checkpointed_modules(rank: int) -> tuple[int, dict[str, bool]]:
+    """Returns how many modules transformers checkpoints during training, and the arguments afterwards."""
+    found = []
+
+    class Look(TrainerCallback):
+        def on_step_end(self, *_: Any, model: Any, **__: Any) -> None:
+            found.append(sum(getattr(module, "gradient_checkpointing", False) for module in model.modules()))
+
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(**common(folder, remove_unused_columns=False, gradient_checkpointing=True))
+        rows = [{"input_ids": ids} for ids in documents()]
+        trainer = SequenceParallelTrainer(
+            fresh_model(), arguments, data_collator=collate, train_dataset=rows, eval_dataset=rows, callbacks=[Look()]
+        )
+        trainer.train()
+        names = ("gradient_checkpointing", "activation_checkpointing")
+        return sum(found), {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
+
+
+def test_gradient_checkpointing_does_not_compute_attention_again() -> None:
+    for modules, arguments in spawn(2, checkpointed_modules):
+        assert modules == 0 and all(arguments.values())
 
 
 # ---- FSDP2 ----------------------------------------------------------------------------------------------------------

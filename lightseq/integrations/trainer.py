@@ -95,12 +95,12 @@ class SequenceParallel:
         if isinstance(whole := getattr(transformers_model(self.model), "whole_batches", None), WholeBatches):
             whole.change_layers(with_remat, self._compiles())
         if with_remat:
-            self.args.gradient_checkpointing = False  # Trainer's own would compute attention a second time
+            _set_checkpointing(self.args, False)  # Trainer's own would compute attention a second time
         try:
             return super().train(*args, **kwargs)  # type: ignore[misc]
         finally:
             if with_remat:
-                self.args.gradient_checkpointing = True
+                _set_checkpointing(self.args, True)
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, *args: Any, **kwargs: Any
@@ -137,3 +137,10 @@ def _check_arguments(arguments: TrainingArguments) -> None:
         )
     if arguments.eval_use_gather_object:
         raise ValueError("eval_use_gather_object=True does not work with sequence_parallel_size > 1; leave it out")
+
+
+def _set_checkpointing(arguments: TrainingArguments, value: bool) -> None:
+    """Sets `gradient_checkpointing` under both of its names; Trainer reads the one of its version."""
+    for name in ("gradient_checkpointing", "activation_checkpointing"):
+        if hasattr(arguments, name):
+            setattr(arguments, name, value)
