@@ -15,6 +15,8 @@ from worlds import spawn
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
 
+import dpo  # noqa: E402
+import sft  # noqa: E402
 import train_loop  # noqa: E402
 import with_accelerate  # noqa: E402
 import with_trainer  # noqa: E402
@@ -55,14 +57,18 @@ def test_the_loop_equals_plain_transformers_on_every_rank(world: int, expected: 
         assert losses == pytest.approx(expected, abs=1e-5)
 
 
-# ---- Trainer and accelerate ----------------------------------------------------------------------------------------
+# ---- Trainer, TRL and accelerate -----------------------------------------------------------------------------------
 
 
-def others(rank: int, world: int) -> tuple[list[float], list[float]]:
-    here = World(rank, world, rank, world, torch.device("cpu"))
+def others(rank: int) -> dict[str, list[float]]:
+    """Returns the losses of the examples that use `lightseq.integrations`."""
     with tempfile.TemporaryDirectory() as folder:
-        by_trainer = with_trainer.train(here, folder)
-        return by_trainer, with_accelerate.train(here)
+        return {
+            "Trainer": with_trainer.train(folder),
+            "accelerate": with_accelerate.train(),
+            "SFT": sft.train(folder),
+            "DPO": dpo.train(folder),
+        }
 
 
 Batch = dict[str, torch.Tensor]
@@ -91,21 +97,30 @@ def fresh_model() -> LlamaForCausalLM:
     return LlamaForCausalLM(train_loop.CONFIG)
 
 
-@pytest.mark.compat
+def in_order_of_trainer() -> Iterator[Batch]:
+    """Yields the batches of three epochs, shuffled as Trainer does with its default seed."""
+    for epoch in range(3):
+        order = RandomSampler(with_trainer.documents(), generator=torch.Generator().manual_seed(42 + epoch))
+        yield from loader(sampler=order)
+
+
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_trainer_and_accelerate_equal_plain_transformers_on_every_rank(world: int) -> None:
-    shuffled = loader(sampler=RandomSampler(with_trainer.documents(), generator=torch.Generator().manual_seed(42)))
-    # Not to the end: there a sampler draws once more, which Trainer never sees.
-    batches = [batch for _ in range(3) for _, batch in zip(range(len(shuffled)), shuffled, strict=False)]
+def test_the_other_examples_equal_one_process_on_every_rank(world: int) -> None:
+    batches = [*in_order_of_trainer()]
     model = fresh_model()
     by_trainer = [*plain_steps(model, list(zip(batches[::2], batches[1::2], strict=True)), decays=True)]
     with torch.no_grad():
         by_trainer.append(model(**next(iter(loader()))).loss.item())
     in_order = [[batch] for _ in range(with_accelerate.EPOCHS) for batch in loader()]
     by_accelerate = [*plain_steps(fresh_model(), in_order, decays=False)]
-    for got_trainer, got_accelerate in spawn(world, others, world):
-        assert got_trainer == pytest.approx(by_trainer, abs=1e-5)
-        assert got_accelerate == pytest.approx(by_accelerate, abs=1e-5)
+    (wanted,) = spawn(1, others)
+    assert wanted["Trainer"] == pytest.approx(by_trainer, abs=1e-5)
+    assert wanted["accelerate"] == pytest.approx(by_accelerate, abs=1e-5)
+    for name in ("SFT", "DPO"):
+        assert wanted[name][-2] < 0.95 * wanted[name][0], "a trainer that learns nothing would agree with anything"
+    for got in spawn(world, others):
+        for name, losses in wanted.items():
+            assert got[name] == pytest.approx(losses, abs=1e-5), name
 
 
 # ---- as scripts -----------------------------------------------------------------------------------------------------
@@ -115,10 +130,21 @@ LAUNCHER = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 
 
 @pytest.mark.parametrize("launcher", [[], pytest.param(LAUNCHER, marks=pytest.mark.slow)])
-def test_the_script_runs_uninstalled_and_prints_its_losses(launcher: list[str], expected: list[float]) -> None:
-    command = [sys.executable, *launcher, "examples/train_loop.py"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    lines = [line.split() for line in done.stdout.splitlines()]
+def test_the_loop_runs_uninstalled_and_prints_its_losses(launcher: list[str], expected: list[float]) -> None:
+    lines = [line.split() for line in printed("train_loop.py", launcher)]
     assert [int(words[1]) for words in lines] == list(range(1, train_loop.STEPS + 1))
     assert [float(words[3]) for words in lines] == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [[], LAUNCHER])
+@pytest.mark.parametrize("script", ["with_trainer.py", "with_accelerate.py", "sft.py", "dpo.py"])
+def test_the_other_scripts_run_uninstalled(script: str, launcher: list[str]) -> None:
+    assert sum("loss" in line for line in printed(script, launcher)) >= 8
+
+
+def printed(script: str, launcher: list[str]) -> list[str]:
+    command = [sys.executable, *launcher, f"examples/{script}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
