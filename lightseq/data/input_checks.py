@@ -225,7 +225,7 @@ def _compare_batches(
         what = "other rows or labels" if sizes[0] == sizes[1] else " and ".join(sizes)
         raise ValueError(
             f"ranks {context.rank} and {other} share a sequence but got different batches ({what}); give every rank of "
-            "a sequence the same rows, with Trainer from a plain DataLoader with one seed (examples/with_trainer.py)"
+            "a sequence the same rows; lightseq.integrations does so in Trainer, TRL and accelerate (docs/trainers.md)"
         )
     divisors = [divisor for _, divisor, _ in everyone]
     counted_alone = len(divisors) > 1 and divisors == [count for *_, count in everyone] != [None] * len(divisors)

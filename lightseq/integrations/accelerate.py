@@ -64,6 +64,8 @@ def share_batches(accelerator: Accelerator, sequence_parallel_size: int | None) 
             "dispatch_batches=True sends every rank other rows; leave it out with sequence_parallel_size > 1"
         )
     accelerator.dataloader_config.dispatch_batches = False  # also for iterable datasets, where True is the default
+    if size == ranks:  # then accelerate leaves shuffling to each rank's own generator
+        accelerator.rng_types = [*accelerator.rng_types, "torch"]
     mesh = init_device_mesh(accelerator.device.type, (ranks // size, size), mesh_dim_names=(DATA, SEQUENCE))
     mesh[DATA, SEQUENCE]._flatten("dp_shard_cp")  # FSDP2's axis in accelerate
     accelerator.state.device_mesh = mesh

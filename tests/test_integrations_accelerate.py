@@ -1,0 +1,205 @@
+"""A loop with accelerate whose sequences are split over ranks gives the numbers of plain torch on one process."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration, FullyShardedDataParallelPlugin
+from torch import Tensor
+from torch.utils.data import DataLoader
+from trainer_numbers import Numbers, collate, documents, fresh_model, sizes
+from transformers import LlamaForCausalLM
+from worlds import spawn
+
+from lightseq.integrations.accelerate import disable, prepare
+
+Batch = dict[str, Tensor]
+CLIP, LEARNING_RATE = 0.5, 0.5  # clips every step
+
+
+def pack(rows: list[dict[str, list[int]]]) -> Batch:
+    """Returns one row of several documents, whose positions restart."""
+    ids = torch.tensor([x for row in rows for x in row["input_ids"]])
+    positions = torch.tensor([x for row in rows for x in range(len(row["input_ids"]))])
+    return {"input_ids": ids[None], "labels": ids[None].clone(), "position_ids": positions[None]}
+
+
+CASES: Mapping[str, dict[str, Any]] = {
+    "padded": {},
+    "accumulated": {"accumulation": 2},
+    "packed": {"accumulation": 2, "make_batch": pack, "packed": True},
+    "shuffled": {"shuffle": True},
+}
+FSDP2 = {"accumulation": 2, "fsdp": True}
+
+
+def loader(count: int, make_batch: Callable[..., Batch] = collate, shuffle: bool = False) -> DataLoader:
+    rows = [{"input_ids": ids} for ids in documents(count)]
+    return DataLoader(rows, 2, collate_fn=make_batch, shuffle=shuffle)
+
+
+def losses_of_rows(logits: Tensor, batch: Batch) -> Tensor:
+    losses = torch.nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), batch["labels"][:, 1:], reduction="none")
+    return losses.sum(1)
+
+
+@torch.no_grad()
+def evaluate(model: torch.nn.Module, batches: Iterable[Batch], gather: Callable[[Tensor], Tensor]) -> list[float]:
+    """Returns the losses of five rows, whose last batch is not full."""
+    model.eval()
+    rows = [gather(losses_of_rows(model(input_ids=batch["input_ids"]).logits, batch)) for batch in batches]
+    model.train()
+    return torch.cat(rows).tolist()
+
+
+def generate(model: LlamaForCausalLM) -> list[int]:
+    prompt = torch.tensor([documents()[0]], device=model.device)
+    tokens: list[int] = model.generate(prompt, max_new_tokens=5, do_sample=False, pad_token_id=0)[0].tolist()
+    return tokens
+
+
+def train(
+    rank: int,
+    size: int,
+    accumulation: int = 1,
+    make_batch: Callable[..., Batch] = collate,
+    shuffle: bool = False,
+    fsdp: bool = False,
+    **options: Any,
+) -> Numbers:
+    wrap = "transformer_based_wrap"
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy=wrap) if fsdp else None
+    accelerator = Accelerator(cpu=not fsdp, gradient_accumulation_steps=accumulation, fsdp_plugin=plugin)
+    model = fresh_model()
+    torch.manual_seed(rank)  # ranks draw different numbers, and still get the same batches
+    model, optimizer, batches, held_out = prepare(
+        accelerator,
+        model,
+        torch.optim.SGD(model.parameters(), lr=LEARNING_RATE),
+        loader(12, make_batch, shuffle),
+        loader(5),
+        sequence_parallel_size=size,
+        **options,
+    )
+    seen, losses, norms = [], [], []
+    for batch in batches:
+        seen.append({name: x.cpu().numpy() for name, x in batch.items()})
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                norms.append(float(accelerator.clip_grad_norm_(model.parameters(), CLIP)))
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    inner = accelerator.unwrap_model(model)
+    weights = {name: p.full_tensor() if fsdp else p for name, p in inner.named_parameters()}
+    numbers = {
+        "seen": seen,
+        "losses": losses,
+        "norms": norms,
+        "weights": {name: weight.detach().cpu().numpy().copy() for name, weight in weights.items()},
+        "metrics": [] if options else evaluate(model, held_out, accelerator.gather_for_metrics),
+    }
+    if not fsdp:  # weights that FSDP2 has sharded cannot generate
+        disable(inner)
+        numbers["generated"] = generate(inner)
+    return numbers
+
+
+def loss_of(model: LlamaForCausalLM, batch: Batch) -> Tensor:
+    """Returns the mean loss of a batch's targets; documents in a row are computed one by one."""
+    if "position_ids" not in batch:
+        return model(**batch).loss
+    starts = (batch["position_ids"][0] == 0).nonzero()[:, 0].tolist()
+    lengths = [end - start for start, end in pairwise([*starts, batch["input_ids"].shape[1]])]
+    targets = sum(length - 1 for length in lengths)
+    shares = [
+        model(input_ids=x, labels=x, num_items_in_batch=targets).loss for x in batch["input_ids"].split(lengths, 1)
+    ]
+    return sum(shares)
+
+
+def plain(seen: Sequence[Sequence[Batch]], accumulation: int) -> Numbers:
+    """Trains plain torch with the batches of all data ranks."""
+    model = fresh_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    losses, norms = [], []
+    for number, batches in enumerate(zip(*seen, strict=True), start=1):
+        each = [loss_of(model, batch) for batch in batches]
+        (sum(each) / len(each) / accumulation).backward()
+        losses.append([loss.item() for loss in each])
+        if number % accumulation == 0 or number == len(seen[0]):
+            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
+            optimizer.step()
+            optimizer.zero_grad()
+    return {
+        "losses": [list(x) for x in zip(*losses, strict=True)],
+        "norms": norms,
+        "weights": {name: p.detach().numpy() for name, p in model.named_parameters()},
+        "metrics": evaluate(model, loader(5), lambda rows: rows),
+        "generated": generate(model),
+    }
+
+
+def check(ranks: Sequence[Numbers], size: int, accumulation: int, tolerance: float = 1e-5) -> None:
+    for rank, got in enumerate(ranks):  # ranks of a group got the same batches
+        for ours, first in zip(got["seen"], ranks[rank // size * size]["seen"], strict=True):
+            assert all(np.array_equal(ours[name], first[name]) for name in first)
+    seen = [[{name: torch.from_numpy(x) for name, x in b.items()} for b in got["seen"]] for got in ranks[::size]]
+    rows = sum(len(batch["input_ids"]) for batches in seen for batch in batches)
+    assert rows == 6 * len(seen[0][0]["input_ids"]), "each row is seen once"
+    wanted = plain(seen, accumulation)
+    for rank, got in enumerate(ranks):
+        assert got["losses"] == pytest.approx(wanted["losses"][rank // size], abs=tolerance)
+        assert got["norms"] == pytest.approx(wanted["norms"], rel=tolerance) and min(got["norms"]) > CLIP
+        if got["metrics"]:
+            assert got["metrics"] == pytest.approx(wanted["metrics"], rel=tolerance)
+        assert got.get("generated", wanted["generated"]) == wanted["generated"]
+        for name, weight in wanted["weights"].items():
+            assert np.linalg.norm(got["weights"][name] - weight) <= tolerance * np.linalg.norm(weight), name
+
+
+def run(rank: int, size: int, case: Mapping[str, Any]) -> Numbers:
+    return train(rank, size, **case)
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", CASES)
+def test_the_loop_equals_plain_torch(case: str, world: int) -> None:
+    for size in sizes(world):
+        ranks = spawn(world, run, size, CASES[case])
+        check(ranks, size, CASES[case].get("accumulation", 1))
+
+
+@pytest.mark.gpu(2)
+def test_the_loop_with_fsdp2_equals_plain_torch() -> None:  # accelerate takes the CPU for DDP only
+    check(spawn(2, run, 2, FSDP2, device="cuda"), 2, FSDP2["accumulation"], tolerance=1e-4)
+
+
+# ---- refused -------------------------------------------------------------------------------------------------------
+
+
+def refusals(rank: int) -> list[str]:
+    """Returns the messages of three calls that cannot work."""
+    messages = []
+    for options, arguments in (
+        ({"sequence_parallel_size": 3}, {}),
+        ({}, {"dataloader_config": DataLoaderConfiguration(dispatch_batches=True)}),
+    ):
+        with pytest.raises(ValueError) as refused:
+            prepare(Accelerator(cpu=True, **arguments), fresh_model(), **options)
+        messages.append(str(refused.value))
+    with pytest.raises(ValueError) as refused:
+        disable(fresh_model())
+    return [*messages, str(refused.value)]
+
+
+def test_what_cannot_work_is_refused() -> None:
+    for messages in spawn(2, refusals):
+        for message, part in zip(messages, ("use 1 or 2", "leave it out", "is not enabled"), strict=True):
+            assert part in message
