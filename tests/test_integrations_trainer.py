@@ -8,10 +8,23 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from trainer_numbers import Numbers, assert_equal, collate, common, documents, fresh_model, numbers, sizes
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from trainer_numbers import (
+    ADAPTERS,
+    Numbers,
+    assert_equal,
+    collate,
+    common,
+    documents,
+    fresh_model,
+    numbers,
+    shared_folder,
+    sizes,
+)
+from transformers import EvalPrediction, Trainer, TrainerCallback, TrainingArguments
 from worlds import spawn
 
 from lightseq.integrations import SequenceParallelTrainer
@@ -25,26 +38,47 @@ def mean_of_squares(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | N
     return (losses.sum(1) / 50).square().sum() / 4
 
 
+def accuracy(evaluated: EvalPrediction) -> dict[str, float]:
+    """Returns the share of targets that have the largest logit."""
+    labels = evaluated.label_ids[:, 1:]
+    return {"accuracy": float((evaluated.predictions[:, :-1].argmax(-1) == labels)[labels != -100].mean())}
+
+
 TRAINER_CASES: Mapping[str, dict[str, Any]] = {
     "plain": {},
     "accumulated": {"gradient_accumulation_steps": 2},
     "smoothed": {"label_smoothing_factor": 0.1},
     "custom": {"compute_loss_func": mean_of_squares},
     "checkpointed": {"gradient_checkpointing": True},
+    "iterable": {"iterable": True},
+    "grouped": {"train_sampling_strategy": "group_by_length"},
+    "adapters": {"adapters": True, "gradient_checkpointing": True},
+    "best": {
+        "compute_metrics": accuracy,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "accuracy",
+        "eval_steps": 1,
+        "save_strategy": "steps",
+        "save_steps": 1,
+    },
     "counted": {"include_num_input_tokens_seen": "non_padding", "average_tokens_across_devices": True},
 }
 
 
 def train(rank: int, kind: type[Trainer], case: Mapping[str, Any], data_ranks: int, **options: Any) -> Numbers:
     case = dict(case)
-    loss = case.pop("compute_loss_func", None)
-    rows = [{"input_ids": ids} for ids in documents()]
-    with tempfile.TemporaryDirectory() as folder:
+    functions = {name: case.pop(name, None) for name in ("compute_loss_func", "compute_metrics")}
+    rows = Dataset.from_list([{"input_ids": ids} for ids in documents()])
+    train_rows = rows.to_iterable_dataset(num_shards=2) if case.pop("iterable", False) else rows
+    model = fresh_model()
+    if case.pop("adapters", False):
+        model = get_peft_model(model, LoraConfig(**ADAPTERS))
+    with shared_folder() as folder:
         arguments = TrainingArguments(**common(folder, remove_unused_columns=False, **case))
         arguments.per_device_train_batch_size = 2 // data_ranks
         trainer = kind(
-            fresh_model(), arguments, data_collator=collate, train_dataset=rows, eval_dataset=rows[:5],
-            compute_loss_func=loss, **options,
+            model, arguments, data_collator=collate, train_dataset=train_rows, eval_dataset=rows.select(range(5)),
+            **functions, **options,
         )  # fmt: skip
         return numbers(trainer)
 
@@ -85,6 +119,36 @@ def checkpointed_modules(rank: int) -> tuple[int, dict[str, bool]]:
 def test_gradient_checkpointing_does_not_compute_attention_again() -> None:
     for modules, arguments in spawn(2, checkpointed_modules):
         assert modules == 0 and all(arguments.values())
+
+
+# ---- saving and resuming --------------------------------------------------------------------------------------------
+
+
+def resume(rank: int, adapters: bool) -> tuple[Numbers, Numbers]:
+    """Returns the numbers of an uninterrupted run, and of one that continues from its checkpoint of step 2."""
+    found = []
+    with shared_folder() as folder:
+        for checkpoint in (None, f"{folder}/checkpoint-2"):
+            changes = {"max_steps": 4, "eval_steps": 4, "save_strategy": "steps", "save_steps": 2}
+            arguments = TrainingArguments(
+                **common(folder, remove_unused_columns=False, optim="adamw_torch", learning_rate=0.01, **changes)
+            )
+            rows = [{"input_ids": ids} for ids in documents()]
+            model = get_peft_model(fresh_model(), LoraConfig(**ADAPTERS)) if adapters else fresh_model()
+            trainer = SequenceParallelTrainer(
+                model, arguments, data_collator=collate, train_dataset=rows, eval_dataset=rows[:5]
+            )
+            found.append(numbers(trainer, checkpoint))
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("adapters", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_resumed_run_equals_an_uninterrupted_one(adapters: bool) -> None:
+    for whole, resumed in spawn(2, resume, adapters):
+        assert [record["step"] for record in resumed["history"]] == [1, 2, 3, 4, 4, 4, 4]
+        for numbers_of in (whole, resumed):  # the mean loss of a resumed run counts its own steps only
+            numbers_of["history"] = [x for x in numbers_of["history"] if "train_loss" not in x]
+        assert_equal(resumed, whole)
 
 
 # ---- FSDP2 ----------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainer_numbers import CONFIG, Numbers, assert_equal, common, documents, fresh_model, numbers, sizes
+from trainer_numbers import ADAPTERS, CONFIG, Numbers, assert_equal, common, documents, fresh_model, numbers, sizes
 from worlds import spawn
 
 pytest.importorskip("trl")
@@ -22,7 +22,6 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 from lightseq.integrations import SequenceParallelDPOTrainer, SequenceParallelSFTTrainer
 
 WORLDS = [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
-ADAPTERS = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"], "init_lora_weights": False}
 SFT_CASES: Mapping[str, dict[str, Any]] = {
     "padded": {"max_length": 64},
     "packed": {"max_length": 64, "packing": True},

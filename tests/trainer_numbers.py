@@ -1,10 +1,14 @@
 """Tiny model and documents for tests of trainers, and the numbers in which two trainers must agree."""
 
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer
 
@@ -20,6 +24,7 @@ CONFIG = LlamaConfig(
 )
 LENGTHS = (50, 17, 33, 60, 24, 60, 9, 41, 60, 35, 21, 48)  # of the documents: batches have different numbers of targets
 STEPS = 3
+ADAPTERS = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"], "init_lora_weights": False}
 Numbers = dict[str, Any]
 
 
@@ -37,6 +42,16 @@ def collate(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
     ids = [torch.tensor(row["input_ids"]) for row in rows]
     labels = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=-100)
     return {"input_ids": labels.clamp_min(0), "attention_mask": (labels != -100).long(), "labels": labels}
+
+
+@contextmanager
+def shared_folder() -> Iterator[str]:
+    """Makes one folder for all ranks."""
+    with tempfile.TemporaryDirectory() as own:
+        folders = [own]
+        dist.broadcast_object_list(folders, src=0)
+        yield folders[0]
+        dist.barrier()
 
 
 def common(folder: str, **changes: Any) -> dict[str, Any]:
@@ -63,9 +78,10 @@ def common(folder: str, **changes: Any) -> dict[str, Any]:
     }
 
 
-def numbers(trainer: Trainer) -> Numbers:
-    """Trains, and returns what is logged and the weights."""
-    trainer.train()
+def numbers(trainer: Trainer, checkpoint: str | None = None) -> Numbers:
+    """Trains, evaluates once more, and returns what is logged and the weights."""
+    trainer.train(resume_from_checkpoint=checkpoint)
+    trainer.evaluate()
     timed = ("runtime", "per_second", "flos")
     history = [
         {k: v for k, v in record.items() if not any(t in k for t in timed)} for record in trainer.state.log_history
