@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, recursively_apply
+from accelerate.utils import DistributedType, ParallelismConfig, recursively_apply
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -59,6 +59,8 @@ def share_batches(accelerator: Accelerator, sequence_parallel_size: int | None) 
         raise ValueError(
             "sequence_parallel_size > 1 excludes accelerate's tp_size, cp_size and sp_size; leave them at 1"
         )
+    if config is not None and config.dp_replicate_enabled and accelerator.is_fsdp2:
+        raise ValueError("dp_replicate_size > 1 with FSDP2 excludes sequence_parallel_size > 1; use dp_shard_size")
     if accelerator.dataloader_config.dispatch_batches:
         raise ValueError(
             "dispatch_batches=True sends every rank other rows; leave it out with sequence_parallel_size > 1"
@@ -69,6 +71,8 @@ def share_batches(accelerator: Accelerator, sequence_parallel_size: int | None) 
     mesh = init_device_mesh(accelerator.device.type, (ranks // size, size), mesh_dim_names=(DATA, SEQUENCE))
     mesh[DATA, SEQUENCE]._flatten("dp_shard_cp")  # FSDP2's axis in accelerate
     accelerator.state.device_mesh = mesh
+    if accelerator.is_fsdp2 and config is None:  # with a mesh, accelerate looks here for the axis that FSDP2 shards
+        accelerator.state.parallelism_config = ParallelismConfig(dp_shard_size=ranks)
     _reduce_in_float32(accelerator)
     accelerator.gather_for_metrics = partial(_gather_for_metrics, accelerator, size)  # type: ignore[method-assign]
     return mesh
