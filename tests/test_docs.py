@@ -235,6 +235,8 @@ def check_program(program: Sequence[str]) -> None:
         check_training(program[1:])
     elif program[:2] == ("-m", "lightseq") and program[2:3] and program[2] in TRAINING and "--attention" not in program:
         check_tool(program[2], program[3:])
+    elif Path(program[0]).parent == Path("examples"):
+        assert not program[1:], "the examples take no flags"
     else:
         name = program[1].partition(".")[0] if program[0] == "-m" else program[0].partition("/")[0]
         assert name in OURS, f"{program[0]} is not a known program"
@@ -308,6 +310,7 @@ def test_faulty_commands_are_found() -> None:
         "launch/local.sh verify --steps 3",
         "python3 launch/sweep.py --config launch/sweeps/nothing.yaml", "lightseq schedule --schedule ring",
         "python3 -m lightseq plan --gpus 8 --model_name_or_path llama3-8b --remat most", "lightseq train --bf16",
+        "python3 examples/sft.py --steps 3",
     )  # fmt: skip
     for line in faulty:
         with pytest.raises(AssertionError):
@@ -337,7 +340,7 @@ def is_quick(command: Command, folder: Path) -> bool:
         is_tiny = value["--model_name_or_path"].startswith("tiny") and tokens <= MOST_TOKENS
         return is_tiny and (folder / value["--data_path"]).exists()
     match program:
-        case ("-m", "lightseq", "schedule", *_) | ("docs/make_flags.py",):
+        case ("-m", "lightseq", "schedule", *_) | ("docs/make_flags.py",) | ("examples/sft.py",):
             return True
         case ("-m", "lightseq", "plan", *_):
             return "/" not in value.get("--model_name_or_path", "")
