@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DataLoaderConfiguration, DistributedType, FullyShardedDataParallelPlugin, ParallelismConfig
+from accelerate.utils import DataLoaderConfiguration, ParallelismConfig
 from torch import Tensor
 from torch.utils.data import DataLoader
-from trainer_numbers import Numbers, collate, documents, fresh_model, sizes
+from trainer_numbers import Numbers, collate, documents, fresh_model, sizes, use_fsdp2
 from transformers import LlamaForCausalLM
 from worlds import spawn
 
@@ -60,14 +60,6 @@ def generate(model: LlamaForCausalLM) -> list[int]:
     prompt = torch.tensor([documents()[0]], device=model.device)
     tokens: list[int] = model.generate(prompt, max_new_tokens=5, do_sample=False, pad_token_id=0)[0].tolist()
     return tokens
-
-
-def use_fsdp2(accelerator: Accelerator) -> None:
-    """Does what accelerate does for `fsdp_plugin`, which it takes on GPUs only."""
-    accelerator.state.distributed_type = DistributedType.FSDP
-    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2, auto_wrap_policy="transformer_based_wrap"
-    )
 
 
 def train(

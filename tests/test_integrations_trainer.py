@@ -23,11 +23,12 @@ from trainer_numbers import (
     numbers,
     shared_folder,
     sizes,
+    use_fsdp2,
 )
 from transformers import EvalPrediction, Trainer, TrainerCallback, TrainingArguments
 from worlds import spawn
 
-from lightseq.integrations import SequenceParallelTrainer
+from lightseq.integrations import SequenceParallel, SequenceParallelTrainer
 from lightseq.integrations.accelerate import share_batches
 
 
@@ -44,13 +45,27 @@ def accuracy(evaluated: EvalPrediction) -> dict[str, float]:
     return {"accuracy": float((evaluated.predictions[:, :-1].argmax(-1) == labels)[labels != -100].mean())}
 
 
+class UsesFsdp2:
+    """Mixin that lets a trainer use FSDP2 on the CPU."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        use_fsdp2(self.accelerator)  # type: ignore[attr-defined]
+        self.is_fsdp_enabled = True
+
+
+class FullyShardedTrainer(SequenceParallel, UsesFsdp2, Trainer):
+    pass
+
+
 TRAINER_CASES: Mapping[str, dict[str, Any]] = {
     "plain": {},
     "accumulated": {"gradient_accumulation_steps": 2},
     "smoothed": {"label_smoothing_factor": 0.1},
     "custom": {"compute_loss_func": mean_of_squares},
     "checkpointed": {"gradient_checkpointing": True},
-    "iterable": {"iterable": True},
+    "iterable": {"iterable": True, "accelerator_config": {"dispatch_batches": False}},
+    "FSDP2": {"fully_sharded": True},
     "grouped": {"train_sampling_strategy": "group_by_length"},
     "adapters": {"adapters": True, "gradient_checkpointing": True},
     "best": {
@@ -70,6 +85,8 @@ def train(rank: int, kind: type[Trainer], case: Mapping[str, Any], data_ranks: i
     functions = {name: case.pop(name, None) for name in ("compute_loss_func", "compute_metrics")}
     rows = Dataset.from_list([{"input_ids": ids} for ids in documents()])
     train_rows = rows.to_iterable_dataset(num_shards=2) if case.pop("iterable", False) else rows
+    if case.pop("fully_sharded", False) and kind is SequenceParallelTrainer:
+        kind = FullyShardedTrainer
     model = fresh_model()
     if case.pop("adapters", False):
         model = get_peft_model(model, LoraConfig(**ADAPTERS))
@@ -124,7 +141,7 @@ def test_gradient_checkpointing_does_not_compute_attention_again() -> None:
 # ---- saving and resuming --------------------------------------------------------------------------------------------
 
 
-def resume(rank: int, adapters: bool) -> tuple[Numbers, Numbers]:
+def resume(rank: int, kind: type[Trainer], adapters: bool) -> tuple[Numbers, Numbers]:
     """Returns the numbers of an uninterrupted run, and of one that continues from its checkpoint of step 2."""
     found = []
     with shared_folder() as folder:
@@ -135,16 +152,21 @@ def resume(rank: int, adapters: bool) -> tuple[Numbers, Numbers]:
             )
             rows = [{"input_ids": ids} for ids in documents()]
             model = get_peft_model(fresh_model(), LoraConfig(**ADAPTERS)) if adapters else fresh_model()
-            trainer = SequenceParallelTrainer(
-                model, arguments, data_collator=collate, train_dataset=rows, eval_dataset=rows[:5]
-            )
+            trainer = kind(model, arguments, data_collator=collate, train_dataset=rows, eval_dataset=rows[:5])
             found.append(numbers(trainer, checkpoint))
     return found[0], found[1]
 
 
-@pytest.mark.parametrize("adapters", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_resumed_run_equals_an_uninterrupted_one(adapters: bool) -> None:
-    for whole, resumed in spawn(2, resume, adapters):
+@pytest.mark.parametrize(
+    ("kind", "adapters"),
+    [
+        (SequenceParallelTrainer, False),
+        (FullyShardedTrainer, False),
+        pytest.param(SequenceParallelTrainer, True, marks=pytest.mark.slow),
+    ],
+)
+def test_a_resumed_run_equals_an_uninterrupted_one(kind: type[Trainer], adapters: bool) -> None:
+    for whole, resumed in spawn(2, resume, kind, adapters):
         assert [record["step"] for record in resumed["history"]] == [1, 2, 3, 4, 4, 4, 4]
         for numbers_of in (whole, resumed):  # the mean loss of a resumed run counts its own steps only
             numbers_of["history"] = [x for x in numbers_of["history"] if "train_loss" not in x]

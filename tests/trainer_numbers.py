@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer
 
 CONFIG = LlamaConfig(
@@ -54,6 +57,14 @@ def shared_folder() -> Iterator[str]:
         dist.barrier()
 
 
+def use_fsdp2(accelerator: Accelerator) -> None:
+    """Does what accelerate does for `fsdp_plugin`, which it takes on GPUs only."""
+    accelerator.state.distributed_type = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap"
+    )
+
+
 def common(folder: str, **changes: Any) -> dict[str, Any]:
     # Not AdamW and no clipping: they would hide gradients of another scale.
     return {
@@ -87,7 +98,8 @@ def numbers(trainer: Trainer, checkpoint: str | None = None) -> Numbers:
         {k: v for k, v in record.items() if not any(t in k for t in timed)} for record in trainer.state.log_history
     ]
     model = trainer.accelerator.unwrap_model(trainer.model)
-    weights = {name: p.detach().numpy().copy() for name, p in model.named_parameters() if p.requires_grad}
+    trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    weights = {n: (p.full_tensor() if isinstance(p, DTensor) else p).numpy().copy() for n, p in trained.items()}
     return {"history": history, "weights": weights, "flos": trainer.state.total_flos}
 
 
