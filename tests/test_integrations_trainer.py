@@ -57,3 +57,19 @@ def test_trainer_equals_one_process(case: str, world: int) -> None:
         wanted = spawn(data_ranks, train, Trainer, TRAINER_CASES[case], data_ranks)[0]
         for got in spawn(world, train_sequence_parallel, TRAINER_CASES[case], size, world):
             assert_equal(got, wanted)
+
+
+def plain_after(rank: int, sequence_parallel: bool) -> Numbers:
+    rows = [{"input_ids": ids} for ids in documents()]
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(**common(folder, remove_unused_columns=False))
+        datasets: dict[str, Any] = {"data_collator": collate, "train_dataset": rows, "eval_dataset": rows[:5]}
+        if sequence_parallel:
+            SequenceParallelTrainer(fresh_model(), arguments, **datasets)
+        return numbers(Trainer(fresh_model(), arguments, **datasets))
+
+
+def test_plain_trainer_after_ours_gets_batches_of_its_own() -> None:
+    wanted = spawn(2, plain_after, False)[0]
+    for got in spawn(2, plain_after, True):
+        assert_equal(got, wanted)

@@ -1,5 +1,6 @@
 """Tiny model and documents for tests of trainers, and the numbers in which two trainers must agree."""
 
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ def documents(count: int = len(LENGTHS), seed: int = 1) -> list[list[int]]:
 
 def fresh_model() -> LlamaForCausalLM:
     torch.manual_seed(0)
-    return LlamaForCausalLM(CONFIG)
+    return LlamaForCausalLM(deepcopy(CONFIG))  # a model that is enabled changes its config
 
 
 def collate(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:

@@ -62,8 +62,8 @@ def share_batches(accelerator: Accelerator, sequence_parallel_size: int | None) 
         )
     accelerator.dataloader_config.dispatch_batches = False  # also for iterable datasets, where True is the default
     mesh = init_device_mesh(accelerator.device.type, (ranks // size, size), mesh_dim_names=(DATA, SEQUENCE))
-    mesh[DATA, SEQUENCE]._flatten("dp_shard_cp")  # FSDP2's axis in accelerate
-    accelerator.state.device_mesh = mesh
+    # Not in `accelerator.state`, which all accelerators of a process share. Only loaders read this.
+    accelerator._prepare_device_mesh = lambda: mesh  # type: ignore[method-assign]
     accelerator.gather_for_metrics = partial(_gather_for_metrics, accelerator, size)  # type: ignore[method-assign]
     return mesh
 
