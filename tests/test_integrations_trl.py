@@ -21,7 +21,6 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from lightseq.integrations import SequenceParallelDPOTrainer, SequenceParallelSFTTrainer
 
-
 WORLDS = [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
 ADAPTERS = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"], "init_lora_weights": False}
 SFT_CASES: Mapping[str, dict[str, Any]] = {
