@@ -67,7 +67,7 @@ def common(folder: str, **changes: Any) -> dict[str, Any]:
 def numbers(trainer: Trainer) -> Numbers:
     """Trains, and returns what is logged and the weights."""
     trainer.train()
-    timed = ("runtime", "per_second", "flos")
+    timed = ("runtime", "per_second", "preparation_time", "flos")
     history = [
         {k: v for k, v in record.items() if not any(t in k for t in timed)} for record in trainer.state.log_history
     ]
