@@ -1,7 +1,7 @@
 """Trainers whose sequences are split over ranks give the numbers of the unmodified trainer on one process."""
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.data import IterableDataset
 from trainer_numbers import (
     ADAPTERS,
     Numbers,
@@ -43,6 +44,23 @@ def accuracy(evaluated: EvalPrediction) -> dict[str, float]:
     """Returns the share of targets that have the largest logit."""
     labels = evaluated.label_ids[:, 1:]
     return {"accuracy": float((evaluated.predictions[:, :-1].argmax(-1) == labels)[labels != -100].mean())}
+
+
+def whole_evaluation(found: EvalPrediction) -> dict[str, float]:
+    """Metrics of all that Trainer passes: logits, labels, inputs and losses."""
+    targets = torch.from_numpy(found.label_ids[:, 1:])
+    logits = torch.from_numpy(found.predictions[:, :-1]).transpose(1, 2)
+    return {
+        "token_loss": torch.nn.functional.cross_entropy(logits, targets).item(),
+        "rows": len(found.predictions),
+        "inputs": float(found.inputs.sum()),
+        "row_loss": float(found.losses.mean()),
+    }
+
+
+class Stream(IterableDataset[dict[str, list[int]]]):
+    def __iter__(self) -> Iterator[dict[str, list[int]]]:
+        return ({"input_ids": ids} for ids in documents())
 
 
 class UsesFsdp2:
@@ -77,14 +95,24 @@ TRAINER_CASES: Mapping[str, dict[str, Any]] = {
         "save_steps": 1,
     },
     "counted": {"include_num_input_tokens_seen": "non_padding", "average_tokens_across_devices": True},
+    "counted alone": {"average_tokens_across_devices": False},
+    "evaluated first": {"evaluate_first": True},
+    "metrics": {"compute_metrics": whole_evaluation, "include_for_metrics": ["inputs", "loss"]},
+    "streamed": {"train_dataset": Stream()},
+    "without targets": {"train_dataset": [{"input_ids": ids[:1]} for ids in documents()]},
 }
 
 
 def train(rank: int, kind: type[Trainer], case: Mapping[str, Any], data_ranks: int, **options: Any) -> Numbers:
     case = dict(case)
     functions = {name: case.pop(name, None) for name in ("compute_loss_func", "compute_metrics")}
+    evaluates_first = case.pop("evaluate_first", False) and kind is SequenceParallelTrainer  # Trainer has a bug here
+    if kind is Trainer:
+        case["accelerator_config"] = {"dispatch_batches": False}  # as ours: batches of a stream differ in length
     rows = Dataset.from_list([{"input_ids": ids} for ids in documents()])
-    train_rows = rows.to_iterable_dataset(num_shards=2) if case.pop("iterable", False) else rows
+    train_rows = case.pop("train_dataset", rows)
+    if case.pop("iterable", False):
+        train_rows = rows.to_iterable_dataset(num_shards=2)
     if case.pop("fully_sharded", False) and kind is SequenceParallelTrainer:
         kind = FullyShardedTrainer
     model = fresh_model()
@@ -97,6 +125,8 @@ def train(rank: int, kind: type[Trainer], case: Mapping[str, Any], data_ranks: i
             model, arguments, data_collator=collate, train_dataset=train_rows, eval_dataset=rows.select(range(5)),
             **functions, **options,
         )  # fmt: skip
+        if evaluates_first:
+            trainer.evaluate()
         return numbers(trainer)
 
 
@@ -112,6 +142,22 @@ def test_trainer_equals_one_process(case: str, world: int) -> None:
         wanted = spawn(data_ranks, train, Trainer, TRAINER_CASES[case], data_ranks)[0]
         for got in spawn(world, train_sequence_parallel, TRAINER_CASES[case], size, world):
             assert_equal(got, wanted)
+
+
+def plain_after(rank: int, sequence_parallel: bool) -> Numbers:
+    rows = [{"input_ids": ids} for ids in documents()]
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(**common(folder, remove_unused_columns=False))
+        datasets: dict[str, Any] = {"data_collator": collate, "train_dataset": rows, "eval_dataset": rows[:5]}
+        if sequence_parallel:
+            SequenceParallelTrainer(fresh_model(), arguments, **datasets)
+        return numbers(Trainer(fresh_model(), arguments, **datasets))
+
+
+def test_plain_trainer_after_ours_gets_batches_of_its_own() -> None:
+    wanted = spawn(2, plain_after, False)[0]
+    for got in spawn(2, plain_after, True):
+        assert_equal(got, wanted)
 
 
 def checkpointed_modules(rank: int) -> tuple[int, dict[str, bool]]:

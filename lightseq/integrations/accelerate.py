@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, ParallelismConfig, recursively_apply
+from accelerate.utils import DistributedType, recursively_apply
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -69,10 +69,8 @@ def share_batches(accelerator: Accelerator, sequence_parallel_size: int | None) 
     if size == ranks:  # then accelerate leaves shuffling to each rank's own generator
         accelerator.rng_types = [*accelerator.rng_types, "torch"]
     mesh = init_device_mesh(accelerator.device.type, (ranks // size, size), mesh_dim_names=(DATA, SEQUENCE))
-    mesh[DATA, SEQUENCE]._flatten("dp_shard_cp")  # FSDP2's axis in accelerate
-    accelerator.state.device_mesh = mesh
-    if accelerator.is_fsdp2 and config is None:  # with a mesh, accelerate looks here for the axis that FSDP2 shards
-        accelerator.state.parallelism_config = ParallelismConfig(dp_shard_size=ranks)
+    # Not in `accelerator.state`, which all accelerators of a process share. Only loaders read this.
+    accelerator._prepare_device_mesh = lambda: mesh  # type: ignore[method-assign]
     _reduce_in_float32(accelerator)
     accelerator.gather_for_metrics = partial(_gather_for_metrics, accelerator, size)  # type: ignore[method-assign]
     return mesh

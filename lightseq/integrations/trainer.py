@@ -6,6 +6,7 @@ trainer = MyTrainer(model, arguments, ..., sequence_parallel_size=2)
 
 from typing import Any
 
+import torch
 from accelerate.utils import DynamoBackend
 from packaging.version import Version
 from torch import Tensor, nn
@@ -31,6 +32,8 @@ class SequenceParallel:
     accelerator: Any
     args: Any
     model: Any
+    model_wrapped: Any
+    is_fsdp_enabled: bool
 
     def __init__(
         self,
@@ -78,6 +81,12 @@ class SequenceParallel:
         size: int = super().get_tp_size()  # type: ignore[misc]
         return size * self._ranks_per_batch
 
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Tensor | int | None:
+        count: Tensor | int | None = super()._get_num_items_in_batch(batch_samples, device)  # type: ignore[misc]
+        if count is None or self.args.average_tokens_across_devices:
+            return count
+        return count * self._ranks_per_batch  # Trainer divides by it, but only a sum over all ranks counts tokens twice
+
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
         state: Any = self.state  # type: ignore[attr-defined]
         before = state.num_input_tokens_seen
@@ -91,6 +100,9 @@ class SequenceParallel:
     # ---- training and evaluation -------------------------------------------------------------------------------------
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
+        if self._sequence_mesh is not None and self.model_wrapped is self.model and not self.is_fsdp_enabled:
+            # An evaluation marks the model as prepared, but without DDP, and Trainer would not prepare it again.
+            self.model._is_accelerate_prepared = False
         with_remat = self._sequence_mesh is not None and self.args.gradient_checkpointing
         if isinstance(whole := getattr(transformers_model(self.model), "whole_batches", None), WholeBatches):
             whole.change_layers(with_remat, self._compiles())

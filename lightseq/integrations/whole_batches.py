@@ -39,7 +39,7 @@ class _Pass:
 
     batch: dict[str, Any]
     labels: Tensor | None  # of this rank, shifted
-    divisor: Tensor | float | None  # of the loss
+    divisor: Tensor | None  # of the loss
     shifted_here: bool  # then per-token values have none for the last token, as in TRL
     length: int  # of the batch, before padding
     head: tuple[Any, Any] | None = None  # whose forward computes the loss in this pass, and its own if it had one
@@ -114,7 +114,8 @@ class WholeBatches:
         local = batch.pop("shift_labels", None)
         batch.pop("labels", None)
         given, counted = kwargs.pop("num_items_in_batch", None), batch.pop("num_items_in_batch", None)
-        self._pass = _Pass(batch, local, counted if given is None else given, shifted_here, length)
+        divisor = counted if given is None else torch.as_tensor(given, device=batch["input_ids"].device)
+        self._pass = _Pass(batch, local, divisor, shifted_here, length)
         inputs = {**kwargs, **batch}
         if local is None or kwargs.get("fused_lm_head"):
             return (), inputs
@@ -123,7 +124,7 @@ class WholeBatches:
             self._pass.head = head, vars(head).get("forward")
             head.forward = partial(_loss_of_head, head, local)
             return (), inputs
-        return (), inputs | {"labels": local, "shift_labels": local, "num_items_in_batch": self._pass.divisor}
+        return (), inputs | {"labels": local, "shift_labels": local, "num_items_in_batch": _at_least_one(divisor)}
 
     def _loss_in_chunks(self) -> bool:
         """Returns whether the loss is the usual one of a plain head, and nobody reads the logits."""
@@ -142,7 +143,10 @@ class WholeBatches:
         assert self._pass is not None
         if self._pass.labels is None:
             raise ValueError("TRL's fused head needs labels")
-        return args, kwargs | {"shift_labels": self._pass.labels, "num_items_in_batch": self._pass.divisor}
+        return args, kwargs | {
+            "shift_labels": self._pass.labels,
+            "num_items_in_batch": _at_least_one(self._pass.divisor),
+        }
 
     # ---- after the model ---------------------------------------------------------------------------------------------
 
@@ -159,10 +163,10 @@ class WholeBatches:
         if getattr(output, "log_probs", None) is not None:
             return self._gather_per_token(output, this)
         if this.head is not None:
-            output.loss, output.logits = self._sum(output.logits / this.divisor), None
+            output.loss, output.logits = self._loss(output.logits / _at_least_one(this.divisor), this), None
             return output
         if this.labels is not None:
-            output.loss = self._sum(output.loss)
+            output.loss = self._loss(output.loss, this)
         if this.labels is None or self.keep_logits:
             output.logits = self._in_order(output.logits, this)
         else:
@@ -183,6 +187,11 @@ class WholeBatches:
     def _in_order(self, values: Tensor, this: _Pass) -> Tensor:
         whole = hf.gather_tokens(self.context, values, this.batch, gradient_factor=self._ranks)
         return whole[:, : this.length]
+
+    def _loss(self, share: Tensor, this: _Pass) -> Tensor:
+        """Returns the loss of the whole batch. Without a target it is NaN, as on one process, with zero gradients."""
+        loss = self._sum(share)
+        return loss if this.divisor is None else loss.masked_fill(this.divisor == 0, torch.nan)
 
     def _sum(self, share: Tensor) -> Tensor:
         return hf.sum_over_ranks(self.context, share, gradient_factor=self._ranks)
@@ -226,6 +235,11 @@ def _restore_forward(module: Any, forward: Any) -> None:
 
 def _loss_of_head(head: nn.Linear, labels: Tensor, hidden: Tensor) -> Tensor:
     return cross_entropy_sum(hidden, head.weight, labels)
+
+
+def _at_least_one(divisor: Tensor | None) -> Tensor | None:
+    """Returns a divisor that leaves gradients finite where there is nothing to divide."""
+    return None if divisor is None else divisor.clamp_min(1)
 
 
 def _is_set(value: Any) -> bool:
