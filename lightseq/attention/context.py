@@ -22,6 +22,7 @@ from lightseq.schedule.head_groups import with_fewer_turns
 from lightseq.schedule.layout import Layout, shard
 from lightseq.schedule.table import Schedule
 from lightseq.schedule.timing import H200_SYMMETRIC, RATES
+from lightseq.schedule.windows import check_takes_windows
 
 
 @dataclass
@@ -152,11 +153,12 @@ class AttentionConfig:
     head_groups: int | None = None
     dtype: torch.dtype | None = None  # of q, k and v (default: the parameters'; set it under autocast)
     device: torch.device | None = None  # of q, k and v (default: the parameters')
-    # Sequence length in tokens for which `schedule="auto"` chooses; the longest allowed if layers have a window.
+    # Sequence length in tokens for which `schedule="auto"` chooses.
     length: int = 65536
     deterministic: bool = False  # bit-identical gradients in every run
     gpus_per_host: int | None = None  # neighbouring ranks of the group that share a host (default: all)
     packed: bool = False  # most sequences hold several documents; `auto` is then prefix, which balances them
+    windows: bool = False  # some layers have a window shorter than `length`; `auto` is then prefix
     # Under ulysses, save gathered q, k and v for the backward pass instead of the rank's own, so that they travel once.
     # Set it to False if a checkpoint recomputes q, k and v.
     keep_gathered: bool = True
@@ -175,7 +177,9 @@ def make_context(group: dist.ProcessGroup, shape: AttentionShape, config: Attent
     if config.schedule not in ("auto", *SCHEDULES):
         raise ValueError(f"schedule {config.schedule!r} is unknown; choose auto or one of {', '.join(SCHEDULES)}")
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    spec = KernelSpec(device.type, capability, dtype, shape.head_dim, config.deterministic, config.packed)
+    spec = KernelSpec(
+        device.type, capability, dtype, shape.head_dim, config.deterministic, config.packed, config.windows
+    )
     if device.type == "cuda" and config.transport.startswith(("auto", "symmetric")):
         disable_multicast()
     if config.kernel in ("auto", "fa4") and why_unsupported("fa4", spec) is None:
@@ -206,6 +210,9 @@ def make_context(group: dist.ProcessGroup, shape: AttentionShape, config: Attent
 def _choose(world: int, shape: AttentionShape, transport: str, config: AttentionConfig) -> ScheduleChoice:
     """Chooses the options that the config leaves open: by predicted time on GPUs, by counts on CPU."""
     asked = ScheduleChoice(config.schedule, config.ulysses_size, config.head_groups)
+    if config.windows:
+        asked = asked._replace(schedule="prefix" if asked.schedule == "auto" else asked.schedule)
+        check_takes_windows(asked.schedule)
     if config.packed:
         asked = choose_packed(world, shape, asked)
     if transport == "gloo":

@@ -114,8 +114,8 @@ def attention_modules(model: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if hasattr(m, "layer_idx") and "Attention" in type(m).__name__]
 
 
-def check_attention(model: PreTrainedModel, length: int) -> None:
-    """Raises ValueError for a model whose attention over `length` tokens is not supported exactly."""
+def check_attention(model: PreTrainedModel) -> None:
+    """Raises ValueError for a model whose attention is not supported exactly."""
     config, name = model.config, type(model).__name__
     if not attention_modules(model) or not getattr(model, "_supports_attention_backend", False):
         raise ValueError(f"{name} does not use the attention interface of transformers")
@@ -129,7 +129,6 @@ def check_attention(model: PreTrainedModel, length: int) -> None:
     known = {"full_attention", *(["sliding_attention"] if window else [])}
     if kinds := sorted(set(getattr(config, "layer_types", None) or ()) - known):
         raise ValueError(f"{name} has {kinds[0]} layers, which no kernel supports; use a full-attention model")
-    _check_window(name, window, length)
 
 
 def _check_window(name: str, window: int | None, length: int) -> None:
@@ -173,7 +172,7 @@ def _inspect(kind: Any, text: str) -> Architecture:
         raise ValueError(
             f"{kind.model_type!r} cannot be built as a causal language model: {first_line(error)}"
         ) from error
-    check_attention(model, 1)
+    check_attention(model)
     name, base = type(model).__name__, model.base_model
     layers, head = getattr(base, "layers", None), model.get_output_embeddings()
     if not isinstance(layers, nn.ModuleList) or not hasattr(base, "norm") or not isinstance(head, nn.Linear):
