@@ -12,6 +12,8 @@ from torch import Tensor
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     PreTrainedModel,
@@ -51,8 +53,16 @@ MODELS: Mapping[str, tuple[type[PreTrainedModel], type, dict[str, Any]]] = {
     "gemma3": (
         Gemma3ForCausalLM,
         Gemma3TextConfig,
+        GptOssConfig,
+        GptOssForCausalLM,
         {"head_dim": 16, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2}
         | {"num_hidden_layers": 6, "query_pre_attn_scalar": 16},
+    ),
+    "gpt-oss": (
+        GptOssForCausalLM,
+        GptOssConfig,
+        {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}
+        | {"layer_types": ["sliding_attention", "full_attention"] * 2, "experts_implementation": "eager"},
     ),
 }
 

@@ -10,7 +10,7 @@ from lightseq.attention.context import SequenceContext
 from lightseq.attention.operator import attention
 
 # Keyword arguments of an attention call. Any other that is not None or False would change the result.
-HONOURED: Final = frozenset({"documents", "dropout", "scaling", "sliding_window"})
+HONOURED: Final = frozenset({"documents", "dropout", "scaling", "sliding_window", "s_aux"})  # s_aux: sinks
 HARMLESS: Final = frozenset(
     {
         "is_causal", "position_ids", "use_cache", "return_dict", "output_hidden_states", "logits_to_keep",
@@ -39,7 +39,7 @@ def attention_function(
     if torch.is_autocast_enabled(device):
         return attend(module, q, k, v, scaling, **others)[0], None
     context = _checked_context(module, others)
-    return attention(q, k, v, context, scaling, others.get("documents"), others.get("sliding_window"))[0], None
+    return _attention(q, k, v, context, scaling, others)[0], None
 
 
 def attend(
@@ -55,7 +55,14 @@ def attend(
         with torch.autocast(device, enabled=False):
             return attend(module, q, k, v, scaling, **others)
     context = _checked_context(module, others)
-    return attention(q_BSHD, k_BSKD, v_BSKD, context, scaling, others.get("documents"), others.get("sliding_window"))
+    return _attention(q_BSHD, k_BSKD, v_BSKD, context, scaling, others)
+
+
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, context: SequenceContext, scaling: float | None, others: Mapping[str, Any]
+) -> tuple[Tensor, Tensor]:
+    documents, window, sinks = (others.get(name) for name in ("documents", "sliding_window", "s_aux"))
+    return attention(q, k, v, context, scaling, documents, window, sinks)
 
 
 def _checked_context(module: nn.Module, others: Mapping[str, Any]) -> SequenceContext:

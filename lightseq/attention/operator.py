@@ -34,13 +34,15 @@ def attention(
     scale: float | None = None,
     documents: Documents | None = None,
     window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Computes causal attention of the local queries over the whole sequence, which is split over the group's ranks.
 
     Every rank of the group passes its part in the context's layout. Returns out (B, S, H, D) in q's dtype and the
     log-sum-exp of the scaled scores (B, H, S), at least float32 and without a gradient. `scale` defaults to D ** -0.5.
     With `documents` the parts are in their layout, and no query sees a key of another document. With `window` it sees
-    only that many keys, its own and those before. Raises ValueError for shapes that do not fit together, and for a
+    only that many keys, its own and those before. `sinks` (H,) are logits that every softmax of a head has besides its
+    keys, without a value (gpt-oss, StreamingLLM, arXiv 2309.17453); the log-sum-exp includes them. Raises ValueError for shapes that do not fit together, and for a
     schedule that does not support windows.
     """
     _check_shapes(q_BSHD, k_BSKD, v_BSKD, context, documents)
@@ -48,7 +50,7 @@ def attention(
     q, k, v = map(_last_dim_contiguous, (q_BSHD, k_BSKD, v_BSKD))
     call = _attention if _is_watched(q) else _Attention.apply
     boundaries = None if documents is None else documents.boundaries
-    out, lse, _ = call(q, k, v, scale, context.name, boundaries, window)
+    out, lse, _ = call(q, k, v, scale, context.name, boundaries, window, sinks)
     return out, lse
 
 
@@ -166,12 +168,12 @@ def _advance(context: SequenceContext, q: Tensor) -> None:
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, scale: float, context: str, documents: Tensor | None = None,
-    window: int | None = None,
+    window: int | None = None, sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns out, its log-sum-exp, and gathered operands for the backward pass (empty if not kept)."""
     if torch.is_inference_mode_enabled():  # buffers made in inference mode cannot be used in training later
         with torch.inference_mode(False), torch.no_grad():
-            return _forward(q, k, v, scale, context, documents, window)
+            return _forward(q, k, v, scale, context, documents, window, sinks)
     c = find(context)
     if documents is None and c.forward_pass.packed:
         raise ValueError(
@@ -182,19 +184,35 @@ def _forward(
     gathered = Gathered(_gathered_memory(c, q, k), k.shape[2])
     executor = Executor(_table(c, q, documents, window), c.rank, c.selection.kernel, c.transport, scale)
     out, lse = executor.forward(q, k, v, gathered if c.keeps_gathered else None)
+    if sinks is not None:
+        out, lse = _with_sinks(out, lse, sinks)
     _advance(c, q)
     return out, lse, gathered.memory
 
 
+def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Adds the sinks to the denominators of finished softmaxes."""
+    whole = torch.logaddexp(lse, sinks.detach().to(lse.dtype)[:, None])
+    share = torch.exp(lse - whole).transpose(1, 2).unsqueeze(-1)  # (B, S, H, 1) of the keys
+    return (out * share).to(out.dtype), whole
+
+
+def _sink_gradients(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Returns the gradient of the sinks, of this rank's queries: that of a key without a value."""
+    delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).transpose(1, 2)
+    share = torch.exp(sinks.to(lse.dtype)[:, None] - lse)
+    return -(share * delta).sum((0, 2)).to(sinks.dtype)
+
+
 def _forward_in_checkpoint(
     q: Tensor, k: Tensor, v: Tensor, scale: float, context: str, documents: Tensor | None = None,
-    window: int | None = None,
+    window: int | None = None, sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Runs `_forward`, unless a checkpoint around the operator has stored its results."""
     wrapper = operator_wrapper()
     if wrapper is None:
-        return _forward(q, k, v, scale, context, documents, window)
-    out, lse, gathered = wrapper(partial(_forward, q, k, v, scale, context, documents, window))
+        return _forward(q, k, v, scale, context, documents, window, sinks)
+    out, lse, gathered = wrapper(partial(_forward, q, k, v, scale, context, documents, window, sinks))
     return out, lse, gathered
 
 
@@ -208,7 +226,7 @@ _attention = torch.library.custom_op("lightseq::attention", _forward_in_checkpoi
 @_attention.register_fake
 def _(
     q: Tensor, k: Tensor, v: Tensor, scale: float, context: str, documents: Tensor | None = None,
-    window: int | None = None,
+    window: int | None = None, sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32))
     return q.new_empty(q.shape), lse, _gathered_memory(find(context), q, k)
@@ -258,10 +276,10 @@ def _(
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    q, k, v, ctx.scale, ctx.context, documents, ctx.window = inputs
+    q, k, v, ctx.scale, ctx.context, documents, ctx.window, sinks = inputs
     out, lse, gathered = output
     ctx.kv_heads = k.shape[2]
-    ctx.save_for_backward(documents, out, lse, *((gathered,) if find(ctx.context).keeps_gathered else (q, k, v)))
+    ctx.save_for_backward(documents, sinks, out, lse, *((gathered,) if find(ctx.context).keeps_gathered else (q, k, v)))
     ctx.set_materialize_grads(False)
 
 
@@ -269,9 +287,10 @@ def _backward(ctx, dout: Tensor | None, dlse: Tensor | None, _dgathered: None): 
     if dlse is not None:
         raise ValueError("no gradient flows through the log-sum-exp; detach it")
     assert dout is not None, "autograd calls the backward only if a gradient arrives"
-    documents, out, lse, *tensors = ctx.saved_tensors
+    documents, sinks, out, lse, *tensors = ctx.saved_tensors
     gradients = _differentiate(dout, tensors, ctx.kv_heads, out, lse, ctx.scale, ctx.context, documents, ctx.window)
-    return (*gradients, None, None, None, None)
+    dsinks = None if sinks is None else _sink_gradients(dout, out, lse, sinks)
+    return (*gradients, None, None, None, None, dsinks)
 
 
 def _differentiate(dout: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
