@@ -70,8 +70,6 @@ def test_a_config_that_was_changed_is_inspected_again() -> None:
 @pytest.mark.parametrize(
     ("model_type", "changes", "line"),
     [
-        ("mistral", {"sliding_window": 8}, "sliding-window attention over 8 tokens"),
-        ("qwen3", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "over 8 tokens"),
         ("gemma2", {}, "embed_scale"),
         ("granite", {}, "scales or caps its logits"),
         ("cohere", {}, "scales or caps its logits"),
@@ -86,8 +84,18 @@ def test_a_config_that_was_changed_is_inspected_again() -> None:
 )  # fmt: skip
 def test_inputs_that_would_be_honoured_in_part_are_refused(model_type: str, changes: dict[str, Any], line: str) -> None:
     with pytest.raises(ValueError) as refusal:
-        inspect_architecture(config_of(model_type, **changes), LENGTH)
+        inspect_architecture(config_of(model_type, **changes))
     assert line in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_the_windows_of_layers_and_their_work_are_known() -> None:
+    every = inspect_architecture(config_of("mistral", sliding_window=8))
+    assert set(every.windows) == {8} and every.has_windows(9) and not every.has_windows(8)
+    some = inspect_architecture(config_of("qwen3", use_sliding_window=True, sliding_window=8, max_window_layers=1))
+    assert some.windows == (None, 8)
+    pairs = [sum(min(i + 1, window) for i in range(1000)) for window in (8, 1000)]
+    assert some.attention_share(1000) == pytest.approx(sum(pairs) / (2 * pairs[1]), rel=2e-3)  # no diagonal counted
+    assert every.attention_share(8) == 1.0
 
 
 RAISING: dict[str, dict[str, Any]] = {

@@ -53,8 +53,6 @@ MODELS: Mapping[str, tuple[type[PreTrainedModel], type, dict[str, Any]]] = {
     "gemma3": (
         Gemma3ForCausalLM,
         Gemma3TextConfig,
-        GptOssConfig,
-        GptOssForCausalLM,
         {"head_dim": 16, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2}
         | {"num_hidden_layers": 6, "query_pre_attn_scalar": 16},
     ),

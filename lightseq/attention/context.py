@@ -15,14 +15,13 @@ from lightseq.distributed.environment import cache_compiled_kernels, disable_mul
 from lightseq.kernels import KernelSpec, Selection, select
 from lightseq.kernels.selection import why_unsupported
 from lightseq.schedule.algorithms import SCHEDULES, check_heads, make_schedule
-from lightseq.schedule.auto import ScheduleChoice, choose_by_counts, choose_by_time, choose_packed
+from lightseq.schedule.auto import ScheduleChoice, choose_by_counts, choose_by_time, choose_packed, choose_windowed
 from lightseq.schedule.cost import AttentionShape
 from lightseq.schedule.documents import balance, check_boundaries, packed_schedule, pad_boundaries, padded_length
 from lightseq.schedule.head_groups import with_fewer_turns
 from lightseq.schedule.layout import Layout, shard
 from lightseq.schedule.table import Schedule
 from lightseq.schedule.timing import H200_SYMMETRIC, RATES
-from lightseq.schedule.windows import check_takes_windows
 
 
 @dataclass
@@ -211,8 +210,7 @@ def _choose(world: int, shape: AttentionShape, transport: str, config: Attention
     """Chooses the options that the config leaves open: by predicted time on GPUs, by counts on CPU."""
     asked = ScheduleChoice(config.schedule, config.ulysses_size, config.head_groups)
     if config.windows:
-        asked = asked._replace(schedule="prefix" if asked.schedule == "auto" else asked.schedule)
-        check_takes_windows(asked.schedule)
+        asked = choose_windowed(asked)
     if config.packed:
         asked = choose_packed(world, shape, asked)
     if transport == "gloo":

@@ -43,7 +43,7 @@ class Architecture:
     """Facts about a model; counts are of parameters in the whole model."""
 
     name: str
-    window: int | None  # smallest sliding window of any layer, in tokens; None: full attention
+    windows: tuple[int | None, ...]  # sliding window of each layer, in tokens; None: full attention
     layer_class: str
     gated_mlp: bool  # down(silu(gate) * up) of plain linears
     mlp_is_last: bool  # only the residual sum follows an MLP, so no backward pass needs its output
@@ -56,6 +56,15 @@ class Architecture:
     layer_linears: int  # weights of the linears in all layers
     ending_linears: int  # part of layer_linears: each layer's last linear, whose output no backward pass needs
     head: int  # weights of the LM head, tied or not
+
+    def has_windows(self, length: int) -> bool:
+        """Returns whether some layer does not see a whole sequence of this length."""
+        return any(window is not None and window < length for window in self.windows)
+
+    def attention_share(self, length: int) -> float:
+        """Returns the visible (query, key) pairs of all layers over those of full attention."""
+        windows = [length if window is None else min(window, length) for window in self.windows]
+        return sum(2 * window * length - window**2 for window in windows) / (len(windows) * length**2)
 
     @property
     def can_store_mlp(self) -> bool:
@@ -131,14 +140,6 @@ def check_attention(model: PreTrainedModel) -> None:
         raise ValueError(f"{name} has {kinds[0]} layers, which no kernel supports; use a full-attention model")
 
 
-def _check_window(name: str, window: int | None, length: int) -> None:
-    if window is not None and length > window:
-        raise ValueError(
-            f"{name} has sliding-window attention over {window} tokens, which no kernel supports at length {length}; "
-            f"use a length of at most {window}, or a full-attention model"
-        )
-
-
 def sliding_window(config: PreTrainedConfig) -> int | None:
     """Returns the sliding window in tokens, the query's own included; None for full attention."""
     kinds = getattr(config, "layer_types", None)
@@ -147,15 +148,21 @@ def sliding_window(config: PreTrainedConfig) -> int | None:
     return None if window is None else int(window)
 
 
-def inspect_architecture(config: PreTrainedConfig, length: int | None = None) -> Architecture:
-    """Returns the architecture of a config. Raises ValueError if it cannot be trained, or not at the given length."""
+def layer_windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
+    """Returns the sliding window of each layer in tokens, None for full attention."""
+    window, kinds = sliding_window(config), getattr(config, "layer_types", None)
+    if not kinds:
+        return (window,) * config.num_hidden_layers
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def inspect_architecture(config: PreTrainedConfig) -> Architecture:
+    """Returns the architecture of a config. Raises ValueError if it cannot be trained."""
     key = (type(config), repr(vars(config)))
     if key not in _inspected:  # the planner asks thousands of times, and a config takes long to serialize
         facts = {name: value for name, value in config.to_diff_dict().items() if name not in ("dtype", "use_cache")}
         _inspected[key] = _inspect(cast(Hashable, type(config)), json.dumps(facts, sort_keys=True))
-    found = _inspected[key]
-    _check_window(found.name, found.window, length or 1)
-    return found
+    return _inspected[key]
 
 
 _inspected: dict[tuple[type, str], Architecture] = {}
@@ -191,7 +198,7 @@ def _inspect(kind: Any, text: str) -> Architecture:
         raise ValueError(f"{name} does not run on the meta device ({why}); use another model") from error
     return Architecture(
         name=name,
-        window=sliding_window(config),
+        windows=layer_windows(config),
         layer_class=type(layers[0]).__name__,
         gated_mlp=all(is_gated(getattr(layer, "mlp", None)) for layer in layers),
         mlp_is_last=mlp_is_last,

@@ -11,7 +11,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from lightseq.schedule.algorithms import SCHEDULES, assign_tiles, prefix, with_ulysses
+from lightseq.schedule.algorithms import SCHEDULES, assign_tiles, check_takes_windows, prefix, with_ulysses
 from lightseq.schedule.documents import MAX_PACKED_TABLES, one_tile_per_step, packed_schedule
 from lightseq.schedule.layout import Layout
 from lightseq.schedule.segments import Segments
@@ -21,13 +21,6 @@ Ints = NDArray[np.int64]
 
 MAX_PIECES = 64  # of a chunk
 MAX_EXCESS = 0.02  # of the tokens fetched, over those that the window needs
-
-
-def check_takes_windows(name: str) -> None:
-    """Raises ValueError for a schedule that does not compute every query with all keys before it in one tile."""
-    able = [other for other, algorithm in SCHEDULES.items() if algorithm.has_head_groups]
-    if name not in able:
-        raise ValueError(f"schedule {name} does not support sliding windows; use {', '.join(able)}")
 
 
 @lru_cache(maxsize=MAX_PACKED_TABLES)  # a model has few windows, and all its layers share their tables
