@@ -268,6 +268,8 @@ def save_pretrained(
             if sum(x.numel() * x.element_size() for x in pending.values()) >= SHARD_BYTES:
                 flush()
     if main:
+        for name, buffer in _persistent_buffers(model):
+            pending[name] = buffer.to(dtype)
         if pending:
             flush()
         _write_index(directory, written)
@@ -277,6 +279,19 @@ def save_pretrained(
         GenerationConfig.from_model_config(config).save_pretrained(directory)
         if tokenizer_from is not None:
             copy_tokenizer(tokenizer_from, directory)
+
+
+def _persistent_buffers(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Yields the buffers that transformers expects in a model's files."""
+    owners = ((prefix, module) for prefix, module in model.named_modules(remove_duplicate=False) if module._buffers)
+    names = [
+        f"{prefix}.{name}".removeprefix(".")
+        for prefix, module in owners
+        for name in module._buffers
+        if name not in module._non_persistent_buffers_set
+    ]
+    made = constructed_buffers(model.config) if names else {}
+    yield from ((name, made[name]) for name in names)
 
 
 def full_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
