@@ -67,7 +67,7 @@ def attention_backward(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     boundaries = None if documents is None else documents.boundaries
     own = [*map(_last_dim_contiguous, (q, k, v))]
-    return _differentiate(dout_BSHD, own, k.shape[2], out, lse, scale, context.name, boundaries, window)
+    return _differentiate(dout_BSHD, own, k.shape[2], (out, lse), scale, context.name, boundaries, window)
 
 
 def _is_watched(x: Tensor) -> bool:
@@ -236,15 +236,17 @@ def _gradients(
     dout: Tensor,
     tensors: Sequence[Tensor],
     kv_heads: int,
-    out: Tensor,
-    lse: Tensor,
+    results: Sequence[Tensor],
     scale: float,
     context: str,
     documents: Tensor | None,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns dq, dk and dv; `tensors` are the rank's own q, k and v, or one tensor that the forward pass gathered."""
-    c = find(context)
+    """Returns dq, dk and dv from the forward pass's `results`, out and its log-sum-exp.
+
+    `tensors` are the rank's own q, k and v, or one tensor that the forward pass gathered.
+    """
+    c, (out, lse) = find(context), results
     table = _table(c, dout, documents, window)
     own: tuple[Tensor, Tensor, Tensor] | Gathered
     if len(tensors) == 1:
@@ -264,8 +266,7 @@ def _(
     dout: Tensor,
     tensors: Sequence[Tensor],
     kv_heads: int,
-    out: Tensor,
-    lse: Tensor,
+    results: Sequence[Tensor],
     scale: float,
     context: str,
     documents: Tensor | None,
@@ -288,7 +289,7 @@ def _backward(ctx, dout: Tensor | None, dlse: Tensor | None, _dgathered: None): 
         raise ValueError("no gradient flows through the log-sum-exp; detach it")
     assert dout is not None, "autograd calls the backward only if a gradient arrives"
     documents, sinks, out, lse, *tensors = ctx.saved_tensors
-    gradients = _differentiate(dout, tensors, ctx.kv_heads, out, lse, ctx.scale, ctx.context, documents, ctx.window)
+    gradients = _differentiate(dout, tensors, ctx.kv_heads, (out, lse), ctx.scale, ctx.context, documents, ctx.window)
     dsinks = None if sinks is None else _sink_gradients(dout, out, lse, sinks)
     return (*gradients, None, None, None, None, dsinks)
 

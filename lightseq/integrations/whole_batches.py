@@ -35,7 +35,7 @@ REFUSED = {
 
 @dataclass
 class _Pass:
-    """What the hooks of one forward pass tell each other."""
+    """State that the hooks of one forward pass share."""
 
     batch: dict[str, Any]
     labels: Tensor | None  # of this rank, shifted
