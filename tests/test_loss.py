@@ -202,7 +202,7 @@ def test_logits_never_exist_whole_where_token_losses_are_wanted(read: Callable[.
     tokens, words, chunk = 512, 400, 32
     hidden, weight = torch.randn(tokens, HIDDEN), torch.randn(words, HIDDEN)
     with LargestResult() as ours:
-        read(hidden, weight, torch.randint(words, (tokens,)), chunk)
+        read(hidden, weight, torch.randint(words, (tokens,)), chunk_tokens=chunk)
     assert ours.elements == chunk * words
 
 

@@ -10,7 +10,8 @@ from lightseq.attention.context import SequenceContext
 from lightseq.attention.operator import attention
 
 # Keyword arguments of an attention call. Any other that is not None or False would change the result.
-HONOURED: Final = frozenset({"documents", "dropout", "scaling", "sliding_window", "s_aux"})  # s_aux: sinks
+CHOICES: Final = ("documents", "sliding_window", "s_aux")  # s_aux: sinks
+HONOURED: Final = frozenset({*CHOICES, "dropout", "scaling"})
 HARMLESS: Final = frozenset(
     {
         "is_causal", "position_ids", "use_cache", "return_dict", "output_hidden_states", "logits_to_keep",
@@ -39,7 +40,8 @@ def attention_function(
     if torch.is_autocast_enabled(device):
         return attend(module, q, k, v, scaling, **others)[0], None
     context = _checked_context(module, others)
-    return _attention(q, k, v, context, scaling, others)[0], None
+    documents, window, sinks = (others.get(name) for name in CHOICES)
+    return attention(q, k, v, context, scaling, documents, window, sinks)[0], None
 
 
 def attend(
@@ -55,14 +57,8 @@ def attend(
         with torch.autocast(device, enabled=False):
             return attend(module, q, k, v, scaling, **others)
     context = _checked_context(module, others)
-    return _attention(q_BSHD, k_BSKD, v_BSKD, context, scaling, others)
-
-
-def _attention(
-    q: Tensor, k: Tensor, v: Tensor, context: SequenceContext, scaling: float | None, others: Mapping[str, Any]
-) -> tuple[Tensor, Tensor]:
-    documents, window, sinks = (others.get(name) for name in ("documents", "sliding_window", "s_aux"))
-    return attention(q, k, v, context, scaling, documents, window, sinks)
+    documents, window, sinks = (others.get(name) for name in CHOICES)
+    return attention(q_BSHD, k_BSKD, v_BSKD, context, scaling, documents, window, sinks)
 
 
 def _checked_context(module: nn.Module, others: Mapping[str, Any]) -> SequenceContext:
