@@ -55,7 +55,7 @@ SIZES: dict[str, Any] = {
     "moe_k": 2, "moe_topk": 2, "top_k_experts": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 16, "moe_shared_expert_intermediate_size": 16, "q_lora_rank": 16,
     "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "rotary_dim": 8,
-    "first_k_dense_replace": 1,
+    "first_k_dense_replace": 1, "sliding_window": 9,
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
     "mamba_d_state": 8, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_ssm": 64, "mamba_n_groups": 1,
     "mamba_num_heads": 4, "mamba_head_dim": 16, "state_size": 8, "ssm_state_size": 8, "hidden_size_per_layer_input": 8,
@@ -297,7 +297,7 @@ def compare_loop(config: PreTrainedConfig, packed: bool) -> str:
 
 def compare_training(config: PreTrainedConfig, packed: bool) -> str:
     """Compares a step of `lightseq train` without its optimizer with one process. Returns the errors."""
-    inspect_architecture(config, LENGTH)
+    inspect_architecture(config)
     if packed and not inspect_architecture(config).passes_documents:
         raise ValueError("layers do not pass packed documents to attention")
     want = plain_model(config)

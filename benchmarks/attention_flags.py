@@ -65,6 +65,7 @@ def parser() -> Parser:
         metavar="D",
         help="pack documents of 1K to 64K tokens (lognormal:SEED) or other lengths (lognormal:SEED:MIN:MAX)",
     )
+    what("--window", type=length, metavar="N", help="sliding window: keys that a query sees (default: all before it)")
     what("--heads", type=positive, default=32, metavar="N", help="query heads")
     what("--kv_heads", type=positive, default=8, metavar="N", help="key/value heads")
     what("--head_dim", type=positive, default=128, metavar="N", help="head dimension")
@@ -105,6 +106,10 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         raise ValueError(f"--heads {flags.heads} is not a multiple of --kv_heads {flags.kv_heads}")
     if not flags.schedules and not flags.peers:
         raise ValueError("--schedules none and --peers none leave nothing to measure; give one of them")
+    if flags.window and flags.check:
+        raise ValueError("--check compares with full attention; leave --window out")
+    if flags.window and flags.documents:
+        raise ValueError("--window and --documents are measured one at a time; leave one out")
     check_output(flags)
     return flags
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.attention_flags import CEILING, Choice, bounds, parse
-from benchmarks.attention_peers import PACKED_PEERS, PEERS
+from benchmarks.attention_peers import PACKED_PEERS, PEERS, WINDOWED_PEERS
 from benchmarks.errors import RESULTS, check_layer
 from benchmarks.layers import lightseq_layer, single_gpu_layer, without_exchange
 from benchmarks.measure import FLOPS, Case, Disagreement, Layer, Skipped, time_layer, together
@@ -94,6 +94,8 @@ def points(flags: argparse.Namespace) -> list[Point]:
 
 def peer_layer(case: Case, name: str) -> AbstractContextManager[Layer]:
     """Sets up a peer. Raises ValueError if it does not support packed documents, or supports nothing else."""
+    if case.window and name not in WINDOWED_PEERS:
+        raise ValueError("has no sliding window here")
     if case.boundaries and name in PEERS:
         raise ValueError("would attend across documents")
     if not case.boundaries and name in PACKED_PEERS:
@@ -106,7 +108,7 @@ def case_of(flags: argparse.Namespace, world: World, length: int) -> Case:
     assert dist.group.WORLD is not None
     return Case(
         length, flags.heads, flags.kv_heads, flags.head_dim, dtype, world.device, dist.group.WORLD,
-        boundaries(flags.documents, length) if flags.documents else (),
+        boundaries(flags.documents, length) if flags.documents else (), flags.window,
     )  # fmt: skip
 
 
@@ -127,6 +129,7 @@ def measure(point: Point, case: Case, flags: argparse.Namespace) -> tuple[dict[s
         **({} if flags.check else dict.fromkeys((*TIMES, "exposed_communication_seconds"))),
         "skipped": None,
         **({"documents": flags.documents, "boundaries": list(case.boundaries)} if flags.documents else {}),
+        **({"window": case.window} if case.window else {}),
     }
     try:
         return record | (errors if flags.check else times)(point, case, flags), False
@@ -178,8 +181,14 @@ def header(world: World, words: Sequence[str], flags: argparse.Namespace) -> dic
         "command": f"python3 {launch}benchmarks/attention.py {shlex.join(words)}".strip(),
         "world": world.size,
         **provenance(flags.commit, world.device),
-        "flops": FLOPS.format("(sum of document lengths^2)" if flags.documents else "length^2"),
+        "flops": FLOPS.format(_area_in_words(flags)),
     }
+
+
+def _area_in_words(flags: argparse.Namespace) -> str:
+    if flags.window:
+        return f"(2 * {flags.window} * length - {flags.window}^2)"
+    return "(sum of document lengths^2)" if flags.documents else "length^2"
 
 
 def line(record: Mapping[str, Any]) -> str:

@@ -20,6 +20,7 @@ from lightseq.schedule.cost import AttentionShape
 from lightseq.schedule.documents import packed_schedule
 from lightseq.schedule.segments import Segments
 from lightseq.schedule.table import Mask
+from lightseq.schedule.windows import windowed_schedule
 
 
 def without_exchange(layer: Layer) -> Choice:
@@ -39,7 +40,7 @@ def lightseq_layer(case: Case, choice: Choice) -> Iterator[Layer]:
     config = AttentionConfig(
         choice.schedule, choice.kernel, choice.transport, choice.ulysses_size, choice.head_groups, case.dtype,
         case.device, deterministic=case.spec.deterministic, packed=case.spec.packed,
-        keep_gathered=choice.keep_gathered,
+        keep_gathered=choice.keep_gathered, windows=case.spec.windows,
     )  # fmt: skip
     context = make_context(case.group, shape, config)
     documents = pack(context, case.boundaries, case.length) if case.boundaries else None
@@ -47,7 +48,7 @@ def lightseq_layer(case: Case, choice: Choice) -> Iterator[Layer]:
     padded = documents.padded_boundaries[-1] if documents else layout.padded_length(case.length)
     try:
         yield Layer(
-            attend=lambda q, k, v: attention(q, k, v, context, documents=documents)[0],
+            attend=lambda q, k, v: attention(q, k, v, context, documents=documents, window=case.window)[0],
             positions=layout.positions(context.rank, padded),
             ranks=case.world,
             facts={
@@ -58,6 +59,7 @@ def lightseq_layer(case: Case, choice: Choice) -> Iterator[Layer]:
                 "kernel": context.selection.kernel.name,
                 "transport": context.transport.name,
                 **(packing(context, documents, case.boundaries[-1]) if documents else {}),
+                **({"fetched_tokens": fetched_in_window(context, padded, case.window)} if case.window else {}),
             },
             buffer_bytes=lambda: context.transport.buffer_bytes + context.transport.recorded_bytes,
         )
@@ -79,12 +81,22 @@ def packing(context: SequenceContext, documents: Documents, tokens: int) -> dict
     }
 
 
+def fetched_in_window(context: SequenceContext, length: int, window: int) -> int:
+    """Returns the tokens whose keys and values the fullest rank fetches from others in a forward pass."""
+    table = windowed_schedule(context.schedule, (0, length), window)
+    rows = length // table.layout.chunk_count
+    fetched = Counter(m.dst for step in table.forward for m in step.moves if m.item == "kv")
+    return max(fetched.values(), default=0) * rows // table.head_groups
+
+
 @contextmanager
 def single_gpu_layer(case: Case, kernel: str) -> Iterator[Layer]:
     """Computes the whole sequence on every rank without communication."""
     chosen = select(kernel, case.spec).kernel
     mask: Mask | Segments = Mask.CAUSAL
-    if case.boundaries:
+    if case.window:
+        mask = windowed_schedule(make_schedule("ulysses", 1), (0, case.length), case.window).forward[0].tiles[0][0].mask
+    elif case.boundaries:
         mask = packed_schedule(make_schedule("prefix", 1), case.boundaries).forward[0].tiles[0][0].mask
     yield Layer(
         attend=lambda q, k, v: WholeSequence.apply(q, k, v, chosen, mask),

@@ -37,6 +37,7 @@ class Case:
     device: torch.device
     group: dist.ProcessGroup
     boundaries: tuple[int, ...] = ()  # starts of packed documents, and the end; empty: one document
+    window: int | None = None  # keys that a query sees, with its own; None: all before it
 
     @property
     def on_gpu(self) -> bool:
@@ -53,7 +54,15 @@ class Case:
     @property
     def spec(self) -> KernelSpec:
         capability = torch.cuda.get_device_capability(self.device) if self.on_gpu else (0, 0)
-        return KernelSpec(self.device.type, capability, self.dtype, self.head_dim, packed=bool(self.boundaries))
+        return KernelSpec(
+            self.device.type,
+            capability,
+            self.dtype,
+            self.head_dim,
+            False,
+            bool(self.boundaries),
+            self.window is not None,
+        )
 
     def shapes(self, tokens: int) -> list[tuple[int, ...]]:
         """Returns shapes (B, S, H, D) of q, k, v and the output's gradient."""
@@ -71,8 +80,10 @@ class Case:
             raise ValueError(f"{name} needs a CUDA device")
 
     def tflops_per_gpu(self, ranks: int, seconds: float) -> float:
-        """Returns TFLOP/s of forward and backward, counting the causal half and the backward as 2.5 forwards."""
-        area = sum((b - a) ** 2 for a, b in pairwise(self.boundaries or (0, self.length))) / 2
+        """Returns TFLOP/s of forward and backward, counting visible pairs only and the backward as 2.5 forwards."""
+        sizes = [b - a for a, b in pairwise(self.boundaries or (0, self.length))]
+        windows = [size if self.window is None else min(self.window, size) for size in sizes]
+        area = sum(window * size - window**2 / 2 for window, size in zip(windows, sizes, strict=True))
         return 3.5 * 4 * area * self.heads * self.head_dim / ranks / seconds / 1e12
 
 

@@ -80,24 +80,19 @@ def enable(
 
     `options` are fields of `AttentionConfig` that override those of `config`.
 
-    Raises TypeError for an unknown option, and ValueError for an unsupported model: attention dropout, a window shorter
-    than `length`, an architecture without the attention interface. The patched model refuses masks, inputs without
-    global positions, a key/value cache, and labels that it would shift inside a shard. Enabling a model again replaces
-    its context. A deep copy of the model shares it.
+    Raises TypeError for an unknown option, and ValueError for an unsupported model: attention dropout, an architecture
+    without the attention interface; also for a schedule without windows if the model has them. The patched model
+    refuses masks, inputs without global positions, a key/value cache, and labels that it would shift inside a shard.
+    Enabling a model again replaces its context. A deep copy of the model shares it.
     """
     config = _with_options(config or AttentionConfig(), options)
-    check_attention(model, config.length)
+    check_attention(model)
     heads, parameter = heads_of(model.config), next(model.parameters())
-    device = config.device or parameter.device
-    config = dataclasses.replace(config, device=device, dtype=config.dtype or parameter.dtype)
+    device, window = config.device or parameter.device, sliding_window(model.config)
+    windows = config.windows or (window is not None and window < config.length)
+    config = dataclasses.replace(config, device=device, dtype=config.dtype or parameter.dtype, windows=windows)
     shape = AttentionShape(config.length, heads.query, heads.key_value, heads.dim)
     context = make_context(_process_group(group), shape, config)
-    padded, window = context.layout.padded_length(config.length), sliding_window(model.config)
-    if window is not None and padded > window:
-        release(context)
-        raise ValueError(
-            f"{config.length} tokens, padded to {padded} here, exceed the model's window of {window}; use fewer"
-        )
     slow = config.kernel == "auto" and device.type == "cuda" and context.selection.kernel.name.startswith("reference")
     if slow and context.rank == 0:
         warnings.warn(

@@ -36,7 +36,7 @@ from lightseq.modules.tiled import tile_layers
 from lightseq.schedule.documents import local_tokens
 from lightseq.utils.versions import source_digest
 
-ReadOptions = Callable[[Tensor, Tensor, Tensor], Tensor]  # (hidden states, the head's weight, labels)
+ReadOptions = Callable[[Tensor, Tensor, Tensor, float], Tensor]  # (hidden states, the head's weight, labels, scale)
 MOST_GRAPHS = 64  # per layer: one for each batch length, in training and in evaluation, under two policies
 
 
@@ -62,7 +62,7 @@ class LossModel(nn.Module):
         self.stopwatch = stopwatch  # times the loss, which is equal work on every rank
         head: Any = model.lm_head
         # Only `forward` is replaced, so that FSDP's hooks still run around the loss.
-        head.forward = partial(_head_loss, head, stopwatch)
+        head.forward = partial(_head_loss, head, stopwatch, inspect_architecture(model.config).logit_scale)
 
     def forward(
         self,
@@ -83,12 +83,12 @@ class LossModel(nn.Module):
 
 
 def _head_loss(
-    head: nn.Linear, stopwatch: Stopwatch, hidden: Tensor, labels: Tensor, read: ReadOptions | None
+    head: nn.Linear, stopwatch: Stopwatch, scale: float, hidden: Tensor, labels: Tensor, read: ReadOptions | None
 ) -> Tensor:
     if read is not None:
-        return read(hidden, head.weight, labels)
+        return read(hidden, head.weight, labels, scale)
     with stopwatch.lap():
-        return cross_entropy_sum(hidden, head.weight, labels)
+        return cross_entropy_sum(hidden, head.weight, labels, scale=scale)
 
 
 def parallelize(

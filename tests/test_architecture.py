@@ -33,6 +33,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {},  # biases on queries, keys and values
     "phi3": {},  # one linear for all three
     "olmo2": {},  # norms behind the sublayers
+    "gemma": {"head_dim": 8},  # a buffer that scales the embeddings
+    "gemma3_text": {"head_dim": 8, "sliding_window": 9, "query_pre_attn_scalar": 8}  # windows, RoPE by kind of layer
+    | {"layer_types": ["sliding_attention", "full_attention"]},
+    "olmo3": {"sliding_window": 9, "layer_types": ["full_attention", "sliding_attention"]},
+    "cohere": {"logit_scale": 0.3},
+    "granite": {"logits_scaling": 3.0},
+    "apertus": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},  # buffers in its activation function
 }
 
 
@@ -52,7 +59,8 @@ def test_counts_are_those_of_the_model_and_of_torch(model_type: str) -> None:
     with FlopCounterMode(display=False) as counter:
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     rotary = counter.get_flop_counts().get(f"{type(model).__name__}.model.rotary_emb", {})
-    masked = 3 * attention_forward_flops(config, 16)  # its eager attention computes the full square
+    square = found.layers * 4 * 16**2 * found.heads.query * found.heads.dim  # of eager attention, forward
+    masked = 3 * (square - attention_forward_flops(config, 16))
     assert counter.get_total_flops() - sum(rotary.values()) == model_flops(config, 16, 1) + masked
 
 
@@ -70,11 +78,8 @@ def test_a_config_that_was_changed_is_inspected_again() -> None:
 @pytest.mark.parametrize(
     ("model_type", "changes", "line"),
     [
-        ("mistral", {"sliding_window": 8}, "sliding-window attention over 8 tokens"),
-        ("qwen3", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "over 8 tokens"),
-        ("gemma2", {}, "embed_scale"),
-        ("granite", {}, "scales or caps its logits"),
-        ("cohere", {}, "scales or caps its logits"),
+        ("gemma2", {}, "passes softcap to attention"),
+        ("gemma2", {"attn_logit_softcapping": None}, "caps or shifts its logits"),
         ("mixtral", {}, "experts"),
         ("gpt2", {"n_embd": 32}, "does not consist of"),
         ("bert", {}, "BertLMHeadModel"),
@@ -86,8 +91,18 @@ def test_a_config_that_was_changed_is_inspected_again() -> None:
 )  # fmt: skip
 def test_inputs_that_would_be_honoured_in_part_are_refused(model_type: str, changes: dict[str, Any], line: str) -> None:
     with pytest.raises(ValueError) as refusal:
-        inspect_architecture(config_of(model_type, **changes), LENGTH)
+        inspect_architecture(config_of(model_type, **changes))
     assert line in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_the_windows_of_layers_and_their_work_are_known() -> None:
+    every = inspect_architecture(config_of("mistral", sliding_window=8))
+    assert set(every.windows) == {8} and every.has_windows(9) and not every.has_windows(8)
+    some = inspect_architecture(config_of("qwen3", use_sliding_window=True, sliding_window=8, max_window_layers=1))
+    assert some.windows == (None, 8)
+    pairs = [sum(min(i + 1, window) for i in range(1000)) for window in (8, 1000)]
+    assert some.attention_share(1000) == pytest.approx(sum(pairs) / (2 * pairs[1]), rel=2e-3)  # no diagonal counted
+    assert every.attention_share(8) == 1.0
 
 
 RAISING: dict[str, dict[str, Any]] = {

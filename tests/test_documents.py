@@ -192,23 +192,26 @@ class OneCall(ReferenceKernel):
     calls = 0
 
     def forward_varlen(
-        self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, causal: bool, scale: float, into: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, causal: bool, scale: float,
+        into: Tensor | None = None, window: int | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         OneCall.calls += 1
         parts = [
-            self.forward(q[None, rows], k[None, keys], v[None, keys], causal, scale) for rows, keys in _runs(lengths)
+            self.forward(q[None, rows], k[None, keys], v[None, keys], causal, scale, None, window)
+            for rows, keys in _runs(lengths)
         ]
         out, lse = (torch.cat([x[i] for x in parts], i + 1)[0] for i in (0, 1))
         return (out if into is None else into.copy_(out)), lse
 
     def backward_varlen(
-        self, dout: Tensor, saved: Saved, lengths: Lengths, causal: bool, scale: float, into: Any = (None, None, None)
-    ) -> Any:
+        self, dout: Tensor, saved: Saved, lengths: Lengths, causal: bool, scale: float,
+        into: Any = (None, None, None), window: int | None = None,
+    ) -> Any:  # fmt: skip
         q, k, v, out, lse = saved
         grads = [torch.empty_like(x) if room is None else room for x, room in zip((q, k, v), into, strict=True)]
         for rows, keys in _runs(lengths):
             part = Saved(q[None, rows], k[None, keys], v[None, keys], out[None, rows], lse[None, :, rows])
-            made = self.backward(dout[None, rows], part, causal, scale)
+            made = self.backward(dout[None, rows], part, causal, scale, (None, None, None), window)
             for grad, where, x in zip(grads, (rows, keys, keys), made, strict=True):
                 grad[where] = x[0]
         return grads

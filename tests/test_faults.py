@@ -175,9 +175,9 @@ def test_host_memory_does_not_grow_with_the_steps(tmp_path: Path) -> None:
 def slowed(rank: int, line: str) -> Ended:
     head_loss = parallelize.cross_entropy_sum
 
-    def slower(*args: Any) -> Any:
+    def slower(*args: Any, **kwargs: Any) -> Any:
         time.sleep(0.1 * rank)
-        return head_loss(*args)
+        return head_loss(*args, **kwargs)
 
     parallelize.cross_entropy_sum = slower  # type: ignore[assignment]
     return program(rank, "llama3", line)

@@ -586,11 +586,6 @@ def other(kind: type, config: type, **changes: Any) -> PreTrainedModel:
         (other(LlamaForCausalLM, LlamaConfig, attention_dropout=0.1), "attention_dropout 0.1"),
         (other(LlamaForCausalLM, LlamaConfig, is_causal=False), "both directions"),
         (BertModel(BertConfig(**SIZES)), "both directions"),
-        (other(MistralForCausalLM, MistralConfig, sliding_window=8), "sliding-window"),
-        (
-            other(Qwen2ForCausalLM, Qwen2Config, use_sliding_window=True, sliding_window=8, max_window_layers=1),
-            "sliding-window",
-        ),
     ],
     ids=lambda x: x if isinstance(x, str) else type(x).__name__,
 )

@@ -4,6 +4,7 @@ import sys
 import types
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -11,20 +12,26 @@ from torch import Tensor
 from lightseq.kernels import KERNELS, KernelSpec, Saved, backward_tile, forward_tile, merge, select, torch_native
 from lightseq.kernels.flash_attn import FlashAttention4
 from lightseq.kernels.reference import ReferenceKernel
+from lightseq.schedule.segments import Segments
 from lightseq.schedule.table import Mask
 
+# Mask, or a window, then queries and keys.
 CASES = [(Mask.FULL, 64, 64), (Mask.FULL, 48, 80), (Mask.CAUSAL, 64, 64), (Mask.CAUSAL, 32, 96), (Mask.CAUSAL, 1, 1),
-         (Mask.STRICT, 64, 64), (Mask.STRICT, 1, 1), (Mask.CAUSAL, 72, 200)]  # fmt: skip
+         (Mask.STRICT, 64, 64), (Mask.STRICT, 1, 1), (Mask.CAUSAL, 72, 200),
+         (9, 64, 64), (1, 16, 16), (40, 32, 96), (130, 200, 400)]  # fmt: skip
 HEADS = [(4, 4), (4, 2), (9, 3)]
 
 
-def _dense(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> tuple[Tensor, Tensor]:
+def _dense(q: Tensor, k: Tensor, v: Tensor, mask: Mask | int, scale: float) -> tuple[Tensor, Tensor]:
     """Attention by its definition, through autograd: independent of every line of the kernels."""
     groups = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(groups, 2) for x in (k, v))
     scores = torch.einsum("bshd,bthd->bhst", q, k) * scale
-    offset = {Mask.FULL: k.shape[1], Mask.CAUSAL: 0, Mask.STRICT: -1}[mask] + k.shape[1] - q.shape[1]
+    before = k.shape[1] - q.shape[1]
+    offset = before + {Mask.FULL: k.shape[1], Mask.STRICT: -1}.get(mask, 0)
     keep = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril(offset)
+    if isinstance(mask, int):
+        keep = keep.triu(before - mask + 1)
     scores = scores.masked_fill(~keep, -torch.inf)
     return torch.einsum("bhst,bthd->bshd", scores.softmax(-1).nan_to_num(0.0), v), scores.logsumexp(-1)
 
@@ -47,6 +54,8 @@ def _error(got: Tensor, want: Tensor, unit: float = 1e-30) -> float:
 
 
 def _run(kernel, q, k, v, dout, mask, scale):  # type: ignore[no-untyped-def]
+    if isinstance(mask, int):
+        mask = Segments(np.array([[0, q.shape[1], 0, k.shape[1], 1]]), mask)
     out, lse = forward_tile(kernel, q, k, v, mask, scale)
     return (out, *backward_tile(kernel, dout, Saved(q, k, v, out, lse), mask, scale)), lse
 

@@ -171,7 +171,7 @@ def test_logits_never_exist_whole() -> None:
 @pytest.mark.parametrize("chunk_tokens", CHUNKS)
 def test_token_losses_are_those_of_torch_and_add_up_to_the_sum(chunk_tokens: int) -> None:
     hidden, weight, labels = inputs()
-    got = token_losses(hidden, weight, labels, chunk_tokens)
+    got = token_losses(hidden, weight, labels, chunk_tokens=chunk_tokens)
     logits = F.linear(hidden, weight).flatten(0, 1)
     want = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="none").view(labels.shape)
     torch.testing.assert_close(got, want.detach(), rtol=1e-12, atol=1e-13)
@@ -192,8 +192,8 @@ def test_hits_are_the_labels_that_are_likeliest(chunk_tokens: int) -> None:
     hidden, weight, labels = inputs()
     likeliest = F.linear(hidden, weight).argmax(-1)
     labels[0, ::2] = likeliest[0, ::2]
-    losses, hits = losses_and_hits(hidden, weight, labels, chunk_tokens)
-    assert torch.equal(losses, token_losses(hidden, weight, labels, chunk_tokens))
+    losses, hits = losses_and_hits(hidden, weight, labels, chunk_tokens=chunk_tokens)
+    assert torch.equal(losses, token_losses(hidden, weight, labels, chunk_tokens=chunk_tokens))
     assert torch.equal(hits.bool(), labels == likeliest) and hits.any() and not hits.all()
 
 
@@ -202,7 +202,7 @@ def test_logits_never_exist_whole_where_token_losses_are_wanted(read: Callable[.
     tokens, words, chunk = 512, 400, 32
     hidden, weight = torch.randn(tokens, HIDDEN), torch.randn(words, HIDDEN)
     with LargestResult() as ours:
-        read(hidden, weight, torch.randint(words, (tokens,)), chunk)
+        read(hidden, weight, torch.randint(words, (tokens,)), chunk_tokens=chunk)
     assert ours.elements == chunk * words
 
 

@@ -70,7 +70,10 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     "directory without weights": ("--model_name_or_path {files}/bare", ("{files}/bare has no", "--random_init")),
     "attention dropout": (f"{RANDOM} {{files}}/dropout", ("attention_dropout 0.1", "set it to 0")),
     "no attention heads": (f"{RANDOM} {{files}}/headless", ("its config cannot be read", "give another model")),
-    "sliding window": (f"{RANDOM} {{files}}/window", ("sliding-window attention over 16 tokens", "at most 16")),
+    "sliding window": (
+        f"{RANDOM} {{files}}/window --schedule zigzag",
+        ("schedule zigzag does not support sliding windows", "use prefix"),
+    ),
     "another architecture": (f"{RANDOM} {{files}}/gpt2", ("GPT2LMHeadModel does not consist of",)),
     "another layer": (
         "--fsdp_transformer_layer_cls_to_wrap GPT2Block",

@@ -41,6 +41,7 @@ PEERS: dict[str, Peer] = {
     "ringmaster-zigzag": _peer("ringmaster", module="zigzag", layout="zigzag"),
     "ringmaster-distflash": _peer("ringmaster", module="distflash", layout="contiguous"),
 }
+WINDOWED_PEERS = ("ulysses-fa4",)  # which take --window
 VARLEN = "ring-flash-attn-varlen"
 PACKED_PEERS: dict[str, Peer] = {
     f"{VARLEN}-ring": _peer("ring_flash_attn", "varlen_layer", function="ring_flash_attn_varlen_func", pieces=1),

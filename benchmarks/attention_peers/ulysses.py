@@ -23,7 +23,11 @@ def layer(case: Case, inner: str) -> Iterator[Layer]:
     check_heads(case)
     if inner != "sdpa":
         case.needs_cuda(f"{inner} attention")
-    attend = fa4() if inner == "fa4" else lambda *qkv: sdpa(case, *(x.transpose(1, 2) for x in qkv)).transpose(1, 2)
+    attend = (
+        fa4(case.window)
+        if inner == "fa4"
+        else lambda *qkv: sdpa(case, *(x.transpose(1, 2) for x in qkv)).transpose(1, 2)
+    )
 
     def around(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (AllToAll.apply(x, case.group, True) for x in (q, k, v))
@@ -51,13 +55,13 @@ def sdpa(case: Case, q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q_BHSD, k_BKSD, v_BKSD, is_causal=True, enable_gqa=grouped)
 
 
-def fa4() -> Callable[..., Tensor]:
+def fa4(window: int | None = None) -> Callable[..., Tensor]:
     # Compilation prints pages of harmless warnings on every rank.
     warnings.filterwarnings("ignore", message="Argument aux_data .* cannot be converted", category=UserWarning)
     function = importlib.import_module("flash_attn.cute.interface").flash_attn_func
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = function(q, k, v, causal=True)
+        out = function(q, k, v, causal=True, window_size=(None if window is None else window - 1, None))
         return out[0] if isinstance(out, tuple) else out
 
     return attend

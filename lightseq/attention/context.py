@@ -15,7 +15,7 @@ from lightseq.distributed.environment import cache_compiled_kernels, disable_mul
 from lightseq.kernels import KernelSpec, Selection, select
 from lightseq.kernels.selection import why_unsupported
 from lightseq.schedule.algorithms import SCHEDULES, check_heads, make_schedule
-from lightseq.schedule.auto import ScheduleChoice, choose_by_counts, choose_by_time, choose_packed
+from lightseq.schedule.auto import ScheduleChoice, choose_by_counts, choose_by_time, choose_packed, choose_windowed
 from lightseq.schedule.cost import AttentionShape
 from lightseq.schedule.documents import balance, check_boundaries, packed_schedule, pad_boundaries, padded_length
 from lightseq.schedule.head_groups import with_fewer_turns
@@ -152,11 +152,12 @@ class AttentionConfig:
     head_groups: int | None = None
     dtype: torch.dtype | None = None  # of q, k and v (default: the parameters'; set it under autocast)
     device: torch.device | None = None  # of q, k and v (default: the parameters')
-    # Sequence length in tokens for which `schedule="auto"` chooses; the longest allowed if layers have a window.
+    # Sequence length in tokens for which `schedule="auto"` chooses.
     length: int = 65536
     deterministic: bool = False  # bit-identical gradients in every run
     gpus_per_host: int | None = None  # neighbouring ranks of the group that share a host (default: all)
     packed: bool = False  # most sequences hold several documents; `auto` is then prefix, which balances them
+    windows: bool = False  # some layers have a window shorter than `length`; `auto` is then prefix
     # Under ulysses, save gathered q, k and v for the backward pass instead of the rank's own, so that they travel once.
     # Set it to False if a checkpoint recomputes q, k and v.
     keep_gathered: bool = True
@@ -175,7 +176,9 @@ def make_context(group: dist.ProcessGroup, shape: AttentionShape, config: Attent
     if config.schedule not in ("auto", *SCHEDULES):
         raise ValueError(f"schedule {config.schedule!r} is unknown; choose auto or one of {', '.join(SCHEDULES)}")
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    spec = KernelSpec(device.type, capability, dtype, shape.head_dim, config.deterministic, config.packed)
+    spec = KernelSpec(
+        device.type, capability, dtype, shape.head_dim, config.deterministic, config.packed, config.windows
+    )
     if device.type == "cuda" and config.transport.startswith(("auto", "symmetric")):
         disable_multicast()
     if config.kernel in ("auto", "fa4") and why_unsupported("fa4", spec) is None:
@@ -206,6 +209,8 @@ def make_context(group: dist.ProcessGroup, shape: AttentionShape, config: Attent
 def _choose(world: int, shape: AttentionShape, transport: str, config: AttentionConfig) -> ScheduleChoice:
     """Chooses the options that the config leaves open: by predicted time on GPUs, by counts on CPU."""
     asked = ScheduleChoice(config.schedule, config.ulysses_size, config.head_groups)
+    if config.windows:
+        asked = choose_windowed(asked)
     if config.packed:
         asked = choose_packed(world, shape, asked)
     if transport == "gloo":

@@ -10,7 +10,8 @@ from lightseq.attention.context import SequenceContext
 from lightseq.attention.operator import attention
 
 # Keyword arguments of an attention call. Any other that is not None or False would change the result.
-HONOURED: Final = frozenset({"documents", "dropout", "scaling", "sliding_window"})
+CHOICES: Final = ("documents", "sliding_window", "s_aux")  # s_aux: sinks
+HONOURED: Final = frozenset({*CHOICES, "dropout", "scaling"})
 HARMLESS: Final = frozenset(
     {
         "is_causal", "position_ids", "use_cache", "return_dict", "output_hidden_states", "logits_to_keep",
@@ -38,8 +39,9 @@ def attention_function(
     device = q.device.type
     if torch.is_autocast_enabled(device):
         return attend(module, q, k, v, scaling, **others)[0], None
-    context = _checked_context(module, q, others)
-    return attention(q, k, v, context, scaling, others.get("documents"))[0], None
+    context = _checked_context(module, others)
+    documents, window, sinks = (others.get(name) for name in CHOICES)
+    return attention(q, k, v, context, scaling, documents, window, sinks)[0], None
 
 
 def attend(
@@ -54,20 +56,17 @@ def attend(
         q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q_BSHD, k_BSKD, v_BSKD))
         with torch.autocast(device, enabled=False):
             return attend(module, q, k, v, scaling, **others)
-    context = _checked_context(module, q_BSHD, others)
-    return attention(q_BSHD, k_BSKD, v_BSKD, context, scaling, others.get("documents"))
+    context = _checked_context(module, others)
+    documents, window, sinks = (others.get(name) for name in CHOICES)
+    return attention(q_BSHD, k_BSKD, v_BSKD, context, scaling, documents, window, sinks)
 
 
-def _checked_context(module: nn.Module, q_BSHD: Tensor, others: Mapping[str, Any]) -> SequenceContext:
+def _checked_context(module: nn.Module, others: Mapping[str, Any]) -> SequenceContext:
     """Returns the module's context. Raises ValueError for unsupported keywords."""
     if unknown := unhonoured_argument(others):
         remedy = "pass cu_seqlens to shard_batch" if unknown.startswith("cu_seq_lens") else "leave it out"
         raise ValueError(f"attention got {unknown}, which no kernel supports; {remedy}")
-    context, window = context_of(module), others.get("sliding_window")
-    if window is not None and q_BSHD.shape[1] * context.layout.world > window:
-        length = q_BSHD.shape[1] * context.layout.world
-        raise ValueError(f"{length} tokens exceed the model's sliding window of {window}; give at most {window}")
-    return context
+    return context_of(module)
 
 
 def context_of(module: nn.Module) -> SequenceContext:

@@ -21,6 +21,7 @@ from lightseq.kernels.checkpoint_context import operator_wrapper
 from lightseq.schedule.algorithms import check_heads
 from lightseq.schedule.documents import packed_schedule
 from lightseq.schedule.table import Schedule
+from lightseq.schedule.windows import windowed_schedule
 
 LONG_FLOPS = 1e15  # of one attention pass on one rank: one to two seconds
 
@@ -32,19 +33,24 @@ def attention(
     context: SequenceContext,
     scale: float | None = None,
     documents: Documents | None = None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Computes causal attention of the local queries over the whole sequence, which is split over the group's ranks.
 
-    Every rank of the group passes its part in the context's layout. Returns out (B, S, H, D) in q's dtype and the
-    log-sum-exp of the scaled scores (B, H, S), at least float32 and without a gradient. `scale` defaults to D ** -0.5.
-    With `documents` the parts are in their layout, and no query sees a key of another document. Raises ValueError for
-    shapes that do not fit together.
+    Every rank of the group passes its part in the context's layout. Returns out (B, S, H, D) in q's dtype and the log-
+    sum-exp of the scaled scores (B, H, S), at least float32 and without a gradient. `scale` defaults to D ** -0.5. With
+    `documents` the parts are in their layout, and no query sees a key of another document. With `window` it sees only
+    that many keys, its own and those before. `sinks` (H,) are logits that every softmax of a head has besides its keys,
+    without a value (gpt-oss, StreamingLLM, arXiv 2309.17453); the log-sum-exp includes them. Raises ValueError for
+    shapes that do not fit together, and for a schedule that does not support windows.
     """
     _check_shapes(q_BSHD, k_BSKD, v_BSKD, context, documents)
     scale = q_BSHD.shape[-1] ** -0.5 if scale is None else scale
     q, k, v = map(_last_dim_contiguous, (q_BSHD, k_BSKD, v_BSKD))
     call = _attention if _is_watched(q) else _Attention.apply
-    out, lse, _ = call(q, k, v, scale, context.name, None if documents is None else documents.boundaries)
+    boundaries = None if documents is None else documents.boundaries
+    out, lse, _ = call(q, k, v, scale, context.name, boundaries, window, sinks)
     return out, lse
 
 
@@ -54,13 +60,14 @@ def attention_backward(
     context: SequenceContext,
     scale: float | None = None,
     documents: Documents | None = None,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns dq, dk and dv for a caller of `attention` without autograd; `saved` holds its arguments and results."""
     q, k, v, out, lse = saved
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     boundaries = None if documents is None else documents.boundaries
     own = [*map(_last_dim_contiguous, (q, k, v))]
-    return _differentiate(dout_BSHD, own, k.shape[2], out, lse, scale, context.name, boundaries)
+    return _differentiate(dout_BSHD, own, k.shape[2], (out, lse), scale, context.name, boundaries, window)
 
 
 def _is_watched(x: Tensor) -> bool:
@@ -116,9 +123,12 @@ def _check_packed(q: Tensor, context: SequenceContext, documents: Documents) -> 
         )
 
 
-def _table(context: SequenceContext, documents: Tensor | None) -> Schedule:
-    """Returns the schedule, limited to the documents if there are several."""
-    return context.schedule if documents is None else packed_schedule(context.schedule, without_repeats(documents))
+def _table(context: SequenceContext, q: Tensor, documents: Tensor | None, window: int | None) -> Schedule:
+    """Returns the schedule, limited to the documents if there are several, and to the window."""
+    boundaries = (0, q.shape[1] * context.schedule.world) if documents is None else without_repeats(documents)
+    if window is not None and window < boundaries[-1]:
+        return windowed_schedule(context.schedule, boundaries, window)
+    return context.schedule if documents is None else packed_schedule(context.schedule, boundaries)
 
 
 def _compare_shapes(context: SequenceContext, q: Tensor, k: Tensor, documents: Tensor | None) -> None:
@@ -157,12 +167,13 @@ def _advance(context: SequenceContext, q: Tensor) -> None:
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, context: str, documents: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, scale: float, context: str, documents: Tensor | None = None,
+    window: int | None = None, sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns out, its log-sum-exp, and gathered operands for the backward pass (empty if not kept)."""
     if torch.is_inference_mode_enabled():  # buffers made in inference mode cannot be used in training later
         with torch.inference_mode(False), torch.no_grad():
-            return _forward(q, k, v, scale, context, documents)
+            return _forward(q, k, v, scale, context, documents, window, sinks)
     c = find(context)
     if documents is None and c.forward_pass.packed:
         raise ValueError(
@@ -171,20 +182,37 @@ def _forward(
         )
     _compare_shapes(c, q, k, documents)
     gathered = Gathered(_gathered_memory(c, q, k), k.shape[2])
-    executor = Executor(_table(c, documents), c.rank, c.selection.kernel, c.transport, scale)
+    executor = Executor(_table(c, q, documents, window), c.rank, c.selection.kernel, c.transport, scale)
     out, lse = executor.forward(q, k, v, gathered if c.keeps_gathered else None)
+    if sinks is not None:
+        out, lse = _with_sinks(out, lse, sinks)
     _advance(c, q)
     return out, lse, gathered.memory
 
 
+def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Adds the sinks to the denominators of finished softmaxes."""
+    whole = torch.logaddexp(lse, sinks.detach().to(lse.dtype)[:, None])
+    share = torch.exp(lse - whole).transpose(1, 2).unsqueeze(-1)  # (B, S, H, 1) of the keys
+    return (out * share).to(out.dtype), whole
+
+
+def _sink_gradients(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Returns the gradient of the sinks, of this rank's queries: that of a key without a value."""
+    delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).transpose(1, 2)
+    share = torch.exp(sinks.to(lse.dtype)[:, None] - lse)
+    return -(share * delta).sum((0, 2)).to(sinks.dtype)
+
+
 def _forward_in_checkpoint(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, context: str, documents: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, scale: float, context: str, documents: Tensor | None = None,
+    window: int | None = None, sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Runs `_forward`, unless a checkpoint around the operator has stored its results."""
     wrapper = operator_wrapper()
     if wrapper is None:
-        return _forward(q, k, v, scale, context, documents)
-    out, lse, gathered = wrapper(partial(_forward, q, k, v, scale, context, documents))
+        return _forward(q, k, v, scale, context, documents, window, sinks)
+    out, lse, gathered = wrapper(partial(_forward, q, k, v, scale, context, documents, window, sinks))
     return out, lse, gathered
 
 
@@ -197,8 +225,9 @@ _attention = torch.library.custom_op("lightseq::attention", _forward_in_checkpoi
 
 @_attention.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, context: str, documents: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, scale: float, context: str, documents: Tensor | None = None,
+    window: int | None = None, sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32))
     return q.new_empty(q.shape), lse, _gathered_memory(find(context), q, k)
 
@@ -207,15 +236,18 @@ def _gradients(
     dout: Tensor,
     tensors: Sequence[Tensor],
     kv_heads: int,
-    out: Tensor,
-    lse: Tensor,
+    results: Sequence[Tensor],
     scale: float,
     context: str,
     documents: Tensor | None,
+    window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns dq, dk and dv; `tensors` are the rank's own q, k and v, or one tensor that the forward pass gathered."""
-    c = find(context)
-    table = _table(c, documents)
+    """Returns dq, dk and dv from the forward pass's `results`, out and its log-sum-exp.
+
+    `tensors` are the rank's own q, k and v, or one tensor that the forward pass gathered.
+    """
+    c, (out, lse) = find(context), results
+    table = _table(c, dout, documents, window)
     own: tuple[Tensor, Tensor, Tensor] | Gathered
     if len(tensors) == 1:
         table, own = table.keeping_gathered, Gathered(tensors[0], kv_heads)
@@ -234,21 +266,21 @@ def _(
     dout: Tensor,
     tensors: Sequence[Tensor],
     kv_heads: int,
-    out: Tensor,
-    lse: Tensor,
+    results: Sequence[Tensor],
     scale: float,
     context: str,
     documents: Tensor | None,
+    window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     kv_shape = (*dout.shape[:2], kv_heads, dout.shape[3])
     return dout.new_empty(dout.shape), dout.new_empty(kv_shape), dout.new_empty(kv_shape)
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    q, k, v, ctx.scale, ctx.context, documents = inputs
+    q, k, v, ctx.scale, ctx.context, documents, ctx.window, sinks = inputs
     out, lse, gathered = output
     ctx.kv_heads = k.shape[2]
-    ctx.save_for_backward(documents, out, lse, *((gathered,) if find(ctx.context).keeps_gathered else (q, k, v)))
+    ctx.save_for_backward(documents, sinks, out, lse, *((gathered,) if find(ctx.context).keeps_gathered else (q, k, v)))
     ctx.set_materialize_grads(False)
 
 
@@ -256,9 +288,10 @@ def _backward(ctx, dout: Tensor | None, dlse: Tensor | None, _dgathered: None): 
     if dlse is not None:
         raise ValueError("no gradient flows through the log-sum-exp; detach it")
     assert dout is not None, "autograd calls the backward only if a gradient arrives"
-    documents, out, lse, *tensors = ctx.saved_tensors
-    gradients = _differentiate(dout, tensors, ctx.kv_heads, out, lse, ctx.scale, ctx.context, documents)
-    return (*gradients, None, None, None)
+    documents, sinks, out, lse, *tensors = ctx.saved_tensors
+    gradients = _differentiate(dout, tensors, ctx.kv_heads, (out, lse), ctx.scale, ctx.context, documents, ctx.window)
+    dsinks = None if sinks is None else _sink_gradients(dout, out, lse, sinks)
+    return (*gradients, None, None, None, None, dsinks)
 
 
 def _differentiate(dout: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:

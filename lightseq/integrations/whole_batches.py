@@ -60,7 +60,7 @@ class WholeBatches:
         self.keep_logits = False
         self.pad_to: int | None = None  # tokens of every packed row, so that compiled layers see one length
         self._ranks = context.layout.world
-        self._plain_logits = _has_plain_logits(self.model)
+        self._logit_scale = _logit_scale_of(self.model)
         self._changed_layers: list[tuple[nn.Module, Any]] = []
         self._pass: _Pass | None = None
         self._hooks = [
@@ -119,10 +119,10 @@ class WholeBatches:
         inputs = {**kwargs, **batch}
         if local is None or kwargs.get("fused_lm_head"):
             return (), inputs
-        if self._loss_in_chunks():
+        if self._logit_scale is not None and self._loss_in_chunks():
             head: Any = self.model.get_output_embeddings()
             self._pass.head = head, vars(head).get("forward")
-            head.forward = partial(_loss_of_head, head, local)
+            head.forward = partial(_loss_of_head, head, local, self._logit_scale)
             return (), inputs
         return (), inputs | {"labels": local, "shift_labels": local, "num_items_in_batch": _at_least_one(divisor)}
 
@@ -130,7 +130,7 @@ class WholeBatches:
         """Returns whether the loss is the usual one of a plain head, and nobody reads the logits."""
         head = self.model.get_output_embeddings()
         usual = loss_function_of(self.model) is ForCausalLMLoss
-        plain = isinstance(head, nn.Linear) and head.bias is None and self._plain_logits
+        plain = isinstance(head, nn.Linear) and head.bias is None
         return usual and plain and not self.keep_logits and not has_fused_loss(self.model)
 
     @torch.compiler.disable
@@ -197,13 +197,12 @@ class WholeBatches:
         return hf.sum_over_ranks(self.context, share, gradient_factor=self._ranks)
 
 
-def _has_plain_logits(model: PreTrainedModel) -> bool:
-    """Returns whether the logits are the head's product, neither scaled nor capped, as far as the model is known."""
+def _logit_scale_of(model: PreTrainedModel) -> float | None:
+    """Returns the factor between the head's product and the logits, or None if the model is not known well enough."""
     try:
-        inspect_architecture(model.config)
+        return inspect_architecture(model.config).logit_scale
     except ValueError:
-        return False
-    return True
+        return None
 
 
 def _padded(batch: dict[str, Tensor | None], length: int) -> dict[str, Tensor | None]:
@@ -233,8 +232,8 @@ def _restore_forward(module: Any, forward: Any) -> None:
         module.forward = forward
 
 
-def _loss_of_head(head: nn.Linear, labels: Tensor, hidden: Tensor) -> Tensor:
-    return cross_entropy_sum(hidden, head.weight, labels)
+def _loss_of_head(head: nn.Linear, labels: Tensor, scale: float, hidden: Tensor) -> Tensor:
+    return cross_entropy_sum(hidden, head.weight, labels, scale=scale)
 
 
 def _at_least_one(divisor: Tensor | None) -> Tensor | None:

@@ -23,6 +23,7 @@ class KernelSpec:
     head_dim: int
     deterministic: bool = False
     packed: bool = False  # most tiles hold several documents
+    windows: bool = False  # some layers have a sliding window
 
 
 GradientMemory = tuple[Tensor | None, Tensor | None, Tensor | None]  # for dq, dk, dv
@@ -44,6 +45,9 @@ class Kernel(Protocol):
     out has q's shape and dtype; lse is (B, H, S) in float32 (float64 for float64 inputs), natural logarithm, of the
     scaled scores. The backward takes the *global* out and lse of its queries, over the keys of all tiles.
     A kernel may write its result to `into`, a tensor of any strides, and then returns that tensor.
+
+    `window` limits a causal mask, aligned bottom-right, to the last keys that a query sees, with its own. Only kernels
+    that have windows (`has_windows`) get one.
     """
 
     @property
@@ -54,19 +58,24 @@ class Kernel(Protocol):
         """Alignment of causal masks; square: only for as many keys as queries."""
         ...
 
+    @property
+    def has_windows(self) -> bool: ...
+
     def why_not(self, spec: KernelSpec) -> str | None:
         """Returns None if the kernel can run here, else the reason in a few words."""
         ...
 
     def forward(
-        self, q_BSHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, causal: bool, scale: float, into: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+        self, q_BSHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, causal: bool, scale: float, into: Tensor | None = None,
+        window: int | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Returns out and lse."""
         ...
 
     def backward(
-        self, dout_BSHD: Tensor, saved: Saved, causal: bool, scale: float, into: GradientMemory = (None, None, None)
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, dout_BSHD: Tensor, saved: Saved, causal: bool, scale: float, into: GradientMemory = (None, None, None),
+        window: int | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Returns dq, dk and dv."""
         ...
 

@@ -26,20 +26,26 @@ class Elided:
     def causal_alignment(self) -> Literal["bottom_right", "square"]:
         return self.kernel.causal_alignment
 
+    @property
+    def has_windows(self) -> bool:
+        return self.kernel.has_windows
+
     def why_not(self, spec: KernelSpec) -> str | None:
         return self.kernel.why_not(spec)
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, into: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, into: Tensor | None = None,
+        window: int | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         out = torch.empty_like(q, memory_format=torch.contiguous_format) if into is None else into
         batch, length, heads, _ = q.shape
         lse = q.new_zeros((batch, heads, length), dtype=torch.promote_types(q.dtype, torch.float32))
         return out.zero_(), lse
 
     def backward(
-        self, dout: Tensor, saved: Saved, causal: bool, scale: float, into: GradientMemory = (None, None, None)
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, dout: Tensor, saved: Saved, causal: bool, scale: float, into: GradientMemory = (None, None, None),
+        window: int | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         q, k, v, *_ = saved
         summed = [q] if q.shape[2] == k.shape[2] else [q, k, v]
         workspace = [torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in summed]

@@ -18,9 +18,7 @@ from lightseq.kernels.base import GradientMemory, KernelSpec, Saved, gradient_me
 from lightseq.kernels.tile import Lengths
 from lightseq.kernels.torch_native import why_not_flash
 
-_DISABLED_FEATURES: Final[dict[str, Any]] = {  # FA2 requires these arguments
-    "window_size_left": -1, "window_size_right": -1, "softcap": 0.0, "alibi_slopes": None,
-}  # fmt: skip
+_DISABLED_FEATURES: Final[dict[str, Any]] = {"softcap": 0.0, "alibi_slopes": None}  # FA2 requires these arguments
 
 
 @dataclass(frozen=True)
@@ -34,6 +32,7 @@ class _FlashAttention:
     lowest: ClassVar[tuple[int, int]]  # compute capability
     above: ClassVar[tuple[int, int]] = (99, 0)
     causal_alignment: ClassVar[Literal["bottom_right"]] = "bottom_right"
+    has_windows: ClassVar[bool] = True
 
     def why_unsupported(self, spec: KernelSpec) -> str | None:
         if reason := why_not_flash(spec):
@@ -65,41 +64,44 @@ class FlashAttention2(_FlashAttention):
     lowest = (8, 0)
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, into: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, into: Tensor | None = None,
+        window: int | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         out, lse, *_ = self._load()._flash_attn_forward(
-            q, k, v, 0.0, scale, causal, **_DISABLED_FEATURES, return_softmax=False
+            q, k, v, 0.0, scale, causal, **_sides(window), **_DISABLED_FEATURES, return_softmax=False
         )
         return out, lse
 
     def backward(
-        self, dout: Tensor, saved: Saved, causal: bool, scale: float, into: GradientMemory = (None, None, None)
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, dout: Tensor, saved: Saved, causal: bool, scale: float, into: GradientMemory = (None, None, None),
+        window: int | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         q, k, v, out, lse = saved
         dq, dk, dv = gradient_memory(into, saved)
         self._load()._flash_attn_backward(
-            dout, q, k, v, out, lse.contiguous(), dq, dk, dv, 0.0, scale, causal, **_DISABLED_FEATURES,
-            deterministic=self.deterministic,
+            dout, q, k, v, out, lse.contiguous(), dq, dk, dv, 0.0, scale, causal, **_sides(window),
+            **_DISABLED_FEATURES, deterministic=self.deterministic,
         )  # fmt: skip
         return dq, dk, dv
 
     def forward_varlen(
-        self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, causal: bool, scale: float, into: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, causal: bool, scale: float,
+        into: Tensor | None = None, window: int | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         out, lse, *_ = self._load()._flash_attn_varlen_forward(
-            q, k, v, *lengths, 0.0, scale, causal, **_DISABLED_FEATURES, return_softmax=False
+            q, k, v, *lengths, 0.0, scale, causal, **_sides(window), **_DISABLED_FEATURES, return_softmax=False
         )
         return out, lse
 
     def backward_varlen(
         self, dout: Tensor, saved: Saved, lengths: Lengths, causal: bool, scale: float,
-        into: GradientMemory = (None, None, None),
+        into: GradientMemory = (None, None, None), window: int | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         q, k, v, out, lse = saved
         dq, dk, dv = gradient_memory(into, saved)
         self._load()._flash_attn_varlen_backward(
-            dout, q, k, v, out, lse.contiguous(), dq, dk, dv, *lengths, 0.0, scale, causal, **_DISABLED_FEATURES,
-            deterministic=self.deterministic,
+            dout, q, k, v, out, lse.contiguous(), dq, dk, dv, *lengths, 0.0, scale, causal, **_sides(window),
+            **_DISABLED_FEATURES, deterministic=self.deterministic,
         )  # fmt: skip
         return dq, dk, dv
 
@@ -111,19 +113,21 @@ class FlashAttention3(_FlashAttention):
     lowest, above = (9, 0), (10, 0)
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, into: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = self._load()._flash_attn_forward(q, k, v, softmax_scale=scale, causal=causal)
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, into: Tensor | None = None,
+        window: int | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        out, lse, *_ = self._load()._flash_attn_forward(q, k, v, softmax_scale=scale, causal=causal, **_sides(window))
         return out, lse
 
     def backward(
-        self, dout: Tensor, saved: Saved, causal: bool, scale: float, into: GradientMemory = (None, None, None)
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, dout: Tensor, saved: Saved, causal: bool, scale: float, into: GradientMemory = (None, None, None),
+        window: int | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         q, k, v, out, lse = saved
         dq, dk, dv = gradient_memory(into, saved)
         self._load()._flash_attn_backward(
             dout, q, k, v, out, lse.contiguous(), dq=dq, dk=dk, dv=dv, softmax_scale=scale, is_causal=causal,
-            deterministic=self.deterministic,
+            **_sides(window), deterministic=self.deterministic,
         )  # fmt: skip
         return dq, dk, dv
 
@@ -139,36 +143,49 @@ class FlashAttention4(_FlashAttention):
         return super()._load()
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, into: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        return self.forward_varlen(q, k, v, None, causal, scale, into)
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, into: Tensor | None = None,
+        window: int | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        return self.forward_varlen(q, k, v, None, causal, scale, into, window)
 
     def backward(
-        self, dout: Tensor, saved: Saved, causal: bool, scale: float, into: GradientMemory = (None, None, None)
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return self.backward_varlen(dout, saved, None, causal, scale, into)
+        self, dout: Tensor, saved: Saved, causal: bool, scale: float, into: GradientMemory = (None, None, None),
+        window: int | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        return self.backward_varlen(dout, saved, None, causal, scale, into, window)
 
     def forward_varlen(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths | None, causal: bool, scale: float,
-        into: Tensor | None = None,
+        into: Tensor | None = None, window: int | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Computes segments, or a dense batch if `lengths` is None."""
         out, lse, *_ = self._load()._flash_attn_fwd(
-            q, k, v, softmax_scale=scale, causal=causal, return_lse=True, out=into, **_named(lengths)
-        )
+            q, k, v, softmax_scale=scale, causal=causal, return_lse=True, out=into, **_named(lengths),
+            **_left_side(window),
+        )  # fmt: skip
         return out, lse
 
     def backward_varlen(
         self, dout: Tensor, saved: Saved, lengths: Lengths | None, causal: bool, scale: float,
-        into: GradientMemory = (None, None, None),
+        into: GradientMemory = (None, None, None), window: int | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         q, k, v, out, lse = saved
         dq, dk, dv = gradient_memory(into, saved)
         self._load()._flash_attn_bwd(
             q, k, v, out, dout, lse.contiguous(), softmax_scale=scale, causal=causal, dq=dq, dk=dk, dv=dv,
-            deterministic=self.deterministic, **_named(lengths),
+            deterministic=self.deterministic, **_named(lengths), **_left_side(window),
         )  # fmt: skip
         return dq, dk, dv
+
+
+def _sides(window: int | None) -> dict[str, int]:
+    """Returns the keys that a query sees to its left and right, as FA2 and FA3 take a window; -1: all."""
+    return {"window_size_left": -1 if window is None else window - 1, "window_size_right": -1 if window is None else 0}
+
+
+def _left_side(window: int | None) -> dict[str, int]:
+    """Returns the keys that a query sees to its left, as FA4 takes a window of a causal mask."""
+    return {} if window is None else {"window_size_left": window - 1}
 
 
 def _named(lengths: Lengths | None) -> dict[str, Any]:

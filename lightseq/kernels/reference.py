@@ -12,25 +12,28 @@ from lightseq.kernels.base import GradientMemory, KernelSpec, Saved
 class ReferenceKernel:
     name = "reference"
     causal_alignment: Literal["bottom_right"] = "bottom_right"
+    has_windows = True
 
     def why_not(self, spec: KernelSpec) -> str | None:
         return None
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, into: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        scores = _scores(q, k, causal, scale)
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, into: Tensor | None = None,
+        window: int | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        scores = _scores(q, k, causal, scale, window)
         lse = scores.logsumexp(-1)
         p = torch.exp(scores - lse.unsqueeze(-1))
         v_BTHD = _repeat_heads(v, q).to(p.dtype)
         return torch.einsum("bhst,bthd->bshd", p, v_BTHD).to(q.dtype), lse
 
     def backward(
-        self, dout: Tensor, saved: Saved, causal: bool, scale: float, into: GradientMemory = (None, None, None)
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, dout: Tensor, saved: Saved, causal: bool, scale: float, into: GradientMemory = (None, None, None),
+        window: int | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         q, k, v, out, lse = saved
         wide = lse.dtype
-        p = torch.exp(_scores(q, k, causal, scale) - lse.unsqueeze(-1))
+        p = torch.exp(_scores(q, k, causal, scale, window) - lse.unsqueeze(-1))
         dv = torch.einsum("bhst,bshd->bthd", p, dout.to(wide))
         dp = torch.einsum("bshd,bthd->bhst", dout.to(wide), _repeat_heads(v, q).to(wide))
         delta = rearrange(reduce(dout.to(wide) * out.to(wide), "b s h d -> b h s", "sum"), "b h s -> b h s 1")
@@ -41,13 +44,15 @@ class ReferenceKernel:
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
+def _scores(q: Tensor, k: Tensor, causal: bool, scale: float, window: int | None) -> Tensor:
     """Returns scaled, masked scores (B, H, S, T), at least float32."""
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = torch.einsum("bshd,bthd->bhst", q.to(wide), _repeat_heads(k, q).to(wide)) * scale
     if causal:
         keys, queries = scores.shape[-1], scores.shape[-2]
         visible = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
+        if window is not None:
+            visible = visible.triu(keys - queries - window + 1)
         scores = scores.masked_fill(~visible, -torch.inf)
     return scores
 

@@ -1,11 +1,12 @@
 """Computation of a tile under any mask, or segments, with any kernel.
 
 Every mask is reduced to the two that kernels have, full and causal. Segments are computed in one varlen call if the
-kernel has one, else one by one.
+kernel has one, else one by one. Windows of kernels without them are computed in blocks of queries.
 
 Shape suffixes: B batch (1 with segments), S query tokens, T key tokens, H query heads, K key/value heads, D head dim.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -15,8 +16,12 @@ from torch import Tensor
 
 from lightseq.kernels.base import GradientMemory, Kernel, Saved, gradient_memory
 from lightseq.kernels.lse_merge import merge_into
+from lightseq.kernels.reference import ReferenceKernel
 from lightseq.schedule.segments import KEYS, ROWS, Round, Segments
 from lightseq.schedule.table import Mask
+
+REFERENCE = ReferenceKernel()
+FEWEST_BLOCK_QUERIES = 64  # of a window that the kernel does not have
 
 
 def forward_tile(
@@ -110,14 +115,14 @@ class VarlenKernel(Protocol):
 
     def forward_varlen(
         self, q_SHD: Tensor, k_TKD: Tensor, v_TKD: Tensor, lengths: Lengths, causal: bool, scale: float,
-        into: Tensor | None = None,
+        into: Tensor | None = None, window: int | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Returns out (S, H, D) and lse (H, S)."""
         ...
 
     def backward_varlen(
         self, dout_SHD: Tensor, saved: Saved, lengths: Lengths, causal: bool, scale: float,
-        into: GradientMemory = (None, None, None),
+        into: GradientMemory = (None, None, None), window: int | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Returns dq, dk and dv; `saved` has no batch dimension: (S, H, D), (T, K, D) and lse (H, S)."""
         ...
@@ -131,6 +136,7 @@ class _Part:
     k: slice | Tensor
     lengths: Lengths
     causal: bool
+    window: int | None
     sizes: tuple[tuple[int, int], ...]  # queries and keys of each segment
 
     @property
@@ -149,11 +155,11 @@ class _Part:
 def _parts(segments: Segments, device: torch.device) -> tuple[_Part, ...]:
     """Returns the parts on a device, cached: every layer of a batch runs the same segments."""
     if device not in segments.cache:
-        segments.cache[device] = tuple(_part(found, device) for found in segments.rounds)
+        segments.cache[device] = tuple(_part(found, segments.window, device) for found in segments.rounds)
     return segments.cache[device]
 
 
-def _part(found: Round, device: torch.device) -> _Part:
+def _part(found: Round, window: int | None, device: torch.device) -> _Part:
     def here(x: np.ndarray) -> Tensor:  # from pinned memory, so that the host does not wait for the stream
         tensor = torch.from_numpy(x)
         return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
@@ -162,7 +168,9 @@ def _part(found: Round, device: torch.device) -> _Part:
     begins = here(np.stack([np.concatenate([[0], np.cumsum(x)]) for x in (rows, keys)]).astype(np.int32))
     q, k = (x if isinstance(x, slice) else here(x) for x in (found.queries, found.keys))
     lengths = Lengths(begins[0], begins[1], int(rows.max()), int(keys.max()))
-    return _Part(q, k, lengths, found.causal, tuple(zip(rows.tolist(), keys.tolist(), strict=True)))
+    return _Part(
+        q, k, lengths, found.causal or window is not None, window, tuple(zip(rows.tolist(), keys.tolist(), strict=True))
+    )
 
 
 def _forward_segments(
@@ -184,14 +192,14 @@ def _forward_part(
 ) -> tuple[Tensor, Tensor]:
     """Returns (out, lse) of one part; q, k and v hold only its rows and keys."""
     if len(part.sizes) == 1:
-        return forward_tile(kernel, q, k, v, part.mask, scale, into)
+        return _forward_segment(kernel, q, k, v, part, scale, into)
     if isinstance(kernel, VarlenKernel):
         memory = None if into is None else into[0]
-        out, lse = kernel.forward_varlen(q[0], k[0], v[0], part.lengths, part.causal, scale, memory)
+        out, lse = kernel.forward_varlen(q[0], k[0], v[0], part.lengths, part.causal, scale, memory, part.window)
         return (into if into is not None and out is memory else out.unsqueeze(0)), lse.unsqueeze(0)
     rows, keys = zip(*part.sizes, strict=True)
     made = [
-        forward_tile(kernel, *segment, part.mask, scale)
+        _forward_segment(kernel, *segment, part, scale)
         for segment in zip(q.split(rows, 1), k.split(keys, 1), v.split(keys, 1), strict=True)
     ]
     outs, lses = zip(*made, strict=True)
@@ -229,12 +237,12 @@ def _backward_part(
 ) -> tuple[Tensor, Tensor, Tensor]:
     dout, saved = dout[:, part.q], part.of(saved)
     if len(part.sizes) == 1:
-        return backward_tile(kernel, dout, saved, part.mask, scale, into)
+        return _backward_segment(kernel, dout, saved, part, scale, into)
     if isinstance(kernel, VarlenKernel):
         dq_, dk_, dv_ = (None if x is None else x[0] for x in into)
         memory = dq_, dk_, dv_
         one = Saved(*(x[0] for x in saved))
-        made = kernel.backward_varlen(dout[0], one, part.lengths, part.causal, scale, memory)
+        made = kernel.backward_varlen(dout[0], one, part.lengths, part.causal, scale, memory, part.window)
         dq, dk, dv = (
             whole if whole is not None and x is there else x.unsqueeze(0)
             for x, there, whole in zip(made, memory, into, strict=True)
@@ -246,8 +254,51 @@ def _backward_part(
         saved.lse.split(rows, 2),
     )  # fmt: skip
     grads = [
-        backward_tile(kernel, dout_, Saved(*segment), part.mask, scale)
+        _backward_segment(kernel, dout_, Saved(*segment), part, scale)
         for dout_, *segment in zip(dout.split(rows, 1), *split, strict=True)
     ]
     dq, dk, dv = (torch.cat(x, 1) for x in zip(*grads, strict=True))
     return dq, dk, dv
+
+
+def _forward_segment(
+    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, part: _Part, scale: float, into: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    if part.window is None or part.window >= k.shape[1]:
+        return forward_tile(kernel, q, k, v, part.mask, scale, into)
+    if kernel.has_windows:
+        return kernel.forward(q, k, v, True, scale, into, part.window)
+    made = [
+        REFERENCE.forward(q[:, rows], k[:, keys], v[:, keys], True, scale, None, part.window)
+        for rows, keys in _blocks(q.shape[1], k.shape[1], part.window)
+    ]
+    outs, lses = zip(*made, strict=True)
+    return torch.cat(outs, 1), torch.cat(lses, 2)
+
+
+def _backward_segment(
+    kernel: Kernel, dout: Tensor, saved: Saved, part: _Part, scale: float,
+    into: GradientMemory = (None, None, None),
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    q, k, v, out, lse = saved
+    if part.window is None or part.window >= k.shape[1]:
+        return backward_tile(kernel, dout, saved, part.mask, scale, into)
+    if kernel.has_windows:
+        return kernel.backward(dout, saved, True, scale, into, part.window)
+    dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+    wide = torch.promote_types(k.dtype, torch.float32)
+    dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (k, v))  # neighbouring blocks share keys
+    for rows, keys in _blocks(q.shape[1], k.shape[1], part.window):
+        block = Saved(q[:, rows], k[:, keys], v[:, keys], out[:, rows], lse[:, :, rows])
+        dq[:, rows], dk_, dv_ = REFERENCE.backward(dout[:, rows], block, True, scale, (None, None, None), part.window)
+        dk[:, keys] += dk_
+        dv[:, keys] += dv_
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _blocks(queries: int, keys: int, window: int) -> Iterator[tuple[slice, slice]]:
+    """Yields blocks of queries of a window's length, and the keys that they see."""
+    size, before = max(window, FEWEST_BLOCK_QUERIES), keys - queries
+    for start in range(0, queries, size):
+        stop = min(start + size, queries)
+        yield slice(start, stop), slice(max(before + start - window + 1, 0), before + stop)

@@ -40,21 +40,24 @@ class CpuKernel:
 
     name = "cpu"
     causal_alignment: Literal["square"] = "square"  # aligned upper-left
+    has_windows = False
 
     def why_not(self, spec: KernelSpec) -> str | None:
         return None if spec.device_type == "cpu" else "needs a CPU"
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, into: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, into: Tensor | None = None,
+        window: int | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
             _swap(q), _swap(k), _swap(v), 0.0, causal, scale=scale
         )
         return _swap(out), lse
 
     def backward(
-        self, dout: Tensor, saved: Saved, causal: bool, scale: float, into: GradientMemory = (None, None, None)
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, dout: Tensor, saved: Saved, causal: bool, scale: float, into: GradientMemory = (None, None, None),
+        window: int | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         q, k, v, out, lse = saved
         grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             _swap(dout), _swap(q), _swap(k), _swap(v), _swap(out), lse.contiguous(), 0.0, causal, scale=scale
@@ -68,6 +71,7 @@ class AtenKernel:
 
     name = "aten"
     causal_alignment: Literal["bottom_right"] = "bottom_right"
+    has_windows = True
 
     def __init__(self, deterministic: bool = False) -> None:
         self._deterministic = deterministic
@@ -82,39 +86,50 @@ class AtenKernel:
         return None
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, into: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, into: Tensor | None = None,
+        window: int | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         out, lse, *_ = aten._flash_attention_forward(
-            q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False, scale=scale
+            q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False, scale=scale, **_sides(window)
         )
         return out, lse
 
     def backward(
-        self, dout: Tensor, saved: Saved, causal: bool, scale: float, into: GradientMemory = (None, None, None)
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return self._backward(dout, saved, (None, None, saved.q.shape[1], saved.k.shape[1]), causal, scale)
+        self, dout: Tensor, saved: Saved, causal: bool, scale: float, into: GradientMemory = (None, None, None),
+        window: int | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        return self._backward(dout, saved, (None, None, saved.q.shape[1], saved.k.shape[1]), causal, scale, window)
 
     def forward_varlen(
-        self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, causal: bool, scale: float, into: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = aten._flash_attention_forward(q, k, v, *lengths, 0.0, causal, False, scale=scale)
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, causal: bool, scale: float,
+        into: Tensor | None = None, window: int | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        out, lse, *_ = aten._flash_attention_forward(
+            q, k, v, *lengths, 0.0, causal, False, scale=scale, **_sides(window)
+        )
         return out, lse
 
     def backward_varlen(
         self, dout: Tensor, saved: Saved, lengths: Lengths, causal: bool, scale: float,
-        into: GradientMemory = (None, None, None),
+        into: GradientMemory = (None, None, None), window: int | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        return self._backward(dout, saved, lengths, causal, scale)
+        return self._backward(dout, saved, lengths, causal, scale, window)
 
     def _backward(
-        self, dout: Tensor, saved: Saved, lengths: Sequence[Tensor | int | None], causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, dout: Tensor, saved: Saved, lengths: Sequence[Tensor | int | None], causal: bool, scale: float,
+        window: int | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         q, k, v, out, lse = saved
         state = (torch.zeros(2, dtype=torch.uint64, device=lse.device), torch.empty(0, device=lse.device))  # no dropout
         with _deterministic(self._deterministic):
             return aten._flash_attention_backward(
-                dout, q, k, v, out, lse.contiguous(), *lengths, 0.0, causal, *state, scale=scale
+                dout, q, k, v, out, lse.contiguous(), *lengths, 0.0, causal, *state, scale=scale, **_sides(window)
             )
+
+
+def _sides(window: int | None) -> dict[str, int]:
+    """Returns the keys that a query sees to its left and right, as aten's kernels take a window."""
+    return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
 
 
 @contextmanager
@@ -135,6 +150,7 @@ class CudnnKernel:
 
     name = "cudnn"
     causal_alignment: Literal["square"] = "square"  # aligned upper-left
+    has_windows = False
 
     def why_not(self, spec: KernelSpec) -> str | None:
         return self.why_unsupported(spec) or (None if torch.backends.cudnn.is_available() else "cuDNN is not available")
@@ -148,11 +164,14 @@ class CudnnKernel:
             return f"needs a head dimension of at most 128, not {spec.head_dim}"
         if spec.deterministic:
             return "its backward is not deterministic"
+        if spec.windows:
+            return "has no sliding windows"
         return None
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, into: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, into: Tensor | None = None,
+        window: int | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         if q.shape[1] == k.shape[1] == 1:  # the one shape that cuDNN refuses
             return ReferenceKernel().forward(q, k, v, causal, scale)
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
@@ -161,8 +180,9 @@ class CudnnKernel:
         return _swap(out), lse.reshape(q.shape[0], q.shape[2], q.shape[1])  # cuDNN: (B, H, S, 1)
 
     def backward(
-        self, dout: Tensor, saved: Saved, causal: bool, scale: float, into: GradientMemory = (None, None, None)
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, dout: Tensor, saved: Saved, causal: bool, scale: float, into: GradientMemory = (None, None, None),
+        window: int | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         q, k, v, out, lse = saved
         if q.shape[1] == k.shape[1] == 1:
             return ReferenceKernel().backward(dout, saved, causal, scale)

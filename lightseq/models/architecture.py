@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lightseq.attention.module_attention import unhonoured_argument
-from lightseq.models.weights import build_on_meta
+from lightseq.models.weights import build_on_meta, constructed_buffers
 from lightseq.modules.mlp import is_gated
 from lightseq.modules.projections import has_projections
 from lightseq.utils.formatting import first_line
@@ -43,7 +44,8 @@ class Architecture:
     """Facts about a model; counts are of parameters in the whole model."""
 
     name: str
-    window: int | None  # smallest sliding window of any layer, in tokens; None: full attention
+    windows: tuple[int | None, ...]  # sliding window of each layer, in tokens; None: full attention
+    logit_scale: float  # factor between the head's product and the logits
     layer_class: str
     gated_mlp: bool  # down(silu(gate) * up) of plain linears
     mlp_is_last: bool  # only the residual sum follows an MLP, so no backward pass needs its output
@@ -56,6 +58,15 @@ class Architecture:
     layer_linears: int  # weights of the linears in all layers
     ending_linears: int  # part of layer_linears: each layer's last linear, whose output no backward pass needs
     head: int  # weights of the LM head, tied or not
+
+    def has_windows(self, length: int) -> bool:
+        """Returns whether some layer does not see a whole sequence of this length."""
+        return any(window is not None and window < length for window in self.windows)
+
+    def attention_share(self, length: int) -> float:
+        """Returns the visible (query, key) pairs of all layers over those of full attention."""
+        windows = [length if window is None else min(window, length) for window in self.windows]
+        return sum(2 * window * length - window**2 for window in windows) / (len(windows) * length**2)
 
     @property
     def can_store_mlp(self) -> bool:
@@ -114,8 +125,8 @@ def attention_modules(model: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if hasattr(m, "layer_idx") and "Attention" in type(m).__name__]
 
 
-def check_attention(model: PreTrainedModel, length: int) -> None:
-    """Raises ValueError for a model whose attention over `length` tokens is not supported exactly."""
+def check_attention(model: PreTrainedModel) -> None:
+    """Raises ValueError for a model whose attention is not supported exactly."""
     config, name = model.config, type(model).__name__
     if not attention_modules(model) or not getattr(model, "_supports_attention_backend", False):
         raise ValueError(f"{name} does not use the attention interface of transformers")
@@ -129,15 +140,6 @@ def check_attention(model: PreTrainedModel, length: int) -> None:
     known = {"full_attention", *(["sliding_attention"] if window else [])}
     if kinds := sorted(set(getattr(config, "layer_types", None) or ()) - known):
         raise ValueError(f"{name} has {kinds[0]} layers, which no kernel supports; use a full-attention model")
-    _check_window(name, window, length)
-
-
-def _check_window(name: str, window: int | None, length: int) -> None:
-    if window is not None and length > window:
-        raise ValueError(
-            f"{name} has sliding-window attention over {window} tokens, which no kernel supports at length {length}; "
-            f"use a length of at most {window}, or a full-attention model"
-        )
 
 
 def sliding_window(config: PreTrainedConfig) -> int | None:
@@ -148,15 +150,21 @@ def sliding_window(config: PreTrainedConfig) -> int | None:
     return None if window is None else int(window)
 
 
-def inspect_architecture(config: PreTrainedConfig, length: int | None = None) -> Architecture:
-    """Returns the architecture of a config. Raises ValueError if it cannot be trained, or not at the given length."""
+def layer_windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
+    """Returns the sliding window of each layer in tokens, None for full attention."""
+    window, kinds = sliding_window(config), getattr(config, "layer_types", None)
+    if not kinds:
+        return (window,) * config.num_hidden_layers
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def inspect_architecture(config: PreTrainedConfig) -> Architecture:
+    """Returns the architecture of a config. Raises ValueError if it cannot be trained."""
     key = (type(config), repr(vars(config)))
     if key not in _inspected:  # the planner asks thousands of times, and a config takes long to serialize
         facts = {name: value for name, value in config.to_diff_dict().items() if name not in ("dtype", "use_cache")}
         _inspected[key] = _inspect(cast(Hashable, type(config)), json.dumps(facts, sort_keys=True))
-    found = _inspected[key]
-    _check_window(found.name, found.window, length or 1)
-    return found
+    return _inspected[key]
 
 
 _inspected: dict[tuple[type, str], Architecture] = {}
@@ -173,7 +181,7 @@ def _inspect(kind: Any, text: str) -> Architecture:
         raise ValueError(
             f"{kind.model_type!r} cannot be built as a causal language model: {first_line(error)}"
         ) from error
-    check_attention(model, 1)
+    check_attention(model)
     name, base = type(model).__name__, model.base_model
     layers, head = getattr(base, "layers", None), model.get_output_embeddings()
     if not isinstance(layers, nn.ModuleList) or not hasattr(base, "norm") or not isinstance(head, nn.Linear):
@@ -184,7 +192,8 @@ def _inspect(kind: Any, text: str) -> Architecture:
         )
     _check_parts(model, layers)
     try:
-        heads, passes_documents, ends, mlp_is_last = _run_on_meta(model, layers, head)
+        heads, passes_documents, ends, mlp_is_last = _run_on_meta(model, layers)
+        logit_scale = _logit_scale(model, head)
     except ValueError:
         raise
     except Exception as error:  # the model's code may raise anything
@@ -192,7 +201,8 @@ def _inspect(kind: Any, text: str) -> Architecture:
         raise ValueError(f"{name} does not run on the meta device ({why}); use another model") from error
     return Architecture(
         name=name,
-        window=sliding_window(config),
+        windows=layer_windows(config),
+        logit_scale=logit_scale,
         layer_class=type(layers[0]).__name__,
         gated_mlp=all(is_gated(getattr(layer, "mlp", None)) for layer in layers),
         mlp_is_last=mlp_is_last,
@@ -230,14 +240,15 @@ def _check_parts(model: PreTrainedModel, layers: nn.ModuleList) -> None:
         raise ValueError(
             f"{name} has different kinds of layers ({', '.join(sorted(kinds))}); use a model with one kind"
         )
-    computed = {id(b) for m in model.modules() if hasattr(m, "inv_freq") for b in m.buffers()}
-    if left := [n for n, buffer in model.named_buffers() if id(buffer) not in computed]:
-        raise ValueError(f"{name} has buffers that cannot be recomputed ({', '.join(left[:3])}); use another model")
+    of_rope = {id(b) for m in model.modules() if hasattr(m, "inv_freq") for b in m.buffers()}
+    if all(id(buffer) in of_rope for buffer in model.buffers()):
+        return
+    first, second = (constructed_buffers(model.config) for _ in range(2))
+    if drawn := [n for n, buffer in first.items() if not torch.equal(buffer, second[n])]:
+        raise ValueError(f"{name} has random buffers ({', '.join(drawn[:3])}); use another model")
 
 
-def _run_on_meta(
-    model: PreTrainedModel, layers: nn.ModuleList, head: nn.Linear
-) -> tuple[Heads, bool, list[nn.Linear], bool]:
+def _run_on_meta(model: PreTrainedModel, layers: nn.ModuleList) -> tuple[Heads, bool, list[nn.Linear], bool]:
     """Runs the model once on the meta device.
 
     Returns the attention heads of every layer, whether packed documents reach attention, each layer's last linear, and
@@ -265,7 +276,7 @@ def _run_on_meta(
         kinds: Any = getattr(rope, "rope_type", None)  # other types read position values, which meta tensors lack
         rope.rope_type = dict.fromkeys(kinds, "default") if isinstance(kinds, dict) else "default"  # type: ignore[assignment]
     ids = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
-    with _attention_replaced(model, probe), _count_saved_after_mlps(layers) as saved, _plain_head_required(model, head):
+    with _attention_replaced(model, probe), _count_saved_after_mlps(layers) as saved:
         model(input_ids=ids, position_ids=ids, use_cache=False, documents=documents)
     for hook in hooks:
         hook.remove()
@@ -304,25 +315,32 @@ def _attention_replaced(model: PreTrainedModel, function: Callable[..., Any]) ->
     model.set_attn_implementation("eager")
 
 
-@contextmanager
-def _plain_head_required(model: PreTrainedModel, head: nn.Linear) -> Iterator[None]:
-    """Raises ValueError unless the logits are exactly the head applied to the layers' output.
+def _logit_scale(model: PreTrainedModel, head: nn.Linear) -> float:
+    """Returns the factor between the head's product and the logits, found by running the model's own code on numbers.
 
-    The loss reads only the head's weight and that output.
+    Raises ValueError if it does anything else to them, such as capping: the loss reads only the layers' output, the
+    head's weight and the factor.
     """
-    found: dict[str, Tensor] = {}
-    hooks = [
-        model.base_model.register_forward_hook(lambda _, __, output: found.update(layers=output.last_hidden_state)),
-        head.register_forward_hook(lambda _, args, output: found.update(given=args[0], product=output)),
-        model.register_forward_hook(lambda _, __, output: found.update(logits=output.logits)),
-    ]
-    yield
-    for hook in hooks:
-        hook.remove()
-    given, layers = found.get("given"), found["layers"]
-    whole = given is layers or (given is not None and given._base is layers and given.shape == layers.shape)
-    if not whole or found["logits"] is not found["product"]:
+    name, base = type(model).__name__, model.base_model
+    hidden = torch.empty(1, TOKENS, head.in_features, device="meta")
+    product = torch.linspace(-50.0, 50.0, TOKENS * 64).view(1, TOKENS, 64)
+    given: list[Tensor] = []
+
+    def multiply(x: Tensor) -> Tensor:
+        given.append(x)
+        return product.clone()
+
+    base.forward = lambda *_, **__: BaseModelOutputWithPast(last_hidden_state=hidden)  # type: ignore[method-assign]
+    head.forward = multiply  # type: ignore[method-assign, assignment]
+    ids = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
+    try:
+        logits = model(input_ids=ids, position_ids=ids, use_cache=False).logits
+    finally:
+        del base.forward, head.forward
+    whole = len(given) == 1 and (given[0] is hidden or (given[0]._base is hidden and given[0].shape == hidden.shape))
+    scale = float(logits[0, -1, -1] / product[0, -1, -1]) if whole and logits.shape == product.shape else 0.0
+    if scale <= 0 or not torch.allclose(logits, product * scale, rtol=1e-5):
         raise ValueError(
-            f"{type(model).__name__} scales or caps its logits, which the chunked loss does not support; "
-            "use another model"
+            f"{name} caps or shifts its logits, which the chunked loss does not support; use another model"
         )
+    return 1.0 if abs(scale - 1) < 1e-6 else scale

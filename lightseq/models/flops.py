@@ -43,10 +43,12 @@ def total_parameters(config: PreTrainedConfig) -> int:
 def attention_forward_flops(config: PreTrainedConfig, length: int) -> int:
     """Returns the forward FLOPs of causal attention in all layers for one sequence.
 
-    QKᵀ and PV take 4·S²·H·D per layer, and causal masking halves that.
+    QKᵀ and PV take 4·S²·H·D per layer, and causal masking halves that. A layer with a window computes only the pairs
+    that it sees.
     """
     found = inspect_architecture(config)
-    return found.layers * 2 * length**2 * found.heads.query * found.heads.dim
+    full = found.layers * 2 * length**2 * found.heads.query * found.heads.dim
+    return round(found.attention_share(length) * full) if found.has_windows(length) else full
 
 
 def model_flops(

@@ -91,15 +91,33 @@ def materialize(
 
 
 def rebuild_buffers(model: PreTrainedModel, device: torch.device) -> None:
-    """Computes the buffers of a model that was built on the meta device. Raises ValueError if it cannot."""
-    ropes: list[Any] = [module for module in model.modules() if hasattr(module, "inv_freq")]
-    for rope in ropes:  # the module may be patched, so only its buffers are replaced
-        for name, buffer in type(rope)(config=model.config).named_buffers():
-            setattr(rope, name, buffer.to(device))
-    computed = {id(buffer) for rope in ropes for buffer in rope.buffers()}
-    left = [name for name, buffer in model.named_buffers() if id(buffer) not in computed]
-    if left:
+    """Computes the buffers of a model that was built on the meta device, as its own constructor does.
+
+    Raises ValueError if the constructor makes other buffers than the model has.
+    """
+    made = constructed_buffers(model.config)
+    if left := [name for name, _ in model.named_buffers() if name not in made]:
         raise ValueError(f"the model has buffers that cannot be rebuilt: {', '.join(left)}")
+    for name, buffer in made.items():  # their modules may be patched, so only the buffers are replaced
+        module, _, last = name.rpartition(".")
+        setattr(model.get_submodule(module), last, buffer.to(device))
+
+
+def constructed_buffers(config: PreTrainedConfig) -> dict[str, Tensor]:
+    """Returns the buffers of a new model on the CPU, by name. Its parameters take no memory."""
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        register(
+            module, name, None if parameter is None else nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+        )
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
+    try:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+    return {name: buffer.detach().clone() for name, buffer in model.named_buffers(remove_duplicate=False)}
 
 
 def base_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
@@ -145,7 +163,9 @@ def load(model: PreTrainedModel, source: Path | str, fill: FillParameter = fill)
     tied = model.config.tie_word_embeddings
     parameters = base_parameters(model)
     aliases = {"lm_head.weight"} if tied else set()
-    extra = [n for n in files if n not in parameters and n not in aliases and not n.endswith("rotary_emb.inv_freq")]
+    buffers = {name for name, _ in model.named_buffers()}  # computed from the config, whether a file has them or not
+    known = (*parameters, *aliases, *buffers)
+    extra = [n for n in files if n not in known and not n.endswith("rotary_emb.inv_freq")]
     missing = [n for n in parameters if n not in files]
     if missing or extra:
         found = (("missing", missing), ("unknown", extra))
@@ -248,6 +268,8 @@ def save_pretrained(
             if sum(x.numel() * x.element_size() for x in pending.values()) >= SHARD_BYTES:
                 flush()
     if main:
+        for name, buffer in _persistent_buffers(model):
+            pending[name] = buffer.to(dtype)
         if pending:
             flush()
         _write_index(directory, written)
@@ -257,6 +279,19 @@ def save_pretrained(
         GenerationConfig.from_model_config(config).save_pretrained(directory)
         if tokenizer_from is not None:
             copy_tokenizer(tokenizer_from, directory)
+
+
+def _persistent_buffers(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Yields the buffers that transformers expects in a model's files."""
+    owners = ((prefix, module) for prefix, module in model.named_modules(remove_duplicate=False) if module._buffers)
+    names = [
+        f"{prefix}.{name}".removeprefix(".")
+        for prefix, module in owners
+        for name in module._buffers
+        if name not in module._non_persistent_buffers_set
+    ]
+    made = constructed_buffers(model.config) if names else {}
+    yield from ((name, made[name]) for name in names)
 
 
 def full_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

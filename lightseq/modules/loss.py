@@ -14,21 +14,23 @@ IGNORE_INDEX = -100  # label of a token without a target, as in torch
 CHUNK_TOKENS = 2048  # 128256 logits of 2048 tokens are half a GiB in bfloat16
 
 
-def cross_entropy_sum(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int | None = None) -> Tensor:
+def cross_entropy_sum(
+    hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int | None = None, scale: float = 1.0
+) -> Tensor:
     """Returns the sum of -log p(label) over the valid labels, a float32 scalar (float64 for float64 inputs).
 
-    hidden (..., D), weight (V, D) of the head, labels (...) already shifted, IGNORE_INDEX without a target. The
-    sum over no valid label is 0, with zero gradients. The caller divides the sum.
+    hidden (..., D), weight (V, D) of the head, labels (...) already shifted, IGNORE_INDEX without a target; logits are
+    the head's product times `scale`. The sum over no valid label is 0, with zero gradients. The caller divides the sum.
     """
     device = hidden.device.type
     if torch.is_autocast_enabled(device):  # the products with preallocated outputs do not cast
         dtype = torch.get_autocast_dtype(device)
         with torch.autocast(device, enabled=False):
-            return cross_entropy_sum(hidden.to(dtype), weight.to(dtype), labels, chunk_tokens)
+            return cross_entropy_sum(hidden.to(dtype), weight.to(dtype), labels, chunk_tokens, scale)
     with_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     rows = hidden.reshape(-1, hidden.shape[-1])
     size = CHUNK_TOKENS if chunk_tokens is None else chunk_tokens
-    return _ChunkedCrossEntropy.apply(rows, weight, labels.reshape(-1), size, with_gradient)
+    return _ChunkedCrossEntropy.apply(rows, weight, labels.reshape(-1), size, with_gradient, scale)
 
 
 def token_log_probs(
@@ -55,30 +57,37 @@ def chunks(tokens: int, size: int) -> Iterator[slice]:
 
 
 @torch.no_grad()
-def token_losses(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int = CHUNK_TOKENS) -> Tensor:
+def token_losses(
+    hidden: Tensor, weight: Tensor, labels: Tensor, scale: float = 1.0, chunk_tokens: int = CHUNK_TOKENS
+) -> Tensor:
     """Returns -log p(label) of every token, 0 without a target, without gradients: the terms of `cross_entropy_sum`.
 
     Shaped as the labels, float32 (float64 for float64 inputs).
     """
-    return losses_and_hits(hidden, weight, labels, chunk_tokens)[0]
+    return losses_and_hits(hidden, weight, labels, scale, chunk_tokens)[0]
 
 
 @torch.no_grad()
-def losses_and_hits(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int = CHUNK_TOKENS) -> Tensor:
+def losses_and_hits(
+    hidden: Tensor, weight: Tensor, labels: Tensor, scale: float = 1.0, chunk_tokens: int = CHUNK_TOKENS
+) -> Tensor:
     """Returns `token_losses`, and 1 for every token whose label is the most probable one, stacked in this order."""
     rows, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     both = []
     for chunk in chunks(len(rows), chunk_tokens):
         logits = F.linear(rows[chunk], weight)
         hits = logits.argmax(-1) == targets[chunk]  # never for IGNORE_INDEX, which is negative
-        losses = _cross_entropy_(logits, targets[chunk], with_gradient=False)
+        losses = _cross_entropy_(logits, targets[chunk], with_gradient=False, scale=scale)
         both.append(torch.stack([losses, hits.to(losses.dtype)]))
     return torch.cat(both, dim=1).view(2, *labels.shape)
 
 
 @torch.no_grad()
-def likeliest_tokens(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """Returns the most probable next token of every row with a label, 0 for others; meant for few labels."""
+def likeliest_tokens(hidden: Tensor, weight: Tensor, labels: Tensor, _scale: float = 1.0) -> Tensor:
+    """Returns the most probable next token of every row with a label, 0 for others; meant for few labels.
+
+    A positive scale of the logits changes nothing.
+    """
     found = torch.zeros_like(labels)
     marked = labels != IGNORE_INDEX
     found[marked] = F.linear(hidden[marked], weight).argmax(-1)
@@ -99,6 +108,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         labels_N: Tensor,
         chunk_tokens: int,
         with_gradient: bool,
+        scale: float,
     ) -> Tensor:
         wide = torch.promote_types(hidden_ND.dtype, torch.float32)
         total = hidden_ND.new_zeros((), dtype=wide)
@@ -107,7 +117,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         dweight = torch.zeros_like(weight_VD, dtype=wide) if with_gradient and ctx.needs_input_grad[1] else None
         for chunk in chunks(len(hidden_ND), chunk_tokens):
             logits = F.linear(hidden_ND[chunk], weight_VD)
-            total += _cross_entropy_(logits, labels_N[chunk], with_gradient).sum()
+            total += _cross_entropy_(logits, labels_N[chunk], with_gradient, scale).sum()
             if dhidden is not None:
                 torch.mm(logits, weight_VD, out=dhidden[chunk])
             if dweight is not None:
@@ -123,7 +133,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             dhidden = _scaled(dhidden, dloss, dhidden.dtype)
         if dweight is not None:
             dweight = _scaled(dweight, dloss, ctx.weight_dtype)
-        return dhidden, dweight, None, None, None
+        return dhidden, dweight, None, None, None, None
 
 
 class _TokenLogProbs(torch.autograd.Function):

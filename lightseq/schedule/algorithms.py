@@ -251,6 +251,13 @@ def check_heads(schedule: Schedule, heads: int, kv_heads: int) -> None:
         )
 
 
+def check_takes_windows(name: str) -> None:
+    """Raises ValueError for a schedule that does not compute every query with all keys before it in one tile."""
+    able = [other for other, algorithm in SCHEDULES.items() if algorithm.has_head_groups]
+    if name not in able:
+        raise ValueError(f"schedule {name} does not support sliding windows; use {', '.join(able)}")
+
+
 def ulysses_group_size(name: str, world: int, asked: int | None) -> int:
     """Returns the number of ranks in a Ulysses group. Raises ValueError for an unsupported size."""
     shared_by = SCHEDULES[name].ulysses_group

@@ -4,7 +4,13 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
-from lightseq.schedule.algorithms import SCHEDULES, check_heads, make_schedule, schedule_without_steps
+from lightseq.schedule.algorithms import (
+    SCHEDULES,
+    check_heads,
+    check_takes_windows,
+    make_schedule,
+    schedule_without_steps,
+)
 from lightseq.schedule.cost import AttentionShape, cost
 from lightseq.schedule.timing import Estimate, Rates, estimate
 from lightseq.schedule.traffic import count_traffic
@@ -59,6 +65,12 @@ def choose_by_counts(world: int, shape: AttentionShape, asked: ScheduleChoice = 
         return (round(c.critical_flops / c.flops, 3), c.exposed_bytes, c.max_rank_bytes)
 
     return min(_require_choices(world, shape, asked._replace(head_groups=asked.head_groups or 1)), key=price)
+
+
+def choose_windowed(asked: ScheduleChoice) -> ScheduleChoice:
+    """Chooses the schedule of a model with sliding windows. Raises ValueError for one that does not support them."""
+    check_takes_windows(asked.schedule if asked.schedule != "auto" else "prefix")
+    return asked if asked.schedule != "auto" else asked._replace(schedule="prefix")
 
 
 def choose_packed(world: int, shape: AttentionShape, asked: ScheduleChoice) -> ScheduleChoice:

@@ -18,7 +18,7 @@ class InvalidSchedule(ValueError):
 def validate(schedule: Schedule) -> None:
     """Raises InvalidSchedule, naming the step, unless both passes compute causal attention over the whole sequence.
 
-    A schedule of packed documents must compute it within each document.
+    A schedule of packed documents must compute it within each document, one with a window only inside it.
     """
     for backward, steps in ((False, schedule.forward), (True, schedule.backward)):
         name = f"{schedule.name} on {schedule.world} ranks, {'backward' if backward else 'forward'}"
@@ -78,6 +78,8 @@ def _check_coverage(schedule: Schedule, steps: tuple[Step, ...], name: str) -> N
     positions = [layout.chunk_positions(chunk, length) for chunk in range(layout.chunk_count)]
     document = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
     want = (document[:, None] == document[None, :]).int().tril()
+    if schedule.window is not None:
+        want = want.triu(1 - schedule.window)
     for heads in range(schedule.head_groups):
         met = torch.zeros(length, length, dtype=torch.int32)
         for step in steps:
@@ -100,7 +102,10 @@ def _visible(mask: Mask | Segments, queries: int, keys: int) -> Tensor:
         return _visible_under(mask, queries, keys)
     visible = torch.zeros(queries, keys, dtype=torch.int32)
     for q, rows, k, seen, causal in mask.table.tolist():
-        visible[q : q + rows, k : k + seen] += _visible_under(Mask.CAUSAL if causal else Mask.FULL, rows, seen)
+        part = _visible_under(Mask.CAUSAL if causal else Mask.FULL, rows, seen)
+        if mask.window is not None:
+            part = part.triu(seen - rows - mask.window + 1)
+        visible[q : q + rows, k : k + seen] += part
     return visible
 
 

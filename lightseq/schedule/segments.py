@@ -1,6 +1,7 @@
-"""Masks of tiles with packed documents: runs of queries, each against a run of keys.
+"""Masks of tiles with packed documents or windows: runs of queries, each against a run of keys.
 
-A segment is causal, aligned bottom-right (its last query sees all its keys), or full.
+A segment is causal, aligned bottom-right (its last query sees its last key), or full. Under a window, segments are
+causal, and a query sees only the last keys up to its own, as many as the window has.
 """
 
 from dataclasses import dataclass, field
@@ -33,16 +34,22 @@ class Segments:
     """All segments of one tile, in the order of their queries. No two share a query; several may share keys."""
 
     table: NDArray[np.int64]
+    window: int | None = None  # keys that a query sees, with its own; None: all before it
     cache: dict[Any, Any] = field(default_factory=dict)  # index tensors of kernels, by device
 
     def __repr__(self) -> str:
-        return f"Segments({self.table.tolist()})"
+        return f"Segments({self.table.tolist()}{f', window {self.window}' if self.window else ''})"
 
     @property
     def area(self) -> int:
         """Number of visible (query, key) pairs."""
         rows, keys, causal = self.table[:, ROWS], self.table[:, KEYS], self.table[:, CAUSAL]
-        return int((rows * keys - causal * (rows * (rows - 1) // 2)).sum())
+        whole = rows * keys - causal * (rows * (rows - 1) // 2)
+        if self.window is None:
+            return int(whole.sum())
+        hidden = np.minimum(np.maximum(keys - self.window, 0), rows)  # queries that see fewer keys than without it
+        most = np.maximum(keys - self.window, 0)  # keys that the last query does not see
+        return int((whole - hidden * most + hidden * (hidden - 1) // 2).sum())
 
     @cached_property
     def rounds(self) -> tuple[Round, ...]:
@@ -70,7 +77,7 @@ class Segments:
         low_q, low_k = (int(self.table[:, i].min()) // size for i in (Q, K))
         high_q, high_k = (-(-int((self.table[:, i] + self.table[:, i + 1]).max()) // size) for i in (Q, K))
         moved = self.table - np.array([low_q * size, 0, low_k * size, 0, 0])
-        return Segments(moved), slice(low_q, high_q), slice(low_k, high_k)
+        return Segments(moved, self.window), slice(low_q, high_q), slice(low_k, high_k)
 
 
 def _run(starts: NDArray[np.int64], sizes: NDArray[np.int64]) -> "slice | NDArray[np.int64]":

@@ -21,7 +21,7 @@ class Mask(Enum):
 class Tile(NamedTuple):
     """One kernel call: query chunks against key/value chunks. `heads` is the group of heads it computes.
 
-    With packed documents, segments take the place of the mask.
+    With packed documents or a window, segments take the place of the mask.
     """
 
     q: tuple[int, ...]
@@ -93,6 +93,7 @@ class Schedule:
     forward: tuple[Step, ...]
     backward: tuple[Step, ...]
     boundaries: tuple[int, ...] | None = None  # where documents begin, and the end; None: one document of any length
+    window: int | None = None  # keys that a query sees, with its own; None: all before it
     # Gathered q, k and v can be kept between the passes instead of a rank's own, which no tile reads.
     can_keep_gathered: bool = False
     # The backward pass reuses q, k and v as the forward pass gathered them; they do not move again.

@@ -42,6 +42,7 @@ from lightseq.models.presets import ModelFamily
 from lightseq.modules.fp8 import check_fp8
 from lightseq.modules.tiled import check_layer_class
 from lightseq.schedule.algorithms import SCHEDULES
+from lightseq.schedule.auto import ScheduleChoice, choose_windowed
 from lightseq.training.metrics import check_mirror
 from lightseq.training.optimization import check_optimizer
 from lightseq.training.output_directory import check_output_dir
@@ -250,7 +251,7 @@ def find_model(config: TrainConfig, family: ModelFamily, world: World) -> FoundM
     sequence_size = check_sequence_size(world, config.sequence_parallel_size)
     source = resolve(family, config.model_name, config.random_init)
     model_config = apply_rope(source.config, config.rope_theta, config.rope_scaling, config.model_max_length)
-    check_layers(config, inspect_architecture(model_config, config.model_max_length))
+    check_layers(config, inspect_architecture(model_config))
     _check_kernel(config, model_config, world.device)
     if config.packing != "none":
         _check_packing(config.packing, model_config)
@@ -353,6 +354,8 @@ def check_layers(config: TrainConfig, found: Architecture) -> None:
     """Raises ValueError if the flags need something that the model's layers do not support."""
     if config.tiles_layers:
         check_layer_class(found.layer_class)
+    if found.has_windows(config.model_max_length):
+        choose_windowed(ScheduleChoice(config.schedule))
     if config.remat_policy in STORES_MLP and not found.gated_mlp:
         raise ValueError(
             f"--remat {config.remat_policy} needs a gated MLP of plain linear layers, which {found.layer_class} does "

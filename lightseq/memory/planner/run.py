@@ -20,7 +20,7 @@ from lightseq.memory.planner.rates import CHIPS, DEFAULT_CORES, Chip, Widths, ch
 from lightseq.models.adapters import count_adapter_parameters, lora_from_config
 from lightseq.models.architecture import Architecture, inspect_architecture
 from lightseq.schedule.algorithms import schedule_without_steps
-from lightseq.schedule.auto import ScheduleChoice, choose_by_time, choose_packed
+from lightseq.schedule.auto import ScheduleChoice, choose_by_time, choose_packed, choose_windowed
 from lightseq.schedule.cost import AttentionShape
 from lightseq.schedule.documents import local_tokens
 from lightseq.schedule.head_groups import count_head_groups, with_fewer_turns
@@ -133,6 +133,8 @@ class PlannedRun:
         """Returns the schedule that training would choose, for one sequence and by the same rates."""
         heads, asked = self.architecture.heads, ScheduleChoice(self.config.schedule, self.config.ulysses_size)
         one = AttentionShape(self.config.model_max_length, heads.query, heads.key_value, heads.dim)
+        if self.architecture.has_windows(self.config.model_max_length):
+            asked = choose_windowed(asked)
         if self.config.packing != "none":
             asked = choose_packed(self.sequence_ranks, one, asked)
         rates, per_host = RATES[self.transport], self.hardware.gpus_per_host

@@ -51,7 +51,10 @@ def _compute_seconds(run: PlannedRun, placement: Placement) -> dict[str, float]:
 
 
 def attention_seconds(run: PlannedRun) -> tuple[float, float]:
-    """Returns the seconds of one layer's attention forward and backward over all ranks, with communication."""
+    """Returns the seconds of attention forward and backward over all ranks in the mean layer, with communication.
+
+    A window is assumed to save as much of the communication as of the work.
+    """
     dim = run.architecture.heads.dim
     head_dim = min(rates.HEAD_DIM_SHARE, key=lambda known: abs(known - dim))
     share = rates.HEAD_DIM_SHARE[head_dim] * rates.KERNEL_SHARE.get(run.config.kernel_name, 1.0)
@@ -59,8 +62,9 @@ def attention_seconds(run: PlannedRun) -> tuple[float, float]:
     kernel = replace(kernel, flops_per_second=kernel.flops_per_second * (share * rates.ATTENTION_SHARE))
     per_host = run.hardware.gpus_per_host
     found = _priced(run.choice, run.sequence_ranks, run.shape, kernel, per_host, run.keeps_gathered)
-    forward = found.seconds / (1 + BACKWARD_FLOPS)
-    return forward, found.seconds - forward
+    seconds = found.seconds * run.architecture.attention_share(run.config.model_max_length)
+    forward = seconds / (1 + BACKWARD_FLOPS)
+    return forward, seconds - forward
 
 
 def _recomputed_attentions(run: PlannedRun, placement: Placement) -> float:

@@ -1,0 +1,123 @@
+"""Sliding windows: a schedule's table limited to the keys that queries see, so that nothing else is computed or moved.
+
+A query sees the last `window` keys up to its own. Layers of a model may differ in it, but share a layout: the table of
+a window cuts each chunk of that layout into pieces, so that a rank fetches only the tail of the chunk before its own.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightseq.schedule.algorithms import SCHEDULES, assign_tiles, check_takes_windows, prefix, with_ulysses
+from lightseq.schedule.documents import MAX_PACKED_TABLES, one_tile_per_step, packed_schedule
+from lightseq.schedule.layout import Layout
+from lightseq.schedule.segments import Segments
+from lightseq.schedule.table import Assignment, Schedule, Tile, derive_steps
+
+Ints = NDArray[np.int64]
+
+MAX_PIECES = 64  # of a chunk
+MAX_EXCESS = 0.02  # of the tokens fetched, over those that the window needs
+
+
+@lru_cache(maxsize=MAX_PACKED_TABLES)  # a model has few windows, and all its layers share their tables
+def windowed_schedule(schedule: Schedule, boundaries: tuple[int, ...], window: int) -> Schedule:
+    """Makes the schedule's table for one sequence whose layers have a window.
+
+    `boundaries` are those of packed documents, whose layout it keeps, or (0, padded length). Raises ValueError for a
+    schedule that computes parts of a query's keys in different tiles.
+    """
+    check_takes_windows(schedule.name)
+    if len(boundaries) > 2:
+        layout = packed_schedule(schedule, boundaries).layout
+        assignment = assign_tiles(schedule)
+        if SCHEDULES[schedule.name].packed_work == "own_layout":
+            assignment = one_tile_per_step(prefix(layout.outer, schedule.head_groups_per_rank))
+        pieces = 1
+    else:
+        pieces = pieces_per_chunk(schedule.layout, boundaries[-1], window)
+        layout, assignment = cut_layout(schedule.layout, pieces), assign_tiles(schedule)
+    limited = limit_to_window(assignment, layout.outer, pieces, boundaries, window)
+    if layout.ulysses > 1:
+        limited = with_ulysses(limited, layout.ulysses)
+    return replace(
+        schedule, layout=layout, boundaries=boundaries, window=window,
+        forward=derive_steps(layout, limited), backward=derive_steps(layout, limited, backward=True),
+    )  # fmt: skip
+
+
+def pieces_per_chunk(layout: Layout, length: int, window: int) -> int:
+    """Returns the fewest pieces with which little more than the window is fetched from the chunk before one's own.
+
+    Chunks of Ulysses groups stay whole: their ranks hold a part of each, which would be another part of a piece.
+    """
+    if layout.ulysses > 1:
+        return 1
+    size, needed = length // layout.chunk_count, window - 1
+    best = 1, max(size, 1)
+    for pieces in range(1, min(MAX_PIECES, size) + 1):
+        if size % pieces:
+            continue
+        piece = size // pieces
+        fetched = -(-needed // piece) * piece
+        if fetched < best[1]:
+            best = pieces, fetched
+        if fetched <= (1 + MAX_EXCESS) * needed:
+            return pieces
+    return best[0]
+
+
+def cut_layout(layout: Layout, pieces: int) -> Layout:
+    """Returns the layout with every chunk cut into pieces. The order of a rank's tokens stays the same."""
+    if pieces == 1:
+        return layout
+    homes = tuple(layout.home(chunk // pieces) for chunk in range(layout.chunk_count * pieces))
+    return Layout("balanced", layout.world, layout.chunks_per_rank * pieces, homes=homes)
+
+
+def limit_to_window(
+    assignment: Assignment, layout: Layout, pieces: int, boundaries: Sequence[int], window: int
+) -> Assignment:
+    """Cuts the chunks of an assignment into pieces, and drops those in which no query sees a key."""
+    edges = np.asarray(boundaries)
+    size = int(edges[-1]) // layout.chunk_count
+    known: dict[tuple[tuple[int, ...], tuple[int, ...]], Tile] = {}
+
+    def limited(tile: Tile) -> Tile:
+        if (tile.q, tile.kv) not in known:
+            q, kv = (tuple(c * pieces + i for c in chunks for i in range(pieces)) for chunks in (tile.q, tile.kv))
+            segments, q_kept, kv_kept = find_window_segments(q, kv, size, edges, window).cut(size)
+            known[tile.q, tile.kv] = Tile(q[q_kept], kv[kv_kept], segments)
+        return known[tile.q, tile.kv]._replace(heads=tile.heads)
+
+    return [[tuple(limited(tile) for tile in tiles) for tiles in row] for row in assignment]
+
+
+def find_window_segments(q: Sequence[int], kv: Sequence[int], size: int, boundaries: Ints, window: int) -> Segments:
+    """Finds the segments of a tile of chunks of `size` tokens: a document's neighbouring queries and all their keys."""
+    keys = list(_runs(kv, size))
+    assert len(keys) == 1, "the keys of a tile under a window lie side by side"
+    ((first_key, last_key),) = keys
+    found, row = [], 0
+    for begin, end in _runs(q, size):
+        inside = boundaries[(boundaries > begin) & (boundaries < end)].tolist()
+        for start, stop in zip([begin, *inside], [*inside, end], strict=True):
+            document = int(boundaries[np.searchsorted(boundaries, start, side="right") - 1])
+            first = max(document, start - window + 1)
+            assert first_key <= first and stop <= last_key, "a tile under a window holds all keys of its queries"
+            found.append([row, stop - start, first - first_key, stop - first, 1])
+            row += stop - start
+    return Segments(np.array(found, dtype=np.int64).reshape(-1, 5), window)
+
+
+def _runs(chunks: Sequence[int], size: int) -> Iterator[tuple[int, int]]:
+    """Yields begin and end of runs of neighbouring chunks, in tokens."""
+    begin = last = chunks[0]
+    for chunk in [*chunks[1:], -2]:
+        if chunk != last + 1:
+            yield begin * size, (last + 1) * size
+            begin = chunk
+        last = chunk

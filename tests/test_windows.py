@@ -1,0 +1,214 @@
+"""Sliding windows: tables without a tile or move outside them, kernels, and models against plain transformers."""
+
+import copy
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from worlds import spawn
+
+from lightseq import hf
+from lightseq.kernels import Saved, backward_tile, forward_tile
+from lightseq.kernels.reference import ReferenceKernel
+from lightseq.kernels.torch_native import CpuKernel
+from lightseq.schedule.algorithms import make_schedule
+from lightseq.schedule.cost import AttentionShape, move_bytes
+from lightseq.schedule.documents import pad_boundaries, padded_length
+from lightseq.schedule.layout import Layout
+from lightseq.schedule.proof import InvalidSchedule, validate
+from lightseq.schedule.segments import Segments
+from lightseq.schedule.table import Schedule
+from lightseq.schedule.windows import cut_layout, windowed_schedule
+
+LENGTH, WINDOW = 50, 9
+SIZES: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.15,  # sharp attention, so that a lost key shows
+    "sliding_window": WINDOW,
+}
+MODELS: Mapping[str, tuple[type[PreTrainedModel], type, dict[str, Any]]] = {
+    "mistral": (MistralForCausalLM, MistralConfig, {}),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"use_sliding_window": True, "max_window_layers": 2, "head_dim": 16}),
+    "gemma3": (
+        Gemma3ForCausalLM,
+        Gemma3TextConfig,
+        {"head_dim": 16, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2}
+        | {"num_hidden_layers": 6, "query_pre_attn_scalar": 16},
+    ),
+    "gpt-oss": (
+        GptOssForCausalLM,
+        GptOssConfig,
+        {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}
+        | {"layer_types": ["sliding_attention", "full_attention"] * 2, "experts_implementation": "eager"},
+    ),
+}
+
+
+# ---- tables ---------------------------------------------------------------------------------------------------------
+
+
+def schedules(worlds: tuple[int, ...] = (1, 2, 3, 4, 8)) -> list[Schedule]:
+    found = []
+    for name, ulysses in (("prefix", None), ("prefix", 2), ("ulysses", None), ("usp", 2)):
+        for world in worlds:
+            for groups in (1, 2):
+                if ulysses and (world % ulysses or world == ulysses):
+                    continue
+                found.append(make_schedule(name, world, groups, ulysses))
+    return found
+
+
+def visible_pairs(length: int, window: int) -> int:
+    return sum(min(i + 1, window) for i in range(length))
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, 24, 40, 200])
+@pytest.mark.parametrize("length", [48, 96, 97])
+def test_every_visible_pair_is_computed_once(length: int, window: int) -> None:
+    for schedule in schedules():
+        whole = schedule.layout.padded_length(length)
+        table = windowed_schedule(schedule, (0, whole), window)
+        validate(table)
+        area = sum(tile.mask.area for step in table.forward for tiles in step.tiles for tile in tiles)  # type: ignore
+        assert area == visible_pairs(whole, window) * schedule.head_groups
+        documents = pad_boundaries((0, 7, 30, 41), padded_length(schedule, length))
+        validate(windowed_schedule(schedule, documents, window))
+
+
+def test_the_proof_refuses_another_window() -> None:
+    table = windowed_schedule(make_schedule("prefix", 2), (0, 48), 5)
+    for window in (4, 6, None):
+        object.__setattr__(table, "window", window)
+        with pytest.raises(InvalidSchedule, match="query"):
+            validate(table)
+
+
+def test_a_rank_keeps_its_tokens_in_order_when_chunks_are_cut() -> None:
+    for layout in (Layout("zigzag", 4, 2), Layout("contiguous", 3)):
+        cut = cut_layout(layout, 4)
+        for rank in range(layout.world):
+            assert torch.equal(cut.positions(rank, 96), layout.positions(rank, 96))
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_only_the_window_moves(world: int) -> None:
+    """Every run of a rank's tokens needs the window's keys before it, unless they are the rank's own."""
+    window, shape = 4096, AttentionShape(131072, 32, 8, 128)
+    table = windowed_schedule(make_schedule("prefix", world), (0, shape.length), window)
+    moves = [move for step in table.forward for move in step.moves]
+    runs = 2 * world - 2  # the first has no key before it, and the middle one has its rank's own
+    needed = runs * window * 2 * shape.kv_heads * shape.head_dim * shape.element_bytes
+    assert sum(move_bytes(table, shape, move, False) for move in moves) == needed
+
+
+def test_ring_schedules_are_refused() -> None:
+    for name in ("ring", "striped", "zigzag", "balanced"):
+        with pytest.raises(ValueError, match=f"schedule {name} does not support sliding windows; use prefix"):
+            windowed_schedule(make_schedule(name, 2), (0, 48), 5)
+
+
+# ---- kernels --------------------------------------------------------------------------------------------------------
+
+
+def masked(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+    """Attention of the last rows over all keys, by nothing but torch."""
+    queries, keys = q.shape[1], k.shape[1]
+    visible = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries).triu(keys - queries - window + 1)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, visible, enable_gqa=True).transpose(1, 2)
+
+
+@pytest.mark.parametrize("kernel", [ReferenceKernel(), CpuKernel()], ids=["reference", "cpu"])
+@pytest.mark.parametrize("sizes", [(150, 150), (70, 150), (1, 150), (150, 158)])
+@pytest.mark.parametrize("window", [1, 9, 100, 400])
+def test_a_tile_equals_masked_attention(kernel: Any, sizes: tuple[int, int], window: int) -> None:
+    torch.manual_seed(0)
+    queries, keys = sizes
+    q, k, v = (torch.randn(1, n, h, 8, dtype=torch.float64) for n, h in ((queries, 4), (keys, 2), (keys, 2)))
+    tensors = [x.requires_grad_() for x in (q, k, v)]
+    want = masked(q, k, v, window)
+    dout = torch.randn_like(want)
+    wanted = torch.autograd.grad(want, tensors, dout)
+    segments = Segments(torch.tensor([[0, queries, 0, keys, 1]]).numpy(), window)
+    with torch.no_grad():
+        out, lse = forward_tile(kernel, q, k, v, segments, 8**-0.5)
+        got = backward_tile(kernel, dout, Saved(q, k, v, out, lse), segments, 8**-0.5)
+    torch.testing.assert_close(out, want.detach())
+    for x, y in zip(got, wanted, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+# ---- models ---------------------------------------------------------------------------------------------------------
+
+
+def model_of(name: str) -> PreTrainedModel:
+    kind, config, changes = MODELS[name]
+    torch.manual_seed(1)
+    return kind(config(**SIZES | changes)).eval()
+
+
+def train(rank: int, name: str, schedule: str, packed: bool) -> None:
+    want = model_of(name)
+    model = copy.deepcopy(want)
+    context = hf.enable(model, schedule=schedule, length=LENGTH)
+    ids = torch.randint(SIZES["vocab_size"], (1 if packed else 2, LENGTH), generator=torch.Generator().manual_seed(0))
+    cu_seqlens = [0, 4, 31, LENGTH] if packed else None
+    if cu_seqlens is None:
+        expected = want(input_ids=ids, labels=ids, num_items_in_batch=torch.tensor(50)).loss
+    else:
+        documents = [ids[:, a:b] for a, b in pairwise(cu_seqlens)]
+        expected = sum(want(input_ids=x, labels=x, num_items_in_batch=torch.tensor(50)).loss for x in documents)
+    expected.backward()
+    batch = hf.shard_batch(context, ids, ids, cu_seqlens=cu_seqlens) | {"num_items_in_batch": torch.tensor(50)}
+    loss = model(**batch).loss
+    loss.backward()
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    assert abs(total - expected) < 1e-5 * abs(expected), (total, expected)
+    for (parameter, p), q in zip(model.named_parameters(), want.parameters(), strict=True):
+        dist.all_reduce(p.grad)
+        off = ((p.grad - q.grad).norm() / q.grad.norm()).item()
+        assert off < 2e-5, (parameter, off)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
+@pytest.mark.parametrize(
+    "world", [1, 2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_and_gradients_equal_transformers(name: str, world: int, packed: bool) -> None:
+    names = ["auto", *(["ulysses"] if world in (2, 4) else []), *(["usp"] if world == 4 else [])]
+    for schedule in names:
+        spawn(world, train, name, schedule, packed)
+
+
+def refuse(rank: int) -> str:
+    with pytest.raises(ValueError) as caught:
+        hf.enable(model_of("mistral"), schedule="zigzag", length=LENGTH)
+    return str(caught.value)
+
+
+def test_a_schedule_without_windows_is_refused_on_every_rank() -> None:
+    for line in spawn(2, refuse):
+        assert line == "schedule zigzag does not support sliding windows; use prefix, ulysses, usp"
