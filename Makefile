@@ -9,6 +9,7 @@ NPROC  ?=
 TRAINED := outputs/tiny-llama3
 OUTPUT ?= $(TRAINED)
 ARGS   ?=
+TRL_CHECKOUT ?=
 
 ifeq ($(PYTHON),)
 RUN   := .venv/bin/python
@@ -26,7 +27,7 @@ TOOLS = $$($(RUN) -c 'import sysconfig; print(sysconfig.get_path("scripts"))')
 OLDEST := 'torch==2.11.0' 'transformers==5.10.*'
 NEWEST := 'torch==2.13.0' 'transformers<6'
 
-.PHONY: help train test test-all test-compat test-gpu check clean
+.PHONY: help train test test-all test-compat test-trl test-gpu check clean
 
 help:
 	@echo "make train      install, make data, train tiny-llama3 on every GPU here (or 2 CPU processes), draw the curves"
@@ -34,6 +35,7 @@ help:
 	@echo "make test       install what tests need, run the quick tests on the CPU (6 to 7 minutes on 2 cores); ARGS='-k name' goes to pytest"
 	@echo "make test-all   all tests that need no GPU"
 	@echo "make test-compat a few, with the oldest and the newest torch and transformers; installs both"
+	@echo "make test-trl   TRL's own tests with our trainers on 2 CPU processes (10 minutes); TRL_CHECKOUT=PATH is its repository"
 	@echo "make test-gpu   the tests that need GPUs"
 	@echo "make check      ruff, mypy, shellcheck"
 	@echo "make clean      remove caches and $(TRAINED); keeps .venv and data/"
@@ -100,6 +102,10 @@ python3 -m venv .venv/compat-$(1) && .venv/compat-$(1)/bin/python -m pip install
 .venv/compat-$(1)/bin/python -c 'from importlib.metadata import version as v; print("torch", v("torch"), "transformers", v("transformers"))' && \
 .venv/compat-$(1)/bin/python -m pytest -q -m "compat and not slow" $(ARGS)
 endef
+
+test-trl: $(TESTS)
+	@test -n "$(TRL_CHECKOUT)" || { echo "name a checkout of TRL's repository with TRL_CHECKOUT=PATH" >&2; exit 2; }
+	@$(RUN) tests/trl_own_tests.py --trl "$(TRL_CHECKOUT)" $(ARGS)
 
 test-gpu: $(TESTS)
 	@$(RUN) -m pytest -q -m gpu $(ARGS)

@@ -12,11 +12,11 @@ from worlds import spawn
 pytest.importorskip("trl")
 
 from datasets import Dataset
-from peft import LoraConfig
+from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import PreTrainedTokenizerFast, Trainer
+from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM, Trainer
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from lightseq.integrations import SequenceParallelDPOTrainer, SequenceParallelSFTTrainer
@@ -120,3 +120,28 @@ def test_dpo_equals_one_process(case: str, world: int, tmp_path: Path) -> None:
         wanted = spawn(world // size, dpo, DPOTrainer, changes[0], world // size)[0]
         for got in spawn(world, sequence_parallel, dpo, SequenceParallelDPOTrainer, changes[1], size, world):
             assert_equal(got, wanted)
+
+
+def refusal(rank: int, model: Any, adapters: Any) -> str:
+    rows = Dataset.from_list([{"input_ids": ids} for ids in documents()])
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = SFTConfig(**common(folder, max_length=64, eval_strategy="no"))
+        with pytest.raises(ValueError) as caught:
+            SequenceParallelSFTTrainer(
+                model, arguments, train_dataset=rows, processing_class=tokenizer(), peft_config=adapters
+            )
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [PrefixTuningConfig, PromptTuningConfig])
+def test_adapters_that_add_tokens_are_refused(kind: Any) -> None:
+    for line in spawn(2, refusal, fresh_model(), kind(task_type="CAUSAL_LM", num_virtual_tokens=4)):
+        assert "adapters add tokens to each sequence" in line and "use LoRA" in line
+
+
+def test_auxiliary_loss_of_routers_is_refused() -> None:
+    sizes_of_experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    config = Qwen3MoeConfig(**sizes_of_experts, **{name: getattr(CONFIG, name) for name in names})
+    for line in spawn(2, refusal, Qwen3MoeForCausalLM(config), None):
+        assert "set router_aux_loss_coef=0.0" in line

@@ -81,7 +81,9 @@ def enable(model: nn.Module, mesh: DeviceMesh, accelerator: Accelerator, **optio
 
     A second call for the same model returns the first result.
     """
-    inner = transformers_model(accelerator.unwrap_model(model))
+    unwrapped = accelerator.unwrap_model(model)
+    _check_adapters(unwrapped)
+    inner = transformers_model(unwrapped)
     if isinstance(found := vars(inner).get("whole_batches"), WholeBatches):
         return found
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}  # of autocast; fp8 has no other attention than bf16
@@ -99,6 +101,16 @@ def disable(model: nn.Module) -> None:
     if isinstance(found := vars(inner).pop("whole_batches", None), WholeBatches):
         found.remove()
     hf.disable(inner)
+
+
+def _check_adapters(model: nn.Module) -> None:
+    """Raises ValueError for adapters of peft that add tokens to each sequence."""
+    config: Any = getattr(model, "active_peft_config", None)
+    if getattr(config, "is_prompt_learning", False):
+        raise ValueError(
+            f"{config.peft_type.value} adapters add tokens to each sequence, which excludes "
+            "sequence_parallel_size > 1; use LoRA"
+        )
 
 
 def _reduce_in_float32(accelerator: Accelerator) -> None:

@@ -68,6 +68,11 @@ class SequenceParallel:
             if isinstance(model, nn.Module):
                 whole = enable(model, self._sequence_mesh, self.accelerator, **options)
                 whole.pad_to = length if packs and self._compiles() else None
+        if getattr(self, "aux_loss_enabled", False):  # of TRL's trainers
+            raise ValueError(
+                "the router's auxiliary loss would see only one rank's tokens, which excludes "
+                "sequence_parallel_size > 1; set router_aux_loss_coef=0.0"
+            )
 
     def _compiles(self) -> bool:
         if self._compile_layers is not None:
