@@ -111,6 +111,8 @@ class SequenceParallel:
         with_remat = self._sequence_mesh is not None and self.args.gradient_checkpointing
         if isinstance(whole := getattr(transformers_model(self.model), "whole_batches", None), WholeBatches):
             whole.change_layers(with_remat, self._compiles())
+            if self.accelerator.device.type == "cuda":  # ranks hold different tokens, so dropout must differ
+                torch.cuda.manual_seed(self.args.seed + self.args.process_index)
         if with_remat:
             _set_checkpointing(self.args, False)  # Trainer's own would compute attention a second time
         try:
