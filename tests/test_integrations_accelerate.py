@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, ParallelismConfig
 from torch import Tensor
 from torch.utils.data import DataLoader
-from trainer_numbers import Numbers, collate, documents, fresh_model, sizes, use_fsdp2
+from trainer_numbers import Numbers, collate, documents, fresh_model, quick_first, sizes, use_fsdp2
 from transformers import LlamaForCausalLM
 from worlds import spawn
 
@@ -169,7 +169,7 @@ def run(rank: int, size: int, case: Mapping[str, Any]) -> Numbers:
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", quick_first(CASES, ["accumulated"]))
 def test_the_loop_equals_plain_torch(case: str, world: int) -> None:
     for size in sizes(world):
         ranks = spawn(world, run, size, CASES[case])

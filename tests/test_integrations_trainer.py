@@ -22,6 +22,7 @@ from trainer_numbers import (
     documents,
     fresh_model,
     numbers,
+    quick_first,
     shared_folder,
     sizes,
     use_fsdp2,
@@ -135,7 +136,7 @@ def train_sequence_parallel(rank: int, case: Mapping[str, Any], size: int, world
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("case", TRAINER_CASES)
+@pytest.mark.parametrize("case", quick_first(TRAINER_CASES, ["accumulated", "FSDP2"]))
 def test_trainer_equals_one_process(case: str, world: int) -> None:
     for size in sizes(world):
         data_ranks = world // size
@@ -154,6 +155,7 @@ def plain_after(rank: int, sequence_parallel: bool) -> Numbers:
         return numbers(Trainer(fresh_model(), arguments, **datasets))
 
 
+@pytest.mark.slow
 def test_plain_trainer_after_ours_gets_batches_of_its_own() -> None:
     wanted = spawn(2, plain_after, False)[0]
     for got in spawn(2, plain_after, True):
@@ -206,8 +208,8 @@ def resume(rank: int, kind: type[Trainer], adapters: bool) -> tuple[Numbers, Num
 @pytest.mark.parametrize(
     ("kind", "adapters"),
     [
-        (SequenceParallelTrainer, False),
         (FullyShardedTrainer, False),
+        pytest.param(SequenceParallelTrainer, False, marks=pytest.mark.slow),
         pytest.param(SequenceParallelTrainer, True, marks=pytest.mark.slow),
     ],
 )

@@ -83,8 +83,8 @@ def visible_pairs(length: int, window: int) -> int:
     return sum(min(i + 1, window) for i in range(length))
 
 
-@pytest.mark.parametrize("window", [1, 2, 5, 24, 40, 200])
-@pytest.mark.parametrize("length", [48, 96, 97])
+@pytest.mark.parametrize("window", [1, 5, 40])
+@pytest.mark.parametrize("length", [48, 97])
 def test_every_visible_pair_is_computed_once(length: int, window: int) -> None:
     for schedule in schedules():
         whole = schedule.layout.padded_length(length)
@@ -140,7 +140,7 @@ def masked(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
 
 
 @pytest.mark.parametrize("kernel", [ReferenceKernel(), CpuKernel()], ids=["reference", "cpu"])
-@pytest.mark.parametrize("sizes", [(150, 150), (70, 150), (1, 150), (150, 158)])
+@pytest.mark.parametrize("sizes", [(150, 150), (70, 150), (1, 150)])
 @pytest.mark.parametrize("window", [1, 9, 100, 400])
 def test_a_tile_equals_masked_attention(kernel: Any, sizes: tuple[int, int], window: int) -> None:
     torch.manual_seed(0)
@@ -193,9 +193,7 @@ def train(rank: int, name: str, schedule: str, packed: bool) -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
-@pytest.mark.parametrize(
-    "world", [1, 2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("world", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3, 4))])
 @pytest.mark.parametrize("name", MODELS)
 def test_loss_and_gradients_equal_transformers(name: str, world: int, packed: bool) -> None:
     names = ["auto", *(["ulysses"] if world in (2, 4) else []), *(["usp"] if world == 4 else [])]
