@@ -51,7 +51,7 @@ def expected() -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_the_loop_equals_plain_transformers_on_every_rank(world: int, expected: list[float]) -> None:
     for losses in spawn(world, example, world):
         assert losses == pytest.approx(expected, abs=1e-5)

@@ -169,7 +169,7 @@ def all_losses(rank: int) -> None:
         preferences(model, want, hf.enable(model, schedule=schedule), None, f"{schedule}, adapters")
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
 def test_losses_of_log_probs_equal_one_process(world: int) -> None:
     spawn(world, all_losses)
 
@@ -202,7 +202,7 @@ def sharded(rank: int) -> None:
         preferences(model, want, context, None, "FSDP, adapters")
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_losses_of_log_probs_equal_one_process_under_fsdp(world: int) -> None:
     spawn(world, sharded)
 
