@@ -265,13 +265,20 @@ def gather_tokens(
     the contract of `sequence_sums`: the same whole loss on every rank, not summed over ranks. `gradient_factor` is that
     of `sum_over_ranks`.
     """
+    whole = gather_padded_tokens(context, values, batch, gradient_factor)
+    return whole[:, : int(batch[BATCH_FACTS][1])]  # on GPUs the host waits for the length
+
+
+def gather_padded_tokens(
+    context: SequenceContext, values: Tensor, batch: Mapping[str, Any], gradient_factor: float = 1.0
+) -> Tensor:
+    """Returns what `gather_tokens` does, with the padding at the end, and without waiting for the device."""
     documents = batch.get("documents")
     layout = context.layout if documents is None else documents.layout
     padded = values.shape[1] * layout.world
     positions = layout.positions(context.rank, padded).to(values.device)
     whole = values.new_zeros(len(values), padded, *values.shape[2:]).index_copy(1, positions, values)
-    length = int(batch[BATCH_FACTS][1])
-    return sum_over_ranks(context, whole, gradient_factor)[:, :length]
+    return sum_over_ranks(context, whole, gradient_factor)
 
 
 def sum_over_ranks(context: SequenceContext, x: Tensor, gradient_factor: float = 1.0) -> Tensor:
@@ -335,7 +342,7 @@ def _log_probs_for_logits(model: PreTrainedModel, labels: Tensor, temperature: f
         cast = _is_rounded(logits)  # by FSDP at the head, of which the caller is told
         if not cast and (not found or logits is not found[-1][0] or tensor_version(logits) != found[-1][1]):
             raise ValueError(
-                f"{name} scales or caps its logits, which the chunked loss does not support; use another model"
+                f"{name} scales or caps its logits, which log-probabilities do not support; use another model"
             )
 
     before = vars(head).get("forward")

@@ -38,12 +38,12 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """Computes causal attention of the local queries over the whole sequence, which is split over the group's ranks.
 
-    Every rank of the group passes its part in the context's layout. Returns out (B, S, H, D) in q's dtype and the log-
-    sum-exp of the scaled scores (B, H, S), at least float32 and without a gradient. `scale` defaults to D ** -0.5. With
-    `documents` the parts are in their layout, and no query sees a key of another document. With `window` it sees only
-    that many keys, its own and those before. `sinks` (H,) are logits that every softmax of a head has besides its keys,
-    without a value (gpt-oss, StreamingLLM, arXiv 2309.17453); the log-sum-exp includes them. Raises ValueError for
-    shapes that do not fit together, and for a schedule that does not support windows.
+    Every rank of the group passes its part in the context's layout. Returns out (B, S, H, D) in q's dtype and the
+    log-sum-exp of the scaled scores (B, H, S), at least float32 and without a gradient. `scale` defaults to D ** -0.5.
+    With `documents` the parts are in their layout, and no query sees a key of another document. With `window` it sees
+    only that many keys, its own and those before. `sinks` (H,) are logits that every softmax of a head has besides its
+    keys, without a value (gpt-oss, StreamingLLM, arXiv 2309.17453); the log-sum-exp includes them. Raises ValueError
+    for shapes that do not fit together, and for a schedule that does not support windows.
     """
     _check_shapes(q_BSHD, k_BSKD, v_BSKD, context, documents)
     scale = q_BSHD.shape[-1] ** -0.5 if scale is None else scale

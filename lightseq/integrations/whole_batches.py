@@ -185,7 +185,7 @@ class WholeBatches:
         return output
 
     def _in_order(self, values: Tensor, this: _Pass) -> Tensor:
-        whole = hf.gather_tokens(self.context, values, this.batch, gradient_factor=self._ranks)
+        whole = hf.gather_padded_tokens(self.context, values, this.batch, gradient_factor=self._ranks)
         return whole[:, : this.length]
 
     def _loss(self, share: Tensor, this: _Pass) -> Tensor:

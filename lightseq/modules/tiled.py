@@ -150,6 +150,14 @@ class _Tiled:
         size -= size % MULTIPLE if size > MULTIPLE else 0  # FP8 products need it
         return mlp.tiles(x.shape[1], size)
 
+    @property
+    def window(self) -> int | None:
+        """Keys that a query of this layer sees; None: all before it."""
+        module = self.layer.self_attn
+        of_model: int | None = getattr(module.config, "sliding_window", None)  # Mistral's layers all have it
+        window: int | None = getattr(module, "sliding_window", of_model)
+        return window
+
     def groups(self, x: Tensor) -> Iterator[HeadGroup | None]:
         return head_groups(self.layer.self_attn, x.dtype)
 
@@ -174,9 +182,8 @@ class _Tiled:
     def attention(self, x: Tensor) -> list[Pair]:
         """Returns out and its log-sum-exp of every group."""
         module = self.layer.self_attn
-        window = getattr(module, "sliding_window", None)
         return [
-            attend(module, *self.projected(group, x), module.scaling, sliding_window=window, **self.others)
+            attend(module, *self.projected(group, x), module.scaling, sliding_window=self.window, **self.others)
             for group in self.groups(x)
         ]
 
@@ -189,7 +196,7 @@ class _Tiled:
         for rows in self.tiles(x):
             dout[:, rows] = out_gradient(self.layer, group, dresidual[:, rows], out[:, rows])
         saved = Saved(*self.projected(group, x), out, lse)
-        return attention_backward(dout, saved, context_of(module), module.scaling, documents)
+        return attention_backward(dout, saved, context_of(module), module.scaling, documents, self.window)
 
 
 def heads_of_tile(groups: Sequence[Tensor], rows: slice) -> Tensor:
