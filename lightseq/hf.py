@@ -42,7 +42,6 @@ from lightseq.data.input_checks import (
     batch_facts,
     install_checks,
     remove_checks,
-    tensor_version,
     transformers_model,
 )
 from lightseq.data.shard_batch import (
@@ -60,10 +59,12 @@ from lightseq.models.architecture import (
     attention_modules,
     check_attention,
     heads_of,
+    known_logit_scale,
     rope_types,
     sliding_window,
 )
 from lightseq.modules import loss
+from lightseq.modules.replaced_head import ReplacedHead
 from lightseq.schedule.cost import AttentionShape
 from lightseq.utils.versions import UntestedVersionWarning, untested_versions
 
@@ -221,7 +222,7 @@ def token_log_probs(
     losses and gradients are summed over ranks. For any other loss see `sequence_sums`.
 
     Raises ValueError for a model that is not enabled with this context, and for one whose logits are not the product
-    with a linear head without bias.
+    with a linear head without bias, or a multiple of it.
     """
     inner, labels = transformers_model(model), _shifted_labels(batch)
     if vars(inner).get("sequence_context") is not context:
@@ -320,11 +321,11 @@ def _shifted_labels(batch: Mapping[str, Any]) -> Tensor:
 
 @contextmanager
 def _log_probs_for_logits(model: PreTrainedModel, labels: Tensor, temperature: float) -> Iterator[None]:
-    """Lets the model's head return the labels' log-probabilities. Raises ValueError if the model changes its logits.
+    """Lets the model return the labels' log-probabilities as its logits. Raises ValueError if it changes its logits.
 
-    Only the head's `forward` is replaced, so that FSDP's hooks still run around it.
+    A known factor of the logits is no change.
     """
-    name, head, found = type(model).__name__, model.get_output_embeddings(), list[tuple[Tensor, int]]()
+    name, head = type(model).__name__, model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         raise ValueError(f"{name} has no plain linear as LM head, which log-probabilities need; leave it unadapted")
     if head.bias is not None:
@@ -332,29 +333,30 @@ def _log_probs_for_logits(model: PreTrainedModel, labels: Tensor, temperature: f
             f"{name} has a bias in its LM head, which the chunked loss does not support; use another model"
         )
 
-    def log_probs(hidden: Tensor) -> Tensor:
-        returned = loss.token_log_probs(hidden, head.weight, labels, temperature=temperature)
-        found.append((returned, tensor_version(returned)))
-        return returned
+    scale = known_logit_scale(model.config)
+    factor = temperature if scale is None else temperature / scale
 
-    def check(_model: nn.Module, _args: tuple, output: Any) -> None:
-        logits = output[0] if isinstance(output, tuple) else output.logits
-        cast = _is_rounded(logits)  # by FSDP at the head, of which the caller is told
-        if not cast and (not found or logits is not found[-1][0] or tensor_version(logits) != found[-1][1]):
+    def log_probs(hidden: Tensor, weight: Tensor) -> Tensor:
+        return loss.token_log_probs(hidden, weight, labels, temperature=factor)
+
+    def return_result(_model: nn.Module, _args: tuple, output: Any) -> Any:
+        result = replaced.result()
+        if scale is None and (output[0] if isinstance(output, tuple) else output.logits) is not result:
             raise ValueError(
-                f"{name} scales or caps its logits, which log-probabilities do not support; use another model"
+                f"{name} changes its logits in a way that log-probabilities do not support; use another model"
             )
+        if isinstance(output, tuple):
+            return (result, *output[1:])
+        output.logits = result
+        return output
 
-    before = vars(head).get("forward")
-    hook = model.register_forward_hook(check, prepend=True)  # before FSDP's, which may cast the output
-    head.forward = log_probs  # type: ignore[method-assign]
+    replaced = ReplacedHead(head, log_probs)
+    hook = model.register_forward_hook(return_result, prepend=True)  # before FSDP's, which may cast the output
     try:
         yield
     finally:
         hook.remove()
-        del head.forward
-        if before is not None:
-            head.forward = before  # type: ignore[method-assign]
+        replaced.restore()
 
 
 def _with_options(config: AttentionConfig, options: Mapping[str, Any]) -> AttentionConfig:

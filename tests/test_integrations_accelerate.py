@@ -11,8 +11,15 @@ from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, ParallelismConfig
 from torch import Tensor
 from torch.utils.data import DataLoader
-from trainer_numbers import Numbers, collate, documents, fresh_model, quick_first, sizes, use_fsdp2
-from transformers import LlamaForCausalLM
+from trainer_numbers import CONFIG, Numbers, collate, documents, fresh_model, quick_first, sizes, use_fsdp2
+from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 from worlds import spawn
 
 from lightseq.integrations.accelerate import disable, prepare
@@ -54,6 +61,33 @@ def evaluate(model: torch.nn.Module, batches: Iterable[Batch], gather: Callable[
     rows = [gather(losses_of_rows(model(input_ids=batch["input_ids"]).logits, batch)) for batch in batches]
     model.train()
     return torch.cat(rows).tolist()
+
+
+SCALED_LOGITS: Mapping[str, Callable[..., PreTrainedModel]] = {
+    "granite": lambda sizes: GraniteForCausalLM(GraniteConfig(**sizes, logits_scaling=8.0)),
+    "cohere": lambda sizes: CohereForCausalLM(CohereConfig(**sizes, logit_scale=0.3, eos_token_id=2)),
+}
+
+
+def loss_and_gradients(rank: int, name: str, enabled: bool) -> tuple[float, dict[str, np.ndarray]]:
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    torch.manual_seed(0)
+    model = SCALED_LOGITS[name]({n: getattr(CONFIG, n) for n in names} | {"pad_token_id": 0})
+    called = prepare(Accelerator(cpu=True), model) if enabled else model
+    ids = torch.tensor([documents()[0], documents()[0][::-1]])
+    loss = called(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return loss.item(), {n: p.grad.numpy() for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("name", SCALED_LOGITS)
+def test_models_that_scale_their_logits(name: str) -> None:
+    wanted, gradients = spawn(1, loss_and_gradients, name, False)[0]
+    for loss, ours in spawn(2, loss_and_gradients, name, True):
+        assert loss == pytest.approx(wanted, rel=1e-6)
+        for parameter, gradient in gradients.items():
+            distance = np.linalg.norm(ours[parameter] - gradient)
+            assert distance <= 1e-5 * np.linalg.norm(gradient), parameter
 
 
 def generate(model: LlamaForCausalLM) -> list[int]:

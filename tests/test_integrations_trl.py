@@ -1,5 +1,6 @@
 """TRL's trainers whose sequences are split over ranks give the numbers of the unmodified trainer on one process."""
 
+import math
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,7 +31,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM, Trainer
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
-from lightseq.integrations import SequenceParallelDPOTrainer, SequenceParallelSFTTrainer
+from lightseq.integrations import SequenceParallelDPOTrainer, SequenceParallelSFTTrainer, whole_batches
 
 WORLDS = [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
 SFT_CASES: Mapping[str, dict[str, Any]] = {
@@ -131,6 +132,38 @@ def test_dpo_equals_one_process(case: str, world: int, tmp_path: Path) -> None:
         wanted = spawn(world // size, dpo, DPOTrainer, changes[0], world // size)[0]
         for got in spawn(world, sequence_parallel, dpo, SequenceParallelDPOTrainer, changes[1], size, world):
             assert_equal(got, wanted)
+
+
+class DoublesTheFirstToken(SequenceParallelSFTTrainer):
+    """Trainer with a loss of its own, which weighs tokens differently."""
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        log_probs = model(**inputs, fused_lm_head=True).log_probs
+        return -(log_probs.sum() + log_probs[0, 0])
+
+
+def heads_of_steps(rank: int) -> tuple[list[bool], float]:
+    """Trains two trainers for a step each. Returns whether the forward pass computed gradients, and a gradient norm."""
+    flags, plain = list[bool](), whole_batches.token_metrics
+
+    def spied(*arguments: Any) -> Any:
+        flags.append(arguments[-1])
+        return plain(*arguments)
+
+    whole_batches.token_metrics = spied  # type: ignore[assignment]
+    rows = Dataset.from_list([{"input_ids": ids} for ids in documents()])
+    for kind in (SequenceParallelSFTTrainer, DoublesTheFirstToken):
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = SFTConfig(**common(folder, max_length=64, max_steps=1, eval_strategy="no"))
+            trainer = kind(fresh_model(), arguments, train_dataset=rows, processing_class=tokenizer())
+            trainer.train()
+    return flags, trainer.state.log_history[0]["grad_norm"]
+
+
+@pytest.mark.slow
+def test_only_the_usual_loss_has_its_gradients_in_the_forward_pass() -> None:
+    for flags, norm in spawn(2, heads_of_steps):
+        assert flags == [True, False] and math.isfinite(norm)
 
 
 def refusal(rank: int, model: Any, adapters: Any) -> str:

@@ -14,7 +14,16 @@ from schedules import fitting
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import GraniteConfig, GraniteForCausalLM, LlamaConfig, LlamaForCausalLM, PhiConfig, PhiForCausalLM
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
+)
 from worlds import spawn
 
 from lightseq import hf
@@ -274,6 +283,20 @@ def test_checkpointed_and_compiled_models_have_log_probs(alone: None, checkpoint
         check(model, want, ours.square().mean(), theirs.square().mean(), f"checkpoints: {checkpoints}")
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logits_may_be_a_multiple_of_the_product(alone: None, temperature: float) -> None:
+    models = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        models.append(GraniteForCausalLM(GraniteConfig(**SIZES, logits_scaling=8.0)).eval())
+    model, want = models
+    context = hf.enable(model)
+    batch = hf.shard_batch(context, IDS, LABELS, MASK)
+    ours = hf.token_log_probs(context, model, batch, temperature)
+    theirs = plain_log_probs(want, IDS, LABELS, MASK, temperature)
+    check(model, want, ours.square().mean(), theirs.square().mean(), "Granite")
+
+
 class ScalesInPlace(LlamaForCausalLM):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = super().forward(*args, **kwargs)
@@ -293,8 +316,8 @@ def refusal(model: Any, line: str, **options: Any) -> None:
 def test_models_whose_logits_are_not_a_plain_product_are_refused(alone: None) -> None:
     small = {name: x for name, x in SIZES.items() if name != "num_key_value_heads"}
     refusal(PhiForCausalLM(PhiConfig(**small)), "has a bias in its LM head")
-    refusal(GraniteForCausalLM(GraniteConfig(**SIZES, logits_scaling=8.0)), "scales or caps its logits")
-    refusal(ScalesInPlace(LlamaConfig(**SIZES)), "scales or caps its logits")
+    refusal(Gemma2ForCausalLM(Gemma2Config(**SIZES, attn_logit_softcapping=None)), "changes its logits in a way")
+    refusal(ScalesInPlace(LlamaConfig(**SIZES)), "changes the output of its LM head in place")
     adapted = peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["lm_head"]))
     refusal(adapted, "has no plain linear as LM head, .*; leave it unadapted")
     refusal(llama(), "temperature is 0; give a number above 0", temperature=0)

@@ -15,6 +15,7 @@ from lightseq.modules.loss import (
     losses_and_hits,
     token_log_probs,
     token_losses,
+    token_metrics,
 )
 
 TOKENS, HIDDEN, WORDS = 50, 16, 37
@@ -265,6 +266,62 @@ def test_log_probs_without_any_label_are_zero_with_zero_gradients() -> None:
     assert hidden.grad is not None and not hidden.grad.any() and weight.grad is not None and not weight.grad.any()
 
 
+def plain_metrics(hidden: Tensor, weight: Tensor, labels: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Entropies and hits of the valid labels, 0 elsewhere."""
+    logits = F.linear(hidden, weight)
+    log_p = (logits.to(torch.promote_types(logits.dtype, torch.float32)) * scale).log_softmax(-1)
+    valid = labels != IGNORE_INDEX
+    hits = (logits.argmax(-1) == labels) & valid
+    return torch.where(valid, -(log_p.exp() * log_p).sum(-1), 0.0), hits.to(log_p.dtype)
+
+
+@pytest.mark.parametrize("chunk_tokens", CHUNKS)
+@pytest.mark.parametrize("scale", [1.0, 0.7])
+@pytest.mark.parametrize("equal", [False, True])
+def test_token_metrics_and_their_gradients_are_those_of_torch(chunk_tokens: int, scale: float, equal: bool) -> None:
+    hidden, weight, labels = inputs()
+    with torch.no_grad():
+        labels[0, :8] = F.linear(hidden, weight)[0, :8].argmax(-1)  # hits
+        weight[WORDS - 1] = weight[0]  # equals, of which only the first is a hit
+    got = token_metrics(hidden, weight, labels, scale, equal, chunk_tokens)
+    want = plain_log_probs(hidden, weight, labels, 1 / scale)
+    entropy, hits = plain_metrics(hidden, weight, labels, scale)
+    torch.testing.assert_close(got.log_probs, want, rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(got.entropy, entropy, rtol=1e-12, atol=1e-13)
+    assert torch.equal(got.hits, hits) and got.hits.sum() >= 8 and not got.hits.requires_grad
+    given = torch.full_like(want, 0.37) if equal else upstream(labels)
+    expected = torch.autograd.grad(want, (hidden, weight), given)
+    for g, w in zip(torch.autograd.grad(got.log_probs, (hidden, weight), given), expected, strict=True):
+        torch.testing.assert_close(g, w, rtol=1e-11, atol=1e-12)
+
+
+def test_equal_factors_may_differ_only_where_there_is_no_target() -> None:
+    hidden, weight, labels = inputs()
+    given = torch.full(labels.shape, 0.37, dtype=torch.float64)
+    given[labels == IGNORE_INDEX] = 5.0
+    want = torch.autograd.grad(plain_log_probs(hidden, weight, labels), (hidden, weight), given)
+    got = torch.autograd.grad(token_metrics(hidden, weight, labels, 1.0, True).log_probs, (hidden, weight), given)
+    for g, w in zip(got, want, strict=True):
+        torch.testing.assert_close(g, w)
+    given[0, int((labels[0] != IGNORE_INDEX).nonzero()[0])] = 0.36
+    for g in torch.autograd.grad(token_metrics(hidden, weight, labels, 1.0, True).log_probs, (hidden, weight), given):
+        assert g.isnan().any()
+
+
+def test_token_metrics_without_any_label_or_gradient() -> None:
+    hidden, weight, labels = inputs(torch.float32, ignored=1.1)
+    found = token_metrics(hidden, weight, labels, 1.0, True)
+    found.log_probs.sum().backward()
+    assert not any(x.any() for x in found)
+    assert hidden.grad is not None and not hidden.grad.any() and weight.grad is not None and not weight.grad.any()
+    hidden, weight, labels = inputs()
+    (alone,) = torch.autograd.grad(token_metrics(hidden, weight.detach(), labels, 1.0, True).log_probs.sum(), hidden)
+    (want,) = torch.autograd.grad(plain_log_probs(hidden, weight, labels).sum(), hidden)
+    torch.testing.assert_close(alone, want)
+    with torch.no_grad():
+        assert not token_metrics(hidden, weight, labels, 1.0, True).log_probs.requires_grad
+
+
 def check_half_precision_log_probs(
     inputs: tuple[Tensor, Tensor, Tensor], chunk_tokens: int, temperature: float
 ) -> None:
@@ -308,6 +365,28 @@ def test_on_a_gpu_log_probs_err_at_most_twice_as_much_as_plain(
     labels = torch.randint(words, (2, 300), generator=g, device="cuda")
     labels[:, ::3] = IGNORE_INDEX
     check_half_precision_log_probs((hidden, weight, labels), 256, temperature)
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("words", [500, 128256])
+def test_on_a_gpu_token_metrics_are_those_of_the_same_logits(dtype: torch.dtype, words: int) -> None:
+    g = torch.Generator("cuda").manual_seed(0)
+    hidden = torch.randn(2, 300, 256, generator=g, device="cuda").to(dtype).requires_grad_()
+    weight = (torch.randn(words, 256, generator=g, device="cuda") / 8).to(dtype).requires_grad_()
+    labels = torch.randint(words, (2, 300), generator=g, device="cuda")
+    labels[0, :50] = F.linear(hidden[0, :50], weight).argmax(-1)
+    labels[:, ::3] = IGNORE_INDEX
+    want = token_log_probs(hidden, weight, labels, 256, 1.25)
+    expected = torch.autograd.grad(want.sum(), (hidden, weight))
+    entropy, hits = plain_metrics(hidden, weight, labels, 0.8)
+    for equal in (False, True):
+        got = token_metrics(hidden, weight, labels, 0.8, equal, 256)
+        torch.testing.assert_close(got.log_probs, want)
+        torch.testing.assert_close(got.entropy, entropy, rtol=1e-4, atol=1e-4)
+        assert torch.equal(got.hits, hits) and got.hits.sum() >= 33
+        for g, w in zip(torch.autograd.grad(got.log_probs.sum(), (hidden, weight)), expected, strict=True):
+            assert (g - w).norm() <= 2e-2 * w.norm() if dtype is torch.bfloat16 else (g - w).norm() <= 1e-5 * w.norm()
 
 
 def test_the_gradient_of_log_probs_adds_up_over_many_chunks_in_float32() -> None:

@@ -13,6 +13,7 @@ from lightseq.attention.context import Documents, ForwardPass, SequenceContext
 from lightseq.comm.transport import base_transport_name
 from lightseq.data.examples import IGNORE_INDEX
 from lightseq.data.shard_batch import packed_positions
+from lightseq.modules.replaced_head import tensor_version
 
 BATCHES_BETWEEN_COMPARISONS: Final = 100
 BATCH_FACTS: Final = "batch_facts"  # key of `batch_facts` in a batch
@@ -298,11 +299,6 @@ def _sharded_loss(model: nn.Module, loss_function: Callable[..., Tensor], *args:
 @torch.compiler.disable
 def _record_loss(model: nn.Module, loss: Tensor) -> None:
     _forward_pass(model).loss = (loss, tensor_version(loss))
-
-
-def tensor_version(x: Tensor) -> int:
-    """Returns the number of in-place changes of a tensor; 0 in inference mode, which does not count them."""
-    return 0 if x.is_inference() else x._version
 
 
 @torch.compiler.disable

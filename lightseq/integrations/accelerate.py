@@ -27,7 +27,7 @@ DATA, SEQUENCE = "dp_shard", "cp"  # accelerate's names: ranks along "cp" get th
 
 def prepare(
     accelerator: Accelerator, model: nn.Module, *others: Any, sequence_parallel_size: int | None = None, **options: Any
-) -> tuple[Any, ...]:
+) -> Any:
     """Prepares a model, optimizers and loaders as `accelerator.prepare` does, and splits sequences over ranks.
 
     Ranks that share sequences, `sequence_parallel_size` neighbours (default: all), get the same batches. The model
@@ -37,7 +37,7 @@ def prepare(
     mesh = share_batches(accelerator, sequence_parallel_size)
     if mesh is not None:
         enable(model, mesh, accelerator, **options)
-    return tuple(accelerator.prepare(model, *others))
+    return accelerator.prepare(model, *others)
 
 
 def share_batches(accelerator: Accelerator, sequence_parallel_size: int | None) -> DeviceMesh | None:

@@ -4,6 +4,7 @@ class MyTrainer(SequenceParallel, Trainer): ...
 trainer = MyTrainer(model, arguments, ..., sequence_parallel_size=2)
 """
 
+import sys
 from typing import Any
 
 import torch
@@ -68,11 +69,21 @@ class SequenceParallel:
             if isinstance(model, nn.Module):
                 whole = enable(model, self._sequence_mesh, self.accelerator, **options)
                 whole.pad_to = length if packs and self._compiles() else None
+                whole.computes_token_metrics, whole.weighs_tokens_equally = self._sft_loss()
         if getattr(self, "aux_loss_enabled", False):  # of TRL's trainers
             raise ValueError(
                 "the router's auxiliary loss would see only one rank's tokens, which excludes "
                 "sequence_parallel_size > 1; set router_aux_loss_coef=0.0"
             )
+
+    def _sft_loss(self) -> tuple[bool, bool]:
+        """Returns whether this is TRL's SFTTrainer, and whether its loss is the mean of all tokens' losses."""
+        trl = sys.modules.get("trl")
+        if trl is None or not isinstance(self, trl.SFTTrainer):
+            return False, False
+        trainer: Any = self
+        own = type(trainer).compute_loss is trl.SFTTrainer.compute_loss and trainer.compute_loss_func is None
+        return True, own and trainer.label_smoother is None and self.args.loss_type == "nll"
 
     def _compiles(self) -> bool:
         if self._compile_layers is not None:

@@ -4,22 +4,24 @@ Trainers compute losses, metrics and token counts of whole batches. With these h
 passes the same batch, computes its share of the tokens, and gets the loss or per-token values of the whole batch.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.utils import ModelOutput
 
 from lightseq import hf
 from lightseq.attention.context import SequenceContext
 from lightseq.data.examples import IGNORE_INDEX
 from lightseq.data.input_checks import has_fused_loss, loss_function_of, transformers_model
 from lightseq.memory.remat import apply_remat
-from lightseq.models.architecture import inspect_architecture
-from lightseq.modules.loss import cross_entropy_sum
+from lightseq.models.architecture import known_logit_scale
+from lightseq.modules.loss import TokenMetrics, cross_entropy_sum, token_metrics
+from lightseq.modules.replaced_head import ReplacedHead
 
 PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")  # of TRL's outputs
 PER_BATCH = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids")
@@ -42,7 +44,19 @@ class _Pass:
     divisor: Tensor | None  # of the loss
     shifted_here: bool  # then per-token values have none for the last token, as in TRL
     length: int  # of the batch, before padding
-    head: tuple[Any, Any] | None = None  # whose forward computes the loss in this pass, and its own if it had one
+    head: ReplacedHead | None = None  # which computes the loss in this pass
+    metrics: TokenMetrics | None = None  # which it computed for TRL
+
+
+@dataclass
+class TokenOutput(ModelOutput):
+    """Results that TRL's SFTTrainer reads, for the whole batch: those of its own fused head."""
+
+    loss: Tensor | None = None
+    log_probs: Tensor | None = None
+    entropy: Tensor | None = None
+    is_top1: Tensor | None = None
+    label_mask: Tensor | None = None
 
 
 class WholeBatches:
@@ -58,9 +72,11 @@ class WholeBatches:
     def __init__(self, model: nn.Module, context: SequenceContext) -> None:
         self.model, self.context = transformers_model(model), context
         self.keep_logits = False
+        self.computes_token_metrics = False  # in place of TRL's fused head, for SFTTrainer
+        self.weighs_tokens_equally = False  # SFTTrainer's loss does; see modules.loss.token_metrics
         self.pad_to: int | None = None  # tokens of every packed row, so that compiled layers see one length
         self._ranks = context.layout.world
-        self._logit_scale = _logit_scale_of(self.model)
+        self._logit_scale = known_logit_scale(self.model.config)
         self._changed_layers: list[tuple[nn.Module, Any]] = []
         self._pass: _Pass | None = None
         self._hooks = [
@@ -117,21 +133,34 @@ class WholeBatches:
         divisor = counted if given is None else torch.as_tensor(given, device=batch["input_ids"].device)
         self._pass = _Pass(batch, local, divisor, shifted_here, length)
         inputs = {**kwargs, **batch}
-        if local is None or kwargs.get("fused_lm_head"):
+        if local is None:
             return (), inputs
-        if self._logit_scale is not None and self._loss_in_chunks():
-            head: Any = self.model.get_output_embeddings()
-            self._pass.head = head, vars(head).get("forward")
-            head.forward = partial(_loss_of_head, head, local, self._logit_scale)
+        if kwargs.get("fused_lm_head"):
+            if self.computes_token_metrics and self._logit_scale is not None and self._head_is_plain():
+                del inputs["fused_lm_head"]
+                self._replace_head(self._pass, self._token_log_probs)
+            return (), inputs
+        usual = loss_function_of(self.model) is ForCausalLMLoss and not has_fused_loss(self.model)
+        if usual and self._logit_scale is not None and self._head_is_plain() and not self.keep_logits:
+            self._replace_head(self._pass, self._loss_sum)
             return (), inputs
         return (), inputs | {"labels": local, "shift_labels": local, "num_items_in_batch": _at_least_one(divisor)}
 
-    def _loss_in_chunks(self) -> bool:
-        """Returns whether the loss is the usual one of a plain head, and nobody reads the logits."""
+    def _head_is_plain(self) -> bool:
         head = self.model.get_output_embeddings()
-        usual = loss_function_of(self.model) is ForCausalLMLoss
-        plain = isinstance(head, nn.Linear) and head.bias is None
-        return usual and plain and not self.keep_logits and not has_fused_loss(self.model)
+        return isinstance(head, nn.Linear) and head.bias is None
+
+    def _replace_head(self, this: _Pass, compute: Callable[[_Pass, Tensor, Tensor], Tensor]) -> None:
+        this.head = ReplacedHead(self.model.get_output_embeddings(), partial(compute, this))
+
+    def _loss_sum(self, this: _Pass, hidden: Tensor, weight: Tensor) -> Tensor:
+        assert this.labels is not None and self._logit_scale is not None
+        return cross_entropy_sum(hidden, weight, this.labels, scale=self._logit_scale)
+
+    def _token_log_probs(self, this: _Pass, hidden: Tensor, weight: Tensor) -> Tensor:
+        assert this.labels is not None and self._logit_scale is not None
+        this.metrics = token_metrics(hidden, weight, this.labels, self._logit_scale, self.weighs_tokens_equally)
+        return this.metrics.log_probs
 
     @torch.compiler.disable
     def _pass_labels_to_trl(
@@ -157,13 +186,16 @@ class WholeBatches:
         if this is None:
             return output
         if this.head is not None:
-            _restore_forward(*this.head)
+            this.head.restore()
         if output is None:
             return None
         if getattr(output, "log_probs", None) is not None:
             return self._gather_per_token(output, this)
+        if this.metrics is not None and this.head is not None:
+            return self._gather_metrics(this.head.result(), this.metrics, this)
         if this.head is not None:
-            output.loss, output.logits = self._loss(output.logits / _at_least_one(this.divisor), this), None
+            assert this.divisor is not None
+            output.loss, output.logits = self._loss(this.head.result() / this.divisor.clamp_min(1), this), None
             return output
         if this.labels is not None:
             output.loss = self._loss(output.loss, this)
@@ -184,6 +216,14 @@ class WholeBatches:
             output.loss = self._sum(output.loss)
         return output
 
+    def _gather_metrics(self, log_probs: Tensor, metrics: TokenMetrics, this: _Pass) -> TokenOutput:
+        assert this.labels is not None and this.divisor is not None
+        others = torch.stack([metrics.entropy, metrics.hits, (this.labels != IGNORE_INDEX).to(log_probs.dtype)], -1)
+        end = this.length - 1 if this.shifted_here else this.length
+        whole, others = self._in_order(log_probs, this)[:, :end], self._in_order(others, this)[:, :end]
+        entropy, hits, mask = others.unbind(-1)
+        return TokenOutput(-whole.sum() / this.divisor.clamp_min(1), whole, entropy, hits.bool(), mask.bool())
+
     def _in_order(self, values: Tensor, this: _Pass) -> Tensor:
         whole = hf.gather_padded_tokens(self.context, values, this.batch, gradient_factor=self._ranks)
         return whole[:, : this.length]
@@ -195,14 +235,6 @@ class WholeBatches:
 
     def _sum(self, share: Tensor) -> Tensor:
         return hf.sum_over_ranks(self.context, share, gradient_factor=self._ranks)
-
-
-def _logit_scale_of(model: PreTrainedModel) -> float | None:
-    """Returns the factor between the head's product and the logits, or None if the model is not known well enough."""
-    try:
-        return inspect_architecture(model.config).logit_scale
-    except ValueError:
-        return None
 
 
 def _padded(batch: dict[str, Tensor | None], length: int) -> dict[str, Tensor | None]:
@@ -230,10 +262,6 @@ def _restore_forward(module: Any, forward: Any) -> None:
         del module.forward
     else:
         module.forward = forward
-
-
-def _loss_of_head(head: nn.Linear, labels: Tensor, scale: float, hidden: Tensor) -> Tensor:
-    return cross_entropy_sum(hidden, head.weight, labels, scale=scale)
 
 
 def _at_least_one(divisor: Tensor | None) -> Tensor | None:

@@ -18,11 +18,13 @@ def cross_entropy_(
     with_gradient: bool,
     scale: float = 1.0,
     factors_N: Tensor | None = None,
+    metrics: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Computes -log p(label) of every row (N,) for logits times `scale`, float32, 0 where the label is `ignore_index`.
 
     With the gradient, logits are overwritten with (p - onehot(label)) * scale, times the row's factor if there are
-    float32 factors, and with 0 in rows without a label.
+    float32 factors, and with 0 in rows without a label. `metrics` receives the entropy of every row's distribution, and
+    1 for rows whose label is the most probable one, the first of equals; both float32 (N,), 0 without a label.
     """
     assert logits_NV.is_contiguous() and labels_N.is_contiguous()
     rows, vocabulary = logits_NV.shape
@@ -30,9 +32,12 @@ def cross_entropy_(
     block = min(BLOCK, triton.next_power_of_2(vocabulary))
     weighted = factors_N is not None
     assert not weighted or (factors_N.is_contiguous() and factors_N.dtype is torch.float32)
+    entropies, hits = metrics or (losses, losses)
+    assert all(x.is_contiguous() and x.dtype is torch.float32 for x in (entropies, hits))
     _cross_entropy[(rows,)](
-        logits_NV, labels_N, losses, factors_N if weighted else losses, ignore_index, scale, VOCABULARY=vocabulary,
-        GRADIENT=with_gradient, WEIGHTED=weighted, BLOCK=block, num_warps=max(1, min(16, block // 512)),
+        logits_NV, labels_N, losses, factors_N if weighted else losses, entropies, hits, ignore_index, scale,
+        VOCABULARY=vocabulary, GRADIENT=with_gradient, WEIGHTED=weighted, METRICS=metrics is not None, BLOCK=block,
+        num_warps=max(1, min(16, block // 512)),
     )  # fmt: skip
     return losses
 
@@ -46,8 +51,9 @@ def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 @triton.jit
 def _cross_entropy(
-    logits, labels, losses, factors, ignore_index, scale,
-    VOCABULARY: tl.constexpr, GRADIENT: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
+    logits, labels, losses, factors, entropies, hits, ignore_index, scale,
+    VOCABULARY: tl.constexpr, GRADIENT: tl.constexpr, WEIGHTED: tl.constexpr, METRICS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels + row)
@@ -55,6 +61,9 @@ def _cross_entropy(
     block = tl.arange(0, BLOCK)
     if label == ignore_index:
         tl.store(losses + row, 0.0)
+        if METRICS:
+            tl.store(entropies + row, 0.0)
+            tl.store(hits + row, 0.0)
         if GRADIENT:
             for start in range(0, VOCABULARY, BLOCK):
                 tl.store(at + start + block, tl.zeros((BLOCK,), tl.float32), mask=start + block < VOCABULARY)
@@ -63,14 +72,25 @@ def _cross_entropy(
         target = tl.load(at + label).to(tl.float32) * scale
         highest = -3.0e38  # finite, because -inf minus -inf is NaN
         total = tl.zeros((BLOCK,), tl.float32)
+        weighted = tl.zeros((BLOCK,), tl.float32)  # by its probability, the sum of the logits
+        before = -float("inf")  # the highest logit before the label's
         for start in range(0, VOCABULARY, BLOCK):
-            x = tl.load(at + start + block, mask=start + block < VOCABULARY, other=-float("inf")).to(tl.float32)
+            inside = start + block < VOCABULARY
+            x = tl.load(at + start + block, mask=inside, other=-float("inf")).to(tl.float32)
             x *= scale
             higher = tl.maximum(highest, tl.max(x, 0))
-            total = total * tl.exp(highest - higher) + tl.exp(x - higher)
+            share = tl.exp(x - higher)
+            if METRICS:
+                weighted = weighted * tl.exp(highest - higher) + share * tl.where(inside, x, 0.0)
+                before = tl.maximum(before, tl.max(tl.where(start + block < label, x, -float("inf")), 0))
+            total = total * tl.exp(highest - higher) + share
             highest = higher
-        lse = highest + tl.log(tl.sum(total, 0))
+        exponentials = tl.sum(total, 0)
+        lse = highest + tl.log(exponentials)
         tl.store(losses + row, lse - target)
+        if METRICS:
+            tl.store(entropies + row, lse - tl.sum(weighted, 0) / exponentials)
+            tl.store(hits + row, ((target >= highest) & (target > before)).to(tl.float32))
         if GRADIENT:
             factor = scale * tl.load(factors + row) if WEIGHTED else scale
             for start in range(0, VOCABULARY, BLOCK):

@@ -315,6 +315,14 @@ def _attention_replaced(model: PreTrainedModel, function: Callable[..., Any]) ->
     model.set_attn_implementation("eager")
 
 
+def known_logit_scale(config: PreTrainedConfig) -> float | None:
+    """Returns the factor between the head's product and the logits, or None if the model is not known well enough."""
+    try:
+        return inspect_architecture(config).logit_scale
+    except ValueError:
+        return None
+
+
 def _logit_scale(model: PreTrainedModel, head: nn.Linear) -> float:
     """Returns the factor between the head's product and the logits, found by running the model's own code on numbers.
 

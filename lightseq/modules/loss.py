@@ -1,6 +1,7 @@
 """Cross entropy of a language model head over chunks of tokens, so that the logits never exist whole."""
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -49,6 +50,34 @@ def token_log_probs(
     rows = hidden.reshape(-1, hidden.shape[-1])
     size = CHUNK_TOKENS if chunk_tokens is None else chunk_tokens
     return _TokenLogProbs.apply(rows, weight, labels.contiguous(), size, 1 / temperature)
+
+
+class TokenMetrics(NamedTuple):
+    """Values of every token, shaped as the labels, float32 (float64 for float64 inputs); 0 without a target."""
+
+    log_probs: Tensor  # log p(label), with gradients
+    entropy: Tensor  # of the predicted distribution, in nats
+    hits: Tensor  # 1 if the label is the most probable token, and the first of equals
+
+
+def token_metrics(
+    hidden: Tensor, weight: Tensor, labels: Tensor, scale: float = 1.0, equal_factors: bool = False,
+    chunk_tokens: int = CHUNK_TOKENS,
+) -> TokenMetrics:  # fmt: skip
+    """Returns log-probabilities with gradients, entropies and hits of all tokens, as trainers log them.
+
+    Arguments are those of `cross_entropy_sum`. `equal_factors` promises that the loss weighs the log-probabilities of
+    all tokens with a target equally, as a mean does. Then the forward pass computes the gradients too, which saves the
+    fourth matrix product of `token_log_probs`. A loss that breaks the promise gets NaN gradients.
+    """
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):  # see token_log_probs
+        dtype = torch.get_autocast_dtype(device)
+        with torch.autocast(device, enabled=False):
+            return token_metrics(hidden.to(dtype), weight.to(dtype), labels, scale, equal_factors, chunk_tokens)
+    equal = equal_factors and torch.is_grad_enabled()
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    return TokenMetrics(*_TokenMetrics.apply(rows, weight, labels.contiguous(), chunk_tokens, scale, equal))
 
 
 def chunks(tokens: int, size: int) -> Iterator[slice]:
@@ -136,6 +165,54 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return dhidden, dweight, None, None, None, None
 
 
+class _TokenMetrics(torch.autograd.Function):
+    """Log-probabilities, entropies and hits; with `equal`, gradients are computed in the forward pass."""
+
+    @staticmethod
+    def forward(  # type: ignore[no-untyped-def, override]
+        ctx,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        labels: Tensor,
+        chunk_tokens: int,
+        scale: float,
+        equal: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        wide = torch.promote_types(hidden_ND.dtype, torch.float32)
+        values = hidden_ND.new_zeros((3, *labels.shape), dtype=wide)
+        values_N, labels_N = values.view(3, -1), labels.view(-1)
+        dhidden = torch.empty_like(hidden_ND) if equal and ctx.needs_input_grad[0] else None
+        dweight = torch.zeros_like(weight_VD, dtype=wide) if equal and ctx.needs_input_grad[1] else None
+        for chunk in chunks(len(hidden_ND), chunk_tokens):
+            logits = F.linear(hidden_ND[chunk], weight_VD)
+            with_gradient = dhidden is not None or dweight is not None
+            _token_metrics_(logits, labels_N[chunk], values_N[:, chunk], with_gradient, scale)
+            if dhidden is not None:
+                torch.mm(logits, weight_VD, out=dhidden[chunk])
+            if dweight is not None:
+                add_product(dweight, logits.T, hidden_ND[chunk])
+        inputs = (None, weight_VD) if equal else (hidden_ND, weight_VD)
+        ctx.save_for_backward(*inputs, labels, dhidden, dweight)
+        ctx.chunk_tokens, ctx.scale, ctx.equal = chunk_tokens, scale, equal
+        log_probs, entropy, hits = (x.clone() for x in values)  # not views, of which FSDP2 warns
+        ctx.mark_non_differentiable(entropy, hits)
+        ctx.set_materialize_grads(False)
+        return log_probs, entropy, hits
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, upstream: Tensor | None, *_):  # type: ignore[no-untyped-def, override]
+        if upstream is None:
+            return (None,) * 6
+        hidden_ND, weight_VD, labels, dhidden, dweight = ctx.saved_tensors
+        if ctx.equal:
+            factor = -_common_value(upstream, labels != IGNORE_INDEX)
+            dhidden = None if dhidden is None else _scaled(dhidden, factor, dhidden.dtype)
+            dweight = None if dweight is None else _scaled(dweight, factor, weight_VD.dtype)
+            return dhidden, dweight, None, None, None, None
+        return *_log_prob_gradients(ctx, hidden_ND, weight_VD, labels, upstream), None, None, None, None
+
+
 class _TokenLogProbs(torch.autograd.Function):
     """Log-probabilities whose gradient depends on the upstream gradient of every token.
 
@@ -165,20 +242,46 @@ class _TokenLogProbs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, upstream: Tensor):  # type: ignore[no-untyped-def, override]
         hidden_ND, weight_VD, labels = ctx.saved_tensors
-        labels_N = labels.view(-1)
-        factors_N = upstream.neg().reshape(-1).contiguous()  # for gradients of losses, which are -log p
-        dhidden = torch.empty_like(hidden_ND) if ctx.needs_input_grad[0] else None
-        dweight = torch.zeros_like(weight_VD, dtype=factors_N.dtype) if ctx.needs_input_grad[1] else None
-        for chunk in chunks(len(hidden_ND), ctx.chunk_tokens):
-            logits = F.linear(hidden_ND[chunk], weight_VD)
-            _cross_entropy_(logits, labels_N[chunk], True, ctx.scale, factors_N[chunk])
-            if dhidden is not None:
-                torch.mm(logits, weight_VD, out=dhidden[chunk])
-            if dweight is not None:
-                add_product(dweight, logits.T, hidden_ND[chunk])
+        return *_log_prob_gradients(ctx, hidden_ND, weight_VD, labels, upstream), None, None, None
+
+
+def _log_prob_gradients(  # type: ignore[no-untyped-def]
+    ctx, hidden_ND: Tensor, weight_VD: Tensor, labels: Tensor, upstream: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """Returns the gradients of log-probabilities whose own are `upstream`, from logits that are computed again."""
+    labels_N = labels.view(-1)
+    factors_N = upstream.neg().reshape(-1).contiguous()  # for gradients of losses, which are -log p
+    dhidden = torch.empty_like(hidden_ND) if ctx.needs_input_grad[0] else None
+    dweight = torch.zeros_like(weight_VD, dtype=factors_N.dtype) if ctx.needs_input_grad[1] else None
+    for chunk in chunks(len(hidden_ND), ctx.chunk_tokens):
+        logits = F.linear(hidden_ND[chunk], weight_VD)
+        _cross_entropy_(logits, labels_N[chunk], True, ctx.scale, factors_N[chunk])
+        if dhidden is not None:
+            torch.mm(logits, weight_VD, out=dhidden[chunk])
         if dweight is not None:
-            dweight = dweight.to(weight_VD.dtype)
-        return dhidden, dweight, None, None, None
+            add_product(dweight, logits.T, hidden_ND[chunk])
+    return dhidden, None if dweight is None else dweight.to(weight_VD.dtype)
+
+
+def _common_value(x: Tensor, chosen: Tensor) -> Tensor:
+    """Returns the value that all chosen elements share, NaN if they differ, 0 if none is chosen; without host waits."""
+    lowest, highest = x.masked_fill(~chosen, torch.inf).amin(), x.masked_fill(~chosen, -torch.inf).amax()
+    return torch.where(lowest == highest, highest, torch.nan).masked_fill(lowest == torch.inf, 0.0)
+
+
+def _token_metrics_(logits_NV: Tensor, labels_N: Tensor, values_3N: Tensor, with_gradient: bool, scale: float) -> None:
+    """Writes log p(label), entropy and hit of every row into `values_3N`, and logits' gradients as _cross_entropy_."""
+    log_probs, entropy, hits = values_3N
+    if fused := fused_kernels(logits_NV, "fused_cross_entropy"):
+        losses = fused.cross_entropy_(logits_NV, labels_N, IGNORE_INDEX, with_gradient, scale, metrics=(entropy, hits))
+        torch.neg(losses, out=log_probs)
+        return
+    wide = logits_NV.to(entropy.dtype) * scale
+    valid, target = labels_N != IGNORE_INDEX, labels_N.clamp_min(0)
+    log_p = wide.log_softmax(-1)
+    entropy.copy_(torch.where(valid, -(log_p.exp() * log_p).sum(-1), 0.0))
+    hits.copy_(valid & (wide.argmax(-1) == target))
+    torch.neg(_cross_entropy_(logits_NV, labels_N, with_gradient, scale), out=log_probs)
 
 
 def _cross_entropy_(
