@@ -218,11 +218,12 @@ class WholeBatches:
 
     def _gather_metrics(self, log_probs: Tensor, metrics: TokenMetrics, this: _Pass) -> TokenOutput:
         assert this.labels is not None and this.divisor is not None
-        others = torch.stack([metrics.entropy, metrics.hits, (this.labels != IGNORE_INDEX).to(log_probs.dtype)], -1)
-        end = this.length - 1 if this.shifted_here else this.length
-        whole, others = self._in_order(log_probs, this)[:, :end], self._in_order(others, this)[:, :end]
-        entropy, hits, mask = others.unbind(-1)
-        return TokenOutput(-whole.sum() / this.divisor.clamp_min(1), whole, entropy, hits.bool(), mask.bool())
+        mask = (this.labels != IGNORE_INDEX).to(log_probs.dtype)
+        values = self._in_order(torch.stack([log_probs, metrics.entropy, metrics.hits, mask], -1), this)
+        values = values[:, : this.length - 1 if this.shifted_here else this.length]
+        log_probs, (entropy, hits, mask) = values[..., 0], values[..., 1:].detach().unbind(-1)
+        loss = -log_probs.sum() / this.divisor.clamp_min(1)
+        return TokenOutput(loss, log_probs, entropy, hits.bool(), mask.bool())
 
     def _in_order(self, values: Tensor, this: _Pass) -> Tensor:
         whole = hf.gather_padded_tokens(self.context, values, this.batch, gradient_factor=self._ranks)
