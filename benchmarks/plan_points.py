@@ -31,8 +31,8 @@ import torch.distributed as dist
 from benchmarks.command_line import Parser, listed, positive
 from benchmarks.processes import Failed, run, torchrun
 from benchmarks.records import append, provenance, read_lines
+from benchmarks.step_models import model_of
 from benchmarks.step_peers.peer import measure
-from benchmarks.step_trials import model_of
 from lightseq.cli import BOTH
 from lightseq.config.command_line import parse
 from lightseq.config.lengths import shown
@@ -158,8 +158,7 @@ def model_directory(point: Point, folder: Path) -> str:
     """Returns the preset's name, or a directory with a config of fewer layers."""
     if point.layers is None:
         return point.model
-    _, config = model_of(point.model)
-    config.num_hidden_layers = point.layers
+    _, config = model_of(point.model, point.layers)
     config.save_pretrained(folder / "model")
     return str(folder / "model")
 

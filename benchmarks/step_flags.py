@@ -12,7 +12,7 @@ ABOUT = """Times whole training steps of one model at several lengths, with ligh
 
 Every implementation runs every length in separate processes, so running out of memory affects only one measurement. All
 train the same weights on the same tokens, one sequence per step over all ranks, with fused AdamW. Implementations that
-cannot do what --packed_rows and --lora_rank ask for are recorded as skipped.
+cannot train the model, or do what --packed_rows and --lora_rank ask for, are recorded as skipped.
 """
 OURS = "lightseq"
 IMPLEMENTATIONS = (
@@ -30,6 +30,7 @@ NEEDED = ("--model_name_or_path=m", "--data_path=d", "--output_dir=o")  # requir
 EXAMPLES = """examples:
   python3 benchmarks/step.py --model llama3.2-1b --lengths 32K,128K --nproc_per_node 4
   ... --model llama3-8b --layers 8 --lengths 128K --implementations lightseq,plain
+  ... --model gemma3-4b --lengths 16K,32K --implementations lightseq,trl,lightseq-sft,accelerate --nproc_per_node 2
   ... --model llama3-8b --lengths 32K --packed_rows 8K --lora_rank 16 --implementations lightseq,trl --nproc_per_node 1
   ... --lightseq_flags "--remat none --schedule ulysses" --lightseq_flags "--remat full"
   python3 -m analysis step outputs/step.jsonl"""
@@ -38,7 +39,8 @@ EXAMPLES = """examples:
 def parser() -> Parser:
     out = Parser("benchmarks/step.py", ABOUT, EXAMPLES)
     what = out.add_argument_group("training").add_argument
-    what("--model", default="llama3.2-1b", metavar="NAME", help="Llama preset or directory; weights are random")
+    models = "preset of Llama, gemma3-4b (its text model), or directory with config.json; weights are random"
+    what("--model", default="llama3.2-1b", metavar="NAME", help=models)
     what("--layers", type=positive, metavar="N", help="use only the first N layers")
     what(
         "--lengths",

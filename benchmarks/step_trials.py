@@ -8,19 +8,18 @@ from dataclasses import dataclass
 from os.path import relpath
 from pathlib import Path
 
-from transformers import LlamaConfig
+from transformers import PreTrainedConfig
 
-import llama2
-import llama3
 from benchmarks.processes import torchrun
 from benchmarks.step_flags import OURS
+from benchmarks.step_models import model_of
 from benchmarks.step_peers.peer import LEARNING_RATE, SEED
 from data_gen.synthetic import Synthetic, draw_document
+from lightseq.cli import BOTH
 from lightseq.config.lengths import shown
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.token_directory import write_token_directory
 from lightseq.models.adapters import Lora, lora_from_config
-from lightseq.models.family import resolve
 from lightseq.models.presets import ModelFamily
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,7 +36,7 @@ class Setting:
 
     flags: argparse.Namespace
     family: ModelFamily
-    config: LlamaConfig
+    config: PreTrainedConfig
     on_gpu: bool  # bfloat16 on GPU, float32 on CPU
     lora: Lora | None  # None: all weights are trained
 
@@ -114,8 +113,9 @@ class Trial:
     def trainer_words(self) -> list[str]:
         """Arguments of lightseq's trainer, as in the README; all other flags have their defaults."""
         s = self.setting
+        program = ["-m", "lightseq", "train"] if s.family is BOTH else [relpath(ROOT / s.family.name / "train.py")]
         return [
-            relpath(ROOT / s.family.name / "train.py"),
+            *program,
             *("--model_name_or_path", str(s.model_directory), "--random_init"),
             *("--data_path", str(s.data_directory(self.length)), "--model_max_length", str(self.length)),
             *("--output_dir", str(self.directory), "--overwrite_output_dir"),
@@ -143,19 +143,10 @@ class Trial:
 
 
 def setting_of(flags: argparse.Namespace, on_gpu: bool) -> Setting:
-    family, config = model_of(flags.model)
-    if flags.layers is not None:
-        config.num_hidden_layers = flags.layers
+    family, config = model_of(flags.model, flags.layers)
     asked = TrainConfig(model_name_or_path=flags.model, data_path="", output_dir="", lora_rank=flags.lora_rank)
     lora = lora_from_config(asked, config)
     return Setting(flags, family, config, on_gpu, lora)
-
-
-def model_of(name: str) -> tuple[ModelFamily, LlamaConfig]:
-    """Returns a model's family and config. The family is Llama 3 if neither family knows the name."""
-    families = (llama2.FAMILY, llama3.FAMILY)
-    family = next((f for f in families if f.preset(name) is not None or name in f.aliases), llama3.FAMILY)
-    return family, resolve(family, name, random_init=True).config
 
 
 def trials(setting: Setting) -> list[Trial]:

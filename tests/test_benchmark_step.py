@@ -12,19 +12,22 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import LlamaConfig
+from transformers import Gemma3TextConfig, LlamaConfig
 from worlds import spawn
 
 from benchmarks import step, step_records
 from benchmarks.processes import Failed, reason, run
 from benchmarks.step_flags import parse
+from benchmarks.step_models import model_of
 from benchmarks.step_peers import worker
 from benchmarks.step_peers.peer import Job, TrainerPeer, measure
+from benchmarks.step_peers.trl_sft import own_row_reason
 from benchmarks.step_peers.worker import PEERS, stream_of
 from benchmarks.step_trials import Trial, setting_of, trials, write_inputs
 from lightseq.data.batches import BatchStream, open_examples
 from lightseq.distributed.mesh import World
 from lightseq.kernels.torch_native import CpuKernel
+from lightseq.models.architecture import inspect_architecture, layer_windows
 from lightseq.models.flops import model_flops
 
 LENGTH, STEPS = 64, 3
@@ -47,6 +50,16 @@ def save_model(path: Path, tied: bool) -> Path:
     LlamaConfig(
         vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=2, tie_word_embeddings=tied, bos_token_id=1, eos_token_id=2,
+    ).save_pretrained(path)  # fmt: skip
+    return path
+
+
+def save_gemma(path: Path) -> Path:
+    """Saves a small Gemma 3: two layers see 24 tokens and one sees all."""
+    Gemma3TextConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, query_pre_attn_scalar=16, sliding_window=24, initializer_range=0.1,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
     ).save_pretrained(path)  # fmt: skip
     return path
 
@@ -172,6 +185,26 @@ def test_trl_trains_on_the_weights_and_tokens_of_lightseq(model: Path, tmp_path:
     assert trl["last_loss"] == pytest.approx(ours["last_loss"], abs=1e-4)
     assert trl["first_grad_norm"] == pytest.approx(ours["first_grad_norm"], rel=1e-4)
     assert "without Liger, which needs a GPU" in trl["note"]
+
+
+@pytest.mark.slow
+def test_a_model_with_windows_trains_alike_in_every_implementation_that_takes_it(tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    model = save_gemma(tmp_path / "gemma")
+    words = "--lengths 256 --implementations lightseq,trl,lightseq-sft,accelerate,plain --timeout 120"
+    assert step.main(flags(model, tmp_path, words)) == 0
+    *trained, accelerate, plain = read(tmp_path)
+    ours = trained[0]
+    assert accelerate["skipped"] == "context parallel drops masks, so it has no sliding windows"
+    assert plain["skipped"] == "plain is measured with Llama only, not with gemma3_text"
+    for point in trained:
+        assert (point["skipped"], point["layers"], point["losses_finite"]) == (None, 3, True)
+        assert point["first_loss"] == pytest.approx(ours["first_loss"], abs=1e-4)
+        assert point["last_loss"] == pytest.approx(ours["last_loss"], abs=1e-4)
+        assert point["first_grad_norm"] == pytest.approx(ours["first_grad_norm"], rel=1e-4)
+        flops = model_flops(Gemma3TextConfig.from_pretrained(model), 256, 1) / point["step_seconds"] / 2
+        assert point["model_tflops_per_gpu"] == pytest.approx(flops / 1e12)
+    assert ours["trial_command"].split()[5:8] == ["-m", "lightseq", "train"]
 
 
 @pytest.mark.slow
@@ -344,6 +377,39 @@ def test_each_family_is_trained_by_its_own_program(tmp_path: Path) -> None:
     assert "llama2/train.py" in " ".join(ours.command) and "--bf16" not in ours.command
 
 
+def test_gemma_is_trained_by_lightseq_train_and_cut_with_its_windows(tmp_path: Path) -> None:
+    setting = setting_of(parse(flags(Path("gemma3-4b"), tmp_path, "--layers 7")), on_gpu=True)
+    assert layer_windows(setting.config) == (1024,) * 5 + (None, 1024)
+    assert " -m lightseq train --model_name_or_path " in " ".join(trials(setting)[0].command)
+    _, config = model_of("gemma3-4b")
+    found = inspect_architecture(config)
+    assert (found.name, found.layers, found.heads.dim) == ("Gemma3ForCausalLM", 34, 256)
+    assert found.total == 3_880_263_168  # google/gemma-3-4b-pt without its vision tower
+    assert [layer for layer, window in enumerate(found.windows) if window is None] == [5, 11, 17, 23, 29]
+
+
+def test_peers_share_a_row_and_run_cudnn_only_where_these_take_the_model(tmp_path: Path) -> None:
+    world = World(0, 2, 0, 2, torch.device("cuda"))
+    llama, gemma = LlamaConfig.from_pretrained(save_model(tmp_path / "l", tied=True)), model_of("gemma3-4b")[1]
+    jobs = [Job(llama, LENGTH, world), Job(llama, LENGTH, world, packed_rows=16), Job(gemma, LENGTH, world)]
+    assert [job.takes_cudnn for job in jobs] == [True, True, False]
+    assert [job.layer_class for job in jobs[1:]] == ["LlamaDecoderLayer", "Gemma3DecoderLayer"]
+    shared, packed, windows = map(own_row_reason, jobs)
+    assert shared is None
+    assert packed == "TRL refuses packing with context parallelism"
+    assert windows == "context parallelism has no sliding windows"
+
+
+def test_packed_documents_count_the_pairs_that_a_window_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Trial, "command", property(lambda t: ["-c", WRITES, str(t.result)]))
+    monkeypatch.setattr(step_records, "provenance", lambda commit: ON_H200)
+    model = save_gemma(tmp_path / "gemma")
+    assert step.main(flags(model, tmp_path, "--packed_rows 32 --implementations trl")) == 0
+    [point] = read(tmp_path)
+    each = model_flops(Gemma3TextConfig.from_pretrained(model), 32, 1)  # of a document, whose window is shorter
+    assert point["model_tflops_per_gpu"] == pytest.approx(2 * (LENGTH // 32) * each / 0.375 / 2 / 1e12)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -360,6 +426,7 @@ def test_each_family_is_trained_by_its_own_program(tmp_path: Path) -> None:
         ("--lengths 64,100 --packed_rows 16", "--packed_rows 16 does not divide --lengths 100"),
         ("--model tiny-llama3 --lora_rank 300", "--lora_rank 300 exceeds the model's hidden size of 256"),
         ("--model tiny-lama3", "did you mean tiny-llama3?"),
+        ("--model gemma3-4b --layers 35", "--layers 35 exceeds the 34 layers of gemma3-4b; give fewer"),
     ],
 )
 def test_bad_flags_are_refused_in_one_line(

@@ -3,6 +3,8 @@
 import sys
 import types
 import warnings
+from collections.abc import Callable
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -61,25 +63,32 @@ def _run(kernel, q, k, v, dout, mask, scale):  # type: ignore[no-untyped-def]
 
 
 def _check(name: str, case: tuple, heads: tuple[int, int], dim: int, dtype: torch.dtype, device: str) -> None:
-    """Errors of out, dq, dk, dv within twice those of plain attention in the same dtype."""
     scale, mask = dim**-0.5, case[0]
-    wide = [x.to(dtype).double() for x in _inputs(case, heads, dim, device)]
-    q, k, v, dout = (x.clone().requires_grad_() for x in wide)
-    want_out, want_lse = _dense(q, k, v, mask, scale)
+    inputs = [x.to(dtype) for x in _inputs(case, heads, dim, device)]
+    _compare(name, inputs, mask, scale, lambda q, k, v: _dense(q, k, v, mask, scale))
+
+
+def _compare(
+    name: str, inputs: list[Tensor], mask: Mask | Segments | int, scale: float,
+    dense: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]],
+) -> None:  # fmt: skip
+    """Errors of out, dq, dk, dv within twice those of `dense` attention in the same dtype, for q, k, v and dout."""
+    dtype, device = inputs[0].dtype, inputs[0].device.type
+    q, k, v, dout = (x.double().clone().requires_grad_() for x in inputs)
+    want_out, want_lse = dense(q, k, v)
     want = (want_out, *torch.autograd.grad(want_out, (q, k, v), dout, allow_unused=True))
-    narrow = [x.to(dtype).requires_grad_() for x in wide]
-    plain_out = _dense(*narrow[:3], mask, scale)[0]
+    narrow = [x.clone().requires_grad_() for x in inputs]
+    plain_out = dense(*narrow[:3])[0]
     plain = (plain_out, *torch.autograd.grad(plain_out, narrow[:3], narrow[3]))
-    spec = KernelSpec(device, torch.cuda.get_device_capability() if device == "cuda" else (0, 0), dtype, dim)
-    kernel = select(name, spec).kernel
-    got, lse = _run(kernel, *(x.detach() for x in narrow), mask, scale)
+    got, lse = _run(select(name, _spec(device, dtype, q.shape[-1])).kernel, *inputs, mask, scale)
     floor = 2 * torch.finfo(dtype).eps  # where plain attention happens to be exact, as float64 against itself
     unit = dout.norm().item()
     labels = ["out", "dq", "dk", "dv"]
     for label, g, w, p in zip(labels, got, want, plain, strict=True):
         assert g.dtype == dtype and g.shape == w.shape
         error, baseline = _error(g, w, unit), _error(p, w, unit)
-        assert error <= 2 * baseline + 2 * floor, f"{name} {case} {label}: {error} against {baseline}"
+        which = f"{name} {mask} {q.shape[1]} x {k.shape[1]} {label}"
+        assert error <= 2 * baseline + 2 * floor, f"{which}: {error} against {baseline}"
     assert lse.dtype == torch.promote_types(dtype, torch.float32)
     assert torch.equal(lse.isinf(), want_lse.isinf()), "rows without a key have lse -inf, all others a finite one"
     seen = ~want_lse.isinf()
@@ -94,17 +103,49 @@ def test_cpu_kernels_match_the_definition(name: str, heads: tuple[int, int], dty
         _check(name, case, heads, 16, dtype, "cpu")
 
 
+def _spec(device: str, dtype: torch.dtype, dim: int) -> KernelSpec:
+    return KernelSpec(device, torch.cuda.get_device_capability() if device == "cuda" else (0, 0), dtype, dim)
+
+
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("name", ["fa4", "fa3", "fa2", "cudnn", "aten", "reference"])
 def test_gpu_kernels_match_the_definition(name: str, dim: int, dtype: torch.dtype) -> None:
-    spec = KernelSpec("cuda", torch.cuda.get_device_capability(), dtype, dim)
+    spec = _spec("cuda", dtype, dim)
     if reason := KERNELS[name].make(spec).why_not(spec):
         pytest.skip(reason)
     for heads in HEADS:
         for case in CASES:
             _check(name, case, heads, dim, dtype, "cuda")
+
+
+@pytest.mark.parametrize(
+    ("name", "dim", "device", "dtype"),
+    [
+        *(pytest.param(name, 16, "cpu", torch.float64) for name in ("cpu", "reference")),
+        *(
+            pytest.param(name, dim, "cuda", torch.bfloat16, marks=pytest.mark.gpu(1))
+            for name in ("fa4", "fa3", "fa2", "aten")
+            for dim in (128, 256)
+        ),
+    ],
+)
+def test_a_window_stays_inside_its_document(name: str, dim: int, device: str, dtype: torch.dtype) -> None:
+    """As in Gemma 3: documents longer and shorter than the window, two query heads to a key head."""
+    spec = _spec(device, dtype, dim)
+    if reason := KERNELS[name].make(spec).why_not(spec):
+        pytest.skip(reason)
+    bounds, window, scale = (0, 1, 40, 300, 1100), 200, dim**-0.5
+    inputs = [x[:1].to(dtype) for x in _inputs((window, bounds[-1], bounds[-1]), (4, 2), dim, device)]
+    segments = Segments(np.array([[a, b - a, a, b - a, 1] for a, b in pairwise(bounds)]), window)
+
+    def dense(*whole: Tensor) -> tuple[Tensor, Tensor]:
+        each = [_dense(*(x[:, a:b] for x in whole), window, scale) for a, b in pairwise(bounds)]
+        outs, lses = zip(*each, strict=True)
+        return torch.cat(outs, 1), torch.cat(lses, 2)
+
+    _compare(name, inputs, segments, scale, dense)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
@@ -173,6 +214,22 @@ def test_auto_says_why_it_passed_over_the_faster_kernels() -> None:
     assert chosen.kernel.name == "reference"
     assert [name for name, _ in chosen.skipped] == ["fa4", "fa3", "cudnn", "fa2", "aten"]
     assert all("float32" in reason for _, reason in chosen.skipped)
+
+
+@pytest.mark.parametrize("windows", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_large_heads_get_a_flash_kernel_on_hopper(windows: bool, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma's 256 dimensions exceed cuDNN's; the reference would need memory quadratic in the length."""
+    spec = KernelSpec("cuda", (9, 0), torch.bfloat16, 256, packed=packed, windows=windows)
+
+    def missing(name: str) -> types.ModuleType:
+        raise ImportError(f"No module named {name!r}")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FlashAttention4, "_load", lambda _: types.ModuleType("stand-in"))
+        assert select("auto", spec).kernel.name == "fa4"
+    monkeypatch.setattr("importlib.import_module", missing)
+    assert select("auto", spec).kernel.name == "aten"
 
 
 @pytest.mark.parametrize("name, words", [("fa5", "unknown; choose auto or one of fa4"), ("fa4", "needs a CUDA device")])

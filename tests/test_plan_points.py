@@ -16,7 +16,7 @@ from benchmarks import plan_points
 from benchmarks.plan_points import Point, line, main, take
 from benchmarks.records import read_lines
 from benchmarks.step_flags import NEEDED
-from benchmarks.step_trials import model_of
+from benchmarks.step_models import model_of
 from lightseq.attention.accumulate import Accumulator
 from lightseq.attention.buffers import BufferLayout
 from lightseq.config.command_line import parse
@@ -64,8 +64,7 @@ HERE = {"hardware": {"device": "cpu"}}
 
 def planned(record: dict[str, Any]) -> Plan:
     point = Point(*(record[name] for name in ("point", "gpus", "model", "length", "words", "layers")))
-    _, model = model_of(point.model)
-    model.num_hidden_layers = point.layers or model.num_hidden_layers
+    _, model = model_of(point.model, point.layers)
     chip = chip_of_device(record["hardware"]["device"])
     assert chip is not None
     budget = f"--host_memory_budget {record['host_budget_bytes'] / GIB}" if record.get("host_budget_bytes") else ""

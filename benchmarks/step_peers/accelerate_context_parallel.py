@@ -15,6 +15,8 @@ from lightseq.data.batches import Batch
 
 
 def prepare(job: Job) -> Peer:
+    if job.has_windows:  # accelerate refuses them too, in more than one line
+        raise ValueError("context parallel drops masks, so it has no sliding windows")
     if job.world.size == 1:
         raise ValueError("context parallel needs at least two ranks")
     if not job.on_gpu:
@@ -32,7 +34,7 @@ def fsdp2(job: Job, context_ranks: int) -> Peer:
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        transformer_cls_names_to_wrap=[job.layer_class],
         activation_checkpointing=True,
         reshard_after_forward=True,
         cpu_ram_efficient_loading=False,
@@ -56,7 +58,7 @@ def fsdp2(job: Job, context_ranks: int) -> Peer:
             split = accelerator.maybe_context_parallel(
                 buffers=[ids, labels, where], buffer_seq_dims=[1, 1, 1], no_restore_buffers={ids, labels, where}
             )
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if on_gpu else contextlib.nullcontext(), split:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if job.takes_cudnn else contextlib.nullcontext(), split:
             # Every position has a target, so the mean of the ranks' means is the mean.
             loss: Tensor = model(input_ids=ids, position_ids=where, labels=labels, shift_labels=labels).loss
             accelerator.backward(loss)

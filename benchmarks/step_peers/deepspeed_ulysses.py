@@ -45,7 +45,7 @@ def prepare(job: Job, offload: bool = False) -> Peer:
 
     def step(batch: Batch) -> StepOutcome:
         ids, labels = job.local(batch.input_ids), job.local(batch.labels)
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if job.on_gpu else contextlib.nullcontext():
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if job.takes_cudnn else contextlib.nullcontext():
             loss = engine(ids, places, labels)
             engine.backward(loss)
             engine.step()

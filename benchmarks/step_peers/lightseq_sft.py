@@ -37,7 +37,7 @@ def prepare(job: Job) -> TrainerPeer:
             model.to(job.dtype)  # frozen; the adapters stay in float32
         sharded: dict[str, Any] = {"gradient_checkpointing": False}
         if job.on_gpu and job.world.size > 1:
-            sharded = fully_sharded(checkpoints=False)
+            sharded = fully_sharded(job, checkpoints=False)
         recorder = StepRecorder(job)
         with tempfile.TemporaryDirectory() as output_dir:
             arguments = SFTConfig(

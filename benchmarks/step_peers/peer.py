@@ -9,13 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from lightseq.data.batches import Batch
 from lightseq.distributed.mesh import World
 from lightseq.distributed.stopwatch import DeviceTimestamp
 from lightseq.models import adapters, weights
 from lightseq.models.adapters import Lora
+from lightseq.models.architecture import heads_of, inspect_architecture, layer_windows
 from lightseq.training.step_stats import StepResult
 
 SEED = 0  # of weights and data
@@ -27,7 +28,7 @@ CLIP_NORM = 1.0  # lightseq's default
 class Job:
     """Training job that every peer runs, with the same data, weights and optimizer."""
 
-    config: LlamaConfig
+    config: PreTrainedConfig
     length: int  # of the sequence that all ranks share
     world: World
     learning_rate: float = LEARNING_RATE
@@ -45,12 +46,28 @@ class Job:
 
     @property
     def head_dim(self) -> int:
-        return self.config.head_dim or self.config.hidden_size // self.config.num_attention_heads
+        return heads_of(self.config).dim
+
+    @property
+    def layer_class(self) -> str:
+        """Returns the name of the layers' class, which FSDP2 wraps."""
+        return inspect_architecture(self.config).layer_class
+
+    @property
+    def has_windows(self) -> bool:
+        """Returns whether some layers have a sliding window."""
+        return any(layer_windows(self.config))
+
+    @property
+    def takes_cudnn(self) -> bool:
+        """Returns whether cuDNN, the fastest kernel of torch's SDPA, computes this model's attention and gradients."""
+        return self.on_gpu and self.head_dim <= 128 and not self.has_windows
 
     @property
     def sdpa_facts(self) -> dict[str, str]:
-        """Returns kernel and transport of peers that use torch's SDPA, which is cuDNN on GPUs."""
-        return {"kernel": "cudnn", "transport": "nccl"} if self.on_gpu else {"kernel": "sdpa", "transport": "gloo"}
+        """Returns kernel and transport of peers that use torch's SDPA, which chooses where cuDNN cannot run."""
+        kernel = "cudnn" if self.takes_cudnn else "sdpa"
+        return {"kernel": kernel, "transport": "nccl" if self.on_gpu else "gloo"}
 
     def check_divides(self, parts: int, what: str) -> None:
         """Raises ValueError if the length is not divisible by `parts`."""

@@ -7,9 +7,10 @@ Liger replaces RoPE, RMSNorm and the gated MLP. Attention is FlashAttention-4, o
 Several GPUs share a sequence by accelerate's context parallelism over FSDP2, which allows only SDPA and sums gradients
 in bfloat16. On CPUs accelerate has neither, so every rank computes the whole sequence under DDP.
 
-Packed rows are packed already, as TRL's best-fit packing would, and go through its collator, which separates the
-documents. TRL refuses them under context parallelism, so each GPU then trains a row of its own: the same row on all,
-counted as many. Adapters, float32 over weights in the compute dtype, then train under DDP and whole models under FSDP2.
+Context parallelism refuses packed rows and sliding windows, so each GPU then trains a row of its own: the same row on
+all, counted as many. Adapters, float32 over weights in the compute dtype, then train under DDP and whole models under
+FSDP2. Packed rows are packed already, as TRL's best-fit packing would, and go through its collator, which separates the
+documents.
 """
 
 import contextlib
@@ -38,13 +39,13 @@ def prepare(job: Job) -> TrainerPeer:
     import trl
 
     packed = job.packed_rows is not None
-    context_ranks = job.world.size if job.on_gpu and not packed else 1
+    context_ranks = job.world.size if job.on_gpu and own_row_reason(job) is None else 1
     if context_ranks > 1:
         job.check_divides(2 * context_ranks, "context parallel")
     data_ranks = job.world.size // context_ranks
     sharded = job.on_gpu and job.world.size > 1 and not job.lora
     fa4 = context_ranks == 1 and is_flash_attn_4_available()
-    notes = notes_of(job, fa4)
+    cudnn = job.takes_cudnn and not fa4
 
     def train(batches: Sequence[Batch]) -> dict[str, Any]:
         from datasets import Dataset
@@ -55,12 +56,12 @@ def prepare(job: Job) -> TrainerPeer:
             model.to(job.dtype)  # frozen; the adapters stay in float32, as in lightseq
         model.set_attn_implementation("flash_attention_4" if fa4 else "sdpa")
         recorder = StepRecorder(job)
-        cudnn = sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if job.on_gpu and not fa4 else contextlib.nullcontext()
-        with tempfile.TemporaryDirectory() as output_dir, cudnn:
+        backend = sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if cudnn else contextlib.nullcontext()
+        with tempfile.TemporaryDirectory() as output_dir, backend:
             arguments = trl.SFTConfig(
                 **trainer_arguments(job, len(batches), output_dir),
                 **(context_parallel(context_ranks) if context_ranks > 1 else {}),
-                **(fully_sharded() if sharded or context_ranks > 1 else {"gradient_checkpointing": True}),
+                **(fully_sharded(job) if sharded or context_ranks > 1 else {"gradient_checkpointing": True}),
                 packing=packed,
                 max_length=None,
                 dataset_kwargs={"skip_prepare_dataset": True},
@@ -82,9 +83,15 @@ def prepare(job: Job) -> TrainerPeer:
         return {**recorder.numbers(), "sequences": data_ranks if job.on_gpu else 1}
 
     attention = {"kernel": "fa4", "transport": "nccl"} if fa4 else job.sdpa_facts
-    schedule = "context parallel" if context_ranks > 1 else "none"
-    facts = {"schedule": schedule, **attention, "remat": "full", "compile": False, "note": "; ".join(notes)}
-    return TrainerPeer(train, facts)
+    schedule, note = "context parallel" if context_ranks > 1 else "none", "; ".join(notes_of(job, fa4))
+    return TrainerPeer(train, {"schedule": schedule, **attention, "remat": "full", "compile": False, "note": note})
+
+
+def own_row_reason(job: Job) -> str | None:
+    """Returns why every GPU trains a row of its own; None if context parallelism can share one."""
+    if job.packed_rows:
+        return "TRL refuses packing with context parallelism"
+    return "context parallelism has no sliding windows" if job.has_windows else None
 
 
 def context_parallel(ranks: int) -> dict[str, Any]:
@@ -94,7 +101,7 @@ def context_parallel(ranks: int) -> dict[str, Any]:
     return {"parallelism_config": ParallelismConfig(cp_size=ranks, cp_backend="torch")}
 
 
-def fully_sharded(checkpoints: bool = True) -> dict[str, Any]:
+def fully_sharded(job: Job, checkpoints: bool = True) -> dict[str, Any]:
     """Returns arguments for FSDP2, which then checkpoints the layers if asked to."""
     return {
         "gradient_checkpointing": False,
@@ -102,7 +109,7 @@ def fully_sharded(checkpoints: bool = True) -> dict[str, Any]:
         "fsdp_config": {
             "version": 2,
             "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-            "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+            "transformer_layer_cls_to_wrap": [job.layer_class],
             "activation_checkpointing": checkpoints,
             "reshard_after_forward": True,
         },
@@ -116,12 +123,11 @@ def notes_of(job: Job, fa4: bool) -> list[str]:
     if not job.on_gpu:
         notes.append("sdpa, because flash-attn-4 needs a GPU")
     elif not fa4:
-        context_parallel = job.world.size > 1 and job.packed_rows is None
-        reason = "context parallelism needs it" if context_parallel else "flash-attn-4 is not installed"
+        shared = job.world.size > 1 and own_row_reason(job) is None
+        reason = "context parallelism needs it" if shared else "flash-attn-4 is not installed"
         notes.append(f"sdpa, because {reason}")
     if not job.on_gpu and job.world.size > 1:
         notes.append("DDP with the whole sequence on every rank, because context parallelism needs GPUs")
-    if job.on_gpu and job.world.size > 1 and job.packed_rows:
-        how = "DDP" if job.lora else "FSDP2"
-        notes.append(f"a row per GPU under {how}, because TRL refuses packing with context parallelism")
+    if job.on_gpu and job.world.size > 1 and (why_own := own_row_reason(job)):
+        notes.append(f"a row per GPU under {'DDP' if job.lora else 'FSDP2'}, because {why_own}")
     return notes

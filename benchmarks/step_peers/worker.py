@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch.distributed as dist
-from transformers import LlamaConfig
+from transformers import AutoConfig, LlamaConfig
 
 from benchmarks.step_peers.peer import SEED, Job, Peer, StepOutcome, TrainerPeer, measure
 from lightseq.config.train_config import TrainConfig
@@ -43,6 +43,8 @@ PEERS = {
 
 # Peers that take packed rows and adapters.
 TRAINERS = ("trl", "lightseq-sft", "unsloth")
+# Peers that take other models than Llama.
+ANY_MODEL = ("trl", "lightseq-sft", "accelerate")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -64,7 +66,9 @@ def main(words: Sequence[str]) -> None:
             raise ValueError(f"{flags.peer} is not measured with --{name}")
     with init_distributed(flags.timeout) as world:
         check_devices(world)
-        config = LlamaConfig.from_pretrained(flags.model)
+        config = AutoConfig.from_pretrained(flags.model)
+        if flags.peer not in ANY_MODEL and not isinstance(config, LlamaConfig):
+            raise ValueError(f"{flags.peer} is measured with Llama only, not with {config.model_type}")
         asked = TrainConfig(model_name_or_path="", data_path="", output_dir="", lora_rank=flags.lora_rank)
         lora = lora_from_config(asked, config)
         job = Job(config, flags.length, world, packed_rows=flags.packed_rows, lora=lora)
