@@ -62,6 +62,7 @@ def trainer_arguments(job: Job, steps: int, output_dir: str) -> dict[str, Any]:
         "report_to": "none",
         "disable_tqdm": True,
         "remove_unused_columns": False,
+        "dataloader_num_workers": int(job.on_gpu),  # makes tensors of the next rows meanwhile
     }
 
 
