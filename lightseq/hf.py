@@ -50,6 +50,7 @@ from lightseq.data.shard_batch import (
     local_batch,
     local_positions,
     packed_positions,
+    upload,
 )
 from lightseq.memory.planner.choice import make_plan
 from lightseq.memory.planner.plan import Plan
@@ -202,7 +203,7 @@ def shard_batch(
         positions = local_positions(context, length, input_ids.device).expand(len(input_ids), -1)
         batch: dict[str, Any] = {"input_ids": ids, "position_ids": positions}
     else:
-        positions = packed_positions(context, documents).to(input_ids.device)
+        positions = upload(packed_positions(context, documents), input_ids.device)
         batch = {"input_ids": ids, "position_ids": positions, "documents": documents}
     batch[BATCH_FACTS] = batch_facts(input_ids, labels)
     if labels is not None:
@@ -277,7 +278,7 @@ def gather_padded_tokens(
     documents = batch.get("documents")
     layout = context.layout if documents is None else documents.layout
     padded = values.shape[1] * layout.world
-    positions = layout.positions(context.rank, padded).to(values.device)
+    positions = layout.positions_on(values.device, context.rank, padded)
     whole = values.new_zeros(len(values), padded, *values.shape[2:]).index_copy(1, positions, values)
     return sum_over_ranks(context, whole, gradient_factor)
 

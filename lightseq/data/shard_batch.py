@@ -30,8 +30,10 @@ def find_boundaries(
 ) -> tuple[int, ...] | None:
     """Returns the start of each document and the last end, for a batch of one; None for one document per sequence."""
     batch, length = input_ids.shape
+    if position_ids is not None:
+        position_ids = position_ids.cpu()  # once, because the host waits for a device
     if cu_seqlens is None:
-        if position_ids is None or bool((position_ids == torch.arange(length).to(position_ids)).all()):
+        if position_ids is None or bool((position_ids == torch.arange(length, dtype=position_ids.dtype)).all()):
             return None
         cu_seqlens = [*(position_ids.reshape(-1)[:length] == 0).nonzero().flatten().tolist(), length]
     if batch != 1:
@@ -51,8 +53,13 @@ def find_boundaries(
 
 
 def _restarts(position_ids: Tensor, boundaries: tuple[int, ...]) -> bool:
-    got = position_ids.reshape(-1)[: boundaries[-1]].cpu()
+    got = position_ids.reshape(-1)[: boundaries[-1]]
     return torch.equal(got, torch.from_numpy(document_positions(boundaries)).to(got.dtype))
+
+
+def upload(x: Tensor, device: torch.device) -> Tensor:
+    """Copies a tensor of the CPU to a device, without making the host wait for the device's earlier work."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
 
 
 def packed_positions(context: SequenceContext, documents: Documents) -> Tensor:
@@ -64,7 +71,7 @@ def packed_positions(context: SequenceContext, documents: Documents) -> Tensor:
 def local_positions(context: SequenceContext, length: int, device: torch.device) -> Tensor:
     """Returns the global positions of this rank's tokens, int64 (1, local). Padding gets the last position."""
     padded = context.layout.padded_length(length)
-    return context.layout.positions(context.rank, padded).clamp_max(length - 1).unsqueeze(0).to(device)
+    return context.layout.positions_on(device, context.rank, padded).clamp_max(length - 1).unsqueeze(0)
 
 
 def check_right_padding(attention_mask: Tensor | None) -> None:
@@ -74,7 +81,9 @@ def check_right_padding(attention_mask: Tensor | None) -> None:
     if attention_mask.ndim != 2:
         raise ValueError(f"attention_mask has {attention_mask.ndim} dimensions; give one of shape (batch, sequence)")
     there = (attention_mask != 0).int()  # bool and uint8 have no negative differences
-    if not there.any(dim=1).all():
+    empty, rises = ~there.any(dim=1).all(), (there.diff(dim=1) > 0).any()
+    empty_row, not_right = torch.stack([empty, rises]).tolist()  # together, because the host waits for a device
+    if empty_row:
         raise ValueError("attention_mask has a row without tokens; remove the row")
-    if (there.diff(dim=1) > 0).any():
+    if not_right:
         raise ValueError("attention_mask has padding on the left, or holes; pad on the right (padding_side='right')")

@@ -131,10 +131,12 @@ def _gather_for_metrics(accelerator: Accelerator, size: int, *args: Any, **kwarg
     """Gathers as accelerate does, of every `size`-th rank."""
     if kwargs.get("use_gather_object"):
         raise ValueError("use_gather_object does not work with sequence_parallel_size > 1; gather tensors")
-    whole = type(accelerator).gather
+    ranks = accelerator.num_processes
 
     def one_per_group(data: Any) -> Any:
-        return recursively_apply(partial(_every, size, accelerator.num_processes), whole(accelerator, data))
+        if size == ranks:  # one group, all of whose ranks have the same
+            return recursively_apply(lambda x: torch.atleast_1d(x.detach()).clone(), data)
+        return recursively_apply(partial(_every, size, ranks), type(accelerator).gather(accelerator, data))
 
     accelerator.gather = one_per_group  # type: ignore[method-assign]
     try:

@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Literal, get_args
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 LayoutKind = Literal["contiguous", "zigzag", "striped", "balanced"]
@@ -113,6 +114,11 @@ class Layout:
 
         return torch.cat([self.chunk_positions(chunk, length) for chunk in self.chunks(rank)])
 
+    def positions_on(self, device: torch.device, rank: int, length: int) -> Tensor:
+        """Returns `positions` on a device, without making the host wait for the device's earlier work."""
+        positions = self.positions(rank, length)
+        return positions.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else positions.to(device)
+
 
 def shard(
     x: Tensor, layout: Layout, rank: int, dim: int = 1, fill: float = 0, padded_length: int | None = None
@@ -127,7 +133,7 @@ def shard(
     if missing:
         padding = [size if d != dim % x.ndim else missing for d, size in enumerate(x.shape)]
         x = torch.cat([x, x.new_full(padding, fill)], dim)
-    return x.index_select(dim, layout.positions(rank, x.shape[dim]).to(x.device))
+    return x.index_select(dim, layout.positions_on(x.device, rank, x.shape[dim]))
 
 
 def unshard(parts: Sequence[Tensor], layout: Layout, length: int, dim: int = 1) -> Tensor:

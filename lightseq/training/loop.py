@@ -16,7 +16,7 @@ from lightseq.attention.context import SequenceContext
 from lightseq.checkpoint import checkpoints
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import Batch, bucket_lengths, padding_batch, trim_padding
-from lightseq.data.shard_batch import local_batch, local_positions, packed_positions
+from lightseq.data.shard_batch import local_batch, local_positions, packed_positions, upload
 from lightseq.distributed.environment import launcher_shutdown_seconds
 from lightseq.distributed.mesh import World
 from lightseq.distributed.preemption import StopRequest
@@ -201,7 +201,7 @@ class Sharding:
         return self._positions[length]
 
     def _to_device(self, x: Tensor) -> Tensor:
-        return x.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else x
+        return upload(x, self._device)
 
 
 class TrainingLoop:
