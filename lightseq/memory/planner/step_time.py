@@ -53,7 +53,7 @@ def _compute_seconds(run: PlannedRun, placement: Placement) -> dict[str, float]:
 def attention_seconds(run: PlannedRun) -> tuple[float, float]:
     """Returns the seconds of attention forward and backward over all ranks in the mean layer, with communication.
 
-    A window is assumed to save as much of the communication as of the work.
+    Packed documents and windows are assumed to save as much of the communication as of the work.
     """
     dim = run.architecture.heads.dim
     head_dim = min(rates.HEAD_DIM_SHARE, key=lambda known: abs(known - dim))
@@ -62,7 +62,7 @@ def attention_seconds(run: PlannedRun) -> tuple[float, float]:
     kernel = replace(kernel, flops_per_second=kernel.flops_per_second * (share * rates.ATTENTION_SHARE))
     per_host = run.hardware.gpus_per_host
     found = _priced(run.choice, run.sequence_ranks, run.shape, kernel, per_host, run.keeps_gathered)
-    seconds = found.seconds * run.architecture.attention_share(run.config.model_max_length)
+    seconds = found.seconds * run.attention_share
     forward = seconds / (1 + BACKWARD_FLOPS)
     return forward, seconds - forward
 
