@@ -37,8 +37,8 @@ def documents_of(examples: Examples, length: int, architecture: Architecture) ->
 def read_documents(config: TrainConfig, model: PreTrainedConfig) -> PackedDocuments | None:
     """Returns the documents that a run would pack, from their lengths only.
 
-    Of many documents, evenly spaced ones stand for all. Returns None without packing, for data that is not here, and
-    for rows of text, whose lengths are not known before they are tokenized.
+    Evenly spaced ones stand for more than MAX_READ documents. Returns None without packing, for data that is not here,
+    and for rows of text, whose lengths are not known before they are tokenized.
     """
     if config.packing == "none" or not Path(config.data_path).exists():
         return None
