@@ -150,8 +150,9 @@ STREAMED_UPDATE_RATE = dict.fromkeys(("adamw_8bit", "adamw_torch_8bit"), 4.2e9)
 FP8_TIME: Mapping[str | None, float] = {None: 1.0, "rowwise": 0.57, "tensorwise": 0.54}
 FP8_CAST_BYTES: Mapping[str | None, float] = {None: 0.0, "rowwise": 25.0, "tensorwise": 16.0}
 LINEAR_ENDS = Widths(hidden=7, attention=2, key_value=2, intermediate=3)  # inputs and outputs of all linears
-# What linears with adapters move beside their products (counted in modules/low_rank.py). Per input: 3 elements forward, to
-# multiply x by A and to join both, 2 backward; per output 5 backward. Inputs that a checkpoint reads again move 3 more.
+# What linears with adapters move beside their products (counted in modules/low_rank.py). Per input: 3 elements
+# forward, to multiply x by A and to join both, and 2 backward; per output 5 backward. A checkpoint that runs a linear
+# again moves 3 more per input.
 ADAPTER_ENDS, ADAPTER_REPEATS = 5, 3
 REPEATED_INPUTS: Mapping[str, Widths] = {
     "attention": Widths(hidden=5, attention=1),
