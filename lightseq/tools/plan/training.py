@@ -117,8 +117,8 @@ def _notes(family: ModelFamily, run: PlannedRun) -> list[str]:
         f"the update on the host is planned with {DEFAULT_CORES} cores per rank; --host_cores changes that": (
             run.state_on_host and hardware.host_cores is None
         ),
-        "attention is counted as for one document per sequence; packed documents need less, which a --data_path with a "
-        "token directory or .pkl tells": config.packing != "none" and run.documents is None,
+        "attention is counted as for one document per sequence; packed documents need less: give --data_path a token "
+        "directory or .pkl to count them": config.packing != "none" and run.documents is None,
         f"rates were measured on H200; {hardware.chip.device} is assumed to reach the same fractions of its peaks": (
             hardware.chip is not MEASURED_ON
         ),
