@@ -16,7 +16,8 @@ from benchmarks.step_flags import OURS
 from benchmarks.step_trials import Trial, setting_of, trials, write_inputs
 from lightseq.config.lengths import shown
 from lightseq.models.adapters import count_adapter_parameters
-from lightseq.models.flops import attention_forward_flops, mfu, model_flops, peak_flops_per_second
+from lightseq.models.architecture import inspect_architecture
+from lightseq.models.flops import mfu, model_flops, peak_flops_per_second
 from lightseq.training.metrics import METRICS, RUN, read_records
 
 FACTS = ("schedule", "head_groups", "ulysses_size", "kernel", "transport", "remat", "compile", "note")
@@ -107,9 +108,8 @@ def numbers(trial: Trial, outcome: Mapping[str, Any], device: str) -> dict[str, 
     flags, config, sequences = trial.setting.flags, trial.setting.config, outcome.get("sequences", 1)
     seconds = outcome["step_seconds"][flags.warmup :]
     median, world = statistics.median(seconds), flags.nproc_per_node
-    tokens, rows = sequences * trial.length, flags.packed_rows or trial.length
-    documents = attention_forward_flops(config, rows) * trial.length // rows
-    share = documents / attention_forward_flops(config, trial.length)
+    tokens, document = sequences * trial.length, flags.packed_rows or trial.length
+    share = trial.length / document * inspect_architecture(config).attention_area(document) / trial.length**2
     adapters = count_adapter_parameters(trial.setting.lora, config)
     flops = model_flops(config, trial.length, sequences, adapters, attention_share=share)
     losses, norm = [value if math.isfinite(value) else None for value in outcome["losses"]], outcome["grad_norms"][0]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig
 
 from lightseq.memory.planner.placement import KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD, Placement
 from lightseq.models.architecture import inspect_architecture
@@ -110,6 +110,15 @@ def test_a_step_counts_tokens_and_the_squares_of_what_attends_to_itself() -> Non
     work = FlopCounter(small_config(), "attention")
     assert work.flops(3 * 16, 3 * 16**2) == model_flops(small_config(), 16, 3)
     assert work.flops(12 + 4, 12**2 + 4**2) == model_flops(small_config(), 12, 1) + model_flops(small_config(), 4, 1)
+
+
+def test_a_step_counts_windows_within_each_document() -> None:
+    config = MistralConfig(**{**small_config().to_dict(), "model_type": "mistral", "sliding_window": 8})
+    work, area = FlopCounter(config, "full"), inspect_architecture(config).attention_area
+    assert area([12, 4]) == 8 * (2 * 12 - 8) + 4**2
+    assert work.flops(3 * 16, area([16] * 3)) == 3 * model_flops(config, 16, 1)
+    assert work.flops(12 + 4, area([12, 4])) == model_flops(config, 12, 1) + model_flops(config, 4, 1)
+    assert work.recomputed(3 * 16, area([16] * 3)) == 3 * recompute_flops(config, 16, 1, "full")
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")

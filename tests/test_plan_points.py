@@ -21,7 +21,8 @@ from lightseq.attention.accumulate import Accumulator
 from lightseq.attention.buffers import BufferLayout
 from lightseq.config.command_line import parse
 from lightseq.memory.planner.attention_memory import attention_memory
-from lightseq.memory.planner.choice import make_plan
+from lightseq.memory.planner.choice import SAME_SPEED, make_plan
+from lightseq.memory.planner.documents import PackedDocuments
 from lightseq.memory.planner.placement import Placement
 from lightseq.memory.planner.plan import Plan, plan_as_given
 from lightseq.memory.planner.rates import GIB, MATRIX_SHARE, PROCESS_BYTES, chip_of_device
@@ -34,6 +35,11 @@ from lightseq.schedule.head_groups import MIN_COLUMNS
 RESULTS = Path(plan_points.__file__).parent / "results"
 POINTS = [r for file in sorted(RESULTS.glob("plan-*.jsonl")) for r in read_lines(file)]
 GLUE = [r for r in read_lines(RESULTS / "glue-1xh100.jsonl") if r["way"] in ("eager", "compiled")]  # ours alone
+PACKED = [
+    r
+    for r in read_lines(RESULTS / "step-8b-packed-h100.jsonl")
+    if r["implementation"] == "lightseq" and not r["skipped"]
+]
 MEASURED = [r for r in POINTS + GLUE if not r["skipped"]]
 # Measured while one layer more that leaves was there beside those that stay, and with heads in fewer turns.
 TOOK_MORE = ("8b, 8 layers, 128K, offload both",)
@@ -121,6 +127,28 @@ def test_memory_is_planned_within_five_percent_and_time_within_ten(record: dict[
     elif "offloaded_bytes" in record:
         handed_over = plan.host_bytes / plan.run.hardware.ranks_per_host - PROCESS_BYTES
         assert handed_over == pytest.approx(record["offloaded_bytes"], rel=0.05)
+
+
+@pytest.mark.parametrize("record", PACKED, ids=[f"{r['world']} GPUs, LoRA {r['lora_rank']}" for r in PACKED])
+def test_packed_rows_are_planned_within_five_percent_and_ten(record: dict[str, Any]) -> None:
+    """These runs were placed by a planner that did not know their documents."""
+    words = record["trial_command"].split()
+    config = parse(words[words.index("llama3/train.py") + 1 :], "").for_planner(on_gpu=True)
+    hardware = record["hardware"]
+    chip = chip_of_device(hardware["device"])
+    assert chip is not None
+    size = record["packed_rows"]
+    asked = PlannedRun(
+        model_of(record["model"])[1], config, Hardware(chip, record["world"], 8, hardware["memory_bytes"], 256 * GIB)
+    )
+    before, documents = make_plan(asked), PackedDocuments(size, area_per_token=size)
+    plan = plan_as_given(before.run.changed(documents=documents), before.placement)
+    assert plan.run.config.remat == record["remat"] and plan.run.attention_share == size / record["length"]
+    assert plan.parts.total == pytest.approx(record["peak_memory_allocated_bytes"], rel=0.05)
+    assert plan.step_seconds == pytest.approx(record["step_seconds"], rel=0.10)
+    assert plan.mfu * plan.step_seconds == pytest.approx(record["mfu"] * record["step_seconds"], rel=1e-6)
+    assert before.step_seconds > 1.2 * record["step_seconds"]
+    assert make_plan(asked.changed(documents=documents)).step_seconds <= plan.step_seconds * (1 + SAME_SPEED)
 
 
 def _mlps_once_more(run: PlannedRun, record: dict[str, Any]) -> float:

@@ -119,11 +119,9 @@ class Batch:
         return self.input_ids.shape[1]
 
     @property
-    def squares(self) -> int:
-        """Returns the sum of squared document lengths, twice the number of causal attention pairs."""
-        if self.boundaries is None:
-            return sum(size**2 for size in self.sizes)
-        return sum((b - a) ** 2 for a, b in pairwise(self.boundaries))
+    def document_sizes(self) -> tuple[int, ...]:
+        """Returns the tokens of each document: of the packed ones, or of each row."""
+        return self.sizes if self.boundaries is None else tuple(b - a for a, b in pairwise(self.boundaries))
 
     def cut(self, length: int) -> Batch:
         """Returns the batch with padding cut so that each row has `length` tokens."""

@@ -20,12 +20,13 @@ from lightseq.data.examples import (
     SequenceExamples,
     WindowExamples,
     locate_window,
+    open_pickle,
     window,
     window_counts,
     window_offsets,
     window_sizes,
 )
-from lightseq.data.token_directory import ReadOptions
+from lightseq.data.token_directory import META, ReadOptions, open_token_directory
 from lightseq.data.tokenizer import Tokenizer
 from lightseq.utils.formatting import plural
 
@@ -143,6 +144,20 @@ def open_packed(
     order, offsets = best_fit(windows.sizes, length)
     notes = _notes(path, windows.sizes, documents, offsets, length)
     return PackedExamples(windows, order, offsets, (*windows.notes, *notes))
+
+
+def read_window_sizes(path: Path, length: int, vocab_size: int, limit: int | None = None) -> NDArray[np.int64] | None:
+    """Returns the sizes of the windows that `open_packed` would pack, without reading tokens if possible.
+
+    `limit` is the number of rows or documents. Returns None for data that is not tokenized.
+    """
+    if path.suffix == ".pkl":
+        opened = open_pickle(path, NO_LIMIT, vocab_size, limit)
+        return InMemoryWindows(opened.sequences, length, ()).sizes
+    if not (path / META).exists():
+        return None
+    documents = np.diff(open_token_directory(path).offsets)
+    return window_sizes(documents[:limit], length)
 
 
 def _notes(

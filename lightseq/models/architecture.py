@@ -5,13 +5,16 @@ Nothing depends on the model's name. A model that would train only approximately
 
 import copy
 import json
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final, cast
 
+import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -63,10 +66,20 @@ class Architecture:
         """Returns whether some layer does not see a whole sequence of this length."""
         return any(window is not None and window < length for window in self.windows)
 
+    def attention_area(self, sizes: ArrayLike) -> float:
+        """Returns twice the visible (query, key) pairs in documents of these sizes, the mean over layers.
+
+        Without windows that is the sum of the squared sizes.
+        """
+        documents, area = np.asarray(sizes, dtype=np.float64), 0.0
+        for window, layers in Counter(self.windows).items():
+            seen = documents if window is None else np.minimum(documents, window)
+            area += layers / len(self.windows) * float((seen * (2 * documents - seen)).sum())
+        return area
+
     def attention_share(self, length: int) -> float:
         """Returns the visible (query, key) pairs of all layers over those of full attention."""
-        windows = [length if window is None else min(window, length) for window in self.windows]
-        return sum(2 * window * length - window**2 for window in windows) / (len(windows) * length**2)
+        return self.attention_area(length) / length**2
 
     @property
     def can_store_mlp(self) -> bool:

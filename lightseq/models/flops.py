@@ -40,28 +40,29 @@ def total_parameters(config: PreTrainedConfig) -> int:
     return inspect_architecture(config).total
 
 
-def attention_forward_flops(config: PreTrainedConfig, length: int) -> int:
+def attention_forward_flops(config: PreTrainedConfig, length: int, attention_share: float | None = None) -> int:
     """Returns the forward FLOPs of causal attention in all layers for one sequence.
 
-    QKᵀ and PV take 4·S²·H·D per layer, and causal masking halves that. A layer with a window computes only the pairs
-    that it sees.
+    QKᵀ and PV take 4·S²·H·D per layer, and causal masking halves that. `attention_share` is the share of these pairs
+    that layers see in packed documents and through windows: `Architecture.attention_area` of the documents, divided by
+    S². None stands for one document.
     """
     found = inspect_architecture(config)
     full = found.layers * 2 * length**2 * found.heads.query * found.heads.dim
-    return round(found.attention_share(length) * full) if found.has_windows(length) else full
+    share = found.attention_share(length) if attention_share is None else attention_share
+    return full if share == 1 else round(share * full)
 
 
 def model_flops(
-    config: PreTrainedConfig, length: int, sequences: int, adapters: int = 0, attention_share: float = 1.0
+    config: PreTrainedConfig, length: int, sequences: int, adapters: int = 0, attention_share: float | None = None
 ) -> int:
     """Returns the FLOPs of one training step without recomputation: 6·N per token, plus attention.
 
     The backward pass of attention takes twice the forward. With `adapters`, frozen weights take 4·N per token, because
-    they get no gradient. `attention_share` is the share of full attention that packed documents need: the sum of their
-    squared lengths divided by the squared sequence length.
+    they get no gradient. `attention_share` is that of `attention_forward_flops`.
     """
     linears = (4 if adapters else 6) * matmul_parameters(config) + 6 * adapters
-    attention = round(attention_share * 3 * attention_forward_flops(config, length))
+    attention = 3 * attention_forward_flops(config, length, attention_share)
     return sequences * (linears * length + attention)
 
 
@@ -72,7 +73,7 @@ def recompute_flops(
     remat: str,
     group: int = 1,
     tiled: bool = False,
-    attention_share: float = 1.0,
+    attention_share: float | None = None,
 ) -> int:
     """Returns the FLOPs that the backward pass recomputes; `model_flops` plus these are the hardware FLOPs.
 
@@ -96,8 +97,8 @@ def recompute_flops(
     if group > 1:
         attended += found.layers
         repeated += found.layer_linears - lasts * skipped_matmul_weights(config, remat, tiled)
-    attention = attention_forward_flops(config, length) * attended // found.layers
-    return sequences * (2 * repeated * length + round(attention_share * attention))
+    attention = attention_forward_flops(config, length, attention_share) * attended // found.layers
+    return sequences * (2 * repeated * length + attention)
 
 
 def projection_weights(config: PreTrainedConfig) -> int:

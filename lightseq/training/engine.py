@@ -147,10 +147,10 @@ def plan_memory(config: TrainConfig, inputs: Inputs, world: World) -> tuple[Memo
     config, plan = config.for_planner(on_gpu=world.device.type == "cuda"), None
     if config.offload == "auto" or (world.device.type == "cuda" and inputs.deepspeed is None):
         earlier = earlier_plan(inputs.resume_from)
-        plan = plan_on_all_ranks(config, inputs.model_config, world, earlier, memory_limit())
+        plan = plan_on_all_ranks(config, inputs.model_config, world, earlier, memory_limit(), inputs.documents)
         run, config = plan.run, plan.run.config
     else:
-        run = planned_run(config, inputs.model_config, world)
+        run = planned_run(config, inputs.model_config, world, inputs.documents)
     memory = MemoryPlan(
         state_on_host=run.state_on_host,
         layers_with_state_on_gpu=run.layers_with_state_on_gpu,
@@ -192,7 +192,7 @@ def explained_engine(
             fall_back(plan, config, world, watchdog, reason)
 
     return explained_out_of_memory(
-        world, terminal, lambda: out_of_memory(config, inputs.model_config, world), next_plan
+        world, terminal, lambda: out_of_memory(config, inputs.model_config, world, inputs.documents), next_plan
     )
 
 

@@ -24,6 +24,7 @@ from lightseq.distributed.watchdog import Watchdog
 from lightseq.memory.planner.advice import plan_notes
 from lightseq.memory.planner.breakdown import Breakdown
 from lightseq.models.adapters import count_adapter_parameters
+from lightseq.models.architecture import inspect_architecture
 from lightseq.modules.fp8 import MULTIPLE
 from lightseq.training.engine import Engine, explained_engine, memory_parts, tokens_per_forward
 from lightseq.training.errors import explained_data
@@ -55,6 +56,7 @@ class Trainer:
         self.notes = (*inputs.notes, *(plan_notes(engine.memory.plan) if engine.memory.plan else ()), *length_notes)
         self.shard = Sharding(self.context, world.device)
         self.adapter_parameters = count_adapter_parameters(inputs.lora, inputs.model_config)
+        self._attention_area = inspect_architecture(inputs.model_config).attention_area
         self.learning_rate = LearningRate(config, inputs.total_steps)
         self.terminal = Terminal(inputs.total_steps, self.first_step)
         self.before_update: list[Callable[[], None]] = []  # called between the backward pass and the update
@@ -97,7 +99,7 @@ class Trainer:
             targets=targets,
             positions=sum(batch.input_ids.numel() for batch in batches),
             tokens=sum(sum(batch.sizes) for batch in batches),
-            squares=sum(batch.squares for batch in batches),
+            attention_area=sum(self._attention_area(batch.document_sizes) for batch in batches),
             imbalance=imbalance,
             data_seconds=data_seconds,
         )

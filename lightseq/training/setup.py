@@ -26,6 +26,7 @@ from lightseq.data.token_directory import ReadOptions
 from lightseq.data.tokenizer import ByteTokenizer, read_chat_template
 from lightseq.distributed.mesh import World, check_devices, check_sequence_size
 from lightseq.kernels import KernelSpec, select
+from lightseq.memory.planner.documents import PackedDocuments, documents_of
 from lightseq.models import weights
 from lightseq.models.adapters import Lora, count_adapter_parameters, lora_from_config
 from lightseq.models.architecture import (
@@ -64,6 +65,7 @@ class Inputs:
     deepspeed: DeepSpeedSettings | None  # None: FSDP2
     notes: tuple[str, ...]  # lines to print at the start
     lora: Lora | None = None  # None: all weights are trained
+    documents: PackedDocuments | None = None  # None: rows are not packed
     passed_over: tuple[Path, ...] = ()  # damaged checkpoints later than the one resumed from
     tokenizer: Path | None = None  # directory of the tokenizer to save with checkpoints
     chat_template: str | None = None  # to save instead of the tokenizer's
@@ -129,6 +131,7 @@ def prepare(config: TrainConfig, family: ModelFamily, world: World, found: Resum
         deepspeed=deepspeed,
         notes=notes + model.warnings,
         lora=model.lora,
+        documents=documents_of(stream.examples, config.model_max_length, inspect_architecture(model.config)),
         passed_over=tuple(path for path, _ in found.damaged),
         tokenizer=tokenizer_directory(model, directory) if config.save_strategy != "no" else None,
         chat_template=read_chat_template(config.chat_template) if config.chat_template is not None else None,

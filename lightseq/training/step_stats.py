@@ -29,7 +29,7 @@ class StepResult:
     targets: Tensor  # valid tokens of all groups, counted on the device
     positions: int  # padding included
     tokens: int  # without padding
-    squares: int  # sum of the squared document lengths
+    attention_area: float  # twice the visible (query, key) pairs in a layer
     imbalance: float  # packing: largest attention area of a rank over the mean; 0 if not packed
     data_seconds: float
 
@@ -46,15 +46,15 @@ class FlopCounter:
     fp8: bool = False  # linear layers run in FP8, so MFU refers to the FP8 peak
     recomputed_layers: float = 0.0  # share of layers that store only their input, regardless of `remat`
 
-    def flops(self, tokens: int, squares: int) -> int:
-        """Returns the FLOPs of `tokens` tokens. `squares`: sum of the squared document lengths."""
-        return model_flops(self.model, tokens, 1, self.adapters, squares / max(1, tokens) ** 2)
+    def flops(self, tokens: int, area: float) -> int:
+        """Returns the FLOPs of `tokens` tokens. `area`: `Architecture.attention_area` of their documents."""
+        return model_flops(self.model, tokens, 1, self.adapters, area / max(1, tokens) ** 2)
 
-    def recomputed(self, tokens: int, squares: int) -> float:
+    def recomputed(self, tokens: int, area: float) -> float:
         """Returns the FLOPs that the backward pass recomputes."""
         whole, by_policy = (
             recompute_flops(
-                self.model, tokens, 1, remat, self.layers_per_checkpoint, self.tiled, squares / max(1, tokens) ** 2
+                self.model, tokens, 1, remat, self.layers_per_checkpoint, self.tiled, area / max(1, tokens) ** 2
             )
             for remat in ("full", self.remat)
         )
@@ -98,7 +98,7 @@ class StepStats:
             "valid_tokens": sum(result.valid_tokens for result in speaking),
             "positions": sum(result.positions for result in speaking),
             "tokens": sum(result.tokens for result in speaking),
-            "squares": sum(result.squares for result in speaking),
+            "attention_area": sum(result.attention_area for result in speaking),
             "sent_bytes": self.transport.bytes_sent - self._bytes_before,
             "own_seconds": own_seconds,
         }
@@ -166,9 +166,9 @@ class PendingRecord:
         seconds, ranks = (self.begin.seconds_until(self.end) - paused) / self.steps, self.world.size
         longest, slowest_rank = divmod(int(x["slowest"]), ranks)
         lost = max(0.0, 1 - x["own_seconds"] / ranks / (longest / 1e9)) if longest else None
-        tokens, squares = round(x["tokens"]), round(x["squares"])
-        flops = self.flops.flops(tokens, squares) / self.steps
-        recomputed = self.flops.recomputed(tokens, squares) / self.steps
+        tokens, area = round(x["tokens"]), x["attention_area"]
+        flops = self.flops.flops(tokens, area) / self.steps
+        recomputed = self.flops.recomputed(tokens, area) / self.steps
         per_second = x["tokens"] / self.steps / seconds
         peak = peak_flops_per_second(hardware(self.world.device)["device"], self.flops.fp8)
         on_gpu = self.world.device.type == "cuda"

@@ -13,6 +13,7 @@ from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.mesh import World
 from lightseq.memory.planner.breakdown import GIB
 from lightseq.memory.planner.choice import can_fit, make_plan
+from lightseq.memory.planner.documents import PackedDocuments
 from lightseq.memory.planner.plan import (
     PLANNED_FLAGS,
     Plan,
@@ -128,7 +129,9 @@ def plan_notes(plan: Plan) -> list[str]:
     return [f"weights, gradients and optimizer state{owners} are in host memory{reason}", *warnings]
 
 
-def out_of_memory(config: TrainConfig, model: PreTrainedConfig, world: World) -> list[str]:
+def out_of_memory(
+    config: TrainConfig, model: PreTrainedConfig, world: World, documents: PackedDocuments | None = None
+) -> list[str]:
     """Returns lines with the planned memory by purpose, and changes that would make the run fit.
 
     If the plan fits although the run did not, it counts too little; the changes then save a tenth of its total.
@@ -136,7 +139,8 @@ def out_of_memory(config: TrainConfig, model: PreTrainedConfig, world: World) ->
     if config.deepspeed:  # the planner does not know its state
         gpus = "more GPUs per sequence (--sequence_parallel_size), or a lower --model_max_length"
         return [f"to fit: offload_optimizer and offload_param in {config.deepspeed}, {gpus}"]
-    run = without_device_budget(planned_run(config.for_planner(on_gpu=world.device.type == "cuda"), model, world))
+    config_here = config.for_planner(on_gpu=world.device.type == "cuda")
+    run = without_device_budget(planned_run(config_here, model, world, documents))
     plan, usable = make_plan(run), usable_gpu_bytes(run)
     room = f", {usable / GIB:.1f} GiB usable" if math.isfinite(usable) else ""
     lines = [f"planned peak memory per GPU ({plan.when}{room}):", *plan.parts.lines()]

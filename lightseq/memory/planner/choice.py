@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 from lightseq.config.remat_policies import STORE_LINEARS, STORE_MLP
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.mesh import World, free_host_memory, on_all_ranks
+from lightseq.memory.planner.documents import PackedDocuments
 from lightseq.memory.planner.placement import KEEP, RECOMPUTED, Placement
 from lightseq.memory.planner.plan import (
     PLANNED_FLAGS,
@@ -201,12 +202,14 @@ def plan_on_all_ranks(
     world: World,
     earlier: Mapping[str, Any] | None = None,
     most_bytes: float = math.inf,
+    documents: PackedDocuments | None = None,
 ) -> Plan:
     """Returns the same plan on all ranks, for the one with the least memory.
 
     It fills at most `most_bytes` of a GPU. `earlier` holds the choices of the run that this one resumes, if any.
+    `documents` are those of packed rows.
     """
-    run = planned_run(config, model, world)
+    run = planned_run(config, model, world, documents)
     least = torch.tensor([run.hardware.gpu_memory, free_host_memory(world, share=1.0)], dtype=torch.float64)
     dist.all_reduce(least, op=dist.ReduceOp.MIN)
     gpu, free = least.tolist()

@@ -65,7 +65,8 @@ class Plan:
     @property
     def mfu(self) -> float:
         run, hardware = self.run, self.run.hardware
-        flops = model_flops(run.model, run.config.model_max_length, run.sequences_per_step, run.adapter_parameters)
+        length, sequences = run.config.model_max_length, run.sequences_per_step
+        flops = model_flops(run.model, length, sequences, run.adapter_parameters, run.attention_share)
         share = mfu(flops, self.step_seconds, hardware.gpus, hardware.chip.peak_flops)
         assert share is not None
         return share
@@ -100,6 +101,8 @@ class Plan:
             "gpu_bytes": self.parts.total,
             "host_bytes_per_rank": int(self.host_bytes / run.hardware.ranks_per_host),
             "step_seconds": self.step_seconds,
+            "documents": run.documents
+            and {"mean_tokens": run.documents.mean_tokens, "attention_share": run.attention_share},
         }
 
     def __str__(self) -> str:

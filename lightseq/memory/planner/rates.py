@@ -150,6 +150,17 @@ STREAMED_UPDATE_RATE = dict.fromkeys(("adamw_8bit", "adamw_torch_8bit"), 4.2e9)
 FP8_TIME: Mapping[str | None, float] = {None: 1.0, "rowwise": 0.57, "tensorwise": 0.54}
 FP8_CAST_BYTES: Mapping[str | None, float] = {None: 0.0, "rowwise": 25.0, "tensorwise": 16.0}
 LINEAR_ENDS = Widths(hidden=7, attention=2, key_value=2, intermediate=3)  # inputs and outputs of all linears
+# What linears with adapters move beside their products (counted in modules/low_rank.py). Per input: 3 elements
+# forward, to multiply x by A and to join both, and 2 backward; per output 5 backward. A checkpoint that runs a linear
+# again moves 3 more per input.
+ADAPTER_ENDS, ADAPTER_REPEATS = 5, 3
+REPEATED_INPUTS: Mapping[str, Widths] = {
+    "attention": Widths(hidden=5, attention=1),
+    "full": Widths(hidden=5, attention=1),
+    "attention+mlp": Widths(hidden=3, attention=1),
+}
+LINEAR_INPUTS = Widths(hidden=5, attention=1, intermediate=1)
+ADAPTER_WEIGHTS = 2  # per weight, read and written to join it with B, for every product
 # Launch time per tensor of optimizers that update one at a time (one run: torchao's 8-bit AdamW on 1B at 32K).
 UPDATE_LAUNCH_SECONDS = {"adamw_8bit": 0.55e-3, "adamw_torch_8bit": 0.55e-3}
 # Launch time of a layer, forward and backward. Eager: 2,048 tokens, four GPUs (docs/log.md); compiled:

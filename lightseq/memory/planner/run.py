@@ -16,6 +16,7 @@ from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.host_memory import host_memory
 from lightseq.distributed.mesh import World
 from lightseq.memory.planner.breakdown import widths_of
+from lightseq.memory.planner.documents import PackedDocuments
 from lightseq.memory.planner.rates import CHIPS, DEFAULT_CORES, Chip, Widths, chip_of_device
 from lightseq.models.adapters import count_adapter_parameters, lora_from_config
 from lightseq.models.architecture import Architecture, inspect_architecture
@@ -64,6 +65,7 @@ class PlannedRun:
     state_offloaded: bool = False  # `--offload auto` moves weights, gradients and optimizer state to the host ...
     layers_with_state_on_gpu: int = 0  # ... except those of the first layers
     reshard_after_forward: bool = True  # FSDP2's option; False keeps gathered weights for the backward pass
+    documents: PackedDocuments | None = None  # None: a sequence is one document
 
     def __post_init__(self) -> None:
         if self.hardware.gpus % self.sequence_ranks:
@@ -120,6 +122,16 @@ class PlannedRun:
     def sequences_per_step(self) -> int:
         data_ranks = self.hardware.gpus // self.sequence_ranks
         return self.config.per_device_train_batch_size * data_ranks * self.config.gradient_accumulation_steps
+
+    @property
+    def attention_share(self) -> float:
+        """Returns the attention that the mean layer computes over full causal attention to a sequence.
+
+        At other lengths than the data's, documents keep their sizes.
+        """
+        length = self.config.model_max_length
+        whole = self.architecture.attention_share(length)
+        return whole if self.documents is None else min(whole, self.documents.attention_share(length))
 
     @cached_property
     def shape(self) -> AttentionShape:
@@ -234,10 +246,12 @@ class PlannedRun:
         return 1.0 - self.layers_with_state_on_gpu * self.layer_parameters / self.architecture.total
 
 
-def planned_run(config: TrainConfig, model: PreTrainedConfig, world: World) -> PlannedRun:
+def planned_run(
+    config: TrainConfig, model: PreTrainedConfig, world: World, documents: PackedDocuments | None = None
+) -> PlannedRun:
     """Returns the planned run on this machine."""
     per_host = world.size if world.size % world.local_size else world.local_size  # hosts may differ
-    return PlannedRun(model, config, hardware_here(world.size, per_host, world.device))
+    return PlannedRun(model, config, hardware_here(world.size, per_host, world.device), documents=documents)
 
 
 def hardware_here(gpus: int, gpus_per_host: int, device: torch.device) -> Hardware:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import lru_cache
+from math import ceil
 
 from lightseq.memory.planner import rates
 from lightseq.memory.planner.memory import in_flight, saved_by_group
@@ -45,6 +46,7 @@ def _compute_seconds(run: PlannedRun, placement: Placement) -> dict[str, float]:
         "matrix products": matrix_seconds(run),
         "attention": run.layers * (forward + backward) + _recomputed_attentions(run, placement) * forward,
         "norms, rotation, activation": run.layers * run.tokens * _elementwise_bytes(run) / _memory_rate(run),
+        "adapters: joined to inputs and weights": run.layers * _adapter_bytes(run) / _memory_rate(run),
         "loss": logits * rates.LOGIT_PASSES / _memory_rate(run),
         "weights: cast and copied": _weight_copies(run) * run.architecture.total / _memory_rate(run),
     }
@@ -53,7 +55,7 @@ def _compute_seconds(run: PlannedRun, placement: Placement) -> dict[str, float]:
 def attention_seconds(run: PlannedRun) -> tuple[float, float]:
     """Returns the seconds of attention forward and backward over all ranks in the mean layer, with communication.
 
-    A window is assumed to save as much of the communication as of the work.
+    Packed documents and windows are assumed to save as much of the communication as of the work.
     """
     dim = run.architecture.heads.dim
     head_dim = min(rates.HEAD_DIM_SHARE, key=lambda known: abs(known - dim))
@@ -62,7 +64,7 @@ def attention_seconds(run: PlannedRun) -> tuple[float, float]:
     kernel = replace(kernel, flops_per_second=kernel.flops_per_second * (share * rates.ATTENTION_SHARE))
     per_host = run.hardware.gpus_per_host
     found = _priced(run.choice, run.sequence_ranks, run.shape, kernel, per_host, run.keeps_gathered)
-    seconds = found.seconds * run.architecture.attention_share(run.config.model_max_length)
+    seconds = found.seconds * run.attention_share
     forward = seconds / (1 + BACKWARD_FLOPS)
     return forward, seconds - forward
 
@@ -105,6 +107,27 @@ def _elementwise_bytes(run: PlannedRun) -> float:
         passes = 2 + (run.group_size > 1) + (run.config.remat_policy == "full")
         elements += passes * (run.head_groups - 1) * rates.NORM[run.config.compiles].dot(run.widths)
     return elements * run.itemsize + rates.FP8_CAST_BYTES[run.config.fp8] * rates.LINEAR_ENDS.dot(run.widths)
+
+
+def _adapter_bytes(run: PlannedRun) -> float:
+    """Returns the bytes that a layer moves to join adapters to inputs and weights, forward and backward."""
+    if not run.adapter_parameters:
+        return 0.0
+    config, widths, rank = run.config, run.widths, run.config.lora_rank
+    assert rank is not None
+    policy, ends = config.remat_policy, rates.LINEAR_ENDS.dot(widths)
+    repeated = rates.REPEATED_INPUTS.get(policy, rates.Widths()).dot(widths)
+    repeated += rates.LINEAR_INPUTS.dot(widths) if run.group_size > 1 else 0
+    per_token = rates.ADAPTER_ENDS * ends + rates.ADAPTER_REPEATS * repeated
+    again = recompute_flops(run.model, 1, 1, policy, run.group_size, config.tiles_layers, attention_share=0.0)
+    weights, tiles = 2 * run.layer_linears + again / (2 * run.layers), ceil(run.tokens / TILE_TOKENS)
+    if config.tiles_layers:
+        weights *= tiles
+    elif _tiles_mlp(run):
+        mlp = widths.hidden * widths.intermediate * (8 if policy in ("attention", "full") else 6)
+        weights += (tiles - 1) * mlp
+    adapted = run.adapter_parameters / (rank * run.layers * ends)
+    return adapted * (per_token * run.tokens + rates.ADAPTER_WEIGHTS * weights) * run.itemsize
 
 
 def _weight_copies(run: PlannedRun) -> float:

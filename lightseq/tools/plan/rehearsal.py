@@ -35,6 +35,7 @@ from lightseq.kernels import KernelSpec, Selection, select
 from lightseq.kernels.elided import Elided
 from lightseq.memory.offload import HostBufferPool
 from lightseq.memory.planner.breakdown import GIB, Breakdown
+from lightseq.memory.planner.documents import read_documents
 from lightseq.models.presets import ModelFamily
 from lightseq.modules import loss, mlp
 from lightseq.training.engine import build_engine
@@ -92,6 +93,8 @@ def main(family: ModelFamily, argv: Sequence[str]) -> int:
         try:
             config = within_free_memory(without_traces(asked, folder), world)
             inputs = on_all_ranks(world, lambda: made_up_inputs(config, family, world, folder))
+            documents = on_all_ranks(world, lambda: read_documents(asked, inputs.model_config))
+            inputs = dataclasses.replace(inputs, documents=documents)
             dist.barrier()  # every rank has opened its files
         finally:
             if world.local_rank == 0:

@@ -73,6 +73,7 @@ def _facts(plan: Plan, longest: int | None) -> Table:
         "hardware": f"{hardware.gpus} x {hardware.chip.device} on {hosts} host{'s' * (hosts > 1)}, "
         f"{run.sequence_ranks} a sequence: {run.tokens:,} tokens a GPU",
         "schedule": _schedule(run),
+        **_documents(run),
         "memory plan": str(plan),
         "verdict": "fits" if plan.fits else f"does not fit: too little {' and '.join(plan.shortages)}",
         "longest": f"{longest:,} tokens fit" if longest else "no length fits",
@@ -90,6 +91,13 @@ def _schedule(run: PlannedRun) -> str:
     groups = run.choice.head_groups or 1
     heads = f"heads in {groups} turns" if groups > 1 else "all heads at once"
     return f"{run.choice.schedule}, {heads}, {run.transport}"
+
+
+def _documents(run: PlannedRun) -> dict[str, str]:
+    if run.documents is None:
+        return {}
+    share = f"attention needs {run.attention_share:.1%} of full rows"
+    return {"documents": f"mean {run.documents.mean_tokens:,.0f} tokens; {share}"}
 
 
 def _memory(plan: Plan) -> Table:

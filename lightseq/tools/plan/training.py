@@ -18,6 +18,7 @@ from lightseq.kernels.selection import why_unsupported
 from lightseq.memory.planner.advice import changes_to_fit, faster_change, longest
 from lightseq.memory.planner.breakdown import GIB
 from lightseq.memory.planner.choice import make_plan
+from lightseq.memory.planner.documents import read_documents
 from lightseq.memory.planner.rates import DEFAULT_CORES, MEASURED_ON, Chip, chip_named
 from lightseq.memory.planner.run import Hardware, PlannedRun
 from lightseq.models.architecture import heads_of, inspect_architecture
@@ -75,7 +76,8 @@ def _planned_run(family: ModelFamily, own: argparse.Namespace, training: Sequenc
     _check_chip(config, model, chip)
     gpu = chip.memory_bytes if own.gpu_memory is None else own.gpu_memory * GIB
     host = math.inf if own.host_memory is None else own.host_memory * GIB
-    run = PlannedRun(model, config, Hardware(chip, own.gpus, own.gpus_per_host, gpu, host, own.host_cores))
+    hardware = Hardware(chip, own.gpus, own.gpus_per_host, gpu, host, own.host_cores)
+    run = PlannedRun(model, config, hardware, documents=read_documents(config, model))
     if run.sequence_ranks > MAX_SEQUENCE_RANKS:
         raise ValueError(
             f"{run.sequence_ranks} ranks per sequence are too many to plan; "
@@ -115,7 +117,8 @@ def _notes(family: ModelFamily, run: PlannedRun) -> list[str]:
         f"the update on the host is planned with {DEFAULT_CORES} cores per rank; --host_cores changes that": (
             run.state_on_host and hardware.host_cores is None
         ),
-        "attention is counted as for one document per sequence; packed documents need less": (config.packing != "none"),
+        "attention is counted as for one document per sequence; packed documents need less: give --data_path a token "
+        "directory or .pkl to count them": config.packing != "none" and run.documents is None,
         f"rates were measured on H200; {hardware.chip.device} is assumed to reach the same fractions of its peaks": (
             hardware.chip is not MEASURED_ON
         ),

@@ -1,0 +1,174 @@
+"""Plans of packed rows: the share of full attention that documents need, and the time that follows."""
+
+import json
+import pickle
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from programs import run_in
+from small import CONFIG, words, write_inputs
+from test_plan_training import planned_run
+from worlds import spawn
+
+import llama3
+from lightseq.cli import BOTH, main
+from lightseq.config.command_line import parse
+from lightseq.data.packing import open_packed
+from lightseq.data.token_directory import write_token_directory
+from lightseq.distributed.mesh import World
+from lightseq.memory.planner import documents as planner_documents
+from lightseq.memory.planner.choice import make_plan
+from lightseq.memory.planner.documents import PackedDocuments, documents_of, read_documents
+from lightseq.memory.planner.plan import plan_as_given
+from lightseq.models.architecture import inspect_architecture
+from lightseq.models.family import preset_config
+from lightseq.training.engine import plan_memory
+from lightseq.training.setup import prepare
+
+LENGTH, SIZES = 150, (149, 3, 2, 40, 1, 90, 301, 17, 152, 60, 33, 151, 4, 75)  # of documents; some are cut or dropped
+LLAMA = preset_config(BOTH, "llama3-8b")
+QUARTER = PackedDocuments(8192, 8192)
+PLAN = "plan --model_name_or_path llama3-8b --bf16 --gpus 2 --model_max_length 32K"
+
+
+def write_documents(path: Path, sizes: tuple[int, ...]) -> Path:
+    ids = [np.arange(size) % 50 for size in sizes]
+    if path.suffix == ".pkl":
+        path.write_bytes(pickle.dumps({"input_ids": [x.tolist() for x in ids]}))
+    else:
+        write_token_directory(path, ids, 64, dict)
+    return path
+
+
+def config_of(data: Path, more: str = "--packing best_fit") -> Any:
+    return parse(
+        f"--model_name_or_path m --data_path {data} --output_dir o --model_max_length {LENGTH} {more}".split(), ""
+    )
+
+
+# ---- the share ------------------------------------------------------------------------------------------------------
+
+
+def test_the_area_is_twice_the_visible_pairs_without_the_diagonals_half() -> None:
+    sizes, windows = (10, 3, 1, 7), (4, None, 7)
+    found = replace(inspect_architecture(CONFIG), windows=windows)
+    pairs = [sum(min(i + 1, w or n) for n in sizes for i in range(n)) for w in windows]
+    diagonal = [sum(min(n, w or n) for n in sizes) for w in windows]
+    assert found.attention_area(sizes) == pytest.approx((2 * sum(pairs) - sum(diagonal)) / 3)
+    assert replace(found, windows=(None, None)).attention_area(sizes) == sum(n * n for n in sizes)
+
+
+@pytest.mark.parametrize("kind", ["tokens", "data.pkl"])
+def test_the_share_is_the_mean_of_all_rows_with_and_without_training(kind: str, tmp_path: Path) -> None:
+    data = write_documents(tmp_path / kind, SIZES)
+    rows = open_packed(data, LENGTH, CONFIG.vocab_size)
+    found = documents_of(rows, LENGTH, inspect_architecture(CONFIG))
+    edges = [rows[i].boundaries or () for i in range(len(rows))]
+    sizes = [[b - a for a, b in pairwise(row)] for row in edges]
+    assert found is not None and found == read_documents(config_of(data), CONFIG)
+    assert found.attention_share(LENGTH) == pytest.approx(np.mean([sum(n * n for n in x) for x in sizes]) / LENGTH**2)
+    assert found.mean_tokens == pytest.approx(np.mean([n for x in sizes for n in x]))
+    few = read_documents(config_of(data, "--packing best_fit --max_train_samples 2"), CONFIG)
+    assert few == PackedDocuments((149 + 3) / 2, (149**2 + 3**2) / (2 * LENGTH))
+
+
+def test_documents_that_are_not_packed_or_not_known_beforehand_are_not_read(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "ab"}\n')
+    cases = [(tmp_path / "rows.jsonl", "--packing best_fit"), (tmp_path / "nowhere", "--packing best_fit")]
+    cases += [(write_documents(tmp_path / "tokens", SIZES), ""), (write_documents(tmp_path / "one", (1,)), cases[0][1])]
+    assert [read_documents(config_of(data, flags), CONFIG) for data, flags in cases] == [None] * 4
+
+
+def test_evenly_spaced_documents_stand_for_very_many(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    sizes = np.random.default_rng(0).integers(2, LENGTH + 1, 4000)
+    data = write_documents(tmp_path / "tokens", tuple(sizes.tolist()))
+    every = read_documents(config_of(data), CONFIG)
+    monkeypatch.setattr(planner_documents, "MAX_READ", 1000)
+    some = read_documents(config_of(data), CONFIG)
+    assert every is not None and some is not None and some != every
+    assert some == read_documents(config_of(data), CONFIG)
+    assert some.area_per_token == pytest.approx(every.area_per_token, rel=0.03)
+    assert some.mean_tokens == sizes[::4].mean()
+
+
+# ---- the plan -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flags", ["--remat attention", "--remat full"])
+def test_documents_take_their_share_of_the_time_of_attention(flags: str) -> None:
+    run = planned_run(LLAMA, f"--bf16 --packing best_fit --model_max_length 32K {flags}", 2)
+    whole, packed = (plan_as_given(run.changed(documents=x)) for x in (None, QUARTER))
+    assert packed.seconds["attention"] == pytest.approx(whole.seconds["attention"] / 4)
+    assert packed.parts == whole.parts and packed.mfu < whole.mfu * whole.step_seconds / packed.step_seconds
+    others = [{k: v for k, v in plan.seconds.items() if k != "attention"} for plan in (whole, packed)]
+    assert others[0] == others[1]
+    full_rows = plan_as_given(run.changed(documents=PackedDocuments(32768, 32768)))
+    assert (full_rows.step_seconds, full_rows.mfu) == (whole.step_seconds, whole.mfu)
+
+
+def test_at_another_length_documents_keep_their_sizes() -> None:
+    run = planned_run(LLAMA, "--bf16 --packing best_fit --model_max_length 32K", 2).changed(documents=QUARTER)
+    assert [run.with_length(n).attention_share for n in (2**14, 2**15, 2**16)] == [0.5, 0.25, 0.125]
+    assert run.with_length(4096).attention_share == 1.0
+
+
+def test_the_choice_follows_from_the_time_of_the_documents() -> None:
+    """Short documents hide fewer copies, so recomputing products becomes faster than offloading them."""
+    run = planned_run(LLAMA, "--bf16 --packing best_fit --model_max_length 32K", 2, 72.8 * 2**30, chosen=True)
+    whole, packed = (make_plan(run.changed(documents=x)) for x in (None, QUARTER))
+    as_whole = plan_as_given(whole.run.changed(documents=QUARTER), whole.placement)
+    assert whole.placement.offloads and not packed.placement.offloads
+    assert packed.step_seconds <= 1.01 * as_whole.step_seconds
+
+
+def test_plan_prints_and_records_the_documents_of_the_data(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    data = write_documents(tmp_path / "tokens", (8192,) * 8)
+    assert main(f"{PLAN} --packing best_fit --data_path {data}".split()) == 0
+    shown = capsys.readouterr().out
+    assert "  documents    mean 8,192 tokens; attention needs 25.0% of full rows" in shown
+    records = []
+    for flags in (f"--packing best_fit --data_path {data}", "--packing best_fit", f"--data_path {data}"):
+        assert main([*PLAN.split(), *flags.split(), "--json"]) == 0
+        records.append(json.loads(capsys.readouterr().out))
+    documents = [record["memory_plan"]["documents"] for record in records]
+    assert documents == [{"mean_tokens": 8192.0, "attention_share": 0.25}, None, None]
+    noted = ["one document per sequence" in " ".join(record["notes"]) for record in records]
+    assert noted == [False, True, False]
+    assert records[0]["step_seconds"] < 0.9 * records[1]["step_seconds"]
+    assert main(f"{PLAN} --data_path {data}".split()) == 0
+    assert "documents" not in capsys.readouterr().out
+
+
+# ---- training -------------------------------------------------------------------------------------------------------
+
+
+def _plan_on_rank(rank: int, command: str) -> tuple[PackedDocuments | None, float]:
+    """Runs a program, and plans it again as if this rank had read other documents than the others."""
+    size = dist.get_world_size()
+    world = World(rank, size, rank, size, torch.device("cpu"))
+    ended = run_in(world, "llama3", command)
+    assert ended.status == 0, ended.err
+    config = parse(f"{command} --overwrite_output_dir".split(), "")
+    inputs = prepare(config, llama3.FAMILY, world)
+    assert inputs.documents is not None
+    memory, _ = plan_memory(config, replace(inputs, documents=PackedDocuments(10 + rank, 10 + rank)), world)
+    assert memory.plan is not None
+    return memory.plan.run.documents, memory.plan.step_seconds
+
+
+def test_all_ranks_plan_with_the_same_documents_and_run_json_has_them(tmp_path: Path) -> None:
+    files = write_inputs(tmp_path)
+    more = "--packing best_fit --max_steps 1 --save_strategy no --offload auto --device_memory_budget 64"
+    found = spawn(2, _plan_on_rank, words(files, "run", more))
+    assert found[0] == found[1] and found[0][0] == PackedDocuments(10, 10)
+    plan = json.loads((files / "run" / "run.json").read_text())["memory_plan"]
+    expected = read_documents(parse(words(files, "run", more).split(), ""), CONFIG)
+    assert expected is not None
+    share = expected.attention_share(48)
+    assert plan["documents"] == {"mean_tokens": expected.mean_tokens, "attention_share": share} and 0.5 < share < 1
