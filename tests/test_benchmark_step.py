@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import Gemma3TextConfig, LlamaConfig
+from transformers import AutoConfig, Gemma3TextConfig, LlamaConfig, PreTrainedConfig
 from worlds import spawn
 
 from benchmarks import step, step_records
@@ -101,7 +101,7 @@ def train(rank: int, peer: str, tmp_path: Path, model: Path) -> tuple[dict[str, 
     calls: list[int] = []
     forward = CpuKernel.forward
     CpuKernel.forward = lambda *args: calls.append(1) or forward(*args)  # type: ignore[assignment, method-assign]
-    config = LlamaConfig.from_pretrained(model)
+    config = AutoConfig.from_pretrained(model)
     world = World(rank, dist.get_world_size(), rank, dist.get_world_size(), torch.device("cpu"))
     job = Job(config, LENGTH, world, learning_rate=1e-3)
     module = importlib.import_module(PEERS.get(peer, PEERS["accelerate"]))
@@ -113,7 +113,7 @@ def train(rank: int, peer: str, tmp_path: Path, model: Path) -> tuple[dict[str, 
     return outcome, len(calls) // STEPS
 
 
-def stream(tmp_path: Path, config: LlamaConfig) -> BatchStream:
+def stream(tmp_path: Path, config: PreTrainedConfig) -> BatchStream:
     return BatchStream(open_examples(tmp_path / "out" / "s" / f"data-{LENGTH}", LENGTH, config.vocab_size), LENGTH, 1)
 
 
@@ -124,7 +124,7 @@ def write_data(model: Path, tmp_path: Path) -> None:
 
 def first_by_hand(model: Path, tmp_path: Path, last_target: bool = True) -> tuple[float, float]:
     """Returns loss and gradient norm of the first step by transformers, in this process."""
-    config = LlamaConfig.from_pretrained(model)
+    config = AutoConfig.from_pretrained(model)
     batch = stream(tmp_path, config).batch(0)
     net = Job(config, LENGTH, World(0, 1, 0, 1, torch.device("cpu"))).whole_model()
     labels = {"labels": batch.labels, "shift_labels": batch.labels} if last_target else {"labels": batch.input_ids}
@@ -158,6 +158,16 @@ def test_every_peer_takes_the_step_that_one_process_takes(tmp_path: Path, peer: 
     assert (other["losses"], len(outcome["step_seconds"])) == (outcome["losses"], STEPS)
     if peer == "plain":
         assert calls == 3  # once a layer: the backward pass keeps what it computed
+
+
+def test_layers_of_another_model_are_sharded_by_their_own_class(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    model = save_gemma(tmp_path / "gemma")
+    write_data(model, tmp_path)
+    loss, norm = first_by_hand(model, tmp_path)
+    (outcome, _), _ = spawn(2, train, "fsdp2", tmp_path, model)
+    assert outcome["losses"][0] == pytest.approx(loss, rel=1e-5)
+    assert outcome["grad_norms"][0] == pytest.approx(norm, rel=1e-4)
 
 
 @pytest.mark.parametrize("tied", [True, False])
