@@ -14,7 +14,7 @@ Every implementation runs every length in separate processes, so running out of 
 train the same weights on the same tokens, one sequence per step over all ranks, with fused AdamW. Implementations that
 cannot train the model, or do what --packed_rows and --lora_rank ask for, are recorded as skipped.
 """
-OURS = "lightseq"
+OURS, TRAINER = "lightseq", "lightseq-sft"
 IMPLEMENTATIONS = (
     OURS,
     "plain",
@@ -23,7 +23,7 @@ IMPLEMENTATIONS = (
     "deepspeed-offload",
     "autosp",
     "trl",
-    "lightseq-sft",
+    TRAINER,
     "unsloth",
 )
 NEEDED = ("--model_name_or_path=m", "--data_path=d", "--output_dir=o")  # required by lightseq's trainer
@@ -71,6 +71,8 @@ def parser() -> Parser:
     how("--timeout", type=seconds, default=900.0, metavar="S", help="time limit for one implementation at one length")
     more = "also measure lightseq with these flags of llama3/train.py; may be repeated"
     how("--lightseq_flags", metavar="WORDS", action="append", default=[], help=more)
+    again = "also measure lightseq-sft with gradient_checkpointing, which recomputes all but attention"
+    how("--gradient_checkpointing", action="store_true", help=again)
     python = "python with unsloth, which needs older transformers and TRL than trl; if not given, this one"
     how("--unsloth_python", metavar="PATH", help=python)
     out.add_output("outputs/step.jsonl")
@@ -88,6 +90,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
             raise ValueError(f"--packed_rows {flags.packed_rows} does not divide --lengths {tokens}")
     if flags.lightseq_flags and OURS not in flags.implementations:
         raise ValueError("--lightseq_flags needs lightseq among the --implementations")
+    if flags.gradient_checkpointing and TRAINER not in flags.implementations:
+        raise ValueError("--gradient_checkpointing needs lightseq-sft among the --implementations")
     for given in flags.lightseq_flags:
         try:
             parse_training([*NEEDED, *shlex.split(given)], "")

@@ -11,7 +11,7 @@ from pathlib import Path
 from transformers import PreTrainedConfig
 
 from benchmarks.processes import torchrun
-from benchmarks.step_flags import OURS
+from benchmarks.step_flags import OURS, TRAINER
 from benchmarks.step_models import model_of
 from benchmarks.step_peers.peer import LEARNING_RATE, SEED
 from data_gen.synthetic import Synthetic, draw_document
@@ -58,7 +58,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Trial:
-    """One implementation at one length. `words` are extra flags of lightseq's trainer."""
+    """One implementation at one length. `words` are extra flags of lightseq's trainer, or of the worker."""
 
     setting: Setting
     implementation: str
@@ -139,6 +139,7 @@ class Trial:
             *("--timeout", str(flags.timeout), "--result", str(self.result)),
             *(["--packed_rows", str(flags.packed_rows)] if flags.packed_rows else []),
             *(["--lora_rank", str(s.lora.rank)] if s.lora else []),
+            *self.words,
         ]
 
 
@@ -152,7 +153,9 @@ def setting_of(flags: argparse.Namespace, on_gpu: bool) -> Setting:
 def trials(setting: Setting) -> list[Trial]:
     """Returns trials by length, so that an interrupted run compares all implementations at finished lengths."""
     flags = setting.flags
-    rows = [(name, ()) for name in flags.implementations if name != OURS]
+    rows: list[tuple[str, tuple[str, ...]]] = [(name, ()) for name in flags.implementations if name != OURS]
+    if flags.gradient_checkpointing:
+        rows.append((TRAINER, ("--gradient_checkpointing",)))
     ours = [(OURS, tuple(shlex.split(words))) for words in ("", *flags.lightseq_flags) if OURS in flags.implementations]
     return [Trial(setting, name, tokens, words) for tokens in flags.lengths for name, words in [*ours, *rows]]
 

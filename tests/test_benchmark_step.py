@@ -21,7 +21,7 @@ from benchmarks.step_flags import parse
 from benchmarks.step_models import model_of
 from benchmarks.step_peers import worker
 from benchmarks.step_peers.peer import Job, TrainerPeer, measure
-from benchmarks.step_peers.trl_sft import own_row_reason
+from benchmarks.step_peers.trl_sft import fully_sharded, own_row_reason
 from benchmarks.step_peers.worker import PEERS, stream_of
 from benchmarks.step_trials import Trial, setting_of, trials, write_inputs
 from lightseq.data.batches import BatchStream, open_examples
@@ -191,13 +191,15 @@ def test_trl_trains_on_the_weights_and_tokens_of_lightseq(model: Path, tmp_path:
 def test_a_model_with_windows_trains_alike_in_every_implementation_that_takes_it(tmp_path: Path) -> None:
     pytest.importorskip("trl")
     model = save_gemma(tmp_path / "gemma")
-    words = "--lengths 256 --implementations lightseq,trl,lightseq-sft,accelerate,plain --timeout 120"
-    assert step.main(flags(model, tmp_path, words)) == 0
-    *trained, accelerate, plain = read(tmp_path)
-    ours = trained[0]
+    words = "--lengths 256 --implementations lightseq,trl,accelerate,plain,lightseq-sft --gradient_checkpointing"
+    assert step.main(flags(model, tmp_path, f"{words} --timeout 120")) == 0
+    ours, trl, accelerate, plain, *trainers = read(tmp_path)
+    assert [(point["label"], point["remat"]) for point in trainers] == [
+        ("lightseq-sft", "none"), ("lightseq-sft (gradient_checkpointing)", "attention"),
+    ]  # fmt: skip
     assert accelerate["skipped"] == "context parallel drops masks, so it has no sliding windows"
     assert plain["skipped"] == "plain is measured with Llama only, not with gemma3_text"
-    for point in trained:
+    for point in (ours, trl, *trainers):
         assert (point["skipped"], point["layers"], point["losses_finite"]) == (None, 3, True)
         assert point["first_loss"] == pytest.approx(ours["first_loss"], abs=1e-4)
         assert point["last_loss"] == pytest.approx(ours["last_loss"], abs=1e-4)
@@ -393,7 +395,8 @@ def test_peers_share_a_row_and_run_cudnn_only_where_these_take_the_model(tmp_pat
     llama, gemma = LlamaConfig.from_pretrained(save_model(tmp_path / "l", tied=True)), model_of("gemma3-4b")[1]
     jobs = [Job(llama, LENGTH, world), Job(llama, LENGTH, world, packed_rows=16), Job(gemma, LENGTH, world)]
     assert [job.takes_cudnn for job in jobs] == [True, True, False]
-    assert [job.layer_class for job in jobs[1:]] == ["LlamaDecoderLayer", "Gemma3DecoderLayer"]
+    wrapped = [fully_sharded(job)["fsdp_config"]["transformer_layer_cls_to_wrap"] for job in jobs[1:]]
+    assert wrapped == [["LlamaDecoderLayer"], ["Gemma3DecoderLayer"]]
     shared, packed, windows = map(own_row_reason, jobs)
     assert shared is None
     assert packed == "TRL refuses packing with context parallelism"
@@ -421,6 +424,7 @@ def test_packed_documents_count_the_pairs_that_a_window_leaves(tmp_path: Path, m
         ("--lengths 1X", "1X is not a number of tokens"),
         ("--steps 0", "'0' is not a positive whole number"),
         ("--lightseq_flags=--remat=some", "--lightseq_flags '--remat=some': --remat 'some' is unknown"),
+        ("--implementations plain --gradient_checkpointing", "needs lightseq-sft among the --implementations"),
         ("--implementations plain --lightseq_flags=--tf32", "needs lightseq among the --implementations"),
         ("--unsloth_python /no/such/python", "--unsloth_python /no/such/python is not a program"),
         ("--lengths 64,100 --packed_rows 16", "--packed_rows 16 does not divide --lengths 100"),

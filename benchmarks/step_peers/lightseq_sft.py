@@ -1,6 +1,7 @@
 """The implementation `lightseq-sft`: TRL's SFTTrainer with `SequenceParallel` before it, as docs/trainers.md shows.
 
-FSDP2 over all ranks through accelerate, bfloat16, layers compiled. Nothing is recomputed.
+FSDP2 over all ranks through accelerate, bfloat16, layers compiled. Nothing is recomputed, or with
+gradient_checkpointing all but attention.
 """
 
 import tempfile
@@ -35,9 +36,8 @@ def prepare(job: Job) -> TrainerPeer:
         model = job.whole_model()
         if job.lora:
             model.to(job.dtype)  # frozen; the adapters stay in float32
-        sharded: dict[str, Any] = {"gradient_checkpointing": False}
-        if job.on_gpu and job.world.size > 1:
-            sharded = fully_sharded(job, checkpoints=False)
+        sharded = fully_sharded(job, checkpoints=False) if job.on_gpu and job.world.size > 1 else {}
+        sharded["gradient_checkpointing"] = job.gradient_checkpointing
         recorder = StepRecorder(job)
         with tempfile.TemporaryDirectory() as output_dir:
             arguments = SFTConfig(
@@ -62,5 +62,6 @@ def prepare(job: Job) -> TrainerPeer:
             trainer.train()
         return recorder.numbers()
 
-    facts = {"remat": "none", "compile": job.on_gpu, "note": f"TRL {version('trl')}"}
+    remat = "attention" if job.gradient_checkpointing else "none"
+    facts = {"remat": remat, "compile": job.on_gpu, "note": f"TRL {version('trl')}"}
     return TrainerPeer(train, facts)

@@ -56,6 +56,7 @@ def parser() -> argparse.ArgumentParser:
         out.add_argument(f"--{name}", type=kind, required=True)
     for name in ("packed_rows", "lora_rank"):
         out.add_argument(f"--{name}", type=int)
+    out.add_argument("--gradient_checkpointing", action="store_true")
     return out
 
 
@@ -71,7 +72,8 @@ def main(words: Sequence[str]) -> None:
             raise ValueError(f"{flags.peer} is measured with Llama only, not with {config.model_type}")
         asked = TrainConfig(model_name_or_path="", data_path="", output_dir="", lora_rank=flags.lora_rank)
         lora = lora_from_config(asked, config)
-        job = Job(config, flags.length, world, packed_rows=flags.packed_rows, lora=lora)
+        options = {name: getattr(flags, name) for name in ("packed_rows", "gradient_checkpointing")}
+        job = Job(config, flags.length, world, lora=lora, **options)
         stream = stream_of(flags.data, job)
         peer: Peer | TrainerPeer = importlib.import_module(PEERS[flags.peer]).prepare(job)
         if isinstance(peer, TrainerPeer):
