@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from test_plan_training import planned_run
-from transformers import LlamaConfig, Phi3Config
+from transformers import LlamaConfig, MistralConfig, Phi3Config, Qwen2Config
 
 from lightseq.cli import BOTH, main
 from lightseq.distributed.mesh import FREE_SHARE
@@ -244,6 +244,18 @@ def test_attention_memory_over_many_ranks_is_extrapolated(name: str) -> None:
         assert c == pytest.approx((a + b) / 2, rel=0.02)
     extrapolated = attention_memory(ScheduleChoice(name), 24, 8, 2, 64, 2)
     assert extrapolated.backward == pytest.approx(2 * large.backward - small.backward)
+
+
+def test_attention_with_a_window_takes_less_memory_unless_a_layer_has_none() -> None:
+    sizes = {name: getattr(LLAMA, name) for name in SIZES} | {"sliding_window": 4096}
+    every = MistralConfig(**sizes)
+    half = Qwen2Config(**sizes, use_sliding_window=True, max_window_layers=16)
+    full, windowed, mixed, short = (
+        attention_of(planned_run(model, f"--bf16 --schedule prefix --model_max_length {length}", 2))
+        for model, length in ((LLAMA, "128K"), (every, "128K"), (half, "128K"), (every, "4K"))
+    )
+    assert windowed.backward < 0.8 * full.backward and windowed.buffers < 0.7 * full.buffers
+    assert mixed == short == full
 
 
 @pytest.mark.parametrize("gpus, heads, kv_heads, length", [

@@ -53,7 +53,7 @@ STATE_STAYED = ("8b, 8 layers, 128K, offload auto within 25 GiB",)
 # Layers measured since results take memory late.
 SINCE = (
     *("attention-2xh200-overlap", "attention-2xh200-kept", "attention-2xh200-lean"),
-    *(f"attention-2xh100-{name}" for name in ("out-travels", "short", "streams", "head-groups")),
+    *(f"attention-2xh100-{name}" for name in ("out-travels", "short", "streams", "head-groups", "window")),
 )
 # Schedules under which queries travel, whose backward pass sends out with them. It did so in the first measurements on
 # four H200 and does in OUT_TRAVELS; in between terms of rows travelled in its place, which took an eighth less memory.
@@ -235,7 +235,8 @@ def _planned_layer(r: dict[str, Any]) -> float:
     ulysses = r["ulysses_size"] if r["schedule"] == "usp" else None
     q, kv = (2 * r[name] * r["head_dim"] for name in ("heads", "kv_heads"))
     keeps, sizes = r.get("keep_gathered", False), (r["world"], r["heads"], r["kv_heads"], r["head_dim"], 2)
-    found = attention_memory(ScheduleChoice(r["schedule"], ulysses, r["head_groups"]), *sizes, keep_gathered=keeps)
+    share = r["window"] / r["length"] if r.get("window") else None
+    found = attention_memory(ScheduleChoice(r["schedule"], ulysses, r["head_groups"]), *sizes, keeps, share)
     held = 3 * q + 2 * kv + 4 * r["heads"]  # q, k, v, the output with its lse, and its gradient
     held += keeps * (q + 2 * kv)  # the benchmark holds its own as well
     return (held + found.backward + found.buffers) * r["length"] / r["world"]

@@ -24,6 +24,7 @@ from lightseq.kernels.flash_attn import FlashAttention4
 from lightseq.kernels.launches import Launches
 from lightseq.schedule.algorithms import make_schedule, ulysses_group_size
 from lightseq.schedule.auto import ScheduleChoice
+from lightseq.schedule.windows import windowed_schedule
 
 CHUNK_TOKENS = 512  # tokens per chunk in a counted run
 MAX_RING = 16  # ranks of the largest ring that is counted; larger rings are extrapolated from two smaller ones
@@ -39,24 +40,31 @@ class AttentionMemory:
 
 @lru_cache(maxsize=512)
 def attention_memory(
-    choice: ScheduleChoice, world: int, heads: int, kv_heads: int, dim: int, itemsize: int, keep_gathered: bool = False
-) -> AttentionMemory:
+    choice: ScheduleChoice, world: int, heads: int, kv_heads: int, dim: int, itemsize: int, keep_gathered: bool = False,
+    window_share: float | None = None,
+) -> AttentionMemory:  # fmt: skip
+    """Counts a layer's memory. `window_share` is its sliding window over the length of the sequence."""
     ulysses = ulysses_group_size(choice.schedule, world, choice.ulysses_size)
     ring = world // ulysses
     if ring <= MAX_RING:
-        return _count(choice, world, heads, kv_heads, dim, itemsize, keep_gathered)
+        return _count(choice, world, heads, kv_heads, dim, itemsize, keep_gathered, window_share)
     low, high = (
-        attention_memory(choice, ulysses * ranks, heads, kv_heads, dim, itemsize) for ranks in (MAX_RING // 2, MAX_RING)
+        attention_memory(choice, ulysses * ranks, heads, kv_heads, dim, itemsize, window_share=window_share)
+        for ranks in (MAX_RING // 2, MAX_RING)
     )
     steps = (ring - MAX_RING) / (MAX_RING - MAX_RING // 2)
     return AttentionMemory(*(b + (b - a) * steps for a, b in zip(astuple(low), astuple(high), strict=True)))
 
 
 def _count(
-    choice: ScheduleChoice, world: int, heads: int, kv_heads: int, dim: int, itemsize: int, keep_gathered: bool
-) -> AttentionMemory:
+    choice: ScheduleChoice, world: int, heads: int, kv_heads: int, dim: int, itemsize: int, keep_gathered: bool,
+    window_share: float | None,
+) -> AttentionMemory:  # fmt: skip
     table = make_schedule(choice.schedule, world, choice.head_groups or 1, choice.ulysses_size)
     local = CHUNK_TOKENS * table.layout.chunks_per_rank
+    if window_share is not None:
+        length = local * world
+        table = windowed_schedule(table, (0, length), max(1, round(window_share * length)))
     dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
     q, k, v = (torch.empty(1, local, n, dim, dtype=dtype, device="meta") for n in (heads, kv_heads, kv_heads))
     out, lse = torch.empty_like(q), torch.empty(1, heads, local, device="meta")

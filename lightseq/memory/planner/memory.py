@@ -223,6 +223,8 @@ def _tiled_mlp_bytes(run: PlannedRun) -> float:
 def attention_of(run: PlannedRun) -> AttentionMemory:
     """Returns the memory of attention over one group of heads."""
     heads, groups, keeps = run.architecture.heads, run.head_groups, run.keeps_gathered
+    length, windows = run.config.model_max_length, run.architecture.windows
+    widest = None if None in windows else max(window for window in windows if window is not None)
     return attention_memory(
         run.choice,
         run.sequence_ranks,
@@ -231,6 +233,7 @@ def attention_of(run: PlannedRun) -> AttentionMemory:
         heads.dim,
         run.itemsize,
         keep_gathered=keeps,
+        window_share=widest / length if widest is not None and widest < length else None,
     )
 
 
