@@ -52,6 +52,7 @@ from lightseq.data.shard_batch import (
     local_positions,
     packed_positions,
 )
+from lightseq.kernels.logit_transform import UNCHANGED
 from lightseq.memory.planner.choice import make_plan
 from lightseq.memory.planner.plan import Plan
 from lightseq.memory.planner.run import Hardware, PlannedRun, hardware_here
@@ -60,6 +61,7 @@ from lightseq.models.architecture import (
     attention_modules,
     check_attention,
     heads_of,
+    known_logit_transform,
     rope_types,
     sliding_window,
 )
@@ -220,8 +222,8 @@ def token_log_probs(
     inside PEFT's `disable_adapter` the base model answers. A loss that is a sum over this rank's values is its share:
     losses and gradients are summed over ranks. For any other loss see `sequence_sums`.
 
-    Raises ValueError for a model that is not enabled with this context, and for one whose logits are not the product
-    with a linear head without bias.
+    Raises ValueError for a model that is not enabled with this context, and for one whose logits are not those of a
+    linear head, or a known function of them.
     """
     inner, labels = transformers_model(model), _shifted_labels(batch)
     if vars(inner).get("sequence_context") is not context:
@@ -320,34 +322,41 @@ def _shifted_labels(batch: Mapping[str, Any]) -> Tensor:
 
 @contextmanager
 def _log_probs_for_logits(model: PreTrainedModel, labels: Tensor, temperature: float) -> Iterator[None]:
-    """Lets the model's head return the labels' log-probabilities. Raises ValueError if the model changes its logits.
+    """Lets the model return the labels' log-probabilities, computed in its head.
 
-    Only the head's `forward` is replaced, so that FSDP's hooks still run around it.
+    Raises ValueError if the model changes its logits in an unknown way. Only the head's `forward` is replaced, so that
+    FSDP's hooks still run around it.
     """
     name, head, found = type(model).__name__, model.get_output_embeddings(), list[tuple[Tensor, int]]()
     if not isinstance(head, nn.Linear):
         raise ValueError(f"{name} has no plain linear as LM head, which log-probabilities need; leave it unadapted")
-    if head.bias is not None:
-        raise ValueError(
-            f"{name} has a bias in its LM head, which the chunked loss does not support; use another model"
-        )
+    transform = known_logit_transform(model) or UNCHANGED
 
     def log_probs(hidden: Tensor) -> Tensor:
-        returned = loss.token_log_probs(hidden, head.weight, labels, temperature=temperature)
+        returned = loss.token_log_probs(
+            hidden, head.weight, labels, temperature=temperature, transform=transform, bias=head.bias
+        )
         found.append((returned, tensor_version(returned)))
         return returned
 
-    def check(_model: nn.Module, _args: tuple, output: Any) -> None:
+    def check(_model: nn.Module, _args: tuple, output: Any) -> Any:
         logits = output[0] if isinstance(output, tuple) else output.logits
         cast = _is_rounded(logits)  # by FSDP at the head, of which the caller is told
-        if not cast and (not found or logits is not found[-1][0] or tensor_version(logits) != found[-1][1]):
+        as_computed = bool(found) and tensor_version(found[-1][0]) == found[-1][1]
+        if as_computed and transform != UNCHANGED:  # the model has applied it to the log-probabilities
+            logits = found[-1][0]
+            if isinstance(output, tuple):
+                return logits, *output[1:]
+            output.logits = logits
+        elif not cast and not (as_computed and logits is found[-1][0]):
             raise ValueError(
-                f"{name} scales or caps its logits, which log-probabilities do not support; use another model"
+                f"{name} changes its logits in a way that log-probabilities do not support; use another model"
             )
+        return output
 
     before = vars(head).get("forward")
     hook = model.register_forward_hook(check, prepend=True)  # before FSDP's, which may cast the output
-    head.forward = log_probs  # type: ignore[method-assign]
+    head.forward = log_probs  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

@@ -1,6 +1,7 @@
 """A loop with accelerate whose sequences are split over ranks gives the numbers of plain torch on one process."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from itertools import pairwise
 from typing import Any
 
@@ -11,11 +12,20 @@ from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, ParallelismConfig
 from torch import Tensor
 from torch.utils.data import DataLoader
-from trainer_numbers import Numbers, collate, documents, fresh_model, quick_first, sizes, use_fsdp2
-from transformers import LlamaForCausalLM
+from trainer_numbers import CONFIG, Numbers, collate, documents, fresh_model, quick_first, sizes, use_fsdp2
+from transformers import (
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaForCausalLM,
+    NanoChatConfig,
+    NanoChatForCausalLM,
+    PreTrainedModel,
+)
 from worlds import spawn
 
+from lightseq import hf
 from lightseq.integrations.accelerate import disable, prepare
+from lightseq.integrations.whole_batches import WholeBatches
 
 Batch = dict[str, Tensor]
 CLIP, LEARNING_RATE = 0.3, 0.5  # clips every step
@@ -201,6 +211,29 @@ def refusals(rank: int) -> list[str]:
             call()
         messages.append(str(refused.value))
     return messages
+
+
+@pytest.mark.parametrize("name", ["scaled", "capped", "bias"])
+def test_the_loss_of_changed_logits_is_that_of_transformers(alone: None, name: str) -> None:
+    torch.manual_seed(0)
+    sizes = CONFIG.to_diff_dict() | {"model_type": None}
+    want: PreTrainedModel
+    if name == "scaled":
+        want = GraniteForCausalLM(GraniteConfig(**sizes, logits_scaling=0.1))
+    elif name == "capped":
+        want = NanoChatForCausalLM(NanoChatConfig(**sizes, final_logit_softcapping=2.0))
+    else:
+        want = fresh_model()
+        want.lm_head.bias = torch.nn.Parameter(torch.randn(CONFIG.vocab_size))
+    model = deepcopy(want)
+    WholeBatches(model, hf.enable(model))
+    batch = collate([{"input_ids": ids} for ids in documents(3)])
+    losses = [x(**batch).loss for x in (model, want)]
+    assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-6)
+    for loss in losses:
+        loss.backward()
+    for (parameter, p), q in zip(model.named_parameters(), want.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6, msg=parameter)
 
 
 def test_what_cannot_work_is_refused() -> None:

@@ -14,7 +14,17 @@ from schedules import fitting
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import GraniteConfig, GraniteForCausalLM, LlamaConfig, LlamaForCausalLM, PhiConfig, PhiForCausalLM
+from transformers import (
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    NanoChatConfig,
+    NanoChatForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
+    PreTrainedModel,
+)
 from worlds import spawn
 
 from lightseq import hf
@@ -290,11 +300,40 @@ def refusal(model: Any, line: str, **options: Any) -> None:
     model(**batch)  # the head is again what it was
 
 
-def test_models_whose_logits_are_not_a_plain_product_are_refused(alone: None) -> None:
-    small = {name: x for name, x in SIZES.items() if name != "num_key_value_heads"}
-    refusal(PhiForCausalLM(PhiConfig(**small)), "has a bias in its LM head")
-    refusal(GraniteForCausalLM(GraniteConfig(**SIZES, logits_scaling=8.0)), "scales or caps its logits")
-    refusal(ScalesInPlace(LlamaConfig(**SIZES)), "scales or caps its logits")
+WITHOUT_GROUPS = {name: x for name, x in SIZES.items() if name != "num_key_value_heads"}
+CHANGED: dict[str, Callable[[], PreTrainedModel]] = {
+    "bias": lambda: PhiForCausalLM(PhiConfig(**WITHOUT_GROUPS)),
+    "scaled": lambda: GraniteForCausalLM(GraniteConfig(**SIZES, logits_scaling=0.3)),
+    "capped": lambda: NanoChatForCausalLM(NanoChatConfig(**SIZES, final_logit_softcapping=2.0)),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+@pytest.mark.parametrize("as_tuple", [False, True])
+def test_known_changes_of_the_logits_are_those_of_transformers(alone: None, name: str, as_tuple: bool) -> None:
+    torch.manual_seed(0)
+    model = CHANGED[name]().eval()
+    if name == "bias":
+        torch.nn.init.normal_(model.lm_head.bias)
+    want = copy.deepcopy(model)
+    context = hf.enable(model)
+    batch = hf.shard_batch(context, IDS, LABELS, MASK) | {"return_dict": not as_tuple}
+    for temperature in (1.0, 0.7):
+        ours = hf.token_log_probs(context, model, batch, temperature)
+        theirs = plain_log_probs(want, IDS, LABELS, MASK, temperature)
+        check(model, want, ours.square().mean(), theirs.square().mean(), f"temperature {temperature}")
+
+
+class ClampsLogits(NanoChatForCausalLM):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits.clamp(-1, 1)
+        return output
+
+
+def test_models_whose_logits_are_not_known_are_refused(alone: None) -> None:
+    refusal(ScalesInPlace(LlamaConfig(**SIZES)), "changes its logits in a way")
+    refusal(ClampsLogits(NanoChatConfig(**SIZES)), "changes its logits in a way")
     adapted = peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["lm_head"]))
     refusal(adapted, "has no plain linear as LM head, .*; leave it unadapted")
     refusal(llama(), "temperature is 0; give a number above 0", temperature=0)

@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from lightseq import hf
 from lightseq.attention.context import SequenceContext
 from lightseq.data.examples import IGNORE_INDEX
 from lightseq.data.input_checks import has_fused_loss, loss_function_of, transformers_model
+from lightseq.kernels.logit_transform import LogitTransform
 from lightseq.memory.remat import apply_remat
-from lightseq.models.architecture import inspect_architecture
+from lightseq.models.architecture import known_logit_transform
 from lightseq.modules.loss import cross_entropy_sum
 
 PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")  # of TRL's outputs
@@ -43,6 +43,7 @@ class _Pass:
     shifted_here: bool  # then per-token values have none for the last token, as in TRL
     length: int  # of the batch, before padding
     head: tuple[Any, Any] | None = None  # whose forward computes the loss in this pass, and its own if it had one
+    loss_sum: Tensor | None = None  # computed by the head
 
 
 class WholeBatches:
@@ -60,7 +61,7 @@ class WholeBatches:
         self.keep_logits = False
         self.pad_to: int | None = None  # tokens of every packed row, so that compiled layers see one length
         self._ranks = context.layout.world
-        self._logit_scale = _logit_scale_of(self.model)
+        self._logit_transform = known_logit_transform(self.model)
         self._changed_layers: list[tuple[nn.Module, Any]] = []
         self._pass: _Pass | None = None
         self._hooks = [
@@ -119,10 +120,10 @@ class WholeBatches:
         inputs = {**kwargs, **batch}
         if local is None or kwargs.get("fused_lm_head"):
             return (), inputs
-        if self._logit_scale is not None and self._loss_in_chunks():
+        if self._logit_transform is not None and self._loss_in_chunks():
             head: Any = self.model.get_output_embeddings()
             self._pass.head = head, vars(head).get("forward")
-            head.forward = partial(_loss_of_head, head, local, self._logit_scale)
+            head.forward = partial(_loss_of_head, head, self._pass, self._logit_transform)
             return (), inputs
         return (), inputs | {"labels": local, "shift_labels": local, "num_items_in_batch": _at_least_one(divisor)}
 
@@ -130,8 +131,7 @@ class WholeBatches:
         """Returns whether the loss is the usual one of a plain head, and nobody reads the logits."""
         head = self.model.get_output_embeddings()
         usual = loss_function_of(self.model) is ForCausalLMLoss
-        plain = isinstance(head, nn.Linear) and head.bias is None
-        return usual and plain and not self.keep_logits and not has_fused_loss(self.model)
+        return usual and isinstance(head, nn.Linear) and not self.keep_logits and not has_fused_loss(self.model)
 
     @torch.compiler.disable
     def _pass_labels_to_trl(
@@ -162,8 +162,9 @@ class WholeBatches:
             return None
         if getattr(output, "log_probs", None) is not None:
             return self._gather_per_token(output, this)
-        if this.head is not None:
-            output.loss, output.logits = self._loss(output.logits / _at_least_one(this.divisor), this), None
+        if this.loss_sum is not None:  # not `output.logits`, which the model may have scaled or capped
+            assert this.divisor is not None
+            output.loss, output.logits = self._loss(this.loss_sum / this.divisor.clamp_min(1), this), None
             return output
         if this.labels is not None:
             output.loss = self._loss(output.loss, this)
@@ -197,14 +198,6 @@ class WholeBatches:
         return hf.sum_over_ranks(self.context, share, gradient_factor=self._ranks)
 
 
-def _logit_scale_of(model: PreTrainedModel) -> float | None:
-    """Returns the factor between the head's product and the logits, or None if the model is not known well enough."""
-    try:
-        return inspect_architecture(model.config).logit_scale
-    except ValueError:
-        return None
-
-
 def _padded(batch: dict[str, Tensor | None], length: int) -> dict[str, Tensor | None]:
     """Pads rows to a length. The padding is a document of its own where positions tell documents apart."""
     ids = batch["input_ids"]
@@ -232,8 +225,10 @@ def _restore_forward(module: Any, forward: Any) -> None:
         module.forward = forward
 
 
-def _loss_of_head(head: nn.Linear, labels: Tensor, scale: float, hidden: Tensor) -> Tensor:
-    return cross_entropy_sum(hidden, head.weight, labels, scale=scale)
+def _loss_of_head(head: nn.Linear, this: _Pass, transform: LogitTransform, hidden: Tensor) -> Tensor:
+    assert this.labels is not None
+    this.loss_sum = cross_entropy_sum(hidden, head.weight, this.labels, transform=transform, bias=head.bias)
+    return this.loss_sum
 
 
 def _at_least_one(divisor: Tensor | None) -> Tensor | None:
