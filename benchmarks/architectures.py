@@ -358,6 +358,7 @@ REASONS = {
     "inputs other than text": "inputs other than text",
     "single number of attention heads": "heads differ between layers",
     "buffers": "buffers that cannot be recomputed",
+    "share keys": "layers share keys and values",
     "different attention": "attention differs between layers",
     "mixture of experts": "mixture of experts",
     "cannot be built": "not a plain causal language model",

@@ -59,6 +59,7 @@ from lightseq.memory.planner.run import Hardware, PlannedRun, hardware_here
 from lightseq.models.architecture import (
     LENGTH_DEPENDENT_ROPE,
     attention_modules,
+    caps_scores,
     check_attention,
     heads_of,
     known_logit_transform,
@@ -91,8 +92,13 @@ def enable(
     check_attention(model)
     heads, parameter = heads_of(model.config), next(model.parameters())
     device, window = config.device or parameter.device, sliding_window(model.config)
-    windows = config.windows or (window is not None and window < config.length)
-    config = dataclasses.replace(config, device=device, dtype=config.dtype or parameter.dtype, windows=windows)
+    config = dataclasses.replace(
+        config,
+        device=device,
+        dtype=config.dtype or parameter.dtype,
+        windows=config.windows or (window is not None and window < config.length),
+        softcap=config.softcap or caps_scores(model.config),
+    )
     shape = AttentionShape(config.length, heads.query, heads.key_value, heads.dim)
     context = make_context(_process_group(group), shape, config)
     slow = config.kernel == "auto" and device.type == "cuda" and context.selection.kernel.name.startswith("reference")

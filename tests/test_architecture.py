@@ -39,6 +39,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma": {"head_dim": 8},  # a buffer that scales the embeddings
     "gemma3_text": {"head_dim": 8, "sliding_window": 9, "query_pre_attn_scalar": 8}  # windows, RoPE by kind of layer
     | {"layer_types": ["sliding_attention", "full_attention"]},
+    "gemma2": {"head_dim": 8, "sliding_window": 9, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 5.0},
     "olmo3": {"sliding_window": 9, "layer_types": ["full_attention", "sliding_attention"]},
     "cohere": {"logit_scale": 0.3},
     "granite": {"logits_scaling": 3.0},
@@ -82,7 +83,13 @@ def test_a_config_that_was_changed_is_inspected_again() -> None:
 @pytest.mark.parametrize(
     ("model_type", "changes", "line"),
     [
-        ("gemma2", {}, "passes softcap to attention"),
+        ("doge", {}, "attention"),
+        (
+            "gemma3n_text",
+            {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": ["full_attention"] * 4, "head_dim": 8}
+            | {"intermediate_size": [48] * 4},
+            "layers that share keys and values",
+        ),
         ("mixtral", {}, "experts"),
         ("gpt2", {"n_embd": 32}, "does not consist of"),
         ("bert", {}, "BertLMHeadModel"),
@@ -133,7 +140,7 @@ def test_scale_and_cap_of_the_logits_are_found(monkeypatch: pytest.MonkeyPatch, 
 @pytest.mark.parametrize("name", ["gemma2", "nanochat"])
 def test_the_cap_of_a_config_is_what_the_model_does(name: str) -> None:
     for cap in (7.0, None):
-        config = config_of(name, attn_logit_softcapping=None, final_logit_softcapping=cap)
+        config = config_of(name, final_logit_softcapping=cap)
         assert inspect_architecture(config).logit_transform == LogitTransform(cap=cap)
 
 

@@ -152,6 +152,11 @@ def sliding_window(config: PreTrainedConfig) -> int | None:
     return None if window is None else int(window)
 
 
+def caps_scores(config: PreTrainedConfig) -> bool:
+    """Returns whether layers softly cap their attention scores. The cap itself is what they pass to attention."""
+    return getattr(config, "attn_logit_softcapping", None) is not None
+
+
 def layer_windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
     """Returns the sliding window of each layer in tokens, None for full attention."""
     window, kinds = sliding_window(config), getattr(config, "layer_types", None)
@@ -267,7 +272,7 @@ def _run_on_meta(model: PreTrainedModel, layers: nn.ModuleList) -> tuple[Heads, 
     whether no layer saves anything after its MLP.
     """
     name, calls, ran = type(model).__name__, list[tuple[Heads, Any]](), list[nn.Linear]()
-    documents = object()
+    documents, keys = object(), list[tuple[nn.Module, Tensor]]()
 
     def probe(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any = None, **others: Any) -> Any:
         if dropped := unhonoured_argument({"attention_mask": attention_mask} | others):
@@ -276,6 +281,11 @@ def _run_on_meta(model: PreTrainedModel, layers: nn.ModuleList) -> tuple[Heads, 
             raise ValueError(
                 f"{name} has keys of {q.shape[-1]} and values of {v.shape[-1]} dimensions; use a model where they agree"
             )
+        if any(
+            k is other and module is not layer for layer, other in keys
+        ):  # a checkpoint of some layers cannot recompute those of others
+            raise ValueError(f"{name} has layers that share keys and values; use your own loop around hf.enable")
+        keys.append((module, k))
         calls.append((Heads(q.shape[1], k.shape[1], q.shape[-1]), others.get("documents")))
         return q.transpose(1, 2).contiguous(), None
 
