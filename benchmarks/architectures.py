@@ -352,6 +352,7 @@ REASONS = {
     "attention interface": "no attention interface of transformers",
     "both directions": "bidirectional attention",
     "own attention mask": "attention with its own mask",
+    "share keys": "layers share keys and values",
     "keys (of|and values)": "keys and values of different dimensions",
     r"(?:got|passes) (\w+)": r"attention with \1",
     r"has (\w+) layers": r"\1 layers",
@@ -362,7 +363,8 @@ REASONS = {
     "mixture of experts": "mixture of experts",
     "cannot be built": "not a plain causal language model",
     "does not consist": "not embeddings, layers, norm and linear head",
-    "logits": "scaled or capped logits",
+    "router_logits": "mixture of experts",
+    "changes its logits": "logits that are neither scaled nor softly capped",
     "packed documents": "documents do not reach attention",
 }
 BEGIN, END = "<!-- begin: made by benchmarks/architectures.py -->", "<!-- end -->"

@@ -52,15 +52,17 @@ from lightseq.data.shard_batch import (
     packed_positions,
     upload,
 )
+from lightseq.kernels.logit_transform import UNCHANGED
 from lightseq.memory.planner.choice import make_plan
 from lightseq.memory.planner.plan import Plan
 from lightseq.memory.planner.run import Hardware, PlannedRun, hardware_here
 from lightseq.models.architecture import (
     LENGTH_DEPENDENT_ROPE,
     attention_modules,
+    caps_scores,
     check_attention,
     heads_of,
-    known_logit_scale,
+    known_logit_transform,
     rope_types,
     sliding_window,
 )
@@ -91,8 +93,13 @@ def enable(
     check_attention(model)
     heads, parameter = heads_of(model.config), next(model.parameters())
     device, window = config.device or parameter.device, sliding_window(model.config)
-    windows = config.windows or (window is not None and window < config.length)
-    config = dataclasses.replace(config, device=device, dtype=config.dtype or parameter.dtype, windows=windows)
+    config = dataclasses.replace(
+        config,
+        device=device,
+        dtype=config.dtype or parameter.dtype,
+        windows=config.windows or (window is not None and window < config.length),
+        softcap=config.softcap or caps_scores(model.config),
+    )
     shape = AttentionShape(config.length, heads.query, heads.key_value, heads.dim)
     context = make_context(_process_group(group), shape, config)
     slow = config.kernel == "auto" and device.type == "cuda" and context.selection.kernel.name.startswith("reference")
@@ -222,8 +229,8 @@ def token_log_probs(
     inside PEFT's `disable_adapter` the base model answers. A loss that is a sum over this rank's values is its share:
     losses and gradients are summed over ranks. For any other loss see `sequence_sums`.
 
-    Raises ValueError for a model that is not enabled with this context, and for one whose logits are not the product
-    with a linear head without bias, or a multiple of it.
+    Raises ValueError for a model that is not enabled with this context, and for one whose logits are not those of a
+    linear head, or a known function of them.
     """
     inner, labels = transformers_model(model), _shifted_labels(batch)
     if vars(inner).get("sequence_context") is not context:
@@ -322,27 +329,23 @@ def _shifted_labels(batch: Mapping[str, Any]) -> Tensor:
 
 @contextmanager
 def _log_probs_for_logits(model: PreTrainedModel, labels: Tensor, temperature: float) -> Iterator[None]:
-    """Lets the model return the labels' log-probabilities as its logits. Raises ValueError if it changes its logits.
+    """Lets the model return the labels' log-probabilities as its logits, computed in its head.
 
-    A known factor of the logits is no change.
+    Raises ValueError if the model changes its logits in an unknown way.
     """
     name, head = type(model).__name__, model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         raise ValueError(f"{name} has no plain linear as LM head, which log-probabilities need; leave it unadapted")
-    if head.bias is not None:
-        raise ValueError(
-            f"{name} has a bias in its LM head, which the chunked loss does not support; use another model"
+    transform = known_logit_transform(model)
+
+    def log_probs(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return loss.token_log_probs(
+            hidden, weight, labels, temperature=temperature, transform=transform or UNCHANGED, bias=bias
         )
-
-    scale = known_logit_scale(model.config)
-    factor = temperature if scale is None else temperature / scale
-
-    def log_probs(hidden: Tensor, weight: Tensor) -> Tensor:
-        return loss.token_log_probs(hidden, weight, labels, temperature=factor)
 
     def return_result(_model: nn.Module, _args: tuple, output: Any) -> Any:
         result = replaced.result()
-        if scale is None and (output[0] if isinstance(output, tuple) else output.logits) is not result:
+        if transform is None and (output[0] if isinstance(output, tuple) else output.logits) is not result:
             raise ValueError(
                 f"{name} changes its logits in a way that log-probabilities do not support; use another model"
             )

@@ -22,6 +22,7 @@ from lightseq.config.remat_policies import STORE_LINEARS, STORES_MLP, keeps_gath
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.mesh import Meshes, World
 from lightseq.distributed.stopwatch import Stopwatch
+from lightseq.kernels.logit_transform import LogitTransform
 from lightseq.memory.offload import HostBufferPool, Offload, layers_in_flight
 from lightseq.memory.planner.placement import KEEP, OFFLOAD, OFFLOADED, RECOMPUTED, Placement
 from lightseq.memory.planner.plan import Plan
@@ -36,7 +37,8 @@ from lightseq.modules.tiled import tile_layers
 from lightseq.schedule.documents import local_tokens
 from lightseq.utils.versions import source_digest
 
-ReadOptions = Callable[[Tensor, Tensor, Tensor, float], Tensor]  # (hidden states, the head's weight, labels, scale)
+# (hidden states, the head's weight, labels, the transform of the logits, the head's bias)
+ReadOptions = Callable[[Tensor, Tensor, Tensor, LogitTransform, Tensor | None], Tensor]
 MOST_GRAPHS = 64  # per layer: one for each batch length, in training and in evaluation, under two policies
 
 
@@ -62,7 +64,7 @@ class LossModel(nn.Module):
         self.stopwatch = stopwatch  # times the loss, which is equal work on every rank
         head: Any = model.lm_head
         # Only `forward` is replaced, so that FSDP's hooks still run around the loss.
-        head.forward = partial(_head_loss, head, stopwatch, inspect_architecture(model.config).logit_scale)
+        head.forward = partial(_head_loss, head, stopwatch, inspect_architecture(model.config).logit_transform)
 
     def forward(
         self,
@@ -83,12 +85,13 @@ class LossModel(nn.Module):
 
 
 def _head_loss(
-    head: nn.Linear, stopwatch: Stopwatch, scale: float, hidden: Tensor, labels: Tensor, read: ReadOptions | None
-) -> Tensor:
+    head: nn.Linear, stopwatch: Stopwatch, transform: LogitTransform, hidden: Tensor, labels: Tensor,
+    read: ReadOptions | None,
+) -> Tensor:  # fmt: skip
     if read is not None:
-        return read(hidden, head.weight, labels, scale)
+        return read(hidden, head.weight, labels, transform, head.bias)
     with stopwatch.lap():
-        return cross_entropy_sum(hidden, head.weight, labels, scale=scale)
+        return cross_entropy_sum(hidden, head.weight, labels, transform=transform, bias=head.bias)
 
 
 def parallelize(

@@ -1,6 +1,7 @@
 """Models of other names than Llama: what they are made of, which are refused, that they train as one process does."""
 
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +9,14 @@ import numpy as np
 import pytest
 import torch
 from programs import Ended, program
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
+from torch import Tensor
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaForCausalLM, PreTrainedConfig
 from worlds import spawn
 
 from lightseq.config.remat_policies import STORES_MLP
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import permutation
+from lightseq.kernels.logit_transform import LogitTransform
 from lightseq.models.architecture import inspect_architecture, with_layers
 from lightseq.models.flops import attention_forward_flops, model_flops
 from lightseq.modules import mlp
@@ -36,9 +39,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma": {"head_dim": 8},  # a buffer that scales the embeddings
     "gemma3_text": {"head_dim": 8, "sliding_window": 9, "query_pre_attn_scalar": 8}  # windows, RoPE by kind of layer
     | {"layer_types": ["sliding_attention", "full_attention"]},
+    "gemma2": {"head_dim": 8, "sliding_window": 9, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 5.0},
     "olmo3": {"sliding_window": 9, "layer_types": ["full_attention", "sliding_attention"]},
     "cohere": {"logit_scale": 0.3},
     "granite": {"logits_scaling": 3.0},
+    "nanochat": {"final_logit_softcapping": 5.0},
     "apertus": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},  # buffers in its activation function
 }
 
@@ -78,8 +83,13 @@ def test_a_config_that_was_changed_is_inspected_again() -> None:
 @pytest.mark.parametrize(
     ("model_type", "changes", "line"),
     [
-        ("gemma2", {}, "passes softcap to attention"),
-        ("gemma2", {"attn_logit_softcapping": None}, "caps or shifts its logits"),
+        ("doge", {}, "attention"),
+        (
+            "gemma3n_text",
+            {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": ["full_attention"] * 4, "head_dim": 8}
+            | {"intermediate_size": [48] * 4},
+            "layers that share keys and values",
+        ),
         ("mixtral", {}, "experts"),
         ("gpt2", {"n_embd": 32}, "does not consist of"),
         ("bert", {}, "BertLMHeadModel"),
@@ -93,6 +103,66 @@ def test_inputs_that_would_be_honoured_in_part_are_refused(model_type: str, chan
     with pytest.raises(ValueError) as refusal:
         inspect_architecture(config_of(model_type, **changes))
     assert line in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def changing_logits(monkeypatch: pytest.MonkeyPatch, name: str, change: Callable[[Tensor], Tensor]) -> PreTrainedConfig:
+    """Lets Llama change its logits; the name makes a config that was not inspected before."""
+    forward = LlamaForCausalLM.forward
+
+    def changed(model: LlamaForCausalLM, *args: Any, **kwargs: Any) -> Any:
+        output = forward(model, *args, **kwargs)
+        output.logits = change(output.logits)
+        return output
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", changed)
+    return config_of("llama", changes_logits=name)
+
+
+KNOWN: dict[str, tuple[Callable[[Tensor], Tensor], float, float | None]] = {
+    "none": (lambda x: x.float(), 1.0, None),
+    "scaled": (lambda x: x * 0.3, 0.3, None),
+    "capped": (lambda x: 30 * torch.tanh(x / 30), 1.0, 30.0),
+    "hardly capped": (lambda x: 4e4 * torch.tanh(x / 4e4), 1.0, 4e4),
+    "scaled and capped": (lambda x: 5 * torch.tanh(0.7 * x / 5), 0.7, 5.0),
+    "capped and scaled": (lambda x: 3 * (5 * torch.tanh(0.7 * x / 5)), 2.1, 15.0),
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_scale_and_cap_of_the_logits_are_found(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    change, scale, cap = KNOWN[name]
+    found = inspect_architecture(changing_logits(monkeypatch, name, change)).logit_transform
+    assert found.scale == pytest.approx(scale, rel=1e-6) and (found.cap or 0) == pytest.approx(cap or 0, rel=1e-6)
+    x = torch.linspace(-80, 80, 1000)
+    torch.testing.assert_close(found.logits(x), change(x), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "nanochat"])
+def test_the_cap_of_a_config_is_what_the_model_does(name: str) -> None:
+    for cap in (7.0, None):
+        config = config_of(name, final_logit_softcapping=cap)
+        assert inspect_architecture(config).logit_transform == LogitTransform(cap=cap)
+
+
+UNKNOWN: dict[str, Callable[[Tensor], Tensor]] = {
+    "clamped": lambda x: x.clamp(-30, 30),
+    "rounded cap": lambda x: 30 * torch.erf(x / 30),
+    "shifted": lambda x: x + 0.01,
+    "shifted and capped": lambda x: 30 * torch.tanh((x + 0.01) / 30),
+    "capped above": lambda x: x.minimum(30 * torch.tanh(x / 30)),
+    "negated": lambda x: -x,
+    "normalized": lambda x: x.log_softmax(-1),
+    "by token": lambda x: x * torch.arange(1, 1 + x.shape[1], device=x.device)[:, None],
+    "by word": lambda x: torch.cat([x[..., :-1], x[..., -1:] * 1.001], -1),
+    "one word less": lambda x: x[..., :-1],
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_other_changes_of_the_logits_are_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    with pytest.raises(ValueError, match="changes its logits in a way that the chunked loss does not support") as error:
+        inspect_architecture(changing_logits(monkeypatch, name, UNKNOWN[name]))
+    assert "\n" not in str(error.value)
 
 
 def test_the_windows_of_layers_and_their_work_are_known() -> None:

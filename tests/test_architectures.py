@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import architectures
 from benchmarks.architectures import Outcome
@@ -53,6 +55,19 @@ def test_every_class_is_exact_or_refused_and_the_page_says_which(tmp_path: Path)
     assert sum(x.kind == "exact" and x.way == "loop" for x in found) > 50
     if f"With transformers {transformers.__version__} and" in PAGE.read_text():
         assert page.read_text() == PAGE.read_text(), "make the page again: its head has the command"
+
+
+def test_a_head_with_a_bias_trains_as_one_process_does(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def with_bias(model: LlamaForCausalLM, config: LlamaConfig) -> None:
+        build(model, config)
+        model.lm_head.bias = torch.nn.Parameter(torch.randn(config.vocab_size))
+
+    build = LlamaForCausalLM.__init__
+    monkeypatch.setattr(LlamaForCausalLM, "__init__", with_bias)
+    for tied in (False, True):
+        config = architectures.tiny_config("llama", head_bias=True, tie_word_embeddings=tied)
+        for packed in (False, True):
+            assert architectures.compare_training(config, packed).startswith("loss within")
 
 
 @pytest.mark.parametrize(("fault", "line"), [("labels", "loss"), ("positions", "loss"), ("documents", "loss")])

@@ -443,11 +443,11 @@ def test_the_host_waits_for_attention_that_takes_seconds_alone(
 
 
 def _opcheck(rank: int, schedule: str) -> None:
-    context = _context(schedule, "cpu", torch.float32, 8)
+    context = _context(schedule, "reference", torch.float32, 8)
     q = torch.randn(1, 4, 4, 8, requires_grad=True)
     kv = torch.randn(1, 4, 2, 8, requires_grad=True)
     torch.library.opcheck(
-        torch.ops.lightseq.attention.default, (q, kv, kv.clone(), 0.3, context.name),
+        torch.ops.lightseq.attention.default, (q, kv, kv.clone(), [0.3, 5.0], context.name),
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
     )  # fmt: skip
 

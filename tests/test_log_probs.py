@@ -15,14 +15,15 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    NanoChatConfig,
+    NanoChatForCausalLM,
     PhiConfig,
     PhiForCausalLM,
+    PreTrainedModel,
 )
 from worlds import spawn
 
@@ -229,6 +230,14 @@ def mixed_precision(rank: int) -> None:
     theirs.square().mean().backward()
     for (name, p), q in zip(model.named_parameters(), want.parameters(), strict=True):
         assert relative(whole_gradient(p), q.grad) < 0.1, name  # bfloat16 has 8 bits; a lost share would be 0.5
+    torch.manual_seed(1)
+    model, want = CHANGED["scaled"](), CHANGED["scaled"]()  # whose class FSDP changes
+    want.load_state_dict(model.state_dict())
+    context = hf.enable(model)
+    shard_model(model, model)
+    ours = hf.token_log_probs(context, model, hf.shard_batch(context, IDS, LABELS, MASK))
+    whole = hf.gather_tokens(context, ours, hf.shard_batch(context, IDS, LABELS, MASK))
+    assert relative(whole, plain_log_probs(want, IDS, LABELS, MASK)) < 1e-5
     model = llama()
     context = hf.enable(model, dtype=torch.bfloat16)
     shard_model(model, model, mp_policy=MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.bfloat16))
@@ -283,20 +292,6 @@ def test_checkpointed_and_compiled_models_have_log_probs(alone: None, checkpoint
         check(model, want, ours.square().mean(), theirs.square().mean(), f"checkpoints: {checkpoints}")
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logits_may_be_a_multiple_of_the_product(alone: None, temperature: float) -> None:
-    models = []
-    for _ in range(2):
-        torch.manual_seed(1)
-        models.append(GraniteForCausalLM(GraniteConfig(**SIZES, logits_scaling=8.0)).eval())
-    model, want = models
-    context = hf.enable(model)
-    batch = hf.shard_batch(context, IDS, LABELS, MASK)
-    ours = hf.token_log_probs(context, model, batch, temperature)
-    theirs = plain_log_probs(want, IDS, LABELS, MASK, temperature)
-    check(model, want, ours.square().mean(), theirs.square().mean(), "Granite")
-
-
 class ScalesInPlace(LlamaForCausalLM):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = super().forward(*args, **kwargs)
@@ -313,11 +308,40 @@ def refusal(model: Any, line: str, **options: Any) -> None:
     model(**batch)  # the head is again what it was
 
 
-def test_models_whose_logits_are_not_a_plain_product_are_refused(alone: None) -> None:
-    small = {name: x for name, x in SIZES.items() if name != "num_key_value_heads"}
-    refusal(PhiForCausalLM(PhiConfig(**small)), "has a bias in its LM head")
-    refusal(Gemma2ForCausalLM(Gemma2Config(**SIZES, attn_logit_softcapping=None)), "changes its logits in a way")
+WITHOUT_GROUPS = {name: x for name, x in SIZES.items() if name != "num_key_value_heads"}
+CHANGED: dict[str, Callable[[], PreTrainedModel]] = {
+    "bias": lambda: PhiForCausalLM(PhiConfig(**WITHOUT_GROUPS)),
+    "scaled": lambda: GraniteForCausalLM(GraniteConfig(**SIZES, logits_scaling=0.3)),
+    "capped": lambda: NanoChatForCausalLM(NanoChatConfig(**SIZES, final_logit_softcapping=2.0)),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+@pytest.mark.parametrize("as_tuple", [False, True])
+def test_known_changes_of_the_logits_are_those_of_transformers(alone: None, name: str, as_tuple: bool) -> None:
+    torch.manual_seed(0)
+    model = CHANGED[name]().eval()
+    if name == "bias":
+        torch.nn.init.normal_(model.lm_head.bias)
+    want = copy.deepcopy(model)
+    context = hf.enable(model)
+    batch = hf.shard_batch(context, IDS, LABELS, MASK) | {"return_dict": not as_tuple}
+    for temperature in (1.0, 0.7):
+        ours = hf.token_log_probs(context, model, batch, temperature)
+        theirs = plain_log_probs(want, IDS, LABELS, MASK, temperature)
+        check(model, want, ours.square().mean(), theirs.square().mean(), f"temperature {temperature}")
+
+
+class ClampsLogits(NanoChatForCausalLM):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits.clamp(-1, 1)
+        return output
+
+
+def test_models_whose_logits_are_not_known_are_refused(alone: None) -> None:
     refusal(ScalesInPlace(LlamaConfig(**SIZES)), "changes the output of its LM head in place")
+    refusal(ClampsLogits(NanoChatConfig(**SIZES)), "changes its logits in a way")
     adapted = peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["lm_head"]))
     refusal(adapted, "has no plain linear as LM head, .*; leave it unadapted")
     refusal(llama(), "temperature is 0; give a number above 0", temperature=0)

@@ -1,6 +1,8 @@
 """The chunked cross entropy against that of torch: value and gradients, whatever the chunks, labels and dtype."""
 
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ import torch.nn.functional as F
 from operators import LargestResult
 from torch import Tensor, nn
 
+from lightseq.kernels.logit_transform import UNCHANGED, LogitTransform
 from lightseq.modules.loss import (
     IGNORE_INDEX,
     cross_entropy_sum,
@@ -20,6 +23,7 @@ from lightseq.modules.loss import (
 
 TOKENS, HIDDEN, WORDS = 50, 16, 37
 CHUNKS = [1, 7, 25, 49, 50, 51, 2048]
+TRANSFORMS = [LogitTransform(0.3), LogitTransform(cap=2.0), LogitTransform(1.7, 3.0)]
 
 
 def inputs(dtype: torch.dtype = torch.float64, ignored: float = 0.3) -> tuple[Tensor, Tensor, Tensor]:
@@ -207,6 +211,166 @@ def test_logits_never_exist_whole_where_token_losses_are_wanted(read: Callable[.
     assert ours.elements == chunk * words
 
 
+# ---- transformed logits and a bias ---------------------------------------------------------------------------------
+
+
+def transformed(product: Tensor, transform: LogitTransform) -> Tensor:
+    """Logits by their definition: nothing of `LogitTransform` but its numbers."""
+    logits = product * transform.scale
+    return logits if transform.cap is None else transform.cap * (logits / transform.cap).tanh()
+
+
+def transformed_log_probs(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, transform: LogitTransform
+) -> Tensor:
+    logits = transformed(F.linear(hidden, weight, bias), transform)
+    found = logits.log_softmax(-1).gather(-1, labels.clamp_min(0).unsqueeze(-1)).squeeze(-1)
+    return torch.where(labels == IGNORE_INDEX, 0.0, found)
+
+
+def bias_of(dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(WORDS, generator=torch.Generator().manual_seed(3), dtype=torch.float64).to(dtype)
+
+
+@pytest.mark.parametrize("transform", [UNCHANGED, *TRANSFORMS], ids=str)
+@pytest.mark.parametrize("biased", ["trained", "frozen", "none"])
+def test_transformed_logits_and_a_bias_have_the_gradients_of_torch(transform: LogitTransform, biased: str) -> None:
+    hidden, weight, labels = inputs()
+    bias = None if biased == "none" else bias_of().requires_grad_(biased == "trained")
+    leaves = [x for x in (hidden, weight, bias) if x is not None and x.requires_grad]
+    wanted = transformed_log_probs(hidden, weight, bias, labels, transform)
+    for chunk in (7, 2048):
+        got = cross_entropy_sum(hidden, weight, labels, chunk, transform, bias)
+        torch.testing.assert_close(got, -wanted.sum(), rtol=1e-12, atol=0)
+        pairs = [*zip(grads(got * 0.3, leaves), grads(-wanted.sum() * 0.3, leaves), strict=True)]
+        log_probs = token_log_probs(hidden, weight, labels, chunk, transform=transform, bias=bias)
+        torch.testing.assert_close(log_probs, wanted, rtol=1e-12, atol=1e-13)
+        given = upstream(labels)
+        pairs += zip(grads(log_probs, leaves, given), grads(wanted, leaves, given), strict=True)
+        for g, w in pairs:
+            torch.testing.assert_close(g, w, rtol=1e-10, atol=1e-12)
+        losses, hits = losses_and_hits(hidden, weight, labels, transform, bias, chunk)
+        torch.testing.assert_close(losses, -wanted.detach(), rtol=1e-12, atol=1e-13)
+        likeliest = F.linear(hidden, weight, bias).argmax(-1)
+        assert torch.equal(hits.bool(), labels == likeliest)
+        assert torch.equal(token_losses(hidden, weight, labels, transform, bias, chunk), losses)
+    assert torch.equal(likeliest_tokens(hidden, weight, labels, transform, bias)[labels >= 0], likeliest[labels >= 0])
+
+
+def grads(x: Tensor, leaves: list[Tensor], given: Tensor | None = None) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(x, leaves, given, retain_graph=True)
+
+
+def test_a_temperature_divides_capped_logits() -> None:
+    hidden, weight, labels = inputs()
+    transform = LogitTransform(1.7, 3.0)
+    logits = transformed(F.linear(hidden, weight), transform) / 0.7
+    want = torch.where(labels < 0, 0.0, logits.log_softmax(-1).gather(-1, labels.clamp_min(0)[..., None])[..., 0])
+    got = token_log_probs(hidden, weight, labels, 7, 0.7, transform)
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
+
+
+def test_a_trained_bias_alone_has_its_gradient() -> None:
+    hidden, weight, labels = inputs()
+    bias = bias_of().requires_grad_()
+    want = grads(-transformed_log_probs(hidden, weight, bias, labels, UNCHANGED).sum(), [bias])[0]
+    got = cross_entropy_sum(hidden.detach(), weight.detach(), labels, 7, bias=bias)
+    torch.testing.assert_close(grads(got, [bias])[0], want)
+
+
+def test_the_gradient_of_the_bias_adds_up_over_many_chunks_in_float32() -> None:
+    tokens = 1024
+    hidden, weight = torch.ones(tokens, HIDDEN, dtype=torch.bfloat16), torch.zeros(WORDS, HIDDEN, dtype=torch.bfloat16)
+    want = torch.full((WORDS,), tokens / WORDS)
+    want[0] -= tokens
+    for loss in (
+        lambda *x: cross_entropy_sum(*x[:4], bias=x[4]),
+        lambda *x: -token_log_probs(*x[:4], bias=x[4]).sum(),
+    ):
+        bias = torch.zeros(WORDS, dtype=torch.bfloat16, requires_grad=True)
+        loss(hidden, weight, torch.zeros(tokens, dtype=torch.long), 1, bias).backward()
+        assert bias.grad is not None
+        torch.testing.assert_close(bias.grad.float(), want, rtol=2**-7, atol=0)
+
+
+def check_transformed_in_half_precision(device: str, dtype: torch.dtype, words: int, transform: LogitTransform) -> None:
+    """Against float64 on the same, already rounded inputs."""
+    g = torch.Generator(device).manual_seed(0)
+    hidden = torch.randn(2, 300, 256, generator=g, device=device).to(dtype).requires_grad_()
+    weight = (torch.randn(words, 256, generator=g, device=device) / 8).to(dtype).requires_grad_()
+    bias = torch.randn(words, generator=g, device=device).to(dtype).requires_grad_()
+    labels = torch.randint(words, (2, 300), generator=g, device=device)
+    labels[:, ::3] = IGNORE_INDEX
+    leaves = [hidden, weight, bias]
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+
+    def plain_sum(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        product = F.linear(hidden, weight, bias)
+        wide = product.to(torch.promote_types(product.dtype, torch.float32))
+        logits = transformed(wide, transform).flatten(0, 1)
+        return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+
+    def results(loss: Tensor, of: list[Tensor]) -> list[Tensor]:
+        return [loss.detach(), *torch.autograd.grad(loss, of)]
+
+    truth = results(plain_sum(*exact), exact)
+    plains = results(plain_sum(*leaves), leaves)
+    log_probs = token_log_probs(hidden, weight, labels, 256, transform=transform, bias=bias)
+    for ours in (
+        results(cross_entropy_sum(hidden, weight, labels, 256, transform, bias), leaves),
+        results(-log_probs.sum(), leaves),
+    ):
+        for name, mine, plain_one, want in zip(("loss", "hidden", "weight", "bias"), ours, plains, truth, strict=True):
+            off, allowed = (((x - want).norm() / want.norm()).item() for x in (mine, plain_one))
+            assert off <= 2 * allowed + 1e-6, f"{name}: error {off:.1e}, plain {allowed:.1e}"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("transform", TRANSFORMS, ids=str)
+def test_half_precision_errs_at_most_twice_as_much_as_plain_where_logits_are_transformed(
+    dtype: torch.dtype, transform: LogitTransform
+) -> None:
+    check_transformed_in_half_precision("cpu", dtype, 500, transform)
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("words", [500, 32000, 128256])
+@pytest.mark.parametrize("transform", [*TRANSFORMS, LogitTransform(cap=30.0)], ids=str)
+def test_on_a_gpu_it_errs_at_most_twice_as_much_as_plain_where_logits_are_transformed(
+    dtype: torch.dtype, words: int, transform: LogitTransform
+) -> None:
+    check_transformed_in_half_precision("cuda", dtype, words, transform)
+
+
+def check_fused_kernel() -> None:
+    """The Triton kernel on a CPU, whose logits need two blocks, the last of them padded."""
+    from lightseq.kernels import fused_cross_entropy
+    from lightseq.modules.loss import _cross_entropy_
+
+    fused_cross_entropy.BLOCK = 32
+    g = torch.Generator().manual_seed(0)
+    labels = torch.randint(WORDS, (9,), generator=g)
+    labels[::4] = IGNORE_INDEX
+    factors = torch.randn(9, generator=g)
+    product = 4 * torch.randn(9, WORDS, generator=g)
+    product[1] *= 1e-3
+    for transform in (UNCHANGED, *TRANSFORMS, LogitTransform(cap=30.0)):
+        for given in (None, factors):  # in float32: the interpreter cuts bfloat16 off instead of rounding it
+            got, want = product.clone(), product.clone()
+            losses = fused_cross_entropy.cross_entropy_(got, labels, IGNORE_INDEX, True, transform, given)
+            wanted = _cross_entropy_(want, labels, True, transform, given)
+            torch.testing.assert_close(losses, wanted, rtol=1e-6, atol=3e-6)
+            torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+
+
+def test_the_interpreted_kernel_does_what_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # read when Triton is imported: in a process of its own
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        pool.submit(check_fused_kernel).result()
+
+
 # ---- log-probabilities with gradients ------------------------------------------------------------------------------
 
 
@@ -266,32 +430,34 @@ def test_log_probs_without_any_label_are_zero_with_zero_gradients() -> None:
     assert hidden.grad is not None and not hidden.grad.any() and weight.grad is not None and not weight.grad.any()
 
 
-def plain_metrics(hidden: Tensor, weight: Tensor, labels: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+def plain_metrics(log_p: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Entropies and hits of the valid labels, 0 elsewhere."""
-    logits = F.linear(hidden, weight)
-    log_p = (logits.to(torch.promote_types(logits.dtype, torch.float32)) * scale).log_softmax(-1)
     valid = labels != IGNORE_INDEX
-    hits = (logits.argmax(-1) == labels) & valid
+    hits = (log_p.argmax(-1) == labels) & valid
     return torch.where(valid, -(log_p.exp() * log_p).sum(-1), 0.0), hits.to(log_p.dtype)
 
 
 @pytest.mark.parametrize("chunk_tokens", CHUNKS)
-@pytest.mark.parametrize("scale", [1.0, 0.7])
+@pytest.mark.parametrize("transform", [UNCHANGED, LogitTransform(0.7), LogitTransform(0.7, 2.0)])
 @pytest.mark.parametrize("equal", [False, True])
-def test_token_metrics_and_their_gradients_are_those_of_torch(chunk_tokens: int, scale: float, equal: bool) -> None:
+def test_token_metrics_and_their_gradients_are_those_of_torch(
+    chunk_tokens: int, transform: LogitTransform, equal: bool
+) -> None:
     hidden, weight, labels = inputs()
+    bias = torch.linspace(-1, 1, WORDS, dtype=torch.float64).requires_grad_()
     with torch.no_grad():
-        labels[0, :8] = F.linear(hidden, weight)[0, :8].argmax(-1)  # hits
-        weight[WORDS - 1] = weight[0]  # equals, of which only the first is a hit
-    got = token_metrics(hidden, weight, labels, scale, equal, chunk_tokens)
-    want = plain_log_probs(hidden, weight, labels, 1 / scale)
-    entropy, hits = plain_metrics(hidden, weight, labels, scale)
+        labels[0, :8] = F.linear(hidden, weight, bias)[0, :8].argmax(-1)  # hits
+        weight[WORDS - 1], bias[WORDS - 1] = weight[0], bias[0]  # equals, of which only the first is a hit
+    got = token_metrics(hidden, weight, labels, transform, bias, equal, chunk_tokens)
+    log_p = transform.logits(F.linear(hidden, weight, bias)).log_softmax(-1)
+    want = log_p.gather(-1, labels.clamp_min(0).unsqueeze(-1)).squeeze(-1).masked_fill(labels == IGNORE_INDEX, 0.0)
+    entropy, hits = plain_metrics(log_p, labels)
     torch.testing.assert_close(got.log_probs, want, rtol=1e-12, atol=1e-13)
     torch.testing.assert_close(got.entropy, entropy, rtol=1e-12, atol=1e-13)
     assert torch.equal(got.hits, hits) and got.hits.sum() >= 8 and not got.hits.requires_grad
     given = torch.full_like(want, 0.37) if equal else upstream(labels)
-    expected = torch.autograd.grad(want, (hidden, weight), given)
-    for g, w in zip(torch.autograd.grad(got.log_probs, (hidden, weight), given), expected, strict=True):
+    expected = torch.autograd.grad(want, (hidden, weight, bias), given)
+    for g, w in zip(torch.autograd.grad(got.log_probs, (hidden, weight, bias), given), expected, strict=True):
         torch.testing.assert_close(g, w, rtol=1e-11, atol=1e-12)
 
 
@@ -300,26 +466,32 @@ def test_equal_factors_may_differ_only_where_there_is_no_target() -> None:
     given = torch.full(labels.shape, 0.37, dtype=torch.float64)
     given[labels == IGNORE_INDEX] = 5.0
     want = torch.autograd.grad(plain_log_probs(hidden, weight, labels), (hidden, weight), given)
-    got = torch.autograd.grad(token_metrics(hidden, weight, labels, 1.0, True).log_probs, (hidden, weight), given)
+    got = torch.autograd.grad(
+        token_metrics(hidden, weight, labels, equal_factors=True).log_probs, (hidden, weight), given
+    )
     for g, w in zip(got, want, strict=True):
         torch.testing.assert_close(g, w)
     given[0, int((labels[0] != IGNORE_INDEX).nonzero()[0])] = 0.36
-    for g in torch.autograd.grad(token_metrics(hidden, weight, labels, 1.0, True).log_probs, (hidden, weight), given):
+    for g in torch.autograd.grad(
+        token_metrics(hidden, weight, labels, equal_factors=True).log_probs, (hidden, weight), given
+    ):
         assert g.isnan().any()
 
 
 def test_token_metrics_without_any_label_or_gradient() -> None:
     hidden, weight, labels = inputs(torch.float32, ignored=1.1)
-    found = token_metrics(hidden, weight, labels, 1.0, True)
+    found = token_metrics(hidden, weight, labels, equal_factors=True)
     found.log_probs.sum().backward()
     assert not any(x.any() for x in found)
     assert hidden.grad is not None and not hidden.grad.any() and weight.grad is not None and not weight.grad.any()
     hidden, weight, labels = inputs()
-    (alone,) = torch.autograd.grad(token_metrics(hidden, weight.detach(), labels, 1.0, True).log_probs.sum(), hidden)
+    (alone,) = torch.autograd.grad(
+        token_metrics(hidden, weight.detach(), labels, equal_factors=True).log_probs.sum(), hidden
+    )
     (want,) = torch.autograd.grad(plain_log_probs(hidden, weight, labels).sum(), hidden)
     torch.testing.assert_close(alone, want)
     with torch.no_grad():
-        assert not token_metrics(hidden, weight, labels, 1.0, True).log_probs.requires_grad
+        assert not token_metrics(hidden, weight, labels, equal_factors=True).log_probs.requires_grad
 
 
 def check_half_precision_log_probs(
@@ -379,9 +551,9 @@ def test_on_a_gpu_token_metrics_are_those_of_the_same_logits(dtype: torch.dtype,
     labels[:, ::3] = IGNORE_INDEX
     want = token_log_probs(hidden, weight, labels, 256, 1.25)
     expected = torch.autograd.grad(want.sum(), (hidden, weight))
-    entropy, hits = plain_metrics(hidden, weight, labels, 0.8)
+    entropy, hits = plain_metrics((F.linear(hidden, weight).float() * 0.8).log_softmax(-1), labels)
     for equal in (False, True):
-        got = token_metrics(hidden, weight, labels, 0.8, equal, 256)
+        got = token_metrics(hidden, weight, labels, LogitTransform(0.8), None, equal, 256)
         torch.testing.assert_close(got.log_probs, want)
         torch.testing.assert_close(got.entropy, entropy, rtol=1e-4, atol=1e-4)
         assert torch.equal(got.hits, hits) and got.hits.sum() >= 33

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GptOssConfig,
@@ -55,6 +57,12 @@ MODELS: Mapping[str, tuple[type[PreTrainedModel], type, dict[str, Any]]] = {
         Gemma3TextConfig,
         {"head_dim": 16, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2}
         | {"num_hidden_layers": 6, "query_pre_attn_scalar": 16},
+    ),
+    "gemma2": (  # caps of scores and logits; every second layer has the window
+        Gemma2ForCausalLM,
+        Gemma2Config,
+        {"head_dim": 16, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+        | {"attn_implementation": "eager"},
     ),
     "gpt-oss": (
         GptOssForCausalLM,

@@ -158,6 +158,7 @@ class AttentionConfig:
     gpus_per_host: int | None = None  # neighbouring ranks of the group that share a host (default: all)
     packed: bool = False  # most sequences hold several documents; `auto` is then prefix, which balances them
     windows: bool = False  # some layers have a window shorter than `length`; `auto` is then prefix
+    softcap: bool = False  # some layers cap their scores softly, which few kernels support
     # Under ulysses, save gathered q, k and v for the backward pass instead of the rank's own, so that they travel once.
     # Set it to False if a checkpoint recomputes q, k and v.
     keep_gathered: bool = True
@@ -177,7 +178,14 @@ def make_context(group: dist.ProcessGroup, shape: AttentionShape, config: Attent
         raise ValueError(f"schedule {config.schedule!r} is unknown; choose auto or one of {', '.join(SCHEDULES)}")
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     spec = KernelSpec(
-        device.type, capability, dtype, shape.head_dim, config.deterministic, config.packed, config.windows
+        device.type,
+        capability,
+        dtype,
+        shape.head_dim,
+        deterministic=config.deterministic,
+        packed=config.packed,
+        windows=config.windows,
+        softcap=config.softcap,
     )
     if device.type == "cuda" and config.transport.startswith(("auto", "symmetric")):
         disable_multicast()

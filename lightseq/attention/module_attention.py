@@ -8,10 +8,11 @@ from torch import Tensor, nn
 
 from lightseq.attention.context import SequenceContext
 from lightseq.attention.operator import attention
+from lightseq.kernels.logit_transform import LogitTransform
 
 # Keyword arguments of an attention call. Any other that is not None or False would change the result.
 CHOICES: Final = ("documents", "sliding_window", "s_aux")  # s_aux: sinks
-HONOURED: Final = frozenset({*CHOICES, "dropout", "scaling"})
+HONOURED: Final = frozenset({*CHOICES, "dropout", "scaling", "softcap"})
 HARMLESS: Final = frozenset(
     {
         "is_causal", "position_ids", "use_cache", "return_dict", "output_hidden_states", "logits_to_keep",
@@ -41,7 +42,7 @@ def attention_function(
         return attend(module, q, k, v, scaling, **others)[0], None
     context = _checked_context(module, others)
     documents, window, sinks = (others.get(name) for name in CHOICES)
-    return attention(q, k, v, context, scaling, documents, window, sinks)[0], None
+    return attention(q, k, v, context, _scores(q, scaling, others), documents, window, sinks)[0], None
 
 
 def attend(
@@ -58,7 +59,12 @@ def attend(
             return attend(module, q, k, v, scaling, **others)
     context = _checked_context(module, others)
     documents, window, sinks = (others.get(name) for name in CHOICES)
-    return attention(q_BSHD, k_BSKD, v_BSKD, context, scaling, documents, window, sinks)
+    scores = _scores(q_BSHD, scaling, others)
+    return attention(q_BSHD, k_BSKD, v_BSKD, context, scores, documents, window, sinks)
+
+
+def _scores(q: Tensor, scaling: float | None, others: Mapping[str, Any]) -> LogitTransform:
+    return LogitTransform(q.shape[-1] ** -0.5 if scaling is None else scaling, others.get("softcap"))
 
 
 def _checked_context(module: nn.Module, others: Mapping[str, Any]) -> SequenceContext:

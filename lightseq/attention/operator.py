@@ -18,6 +18,8 @@ from lightseq.attention.gathered import Gathered, gathered_elements
 from lightseq.comm.transport import base_transport_name
 from lightseq.kernels import Saved
 from lightseq.kernels.checkpoint_context import operator_wrapper
+from lightseq.kernels.logit_transform import LogitTransform
+from lightseq.kernels.selection import with_softcap
 from lightseq.schedule.algorithms import check_heads
 from lightseq.schedule.documents import packed_schedule
 from lightseq.schedule.table import Schedule
@@ -31,7 +33,7 @@ def attention(
     k_BSKD: Tensor,
     v_BSKD: Tensor,
     context: SequenceContext,
-    scale: float | None = None,
+    scale: float | LogitTransform | None = None,
     documents: Documents | None = None,
     window: int | None = None,
     sinks: Tensor | None = None,
@@ -39,18 +41,19 @@ def attention(
     """Computes causal attention of the local queries over the whole sequence, which is split over the group's ranks.
 
     Every rank of the group passes its part in the context's layout. Returns out (B, S, H, D) in q's dtype and the
-    log-sum-exp of the scaled scores (B, H, S), at least float32 and without a gradient. `scale` defaults to D ** -0.5.
-    With `documents` the parts are in their layout, and no query sees a key of another document. With `window` it sees
-    only that many keys, its own and those before. `sinks` (H,) are logits that every softmax of a head has besides its
-    keys, without a value (gpt-oss, StreamingLLM, arXiv 2309.17453); the log-sum-exp includes them. Raises ValueError
-    for shapes that do not fit together, and for a schedule that does not support windows.
+    log-sum-exp of the scaled scores (B, H, S), at least float32 and without a gradient. `scale` defaults to D ** -0.5;
+    a `LogitTransform` also caps the scores, before the mask (Gemma 2). With `documents` the parts are in their layout,
+    and no query sees a key of another document. With `window` it sees only that many keys, its own and those before.
+    `sinks` (H,) are logits that every softmax of a head has besides its keys, without a value (gpt-oss, StreamingLLM,
+    arXiv 2309.17453); the log-sum-exp includes them. Raises ValueError for shapes that do not fit together, and for a
+    schedule without windows or a kernel without caps.
     """
     _check_shapes(q_BSHD, k_BSKD, v_BSKD, context, documents)
-    scale = q_BSHD.shape[-1] ** -0.5 if scale is None else scale
+    scores = _numbers(scale, q_BSHD)
     q, k, v = map(_last_dim_contiguous, (q_BSHD, k_BSKD, v_BSKD))
     call = _attention if _is_watched(q) else _Attention.apply
     boundaries = None if documents is None else documents.boundaries
-    out, lse, _ = call(q, k, v, scale, context.name, boundaries, window, sinks)
+    out, lse, _ = call(q, k, v, scores, context.name, boundaries, window, sinks)
     return out, lse
 
 
@@ -58,16 +61,28 @@ def attention_backward(
     dout_BSHD: Tensor,
     saved: Saved,
     context: SequenceContext,
-    scale: float | None = None,
+    scale: float | LogitTransform | None = None,
     documents: Documents | None = None,
     window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns dq, dk and dv for a caller of `attention` without autograd; `saved` holds its arguments and results."""
     q, k, v, out, lse = saved
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scores = _numbers(scale, q)
     boundaries = None if documents is None else documents.boundaries
     own = [*map(_last_dim_contiguous, (q, k, v))]
-    return _differentiate(dout_BSHD, own, k.shape[2], (out, lse), scale, context.name, boundaries, window)
+    return _differentiate(dout_BSHD, own, k.shape[2], (out, lse), scores, context.name, boundaries, window)
+
+
+def _numbers(scale: float | LogitTransform | None, q: Tensor) -> list[float]:
+    """Returns the scale of the scores, and their soft cap if there is one: custom operators take only numbers."""
+    if isinstance(scale, LogitTransform):
+        return [scale.scale] if scale.cap is None else [scale.scale, scale.cap]
+    return [q.shape[-1] ** -0.5 if scale is None else scale]
+
+
+def _executor(c: SequenceContext, table: Schedule, scores: Sequence[float]) -> Executor:
+    scale, *softcap = scores
+    return Executor(table, c.rank, with_softcap(c.selection.kernel, *softcap), c.transport, scale)
 
 
 def _is_watched(x: Tensor) -> bool:
@@ -167,13 +182,13 @@ def _advance(context: SequenceContext, q: Tensor) -> None:
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, context: str, documents: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, scores: Sequence[float], context: str, documents: Tensor | None = None,
     window: int | None = None, sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns out, its log-sum-exp, and gathered operands for the backward pass (empty if not kept)."""
     if torch.is_inference_mode_enabled():  # buffers made in inference mode cannot be used in training later
         with torch.inference_mode(False), torch.no_grad():
-            return _forward(q, k, v, scale, context, documents, window, sinks)
+            return _forward(q, k, v, scores, context, documents, window, sinks)
     c = find(context)
     if documents is None and c.forward_pass.packed:
         raise ValueError(
@@ -182,8 +197,9 @@ def _forward(
         )
     _compare_shapes(c, q, k, documents)
     gathered = Gathered(_gathered_memory(c, q, k), k.shape[2])
-    executor = Executor(_table(c, q, documents, window), c.rank, c.selection.kernel, c.transport, scale)
-    out, lse = executor.forward(q, k, v, gathered if c.keeps_gathered else None)
+    out, lse = _executor(c, _table(c, q, documents, window), scores).forward(
+        q, k, v, gathered if c.keeps_gathered else None
+    )
     if sinks is not None:
         out, lse = _with_sinks(out, lse, sinks)
     _advance(c, q)
@@ -205,14 +221,14 @@ def _sink_gradients(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Te
 
 
 def _forward_in_checkpoint(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, context: str, documents: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, scores: Sequence[float], context: str, documents: Tensor | None = None,
     window: int | None = None, sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Runs `_forward`, unless a checkpoint around the operator has stored its results."""
     wrapper = operator_wrapper()
     if wrapper is None:
-        return _forward(q, k, v, scale, context, documents, window, sinks)
-    out, lse, gathered = wrapper(partial(_forward, q, k, v, scale, context, documents, window, sinks))
+        return _forward(q, k, v, scores, context, documents, window, sinks)
+    out, lse, gathered = wrapper(partial(_forward, q, k, v, scores, context, documents, window, sinks))
     return out, lse, gathered
 
 
@@ -225,7 +241,7 @@ _attention = torch.library.custom_op("lightseq::attention", _forward_in_checkpoi
 
 @_attention.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, context: str, documents: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, scores: Sequence[float], context: str, documents: Tensor | None = None,
     window: int | None = None, sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32))
@@ -237,7 +253,7 @@ def _gradients(
     tensors: Sequence[Tensor],
     kv_heads: int,
     results: Sequence[Tensor],
-    scale: float,
+    scores: Sequence[float],
     context: str,
     documents: Tensor | None,
     window: int | None,
@@ -253,7 +269,7 @@ def _gradients(
         table, own = table.keeping_gathered, Gathered(tensors[0], kv_heads)
     else:
         own = (tensors[0], tensors[1], tensors[2])
-    gradients = Executor(table, c.rank, c.selection.kernel, c.transport, scale).backward(dout, own, out, lse)
+    gradients = _executor(c, table, scores).backward(dout, own, out, lse)
     _advance(c, dout)
     return gradients
 
@@ -267,7 +283,7 @@ def _(
     tensors: Sequence[Tensor],
     kv_heads: int,
     results: Sequence[Tensor],
-    scale: float,
+    scores: Sequence[float],
     context: str,
     documents: Tensor | None,
     window: int | None,
@@ -277,7 +293,7 @@ def _(
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    q, k, v, ctx.scale, ctx.context, documents, ctx.window, sinks = inputs
+    q, k, v, ctx.scores, ctx.context, documents, ctx.window, sinks = inputs
     out, lse, gathered = output
     ctx.kv_heads = k.shape[2]
     ctx.save_for_backward(documents, sinks, out, lse, *((gathered,) if find(ctx.context).keeps_gathered else (q, k, v)))
@@ -289,7 +305,7 @@ def _backward(ctx, dout: Tensor | None, dlse: Tensor | None, _dgathered: None): 
         raise ValueError("no gradient flows through the log-sum-exp; detach it")
     assert dout is not None, "autograd calls the backward only if a gradient arrives"
     documents, sinks, out, lse, *tensors = ctx.saved_tensors
-    gradients = _differentiate(dout, tensors, ctx.kv_heads, (out, lse), ctx.scale, ctx.context, documents, ctx.window)
+    gradients = _differentiate(dout, tensors, ctx.kv_heads, (out, lse), ctx.scores, ctx.context, documents, ctx.window)
     dsinks = None if sinks is None else _sink_gradients(dout, out, lse, sinks)
     return (*gradients, None, None, None, None, dsinks)
 

@@ -19,7 +19,7 @@ from lightseq.attention.context import SequenceContext
 from lightseq.data.examples import IGNORE_INDEX
 from lightseq.data.input_checks import has_fused_loss, loss_function_of, transformers_model
 from lightseq.memory.remat import apply_remat
-from lightseq.models.architecture import known_logit_scale
+from lightseq.models.architecture import known_logit_transform
 from lightseq.modules.loss import TokenMetrics, cross_entropy_sum, token_metrics
 from lightseq.modules.replaced_head import ReplacedHead
 
@@ -76,7 +76,7 @@ class WholeBatches:
         self.weighs_tokens_equally = False  # SFTTrainer's loss does; see modules.loss.token_metrics
         self.pad_to: int | None = None  # tokens of every packed row, so that compiled layers see one length
         self._ranks = context.layout.world
-        self._logit_scale = known_logit_scale(self.model.config)
+        self._logit_transform = known_logit_transform(self.model)
         self._changed_layers: list[tuple[nn.Module, Any]] = []
         self._pass: _Pass | None = None
         self._hooks = [
@@ -136,30 +136,30 @@ class WholeBatches:
         if local is None:
             return (), inputs
         if kwargs.get("fused_lm_head"):
-            if self.computes_token_metrics and self._logit_scale is not None and self._head_is_plain():
+            if self.computes_token_metrics and self._logit_transform is not None and self._head_is_linear():
                 del inputs["fused_lm_head"]
                 self._replace_head(self._pass, self._token_log_probs)
             return (), inputs
         usual = loss_function_of(self.model) is ForCausalLMLoss and not has_fused_loss(self.model)
-        if usual and self._logit_scale is not None and self._head_is_plain() and not self.keep_logits:
+        if usual and self._logit_transform is not None and self._head_is_linear() and not self.keep_logits:
             self._replace_head(self._pass, self._loss_sum)
             return (), inputs
         return (), inputs | {"labels": local, "shift_labels": local, "num_items_in_batch": _at_least_one(divisor)}
 
-    def _head_is_plain(self) -> bool:
-        head = self.model.get_output_embeddings()
-        return isinstance(head, nn.Linear) and head.bias is None
+    def _head_is_linear(self) -> bool:
+        return isinstance(self.model.get_output_embeddings(), nn.Linear)
 
-    def _replace_head(self, this: _Pass, compute: Callable[[_Pass, Tensor, Tensor], Tensor]) -> None:
+    def _replace_head(self, this: _Pass, compute: Callable[..., Tensor]) -> None:
         this.head = ReplacedHead(self.model.get_output_embeddings(), partial(compute, this))
 
-    def _loss_sum(self, this: _Pass, hidden: Tensor, weight: Tensor) -> Tensor:
-        assert this.labels is not None and self._logit_scale is not None
-        return cross_entropy_sum(hidden, weight, this.labels, scale=self._logit_scale)
+    def _loss_sum(self, this: _Pass, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        assert this.labels is not None and self._logit_transform is not None
+        return cross_entropy_sum(hidden, weight, this.labels, transform=self._logit_transform, bias=bias)
 
-    def _token_log_probs(self, this: _Pass, hidden: Tensor, weight: Tensor) -> Tensor:
-        assert this.labels is not None and self._logit_scale is not None
-        this.metrics = token_metrics(hidden, weight, this.labels, self._logit_scale, self.weighs_tokens_equally)
+    def _token_log_probs(self, this: _Pass, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        assert this.labels is not None and self._logit_transform is not None
+        head = (hidden, weight, this.labels, self._logit_transform, bias)
+        this.metrics = token_metrics(*head, equal_factors=self.weighs_tokens_equally)
         return this.metrics.log_probs
 
     @torch.compiler.disable

@@ -4,7 +4,7 @@ Shape suffixes: B batch, S query tokens, T key tokens, H query heads, K key/valu
 """
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ class KernelSpec:
     deterministic: bool = False
     packed: bool = False  # most tiles hold several documents
     windows: bool = False  # some layers have a sliding window
+    softcap: bool = False  # some layers cap their scores
 
 
 GradientMemory = tuple[Tensor | None, Tensor | None, Tensor | None]  # for dq, dk, dv
@@ -77,6 +78,18 @@ class Kernel(Protocol):
         window: int | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Returns dq, dk and dv."""
+        ...
+
+
+@runtime_checkable
+class SoftCapKernel(Protocol):
+    """Interface of a kernel that can cap scaled scores s softly, cap * tanh(s / cap), before the mask (Gemma 2).
+
+    Its log-sum-exp is that of the capped scores.
+    """
+
+    def with_softcap(self, softcap: float) -> Self:
+        """Returns the kernel that caps its scores."""
         ...
 
 

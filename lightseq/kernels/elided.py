@@ -30,6 +30,9 @@ class Elided:
     def has_windows(self) -> bool:
         return self.kernel.has_windows
 
+    def with_softcap(self, softcap: float) -> "Elided":
+        return self
+
     def why_not(self, spec: KernelSpec) -> str | None:
         return self.kernel.why_not(spec)
 

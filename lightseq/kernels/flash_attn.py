@@ -7,18 +7,16 @@ flash_attn_interface. fa4: package flash-attn-4 (CuTe DSL), module flash_attn.cu
 import importlib
 import textwrap
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from types import ModuleType
-from typing import Any, ClassVar, Final, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from torch import Tensor
 
 from lightseq.kernels.base import GradientMemory, KernelSpec, Saved, gradient_memory
 from lightseq.kernels.tile import Lengths
-from lightseq.kernels.torch_native import why_not_flash
-
-_DISABLED_FEATURES: Final[dict[str, Any]] = {"softcap": 0.0, "alibi_slopes": None}  # FA2 requires these arguments
+from lightseq.kernels.torch_native import NO_SOFTCAP, why_not_flash
 
 
 @dataclass(frozen=True)
@@ -26,6 +24,7 @@ class _FlashAttention:
     """Base of the three generations. `deterministic` trades some backward speed for bit-identical gradients."""
 
     deterministic: bool = False
+    softcap: float = 0.0  # 0: none
     name: ClassVar[str]
     module: ClassVar[str]
     package: ClassVar[str]
@@ -33,6 +32,9 @@ class _FlashAttention:
     above: ClassVar[tuple[int, int]] = (99, 0)
     causal_alignment: ClassVar[Literal["bottom_right"]] = "bottom_right"
     has_windows: ClassVar[bool] = True
+
+    def with_softcap(self, softcap: float) -> Self:
+        return replace(self, softcap=softcap)
 
     def why_unsupported(self, spec: KernelSpec) -> str | None:
         if reason := why_not_flash(spec):
@@ -63,12 +65,15 @@ class FlashAttention2(_FlashAttention):
     package = "flash-attn"
     lowest = (8, 0)
 
+    def _features(self, window: int | None) -> dict[str, Any]:
+        return {**_sides(window), "softcap": self.softcap, "alibi_slopes": None}  # all are required
+
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, into: Tensor | None = None,
         window: int | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         out, lse, *_ = self._load()._flash_attn_forward(
-            q, k, v, 0.0, scale, causal, **_sides(window), **_DISABLED_FEATURES, return_softmax=False
+            q, k, v, 0.0, scale, causal, **self._features(window), return_softmax=False
         )
         return out, lse
 
@@ -79,8 +84,8 @@ class FlashAttention2(_FlashAttention):
         q, k, v, out, lse = saved
         dq, dk, dv = gradient_memory(into, saved)
         self._load()._flash_attn_backward(
-            dout, q, k, v, out, lse.contiguous(), dq, dk, dv, 0.0, scale, causal, **_sides(window),
-            **_DISABLED_FEATURES, deterministic=self.deterministic,
+            dout, q, k, v, out, lse.contiguous(), dq, dk, dv, 0.0, scale, causal, **self._features(window),
+            deterministic=self.deterministic,
         )  # fmt: skip
         return dq, dk, dv
 
@@ -89,7 +94,7 @@ class FlashAttention2(_FlashAttention):
         into: Tensor | None = None, window: int | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         out, lse, *_ = self._load()._flash_attn_varlen_forward(
-            q, k, v, *lengths, 0.0, scale, causal, **_sides(window), **_DISABLED_FEATURES, return_softmax=False
+            q, k, v, *lengths, 0.0, scale, causal, **self._features(window), return_softmax=False
         )
         return out, lse
 
@@ -100,8 +105,8 @@ class FlashAttention2(_FlashAttention):
         q, k, v, out, lse = saved
         dq, dk, dv = gradient_memory(into, saved)
         self._load()._flash_attn_varlen_backward(
-            dout, q, k, v, out, lse.contiguous(), dq, dk, dv, *lengths, 0.0, scale, causal, **_sides(window),
-            **_DISABLED_FEATURES, deterministic=self.deterministic,
+            dout, q, k, v, out, lse.contiguous(), dq, dk, dv, *lengths, 0.0, scale, causal, **self._features(window),
+            deterministic=self.deterministic,
         )  # fmt: skip
         return dq, dk, dv
 
@@ -116,7 +121,9 @@ class FlashAttention3(_FlashAttention):
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, into: Tensor | None = None,
         window: int | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        out, lse, *_ = self._load()._flash_attn_forward(q, k, v, softmax_scale=scale, causal=causal, **_sides(window))
+        out, lse, *_ = self._load()._flash_attn_forward(
+            q, k, v, softmax_scale=scale, causal=causal, **_sides(window), softcap=self.softcap
+        )
         return out, lse
 
     def backward(
@@ -127,7 +134,7 @@ class FlashAttention3(_FlashAttention):
         dq, dk, dv = gradient_memory(into, saved)
         self._load()._flash_attn_backward(
             dout, q, k, v, out, lse.contiguous(), dq=dq, dk=dk, dv=dv, softmax_scale=scale, is_causal=causal,
-            **_sides(window), deterministic=self.deterministic,
+            **_sides(window), softcap=self.softcap, deterministic=self.deterministic,
         )  # fmt: skip
         return dq, dk, dv
 
@@ -137,6 +144,18 @@ class FlashAttention4(_FlashAttention):
     module = "flash_attn.cute.interface"
     package = "flash-attn-4"
     lowest = (9, 0)
+
+    def why_unsupported(self, spec: KernelSpec) -> str | None:
+        if spec.softcap and spec.capability >= (12, 0):
+            return f"{NO_SOFTCAP} on compute capability {'.'.join(map(str, spec.capability))}"
+        return super().why_unsupported(spec)
+
+    def why_not(self, spec: KernelSpec) -> str | None:
+        if (reason := super().why_not(spec)) is not None or not spec.softcap:
+            return reason
+        # Versions without this function cap scores by another formula.
+        is_new = hasattr(importlib.import_module("flash_attn.cute.utils"), "create_softcap_scoremod_bwd")
+        return None if is_new else f"{NO_SOFTCAP} in this version of flash-attn-4; install 4.0.0b36"
 
     def _load(self) -> ModuleType:
         _silence_fa4()
@@ -160,8 +179,8 @@ class FlashAttention4(_FlashAttention):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Computes segments, or a dense batch if `lengths` is None."""
         out, lse, *_ = self._load()._flash_attn_fwd(
-            q, k, v, softmax_scale=scale, causal=causal, return_lse=True, out=into, **_named(lengths),
-            **_left_side(window),
+            q, k, v, softmax_scale=scale, causal=causal, return_lse=True, out=into, softcap=self.softcap,
+            **_named(lengths), **_left_side(window),
         )  # fmt: skip
         return out, lse
 
@@ -173,7 +192,7 @@ class FlashAttention4(_FlashAttention):
         dq, dk, dv = gradient_memory(into, saved)
         self._load()._flash_attn_bwd(
             q, k, v, out, dout, lse.contiguous(), softmax_scale=scale, causal=causal, dq=dq, dk=dk, dv=dv,
-            deterministic=self.deterministic, **_named(lengths), **_left_side(window),
+            softcap=self.softcap, deterministic=self.deterministic, **_named(lengths), **_left_side(window),
         )  # fmt: skip
         return dq, dk, dv
 

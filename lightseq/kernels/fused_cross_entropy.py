@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightseq.kernels.logit_transform import UNCHANGED, LogitTransform
+
 BLOCK = 8192  # logits that one program reads at once
 
 
@@ -16,15 +18,16 @@ def cross_entropy_(
     labels_N: Tensor,
     ignore_index: int,
     with_gradient: bool,
-    scale: float = 1.0,
+    transform: LogitTransform = UNCHANGED,
     factors_N: Tensor | None = None,
     metrics: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Computes -log p(label) of every row (N,) for logits times `scale`, float32, 0 where the label is `ignore_index`.
+    """Computes -log p(label) of every row (N,) for transformed logits, float32, 0 where the label is `ignore_index`.
 
-    With the gradient, logits are overwritten with (p - onehot(label)) * scale, times the row's factor if there are
-    float32 factors, and with 0 in rows without a label. `metrics` receives the entropy of every row's distribution, and
-    1 for rows whose label is the most probable one, the first of equals; both float32 (N,), 0 without a label.
+    With the gradient, logits are overwritten with (p - onehot(label)) * slope of the transform, times the row's factor
+    if there are float32 factors, and with 0 in rows without a label. `metrics` receives the entropy of every row's
+    distribution, and 1 for rows whose label is the most probable one, the first of equals; both float32 (N,), 0 without
+    a label.
     """
     assert logits_NV.is_contiguous() and labels_N.is_contiguous()
     rows, vocabulary = logits_NV.shape
@@ -35,8 +38,9 @@ def cross_entropy_(
     entropies, hits = metrics or (losses, losses)
     assert all(x.is_contiguous() and x.dtype is torch.float32 for x in (entropies, hits))
     _cross_entropy[(rows,)](
-        logits_NV, labels_N, losses, factors_N if weighted else losses, entropies, hits, ignore_index, scale,
-        VOCABULARY=vocabulary, GRADIENT=with_gradient, WEIGHTED=weighted, METRICS=metrics is not None, BLOCK=block,
+        logits_NV, labels_N, losses, factors_N if weighted else losses, entropies, hits, ignore_index,
+        transform.scale, transform.cap or 1.0, VOCABULARY=vocabulary, GRADIENT=with_gradient, WEIGHTED=weighted,
+        METRICS=metrics is not None, CAPPED=transform.cap is not None, BLOCK=block,
         num_warps=max(1, min(16, block // 512)),
     )  # fmt: skip
     return losses
@@ -51,9 +55,9 @@ def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 @triton.jit
 def _cross_entropy(
-    logits, labels, losses, factors, entropies, hits, ignore_index, scale,
+    logits, labels, losses, factors, entropies, hits, ignore_index, scale, cap,
     VOCABULARY: tl.constexpr, GRADIENT: tl.constexpr, WEIGHTED: tl.constexpr, METRICS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    CAPPED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels + row)
@@ -70,6 +74,8 @@ def _cross_entropy(
     else:
         # Load the target before the reductions: their barriers separate it from the writes below.
         target = tl.load(at + label).to(tl.float32) * scale
+        if CAPPED:
+            target = cap * _tanh(target / cap)
         highest = -3.0e38  # finite, because -inf minus -inf is NaN
         total = tl.zeros((BLOCK,), tl.float32)
         weighted = tl.zeros((BLOCK,), tl.float32)  # by its probability, the sum of the logits
@@ -78,6 +84,8 @@ def _cross_entropy(
             inside = start + block < VOCABULARY
             x = tl.load(at + start + block, mask=inside, other=-float("inf")).to(tl.float32)
             x *= scale
+            if CAPPED:  # the cap would make padding finite
+                x = tl.where(inside, cap * _tanh(x / cap), -float("inf"))
             higher = tl.maximum(highest, tl.max(x, 0))
             share = tl.exp(x - higher)
             if METRICS:
@@ -96,8 +104,21 @@ def _cross_entropy(
             for start in range(0, VOCABULARY, BLOCK):
                 inside = start + block < VOCABULARY
                 x = tl.load(at + start + block, mask=inside).to(tl.float32) * scale
-                gradient = (tl.exp(x - lse) - (start + block == label)) * factor
+                slope = factor
+                if CAPPED:
+                    t = _tanh(x / cap)
+                    x, slope = cap * t, factor * (1 - t * t)
+                gradient = (tl.exp(x - lse) - (start + block == label)) * slope
                 tl.store(at + start + block, gradient, mask=inside)
+
+
+@triton.jit
+def _tanh(x):
+    e = tl.exp(-2 * tl.abs(x))
+    large = tl.where(x < 0, -1.0, 1.0) * (1 - e) / (1 + e)
+    s = x * x
+    small = x * (1 - s * (1 / 3 - s * (2 / 15 - s * (17 / 315))))  # 1 - e would lose the digits of small numbers
+    return tl.where(s < 0.01, small, large)
 
 
 @triton.jit

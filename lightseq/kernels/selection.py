@@ -1,8 +1,9 @@
 """Choice of the kernel: the fastest that can run here, and why faster ones cannot."""
 
 from dataclasses import dataclass
+from typing import cast
 
-from lightseq.kernels.base import Kernel, KernelSpec
+from lightseq.kernels.base import Kernel, KernelSpec, SoftCapKernel
 from lightseq.kernels.registry import KERNELS
 
 
@@ -19,7 +20,10 @@ class Selection:
 
 
 def select(name: str, spec: KernelSpec) -> Selection:
-    """Returns the named kernel, or for `auto` the first that can run. Raises ValueError if it cannot run here."""
+    """Returns the named kernel, or for `auto` the first that can run.
+
+    Raises ValueError for a kernel that cannot run here, and if only the reference kernel could cap scores on a GPU.
+    """
     if name != "auto":
         if name not in KERNELS:
             raise ValueError(f"kernel {name!r} is unknown; choose auto or one of {', '.join(KERNELS)}")
@@ -31,10 +35,28 @@ def select(name: str, spec: KernelSpec) -> Selection:
     for candidate in _order(spec):
         kernel = KERNELS[candidate].make(spec)
         reason = kernel.why_not(spec)
+        if candidate == "reference" and spec.softcap and spec.device_type == "cuda":
+            others = "; ".join(f"{name}: {why}" for name, why in skipped)
+            raise ValueError(
+                "the model caps its attention scores softly, which no fast kernel here supports; install flash-attn-4 "
+                f"and train in bfloat16, or choose kernel reference, whose memory is quadratic ({others})"
+            )
         if reason is None:
             return Selection(kernel, tuple(skipped))
         skipped.append((candidate, reason))
     raise AssertionError("the reference kernel runs everywhere")
+
+
+def with_softcap(kernel: Kernel, softcap: float | None = None) -> Kernel:
+    """Returns the kernel that caps its scores. Raises ValueError for one that cannot."""
+    if softcap is None:
+        return kernel
+    if not isinstance(kernel, SoftCapKernel):
+        raise ValueError(
+            f"the model caps its attention scores softly (softcap {softcap}), but kernel {kernel.name} cannot; pass "
+            "softcap=True to hf.enable, or choose kernel reference"
+        )
+    return cast(Kernel, kernel.with_softcap(softcap))
 
 
 def why_unsupported(name: str, spec: KernelSpec) -> str | None:

@@ -17,6 +17,7 @@ from lightseq.kernels.tile import Lengths
 
 aten = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)
+NO_SOFTCAP = "has no soft cap of attention scores"
 
 
 def _swap(x: Tensor) -> Tensor:
@@ -43,7 +44,9 @@ class CpuKernel:
     has_windows = False
 
     def why_not(self, spec: KernelSpec) -> str | None:
-        return None if spec.device_type == "cpu" else "needs a CPU"
+        if spec.device_type != "cpu":
+            return "needs a CPU"
+        return NO_SOFTCAP if spec.softcap else None
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, into: Tensor | None = None,
@@ -83,7 +86,7 @@ class AtenKernel:
             return f"needs compute capability 8.0, this GPU has {'.'.join(map(str, spec.capability))}"
         if spec.head_dim > 256:
             return f"needs a head dimension of at most 256, not {spec.head_dim}"
-        return None
+        return NO_SOFTCAP if spec.softcap else None
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, into: Tensor | None = None,
@@ -166,7 +169,7 @@ class CudnnKernel:
             return "its backward is not deterministic"
         if spec.windows:
             return "has no sliding windows"
-        return None
+        return NO_SOFTCAP if spec.softcap else None
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, into: Tensor | None = None,

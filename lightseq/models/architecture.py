@@ -5,6 +5,7 @@ Nothing depends on the model's name. A model that would train only approximately
 
 import copy
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lightseq.attention.module_attention import unhonoured_argument
+from lightseq.kernels.logit_transform import LogitTransform
 from lightseq.models.weights import build_on_meta, constructed_buffers
 from lightseq.modules.mlp import is_gated
 from lightseq.modules.projections import has_projections
@@ -48,7 +50,7 @@ class Architecture:
 
     name: str
     windows: tuple[int | None, ...]  # sliding window of each layer, in tokens; None: full attention
-    logit_scale: float  # factor between the head's product and the logits
+    logit_transform: LogitTransform  # makes logits of the head's result
     layer_class: str
     gated_mlp: bool  # down(silu(gate) * up) of plain linears
     mlp_is_last: bool  # only the residual sum follows an MLP, so no backward pass needs its output
@@ -163,6 +165,11 @@ def sliding_window(config: PreTrainedConfig) -> int | None:
     return None if window is None else int(window)
 
 
+def caps_scores(config: PreTrainedConfig) -> bool:
+    """Returns whether layers softly cap their attention scores. The cap itself is what they pass to attention."""
+    return getattr(config, "attn_logit_softcapping", None) is not None
+
+
 def layer_windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
     """Returns the sliding window of each layer in tokens, None for full attention."""
     window, kinds = sliding_window(config), getattr(config, "layer_types", None)
@@ -176,11 +183,30 @@ def inspect_architecture(config: PreTrainedConfig) -> Architecture:
     key = (type(config), repr(vars(config)))
     if key not in _inspected:  # the planner asks thousands of times, and a config takes long to serialize
         facts = {name: value for name, value in config.to_diff_dict().items() if name not in ("dtype", "use_cache")}
-        _inspected[key] = _inspect(cast(Hashable, type(config)), json.dumps(facts, sort_keys=True))
-    return _inspected[key]
+        try:
+            _inspected[key] = _inspect(cast(Hashable, type(config)), json.dumps(facts, sort_keys=True))
+        except ValueError as error:
+            _inspected[key] = error
+    if isinstance(found := _inspected[key], ValueError):
+        raise ValueError(str(found)) from found.__cause__
+    return found
 
 
-_inspected: dict[tuple[type, str], Architecture] = {}
+_inspected: dict[tuple[type, str], Architecture | ValueError] = {}
+
+
+def known_logit_transform(model: PreTrainedModel) -> LogitTransform | None:
+    """Returns the function that makes logits of the head's result, or None if the model is not known well enough.
+
+    A subclass is known if it has the forward pass of its base, as those that FSDP2 makes do.
+    """
+    try:
+        found = inspect_architecture(model.config)
+    except ValueError:
+        return None
+    kinds: list[Any] = [kind for kind in type(model).__mro__ if kind.__name__ == found.name]
+    same = any(kind.forward is type(model).forward for kind in kinds)
+    return found.logit_transform if same else None
 
 
 @lru_cache(maxsize=64)
@@ -199,14 +225,10 @@ def _inspect(kind: Any, text: str) -> Architecture:
     layers, head = getattr(base, "layers", None), model.get_output_embeddings()
     if not isinstance(layers, nn.ModuleList) or not hasattr(base, "norm") or not isinstance(head, nn.Linear):
         raise ValueError(f"{name} does not consist of embeddings, layers, a norm and a linear head; use another model")
-    if head.bias is not None:
-        raise ValueError(
-            f"{name} has a bias in its LM head, which the chunked loss does not support; use another model"
-        )
     _check_parts(model, layers)
     try:
         heads, passes_documents, ends, mlp_is_last = _run_on_meta(model, layers)
-        logit_scale = _logit_scale(model, head)
+        logit_transform = _logit_transform(model, head)
     except ValueError:
         raise
     except Exception as error:  # the model's code may raise anything
@@ -215,7 +237,7 @@ def _inspect(kind: Any, text: str) -> Architecture:
     return Architecture(
         name=name,
         windows=layer_windows(config),
-        logit_scale=logit_scale,
+        logit_transform=logit_transform,
         layer_class=type(layers[0]).__name__,
         gated_mlp=all(is_gated(getattr(layer, "mlp", None)) for layer in layers),
         mlp_is_last=mlp_is_last,
@@ -268,7 +290,7 @@ def _run_on_meta(model: PreTrainedModel, layers: nn.ModuleList) -> tuple[Heads, 
     whether no layer saves anything after its MLP.
     """
     name, calls, ran = type(model).__name__, list[tuple[Heads, Any]](), list[nn.Linear]()
-    documents = object()
+    documents, keys = object(), list[tuple[nn.Module, Tensor]]()
 
     def probe(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any = None, **others: Any) -> Any:
         if dropped := unhonoured_argument({"attention_mask": attention_mask} | others):
@@ -277,6 +299,11 @@ def _run_on_meta(model: PreTrainedModel, layers: nn.ModuleList) -> tuple[Heads, 
             raise ValueError(
                 f"{name} has keys of {q.shape[-1]} and values of {v.shape[-1]} dimensions; use a model where they agree"
             )
+        if any(
+            k is other and module is not layer for layer, other in keys
+        ):  # a checkpoint of some layers cannot recompute those of others
+            raise ValueError(f"{name} has layers that share keys and values; use your own loop around hf.enable")
+        keys.append((module, k))
         calls.append((Heads(q.shape[1], k.shape[1], q.shape[-1]), others.get("documents")))
         return q.transpose(1, 2).contiguous(), None
 
@@ -328,23 +355,16 @@ def _attention_replaced(model: PreTrainedModel, function: Callable[..., Any]) ->
     model.set_attn_implementation("eager")
 
 
-def known_logit_scale(config: PreTrainedConfig) -> float | None:
-    """Returns the factor between the head's product and the logits, or None if the model is not known well enough."""
-    try:
-        return inspect_architecture(config).logit_scale
-    except ValueError:
-        return None
+def _logit_transform(model: PreTrainedModel, head: nn.Linear) -> LogitTransform:
+    """Returns the function that makes logits of the head's result, found by running the model's own code on numbers.
 
-
-def _logit_scale(model: PreTrainedModel, head: nn.Linear) -> float:
-    """Returns the factor between the head's product and the logits, found by running the model's own code on numbers.
-
-    Raises ValueError if it does anything else to them, such as capping: the loss reads only the layers' output, the
-    head's weight and the factor.
+    Raises ValueError for one that is not known: the loss reads only the layers' output, the head's parameters and the
+    function.
     """
     name, base = type(model).__name__, model.base_model
     hidden = torch.empty(1, TOKENS, head.in_features, device="meta")
-    product = torch.linspace(-50.0, 50.0, TOKENS * 64).view(1, TOKENS, 64)
+    wide = torch.logspace(-3, 6, TOKENS * 16)  # in its middle a cap bends, at its ends it is a line and a constant
+    product = torch.cat([torch.linspace(-50.0, 50.0, TOKENS * 32), wide, -wide]).view(1, TOKENS, 64)
     given: list[Tensor] = []
 
     def multiply(x: Tensor) -> Tensor:
@@ -359,9 +379,22 @@ def _logit_scale(model: PreTrainedModel, head: nn.Linear) -> float:
     finally:
         del base.forward, head.forward
     whole = len(given) == 1 and (given[0] is hidden or (given[0]._base is hidden and given[0].shape == hidden.shape))
-    scale = float(logits[0, -1, -1] / product[0, -1, -1]) if whole and logits.shape == product.shape else 0.0
-    if scale <= 0 or not torch.allclose(logits, product * scale, rtol=1e-5):
+    found = _fit(product.flatten(), logits.flatten()) if whole and logits.shape == product.shape else None
+    if found is None:
         raise ValueError(
-            f"{name} caps or shifts its logits, which the chunked loss does not support; use another model"
+            f"{name} changes its logits in a way that the chunked loss does not support; use a model that scales or "
+            "softly caps them, or leaves them as they are"
         )
-    return 1.0 if abs(scale - 1) < 1e-6 else scale
+    return found
+
+
+def _fit(product: Tensor, logits: Tensor) -> LogitTransform | None:
+    """Returns the transform that makes these logits of the product; None if there is none."""
+    smallest, largest = product.abs().argmin(), product.argmax()
+    scale, cap = float(logits[smallest] / product[smallest]), float(logits[largest])
+    if not (0 < scale < math.inf and 0 < cap < math.inf):
+        return None
+    scale = 1.0 if abs(scale - 1) < 1e-6 else scale
+    capped = cap < 0.99 * scale * float(product[largest])
+    found = LogitTransform(scale, cap if capped else None)
+    return found if torch.allclose(logits, found.logits(product), rtol=1e-5, atol=0) else None

@@ -1,6 +1,6 @@
 """Cross entropy of a language model head over chunks of tokens, so that the logits never exist whole."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightseq.kernels.launches import fused_kernels
+from lightseq.kernels.logit_transform import UNCHANGED, LogitTransform
 from lightseq.kernels.products import add_product
 
 IGNORE_INDEX = -100  # label of a token without a target, as in torch
@@ -16,27 +17,33 @@ CHUNK_TOKENS = 2048  # 128256 logits of 2048 tokens are half a GiB in bfloat16
 
 
 def cross_entropy_sum(
-    hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int | None = None, scale: float = 1.0
-) -> Tensor:
+    hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int | None = None,
+    transform: LogitTransform = UNCHANGED, bias: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Returns the sum of -log p(label) over the valid labels, a float32 scalar (float64 for float64 inputs).
 
-    hidden (..., D), weight (V, D) of the head, labels (...) already shifted, IGNORE_INDEX without a target; logits are
-    the head's product times `scale`. The sum over no valid label is 0, with zero gradients. The caller divides the sum.
+    hidden (..., D), weight (V, D) and bias (V,) of the head, labels (...) already shifted, IGNORE_INDEX without a
+    target; `transform` makes logits of the head's result. The sum over no valid label is 0, with zero gradients. The
+    caller divides the sum.
     """
     device = hidden.device.type
     if torch.is_autocast_enabled(device):  # the products with preallocated outputs do not cast
         dtype = torch.get_autocast_dtype(device)
         with torch.autocast(device, enabled=False):
-            return cross_entropy_sum(hidden.to(dtype), weight.to(dtype), labels, chunk_tokens, scale)
-    with_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+            return cross_entropy_sum(
+                hidden.to(dtype), weight.to(dtype), labels, chunk_tokens, transform, _cast(bias, dtype)
+            )
+    trained = hidden.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    with_gradient = torch.is_grad_enabled() and trained
     rows = hidden.reshape(-1, hidden.shape[-1])
     size = CHUNK_TOKENS if chunk_tokens is None else chunk_tokens
-    return _ChunkedCrossEntropy.apply(rows, weight, labels.reshape(-1), size, with_gradient, scale)
+    return _ChunkedCrossEntropy.apply(rows, weight, bias, labels.reshape(-1), size, with_gradient, transform)
 
 
 def token_log_probs(
-    hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int | None = None, temperature: float = 1.0
-) -> Tensor:
+    hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int | None = None, temperature: float = 1.0,
+    transform: LogitTransform = UNCHANGED, bias: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Returns log p(label) of every token, 0 without a target, with gradients, for logits divided by `temperature`.
 
     Shaped as the labels, float32 (float64 for float64 inputs); arguments are those of `cross_entropy_sum`. Use that
@@ -46,10 +53,16 @@ def token_log_probs(
     if torch.is_autocast_enabled(device):  # the backward pass runs without autocast, and must see the same logits
         dtype = torch.get_autocast_dtype(device)
         with torch.autocast(device, enabled=False):
-            return token_log_probs(hidden.to(dtype), weight.to(dtype), labels, chunk_tokens, temperature)
+            return token_log_probs(
+                hidden.to(dtype), weight.to(dtype), labels, chunk_tokens, temperature, transform, _cast(bias, dtype)
+            )
     rows = hidden.reshape(-1, hidden.shape[-1])
     size = CHUNK_TOKENS if chunk_tokens is None else chunk_tokens
-    return _TokenLogProbs.apply(rows, weight, labels.contiguous(), size, 1 / temperature)
+    return _TokenLogProbs.apply(rows, weight, bias, labels.contiguous(), size, transform.over(temperature))
+
+
+def _cast(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if bias is None else bias.to(dtype)
 
 
 class TokenMetrics(NamedTuple):
@@ -61,8 +74,8 @@ class TokenMetrics(NamedTuple):
 
 
 def token_metrics(
-    hidden: Tensor, weight: Tensor, labels: Tensor, scale: float = 1.0, equal_factors: bool = False,
-    chunk_tokens: int = CHUNK_TOKENS,
+    hidden: Tensor, weight: Tensor, labels: Tensor, transform: LogitTransform = UNCHANGED, bias: Tensor | None = None,
+    equal_factors: bool = False, chunk_tokens: int = CHUNK_TOKENS,
 ) -> TokenMetrics:  # fmt: skip
     """Returns log-probabilities with gradients, entropies and hits of all tokens, as trainers log them.
 
@@ -74,10 +87,12 @@ def token_metrics(
     if torch.is_autocast_enabled(device):  # see token_log_probs
         dtype = torch.get_autocast_dtype(device)
         with torch.autocast(device, enabled=False):
-            return token_metrics(hidden.to(dtype), weight.to(dtype), labels, scale, equal_factors, chunk_tokens)
+            return token_metrics(
+                hidden.to(dtype), weight.to(dtype), labels, transform, _cast(bias, dtype), equal_factors, chunk_tokens
+            )
     equal = equal_factors and torch.is_grad_enabled()
     rows = hidden.reshape(-1, hidden.shape[-1])
-    return TokenMetrics(*_TokenMetrics.apply(rows, weight, labels.contiguous(), chunk_tokens, scale, equal))
+    return TokenMetrics(*_TokenMetrics.apply(rows, weight, bias, labels.contiguous(), chunk_tokens, transform, equal))
 
 
 def chunks(tokens: int, size: int) -> Iterator[slice]:
@@ -87,40 +102,67 @@ def chunks(tokens: int, size: int) -> Iterator[slice]:
 
 @torch.no_grad()
 def token_losses(
-    hidden: Tensor, weight: Tensor, labels: Tensor, scale: float = 1.0, chunk_tokens: int = CHUNK_TOKENS
-) -> Tensor:
+    hidden: Tensor, weight: Tensor, labels: Tensor, transform: LogitTransform = UNCHANGED, bias: Tensor | None = None,
+    chunk_tokens: int = CHUNK_TOKENS,
+) -> Tensor:  # fmt: skip
     """Returns -log p(label) of every token, 0 without a target, without gradients: the terms of `cross_entropy_sum`.
 
     Shaped as the labels, float32 (float64 for float64 inputs).
     """
-    return losses_and_hits(hidden, weight, labels, scale, chunk_tokens)[0]
+    return losses_and_hits(hidden, weight, labels, transform, bias, chunk_tokens)[0]
 
 
 @torch.no_grad()
 def losses_and_hits(
-    hidden: Tensor, weight: Tensor, labels: Tensor, scale: float = 1.0, chunk_tokens: int = CHUNK_TOKENS
-) -> Tensor:
+    hidden: Tensor, weight: Tensor, labels: Tensor, transform: LogitTransform = UNCHANGED, bias: Tensor | None = None,
+    chunk_tokens: int = CHUNK_TOKENS,
+) -> Tensor:  # fmt: skip
     """Returns `token_losses`, and 1 for every token whose label is the most probable one, stacked in this order."""
     rows, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     both = []
     for chunk in chunks(len(rows), chunk_tokens):
-        logits = F.linear(rows[chunk], weight)
+        logits = F.linear(rows[chunk], weight, bias)
         hits = logits.argmax(-1) == targets[chunk]  # never for IGNORE_INDEX, which is negative
-        losses = _cross_entropy_(logits, targets[chunk], with_gradient=False, scale=scale)
+        losses = _cross_entropy_(logits, targets[chunk], with_gradient=False, transform=transform)
         both.append(torch.stack([losses, hits.to(losses.dtype)]))
     return torch.cat(both, dim=1).view(2, *labels.shape)
 
 
 @torch.no_grad()
-def likeliest_tokens(hidden: Tensor, weight: Tensor, labels: Tensor, _scale: float = 1.0) -> Tensor:
+def likeliest_tokens(
+    hidden: Tensor, weight: Tensor, labels: Tensor, _transform: LogitTransform = UNCHANGED, bias: Tensor | None = None
+) -> Tensor:
     """Returns the most probable next token of every row with a label, 0 for others; meant for few labels.
 
-    A positive scale of the logits changes nothing.
+    Transforms rise with the product, and so change nothing.
     """
     found = torch.zeros_like(labels)
     marked = labels != IGNORE_INDEX
-    found[marked] = F.linear(hidden[marked], weight).argmax(-1)
+    found[marked] = F.linear(hidden[marked], weight, bias).argmax(-1)
     return found
+
+
+class _HeadGradients:
+    """Gradients of a head's input, weight and bias, summed in float32 over chunks of logits; None where not wanted."""
+
+    def __init__(self, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, wanted: Sequence[bool]) -> None:
+        wide = torch.promote_types(hidden_ND.dtype, torch.float32)
+        self.hidden = torch.empty_like(hidden_ND) if wanted[0] else None
+        self.weight = torch.zeros_like(weight_VD, dtype=wide) if wanted[1] else None
+        self.bias = torch.zeros_like(bias_V, dtype=wide) if bias_V is not None and wanted[2] else None
+        self._hidden_ND, self._weight_VD = hidden_ND, weight_VD
+
+    def __bool__(self) -> bool:
+        return any(x is not None for x in (self.hidden, self.weight, self.bias))
+
+    def add(self, chunk: slice, dlogits: Tensor) -> None:
+        """Adds what a chunk of rows contributes, given the gradients of its logits."""
+        if self.hidden is not None:
+            torch.mm(dlogits, self._weight_VD, out=self.hidden[chunk])
+        if self.weight is not None:
+            add_product(self.weight, dlogits.T, self._hidden_ND[chunk])
+        if self.bias is not None:
+            self.bias += dlogits.sum(0, dtype=self.bias.dtype)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -134,35 +176,25 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         ctx,
         hidden_ND: Tensor,
         weight_VD: Tensor,
+        bias_V: Tensor | None,
         labels_N: Tensor,
         chunk_tokens: int,
         with_gradient: bool,
-        scale: float,
+        transform: LogitTransform,
     ) -> Tensor:
-        wide = torch.promote_types(hidden_ND.dtype, torch.float32)
-        total = hidden_ND.new_zeros((), dtype=wide)
-        dhidden = torch.empty_like(hidden_ND) if with_gradient and ctx.needs_input_grad[0] else None
-        # The sum over chunks stays in float32.
-        dweight = torch.zeros_like(weight_VD, dtype=wide) if with_gradient and ctx.needs_input_grad[1] else None
+        total = hidden_ND.new_zeros((), dtype=torch.promote_types(hidden_ND.dtype, torch.float32))
+        wanted = ctx.needs_input_grad[:3] if with_gradient else (False,) * 3
+        gradients = _HeadGradients(hidden_ND, weight_VD, bias_V, wanted)
         for chunk in chunks(len(hidden_ND), chunk_tokens):
-            logits = F.linear(hidden_ND[chunk], weight_VD)
-            total += _cross_entropy_(logits, labels_N[chunk], with_gradient, scale).sum()
-            if dhidden is not None:
-                torch.mm(logits, weight_VD, out=dhidden[chunk])
-            if dweight is not None:
-                add_product(dweight, logits.T, hidden_ND[chunk])
-        ctx.save_for_backward(dhidden, dweight)
-        ctx.weight_dtype = weight_VD.dtype
+            logits = F.linear(hidden_ND[chunk], weight_VD, bias_V)
+            total += _cross_entropy_(logits, labels_N[chunk], with_gradient, transform).sum()
+            gradients.add(chunk, logits)
+        _save(ctx, gradients, weight_VD, bias_V)
         return total
 
     @staticmethod
     def backward(ctx, dloss: Tensor):  # type: ignore[no-untyped-def, override]
-        dhidden, dweight = ctx.saved_tensors
-        if dhidden is not None:
-            dhidden = _scaled(dhidden, dloss, dhidden.dtype)
-        if dweight is not None:
-            dweight = _scaled(dweight, dloss, ctx.weight_dtype)
-        return dhidden, dweight, None, None, None, None
+        return *_scaled_gradients(ctx, dloss), None, None, None, None
 
 
 class _TokenMetrics(torch.autograd.Function):
@@ -173,27 +205,24 @@ class _TokenMetrics(torch.autograd.Function):
         ctx,
         hidden_ND: Tensor,
         weight_VD: Tensor,
+        bias_V: Tensor | None,
         labels: Tensor,
         chunk_tokens: int,
-        scale: float,
+        transform: LogitTransform,
         equal: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        wide = torch.promote_types(hidden_ND.dtype, torch.float32)
-        values = hidden_ND.new_zeros((3, *labels.shape), dtype=wide)
+        values = hidden_ND.new_zeros((3, *labels.shape), dtype=torch.promote_types(hidden_ND.dtype, torch.float32))
         values_N, labels_N = values.view(3, -1), labels.view(-1)
-        dhidden = torch.empty_like(hidden_ND) if equal and ctx.needs_input_grad[0] else None
-        dweight = torch.zeros_like(weight_VD, dtype=wide) if equal and ctx.needs_input_grad[1] else None
+        gradients = _HeadGradients(hidden_ND, weight_VD, bias_V, ctx.needs_input_grad[:3] if equal else (False,) * 3)
         for chunk in chunks(len(hidden_ND), chunk_tokens):
-            logits = F.linear(hidden_ND[chunk], weight_VD)
-            with_gradient = dhidden is not None or dweight is not None
-            _token_metrics_(logits, labels_N[chunk], values_N[:, chunk], with_gradient, scale)
-            if dhidden is not None:
-                torch.mm(logits, weight_VD, out=dhidden[chunk])
-            if dweight is not None:
-                add_product(dweight, logits.T, hidden_ND[chunk])
-        inputs = (None, weight_VD) if equal else (hidden_ND, weight_VD)
-        ctx.save_for_backward(*inputs, labels, dhidden, dweight)
-        ctx.chunk_tokens, ctx.scale, ctx.equal = chunk_tokens, scale, equal
+            logits = F.linear(hidden_ND[chunk], weight_VD, bias_V)
+            _token_metrics_(logits, labels_N[chunk], values_N[:, chunk], bool(gradients), transform)
+            gradients.add(chunk, logits)
+        ctx.equal, ctx.chunk_tokens, ctx.transform = equal, chunk_tokens, transform
+        if equal:
+            _save(ctx, gradients, weight_VD, bias_V, labels)
+        else:
+            ctx.save_for_backward(hidden_ND, weight_VD, bias_V, labels)
         log_probs, entropy, hits = (x.clone() for x in values)  # not views, of which FSDP2 warns
         ctx.mark_non_differentiable(entropy, hits)
         ctx.set_materialize_grads(False)
@@ -203,14 +232,13 @@ class _TokenMetrics(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, upstream: Tensor | None, *_):  # type: ignore[no-untyped-def, override]
         if upstream is None:
-            return (None,) * 6
-        hidden_ND, weight_VD, labels, dhidden, dweight = ctx.saved_tensors
+            return (None,) * 7
         if ctx.equal:
-            factor = -_common_value(upstream, labels != IGNORE_INDEX)
-            dhidden = None if dhidden is None else _scaled(dhidden, factor, dhidden.dtype)
-            dweight = None if dweight is None else _scaled(dweight, factor, weight_VD.dtype)
-            return dhidden, dweight, None, None, None, None
-        return *_log_prob_gradients(ctx, hidden_ND, weight_VD, labels, upstream), None, None, None, None
+            labels = ctx.saved_tensors[-1]
+            gradients = _scaled_gradients(ctx, -_common_value(upstream, labels != IGNORE_INDEX))
+        else:
+            gradients = _log_prob_gradients(ctx, upstream)
+        return *gradients, None, None, None, None
 
 
 class _TokenLogProbs(torch.autograd.Function):
@@ -224,43 +252,50 @@ class _TokenLogProbs(torch.autograd.Function):
         ctx,
         hidden_ND: Tensor,
         weight_VD: Tensor,
+        bias_V: Tensor | None,
         labels: Tensor,
         chunk_tokens: int,
-        scale: float,
+        transform: LogitTransform,
     ) -> Tensor:
-        ctx.save_for_backward(hidden_ND, weight_VD, labels)
-        ctx.chunk_tokens, ctx.scale = chunk_tokens, scale
+        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, labels)
+        ctx.chunk_tokens, ctx.transform = chunk_tokens, transform
         wide = torch.promote_types(hidden_ND.dtype, torch.float32)
         log_probs = hidden_ND.new_zeros(labels.shape, dtype=wide)  # not a view, which FSDP2 warns of
         labels_N, log_probs_N = labels.view(-1), log_probs.view(-1)
         for chunk in chunks(len(hidden_ND), chunk_tokens):
-            logits = F.linear(hidden_ND[chunk], weight_VD)
-            log_probs_N[chunk] -= _cross_entropy_(logits, labels_N[chunk], with_gradient=False, scale=scale)
+            logits = F.linear(hidden_ND[chunk], weight_VD, bias_V)
+            log_probs_N[chunk] -= _cross_entropy_(logits, labels_N[chunk], with_gradient=False, transform=transform)
         return log_probs
 
     @staticmethod
     @once_differentiable
     def backward(ctx, upstream: Tensor):  # type: ignore[no-untyped-def, override]
-        hidden_ND, weight_VD, labels = ctx.saved_tensors
-        return *_log_prob_gradients(ctx, hidden_ND, weight_VD, labels, upstream), None, None, None
+        return *_log_prob_gradients(ctx, upstream), None, None, None
 
 
-def _log_prob_gradients(  # type: ignore[no-untyped-def]
-    ctx, hidden_ND: Tensor, weight_VD: Tensor, labels: Tensor, upstream: Tensor
-) -> tuple[Tensor | None, Tensor | None]:
+def _save(ctx, gradients: _HeadGradients, weight_VD: Tensor, bias_V: Tensor | None, *others: Tensor) -> None:  # type: ignore[no-untyped-def]
+    """Saves gradients for `_scaled_gradients`, and other tensors behind them."""
+    ctx.save_for_backward(gradients.hidden, gradients.weight, gradients.bias, *others)
+    ctx.gradient_dtypes = (None, weight_VD.dtype, None if bias_V is None else bias_V.dtype)
+
+
+def _scaled_gradients(ctx, factor: Tensor) -> list[Tensor | None]:  # type: ignore[no-untyped-def]
+    """Returns the saved gradients times a factor, in the dtypes of what they belong to."""
+    pairs = zip(ctx.saved_tensors[:3], ctx.gradient_dtypes, strict=True)
+    return [None if x is None else _scaled(x, factor, dtype or x.dtype) for x, dtype in pairs]
+
+
+def _log_prob_gradients(ctx, upstream: Tensor) -> list[Tensor | None]:  # type: ignore[no-untyped-def]
     """Returns the gradients of log-probabilities whose own are `upstream`, from logits that are computed again."""
-    labels_N = labels.view(-1)
-    factors_N = upstream.neg().reshape(-1).contiguous()  # for gradients of losses, which are -log p
-    dhidden = torch.empty_like(hidden_ND) if ctx.needs_input_grad[0] else None
-    dweight = torch.zeros_like(weight_VD, dtype=factors_N.dtype) if ctx.needs_input_grad[1] else None
+    hidden_ND, weight_VD, bias_V, labels = ctx.saved_tensors
+    labels_N, factors_N = labels.view(-1), upstream.neg().reshape(-1).contiguous()  # factors of losses, -log p
+    gradients = _HeadGradients(hidden_ND, weight_VD, bias_V, ctx.needs_input_grad[:3])
     for chunk in chunks(len(hidden_ND), ctx.chunk_tokens):
-        logits = F.linear(hidden_ND[chunk], weight_VD)
-        _cross_entropy_(logits, labels_N[chunk], True, ctx.scale, factors_N[chunk])
-        if dhidden is not None:
-            torch.mm(logits, weight_VD, out=dhidden[chunk])
-        if dweight is not None:
-            add_product(dweight, logits.T, hidden_ND[chunk])
-    return dhidden, None if dweight is None else dweight.to(weight_VD.dtype)
+        logits = F.linear(hidden_ND[chunk], weight_VD, bias_V)
+        _cross_entropy_(logits, labels_N[chunk], True, ctx.transform, factors_N[chunk])
+        gradients.add(chunk, logits)
+    dweight = None if gradients.weight is None else gradients.weight.to(weight_VD.dtype)
+    return [gradients.hidden, dweight, None if gradients.bias is None else gradients.bias.to(bias_V.dtype)]
 
 
 def _common_value(x: Tensor, chosen: Tensor) -> Tensor:
@@ -269,38 +304,45 @@ def _common_value(x: Tensor, chosen: Tensor) -> Tensor:
     return torch.where(lowest == highest, highest, torch.nan).masked_fill(lowest == torch.inf, 0.0)
 
 
-def _token_metrics_(logits_NV: Tensor, labels_N: Tensor, values_3N: Tensor, with_gradient: bool, scale: float) -> None:
-    """Writes log p(label), entropy and hit of every row into `values_3N`, and logits' gradients as _cross_entropy_."""
+def _token_metrics_(
+    logits_NV: Tensor, labels_N: Tensor, values_3N: Tensor, with_gradient: bool, transform: LogitTransform
+) -> None:
+    """Writes log p(label), entropy and hit of every row into `values_3N`, and gradients as `_cross_entropy_` does."""
     log_probs, entropy, hits = values_3N
     if fused := fused_kernels(logits_NV, "fused_cross_entropy"):
-        losses = fused.cross_entropy_(logits_NV, labels_N, IGNORE_INDEX, with_gradient, scale, metrics=(entropy, hits))
+        losses = fused.cross_entropy_(
+            logits_NV, labels_N, IGNORE_INDEX, with_gradient, transform, metrics=(entropy, hits)
+        )
         torch.neg(losses, out=log_probs)
         return
-    wide = logits_NV.to(entropy.dtype) * scale
+    wide = transform.logits(logits_NV.to(entropy.dtype))
     valid, target = labels_N != IGNORE_INDEX, labels_N.clamp_min(0)
     log_p = wide.log_softmax(-1)
     entropy.copy_(torch.where(valid, -(log_p.exp() * log_p).sum(-1), 0.0))
     hits.copy_(valid & (wide.argmax(-1) == target))
-    torch.neg(_cross_entropy_(logits_NV, labels_N, with_gradient, scale), out=log_probs)
+    torch.neg(_cross_entropy_(logits_NV, labels_N, with_gradient, transform), out=log_probs)
 
 
 def _cross_entropy_(
-    logits_NV: Tensor, labels_N: Tensor, with_gradient: bool, scale: float = 1.0, factors_N: Tensor | None = None
-) -> Tensor:
-    """Returns -log p(label) of every row for logits times `scale`, 0 without a label.
+    logits_NV: Tensor, labels_N: Tensor, with_gradient: bool, transform: LogitTransform = UNCHANGED,
+    factors_N: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Returns -log p(label) of every row for transformed logits, 0 without a label.
 
     Optionally overwrites the logits with the gradient of their row's loss, times the row's factor if there are factors.
     """
     if fused := fused_kernels(logits_NV, "fused_cross_entropy"):
-        return fused.cross_entropy_(logits_NV, labels_N, IGNORE_INDEX, with_gradient, scale, factors_N)
+        return fused.cross_entropy_(logits_NV, labels_N, IGNORE_INDEX, with_gradient, transform, factors_N)
     wide = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
-    wide = wide if scale == 1.0 else wide * scale  # not in place: `wide` may be the logits themselves
+    wide = transform.logits(wide)  # not in place: `wide` may be the logits themselves
     valid, target = labels_N != IGNORE_INDEX, labels_N.clamp_min(0).unsqueeze(-1)
     lse = wide.logsumexp(-1, keepdim=True)
     losses = torch.where(valid, (lse - wide.gather(-1, target)).squeeze(-1), 0.0)
     if with_gradient:
         gradient = torch.exp(wide - lse).scatter_add_(-1, target, torch.full_like(lse, -1.0))
-        gradient *= scale if factors_N is None else scale * factors_N.unsqueeze(-1)
+        gradient *= transform.slope(wide)
+        if factors_N is not None:
+            gradient *= factors_N.unsqueeze(-1)
         logits_NV.copy_(torch.where(valid.unsqueeze(-1), gradient, 0.0))
     return losses
 

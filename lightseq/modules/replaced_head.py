@@ -3,25 +3,25 @@
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 
 class ReplacedHead:
-    """Head whose `forward` computes `compute(hidden, weight)` in place of the logits, until it is restored.
+    """Head whose `forward` computes `compute(hidden, weight, bias)` in place of the logits, until it is restored.
 
     The result is stored, because models scale, cap or cast what their head returns. They get it too, so that FSDP's
     hooks around the head see it. Only `forward` is replaced, so that these hooks still run.
     """
 
-    def __init__(self, head: nn.Module, compute: Callable[[Tensor, Tensor], Tensor]) -> None:
-        self._head: Any = head
+    def __init__(self, head: Any, compute: Callable[[Tensor, Tensor, Tensor | None], Tensor]) -> None:
+        self._head = head
         self._compute = compute
         self._before: Any = vars(head).get("forward")
         self._result: tuple[Tensor, int] | None = None
         self._head.forward = self._run
 
     def _run(self, hidden: Tensor) -> Tensor:
-        result = self._compute(hidden, self._head.weight)
+        result = self._compute(hidden, self._head.weight, self._head.bias)
         self._result = result, tensor_version(result)
         return result
 

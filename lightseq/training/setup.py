@@ -1,7 +1,7 @@
 """Inputs of a run: model, data, tokenizer and checkpoint, checked before anything is written."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from warnings import filterwarnings
@@ -32,6 +32,7 @@ from lightseq.models.adapters import Lora, count_adapter_parameters, lora_from_c
 from lightseq.models.architecture import (
     LENGTH_DEPENDENT_ROPE,
     Architecture,
+    caps_scores,
     heads_of,
     inspect_architecture,
     matrix_sizes,
@@ -386,4 +387,5 @@ def _check_kernel(config: TrainConfig, model_config: PreTrainedConfig, device: t
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     dtype = getattr(torch, config.compute_dtype)
     dim, packed = heads_of(model_config).dim, config.packing != "none"
-    select(config.kernel_name, KernelSpec(device.type, capability, dtype, dim, config.deterministic, packed))
+    spec = KernelSpec(device.type, capability, dtype, dim, config.deterministic, packed)
+    select(config.kernel_name, replace(spec, softcap=caps_scores(model_config)))

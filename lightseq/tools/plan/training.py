@@ -21,7 +21,7 @@ from lightseq.memory.planner.choice import make_plan
 from lightseq.memory.planner.documents import read_documents
 from lightseq.memory.planner.rates import DEFAULT_CORES, MEASURED_ON, Chip, chip_named
 from lightseq.memory.planner.run import Hardware, PlannedRun
-from lightseq.models.architecture import heads_of, inspect_architecture
+from lightseq.models.architecture import caps_scores, heads_of, inspect_architecture
 from lightseq.models.family import apply_rope, context_warning, resolve
 from lightseq.models.presets import ModelFamily
 from lightseq.modules.fp8 import check_hardware
@@ -92,8 +92,8 @@ def _check_chip(config: TrainConfig, model: PreTrainedConfig, chip: Chip) -> Non
         check_hardware(config.fp8, chip.device, chip.capability)
     if config.kernel_name == "auto":
         return
-    dtype = getattr(torch, config.compute_dtype)
-    spec = KernelSpec("cuda", chip.capability, dtype, heads_of(model).dim, config.deterministic)
+    dtype, dim = getattr(torch, config.compute_dtype), heads_of(model).dim
+    spec = KernelSpec("cuda", chip.capability, dtype, dim, config.deterministic, softcap=caps_scores(model))
     if reason := why_unsupported(config.kernel_name, spec):
         raise ValueError(
             f"--kernel {config.kernel_name} cannot run on {chip.device}: {reason}; choose another, or auto"

@@ -28,7 +28,7 @@ from lightseq.distributed.environment import secrets
 from lightseq.distributed.mesh import World, check_sequence_size, init_distributed, on_all_ranks
 from lightseq.kernels import KernelSpec
 from lightseq.memory.planner.choice import plan_on_all_ranks
-from lightseq.models.architecture import heads_of, with_layers
+from lightseq.models.architecture import caps_scores, heads_of, with_layers
 from lightseq.models.family import resolve
 from lightseq.models.presets import ModelFamily
 from lightseq.tools.plan.rehearsal import NOWHERE, scaled_down, shared_folder
@@ -201,4 +201,4 @@ def _sequences(config: TrainConfig, world: World) -> int:
 def _spec(config: TrainConfig, model: PreTrainedConfig, device: torch.device) -> KernelSpec:
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     dtype, dim = getattr(torch, config.compute_dtype), heads_of(model).dim
-    return KernelSpec(device.type, capability, dtype, dim, config.deterministic)
+    return KernelSpec(device.type, capability, dtype, dim, config.deterministic, softcap=caps_scores(model))
