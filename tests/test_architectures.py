@@ -40,8 +40,8 @@ def test_some_classes_are_exact_or_refused_and_the_page_says_which(tmp_path: Pat
     assert kinds["doge", "loop"] == "refused"
     text = page.read_text()
     assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
-    assert "3 of 4 classes train exactly in your own loop, 1 of them under `lightseq train` too" in text
-    assert "Exact everywhere, plain and packed: Llama." in text
+    assert "3 of 4 classes train exactly in your own loop, 2 of them under `lightseq train` too" in text
+    assert "Exact everywhere, plain and packed: Gemma3, Llama." in text
     assert "| mixture of experts | Mixtral |" in text
 
 
