@@ -176,10 +176,12 @@ def model_of(name: str) -> PreTrainedModel:
     return kind(config(**SIZES | changes)).eval()
 
 
-def train(rank: int, name: str, schedule: str, packed: bool) -> None:
+def train(rank: int, name: str, schedule: str, packed: bool, compiled: bool = False) -> None:
     want = model_of(name)
     model = copy.deepcopy(want)
     context = hf.enable(model, schedule=schedule, length=LENGTH)
+    for layer in model.model.layers if compiled else ():
+        layer.forward = torch.compile(layer.forward, backend="aot_eager")
     ids = torch.randint(SIZES["vocab_size"], (1 if packed else 2, LENGTH), generator=torch.Generator().manual_seed(0))
     cu_seqlens = [0, 4, 31, LENGTH] if packed else None
     if cu_seqlens is None:
@@ -207,6 +209,13 @@ def test_loss_and_gradients_equal_transformers(name: str, world: int, packed: bo
     names = ["auto", *(["ulysses"] if world in (2, 4) else []), *(["usp"] if world == 4 else [])]
     for schedule in names:
         spawn(world, train, name, schedule, packed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
+@pytest.mark.parametrize("name", MODELS)
+def test_compiled_layers_equal_transformers(name: str, packed: bool) -> None:
+    spawn(2, train, name, "auto", packed, True)
 
 
 def refuse(rank: int) -> str:
