@@ -20,8 +20,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "models.md"
 
 
-def sweep(folder: Path, *flags: str, seconds: int) -> tuple[subprocess.CompletedProcess, list[Outcome]]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+def sweep(folder: Path, *flags: str, seconds: int, ranks: int = 2) -> tuple[subprocess.CompletedProcess, list[Outcome]]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     program = ["-m", "benchmarks.architectures", "--output", str(folder / "out.jsonl"), *flags]
     done = subprocess.run([*launcher, *program], cwd=ROOT, capture_output=True, text=True, timeout=seconds)
     assert (folder / "out.jsonl").is_file(), done.stderr
@@ -43,6 +43,21 @@ def test_some_classes_are_exact_or_refused_and_the_page_says_which(tmp_path: Pat
     assert "3 of 4 classes train exactly in your own loop, 2 of them under `lightseq train` too" in text
     assert "Exact everywhere, plain and packed: Gemma3, Llama." in text
     assert "| mixture of experts | Mixtral |" in text
+
+
+FAMILIES = ("cohere", "gemma2", "gemma3_text", "gpt_oss", "granite", "mistral")  # windows, sinks, caps, scaled logits
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+def test_families_of_dense_models_are_exact_on_any_number_of_ranks(ranks: int, tmp_path: Path) -> None:
+    done, found = sweep(tmp_path, "--only", ",".join(FAMILIES), seconds=400, ranks=ranks)
+    assert done.returncode == 0, done.stdout
+    kinds = {(x.model_type, x.way): x.kind for x in found}
+    for name in FAMILIES:
+        assert kinds[name, "loop"] == kinds[name, "loop packed"] == "exact", name
+        if name != "gpt_oss":  # a mixture of experts
+            assert kinds[name, "train"] == kinds[name, "train packed"] == "exact", name
 
 
 @pytest.mark.slow
