@@ -300,6 +300,17 @@ def test_packing_is_refused_where_it_could_not_be_honoured(tmp_path: Path) -> No
         prepare(config, llama3.FAMILY, world)
 
 
+@pytest.mark.parametrize("tokens, warned", [(8192, False), (8193, True)])
+def test_positions_of_packed_rows_are_those_of_their_documents(tokens: int, warned: bool, tmp_path: Path) -> None:
+    (tmp_path / "data.pkl").write_bytes(pickle.dumps({"input_ids": [[1] * tokens, [1, 2, 3]]}))
+    config = TrainConfig(
+        model_name_or_path=MODEL, random_init=True, data_path=f"{tmp_path}/data.pkl", packing="best_fit",
+        output_dir=f"{tmp_path}/run", model_max_length=16384, max_steps=1,
+    )  # fmt: skip
+    notes = prepare(config, llama3.FAMILY, World(0, 1, 0, 1, CPU)).notes
+    assert any(f"sequences of {tokens} tokens exceed the 8192 positions" in note for note in notes) == warned
+
+
 def test_a_schedule_that_packed_documents_make_uneven_is_warned_of(tmp_path: Path) -> None:
     (tmp_path / "data.pkl").write_bytes(pickle.dumps({"input_ids": [[1, 2, 3]]}))
 

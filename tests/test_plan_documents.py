@@ -33,7 +33,7 @@ from lightseq.training.setup import prepare
 
 LENGTH, SIZES = 150, (149, 3, 2, 40, 1, 90, 301, 17, 152, 60, 33, 151, 4, 75)  # of documents; some are cut or dropped
 LLAMA = preset_config(BOTH, "llama3-8b")
-QUARTER = PackedDocuments(8192, 8192)
+QUARTER = PackedDocuments(8192, 8192, 8192)
 PLAN = "plan --model_name_or_path llama3-8b --bf16 --gpus 2 --model_max_length 32K"
 
 
@@ -75,7 +75,7 @@ def test_the_share_is_the_mean_of_all_rows_with_and_without_training(kind: str, 
     assert found.attention_share(LENGTH) == pytest.approx(np.mean([sum(n * n for n in x) for x in sizes]) / LENGTH**2)
     assert found.mean_tokens == pytest.approx(np.mean([n for x in sizes for n in x]))
     few = read_documents(config_of(data, "--packing best_fit --max_train_samples 2"), CONFIG)
-    assert few == PackedDocuments((149 + 3) / 2, (149**2 + 3**2) / (2 * LENGTH))
+    assert few == PackedDocuments((149 + 3) / 2, (149**2 + 3**2) / (2 * LENGTH), 149)
 
 
 def test_documents_that_are_not_packed_or_not_known_beforehand_are_not_read(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_documents_take_their_share_of_the_time_of_attention(flags: str) -> None
     assert packed.parts == whole.parts and packed.mfu < whole.mfu * whole.step_seconds / packed.step_seconds
     others = [{k: v for k, v in plan.seconds.items() if k != "attention"} for plan in (whole, packed)]
     assert others[0] == others[1]
-    full_rows = plan_as_given(run.changed(documents=PackedDocuments(32768, 32768)))
+    full_rows = plan_as_given(run.changed(documents=PackedDocuments(32768, 32768, 32768)))
     assert (full_rows.step_seconds, full_rows.mfu) == (whole.step_seconds, whole.mfu)
 
 
@@ -140,6 +140,8 @@ def test_plan_prints_and_records_the_documents_of_the_data(capsys: pytest.Captur
     assert documents == [{"mean_tokens": 8192.0, "attention_share": 0.25}, None, None]
     noted = ["one document per sequence" in " ".join(record["notes"]) for record in records]
     assert noted == [False, True, False]
+    beyond = ["exceed the 8192 positions" in " ".join(record["notes"]) for record in records]
+    assert beyond == [False, True, True]
     assert records[0]["step_seconds"] < 0.9 * records[1]["step_seconds"]
     assert main(f"{PLAN} --data_path {data}".split()) == 0
     assert "documents" not in capsys.readouterr().out
@@ -157,7 +159,7 @@ def _plan_on_rank(rank: int, command: str) -> tuple[PackedDocuments | None, floa
     config = parse(f"{command} --overwrite_output_dir".split(), "")
     inputs = prepare(config, llama3.FAMILY, world)
     assert inputs.documents is not None
-    memory, _ = plan_memory(config, replace(inputs, documents=PackedDocuments(10 + rank, 10 + rank)), world)
+    memory, _ = plan_memory(config, replace(inputs, documents=PackedDocuments(10 + rank, 10 + rank, 10)), world)
     assert memory.plan is not None
     return memory.plan.run.documents, memory.plan.step_seconds
 
@@ -166,7 +168,7 @@ def test_all_ranks_plan_with_the_same_documents_and_run_json_has_them(tmp_path: 
     files = write_inputs(tmp_path)
     more = "--packing best_fit --max_steps 1 --save_strategy no --offload auto --device_memory_budget 64"
     found = spawn(2, _plan_on_rank, words(files, "run", more))
-    assert found[0] == found[1] and found[0][0] == PackedDocuments(10, 10)
+    assert found[0] == found[1] and found[0][0] == PackedDocuments(10, 10, 10)
     plan = json.loads((files / "run" / "run.json").read_text())["memory_plan"]
     expected = read_documents(parse(words(files, "run", more).split(), ""), CONFIG)
     assert expected is not None

@@ -141,7 +141,7 @@ def test_packed_rows_are_planned_within_five_percent_and_ten(record: dict[str, A
     asked = PlannedRun(
         model_of(record["model"])[1], config, Hardware(chip, record["world"], 8, hardware["memory_bytes"], 256 * GIB)
     )
-    before, documents = make_plan(asked), PackedDocuments(size, area_per_token=size)
+    before, documents = make_plan(asked), PackedDocuments(size, area_per_token=size, longest_tokens=size)
     plan = plan_as_given(before.run.changed(documents=documents), before.placement)
     assert plan.run.config.remat == record["remat"] and plan.run.attention_share == size / record["length"]
     assert plan.parts.total == pytest.approx(record["peak_memory_allocated_bytes"], rel=0.05)

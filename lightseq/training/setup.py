@@ -120,6 +120,8 @@ def prepare(config: TrainConfig, family: ModelFamily, world: World, found: Resum
     notes += warn_unreached(config, stream, total_steps)
     if found.path is not None and total_steps == stream.first_step:
         notes += (f"nothing left to train: {found.path} was saved after step {stream.first_step} of {total_steps}",)
+    documents = documents_of(stream.examples, config.model_max_length, inspect_architecture(model.config))
+    context = context_warning(model.config, documents.longest_tokens, model.unscaled) if documents else None
     return Inputs(
         model_config=model.config,
         weights=directory,
@@ -130,9 +132,9 @@ def prepare(config: TrainConfig, family: ModelFamily, world: World, found: Resum
         data_rank=world.rank // model.sequence_size,
         resume_from=found.path,
         deepspeed=deepspeed,
-        notes=notes + model.warnings,
+        notes=notes + ((f"warning: {context}",) if context else ()) + model.warnings,
         lora=model.lora,
-        documents=documents_of(stream.examples, config.model_max_length, inspect_architecture(model.config)),
+        documents=documents,
         passed_over=tuple(path for path, _ in found.damaged),
         tokenizer=tokenizer_directory(model, directory) if config.save_strategy != "no" else None,
         chat_template=read_chat_template(config.chat_template) if config.chat_template is not None else None,
@@ -248,6 +250,7 @@ class FoundModel:
     sequence_size: int
     warnings: tuple[str, ...]
     lora: Lora | None = None
+    unscaled: PreTrainedConfig | None = None  # the config without --rope_scaling, if that was given
 
 
 def find_model(config: TrainConfig, family: ModelFamily, world: World) -> FoundModel:
@@ -261,12 +264,15 @@ def find_model(config: TrainConfig, family: ModelFamily, world: World) -> FoundM
         _check_packing(config.packing, model_config)
     check_fp8(config.fp8, config.fp8_emulate, matrix_sizes(model_config), world.device)
     tokenizer = config.tokenizer or (str(source.weights) if source.weights else None)
-    context = context_warning(model_config, config.model_max_length, source.config if config.rope_scaling else None)
+    unscaled = source.config if config.rope_scaling else None
+    context = None  # of packed rows the documents count, see prepare
+    if config.packing == "none":
+        context = context_warning(model_config, config.model_max_length, unscaled)
     filterwarnings("ignore", category=UntestedVersionWarning)  # printed with the other warnings below
     lines = [*untested_versions(), *_warnings(config.for_planner(world.device.type == "cuda"), context, sequence_size)]
     warnings = tuple(f"warning: {line}" for line in lines)
     lora = lora_from_config(config, model_config)
-    return FoundModel(model_config, source.weights, tokenizer, sequence_size, warnings, lora)
+    return FoundModel(model_config, source.weights, tokenizer, sequence_size, warnings, lora, unscaled)
 
 
 def _check_packing(packing: str, model_config: PreTrainedConfig) -> None:

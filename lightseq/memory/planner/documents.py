@@ -17,10 +17,11 @@ MAX_READ = 2**17  # documents that are packed to plan without training; best fit
 
 @dataclass(frozen=True)
 class PackedDocuments:
-    """Documents of packed rows: their mean size, and the attention of a token of a row, padding included."""
+    """Documents of packed rows: their sizes, and the attention of a token of a row, padding included."""
 
     mean_tokens: float
     area_per_token: float  # `Architecture.attention_area` of all documents over the tokens of all rows
+    longest_tokens: int  # of the longest document, whose positions the model has to cover
 
     def attention_share(self, length: int) -> float:
         """Returns the attention of the documents over that of full rows of `length` tokens."""
@@ -52,4 +53,4 @@ def read_documents(config: TrainConfig, model: PreTrainedConfig) -> PackedDocume
 
 
 def _documents(sizes: NDArray[np.int64], tokens: int, architecture: Architecture) -> PackedDocuments:
-    return PackedDocuments(float(sizes.mean()), architecture.attention_area(sizes) / tokens)
+    return PackedDocuments(float(sizes.mean()), architecture.attention_area(sizes) / tokens, int(sizes.max()))

@@ -125,5 +125,6 @@ def _notes(family: ModelFamily, run: PlannedRun) -> list[str]:
         "bandwidth between hosts is assumed (400 Gb/s per GPU), not measured": (hardware.gpus > hardware.gpus_per_host),
     }
     before = resolve(family, config.model_name, random_init=True).config if config.rope_scaling else None
-    context = context_warning(run.model, config.model_max_length, before)
+    longest = run.documents.longest_tokens if run.documents else config.model_max_length
+    context = context_warning(run.model, longest, before)
     return [note for note, applies in notes.items() if applies] + ([context] if context else [])
