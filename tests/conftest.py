@@ -20,9 +20,11 @@ gc.disable()
 
 # The files that take longest, in order: begun last, one would leave every worker but its own without work.
 LONGEST = (
-    "train_cli", "goldens", "parity", "plan", "rendezvous", "sweep", "deepspeed", "hf", "streams", "saving", "refusals",
-    "verify", "benchmark_attention", "watchdog", "faults", "attention", "tiled", "checkpoint", "plan_training",
-    "input_checks", "buckets", "schedule", "evaluate", "examples", "optim_8bit", "documents", "rehearsal",
+    "train_cli", "parity", "sweep", "hf", "goldens", "fallback", "benchmark_step", "deepspeed", "verify",
+    "evaluate", "faults", "plan", "refusals", "streams", "packaging", "checkpoint", "schedule", "rendezvous",
+    "tiled", "examples", "saving", "attention", "watchdog", "plan_training", "log_probs", "packing", "input_checks",
+    "search", "rehearsal", "analysis_report", "integrations_trainer", "integrations_trl", "windows", "optim_8bit",
+    "buckets", "benchmark_attention", "weights", "token_cache", "documents", "quiet",
 )  # fmt: skip
 
 

@@ -223,7 +223,6 @@ def test_unsloth_takes_the_step_that_one_process_takes_or_says_that_it_is_missin
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_the_trainer_class_takes_lightseqs_steps(model: Path, tmp_path: Path) -> None:
     pytest.importorskip("trl")
     words = "--implementations lightseq,lightseq-sft --packed_rows 16 --nproc_per_node 2 --timeout 120"
@@ -234,13 +233,9 @@ def test_the_trainer_class_takes_lightseqs_steps(model: Path, tmp_path: Path) ->
     assert trainer["first_grad_norm"] == pytest.approx(ours["first_grad_norm"], rel=1e-4)
 
 
-@pytest.mark.parametrize("implementations", ["lightseq", "lightseq,trl"])
-@pytest.mark.parametrize("adapters", ["", "--lora_rank 4"])
-def test_packed_documents_are_trained_as_each_alone(
-    model: Path, tmp_path: Path, implementations: str, adapters: str
-) -> None:
-    if "trl" in implementations:
-        pytest.importorskip("trl")
+@pytest.mark.parametrize("adapters", [pytest.param("", marks=pytest.mark.slow), "--lora_rank 4"])
+def test_packed_documents_are_trained_as_each_alone(model: Path, tmp_path: Path, adapters: str) -> None:
+    implementations = "lightseq,trl" if importlib.util.find_spec("trl") else "lightseq"
     words = f"--implementations {implementations} --packed_rows 16 {adapters} --nproc_per_node 1 --timeout 120"
     assert step.main(flags(model, tmp_path, words)) == 0
     config = LlamaConfig.from_pretrained(model)
@@ -250,6 +245,7 @@ def test_packed_documents_are_trained_as_each_alone(
     net = job.whole_model()
     losses = [net(input_ids=ids, labels=ids).loss.item() for ids in batch.input_ids.split(16, dim=1)]
     points = read(tmp_path)
+    assert [point["implementation"] for point in points] == implementations.split(",")
     for point in points:
         assert (point["skipped"], point["packed_rows"]) == (None, 16)
         assert point["first_loss"] == pytest.approx(sum(losses) / 4, rel=1e-5)

@@ -2,12 +2,17 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
+from forked import Done
+from programs import program
 from small import CONFIG, losses, words, write_inputs
+from worlds import spawn
 
 ROOT = Path(__file__).resolve().parent.parent
 LAUNCHER = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
@@ -34,10 +39,14 @@ sys.exit(main(llama3.FAMILY, sys.argv[1:]))
 """
 
 
-def run(files: Path, output: str, flags: str, ranks: int, at: int, times: int) -> subprocess.CompletedProcess[str]:
-    program = files / f"{output}.py"
-    program.write_text(PROGRAM.format(root=str(ROOT), at=at, times=times))
-    command = [*(LAUNCHER if ranks > 1 else []), str(program), *words(files, output, flags).split()]
+def run(
+    files: Path, output: str, flags: str, ranks: int, at: int, times: int
+) -> Done | subprocess.CompletedProcess[str]:
+    script = files / f"{output}.py"
+    script.write_text(PROGRAM.format(root=str(ROOT), at=at, times=times))
+    command = [str(script), *words(files, output, flags).split()]
+    if ranks > 1:
+        return forked.run(shlex.join([*LAUNCHER, *command]), files, 300)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=300, env=environment)
 
@@ -58,8 +67,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def whole(files: Path) -> list[float]:
     """Returns the losses of a run with enough memory."""
-    ended = run(files, "whole", STEPS, ranks=2, at=3, times=0)
-    assert ended.returncode == 0 and "resumed" not in ended.stdout, ended.stderr
+    for ended in spawn(2, program, "llama3", words(files, "whole", STEPS)):
+        assert ended.status == 0 and "resumed" not in ended.out, ended.err
     return losses(files, "whole")
 
 

@@ -39,6 +39,7 @@ def test_a_search_continues_where_it_was_cut_off(monkeypatch: pytest.MonkeyPatch
         return Probe(scale, True, None, scale * GIB) if scale <= 5 else Probe(scale, False, "out of memory")
 
     monkeypatch.setattr(LargestSearch, "rehearse", rehearsed)
+    monkeypatch.setattr(LargestSearch, "planned", lambda search, hardware: 7)  # plans take seconds
     file = tmp_path / "new" / "largest.jsonl"
     words = f"--what training --strategies n_layers --nproc_per_node 4 --length 2K --output {file}".split()
     words += ["--flags", "--remat full"]
@@ -46,7 +47,7 @@ def test_a_search_continues_where_it_was_cut_off(monkeypatch: pytest.MonkeyPatch
         largest.main(words)
     assert largest.main(words) == largest.main(words) == 0
     again = [scale for i, scale in enumerate(asked) if i != 2]
-    assert len(set(again)) == len(again) and asked[2] == asked[3]
+    assert len(set(again)) == len(again) and asked[2] == asked[3] and asked[0] == 7
     (found,) = [r for r in read_lines(file) if r["benchmark"] == "largest"]
     assert (found["largest"], found["too_large"], found["gpus"], found["reason"]) == (5, 6, 4, "out of memory")
 

@@ -60,13 +60,18 @@ def one_process() -> Iterator[None]:
 
 
 def forkserver() -> Any:
-    """Imports torch, transformers and DeepSpeed once, not once a process; they may initialise CUDA, though."""
+    """Imports torch, transformers, TRL and DeepSpeed once, not once a process; they may initialise CUDA, though."""
     context = mp.get_context("forkserver")
     modules = [
         "torch.distributed.fsdp",
         "transformers.models.llama.modeling_llama",
         "lightseq.training.train",
         "pytest",
+        "einops._torch_specific",  # imported with the first tensor
+        "transformers.optimization",  # imports peft, as every training does
+        "transformers.trainer",
+        "trl.trainer.sft_trainer",
+        "trl.trainer.dpo_trainer",
     ]
     if torch.version.cuda is None:  # else each process tells DeepSpeed its device before the import
         os.environ["DS_ACCELERATOR"] = "cpu"
