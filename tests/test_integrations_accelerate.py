@@ -18,6 +18,7 @@ from transformers import (
     GraniteConfig,
     GraniteForCausalLM,
     LlamaForCausalLM,
+    LlamaForSequenceClassification,
     PreTrainedModel,
 )
 from worlds import spawn
@@ -227,6 +228,8 @@ def refusals(rank: int) -> list[str]:
         lambda: prepare(Accelerator(cpu=True), fresh_model(), sequence_parallel_size=3),
         lambda: prepare(dispatching, fresh_model()),
         lambda: disable(fresh_model()),
+        lambda: prepare(Accelerator(cpu=True), LlamaForSequenceClassification(CONFIG)),
+        lambda: generate(prepare(Accelerator(cpu=True), fresh_model()).module),
         prepare_replicas,
     ]
     messages = []
@@ -238,7 +241,7 @@ def refusals(rank: int) -> list[str]:
 
 
 def test_what_cannot_work_is_refused() -> None:
-    parts = ("use 1 or 2", "leave it out", "is not enabled", "use dp_shard_size")
+    parts = ("use 1 or 2", "leave it out", "is not enabled", "no LM head", "to generate, call", "use dp_shard_size")
     for messages in spawn(2, refusals):
         for message, part in zip(messages, parts, strict=True):
             assert part in message

@@ -84,6 +84,10 @@ def enable(model: nn.Module, mesh: DeviceMesh, accelerator: Accelerator, **optio
     unwrapped = accelerator.unwrap_model(model)
     _check_adapters(unwrapped)
     inner = transformers_model(unwrapped)
+    if inner.get_output_embeddings() is None:
+        raise ValueError(
+            f"{type(inner).__name__} has no LM head, which sequence_parallel_size > 1 needs; use a causal LM"
+        )
     if isinstance(found := vars(inner).get("whole_batches"), WholeBatches):
         return found
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}  # of autocast; fp8 has no other attention than bf16
