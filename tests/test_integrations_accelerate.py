@@ -11,12 +11,14 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, ParallelismConfig
 from torch import Tensor
+from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader
 from trainer_numbers import CONFIG, Numbers, collate, documents, fresh_model, quick_first, sizes, use_fsdp2
 from transformers import (
     GraniteConfig,
     GraniteForCausalLM,
     LlamaForCausalLM,
+    LlamaForSequenceClassification,
     NanoChatConfig,
     NanoChatForCausalLM,
     PreTrainedModel,
@@ -186,6 +188,37 @@ def test_the_loop_equals_plain_torch(case: str, world: int) -> None:
         check(ranks, size, CASES[case].get("accumulation", 1))
 
 
+def learning_rates_and_gathered(rank: int, size: int) -> tuple[list[float], list[Any]]:
+    """Returns the learning rates of a loop with a scheduler, and rows of five that are no tensors."""
+    accelerator = Accelerator(cpu=True)
+    model = fresh_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    model, optimizer, batches, scheduler = prepare(
+        accelerator, model, optimizer, loader(5), StepLR(optimizer, 1, 0.5), sequence_parallel_size=size
+    )
+    rates, gathered = [], []
+    for batch in batches:
+        accelerator.backward(model(**batch).loss)
+        optimizer.step()
+        scheduler.step()
+        rates += scheduler.get_last_lr()
+        gathered += accelerator.gather_for_metrics([str(row) for row in batch["input_ids"][:, 0].tolist()])
+    return rates, gathered
+
+
+def test_schedulers_and_objects_count_a_group_once() -> None:
+    firsts = [str(ids[0]) for ids in documents(5)]
+    for rates, gathered in spawn(2, learning_rates_and_gathered, 2):
+        assert rates == [0.25, 0.125, 0.0625] and gathered == firsts
+
+
+@pytest.mark.slow
+def test_schedulers_and_objects_of_two_groups() -> None:
+    firsts = [str(ids[0]) for ids in documents(5)]
+    for rates, gathered in spawn(4, learning_rates_and_gathered, 2):  # accelerate steps once per batch of each group
+        assert rates == [0.125, 0.03125] and gathered == firsts
+
+
 # ---- refused -------------------------------------------------------------------------------------------------------
 
 
@@ -203,6 +236,8 @@ def refusals(rank: int) -> list[str]:
         lambda: prepare(Accelerator(cpu=True), fresh_model(), sequence_parallel_size=3),
         lambda: prepare(dispatching, fresh_model()),
         lambda: disable(fresh_model()),
+        lambda: prepare(Accelerator(cpu=True), LlamaForSequenceClassification(CONFIG)),
+        lambda: generate(prepare(Accelerator(cpu=True), fresh_model()).module),
         prepare_replicas,
     ]
     messages = []
@@ -237,7 +272,7 @@ def test_the_loss_of_changed_logits_is_that_of_transformers(alone: None, name: s
 
 
 def test_what_cannot_work_is_refused() -> None:
-    parts = ("use 1 or 2", "leave it out", "is not enabled", "use dp_shard_size")
+    parts = ("use 1 or 2", "leave it out", "is not enabled", "no LM head", "to generate, call", "use dp_shard_size")
     for messages in spawn(2, refusals):
         for message, part in zip(messages, parts, strict=True):
             assert part in message

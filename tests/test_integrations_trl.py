@@ -29,9 +29,25 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM, Trainer
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
+from trl.experimental.cpo import CPOConfig, CPOTrainer
+from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
-from lightseq.integrations import SequenceParallelDPOTrainer, SequenceParallelSFTTrainer, whole_batches
+from lightseq.integrations import (
+    SequenceParallel,
+    SequenceParallelDPOTrainer,
+    SequenceParallelSFTTrainer,
+    whole_batches,
+)
 
 WORLDS = [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
 SFT_CASES: Mapping[str, dict[str, Any]] = {
@@ -74,6 +90,42 @@ def preferences(folder: Path) -> None:
     Dataset.from_list([{name: text(ids) for name, ids in row.items()} for row in rows]).save_to_disk(folder)
 
 
+def judged(folder: Path) -> None:
+    """Writes prompts with answers, of which every third is bad."""
+    halves = [(text(ids[: len(ids) // 2]), text(ids[len(ids) // 2 :])) for ids in documents()]
+    rows = [{"prompt": p, "completion": c, "label": i % 3 > 0} for i, (p, c) in enumerate(halves)]
+    Dataset.from_list(rows).save_to_disk(folder)
+
+
+class SequenceParallelKTO(SequenceParallel, KTOTrainer):
+    pass
+
+
+class SequenceParallelORPO(SequenceParallel, ORPOTrainer):
+    pass
+
+
+class SequenceParallelCPO(SequenceParallel, CPOTrainer):
+    pass
+
+
+class SequenceParallelGRPO(SequenceParallel, GRPOTrainer):
+    pass
+
+
+OTHERS: Mapping[str, tuple[type[Trainer], type[Trainer], Any]] = {
+    "KTO": (KTOTrainer, SequenceParallelKTO, KTOConfig),
+    "ORPO": (ORPOTrainer, SequenceParallelORPO, ORPOConfig),
+    "CPO": (CPOTrainer, SequenceParallelCPO, CPOConfig),
+}
+OTHER_CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "KTO": ("KTO", {}),
+    "KTO precomputed": ("KTO", {"precompute_ref_log_probs": True}),
+    "ORPO": ("ORPO", {}),
+    "CPO": ("CPO", {}),
+}
+
+
 def sft(rank: int, kind: type[Trainer], case: Mapping[str, Any], data_ranks: int, **options: Any) -> Numbers:
     case = dict(case)
     if case.pop("compile_layers", False) and kind is SequenceParallelSFTTrainer:
@@ -106,6 +158,25 @@ def dpo(rank: int, kind: type[Trainer], case: Mapping[str, Any], data_ranks: int
         return numbers(trainer)
 
 
+def other(rank: int, kind: type[Trainer], case: Mapping[str, Any], data_ranks: int, **options: Any) -> Numbers:
+    case = dict(case)
+    make_config, rows = OTHERS[case.pop("name")][2], Dataset.load_from_disk(case.pop("rows"))
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = make_config(**common(folder, learning_rate=0.02, **case))
+        arguments.per_device_train_batch_size = 2 // data_ranks
+        tokens = tokenizer()
+        tokens.bos_token = "<1>"
+        reference = {"ref_model": fresh_model()} if issubclass(kind, KTOTrainer) else {}
+        trainer = kind(
+            fresh_model(), args=arguments, train_dataset=rows, eval_dataset=rows.select(range(6)),
+            processing_class=tokens, **reference, **options,
+        )  # fmt: skip
+        found = numbers(trainer)
+    # ORPO and CPO average logits over padding too, whose attention is not that of one process.
+    found["history"] = [{k: v for k, v in record.items() if "logits/" not in k} for record in found["history"]]
+    return found
+
+
 def sequence_parallel(
     rank: int, run: Any, kind: type[Trainer], case: Mapping[str, Any], size: int, world: int
 ) -> Numbers:
@@ -132,6 +203,36 @@ def test_dpo_equals_one_process(case: str, world: int, tmp_path: Path) -> None:
         wanted = spawn(world // size, dpo, DPOTrainer, changes[0], world // size)[0]
         for got in spawn(world, sequence_parallel, dpo, SequenceParallelDPOTrainer, changes[1], size, world):
             assert_equal(got, wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", OTHER_CASES)
+def test_trl_trainers_without_a_class_of_ours_equal_one_process(case: str, tmp_path: Path) -> None:
+    name, changes = OTHER_CASES[case]
+    plain, ours, _ = OTHERS[name]
+    cases = []
+    for folder in ("wanted", "got"):
+        (judged if name == "KTO" else preferences)(tmp_path / folder)
+        cases.append({"name": name, **changes, "rows": str(tmp_path / folder)})
+    wanted = spawn(1, other, plain, cases[0], 1)[0]
+    for got in spawn(2, sequence_parallel, other, ours, cases[1], 2, 2):
+        assert_equal(got, wanted)
+
+
+def refusal_of_grpo(rank: int) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = GRPOConfig(**common(folder, num_generations=2, eval_strategy="no"))
+        with pytest.raises(ValueError) as caught:
+            SequenceParallelGRPO(
+                fresh_model(), args=arguments, reward_funcs=len, train_dataset=Dataset.from_list([{"prompt": "<3>"}]),
+                processing_class=tokenizer(),
+            )  # fmt: skip
+    return str(caught.value)
+
+
+def test_a_trl_trainer_that_generates_is_refused() -> None:
+    for line in spawn(2, refusal_of_grpo):
+        assert line.startswith("TRL's GRPOTrainer does not work with sequence_parallel_size > 1; SFTTrainer, ")
 
 
 class DoublesTheFirstToken(SequenceParallelSFTTrainer):

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, recursively_apply
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils import DistributedType, gather_object, recursively_apply
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -72,6 +73,7 @@ def share_batches(accelerator: Accelerator, sequence_parallel_size: int | None) 
     # Not in `accelerator.state`, which all accelerators of a process share. Only loaders read this.
     accelerator._prepare_device_mesh = lambda: mesh  # type: ignore[method-assign]
     _reduce_in_float32(accelerator)
+    accelerator.prepare_scheduler = partial(_prepare_scheduler, accelerator, size)  # type: ignore[method-assign]
     accelerator.gather_for_metrics = partial(_gather_for_metrics, accelerator, size)  # type: ignore[method-assign]
     return mesh
 
@@ -84,6 +86,10 @@ def enable(model: nn.Module, mesh: DeviceMesh, accelerator: Accelerator, **optio
     unwrapped = accelerator.unwrap_model(model)
     _check_adapters(unwrapped)
     inner = transformers_model(unwrapped)
+    if inner.get_output_embeddings() is None:
+        raise ValueError(
+            f"{type(inner).__name__} has no LM head, which sequence_parallel_size > 1 needs; use a causal LM"
+        )
     if isinstance(found := vars(inner).get("whole_batches"), WholeBatches):
         return found
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}  # of autocast; fp8 has no other attention than bf16
@@ -127,10 +133,10 @@ def _ranks_per_host(mesh: DeviceMesh) -> int | None:
     return per_host if per_host is not None and per_host < mesh[SEQUENCE].size() else None
 
 
-def _gather_for_metrics(accelerator: Accelerator, size: int, *args: Any, **kwargs: Any) -> Any:
+def _gather_for_metrics(accelerator: Accelerator, size: int, input_data: Any, use_gather_object: bool = False) -> Any:
     """Gathers as accelerate does, of every `size`-th rank."""
-    if kwargs.get("use_gather_object"):
-        raise ValueError("use_gather_object does not work with sequence_parallel_size > 1; gather tensors")
+    if use_gather_object or not _all_tensors(input_data):
+        return _gather_objects(accelerator, size, input_data)
     ranks = accelerator.num_processes
 
     def one_per_group(data: Any) -> Any:
@@ -140,9 +146,40 @@ def _gather_for_metrics(accelerator: Accelerator, size: int, *args: Any, **kwarg
 
     accelerator.gather = one_per_group  # type: ignore[method-assign]
     try:
-        return type(accelerator).gather_for_metrics(accelerator, *args, **kwargs)
+        return type(accelerator).gather_for_metrics(accelerator, input_data)
     finally:
         del accelerator.gather
+
+
+def _all_tensors(data: Any) -> bool:
+    try:
+        recursively_apply(lambda x: x, data, error_on_other_type=True)
+    except TypeError:
+        return False
+    return True
+
+
+def _gather_objects(accelerator: Accelerator, size: int, rows: Any) -> list[Any]:
+    """Returns the objects of every `size`-th rank in one list, without those that fill up the last batch."""
+    gathered = [row for rank in gather_object([list(rows)])[::size] for row in rank]
+    state = accelerator.gradient_state
+    return gathered[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else gathered
+
+
+def _prepare_scheduler(accelerator: Accelerator, size: int, scheduler: Any) -> AcceleratedScheduler:
+    """Prepares a scheduler that steps once per group of ranks; accelerate's steps once per rank."""
+    prepared = type(accelerator).prepare_scheduler(accelerator, scheduler)
+    if prepared.step_with_optimizer and not prepared.split_batches:
+        prepared.split_batches = True  # then one call is one step
+        prepared.step = partial(_step, prepared, accelerator.num_processes // size)
+    return prepared
+
+
+def _step(scheduler: AcceleratedScheduler, times: int, *args: Any, **kwargs: Any) -> None:
+    inner = scheduler.scheduler
+    for _ in range(times if scheduler.gradient_state.sync_gradients else 1):
+        if inner._step_count <= getattr(inner, "total_steps", inner._step_count):  # OneCycleLR raises after its end
+            AcceleratedScheduler.step(scheduler, *args, **kwargs)
 
 
 def _every(size: int, ranks: int, gathered: Tensor) -> Tensor:

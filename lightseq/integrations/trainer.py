@@ -18,6 +18,7 @@ from lightseq.integrations.accelerate import enable, share_batches
 from lightseq.integrations.whole_batches import WholeBatches
 
 OLDEST_TRANSFORMERS = "5.19"  # whose losses count ranks with the same batch once
+TRL_TRAINERS = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "ORPOTrainer", "CPOTrainer")  # which work; see the tests
 
 
 class SequenceParallel:
@@ -57,6 +58,7 @@ class SequenceParallel:
         self.gather_function = self.accelerator.gather_for_metrics
         if self._ranks_per_batch > 1:
             _check_arguments(self.args)
+            _check_trl_trainer(type(self))
             self.accelerator.state.dynamo_plugin.backend = DynamoBackend.NO  # it would compile the hooks, too
 
     def _enable_models(self) -> None:
@@ -75,6 +77,11 @@ class SequenceParallel:
                 "the router's auxiliary loss would see only one rank's tokens, which excludes "
                 "sequence_parallel_size > 1; set router_aux_loss_coef=0.0"
             )
+
+    def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
+        """Computes log-probabilities of TRL's reference model, while the trainer is made."""
+        self._enable_models()
+        return super()._precompute_ref_logps(*args, **kwargs)  # type: ignore[misc]
 
     def _sft_loss(self) -> tuple[bool, bool]:
         """Returns whether this is TRL's SFTTrainer, and whether its loss is the mean of all tokens' losses."""
@@ -167,6 +174,15 @@ def _check_arguments(arguments: TrainingArguments) -> None:
         )
     if arguments.eval_use_gather_object:
         raise ValueError("eval_use_gather_object=True does not work with sequence_parallel_size > 1; leave it out")
+
+
+def _check_trl_trainer(kind: type) -> None:
+    """Raises ValueError for TRL's trainers that generate, or whose models have no LM head."""
+    base = next((c for c in kind.__mro__ if c.__module__.startswith("trl.") and issubclass(c, Trainer)), None)
+    if base is not None and base.__name__ not in TRL_TRAINERS:
+        raise ValueError(
+            f"TRL's {base.__name__} does not work with sequence_parallel_size > 1; {', '.join(TRL_TRAINERS)} do"
+        )
 
 
 def _set_checkpointing(arguments: TrainingArguments, value: bool) -> None:

@@ -3,8 +3,6 @@
 class MySFT(SequenceParallel, SFTTrainer): ...
 """
 
-from typing import Any
-
 from trl import DPOTrainer, SFTTrainer
 
 from lightseq.integrations.trainer import SequenceParallel
@@ -16,7 +14,3 @@ class SequenceParallelSFTTrainer(SequenceParallel, SFTTrainer):
 
 class SequenceParallelDPOTrainer(SequenceParallel, DPOTrainer):
     """TRL's DPOTrainer with sequences split over ranks, those of the reference model too."""
-
-    def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
-        self._enable_models()  # this runs while the trainer is made
-        return super()._precompute_ref_logps(*args, **kwargs)

@@ -29,6 +29,8 @@ PER_BATCH = ("input_ids", "labels", "shift_labels", "attention_mask", "position_
 PACKING = ("cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 MOST_GRAPHS = 64  # of a layer
 REFUSED = {
+    "past_key_values": "to generate, call lightseq.integrations.accelerate.disable(model) first",
+    "use_cache": "to generate, call lightseq.integrations.accelerate.disable(model) first",
     "inputs_embeds": "pass input_ids",
     "output_hidden_states": "each rank has only those of its tokens",
     "logits_to_keep": "a rank cannot tell which of its logits these are",
