@@ -131,6 +131,11 @@ def disable(model: PreTrainedModel) -> None:
     context = vars(inner).get("sequence_context")
     if not isinstance(context, SequenceContext):
         raise ValueError(f"{type(inner).__name__} is not enabled; hf.disable takes the model that hf.enable took")
+    if "whole_batches" in vars(inner):
+        raise ValueError(
+            f"{type(inner).__name__} is split inside a trainer or accelerate; call "
+            "lightseq.integrations.accelerate.disable instead"
+        )
     remove_checks(model)
     for module in model.modules():
         vars(module).pop("sequence_context", None)

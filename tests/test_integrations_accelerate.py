@@ -235,7 +235,9 @@ def refusals(rank: int) -> list[str]:
     calls: list[Callable[[], Any]] = [
         lambda: prepare(Accelerator(cpu=True), fresh_model(), sequence_parallel_size=3),
         lambda: prepare(dispatching, fresh_model()),
-        lambda: disable(fresh_model()),
+        lambda: prepare(Accelerator(cpu=True), fresh_model(), sequence_parallel_size=0),
+        lambda: prepare(Accelerator(cpu=True), fresh_model(), sequence_parallel_size="2"),
+        lambda: hf.disable(prepare(Accelerator(cpu=True), fresh_model()).module),
         lambda: prepare(Accelerator(cpu=True), LlamaForSequenceClassification(CONFIG)),
         lambda: generate(prepare(Accelerator(cpu=True), fresh_model()).module),
         prepare_replicas,
@@ -246,6 +248,12 @@ def refusals(rank: int) -> list[str]:
             call()
         messages.append(str(refused.value))
     return messages
+
+
+def test_disable_leaves_a_plain_model_alone() -> None:
+    model = fresh_model()
+    disable(model)  # so that a script runs on one process, too
+    assert generate(model) == generate(fresh_model())
 
 
 @pytest.mark.parametrize("name", ["scaled", "capped", "bias"])
@@ -272,7 +280,16 @@ def test_the_loss_of_changed_logits_is_that_of_transformers(alone: None, name: s
 
 
 def test_what_cannot_work_is_refused() -> None:
-    parts = ("use 1 or 2", "leave it out", "is not enabled", "no LM head", "to generate, call", "use dp_shard_size")
+    parts = (
+        "needs 3 processes, but there are 2; start the script with `python -m torch.distributed.run",
+        "leave it out",
+        "sequence_parallel_size=0 is not a number of ranks; give 1 or more",
+        "sequence_parallel_size='2' is not a number of ranks",
+        "call lightseq.integrations.accelerate.disable instead",
+        "no LM head",
+        "to generate, call",
+        "use dp_shard_size",
+    )
     for messages in spawn(2, refusals):
         for message, part in zip(messages, parts, strict=True):
             assert part in message

@@ -48,7 +48,15 @@ def share_batches(accelerator: Accelerator, sequence_parallel_size: int | None) 
     """
     ranks = accelerator.num_processes
     size = ranks if sequence_parallel_size is None else sequence_parallel_size
-    if size < 1 or ranks % size:
+    if not isinstance(size, int) or size < 1:
+        raise ValueError(f"sequence_parallel_size={size!r} is not a number of ranks; give 1 or more")
+    if size > ranks:
+        here = "is 1" if ranks == 1 else f"are {ranks}"
+        launch = f"python -m torch.distributed.run --nproc_per_node={size}"
+        raise ValueError(
+            f"sequence_parallel_size={size} needs {size} processes, but there {here}; start the script with `{launch}`"
+        )
+    if ranks % size:
         divisors = " or ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
         raise ValueError(f"sequence_parallel_size={size} does not divide {ranks} ranks; use {divisors}")
     if size == 1:
@@ -102,11 +110,11 @@ def enable(model: nn.Module, mesh: DeviceMesh, accelerator: Accelerator, **optio
 
 
 def disable(model: nn.Module) -> None:
-    """Undoes `enable`, so that the model generates. Raises ValueError if it is not enabled."""
+    """Undoes `enable`, so that the model generates. Does nothing for a model whose sequences are not split."""
     inner = transformers_model(model)
     if isinstance(found := vars(inner).pop("whole_batches", None), WholeBatches):
         found.remove()
-    hf.disable(inner)
+        hf.disable(inner)
 
 
 def _check_adapters(model: nn.Module) -> None:

@@ -83,6 +83,15 @@ class SequenceParallel:
         self._enable_models()
         return super()._precompute_ref_logps(*args, **kwargs)  # type: ignore[misc]
 
+    def _split_line(self, whole: WholeBatches) -> str:
+        """Describes how sequences are split, because nothing else in a trainer's output shows it."""
+        ranks, context = self._ranks_per_batch, whole.context
+        groups = self.accelerator.num_processes // ranks
+        return (
+            f"lightseq: {ranks} ranks share each sequence, {groups} x {ranks} in all; schedule {context.schedule.name}, "
+            f"kernel {context.selection.kernel.name}, transport {context.transport.name}"
+        )
+
     def _sft_loss(self) -> tuple[bool, bool]:
         """Returns whether this is TRL's SFTTrainer, and whether its loss is the mean of all tokens' losses."""
         trl = sys.modules.get("trl")
@@ -128,6 +137,7 @@ class SequenceParallel:
             self.model._is_accelerate_prepared = False
         with_remat = self._sequence_mesh is not None and self.args.gradient_checkpointing
         if isinstance(whole := getattr(transformers_model(self.model), "whole_batches", None), WholeBatches):
+            self.accelerator.print(self._split_line(whole))
             whole.change_layers(with_remat, self._compiles())
             if self.accelerator.device.type == "cuda":  # ranks hold different tokens, so dropout must differ
                 torch.cuda.manual_seed(self.args.seed + self.args.process_index)
@@ -171,6 +181,11 @@ def _check_arguments(arguments: TrainingArguments) -> None:
         raise ValueError(
             "train_sampling_strategy='batch_rebalance' gives every rank other rows, which excludes "
             "sequence_parallel_size > 1; use 'random', 'sequential' or 'group_by_length'"
+        )
+    if arguments.neftune_noise_alpha:
+        raise ValueError(
+            f"neftune_noise_alpha={arguments.neftune_noise_alpha} scales noise by the length of a rank's shard, which "
+            "excludes sequence_parallel_size > 1; leave it out"
         )
     if arguments.eval_use_gather_object:
         raise ValueError("eval_use_gather_object=True does not work with sequence_parallel_size > 1; leave it out")
