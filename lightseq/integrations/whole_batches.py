@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils import ModelOutput
 
@@ -174,6 +175,12 @@ class WholeBatches:
         assert self._pass is not None
         if self._pass.labels is None:
             raise ValueError("TRL's fused head needs labels")
+        weight = getattr(self.model.get_output_embeddings(), "weight", None)
+        if isinstance(weight, DTensor) and weight.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                "FSDP2 shards the LM head by itself, and TRL's fused head would not sum its gradients over ranks; use "
+                "DDP, or leave lm_head out of modules_to_save"
+            )
         return args, kwargs | {
             "shift_labels": self._pass.labels,
             "num_items_in_batch": _at_least_one(self._pass.divisor),
