@@ -289,6 +289,19 @@ class FullyShardedSFT(SequenceParallel, UsesFsdp2, SFTTrainer):
     pass
 
 
+class FullyShardedDPO(SequenceParallel, UsesFsdp2, DPOTrainer):
+    pass
+
+
+@pytest.mark.slow
+def test_dpo_with_fsdp2_equals_one_process(tmp_path: Path) -> None:
+    preferences(tmp_path)
+    case = {"rows": str(tmp_path)}
+    wanted = spawn(1, dpo, DPOTrainer, case, 1)[0]
+    for got in spawn(2, sequence_parallel, dpo, FullyShardedDPO, case, 2, 2):
+        assert_equal(got, wanted)
+
+
 def refusal_of_head(rank: int) -> str:
     rows = Dataset.from_list([{"input_ids": ids} for ids in documents()])
     with tempfile.TemporaryDirectory() as folder:
