@@ -16,6 +16,7 @@ from torch.utils.data import IterableDataset
 from trainer_numbers import (
     ADAPTERS,
     Numbers,
+    UsesFsdp2,
     assert_equal,
     collate,
     common,
@@ -25,7 +26,6 @@ from trainer_numbers import (
     quick_first,
     shared_folder,
     sizes,
-    use_fsdp2,
 )
 from transformers import EvalPrediction, Trainer, TrainerCallback, TrainingArguments
 from worlds import spawn
@@ -62,15 +62,6 @@ def whole_evaluation(found: EvalPrediction) -> dict[str, float]:
 class Stream(IterableDataset[dict[str, list[int]]]):
     def __iter__(self) -> Iterator[dict[str, list[int]]]:
         return ({"input_ids": ids} for ids in documents())
-
-
-class UsesFsdp2:
-    """Mixin that lets a trainer use FSDP2 on the CPU."""
-
-    def create_accelerator_and_postprocess(self) -> None:
-        super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        use_fsdp2(self.accelerator)  # type: ignore[attr-defined]
-        self.is_fsdp_enabled = True
 
 
 class FullyShardedTrainer(SequenceParallel, UsesFsdp2, Trainer):

@@ -11,6 +11,7 @@ from trainer_numbers import (
     ADAPTERS,
     CONFIG,
     Numbers,
+    UsesFsdp2,
     assert_equal,
     common,
     documents,
@@ -282,6 +283,41 @@ def refusal(rank: int, model: Any, adapters: Any) -> str:
 def test_adapters_that_add_tokens_are_refused(kind: Any) -> None:
     for line in spawn(2, refusal, fresh_model(), kind(task_type="CAUSAL_LM", num_virtual_tokens=4)):
         assert "adapters add tokens to each sequence" in line and "use LoRA" in line
+
+
+class FullyShardedSFT(SequenceParallel, UsesFsdp2, SFTTrainer):
+    pass
+
+
+class FullyShardedDPO(SequenceParallel, UsesFsdp2, DPOTrainer):
+    pass
+
+
+@pytest.mark.slow
+def test_dpo_with_fsdp2_equals_one_process(tmp_path: Path) -> None:
+    preferences(tmp_path)
+    case = {"rows": str(tmp_path)}
+    wanted = spawn(1, dpo, DPOTrainer, case, 1)[0]
+    for got in spawn(2, sequence_parallel, dpo, FullyShardedDPO, case, 2, 2):
+        assert_equal(got, wanted)
+
+
+def refusal_of_head(rank: int) -> str:
+    rows = Dataset.from_list([{"input_ids": ids} for ids in documents()])
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = FullyShardedSFT(
+            fresh_model(), SFTConfig(**common(folder, max_length=64, eval_strategy="no")), train_dataset=rows,
+            processing_class=tokenizer(), peft_config=LoraConfig(**ADAPTERS, modules_to_save=["lm_head"]),
+        )  # fmt: skip
+        with pytest.raises(ValueError) as caught:
+            trainer.train()
+    return str(caught.value)
+
+
+@pytest.mark.slow
+def test_a_trained_head_that_fsdp2_shards_by_itself_is_refused() -> None:
+    for line in spawn(2, refusal_of_head):
+        assert "leave lm_head out of modules_to_save" in line
 
 
 def test_auxiliary_loss_of_routers_is_refused() -> None:

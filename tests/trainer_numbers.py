@@ -66,6 +66,15 @@ def use_fsdp2(accelerator: Accelerator) -> None:
     )
 
 
+class UsesFsdp2:
+    """Mixin that lets a trainer use FSDP2 on the CPU."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        use_fsdp2(self.accelerator)  # type: ignore[attr-defined]
+        self.is_fsdp_enabled = True
+
+
 def common(folder: str, **changes: Any) -> dict[str, Any]:
     # Not AdamW and no clipping: they would hide gradients of another scale.
     return {

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils import ModelOutput
 
@@ -208,6 +209,7 @@ class WholeBatches:
         return output
 
     def _gather_per_token(self, output: Any, this: _Pass) -> Any:
+        self._check_trl_head()
         for name in PER_TOKEN:  # one by one, so that values which no loss reads get no gradient
             local = getattr(output, name, None)
             if local is None:
@@ -217,6 +219,15 @@ class WholeBatches:
         if output.loss is not None:
             output.loss = self._sum(output.loss)
         return output
+
+    def _check_trl_head(self) -> None:
+        """Raises ValueError if TRL took a trained head's weight outside FSDP2's hooks, which sum its gradients."""
+        weight = getattr(self.model.get_output_embeddings(), "weight", None)
+        if isinstance(weight, DTensor) and weight.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                "FSDP2 shards the LM head by itself, and TRL's fused head would not sum its gradients over ranks; use "
+                "DDP, or leave lm_head out of modules_to_save"
+            )
 
     def _gather_metrics(self, log_probs: Tensor, metrics: TokenMetrics, this: _Pass) -> TokenOutput:
         assert this.labels is not None and this.divisor is not None
