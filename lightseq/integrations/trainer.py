@@ -86,10 +86,10 @@ class SequenceParallel:
     def _split_line(self, whole: WholeBatches) -> str:
         """Describes how sequences are split, because nothing else in a trainer's output shows it."""
         ranks, context = self._ranks_per_batch, whole.context
-        groups = self.accelerator.num_processes // ranks
+        groups = self.accelerator.num_processes // ranks  # which train batches of their own
+        how = f"schedule {context.schedule.name}, kernel {context.selection.kernel.name}"
         return (
-            f"lightseq: {ranks} ranks share each sequence, {groups} x {ranks} in all; schedule {context.schedule.name}, "
-            f"kernel {context.selection.kernel.name}, transport {context.transport.name}"
+            f"lightseq: {ranks} ranks share each sequence (groups: {groups}); {how}, transport {context.transport.name}"
         )
 
     def _sft_loss(self) -> tuple[bool, bool]:
