@@ -1,6 +1,5 @@
 """TRL's trainers whose sequences are split over ranks give the numbers of the unmodified trainer on one process."""
 
-import math
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -236,25 +235,32 @@ def test_a_trl_trainer_that_generates_is_refused() -> None:
         assert line.startswith("TRL's GRPOTrainer does not work with sequence_parallel_size > 1; SFTTrainer, ")
 
 
-class DoublesTheFirstToken(SequenceParallelSFTTrainer):
-    """Trainer with a loss of its own, which weighs tokens differently."""
+class RewardsEntropy:
+    """Mixin of a trainer's own loss, which weighs tokens differently and needs gradients of entropies."""
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        log_probs = model(**inputs, fused_lm_head=True).log_probs
-        return -(log_probs.sum() + log_probs[0, 0])
+        outputs = model(**inputs, fused_lm_head=True)
+        return -(outputs.log_probs.sum() + outputs.log_probs[0, 0] + outputs.entropy.square().sum()) / 100
 
 
-def heads_of_steps(rank: int) -> tuple[list[bool], float]:
-    """Trains two trainers for a step each. Returns whether the forward pass computed gradients, and a gradient norm."""
+class SplitRewardsEntropy(RewardsEntropy, SequenceParallelSFTTrainer): ...
+
+
+class WholeRewardsEntropy(RewardsEntropy, SFTTrainer): ...
+
+
+def heads_of_steps(rank: int, kinds: list[Any]) -> tuple[list[bool], float]:
+    """Trains trainers for a step each. Returns whether our head computed gradients in its forward pass, wherever it
+    ran, and the last trainer's gradient norm."""
     flags, plain = list[bool](), whole_batches.token_metrics
 
-    def spied(*arguments: Any) -> Any:
-        flags.append(arguments[-1])
-        return plain(*arguments)
+    def spied(*arguments: Any, **options: Any) -> Any:
+        flags.append(options["equal_factors"])
+        return plain(*arguments, **options)
 
     whole_batches.token_metrics = spied  # type: ignore[assignment]
     rows = Dataset.from_list([{"input_ids": ids} for ids in documents()])
-    for kind in (SequenceParallelSFTTrainer, DoublesTheFirstToken):
+    for kind in kinds:
         with tempfile.TemporaryDirectory() as folder:
             arguments = SFTConfig(**common(folder, max_length=64, max_steps=1, eval_strategy="no"))
             trainer = kind(fresh_model(), arguments, train_dataset=rows, processing_class=tokenizer())
@@ -263,9 +269,10 @@ def heads_of_steps(rank: int) -> tuple[list[bool], float]:
 
 
 @pytest.mark.slow
-def test_only_the_usual_loss_has_its_gradients_in_the_forward_pass() -> None:
-    for flags, norm in spawn(2, heads_of_steps):
-        assert flags == [True, False] and math.isfinite(norm)
+def test_a_loss_of_ones_own_gets_the_gradients_of_log_probs_and_entropies() -> None:
+    (_, wanted), *_ = spawn(1, heads_of_steps, [WholeRewardsEntropy])
+    for flags, norm in spawn(2, heads_of_steps, [SequenceParallelSFTTrainer, SplitRewardsEntropy]):
+        assert flags == [True] and norm == pytest.approx(wanted, rel=1e-5)
 
 
 def refusal(rank: int, model: Any, adapters: Any) -> str:
