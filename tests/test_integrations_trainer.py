@@ -2,10 +2,13 @@
 
 import tempfile
 from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import transformers.trainer
 from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin
 from datasets import Dataset
@@ -227,3 +230,37 @@ def policy_of(rank: int) -> MixedPrecisionPolicy:
 def test_fsdp2_sums_gradients_in_float32_and_rounds_no_loss() -> None:
     for policy in spawn(2, policy_of):
         assert (policy.param_dtype, policy.reduce_dtype, policy.output_dtype) == (torch.bfloat16, torch.float32, None)
+
+
+class Hub:
+    """Stands in for the hub, and records what is pushed."""
+
+    def __init__(self) -> None:
+        self.pushed: list[str] = []
+
+    def create_repo(self, repo_name: str, **_: Any) -> Any:
+        return SimpleNamespace(repo_id=f"me/{repo_name}")
+
+    def upload_folder(self, *, folder_path: str, **_: Any) -> str:
+        self.pushed += sorted(path.name for path in Path(folder_path).iterdir())
+        return "url"
+
+
+def push(rank: int) -> list[str]:
+    """Trains a step and pushes. Returns the names of the files that this rank pushed."""
+    hub, rows = Hub(), Dataset.from_list([{"input_ids": ids} for ids in documents()])
+    with shared_folder() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transformers.trainer, "hf_api", lambda: hub)
+        arguments = TrainingArguments(**common(folder, push_to_hub=True, hub_model_id="tiny", max_steps=1))
+        trainer = SequenceParallelTrainer(
+            fresh_model(), arguments, data_collator=collate, train_dataset=rows, eval_dataset=rows
+        )
+        trainer.train()
+        trainer.push_to_hub()
+    return hub.pushed
+
+
+@pytest.mark.slow
+def test_one_rank_pushes_the_model() -> None:
+    first, second = spawn(2, push)
+    assert {"model.safetensors", "config.json", "README.md"} <= {*first} and second == []
