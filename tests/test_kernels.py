@@ -132,7 +132,7 @@ def test_gpu_kernels_match_the_definition(name: str, dim: int, dtype: torch.dtyp
     ],
 )
 def test_a_window_stays_inside_its_document(name: str, dim: int, device: str, dtype: torch.dtype) -> None:
-    """As in Gemma 3: documents longer and shorter than the window, two query heads to a key head."""
+    """Packed documents as in Gemma 3: longer and shorter than the window, two query heads to a key head."""
     spec = _spec(device, dtype, dim)
     if reason := KERNELS[name].make(spec).why_not(spec):
         pytest.skip(reason)

@@ -95,15 +95,15 @@ class SequenceParallel:
     def _sft_loss(self) -> tuple[bool, bool]:
         """Returns whether this computes the loss of TRL's SFTTrainer, and whether that is the mean over all tokens.
 
-        A loss of one's own may need gradients of entropies, which only TRL's fused head has.
+        A subclass with another `compute_loss` may need gradients of entropies, which only TRL's fused head has.
         """
         trl = sys.modules.get("trl")
         if trl is None or not isinstance(self, trl.SFTTrainer):
             return False, False
         trainer: Any = self
-        own = type(trainer).compute_loss is trl.SFTTrainer.compute_loss
-        usual = trainer.compute_loss_func is None and trainer.label_smoother is None and self.args.loss_type == "nll"
-        return own, own and usual
+        inherited = type(trainer).compute_loss is trl.SFTTrainer.compute_loss
+        is_mean = trainer.compute_loss_func is None and trainer.label_smoother is None and self.args.loss_type == "nll"
+        return inherited, inherited and is_mean
 
     def _compiles(self) -> bool:
         if self._compile_layers is not None:

@@ -139,18 +139,18 @@ class WholeBatches:
         if local is None:
             return (), inputs
         if kwargs.get("fused_lm_head"):
-            if self.computes_token_metrics and self._logit_transform is not None and self._head_is_linear():
+            if self.computes_token_metrics and self._head_can_be_replaced():
                 del inputs["fused_lm_head"]
                 self._replace_head(self._pass, self._token_log_probs)
             return (), inputs
         usual = loss_function_of(self.model) is ForCausalLMLoss and not has_fused_loss(self.model)
-        if usual and self._logit_transform is not None and self._head_is_linear() and not self.keep_logits:
+        if usual and self._head_can_be_replaced() and not self.keep_logits:
             self._replace_head(self._pass, self._loss_sum)
             return (), inputs
         return (), inputs | {"labels": local, "shift_labels": local, "num_items_in_batch": _at_least_one(divisor)}
 
-    def _head_is_linear(self) -> bool:
-        return isinstance(self.model.get_output_embeddings(), nn.Linear)
+    def _head_can_be_replaced(self) -> bool:
+        return self._logit_transform is not None and isinstance(self.model.get_output_embeddings(), nn.Linear)
 
     def _replace_head(self, this: _Pass, compute: Callable[..., Tensor]) -> None:
         this.head = ReplacedHead(self.model.get_output_embeddings(), partial(compute, this))

@@ -1,7 +1,7 @@
 """Inputs of a run: model, data, tokenizer and checkpoint, checked before anything is written."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from warnings import filterwarnings
@@ -393,5 +393,6 @@ def _check_kernel(config: TrainConfig, model_config: PreTrainedConfig, device: t
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     dtype = getattr(torch, config.compute_dtype)
     dim, packed = heads_of(model_config).dim, config.packing != "none"
-    spec = KernelSpec(device.type, capability, dtype, dim, config.deterministic, packed)
-    select(config.kernel_name, replace(spec, softcap=caps_scores(model_config)))
+    softcap = caps_scores(model_config)
+    spec = KernelSpec(device.type, capability, dtype, dim, config.deterministic, packed, softcap=softcap)
+    select(config.kernel_name, spec)
