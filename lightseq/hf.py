@@ -16,8 +16,7 @@ hf.disable(model)   # the plain model again, to generate for example
 import dataclasses
 import difflib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from inspect import signature
 from typing import Any, Final
@@ -52,7 +51,13 @@ from lightseq.data.shard_batch import (
     packed_positions,
     upload,
 )
-from lightseq.kernels.logit_transform import UNCHANGED
+from lightseq.log_probs import (
+    gather_padded_tokens,
+    gather_tokens,
+    sequence_sums,
+    sum_over_ranks,
+    token_log_probs,
+)
 from lightseq.memory.planner.choice import make_plan
 from lightseq.memory.planner.plan import Plan
 from lightseq.memory.planner.run import Hardware, PlannedRun, hardware_here
@@ -62,14 +67,23 @@ from lightseq.models.architecture import (
     caps_scores,
     check_attention,
     heads_of,
-    known_logit_transform,
     rope_types,
     sliding_window,
 )
-from lightseq.modules import loss
-from lightseq.modules.replaced_head import ReplacedHead
 from lightseq.schedule.cost import AttentionShape
 from lightseq.utils.versions import UntestedVersionWarning, untested_versions
+
+__all__ = [
+    "disable",
+    "enable",
+    "gather_padded_tokens",
+    "gather_tokens",
+    "plan_memory",
+    "sequence_sums",
+    "shard_batch",
+    "sum_over_ranks",
+    "token_log_probs",
+]
 
 IMPLEMENTATION: Final = "lightseq"
 
@@ -222,150 +236,6 @@ def shard_batch(
         valid = (labels != IGNORE_INDEX).sum().clamp_min(1)  # without a target the loss is 0, not NaN
         batch |= {"labels": local, "shift_labels": local, "num_items_in_batch": valid}
     return batch
-
-
-def token_log_probs(
-    context: SequenceContext, model: nn.Module, batch: Mapping[str, Any], temperature: float = 1.0
-) -> Tensor:
-    """Returns log p(target) of this rank's tokens, (batch, local) float32, with gradients; 0 without a target.
-
-    `batch` comes from `shard_batch`, with labels: the value of a token is that of the token after it. Logits are
-    divided by `temperature`, and never exist whole. `model` is the outermost module, as wrapped by PEFT and FSDP2;
-    inside PEFT's `disable_adapter` the base model answers. A loss that is a sum over this rank's values is its share:
-    losses and gradients are summed over ranks. For any other loss see `sequence_sums`.
-
-    Raises ValueError for a model that is not enabled with this context, and for one whose logits are not those of a
-    linear head, or a known function of them.
-    """
-    inner, labels = transformers_model(model), _shifted_labels(batch)
-    if vars(inner).get("sequence_context") is not context:
-        raise ValueError(f"{type(inner).__name__} is not enabled with this context; pass that of its hf.enable")
-    if not temperature > 0:
-        raise ValueError(f"temperature is {temperature}; give a number above 0")
-    inputs = {key: x for key, x in batch.items() if key not in ("labels", "shift_labels", "num_items_in_batch")}
-    with _log_probs_for_logits(inner, labels, temperature):
-        output = model(**inputs)  # the whole model, because FSDP2 gathers the head's weight in its hooks
-    log_probs: Tensor = output[0] if isinstance(output, tuple) else output.logits
-    if _is_rounded(log_probs):
-        raise ValueError(f"the model's output is cast to {log_probs.dtype}; set output_dtype of FSDP2 to float32")
-    return log_probs
-
-
-def sequence_sums(context: SequenceContext, values: Tensor, batch: Mapping[str, Any]) -> Tensor:
-    """Returns the sums of per-token values over the targets of whole sequences: (batch,), or (documents,) if packed.
-
-    The sums are the same on every rank. Compute the same whole loss of them on every rank, and call `backward` on each:
-    the gradient of a value is that of the loss counted once, so parameter gradients summed over ranks are those of one
-    process. Do not sum this loss over ranks. A rank may add its share of a loss that is a sum over tokens; only such
-    shares are summed for display. `values` are (batch, local), such as log-probabilities, or ones to count targets.
-    """
-    labels, documents = _shifted_labels(batch), batch.get("documents")
-    wide = values.to(torch.promote_types(values.dtype, torch.float32))
-    wide = torch.where(labels == IGNORE_INDEX, 0.0, wide)
-    if documents is None:
-        sums = wide.sum(1)
-    else:
-        numbers = documents.numbers(context.rank).to(wide.device)
-        sums = wide.new_zeros(documents.count).index_add(0, numbers, wide.flatten())
-    return sum_over_ranks(context, sums)
-
-
-def gather_tokens(
-    context: SequenceContext, values: Tensor, batch: Mapping[str, Any], gradient_factor: float = 1.0
-) -> Tensor:
-    """Returns per-token values (batch, local, ...) of all ranks in the order of the whole batch (batch, length, ...).
-
-    Log-probabilities at position t are those of token t + 1. Every rank gets the same tensor. A loss computed of it has
-    the contract of `sequence_sums`: the same whole loss on every rank, not summed over ranks. `gradient_factor` is that
-    of `sum_over_ranks`.
-    """
-    whole = gather_padded_tokens(context, values, batch, gradient_factor)
-    return whole[:, : int(batch[BATCH_FACTS][1])]  # on GPUs the host waits for the length
-
-
-def gather_padded_tokens(
-    context: SequenceContext, values: Tensor, batch: Mapping[str, Any], gradient_factor: float = 1.0
-) -> Tensor:
-    """Returns what `gather_tokens` does, with the padding at the end, and without waiting for the device."""
-    documents = batch.get("documents")
-    layout = context.layout if documents is None else documents.layout
-    padded = values.shape[1] * layout.world
-    positions = layout.positions_on(values.device, context.rank, padded)
-    whole = values.new_zeros(len(values), padded, *values.shape[2:]).index_copy(1, positions, values)
-    return sum_over_ranks(context, whole, gradient_factor)
-
-
-def sum_over_ranks(context: SequenceContext, x: Tensor, gradient_factor: float = 1.0) -> Tensor:
-    """Returns the sum of a tensor over the ranks that share a sequence, for a loss that all of them compute.
-
-    The gradient of x is that of the loss counted once, so parameter gradients summed over ranks are those of one
-    process. Where they are averaged over ranks instead, as DDP and FSDP do, pass the ranks of the sequence as
-    `gradient_factor`, which multiplies the gradient.
-    """
-    total: Tensor = _SumOverRanks.apply(x, context.group, gradient_factor)
-    return total
-
-
-class _SumOverRanks(torch.autograd.Function):
-    """Sum over a group of which every rank computes the same loss."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, gradient_factor: float) -> Tensor:  # type: ignore[override]
-        ctx.gradient_factor = gradient_factor
-        total = x.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return gradient * ctx.gradient_factor, None, None
-
-
-def _is_rounded(log_probs: Tensor) -> bool:
-    return torch.finfo(log_probs.dtype).bits < 32
-
-
-def _shifted_labels(batch: Mapping[str, Any]) -> Tensor:
-    labels = batch.get("shift_labels")
-    if not isinstance(labels, Tensor):
-        raise ValueError("the batch has no shift_labels; pass labels to shard_batch, and all that it returns on")
-    return labels
-
-
-@contextmanager
-def _log_probs_for_logits(model: PreTrainedModel, labels: Tensor, temperature: float) -> Iterator[None]:
-    """Lets the model return the labels' log-probabilities as its logits, computed in its head.
-
-    Raises ValueError if the model changes its logits in an unknown way.
-    """
-    name, head = type(model).__name__, model.get_output_embeddings()
-    if not isinstance(head, nn.Linear):
-        raise ValueError(f"{name} has no plain linear as LM head, which log-probabilities need; leave it unadapted")
-    transform = known_logit_transform(model)
-
-    def log_probs(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return loss.token_log_probs(
-            hidden, weight, labels, temperature=temperature, transform=transform or UNCHANGED, bias=bias
-        )
-
-    def return_result(_model: nn.Module, _args: tuple, output: Any) -> Any:
-        result = replaced.result()
-        if transform is None and (output[0] if isinstance(output, tuple) else output.logits) is not result:
-            raise ValueError(
-                f"{name} changes its logits in a way that log-probabilities do not support; use another model"
-            )
-        if isinstance(output, tuple):
-            return (result, *output[1:])
-        output.logits = result
-        return output
-
-    replaced = ReplacedHead(head, log_probs)
-    hook = model.register_forward_hook(return_result, prepend=True)  # before FSDP's, which may cast the output
-    try:
-        yield
-    finally:
-        hook.remove()
-        replaced.restore()
 
 
 def _with_options(config: AttentionConfig, options: Mapping[str, Any]) -> AttentionConfig:

@@ -21,7 +21,7 @@ FLOORS = (
     ("lightseq.modules",),
     ("lightseq.models",),
     ("lightseq.data",),
-    ("lightseq.memory",),
+    ("lightseq.memory", "lightseq.log_probs"),
     ("lightseq.hf",),
     ("lightseq.checkpoint", "lightseq.parallelize", "lightseq.integrations"),
     ("lightseq.training",),
