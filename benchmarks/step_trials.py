@@ -105,9 +105,12 @@ class Trial:
     @property
     def environment(self) -> dict[str, str]:
         """Environment variables of the command. A Trainer in one process would take all GPUs that it sees."""
-        if self.implementation not in TRAINERS or self.setting.flags.nproc_per_node > 1:
-            return {}
-        return {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
+        found = {}
+        if self.implementation in TRAINERS and self.setting.flags.nproc_per_node == 1:
+            found["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+        if self.implementation == "unsloth":  # it writes code, by default into the current directory
+            found["UNSLOTH_COMPILE_LOCATION"] = str(self.directory.resolve() / "unsloth_compiled_cache")
+        return found
 
     @property
     def trainer_words(self) -> list[str]:
