@@ -49,7 +49,6 @@ from lightseq.data.shard_batch import (
     local_batch,
     local_positions,
     packed_positions,
-    upload,
 )
 from lightseq.log_probs import (
     gather_padded_tokens,
@@ -71,6 +70,7 @@ from lightseq.models.architecture import (
     sliding_window,
 )
 from lightseq.schedule.cost import AttentionShape
+from lightseq.utils.upload import upload
 from lightseq.utils.versions import UntestedVersionWarning, untested_versions
 
 __all__ = [

@@ -14,7 +14,8 @@ PACKAGES = ("lightseq", "llama2", "llama3", "data_gen", "launch", "analysis")
 
 # From the ground up. A package imports from the floors below its own, and from no other package on its own floor.
 FLOORS = (
-    ("lightseq.utils", "lightseq.profiling", "lightseq.schedule", "lightseq.comm"),
+    ("lightseq.utils",),
+    ("lightseq.profiling", "lightseq.schedule", "lightseq.comm"),
     ("lightseq.distributed", "lightseq.kernels"),
     ("lightseq.config",),
     ("lightseq.attention",),

@@ -57,11 +57,6 @@ def _restarts(position_ids: Tensor, boundaries: tuple[int, ...]) -> bool:
     return torch.equal(got, torch.from_numpy(document_positions(boundaries)).to(got.dtype))
 
 
-def upload(x: Tensor, device: torch.device) -> Tensor:
-    """Copies a tensor of the CPU to a device, without making the host wait for the device's earlier work."""
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
-
-
 def packed_positions(context: SequenceContext, documents: Documents) -> Tensor:
     """Returns the position of each of this rank's tokens in its document, int64 (1, local), on the CPU."""
     every = torch.from_numpy(document_positions(documents.padded_boundaries))

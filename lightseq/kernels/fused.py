@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightseq.kernels.launches import Launch, alignments
+from lightseq.utils.upload import upload
 
 COPY_WORDS = 2048  # of 8 bytes, for one program of a copy
 SUM_ELEMENTS = 2048  # for one program of a sum
@@ -96,12 +97,10 @@ def _is_wide(table: list[int], line: int, steps: list[int], step: int) -> bool:
 
 
 def _table(numbers: list[int], device: torch.device) -> Tensor:
-    """Copies numbers to the device, from pinned memory so that the host does not wait for the stream."""
+    """Copies numbers to the device."""
     table = torch.tensor(numbers, dtype=torch.int64)
-    if device.type != "cuda":
-        return table
-    if not torch.cuda.is_current_stream_capturing():
-        return table.pin_memory().to(device, non_blocking=True)
+    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        return upload(table, device)
     while True:  # copied at once, outside the CUDA graph, which would repeat the copy
         with torch.cuda.stream(torch.cuda.Stream(device)):  # torch reuses streams; this one may be recording
             if not torch.cuda.is_current_stream_capturing():

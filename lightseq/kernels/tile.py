@@ -19,6 +19,7 @@ from lightseq.kernels.lse_merge import merge_into
 from lightseq.kernels.reference import ReferenceKernel
 from lightseq.schedule.segments import KEYS, ROWS, Round, Segments
 from lightseq.schedule.table import Mask
+from lightseq.utils.upload import upload
 
 REFERENCE = ReferenceKernel()
 FEWEST_BLOCK_QUERIES = 64  # of a window that the kernel does not have
@@ -160,9 +161,8 @@ def _parts(segments: Segments, device: torch.device) -> tuple[_Part, ...]:
 
 
 def _part(found: Round, window: int | None, device: torch.device) -> _Part:
-    def here(x: np.ndarray) -> Tensor:  # from pinned memory, so that the host does not wait for the stream
-        tensor = torch.from_numpy(x)
-        return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    def here(x: np.ndarray) -> Tensor:
+        return upload(torch.from_numpy(x), device)
 
     rows, keys = found.segments[:, ROWS], found.segments[:, KEYS]
     begins = here(np.stack([np.concatenate([[0], np.cumsum(x)]) for x in (rows, keys)]).astype(np.int32))

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, get_args
 
+from lightseq.utils.upload import upload
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
@@ -116,8 +118,7 @@ class Layout:
 
     def positions_on(self, device: torch.device, rank: int, length: int) -> Tensor:
         """Returns `positions` on a device, without making the host wait for the device's earlier work."""
-        positions = self.positions(rank, length)
-        return positions.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else positions.to(device)
+        return upload(self.positions(rank, length), device)
 
 
 def shard(

@@ -16,7 +16,7 @@ from lightseq.attention.context import SequenceContext
 from lightseq.checkpoint import checkpoints
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import Batch, bucket_lengths, padding_batch, trim_padding
-from lightseq.data.shard_batch import local_batch, local_positions, packed_positions, upload
+from lightseq.data.shard_batch import local_batch, local_positions, packed_positions
 from lightseq.distributed.environment import launcher_shutdown_seconds
 from lightseq.distributed.mesh import World
 from lightseq.distributed.preemption import StopRequest
@@ -37,6 +37,7 @@ from lightseq.training.setup import Inputs
 from lightseq.training.step_stats import FlopCounter, StepResult, StepStats
 from lightseq.training.terminal import Terminal
 from lightseq.utils.progress import progress_bar
+from lightseq.utils.upload import upload
 
 COLLECT_STEPS = 50  # between garbage collections; a step leaves a few hundred objects in cycles, none a tensor
 

@@ -1,0 +1,14 @@
+"""Copies from host to device that do not make the host wait."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # schedules import this module, and load without torch
+    import torch
+    from torch import Tensor
+
+
+def upload(x: Tensor, device: torch.device) -> Tensor:
+    """Copies a tensor of the CPU to a device, from pinned memory, without waiting for the device's earlier work."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
