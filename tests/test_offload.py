@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -21,7 +21,7 @@ from lightseq.config.remat_policies import STORE_LINEARS, STORES_MLP
 from lightseq.distributed.environment import ALLOCATOR_SETTINGS, lock_pages_on_all_threads
 from lightseq.distributed.mesh import World, local_part
 from lightseq.memory import offload
-from lightseq.memory.offload import HostBufferPool, Offload, OffloadedTensor
+from lightseq.memory.offload import HostBufferPool, Offload, OffloadedTensor, layers_on_device
 from lightseq.memory.pinned import PinnedMemory
 from lightseq.memory.remat import apply_remat
 from lightseq.models import weights
@@ -67,16 +67,16 @@ def make(
     budget: float = float("inf"),
     dtype: torch.dtype = torch.float64,
     layers: int = LAYERS,
-    staying: int = 0,
+    staying: Sequence[int] = (),
 ) -> tuple[Model, Model, Offload]:
-    """The same model twice, the second with its layers wrapped; of those before the last so many stay."""
+    """The same model twice, the second with its layers wrapped; besides the last, those of `staying` stay."""
     torch.manual_seed(0)
     plain, wrapped = Model(layers).to(device, dtype), Model(layers).to(device, dtype)
     wrapped.load_state_dict(plain.state_dict())
     target = torch.device(device, 0) if device == "cuda" else torch.device(device)
     host = Offload(target, HostBufferPool(budget, pinned=device == "cuda"))
     *most, last = wrapped.layers
-    host.wrap(most, last, most[len(most) - staying :])
+    host.wrap(most, last, [most[i] for i in staying])
     return plain, wrapped, host
 
 
@@ -105,7 +105,7 @@ def test_gradients_are_the_same_to_the_bit(budget: float) -> None:
 
 
 def test_offloaded_layers_are_not_fetched_before_a_staying_layer_runs_backward() -> None:
-    plain, wrapped, host = make("cpu", staying=1)
+    plain, wrapped, host = make("cpu", staying=[2])
     x, everyones = inputs("cpu")
     fetching: list[list[bool]] = []
     for layer in wrapped.layers[1:-1]:  # a hook of its input runs when its backward pass has
@@ -171,8 +171,43 @@ def test_the_last_layer_keeps_its_own() -> None:
     assert len(host._layers) == LAYERS - 1
 
 
-def test_tensors_of_at_most_two_layers_are_on_the_device() -> None:
-    _, wrapped, host = make("cpu", layers=6)
+@pytest.mark.parametrize(
+    ("offloaded", "windows"),
+    [
+        ("xxx.", [2, 2, 2, 0]),
+        ("x.x.x...", [3, 0, 3, 0, 3, 0, 0, 0]),
+        ("xx..x..", [2, 4, 0, 0, 4, 0, 0]),
+        ("..x.", [0, 0, 2, 0]),
+        ("...", [0, 0, 0]),
+    ],
+)
+def test_a_layer_is_on_the_device_up_to_the_next_offloaded_one(offloaded: str, windows: list[int]) -> None:
+    leaves = [letter == "x" for letter in offloaded]
+    assert layers_on_device(leaves) == windows
+    assert layers_on_device(leaves, in_flight=1) == [int(leaf) for leaf in leaves]
+
+
+@pytest.mark.parametrize("staying", [[1, 3, 5, 6], [0, 1, 4, 5], [1, 2, 4]])
+def test_gradients_with_layers_that_stay_between_offloaded_ones_are_the_same_to_the_bit(staying: list[int]) -> None:
+    plain, wrapped, host = make("cpu", layers=8, staying=staying)
+    for step in range(2):
+        x, everyones = inputs("cpu", ROWS + step)
+        assert all(map(torch.equal, gradients(wrapped, x, everyones), gradients(plain, x, everyones)))
+    assert [len(layer.stored) for layer in host._layers] == [0 if i in staying else 2 for i in range(7)]
+
+
+@pytest.mark.parametrize(
+    ("staying", "forward", "backward"),
+    [
+        ([], [[0], [0, 1], [1, 2], [2, 3], [3, 4], [4]], [[4], [3, 4], [2, 3], [1, 2], [0, 1], [0]]),
+        ([1, 3], [[0], [0], [0, 2], [2], [2, 4], [4]], [[4], [2, 4], [2], [0, 2], [0], [0]]),
+        ([1, 3, 4], [[0], [0], [0, 2], [2], [2], []], [[], [2], [2], [0, 2], [0], [0]]),
+    ],
+)
+def test_tensors_of_at_most_two_layers_are_on_the_device(
+    staying: list[int], forward: list[list[int]], backward: list[list[int]]
+) -> None:
+    _, wrapped, host = make("cpu", layers=6, staying=staying)
 
     def there() -> list[int]:
         return [i for i, x in enumerate(host._layers) if any(k.original is not None or k.restored is not None
@@ -183,7 +218,6 @@ def test_tensors_of_at_most_two_layers_are_on_the_device() -> None:
         layer.linear.register_forward_hook(lambda *_: seen.append(there()))
         layer.linear.register_full_backward_hook(lambda *_: seen.append(there()))
     gradients(wrapped, *inputs("cpu"))
-    forward, backward = [[0], [0, 1], [1, 2], [2, 3], [3, 4], [4]], [[4], [3, 4], [2, 3], [1, 2], [0, 1], [0]]
     assert seen == forward + backward
 
 
@@ -222,14 +256,15 @@ def test_a_second_backward_pass_is_refused() -> None:
 
 def test_attention_outputs_are_offloaded_too() -> None:
     """Under remat `attention` a layer keeps its input, attention's output and its log-sum-exp, compiled or not; under
-    `attention+mlp` what gate and up make besides, and under `attention+linears` what the projections do."""
+    `attention+mlp` what gate and up make besides, and under `attention+linears` what the projections do. Two layers
+    are offloaded and two stay."""
     spawn(1, _kept_by_llama)
 
 
 def _kept_by_llama(rank: int) -> None:
     offload.MIN_BYTES = 0
     config = LlamaConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        hidden_size=32, intermediate_size=64, num_hidden_layers=5, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=64,
     )  # fmt: skip
     model = LlamaForCausalLM(config)
@@ -248,7 +283,7 @@ def _kept_by_llama(rank: int) -> None:
         apply_remat(layers, policy, compiled, host)
         for layer in layers if compiled else []:
             layer.forward = torch.compile(layer.forward, backend="aot_eager")
-        host.wrap(layers[:-1], layers[-1])
+        host.wrap(layers[:-1], layers[-1], staying=layers[1:4:2])
         loss = wrapped(**batch).loss
         size, lse, wide = 24 * 32 * 4, 24 * 4 * 4, 24 * 64 * 4
         own = [stored.host.nbytes for layer in host._layers for stored in layer.stored.values()]

@@ -5,6 +5,7 @@ import itertools
 import json
 import random
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import ceil, log2
@@ -17,6 +18,7 @@ from transformers import LlamaConfig, MistralConfig, Phi3Config, Qwen2Config
 
 from lightseq.cli import BOTH, main
 from lightseq.distributed.mesh import FREE_SHARE
+from lightseq.memory.offload import layers_on_device
 from lightseq.memory.planner.advice import changes_to_fit, faster_change, longest, one_sequence_per_gpu
 from lightseq.memory.planner.attention_memory import attention_memory
 from lightseq.memory.planner.breakdown import GIB
@@ -46,7 +48,7 @@ from lightseq.memory.planner.rates import (
     chip_of_device,
 )
 from lightseq.memory.planner.run import FLOAT32, PlannedRun
-from lightseq.memory.planner.step_time import host_link
+from lightseq.memory.planner.step_time import exposed_copies, host_link
 from lightseq.models.family import preset_config
 from lightseq.models.flops import total_parameters
 from lightseq.schedule.auto import MAX_GATHERED_BYTES, ScheduleChoice, choose_by_time, estimate_choice, possible_choices
@@ -137,7 +139,80 @@ def test_no_placement_within_both_budgets_is_faster() -> None:
             assert summed(found.layers, costs)[2] == pytest.approx(min(fit))
 
 
+@pytest.mark.parametrize(
+    ("device", "words", "exposed", "contiguous"),
+    [
+        (110, "5 of 16 layers offload", 0.0, 5 * 0.8),
+        (60, "10 of 16 layers offload", 7 * 0.8, 10 * 0.8),  # between three pairs of them a layer has room
+        (20, "layers 0-13 offload, 14-15 keep", 14 * 0.8, 14 * 0.8),
+    ],
+)
+def test_offloaded_layers_are_apart_where_a_copy_takes_longer_than_a_layer(
+    device: float, words: str, exposed: float, contiguous: float
+) -> None:
+    costs = states(attention=1e9)
+    costs[OFFLOAD] = replace(costs[OFFLOAD], copy_seconds=1.8)
+    costs[RECOMPUTE_OFFLOAD] = replace(costs[RECOMPUTE_OFFLOAD], copy_seconds=0.7)
+    found = place(16, costs, device, 1e9, layer_seconds=(1.0, 2.0))
+    assert found is not None and found.words == words
+    assert exposed_seconds(found, 1.8) == pytest.approx(exposed)
+    assert exposed_seconds(in_order(Counter(found.layers)), 1.8) == pytest.approx(contiguous)
+    together = place(16, costs, device, 1e9, in_flight=1, layer_seconds=(1.0, 2.0))
+    assert together is not None and together == in_order(Counter(together.layers))
+
+
+def exposed_seconds(placement: Placement, copy: float) -> float:
+    offloaded = [state in OFFLOADED for state in placement.layers]
+    return exposed_copies([copy * leaves for leaves in offloaded], layers_on_device(offloaded), 1.0, 2.0)
+
+
+def test_a_layer_that_is_on_the_gpu_during_the_loss_waits_for_no_copy() -> None:
+    assert exposed_seconds(in_order({OFFLOAD: 15, KEEP: 1}), 1.8) == pytest.approx(14 * 0.8)
+    assert exposed_seconds(in_order({OFFLOAD: 1, KEEP: 1}), 5.0) == 0
+
+
+def test_copies_that_overlap_nothing_are_exposed_in_both_directions() -> None:
+    offloaded = [True] * 5 + [False] * 3
+    copies = [1.8 * leaves for leaves in offloaded]
+    assert exposed_copies(copies, layers_on_device(offloaded, in_flight=1), 1.0, 2.0) == pytest.approx(10 * 1.8)
+
+
+def test_no_offloaded_layer_is_there_during_the_loss_if_two_more_layers_stay() -> None:
+    """However many layers are offloaded, and however long their copies take."""
+    for layers, seconds in itertools.product((4, 7, 16, 33), (0.5, 1.2, 1.8, 2.3, 9.0)):
+        costs = states(attention=1e9)
+        for state in OFFLOADED:
+            costs[state] = replace(costs[state], copy_seconds=seconds)
+        for resident in range(2, layers):
+            found = place(layers, costs, 10 * resident, 1e9, layer_seconds=(1.0, 2.0))
+            assert found is not None and found.count(KEEP) == resident
+            offloaded = [state == OFFLOAD for state in found.layers]
+            windows = layers_on_device(offloaded)
+            assert all(i + window < layers for i, window in enumerate(windows) if window)
+            assert exposed_seconds(found, seconds) <= exposed_seconds(in_order(Counter(found.layers)), seconds) + 1e-9
+
+
+def test_placements_of_many_spans_are_counted() -> None:
+    layers = (OFFLOAD, RECOMPUTE, OFFLOAD, KEEP, OFFLOAD, KEEP)
+    assert Placement(layers).words == "3 of 6 layers offload, 1 recompute"
+    assert Placement(layers[:4]).words == "layers 0 offload, 1 recompute, 2 offload, 3 keep"
+
+
 # ---- memory ---------------------------------------------------------------------------------------------------------
+
+
+def test_memory_is_planned_for_every_layer_where_offloaded_layers_are_spread() -> None:
+    run = planned_run(LLAMA, "--bf16 --remat attention --model_max_length 32K", 2)
+    placement = in_order({OFFLOAD: 13, KEEP: 19}, 2.0)
+    saved, layer = {}, saved_by_layer(run, KEEP)
+    for snapshot in snapshots(run, placement):
+        if found := re.fullmatch(r"backward of layer (\d+), MLP", snapshot.when):
+            saved[int(found[1])] = snapshot.parts.kept_activations
+        elif snapshot.when == "loss":
+            assert snapshot.parts.kept_activations == 19 * layer
+    staying = {i: i // 2 + 1 if i < 25 else i - 12 for i in range(32)}  # and layers on their way
+    moving = {i: 0 if i > 26 else 1 if i % 2 or i in (0, 26) else 2 for i in range(32)}
+    assert saved == {i: (staying[i] - (i % 2 == 0 and i < 25) + moving[i]) * layer for i in range(32)}
 
 
 @pytest.mark.parametrize(
@@ -645,7 +720,7 @@ def test_gathered_weights_are_kept_only_where_that_saves_time() -> None:
     """Both have the room; a step takes seconds at 32K, and most of an hour at 1M."""
 
     def keeps(length: str) -> bool:
-        words = f"--bf16 --lora_rank 16 --model_max_length {length}"
+        words = f"--bf16 --lora_rank 16 --remat attention --model_max_length {length}"
         run = planned_run(LLAMA, words, 1, gpu=72.8 * GIB, host=125 * GIB, chosen=True)
         return not make_plan(run).run.reshard_after_forward
 

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -25,7 +26,9 @@ from lightseq.distributed.mesh import World
 from lightseq.memory.planner import documents as planner_documents
 from lightseq.memory.planner.choice import make_plan
 from lightseq.memory.planner.documents import PackedDocuments, documents_of, read_documents
+from lightseq.memory.planner.placement import KEEP, OFFLOAD, in_order
 from lightseq.memory.planner.plan import plan_as_given
+from lightseq.memory.planner.rates import CHIPS
 from lightseq.models.architecture import inspect_architecture
 from lightseq.models.family import preset_config
 from lightseq.training.engine import plan_memory
@@ -119,12 +122,35 @@ def test_at_another_length_documents_keep_their_sizes() -> None:
 
 
 def test_the_choice_follows_from_the_time_of_the_documents() -> None:
-    """Short documents hide fewer copies, so recomputing products becomes faster than offloading them."""
-    run = planned_run(LLAMA, "--bf16 --packing best_fit --model_max_length 32K", 2, 72.8 * 2**30, chosen=True)
+    """Short documents hide fewer copies, so recomputing projections becomes faster than offloading their outputs."""
+    flags = "--bf16 --packing best_fit --lora_rank 16 --model_max_length 32K"
+    run = planned_run(LLAMA, flags, 1, 72.8 * 2**30, chosen=True)
     whole, packed = (make_plan(run.changed(documents=x)) for x in (None, QUARTER))
     as_whole = plan_as_given(whole.run.changed(documents=QUARTER), whole.placement)
-    assert whole.placement.offloads and not packed.placement.offloads
+    assert [plan.run.config.remat for plan in (whole, packed)] == ["attention+linears", "attention+mlp"]
     assert packed.step_seconds <= 1.01 * as_whole.step_seconds
+
+
+def test_layers_that_stay_hide_the_copies_of_offloaded_layers_between_them() -> None:
+    """A layer's copy takes nearly twice as long as its forward pass over documents of 8K."""
+    run = planned_run(LLAMA, "--bf16 --packing best_fit --model_max_length 32K", 2, chosen=True)
+    chip = CHIPS["h100-80gb"]
+    hardware = replace(run.hardware, chip=chip, gpu_memory=float(chip.memory_bytes))
+    plan = make_plan(run.changed(documents=QUARTER, hardware=hardware))
+    offloaded = [i for i, state in enumerate(plan.placement.layers) if state == OFFLOAD]
+    assert plan.fits and offloaded == [*range(0, 26, 2)] and "13 of 32 layers offload;" in str(plan)
+    contiguous = plan_as_given(plan.run, in_order(Counter(plan.placement.layers)))
+    exposed = [found.seconds["offloading, exposed"] for found in (plan, contiguous)]
+    assert exposed[0] == 0 and exposed[1] > 0.08 * plan.step_seconds
+
+
+@pytest.mark.parametrize("remat", ["none", "attention+linears", "attention+mlp"])
+def test_layers_that_save_products_offload_them_and_recompute_nothing_more(remat: str) -> None:
+    flags = f"--bf16 --packing best_fit --model_max_length 32K --offload auto --remat {remat}"
+    plan = make_plan(planned_run(LLAMA, flags, 2, 72.8 * 2**30).changed(documents=QUARTER))
+    assert plan.fits and set(plan.placement.layers) == {KEEP, OFFLOAD}
+    all_offload = plan_as_given(plan.run, in_order({OFFLOAD: 31, KEEP: 1}))
+    assert plan.step_seconds < 0.9 * all_offload.step_seconds
 
 
 def test_plan_prints_and_records_the_documents_of_the_data(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """Offloading of activations to host memory, with copies that overlap the computation.
 
-In the forward pass, a side stream copies a layer's tensors to the host while the next layer computes; then they are
-freed. In the backward pass, the previous layer's tensors are copied back while a layer computes. At most two layers'
-tensors are on the device.
+In the forward pass, a side stream copies a layer's tensors to the host while the next layers compute, up to the next
+offloaded one; then they are freed. In the backward pass, they are copied back while the same layers compute. At most
+two offloaded layers' tensors are on the device.
 """
 
 from bisect import bisect_left, insort
@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,15 +21,29 @@ from torch.utils._pytree import tree_leaves
 from lightseq.memory.pinned import PinnedMemory, empty_pageable
 
 MIN_BYTES = 1 << 20  # smaller tensors stay on the device; copying them is not worth it
-IN_FLIGHT = 2  # layers with tensors on the device: one that computes, one that is copied
+IN_FLIGHT = 2  # offloaded layers with tensors on the device: one that computes, one that is copied
 
 
 def layers_in_flight(tile_layers: bool) -> int:
-    """Returns the number of layers with tensors on the device at a time.
+    """Returns the number of offloaded layers with tensors on the device at a time.
 
     Tiled layers compute for seconds, so copies need no overlap, and one layer saves memory.
     """
     return 1 if tile_layers else IN_FLIGHT
+
+
+def layers_on_device(offloaded: Sequence[bool], in_flight: int = IN_FLIGHT) -> list[int]:
+    """Returns for how many layers, itself included, each offloaded layer has tensors on the device; 0 if it stays.
+
+    With two layers in flight that is up to the next offloaded layer. Copies of the last one get as much time as those
+    of the one before.
+    """
+    places = [i for i, leaves in enumerate(offloaded) if leaves]
+    distances = [later - earlier for earlier, later in pairwise(places)]
+    windows = [0] * len(offloaded)
+    for place, distance in zip(places, [*distances, *(distances[-1:] or [1])], strict=False):
+        windows[place] = 1 + (distance if in_flight > 1 else 0)
+    return windows
 
 
 class HostBufferPool:
@@ -77,17 +92,17 @@ class OffloadedTensor:
 
 
 class OnDeviceTensor:
-    """A saved tensor that stays on the device. Reading it starts fetching the previous layer's tensors."""
+    """A saved tensor that stays on the device. Reading it starts fetching tensors that earlier layers will need."""
 
     def __init__(self, layer: "_Layer", tensor: Tensor) -> None:
         self.layer, self.tensor = layer, tensor
 
 
 class _Layer:
-    """Saved tensors of one layer in one forward pass."""
+    """Saved tensors of one layer in one forward pass, and the number of layers for which they are on the device."""
 
-    def __init__(self, index: int, shared: set[int], stays: bool) -> None:
-        self.index, self.shared, self.stays = index, shared, stays  # shared: storages that are not offloaded
+    def __init__(self, index: int, shared: set[int], window: int) -> None:
+        self.index, self.shared, self.window = index, shared, window  # shared: storages that are not offloaded
         self.stored: dict[tuple, OffloadedTensor] = {}
         self.offloaded: torch.cuda.Event | None = None
         self.fetch_done: torch.cuda.Event | None = None
@@ -116,8 +131,9 @@ class Offload:
         The module `after` them stores its tensors on the device, because the backward pass reaches it first.
         Parameters, and tensor arguments after the first, are shared between layers and stay on the device.
         """
-        for index, layer in enumerate(layers):
-            forward = partial(self._forward, index, layer, layer in staying, layer.forward)
+        windows = layers_on_device([layer not in staying for layer in layers], self._in_flight)
+        for index, (layer, window) in enumerate(zip(layers, windows, strict=True)):
+            forward = partial(self._forward, index, layer, window, layer.forward)
             layer.forward = forward  # type: ignore[method-assign]
         after.forward = partial(self._after, after.forward)  # type: ignore[method-assign]
 
@@ -126,7 +142,7 @@ class Offload:
         layer = self._running
         if layer is None or not self._is_offloadable(tensor, layer):
             return tensor
-        if layer.stays:
+        if not layer.window:
             return OnDeviceTensor(layer, tensor)
         key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if key not in layer.stored:
@@ -155,7 +171,7 @@ class Offload:
             self._freed = None
 
     def fetch(self, stored: OffloadedTensor | OnDeviceTensor | Tensor) -> Tensor:
-        """Returns the tensor on the device, and starts fetching the previous layer's tensors.
+        """Returns the tensor on the device, and starts fetching tensors that earlier layers will need.
 
         Raises RuntimeError if the tensor was freed, as in a second backward pass.
         """
@@ -177,11 +193,12 @@ class Offload:
         self._start_fetch(layer)
         _wait_for(layer.fetch_done)
         layer.fetched = True
-        if layer.index and self._in_flight > 1:
-            self._start_fetch(self._layers[layer.index - 1])
+        for earlier in reversed(self._layers[: layer.index]):
+            if earlier.index + earlier.window > layer.index:
+                self._start_fetch(earlier)
 
     def _forward(
-        self, index: int, layer: nn.Module, stays: bool, forward: Callable[..., Any], *args: Any, **kwargs: Any
+        self, index: int, layer: nn.Module, window: int, forward: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
@@ -190,9 +207,9 @@ class Offload:
                 self._release(old)
             self._layers, self.offloaded_bytes, self.on_device_bytes = [], 0, 0
         others = [x for x in tree_leaves((args[1:], kwargs)) if isinstance(x, Tensor)]
-        self._running = _Layer(index, {_storage(x) for x in (*others, *layer.parameters())}, stays)
+        self._running = _Layer(index, {_storage(x) for x in (*others, *layer.parameters())}, window)
         self._layers.append(self._running)
-        self._drop_original(index - self._in_flight)
+        self._drop_originals(index)
         try:
             with saved_tensors_hooks(self.store, self.fetch):
                 return forward(*args, **kwargs)
@@ -201,18 +218,19 @@ class Offload:
 
     def _after(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
-            self._drop_original(len(self._layers) - self._in_flight)
+            self._drop_originals(len(self._layers))
         return forward(*args, **kwargs)
 
-    def _drop_original(self, index: int) -> None:
-        """Drops the device copies of a layer's offloaded tensors."""
-        if index < 0:
-            return
-        _wait_for(self._layers[index].offloaded)  # the device waits before the memory is reused
-        for stored in self._layers[index].stored.values():
-            if stored.original is not None and _storage(stored.original) == self._freed:
-                stored.original.untyped_storage().resize_(0)
-            stored.original = None
+    def _drop_originals(self, index: int) -> None:
+        """Drops the device copies of the layer whose tensors are on the device up to layer `index`."""
+        for layer in self._layers:
+            if not layer.window or layer.index + layer.window != index:
+                continue
+            _wait_for(layer.offloaded)  # the device waits before the memory is reused
+            for stored in layer.stored.values():
+                if stored.original is not None and _storage(stored.original) == self._freed:
+                    stored.original.untyped_storage().resize_(0)
+                stored.original = None
 
     def _start_fetch(self, layer: _Layer) -> None:
         """Starts copying a layer's tensors back to the device."""

@@ -6,7 +6,7 @@ from functools import lru_cache
 from math import ceil
 
 from lightseq.config.remat_policies import STORE_MLP, STORES_MLP
-from lightseq.memory.offload import layers_in_flight
+from lightseq.memory.offload import IN_FLIGHT, layers_in_flight, layers_on_device
 from lightseq.memory.planner.attention_memory import AttentionMemory, attention_memory
 from lightseq.memory.planner.breakdown import Breakdown, loss_bytes, moments_of, saved_bytes
 from lightseq.memory.planner.placement import KEEP, OFFLOADED, RECOMPUTE, RECOMPUTED, Placement
@@ -41,9 +41,11 @@ def peak(run: PlannedRun, placement: Placement) -> Snapshot:
 
 def snapshots(run: PlannedRun, placement: Placement) -> Iterator[Snapshot]:
     yield _loss(run, placement)
-    last = run.groups - 1
-    # Memory changes linearly from the second to the second-to-last group.
-    for group in sorted({0, 1, last // 2, last - 1, last} & set(range(run.groups))):
+    last, groups = run.groups - 1, set(range(run.groups))
+    if max(windows_of(run, placement)) <= IN_FLIGHT:  # no layer stays between offloaded ones
+        # Memory changes linearly from the second to the second-to-last group.
+        groups &= {0, 1, last // 2, last - 1, last}
+    for group in sorted(groups):
         for name in backward_points(run):
             yield _backward(run, placement, group, name)
     yield _end_of_backward(run)
@@ -68,6 +70,11 @@ def in_flight(run: PlannedRun) -> int:
     return layers_in_flight(run.config.tiles_layers)
 
 
+def windows_of(run: PlannedRun, placement: Placement) -> list[int]:
+    """Returns for how many groups, itself included, each offloaded group has tensors on the GPU; 0 if it stays."""
+    return layers_on_device([state in OFFLOADED for state in placement.layers[:: run.group_size]], in_flight(run))
+
+
 # ---- saved activations ----------------------------------------------------------------------------------------------
 
 
@@ -87,18 +94,10 @@ def _group_state(run: PlannedRun, placement: Placement, group: int) -> str:
 
 def _saved_on_gpu(run: PlannedRun, placement: Placement, last: int) -> float:
     """Returns the bytes that groups up to `last` have on the GPU: those that stay, and offloaded ones in flight."""
-    resident, offloaded, stayed_since = 0.0, [], 0
-    groups = placement.layers[:: run.group_size][: last + 1]
+    groups = placement.layers[:: run.group_size]
     sizes = {state: saved_by_group(run, state) for state in set(groups)}
-    for state in groups:
-        if state in OFFLOADED:
-            offloaded.append(sizes[state])
-            stayed_since = 0
-        else:
-            resident += sizes[state]
-            stayed_since += 1
-    moving = max(0, in_flight(run) - stayed_since)  # a layer that stays takes the place of one in flight
-    return resident + sum(offloaded[max(0, len(offloaded) - moving) :])
+    windows = windows_of(run, placement)[: last + 1]
+    return sum(sizes[groups[i]] for i, window in enumerate(windows) if not window or i + window > last)
 
 
 def _saved_by_rerun(run: PlannedRun, placement: Placement, group: int) -> float:

@@ -1,6 +1,7 @@
 """Activation placement: for every layer, whether its activations stay on the GPU, are offloaded or are recomputed.
 
 The choice depends only on the bytes and seconds of a layer in each state, two budgets, and the number of layers.
+Offloaded layers are spread among layers that stay if one layer's copy takes longer than one layer's compute.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,15 +15,20 @@ from numpy.typing import NDArray
 KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD = "keep", "offload", "recompute", "recompute_offload"
 OFFLOADED, RECOMPUTED = (OFFLOAD, RECOMPUTE_OFFLOAD), (RECOMPUTE, RECOMPUTE_OFFLOAD)
 STATES = (OFFLOAD, RECOMPUTE_OFFLOAD, RECOMPUTE, KEEP)  # from first to last layer: the first are needed last
+MOST_SPANS = 4  # runs of layers with one state that a line of text lists
 
 
 @dataclass(frozen=True)
 class State:
-    """Cost of a layer in a state: bytes on GPU and host between forward and backward, and seconds per step."""
+    """Cost of a layer in a state: bytes on GPU and host between forward and backward, and seconds per step.
+
+    `copy_seconds` are those of copies in one direction, which compute may hide.
+    """
 
     device_bytes: float
     host_bytes: float
     seconds: float
+    copy_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -45,37 +51,91 @@ class Placement:
 
     @property
     def words(self) -> str:
-        """Returns a text such as `layers 0-11 offload, 12-31 keep`."""
+        """Returns a text such as `layers 0-11 offload, 12-31 keep` or `12 of 32 layers offload`."""
         spans, first = [], 0
         for state, run in groupby(self.layers):
             last = first + len(list(run)) - 1
-            spans.append(f"{f'{first}-{last}' if last > first else first} {state.replace('_', ' and ')}")
+            spans.append(f"{f'{first}-{last}' if last > first else first} {_in_words(state)}")
             first = last + 1
-        return f"layer{'s' * (len(self.layers) > 1)} {', '.join(spans)}"
+        if len(spans) <= MOST_SPANS:
+            return f"layer{'s' * (len(self.layers) > 1)} {', '.join(spans)}"
+        counts = [(self.count(state), _in_words(state)) for state in STATES if state != KEEP and self.count(state)]
+        (most, first_state), *others = counts
+        return ", ".join([f"{most} of {len(self.layers)} layers {first_state}", *(f"{n} {word}" for n, word in others)])
+
+
+def _in_words(state: str) -> str:
+    return state.replace("_", " and ")
 
 
 def place(
-    layers: int, states: Mapping[str, State], device_bytes: float, host_bytes: float, in_flight: int = 2
+    layers: int,
+    states: Mapping[str, State],
+    device_bytes: float,
+    host_bytes: float,
+    in_flight: int = 2,
+    layer_seconds: Sequence[float] = (0.0, 0.0),
 ) -> Placement | None:
     """Returns the fastest placement within both budgets, or None if no placement fits.
 
     Ties go to the least host memory, then the least GPU memory. `device_bytes` is the budget for saved activations
-    only. Up to `in_flight` offloaded layers are on the GPU at a time, one fewer per layer that stays.
+    only. Up to `in_flight` offloaded layers are on the GPU at a time, one fewer per layer that stays; those that are
+    spread may take a little more than the budget. `layer_seconds` are those of a layer's compute, forward and backward,
+    which hide copies if two layers are in flight.
     """
     counts = _candidates(layers, states, device_bytes, in_flight)
     device = _device_bytes(counts, states, in_flight)
     host = sum(counts[name] * states[name].host_bytes for name in STATES)
-    seconds = sum(counts[name] * states[name].seconds for name in STATES)
+    hidden_by = layer_seconds if in_flight > 1 else (0.0, 0.0)
+    strides = _strides(layers, counts, states, hidden_by)
+    seconds = sum(
+        counts[name] * (states[name].seconds + _exposed_seconds(states[name].copy_seconds, strides, hidden_by))
+        for name in STATES
+    )
     fitting = np.flatnonzero((device <= device_bytes) & (host <= host_bytes))
     if not len(fitting):
         return None
     keys = (seconds, host, device, *(counts[name] for name in STATES))
     best = fitting[np.lexsort([key[fitting] for key in reversed(keys)])[0]]  # lexsort sorts by its last key first
-    return in_order({name: int(counts[name][best]) for name in STATES})
+    return in_order({name: int(counts[name][best]) for name in STATES}, float(strides[best]))
 
 
-def in_order(counts: Mapping[str, int]) -> Placement:
-    return Placement(tuple(state for state in STATES for _ in range(counts.get(state, 0))))
+def in_order(counts: Mapping[str, int], stride: float = 1.0) -> Placement:
+    """Returns the placement of so many layers per state; offloaded ones are `stride` layers apart on average."""
+    ordered = [state for state in STATES for _ in range(counts.get(state, 0))]
+    offloaded = [state for state in ordered if state in OFFLOADED]
+    staying = iter(ordered[len(offloaded) :])
+    at = {int(k * stride): state for k, state in enumerate(offloaded)}
+    return Placement(tuple(at[i] if i in at else next(staying) for i in range(len(ordered))))
+
+
+def _strides(
+    layers: int, counts: Mapping[str, NDArray[Any]], states: Mapping[str, State], layer_seconds: Sequence[float]
+) -> NDArray[Any]:
+    """Returns each candidate's mean distance between offloaded layers: what hides their copies, or less without room.
+
+    The last offloaded layer needs as many layers after it, and the last layer of all besides, so that no offloaded
+    layer is on the GPU during the loss.
+    """
+    needed = 1.0
+    for name in OFFLOADED:
+        ratio = max((states[name].copy_seconds / seconds for seconds in layer_seconds if seconds), default=1.0)
+        needed = np.maximum(needed, np.where(counts[name] > 0, np.ceil(ratio), 1.0))
+    offloaded = counts[OFFLOAD] + counts[RECOMPUTE_OFFLOAD]
+    return np.maximum(1.0, np.minimum(needed, (layers - 2) / np.maximum(offloaded, 1)))
+
+
+def _exposed_seconds(copy: float, strides: NDArray[Any], layer_seconds: Sequence[float]) -> Any:
+    """Returns the seconds of an offloaded layer's copies, in both directions, that no compute hides.
+
+    Distances are whole numbers: where a stride lies between two of them, it is the mean of these.
+    """
+    short = np.floor(strides)
+    return sum(
+        (1 + short - strides) * np.maximum(0.0, copy - short * seconds)
+        + (strides - short) * np.maximum(0.0, copy - (short + 1) * seconds)
+        for seconds in layer_seconds
+    )
 
 
 def _candidates(

@@ -4,6 +4,7 @@ Nothing is built or run. Sizes follow from the model's config and the flags, rat
 """
 
 import math
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final
@@ -29,14 +30,22 @@ from lightseq.memory.planner.placement import (
     RECOMPUTE_OFFLOAD,
     Placement,
     State,
+    in_order,
     place,
 )
 from lightseq.memory.planner.rates import MARGIN, PROCESS_BYTES
 from lightseq.memory.planner.run import PlannedRun
-from lightseq.memory.planner.step_time import attention_seconds, copy_seconds, layer_seconds, step_seconds
+from lightseq.memory.planner.step_time import (
+    FORWARD_AND_BACKWARD,
+    attention_seconds,
+    copy_seconds,
+    layer_seconds,
+    step_seconds,
+)
 from lightseq.models.flops import mfu, model_flops
 
 PLANNED_FLAGS: Final = ("torch_compile", "remat", "layers_per_checkpoint", "tile_layers", "offload")
+UNKNOWN_SECONDS = 1e6  # per layer; more than a step takes, so that nothing of unknown time is chosen if others fit
 
 
 @dataclass(frozen=True)
@@ -175,13 +184,21 @@ def placement_of(run: PlannedRun) -> Placement:
 
 
 def _fastest(run: PlannedRun) -> Placement:
-    usable, states = usable_gpu_bytes(run), layer_states(run)
+    usable, states, found = usable_gpu_bytes(run), layer_states(run), []
     room = usable - peak_without_activations(run)
-    while (found := place(run.layers, states, room, _host_budget(run), in_flight(run))) is not None:
-        over = peak(run, found).parts.total - usable
+    compute = layer_seconds(run, Placement((KEEP,) * run.layers))
+    hidden_by = [share * compute for share in FORWARD_AND_BACKWARD]
+    while (spread := place(run.layers, states, room, _host_budget(run), in_flight(run), hidden_by)) is not None:
+        over = peak(run, spread).parts.total - usable
         if over <= 0:
-            return found
+            found.append(spread)
+            break
+        contiguous = in_order(Counter(spread.layers))  # the layers that stay are done before gradients accumulate
+        if not found and contiguous != spread and peak(run, contiguous).parts.total <= usable:
+            found.append(contiguous)
         room -= max(over, states[KEEP].device_bytes / 4)  # memory peaks later, when gradients have accumulated
+    if found:
+        return min(found, key=lambda placement: sum(step_seconds(run, placement).values()))
     return _offload_first_layers(run, RECOMPUTE, RECOMPUTE_OFFLOAD)
 
 
@@ -195,15 +212,15 @@ def _offload_first_layers(run: PlannedRun, resident: str, offloaded: str) -> Pla
 
 def layer_states(run: PlannedRun) -> dict[str, State]:
     """Returns the cost of one layer by state."""
-    forward, _ = attention_seconds(run)
-    compute = layer_seconds(run, Placement((KEEP,) * run.layers))
+    # Under other policies more than attention is recomputed. The time of that is not known.
+    again = attention_seconds(run)[0] if run.config.remat_policy == "attention" else UNKNOWN_SECONDS
     everything, layer_input = saved_by_layer(run, KEEP), saved_by_layer(run, RECOMPUTE)
-    copy, copy_input = (copy_seconds(run, state, compute) for state in (OFFLOAD, RECOMPUTE_OFFLOAD))
+    copy, copy_input = (copy_seconds(run, state) for state in (OFFLOAD, RECOMPUTE_OFFLOAD))
     return {
         KEEP: State(device_bytes=everything, host_bytes=0.0, seconds=0.0),
-        OFFLOAD: State(device_bytes=0.0, host_bytes=everything, seconds=copy),
-        RECOMPUTE: State(device_bytes=layer_input, host_bytes=0.0, seconds=forward),
-        RECOMPUTE_OFFLOAD: State(device_bytes=0.0, host_bytes=layer_input, seconds=forward + copy_input),
+        OFFLOAD: State(device_bytes=0.0, host_bytes=everything, seconds=0.0, copy_seconds=copy),
+        RECOMPUTE: State(device_bytes=layer_input, host_bytes=0.0, seconds=again),
+        RECOMPUTE_OFFLOAD: State(0.0, host_bytes=layer_input, seconds=again, copy_seconds=copy_input),
     }
 
 

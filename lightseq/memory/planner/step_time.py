@@ -1,11 +1,12 @@
 """Predicted seconds of a training step by part, on the slowest rank."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from math import ceil
 
 from lightseq.memory.planner import rates
-from lightseq.memory.planner.memory import in_flight, saved_by_group
+from lightseq.memory.planner.memory import saved_by_group, windows_of
 from lightseq.memory.planner.placement import OFFLOADED, RECOMPUTED, Placement
 from lightseq.memory.planner.run import FLOAT32, PlannedRun
 from lightseq.models.flops import recompute_flops
@@ -177,16 +178,40 @@ def _collective_rate(run: PlannedRun, ranks: int) -> float:
 
 def _exposed_copies(run: PlannedRun, placement: Placement, layer_seconds: float) -> float:
     """Returns the seconds of activation copies, in both directions, that the layers' compute does not hide."""
-    copies = [placement.count(state) / run.group_size * copy_seconds(run, state, layer_seconds) for state in OFFLOADED]
-    return sum(copies)
+    if not placement.offloads:
+        return 0.0
+    forward, backward = (share * run.group_size * layer_seconds for share in FORWARD_AND_BACKWARD)
+    seconds = {state: copy_seconds(run, state) for state in OFFLOADED}
+    copies = [seconds.get(state, 0.0) for state in placement.layers[:: run.group_size]]
+    return exposed_copies(copies, windows_of(run, placement), forward, backward)
 
 
-def copy_seconds(run: PlannedRun, state: str, layer_seconds: float) -> float:
-    """Returns a group's exposed copy seconds: out during its forward pass, back during its backward pass."""
-    copied = saved_by_group(run, state) / host_link(run)
-    if in_flight(run) == 1:  # copies do not overlap compute
-        return 2 * copied
-    return sum(max(0.0, copied - share * run.group_size * layer_seconds) for share in FORWARD_AND_BACKWARD)
+def exposed_copies(copies: Sequence[float], windows: Sequence[int], forward: float, backward: float) -> float:
+    """Returns the seconds for which layers wait for copies, forward and backward.
+
+    `copies` are each layer's seconds in one direction, `windows` its layers on the device (`layers_on_device`). Copies
+    run one after another. One to the host begins after the layer's forward pass, and the layer after the window waits
+    for it. One back begins with the backward pass of the window's last layer, and the layer itself waits for it.
+    """
+    layers, ends = len(copies), {i + window: i for i, window in enumerate(windows) if window}
+    copied, now, link = [0.0] * layers, 0.0, 0.0  # ends of each copy, of compute so far, and of all copies so far
+    for i in range(layers):
+        now = max(now, copied[ends[i]] if i in ends else 0.0) + forward
+        if windows[i]:
+            copied[i] = link = max(link, now) + copies[i]
+    exposed = now - layers * forward
+    copied, now, link = [0.0] * layers, 0.0, 0.0
+    for i in reversed(range(layers)):
+        if i + 1 < layers and i + 1 in ends:  # a layer that is on the GPU during the loss needs no copy
+            earlier = ends[i + 1]
+            copied[earlier] = link = max(link, now) + copies[earlier]
+        now = max(now, copied[i]) + backward
+    return max(0.0, exposed + now - layers * backward)
+
+
+def copy_seconds(run: PlannedRun, state: str) -> float:
+    """Returns the seconds of copying what a group of layers saves, in one direction."""
+    return saved_by_group(run, state) / host_link(run)
 
 
 def _exposed_weights(run: PlannedRun, layer_seconds: float) -> float:
