@@ -44,7 +44,7 @@ from lightseq.tools.plan.rehearsal import NOWHERE, TakenByForward, made_up_input
 from lightseq.training.engine import build_engine
 from lightseq.training.loop import Trainer
 
-TIMEOUT_SECONDS = 300.0  # per point
+TIMEOUT_SECONDS = 600.0  # per point
 FIXED = "--remat attention --layers_per_checkpoint 1 --tile_layers False --offload none"  # the planner decides nothing
 WORKER = "--worker"  # first argument of a rank's process
 
@@ -75,6 +75,7 @@ BOTH_8BIT = f"--offload both {EIGHT_BIT}"
 WITHIN_70 = "--offload auto --device_memory_budget 70"  # as on a GPU of 80 GB
 WITHIN_70_8BIT = f"{WITHIN_70} {EIGHT_BIT}"
 LEAST = f"{BOTH_8BIT} --layers_per_checkpoint 4 --remat full --tile_layers True"  # memory per GPU
+LORA = "--lora_rank 16"
 POINTS = (
     Point("1b 32K", 2, "llama3.2-1b", 32 * K, steps=5),
     Point("1b 128K", 2, "llama3.2-1b", 128 * K),
@@ -103,6 +104,8 @@ POINTS = (
     Point("8b 32K, auto within 70 GiB, adamw_8bit, one GPU", 1, "llama3-8b", 32 * K, WITHIN_70_8BIT, None, 1, 2),
     Point("8b 128K, auto within 70 GiB, adamw_8bit, one GPU", 1, "llama3-8b", 128 * K, WITHIN_70_8BIT, None, 1, 1),
     Point("8b 16K, auto within 70 GiB, one GPU", 1, "llama3-8b", 16 * K, WITHIN_70, None, 1, 2),
+    Point("8b LoRA 256K, offload auto, one GPU", 1, "llama3-8b", 256 * K, f"{LORA} --offload auto", None, 1, 2),
+    Point("8b LoRA, 1 layer, 1M, one GPU", 1, "llama3-8b", 1024 * K, f"{LORA} --tile_layers True", 1, 1, 1),
 )  # fmt: skip
 
 
@@ -117,7 +120,7 @@ def main(words: Sequence[str]) -> int:
     about, begin = provenance(flags.commit), time.monotonic()
     for point in POINTS:
         left = 60 * flags.minutes - (time.monotonic() - begin)
-        if point.name in done or point.gpus not in flags.gpus:
+        if point.name in done or point.gpus not in flags.gpus or flags.points not in point.name:
             continue
         if left < 60:
             print(f"{point.name}: no time left; run the same command to continue here")
@@ -131,6 +134,7 @@ def main(words: Sequence[str]) -> int:
 def parser() -> Parser:
     out = Parser("benchmarks/plan_points.py", __doc__)
     out.add_argument("--gpus", type=listed(positive), default="1,2", help="measure points for these numbers of GPUs")
+    out.add_argument("--points", default="", metavar="TEXT", help="measure only points whose name contains this text")
     out.add_argument("--minutes", type=float, default=60.0, help="start no point after this time")
     out.add_output("outputs/plan-points.jsonl")
     return out
