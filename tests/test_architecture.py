@@ -69,6 +69,20 @@ def test_counts_are_those_of_the_model_and_of_torch(model_type: str) -> None:
     assert counter.get_total_flops() - sum(rotary.values()) == model_flops(config, 16, 1) + masked
 
 
+@pytest.mark.parametrize(
+    ("model_type", "extra"),
+    [
+        ("mistral", 0),
+        ("olmo2", 4 * 8 + 2 * 8),  # of all queries and all keys
+        ("qwen3", 4 * 16 + 2 * 16),
+        ("gemma3_text", 2 * 32 + 4 * 8 + 2 * 8),  # behind attention and the MLP, of queries and keys
+    ],
+)
+def test_norms_beyond_those_of_llama_are_counted(model_type: str, extra: int) -> None:
+    config = CONFIG_MAPPING[model_type](**TINY | MODELS[model_type])
+    assert inspect_architecture(config).extra_normalized == extra
+
+
 def test_a_config_that_was_changed_is_inspected_again() -> None:
     config = config_of("qwen2")
     before = inspect_architecture(config)

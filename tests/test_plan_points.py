@@ -26,7 +26,7 @@ from lightseq.memory.planner.choice import SAME_SPEED, make_plan
 from lightseq.memory.planner.documents import PackedDocuments
 from lightseq.memory.planner.placement import Placement, in_order
 from lightseq.memory.planner.plan import Plan, plan_as_given
-from lightseq.memory.planner.rates import GIB, MATRIX_SHARE, PROCESS_BYTES, chip_of_device
+from lightseq.memory.planner.rates import CHIPS, GIB, MATRIX_SHARE, PROCESS_BYTES, chip_of_device
 from lightseq.memory.planner.run import Hardware, PlannedRun
 from lightseq.memory.planner.step_time import matrix_seconds
 from lightseq.schedule import auto, head_groups
@@ -47,6 +47,7 @@ SPREAD = [  # as the planner chose, since it spreads offloaded layers
     for r in read_lines(RESULTS / f"{name}.jsonl")
     if r["implementation"] == "lightseq"
 ]
+GEMMA = [r for r in read_lines(RESULTS / "step-gemma3-4b-2xh200.jsonl") if r["label"] == "lightseq"]
 MEASURED = [r for r in POINTS + GLUE if not r["skipped"]]
 # Measured while one layer more that leaves was there beside those that stay, and with heads in fewer turns.
 TOOK_MORE = ("8b, 8 layers, 128K, offload both",)
@@ -158,6 +159,14 @@ def test_spread_layers_are_planned_within_five_percent_and_ten(record: dict[str,
     assert plan.run.config.remat == record["remat"]
     assert plan.parts.total == pytest.approx(record["peak_memory_allocated_bytes"], rel=0.05)
     assert plan.step_seconds == pytest.approx(record["step_seconds"], rel=0.10)
+
+
+@pytest.mark.parametrize("record", GEMMA, ids=[f"{r['length']}, {r['commit']}" for r in GEMMA])
+def test_norms_beyond_those_of_llama_count_in_memory(record: dict[str, Any]) -> None:
+    config = parse([*NEEDED, "--bf16", "--model_max_length", str(record["length"])], "").for_planner(on_gpu=True)
+    hardware = Hardware(CHIPS["h200"], record["world"], 8, record["hardware"]["memory_bytes"], 256 * GIB)
+    plan = make_plan(PlannedRun(model_of(record["model"])[1], config, hardware))
+    assert plan.parts.total == pytest.approx(record["peak_memory_allocated_bytes"], rel=0.05)
 
 
 def packed_run(record: dict[str, Any]) -> tuple[PlannedRun, PackedDocuments]:

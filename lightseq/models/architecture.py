@@ -63,6 +63,7 @@ class Architecture:
     layer_linears: int  # weights of the linears in all layers
     ending_linears: int  # part of layer_linears: each layer's last linear, whose output no backward pass needs
     head: int  # weights of the LM head, tied or not
+    extra_normalized: int  # elements per token that the norms of a layer take, beyond Llama's two of the hidden size
 
     def has_windows(self, length: int) -> bool:
         """Returns whether some layer does not see a whole sequence of this length."""
@@ -227,7 +228,7 @@ def _inspect(kind: Any, text: str) -> Architecture:
         raise ValueError(f"{name} does not consist of embeddings, layers, a norm and a linear head; use another model")
     _check_parts(model, layers)
     try:
-        heads, passes_documents, ends, mlp_is_last = _run_on_meta(model, layers)
+        heads, passes_documents, ends, mlp_is_last, normalized = _run_on_meta(model, layers)
         logit_transform = _logit_transform(model, head)
     except ValueError:
         raise
@@ -250,6 +251,7 @@ def _inspect(kind: Any, text: str) -> Architecture:
         layer_linears=sum(linear.weight.numel() for linear in _linears(layers)),
         ending_linears=sum(linear.weight.numel() for linear in ends),
         head=head.weight.numel(),
+        extra_normalized=max(0, normalized // len(layers) - 2 * config.hidden_size),
     )
 
 
@@ -283,13 +285,14 @@ def _check_parts(model: PreTrainedModel, layers: nn.ModuleList) -> None:
         raise ValueError(f"{name} has random buffers ({', '.join(drawn[:3])}); use another model")
 
 
-def _run_on_meta(model: PreTrainedModel, layers: nn.ModuleList) -> tuple[Heads, bool, list[nn.Linear], bool]:
+def _run_on_meta(model: PreTrainedModel, layers: nn.ModuleList) -> tuple[Heads, bool, list[nn.Linear], bool, int]:
     """Runs the model once on the meta device.
 
-    Returns the attention heads of every layer, whether packed documents reach attention, each layer's last linear, and
-    whether no layer saves anything after its MLP.
+    Returns the attention heads of every layer, whether packed documents reach attention, each layer's last linear,
+    whether no layer saves anything after its MLP, and the elements per token that all norms of the layers take.
     """
     name, calls, ran = type(model).__name__, list[tuple[Heads, Any]](), list[nn.Linear]()
+    normalized: list[int] = []
     documents, keys = object(), list[tuple[nn.Module, Tensor]]()
 
     def probe(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any = None, **others: Any) -> Any:
@@ -310,6 +313,8 @@ def _run_on_meta(model: PreTrainedModel, layers: nn.ModuleList) -> tuple[Heads, 
     ends: list[nn.Linear] = []
     hooks = [linear.register_forward_hook(lambda linear, *_: ran.append(linear)) for linear in _linears(layers)]
     hooks += [layer.register_forward_hook(lambda *_: ends.append(ran[-1])) for layer in layers]
+    norms = [module for module in layers.modules() if "Norm" in type(module).__name__]
+    hooks += [norm.register_forward_hook(lambda *call: normalized.append(call[-1].numel())) for norm in norms]
     for rope in [
         m for m in model.modules() if hasattr(m, "inv_freq") or isinstance(getattr(m, "rope_type", None), dict)
     ]:
@@ -322,7 +327,8 @@ def _run_on_meta(model: PreTrainedModel, layers: nn.ModuleList) -> tuple[Heads, 
         hook.remove()
     if len(calls) != len(layers) or any(heads != calls[0][0] for heads, _ in calls):
         raise ValueError(f"{name} has layers with different attention; use a model with one kind of layer")
-    return calls[0][0], all(passed is documents for _, passed in calls), ends, not any(saved)
+    passes_documents = all(passed is documents for _, passed in calls)
+    return calls[0][0], passes_documents, ends, not any(saved), sum(normalized) // TOKENS
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from lightseq.config.remat_policies import STORE_LINEARS, STORES_MLP
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.mesh import local_part
 from lightseq.memory.planner.rates import GIB, SAVED_WITHOUT_REMAT, Widths
-from lightseq.models.architecture import Heads, heads_of
+from lightseq.models.architecture import Architecture, Heads, inspect_architecture
 from lightseq.modules.loss import CHUNK_TOKENS
 
 MASTER_BYTES = 4  # per weight, and per optimizer moment
@@ -59,13 +59,13 @@ def moments_of(config: TrainConfig) -> float:
 
 def kept_activations(model: PreTrainedConfig, config: TrainConfig, tokens: int) -> int:
     """Returns the bytes that all layers save for the backward pass of `tokens` local tokens, on GPU or host."""
-    heads, group = heads_of(model), config.group_size
-    sizes = widths_of(model, heads)
-    layer = saved_bytes(sizes, heads.query, config)
+    architecture, group = inspect_architecture(model), config.group_size
+    sizes = widths_of(model, architecture.heads)
+    layer = saved_bytes(sizes, architecture, config)
     if group == 1:
         return int(model.num_hidden_layers * tokens * layer)
     groups = -(-model.num_hidden_layers // group)
-    return int(tokens * (groups * saved_bytes(sizes, heads.query, config, "full") + group * layer))
+    return int(tokens * (groups * saved_bytes(sizes, architecture, config, "full") + group * layer))
 
 
 def widths_of(model: PreTrainedConfig, heads: Heads) -> Widths:
@@ -75,7 +75,7 @@ def widths_of(model: PreTrainedConfig, heads: Heads) -> Widths:
     return Widths(hidden, heads.query * heads.dim, heads.key_value * heads.dim, intermediate)
 
 
-def saved_bytes(sizes: Widths, query_heads: int, config: TrainConfig, policy: str | None = None) -> float:
+def saved_bytes(sizes: Widths, architecture: Architecture, config: TrainConfig, policy: str | None = None) -> float:
     """Returns the bytes per token that a layer saves under a remat policy (default: the config's).
 
     `full` saves the layer's input, `attention` also attention's output and log-sum-exp, `attention+mlp` also gate and
@@ -83,9 +83,10 @@ def saved_bytes(sizes: Widths, query_heads: int, config: TrainConfig, policy: st
     """
     policy = policy or config.remat_policy
     itemsize = 4 if config.compute_dtype == "float32" else 2
-    log_sum_exp = 4 * query_heads
+    log_sum_exp = 4 * architecture.heads.query
     if policy == "none":
-        return itemsize * SAVED_WITHOUT_REMAT[config.compiles].dot(sizes) + log_sum_exp
+        elements = SAVED_WITHOUT_REMAT[config.compiles].dot(sizes) + architecture.extra_normalized
+        return itemsize * elements + log_sum_exp
     elements = sizes.hidden
     if policy != "full":
         elements += sizes.attention

@@ -127,6 +127,8 @@ def _loss(run: PlannedRun, placement: Placement) -> Snapshot:
 def _backward(run: PlannedRun, placement: Placement, group: int, name: str) -> Snapshot:
     point, state = backward_points(run)[name], _group_state(run, placement, group)
     working = _bytes(run, point.widths) + _weights_and_gradients(run, group)
+    if run.config.remat_policy != "none":  # the inputs of these norms are recomputed
+        working += run.tokens * run.itemsize * run.architecture.extra_normalized
     if point.in_mlp:
         working += _tiled_mlp_bytes(run)
     if point.in_attention:
@@ -237,7 +239,7 @@ def attention_of(run: PlannedRun) -> AttentionMemory:
 
 
 def _saved_under(run: PlannedRun, policy: str | None) -> float:
-    return saved_bytes(run.widths, run.architecture.heads.query, run.config, policy)
+    return saved_bytes(run.widths, run.architecture, run.config, policy)
 
 
 def _bytes(run: PlannedRun, widths: Widths) -> float:

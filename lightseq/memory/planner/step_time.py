@@ -104,6 +104,8 @@ def _elementwise_bytes(run: PlannedRun) -> float:
         always, repeated = replace(always, intermediate=mlp), replace(repeated, intermediate=0)
     repeats = 0 if run.config.remat_policy == "none" else 2 if run.group_size > 1 else 1
     elements = always.dot(run.widths) + repeats * repeated.dot(run.widths)
+    norm = rates.NORM[run.config.compiles].hidden  # forward; backward takes about twice as much
+    elements += (3 + repeats) * norm * run.architecture.extra_normalized
     if run.head_groups > 1:  # forward, backward, and when a checkpoint runs a group of layers or attention again
         passes = 2 + (run.group_size > 1) + (run.config.remat_policy == "full")
         elements += passes * (run.head_groups - 1) * rates.NORM[run.config.compiles].dot(run.widths)
