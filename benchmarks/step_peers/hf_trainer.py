@@ -47,6 +47,7 @@ def trainer_arguments(job: Job, steps: int, output_dir: str) -> dict[str, Any]:
         "output_dir": output_dir,
         "max_steps": steps,
         "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 1,  # Unsloth's default is 2
         "train_sampling_strategy": "sequential",
         "optim": "adamw_torch_fused",
         "learning_rate": job.learning_rate,

@@ -47,6 +47,8 @@ def train(job: Job, batches: Sequence[Batch]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
         original = job.whole_model()
         parameters = sum(p.numel() for p in original.parameters())
+        # Unsloth would scale the RoPE of a model with fewer positions than tokens in a row.
+        original.config.max_position_embeddings = max(original.config.max_position_embeddings, job.length)
         original.save_pretrained(directory)
         del original
         tokenizer_of(job.config.vocab_size).save_pretrained(directory)
@@ -78,6 +80,8 @@ def train(job: Job, batches: Sequence[Batch]) -> dict[str, Any]:
             processing_class=tokenizer,
             callbacks=[recorder],
         )
+        if trainer.args.gradient_accumulation_steps != 1:
+            raise ValueError(f"Unsloth takes {trainer.args.gradient_accumulation_steps} rows a step, not 1")
         if packed and not trainer.args.packing:
             raise ValueError("Unsloth turned packing off, so documents would attend to each other")
         trainer.train()
