@@ -115,7 +115,8 @@ def test_gpu_kernels_match_the_definition(name: str, dim: int, dtype: torch.dtyp
     spec = _spec("cuda", dtype, dim)
     if reason := KERNELS[name].make(spec).why_not(spec):
         pytest.skip(reason)
-    for heads in HEADS:
+    # FlashAttention-4 compiles for seconds for each dtype, dimension and number of query heads to a key head.
+    for heads in HEADS if (dim, dtype) == (128, torch.bfloat16) else HEADS[1:2]:
         for case in CASES:
             _check(name, case, heads, dim, dtype, "cuda")
 
