@@ -56,7 +56,7 @@ def read(directory: Path) -> dict[str, File]:
         files = {str(name): File(int(file["bytes"]), str(file["sha256"])) for name, file in content["files"].items()}
     except FileNotFoundError as error:
         raise ValueError(f"{MANIFEST} is missing") from error
-    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError) as error:
         raise ValueError(f"{MANIFEST} is damaged") from error
     if outside := [name for name in files if not _is_inside(name)]:
         raise ValueError(f"{MANIFEST} names {outside[0]!r}, which lies outside the checkpoint")
