@@ -181,7 +181,7 @@ def plan_again(run: PlannedRun, earlier: Mapping[str, Any]) -> Plan | None:
         chosen = replace(run.config, **{name: earlier[name] for name in PLANNED_FLAGS})
         layers, state = tuple(earlier["placement"]), bool(earlier["state_offloaded"])
         resident, reshards = int(earlier["layers_with_state_on_gpu"]), bool(earlier.get("reshard_after_forward", True))
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         return None
     options = [option.config for option in (*fast_options(run), *frugal_options(run))]
     if chosen not in options or len(layers) != run.layers:
