@@ -65,10 +65,10 @@ from lightseq.models.architecture import (
     attention_modules,
     caps_scores,
     check_attention,
-    heads_of,
     rope_types,
     sliding_window,
 )
+from lightseq.models.heads import heads_of
 from lightseq.schedule.cost import AttentionShape
 from lightseq.utils.upload import upload
 from lightseq.utils.versions import UntestedVersionWarning, untested_versions

@@ -16,7 +16,8 @@ from lightseq.distributed.mesh import World
 from lightseq.distributed.stopwatch import DeviceTimestamp
 from lightseq.models import adapters, weights
 from lightseq.models.adapters import Lora
-from lightseq.models.architecture import heads_of, inspect_architecture, layer_windows
+from lightseq.models.architecture import inspect_architecture, layer_windows
+from lightseq.models.heads import heads_of
 from lightseq.training.step_stats import StepResult
 
 SEED = 0  # of weights and data

@@ -5,10 +5,8 @@ Nothing depends on the model's name. A model that would train only approximately
 
 import copy
 import json
-import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final, cast
@@ -16,32 +14,19 @@ from typing import Any, Final, cast
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
-from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPast
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from lightseq.attention.module_attention import unhonoured_argument
 from lightseq.kernels.logit_transform import LogitTransform
+from lightseq.models.heads import Heads, heads_of
+from lightseq.models.meta_run import find_logit_transform, linears_of, run_on_meta
 from lightseq.models.weights import build_on_meta, constructed_buffers
 from lightseq.modules.mlp import is_gated
 from lightseq.modules.projections import has_projections
 from lightseq.utils.formatting import first_line
 
-PROBE: Final = "lightseq_probe"
-TOKENS: Final = 4
 MAX_LAYERS: Final = 10_000  # building a layer on the meta device takes a millisecond
 LENGTH_DEPENDENT_ROPE: Final = frozenset({"dynamic", "longrope"})
-
-
-@dataclass(frozen=True)
-class Heads:
-    """Attention heads of a layer: query heads, key/value heads, and their dimension."""
-
-    query: int
-    key_value: int
-    dim: int
 
 
 @dataclass(frozen=True)
@@ -88,16 +73,6 @@ class Architecture:
     def can_store_mlp(self) -> bool:
         """Returns whether a checkpoint can store the gate and up of every MLP, so that no MLP product is recomputed."""
         return self.gated_mlp and self.mlp_is_last
-
-
-def heads_of(config: PreTrainedConfig) -> Heads:
-    """Returns the heads of each layer. Raises ValueError if layers differ or the config has no number of heads."""
-    try:
-        query = config.num_attention_heads
-        dim = getattr(config, "head_dim", None) or config.hidden_size // query
-        return Heads(query, getattr(config, "num_key_value_heads", None) or query, dim)
-    except (AttributeError, RuntimeError) as error:  # RuntimeError: the config has one number per layer
-        raise ValueError(f"{config.model_type} has no single number of attention heads for all layers") from error
 
 
 def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
@@ -228,8 +203,8 @@ def _inspect(kind: Any, text: str) -> Architecture:
         raise ValueError(f"{name} does not consist of embeddings, layers, a norm and a linear head; use another model")
     _check_parts(model, layers)
     try:
-        heads, passes_documents, ends, mlp_is_last, normalized = _run_on_meta(model, layers)
-        logit_transform = _logit_transform(model, head)
+        ran = run_on_meta(model, layers)
+        logit_transform = find_logit_transform(model, head)
     except ValueError:
         raise
     except Exception as error:  # the model's code may raise anything
@@ -241,22 +216,18 @@ def _inspect(kind: Any, text: str) -> Architecture:
         logit_transform=logit_transform,
         layer_class=type(layers[0]).__name__,
         gated_mlp=all(is_gated(getattr(layer, "mlp", None)) for layer in layers),
-        mlp_is_last=mlp_is_last,
+        mlp_is_last=ran.mlp_is_last,
         plain_projections=all(map(has_projections, layers)),
-        passes_documents=passes_documents,
+        passes_documents=ran.passes_documents,
         layers=len(layers),
-        heads=heads,
+        heads=ran.heads,
         total=sum(p.numel() for p in model.parameters()),
         sizes=tuple(p.numel() for p in model.parameters()),
-        layer_linears=sum(linear.weight.numel() for linear in _linears(layers)),
-        ending_linears=sum(linear.weight.numel() for linear in ends),
+        layer_linears=sum(linear.weight.numel() for linear in linears_of(layers)),
+        ending_linears=sum(linear.weight.numel() for linear in ran.ending_linears),
         head=head.weight.numel(),
-        extra_normalized=max(0, normalized // len(layers) - 2 * config.hidden_size),
+        extra_normalized=max(0, ran.normalized // len(layers) - 2 * config.hidden_size),
     )
-
-
-def _linears(module: nn.Module) -> list[nn.Linear]:
-    return [m for m in module.modules() if isinstance(m, nn.Linear)]
 
 
 def _check_parts(model: PreTrainedModel, layers: nn.ModuleList) -> None:
@@ -268,7 +239,7 @@ def _check_parts(model: PreTrainedModel, layers: nn.ModuleList) -> None:
         raise ValueError(
             f"{name} has dropout ({', '.join(f'{k} {v}' for k, v in rates.items())}); set it to 0 in its config"
         )
-    known = {id(linear.weight) for linear in _linears(layers)}
+    known = {id(linear.weight) for linear in linears_of(layers)}
     if strange := [n for n, p in layers.named_parameters() if p.ndim > 1 and id(p) not in known]:
         raise ValueError(
             f"{name} has weights outside linear layers, as a mixture of experts does ({strange[0]}); use a dense model"
@@ -283,124 +254,3 @@ def _check_parts(model: PreTrainedModel, layers: nn.ModuleList) -> None:
     first, second = (constructed_buffers(model.config) for _ in range(2))
     if drawn := [n for n, buffer in first.items() if not torch.equal(buffer, second[n])]:
         raise ValueError(f"{name} has random buffers ({', '.join(drawn[:3])}); use another model")
-
-
-def _run_on_meta(model: PreTrainedModel, layers: nn.ModuleList) -> tuple[Heads, bool, list[nn.Linear], bool, int]:
-    """Runs the model once on the meta device.
-
-    Returns the attention heads of every layer, whether packed documents reach attention, each layer's last linear,
-    whether no layer saves anything after its MLP, and the elements per token that all norms of the layers take.
-    """
-    name, calls, ran = type(model).__name__, list[tuple[Heads, Any]](), list[nn.Linear]()
-    normalized: list[int] = []
-    documents, keys = object(), list[tuple[nn.Module, Tensor]]()
-
-    def probe(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any = None, **others: Any) -> Any:
-        if dropped := unhonoured_argument({"attention_mask": attention_mask} | others):
-            raise ValueError(f"{name} passes {dropped} to attention, which no kernel supports; use another model")
-        if q.shape[-1] != v.shape[-1]:
-            raise ValueError(
-                f"{name} has keys of {q.shape[-1]} and values of {v.shape[-1]} dimensions; use a model where they agree"
-            )
-        if any(
-            k is other and module is not layer for layer, other in keys
-        ):  # a checkpoint of some layers cannot recompute those of others
-            raise ValueError(f"{name} has layers that share keys and values; use your own loop around hf.enable")
-        keys.append((module, k))
-        calls.append((Heads(q.shape[1], k.shape[1], q.shape[-1]), others.get("documents")))
-        return q.transpose(1, 2).contiguous(), None
-
-    ends: list[nn.Linear] = []
-    hooks = [linear.register_forward_hook(lambda linear, *_: ran.append(linear)) for linear in _linears(layers)]
-    hooks += [layer.register_forward_hook(lambda *_: ends.append(ran[-1])) for layer in layers]
-    norms = [module for module in layers.modules() if "Norm" in type(module).__name__]
-    hooks += [norm.register_forward_hook(lambda *call: normalized.append(call[-1].numel())) for norm in norms]
-    for rope in [
-        m for m in model.modules() if hasattr(m, "inv_freq") or isinstance(getattr(m, "rope_type", None), dict)
-    ]:
-        kinds: Any = getattr(rope, "rope_type", None)  # other types read position values, which meta tensors lack
-        rope.rope_type = dict.fromkeys(kinds, "default") if isinstance(kinds, dict) else "default"  # type: ignore[assignment]
-    ids = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
-    with _attention_replaced(model, probe), _count_saved_after_mlps(layers) as saved:
-        model(input_ids=ids, position_ids=ids, use_cache=False, documents=documents)
-    for hook in hooks:
-        hook.remove()
-    if len(calls) != len(layers) or any(heads != calls[0][0] for heads, _ in calls):
-        raise ValueError(f"{name} has layers with different attention; use a model with one kind of layer")
-    passes_documents = all(passed is documents for _, passed in calls)
-    return calls[0][0], passes_documents, ends, not any(saved), sum(normalized) // TOKENS
-
-
-@contextmanager
-def _count_saved_after_mlps(layers: nn.ModuleList) -> Iterator[list[int]]:
-    """Yields a list that receives, per layer, the number of tensors saved for backward after its MLP.
-
-    A layer without an MLP counts all that it saves.
-    """
-    since: list[Tensor] = []
-    counts: list[int] = []
-
-    def save(x: Tensor) -> Tensor:
-        since.append(x)
-        return x
-
-    mlps = [mlp for layer in layers if (mlp := getattr(layer, "mlp", None)) is not None]
-    hooks = [mlp.register_forward_hook(lambda *_: since.clear()) for mlp in mlps]
-    hooks += [layer.register_forward_hook(lambda *_: counts.append(len(since))) for layer in layers]
-    with saved_tensors_hooks(save, lambda x: x):
-        yield counts
-    for hook in hooks:
-        hook.remove()
-
-
-@contextmanager
-def _attention_replaced(model: PreTrainedModel, function: Callable[..., Any]) -> Iterator[None]:
-    ALL_ATTENTION_FUNCTIONS.register(PROBE, function)
-    model.set_attn_implementation(PROBE)
-    yield
-    model.set_attn_implementation("eager")
-
-
-def _logit_transform(model: PreTrainedModel, head: nn.Linear) -> LogitTransform:
-    """Returns the function that makes logits of the head's result, found by running the model's own code on numbers.
-
-    Raises ValueError for one that is not known: the loss reads only the layers' output, the head's parameters and the
-    function.
-    """
-    name, base = type(model).__name__, model.base_model
-    hidden = torch.empty(1, TOKENS, head.in_features, device="meta")
-    wide = torch.logspace(-3, 6, TOKENS * 16)  # in its middle a cap bends, at its ends it is a line and a constant
-    product = torch.cat([torch.linspace(-50.0, 50.0, TOKENS * 32), wide, -wide]).view(1, TOKENS, 64)
-    given: list[Tensor] = []
-
-    def multiply(x: Tensor) -> Tensor:
-        given.append(x)
-        return product.clone()
-
-    base.forward = lambda *_, **__: BaseModelOutputWithPast(last_hidden_state=hidden)  # type: ignore[method-assign]
-    head.forward = multiply  # type: ignore[method-assign, assignment]
-    ids = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
-    try:
-        logits = model(input_ids=ids, position_ids=ids, use_cache=False).logits
-    finally:
-        del base.forward, head.forward
-    whole = len(given) == 1 and (given[0] is hidden or (given[0]._base is hidden and given[0].shape == hidden.shape))
-    found = _fit(product.flatten(), logits.flatten()) if whole and logits.shape == product.shape else None
-    if found is None:
-        raise ValueError(
-            f"{name} changes its logits in a way that the chunked loss does not support; use a model that scales or "
-            "softly caps them, or leaves them as they are"
-        )
-    return found
-
-
-def _fit(product: Tensor, logits: Tensor) -> LogitTransform | None:
-    """Returns the transform that makes these logits of the product; None if there is none."""
-    smallest, largest = product.abs().argmin(), product.argmax()
-    scale, cap = float(logits[smallest] / product[smallest]), float(logits[largest])
-    if not (0 < scale < math.inf and 0 < cap < math.inf):
-        return None
-    scale = 1.0 if abs(scale - 1) < 1e-6 else scale
-    capped = cap < 0.99 * scale * float(product[largest])
-    found = LogitTransform(scale, cap if capped else None)
-    return found if torch.allclose(logits, found.logits(product), rtol=1e-5, atol=0) else None

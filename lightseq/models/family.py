@@ -11,7 +11,8 @@ from typing import Any, Final
 
 from transformers import AutoConfig, LlamaConfig, PreTrainedConfig
 
-from lightseq.models.architecture import heads_of, inspect_architecture
+from lightseq.models.architecture import inspect_architecture
+from lightseq.models.heads import heads_of
 from lightseq.models.hub import hub_error
 from lightseq.models.presets import ModelFamily
 

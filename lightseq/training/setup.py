@@ -33,13 +33,13 @@ from lightseq.models.architecture import (
     LENGTH_DEPENDENT_ROPE,
     Architecture,
     caps_scores,
-    heads_of,
     inspect_architecture,
     matrix_sizes,
     rope_types,
 )
 from lightseq.models.family import apply_rope, context_warning, resolve
 from lightseq.models.flops import total_parameters
+from lightseq.models.heads import heads_of
 from lightseq.models.presets import ModelFamily
 from lightseq.modules.fp8 import check_fp8
 from lightseq.modules.tiled import check_layer_class

@@ -10,7 +10,8 @@ from lightseq.config.remat_policies import STORE_LINEARS, STORES_MLP
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.mesh import local_part
 from lightseq.memory.planner.rates import GIB, SAVED_WITHOUT_REMAT, Widths
-from lightseq.models.architecture import Architecture, Heads, inspect_architecture
+from lightseq.models.architecture import Architecture, inspect_architecture
+from lightseq.models.heads import Heads
 from lightseq.modules.loss import CHUNK_TOKENS
 
 MASTER_BYTES = 4  # per weight, and per optimizer moment

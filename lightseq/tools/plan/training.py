@@ -21,8 +21,9 @@ from lightseq.memory.planner.choice import make_plan
 from lightseq.memory.planner.documents import read_documents
 from lightseq.memory.planner.rates import DEFAULT_CORES, MEASURED_ON, Chip, chip_named
 from lightseq.memory.planner.run import Hardware, PlannedRun
-from lightseq.models.architecture import caps_scores, heads_of, inspect_architecture
+from lightseq.models.architecture import caps_scores, inspect_architecture
 from lightseq.models.family import apply_rope, context_warning, resolve
+from lightseq.models.heads import heads_of
 from lightseq.models.presets import ModelFamily
 from lightseq.modules.fp8 import check_hardware
 from lightseq.tools.plan.report import record, tables

@@ -28,8 +28,9 @@ from lightseq.distributed.environment import secrets
 from lightseq.distributed.mesh import World, check_sequence_size, init_distributed, on_all_ranks
 from lightseq.kernels import KernelSpec
 from lightseq.memory.planner.choice import plan_on_all_ranks
-from lightseq.models.architecture import caps_scores, heads_of, with_layers
+from lightseq.models.architecture import caps_scores, with_layers
 from lightseq.models.family import resolve
+from lightseq.models.heads import heads_of
 from lightseq.models.presets import ModelFamily
 from lightseq.tools.plan.rehearsal import NOWHERE, scaled_down, shared_folder
 from lightseq.tools.verify.data import Sample, cut, documents_of, made_up
