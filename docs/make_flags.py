@@ -23,8 +23,7 @@ PAGE = """\
 <!-- Made by docs/make_flags.py. Change the help texts in lightseq/config/train_config.py, or this text there. -->
 # Flags
 
-Look up a flag of training here, with its default in parentheses, and the schedules and kernels. This prints the
-flags:
+Look up a training flag and its default (in parentheses), a schedule or a kernel. This command prints the flags:
 ```
 python3 llama3/train.py --help
 ```
@@ -38,7 +37,7 @@ python3 llama3/train.py --help
 # run.yaml
 model_name_or_path: meta-llama/Llama-3.2-1B
 output_dir: outputs/books
-data:                       # optional: flags may stand under their group
+data:                       # optional: flags may be grouped
   data_path: data/books
   model_max_length: 128K
 training:

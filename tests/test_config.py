@@ -72,6 +72,14 @@ def test_every_command_says_what_it_takes(tool: str, capsys: pytest.CaptureFixtu
         assert (status, shown.err) == (0, "") and shown.out.startswith(f"usage: python3 -m lightseq {tool} ")
 
 
+def test_a_missing_flag_of_a_tool_points_to_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert lightseq_main(["schedule", "--ranks", "2"]) == 2
+    line = (
+        "error: the following arguments are required: --schedule; python3 -m lightseq schedule --help lists the flags"
+    )
+    assert capsys.readouterr().err == f"{line}\n"
+
+
 def test_an_unknown_command_is_one_line_and_help_lists_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert (lightseq_main(["nonsense", "--ranks", "2"]), lightseq_main([])) == (2, 2)
     unknown, missing = capsys.readouterr().err.splitlines()

@@ -764,7 +764,7 @@ def test_a_run_that_does_not_fit_ends_with_what_would(capsys: pytest.CaptureFixt
         ("--gpus 8 --gpu_memory inf", "--gpu_memory inf: give a number of GiB above 0"),
         ("--gpus 8 --host_memory nan", "--host_memory nan: give a number of GiB above 0"),
         ("--gpus 8 --output /dev/null/plan.jsonl", "--output /dev/null/plan.jsonl cannot be written ("),
-        ("--gpus 8 --sequence_parallel_size 3", "--sequence_parallel_size 3 does not divide 8 GPUs"),
+        ("--gpus 8 --sequence_parallel_size 3", "--sequence_parallel_size 3 does not divide 8 GPUs; use 1, 2, 4 or 8"),
         ("--gpus 8 --deepspeed ds.json", "only FSDP2 can be planned"),
         ("--gpus 8 --ofload both", "unknown flag --ofload; did you mean --offload?"),
         ("--gpus 7 --schedule ulysses", "heads"),

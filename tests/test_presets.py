@@ -3,9 +3,11 @@
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
+from huggingface_hub.errors import GatedRepoError
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import llama2
@@ -163,6 +165,15 @@ def test_a_hub_that_does_not_answer_is_one_line(monkeypatch: pytest.MonkeyPatch)
     for name, remedy in (("a/b", "give --random_init and a preset"), ("unsloth/Llama-3.2-1B", "add --random_init")):
         with pytest.raises(ValueError, match=rf"^--model_name_or_path {name} .*couldn't connect\).*{remedy}.*$"):
             resolve(llama3.FAMILY, name, False)
+
+
+def test_a_gated_model_says_how_to_get_access(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gated(url: str, timeout: float) -> None:
+        raise GatedRepoError("403 Client Error", response=MagicMock())
+
+    monkeypatch.setattr(hub, "get_hf_file_metadata", gated)
+    with pytest.raises(ValueError, match=r"gated: accept its terms at https://huggingface.co/a/b, then run `hf auth"):
+        resolve(llama3.FAMILY, "a/b", False)
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     "no length": ("--model_max_length 0", ("--model_max_length 0", "at least 1")),
     "ranks that do not divide": (
         "--sequence_parallel_size 3",
-        ("--sequence_parallel_size 3 does not divide 2 ranks", "use 1, 2"),
+        ("--sequence_parallel_size 3 does not divide 2 ranks", "use 1 or 2"),
     ),
     "kernel not here": ("--kernel fa4", ("kernel fa4 cannot run here", "auto")),
     "transport not here": ("--transport nccl", ("transport nccl does not run on cpu", "gloo")),
@@ -116,7 +116,7 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
         ("--fp8 tensorwise", "CPU has no FP8", "leave it out", "--fp8_emulate"),
     ),
     # how ranks share a sequence
-    "ranks that ulysses_size does not divide": ("--ulysses_size 3", ("ulysses_size 3 does not divide 2", "[1, 2]")),
+    "ranks that ulysses_size does not divide": ("--ulysses_size 3", ("ulysses_size 3 does not divide 2", "use 1 or 2")),
     "ranks that do not divide, in a plan": ("--ulysses_size 3 --offload auto", ("ulysses_size 3 does not divide 2",)),
     "two levels in too few ranks": ("--schedule usp", ("2 ranks cannot form them; use prefix",)),
     "heads that cannot be split": (

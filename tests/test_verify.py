@@ -308,7 +308,7 @@ def test_refusals_of_training_end_verify_with_status_2_and_one_line(tmp_path: Pa
         (f"{TINY3} 100 --kernel fa4", "error: kernel fa4 cannot run here"),
         (f"{TINY3} 100 --data_path {tmp_path}/none", "none does not exist"),
         ("--model_name_or_path tiny-llama9", "tiny-llama9 is not a directory, hub id or preset"),
-        (f"{TINY3} 100 --sequence_parallel_size 5", "does not divide 2 ranks; use 1, 2"),
+        (f"{TINY3} 100 --sequence_parallel_size 5", "does not divide 2 ranks; use 1 or 2"),
     ]
     for wrong in spawn(2, refused, str(tmp_path), cases):
         assert not wrong, "\n".join(wrong)

@@ -106,7 +106,7 @@ def _check_numbers(config: TrainConfig) -> None:
                 raise ValueError(f"--{flag} {value}: {remedy}{optional}")
     if config.profile_steps is not None and not 1 <= config.profile_steps[0] <= config.profile_steps[1]:
         first, last = config.profile_steps
-        raise ValueError(f"--profile_steps {first}:{last}: give first:last with 1 <= first <= last, as 10:12")
+        raise ValueError(f"--profile_steps {first}:{last}: give first:last with 1 <= first <= last, such as 10:12")
     if config.profile_memory and config.profile_steps is None:
         raise ValueError("--profile_memory records the steps of --profile_steps; give both")
 

@@ -12,7 +12,8 @@ class Parser(argparse.ArgumentParser):
     """An argument parser that raises ValueError instead of printing its usage on every rank."""
 
     def error(self, message: str) -> NoReturn:
-        raise ValueError(message.removeprefix("argument "))
+        hint = f"; {self.prog} --help lists the flags" if message.startswith("the following arguments") else ""
+        raise ValueError(message.removeprefix("argument ") + hint)
 
 
 def refused(reason: object) -> int:

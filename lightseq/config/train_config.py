@@ -33,7 +33,8 @@ class ModelConfig:
         None, """RoPE scaling as JSON, such as '{"rope_type": "yarn", "factor": 8}'. Default: the model's."""
     )
     scaling_factor: int = flag(
-        1, "Size of --model_name_or_path scaled. The name scaled-all-4 sets this and --scaling_strategy."
+        1,
+        "Size of the model that --model_name_or_path scaled builds. scaled-all-4 sets this and --scaling_strategy.",
     )
     scaling_strategy: str = flag(
         "all",
@@ -140,7 +141,7 @@ class ParallelismConfig:
     )
     ulysses_size: int | None = flag(
         None,
-        "Ranks of a Ulysses group, which attend for the same part of the sequence, each with its own heads. "
+        "Ranks that split the heads among them (a Ulysses group) and work on the same part of the sequence. "
         "Default: all for ulysses, half for usp, 1 otherwise.",
     )
     kernel: str = flag("auto", "Kernel for one tile of attention. auto: the fastest that supports the run.")

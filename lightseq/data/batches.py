@@ -83,8 +83,9 @@ def open_examples(
         return open_windows(path, length, vocab_size, read_options.limit)
     if path.suffix == ".pkl":
         return open_pickle(path, length, vocab_size, read_options.limit)
-    kinds = ", ".join(ROW_SUFFIXES)
-    raise ValueError(f"{path} is not a token directory, .pkl, {kinds}; convert it with python3 -m data_gen")
+    *others, last = ROW_SUFFIXES
+    kinds = ", ".join(["a token directory", ".pkl", *others])
+    raise ValueError(f"{path} is not {kinds} or {last}; convert it with python3 -m data_gen text")
 
 
 def _is_tokenized(source: str | Path, read_options: ReadOptions, known: bool) -> bool:

@@ -24,7 +24,7 @@ from lightseq.distributed.environment import cache_compiled_kernels, report_erro
 from lightseq.distributed.host_memory import host_memory
 from lightseq.distributed.rendezvous import RendezvousMonitor
 from lightseq.distributed.start_over import LAUNCH, RESTARTS_PER_ATTEMPT, attempt, is_store_of_launcher
-from lightseq.utils.formatting import first_line, plural
+from lightseq.utils.formatting import divisors, first_line, plural
 
 T = TypeVar("T")
 GLOO_RELEASE_SECONDS = 0.1
@@ -219,10 +219,8 @@ def check_sequence_size(world: World, sequence_parallel_size: int | None) -> int
     """
     size = sequence_parallel_size or world.size
     if world.size % size:
-        divisors = [d for d in range(1, world.size + 1) if world.size % d == 0]
         raise ValueError(
-            f"--sequence_parallel_size {size} does not divide {plural(world.size, 'rank')}; "
-            f"use {', '.join(map(str, divisors))}"
+            f"--sequence_parallel_size {size} does not divide {plural(world.size, 'rank')}; use {divisors(world.size)}"
         )
     return size
 

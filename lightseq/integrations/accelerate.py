@@ -22,6 +22,7 @@ from lightseq import hf
 from lightseq.data.input_checks import transformers_model
 from lightseq.distributed.environment import ranks_per_host
 from lightseq.integrations.whole_batches import WholeBatches
+from lightseq.utils.formatting import divisors
 
 DATA, SEQUENCE = "dp_shard", "cp"  # accelerate's names: ranks along "cp" get the same batches
 
@@ -57,8 +58,7 @@ def share_batches(accelerator: Accelerator, sequence_parallel_size: int | None) 
             f"sequence_parallel_size={size} needs {size} processes, but there {here}; start the script with `{launch}`"
         )
     if ranks % size:
-        divisors = " or ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
-        raise ValueError(f"sequence_parallel_size={size} does not divide {ranks} ranks; use {divisors}")
+        raise ValueError(f"sequence_parallel_size={size} does not divide {ranks} ranks; use {divisors(ranks)}")
     if size == 1:
         return None
     if accelerator.distributed_type == DistributedType.DEEPSPEED:

@@ -10,6 +10,7 @@ from typing import Literal
 
 from lightseq.schedule.layout import Layout, LayoutKind
 from lightseq.schedule.table import Assignment, LazyAssignment, Mask, Schedule, Tile, derive_steps
+from lightseq.utils.formatting import divisors
 
 
 def ring(layout: Layout) -> Assignment:
@@ -269,8 +270,7 @@ def ulysses_group_size(name: str, world: int, asked: int | None) -> int:
         return world
     size = asked or (world // 2 if shared_by == "half" else 1)
     if size and world % size:
-        divisors = [d for d in range(1, world + 1) if world % d == 0]
-        raise ValueError(f"ulysses_size {size} does not divide {world} ranks; choose one of {divisors}")
+        raise ValueError(f"ulysses_size {size} does not divide {world} ranks; use {divisors(world)}")
     if shared_by == "half" and not 1 < size < world:
         sizes = f" with ulysses_size {asked}" if asked else ""
         raise ValueError(

@@ -18,7 +18,7 @@ def parser() -> Parser:
     out.add_argument(
         "--ulysses_size",
         type=int,
-        help="ranks of a Ulysses group, which attend for the same chunks, each with its own heads",
+        help="ranks that split the heads among them (a Ulysses group) and work on the same chunks",
     )
     return out
 

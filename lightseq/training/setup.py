@@ -119,7 +119,10 @@ def prepare(config: TrainConfig, family: ModelFamily, world: World, found: Resum
     notes += changed + resumed + profiled + warn_unused_lazy(config) + room
     notes += warn_unreached(config, stream, total_steps)
     if found.path is not None and total_steps == stream.first_step:
-        notes += (f"nothing left to train: {found.path} was saved after step {stream.first_step} of {total_steps}",)
+        notes += (
+            f"nothing left to train: {found.path} was saved after step {stream.first_step} of {total_steps}; give a "
+            "larger --max_steps or --num_train_epochs to continue",
+        )
     documents = documents_of(stream.examples, config.model_max_length, inspect_architecture(model.config))
     context = context_warning(model.config, documents.longest_tokens, model.unscaled) if documents else None
     return Inputs(

@@ -26,6 +26,12 @@ def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}" + ("" if count == 1 else "s")
 
 
+def divisors(count: int) -> str:
+    """Returns the divisors of a count as a choice, such as `1, 2 or 4`."""
+    *others, last = [str(n) for n in range(1, count + 1) if count % n == 0]
+    return f"{', '.join(others)} or {last}" if others else last
+
+
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
     """Aligns the columns of a table, those in `left` to the left and the others to the right. Returns its lines."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -27,6 +27,7 @@ from lightseq.schedule.documents import local_tokens
 from lightseq.schedule.head_groups import count_head_groups, with_fewer_turns
 from lightseq.schedule.table import Schedule
 from lightseq.schedule.timing import RATES
+from lightseq.utils.formatting import divisors
 
 FLOAT32 = 4
 
@@ -71,7 +72,7 @@ class PlannedRun:
         if self.hardware.gpus % self.sequence_ranks:
             raise ValueError(
                 f"--sequence_parallel_size {self.sequence_ranks} does not divide {self.hardware.gpus} GPUs; "
-                "give a divisor"
+                f"use {divisors(self.hardware.gpus)}"
             )
 
     def with_length(self, length: int) -> "PlannedRun":

@@ -110,7 +110,7 @@ def _speed_row(transport: Transport, group: dist.ProcessGroup, peers: Sequence[i
     if not pairs:
         return Row("bandwidth", PASS, detail, figures)
     _, src, dst = min(pairs)
-    detail = f"pairs {span([x for x, *_ in pairs])} GB/s (lowest {src} to {dst}); {detail}"
+    detail = f"pairs {span([x for x, *_ in pairs])} GB/s (lowest from rank {src} to {dst}); {detail}"
     slow = slow_ranks(everyone)
     if slow:
         status = FAIL if world.device.type == "cuda" else WARN  # CPU ranks may share cores
