@@ -643,6 +643,13 @@ def test_a_plan_is_taken_again_unless_it_no_longer_fits_or_other_flags_are_given
         assert plan_again(run, {}) is None
 
 
+def test_a_plan_that_offloads_nothing_is_taken_again_beside_a_host_budget() -> None:
+    run = planned_run(LLAMA, "--bf16 --model_max_length 8K --host_memory_budget 5", 8, gpu=73 * GIB, chosen=True)
+    plan = make_plan(run)
+    again = plan_again(run, plan.to_json())
+    assert plan.run.config.offload == "none" and again is not None and again.run == plan.run
+
+
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 
