@@ -406,6 +406,19 @@ def test_auto_leaves_state_on_the_gpu_where_adapters_alone_train() -> None:
     assert small.fits and not small.run.state_on_host and set(small.placement.layers) == {KEEP}
 
 
+@pytest.mark.parametrize(
+    ("flags", "counts"),
+    [
+        ("--remat attention+mlp --host_memory_budget 3", {OFFLOAD: 1, KEEP: 31}),
+        ("--remat attention --host_memory_budget 0.001", {RECOMPUTE: 13, KEEP: 19}),
+    ],
+)
+def test_no_more_layers_leave_the_gpu_than_memory_is_short_of(flags: str, counts: dict[str, int]) -> None:
+    run = planned_run(LLAMA, f"--bf16 --torch_compile --lora_rank 16 --model_max_length 64K --offload auto {flags}", 2)
+    fitting = plan_as_given(run, in_order(counts))
+    assert plan_as_given(on_smaller_gpus(run, fitting.parts.total)).placement == fitting.placement
+
+
 def auto(model: str, flags: str, gpus: int, gpu: float, host: float, cores: int | None = None) -> PlannedRun:
     run = planned_run(preset_config(BOTH, model), f"--bf16 --offload auto {flags}", gpus, host=host * GIB)
     return replace(run, hardware=replace(run.hardware, gpu_memory=gpu * GIB, host_cores=cores))
