@@ -652,7 +652,8 @@ def test_a_plan_is_taken_again_unless_it_no_longer_fits_or_other_flags_are_given
         assert plan_again(on_smaller_gpus(run, plan.parts.total - 1), earlier) is None
         other = replace(run, config=replace(run.config, remat="attention+mlp"))
         assert plan_again(other, earlier) is None
-        assert plan_again(run, {**earlier, "placement": ["keep"]}) is None
+        for placement in (["keep"], ["kept"] * LAYERS, [["keep"]] * LAYERS):
+            assert plan_again(run, {**earlier, "placement": placement}) is None
         assert plan_again(run, {}) is None
 
 

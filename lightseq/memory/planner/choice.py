@@ -15,7 +15,7 @@ from lightseq.config.remat_policies import STORE_LINEARS, STORE_MLP
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.mesh import World, free_host_memory, on_all_ranks
 from lightseq.memory.planner.documents import PackedDocuments
-from lightseq.memory.planner.placement import KEEP, RECOMPUTED, Placement
+from lightseq.memory.planner.placement import KEEP, RECOMPUTED, STATES, Placement
 from lightseq.memory.planner.plan import (
     PLANNED_FLAGS,
     Plan,
@@ -186,10 +186,11 @@ def plan_again(run: PlannedRun, earlier: Mapping[str, Any]) -> Plan | None:
         chosen = replace(run.config, **flags, host_memory_budget=_host_budget(run.config, flags["offload"]))
         layers, state = tuple(earlier["placement"]), bool(earlier["state_offloaded"])
         resident, reshards = int(earlier["layers_with_state_on_gpu"]), bool(earlier.get("reshard_after_forward", True))
+        known = set(layers) <= set(STATES)
     except (KeyError, TypeError, ValueError, OverflowError):
         return None
     options = [option.config for option in (*fast_options(run), *frugal_options(run))]
-    if chosen not in options or len(layers) != run.layers:
+    if chosen not in options or len(layers) != run.layers or not known:
         return None
     again = run.changed(
         config=chosen,
