@@ -123,6 +123,28 @@ def _when_its_gradient_is_there(do: Callable[[Tensor], None], _layer: nn.Module,
     given[0].register_hook(do)
 
 
+def test_copies_that_a_failed_backward_pass_began_end_before_their_memory_is_reused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain, wrapped, host = make("cpu", staying=[1])
+    waited: list[object] = []
+    monkeypatch.setattr(Offload, "_event", lambda _: object())  # stands for a CUDA event
+    monkeypatch.setattr(offload, "_wait_for", waited.append)
+    x, everyones = inputs("cpu")
+
+    def fail(_: Tensor) -> None:
+        raise ValueError
+
+    hook = wrapped.layers[2].register_forward_pre_hook(partial(_when_its_gradient_is_there, fail))
+    with pytest.raises(ValueError):
+        wrapped(x, everyones).backward()
+    hook.remove()
+    first = host._layers[0]
+    assert first.fetch_done is not None and not first.fetched and first.fetch_done not in waited
+    assert all(map(torch.equal, gradients(wrapped, x, everyones), gradients(plain, x, everyones)))
+    assert first.fetch_done in waited
+
+
 @pytest.mark.gpu(1)
 def test_gradients_on_a_gpu_are_the_same_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     check_equal("cuda", float("inf"))

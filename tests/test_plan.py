@@ -406,6 +406,19 @@ def test_auto_leaves_state_on_the_gpu_where_adapters_alone_train() -> None:
     assert small.fits and not small.run.state_on_host and set(small.placement.layers) == {KEEP}
 
 
+@pytest.mark.parametrize(
+    ("flags", "counts"),
+    [
+        ("--remat attention+mlp --host_memory_budget 3", {OFFLOAD: 1, KEEP: 31}),
+        ("--remat attention --host_memory_budget 0.001", {RECOMPUTE: 13, KEEP: 19}),
+    ],
+)
+def test_no_more_layers_leave_the_gpu_than_memory_is_short_of(flags: str, counts: dict[str, int]) -> None:
+    run = planned_run(LLAMA, f"--bf16 --torch_compile --lora_rank 16 --model_max_length 64K --offload auto {flags}", 2)
+    fitting = plan_as_given(run, in_order(counts))
+    assert plan_as_given(on_smaller_gpus(run, fitting.parts.total)).placement == fitting.placement
+
+
 def auto(model: str, flags: str, gpus: int, gpu: float, host: float, cores: int | None = None) -> PlannedRun:
     run = planned_run(preset_config(BOTH, model), f"--bf16 --offload auto {flags}", gpus, host=host * GIB)
     return replace(run, hardware=replace(run.hardware, gpu_memory=gpu * GIB, host_cores=cores))
@@ -639,8 +652,16 @@ def test_a_plan_is_taken_again_unless_it_no_longer_fits_or_other_flags_are_given
         assert plan_again(on_smaller_gpus(run, plan.parts.total - 1), earlier) is None
         other = replace(run, config=replace(run.config, remat="attention+mlp"))
         assert plan_again(other, earlier) is None
-        assert plan_again(run, {**earlier, "placement": ["keep"]}) is None
+        for placement in (["keep"], ["kept"] * LAYERS, [["keep"]] * LAYERS):
+            assert plan_again(run, {**earlier, "placement": placement}) is None
         assert plan_again(run, {}) is None
+
+
+def test_a_plan_that_offloads_nothing_is_taken_again_beside_a_host_budget() -> None:
+    run = planned_run(LLAMA, "--bf16 --model_max_length 8K --host_memory_budget 5", 8, gpu=73 * GIB, chosen=True)
+    plan = make_plan(run)
+    again = plan_again(run, plan.to_json())
+    assert plan.run.config.offload == "none" and again is not None and again.run == plan.run
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------

@@ -26,7 +26,6 @@ from lightseq.memory.planner.breakdown import GIB
 from lightseq.memory.planner.choice import make_plan
 from lightseq.memory.planner.memory import (
     host_bytes,
-    peak_without_activations,
     saved_by_layer,
     state_bytes_on_host,
 )
@@ -112,7 +111,7 @@ def _tight(model: LlamaConfig) -> str:
     """Budgets that hold what four layers keep less than all of it, and on the host what three layers keep."""
     run = planned_run(model, f"--model_max_length {LENGTH} {ADAPTERS}", 2)
     layer = saved_by_layer(run, KEEP)
-    device, host = (peak_without_activations(run) + (LAYERS - 3.9) * layer) / GIB, 3.05 * layer / GIB
+    device, host = (plan_as_given(run).parts.total - 3.9 * layer) / GIB, 3.05 * layer / GIB
     return f"--offload auto --device_memory_budget {device:.12f} --host_memory_budget {host:.12f}"
 
 

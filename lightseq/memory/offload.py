@@ -250,6 +250,8 @@ class Offload:
         if layer.released:
             return
         layer.released = True
+        if not layer.fetched:  # a backward pass that ended early leaves copies that still write to the device
+            _wait_for(layer.fetch_done)
         for stored in layer.stored.values():
             self.memory.release(stored.host)  # copies on the side stream run in order, so reuse is safe
             stored.original = stored.restored = None

@@ -15,7 +15,7 @@ from lightseq.config.remat_policies import STORE_LINEARS, STORE_MLP
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.mesh import World, free_host_memory, on_all_ranks
 from lightseq.memory.planner.documents import PackedDocuments
-from lightseq.memory.planner.placement import KEEP, RECOMPUTED, Placement
+from lightseq.memory.planner.placement import KEEP, RECOMPUTED, STATES, Placement
 from lightseq.memory.planner.plan import (
     PLANNED_FLAGS,
     Plan,
@@ -103,7 +103,6 @@ def _options(
     tiles = tiles if config.tile_layers is None else [config.tile_layers]
     for policy, group, tiled in product(remat, groups, tiles):
         for moved in _offloads(config, policy, group, offload):
-            budget = config.host_memory_budget if moved in ("activations", "both", "auto") else None
             with suppress(ValueError):  # the values exclude each other
                 chosen = replace(
                     config,
@@ -112,10 +111,15 @@ def _options(
                     layers_per_checkpoint=group,
                     tile_layers=tiled,
                     offload=moved,
-                    host_memory_budget=budget,
+                    host_memory_budget=_host_budget(config, moved),
                 )
                 found.append(run.changed(config=chosen))
     return found
+
+
+def _host_budget(config: TrainConfig, offload: str) -> float | None:
+    """Returns --host_memory_budget, or None if this value of --offload moves no activations."""
+    return config.host_memory_budget if offload in ("activations", "both", "auto") else None
 
 
 def _offloads(config: TrainConfig, policy: str, group: int, values: Sequence[str]) -> list[str]:
@@ -178,13 +182,15 @@ def plan_again(run: PlannedRun, earlier: Mapping[str, Any]) -> Plan | None:
     """Returns the plan with the choices of an earlier one; None if it does not fit, or other flags are given now."""
     run = without_device_budget(run)
     try:
-        chosen = replace(run.config, **{name: earlier[name] for name in PLANNED_FLAGS})
+        flags = {name: earlier[name] for name in PLANNED_FLAGS}
+        chosen = replace(run.config, **flags, host_memory_budget=_host_budget(run.config, flags["offload"]))
         layers, state = tuple(earlier["placement"]), bool(earlier["state_offloaded"])
         resident, reshards = int(earlier["layers_with_state_on_gpu"]), bool(earlier.get("reshard_after_forward", True))
+        known = set(layers) <= set(STATES)
     except (KeyError, TypeError, ValueError, OverflowError):
         return None
     options = [option.config for option in (*fast_options(run), *frugal_options(run))]
-    if chosen not in options or len(layers) != run.layers:
+    if chosen not in options or len(layers) != run.layers or not known:
         return None
     again = run.changed(
         config=chosen,

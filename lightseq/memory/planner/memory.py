@@ -51,13 +51,6 @@ def snapshots(run: PlannedRun, placement: Placement) -> Iterator[Snapshot]:
     yield _end_of_backward(run)
 
 
-def peak_without_activations(run: PlannedRun) -> float:
-    """Returns the peak bytes, saved activations excluded, before the backward pass frees any activations."""
-    none_saved, last = Placement((RECOMPUTE,) * run.layers), run.groups - 1
-    found = [_loss(run, none_saved), *(_backward(run, none_saved, last, name) for name in backward_points(run))]
-    return max(snapshot.parts.total - snapshot.parts.kept_activations for snapshot in found)
-
-
 def backward_points(run: PlannedRun) -> Mapping[str, BackwardPoint]:
     if run.config.tiles_layers:
         return tiled_points(run.head_groups, runs_again=run.group_size > 1)

@@ -18,7 +18,6 @@ from lightseq.memory.planner.memory import (
     host_bytes,
     in_flight,
     peak,
-    peak_without_activations,
     saved_by_group,
     saved_by_layer,
     state_bytes_on_host,
@@ -185,8 +184,9 @@ def placement_of(run: PlannedRun) -> Placement:
 
 def _fastest(run: PlannedRun) -> Placement:
     usable, states, found = usable_gpu_bytes(run), layer_states(run), []
-    room = usable - peak_without_activations(run)
-    compute = layer_seconds(run, Placement((KEEP,) * run.layers))
+    kept = Placement((KEEP,) * run.layers)
+    room = usable - peak(run, kept).parts.total + run.layers * states[KEEP].device_bytes
+    compute = layer_seconds(run, kept)
     hidden_by = [share * compute for share in FORWARD_AND_BACKWARD]
     while (spread := place(run.layers, states, room, _host_budget(run), in_flight(run), hidden_by)) is not None:
         over = peak(run, spread).parts.total - usable
