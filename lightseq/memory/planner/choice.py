@@ -111,13 +111,13 @@ def _options(
                     layers_per_checkpoint=group,
                     tile_layers=tiled,
                     offload=moved,
-                    host_memory_budget=_host_budget(config, moved),
+                    host_memory_budget=_activation_budget(config, moved),
                 )
                 found.append(run.changed(config=chosen))
     return found
 
 
-def _host_budget(config: TrainConfig, offload: str) -> float | None:
+def _activation_budget(config: TrainConfig, offload: str) -> float | None:
     """Returns --host_memory_budget, or None if this value of --offload moves no activations."""
     return config.host_memory_budget if offload in ("activations", "both", "auto") else None
 
@@ -183,7 +183,7 @@ def plan_again(run: PlannedRun, earlier: Mapping[str, Any]) -> Plan | None:
     run = without_device_budget(run)
     try:
         flags = {name: earlier[name] for name in PLANNED_FLAGS}
-        chosen = replace(run.config, **flags, host_memory_budget=_host_budget(run.config, flags["offload"]))
+        chosen = replace(run.config, **flags, host_memory_budget=_activation_budget(run.config, flags["offload"]))
         layers, state = tuple(earlier["placement"]), bool(earlier["state_offloaded"])
         resident, reshards = int(earlier["layers_with_state_on_gpu"]), bool(earlier.get("reshard_after_forward", True))
         known = set(layers) <= set(STATES)
