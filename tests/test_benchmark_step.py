@@ -233,7 +233,8 @@ def test_the_trainer_class_takes_lightseqs_steps(model: Path, tmp_path: Path) ->
     assert trainer["first_grad_norm"] == pytest.approx(ours["first_grad_norm"], rel=1e-4)
 
 
-@pytest.mark.parametrize("adapters", [pytest.param("", marks=pytest.mark.slow), "--lora_rank 4"])
+@pytest.mark.slow
+@pytest.mark.parametrize("adapters", ["", "--lora_rank 4"])
 def test_packed_documents_are_trained_as_each_alone(model: Path, tmp_path: Path, adapters: str) -> None:
     implementations = "lightseq,trl" if importlib.util.find_spec("trl") else "lightseq"
     words = f"--implementations {implementations} --packed_rows 16 {adapters} --nproc_per_node 1 --timeout 120"
