@@ -55,7 +55,8 @@ def share_batches(accelerator: Accelerator, sequence_parallel_size: int | None) 
         here = "is 1" if ranks == 1 else f"are {ranks}"
         launch = f"python -m torch.distributed.run --nproc_per_node={size}"
         raise ValueError(
-            f"sequence_parallel_size={size} needs {size} processes, but there {here}; start the script with `{launch}`"
+            f"sequence_parallel_size={size} needs {size} processes, but there {here}; start the script with "
+            f"`{launch}`, or give at most {ranks}"
         )
     if ranks % size:
         raise ValueError(f"sequence_parallel_size={size} does not divide {ranks} ranks; use {divisors(ranks)}")
