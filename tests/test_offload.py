@@ -199,7 +199,9 @@ def test_the_last_layer_keeps_its_own() -> None:
         ("xxx.", [2, 2, 2, 0]),
         ("x.x.x...", [3, 0, 3, 0, 3, 0, 0, 0]),
         ("xx..x..", [2, 4, 0, 0, 4, 0, 0]),
+        ("x...", [3, 0, 0, 0]),
         ("..x.", [0, 0, 2, 0]),
+        (".x..", [0, 2, 0, 0]),
         ("...", [0, 0, 0]),
     ],
 )
@@ -209,7 +211,7 @@ def test_a_layer_is_on_the_device_up_to_the_next_offloaded_one(offloaded: str, w
     assert layers_on_device(leaves, in_flight=1) == [int(leaf) for leaf in leaves]
 
 
-@pytest.mark.parametrize("staying", [[1, 3, 5, 6], [0, 1, 4, 5], [1, 2, 4]])
+@pytest.mark.parametrize("staying", [[1, 3, 5, 6], [0, 1, 4, 5], [1, 2, 4], [1, 2, 3, 4, 5, 6]])
 def test_gradients_with_layers_that_stay_between_offloaded_ones_are_the_same_to_the_bit(staying: list[int]) -> None:
     plain, wrapped, host = make("cpu", layers=8, staying=staying)
     for step in range(2):

@@ -36,12 +36,14 @@ def layers_on_device(offloaded: Sequence[bool], in_flight: int = IN_FLIGHT) -> l
     """Returns for how many layers, itself included, each offloaded layer has tensors on the device; 0 if it stays.
 
     With two layers in flight that is up to the next offloaded layer. Copies of the last one get as much time as those
-    of the one before.
+    of the one before. Those of a single offloaded layer get the time of two layers if these come before the last layer.
     """
     places = [i for i, leaves in enumerate(offloaded) if leaves]
     distances = [later - earlier for earlier, later in pairwise(places)]
+    if places:
+        distances.append(distances[-1] if distances else 1 + (places[0] + 3 < len(offloaded)))
     windows = [0] * len(offloaded)
-    for place, distance in zip(places, [*distances, *(distances[-1:] or [1])], strict=False):
+    for place, distance in zip(places, distances, strict=True):
         windows[place] = 1 + (distance if in_flight > 1 else 0)
     return windows
 
@@ -131,8 +133,8 @@ class Offload:
         The module `after` them stores its tensors on the device, because the backward pass reaches it first.
         Parameters, and tensor arguments after the first, are shared between layers and stay on the device.
         """
-        windows = layers_on_device([layer not in staying for layer in layers], self._in_flight)
-        for index, (layer, window) in enumerate(zip(layers, windows, strict=True)):
+        windows = layers_on_device([*(layer not in staying for layer in layers), False], self._in_flight)
+        for index, (layer, window) in enumerate(zip(layers, windows[:-1], strict=True)):
             forward = partial(self._forward, index, layer, window, layer.forward)
             layer.forward = forward  # type: ignore[method-assign]
         after.forward = partial(self._after, after.forward)  # type: ignore[method-assign]
