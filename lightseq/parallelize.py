@@ -29,6 +29,7 @@ from lightseq.memory.planner.plan import Plan
 from lightseq.memory.remat import apply_remat, changed_forwards, checkpoint_groups
 from lightseq.memory.weight_prefetch import WeightPrefetch
 from lightseq.models.architecture import inspect_architecture
+from lightseq.modules.compilation import allow_graphs_per_length
 from lightseq.modules.fp8 import FP8_COMPILE_OPTIONS, to_fp8
 from lightseq.modules.loss import cross_entropy_sum
 from lightseq.modules.mlp import tile_mlps
@@ -39,7 +40,6 @@ from lightseq.utils.versions import source_digest
 
 # (hidden states, the head's weight, labels, the transform of the logits, the head's bias)
 ReadOptions = Callable[[Tensor, Tensor, Tensor, LogitTransform, Tensor | None], Tensor]
-MOST_GRAPHS = 64  # per layer: one for each batch length, in training and in evaluation, under two policies
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def apply_recomputation(
     # One graph for each batch length: a graph for all lengths would be slower at each.
     compiled = partial(torch.compile, dynamic=False, options=options) if config.compiles else lambda forward: forward
     if config.compiles:
-        torch._dynamo.config.recompile_limit = MOST_GRAPHS
+        allow_graphs_per_length()
         # torch's disk cache knows our operators only by name, not the shapes and backward passes that they declare.
         torch.compiler.config.cache_key_tag = f"lightseq {source_digest()}"
 

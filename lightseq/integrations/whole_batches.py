@@ -21,6 +21,7 @@ from lightseq.data.examples import IGNORE_INDEX
 from lightseq.data.input_checks import has_fused_loss, loss_function_of, transformers_model
 from lightseq.memory.remat import apply_remat
 from lightseq.models.architecture import known_logit_transform
+from lightseq.modules.compilation import allow_graphs_per_length
 from lightseq.modules.loss import TokenMetrics, cross_entropy_sum, token_metrics
 from lightseq.modules.replaced_head import ReplacedHead
 
@@ -28,7 +29,6 @@ PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1
 PER_BATCH = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids")
 # What collators of packed documents add; `cu_seq_lens_q` has all that is needed.
 PACKING = ("cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-MOST_GRAPHS = 64  # of a layer
 REFUSED = {
     "past_key_values": "to generate, call lightseq.integrations.accelerate.disable(model) first",
     "use_cache": "to generate, call lightseq.integrations.accelerate.disable(model) first",
@@ -97,7 +97,7 @@ class WholeBatches:
         if recompute:
             apply_remat(layers, "attention", compile_each)
         if compile_each:
-            torch._dynamo.config.recompile_limit = MOST_GRAPHS
+            allow_graphs_per_length()
             for layer in layers:
                 layer.forward = torch.compile(layer.forward)
 

@@ -40,8 +40,10 @@ def layers_on_device(offloaded: Sequence[bool], in_flight: int = IN_FLIGHT) -> l
     """
     places = [i for i, leaves in enumerate(offloaded) if leaves]
     distances = [later - earlier for earlier, later in pairwise(places)]
-    if places:
-        distances.append(distances[-1] if distances else 1 + (places[0] + 3 < len(offloaded)))
+    if len(places) == 1:
+        distances = [2 if places[0] + 3 < len(offloaded) else 1]
+    elif places:
+        distances.append(distances[-1])
     windows = [0] * len(offloaded)
     for place, distance in zip(places, distances, strict=True):
         windows[place] = 1 + (distance if in_flight > 1 else 0)

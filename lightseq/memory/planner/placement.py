@@ -79,9 +79,9 @@ def place(
     """Returns the fastest placement within both budgets, or None if no placement fits.
 
     Ties go to the least host memory, then the least GPU memory. `device_bytes` is the budget for saved activations
-    only. Up to `in_flight` offloaded layers are on the GPU at a time, one fewer per layer that stays; those that are
-    spread may take a little more than the budget. `layer_seconds` are those of a layer's compute, forward and backward,
-    which hide copies if two layers are in flight.
+    only. Up to `in_flight` offloaded layers are on the GPU at a time, one fewer per layer that stays. Spread ones may
+    exceed the budget a little, so callers check the peak. `layer_seconds` are those of a layer's compute, forward and
+    backward, which hide copies if two layers are in flight.
     """
     counts = _candidates(layers, states, device_bytes, in_flight)
     device = _device_bytes(counts, states, in_flight)

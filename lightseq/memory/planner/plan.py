@@ -220,7 +220,7 @@ def layer_states(run: PlannedRun) -> dict[str, State]:
         KEEP: State(device_bytes=everything, host_bytes=0.0, seconds=0.0),
         OFFLOAD: State(device_bytes=0.0, host_bytes=everything, seconds=0.0, copy_seconds=copy),
         RECOMPUTE: State(device_bytes=layer_input, host_bytes=0.0, seconds=again),
-        RECOMPUTE_OFFLOAD: State(0.0, host_bytes=layer_input, seconds=again, copy_seconds=copy_input),
+        RECOMPUTE_OFFLOAD: State(device_bytes=0.0, host_bytes=layer_input, seconds=again, copy_seconds=copy_input),
     }
 
 
