@@ -75,6 +75,7 @@ BOTH_8BIT = f"--offload both {EIGHT_BIT}"
 WITHIN_70 = "--offload auto --device_memory_budget 70"  # as on a GPU of 80 GB
 WITHIN_70_8BIT = f"{WITHIN_70} {EIGHT_BIT}"
 LEAST = f"{BOTH_8BIT} --layers_per_checkpoint 4 --remat full --tile_layers True"  # memory per GPU
+TILED_8BIT = f"{BOTH_8BIT} --remat full --tile_layers True"
 LORA = "--lora_rank 16"
 POINTS = (
     Point("1b 32K", 2, "llama3.2-1b", 32 * K, steps=5),
@@ -105,6 +106,7 @@ POINTS = (
     Point("8b 128K, auto within 70 GiB, adamw_8bit, one GPU", 1, "llama3-8b", 128 * K, WITHIN_70_8BIT, None, 1, 1),
     Point("8b 16K, auto within 70 GiB, one GPU", 1, "llama3-8b", 16 * K, WITHIN_70, None, 1, 2),
     Point("8b LoRA 256K, offload auto, one GPU", 1, "llama3-8b", 256 * K, f"{LORA} --offload auto", None, 1, 2),
+    Point("8b, 1 layer, 750K, adamw_8bit, one GPU", 1, "llama3-8b", 750 * K, TILED_8BIT, 1, 1, 1),
     Point("8b LoRA, 1 layer, 1M, one GPU", 1, "llama3-8b", 1024 * K, f"{LORA} --tile_layers True", 1, 1, 1),
 )  # fmt: skip
 

@@ -21,7 +21,7 @@ from lightseq.distributed.mesh import FREE_SHARE
 from lightseq.memory.offload import layers_on_device
 from lightseq.memory.planner.advice import changes_to_fit, faster_change, longest, one_sequence_per_gpu
 from lightseq.memory.planner.attention_memory import attention_memory
-from lightseq.memory.planner.breakdown import GIB
+from lightseq.memory.planner.breakdown import GIB, Breakdown
 from lightseq.memory.planner.choice import SAME_SPEED, fast_options, frugal_options, make_plan, plan_again
 from lightseq.memory.planner.memory import attention_of, saved_by_layer, snapshots, state_bytes_on_host
 from lightseq.memory.planner.placement import (
@@ -809,3 +809,20 @@ def test_chips_are_found_by_the_name_that_torch_gives_them() -> None:
     assert chip_of_device("NVIDIA A100-PCIE-40GB") is not None and chip_of_device("Radeon") is None
     assert usable_gpu_bytes(planned_run(LlamaConfig(), "", 1, gpu=10 * GIB)) == pytest.approx(10 * GIB)
     assert CHIPS["h200"].memory_bytes > 139 * GIB
+
+
+@pytest.mark.parametrize(
+    ("gradients", "stored", "peak", "found"),
+    [
+        (10, 30, 100, (10, 30, 40)),  # all of them at once, the rest is working memory
+        (10, 30, 55, (5, 30, 0)),  # before most gradients came
+        (10, 30, 50, (0, 30, 0)),
+        (30, 10, 52, (30, 2, 0)),  # after most activations went
+    ],
+)
+def test_parts_of_a_measured_peak_add_up_to_it(
+    gradients: int, stored: int, peak: int, found: tuple[int, int, int]
+) -> None:
+    parts = Breakdown(5, gradients, 10, stored, 3, 2, working=0).at_peak(peak)
+    assert (parts.gradients, parts.kept_activations, parts.working) == found
+    assert parts.total == peak

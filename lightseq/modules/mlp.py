@@ -13,7 +13,7 @@ from transformers.activations import SiLUActivation
 
 from lightseq.kernels.checkpoint_context import is_recomputing, stored_or_computed
 from lightseq.kernels.launches import fused_kernels
-from lightseq.kernels.products import add_product
+from lightseq.kernels.products import add_product, write_product
 from lightseq.modules.low_rank import LinearWeights, input_gradient, is_linear, linear_weights
 
 TILE_TOKENS = 8192  # three bfloat16 buffers 14336 wide take 0.7 GiB; smaller tiles do not fill a GPU's last wave
@@ -222,10 +222,10 @@ class _Sum:
         self._fresh = True
 
     def add(self, a: Tensor, b: Tensor) -> None:
-        if self._total.dtype == a.dtype and self._fresh:
-            torch.mm(a, b, out=self._total)
+        if self._fresh:
+            write_product(self._total, a, b)
         else:
-            add_product(self._total.zero_() if self._fresh else self._total, a, b)
+            add_product(self._total, a, b)
         self._fresh = False
 
     def finish(self) -> Tensor:

@@ -13,6 +13,9 @@ FLOAT32_BYTES = 4
 # The fixed cost of a kernel call is mostly its last wave of thread blocks. It is half at 8K and below, and grows up to
 # 16K: so `auto` takes prefix for short sequences, as measured (benchmarks/results/attention-2xh100-short.jsonl).
 HALF_CALL_TOKENS, FULL_CALL_TOKENS = 2**13, 2**14
+# Share of the speed that FlashAttention-4 reaches with heads of more dimensions than these: 377 of 637 TFLOP/s with 256
+# at 32K on one H100 (benchmarks/results/attention-1xh100-head-dim-256.jsonl).
+WIDE_HEAD_DIM, WIDE_HEAD_SHARE = 128, 0.59
 # Items of the columns of `StepTraffic`, forward and backward.
 COLUMNS = (("q", "kv", "out", None), ("q", "kv", "dq", "dkv"))
 
@@ -103,7 +106,8 @@ def _compute_seconds(
     """Returns the seconds of the rank that computes longest."""
     chunk = shape.length / schedule.layout.outer.chunk_count
     flops = 4 * chunk * chunk * shape.head_dim * shape.heads / schedule.head_groups * shape.batch
-    per_area = flops * (BACKWARD_FLOPS if backward else 1.0) / rates.flops_per_second
+    flops_per_second = rates.flops_per_second * (WIDE_HEAD_SHARE if shape.head_dim > WIDE_HEAD_DIM else 1.0)
+    per_area = flops * (BACKWARD_FLOPS if backward else 1.0) / flops_per_second
     return float((step.work @ np.array([per_area, _call_seconds(shape, rates)])).max())
 
 

@@ -218,9 +218,8 @@ def memory_parts(engine: Engine, device: torch.device, taken_by_forward: int | N
         stored = max(0, stored - engine.offload.memory.allocated_bytes)
     transport = engine.context.transport
     buffers, held = transport.buffer_bytes, transport.buffer_bytes + transport.recorded_bytes
-    peak = torch.cuda.max_memory_allocated(device) + held if device.type == "cuda" else 0
-    working = max(0, peak - sum(states) - stored - logits - gradients - buffers)
-    return Breakdown(*states, stored, logits + gradients, buffers, working)
+    parts = Breakdown(*states, stored, logits + gradients, buffers, working=0)
+    return parts.at_peak(torch.cuda.max_memory_allocated(device) + held) if device.type == "cuda" else parts
 
 
 class FsdpEngine:

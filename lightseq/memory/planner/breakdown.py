@@ -1,6 +1,6 @@
 """Memory of a training step by purpose."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from torch import nn
 from transformers import PreTrainedConfig
@@ -32,6 +32,17 @@ class Breakdown:
     @property
     def total(self) -> int:
         return sum(vars(self).values())
+
+    def at_peak(self, peak: int) -> "Breakdown":
+        """Returns the parts of a measured peak, from parts that are not all there at once.
+
+        Working memory is what the others leave. Gradients come while stored activations go, so if the parts exceed the
+        peak, the smaller of these two was not there, or not whole.
+        """
+        excess = max(0, self.total - self.working - peak)
+        smaller = "gradients" if self.gradients < self.kept_activations else "kept_activations"
+        rest = replace(self, working=0, **{smaller: max(0, getattr(self, smaller) - excess)})
+        return replace(rest, working=max(0, peak - rest.total))
 
     def lines(self) -> list[str]:
         """Returns the lines of a table, largest part first, with the total."""
