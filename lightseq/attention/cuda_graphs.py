@@ -34,10 +34,10 @@ class RecordedPass(NamedTuple):
 class GraphCache:
     """Cache of the graphs that use one outbox. They contain addresses in it, and are dropped with it."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self) -> None:
         self.graphs: dict[Hashable, RecordedPass] = {}
         self._seen: Counter[Hashable] = Counter()
-        self._pool, self._stream, self._device = torch.cuda.graph_pool_handle(), torch.cuda.Stream(), device
+        self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         self._bytes = 0
         self._disabled = torch.cuda.get_allocator_backend() != "native"  # others do not report the size of a pool
         self._failed_graph: torch.cuda.CUDAGraph | None = None
@@ -46,7 +46,7 @@ class GraphCache:
         self, spec: PassSpec, memory_key: Hashable, run: Callable[[], None], launches: Launches, transport: Transport
     ) -> None:
         """Runs a pass, as a graph if one is recorded. `memory_key` identifies its memory and its computation."""
-        key = (spec, memory_key, torch.cuda.current_stream(self._device.index).stream_id)
+        key = (spec, memory_key, torch.cuda.current_stream().stream_id)
         if (known := self.graphs.get(key)) is not None:
             known.graph.replay()
             transport.count_replay(known.bytes_sent, self._bytes)
@@ -77,7 +77,6 @@ class GraphCache:
                 graph.capture_begin(self._pool, "relaxed")  # other threads may go on
                 try:
                     run()
-                    transport.record_end()
                 except BaseException:
                     with suppress(RuntimeError):  # the first error is the reason
                         graph.capture_end()
@@ -85,7 +84,7 @@ class GraphCache:
                 graph.capture_end()
         except RuntimeError as error:
             self._give_up(graph, error, spec.rank)
-            transport.uncount(transport.bytes_sent - sent)  # nothing was sent
+            transport.count_replay(sent - transport.bytes_sent, self._bytes)  # nothing was sent
             return None
         self._bytes = sum(piece["total_size"] for piece in torch.cuda.memory_snapshot(self._pool))
         return RecordedPass(graph, transport.bytes_sent - sent, collected)
@@ -101,9 +100,6 @@ class GraphCache:
 
 
 def is_short(spec: PassSpec) -> bool:
-    """Returns whether launching a pass may take longer than running it.
-
-    Tables of packed documents do not repeat. A pass without an exchange has no end for `Transport.record_end`.
-    """
-    small = spec.flops <= MAX_FLOPS and 0 < spec.outbox_bytes <= MAX_OUTBOX_BYTES
+    """Returns whether launching a pass may take longer than running it. Tables of packed documents do not repeat."""
+    small = spec.flops <= MAX_FLOPS and spec.outbox_bytes <= MAX_OUTBOX_BYTES
     return small and not spec.schedule.boundaries and all(spec.single_step.values())

@@ -102,7 +102,7 @@ class Executor:
             touched = [*operands.values(), *(accumulator.finals for accumulator in accumulators.values())]
             memory = [] if gathered is None else [gathered.memory]
             memory_key = addresses([x for buffer in touched for x in buffer] + memory)
-            graphs = outbox.cache.get(GraphCache) or outbox.cache.setdefault(GraphCache, GraphCache(device))
+            graphs = outbox.cache.get(GraphCache) or outbox.cache.setdefault(GraphCache, GraphCache())
             key = (self.kernel, self.scale, memory_key)
             yield partial(graphs.run, spec, key, execution.run, launches, self.transport), accumulators
 

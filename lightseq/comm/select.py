@@ -43,14 +43,8 @@ class _WrappedTransport:
     def exchange(self, asked: Exchange) -> Callable[[], None]:
         return self._inner.exchange(asked)
 
-    def record_end(self) -> None:
-        self._inner.record_end()
-
     def count_replay(self, bytes_sent: int, recorded_bytes: int) -> None:
         self._inner.count_replay(bytes_sent, recorded_bytes)
-
-    def uncount(self, bytes_sent: int) -> None:
-        self._inner.uncount(bytes_sent)
 
 
 class Blocking(_WrappedTransport):
@@ -109,13 +103,7 @@ class NoTransport:
                     into.copy_(remote)
         return lambda: asked.then(received) if asked.then is not None else None
 
-    def record_end(self) -> None:
-        pass
-
     def count_replay(self, bytes_sent: int, recorded_bytes: int) -> None:
-        pass
-
-    def uncount(self, bytes_sent: int) -> None:
         pass
 
 

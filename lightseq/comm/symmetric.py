@@ -32,7 +32,6 @@ class SymmetricTransport:
         self._side = torch.cuda.Stream(device, priority=-1)
         self._grow(1 << 20)
         self._all_read = self._side.record_event()  # all ranks have read the outbox
-        self._replayed = False  # the current pass ran as a CUDA graph, which has the barrier at its end
 
     def _grow(self, size: int) -> None:
         torch.cuda.synchronize(self._device)  # a kernel may still read the memory that is about to be freed
@@ -64,14 +63,12 @@ class SymmetricTransport:
     def outbox(self, size: int) -> Iterator[Outbox]:
         if size > self.buffer_bytes:
             self._grow(size)
-        self._current().wait_event(self._all_read)
-        self._replayed = False
+        current = self._current()
+        current.wait_event(self._all_read)
         yield self._outbox
-        if not self._replayed:
-            self._side.wait_event(self._all_read)  # barriers of graphs run on the caller's stream
-            with self._side:
-                self._handle.barrier()
-            self._all_read = self._side.record_event()
+        with self._side:
+            self._handle.barrier()
+        self._all_read = self._side.record_event()
 
     def exchange(self, asked: Exchange) -> Callable[[], None]:
         receives, then, copy = asked.receives, asked.then, asked.copy
@@ -98,19 +95,10 @@ class SymmetricTransport:
 
         return wait
 
-    def record_end(self) -> None:
-        with self._side:  # beside the last tiles, because the barrier waits only for the fetches
-            self._handle.barrier()
-        self._current().wait_stream(self._side)
-
     def count_replay(self, bytes_sent: int, recorded_bytes: int) -> None:
         self.bytes_sent += bytes_sent
         self.recorded_bytes = recorded_bytes
-        self._all_read = self._current().record_event()  # the graph ends with the barrier
-        self._replayed = True
-
-    def uncount(self, bytes_sent: int) -> None:
-        self.bytes_sent -= bytes_sent
+        self._side.wait_stream(self._current())
 
     def _current(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self._device.index)  # without an index torch looks for devices first

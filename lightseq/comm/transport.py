@@ -15,7 +15,6 @@ from torch import Tensor
 
 BLOCKING = "-blocking"  # suffix of a transport without overlap
 UNRECORDED = "-unrecorded"  # suffix of a transport without CUDA graphs of short passes
-NEVER_RECORDED = "a pass over send and recv is never a CUDA graph"
 
 # Copies pairs (to, from) of tensors in one launch. The key identifies their addresses; the function returns the pairs,
 # and is called for a new key only.
@@ -106,19 +105,11 @@ class Transport(Protocol):
         """
         ...
 
-    def record_end(self) -> None:
-        """Ends a pass inside the CUDA graph that is being recorded: waits until all ranks have read this outbox."""
-        ...
-
     def count_replay(self, bytes_sent: int, recorded_bytes: int) -> None:
-        """Counts a pass that ran as a CUDA graph with its end, before its outbox closes.
+        """Counts a pass that ran as a CUDA graph, before its outbox closes.
 
         `bytes_sent` are not counted yet; `recorded_bytes` is the memory of all graphs.
         """
-        ...
-
-    def uncount(self, bytes_sent: int) -> None:
-        """Takes back bytes that were counted while a pass was recorded, because it is to run again."""
         ...
 
 
@@ -168,11 +159,5 @@ class SendRecvTransport:
 
         return wait
 
-    def record_end(self) -> None:
-        raise AssertionError(NEVER_RECORDED)
-
     def count_replay(self, bytes_sent: int, recorded_bytes: int) -> None:
-        raise AssertionError(NEVER_RECORDED)
-
-    def uncount(self, bytes_sent: int) -> None:
-        raise AssertionError(NEVER_RECORDED)
+        raise AssertionError("a pass over send and recv is never a CUDA graph")
