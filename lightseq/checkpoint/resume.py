@@ -29,6 +29,7 @@ LEARNING_FLAGS: Final = (
     *("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_ratio", "warmup_steps"),
     *("bf16", "fp16", "tf32", "fp8", "gradient_accumulation_steps", "per_device_train_batch_size"),
 )
+ENDLESS_LR_SCHEDULES: Final = ("constant", "constant_with_warmup", "inverse_sqrt")  # do not depend on the last step
 SAME_STATE_OPTIMIZERS: Final = ({"adamw_torch", "adamw_torch_fused"}, set(EIGHT_BIT))
 CONFIG = "config.json"
 # Model settings that change the computation without changing a shape.
@@ -119,7 +120,20 @@ def check_flags(resume_from: Path, config: TrainConfig) -> tuple[str, ...]:
             f"give --optim {then['optim']}, or start over from its weights with --model_name_or_path"
         )
     changes = ", ".join(f"--{name} {now[name]} (was {then[name]})" for name in changed)
-    return (f"resumed with {changes}",) if changes else ()
+    notes = (f"resumed with {changes}",) if changes else ()
+    before, after = _length_of(then), _length_of(now)
+    if before != after and config.lr_scheduler_type not in ENDLESS_LR_SCHEDULES:
+        notes += (
+            f"resumed with {after} (was {before}): the learning rate jumps to where a {config.lr_scheduler_type} "
+            "schedule of the new length would be",
+        )
+    return notes
+
+
+def _length_of(flags: Mapping[str, Any]) -> str:
+    """Returns the flag that sets a run's length, with its value."""
+    steps = flags.get("max_steps")
+    return f"--max_steps {steps}" if steps else f"--num_train_epochs {flags.get('num_train_epochs')}"
 
 
 def check_model(directory: Path, config: TrainConfig, model: PreTrainedConfig, lora: Lora | None) -> tuple[str, ...]:
