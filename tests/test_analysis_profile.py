@@ -100,7 +100,7 @@ def test_the_table_accounts_for_the_time(tmp_path: Path, capsys: pytest.CaptureF
 def test_the_peak_of_the_memory_is_shown_by_what_it_was_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, gib = write(tmp_path, two_steps()), 2**30
     memory = {
-        "parts": {"optimizer": 2 * gib, "kept_activations": 5 * gib},
+        "parts": {"optimizer": 2 * gib, "stored_activations": 5 * gib},
         "peak": 7 * gib,
         "own": 8 * gib,
         "all": 9 * gib,
@@ -109,7 +109,7 @@ def test_the_peak_of_the_memory_is_shown_by_what_it_was_for(tmp_path: Path, caps
     assert main(["profile", str(tmp_path)]) == 0
     said = capsys.readouterr().out.partition("GPU memory, GiB")[2]
     assert re.findall(r"([a-z][a-z ]+[a-z])  +(\d\.\d\d)", said) == [
-        ("kept activations", "5.00"), ("optimizer", "2.00"), ("peak of tensors", "7.00"),
+        ("stored activations", "5.00"), ("optimizer", "2.00"), ("peak of tensors", "7.00"),
         ("held by this process", "8.00"), ("held by all processes", "9.00"),
     ]  # fmt: skip
 

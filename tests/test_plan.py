@@ -207,9 +207,9 @@ def test_memory_is_planned_for_every_layer_where_offloaded_layers_are_spread() -
     saved, layer = {}, saved_by_layer(run, KEEP)
     for snapshot in snapshots(run, placement):
         if found := re.fullmatch(r"backward of layer (\d+), MLP", snapshot.when):
-            saved[int(found[1])] = snapshot.parts.kept_activations
+            saved[int(found[1])] = snapshot.parts.stored_activations
         elif snapshot.when == "loss":
-            assert snapshot.parts.kept_activations == 19 * layer
+            assert snapshot.parts.stored_activations == 19 * layer
     staying = {i: i // 2 + 1 if i < 25 else i - 12 for i in range(32)}  # and layers on their way
     moving = {i: 0 if i > 26 else 1 if i % 2 or i in (0, 26) else 2 for i in range(32)}
     assert saved == {i: (staying[i] - (i % 2 == 0 and i < 25) + moving[i]) * layer for i in range(32)}
@@ -257,7 +257,7 @@ def test_adapters_leave_the_weights_without_gradients_and_optimizer_state() -> N
 def test_offloaded_activations_are_on_the_host_within_its_budget() -> None:
     flags = "--model_max_length 131072"
     kept, left = plan(flags, 8), plan(f"{flags} --offload activations", 8)
-    layer = kept.parts.kept_activations / 32 if "layer 31" in kept.when else 16384 * (2 * 4096 * 2 + 128)
+    layer = kept.parts.stored_activations / 32 if "layer 31" in kept.when else 16384 * (2 * 4096 * 2 + 128)
     assert left.host_bytes - kept.host_bytes == pytest.approx(8 * 31 * layer, rel=1e-6)
     assert left.parts.total < kept.parts.total
     bounded = plan(f"{flags} --offload activations --host_memory_budget 1", 8)
@@ -284,7 +284,7 @@ def test_saved_products_take_memory_here_or_on_the_host_and_are_not_repeated(rem
     less, more = plan(flags, 4, host=1000), plan(f"{flags} --remat {remat}", 4, host=1000)
     away = plan(f"{flags} --remat {remat} --offload activations", 4, host=1000)
     outputs = tokens * 2 * weights // 4096  # of a layer, in bytes
-    assert more.parts.kept_activations - less.parts.kept_activations == 32 * outputs
+    assert more.parts.stored_activations - less.parts.stored_activations == 32 * outputs
     saved = less.seconds["matrix products"] - more.seconds["matrix products"]
     assert saved == pytest.approx(32 * 2 * tokens * weights / (MATRIX_SHARE * 989e12))
     assert away.host_bytes - more.host_bytes >= 4 * 31 * outputs and away.parts.total < less.parts.total + 3 * outputs
@@ -685,7 +685,7 @@ def test_the_command_prints_a_table_and_leaves_a_record(capsys: pytest.CaptureFi
     words = f"plan {WORDS} --model-max-length 1M --gpus 8 --offload activations --output {file}".split()
     assert main(words) == main(words) == 0
     shown = capsys.readouterr().out
-    assert "kept activations" in shown and "tokens/s" in shown and "layers 0-30 offload, 31 keep" in shown
+    assert "stored activations" in shown and "tokens/s" in shown and "layers 0-30 offload, 31 keep" in shown
     first, second = (json.loads(line) for line in file.read_text().splitlines())
     assert first == second and first["fits"] and sum(first["parts"].values()) == first["peak_bytes"]
     assert sum(first["seconds"].values()) == pytest.approx(first["step_seconds"])
@@ -824,5 +824,5 @@ def test_parts_of_a_measured_peak_add_up_to_it(
     gradients: int, stored: int, peak: int, found: tuple[int, int, int]
 ) -> None:
     parts = Breakdown(5, gradients, 10, stored, 3, 2, working=0).at_peak(peak)
-    assert (parts.gradients, parts.kept_activations, parts.working) == found
+    assert (parts.gradients, parts.stored_activations, parts.working) == found
     assert parts.total == peak

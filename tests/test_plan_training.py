@@ -310,7 +310,7 @@ def test_an_out_of_memory_error_names_settings_that_fit(monkeypatch: pytest.Monk
     here = World(0, 8, 0, 8, torch.device("cpu"))
     monkeypatch.setattr("lightseq.memory.planner.advice.planned_run", lambda *_: _h200(model, asked))
     *parts, remedy = out_of_memory(asked, model, here)
-    assert parts[0].startswith("planned peak memory") and any("kept activations" in line for line in parts)
+    assert parts[0].startswith("planned peak memory") and any("stored activations" in line for line in parts)
     assert remedy.startswith("to fit: without --remat (") and " GPUs (" in remedy
     fitting = replace(asked, model_max_length=2**17, offload="activations")
     monkeypatch.setattr("lightseq.memory.planner.advice.planned_run", lambda *_: _h200(model, fitting))

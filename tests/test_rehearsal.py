@@ -23,7 +23,7 @@ from lightseq.config.command_line import parse
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.mesh import World
 from lightseq.memory.offload import HostBufferPool
-from lightseq.memory.planner.breakdown import kept_activations, loss_bytes
+from lightseq.memory.planner.breakdown import loss_bytes, stored_activations
 from lightseq.models.family import preset_config
 from lightseq.modules import loss, mlp
 from lightseq.modules.loss import cross_entropy_sum
@@ -135,13 +135,13 @@ def test_a_short_run_has_the_schedule_and_the_shrunk_tiles_of_the_long_one() -> 
 def test_stored_activations_of_layers_by_hand() -> None:
     model = preset_config(BOTH, "llama3-8b")  # 32 layers, hidden 4096, 32 heads of 128
     layer_input, out, lse = 4096 * 2, 4096 * 2, 32 * 4
-    assert kept_activations(model, given("--bf16 --remat full"), 10) == 10 * 32 * layer_input
-    assert kept_activations(model, given("--bf16"), 10) == 10 * 32 * (layer_input + out + lse)
+    assert stored_activations(model, given("--bf16 --remat full"), 10) == 10 * 32 * layer_input
+    assert stored_activations(model, given("--bf16"), 10) == 10 * 32 * (layer_input + out + lse)
     products = 2 * 14336 * 2
     keeping = given("--bf16 --remat attention+mlp")
-    assert kept_activations(model, keeping, 10) == 10 * 32 * (layer_input + out + lse + products)
+    assert stored_activations(model, keeping, 10) == 10 * 32 * (layer_input + out + lse + products)
     grouped = given("--bf16 --layers_per_checkpoint 5")
-    assert kept_activations(model, grouped, 10) == 10 * (7 * layer_input + 5 * (layer_input + out + lse))
+    assert stored_activations(model, grouped, 10) == 10 * (7 * layer_input + 5 * (layer_input + out + lse))
     logits, gradients = loss_bytes(model, given("--bf16"), 10_000)
     assert (logits, gradients) == (2048 * 128256 * 2, 128256 * 4096 * 4 + 10_000 * 4096 * 2)
 

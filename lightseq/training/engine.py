@@ -29,7 +29,7 @@ from lightseq.memory.host_adamw import compute_updates_on
 from lightseq.memory.offload import Offload
 from lightseq.memory.pinned import PinnedMemory
 from lightseq.memory.planner.advice import out_of_memory
-from lightseq.memory.planner.breakdown import Breakdown, kept_activations, loss_bytes, state_bytes
+from lightseq.memory.planner.breakdown import Breakdown, loss_bytes, state_bytes, stored_activations
 from lightseq.memory.planner.choice import plan_on_all_ranks
 from lightseq.memory.planner.plan import Plan, host_memory_for_layers
 from lightseq.memory.planner.run import planned_run
@@ -211,7 +211,7 @@ def memory_parts(engine: Engine, device: torch.device, taken_by_forward: int | N
     tokens = tokens_per_forward(config, engine.context)
     states = state_bytes(engine.model, config, engine.memory.state_on_host)
     logits, gradients = loss_bytes(model, config, tokens)
-    stored = kept_activations(model, config, tokens)
+    stored = stored_activations(model, config, tokens)
     if taken_by_forward is not None:
         stored = max(0, taken_by_forward - gradients)
     elif engine.offload is not None:

@@ -24,7 +24,7 @@ class Breakdown:
     parameters: int
     gradients: int
     optimizer: int
-    kept_activations: int
+    stored_activations: int
     loss: int
     attention_buffers: int
     working: int
@@ -40,7 +40,7 @@ class Breakdown:
         peak, the smaller of these two was not there, or not whole.
         """
         excess = max(0, self.total - self.working - peak)
-        smaller = "gradients" if self.gradients < self.kept_activations else "kept_activations"
+        smaller = "gradients" if self.gradients < self.stored_activations else "stored_activations"
         rest = replace(self, working=0, **{smaller: max(0, getattr(self, smaller) - excess)})
         return replace(rest, working=max(0, peak - rest.total))
 
@@ -69,7 +69,7 @@ def moments_of(config: TrainConfig) -> float:
     return {"sgd": 0.0, **dict.fromkeys(EIGHT_BIT, 0.5)}.get(config.optim, 2.0)
 
 
-def kept_activations(model: PreTrainedConfig, config: TrainConfig, tokens: int) -> int:
+def stored_activations(model: PreTrainedConfig, config: TrainConfig, tokens: int) -> int:
     """Returns the bytes that all layers save for the backward pass of `tokens` local tokens, on GPU or host."""
     architecture, group = inspect_architecture(model), config.group_size
     sizes = widths_of(model, architecture.heads)

@@ -160,7 +160,7 @@ def _snapshot(
         parameters=int(parameters),
         gradients=int(all_gradients if accumulates else min(gradients, all_gradients)),
         optimizer=int(optimizer),
-        kept_activations=int(saved),
+        stored_activations=int(saved),
         loss=int(loss),
         attention_buffers=int(buffers if run.transport == "symmetric" else 0.0),
         working=int(working),
