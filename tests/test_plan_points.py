@@ -29,6 +29,7 @@ from lightseq.memory.planner.plan import Plan, plan_as_given
 from lightseq.memory.planner.rates import CHIPS, GIB, MATRIX_SHARE, PROCESS_BYTES, chip_of_device
 from lightseq.memory.planner.run import Hardware, PlannedRun
 from lightseq.memory.planner.step_time import matrix_seconds
+from lightseq.models.heads import Heads
 from lightseq.schedule import auto, head_groups
 from lightseq.schedule.auto import ScheduleChoice
 from lightseq.schedule.head_groups import MIN_COLUMNS
@@ -228,7 +229,7 @@ def results_from_the_beginning(monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 
 
 def test_results_take_memory_when_the_first_part_of_them_comes(request: pytest.FixtureRequest) -> None:
-    layer = (ScheduleChoice("ulysses", None, 1), 4, 32, 8, 128, 2)
+    layer = (ScheduleChoice("ulysses", None, 1), 4, Heads(32, 8, 128), 2)
     now = attention_memory(*layer)
     request.getfixturevalue("results_from_the_beginning")
     early = attention_memory(*layer)
@@ -272,9 +273,10 @@ def _long_layers(file: Path) -> list[dict[str, Any]]:
 def _planned_layer(r: dict[str, Any]) -> float:
     ulysses = r["ulysses_size"] if r["schedule"] == "usp" else None
     q, kv = (2 * r[name] * r["head_dim"] for name in ("heads", "kv_heads"))
-    keeps, sizes = r.get("keep_gathered", False), (r["world"], r["heads"], r["kv_heads"], r["head_dim"], 2)
+    keeps, heads = r.get("keep_gathered", False), Heads(r["heads"], r["kv_heads"], r["head_dim"])
     share = r["window"] / r["length"] if r.get("window") else None
-    found = attention_memory(ScheduleChoice(r["schedule"], ulysses, r["head_groups"]), *sizes, keeps, share)
+    choice = ScheduleChoice(r["schedule"], ulysses, r["head_groups"])
+    found = attention_memory(choice, r["world"], heads, 2, keeps, share)
     held = 3 * q + 2 * kv + 4 * r["heads"]  # q, k, v, the output with its lse, and its gradient
     held += keeps * (q + 2 * kv)  # the benchmark holds its own as well
     return (held + found.backward + found.buffers) * r["length"] / r["world"]

@@ -120,7 +120,7 @@ def check_flags(resume_from: Path, config: TrainConfig) -> tuple[str, ...]:
             f"give --optim {then['optim']}, or start over from its weights with --model_name_or_path"
         )
     changes = ", ".join(f"--{name} {now[name]} (was {then[name]})" for name in changed)
-    notes = (f"resumed with {changes}",) if changes else ()
+    notes: tuple[str, ...] = (f"resumed with {changes}",) if changes else ()
     before, after = _length_of(then), _length_of(now)
     if before != after and config.lr_scheduler_type not in ENDLESS_LR_SCHEDULES:
         notes += (

@@ -22,6 +22,7 @@ from lightseq.comm.transport import Outbox
 from lightseq.kernels.elided import Elided
 from lightseq.kernels.flash_attn import FlashAttention4
 from lightseq.kernels.launches import Launches
+from lightseq.models.heads import Heads
 from lightseq.schedule.algorithms import make_schedule, ulysses_group_size
 from lightseq.schedule.auto import ScheduleChoice
 from lightseq.schedule.windows import windowed_schedule
@@ -40,16 +41,20 @@ class AttentionMemory:
 
 @lru_cache(maxsize=512)
 def attention_memory(
-    choice: ScheduleChoice, world: int, heads: int, kv_heads: int, dim: int, itemsize: int, keep_gathered: bool = False,
+    choice: ScheduleChoice,
+    world: int,
+    heads: Heads,
+    itemsize: int,
+    keep_gathered: bool = False,
     window_share: float | None = None,
-) -> AttentionMemory:  # fmt: skip
+) -> AttentionMemory:
     """Counts a layer's memory. `window_share` is its sliding window over the length of the sequence."""
     ulysses = ulysses_group_size(choice.schedule, world, choice.ulysses_size)
     ring = world // ulysses
     if ring <= MAX_RING:
-        return _count(choice, world, heads, kv_heads, dim, itemsize, keep_gathered, window_share)
+        return _count(choice, world, heads, itemsize, keep_gathered, window_share)
     low, high = (
-        attention_memory(choice, ulysses * ranks, heads, kv_heads, dim, itemsize, window_share=window_share)
+        attention_memory(choice, ulysses * ranks, heads, itemsize, window_share=window_share)
         for ranks in (MAX_RING // 2, MAX_RING)
     )
     steps = (ring - MAX_RING) / (MAX_RING - MAX_RING // 2)
@@ -57,21 +62,21 @@ def attention_memory(
 
 
 def _count(
-    choice: ScheduleChoice, world: int, heads: int, kv_heads: int, dim: int, itemsize: int, keep_gathered: bool,
-    window_share: float | None,
-) -> AttentionMemory:  # fmt: skip
+    choice: ScheduleChoice, world: int, heads: Heads, itemsize: int, keep_gathered: bool, window_share: float | None
+) -> AttentionMemory:
     table = make_schedule(choice.schedule, world, choice.head_groups or 1, choice.ulysses_size)
     local = CHUNK_TOKENS * table.layout.chunks_per_rank
     if window_share is not None:
         length = local * world
         table = windowed_schedule(table, (0, length), max(1, round(window_share * length)))
     dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
-    q, k, v = (torch.empty(1, local, n, dim, dtype=dtype, device="meta") for n in (heads, kv_heads, kv_heads))
-    out, lse = torch.empty_like(q), torch.empty(1, heads, local, device="meta")
+    counts_of_heads = (heads.query, heads.key_value, heads.key_value)
+    q, k, v = (torch.empty(1, local, n, heads.dim, dtype=dtype, device="meta") for n in counts_of_heads)
+    out, lse = torch.empty_like(q), torch.empty(1, heads.query, local, device="meta")
     gathered: Gathered | None = None
     if keep_gathered and table.can_keep_gathered:
-        size = gathered_elements(table, q, kv_heads)
-        table, gathered = table.keeping_gathered, Gathered(torch.empty(size, dtype=dtype, device="meta"), kv_heads)
+        memory = torch.empty(gathered_elements(table, q, heads.key_value), dtype=dtype, device="meta")
+        table, gathered = table.keeping_gathered, Gathered(memory, heads.key_value)
     kernel, counts = Elided(FlashAttention4()), []
     for rank in sorted({0, world // 2, world - 1}):
         transport = _MetaTransport()

@@ -22,6 +22,7 @@ from lightseq.memory.planner.rates import (
     tiled_points,
 )
 from lightseq.memory.planner.run import FLOAT32, PlannedRun
+from lightseq.models.heads import Heads
 from lightseq.modules.mlp import TILE_TOKENS
 
 TOKEN_BYTES = 3 * 8  # id, position and label
@@ -222,9 +223,7 @@ def attention_of(run: PlannedRun) -> AttentionMemory:
     return attention_memory(
         run.choice,
         run.sequence_ranks,
-        heads.query // groups,
-        heads.key_value // groups,
-        heads.dim,
+        Heads(heads.query // groups, heads.key_value // groups, heads.dim),
         run.itemsize,
         keep_gathered=keeps,
         window_share=widest / length if widest is not None and widest < length else None,
