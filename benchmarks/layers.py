@@ -77,7 +77,7 @@ def packing(context: SequenceContext, documents: Documents, tokens: int) -> dict
         "chunks_per_rank": table.layout.chunks_per_rank,
         "area_balance": documents.balance,
         "padding_tokens": boundaries[-1] - tokens,
-        "fetched_tokens": max(fetched.values(), default=0) * rows // table.head_groups,
+        "fetched_tokens": max(fetched.values(), default=0) * rows // table.total_head_groups,
     }
 
 
@@ -86,7 +86,7 @@ def fetched_in_window(context: SequenceContext, length: int, window: int) -> int
     table = windowed_schedule(context.schedule, (0, length), window)
     rows = length // table.layout.chunk_count
     fetched = Counter(m.dst for step in table.forward for m in step.moves if m.item == "kv")
-    return max(fetched.values(), default=0) * rows // table.head_groups
+    return max(fetched.values(), default=0) * rows // table.total_head_groups
 
 
 @contextmanager

@@ -126,7 +126,7 @@ def transform(
         gpus_per_host=world.local_size,
         packed=config.packing != "none",
         keep_gathered=keeps_gathered(config.remat_policy),
-        layers_group_heads=config.groups_heads,
+        layers_slice_heads=config.slices_heads,
     )
     if config.fp8 is not None:
         tokens = local_tokens(context.schedule, config.model_max_length, config.packing != "none")

@@ -28,7 +28,7 @@ from lightseq.memory import offload
 from lightseq.models import adapters, weights
 from lightseq.models.family import preset_config
 from lightseq.modules import loss, mlp
-from lightseq.schedule import head_groups
+from lightseq.schedule import head_slices
 from lightseq.schedule.algorithms import SCHEDULES
 from lightseq.training.engine import Update, build_engine
 from lightseq.training.loop import Trainer
@@ -136,7 +136,7 @@ def make_trainer(
 
 def train(rank: int, folder: str, case: Case, steps: int, device: torch.device) -> Result:
     mlp.TILE_TOKENS, loss.CHUNK_TOKENS, offload.MIN_BYTES = case.tile_tokens, case.chunk_tokens, 0
-    head_groups.MIN_COLUMNS = 1
+    head_slices.MIN_COLUMNS = 1
     torch._dynamo.reset()
     with pytest.MonkeyPatch.context() as patch:  # the compiler's own code is torch's to test, and takes minutes to make
         patch.setattr(torch, "compile", lambda f, **words: TORCH_COMPILE(f, backend="aot_eager"))

@@ -37,8 +37,8 @@ def _check_arenas(schedule: Schedule, backward: bool, rank: int) -> None:
         for tile in step.tiles[rank]:
             for item, chunks in (("q", tile.q), ("kv", tile.kv)):
                 if local_start(layout, rank, chunks) is None:
-                    kind = (item, tile.heads)
-                    (arena,) = (a for a in found if (a.item, a.heads) == kind and a.first <= t <= a.last)
+                    kind = (item, tile.head_group)
+                    (arena,) = (a for a in found if (a.item, a.head_group) == kind and a.first <= t <= a.last)
                     assert arena.chunks[arena.find(chunks) :][: len(chunks)] == chunks
                     read[arena] |= {*chunks}
                     used[arena] |= {t}
@@ -70,10 +70,10 @@ def test_tiles_of_a_ring_read_their_own_chunks_in_place() -> None:
 def test_an_operand_moves_again_only_if_a_step_did_without_it(name: str) -> None:
     for schedule in _schedules(name):
         for steps in (schedule.forward, schedule.backward):
-            arrived = Counter((m.item, m.chunk, m.heads, m.dst) for s in steps for m in s.moves if not m.is_result)
-            for (item, chunk, heads, rank), times in arrived.items():
+            arrived = Counter((m.item, m.chunk, m.head_group, m.dst) for s in steps for m in s.moves if not m.is_result)
+            for (item, chunk, head_group, rank), times in arrived.items():
                 needed = [
-                    any(t.heads == heads and chunk in (t.q if item == "q" else t.kv) for t in step.tiles[rank])
+                    any(chunk in (t.q if item == "q" else t.kv) for t in step.tiles[rank] if t.head_group == head_group)
                     for step in steps
                 ]
                 begins = sum(now and not before for before, now in zip([False, *needed], needed, strict=False))
@@ -83,7 +83,7 @@ def test_an_operand_moves_again_only_if_a_step_did_without_it(name: str) -> None
 def test_zigzag_with_split_heads_moves_every_query_once_a_pass() -> None:
     schedule = make_schedule("zigzag", 4, ulysses_size=2)
     for steps in (schedule.forward, schedule.backward):
-        moved = Counter((m.chunk, m.dst, m.heads) for step in steps for m in step.moves if m.item == "q")
+        moved = Counter((m.chunk, m.dst, m.head_group) for step in steps for m in step.moves if m.item == "q")
         assert {*moved.values()} == {1}
         assert len(moved) == schedule.layout.chunk_count, "every chunk has one other rank that computes the other heads"
         assert sum(any(m.item == "q" for m in step.moves) for step in steps) == 1, "all of them before the first tile"
@@ -138,7 +138,7 @@ def test_staged_tensors_come_out_as_they_went_in(packing: tuple, dtype: torch.dt
         whole = (*tensors, *([] if its_lse is None else [its_lse]))
         f = buffer_layout(schedule, tensors[0].shape, dtype, len(tensors), None if its_lse is None else its_lse.dtype)
         assert [x.shape for x in f.whole(q.device, dtype)] == [x.shape for x in whole]
-        assert f.groups == min(schedule.head_groups, tensors[0].shape[2]) and f.rows == rows
+        assert f.groups == min(schedule.total_head_groups, tensors[0].shape[2]) and f.rows == rows
         assert f.groups * f.chunks * f.chunk_bytes == sum(x.nbytes for x in whole), "all of it, and nothing twice"
         memory = torch.full((f.staged_chunks * f.chunk_bytes + 16,), 255, dtype=torch.uint8)
         buffer = f.packed(memory, f.staged_chunks)

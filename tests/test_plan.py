@@ -758,7 +758,7 @@ def test_gathered_weights_are_kept_only_where_that_saves_time() -> None:
 )  # fmt: skip
 def test_tiled_layers_hold_one_group_of_heads_around_attention(flags: str, gpus: int, groups: int, turns: int) -> None:
     run = planned_run(LLAMA, f"--bf16 --remat attention --model_max_length 1M {flags}", gpus)
-    assert (run.head_groups, run.choice.head_groups) == (groups, turns)
+    assert (run.head_slices, run.choice.head_groups) == (groups, turns)
     whole = planned_run(LLAMA, "--bf16 --remat attention --model_max_length 1M --tile_layers True --fp8 rowwise", gpus)
     if gpus == 1:
         assert attention_of(run).backward == attention_of(whole).backward / groups

@@ -30,9 +30,9 @@ from lightseq.memory.planner.rates import CHIPS, GIB, MATRIX_SHARE, PROCESS_BYTE
 from lightseq.memory.planner.run import Hardware, PlannedRun
 from lightseq.memory.planner.step_time import matrix_seconds
 from lightseq.models.heads import Heads
-from lightseq.schedule import auto, head_groups
+from lightseq.schedule import auto, head_slices
 from lightseq.schedule.auto import ScheduleChoice
-from lightseq.schedule.head_groups import MIN_COLUMNS
+from lightseq.schedule.head_slices import MIN_COLUMNS
 
 RESULTS = Path(plan_points.__file__).parent / "results"
 POINTS = [r for file in sorted(RESULTS.glob("plan-*.jsonl")) for r in read_lines(file)]
@@ -109,7 +109,7 @@ def _as_it_ran(record: dict[str, Any]) -> Iterator[None]:
     packed = "--packing" in record["words"]
     small = 0.0 if record["date"] < FEWEST_HEAD_GROUPS_SINCE and not packed else auto.MAX_GATHERED_BYTES
     auto.choose_by_time.cache_clear()
-    with patch.object(head_groups, "MIN_COLUMNS", columns), patch.object(auto, "MAX_GATHERED_BYTES", small):
+    with patch.object(head_slices, "MIN_COLUMNS", columns), patch.object(auto, "MAX_GATHERED_BYTES", small):
         yield
     auto.choose_by_time.cache_clear()
 

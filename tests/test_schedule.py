@@ -57,10 +57,10 @@ def test_a_schedule_is_right_for_every_number_of_head_groups(name: str, groups: 
 def test_kept_operands_do_not_move_again(groups: int) -> None:
     for world in SOME_WORLDS[1:]:
         schedule = make_schedule("ulysses", world, groups)
-        kept = schedule.keeping_gathered
+        kept = schedule.reusing_gathered
         validate(kept)
         with pytest.raises(InvalidSchedule, match="are missing"):
-            validate(dataclasses.replace(kept, keeps_gathered=False))
+            validate(dataclasses.replace(kept, reuses_gathered=False))
         shape = AttentionShape(1024 * world, 4 * groups * world, groups * world, 64)
         once, twice = cost(kept, shape), cost(schedule, shape)
         gathered = (world - 1) * 1024 * 64 * 2 * (4 + 2) * groups * world  # (query + 2 key/value) heads of bfloat16
@@ -118,7 +118,7 @@ def test_a_tile_with_another_mask_is_always_caught(name: str) -> None:
         for rank, tiles in enumerate(step.tiles):
             for i, tile in enumerate(tiles):
                 for mask in set(Mask) - {tile.mask}:
-                    changed = (*tiles[:i], Tile(tile.q, tile.kv, mask, tile.heads), *tiles[i + 1 :])
+                    changed = (*tiles[:i], Tile(tile.q, tile.kv, mask, tile.head_group), *tiles[i + 1 :])
                     row = (*step.tiles[:rank], changed, *step.tiles[rank + 1 :])
                     steps = list(schedule.forward)
                     steps[t] = dataclasses.replace(step, tiles=row)

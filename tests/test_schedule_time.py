@@ -40,7 +40,7 @@ def _cases(world: int) -> list[tuple[str, int, int | None]]:
 
 def _area(schedule: Schedule, tile: Tile) -> float:
     """In chunks of a place squared, from FLOPs that were counted elsewhere."""
-    unit = AttentionShape(schedule.layout.chunk_count, schedule.head_groups, schedule.head_groups, 1)
+    unit = AttentionShape(schedule.layout.chunk_count, schedule.total_head_groups, schedule.total_head_groups, 1)
     return tile_flops(schedule, unit, tile) / 4 / schedule.ulysses_size**2
 
 
@@ -142,7 +142,7 @@ def _records(files: str) -> list[dict[str, Any]]:
 
 
 def _waited_for_the_host(record: dict[str, Any], schedule: Schedule) -> bool:
-    whole = schedule.name in ("ulysses", "prefix") and schedule.head_groups == schedule.ulysses_size
+    whole = schedule.name in ("ulysses", "prefix") and schedule.total_head_groups == schedule.ulysses_size
     return schedule.world > 1 and record["length"] < (16 * K if whole else 32 * K)
 
 
@@ -267,7 +267,7 @@ def test_choosing_refuses_what_making_a_schedule_refuses_with_the_same_line(aske
 def test_an_outline_is_its_schedule_without_steps() -> None:
     for world, (name, groups, size) in ((w, case) for w in (4, 6) for case in _cases(w)):
         empty, full = schedule_without_steps(name, world, groups, size), make_schedule(name, world, groups, size)
-        assert (empty.name, empty.layout, empty.head_groups) == (full.name, full.layout, full.head_groups)
+        assert (empty.name, empty.layout, empty.total_head_groups) == (full.name, full.layout, full.total_head_groups)
         assert not empty.forward and full.forward
 
 

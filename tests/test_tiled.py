@@ -1,4 +1,4 @@
-"""Layers in tiles of tokens and groups of heads against those of transformers: values, gradients, memory, refusals."""
+"""Layers in tiles of tokens and slices of heads against those of transformers: values, gradients, memory, refusals."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -41,7 +41,7 @@ from lightseq.models.flops import attention_forward_flops, recompute_flops
 from lightseq.modules import mlp
 from lightseq.modules.low_rank import LinearWeights, side_by_side
 from lightseq.modules.tiled import _Sums, tile_layers
-from lightseq.schedule import head_groups
+from lightseq.schedule import head_slices
 
 SIZES: dict[str, Any] = dict(
     vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=4,
@@ -63,10 +63,10 @@ GROUPS = 2  # of heads, one for each key/value head
 
 @pytest.fixture(autouse=True)
 def alone() -> Iterator[None]:
-    """A world of this process, tiles of seven tokens, and groups of one key/value head."""
+    """A world of this process, tiles of seven tokens, and slices of one key/value head."""
     with one_process(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(mlp, "TILE_TOKENS", 7)
-        patch.setattr(head_groups, "MIN_COLUMNS", 1)
+        patch.setattr(head_slices, "MIN_COLUMNS", 1)
         yield
 
 
@@ -157,7 +157,7 @@ def test_linears_side_by_side_give_what_each_of_them_gives() -> None:
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_one_group_of_heads_is_there_at_a_time(keep: bool) -> None:
+def test_one_slice_of_heads_is_there_at_a_time(keep: bool) -> None:
     with heads_passed() as passed:
         check("llama", keep=keep)
     assert passed == [(2, 1)] * 3 * GROUPS * (2 if keep else 3), "forward, backward, and what is computed again"

@@ -99,7 +99,7 @@ def test_every_visible_pair_is_computed_once(length: int, window: int) -> None:
         table = windowed_schedule(schedule, (0, whole), window)
         validate(table)
         area = sum(tile.mask.area for step in table.forward for tiles in step.tiles for tile in tiles)  # type: ignore
-        assert area == visible_pairs(whole, window) * schedule.head_groups
+        assert area == visible_pairs(whole, window) * schedule.total_head_groups
         documents = pad_boundaries((0, 7, 30, 41), padded_length(schedule, length))
         validate(windowed_schedule(schedule, documents, window))
 

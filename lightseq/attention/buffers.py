@@ -136,6 +136,6 @@ def buffer_layout(
 ) -> BufferLayout:
     """Returns the layout of an item: `tensors` local tensors of `shape` (B, S, N, D), and an lse (B, N, S) if given."""
     batch, length, heads, dim = shape
-    groups = schedule.head_groups if heads % schedule.head_groups == 0 else heads
+    groups = schedule.total_head_groups if heads % schedule.total_head_groups == 0 else heads
     chunks = schedule.layout.chunks_per_rank
     return BufferLayout(tensors, heads // groups, groups, chunks, length // chunks, batch, dim, dtype, lse)

@@ -18,7 +18,7 @@ from lightseq.schedule.algorithms import SCHEDULES, check_heads, make_schedule
 from lightseq.schedule.auto import ScheduleChoice, choose_by_counts, choose_by_time, choose_packed, choose_windowed
 from lightseq.schedule.cost import AttentionShape
 from lightseq.schedule.documents import balance, check_boundaries, packed_schedule, pad_boundaries, padded_length
-from lightseq.schedule.head_groups import with_fewer_turns
+from lightseq.schedule.head_slices import with_fewer_turns
 from lightseq.schedule.layout import Layout, shard
 from lightseq.schedule.table import Schedule
 from lightseq.schedule.timing import H200_SYMMETRIC, RATES
@@ -162,8 +162,8 @@ class AttentionConfig:
     # Under ulysses, save gathered q, k and v for the backward pass instead of the rank's own, so that they travel once.
     # Set it to False if a checkpoint recomputes q, k and v.
     keep_gathered: bool = True
-    # Layers pass their heads in groups, one after the other (`tile_layers`); a schedule then needs fewer of its own.
-    layers_group_heads: bool = False
+    # Layers pass their heads in slices, one after the other (`tile_layers`); a schedule then needs fewer head groups.
+    layers_slice_heads: bool = False
 
 
 def make_context(group: dist.ProcessGroup, shape: AttentionShape, config: AttentionConfig) -> SequenceContext:
@@ -194,7 +194,7 @@ def make_context(group: dist.ProcessGroup, shape: AttentionShape, config: Attent
     transport = make_transport(config.transport, group, device)
     world = dist.get_world_size(group)
     chosen = _choose(world, shape, base_transport_name(transport.name), config)
-    if config.layers_group_heads:
+    if config.layers_slice_heads:
         chosen = with_fewer_turns(chosen, world, shape)
     schedule = make_schedule(chosen.schedule, world, chosen.head_groups or 1, chosen.ulysses_size)
     check_heads(schedule, shape.heads, shape.kv_heads)

@@ -141,7 +141,7 @@ class _Execution:
                     if self._spec.backward:
                         made = backward_tile(
                             kernel,
-                            *self._backward_operands(tile.heads, q, kv),
+                            *self._backward_operands(tile.head_group, q, kv),
                             tile.mask,
                             scale,
                             _gradient_memory(into),
@@ -196,7 +196,7 @@ class _Execution:
         for i in step.opens:
             arena = self._program.arenas[i]
             # The forward pass gathers into the kept memory; the backward pass has no arena for kept operands.
-            kept = None if self._spec.backward else self._gathered.get((arena.item, arena.heads))
+            kept = None if self._spec.backward else self._gathered.get((arena.item, arena.head_group))
             device = self._operands[arena.item][0].device
             self._arenas[i] = kept or self._layouts[arena.item].empty(len(arena.chunks), device)
         receives = []
@@ -243,10 +243,10 @@ class _Execution:
         (q_,), (k, v) = self._operand("q", q), self._operand("kv", kv)
         return q_, k, v
 
-    def _backward_operands(self, heads: int, q: Operand, kv: Operand | None) -> tuple[Tensor, Saved]:
+    def _backward_operands(self, head_group: int, q: Operand, kv: Operand | None) -> tuple[Tensor, Saved]:
         """Returns dout of a tile, and the tensors that its forward pass saved."""
-        q_, dout, out, lse = self._gathered.get(("q", heads), ()) + self._operand("q", q)
-        k, v = self._gathered[("kv", heads)] if kv is None else self._operand("kv", kv)
+        q_, dout, out, lse = self._gathered.get(("q", head_group), ()) + self._operand("q", q)
+        k, v = self._gathered[("kv", head_group)] if kv is None else self._operand("kv", kv)
         return dout, Saved(q_, k, v, out, lse)
 
     def _memory_of(self, output: OutputSlot) -> Buffer:
@@ -320,7 +320,7 @@ def _forward_spec(schedule: Schedule, rank: int, q_shape: torch.Size, kv_heads: 
 @_cached_specs
 def _backward_spec(schedule: Schedule, rank: int, q_shape: torch.Size, kv_heads: int, dtype: torch.dtype) -> PassSpec:
     """Makes the spec of a backward pass. The item `q` holds q (unless it was kept), dout, out and lse."""
-    tensors = 2 if schedule.keeps_gathered else 3
+    tensors = 2 if schedule.reuses_gathered else 3
     kv = _kv_layout(schedule, q_shape, kv_heads, dtype)
     layouts = {
         "q": buffer_layout(schedule, q_shape, dtype, tensors, wide(dtype)),

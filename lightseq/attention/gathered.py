@@ -27,7 +27,7 @@ class Gathered(NamedTuple):
         shapes = [layouts[arena.item].packed_shape(len(arena.chunks)) for arena in found]
         pieces = self.memory.split_with_sizes([math.prod(shape) for shape in shapes])
         return {
-            (arena.item, arena.heads): (piece.view(shape),)
+            (arena.item, arena.head_group): (piece.view(shape),)
             for arena, shape, piece in zip(found, shapes, pieces, strict=True)
         }
 
@@ -47,5 +47,5 @@ def gathered_elements(schedule: Schedule, q_BSHD: Tensor, kv_heads: int) -> int:
     Lengths may be symbolic under torch.compile.
     """
     batch, local, heads, dim = q_BSHD.shape
-    heads_per_group = heads // schedule.head_groups + 2 * max(kv_heads // schedule.head_groups, 1)
+    heads_per_group = heads // schedule.total_head_groups + 2 * max(kv_heads // schedule.total_head_groups, 1)
     return batch * local * schedule.world * dim * schedule.head_groups_per_rank * heads_per_group

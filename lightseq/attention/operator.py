@@ -266,7 +266,7 @@ def _gradients(
     table = _table(c, dout, documents, window)
     own: tuple[Tensor, Tensor, Tensor] | Gathered
     if len(tensors) == 1:
-        table, own = table.keeping_gathered, Gathered(tensors[0], kv_heads)
+        table, own = table.reusing_gathered, Gathered(tensors[0], kv_heads)
     else:
         own = (tensors[0], tensors[1], tensors[2])
     gradients = _executor(c, table, scores).backward(dout, own, out, lse)

@@ -72,9 +72,9 @@ def steps(schedule: Schedule, backward: bool) -> tuple[Step, ...]:
     return schedule.backward if backward else schedule.forward
 
 
-def item_group(layout: BufferLayout, schedule: Schedule, heads: int) -> int:
+def item_group(layout: BufferLayout, schedule: Schedule, head_group: int) -> int:
     """Maps a head group of the schedule to that of an item, which has fewer if groups share key/value heads."""
-    return heads * layout.groups // schedule.head_groups
+    return head_group * layout.groups // schedule.total_head_groups
 
 
 def aligned(size: int) -> int:
@@ -94,7 +94,7 @@ def _count_parts(schedule: Schedule, backward: bool, rank: int, layouts: Layouts
     for t, step in enumerate(steps(schedule, backward)):
         for tile in (tile for tiles in step.tiles for tile in tiles):
             for item, slots in found.items():
-                group = item_group(layouts[item], schedule, tile.heads)
+                group = item_group(layouts[item], schedule, tile.head_group)
                 for chunk in tile.kv if item == "dkv" else tile.q:
                     if chunk in mine:
                         slots.setdefault((mine[chunk], group), Counter())[t] += 1
@@ -288,28 +288,28 @@ class _Lowering:
             if move.is_result:
                 here = self.sent_result(t - 1, move.src, move.tile, move.item, move.chunk)
             else:
-                here = self.staged_chunk(move.item, move.chunk, move.heads)
+                here = self.staged_chunk(move.item, move.chunk, move.head_group)
             if move.src == self.rank:
                 sends += [Send(move.dst, x) for x in here]
                 continue
             remote = tuple(self.peer_view(move.src, x) for x in here)
             if move.is_result:
-                slot = self.slot(move.item, move.chunk, move.heads)
+                slot = self.slot(move.item, move.chunk, move.head_group)
                 arrivals.append(Arrival(move.item, slot, move.src, remote, self.layouts[move.item].unpacked(remote)))
             else:
-                arena, start = self.find_in_arena(t + 1, move.item, (move.chunk,), move.heads)
+                arena, start = self.find_in_arena(t + 1, move.item, (move.chunk,), move.head_group)
                 fetches.append(Fetch(arena, start, move.src, remote))
         return sends, fetches, arrivals
 
     def tile(self, t: int, i: int, tile: Tile) -> TileProgram:
         results = {"dq": tile.q, "dkv": tile.kv} if self.spec.backward else {"out": tile.q}
-        outputs = tuple(self.output(t, i, item, chunks, tile.heads) for item, chunks in results.items())
-        kv = self.operand(t, "kv", tile.kv, tile.heads) if "kv" in self.gathered_items else None
-        return TileProgram(tile, self.operand(t, "q", tile.q, tile.heads), kv, outputs)
+        outputs = tuple(self.output(t, i, item, chunks, tile.head_group) for item, chunks in results.items())
+        kv = self.operand(t, "kv", tile.kv, tile.head_group) if "kv" in self.gathered_items else None
+        return TileProgram(tile, self.operand(t, "q", tile.q, tile.head_group), kv, outputs)
 
-    def output(self, t: int, i: int, item: str, chunks: tuple[int, ...], heads: int) -> OutputSlot:
+    def output(self, t: int, i: int, item: str, chunks: tuple[int, ...], head_group: int) -> OutputSlot:
         layout = self.layouts[item]
-        own = [(c, self.slot(item, x, heads)) for c, x in enumerate(chunks) if self.layout.home(x) == self.rank]
+        own = [(c, self.slot(item, x, head_group)) for c, x in enumerate(chunks) if self.layout.home(x) == self.rank]
         sent = self.sent_block(t, self.rank, i, item)
         if sent is not None:
             buffer = sent[1]
@@ -319,37 +319,37 @@ class _Lowering:
         start = local_start(self.layout, self.rank, chunks)
         parts = self.spec.parts[item]
         if start is not None and self.spec.single_step[item] and all(parts[slot].total() == 1 for _, slot in own):
-            return OutputSlot(item, None, Operand(None, start, len(chunks), self.group(item, heads)), ())
+            return OutputSlot(item, None, Operand(None, start, len(chunks), self.group(item, head_group)), ())
         return OutputSlot(item, None, None, tuple((c, slot, None) for c, slot in own))
 
-    def operand(self, t: int, item: str, chunks: tuple[int, ...], heads: int) -> Operand:
+    def operand(self, t: int, item: str, chunks: tuple[int, ...], head_group: int) -> Operand:
         start = local_start(self.layout, self.rank, chunks)
         if start is not None:
-            return Operand(None, start, len(chunks), self.group(item, heads))
-        arena, start = self.find_in_arena(t, item, chunks, heads)
+            return Operand(None, start, len(chunks), self.group(item, head_group))
+        arena, start = self.find_in_arena(t, item, chunks, head_group)
         return Operand(arena, start, len(chunks), 0)
 
     def own_fetches(self, arena: int) -> list[Fetch]:
         """Returns the copies of this rank's own chunks into an arena."""
         a = self.arenas[arena]
         own = [(i, chunk) for i, chunk in enumerate(a.chunks) if self.layout.home(chunk) == self.rank]
-        return [Fetch(arena, i, self.rank, self.staged_chunk(a.item, chunk, a.heads)) for i, chunk in own]
+        return [Fetch(arena, i, self.rank, self.staged_chunk(a.item, chunk, a.head_group)) for i, chunk in own]
 
-    def find_in_arena(self, t: int, item: str, chunks: tuple[int, ...], heads: int) -> tuple[int, int]:
+    def find_in_arena(self, t: int, item: str, chunks: tuple[int, ...], head_group: int) -> tuple[int, int]:
         for i, a in enumerate(self.arenas):
-            if (a.item, a.heads) == (item, heads) and a.first <= t <= a.last and chunks[0] in a.chunks:
+            if (a.item, a.head_group) == (item, head_group) and a.first <= t <= a.last and chunks[0] in a.chunks:
                 return i, a.find(chunks)
-        raise AssertionError(f"no arena holds {item} {chunks} of head group {heads} at step {t}")
+        raise AssertionError(f"no arena holds {item} {chunks} of head group {head_group} at step {t}")
 
-    def group(self, item: str, heads: int) -> int:
-        return item_group(self.layouts[item], self.spec.schedule, heads)
+    def group(self, item: str, head_group: int) -> int:
+        return item_group(self.layouts[item], self.spec.schedule, head_group)
 
-    def slot(self, item: str, chunk: int, heads: int) -> ChunkSlot:
-        return self.layout.chunks(self.layout.home(chunk)).index(chunk), self.group(item, heads)
+    def slot(self, item: str, chunk: int, head_group: int) -> ChunkSlot:
+        return self.layout.chunks(self.layout.home(chunk)).index(chunk), self.group(item, head_group)
 
-    def staged_chunk(self, item: str, chunk: int, heads: int) -> Buffer:
+    def staged_chunk(self, item: str, chunk: int, head_group: int) -> Buffer:
         layout = self.layouts[item]
-        index, group = self.slot(item, chunk, heads)
+        index, group = self.slot(item, chunk, head_group)
         return layout.slots(self.staged[item], group * layout.chunks + index, 1)
 
     def sent_result(self, t: int, src: int, tile: int, item: str, chunk: int) -> Buffer:

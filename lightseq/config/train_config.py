@@ -264,8 +264,8 @@ class TrainConfig(
         return bool(self.tile_layers)
 
     @property
-    def groups_heads(self) -> bool:
-        """True if layers pass their heads to attention in groups. FP8 weights cannot be cut by heads."""
+    def slices_heads(self) -> bool:
+        """True if layers pass their heads to attention in slices. FP8 weights cannot be cut by heads."""
         return self.tiles_layers and self.fp8 is None
 
     @property

@@ -1,7 +1,7 @@
-"""Decoder layers that run attention in groups of heads, and everything else in tiles of tokens.
+"""Decoder layers that run attention in slices of heads, and everything else in tiles of tokens.
 
-q, k and v, and the gradient of attention's output, exist for one group at a time, as in UPipe (arXiv 2602.21196). A
-layer saves its input, and attention's out and lse unless attention is recomputed. Besides these and a group's
+q, k and v, and the gradient of attention's output, exist for one slice at a time, as in UPipe (arXiv 2602.21196). A
+layer saves its input, and attention's out and lse unless attention is recomputed. Besides these and a slice's
 attention, its backward pass holds three tensors of the local sequence: the gradient of the layer's output, which
 becomes that of the input in place, and the gradients of k and v. The gradient of q takes the memory of out.
 
@@ -33,7 +33,7 @@ from lightseq.modules.low_rank import (
     side_by_side,
 )
 from lightseq.modules.projections import PROJECTIONS
-from lightseq.schedule.head_groups import count_head_groups
+from lightseq.schedule.head_slices import count_head_slices
 
 # Layers of norm, attention, residual, norm, MLP, residual, in which q and k may have norms of their own.
 KNOWN: Final = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
@@ -64,7 +64,7 @@ def check_layer_class(name: str) -> None:
         raise ValueError(f"--tile_layers supports {', '.join(KNOWN)}, but this model has {name}; leave it out")
 
 
-class HeadGroup(NamedTuple):
+class HeadSlice(NamedTuple):
     """Weights around the attention of some key/value heads and their query heads, for use without gradients."""
 
     projection: LinearWeights  # to q, k and v side by side
@@ -80,10 +80,10 @@ class HeadGroup(NamedTuple):
         return (qkv if self.bias is None else qkv + self.bias).split(self.columns, dim=-1)
 
 
-def head_groups(attention: Any, dtype: torch.dtype) -> Iterator[HeadGroup | None]:
-    """Yields the groups in which heads are computed; None is a group of all heads, with the modules' own linears.
+def head_slices(attention: Any, dtype: torch.dtype) -> Iterator[HeadSlice | None]:
+    """Yields the slices in which heads are computed; None is one slice of all heads, with the modules' own linears.
 
-    Every rank has the same groups in the same order. Linears that cannot be cut, as in FP8, have one group.
+    Every rank has the same slices in the same order. Linears that cannot be cut, as in FP8, give one slice.
     """
     linears = [getattr(attention, name) for name in PROJECTIONS]
     if not all(map(has_linear_weights, linears)):
@@ -92,11 +92,11 @@ def head_groups(attention: Any, dtype: torch.dtype) -> Iterator[HeadGroup | None
     *qkv, output = (linear_weights(linear, dtype) for linear in linears)
     *biases, _ = map(bias_of, linears)
     heads, kv_heads = (len(linear.weight) // attention.head_dim for linear in qkv[:2])
-    groups = count_head_groups(context_of(attention).schedule, heads, kv_heads, attention.head_dim)
-    columns = [len(linear.weight) // groups for linear in qkv]
-    for group in range(groups):
-        parts = [slice(group * size, (group + 1) * size) for size in columns]
-        yield HeadGroup(
+    slices = count_head_slices(context_of(attention).schedule, heads, kv_heads, attention.head_dim)
+    columns = [len(linear.weight) // slices for linear in qkv]
+    for i in range(slices):
+        parts = [slice(i * size, (i + 1) * size) for size in columns]
+        yield HeadSlice(
             projection=side_by_side([linear.of_outputs(part) for linear, part in zip(qkv, parts, strict=True)]),
             bias=_joined_biases([None if x is None else x[part] for x, part in zip(biases, parts, strict=True)]),
             columns=columns,
@@ -111,16 +111,16 @@ def _joined_biases(biases: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def project(
-    layer: Any, x_BSH: Tensor, cos_BSD: Tensor, sin_BSD: Tensor, group: HeadGroup | None = None
+    layer: Any, x_BSH: Tensor, cos_BSD: Tensor, sin_BSD: Tensor, heads: HeadSlice | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns rotated q, k and v (B, S, N, D) of a layer's input, for one group of heads (None: for all)."""
+    """Returns rotated q, k and v (B, S, N, D) of a layer's input, for one slice of heads (None: for all)."""
     attention = layer.self_attn
     rotate = sys.modules[type(attention).__module__].apply_rotary_pos_emb
     normed = layer.input_layernorm(x_BSH)
-    if group is None:
+    if heads is None:
         qkv = [linear(normed) for linear in (attention.q_proj, attention.k_proj, attention.v_proj)]
     else:
-        qkv = [*group.project(normed)]
+        qkv = [*heads.project(normed)]
     q, k, v = (y.unflatten(-1, (-1, attention.head_dim)) for y in qkv)
     if hasattr(attention, "q_norm"):
         q, k = attention.q_norm(q), attention.k_norm(k)
@@ -158,15 +158,15 @@ class _Tiled:
         window: int | None = getattr(module, "sliding_window", of_model)
         return window
 
-    def groups(self, x: Tensor) -> Iterator[HeadGroup | None]:
-        return head_groups(self.layer.self_attn, x.dtype)
+    def head_slices(self, x: Tensor) -> Iterator[HeadSlice | None]:
+        return head_slices(self.layer.self_attn, x.dtype)
 
-    def projected(self, group: HeadGroup | None, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns a group's q, k and v of the whole local sequence."""
+    def projected(self, heads: HeadSlice | None, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns a slice's q, k and v of the whole local sequence."""
         whole: list[Tensor] = []
         x = x.detach()  # else the compiler compiles training and evaluation separately
         for rows in self.tiles(x):
-            parts = self.project(self.layer, x[:, rows], *(y[:, rows] for y in self.cos_sin), group)
+            parts = self.project(self.layer, x[:, rows], *(y[:, rows] for y in self.cos_sin), heads)
             whole = whole or [part.new_empty((*x.shape[:2], *part.shape[2:])) for part in parts]
             for to, part in zip(whole, parts, strict=True):
                 to[:, rows] = part
@@ -180,36 +180,36 @@ class _Tiled:
         return whole
 
     def attention(self, x: Tensor) -> list[Pair]:
-        """Returns out and its log-sum-exp of every group."""
+        """Returns out and its log-sum-exp of every slice."""
         module = self.layer.self_attn
         return [
-            attend(module, *self.projected(group, x), module.scaling, sliding_window=self.window, **self.others)
-            for group in self.groups(x)
+            attend(module, *self.projected(heads, x), module.scaling, sliding_window=self.window, **self.others)
+            for heads in self.head_slices(x)
         ]
 
     def attention_backward(
-        self, group: HeadGroup | None, dresidual: Tensor, x: Tensor, out: Tensor, lse: Tensor
+        self, heads: HeadSlice | None, dresidual: Tensor, x: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the gradients of a group's q, k and v."""
+        """Returns the gradients of a slice's q, k and v."""
         module, documents = self.layer.self_attn, self.others.get("documents")
         dout = torch.empty_like(out)
         for rows in self.tiles(x):
-            dout[:, rows] = out_gradient(self.layer, group, dresidual[:, rows], out[:, rows])
-        saved = Saved(*self.projected(group, x), out, lse)
+            dout[:, rows] = out_gradient(self.layer, heads, dresidual[:, rows], out[:, rows])
+        saved = Saved(*self.projected(heads, x), out, lse)
         return attention_backward(dout, saved, context_of(module), module.scaling, documents, self.window)
 
 
-def heads_of_tile(groups: Sequence[Tensor], rows: slice) -> Tensor:
-    """Returns the heads of all groups (B, S, N, D) side by side, for one tile."""
-    return torch.cat([x[:, rows] for x in groups], dim=2)
+def heads_of_tile(slices: Sequence[Tensor], rows: slice) -> Tensor:
+    """Returns the heads of all slices (B, S, N, D) side by side, for one tile."""
+    return torch.cat([x[:, rows] for x in slices], dim=2)
 
 
-def out_gradient(layer: Any, group: HeadGroup | None, dresidual_BSH: Tensor, out_BSND: Tensor) -> Tensor:
-    """Returns the gradient of attention's output for a group of heads, from that of the sum of residual and output."""
-    if group is not None:
+def out_gradient(layer: Any, heads: HeadSlice | None, dresidual_BSH: Tensor, out_BSND: Tensor) -> Tensor:
+    """Returns the gradient of attention's output for a slice of heads, from that of the sum of residual and output."""
+    if heads is not None:
         dy_TH = dresidual_BSH.flatten(0, 1)
-        dout_TI = dy_TH.new_empty(len(dy_TH), group.output.weight.shape[1])
-        return input_gradient([group.output], [dy_TH], dout_TI).view(out_BSND.shape)
+        dout_TI = dy_TH.new_empty(len(dy_TH), heads.output.weight.shape[1])
+        return input_gradient([heads.output], [dy_TH], dout_TI).view(out_BSND.shape)
     out = out_BSND.detach().requires_grad_()
     with torch.enable_grad():
         y = layer.self_attn.o_proj(out.flatten(2))
@@ -237,8 +237,8 @@ class _Layer(torch.autograd.Function):
         for rows in tiled.tiles(x):  # dx becomes the gradient of the residual
             dx[:, rows] = sums.backward(finish_tile, x[:, rows], [heads_of_tile(outs, rows)], [dx[:, rows]])
         dqs, dks, dvs = outs, list[Tensor](), list[Tensor]()
-        for group, (out, lse) in zip(tiled.groups(x), attended, strict=True):
-            dq, dk, dv = tiled.attention_backward(group, dx, x, out, lse)
+        for heads, (out, lse) in zip(tiled.head_slices(x), attended, strict=True):
+            dq, dk, dv = tiled.attention_backward(heads, dx, x, out, lse)
             out.copy_(dq)  # in the same memory
             dks.append(dk)
             dvs.append(dv)

@@ -97,7 +97,7 @@ def with_ulysses(assignment: Assignment, ulysses: int) -> Assignment:
         return tuple(chunk * ulysses + piece for chunk in chunks for piece in range(ulysses))
 
     def split(tile: Tile, u: int) -> Tile:
-        return Tile(pieces(tile.q), pieces(tile.kv), tile.mask, tile.heads * ulysses + u)
+        return Tile(pieces(tile.q), pieces(tile.kv), tile.mask, tile.head_group * ulysses + u)
 
     return [[tuple(split(t, u) for t in tiles) for tiles in row for u in range(ulysses)] for row in assignment]
 
@@ -195,15 +195,18 @@ def make_schedule(name: str, world: int, head_groups: int = 1, ulysses_size: int
     """Makes the schedule of that name for a number of ranks.
 
     `ulysses_size` is the size of a Ulysses group: all ranks under `ulysses`, half of them under `usp` unless it is
-    given, else 1. `head_groups` is the number of groups that a rank computes its heads in, one after the other. Raises
-    ValueError for an unknown name and for sizes that the schedule does not support.
+    given, else 1. `head_groups` is the number of groups that a rank computes its heads in, one after the other
+    (`Schedule.head_groups_per_rank`). Raises ValueError for an unknown name and for sizes that the schedule does not
+    support.
     """
     empty = schedule_without_steps(name, world, head_groups, ulysses_size)
     assignment = assign_tiles(empty)
     if empty.ulysses_size > 1:
         assignment = with_ulysses(assignment, empty.ulysses_size)
     return replace(
-        empty, forward=derive_steps(empty.layout, assignment), backward=derive_steps(empty.layout, assignment, True)
+        empty,
+        forward=derive_steps(empty.layout, assignment),
+        backward=derive_steps(empty.layout, assignment, backward=True),
     )
 
 
@@ -232,8 +235,8 @@ def assign_tiles(schedule: Schedule) -> Assignment:
 
 
 def allows_heads(schedule: Schedule, heads: int, kv_heads: int) -> bool:
-    """Returns whether heads can be cut into the schedule's head groups; key/value heads may be shared."""
-    groups = schedule.head_groups
+    """Returns whether heads can be cut into the schedule's head groups, several of which may share a key/value head."""
+    groups = schedule.total_head_groups
     return heads % groups == 0 and (kv_heads % groups == 0 or groups % kv_heads == 0)
 
 
@@ -247,8 +250,8 @@ def check_heads(schedule: Schedule, heads: int, kv_heads: int) -> None:
         else:
             remedy = "prefix takes any number"
         raise ValueError(
-            f"schedule {schedule.name} over {schedule.world} ranks cuts heads in {schedule.head_groups}, which {heads} "
-            f"query and {kv_heads} key/value heads do not allow; {remedy}"
+            f"schedule {schedule.name} over {schedule.world} ranks cuts heads in {schedule.total_head_groups}, which "
+            f"{heads} query and {kv_heads} key/value heads do not allow; {remedy}"
         )
 
 

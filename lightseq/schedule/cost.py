@@ -70,18 +70,18 @@ def tile_flops(schedule: Schedule, shape: AttentionShape, tile: Tile) -> float:
     area = chunk * chunk * (len(tile.q) * len(tile.kv))
     if tile.mask is not Mask.FULL:
         area -= (chunk * len(tile.q)) ** 2 / 2
-    return 4 * area * shape.head_dim * shape.heads / schedule.head_groups * shape.batch
+    return 4 * area * shape.head_dim * shape.heads / schedule.total_head_groups * shape.batch
 
 
 def move_bytes(schedule: Schedule, shape: AttentionShape, move: Move, backward: bool) -> int:
     """Returns the bytes of one move. Tensors travel in the dtype of the kernels, log-sum-exps in float32."""
     rows = shape.batch * shape.length / schedule.layout.chunk_count
-    q = rows * shape.heads / schedule.head_groups * shape.head_dim
-    kv = rows * max(shape.kv_heads / schedule.head_groups, 1) * shape.head_dim
-    lse = 4 * rows * shape.heads / schedule.head_groups
+    q = rows * shape.heads / schedule.total_head_groups * shape.head_dim
+    kv = rows * max(shape.kv_heads / schedule.total_head_groups, 1) * shape.head_dim
+    lse = 4 * rows * shape.heads / schedule.total_head_groups
     e, moves = (
         shape.element_bytes,
-        0 if backward and schedule.keeps_gathered else 1,
+        0 if backward and schedule.reuses_gathered else 1,
     )  # kept ones do not move
     sizes = {
         "kv": moves * 2 * kv * e,

@@ -198,7 +198,7 @@ def limit_to_documents(assignment: Assignment, layout: Layout, boundaries: Seque
     def limited(tile: Tile) -> tuple[Tile, ...]:
         if (tile.q, tile.kv) not in known:
             known[tile.q, tile.kv] = _limit_tile(tile, chunks, edges)
-        return tuple(found._replace(heads=tile.heads) for found in known[tile.q, tile.kv])
+        return tuple(found._replace(head_group=tile.head_group) for found in known[tile.q, tile.kv])
 
     rows = [[tuple(found for tile in tiles for found in limited(tile)) for tiles in row] for row in assignment]
     return [row for row in rows if any(row)]

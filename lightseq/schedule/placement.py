@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from lightseq.schedule.layout import Layout
-from lightseq.schedule.table import OPERANDS, Items, Step, Tile
+from lightseq.schedule.table import OPERANDS, Items, Step, Tile, result_chunks
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class Arena:
     """
 
     item: str
-    heads: int
+    head_group: int
     chunks: tuple[int, ...]
     first: int
     last: int
@@ -48,13 +48,14 @@ def arenas(steps: tuple[Step, ...], layout: Layout, rank: int, gathered_items: I
     """Returns every arena of a pass on one rank. Neighbouring steps that share chunks share one arena."""
     done: list[Arena] = []
     for t, step in enumerate(steps):
-        for (item, heads), chunks in _gathered(step.tiles[rank], layout, rank, gathered_items).items():
-            before = [a for a in done if (a.item, a.heads, a.last) == (item, heads, t - 1) and chunks & {*a.chunks}]
+        for (item, head_group), chunks in _gathered(step.tiles[rank], layout, rank, gathered_items).items():
+            key = (item, head_group, t - 1)
+            before = [a for a in done if (a.item, a.head_group, a.last) == key and chunks & {*a.chunks}]
             if before:
                 done.remove(before[0])
                 done.append(replace(before[0], chunks=tuple(sorted(chunks | {*before[0].chunks})), last=t))
             else:
-                done.append(Arena(item, heads, tuple(sorted(chunks)), t, t))
+                done.append(Arena(item, head_group, tuple(sorted(chunks)), t, t))
     return tuple(done)
 
 
@@ -66,7 +67,7 @@ def _gathered(
     for tile in tiles:
         for item, chunks in (("q", tile.q), ("kv", tile.kv)):
             if item in gathered_items and local_start(layout, rank, chunks) is None:
-                found.setdefault((item, tile.heads), set()).update(chunks)
+                found.setdefault((item, tile.head_group), set()).update(chunks)
     return found
 
 
@@ -78,7 +79,7 @@ def result_blocks(step: Step, layout: Layout, rank: int, backward: bool) -> tupl
     made = [
         ResultBlock(i, item, chunks)
         for i, tile in enumerate(step.tiles[rank])
-        for item, chunks in ((("dq", tile.q), ("dkv", tile.kv)) if backward else (("out", tile.q),))
+        for item, chunks in result_chunks(tile, backward).items()
     ]
     travels = {block.item for block in made if any(layout.home(chunk) != rank for chunk in block.chunks)}
     return tuple(block for block in made if block.item in travels)

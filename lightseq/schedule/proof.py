@@ -29,11 +29,11 @@ def validate(schedule: Schedule) -> None:
 def _check_moves(schedule: Schedule, steps: tuple[Step, ...], backward: bool, name: str) -> None:
     """Follows every move: an operand stays while each next step reads it, a result leaves the step after its tile."""
     layout = schedule.layout
-    held: set[tuple[int, str, int, int]] = set()  # (rank, item, chunk, heads)
-    owed: set[tuple[int, str, int, int, int]] = set()  # (rank, item, chunk, heads, tile)
+    held: set[tuple[int, str, int, int]] = set()  # (rank, item, chunk, head_group)
+    owed: set[tuple[int, str, int, int, int]] = set()  # (rank, item, chunk, head_group, tile)
     for t, step in enumerate(steps):
-        sent = {(m.src, m.item, m.chunk, m.heads, m.tile) for m in step.moves if m.is_result}
-        received = {(m.dst, m.item, m.chunk, m.heads) for m in step.moves if not m.is_result}
+        sent = {(m.src, m.item, m.chunk, m.head_group, m.tile) for m in step.moves if m.is_result}
+        received = {(m.dst, m.item, m.chunk, m.head_group) for m in step.moves if not m.is_result}
         if len(sent) + len(received) != len(step.moves):
             raise InvalidSchedule(f"{name}, step {t}: the same item moves twice")
         for move in step.moves:
@@ -64,9 +64,10 @@ def _needs_and_results(schedule: Schedule, step: Step, backward: bool) -> tuple[
             q = {chunk for chunk in tile.q if layout.home(chunk) != rank}
             kv = {chunk for chunk in tile.kv if layout.home(chunk) != rank}
             operands = {"q": q, "kv": kv}
-            needs |= {(rank, item, c, tile.heads) for item in schedule.gathered_items(backward) for c in operands[item]}
-            results |= {(rank, "dq" if backward else "out", c, tile.heads, i) for c in q}
-            results |= {(rank, "dkv", c, tile.heads, i) for c in kv} if backward else set()
+            for item in schedule.gathered_items(backward):
+                needs |= {(rank, item, c, tile.head_group) for c in operands[item]}
+            results |= {(rank, "dq" if backward else "out", c, tile.head_group, i) for c in q}
+            results |= {(rank, "dkv", c, tile.head_group, i) for c in kv} if backward else set()
     return needs, results
 
 
@@ -80,18 +81,18 @@ def _check_coverage(schedule: Schedule, steps: tuple[Step, ...], name: str) -> N
     want = (document[:, None] == document[None, :]).int().tril()
     if schedule.window is not None:
         want = want.triu(1 - schedule.window)
-    for heads in range(schedule.head_groups):
+    for head_group in range(schedule.total_head_groups):
         met = torch.zeros(length, length, dtype=torch.int32)
         for step in steps:
             for tiles in step.tiles:
                 for tile in tiles:
-                    if tile.heads == heads:
+                    if tile.head_group == head_group:
                         q, kv = (torch.cat([positions[c] for c in chunks]) for chunks in (tile.q, tile.kv))
                         met[q[:, None], kv[None, :]] += _visible(tile.mask, len(q), len(kv))
         if not torch.equal(met, want):
             q, kv = (met != want).nonzero()[0].tolist()
             raise InvalidSchedule(
-                f"{name}, head group {heads}: query {q} meets key {kv} {met[q, kv]} times, not {want[q, kv]} "
+                f"{name}, head group {head_group}: query {q} meets key {kv} {met[q, kv]} times, not {want[q, kv]} "
                 f"(of {length} tokens)"
             )
 

@@ -10,7 +10,7 @@ LEGEND = "q2·k0-1 ■  query chunk 2 against key chunks 0 to 1 (■ full, ◣ c
 def render(schedule: Schedule) -> str:
     """Returns the forward and backward tables with their moves and their cost."""
     layout = schedule.layout
-    groups = f", {schedule.head_groups} head groups" if schedule.head_groups > 1 else ""
+    groups = f", {schedule.total_head_groups} head groups" if schedule.total_head_groups > 1 else ""
     head = f"{schedule.name}: {schedule.world} ranks, {layout.kind} layout, {layout.chunk_count} chunks{groups}"
     held = [_span(layout.chunks(rank)) for rank in range(schedule.world)]
     parts = [head, LEGEND, "", *_table("forward", schedule.forward, held)]
@@ -31,9 +31,9 @@ def _moves(steps: tuple[Step, ...]) -> list[str]:
 
 
 def _cell(tile: Tile) -> str:
-    heads = f"h{tile.heads}:" if tile.heads else ""
+    head_group = f"h{tile.head_group}:" if tile.head_group else ""
     mask = SYMBOL[tile.mask] if isinstance(tile.mask, Mask) else f"({len(tile.mask.table)} segments)"
-    return f"{heads}q{_span(tile.q)}·k{_span(tile.kv)} {mask}"
+    return f"{head_group}q{_span(tile.q)}·k{_span(tile.kv)} {mask}"
 
 
 def _span(chunks: tuple[int, ...]) -> str:

@@ -19,30 +19,31 @@ class Mask(Enum):
 
 
 class Tile(NamedTuple):
-    """One kernel call: query chunks against key/value chunks. `heads` is the group of heads it computes.
+    """One kernel call: the queries of some chunks against the keys and values of some, for one head group.
 
-    With packed documents or a window, segments take the place of the mask.
+    `q` and `kv` are chunk numbers in rising order; `head_group` counts from 0 (see `Schedule`). With packed documents
+    or a window, segments take the place of the mask.
     """
 
     q: tuple[int, ...]
     kv: tuple[int, ...]
     mask: Mask | Segments
-    heads: int = 0
+    head_group: int = 0
 
 
 class Move(NamedTuple):
     """One item of one chunk that travels from src to dst. Both ends read the same object, so they cannot disagree.
 
-    An item is a group of tensors that travel together. Operands: kv (k and v), q (forward: q; backward: q, dout, out
-    and lse, without q if the schedule keeps it). Results: out (out and lse), dq, dkv; `tile` is the index of the
-    tile of the sending rank that computed them in the step before.
+    An item is a set of tensors that travel together. Operands: kv (k and v), q (forward: q; backward: q, dout, out
+    and lse, without q if the schedule reuses the gathered one). Results: out (out and lse), dq, dkv; `tile` is the
+    index of the tile of the sending rank that computed them in the step before.
     """
 
     item: str
     chunk: int
     src: int
     dst: int
-    heads: int = 0
+    head_group: int = 0
     tile: int = 0
 
     @property
@@ -58,7 +59,7 @@ class Step:
     moves: tuple[Move, ...]
 
 
-Assignment = Sequence[Sequence[tuple[Tile, ...]]]  # [step][rank]
+Assignment = Sequence[Sequence[tuple[Tile, ...]]]  # [step][rank]; before `with_ulysses` [step][Ulysses group]
 
 
 @dataclass(frozen=True)
@@ -85,19 +86,25 @@ OPERANDS: Items = ("q", "kv")
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """A distributed attention algorithm: a layout and the steps of its forward and backward pass."""
+    """A distributed attention algorithm: a layout and the steps of its forward and backward pass.
+
+    Heads are cut into `total_head_groups` equal groups, and a tile computes one of them. Each rank of a Ulysses group
+    computes `head_groups_per_rank` of them, one after the other ("in turns"). If there are more groups than key/value
+    heads, neighbouring groups share a key/value head.
+    """
 
     name: str
     layout: Layout
-    head_groups: int
+    total_head_groups: int
     forward: tuple[Step, ...]
     backward: tuple[Step, ...]
     boundaries: tuple[int, ...] | None = None  # where documents begin, and the end; None: one document of any length
     window: int | None = None  # keys that a query sees, with its own; None: all before it
-    # Gathered q, k and v can be kept between the passes instead of a rank's own, which no tile reads.
+    # Each rank gathers the whole q, k and v of its heads, so they can be saved for the backward pass, in place of the
+    # rank's own q, k and v.
     can_keep_gathered: bool = False
-    # The backward pass reuses q, k and v as the forward pass gathered them; they do not move again.
-    keeps_gathered: bool = False
+    # This backward pass reads the q, k and v that the forward pass gathered; they do not move again.
+    reuses_gathered: bool = False
 
     @property
     def world(self) -> int:
@@ -113,23 +120,32 @@ class Schedule:
     @property
     def head_groups_per_rank(self) -> int:
         """Head groups that a rank computes one after the other: the `head_groups` of `make_schedule`."""
-        return self.head_groups // self.ulysses_size
+        return self.total_head_groups // self.ulysses_size
 
     @property
     def ulysses_size(self) -> int:
         """Ranks in a Ulysses group (see `Layout`)."""
         return self.layout.ulysses
 
-    def gathered_items(self, backward: bool) -> "Items":
-        """Returns the operands that a rank gathers for its tiles."""
-        return ("q",) if backward and self.keeps_gathered else OPERANDS
+    def gathered_items(self, backward: bool) -> Items:
+        """Returns the operand items that a rank gathers for its tiles in a pass.
+
+        A backward pass that reuses q, k and v still gathers the item `q`, which then holds dout, out and lse.
+        """
+        return ("q",) if backward and self.reuses_gathered else OPERANDS
 
     @cached_property
-    def keeping_gathered(self) -> "Schedule":
-        """The schedule with a backward pass that reuses what the forward pass gathered. Needs `can_keep_gathered`."""
+    def reusing_gathered(self) -> "Schedule":
+        """The same schedule with `reuses_gathered`. Needs `can_keep_gathered`."""
         assert self.can_keep_gathered, f"{self} cannot keep gathered tensors"
         rows = [step.tiles for step in self.backward if any(step.tiles)]
-        return replace(self, backward=derive_steps(self.layout, rows, True, gathered_items=("q",)), keeps_gathered=True)
+        backward = derive_steps(self.layout, rows, backward=True, gathered_items=("q",))
+        return replace(self, backward=backward, reuses_gathered=True)
+
+
+def result_chunks(tile: Tile, backward: bool) -> dict[str, tuple[int, ...]]:
+    """Returns the chunks of a tile's results, by item."""
+    return {"dq": tile.q, "dkv": tile.kv} if backward else {"out": tile.q}
 
 
 # ---- moves, derived from the tiles -----------------------------------------------------------------------------------
@@ -148,6 +164,7 @@ def derive_steps(
     rows = [list(row) for row in assignment]
     if any(_operands(layout, rank, tile, gathered_items) for rank, tiles in enumerate(rows[0]) for tile in tiles):
         rows.insert(0, [()] * layout.world)  # nothing to compute yet: the first operands travel
+    # One more list than rows: results of the last row, if any, go to a step of their own.
     moves: list[list[Move]] = [[] for _ in range(len(rows) + 1)]
     held: set[Move] = set()
     for t, row in enumerate(rows):
@@ -155,10 +172,10 @@ def derive_steps(
         for rank, tiles in enumerate(row):
             for i, tile in enumerate(tiles):
                 for item, chunk in _operands(layout, rank, tile, gathered_items):
-                    needed.add(Move(item, chunk, layout.home(chunk), rank, tile.heads))
+                    needed.add(Move(item, chunk, layout.home(chunk), rank, tile.head_group))
                 for item, chunk in _results(layout, rank, tile, backward):
-                    moves[t + 1].append(Move(item, chunk, rank, layout.home(chunk), tile.heads, i))
-        moves[t - 1] += needed - held
+                    moves[t + 1].append(Move(item, chunk, rank, layout.home(chunk), tile.head_group, i))
+        moves[t - 1] += needed - held  # at t = 0 nothing is needed
         held = needed
     if moves[-1]:
         rows.append([()] * layout.world)  # nothing left to compute: the last results travel
@@ -173,6 +190,5 @@ def _operands(layout: Layout, rank: int, tile: Tile, gathered_items: Items) -> l
 
 def _results(layout: Layout, rank: int, tile: Tile, backward: bool) -> list[tuple[str, int]]:
     """Returns the results that a tile computes for other ranks."""
-    made = [("dq" if backward else "out", chunk) for chunk in tile.q]
-    made += [("dkv", chunk) for chunk in tile.kv] if backward else []
-    return [(item, chunk) for item, chunk in made if layout.home(chunk) != rank]
+    made = result_chunks(tile, backward)
+    return [(item, chunk) for item, chunks in made.items() for chunk in chunks if layout.home(chunk) != rank]

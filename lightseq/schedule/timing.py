@@ -68,7 +68,7 @@ class Estimate:
 def estimate(traffic: Traffic, shape: AttentionShape, rates: Rates, keep_gathered: bool = False) -> Estimate:
     """Estimates a layer at these rates, run as `make_context` would run it."""
     if keep_gathered and traffic.schedule.can_keep_gathered:
-        traffic = replace(traffic, schedule=replace(traffic.schedule, keeps_gathered=True))
+        traffic = replace(traffic, schedule=replace(traffic.schedule, reuses_gathered=True))
     compute = exposed = memory = gathered = 0.0
     for backward in (False, True):
         sizes = column_bytes(traffic.schedule, shape, backward)
@@ -105,7 +105,7 @@ def _compute_seconds(
 ) -> float:
     """Returns the seconds of the rank that computes longest."""
     chunk = shape.length / schedule.layout.outer.chunk_count
-    flops = 4 * chunk * chunk * shape.head_dim * shape.heads / schedule.head_groups * shape.batch
+    flops = 4 * chunk * chunk * shape.head_dim * shape.heads / schedule.total_head_groups * shape.batch
     flops_per_second = rates.flops_per_second * (WIDE_HEAD_SHARE if shape.head_dim > WIDE_HEAD_DIM else 1.0)
     per_area = flops * (BACKWARD_FLOPS if backward else 1.0) / flops_per_second
     return float((step.work @ np.array([per_area, _call_seconds(shape, rates)])).max())
@@ -122,7 +122,7 @@ def _memory_bytes(traffic: Traffic, shape: AttentionShape, sizes: np.ndarray, ra
     """Returns the bytes that one rank reads and writes outside its kernels: it packs operands and reduces results."""
     schedule, travels = traffic.schedule, traffic.travels
     # Head groups that share a key/value head are packed once.
-    groups = np.array([schedule.head_groups, min(schedule.head_groups, shape.kv_heads)])
+    groups = np.array([schedule.total_head_groups, min(schedule.total_head_groups, shape.kv_heads)])
     own = schedule.layout.chunks_per_rank * groups
     packed = 2 * float((own * sizes[:2] * travels[:2]).sum())
     element = float(shape.element_bytes)

@@ -96,7 +96,7 @@ class _TrafficCounter:
         outer = schedule.layout.outer
         self.assignment, self.groups, self.chunks = assignment, outer.world, outer.chunk_count
         self.ulysses, self.gpus_per_host = schedule.ulysses_size, gpus_per_host
-        self.head_groups = 1 + max(tile.heads for tiles in assignment[-1] for tile in tiles)
+        self.head_groups = 1 + max(tile.head_group for tiles in assignment[-1] for tile in tiles)
         self.homes = np.array([outer.home(chunk) for chunk in range(self.chunks)])
         self.step = lru_cache(maxsize=None)(self._step)
         self.row = lru_cache(maxsize=3)(self._row)
@@ -129,7 +129,7 @@ class _TrafficCounter:
         flat = [tile for mine in tiles for tile in mine]
         group = np.repeat(np.arange(self.groups), [len(mine) for mine in tiles])
         area = np.array([_area(tile) for tile in flat])
-        heads = np.array([tile.heads for tile in flat], dtype=np.int64)
+        heads = np.array([tile.head_group for tile in flat], dtype=np.int64)
         work = np.stack([np.bincount(group, area, self.groups), np.bincount(group, minlength=self.groups)], axis=1)
         sides = ([tile.q for tile in flat], [tile.kv for tile in flat])
         return _Row(work, *(_tile_entries(group, chunks, heads) for chunks in sides))

@@ -91,7 +91,7 @@ def limit_to_window(
             q, kv = (tuple(c * pieces + i for c in chunks for i in range(pieces)) for chunks in (tile.q, tile.kv))
             segments, q_kept, kv_kept = find_window_segments(q, kv, size, edges, window).cut(size)
             known[tile.q, tile.kv] = Tile(q[q_kept], kv[kv_kept], segments)
-        return known[tile.q, tile.kv]._replace(heads=tile.heads)
+        return known[tile.q, tile.kv]._replace(head_group=tile.head_group)
 
     return [[tuple(limited(tile) for tile in tiles) for tiles in row] for row in assignment]
 

@@ -54,7 +54,7 @@ def snapshots(run: PlannedRun, placement: Placement) -> Iterator[Snapshot]:
 
 def backward_points(run: PlannedRun) -> Mapping[str, BackwardPoint]:
     if run.config.tiles_layers:
-        return tiled_points(run.head_groups, runs_again=run.group_size > 1)
+        return tiled_points(run.head_slices, runs_again=run.group_size > 1)
     table = POINTS_WITHOUT_REMAT if run.config.remat_policy == "none" else BACKWARD_POINTS
     return table[run.config.compiles]
 
@@ -217,13 +217,13 @@ def _tiled_mlp_bytes(run: PlannedRun) -> float:
 
 def attention_of(run: PlannedRun) -> AttentionMemory:
     """Returns the memory of attention over one group of heads."""
-    heads, groups, keeps = run.architecture.heads, run.head_groups, run.keeps_gathered
+    heads, slices, keeps = run.architecture.heads, run.head_slices, run.keeps_gathered
     length, windows = run.config.model_max_length, run.architecture.windows
     widest = None if None in windows else max(window for window in windows if window is not None)
     return attention_memory(
         run.choice,
         run.sequence_ranks,
-        Heads(heads.query // groups, heads.key_value // groups, heads.dim),
+        Heads(heads.query // slices, heads.key_value // slices, heads.dim),
         run.itemsize,
         keep_gathered=keeps,
         window_share=widest / length if widest is not None and widest < length else None,

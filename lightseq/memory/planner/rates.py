@@ -171,14 +171,14 @@ HEAD_DIM_SHARE: Mapping[int, float] = {64: 0.86, 128: 1.0}
 KERNEL_SHARE: Mapping[str, float] = {"cudnn": 0.84, "aten": 0.5, "fa2": 0.5}
 
 
-def tiled_points(head_groups: int, runs_again: bool) -> Mapping[str, BackwardPoint]:
+def tiled_points(head_slices: int, runs_again: bool) -> Mapping[str, BackwardPoint]:
     """Returns the points of layers under --tile_layers (eager, counted).
 
     All hold the gradient of the layer's output. Attention also holds q, k, v and the gradient of its output for one
-    group of heads, and the gradients of k and v of the groups before it. If a group of layers first runs forward again
+    head slice, and the gradients of k and v of the slices before it. If a group of layers first runs forward again
     (`runs_again`), the output of a layer is there too.
     """
-    around_attention = Widths(hidden=1, attention=2 / head_groups, key_value=2)
+    around_attention = Widths(hidden=1, attention=2 / head_slices, key_value=2)
     return {
         "MLP": BackwardPoint(Widths(hidden=1 + runs_again), in_mlp=True),
         "attention": BackwardPoint(around_attention, in_attention=True),

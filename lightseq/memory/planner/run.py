@@ -24,7 +24,7 @@ from lightseq.schedule.algorithms import schedule_without_steps
 from lightseq.schedule.auto import ScheduleChoice, choose_by_time, choose_packed, choose_windowed
 from lightseq.schedule.cost import AttentionShape
 from lightseq.schedule.documents import local_tokens
-from lightseq.schedule.head_groups import count_head_groups, with_fewer_turns
+from lightseq.schedule.head_slices import count_head_slices, with_fewer_turns
 from lightseq.schedule.table import Schedule
 from lightseq.schedule.timing import RATES
 from lightseq.utils.formatting import divisors
@@ -153,7 +153,7 @@ class PlannedRun:
         rates, per_host = RATES[self.transport], self.hardware.gpus_per_host
         keep = keeps_gathered(self.config.remat_policy)
         found = choose_by_time(self.sequence_ranks, one, rates, per_host, asked, keep_gathered=keep)
-        return with_fewer_turns(found, self.sequence_ranks, one) if self.config.groups_heads else found
+        return with_fewer_turns(found, self.sequence_ranks, one) if self.config.slices_heads else found
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -163,12 +163,12 @@ class PlannedRun:
         )
 
     @property
-    def head_groups(self) -> int:
-        """Returns the number of groups in which a layer passes its heads to attention."""
-        if not self.config.groups_heads:
+    def head_slices(self) -> int:
+        """Returns the number of head slices that a layer passes to attention, one after the other."""
+        if not self.config.slices_heads:
             return 1
         heads = self.architecture.heads
-        return count_head_groups(self.schedule, heads.query, heads.key_value, heads.dim)
+        return count_head_slices(self.schedule, heads.query, heads.key_value, heads.dim)
 
     @property
     def keeps_gathered(self) -> bool:

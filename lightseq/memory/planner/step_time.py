@@ -106,9 +106,9 @@ def _elementwise_bytes(run: PlannedRun) -> float:
     elements = always.dot(run.widths) + repeats * repeated.dot(run.widths)
     norm = rates.NORM[run.config.compiles].hidden  # forward; backward takes about twice as much
     elements += (3 + repeats) * norm * run.architecture.extra_normalized
-    if run.head_groups > 1:  # forward, backward, and when a checkpoint runs a group of layers or attention again
+    if run.head_slices > 1:  # forward, backward, and when a checkpoint runs a group of layers or attention again
         passes = 2 + (run.group_size > 1) + (run.config.remat_policy == "full")
-        elements += passes * (run.head_groups - 1) * rates.NORM[run.config.compiles].dot(run.widths)
+        elements += passes * (run.head_slices - 1) * rates.NORM[run.config.compiles].dot(run.widths)
     return elements * run.itemsize + rates.FP8_CAST_BYTES[run.config.fp8] * rates.LINEAR_ENDS.dot(run.widths)
 
 
