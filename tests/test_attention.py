@@ -246,7 +246,7 @@ def test_only_the_oldest_of_too_many_lengths_is_forgotten() -> None:
     table = make_schedule("prefix", 2)
     passes = [executor._forward_spec(table, 0, torch.Size((1, n, 4, 8)), 2, torch.float32) for n in (4, 8, 12)]
     outbox = Outbox(torch.empty(max(x.outbox_bytes for x in passes), dtype=torch.uint8))
-    prepared = partial(executor.prepared, transport=NoTransport(torch.device("cpu")), outbox=outbox)
+    prepared = partial(executor.program_and_launches, transport=NoTransport(torch.device("cpu")), outbox=outbox)
     with patch.object(executor, "MAX_PROGRAMS", 2):
         found = [prepared(asked) for asked in passes]
         assert all(prepared(asked) is x for asked, x in zip(passes[1:], found[1:], strict=True))

@@ -138,18 +138,20 @@ def test_staged_tensors_come_out_as_they_went_in(packing: tuple, dtype: torch.dt
         whole = (*tensors, *([] if its_lse is None else [its_lse]))
         f = buffer_layout(schedule, tensors[0].shape, dtype, len(tensors), None if its_lse is None else its_lse.dtype)
         assert [x.shape for x in f.whole(q.device, dtype)] == [x.shape for x in whole]
-        assert f.groups == min(schedule.total_head_groups, tensors[0].shape[2]) and f.rows == rows
-        assert f.groups * f.chunks * f.chunk_bytes == sum(x.nbytes for x in whole), "all of it, and nothing twice"
+        assert f.head_groups == min(schedule.total_head_groups, tensors[0].shape[2]) and f.rows == rows
+        assert f.head_groups * f.chunk_count * f.chunk_bytes == sum(x.nbytes for x in whole), (
+            "all of it, and nothing twice"
+        )
         memory = torch.full((f.staged_chunks * f.chunk_bytes + 16,), 255, dtype=torch.uint8)
         buffer = f.packed(memory, f.staged_chunks)
         for to, x in f.stage(buffer, whole):
             to.copy_(x)
         assert (memory[-16:] == 255).all()
-        for group in range(f.groups):
+        for group in range(f.head_groups):
             for start, count in [(0, chunks), *((i, 1) for i in range(chunks))]:
-                got = f.unpacked(f.slots(buffer, group * f.chunks + start, count))
+                got = f.unpacked(f.slots(buffer, group * f.chunk_count + start, count))
                 s = slice(start * rows, (start + count) * rows)
-                n = slice(group * f.heads, (group + 1) * f.heads)
+                n = slice(group * f.heads_per_group, (group + 1) * f.heads_per_group)
                 want = [*(x[:, s, n] for x in tensors), *([] if its_lse is None else [its_lse[:, n, s]])]
                 for a, b, c in zip(got, want, f.local(whole, start, count, group), strict=True):
                     assert a.dtype == b.dtype and torch.equal(a, b) and torch.equal(c, b)

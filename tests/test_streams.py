@@ -21,7 +21,7 @@ from lightseq import hf
 from lightseq.attention import executor
 from lightseq.attention.executor import Executor
 from lightseq.attention.gathered import Gathered, gathered_elements
-from lightseq.attention.program import PassSpec
+from lightseq.attention.pass_spec import PassSpec
 from lightseq.comm import symmetric
 from lightseq.comm.symmetric import SymmetricTransport
 from lightseq.kernels import Launches

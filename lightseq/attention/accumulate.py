@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from lightseq.attention.buffers import Buffer, BufferLayout
-from lightseq.attention.program import ChunkSlot, Parts, Reduction
+from lightseq.attention.pass_spec import ChunkSlot
+from lightseq.attention.program import Parts, Reduction
 from lightseq.kernels import Launches, addresses, merge_into
 
 
@@ -42,7 +43,7 @@ class Accumulator(ABC):
     def finish(self) -> None:
         """Casts the totals to the final dtype."""
         if not self._single_step:
-            count = self._layout.tensors  # the lse follows them
+            count = self._layout.tensor_count  # the lse follows them
             self.finals = (*(x.to(self._layout.dtype) for x in self._totals[:count]), *self._totals[count:])
 
 
@@ -60,8 +61,10 @@ class Sum(Accumulator):
 
     def _terms(self, parts: Parts) -> tuple[list[Tensor], list[list[Tensor]]]:
         """Returns the totals and, for each, the parts to add."""
-        totals = [self._layout.local(self._totals, start, 1, group) for start, group in parts]
-        terms = [[buffer[i] for buffer in buffers] for buffers in parts.values() for i in range(self._layout.tensors)]
+        totals = [self._layout.local(self._totals, slot.chunk, 1, slot.head_group) for slot in parts]
+        terms = [
+            [buffer[i] for buffer in buffers] for buffers in parts.values() for i in range(self._layout.tensor_count)
+        ]
         return [x for total in totals for x in total], terms
 
 
@@ -75,7 +78,7 @@ class Merge(Accumulator):
             self._copy_first(first, reduction, launches)
         for slot, buffers in parts.items():
             for part, part_lse in buffers[slot in first :]:
-                out, lse = self._layout.local(self._totals, slot[0], 1, slot[1])
+                out, lse = self._layout.local(self._totals, slot.chunk, 1, slot.head_group)
                 merge_into(out, lse, part, part_lse)
         self._begun |= parts.keys()
 
@@ -84,7 +87,8 @@ class Merge(Accumulator):
 
         def pairs() -> list[tuple[Tensor, Tensor]]:
             totals = [
-                (self._layout.local(self._totals, start, 1, group), parts[start, group][0]) for start, group in parts
+                (self._layout.local(self._totals, slot.chunk, 1, slot.head_group), buffers[0])
+                for slot, buffers in parts.items()
             ]
             return [pair for total, part in totals for pair in zip(total, part, strict=True)]
 

@@ -23,66 +23,66 @@ Buffer = tuple[Tensor, ...]
 class BufferLayout:
     """Layout of one chunk and one head group of an item (q, kv, out, dq, dkv).
 
-    An item is one or more tensors of the same shape; `lse` is the dtype of their log-sum-exp, None if they have none.
+    An item is one or more tensors of the same shape, and a log-sum-exp if `lse_dtype` is given.
     """
 
-    tensors: int
-    heads: int  # of one tensor in one group
-    groups: int  # fewer than the schedule's if groups of queries share key/value heads
-    chunks: int  # on one rank
+    tensor_count: int
+    heads_per_group: int  # of one tensor
+    head_groups: int  # of the item: fewer than the schedule's if they share key/value heads (see `item_head_group`)
+    chunk_count: int  # on one rank
     rows: int  # tokens of a chunk
     batch: int
     dim: int
     dtype: torch.dtype
-    lse: torch.dtype | None = None
+    lse_dtype: torch.dtype | None = None
 
     @property
     def chunk_bytes(self) -> int:
-        lse = self.rows * self.batch * self.heads * self.lse.itemsize if self.lse else 0
+        lse = self.rows * self.batch * self.heads_per_group * self.lse_dtype.itemsize if self.lse_dtype else 0
         return self._main_bytes + lse
 
     @property
     def _main_bytes(self) -> int:
-        """Returns the bytes of one chunk without its lse, rounded up to the alignment of the lse."""
+        """Bytes of one chunk without its lse, rounded up to the alignment of the lse."""
         size, unit = math.prod(self.packed_shape(1)) * self.dtype.itemsize, 8
-        if self.lse is None:
+        if self.lse_dtype is None:
             return size
-        unit = max(unit, self.lse.itemsize)
+        unit = max(unit, self.lse_dtype.itemsize)
         return -(-size // unit) * unit
 
     @property
     def staged_chunks(self) -> int:
         """Chunks that `stage` writes: those of one rank, once for every head group."""
-        return self.groups * self.chunks
+        return self.head_groups * self.chunk_count
 
     def packed_shape(self, chunks: int) -> tuple[int, int, int, int]:
-        return chunks * self.rows, self.batch, self.tensors * self.heads, self.dim
+        return chunks * self.rows, self.batch, self.tensor_count * self.heads_per_group, self.dim
 
     def lse_shape(self, chunks: int) -> tuple[int, int, int, int]:
-        return chunks, self.batch, self.heads, self.rows
+        return chunks, self.batch, self.heads_per_group, self.rows
 
     def packed(self, memory: Tensor, chunks: int) -> Buffer:
         """Returns the first bytes of `memory` (uint8) viewed as `chunks` neighbouring chunks."""
         shape = self.packed_shape(chunks)
         x = memory[: math.prod(shape) * self.dtype.itemsize].view(self.dtype).view(shape)
-        if self.lse is None:
+        if self.lse_dtype is None:
             return (x,)
-        lse = memory[chunks * self._main_bytes : chunks * self.chunk_bytes].view(self.lse)
+        lse = memory[chunks * self._main_bytes : chunks * self.chunk_bytes].view(self.lse_dtype)
         return x, lse.view(self.lse_shape(chunks))
 
     def empty(self, chunks: int, device: torch.device) -> Buffer:
         """Allocates `chunks` neighbouring chunks."""
         x = torch.empty(self.packed_shape(chunks), dtype=self.dtype, device=device)
-        if self.lse is None:
+        if self.lse_dtype is None:
             return (x,)
-        return x, torch.empty(self.lse_shape(chunks), dtype=self.lse, device=device)
+        return x, torch.empty(self.lse_shape(chunks), dtype=self.lse_dtype, device=device)
 
     def whole(self, device: torch.device, dtype: torch.dtype) -> Buffer:
         """Allocates a rank's own tensors (B, S, N, D), and their lse (B, N, S) if the item has one."""
-        length, heads = self.chunks * self.rows, self.groups * self.heads
+        length, heads = self.chunk_count * self.rows, self.head_groups * self.heads_per_group
         shape = (self.batch, length, heads, self.dim)
-        tensors = [torch.empty(shape, dtype=dtype, device=device) for _ in range(self.tensors)]
-        lse = [torch.empty(self.batch, heads, length, dtype=self.lse, device=device)] if self.lse else []
+        tensors = [torch.empty(shape, dtype=dtype, device=device) for _ in range(self.tensor_count)]
+        lse = [torch.empty(self.batch, heads, length, dtype=self.lse_dtype, device=device)] if self.lse_dtype else []
         return (*tensors, *lse)
 
     def slots(self, buffer: Buffer, start: int, count: int) -> Buffer:
@@ -103,7 +103,7 @@ class BufferLayout:
         The lse (B, N, S) of several chunks is a copy.
         """
         x = buffer[0].transpose(0, 1)
-        parts = x.chunk(self.tensors, 2) if self.tensors > 1 else (x,)
+        parts = x.chunk(self.tensor_count, 2) if self.tensor_count > 1 else (x,)
         return (*parts, *(lse.permute(1, 2, 0, 3).flatten(2) for lse in buffer[1:]))
 
     def stage(self, into: Buffer, tensors: Buffer) -> list[tuple[Tensor, Tensor]]:
@@ -112,30 +112,49 @@ class BufferLayout:
         The buffer then holds the first head group's chunks, then the next one's.
         """
         copies = []
-        for g in range(self.groups):
-            packed = self.slots(into, g * self.chunks, self.chunks)
-            mine = self.local(tensors, 0, self.chunks, g)
-            copies += list(zip(self.unpacked(packed[:1]), mine, strict=False))
-            for c in range(self.chunks if self.lse else 0):
+        for g in range(self.head_groups):
+            packed = self.slots(into, g * self.chunk_count, self.chunk_count)
+            mine = self.local(tensors, 0, self.chunk_count, g)
+            copies += list(zip(self.unpacked(packed[:1]), mine, strict=False))  # without the lse, the last of `mine`
+            for c in range(self.chunk_count if self.lse_dtype else 0):
                 copies.append((packed[1][c], mine[-1].narrow(2, c * self.rows, self.rows)))
         return copies
 
-    def local(self, tensors: Buffer, start: int, count: int, group: int) -> Buffer:
+    def local(self, tensors: Buffer, start: int, count: int, head_group: int) -> Buffer:
         """Returns neighbouring chunks and one head group of a rank's own tensors as views."""
         found = []
         for x in tensors:
             row_dim, head_dim = (1, 2) if x.ndim == 4 else (2, 1)
-            if count < self.chunks:
+            if count < self.chunk_count:
                 x = x.narrow(row_dim, start * self.rows, count * self.rows)
-            found.append(x if self.groups == 1 else x.narrow(head_dim, group * self.heads, self.heads))
+            if self.head_groups > 1:
+                x = x.narrow(head_dim, head_group * self.heads_per_group, self.heads_per_group)
+            found.append(x)
         return tuple(found)
 
 
 def buffer_layout(
-    schedule: Schedule, shape: Sequence[int], dtype: torch.dtype, tensors: int = 1, lse: torch.dtype | None = None
+    schedule: Schedule,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    tensor_count: int = 1,
+    lse_dtype: torch.dtype | None = None,
 ) -> BufferLayout:
-    """Returns the layout of an item: `tensors` local tensors of `shape` (B, S, N, D), and an lse (B, N, S) if given."""
+    """Returns the layout of an item: `tensor_count` local tensors of `shape` (B, S, N, D), and an lse (B, N, S) or not.
+
+    Key/value heads that are fewer than the schedule's head groups form groups of one head.
+    """
     batch, length, heads, dim = shape
-    groups = schedule.total_head_groups if heads % schedule.total_head_groups == 0 else heads
-    chunks = schedule.layout.chunks_per_rank
-    return BufferLayout(tensors, heads // groups, groups, chunks, length // chunks, batch, dim, dtype, lse)
+    head_groups = schedule.total_head_groups if heads % schedule.total_head_groups == 0 else heads
+    chunk_count = schedule.layout.chunks_per_rank
+    return BufferLayout(
+        tensor_count=tensor_count,
+        heads_per_group=heads // head_groups,
+        head_groups=head_groups,
+        chunk_count=chunk_count,
+        rows=length // chunk_count,
+        batch=batch,
+        dim=dim,
+        dtype=dtype,
+        lse_dtype=lse_dtype,
+    )

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from lightseq.attention.program import PassSpec
+from lightseq.attention.pass_spec import PassSpec
 from lightseq.comm.transport import Transport
 from lightseq.kernels.launches import Launch, Launches
 from lightseq.utils.gc_control import without_collection

@@ -15,18 +15,9 @@ from lightseq.attention.accumulate import ACCUMULATORS, Accumulator, wide
 from lightseq.attention.buffers import Buffer, BufferLayout, buffer_layout
 from lightseq.attention.cuda_graphs import GraphCache, is_short
 from lightseq.attention.gathered import Gathered
-from lightseq.attention.program import (
-    ChunkSlot,
-    Operand,
-    OutputSlot,
-    PassSpec,
-    Program,
-    Reduction,
-    StepProgram,
-    lower,
-    make_spec,
-    reductions_of,
-)
+from lightseq.attention.lowering import lower
+from lightseq.attention.pass_spec import ChunkSlot, PassSpec, make_spec
+from lightseq.attention.program import ChunkRange, OutputSlot, Program, Reduction, StepProgram, reductions_of
 from lightseq.attention.tile_streams import CURRENT_STREAM, second_stream
 from lightseq.comm.transport import Exchange, Outbox, Receive, Transport
 from lightseq.kernels import Kernel, Launches, Saved, addresses, backward_tile, forward_tile
@@ -35,7 +26,7 @@ from lightseq.schedule.table import Schedule
 
 MAX_PROGRAMS = 128  # cached per outbox: a forward and a backward pass for every sequence length
 
-GatheredBuffers = Mapping[tuple[str, int], Buffer]  # by item and head group
+GatheredBuffers = Mapping[tuple[str, int], Buffer]  # by item and head group; see `Gathered.buffers`
 
 
 @dataclass(frozen=True)
@@ -51,7 +42,8 @@ class Executor:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, gathered: Gathered | None = None) -> tuple[Tensor, Tensor]:
         """Returns out (B, S, H, D) in q's dtype and lse (B, H, S) of the local queries over the causal sequence.
 
-        `gathered` is memory that keeps the gathered operands for the backward pass.
+        q is (B, S, H, D), k and v are (B, S, K, D). `gathered` is memory that keeps the gathered operands for the
+        backward pass.
         """
         spec = _forward_spec(self.schedule, self.rank, q.shape, k.shape[2], q.dtype)
         with self._prepare(spec, {"q": (q,), "kv": (k, v)}, gathered) as (run, accumulators):
@@ -60,17 +52,18 @@ class Executor:
         return out, lse
 
     def backward(
-        self, dout: Tensor, own: tuple[Tensor, Tensor, Tensor] | Gathered, out: Tensor, lse: Tensor
+        self, dout: Tensor, qkv: tuple[Tensor, Tensor, Tensor] | Gathered, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns dq, dk and dv of the local chunks, in the inputs' dtypes; partial gradients add up in float32.
 
-        `own` is the rank's q, k and v, or the operands that the forward pass gathered.
+        `qkv` are the rank's own q, k and v, or those that the forward pass gathered; the schedule then reuses them
+        (`Schedule.reusing_gathered`). out and lse are the results of the forward pass.
         """
         operands: dict[str, Buffer]
-        if isinstance(own, Gathered):
-            gathered, kv_heads, operands = own, own.kv_heads, {"q": (dout, out, lse)}
+        if isinstance(qkv, Gathered):
+            gathered, kv_heads, operands = qkv, qkv.kv_heads, {"q": (dout, out, lse)}
         else:
-            q, k, v = own
+            q, k, v = qkv
             gathered, kv_heads, operands = None, k.shape[2], {"q": (q, dout, out, lse), "kv": (k, v)}
         spec = _backward_spec(self.schedule, self.rank, dout.shape, kv_heads, dout.dtype)
         with self._prepare(spec, operands, gathered) as (run, accumulators):
@@ -92,7 +85,7 @@ class Executor:
             for item, single_step in spec.single_step.items()
         }
         with self.transport.outbox(spec.outbox_bytes) as outbox:
-            program, launches = prepared(spec, self.transport, outbox)
+            program, launches = program_and_launches(spec, self.transport, outbox)
             execution = _Execution(self, spec, program, operands, accumulators, launches, gathered)
             if not (self.transport.supports_graphs and is_short(spec)):
                 yield execution.run, accumulators
@@ -108,7 +101,7 @@ class Executor:
 
 
 class _Execution:
-    """Running pass: the rank's operands, the gathered ones, and results that are still to be reduced."""
+    """One run of a program: the rank's operands, the gathered ones, and results that are still to be reduced."""
 
     def __init__(
         self, executor: Executor, spec: PassSpec, program: Program, operands: Mapping[str, Buffer],
@@ -116,8 +109,8 @@ class _Execution:
     ) -> None:  # fmt: skip
         self._executor, self._spec, self._program, self._layouts = executor, spec, program, spec.layouts
         self._operands, self._accumulators, self._launches = operands, accumulators, launches
-        self._kept = gathered
-        self._gathered: GatheredBuffers = {}  # views of the kept operands, made when the pass runs
+        self._gathered = gathered
+        self._gathered_buffers: GatheredBuffers = {}  # views of `gathered`, made when the pass runs
         self._arenas: dict[int, Buffer] = {}
         # Results for this rank's own chunks, reduced during the next step.
         self._own: list[tuple[str, ChunkSlot, Buffer]] = []
@@ -126,7 +119,7 @@ class _Execution:
         kernel, scale, device = self._executor.kernel, self._executor.scale, self._operands["q"][0].device
         for accumulator in self._accumulators.values():
             accumulator.begin()
-        self._gathered = self._kept_buffers()
+        self._gathered_buffers = self._views_of_gathered()
         self._stage()
         for step in self._program.steps:
             finish_exchange = self._exchange(step)
@@ -168,15 +161,16 @@ class _Execution:
         for accumulator in self._accumulators.values():
             accumulator.finish()
 
-    def _kept_buffers(self) -> GatheredBuffers:
-        """Returns views of the operands kept between the passes: packed in the forward pass, which fills them."""
-        if self._kept is None:
+    def _views_of_gathered(self) -> GatheredBuffers:
+        """Returns views of the memory of gathered operands: packed in the forward pass, which fills them."""
+        if self._gathered is None:
             return {}
         schedule, rank = self._executor.schedule, self._executor.rank
         if not self._spec.backward:
-            return self._kept.buffers(schedule, rank, self._layouts)
+            return self._gathered.buffers(schedule, rank, self._layouts)
+        # dq and dkv are laid out as q and kv in the forward pass; here the item q has other tensors.
         layouts = {"q": self._layouts["dq"], "kv": self._layouts["dkv"]}
-        packed = self._kept.buffers(schedule, rank, layouts)
+        packed = self._gathered.buffers(schedule, rank, layouts)
         return {key: layouts[key[0]].unpacked(buffer) for key, buffer in packed.items()}
 
     def _stage(self) -> None:
@@ -195,8 +189,8 @@ class _Execution:
         arena_slots: dict[int, list[Buffer]] = {}
         for i in step.opens:
             arena = self._program.arenas[i]
-            # The forward pass gathers into the kept memory; the backward pass has no arena for kept operands.
-            kept = None if self._spec.backward else self._gathered.get((arena.item, arena.head_group))
+            # The forward pass gathers into memory that outlives it. The backward pass has no arenas for what it reuses.
+            kept = None if self._spec.backward else self._gathered_buffers.get((arena.item, arena.head_group))
             device = self._operands[arena.item][0].device
             self._arenas[i] = kept or self._layouts[arena.item].empty(len(arena.chunks), device)
         receives = []
@@ -212,6 +206,7 @@ class _Execution:
 
         def then(received: list[Tensor]) -> None:
             parts = received[fetched:]
+            # A transport that reads in place hands over the very views that the program prepared.
             if step.reductions is not None and all(x is r.remote for x, r in zip(parts, step.receives, strict=True)):
                 self._reduce(step.reductions)
                 return
@@ -230,23 +225,23 @@ class _Execution:
         for reduction in reductions:
             self._accumulators[reduction.item].reduce(reduction, self._launches)
 
-    def _operand(self, item: str, operand: Operand) -> Buffer:
-        arena, start, count, group = operand
+    def _operand(self, item: str, chunks: ChunkRange) -> Buffer:
+        arena, start, count, head_group = chunks
         layout = self._layouts[item]
         if arena is None:
-            return layout.local(self._operands[item], start, count, group)
+            return layout.local(self._operands[item], start, count, head_group)
         return layout.unpacked(layout.slots(self._arenas[arena], start, count))
 
-    def _forward_operands(self, q: Operand, kv: Operand | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _forward_operands(self, q: ChunkRange, kv: ChunkRange | None) -> tuple[Tensor, Tensor, Tensor]:
         """Returns q, k and v of a tile."""
-        assert kv is not None, "only the backward pass reuses kept keys and values"
+        assert kv is not None, "only the backward pass reuses gathered keys and values"
         (q_,), (k, v) = self._operand("q", q), self._operand("kv", kv)
         return q_, k, v
 
-    def _backward_operands(self, head_group: int, q: Operand, kv: Operand | None) -> tuple[Tensor, Saved]:
+    def _backward_operands(self, head_group: int, q: ChunkRange, kv: ChunkRange | None) -> tuple[Tensor, Saved]:
         """Returns dout of a tile, and the tensors that its forward pass saved."""
-        q_, dout, out, lse = self._gathered.get(("q", head_group), ()) + self._operand("q", q)
-        k, v = self._gathered[("kv", head_group)] if kv is None else self._operand("kv", kv)
+        q_, dout, out, lse = self._gathered_buffers.get(("q", head_group), ()) + self._operand("q", q)
+        k, v = self._gathered_buffers[("kv", head_group)] if kv is None else self._operand("kv", kv)
         return dout, Saved(q_, k, v, out, lse)
 
     def _memory_of(self, output: OutputSlot) -> Buffer:
@@ -254,10 +249,10 @@ class _Execution:
         if output.outbox is not None:
             return output.outbox
         if output.final is not None:
-            _, start, count, group = output.final
+            _, start, count, head_group = output.final
             accumulator = self._accumulators[output.item]
             accumulator.open()
-            return self._layouts[output.item].local(accumulator.finals, start, count, group)
+            return self._layouts[output.item].local(accumulator.finals, start, count, head_group)
         return ()
 
     def _deliver(self, outputs: tuple[OutputSlot, ...], into: list[Buffer], made: tuple[Tensor, ...]) -> None:
@@ -290,7 +285,7 @@ def _copy(dst: Tensor, x: Tensor) -> None:
 # ---- caches ---------------------------------------------------------------------------------------------------------
 
 
-def prepared(spec: PassSpec, transport: Transport, outbox: Outbox) -> tuple[Program, Launches]:
+def program_and_launches(spec: PassSpec, transport: Transport, outbox: Outbox) -> tuple[Program, Launches]:
     """Returns a pass's program in this outbox and its launches, cached. The oldest is dropped if there are too many."""
     packed = bool(spec.schedule.boundaries)
     known: dict[PassSpec, tuple[Program, Launches]] = outbox.cache.setdefault((Program, packed), {})
@@ -312,18 +307,18 @@ def _forward_spec(schedule: Schedule, rank: int, q_shape: torch.Size, kv_heads: 
     layouts = {
         "q": buffer_layout(schedule, q_shape, dtype),
         "kv": _kv_layout(schedule, q_shape, kv_heads, dtype),
-        "out": buffer_layout(schedule, q_shape, dtype, lse=wide(dtype)),
+        "out": buffer_layout(schedule, q_shape, dtype, lse_dtype=wide(dtype)),
     }
     return make_spec(schedule, False, rank, layouts)
 
 
 @_cached_specs
 def _backward_spec(schedule: Schedule, rank: int, q_shape: torch.Size, kv_heads: int, dtype: torch.dtype) -> PassSpec:
-    """Makes the spec of a backward pass. The item `q` holds q (unless it was kept), dout, out and lse."""
-    tensors = 2 if schedule.reuses_gathered else 3
+    """Makes the spec of a backward pass. The item `q` holds q (unless a gathered q is reused), dout, out and lse."""
+    tensor_count = 2 if schedule.reuses_gathered else 3
     kv = _kv_layout(schedule, q_shape, kv_heads, dtype)
     layouts = {
-        "q": buffer_layout(schedule, q_shape, dtype, tensors, wide(dtype)),
+        "q": buffer_layout(schedule, q_shape, dtype, tensor_count, wide(dtype)),
         "kv": kv,
         "dq": buffer_layout(schedule, q_shape, dtype),
         "dkv": kv,
@@ -333,4 +328,4 @@ def _backward_spec(schedule: Schedule, rank: int, q_shape: torch.Size, kv_heads:
 
 def _kv_layout(schedule: Schedule, q_shape: torch.Size, kv_heads: int, dtype: torch.dtype) -> BufferLayout:
     batch, length, _, dim = q_shape
-    return buffer_layout(schedule, (batch, length, kv_heads, dim), dtype, tensors=2)
+    return buffer_layout(schedule, (batch, length, kv_heads, dim), dtype, tensor_count=2)

@@ -14,7 +14,7 @@ from lightseq.schedule.table import Schedule
 
 
 class Gathered(NamedTuple):
-    """Gathered q, k and v in one tensor of `gathered_elements`; `kv_heads` counts those of all ranks."""
+    """Gathered q, k and v in one tensor of `gathered_elements`; `kv_heads` are those of k and v (K)."""
 
     memory: Tensor
     kv_heads: int

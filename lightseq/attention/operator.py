@@ -5,7 +5,6 @@ Shape suffixes: B batch, S local sequence, H query heads, K key/value heads, D h
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,20 +39,20 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """Computes causal attention of the local queries over the whole sequence, which is split over the group's ranks.
 
-    Every rank of the group passes its part in the context's layout. Returns out (B, S, H, D) in q's dtype and the
-    log-sum-exp of the scaled scores (B, H, S), at least float32 and without a gradient. `scale` defaults to D ** -0.5;
-    a `LogitTransform` also caps the scores, before the mask (Gemma 2). With `documents` the parts are in their layout,
-    and no query sees a key of another document. With `window` it sees only that many keys, its own and those before.
-    `sinks` (H,) are logits that every softmax of a head has besides its keys, without a value (gpt-oss, StreamingLLM,
-    arXiv 2309.17453); the log-sum-exp includes them. Raises ValueError for shapes that do not fit together, and for a
-    schedule without windows or a kernel without caps.
+    Every rank of the group passes its part in the context's layout; K divides H. Returns out (B, S, H, D) in q's dtype
+    and the log-sum-exp of the scaled scores (B, H, S), at least float32 and without a gradient. `scale` defaults to D
+    ** -0.5; a `LogitTransform` also caps the scores, before the mask (Gemma 2). With `documents` the parts are in their
+    layout, and no query sees a key of another document. With `window` a query sees only that many keys, its own and
+    those before. `sinks` (H,) are logits that every softmax of a head has besides its keys, without a value (gpt-oss,
+    StreamingLLM, arXiv 2309.17453); the log-sum-exp includes them. Raises ValueError for shapes that do not fit
+    together, and for a schedule without windows or a kernel without caps.
     """
     _check_shapes(q_BSHD, k_BSKD, v_BSKD, context, documents)
-    scores = _numbers(scale, q_BSHD)
+    scale_and_cap = _scale_and_cap(scale, q_BSHD)
     q, k, v = map(_last_dim_contiguous, (q_BSHD, k_BSKD, v_BSKD))
     call = _attention if _is_watched(q) else _Attention.apply
     boundaries = None if documents is None else documents.boundaries
-    out, lse, _ = call(q, k, v, scores, context.name, boundaries, window, sinks)
+    out, lse, _ = call(q, k, v, scale_and_cap, context.name, boundaries, window, sinks)
     return out, lse
 
 
@@ -65,24 +64,28 @@ def attention_backward(
     documents: Documents | None = None,
     window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns dq, dk and dv for a caller of `attention` without autograd; `saved` holds its arguments and results."""
+    """Returns dq, dk and dv, shaped as q, k and v, for a caller of `attention` without autograd.
+
+    `saved` holds its arguments and results, of attention without sinks.
+    """
     q, k, v, out, lse = saved
-    scores = _numbers(scale, q)
     boundaries = None if documents is None else documents.boundaries
-    own = [*map(_last_dim_contiguous, (q, k, v))]
-    return _differentiate(dout_BSHD, own, k.shape[2], (out, lse), scores, context.name, boundaries, window)
+    qkv = [*map(_last_dim_contiguous, (q, k, v))]
+    return _differentiate(
+        dout_BSHD, qkv, k.shape[2], (out, lse), _scale_and_cap(scale, q), context.name, boundaries, window
+    )
 
 
-def _numbers(scale: float | LogitTransform | None, q: Tensor) -> list[float]:
+def _scale_and_cap(scale: float | LogitTransform | None, q: Tensor) -> list[float]:
     """Returns the scale of the scores, and their soft cap if there is one: custom operators take only numbers."""
     if isinstance(scale, LogitTransform):
         return [scale.scale] if scale.cap is None else [scale.scale, scale.cap]
     return [q.shape[-1] ** -0.5 if scale is None else scale]
 
 
-def _executor(c: SequenceContext, table: Schedule, scores: Sequence[float]) -> Executor:
-    scale, *softcap = scores
-    return Executor(table, c.rank, with_softcap(c.selection.kernel, *softcap), c.transport, scale)
+def _executor(context: SequenceContext, table: Schedule, scale_and_cap: Sequence[float]) -> Executor:
+    scale, *softcap = scale_and_cap
+    return Executor(table, context.rank, with_softcap(context.selection.kernel, *softcap), context.transport, scale)
 
 
 def _is_watched(x: Tensor) -> bool:
@@ -138,25 +141,25 @@ def _check_packed(q: Tensor, context: SequenceContext, documents: Documents) -> 
         )
 
 
-def _table(context: SequenceContext, q: Tensor, documents: Tensor | None, window: int | None) -> Schedule:
+def _table(context: SequenceContext, q: Tensor, boundaries: Tensor | None, window: int | None) -> Schedule:
     """Returns the schedule, limited to the documents if there are several, and to the window."""
-    boundaries = (0, q.shape[1] * context.schedule.world) if documents is None else without_repeats(documents)
-    if window is not None and window < boundaries[-1]:
-        return windowed_schedule(context.schedule, boundaries, window)
-    return context.schedule if documents is None else packed_schedule(context.schedule, boundaries)
+    whole = (0, q.shape[1] * context.schedule.world) if boundaries is None else without_repeats(boundaries)
+    if window is not None and window < whole[-1]:
+        return windowed_schedule(context.schedule, whole, window)
+    return context.schedule if boundaries is None else packed_schedule(context.schedule, whole)
 
 
-def _compare_shapes(context: SequenceContext, q: Tensor, k: Tensor, documents: Tensor | None) -> None:
+def _compare_shapes(context: SequenceContext, q: Tensor, k: Tensor, boundaries: Tensor | None) -> None:
     """Raises ValueError on every rank if shapes differ between ranks, which would otherwise deadlock.
 
     Each shape is compared only once, because comparing waits for all ranks. Ranks whose shapes differ but were all seen
     before go unnoticed.
     """
-    shape = (*q.shape, k.shape[2], int(documents is not None))
+    shape = (*q.shape, k.shape[2], int(boundaries is not None))
     waits_for_ranks = base_transport_name(context.transport.name) != "none"
     if shape in context.shapes or not waits_for_ranks:
         return
-    mine = (shape, None if documents is None else without_repeats(documents))
+    mine = (shape, None if boundaries is None else without_repeats(boundaries))
     everyone = [mine] * context.schedule.world
     dist.all_gather_object(everyone, mine, group=context.group)
     if len({theirs for theirs, _ in everyone}) > 1:
@@ -164,7 +167,7 @@ def _compare_shapes(context: SequenceContext, q: Tensor, k: Tensor, documents: T
         raise ValueError(
             f"the ranks pass different shapes to attention: {found}; shard the same padded sequence on all of them"
         )
-    if len({boundaries for _, boundaries in everyone}) > 1:
+    if len({theirs for _, theirs in everyone}) > 1:
         raise ValueError("the ranks pass different documents to attention; pack the same sequence on all of them")
     context.shapes.add(shape)
 
@@ -182,27 +185,27 @@ def _advance(context: SequenceContext, q: Tensor) -> None:
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, scores: Sequence[float], context: str, documents: Tensor | None = None,
-    window: int | None = None, sinks: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, scale_and_cap: Sequence[float], context_name: str,
+    boundaries: Tensor | None = None, window: int | None = None, sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns out, its log-sum-exp, and gathered operands for the backward pass (empty if not kept)."""
     if torch.is_inference_mode_enabled():  # buffers made in inference mode cannot be used in training later
         with torch.inference_mode(False), torch.no_grad():
-            return _forward(q, k, v, scores, context, documents, window, sinks)
-    c = find(context)
-    if documents is None and c.forward_pass.packed:
+            return _forward(q, k, v, scale_and_cap, context_name, boundaries, window, sinks)
+    context = find(context_name)
+    if boundaries is None and context.forward_pass.packed:
         raise ValueError(
             "the batch holds packed documents, but the model's layers do not pass them to attention; train without "
             "packing, or use another model"
         )
-    _compare_shapes(c, q, k, documents)
-    gathered = Gathered(_gathered_memory(c, q, k), k.shape[2])
-    out, lse = _executor(c, _table(c, q, documents, window), scores).forward(
-        q, k, v, gathered if c.keeps_gathered else None
+    _compare_shapes(context, q, k, boundaries)
+    gathered = Gathered(_gathered_memory(context, q, k), k.shape[2])
+    out, lse = _executor(context, _table(context, q, boundaries, window), scale_and_cap).forward(
+        q, k, v, gathered if context.keeps_gathered else None
     )
     if sinks is not None:
         out, lse = _with_sinks(out, lse, sinks)
-    _advance(c, q)
+    _advance(context, q)
     return out, lse, gathered.memory
 
 
@@ -221,14 +224,14 @@ def _sink_gradients(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Te
 
 
 def _forward_in_checkpoint(
-    q: Tensor, k: Tensor, v: Tensor, scores: Sequence[float], context: str, documents: Tensor | None = None,
-    window: int | None = None, sinks: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, scale_and_cap: Sequence[float], context_name: str,
+    boundaries: Tensor | None = None, window: int | None = None, sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Runs `_forward`, unless a checkpoint around the operator has stored its results."""
     wrapper = operator_wrapper()
     if wrapper is None:
-        return _forward(q, k, v, scores, context, documents, window, sinks)
-    out, lse, gathered = wrapper(partial(_forward, q, k, v, scores, context, documents, window, sinks))
+        return _forward(q, k, v, scale_and_cap, context_name, boundaries, window, sinks)
+    out, lse, gathered = wrapper(partial(_forward, q, k, v, scale_and_cap, context_name, boundaries, window, sinks))
     return out, lse, gathered
 
 
@@ -241,11 +244,11 @@ _attention = torch.library.custom_op("lightseq::attention", _forward_in_checkpoi
 
 @_attention.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, scores: Sequence[float], context: str, documents: Tensor | None = None,
-    window: int | None = None, sinks: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, scale_and_cap: Sequence[float], context_name: str,
+    boundaries: Tensor | None = None, window: int | None = None, sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32))
-    return q.new_empty(q.shape), lse, _gathered_memory(find(context), q, k)
+    return q.new_empty(q.shape), lse, _gathered_memory(find(context_name), q, k)
 
 
 def _gradients(
@@ -253,24 +256,24 @@ def _gradients(
     tensors: Sequence[Tensor],
     kv_heads: int,
     results: Sequence[Tensor],
-    scores: Sequence[float],
-    context: str,
-    documents: Tensor | None,
+    scale_and_cap: Sequence[float],
+    context_name: str,
+    boundaries: Tensor | None,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns dq, dk and dv from the forward pass's `results`, out and its log-sum-exp.
 
     `tensors` are the rank's own q, k and v, or one tensor that the forward pass gathered.
     """
-    c, (out, lse) = find(context), results
-    table = _table(c, dout, documents, window)
-    own: tuple[Tensor, Tensor, Tensor] | Gathered
+    context, (out, lse) = find(context_name), results
+    table = _table(context, dout, boundaries, window)
+    qkv: tuple[Tensor, Tensor, Tensor] | Gathered
     if len(tensors) == 1:
-        table, own = table.reusing_gathered, Gathered(tensors[0], kv_heads)
+        table, qkv = table.reusing_gathered, Gathered(tensors[0], kv_heads)
     else:
-        own = (tensors[0], tensors[1], tensors[2])
-    gradients = _executor(c, table, scores).backward(dout, own, out, lse)
-    _advance(c, dout)
+        qkv = (tensors[0], tensors[1], tensors[2])
+    gradients = _executor(context, table, scale_and_cap).backward(dout, qkv, out, lse)
+    _advance(context, dout)
     return gradients
 
 
@@ -283,9 +286,9 @@ def _(
     tensors: Sequence[Tensor],
     kv_heads: int,
     results: Sequence[Tensor],
-    scores: Sequence[float],
-    context: str,
-    documents: Tensor | None,
+    scale_and_cap: Sequence[float],
+    context_name: str,
+    boundaries: Tensor | None,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     kv_shape = (*dout.shape[:2], kv_heads, dout.shape[3])
@@ -293,10 +296,11 @@ def _(
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    q, k, v, ctx.scores, ctx.context, documents, ctx.window, sinks = inputs
+    q, k, v, ctx.scale_and_cap, ctx.context_name, boundaries, ctx.window, sinks = inputs
     out, lse, gathered = output
     ctx.kv_heads = k.shape[2]
-    ctx.save_for_backward(documents, sinks, out, lse, *((gathered,) if find(ctx.context).keeps_gathered else (q, k, v)))
+    tensors = (gathered,) if find(ctx.context_name).keeps_gathered else (q, k, v)
+    ctx.save_for_backward(boundaries, sinks, out, lse, *tensors)
     ctx.set_materialize_grads(False)
 
 
@@ -304,16 +308,29 @@ def _backward(ctx, dout: Tensor | None, dlse: Tensor | None, _dgathered: None): 
     if dlse is not None:
         raise ValueError("no gradient flows through the log-sum-exp; detach it")
     assert dout is not None, "autograd calls the backward only if a gradient arrives"
-    documents, sinks, out, lse, *tensors = ctx.saved_tensors
-    gradients = _differentiate(dout, tensors, ctx.kv_heads, (out, lse), ctx.scores, ctx.context, documents, ctx.window)
+    boundaries, sinks, out, lse, *tensors = ctx.saved_tensors
+    gradients = _differentiate(
+        dout, tensors, ctx.kv_heads, (out, lse), ctx.scale_and_cap, ctx.context_name, boundaries, ctx.window
+    )
     dsinks = None if sinks is None else _sink_gradients(dout, out, lse, sinks)
     return (*gradients, None, None, None, None, dsinks)
 
 
-def _differentiate(dout: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _differentiate(
+    dout: Tensor,
+    tensors: Sequence[Tensor],
+    kv_heads: int,
+    results: Sequence[Tensor],
+    scale_and_cap: Sequence[float],
+    context_name: str,
+    boundaries: Tensor | None,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Calls `_gradients`, or the operator made of it where something has to see it."""
     # With create_graph autograd records this call, so it has to be the operator, which refuses second derivatives.
     call = _attention_backward if torch.is_grad_enabled() or _is_watched(dout) else _gradients
-    return call(_last_dim_contiguous(dout), *arguments)
+    dout = _last_dim_contiguous(dout)
+    return call(dout, tensors, kv_heads, results, scale_and_cap, context_name, boundaries, window)
 
 
 def _no_second_backward(_ctx, *_gradients):  # type: ignore[no-untyped-def]

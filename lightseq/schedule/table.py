@@ -127,6 +127,10 @@ class Schedule:
         """Ranks in a Ulysses group (see `Layout`)."""
         return self.layout.ulysses
 
+    def steps(self, backward: bool) -> tuple[Step, ...]:
+        """Returns the steps of the forward or the backward pass."""
+        return self.backward if backward else self.forward
+
     def gathered_items(self, backward: bool) -> Items:
         """Returns the operand items that a rank gathers for its tiles in a pass.
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightseq.attention.program import REGIONS
+from lightseq.attention.pass_spec import REGIONS
 from lightseq.comm.transport import Exchange, Receive, Send, Transport
 from lightseq.distributed.mesh import World
 from lightseq.tools.verify.report import FAIL, PASS, WARN, Row, gathered, span, verdict
