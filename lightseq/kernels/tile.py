@@ -17,7 +17,7 @@ from torch import Tensor
 from lightseq.kernels.base import GradientMemory, Kernel, Saved, gradient_memory
 from lightseq.kernels.lse_merge import merge_into
 from lightseq.kernels.reference import ReferenceKernel
-from lightseq.schedule.segments import KEYS, ROWS, Round, Segments
+from lightseq.schedule.segments import KEYS, QUERIES, Round, Segments
 from lightseq.schedule.table import Mask
 from lightseq.utils.upload import upload
 
@@ -164,7 +164,7 @@ def _part(found: Round, window: int | None, device: torch.device) -> _Part:
     def here(x: np.ndarray) -> Tensor:
         return upload(torch.from_numpy(x), device)
 
-    rows, keys = found.segments[:, ROWS], found.segments[:, KEYS]
+    rows, keys = found.segments[:, QUERIES], found.segments[:, KEYS]
     begins = here(np.stack([np.concatenate([[0], np.cumsum(x)]) for x in (rows, keys)]).astype(np.int32))
     q, k = (x if isinstance(x, slice) else here(x) for x in (found.queries, found.keys))
     lengths = Lengths(begins[0], begins[1], int(rows.max()), int(keys.max()))

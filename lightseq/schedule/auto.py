@@ -22,7 +22,10 @@ AUTO = "auto"
 
 
 class ScheduleChoice(NamedTuple):
-    """A schedule by name with its sizes. None and "auto" leave a field open."""
+    """A schedule by name with its sizes. None and "auto" leave a field open.
+
+    `head_groups` are those that a rank computes one after the other.
+    """
 
     schedule: str = AUTO
     ulysses_size: int | None = None
@@ -30,6 +33,8 @@ class ScheduleChoice(NamedTuple):
 
 
 class ChoiceEstimate(NamedTuple):
+    """A choice and its predicted time."""
+
     choice: ScheduleChoice
     estimate: Estimate
 
@@ -69,8 +74,9 @@ def choose_by_counts(world: int, shape: AttentionShape, asked: ScheduleChoice = 
 
 def choose_windowed(asked: ScheduleChoice) -> ScheduleChoice:
     """Chooses the schedule of a model with sliding windows. Raises ValueError for one that does not support them."""
-    check_takes_windows(asked.schedule if asked.schedule != "auto" else "prefix")
-    return asked if asked.schedule != "auto" else asked._replace(schedule="prefix")
+    asked = asked._replace(schedule="prefix") if asked.schedule == AUTO else asked
+    check_takes_windows(asked.schedule)
+    return asked
 
 
 def choose_packed(world: int, shape: AttentionShape, asked: ScheduleChoice) -> ScheduleChoice:
@@ -94,11 +100,15 @@ def choose_best(found: list[ChoiceEstimate], kv_heads: int) -> ChoiceEstimate:
     """
     fastest = min(found, key=lambda p: p.estimate.seconds)  # of equals the first
     longest = (1 + MAX_SLOWDOWN) * fastest.estimate.seconds
-    most = max(kv_heads, _head_parts(fastest.choice))
-    similar = [p for p in found if p.choice[:2] == fastest.choice[:2] and p.estimate.seconds <= longest]
-    frugal = [
-        p for p in similar if SCHEDULES[p.choice.schedule].ulysses_group == "all" or _head_parts(p.choice) <= most
+    most = max(kv_heads, _total_head_groups(fastest.choice))
+    same_but_head_groups = [
+        p
+        for p in found
+        if (p.choice.schedule, p.choice.ulysses_size) == (fastest.choice.schedule, fastest.choice.ulysses_size)
     ]
+    similar = [p for p in same_but_head_groups if p.estimate.seconds <= longest]
+    splits_all_heads = SCHEDULES[fastest.choice.schedule].ulysses_group == "all"
+    frugal = [p for p in similar if splits_all_heads or _total_head_groups(p.choice) <= most]
     small = [p for p in frugal if p.estimate.gathered_bytes <= MAX_GATHERED_BYTES]
     return min(small, key=_head_groups) if small else max(frugal, key=_head_groups)
 
@@ -107,10 +117,10 @@ def _head_groups(found: ChoiceEstimate) -> int:
     return found.choice.head_groups or 1
 
 
-def _head_parts(choice: ScheduleChoice) -> int:
-    """Returns the number of parts that heads are cut into.
+def _total_head_groups(choice: ScheduleChoice) -> int:
+    """Returns the number of head groups on all ranks of a Ulysses group (not under `ulysses`, whose size is open).
 
-    More parts than key/value heads need more memory if keys travel: each part that shares a head gathers it, and the
+    More groups than key/value heads need more memory if keys travel: each group that shares a head gathers it, and the
     head's gradients add up in float32.
     """
     return (choice.head_groups or 1) * (choice.ulysses_size or 1)
@@ -124,6 +134,7 @@ def estimate_choice(
     gpus_per_host: int,
     keep_gathered: bool = False,
 ) -> Estimate:
+    """Estimates the time of a layer under a choice. Raises ValueError as `make_schedule`."""
     counted = count_traffic(choice.schedule, world, gpus_per_host, choice.head_groups or 1, choice.ulysses_size)
     return estimate(counted, shape, rates, keep_gathered)
 
@@ -135,8 +146,8 @@ def possible_choices(
 ) -> Iterator[ScheduleChoice]:
     """Yields every choice that fits `asked` and that these ranks and heads allow."""
     for name in SCHEDULES if asked.schedule == AUTO else (asked.schedule,):
-        shared = SCHEDULES[name].ulysses_group == "half"
-        sizes = [u for u in range(2, world) if world % u == 0] if shared else [None]
+        splits_some = SCHEDULES[name].ulysses_group == "half"
+        sizes = [u for u in range(2, world) if world % u == 0] if splits_some else [None]
         for size in sizes if asked.ulysses_size is None else [asked.ulysses_size]:
             groups = HEAD_GROUPS if SCHEDULES[name].has_head_groups else (1,)
             for count in groups if asked.head_groups is None else [asked.head_groups]:

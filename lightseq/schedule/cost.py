@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from lightseq.schedule.table import Mask, Move, Schedule, Step, Tile
+from lightseq.schedule.table import Mask, Move, Schedule, Tile
 
 BACKWARD_FLOPS = 2.5  # five matrix products against two
 
@@ -58,8 +58,7 @@ def cost(schedule: Schedule, shape: AttentionShape) -> Cost:
         forward_bytes=passes[0],
         backward_bytes=passes[1],
         max_rank_bytes=max(received),
-        exposed_bytes=_exposed(schedule, shape, schedule.forward, False)
-        + _exposed(schedule, shape, schedule.backward, True),
+        exposed_bytes=sum(_exposed(schedule, shape, backward) for backward in (False, True)),
     )
 
 
@@ -79,13 +78,11 @@ def move_bytes(schedule: Schedule, shape: AttentionShape, move: Move, backward: 
     q = rows * shape.heads / schedule.total_head_groups * shape.head_dim
     kv = rows * max(shape.kv_heads / schedule.total_head_groups, 1) * shape.head_dim
     lse = 4 * rows * shape.heads / schedule.total_head_groups
-    e, moves = (
-        shape.element_bytes,
-        0 if backward and schedule.reuses_gathered else 1,
-    )  # kept ones do not move
+    e = shape.element_bytes
+    travels = 0 if backward and schedule.reuses_gathered else 1  # reused q, k and v do not move again
     sizes = {
-        "kv": moves * 2 * kv * e,
-        "q": (moves + 2) * q * e + lse if backward else q * e,  # backward: dout and out too
+        "kv": travels * 2 * kv * e,
+        "q": (travels + 2) * q * e + lse if backward else q * e,  # backward: dout and out too
         "out": q * e + lse,
         "dq": q * e,
         "dkv": 2 * kv * e,
@@ -93,10 +90,10 @@ def move_bytes(schedule: Schedule, shape: AttentionShape, move: Move, backward: 
     return round(sizes[move.item])
 
 
-def _exposed(schedule: Schedule, shape: AttentionShape, steps: tuple[Step, ...], backward: bool) -> int:
-    """Counts the bytes that the busiest rank receives in steps without a tile, which nothing hides."""
+def _exposed(schedule: Schedule, shape: AttentionShape, backward: bool) -> int:
+    """Counts the bytes of a pass that the busiest rank receives in steps without a tile, which nothing hides."""
     waits = [0] * schedule.world
-    for step in steps:
+    for step in schedule.steps(backward):
         if not any(step.tiles):
             for move in step.moves:
                 waits[move.dst] += move_bytes(schedule, shape, move, backward)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from lightseq.schedule.algorithms import SCHEDULES, assign_tiles, prefix, with_ulysses
 from lightseq.schedule.layout import Layout
-from lightseq.schedule.segments import CAUSAL, KEYS, ROWS, K, Q, Segments
+from lightseq.schedule.segments import CAUSAL, FIRST_KEY, FIRST_QUERY, KEYS, QUERIES, Segments
 from lightseq.schedule.table import Assignment, Schedule, Tile, derive_steps
 
 Ints = NDArray[np.int64]
@@ -69,16 +69,18 @@ def area_before(boundaries: Sequence[int], positions: Ints) -> Ints:
 # ---- chunks to ranks -------------------------------------------------------------------------------------------------
 
 
-def max_chunks_per_rank(length: int, groups: int) -> int:
+def max_chunks_per_rank(length: int, ulysses_groups: int) -> int:
     """Returns the largest number of chunks per rank at this length. Packed sequences are padded to allow it."""
     chunks = 1
-    while groups > 1 and chunks < MAX_CHUNKS and length // (groups * 2 * chunks) >= MIN_CHUNK_TOKENS:
+    while ulysses_groups > 1 and chunks < MAX_CHUNKS and length // (ulysses_groups * 2 * chunks) >= MIN_CHUNK_TOKENS:
         chunks *= 2
     return chunks
 
 
 def assign_chunks(areas: Ints, groups: int) -> tuple[int, ...]:
-    """Assigns the same number of chunks to each Ulysses group, with nearly equal areas.
+    """Assigns the same number of chunks to each of `groups` Ulysses groups, with nearly equal areas.
+
+    `areas` are the visible (query, key) pairs of each chunk's queries. Returns the Ulysses group of each chunk.
 
     Greedy: the largest chunk left goes to the group with the smallest area that has room. Then chunks of the fullest
     group are swapped with others as long as that lowers the largest area.
@@ -95,6 +97,7 @@ def assign_chunks(areas: Ints, groups: int) -> tuple[int, ...]:
         totals = np.bincount(homes, areas, groups)
         fullest = int(totals.argmax())
         mine, theirs = np.flatnonzero(homes == fullest), np.flatnonzero(homes != fullest)
+        # For each swap of a chunk with one of another group: the area given away, and the larger area of both after it.
         given = areas[mine][:, None] - areas[theirs][None, :]
         after = np.maximum(totals[fullest] - given, totals[homes[theirs]][None, :] + given)
         if not theirs.size or after.min() >= totals[fullest]:
@@ -105,7 +108,7 @@ def assign_chunks(areas: Ints, groups: int) -> tuple[int, ...]:
 
 
 def imbalance(areas: Ints, homes: Sequence[int]) -> float:
-    """Returns the attention area of the fullest group over the mean."""
+    """Returns the area of the fullest group over the mean, for the `homes` of `assign_chunks`."""
     totals = np.bincount(homes, areas)
     return float(totals.max() / totals.mean())
 
@@ -135,7 +138,7 @@ def balanced_layout(boundaries: Sequence[int], world: int, ulysses: int = 1) -> 
 def padded_length(schedule: Schedule, length: int) -> int:
     """Returns the padded length of a packed sequence, which does not depend on where its documents begin."""
     layout = schedule.layout
-    if not _is_balanced(schedule):
+    if not _has_own_layouts(schedule):
         return layout.padded_length(length)
     unit = layout.world * max_chunks_per_rank(length, layout.outer.world)
     return -(-length // unit) * unit
@@ -149,20 +152,27 @@ def local_tokens(schedule: Schedule, length: int, packed: bool) -> int:
 
 @lru_cache(maxsize=MAX_PACKED_TABLES)  # a batch's table serves all its layers, forward and backward
 def packed_schedule(schedule: Schedule, boundaries: tuple[int, ...]) -> Schedule:
-    """Makes the schedule's table for one sequence of documents, with a layout of its own under prefix and usp."""
+    """Makes the schedule's table for one sequence of documents, with a layout of its own under prefix and usp.
+
+    The end of `boundaries` is a `padded_length`.
+    """
     layout = schedule.layout
-    if _is_balanced(schedule):
+    if _has_own_layouts(schedule):
         layout = balanced_layout(boundaries, layout.world, layout.ulysses)
-        tiles = one_tile_per_step(prefix(layout.outer, schedule.head_groups_per_rank))
-    else:
-        tiles = assign_tiles(schedule)
-    limited = limit_to_documents(tiles, layout.outer, boundaries)
+    limited = limit_to_documents(assign_packed_tiles(schedule, layout), layout.outer, boundaries)
     if layout.ulysses > 1:
         limited = with_ulysses(limited, layout.ulysses)
     return replace(
         schedule, layout=layout, boundaries=boundaries,
         forward=derive_steps(layout, limited), backward=derive_steps(layout, limited, backward=True),
     )  # fmt: skip
+
+
+def assign_packed_tiles(schedule: Schedule, layout: Layout) -> Assignment:
+    """Assigns tiles to the Ulysses groups of a packed sequence in this layout."""
+    if _has_own_layouts(schedule):
+        return one_tile_per_step(prefix(layout.outer, schedule.head_groups_per_rank))
+    return assign_tiles(schedule)
 
 
 def one_tile_per_step(assignment: Assignment) -> Assignment:
@@ -184,7 +194,7 @@ def _area(tile: Tile) -> int:
     return tile.mask.area
 
 
-def _is_balanced(schedule: Schedule) -> bool:
+def _has_own_layouts(schedule: Schedule) -> bool:
     """Returns whether every batch of packed documents gets a layout of its own."""
     return SCHEDULES[schedule.name].packed_work == "own_layout"
 
@@ -216,43 +226,49 @@ def _limit_tile(tile: Tile, chunks: Ints, boundaries: Ints) -> tuple[Tile, ...]:
 def find_segments(q: Ints, kv: Ints, boundaries: Ints) -> Segments:
     """Finds the segments of a tile: runs of a document's queries against the keys that they see.
 
-    A chunk is (first, step, count) of its positions; the tile's chunks are in rising order. The queries of a document
-    in one chunk form one run. Each query sees one more key than the one before it (a causal segment) until all are
-    visible (a full segment).
+    `q` and `kv` have a row (first, step, count) of positions for each chunk of the tile, in rising order. The queries
+    of a document in one chunk form one run. Each query sees one more key than the one before it (a causal segment)
+    until all keys of the tile before the run's end are visible (a full segment).
     """
     starts, steps, sizes = kv.T
 
     def keys_before(positions: Ints) -> Ints:
+        """Counts the tile's keys before each position."""
         return np.clip(-((starts - positions[:, None]) // steps), 0, sizes).sum(1)
 
     found: list[list[int]] = []
     for i, (start, step, size) in enumerate(q.tolist()):
+        # Documents with positions between the first and the last of the chunk, and the rows of their queries in it.
         inside = slice(*np.searchsorted(boundaries, (start, start + step * (size - 1)), side="right"))
         begins, ends = boundaries[inside.start - 1 : inside.stop], boundaries[inside.start : inside.stop + 1]
         row, stop = (np.clip(-((start - x) // step), 0, size) for x in (begins, ends))
-        some = stop > row
-        begins, row, stop = begins[some], row[some], stop[some]
+        has_queries = stop > row
+        begins, row, stop = begins[has_queries], row[has_queries], stop[has_queries]
         first_key = keys_before(begins)
-        least, most = (keys_before(start + step * x + 1) - first_key for x in (row, stop - 1))
-        skipped = np.where(most > 0, least == 0, stop - row)  # queries that see no key yet
-        climbing = np.where(most > least, most - least + 1 - skipped, 0)
+        seen_by_first, seen_by_last = (keys_before(start + step * x + 1) - first_key for x in (row, stop - 1))
+        skipped = np.where(seen_by_last > 0, seen_by_first == 0, stop - row)  # queries that see no key yet
+        causal = np.where(seen_by_last > seen_by_first, seen_by_last - seen_by_first + 1 - skipped, 0)
         row += i * size + skipped
-        full = stop + i * size - row - climbing
-        for r, c, f, k, n in zip(*(x.tolist() for x in (row, climbing, full, first_key, most)), strict=True):
-            if c > 0:
-                _append(found, [r, c, k, n, 1])
-            if f > 0:
-                _append(found, [r + c, f, k, n, 0])
+        full = stop + i * size - row - causal
+        columns = (row, causal, full, first_key, seen_by_last)
+        for r, causal_queries, full_queries, key, keys in zip(*(x.tolist() for x in columns), strict=True):
+            if causal_queries > 0:
+                _append(found, [r, causal_queries, key, keys, 1])
+            if full_queries > 0:
+                _append(found, [r + causal_queries, full_queries, key, keys, 0])
     return Segments(np.array(found, dtype=np.int64).reshape(-1, 5))
 
 
 def _append(found: list[list[int]], segment: list[int]) -> None:
     """Appends a segment, or extends the last one if this continues it in the next chunk of queries."""
-    row, rows, key, keys, causal = segment
-    last = found[-1] if found else [0, 0, -1, 0, 0]
-    if last[Q] + last[ROWS] == row and last[K] == key:
-        grows, kinds = last[KEYS] + rows == keys, {last[CAUSAL] if last[ROWS] > 1 else 2, causal if rows > 1 else 2}
-        if (grows and 0 not in kinds) or (last[KEYS] == keys and 1 not in kinds):
-            found[-1] = [last[Q], last[ROWS] + rows, key, keys, int(grows)]
-            return
+    if found:
+        last, (row, queries, key, keys, _) = found[-1], segment
+        if last[FIRST_QUERY] + last[QUERIES] == row and last[FIRST_KEY] == key:
+            pair = (last, segment)  # a segment of one query is causal as well as full
+            if last[KEYS] + queries == keys and all(x[CAUSAL] or x[QUERIES] == 1 for x in pair):
+                found[-1] = [last[FIRST_QUERY], last[QUERIES] + queries, key, keys, 1]
+                return
+            if last[KEYS] == keys and not any(x[CAUSAL] and x[QUERIES] > 1 for x in pair):
+                found[-1] = [last[FIRST_QUERY], last[QUERIES] + queries, key, keys, 0]
+                return
     found.append(segment)

@@ -26,8 +26,9 @@ class Layout:
 
     contiguous: rank r holds neighbouring chunks. zigzag: rank r holds chunk r and its mirror image 2·world-1-r, so
     that every rank has as much causal work as any other (Llama 3 technical report, §3.3.2). striped: chunk r holds the
-    tokens r, r + world, r + 2·world, … (Striped Attention, arXiv 2311.09431). balanced: `homes` gives the rank of every
-    chunk, equally many for each. Packed documents need it, because their work depends on where they begin.
+    tokens r, r + world, r + 2·world, … (Striped Attention, arXiv 2311.09431). balanced: `homes` says where each chunk
+    is, equally many everywhere. Packed documents need it, because their work depends on where they begin; windows cut
+    chunks into pieces with it. The schedule named `balanced` has the contiguous layout.
 
     A Ulysses group is `ulysses` neighbouring ranks that together compute attention for the same chunks, each for its
     own heads. Outside attention each of these chunks is cut into one piece for each rank of the group. With
@@ -38,7 +39,7 @@ class Layout:
     world: int
     chunks_per_rank: int = 1
     ulysses: int = 1
-    homes: tuple[int, ...] = ()  # balanced: the Ulysses group of each chunk
+    homes: tuple[int, ...] = ()  # balanced: the Ulysses group of each of its chunks
 
     def __post_init__(self) -> None:
         if self.kind not in LAYOUT_KINDS:
@@ -57,6 +58,7 @@ class Layout:
 
     @property
     def chunk_count(self) -> int:
+        """Chunks on all ranks."""
         return self.world * self.chunks_per_rank
 
     @cached_property

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-Q, ROWS, K, KEYS, CAUSAL = range(5)  # columns: first query, queries, first key, keys, 1 if causal
+# Columns of a table of segments: indices in the tile, counts, and 1 if causal, else 0.
+FIRST_QUERY, QUERIES, FIRST_KEY, KEYS, CAUSAL = range(5)
 
 
 class Round(NamedTuple):
@@ -22,18 +23,20 @@ class Round(NamedTuple):
 
     @property
     def queries(self) -> "slice | NDArray[np.int64]":
-        return _run(self.segments[:, Q], self.segments[:, ROWS])
+        """Indices of the queries in the tile."""
+        return _run(self.segments[:, FIRST_QUERY], self.segments[:, QUERIES])
 
     @property
     def keys(self) -> "slice | NDArray[np.int64]":
-        return _run(self.segments[:, K], self.segments[:, KEYS])
+        """Indices of the keys in the tile."""
+        return _run(self.segments[:, FIRST_KEY], self.segments[:, KEYS])
 
 
 @dataclass(frozen=True, eq=False)
 class Segments:
     """All segments of one tile, in the order of their queries. No two share a query; several may share keys."""
 
-    table: NDArray[np.int64]
+    table: NDArray[np.int64]  # (segments, 5)
     window: int | None = None  # keys that a query sees, with its own; None: all before it
     cache: dict[Any, Any] = field(default_factory=dict)  # index tensors of kernels, by device
 
@@ -43,7 +46,7 @@ class Segments:
     @property
     def area(self) -> int:
         """Number of visible (query, key) pairs."""
-        rows, keys, causal = self.table[:, ROWS], self.table[:, KEYS], self.table[:, CAUSAL]
+        rows, keys, causal = self.table[:, QUERIES], self.table[:, KEYS], self.table[:, CAUSAL]
         whole = rows * keys - causal * (rows * (rows - 1) // 2)
         if self.window is None:
             return int(whole.sum())
@@ -59,9 +62,9 @@ class Segments:
         """
         rounds: list[tuple[set[int], list[list[int]]]] = []
         for segment in self.table.tolist():
-            kind = {segment[CAUSAL]} if segment[ROWS] > 1 else set()
+            kind = {segment[CAUSAL]} if segment[QUERIES] > 1 else set()
             for kinds, taken in rounds:
-                if len(kinds | kind) <= 1 and taken[-1][K] + taken[-1][KEYS] <= segment[K]:
+                if len(kinds | kind) <= 1 and taken[-1][FIRST_KEY] + taken[-1][KEYS] <= segment[FIRST_KEY]:
                     taken.append(segment)
                     kinds |= kind
                     break
@@ -74,8 +77,9 @@ class Segments:
 
         Returns segments relative to the first chunk kept, and the kept chunks of queries and of keys.
         """
-        low_q, low_k = (int(self.table[:, i].min()) // size for i in (Q, K))
-        high_q, high_k = (-(-int((self.table[:, i] + self.table[:, i + 1]).max()) // size) for i in (Q, K))
+        low_q, low_k = (int(self.table[:, i].min()) // size for i in (FIRST_QUERY, FIRST_KEY))
+        ends = (self.table[:, FIRST_QUERY] + self.table[:, QUERIES], self.table[:, FIRST_KEY] + self.table[:, KEYS])
+        high_q, high_k = (-(-int(end.max()) // size) for end in ends)
         moved = self.table - np.array([low_q * size, 0, low_k * size, 0, 0])
         return Segments(moved, self.window), slice(low_q, high_q), slice(low_k, high_k)
 

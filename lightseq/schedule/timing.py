@@ -16,7 +16,7 @@ HALF_CALL_TOKENS, FULL_CALL_TOKENS = 2**13, 2**14
 # Share of the speed that FlashAttention-4 reaches with heads of more dimensions than these: 377 of 637 TFLOP/s with 256
 # at 32K on one H100 (benchmarks/results/attention-1xh100-head-dim-256.jsonl).
 WIDE_HEAD_DIM, WIDE_HEAD_SHARE = 128, 0.59
-# Items of the columns of `StepTraffic`, forward and backward.
+# Items of the columns of `StepTraffic`, indexed by `backward`.
 COLUMNS = (("q", "kv", "out", None), ("q", "kv", "dq", "dkv"))
 
 
@@ -43,7 +43,18 @@ class Rates:
 # left out: at 16K all but ulysses and prefix with one head group. The points do not separate the link, memory and merge
 # rates: predicted times hold, single rates need not. The network (400 Gb/s per GPU, 90% used) and NCCL's are assumed.
 # The launches are those of striped at 4K on two H100 (benchmarks/results/attention-2xh100-streams.jsonl).
-H200_SYMMETRIC = Rates(619e12, 0.12e-3, 495e9, 45e9, 56e-6, 0.19, 1.8e-6, 8.5e12, 5.0, 3.2e-3)
+H200_SYMMETRIC = Rates(
+    flops_per_second=619e12,
+    call_seconds=0.12e-3,
+    host_bytes_per_second=495e9,
+    network_bytes_per_second=45e9,
+    exchange_seconds=56e-6,
+    overlap_loss=0.19,
+    message_seconds=1.8e-6,
+    memory_bytes_per_second=8.5e12,
+    merge_passes=5.0,
+    merging_launch_seconds=3.2e-3,
+)
 H200_NCCL = replace(
     H200_SYMMETRIC, host_bytes_per_second=145e9, exchange_seconds=0.1e-3, overlap_loss=0.7, merging_launch_seconds=0.0
 )
@@ -66,7 +77,10 @@ class Estimate:
 
 
 def estimate(traffic: Traffic, shape: AttentionShape, rates: Rates, keep_gathered: bool = False) -> Estimate:
-    """Estimates a layer at these rates, run as `make_context` would run it."""
+    """Estimates a layer at these rates, run as `make_context` would run it.
+
+    With `keep_gathered` gathered q, k and v stay for the backward pass, if the schedule can keep them.
+    """
     if keep_gathered and traffic.schedule.can_keep_gathered:
         traffic = replace(traffic, schedule=replace(traffic.schedule, reuses_gathered=True))
     compute = exposed = memory = gathered = 0.0
@@ -81,7 +95,13 @@ def estimate(traffic: Traffic, shape: AttentionShape, rates: Rates, keep_gathere
             gathered = max(gathered, float((step.gathered @ sizes[:2]).max()))
         memory += _memory_bytes(traffic, shape, sizes, rates, backward) / rates.memory_bytes_per_second
     launches = rates.merging_launch_seconds if traffic.accumulates[0] else 0.0
-    return Estimate(compute, exposed, memory, gathered, launches)
+    return Estimate(
+        compute_seconds=compute,
+        exposed_seconds=exposed,
+        memory_seconds=memory,
+        gathered_bytes=gathered,
+        launch_seconds=launches,
+    )
 
 
 def kernel_seconds(shape: AttentionShape, rates: Rates) -> float:
@@ -130,6 +150,7 @@ def _memory_bytes(traffic: Traffic, shape: AttentionShape, sizes: np.ndarray, ra
     for i, item in enumerate(COLUMNS[backward][2:]):
         if item is None or not (travels[2 + i] or traffic.accumulates[i]):
             continue
+        # A part is read once, and then added to a float32 total or written to the result.
         passes = 1 + rates.merge_passes * FLOAT32_BYTES / element if traffic.accumulates[i] else 2.0
         taken += passes * float(traffic.results[:, i].max()) * sizes[2 + i]
     return float(packed + taken)

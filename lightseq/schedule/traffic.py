@@ -15,7 +15,7 @@ import numpy as np
 from lightseq.schedule.algorithms import assign_tiles, schedule_without_steps
 from lightseq.schedule.table import Assignment, Mask, Schedule, Tile
 
-FEW_GROUPS = 3  # head groups to count; all between the first and the last are equal
+COUNTED_HEAD_GROUPS = 3  # in turns of a rank; all between the first and the last are equal
 EDGE_STEPS = 3  # at either end, counted one by one: first operands, last results, half steps
 
 
@@ -58,11 +58,11 @@ class Traffic:
 
 
 class _Row(NamedTuple):
-    """One step of the assignment: tiles as arrays by Ulysses group, chunks as arrays of (group, chunk, head group)."""
+    """One step of the assignment, as arrays."""
 
-    work: np.ndarray
-    q: np.ndarray
-    kv: np.ndarray
+    work: np.ndarray  # (Ulysses groups, 2): area and kernel calls, as in `StepTraffic.work`
+    q: np.ndarray  # (3, entries): Ulysses group, chunk and head group of every query chunk of every tile
+    kv: np.ndarray  # the same of every key/value chunk
 
 
 @lru_cache(maxsize=1024)
@@ -74,14 +74,17 @@ def count_traffic(
     ulysses_size: int | None = None,
     every_step: bool = False,
 ) -> Traffic:
-    """Counts the traffic of `make_schedule`'s table. Raises ValueError as `make_schedule`."""
+    """Counts the traffic of `make_schedule`'s table, if `gpus_per_host` neighbouring ranks share a host.
+
+    `every_step` turns off the sampling of long runs of steps. Raises ValueError as `make_schedule`.
+    """
     schedule = schedule_without_steps(name, world, head_groups, ulysses_size)
-    # Every further head group repeats a middle step.
-    fewer = schedule_without_steps(name, world, min(head_groups, FEW_GROUPS), ulysses_size)
+    fewer = schedule_without_steps(name, world, min(head_groups, COUNTED_HEAD_GROUPS), ulysses_size)
     counting = _TrafficCounter(schedule, gpus_per_host, assign_tiles(fewer))
-    steps, results = [], np.zeros((counting.groups, 2))
+    steps, results = [], np.zeros((counting.ulysses_groups, 2))
     for t, count in counting.sampled_steps(every_step):
-        count += (head_groups - FEW_GROUPS) * (t == 1 and head_groups > FEW_GROUPS)
+        if t == 1 and head_groups > COUNTED_HEAD_GROUPS:  # the step of the middle head group stands for those left out
+            count += head_groups - COUNTED_HEAD_GROUPS
         step = counting.step(t)
         if step.work.any() or step.same_host.any() or step.other_hosts.any():
             steps.append(replace(step, count=count))
@@ -94,15 +97,16 @@ class _TrafficCounter:
 
     def __init__(self, schedule: Schedule, gpus_per_host: int, assignment: Assignment) -> None:
         outer = schedule.layout.outer
-        self.assignment, self.groups, self.chunks = assignment, outer.world, outer.chunk_count
-        self.ulysses, self.gpus_per_host = schedule.ulysses_size, gpus_per_host
+        self.assignment, self.ulysses_groups, self.chunks = assignment, outer.world, outer.chunk_count
+        self.ulysses_size, self.gpus_per_host = schedule.ulysses_size, gpus_per_host
         self.head_groups = 1 + max(tile.head_group for tiles in assignment[-1] for tile in tiles)
         self.homes = np.array([outer.home(chunk) for chunk in range(self.chunks)])
         self.step = lru_cache(maxsize=None)(self._step)
         self.row = lru_cache(maxsize=3)(self._row)
         self.needs = lru_cache(maxsize=3)(self._needs)
+        # For queries and for keys: the chunks and head groups with a result, and whether one had several.
         self._seen = np.zeros((2, self.head_groups * self.chunks), dtype=bool)
-        self._again = [False, False]
+        self._several = [False, False]
 
     def sampled_steps(self, every_step: bool) -> list[tuple[int, int]]:
         """Returns (step, number of steps it stands for), from before the first tiles until after the last."""
@@ -125,19 +129,21 @@ class _TrafficCounter:
         return {middle} | self._changes(low, middle) | self._changes(middle, high)
 
     def _row(self, t: int) -> _Row:
-        tiles = self.assignment[t] if 0 <= t < len(self.assignment) else [()] * self.groups
+        tiles = self.assignment[t] if 0 <= t < len(self.assignment) else [()] * self.ulysses_groups
         flat = [tile for mine in tiles for tile in mine]
-        group = np.repeat(np.arange(self.groups), [len(mine) for mine in tiles])
+        group = np.repeat(np.arange(self.ulysses_groups), [len(mine) for mine in tiles])
         area = np.array([_area(tile) for tile in flat])
         heads = np.array([tile.head_group for tile in flat], dtype=np.int64)
-        work = np.stack([np.bincount(group, area, self.groups), np.bincount(group, minlength=self.groups)], axis=1)
+        work = np.stack(
+            [np.bincount(group, area, self.ulysses_groups), np.bincount(group, minlength=self.ulysses_groups)], axis=1
+        )
         sides = ([tile.q for tile in flat], [tile.kv for tile in flat])
         return _Row(work, *(_tile_entries(group, chunks, heads) for chunks in sides))
 
     def _needs(self, t: int) -> np.ndarray:
         """Returns a mask (head group, q or kv, chunk, group) of the operands that the tiles of a step read."""
         row = self.row(t)
-        needs = np.zeros((self.head_groups, 2, self.chunks, self.groups), dtype=bool)
+        needs = np.zeros((self.head_groups, 2, self.chunks, self.ulysses_groups), dtype=bool)
         for item, (group, chunk, heads) in enumerate((row.q, row.kv)):
             needs[heads, item, chunk, group] = True
         return needs
@@ -155,11 +161,11 @@ class _TrafficCounter:
 
     def _received(self, dst: np.ndarray, src: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Counts items per rank, from its host and from others: a rank of group dst receives from all ranks of src."""
-        u, h = self.ulysses, self.gpus_per_host
+        u, h = self.ulysses_size, self.gpus_per_host
         rank = dst[:, None] * u + np.arange(u)
         host, src = rank // h, src[:, None]
         near = np.clip(np.minimum((host + 1) * h, (src + 1) * u) - np.maximum(host * h, src * u), 0, None)
-        world, flat = self.groups * u, rank.ravel()
+        world, flat = self.ulysses_groups * u, rank.ravel()
         counts = (np.bincount(flat, x.ravel(), world) for x in (near - (src == dst[:, None]), u - near))
         same_host, other_hosts = counts
         return same_host, other_hosts
@@ -167,23 +173,23 @@ class _TrafficCounter:
     def _gathered(self, t: int) -> np.ndarray:
         """Counts gathered items: all of q or kv that a group's tiles read, if some of them are remote."""
         both = self.needs(t) | self.needs(t + 1)
-        away = (self.homes[:, None] != np.arange(self.groups)) | (self.ulysses > 1)
-        gathered = [self.ulysses * x.sum((0, 1)) * (x & away).any((0, 1)) for x in (both[:, 0], both[:, 1])]
+        away = (self.homes[:, None] != np.arange(self.ulysses_groups)) | (self.ulysses_size > 1)
+        gathered = [self.ulysses_size * x.sum((0, 1)) * (x & away).any((0, 1)) for x in (both[:, 0], both[:, 1])]
         return np.stack(gathered, axis=1)
 
     def results(self, t: int) -> np.ndarray:
-        """Counts the results of step t by the group that reduces them."""
+        """Counts the results of step t by the group that reduces them. `accumulates` covers the steps counted."""
         row, found = self.row(t), []
         for i, (_, chunk, heads) in enumerate((row.q, row.kv)):
             now = np.bincount(heads * self.chunks + chunk, minlength=self.head_groups * self.chunks)
-            self._again[i] |= bool((self._seen[i] & (now > 0)).any() or (i == 0 and (now > 1).any()))
+            self._several[i] |= bool((self._seen[i] & (now > 0)).any() or (i == 0 and (now > 1).any()))
             self._seen[i] |= now > 0
-            found.append(self.ulysses * np.bincount(self.homes[chunk], minlength=self.groups))
+            found.append(self.ulysses_size * np.bincount(self.homes[chunk], minlength=self.ulysses_groups))
         return np.stack(found, axis=1)
 
     def accumulates(self) -> tuple[bool, bool]:
         """Returns whether outputs come in several parts, and whether gradients of keys do at several steps."""
-        return self._again[0], self._again[1]
+        return self._several[0], self._several[1]
 
 
 def _area(tile: Tile) -> float:

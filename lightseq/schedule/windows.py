@@ -11,8 +11,8 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from lightseq.schedule.algorithms import SCHEDULES, assign_tiles, check_takes_windows, prefix, with_ulysses
-from lightseq.schedule.documents import MAX_PACKED_TABLES, one_tile_per_step, packed_schedule
+from lightseq.schedule.algorithms import assign_tiles, check_takes_windows, with_ulysses
+from lightseq.schedule.documents import MAX_PACKED_TABLES, assign_packed_tiles, packed_schedule
 from lightseq.schedule.layout import Layout
 from lightseq.schedule.segments import Segments
 from lightseq.schedule.table import Assignment, Schedule, Tile, derive_steps
@@ -33,10 +33,7 @@ def windowed_schedule(schedule: Schedule, boundaries: tuple[int, ...], window: i
     check_takes_windows(schedule.name)
     if len(boundaries) > 2:
         layout = packed_schedule(schedule, boundaries).layout
-        assignment = assign_tiles(schedule)
-        if SCHEDULES[schedule.name].packed_work == "own_layout":
-            assignment = one_tile_per_step(prefix(layout.outer, schedule.head_groups_per_rank))
-        pieces = 1
+        pieces, assignment = 1, assign_packed_tiles(schedule, layout)
     else:
         pieces = pieces_per_chunk(schedule.layout, boundaries[-1], window)
         layout, assignment = cut_layout(schedule.layout, pieces), assign_tiles(schedule)
