@@ -49,10 +49,15 @@ class Kernel(Protocol):
 
     `window` limits a causal mask, aligned bottom-right, to the last keys that a query sees, with its own. Only kernels
     that have windows (`has_windows`) get one.
+
+    Optional interfaces: `VarlenKernel` (tile.py) for several segments in one call, and `SoftCapKernel`. A kernel from
+    another package also has `why_unsupported(spec)`: the reason of `why_not`, if the package were installed.
     """
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Name in the registry."""
+        ...
 
     @property
     def causal_alignment(self) -> Literal["bottom_right", "square"]:
@@ -60,7 +65,9 @@ class Kernel(Protocol):
         ...
 
     @property
-    def has_windows(self) -> bool: ...
+    def has_windows(self) -> bool:
+        """True if `forward` and `backward` take a window."""
+        ...
 
     def why_not(self, spec: KernelSpec) -> str | None:
         """Returns None if the kernel can run here, else the reason in a few words."""

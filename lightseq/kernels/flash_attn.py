@@ -208,6 +208,7 @@ def _left_side(window: int | None) -> dict[str, int]:
 
 
 def _named(lengths: Lengths | None) -> dict[str, Any]:
+    """Returns the lengths of segments as keyword arguments of FA4; none for a dense batch."""
     if lengths is None:
         return {}
     return {

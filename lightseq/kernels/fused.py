@@ -58,19 +58,19 @@ def add_launch(totals: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], fres
     total, part = totals[0], parts[0][0]
     batch, length, heads, dim = _as_rows(total).shape
     most = max(map(len, parts))
-    table = []  # a line for every total: address, number of parts, address and strides of each
+    numbers = []  # a line for every total: address, number of parts, address and strides of each
     for home, pieces in zip(totals, parts, strict=True):
-        table += [home.data_ptr(), len(pieces)]
+        numbers += [home.data_ptr(), len(pieces)]
         for i in range(most):
             piece = _as_rows(pieces[min(i, len(pieces) - 1)])
-            table += [piece.data_ptr(), *piece.stride()[:3]]
+            numbers += [piece.data_ptr(), *piece.stride()[:3]]
     line, strides = 2 + 4 * most, _as_rows(total).stride()[:3]
     rows, (columns, some_rows) = batch * length, _tile(heads * dim, SUM_ELEMENTS)
     grid = (len(totals) * triton.cdiv(rows, some_rows), triton.cdiv(heads * dim, columns), 1)
-    table_ = _table(table, total.device)
-    arguments = (total.new_empty(0), part.new_empty(0), table_, len(totals), rows, length, heads * dim, dim, *strides)
+    table = _table(numbers, total.device)
+    arguments = (total.new_empty(0), part.new_empty(0), table, len(totals), rows, length, heads * dim, dim, *strides)
     step = 16 // min(total.element_size(), part.element_size())
-    wide = step if _is_wide(table, line, [dim, *strides], step) else 1
+    wide = step if _is_wide(numbers, line, [dim, *strides], step) else 1
     constants = {"LINE": line, "FRESH": fresh, "WIDE": wide, "ROWS": some_rows, "COLUMNS": columns}
     return Launch(_add, grid, arguments, constants, num_warps=4)
 
@@ -88,11 +88,11 @@ def _tile(width: int, elements: int) -> tuple[int, int]:
     return columns, elements // columns
 
 
-def _is_wide(table: list[int], line: int, steps: list[int], step: int) -> bool:
-    """Returns whether every address and stride allows accesses of sixteen bytes."""
-    lines = [table[i : i + line] for i in range(0, len(table), line)]
-    addresses = [x for numbers in lines for x in (numbers[0], *numbers[2::4])]
-    strides = [x for numbers in lines for k in (3, 4, 5) for x in numbers[k::4]]
+def _is_wide(numbers: list[int], line: int, steps: list[int], step: int) -> bool:
+    """Returns whether every address and stride in the lines of `add_launch` allows accesses of sixteen bytes."""
+    lines = [numbers[i : i + line] for i in range(0, len(numbers), line)]
+    addresses = [x for one in lines for x in (one[0], *one[2::4])]
+    strides = [x for one in lines for k in (3, 4, 5) for x in one[k::4]]
     return all(x % 16 == 0 for x in addresses) and all(x % step == 0 for x in strides + steps)
 
 

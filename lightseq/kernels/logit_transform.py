@@ -1,4 +1,4 @@
-"""Function that a language model applies to the product of its head, and its derivative."""
+"""Scale and soft cap of logits: those of a language model's head, and the scores of attention."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LogitTransform:
-    """Logits of a product x: x * scale, then softly capped, cap * tanh(x * scale / cap).
+    """Logits of a product x: x * scale, then softly capped, cap * tanh(x * scale / cap) (Gemma 2, arXiv 2408.00118).
 
     A factor behind the cap is one on `scale` and `cap`, so the order of both makes no difference.
     """
@@ -27,7 +27,7 @@ class LogitTransform:
         return scaled if self.cap is None else torch.tanh(scaled / self.cap) * self.cap
 
     def slope(self, logits: Tensor) -> Tensor | float:
-        """Returns the derivative of the logits with respect to the product."""
+        """Returns the derivative of the logits with respect to the product, given the logits."""
         return self.scale if self.cap is None else self.scale * (1 - (logits / self.cap).square())
 
 

@@ -68,6 +68,7 @@ def why_unsupported(name: str, spec: KernelSpec) -> str | None:
 
 
 def _order(spec: KernelSpec) -> tuple[str, ...]:
+    """Returns the kernels to try on this hardware, the fastest first. The last runs anywhere."""
     if spec.device_type == "cpu":
         return ("cpu", "reference")
     if spec.packed:  # varlen kernels first: others need a call per document, and set up each new length

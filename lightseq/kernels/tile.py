@@ -1,7 +1,7 @@
 """Computation of a tile under any mask, or segments, with any kernel.
 
 Every mask is reduced to the two that kernels have, full and causal. Segments are computed in one varlen call if the
-kernel has one, else one by one. Windows of kernels without them are computed in blocks of queries.
+kernel has one, else one by one. If the kernel has no windows, the reference kernel computes them in blocks of queries.
 
 Shape suffixes: B batch (1 with segments), S query tokens, T key tokens, H query heads, K key/value heads, D head dim.
 """
@@ -17,12 +17,12 @@ from torch import Tensor
 from lightseq.kernels.base import GradientMemory, Kernel, Saved, gradient_memory
 from lightseq.kernels.lse_merge import merge_into
 from lightseq.kernels.reference import ReferenceKernel
-from lightseq.schedule.segments import KEYS, QUERIES, Round, Segments
+from lightseq.schedule.segments import KEYS, QUERIES, Segments, VarlenCall
 from lightseq.schedule.table import Mask
 from lightseq.utils.upload import upload
 
 REFERENCE = ReferenceKernel()
-FEWEST_BLOCK_QUERIES = 64  # of a window that the kernel does not have
+MIN_BLOCK_QUERIES = 64  # in a block of a window that the reference kernel computes
 
 
 def forward_tile(
@@ -130,11 +130,11 @@ class VarlenKernel(Protocol):
 
 
 @dataclass(frozen=True)
-class _Part:
-    """A round on a device: the indices of its rows and keys, and the lengths of its segments."""
+class _DeviceCall:
+    """A varlen call on a device: the indices of its queries and keys, and the lengths of its segments."""
 
-    q: slice | Tensor
-    k: slice | Tensor
+    queries: slice | Tensor
+    keys: slice | Tensor
     lengths: Lengths
     causal: bool
     window: int | None
@@ -144,62 +144,75 @@ class _Part:
     def mask(self) -> Mask:
         return Mask.CAUSAL if self.causal else Mask.FULL
 
-    def is_all(self, q: Tensor) -> bool:
-        return isinstance(self.q, slice) and (self.q.start, self.q.stop) == (0, q.shape[1])
+    def has_all_queries(self, q: Tensor) -> bool:
+        queries = self.queries
+        return isinstance(queries, slice) and (queries.start, queries.stop) == (0, q.shape[1])
 
-    def of(self, saved: Saved) -> Saved:
-        """Returns this part's rows and keys of the saved tensors."""
+    def select(self, saved: Saved) -> Saved:
+        """Returns this call's queries and keys of the saved tensors."""
         q, k, v, out, lse = saved
-        return Saved(q[:, self.q], k[:, self.k], v[:, self.k], out[:, self.q], lse[:, :, self.q])
+        return Saved(
+            q=q[:, self.queries],
+            k=k[:, self.keys],
+            v=v[:, self.keys],
+            out=out[:, self.queries],
+            lse=lse[:, :, self.queries],
+        )
 
 
-def _parts(segments: Segments, device: torch.device) -> tuple[_Part, ...]:
-    """Returns the parts on a device, cached: every layer of a batch runs the same segments."""
+def _calls_on(segments: Segments, device: torch.device) -> tuple[_DeviceCall, ...]:
+    """Returns the calls for segments on a device, cached: every layer of a batch runs the same segments."""
     if device not in segments.cache:
-        segments.cache[device] = tuple(_part(found, segments.window, device) for found in segments.rounds)
+        segments.cache[device] = tuple(_upload_call(call, segments.window, device) for call in segments.varlen_calls)
     return segments.cache[device]
 
 
-def _part(found: Round, window: int | None, device: torch.device) -> _Part:
+def _upload_call(call: VarlenCall, window: int | None, device: torch.device) -> _DeviceCall:
     def here(x: np.ndarray) -> Tensor:
         return upload(torch.from_numpy(x), device)
 
-    rows, keys = found.segments[:, QUERIES], found.segments[:, KEYS]
+    rows, keys = call.segments[:, QUERIES], call.segments[:, KEYS]
     begins = here(np.stack([np.concatenate([[0], np.cumsum(x)]) for x in (rows, keys)]).astype(np.int32))
-    q, k = (x if isinstance(x, slice) else here(x) for x in (found.queries, found.keys))
+    q, k = (x if isinstance(x, slice) else here(x) for x in (call.queries, call.keys))
     lengths = Lengths(begins[0], begins[1], int(rows.max()), int(keys.max()))
-    return _Part(
-        q, k, lengths, found.causal or window is not None, window, tuple(zip(rows.tolist(), keys.tolist(), strict=True))
+    return _DeviceCall(
+        queries=q,
+        keys=k,
+        lengths=lengths,
+        causal=call.causal or window is not None,
+        window=window,
+        sizes=tuple(zip(rows.tolist(), keys.tolist(), strict=True)),
     )
 
 
 def _forward_segments(
     kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, into: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    parts = _parts(segments, q.device)
-    if len(parts) == 1 and parts[0].is_all(q):
-        return _forward_part(kernel, q, k[:, parts[0].k], v[:, parts[0].k], parts[0], scale, into)
+    calls = _calls_on(segments, q.device)
+    if len(calls) == 1 and calls[0].has_all_queries(q):
+        keys = calls[0].keys
+        return _forward_call(kernel, q, k[:, keys], v[:, keys], calls[0], scale, into)
     out = torch.zeros_like(q, memory_format=torch.contiguous_format) if into is None else into.zero_()
     lse = q.new_full((1, q.shape[2], q.shape[1]), -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
-    for part in parts:
-        made, made_lse = _forward_part(kernel, q[:, part.q], k[:, part.k], v[:, part.k], part, scale)
-        out[:, part.q], lse[:, :, part.q] = made, made_lse
+    for call in calls:
+        queries, keys = call.queries, call.keys
+        out[:, queries], lse[:, :, queries] = _forward_call(kernel, q[:, queries], k[:, keys], v[:, keys], call, scale)
     return out, lse
 
 
-def _forward_part(
-    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, part: _Part, scale: float, into: Tensor | None = None
+def _forward_call(
+    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, call: _DeviceCall, scale: float, into: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Returns (out, lse) of one part; q, k and v hold only its rows and keys."""
-    if len(part.sizes) == 1:
-        return _forward_segment(kernel, q, k, v, part, scale, into)
+    """Returns (out, lse) of one call; q, k and v hold only its queries and keys."""
+    if len(call.sizes) == 1:
+        return _forward_segment(kernel, q, k, v, call, scale, into)
     if isinstance(kernel, VarlenKernel):
         memory = None if into is None else into[0]
-        out, lse = kernel.forward_varlen(q[0], k[0], v[0], part.lengths, part.causal, scale, memory, part.window)
+        out, lse = kernel.forward_varlen(q[0], k[0], v[0], call.lengths, call.causal, scale, memory, call.window)
         return (into if into is not None and out is memory else out.unsqueeze(0)), lse.unsqueeze(0)
-    rows, keys = zip(*part.sizes, strict=True)
+    rows, keys = zip(*call.sizes, strict=True)
     made = [
-        _forward_segment(kernel, *segment, part, scale)
+        _forward_segment(kernel, *segment, call, scale)
         for segment in zip(q.split(rows, 1), k.split(keys, 1), v.split(keys, 1), strict=True)
     ]
     outs, lses = zip(*made, strict=True)
@@ -210,11 +223,11 @@ def _backward_segments(
     kernel: Kernel, dout: Tensor, saved: Saved, segments: Segments, scale: float, into: GradientMemory
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = gradient_memory(into, saved)
-    parts = _parts(segments, saved.q.device)
-    part, rows, keys = parts[0], parts[0].q, parts[0].k
-    if len(parts) == 1 and isinstance(rows, slice) and isinstance(keys, slice):
+    calls = _calls_on(segments, saved.q.device)
+    first, rows, keys = calls[0], calls[0].queries, calls[0].keys
+    if len(calls) == 1 and isinstance(rows, slice) and isinstance(keys, slice):
         memory = dq[:, rows], dk[:, keys], dv[:, keys]
-        made = _backward_part(kernel, dout, saved, part, scale, memory)
+        made = _backward_call(kernel, dout, saved, first, scale, memory)
         for x, here in ((dq, rows), (dk, keys), (dv, keys)):
             x[:, : here.start], x[:, here.stop :] = 0, 0
         for x, gradient in zip(memory, made, strict=True):
@@ -222,39 +235,39 @@ def _backward_segments(
                 x.copy_(gradient)
         return dq, dk, dv
     wide = torch.promote_types(saved.q.dtype, torch.float32)
-    sums = [torch.zeros(x.shape, dtype=wide, device=x.device) for x in saved[:3]]  # several parts may share keys
-    for part in parts:
-        made = _backward_part(kernel, dout, saved, part, scale, (None, None, None))
-        for total, gradient, where in zip(sums, made, (part.q, part.k, part.k), strict=True):
-            total[:, where] += gradient  # an index occurs once in a part
+    sums = [torch.zeros(x.shape, dtype=wide, device=x.device) for x in saved[:3]]  # several calls may share keys
+    for call in calls:
+        made = _backward_call(kernel, dout, saved, call, scale, (None, None, None))
+        for total, gradient, where in zip(sums, made, (call.queries, call.keys, call.keys), strict=True):
+            total[:, where] += gradient  # an index occurs once in a call
     for x, total in zip((dq, dk, dv), sums, strict=True):
         x.copy_(total)
     return dq, dk, dv
 
 
-def _backward_part(
-    kernel: Kernel, dout: Tensor, saved: Saved, part: _Part, scale: float, into: GradientMemory
+def _backward_call(
+    kernel: Kernel, dout: Tensor, saved: Saved, call: _DeviceCall, scale: float, into: GradientMemory
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dout, saved = dout[:, part.q], part.of(saved)
-    if len(part.sizes) == 1:
-        return _backward_segment(kernel, dout, saved, part, scale, into)
+    dout, saved = dout[:, call.queries], call.select(saved)
+    if len(call.sizes) == 1:
+        return _backward_segment(kernel, dout, saved, call, scale, into)
     if isinstance(kernel, VarlenKernel):
         dq_, dk_, dv_ = (None if x is None else x[0] for x in into)
         memory = dq_, dk_, dv_
         one = Saved(*(x[0] for x in saved))
-        made = kernel.backward_varlen(dout[0], one, part.lengths, part.causal, scale, memory, part.window)
+        made = kernel.backward_varlen(dout[0], one, call.lengths, call.causal, scale, memory, call.window)
         dq, dk, dv = (
             whole if whole is not None and x is there else x.unsqueeze(0)
             for x, there, whole in zip(made, memory, into, strict=True)
         )
         return dq, dk, dv
-    rows, keys = zip(*part.sizes, strict=True)
+    rows, keys = zip(*call.sizes, strict=True)
     split = (
         saved.q.split(rows, 1), saved.k.split(keys, 1), saved.v.split(keys, 1), saved.out.split(rows, 1),
         saved.lse.split(rows, 2),
     )  # fmt: skip
     grads = [
-        _backward_segment(kernel, dout_, Saved(*segment), part, scale)
+        _backward_segment(kernel, dout_, Saved(*segment), call, scale)
         for dout_, *segment in zip(dout.split(rows, 1), *split, strict=True)
     ]
     dq, dk, dv = (torch.cat(x, 1) for x in zip(*grads, strict=True))
@@ -262,35 +275,35 @@ def _backward_part(
 
 
 def _forward_segment(
-    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, part: _Part, scale: float, into: Tensor | None = None
+    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, call: _DeviceCall, scale: float, into: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    if part.window is None or part.window >= k.shape[1]:
-        return forward_tile(kernel, q, k, v, part.mask, scale, into)
+    if call.window is None or call.window >= k.shape[1]:
+        return forward_tile(kernel, q, k, v, call.mask, scale, into)
     if kernel.has_windows:
-        return kernel.forward(q, k, v, True, scale, into, part.window)
+        return kernel.forward(q, k, v, True, scale, into, call.window)
     made = [
-        REFERENCE.forward(q[:, rows], k[:, keys], v[:, keys], True, scale, None, part.window)
-        for rows, keys in _blocks(q.shape[1], k.shape[1], part.window)
+        REFERENCE.forward(q[:, rows], k[:, keys], v[:, keys], True, scale, None, call.window)
+        for rows, keys in _blocks(q.shape[1], k.shape[1], call.window)
     ]
     outs, lses = zip(*made, strict=True)
     return torch.cat(outs, 1), torch.cat(lses, 2)
 
 
 def _backward_segment(
-    kernel: Kernel, dout: Tensor, saved: Saved, part: _Part, scale: float,
+    kernel: Kernel, dout: Tensor, saved: Saved, call: _DeviceCall, scale: float,
     into: GradientMemory = (None, None, None),
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     q, k, v, out, lse = saved
-    if part.window is None or part.window >= k.shape[1]:
-        return backward_tile(kernel, dout, saved, part.mask, scale, into)
+    if call.window is None or call.window >= k.shape[1]:
+        return backward_tile(kernel, dout, saved, call.mask, scale, into)
     if kernel.has_windows:
-        return kernel.backward(dout, saved, True, scale, into, part.window)
+        return kernel.backward(dout, saved, True, scale, into, call.window)
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     wide = torch.promote_types(k.dtype, torch.float32)
     dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (k, v))  # neighbouring blocks share keys
-    for rows, keys in _blocks(q.shape[1], k.shape[1], part.window):
+    for rows, keys in _blocks(q.shape[1], k.shape[1], call.window):
         block = Saved(q[:, rows], k[:, keys], v[:, keys], out[:, rows], lse[:, :, rows])
-        dq[:, rows], dk_, dv_ = REFERENCE.backward(dout[:, rows], block, True, scale, (None, None, None), part.window)
+        dq[:, rows], dk_, dv_ = REFERENCE.backward(dout[:, rows], block, True, scale, (None, None, None), call.window)
         dk[:, keys] += dk_
         dv[:, keys] += dv_
     return dq, dk.to(k.dtype), dv.to(v.dtype)
@@ -298,7 +311,7 @@ def _backward_segment(
 
 def _blocks(queries: int, keys: int, window: int) -> Iterator[tuple[slice, slice]]:
     """Yields blocks of queries of a window's length, and the keys that they see."""
-    size, before = max(window, FEWEST_BLOCK_QUERIES), keys - queries
+    size, before = max(window, MIN_BLOCK_QUERIES), keys - queries
     for start in range(0, queries, size):
         stop = min(start + size, queries)
         yield slice(start, stop), slice(max(before + start - window + 1, 0), before + stop)

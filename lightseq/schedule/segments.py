@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 FIRST_QUERY, QUERIES, FIRST_KEY, KEYS, CAUSAL = range(5)
 
 
-class Round(NamedTuple):
+class VarlenCall(NamedTuple):
     """Segments for one varlen kernel call: all causal or all full, and no two share a key."""
 
     segments: NDArray[np.int64]
@@ -55,22 +55,22 @@ class Segments:
         return int((whole - hidden * most + hidden * (hidden - 1) // 2).sum())
 
     @cached_property
-    def rounds(self) -> tuple[Round, ...]:
-        """The fewest rounds that hold all segments: one, except under striped.
+    def varlen_calls(self) -> tuple[VarlenCall, ...]:
+        """The calls that together hold all segments: one, except under striped.
 
         A segment of one query counts as causal or full, whichever fits.
         """
-        rounds: list[tuple[set[int], list[list[int]]]] = []
+        calls: list[tuple[set[int], list[list[int]]]] = []
         for segment in self.table.tolist():
             kind = {segment[CAUSAL]} if segment[QUERIES] > 1 else set()
-            for kinds, taken in rounds:
+            for kinds, taken in calls:
                 if len(kinds | kind) <= 1 and taken[-1][FIRST_KEY] + taken[-1][KEYS] <= segment[FIRST_KEY]:
                     taken.append(segment)
                     kinds |= kind
                     break
             else:
-                rounds.append((kind, [segment]))
-        return tuple(Round(np.array(taken), 1 in kinds) for kinds, taken in rounds)
+                calls.append((kind, [segment]))
+        return tuple(VarlenCall(np.array(taken), 1 in kinds) for kinds, taken in calls)
 
     def cut(self, size: int) -> "tuple[Segments, slice, slice]":
         """Cuts off the chunks, `size` tokens each, before the first and after the last that a segment touches.
