@@ -40,7 +40,7 @@ from lightseq.memory.remat import apply_remat, changed_forwards, checkpoint_grou
 from lightseq.models.flops import attention_forward_flops, recompute_flops
 from lightseq.modules import mlp
 from lightseq.modules.low_rank import LinearWeights, side_by_side
-from lightseq.modules.tiled import _Sums, tile_layers
+from lightseq.modules.tiled import _GradientSums, tile_layers
 from lightseq.schedule import head_slices
 
 SIZES: dict[str, Any] = dict(
@@ -354,7 +354,7 @@ def held_by_backward(
 def test_gradients_of_weights_add_up_in_float32() -> None:
     """A bfloat16 sum of equal terms stands still after 256 of them."""
     weight = torch.ones(1, dtype=torch.bfloat16, requires_grad=True)
-    sums = _Sums([weight])
+    sums = _GradientSums([weight])
     one = torch.ones(1, dtype=torch.bfloat16)
     for _ in range(1024):
         sums.backward(lambda x: x * weight, one, [], [one])

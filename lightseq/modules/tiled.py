@@ -9,8 +9,8 @@ Shape suffixes: B batch, S local sequence, H hidden, N heads, D head dim.
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -49,13 +49,14 @@ def tile_layers(
 ) -> None:
     """Replaces the forward of every layer by a tiled one. Raises ValueError for a class of layers not in `KNOWN`.
 
-    `options` are those of torch.compile.
+    Without `store_attention` the backward pass computes attention again. `compiled` compiles the work on a tile, with
+    torch.compile's `options`.
     """
     step = partial(torch.compile, dynamic=False, options=options) if compiled else lambda function: function
-    tiled = _Tiled(step(project), step(finish), mlp.TILE_TOKENS, store_attention)
+    functions = _TileFunctions(step(project), step(finish), mlp.TILE_TOKENS, store_attention)
     for layer in layers:
         check_layer_class(type(layer).__name__)
-        layer.forward = partial(_forward, tiled, layer)  # type: ignore[method-assign]
+        layer.forward = partial(_forward, functions, layer)  # type: ignore[method-assign]
 
 
 def check_layer_class(name: str) -> None:
@@ -136,17 +137,27 @@ def finish(layer: Any, x_BSH: Tensor, out_BSND: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Tiled:
+class _TileFunctions:
+    """Settings that all layers share: `project` and `finish`, compiled or not."""
+
     project: Callable[..., tuple[Tensor, Tensor, Tensor]]
     finish: Callable[..., Tensor]
-    tile_tokens: int
+    tile_tokens: int  # of all sequences of a batch together
     store_attention: bool
-    layer: Any = None
-    cos_sin: Pair = None  # type: ignore[assignment]
-    others: Any = None  # further keyword arguments of attention
+
+
+@dataclass(frozen=True)
+class _TiledCall:
+    """One forward pass of a layer, and its backward pass."""
+
+    functions: _TileFunctions
+    layer: Any
+    cos_sin: Pair  # of RoPE, (B, S, D) each
+    others: Mapping[str, Any]  # further keyword arguments of attention
 
     def tiles(self, x: Tensor) -> Iterator[slice]:
-        size = max(1, self.tile_tokens // x.shape[0])
+        """Yields the tokens of each tile of x (B, S, ...)."""
+        size = max(1, self.functions.tile_tokens // x.shape[0])
         size -= size % MULTIPLE if size > MULTIPLE else 0  # FP8 products need it
         return mlp.tiles(x.shape[1], size)
 
@@ -166,7 +177,7 @@ class _Tiled:
         whole: list[Tensor] = []
         x = x.detach()  # else the compiler compiles training and evaluation separately
         for rows in self.tiles(x):
-            parts = self.project(self.layer, x[:, rows], *(y[:, rows] for y in self.cos_sin), heads)
+            parts = self.functions.project(self.layer, x[:, rows], *(y[:, rows] for y in self.cos_sin), heads)
             whole = whole or [part.new_empty((*x.shape[:2], *part.shape[2:])) for part in parts]
             for to, part in zip(whole, parts, strict=True):
                 to[:, rows] = part
@@ -174,9 +185,13 @@ class _Tiled:
         return q, k, v
 
     def finished(self, x: Tensor, outs: Sequence[Tensor]) -> Tensor:
+        """Returns the layer's output from its input and the attention outputs of all slices.
+
+        It is uninitialized memory while a checkpoint recomputes the layer, because nothing reads it then.
+        """
         whole, x = torch.empty_like(x), x.detach()
         for rows in () if is_recomputing() else self.tiles(x):
-            whole[:, rows] = self.finish(self.layer, x[:, rows], heads_of_tile(outs, rows))
+            whole[:, rows] = self.functions.finish(self.layer, x[:, rows], heads_of_tile(outs, rows))
         return whole
 
     def attention(self, x: Tensor) -> list[Pair]:
@@ -221,10 +236,10 @@ class _Layer(torch.autograd.Function):
     """Tiled layer, whose backward pass runs tile by tile before and after that of attention."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tiled: _Tiled, *_parameters: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, tiled: _TiledCall, *_parameters: Tensor) -> Tensor:  # type: ignore[override]
         attended = tiled.attention(x)
         ctx.tiled = tiled
-        ctx.save_for_backward(x, *(y for pair in attended for y in pair if tiled.store_attention))
+        ctx.save_for_backward(x, *(y for pair in attended for y in pair if tiled.functions.store_attention))
         return tiled.finished(x, [out for out, _ in attended])
 
     @staticmethod
@@ -232,8 +247,9 @@ class _Layer(torch.autograd.Function):
         tiled, dx = ctx.tiled, take_memory(dy).contiguous()
         x, *stored = ctx.saved_tensors
         attended = list(zip(stored[::2], stored[1::2], strict=True)) or tiled.attention(x)
-        outs, sums = [out for out, _ in attended], _Sums(_trained(tiled.layer))
-        finish_tile, project_tile = partial(tiled.finish, tiled.layer), partial(tiled.project, tiled.layer)
+        outs, sums = [out for out, _ in attended], _GradientSums(_trained(tiled.layer))
+        functions = tiled.functions
+        finish_tile, project_tile = partial(functions.finish, tiled.layer), partial(functions.project, tiled.layer)
         for rows in tiled.tiles(x):  # dx becomes the gradient of the residual
             dx[:, rows] = sums.backward(finish_tile, x[:, rows], [heads_of_tile(outs, rows)], [dx[:, rows]])
         dqs, dks, dvs = outs, list[Tensor](), list[Tensor]()
@@ -249,7 +265,7 @@ class _Layer(torch.autograd.Function):
         return dx, None, *sums.finished()
 
 
-class _Sums:
+class _GradientSums:
     """Gradients of parameters, accumulated over tiles in float32 or wider."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
@@ -284,7 +300,7 @@ def _trained(layer: nn.Module) -> list[nn.Parameter]:
 
 
 def _forward(
-    tiled: _Tiled,
+    functions: _TileFunctions,
     layer: nn.Module,
     hidden_states: Tensor,
     attention_mask: Tensor | None = None,
@@ -298,6 +314,6 @@ def _forward(
     if past_key_values is not None:
         raise ValueError("tiled layers do not support a key/value cache; pass use_cache=False")
     assert position_embeddings is not None, "the model passes position embeddings"
-    this = replace(tiled, layer=layer, cos_sin=position_embeddings, others=others)
-    result: Tensor = _Layer.apply(hidden_states, this, *_trained(layer))
+    call = _TiledCall(functions, layer, cos_sin=position_embeddings, others=others)
+    result: Tensor = _Layer.apply(hidden_states, call, *_trained(layer))
     return result
