@@ -63,7 +63,7 @@ def sequence_sums(context: SequenceContext, values: Tensor, batch: Mapping[str, 
     if documents is None:
         sums = wide.sum(1)
     else:
-        numbers = documents.numbers(context.rank).to(wide.device)
+        numbers = documents.document_numbers(context.rank).to(wide.device)
         sums = wide.new_zeros(documents.count).index_add(0, numbers, wide.flatten())
     return sum_over_ranks(context, sums)
 

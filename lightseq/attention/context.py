@@ -58,7 +58,7 @@ class SequenceContext:
     group: dist.ProcessGroup
     selection: Selection
     transport: Transport
-    shapes: set[tuple[int, ...]] = field(default_factory=set)  # known to be the same on all ranks
+    shapes: set[tuple[int, ...]] = field(default_factory=set)  # of inputs, known to be the same on all ranks
     progress: Progress = field(default_factory=Progress)
     forward_pass: ForwardPass = field(default_factory=ForwardPass)
     keeps_gathered: bool = False  # the backward pass reuses q, k and v as the forward pass gathered them
@@ -83,14 +83,14 @@ class Documents:
     Not a tensor, because model wrappers move tensors to the device, and reading them there makes the host wait.
     """
 
-    boundaries: Tensor  # int64 on the CPU, padded by repeating the end so that shapes rarely change
+    boundaries: Tensor  # int64 on the CPU; the end repeats up to a few sizes, so that shapes rarely change
     layout: Layout
     balance: float  # mean attention area of a rank over the largest
     count: int  # documents without those of padding
 
     @property
     def padded_boundaries(self) -> tuple[int, ...]:
-        """First position of every document, including padding, and the end."""
+        """First position of every document, those of padding included, and the end: `boundaries` without repeats."""
         return without_repeats(self.boundaries)
 
     def match(self, context: SequenceContext) -> bool:
@@ -104,7 +104,7 @@ class Documents:
         """Returns one rank's part of a whole tensor (batch, length, ...), padded with `fill`."""
         return shard(x, self.layout, rank, fill=fill, padded_length=int(self.boundaries[-1]))
 
-    def numbers(self, rank: int) -> Tensor:
+    def document_numbers(self, rank: int) -> Tensor:
         """Returns the number of each local token's document, int64 (local,). Padding belongs to the last document."""
         ends = torch.tensor(self.padded_boundaries[1:])
         positions = self.layout.positions(rank, int(self.boundaries[-1]))
@@ -132,11 +132,12 @@ def pack(context: SequenceContext, boundaries: Sequence[int], length: int | None
 
 
 def without_repeats(boundaries: Tensor) -> tuple[int, ...]:
+    """Returns the boundaries of a `Documents` tensor as integers, its end once."""
     return tuple(dict.fromkeys(boundaries.tolist()))
 
 
 _CONTEXTS: dict[str, SequenceContext] = {}
-_numbers = count()
+_context_numbers = count()
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,8 @@ def make_context(group: dist.ProcessGroup, shape: AttentionShape, config: Attent
     """Makes the context of one sequence-parallel group. Every rank of the group passes the same arguments.
 
     Options that the config leaves open are chosen for `shape`; dtype and device must be set. Raises ValueError for
-    unknown names, and for kernels and transports that cannot run here.
+    unknown names, for kernels and transports that cannot run here, and for ranks or heads that the schedule does not
+    support.
     """
     device, dtype = config.device, config.dtype
     assert device is not None and dtype is not None, "the caller sets both"
@@ -200,8 +202,8 @@ def make_context(group: dist.ProcessGroup, shape: AttentionShape, config: Attent
     check_heads(schedule, shape.heads, shape.kv_heads)
     keeps_gathered = config.keep_gathered and schedule.can_keep_gathered
     # Compiled graphs contain the name and torch's disk cache looks them up by it, so it must determine all shapes.
-    cut = f"{schedule.ulysses_size}x{schedule.head_groups_per_rank}{'-keeps' if keeps_gathered else ''}"
-    name = f"{chosen.schedule}-{schedule.world}-{cut}-{next(_numbers)}"
+    sizes = f"{schedule.ulysses_size}x{schedule.head_groups_per_rank}{'-keeps' if keeps_gathered else ''}"
+    name = f"{chosen.schedule}-{schedule.world}-{sizes}-{next(_context_numbers)}"
     _CONTEXTS[name] = SequenceContext(
         name=name,
         schedule=schedule,
@@ -215,7 +217,10 @@ def make_context(group: dist.ProcessGroup, shape: AttentionShape, config: Attent
 
 
 def _choose(world: int, shape: AttentionShape, transport: str, config: AttentionConfig) -> ScheduleChoice:
-    """Chooses the options that the config leaves open: by predicted time on GPUs, by counts on CPU."""
+    """Chooses the options that the config leaves open: by predicted time on GPUs, by counts on CPU.
+
+    `transport` is a name without suffixes.
+    """
     asked = ScheduleChoice(config.schedule, config.ulysses_size, config.head_groups)
     if config.windows:
         asked = choose_windowed(asked)
@@ -239,5 +244,5 @@ def release(context: SequenceContext) -> None:
 
 
 def find(name: str) -> SequenceContext:
-    """Returns the context with this name."""
+    """Returns the context with this name. Raises KeyError after `release`."""
     return _CONTEXTS[name]

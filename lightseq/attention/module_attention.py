@@ -11,8 +11,9 @@ from lightseq.attention.operator import attention
 from lightseq.kernels.logit_transform import LogitTransform
 
 # Keyword arguments of an attention call. Any other that is not None or False would change the result.
-CHOICES: Final = ("documents", "sliding_window", "s_aux")  # s_aux: sinks
-HONOURED: Final = frozenset({*CHOICES, "dropout", "scaling", "softcap"})
+# Those of `attention`: documents, window and sinks, by the names of transformers.
+PASSED_ON: Final = ("documents", "sliding_window", "s_aux")
+HONOURED: Final = frozenset({*PASSED_ON, "dropout", "scaling", "softcap"})
 HARMLESS: Final = frozenset(
     {
         "is_causal", "position_ids", "use_cache", "return_dict", "output_hidden_states", "logits_to_keep",
@@ -31,7 +32,11 @@ def attention_function(
     scaling: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Runs distributed attention in place of transformers' own attention function. Returns out (B, S, H, D)."""
+    """Runs distributed attention in place of transformers' own attention function. Returns out (B, S, H, D).
+
+    Queries are (B, H, S, D), keys and values (B, K, S, D). Raises ValueError for a mask, for dropout and for keywords
+    that would change the result.
+    """
     if attention_mask is not None:
         raise ValueError("the model passes its own attention mask, which no kernel supports; use a plain causal model")
     if dropout:
@@ -41,8 +46,8 @@ def attention_function(
     if torch.is_autocast_enabled(device):
         return attend(module, q, k, v, scaling, **others)[0], None
     context = _checked_context(module, others)
-    documents, window, sinks = (others.get(name) for name in CHOICES)
-    return attention(q, k, v, context, _scores(q, scaling, others), documents, window, sinks)[0], None
+    documents, window, sinks = (others.get(name) for name in PASSED_ON)
+    return attention(q, k, v, context, _scale_and_cap(q, scaling, others), documents, window, sinks)[0], None
 
 
 def attend(
@@ -50,7 +55,8 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Returns out (B, S, H, D) and log-sum-exp (B, H, S) of a patched model's attention module.
 
-    `others` are further keywords from transformers. Raises ValueError for unsupported ones.
+    Under autocast it computes in autocast's dtype. `others` are further keywords from transformers. Raises ValueError
+    for unsupported ones.
     """
     device = q_BSHD.device.type
     if torch.is_autocast_enabled(device):  # autocast casts outputs of matrix products, but not rotated q and k
@@ -58,12 +64,13 @@ def attend(
         with torch.autocast(device, enabled=False):
             return attend(module, q, k, v, scaling, **others)
     context = _checked_context(module, others)
-    documents, window, sinks = (others.get(name) for name in CHOICES)
-    scores = _scores(q_BSHD, scaling, others)
-    return attention(q_BSHD, k_BSKD, v_BSKD, context, scores, documents, window, sinks)
+    documents, window, sinks = (others.get(name) for name in PASSED_ON)
+    scale = _scale_and_cap(q_BSHD, scaling, others)
+    return attention(q_BSHD, k_BSKD, v_BSKD, context, scale, documents, window, sinks)
 
 
-def _scores(q: Tensor, scaling: float | None, others: Mapping[str, Any]) -> LogitTransform:
+def _scale_and_cap(q: Tensor, scaling: float | None, others: Mapping[str, Any]) -> LogitTransform:
+    """Returns the scale of the scores (default: D ** -0.5) and their soft cap, if any."""
     return LogitTransform(q.shape[-1] ** -0.5 if scaling is None else scaling, others.get("softcap"))
 
 

@@ -122,8 +122,8 @@ def _copy_once(into: Tensor, remote: Tensor) -> None:
 def make_transport(name: str, group: dist.ProcessGroup, device: torch.device) -> Transport:
     """Makes a transport by name. Raises ValueError for one that cannot work here.
 
-    `auto` is gloo on CPU, symmetric if every rank can map the others' memory, else nccl. The suffix `-blocking` turns
-    off overlap, `-unrecorded` CUDA graphs of passes.
+    `auto` is gloo on CPU, symmetric if every rank can map the others' memory, else nccl. `none` moves nothing. The
+    suffix `-blocking` turns off overlap, `-unrecorded` CUDA graphs of passes.
     """
     for suffix, change in ((BLOCKING, Blocking), (UNRECORDED, Unrecorded)):
         if name.endswith(suffix):
