@@ -33,7 +33,7 @@ class Accumulator(ABC):
         """Allocates the totals. Call it before the first part is written, on the stream that reads them later."""
         if not self._totals:
             dtype = self._layout.dtype
-            self._totals = self._layout.whole(self._device, dtype if self._single_step else wide(dtype))
+            self._totals = self._layout.whole(self._device, dtype if self._single_step else accumulation_dtype(dtype))
             self.finals = self._totals if self._single_step else ()
 
     @abstractmethod
@@ -102,6 +102,6 @@ class Merge(Accumulator):
 ACCUMULATORS: Mapping[str, type[Accumulator]] = {"out": Merge, "dq": Sum, "dkv": Sum}  # by result item
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Returns the dtype in which partial results accumulate."""
     return torch.promote_types(dtype, torch.float32)

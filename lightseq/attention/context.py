@@ -28,12 +28,12 @@ from lightseq.schedule.timing import H200_SYMMETRIC, RATES
 class Progress:
     """Counter of the attention passes that this rank has launched."""
 
-    passes: int = 0
+    passes: int = 0  # forward and backward, of all layers
 
 
 @dataclass
 class ForwardPass:
-    """State of the current forward pass, used to check attention and the loss."""
+    """State that a model's forward pass leaves for the checks of attention, of the loss and of the next pass."""
 
     outermost: object = None  # the module that the user called
     packed: bool = False  # the batch holds documents
@@ -41,7 +41,7 @@ class ForwardPass:
     loss: tuple[Tensor, int] | None = None  # result of the loss function, and its tensor version
     batches: int = 0  # batches passed to the model so far
     comparison: tuple[dist.Work, list[Tensor]] | None = None  # all-gather of every rank's documents
-    shared: bool = False  # a deep copy of the model uses the context too
+    shared: bool = False  # a deep copy of the model uses the context too; never reset
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from functools import lru_cache, partial, wraps
 import torch
 from torch import Tensor
 
-from lightseq.attention.accumulate import ACCUMULATORS, Accumulator, wide
+from lightseq.attention.accumulate import ACCUMULATORS, Accumulator, accumulation_dtype
 from lightseq.attention.buffers import Buffer, BufferLayout, buffer_layout
 from lightseq.attention.cuda_graphs import GraphCache, is_short
 from lightseq.attention.gathered import Gathered
@@ -113,7 +113,7 @@ class _Execution:
         self._gathered_buffers: GatheredBuffers = {}  # views of `gathered`, made when the pass runs
         self._arenas: dict[int, Buffer] = {}
         # Results for this rank's own chunks, reduced during the next step.
-        self._own: list[tuple[str, ChunkSlot, Buffer]] = []
+        self._unreduced: list[tuple[str, ChunkSlot, Buffer]] = []
 
     def run(self) -> None:
         kernel, scale, device = self._executor.kernel, self._executor.scale, self._operands["q"][0].device
@@ -156,8 +156,8 @@ class _Execution:
                 del self._arenas[arena]
         for accumulator in self._accumulators.values():
             accumulator.open()
-        self._reduce(reductions_of(self._own))
-        self._own = []
+        self._reduce(reductions_of(self._unreduced))
+        self._unreduced = []
         for accumulator in self._accumulators.values():
             accumulator.finish()
 
@@ -200,7 +200,7 @@ class _Execution:
             receives += [Receive(src, x, y) for x, y in zip(remote, arena_slots[i][slot], strict=True)]
         fetched = len(receives)
         receives += step.receives
-        own, self._own = self._own, []
+        unreduced, self._unreduced = self._unreduced, []
         for item in step.reduced_items:
             self._accumulators[item].open()
 
@@ -214,7 +214,7 @@ class _Execution:
             for item, slot, _, remote, unpacked in step.arrivals:
                 here = tuple(next(rest) for _ in remote)
                 arrived.append((item, slot, unpacked if here[0] is remote[0] else self._layouts[item].unpacked(here)))
-            self._reduce(reductions_of(own + arrived))
+            self._reduce(reductions_of(unreduced + arrived))
 
         if not step.has_moves:
             return lambda: then([])
@@ -267,7 +267,7 @@ class _Execution:
                     _copy(dst, x)
             for chunk, slot, view in output.own:
                 part = view or self._layouts[output.item].local(result, chunk, 1, 0)
-                self._own.append((output.item, slot, part))
+                self._unreduced.append((output.item, slot, part))
 
 
 def _gradient_memory(into: list[Buffer]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -307,7 +307,7 @@ def _forward_spec(schedule: Schedule, rank: int, q_shape: torch.Size, kv_heads: 
     layouts = {
         "q": buffer_layout(schedule, q_shape, dtype),
         "kv": _kv_layout(schedule, q_shape, kv_heads, dtype),
-        "out": buffer_layout(schedule, q_shape, dtype, lse_dtype=wide(dtype)),
+        "out": buffer_layout(schedule, q_shape, dtype, lse_dtype=accumulation_dtype(dtype)),
     }
     return make_spec(schedule, False, rank, layouts)
 
@@ -318,7 +318,7 @@ def _backward_spec(schedule: Schedule, rank: int, q_shape: torch.Size, kv_heads:
     tensor_count = 2 if schedule.reuses_gathered else 3
     kv = _kv_layout(schedule, q_shape, kv_heads, dtype)
     layouts = {
-        "q": buffer_layout(schedule, q_shape, dtype, tensor_count, wide(dtype)),
+        "q": buffer_layout(schedule, q_shape, dtype, tensor_count, accumulation_dtype(dtype)),
         "kv": kv,
         "dq": buffer_layout(schedule, q_shape, dtype),
         "dkv": kv,

@@ -165,8 +165,10 @@ def _gated_mlp_backward(
     linears = _unflatten_linears(tensors, scales)
     gate_IH, up_IH, down_HI = linears
     dx = torch.empty(x_NH.shape, dtype=x_NH.dtype, device=x_NH.device)
-    wanted = iter([_Sum(x, len(x_NH) <= tile_tokens) if t else None for x, t in zip(tensors, trains, strict=True)])
-    sums = [_Sums(linear, *(next(wanted) for _ in linear.tensors)) for linear in linears]
+    wanted = iter(
+        [_GradientSum(x, len(x_NH) <= tile_tokens) if t else None for x, t in zip(tensors, trains, strict=True)]
+    )
+    sums = [_LinearGradients(linear, *(next(wanted) for _ in linear.tensors)) for linear in linears]
     for rows in tiles(len(x_NH), tile_tokens):
         x, dout = x_NH[rows], dout_NH[rows]
         gate, up = (y[rows] for y in stored) if stored else (gate_IH.forward(x), up_IH.forward(x))
@@ -193,13 +195,13 @@ def _(
     return [x.new_empty(x.shape) for x, t in zip((x_NH, *tensors), (True, *trains), strict=True) if t]
 
 
-class _Sums(NamedTuple):
+class _LinearGradients(NamedTuple):
     """Gradients of a linear's tensors, summed over the tiles; None for one that does not train."""
 
     linear: LinearWeights
-    weight: "_Sum | None"
-    a: "_Sum | None" = None
-    b: "_Sum | None" = None
+    weight: "_GradientSum | None"
+    a: "_GradientSum | None" = None
+    b: "_GradientSum | None" = None
 
     def add(self, dy: Tensor, x: Tensor) -> None:
         if self.weight is not None:
@@ -213,7 +215,7 @@ class _Sums(NamedTuple):
         return [total.finish() for total in (self.weight, self.a, self.b) if total is not None]
 
 
-class _Sum:
+class _GradientSum:
     """Gradient of a weight: one product, or several added in float32 or wider."""
 
     def __init__(self, weight: Tensor, one_tile: bool) -> None:
