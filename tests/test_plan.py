@@ -31,8 +31,8 @@ from lightseq.memory.planner.placement import (
     RECOMPUTE,
     RECOMPUTE_OFFLOAD,
     STATES,
+    LayerCost,
     Placement,
-    State,
     in_order,
     place,
 )
@@ -73,12 +73,12 @@ def plan(flags: str, gpus: int, gpu: float = 1e6, host: float = 1e6) -> Plan:
 # ---- placement ------------------------------------------------------------------------------------------------------
 
 
-def states(kept: float = 10, layer_input: float = 4, copy: float = 0.0, attention: float = 1.0) -> dict[str, State]:
+def states(kept: float = 10, layer_input: float = 4, copy: float = 0.0, attention: float = 1.0) -> dict[str, LayerCost]:
     return {
-        KEEP: State(kept, 0, 0),
-        OFFLOAD: State(0, kept, copy),
-        RECOMPUTE: State(layer_input, 0, attention),
-        RECOMPUTE_OFFLOAD: State(0, layer_input, attention + copy / 2),
+        KEEP: LayerCost(kept, 0, 0),
+        OFFLOAD: LayerCost(0, kept, copy),
+        RECOMPUTE: LayerCost(layer_input, 0, attention),
+        RECOMPUTE_OFFLOAD: LayerCost(0, layer_input, attention + copy / 2),
     }
 
 
@@ -102,7 +102,7 @@ def test_without_room_for_the_inputs_of_all_layers_nothing_fits() -> None:
     assert place(8, states(), 31, 0) is None
 
 
-def summed(layers: Sequence[str], costs: Mapping[str, State]) -> tuple[float, float, float]:
+def summed(layers: Sequence[str], costs: Mapping[str, LayerCost]) -> tuple[float, float, float]:
     """Adds up device bytes in the worst layer's backward pass, host bytes and seconds, layer by layer.
 
     Of the offloaded layers the last two are on the GPU, or the last one beside the first that stays.

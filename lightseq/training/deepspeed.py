@@ -23,7 +23,7 @@ from lightseq.config.train_config import TrainConfig
 from lightseq.data.pickles import PICKLE_ERRORS
 from lightseq.distributed.mesh import Meshes, World, on_all_ranks, set_deepspeed_environment, use_host_cores
 from lightseq.models import weights
-from lightseq.parallelize import MemoryPlan, transform
+from lightseq.parallelize import MemorySettings, transform
 from lightseq.training.engine import Update, fill_weights
 from lightseq.training.metrics import UNNAMED
 from lightseq.training.optimization import make_optimizer
@@ -46,7 +46,9 @@ DEEPSPEEDS_OWN: Final = frozenset(  # classes in DeepSpeed's files besides tenso
 class DeepSpeedEngine:
     """DeepSpeed engine that fills float32 master weights from files and exports them."""
 
-    def __init__(self, config: TrainConfig, inputs: Inputs, world: World, meshes: Meshes, memory: MemoryPlan) -> None:
+    def __init__(
+        self, config: TrainConfig, inputs: Inputs, world: World, meshes: Meshes, memory: MemorySettings
+    ) -> None:
         assert inputs.deepspeed is not None
         self._deepspeed = _import(world)
         self._settings, self._world = inputs.deepspeed, world

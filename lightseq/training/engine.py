@@ -34,7 +34,7 @@ from lightseq.memory.planner.choice import plan_on_all_ranks
 from lightseq.memory.planner.plan import Plan, host_memory_for_layers
 from lightseq.memory.planner.run import planned_run
 from lightseq.models import adapters, weights
-from lightseq.parallelize import MemoryPlan, parallelize
+from lightseq.parallelize import MemorySettings, parallelize
 from lightseq.schedule.documents import local_tokens
 from lightseq.training.errors import explained_out_of_memory
 from lightseq.training.fallback import fall_back
@@ -76,7 +76,7 @@ class Engine(Protocol):
     optimizer: Any  # its groups hold the learning rate
     meshes: Meshes
     config: TrainConfig  # the flags, with the planner's choices
-    memory: MemoryPlan
+    memory: MemorySettings
     parameters: str  # sharding and location of the parameters, for display
     offload: Offload | None  # of activations
     stopwatch: Stopwatch  # times the work that waits for no other rank
@@ -127,7 +127,7 @@ def build_engine(config: TrainConfig, inputs: Inputs, world: World, watchdog: Wa
     if config.deterministic:
         make_deterministic()
     meshes = on_all_ranks(world, lambda: make_meshes(world, inputs.sequence_size, config.fsdp_mode))
-    memory, planned = plan_memory(config, inputs, world)
+    memory, planned = choose_memory_settings(config, inputs, world)
     with explained_engine(config, inputs, world, memory.plan, watchdog):
         if inputs.deepspeed is None:
             engine: Engine = FsdpEngine(planned, inputs, world, meshes, memory)
@@ -139,7 +139,7 @@ def build_engine(config: TrainConfig, inputs: Inputs, world: World, watchdog: Wa
     return engine
 
 
-def plan_memory(config: TrainConfig, inputs: Inputs, world: World) -> tuple[MemoryPlan, TrainConfig]:
+def choose_memory_settings(config: TrainConfig, inputs: Inputs, world: World) -> tuple[MemorySettings, TrainConfig]:
     """Returns the placement of tensors, and the flags with the planner's choices: the same on all ranks.
 
     On CPUs and under DeepSpeed there is no choice, except with budgets of memory.
@@ -151,7 +151,7 @@ def plan_memory(config: TrainConfig, inputs: Inputs, world: World) -> tuple[Memo
         run, config = plan.run, plan.run.config
     else:
         run = planned_run(config, inputs.model_config, world, inputs.documents)
-    memory = MemoryPlan(
+    memory = MemorySettings(
         state_on_host=run.state_on_host,
         layers_with_state_on_gpu=run.layers_with_state_on_gpu,
         reshard_after_forward=run.reshard_after_forward,
@@ -225,7 +225,9 @@ def memory_parts(engine: Engine, device: torch.device, taken_by_forward: int | N
 class FsdpEngine:
     """FSDP2 or DDP engine with optimizers from torch and torchao."""
 
-    def __init__(self, config: TrainConfig, inputs: Inputs, world: World, meshes: Meshes, memory: MemoryPlan) -> None:
+    def __init__(
+        self, config: TrainConfig, inputs: Inputs, world: World, meshes: Meshes, memory: MemorySettings
+    ) -> None:
         self.config, self.meshes, self.memory, self._world = config, meshes, memory, world
         self.parameters = _describe_sharding(config, memory)
         self._max_grad_norm = config.max_grad_norm
@@ -318,7 +320,7 @@ class FsdpEngine:
         return {"scaler": vars(self._scaler) if self._scaler else None}
 
 
-def _describe_sharding(config: TrainConfig, memory: MemoryPlan) -> str:
+def _describe_sharding(config: TrainConfig, memory: MemorySettings) -> str:
     """Describes how the parameters are sharded and which of them are in host memory."""
     sharding = FSDP[config.fsdp_mode]
     if not memory.state_on_host:
