@@ -21,7 +21,7 @@ from lightseq.distributed.mesh import FREE_SHARE
 from lightseq.memory.offload import layers_on_device
 from lightseq.memory.planner.advice import changes_to_fit, faster_change, longest, one_sequence_per_gpu
 from lightseq.memory.planner.attention_memory import attention_memory
-from lightseq.memory.planner.breakdown import GIB, Breakdown
+from lightseq.memory.planner.breakdown import FLOAT32_BYTES, GIB, Breakdown
 from lightseq.memory.planner.choice import SAME_SPEED, fast_options, frugal_options, make_plan, plan_again
 from lightseq.memory.planner.memory import attention_of, saved_by_layer, snapshots, state_bytes_on_host
 from lightseq.memory.planner.placement import (
@@ -47,7 +47,7 @@ from lightseq.memory.planner.rates import (
     UPDATE_LAUNCH_SECONDS,
     chip_of_device,
 )
-from lightseq.memory.planner.run import FLOAT32, PlannedRun
+from lightseq.memory.planner.run import PlannedRun
 from lightseq.memory.planner.step_time import exposed_copies, host_link
 from lightseq.models.family import preset_config
 from lightseq.models.flops import total_parameters
@@ -368,7 +368,7 @@ def test_auto_keeps_the_state_of_as_many_layers_as_fit_on_the_gpu() -> None:
     found = plan(f"{flags} 128K", 1, gpu=74, host=125)
     resident, nothing_resident = found.run.layers_with_state_on_gpu, with_state_on_gpu(found.run, 0)
     assert found.fits and found.run.state_on_host and 0 < resident < LAYERS
-    assert found.parts.parameters == FLOAT32 * resident * found.run.layer_parameters
+    assert found.parts.parameters == FLOAT32_BYTES * resident * found.run.layer_parameters
     assert found.parts.total > 0.9 * usable_gpu_bytes(found.run)
     assert found.step_seconds < 0.98 * nothing_resident.step_seconds
     assert found.host_bytes < nothing_resident.host_bytes - 16 * GIB
@@ -470,7 +470,7 @@ def test_frozen_weights_on_the_host_are_copied_in_half_the_bytes() -> None:
 def test_compute_hides_copies_of_weights_unless_a_lone_rank_runs_layers_over_tiles() -> None:
     def exposed(gpus: int, length: int, more: str = "") -> float:
         found = plan(f"--offload optimizer --model_max_length {length} {more}", gpus)
-        return found.seconds["offloading, exposed"] * host_link(found.run) / FLOAT32
+        return found.seconds["offloading, exposed"] * host_link(found.run) / FLOAT32_BYTES
 
     ends = 2 * LLAMA.vocab_size * LLAMA.hidden_size
     layers = total_parameters(LLAMA) - ends - LLAMA.hidden_size  # without the last norm

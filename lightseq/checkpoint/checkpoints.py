@@ -19,7 +19,7 @@ from typing import Any
 
 from lightseq.checkpoint import manifest
 from lightseq.config.train_config import TrainConfig
-from lightseq.memory.planner.breakdown import GIB, MASTER_BYTES, moments_of
+from lightseq.memory.planner.breakdown import FLOAT32_BYTES, GIB, moments_of
 
 STATE, TRAINER_STATE, LOSS, DATA = "state", "trainer_state.json", "eval_loss", "data"
 # Suffixes of directories that are not valid checkpoints. OTHER: not written by a run.
@@ -163,7 +163,7 @@ def read_trainer_state(directory: Path) -> dict[str, Any]:
 def saved_bytes(parameters: int, config: TrainConfig) -> int:
     """Returns the bytes of one checkpoint: float32 weights, optimizer state, and weights in the compute dtype."""
     element = 4 if config.compute_dtype == "float32" else 2
-    return int(parameters * (MASTER_BYTES * (1 + moments_of(config)) + element))
+    return int(parameters * (FLOAT32_BYTES * (1 + moments_of(config)) + element))
 
 
 def saves_left(config: TrainConfig, done: int, total: int, epochs_left: float) -> int:

@@ -15,7 +15,7 @@ from lightseq.config.remat_policies import keeps_gathered
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.host_memory import host_memory
 from lightseq.distributed.mesh import World
-from lightseq.memory.planner.breakdown import widths_of
+from lightseq.memory.planner.breakdown import FLOAT32_BYTES, widths_of
 from lightseq.memory.planner.documents import PackedDocuments
 from lightseq.memory.planner.rates import CHIPS, DEFAULT_CORES, Chip, Widths, chip_of_device
 from lightseq.models.adapters import count_adapter_parameters, lora_from_config
@@ -28,8 +28,6 @@ from lightseq.schedule.head_groups import count_head_groups, with_fewer_turns
 from lightseq.schedule.table import Schedule
 from lightseq.schedule.timing import RATES
 from lightseq.utils.formatting import divisors
-
-FLOAT32 = 4
 
 
 @dataclass(frozen=True)
@@ -224,7 +222,7 @@ class PlannedRun:
     def weight_bytes(self) -> float:
         """Returns the bytes of one rank's weights: trained ones in float32, frozen ones in the compute dtype."""
         frozen = self.itemsize * self.local_parameters if self.adapter_parameters else 0
-        return frozen + float(FLOAT32 * self.local_trained)
+        return frozen + float(FLOAT32_BYTES * self.local_trained)
 
     @property
     def group_size(self) -> int:

@@ -26,7 +26,8 @@ from lightseq.tools.evaluate.needle import IdNeedles, Ids, Search, TextNeedles, 
 from lightseq.tools.evaluate.task import Result, Task, inputs_for
 from lightseq.training.evaluation import evaluating
 from lightseq.training.loop import Trainer
-from lightseq.training.setup import FoundModel, evaluation_stream, find_examples, require_chats
+from lightseq.training.setup import FoundModel, evaluation_stream, find_examples
+from lightseq.training.setup_checks import require_chats
 from lightseq.utils.formatting import aligned
 from lightseq.utils.progress import progress_bar
 
