@@ -18,7 +18,7 @@ from transformers import LlamaConfig, MistralConfig, Phi3Config, Qwen2Config
 
 from lightseq.cli import BOTH, main
 from lightseq.distributed.mesh import FREE_SHARE
-from lightseq.memory.offload import layers_on_device
+from lightseq.memory.offload import device_lifetimes
 from lightseq.memory.planner.advice import changes_to_fit, faster_change, longest, one_sequence_per_gpu
 from lightseq.memory.planner.attention_memory import attention_memory
 from lightseq.memory.planner.breakdown import FLOAT32_BYTES, GIB, Breakdown
@@ -164,7 +164,7 @@ def test_offloaded_layers_are_apart_where_a_copy_takes_longer_than_a_layer(
 
 def exposed_seconds(placement: Placement, copy: float) -> float:
     offloaded = [state in OFFLOADED for state in placement.layers]
-    return exposed_copies([copy * leaves for leaves in offloaded], layers_on_device(offloaded), 1.0, 2.0)
+    return exposed_copies([copy * leaves for leaves in offloaded], device_lifetimes(offloaded), 1.0, 2.0)
 
 
 def test_a_layer_that_is_on_the_gpu_during_the_loss_waits_for_no_copy() -> None:
@@ -175,7 +175,7 @@ def test_a_layer_that_is_on_the_gpu_during_the_loss_waits_for_no_copy() -> None:
 def test_copies_that_overlap_nothing_are_exposed_in_both_directions() -> None:
     offloaded = [True] * 5 + [False] * 3
     copies = [1.8 * leaves for leaves in offloaded]
-    assert exposed_copies(copies, layers_on_device(offloaded, in_flight=1), 1.0, 2.0) == pytest.approx(10 * 1.8)
+    assert exposed_copies(copies, device_lifetimes(offloaded, in_flight=1), 1.0, 2.0) == pytest.approx(10 * 1.8)
 
 
 def test_no_offloaded_layer_is_there_during_the_loss_if_two_more_layers_stay() -> None:
@@ -188,8 +188,8 @@ def test_no_offloaded_layer_is_there_during_the_loss_if_two_more_layers_stay() -
             found = place(layers, costs, 10 * resident, 1e9, layer_seconds=(1.0, 2.0))
             assert found is not None and found.count(KEEP) == resident
             offloaded = [state == OFFLOAD for state in found.layers]
-            windows = layers_on_device(offloaded)
-            assert all(i + window < layers for i, window in enumerate(windows) if window)
+            lifetimes = device_lifetimes(offloaded)
+            assert all(i + lifetime < layers for i, lifetime in enumerate(lifetimes) if lifetime)
             assert exposed_seconds(found, seconds) <= exposed_seconds(in_order(Counter(found.layers)), seconds) + 1e-9
 
 

@@ -299,6 +299,11 @@ class TrainConfig(
         """Name of the torch dtype of activations."""
         return "bfloat16" if self.bf16 else "float16" if self.fp16 else "float32"
 
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element of the compute dtype."""
+        return 4 if self.compute_dtype == "float32" else 2
+
     def for_planner(self, on_gpu: bool) -> "TrainConfig":
         """Returns the config whose open flags the planner chooses: on GPUs, and not under DeepSpeed."""
         return self if on_gpu and not self.deepspeed else self.without_planner()

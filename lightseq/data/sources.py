@@ -26,6 +26,17 @@ Row = dict[str, Any]
 NamedRow = tuple[str, Row]  # file and number, and the columns
 
 
+@dataclass(frozen=True)
+class ReadOptions:
+    """Options for opening data. All but `limit` apply only to rows that are not tokenized yet."""
+
+    text_column: str = "text"
+    limit: int | None = None  # rows, counted from the first; None: all
+    cache: Path = field(default_factory=lambda: Path("~/.cache/lightseq/tokens").expanduser())
+    chat_template: str | None = None  # file or template; None: the tokenizer's
+    limits_documents: bool = False  # applies the limit to documents of tokenized data, which is refused otherwise
+
+
 def holds_rows(source: str | Path) -> bool:
     """Returns whether a source holds rows, as opposed to a token directory or a pickle."""
     path = Path(source)

@@ -77,8 +77,8 @@ class Saving:
     def save(self, step: int, eval_loss: float | None) -> Path:
         """Starts or makes a save after `step` steps. Returns the directory that it will be in. Raises SaveError."""
         self._wait_for_previous_save(step)
-        facts = {checkpoints.DATA: self._inputs.stream.state(step), "total_steps": self._inputs.total_steps}
-        facts |= {**self._engine.facts(), "config": self._config.to_json(), checkpoints.LOSS: eval_loss}
+        facts = {checkpoints.DATA_POSITION: self._inputs.stream.state(step), "total_steps": self._inputs.total_steps}
+        facts |= {**self._engine.facts(), "config": self._config.to_json(), checkpoints.EVAL_LOSS: eval_loss}
         facts = mask_secrets(facts, secrets())
         tensors = self._engine.tensors()
         if tensors is None:

@@ -18,7 +18,7 @@ from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import BatchStream, open_examples, require_target
 from lightseq.data.examples import Examples
 from lightseq.data.packing import PackedExamples, open_packed
-from lightseq.data.token_directory import ReadOptions
+from lightseq.data.sources import ReadOptions
 from lightseq.data.tokenizer import ByteTokenizer, read_chat_template
 from lightseq.distributed.mesh import World, check_devices, check_sequence_size
 from lightseq.memory.planner.documents import PackedDocuments, documents_of
@@ -186,7 +186,7 @@ def _resumed(stream: BatchStream, resume_from: Path | None) -> tuple[BatchStream
     if resume_from is None:
         return stream, ()
     facts = checkpoints.read_trainer_state(resume_from)
-    data = facts.get(checkpoints.DATA)
+    data = facts.get(checkpoints.DATA_POSITION)
     needed = stream.state(0).keys() - {"sequences_per_step", "fingerprint"}  # missing in older checkpoints
     if not isinstance(data, dict) or not all(isinstance(data.get(key), int) for key in needed):
         raise ValueError(f"--resume_from_checkpoint {resume_from} has no position in the data; name another checkpoint")

@@ -103,8 +103,8 @@ def saved_bytes(sizes: Widths, architecture: Architecture, config: TrainConfig, 
     up, `attention+linears` also attention's four projections, and `none` everything.
     """
     policy = policy or config.remat_policy
-    itemsize = 4 if config.compute_dtype == "float32" else 2
-    log_sum_exp = 4 * architecture.heads.query
+    itemsize = config.itemsize
+    log_sum_exp = FLOAT32_BYTES * architecture.heads.query
     if policy == "none":
         elements = SAVED_WITHOUT_REMAT[config.compiles].dot(sizes) + architecture.extra_normalized
         return itemsize * elements + log_sum_exp
@@ -120,7 +120,6 @@ def saved_bytes(sizes: Widths, architecture: Architecture, config: TrainConfig, 
 
 def loss_bytes(model: PreTrainedConfig, config: TrainConfig, tokens: int) -> tuple[int, int]:
     """Returns the bytes of a chunk's logits, and those of the gradients of the head (float32) and hidden states."""
-    itemsize = 4 if config.compute_dtype == "float32" else 2
-    logits = min(tokens, CHUNK_TOKENS) * model.vocab_size * itemsize
+    logits = min(tokens, CHUNK_TOKENS) * model.vocab_size * config.itemsize
     head = 0 if config.lora_rank else FLOAT32_BYTES * model.vocab_size * model.hidden_size
-    return logits, head + tokens * model.hidden_size * itemsize
+    return logits, head + tokens * model.hidden_size * config.itemsize

@@ -6,7 +6,7 @@ from functools import lru_cache
 from math import ceil
 
 from lightseq.config.remat_policies import STORE_MLP, STORES_MLP
-from lightseq.memory.offload import IN_FLIGHT, layers_in_flight, layers_on_device
+from lightseq.memory.offload import IN_FLIGHT, device_lifetimes, layers_in_flight
 from lightseq.memory.planner.attention_memory import AttentionMemory, attention_memory
 from lightseq.memory.planner.breakdown import FLOAT32_BYTES, Breakdown, StateBytes, loss_bytes, moments_of, saved_bytes
 from lightseq.memory.planner.placement import KEEP, OFFLOADED, RECOMPUTE, RECOMPUTED, Placement
@@ -45,7 +45,7 @@ def snapshots(run: PlannedRun, placement: Placement) -> Iterator[Snapshot]:
     """Yields the points of a step where memory may peak: the loss, each group's backward pass, and the embeddings'."""
     yield _loss(run, placement)
     last, groups = run.groups - 1, set(range(run.groups))
-    if max(windows_of(run, placement)) <= IN_FLIGHT:  # no layer stays between offloaded ones
+    if max(lifetimes_of(run, placement)) <= IN_FLIGHT:  # no layer stays between offloaded ones
         # Memory changes linearly from the second to the second-to-last group.
         groups &= {0, 1, last // 2, last - 1, last}
     for group in sorted(groups):
@@ -66,9 +66,9 @@ def in_flight(run: PlannedRun) -> int:
     return layers_in_flight(run.config.tiles_layers)
 
 
-def windows_of(run: PlannedRun, placement: Placement) -> list[int]:
-    """Returns for how many groups, itself included, each offloaded group has tensors on the GPU; 0 if it stays."""
-    return layers_on_device([state in OFFLOADED for state in placement.layers[:: run.group_size]], in_flight(run))
+def lifetimes_of(run: PlannedRun, placement: Placement) -> list[int]:
+    """Returns the lifetime on the GPU of each group's tensors, in groups; 0 for a group that stays there."""
+    return device_lifetimes([state in OFFLOADED for state in placement.layers[:: run.group_size]], in_flight(run))
 
 
 # ---- saved activations ----------------------------------------------------------------------------------------------
@@ -92,8 +92,8 @@ def _saved_on_gpu(run: PlannedRun, placement: Placement, last: int) -> float:
     """Returns the bytes that groups up to `last` have on the GPU: those that stay, and offloaded ones in flight."""
     groups = placement.layers[:: run.group_size]
     sizes = {state: saved_by_group(run, state) for state in set(groups)}
-    windows = windows_of(run, placement)[: last + 1]
-    return sum(sizes[groups[i]] for i, window in enumerate(windows) if not window or i + window > last)
+    lifetimes = lifetimes_of(run, placement)[: last + 1]
+    return sum(sizes[groups[i]] for i, lifetime in enumerate(lifetimes) if not lifetime or i + lifetime > last)
 
 
 def _saved_by_rerun(run: PlannedRun, placement: Placement, group: int) -> float:

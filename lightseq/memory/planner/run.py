@@ -177,7 +177,7 @@ class PlannedRun:
     @property
     def itemsize(self) -> int:
         """Returns the bytes per element of the compute dtype."""
-        return 4 if self.config.compute_dtype == "float32" else 2
+        return self.config.itemsize
 
     @cached_property
     def architecture(self) -> Architecture:

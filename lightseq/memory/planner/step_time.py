@@ -7,7 +7,7 @@ from math import ceil
 
 from lightseq.memory.planner import rates
 from lightseq.memory.planner.breakdown import FLOAT32_BYTES
-from lightseq.memory.planner.memory import saved_by_group, windows_of
+from lightseq.memory.planner.memory import lifetimes_of, saved_by_group
 from lightseq.memory.planner.placement import OFFLOADED, RECOMPUTED, Placement
 from lightseq.memory.planner.run import PlannedRun
 from lightseq.models.flops import recompute_flops
@@ -186,21 +186,21 @@ def _exposed_copies(run: PlannedRun, placement: Placement, layer_seconds: float)
     forward, backward = (share * run.group_size * layer_seconds for share in FORWARD_AND_BACKWARD)
     seconds = {state: copy_seconds(run, state) for state in OFFLOADED}
     copies = [seconds.get(state, 0.0) for state in placement.layers[:: run.group_size]]
-    return exposed_copies(copies, windows_of(run, placement), forward, backward)
+    return exposed_copies(copies, lifetimes_of(run, placement), forward, backward)
 
 
-def exposed_copies(copies: Sequence[float], windows: Sequence[int], forward: float, backward: float) -> float:
+def exposed_copies(copies: Sequence[float], lifetimes: Sequence[int], forward: float, backward: float) -> float:
     """Returns the seconds for which layers wait for copies, forward and backward.
 
-    `copies` are each layer's seconds in one direction, `windows` its layers on the device (`layers_on_device`). Copies
-    run one after another. One to the host begins after the layer's forward pass, and the layer after the window waits
-    for it. One back begins with the backward pass of the window's last layer, and the layer itself waits for it.
+    `copies` are each layer's seconds in one direction, `lifetimes` those of `device_lifetimes`. Copies run one after
+    another. One to the host begins after the layer's forward pass, and the first layer past the lifetime waits for it.
+    One back begins with the backward pass of the lifetime's last layer, and the layer itself waits for it.
     """
-    layers, ends = len(copies), {i + window: i for i, window in enumerate(windows) if window}
+    layers, ends = len(copies), {i + lifetime: i for i, lifetime in enumerate(lifetimes) if lifetime}
     copied, now, link = [0.0] * layers, 0.0, 0.0  # ends of each copy, of compute so far, and of all copies so far
     for i in range(layers):
         now = max(now, copied[ends[i]] if i in ends else 0.0) + forward
-        if windows[i]:
+        if lifetimes[i]:
             copied[i] = link = max(link, now) + copies[i]
     exposed = now - layers * forward
     copied, now, link = [0.0] * layers, 0.0, 0.0
