@@ -25,7 +25,7 @@ from lightseq.data.examples import (
     open_pickle,
     open_windows,
 )
-from lightseq.data.sources import FOLDER_SUFFIXES, HUB_PREFIX, ROW_SUFFIXES, ReadOptions, holds_rows, ignored_files
+from lightseq.data.sources import FOLDER_SUFFIXES, HUB_PREFIX, READERS, ReadOptions, holds_rows, ignored_files
 from lightseq.data.targets import IDS
 from lightseq.data.token_cache import format_and_rows, open_rows
 from lightseq.data.token_directory import META
@@ -87,7 +87,7 @@ def open_examples(
         return open_windows(path, length, vocab_size, read_options.limit)
     if path.suffix == ".pkl":
         return open_pickle(path, length, vocab_size, read_options.limit)
-    *others, last = ROW_SUFFIXES
+    *others, last = READERS
     kinds = ", ".join(["a token directory", ".pkl", *others])
     raise ValueError(f"{path} is not {kinds} or {last}; convert it with python3 -m data_gen text")
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from lightseq.attention.context import SequenceContext
 from lightseq.checkpoint import checkpoints, resume, state_files
-from lightseq.config.checks import EIGHT_BIT
+from lightseq.config.optimizers import EIGHT_BIT
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.mesh import (
     Meshes,

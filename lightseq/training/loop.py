@@ -80,9 +80,9 @@ class Trainer:
         loss, imbalance = torch.zeros((), dtype=torch.float32, device=self.world.device), 0.0
         for batch in batches:
             with self.phase(step, "forward"):
-                mine = self.shard(batch)
-                imbalance = max(imbalance, 1 / mine.documents.balance if mine.documents else 0.0)
-                share = self.loss_model(*mine) / divisor
+                shard = self.shard(batch)
+                imbalance = max(imbalance, 1 / shard.documents.balance if shard.documents else 0.0)
+                share = self.loss_model(*shard) / divisor
             with self.phase(step, "backward"):
                 self.engine.backward(share, last=batch is batches[-1])
             loss += share.detach()

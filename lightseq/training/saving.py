@@ -13,6 +13,7 @@ import torch
 
 from lightseq.checkpoint import checkpoints, state_files
 from lightseq.checkpoint.saver import CheckpointSaver, SaveError
+from lightseq.config.optimizers import NO_STATE, OPTIMIZERS
 from lightseq.distributed.environment import report_error, secrets
 from lightseq.distributed.mesh import exit_process
 from lightseq.models import adapters, weights
@@ -63,7 +64,7 @@ class Saving:
 
         If float16 skips the first steps, the optimizer has no state until later.
         """
-        always_known = self._config.optim == "sgd" or self._config.deepspeed is not None
+        always_known = OPTIMIZERS[self._config.optim] == NO_STATE or self._config.deepspeed is not None
         return not self._prepared and (always_known or bool(self._engine.optimizer.state))
 
     def prepare(self) -> None:

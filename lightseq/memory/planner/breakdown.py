@@ -6,7 +6,7 @@ from typing import NamedTuple
 from torch import nn
 from transformers import PreTrainedConfig
 
-from lightseq.config.checks import EIGHT_BIT
+from lightseq.config.optimizers import OPTIMIZERS
 from lightseq.config.remat_policies import STORE_LINEARS, STORES_MLP
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.mesh import local_part
@@ -75,7 +75,7 @@ def measured_state_bytes(model: nn.Module, config: TrainConfig, on_host: bool) -
 
 def moments_of(config: TrainConfig) -> float:
     """Returns the size of the optimizer's state, in float32 values per weight."""
-    return {"sgd": 0.0, **dict.fromkeys(EIGHT_BIT, 0.5)}.get(config.optim, 2.0)
+    return OPTIMIZERS[config.optim].moments
 
 
 def stored_activations(model: PreTrainedConfig, config: TrainConfig, tokens: int) -> int:

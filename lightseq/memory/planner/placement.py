@@ -47,7 +47,7 @@ class Placement:
         return sum(state in RECOMPUTED for state in self.layers) / len(self.layers)
 
     @property
-    def words(self) -> str:
+    def text(self) -> str:
         """Returns a text such as `layers 0-11 offload, 12-31 keep` or `12 of 32 layers offload`."""
         spans, first = [], 0
         for state, run in groupby(self.layers):

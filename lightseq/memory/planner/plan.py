@@ -117,7 +117,7 @@ class Plan:
         """Returns a text such as `compiled layers, remat none; 28.4 of 73.3 GiB per GPU`."""
         run, config = self.run, self.run.config
         parts = layer_flags(config)
-        parts += [self.placement.words] if set(self.placement.layers) != {KEEP} else []
+        parts += [self.placement.text] if set(self.placement.layers) != {KEEP} else []
         parts += [] if run.reshard_after_forward else ["gathered weights kept"]
         parts += [f"weights and state{owners_of_offloaded_state(run)} in host memory"] if run.state_on_host else []
         usable = f" of {usable_gpu_bytes(run) / GIB:.1f}" if math.isfinite(usable_gpu_bytes(run)) else ""
