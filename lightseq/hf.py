@@ -41,7 +41,6 @@ from lightseq.data.input_checks import (
     batch_facts,
     install_checks,
     remove_checks,
-    transformers_model,
 )
 from lightseq.data.shard_batch import (
     check_right_padding,
@@ -67,6 +66,7 @@ from lightseq.models.architecture import (
     check_attention,
     rope_types,
     sliding_window,
+    transformers_model,
 )
 from lightseq.models.heads import heads_of
 from lightseq.schedule.cost import AttentionShape

@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightseq import hf
-from lightseq.data.input_checks import transformers_model
 from lightseq.distributed.environment import ranks_per_host
 from lightseq.integrations.whole_batches import WholeBatches
+from lightseq.models.architecture import transformers_model
 from lightseq.utils.formatting import divisors
 
 DATA, SEQUENCE = "dp_shard", "cp"  # accelerate's names: ranks along "cp" get the same batches

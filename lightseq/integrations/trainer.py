@@ -14,9 +14,9 @@ from packaging.version import Version
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments, __version__
 
-from lightseq.data.input_checks import transformers_model
 from lightseq.integrations.accelerate import enable, share_batches
 from lightseq.integrations.whole_batches import WholeBatches
+from lightseq.models.architecture import transformers_model
 
 OLDEST_TRANSFORMERS = "5.19"  # whose losses count ranks with the same batch once
 TRL_TRAINERS = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "ORPOTrainer", "CPOTrainer")  # which work; see the tests

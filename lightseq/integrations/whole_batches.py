@@ -19,9 +19,9 @@ from transformers.utils import ModelOutput
 from lightseq import hf
 from lightseq.attention.context import SequenceContext
 from lightseq.data.examples import IGNORE_INDEX
-from lightseq.data.input_checks import has_fused_loss, loss_function_of, transformers_model
+from lightseq.data.input_checks import has_fused_loss, loss_function_of
 from lightseq.memory.remat import apply_remat
-from lightseq.models.architecture import known_logit_transform
+from lightseq.models.architecture import known_logit_transform, transformers_model
 from lightseq.modules.compilation import allow_graphs_per_length
 from lightseq.modules.loss import TokenMetrics, cross_entropy_sum, token_metrics
 from lightseq.modules.replaced_head import ReplacedHead

@@ -141,7 +141,7 @@ def build_engine(config: TrainConfig, inputs: Inputs, world: World, watchdog: Wa
 
 
 def choose_memory_settings(config: TrainConfig, inputs: Inputs, world: World) -> tuple[MemorySettings, TrainConfig]:
-    """Returns the placement of tensors, and the flags with the planner's choices: the same on all ranks.
+    """Returns the memory settings, and the flags with the planner's choices: the same on all ranks.
 
     On CPUs and under DeepSpeed there is no choice, except with budgets of memory.
     """

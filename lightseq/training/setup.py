@@ -56,8 +56,8 @@ class Inputs:
     stream: BatchStream
     eval_stream: BatchStream | None
     total_steps: int
-    sequence_size: int
-    data_rank: int
+    sequence_size: int  # ranks that share a sequence
+    data_rank: int  # index of this rank's group of them
     deepspeed: DeepSpeedSettings | None  # None: FSDP2
     notes: Notes  # lines to print at the start
     resume_point: ResumePoint = FRESH_START
@@ -171,10 +171,10 @@ def _check_checkpoint(
 def _training_stream(config: TrainConfig, world: World, model: FoundModel, data_ranks: int) -> BatchStream:
     return BatchStream(
         find_examples(config.data_path, model, config, world),
-        config.model_max_length,
-        config.per_device_train_batch_size,
-        data_ranks,
-        config.gradient_accumulation_steps,
+        length=config.model_max_length,
+        batch_size=config.per_device_train_batch_size,
+        data_ranks=data_ranks,
+        accumulation=config.gradient_accumulation_steps,
         epochs=None if config.max_steps else config.num_train_epochs,
         seed=config.seed,
         packed=config.packing != "none",

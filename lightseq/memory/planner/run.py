@@ -61,7 +61,7 @@ class PlannedRun:
     model: PreTrainedConfig
     config: TrainConfig
     hardware: Hardware
-    state_offloaded: bool = False  # `--offload auto` moves weights, gradients and optimizer state to the host ...
+    state_offloaded: bool = False  # the planner moves weights, gradients and optimizer state to the host ...
     layers_with_state_on_gpu: int = 0  # ... except those of the first layers
     reshard_after_forward: bool = True  # FSDP2's option; False keeps gathered weights for the backward pass
     documents: PackedDocuments | None = None  # None: a sequence is one document
@@ -74,6 +74,7 @@ class PlannedRun:
             )
 
     def with_length(self, length: int) -> "PlannedRun":
+        """Returns the run with another --model_max_length."""
         return self.changed(config=replace(self.config, model_max_length=length))
 
     def changed(self, **changes: Any) -> "PlannedRun":
@@ -103,6 +104,7 @@ class PlannedRun:
 
     @property
     def transport(self) -> str:
+        """Returns `symmetric` if ranks that share a sequence share a host and the flags allow it, else `nccl`."""
         inside_host = self.sequence_ranks > 1 and self.hardware.ranks_per_host % self.sequence_ranks == 0
         return (
             "symmetric"
@@ -198,10 +200,12 @@ class PlannedRun:
 
     @property
     def layer_parameters(self) -> int:
+        """Returns the number of weights in a layer: its linears and two norms."""
         return self.layer_linears + 2 * self.model.hidden_size
 
     @property
     def tied(self) -> bool:
+        """Returns whether embeddings and head share their weights."""
         return bool(getattr(self.model, "tie_word_embeddings", False))
 
     @cached_property
@@ -211,6 +215,7 @@ class PlannedRun:
 
     @property
     def local_parameters(self) -> int:
+        """Returns the number of one rank's weights."""
         return ceil(self.architecture.total / self.shards)
 
     @property
@@ -235,6 +240,7 @@ class PlannedRun:
 
     @property
     def state_on_host(self) -> bool:
+        """Returns whether weights, gradients and optimizer state are in host memory, by a flag or by the planner."""
         return self.state_offloaded or self.config.state_on_host
 
     @property
