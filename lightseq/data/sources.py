@@ -27,7 +27,7 @@ NamedRow = tuple[str, Row]  # file and number, and the columns
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """Options for opening data. All but `limit` apply only to rows that are not tokenized yet."""
+    """Options for opening data. Column, cache and template apply only to rows that are not tokenized yet."""
 
     text_column: str = "text"
     limit: int | None = None  # rows, counted from the first; None: all
