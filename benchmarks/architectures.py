@@ -35,7 +35,7 @@ from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.mesh import World, make_meshes
 from lightseq.models import weights
 from lightseq.models.architecture import inspect_architecture
-from lightseq.parallelize import MemoryPlan, parallelize
+from lightseq.parallelize import MemorySettings, parallelize
 
 LENGTH, VOCABULARY = 50, 64
 DOCUMENTS = (0, 13, 14, 37, 50)  # boundaries of a packed batch
@@ -307,7 +307,7 @@ def compare_training(config: PreTrainedConfig, packed: bool) -> str:
         model_name_or_path="m", data_path="d", output_dir="o", model_max_length=LENGTH,
         packing="best_fit" if packed else "none",
     )  # fmt: skip
-    loss_model, context = parallelize(model, run, world, make_meshes(world, world.size, "full_shard"), MemoryPlan())
+    loss_model, context = parallelize(model, run, world, make_meshes(world, world.size, "full_shard"), MemorySettings())
     weights.materialize(model, CPU)
     state = want.state_dict()
     for name, parameter in weights.base_parameters(model).items():

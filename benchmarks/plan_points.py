@@ -206,7 +206,7 @@ def measure_steps(trainer: Trainer, warmup: int, steps: int) -> dict[str, Any]:
     """Returns seconds and bytes of a step, the highest over ranks. `parts` are those of rank 0."""
     device, context, offload = trainer.world.device, trainer.context, trainer.engine.offload
     taken = TakenByForward(trainer.loss_model, device.type == "cuda")
-    with trainer.explained_out_of_memory():
+    with trainer.out_of_memory_handler():
         first = measure(trainer.step, range(warmup), device)
         measured = measure(trainer.step, range(warmup, warmup + steps), device)
     buffers, memory = context.transport.buffer_bytes, {}

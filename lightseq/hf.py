@@ -41,7 +41,6 @@ from lightseq.data.input_checks import (
     batch_facts,
     install_checks,
     remove_checks,
-    transformers_model,
 )
 from lightseq.data.shard_batch import (
     check_right_padding,
@@ -67,6 +66,7 @@ from lightseq.models.architecture import (
     check_attention,
     rope_types,
     sliding_window,
+    transformers_model,
 )
 from lightseq.models.heads import heads_of
 from lightseq.schedule.cost import AttentionShape
@@ -145,11 +145,8 @@ def disable(model: PreTrainedModel) -> None:
     context = vars(inner).get("sequence_context")
     if not isinstance(context, SequenceContext):
         raise ValueError(f"{type(inner).__name__} is not enabled; hf.disable takes the model that hf.enable took")
-    if "whole_batches" in vars(inner):
-        raise ValueError(
-            f"{type(inner).__name__} is split inside a trainer or accelerate; call "
-            "lightseq.integrations.accelerate.disable instead"
-        )
+    if (function := vars(inner).get("disabled_by")) is not None:  # set by what called `enable` and added to it
+        raise ValueError(f"{type(inner).__name__} is split inside a trainer or accelerate; call {function} instead")
     remove_checks(model)
     for module in model.modules():
         vars(module).pop("sequence_context", None)
@@ -281,9 +278,8 @@ def _rope_forward(
     """Returns cosines and sines of this rank's positions, scaled for the length of the whole sequence."""
     context = rope.sequence_context
     assert isinstance(context, SequenceContext)
-    call = signature(forward).bind(
-        *args, **kwargs
-    )  # models pass positions with or without a name, and some also the layer type
+    # Models pass positions with or without a name, and some also the layer type.
+    call = signature(forward).bind(*args, **kwargs)
     position_ids = call.arguments["position_ids"]
     if position_ids.ndim != 2:
         raise ValueError(

@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 
 from lightseq.attention.context import SequenceContext
 from lightseq.data.examples import IGNORE_INDEX
-from lightseq.data.input_checks import BATCH_FACTS, transformers_model
+from lightseq.data.input_checks import BATCH_FACTS
 from lightseq.kernels.logit_transform import UNCHANGED
-from lightseq.models.architecture import known_logit_transform
+from lightseq.models.architecture import known_logit_transform, transformers_model
 from lightseq.modules import loss
 from lightseq.modules.replaced_head import ReplacedHead
 

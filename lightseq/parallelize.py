@@ -38,20 +38,21 @@ from lightseq.modules.tiled import tile_layers
 from lightseq.schedule.documents import local_tokens
 from lightseq.utils.versions import source_digest
 
-# (hidden states, the head's weight, labels, the transform of the logits, the head's bias)
-ReadOptions = Callable[[Tensor, Tensor, Tensor, LogitTransform, Tensor | None], Tensor]
+# Computes values per token in place of the loss, from hidden states, the head's weight, labels, the transform of the
+# logits, and the head's bias. `modules.loss.token_losses` is one.
+HeadReader = Callable[[Tensor, Tensor, Tensor, LogitTransform, Tensor | None], Tensor]
 
 
 @dataclass(frozen=True)
-class MemoryPlan:
-    """Placement of weights, optimizer state and activations in host memory, set by flags or by the planner."""
+class MemorySettings:
+    """Settings of weights, optimizer state and activations in host memory, from the flags or from the planner."""
 
     state_on_host: bool = False  # weights, gradients and optimizer state
     layers_with_state_on_gpu: int = 0  # the first layers, whose state stays on the device
     reshard_after_forward: bool = True  # False keeps the layers' gathered weights for the backward pass
     placement: Placement | None = None  # each layer's activations, with --offload auto
     activation_bytes: float = math.inf  # limit of this rank's host memory for offloaded activations
-    plan: Plan | None = None  # None: no planner decided, as on CPUs
+    plan: Plan | None = None  # which the settings come from; None: no planner decided, as on CPUs
 
 
 class LossModel(nn.Module):
@@ -72,21 +73,21 @@ class LossModel(nn.Module):
         position_ids: Tensor,
         labels: Tensor,
         documents: Documents | None = None,
-        read: ReadOptions | None = None,
+        read: HeadReader | None = None,
     ) -> Tensor:
         """Returns the sum of -log p(label) over this rank's valid labels.
 
         ids, positions and labels are (batch, local sequence), labels shifted. `documents` are those of a packed
         sequence. With `read`, as in evaluations, its result is returned instead.
         """
-        several = {} if documents is None else {"documents": documents}
-        output = self.model.model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **several)
+        packed = {} if documents is None else {"documents": documents}  # only some models take the argument
+        output = self.model.model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **packed)
         return self.model.lm_head(output.last_hidden_state, labels, read)
 
 
 def _head_loss(
     head: nn.Linear, stopwatch: Stopwatch, transform: LogitTransform, hidden: Tensor, labels: Tensor,
-    read: ReadOptions | None,
+    read: HeadReader | None,
 ) -> Tensor:  # fmt: skip
     if read is not None:
         return read(hidden, head.weight, labels, transform, head.bias)
@@ -95,7 +96,7 @@ def _head_loss(
 
 
 def parallelize(
-    model: PreTrainedModel, config: TrainConfig, world: World, meshes: Meshes, memory: MemoryPlan
+    model: PreTrainedModel, config: TrainConfig, world: World, meshes: Meshes, memory: MemorySettings
 ) -> tuple[LossModel, SequenceContext]:
     """Applies every technique to a model, which may be on the meta device, and shards it with FSDP2."""
     loss_model, context = transform(model, config, world, meshes, memory)
@@ -108,7 +109,7 @@ def parallelize(
 
 
 def transform(
-    model: PreTrainedModel, config: TrainConfig, world: World, meshes: Meshes, memory: MemoryPlan
+    model: PreTrainedModel, config: TrainConfig, world: World, meshes: Meshes, memory: MemorySettings
 ) -> tuple[LossModel, SequenceContext]:
     """Applies every technique except sharding, which DeepSpeed does itself."""
     layers: Any = model.model.layers
@@ -141,12 +142,12 @@ def transform(
 
 
 def apply_recomputation(
-    model: PreTrainedModel, config: TrainConfig, device: torch.device, memory: MemoryPlan
+    model: PreTrainedModel, config: TrainConfig, device: torch.device, memory: MemorySettings
 ) -> Offload | None:
-    """Checkpoints, compiles and offloads each layer as placed. Returns the offload of activations, if there is one."""
+    """Checkpoints, compiles and offloads each layer as its placement says. Returns the offload, None without one."""
     layers: Any = model.model.layers
     groups, grouped = layer_groups(model, config), config.group_size > 1
-    states = _activation_states(config, memory, len(layers))
+    placements = _layer_placements(config, memory, len(layers))
     offload, inner = _offloads(config, device, memory)
     options = FP8_COMPILE_OPTIONS if config.fp8 else None
     # One graph for each batch length: a graph for all lengths would be slower at each.
@@ -158,26 +159,26 @@ def apply_recomputation(
 
     def rematerialize(chosen: Sequence[nn.Module], policy: str) -> None:
         if config.tiles_layers:
-            tile_layers(chosen, policy == "attention", config.compiles, options)
+            tile_layers(chosen, store_attention=policy == "attention", compiled=config.compiles, options=options)
             return
         apply_remat(chosen, policy, config.compiles, inner or offload)
         for layer in chosen:
             layer.forward = compiled(layer.forward)  # type: ignore[method-assign]
 
     lasts_again = None
-    if grouped and config.remat_policy == "full":  # `checkpoint_groups` says why
+    if grouped and config.remat_policy == "full":  # see `checkpoint_groups`
         lasts = [group[-1] for group in groups]
         lasts_again = changed_forwards(lasts, lambda: rematerialize(lasts, "attention"))
-    for policy, again in (("full", True), (config.remat_policy, False)):  # all layers at once: they compile as one
-        rematerialize([x for x, state in zip(layers, states, strict=True) if (state in RECOMPUTED) == again], policy)
+    placed = list(zip(layers, placements, strict=True))
+    rematerialize([layer for layer, placement in placed if placement in RECOMPUTED], "full")
+    rematerialize([layer for layer, placement in placed if placement not in RECOMPUTED], config.remat_policy)
     model.model.norm.forward = compiled(model.model.norm.forward)
     if grouped:
         checkpoint_groups(groups, inner, lasts_again)
     if offload is not None:
         firsts = [group[0] for group in groups]
-        staying = [
-            first for first, state in zip(firsts, states[:: len(groups[0])], strict=True) if state not in OFFLOADED
-        ]
+        by_group = zip(firsts, placements[:: config.group_size], strict=True)
+        staying = [first for first, placement in by_group if placement not in OFFLOADED]
         if len(staying) < len(firsts):
             offload.wrap(firsts[:-1], firsts[-1], staying)
     return offload
@@ -190,16 +191,21 @@ def layer_groups(model: PreTrainedModel, config: TrainConfig) -> list[list[nn.Mo
     return [list(layers[start : start + size]) for start in range(0, len(layers), size)]
 
 
-def _activation_states(config: TrainConfig, memory: MemoryPlan, layers: int) -> tuple[str, ...]:
-    """Returns each layer's activation placement. The last group stays on the GPU: the backward pass begins with it."""
+def _layer_placements(config: TrainConfig, memory: MemorySettings, layers: int) -> tuple[str, ...]:
+    """Returns each layer's activation placement, such as KEEP.
+
+    The last group stays on the GPU, because the backward pass begins with it.
+    """
     if memory.placement is not None:
         return memory.placement.layers
     size, offloads = config.group_size, config.offload in ("activations", "both")
     return tuple(OFFLOAD if offloads and i % size == 0 and i + size < layers else KEEP for i in range(layers))
 
 
-def _offloads(config: TrainConfig, device: torch.device, memory: MemoryPlan) -> tuple[Offload | None, Offload | None]:
-    """Returns the offload between forward and backward pass, and that inside the recomputation of a layer group."""
+def _offloads(
+    config: TrainConfig, device: torch.device, memory: MemorySettings
+) -> tuple[Offload | None, Offload | None]:
+    """Returns the offload between forward and backward pass, and the one while a group of layers runs again."""
     placed_on_host = memory.placement is not None and set(memory.placement.layers) & set(OFFLOADED)
     if config.offload not in ("activations", "both") and not placed_on_host:
         return None, None
@@ -214,7 +220,7 @@ def shard_parameters(
     mesh: DeviceMesh,
     compute_dtype: torch.dtype,
     groups: Sequence[list[nn.Module]],
-    memory: MemoryPlan,
+    memory: MemorySettings,
 ) -> None:
     """Shards `root`, which holds the model, with FSDP2: a unit for every group of layers, the embeddings and the head.
 
@@ -228,9 +234,9 @@ def shard_parameters(
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": precision}
     ends: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
     tied = ends[0].weight is ends[1].weight
-    staying = math.ceil(memory.layers_with_state_on_gpu / len(groups[0]))
+    groups_on_gpu = math.ceil(memory.layers_with_state_on_gpu / len(groups[0]))
     for i, group in enumerate(groups):
-        policy = OffloadPolicy() if i < staying else place
+        policy = OffloadPolicy() if i < groups_on_gpu else place
         fully_shard(group, offload_policy=policy, reshard_after_forward=memory.reshard_after_forward, **options)
     for end in [] if tied else ends:
         fully_shard(end, offload_policy=place, **options)

@@ -21,7 +21,7 @@ from lightseq.models.architecture import inspect_architecture, with_layers
 from lightseq.models.flops import attention_forward_flops, model_flops
 from lightseq.modules import mlp
 from lightseq.training.metrics import read_records
-from lightseq.training.setup import check_layers
+from lightseq.training.setup_checks import check_layers
 
 LENGTH, VOCABULARY, STEPS = 43, 64, 3
 TINY: dict[str, Any] = {

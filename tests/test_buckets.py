@@ -59,7 +59,7 @@ def trained(rank: int, files: Path, output: str, flags: str, pads: bool) -> Run:
     """A run on the ranks of a test; with `pads` every batch is as long as the longest may be."""
     trainer = make_trainer(rank, files, output, flags)
     if pads:
-        trainer.lengths = trainer.lengths[-1:]
+        trainer.batch_lengths = trainer.batch_lengths[-1:]
     lengths: list[int] = []
     trainer.loss_model.register_forward_pre_hook(
         lambda _, args: lengths.append(args[0].shape[1] * trainer.inputs.sequence_size)

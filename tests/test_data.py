@@ -16,7 +16,8 @@ import pytest
 from lightseq.data.batches import BatchStream, open_examples
 from lightseq.data.examples import IGNORE_INDEX
 from lightseq.data.pickles import load_plain_pickle, read_pickle
-from lightseq.data.token_directory import ReadOptions, open_token_directory, write_token_directory
+from lightseq.data.sources import ReadOptions
+from lightseq.data.token_directory import open_token_directory, write_token_directory
 from lightseq.data.tokenizer import ByteTokenizer, load_tokenizer
 from lightseq.models import hub
 

@@ -26,7 +26,8 @@ from worlds import spawn
 from lightseq.cli import BOTH
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import open_examples
-from lightseq.data.token_directory import ReadOptions, write_token_directory
+from lightseq.data.sources import ReadOptions
+from lightseq.data.token_directory import write_token_directory
 from lightseq.data.tokenizer import ByteTokenizer, load_tokenizer
 from lightseq.distributed.mesh import World
 from lightseq.tools.evaluate import command, evaluate

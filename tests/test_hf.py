@@ -52,7 +52,7 @@ from lightseq.memory.planner.run import Hardware
 from lightseq.models import weights
 from lightseq.models.family import preset_config
 from lightseq.modules import mlp
-from lightseq.parallelize import LossModel, MemoryPlan, parallelize
+from lightseq.parallelize import LossModel, MemorySettings, parallelize
 from lightseq.schedule.layout import Layout, shard, unshard
 
 VOCABULARY, LENGTH = 61, 50  # 50 divides by no number of chunks here but 1 and 2
@@ -669,7 +669,7 @@ def prepared(remat: str, **flags: Any) -> tuple[LossModel, tuple[Tensor, ...]]:
     meshes = make_meshes(world, world.size, "full_shard")
     asked = {"model_name_or_path": "m", "data_path": "d", "output_dir": "o", "model_max_length": LENGTH}
     config = TrainConfig(**asked, remat=remat, **flags)  # type: ignore[arg-type]
-    memory = MemoryPlan(state_on_host=config.state_on_host)
+    memory = MemorySettings(state_on_host=config.state_on_host)
     loss_model, context = parallelize(model, config, world, meshes, memory)
     weights.materialize(model, CPU)
     weights.initialize(model, seed=3)

@@ -21,7 +21,7 @@ from lightseq.config.remat_policies import STORE_LINEARS, STORES_MLP
 from lightseq.distributed.environment import ALLOCATOR_SETTINGS, lock_pages_on_all_threads
 from lightseq.distributed.mesh import World, local_part
 from lightseq.memory import offload
-from lightseq.memory.offload import HostBufferPool, Offload, OffloadedTensor, layers_on_device
+from lightseq.memory.offload import HostBufferPool, Offload, OffloadedTensor, device_lifetimes
 from lightseq.memory.pinned import PinnedMemory
 from lightseq.memory.remat import apply_remat
 from lightseq.models import weights
@@ -194,7 +194,7 @@ def test_the_last_layer_keeps_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("offloaded", "windows"),
+    ("offloaded", "lifetimes"),
     [
         ("xxx.", [2, 2, 2, 0]),
         ("x.x.x...", [3, 0, 3, 0, 3, 0, 0, 0]),
@@ -205,10 +205,10 @@ def test_the_last_layer_keeps_its_own() -> None:
         ("...", [0, 0, 0]),
     ],
 )
-def test_a_layer_is_on_the_device_up_to_the_next_offloaded_one(offloaded: str, windows: list[int]) -> None:
+def test_a_layer_is_on_the_device_up_to_the_next_offloaded_one(offloaded: str, lifetimes: list[int]) -> None:
     leaves = [letter == "x" for letter in offloaded]
-    assert layers_on_device(leaves) == windows
-    assert layers_on_device(leaves, in_flight=1) == [int(leaf) for leaf in leaves]
+    assert device_lifetimes(leaves) == lifetimes
+    assert device_lifetimes(leaves, in_flight=1) == [int(leaf) for leaf in leaves]
 
 
 @pytest.mark.parametrize("staying", [[1, 3, 5, 6], [0, 1, 4, 5], [1, 2, 4], [1, 2, 3, 4, 5, 6]])

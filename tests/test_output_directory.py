@@ -21,7 +21,7 @@ from lightseq.checkpoint.checkpoints import (
 from lightseq.checkpoint.manifest import MANIFEST, find_damage
 from lightseq.training import train as training
 from lightseq.training.metrics import MetricsFile, damaged_lines, read_records
-from lightseq.training.output_directory import clear
+from lightseq.training.output_directory import remove_run
 
 SAVED = "--max_steps 2 --save_steps 1"
 # What other programs and people may have in a directory, below the names that a run uses.
@@ -92,7 +92,7 @@ def test_overwriting_removes_what_a_run_wrote_and_keeps_the_files_of_other_progr
     (run / "checkpoint-3.partial" / "state").mkdir(parents=True)
     (run / "checkpoint-2" / "evaluation").mkdir()
     (run / "checkpoint-2" / "evaluation" / "notes.txt").write_text("mine")
-    assert clear(run) == ()
+    assert remove_run(run) == ()
     left = sorted(str(path.relative_to(run)) for path in run.rglob("*") if path.is_file())
     assert left == ["checkpoint-2/evaluation/notes.txt", "lock", "runs/events.out.tfevents.1"]
 
@@ -100,7 +100,7 @@ def test_overwriting_removes_what_a_run_wrote_and_keeps_the_files_of_other_progr
 def test_overwriting_keeps_the_metrics_and_the_facts_of_another_program(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text('{"mine": 1}')
     (tmp_path / "metrics.jsonl").write_text('{"epoch": 1}\n')
-    assert len(clear(tmp_path)) == 2
+    assert len(remove_run(tmp_path)) == 2
     assert (tmp_path / "run.json.earlier").read_text() == '{"mine": 1}'
     assert (tmp_path / "metrics.jsonl.earlier").read_text() == '{"epoch": 1}\n'
 
@@ -162,14 +162,14 @@ def test_a_file_called_lock_that_no_run_wrote_is_not_emptied(files: Path, tmp_pa
 @pytest.fixture
 def meanwhile(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A directory into which another run saves after a program has looked, and before it holds the lock."""
-    take = training.lock
+    take = training.lock_directory
 
     def late(output_dir: Path, *rest: Any) -> Any:
         shutil.copytree(files / "whole", output_dir, dirs_exist_ok=True)
-        monkeypatch.setattr(training, "lock", take)
+        monkeypatch.setattr(training, "lock_directory", take)
         return take(output_dir, *rest)
 
-    monkeypatch.setattr(training, "lock", late)
+    monkeypatch.setattr(training, "lock_directory", late)
     yield tmp_path / "run"
 
 
@@ -207,7 +207,7 @@ def test_damaged_metrics_lines_are_kept_in_a_file_and_reported(case: str, tmp_pa
     path, good = tmp_path / "metrics.jsonl", b'{"step": 1, "loss": 2.0}\n'
     for number in (1, 2):
         path.write_bytes(good + damage)
-        metrics = MetricsFile(tmp_path, 1, goes_on=True)
+        metrics = MetricsFile(tmp_path, 1, resumes=True)
         assert (
             len(metrics.notes) == 1
             and f"moved {count} damaged line" in metrics.notes[0]
@@ -219,7 +219,7 @@ def test_damaged_metrics_lines_are_kept_in_a_file_and_reported(case: str, tmp_pa
 
 def test_a_last_record_without_a_line_s_end_is_kept(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}')
-    MetricsFile(tmp_path, 1, goes_on=True).write({"step": 2, "loss": 1.0})
+    MetricsFile(tmp_path, 1, resumes=True).write({"step": 2, "loss": 1.0})
     assert [record["step"] for record in read_records(tmp_path / "metrics.jsonl")] == [1, 2]
     assert not damaged_lines(tmp_path / "metrics.jsonl")
 

@@ -18,11 +18,11 @@ from transformers import LlamaConfig, MistralConfig, Phi3Config, Qwen2Config
 
 from lightseq.cli import BOTH, main
 from lightseq.distributed.mesh import FREE_SHARE
-from lightseq.memory.offload import layers_on_device
+from lightseq.memory.offload import device_lifetimes
 from lightseq.memory.planner.advice import changes_to_fit, faster_change, longest, one_sequence_per_gpu
 from lightseq.memory.planner.attention_memory import attention_memory
-from lightseq.memory.planner.breakdown import GIB, Breakdown
-from lightseq.memory.planner.choice import SAME_SPEED, fast_options, frugal_options, make_plan, plan_again
+from lightseq.memory.planner.breakdown import FLOAT32_BYTES, GIB, Breakdown
+from lightseq.memory.planner.choice import SAME_SPEED, fast_options, frugal_options, make_plan, plan_from_earlier
 from lightseq.memory.planner.memory import attention_of, saved_by_layer, snapshots, state_bytes_on_host
 from lightseq.memory.planner.placement import (
     KEEP,
@@ -31,8 +31,8 @@ from lightseq.memory.planner.placement import (
     RECOMPUTE,
     RECOMPUTE_OFFLOAD,
     STATES,
+    LayerCost,
     Placement,
-    State,
     in_order,
     place,
 )
@@ -47,7 +47,7 @@ from lightseq.memory.planner.rates import (
     UPDATE_LAUNCH_SECONDS,
     chip_of_device,
 )
-from lightseq.memory.planner.run import FLOAT32, PlannedRun
+from lightseq.memory.planner.run import PlannedRun
 from lightseq.memory.planner.step_time import exposed_copies, host_link
 from lightseq.models.family import preset_config
 from lightseq.models.flops import total_parameters
@@ -73,12 +73,12 @@ def plan(flags: str, gpus: int, gpu: float = 1e6, host: float = 1e6) -> Plan:
 # ---- placement ------------------------------------------------------------------------------------------------------
 
 
-def states(kept: float = 10, layer_input: float = 4, copy: float = 0.0, attention: float = 1.0) -> dict[str, State]:
+def states(kept: float = 10, layer_input: float = 4, copy: float = 0.0, attention: float = 1.0) -> dict[str, LayerCost]:
     return {
-        KEEP: State(kept, 0, 0),
-        OFFLOAD: State(0, kept, copy),
-        RECOMPUTE: State(layer_input, 0, attention),
-        RECOMPUTE_OFFLOAD: State(0, layer_input, attention + copy / 2),
+        KEEP: LayerCost(kept, 0, 0),
+        OFFLOAD: LayerCost(0, kept, copy),
+        RECOMPUTE: LayerCost(layer_input, 0, attention),
+        RECOMPUTE_OFFLOAD: LayerCost(0, layer_input, attention + copy / 2),
     }
 
 
@@ -95,14 +95,14 @@ def test_layers_keep_what_has_room_and_offload_unless_recomputing_is_faster(
     copy: float, device: float, host: float, words: str
 ) -> None:
     found = place(8, states(copy=copy), device, host)
-    assert found is not None and found.words == words
+    assert found is not None and found.text == words
 
 
 def test_without_room_for_the_inputs_of_all_layers_nothing_fits() -> None:
     assert place(8, states(), 31, 0) is None
 
 
-def summed(layers: Sequence[str], costs: Mapping[str, State]) -> tuple[float, float, float]:
+def summed(layers: Sequence[str], costs: Mapping[str, LayerCost]) -> tuple[float, float, float]:
     """Adds up device bytes in the worst layer's backward pass, host bytes and seconds, layer by layer.
 
     Of the offloaded layers the last two are on the GPU, or the last one beside the first that stays.
@@ -155,7 +155,7 @@ def test_offloaded_layers_are_apart_where_a_copy_takes_longer_than_a_layer(
     costs[OFFLOAD] = replace(costs[OFFLOAD], copy_seconds=1.8)
     costs[RECOMPUTE_OFFLOAD] = replace(costs[RECOMPUTE_OFFLOAD], copy_seconds=0.7)
     found = place(16, costs, device, 1e9, layer_seconds=(1.0, 2.0))
-    assert found is not None and found.words == words
+    assert found is not None and found.text == words
     assert exposed_seconds(found, 1.8) == pytest.approx(exposed)
     assert exposed_seconds(in_order(Counter(found.layers)), 1.8) == pytest.approx(contiguous)
     together = place(16, costs, device, 1e9, in_flight=1, layer_seconds=(1.0, 2.0))
@@ -164,7 +164,7 @@ def test_offloaded_layers_are_apart_where_a_copy_takes_longer_than_a_layer(
 
 def exposed_seconds(placement: Placement, copy: float) -> float:
     offloaded = [state in OFFLOADED for state in placement.layers]
-    return exposed_copies([copy * leaves for leaves in offloaded], layers_on_device(offloaded), 1.0, 2.0)
+    return exposed_copies([copy * leaves for leaves in offloaded], device_lifetimes(offloaded), 1.0, 2.0)
 
 
 def test_a_layer_that_is_on_the_gpu_during_the_loss_waits_for_no_copy() -> None:
@@ -175,7 +175,7 @@ def test_a_layer_that_is_on_the_gpu_during_the_loss_waits_for_no_copy() -> None:
 def test_copies_that_overlap_nothing_are_exposed_in_both_directions() -> None:
     offloaded = [True] * 5 + [False] * 3
     copies = [1.8 * leaves for leaves in offloaded]
-    assert exposed_copies(copies, layers_on_device(offloaded, in_flight=1), 1.0, 2.0) == pytest.approx(10 * 1.8)
+    assert exposed_copies(copies, device_lifetimes(offloaded, in_flight=1), 1.0, 2.0) == pytest.approx(10 * 1.8)
 
 
 def test_no_offloaded_layer_is_there_during_the_loss_if_two_more_layers_stay() -> None:
@@ -188,15 +188,15 @@ def test_no_offloaded_layer_is_there_during_the_loss_if_two_more_layers_stay() -
             found = place(layers, costs, 10 * resident, 1e9, layer_seconds=(1.0, 2.0))
             assert found is not None and found.count(KEEP) == resident
             offloaded = [state == OFFLOAD for state in found.layers]
-            windows = layers_on_device(offloaded)
-            assert all(i + window < layers for i, window in enumerate(windows) if window)
+            lifetimes = device_lifetimes(offloaded)
+            assert all(i + lifetime < layers for i, lifetime in enumerate(lifetimes) if lifetime)
             assert exposed_seconds(found, seconds) <= exposed_seconds(in_order(Counter(found.layers)), seconds) + 1e-9
 
 
 def test_placements_of_many_spans_are_counted() -> None:
     layers = (OFFLOAD, RECOMPUTE, OFFLOAD, KEEP, OFFLOAD, KEEP)
-    assert Placement(layers).words == "3 of 6 layers offload, 1 recompute"
-    assert Placement(layers[:4]).words == "layers 0 offload, 1 recompute, 2 offload, 3 keep"
+    assert Placement(layers).text == "3 of 6 layers offload, 1 recompute"
+    assert Placement(layers[:4]).text == "layers 0 offload, 1 recompute, 2 offload, 3 keep"
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------
@@ -368,7 +368,7 @@ def test_auto_keeps_the_state_of_as_many_layers_as_fit_on_the_gpu() -> None:
     found = plan(f"{flags} 128K", 1, gpu=74, host=125)
     resident, nothing_resident = found.run.layers_with_state_on_gpu, with_state_on_gpu(found.run, 0)
     assert found.fits and found.run.state_on_host and 0 < resident < LAYERS
-    assert found.parts.parameters == FLOAT32 * resident * found.run.layer_parameters
+    assert found.parts.parameters == FLOAT32_BYTES * resident * found.run.layer_parameters
     assert found.parts.total > 0.9 * usable_gpu_bytes(found.run)
     assert found.step_seconds < 0.98 * nothing_resident.step_seconds
     assert found.host_bytes < nothing_resident.host_bytes - 16 * GIB
@@ -399,7 +399,7 @@ def test_a_hopeless_run_is_planned_with_the_least_memory() -> None:
     flags = "--torch_compile --offload auto --optim adamw_8bit --model_max_length 256K --host_memory_budget 5"
     run = planned_run(LLAMA, f"--bf16 {flags}", 1, gpu=74 * GIB, host=125 * GIB)
     bounded = plan_as_given(run)  # the budget holds the inputs of two layers
-    assert not bounded.fits and bounded.placement.words == "layers 0-1 recompute and offload, 2-31 recompute"
+    assert not bounded.fits and bounded.placement.text == "layers 0-1 recompute and offload, 2-31 recompute"
 
 
 def test_auto_leaves_state_on_the_gpu_where_adapters_alone_train() -> None:
@@ -470,7 +470,7 @@ def test_frozen_weights_on_the_host_are_copied_in_half_the_bytes() -> None:
 def test_compute_hides_copies_of_weights_unless_a_lone_rank_runs_layers_over_tiles() -> None:
     def exposed(gpus: int, length: int, more: str = "") -> float:
         found = plan(f"--offload optimizer --model_max_length {length} {more}", gpus)
-        return found.seconds["offloading, exposed"] * host_link(found.run) / FLOAT32
+        return found.seconds["offloading, exposed"] * host_link(found.run) / FLOAT32_BYTES
 
     ends = 2 * LLAMA.vocab_size * LLAMA.hidden_size
     layers = total_parameters(LLAMA) - ends - LLAMA.hidden_size  # without the last norm
@@ -519,8 +519,8 @@ def test_every_suggestion_makes_the_run_fit() -> None:
     run = planned_run(LLAMA, "--bf16 --model_max_length 6000000 --remat none", 8, 140 * GIB, 1900 * GIB, True)
     assert make_plan(run).shortages[0].startswith("GPU memory")
     flags, gpus, length = changes_to_fit(run, longest(run))
-    assert flags.words == "without --remat" and gpus.words.endswith(" GPUs")
-    assert length.words == f"--model_max_length {longest(run)}"
+    assert flags.text == "without --remat" and gpus.text.endswith(" GPUs")
+    assert length.text == f"--model_max_length {longest(run)}"
     assert flags.plan.fits and gpus.plan.fits and length.plan.fits
 
 
@@ -528,7 +528,7 @@ def test_flags_are_named_that_make_a_step_slower_than_the_planner_would() -> Non
     flags = "--bf16 --model_max_length 131072 --remat full"
     run = planned_run(LLAMA, flags, 4, gpu=140 * GIB, chosen=True)
     change = faster_change(run)
-    assert change is not None and change.words == "without --remat" and change.plan.fits
+    assert change is not None and change.text == "without --remat" and change.plan.fits
     assert change.plan.run.config.remat == "attention+linears"
     assert 0.98 * make_plan(run).step_seconds >= change.plan.step_seconds
     assert faster_change(planned_run(LLAMA, "--bf16 --model_max_length 131072", 4, gpu=140 * GIB, chosen=True)) is None
@@ -537,7 +537,7 @@ def test_flags_are_named_that_make_a_step_slower_than_the_planner_would() -> Non
 def test_state_that_need_not_wait_on_the_host_comes_back() -> None:
     flags = "--bf16 --model_max_length 32K --offload both"
     change = faster_change(planned_run(LLAMA, flags, 4, gpu=140 * GIB, chosen=True))
-    assert change is not None and change.words == "without --offload" and not change.plan.run.state_on_host
+    assert change is not None and change.text == "without --offload" and not change.plan.run.state_on_host
 
 
 def test_hopeless_numbers_of_gpus_are_ruled_out_without_their_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -557,7 +557,7 @@ def test_hopeless_numbers_of_gpus_are_ruled_out_without_their_schedules(monkeypa
 def test_a_suggestion_names_the_flags_to_leave_out() -> None:
     flags = "--bf16 --model_max_length 2M --gradient_checkpointing False"
     change = changes_to_fit(planned_run(LLAMA, flags, 4, gpu=140 * GIB, chosen=True), None)[0]
-    assert change.words == "without --gradient_checkpointing" and change.plan.fits
+    assert change.text == "without --gradient_checkpointing" and change.plan.fits
 
 
 def test_the_planner_saves_what_a_models_layers_can_save(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -646,22 +646,22 @@ def test_a_plan_is_taken_again_unless_it_no_longer_fits_or_other_flags_are_given
     for gpu in (73, 30):
         plan = make_plan(on_smaller_gpus(run, gpu * GIB))
         earlier = json.loads(json.dumps(plan.to_json()))
-        again = plan_again(run, earlier)
+        again = plan_from_earlier(run, earlier)
         assert again is not None and (again.placement, again.run.config) == (plan.placement, plan.run.config)
         assert again.run.layers_with_state_on_gpu == plan.run.layers_with_state_on_gpu
         assert again.run.reshard_after_forward == plan.run.reshard_after_forward
-        assert plan_again(on_smaller_gpus(run, plan.parts.total - 1), earlier) is None
+        assert plan_from_earlier(on_smaller_gpus(run, plan.parts.total - 1), earlier) is None
         other = replace(run, config=replace(run.config, remat="attention+mlp"))
-        assert plan_again(other, earlier) is None
+        assert plan_from_earlier(other, earlier) is None
         for placement in (["keep"], ["kept"] * LAYERS, [["keep"]] * LAYERS):
-            assert plan_again(run, {**earlier, "placement": placement}) is None
-        assert plan_again(run, {}) is None
+            assert plan_from_earlier(run, {**earlier, "placement": placement}) is None
+        assert plan_from_earlier(run, {}) is None
 
 
 def test_a_plan_that_offloads_nothing_is_taken_again_beside_a_host_budget() -> None:
     run = planned_run(LLAMA, "--bf16 --model_max_length 8K --host_memory_budget 5", 8, gpu=73 * GIB, chosen=True)
     plan = make_plan(run)
-    again = plan_again(run, plan.to_json())
+    again = plan_from_earlier(run, plan.to_json())
     assert plan.run.config.offload == "none" and again is not None and again.run == plan.run
 
 

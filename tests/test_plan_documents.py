@@ -31,7 +31,7 @@ from lightseq.memory.planner.plan import plan_as_given
 from lightseq.memory.planner.rates import CHIPS
 from lightseq.models.architecture import inspect_architecture
 from lightseq.models.family import preset_config
-from lightseq.training.engine import plan_memory
+from lightseq.training.engine import choose_memory_settings
 from lightseq.training.setup import prepare
 
 LENGTH, SIZES = 150, (149, 3, 2, 40, 1, 90, 301, 17, 152, 60, 33, 151, 4, 75)  # of documents; some are cut or dropped
@@ -185,7 +185,9 @@ def _plan_on_rank(rank: int, command: str) -> tuple[PackedDocuments | None, floa
     config = parse(f"{command} --overwrite_output_dir".split(), "")
     inputs = prepare(config, llama3.FAMILY, world)
     assert inputs.documents is not None
-    memory, _ = plan_memory(config, replace(inputs, documents=PackedDocuments(10 + rank, 10 + rank, 10)), world)
+    memory, _ = choose_memory_settings(
+        config, replace(inputs, documents=PackedDocuments(10 + rank, 10 + rank, 10)), world
+    )
     assert memory.plan is not None
     return memory.plan.run.documents, memory.plan.step_seconds
 

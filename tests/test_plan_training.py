@@ -38,7 +38,7 @@ from lightseq.models.flops import total_parameters
 from lightseq.tools.plan.rehearsal import within_free_memory
 from lightseq.tools.verify.machines import machine
 from lightseq.training.metrics import read_records
-from lightseq.training.setup import warn_unreached
+from lightseq.training.setup_checks import warn_unreached
 
 LAYERS = 8
 ADAPTERS = "--lora_rank 2"  # without gradients of weights it is at the end of the layers that memory is short

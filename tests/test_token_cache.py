@@ -22,8 +22,7 @@ from worlds import spawn
 from lightseq.data import token_cache
 from lightseq.data.batches import open_examples
 from lightseq.data.examples import IGNORE_INDEX, WindowExamples
-from lightseq.data.sources import source_identity
-from lightseq.data.token_directory import ReadOptions
+from lightseq.data.sources import ReadOptions, source_identity
 from lightseq.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from lightseq.training.metrics import read_records
 

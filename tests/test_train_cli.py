@@ -45,10 +45,11 @@ from lightseq.training import loop, metrics
 from lightseq.training import train as training
 from lightseq.training.engine import FsdpEngine, Update
 from lightseq.training.metrics import MetricsFile, read_records
-from lightseq.training.output_directory import after_restart, begin, lock
+from lightseq.training.output_directory import after_restart, lock_directory, mark_begun
 from lightseq.training.profiler import StepProfile
 from lightseq.training.run_info import commit
-from lightseq.training.setup import FoundModel, tokenizer_directory, warn_unused_lazy
+from lightseq.training.setup import FoundModel, tokenizer_directory
+from lightseq.training.setup_checks import warn_unused_lazy
 from lightseq.training.terminal import Terminal
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -204,7 +205,7 @@ def test_hosts_of_unequal_numbers_of_ranks_are_refused_on_every_rank() -> None:
 
 
 def test_two_runs_never_write_into_one_directory(files: Files) -> None:
-    held = lock(files.root / "shared", World(0, 1, 0, 1, torch.device("cpu")))
+    held = lock_directory(files.root / "shared", World(0, 1, 0, 1, torch.device("cpu")))
     end = spawn(2, program, "llama2", files.words("llama2", "shared", "--max_steps 2"))[0]
     assert end.status == 2 and f"shared is being written to by process {os.getpid()} on " in end.err
     assert sorted(path.name for path in (files.root / "shared").iterdir()) == ["lock"]
@@ -223,7 +224,7 @@ def sick(rank: int, family: str, words: str, steps: tuple[int, ...]) -> Ended:
         return update(self)
 
     FsdpEngine.update = planted  # type: ignore[method-assign]
-    metrics.MOST_SKIPPED = 3
+    metrics.MAX_SKIPPED_STEPS = 3
     return program(rank, family, words)
 
 
@@ -287,7 +288,7 @@ def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr("fcntl.flock", refuse)
     with pytest.raises(ValueError, match=r"cannot be locked \(No locks available\), so two runs could"):
-        lock(tmp_path / "run", World(0, 1, 0, 1, torch.device("cpu")))
+        lock_directory(tmp_path / "run", World(0, 1, 0, 1, torch.device("cpu")))
 
 
 def with_a_full_disk(rank: int, family: str, words: str) -> Ended:
@@ -397,14 +398,14 @@ def test_a_launch_that_dies_while_it_clears_an_old_run_begins_anew(tmp_path: Pat
     again, config = dataclasses.replace(launch, restarts=1), _replacing(tmp_path)
     (tmp_path / "checkpoint-4").mkdir()
     (tmp_path / "checkpoint-4" / "trainer_state.json").write_text("{}")
-    lock(tmp_path, launch).close()
+    lock_directory(tmp_path, launch).close()
     assert after_restart(config, again) == config, "nothing of this launch is there yet"
-    with lock(tmp_path, launch) as held:
-        begin(held, tmp_path, launch)
+    with lock_directory(tmp_path, launch) as held:
+        mark_begun(held, tmp_path, launch)
     for _ in range(2):
         assert after_restart(config, again).resume_from_checkpoint == "True"
-        with lock(tmp_path, again) as held:
-            begin(held, tmp_path, again)
+        with lock_directory(tmp_path, again) as held:
+            mark_begun(held, tmp_path, again)
     assert (tmp_path / "lock").read_text().count("\n") == 2
 
 

@@ -19,7 +19,7 @@ from worlds import spawn
 
 from lightseq.distributed.mesh import World, make_meshes
 from lightseq.models import weights
-from lightseq.parallelize import MemoryPlan, shard_parameters
+from lightseq.parallelize import MemorySettings, shard_parameters
 
 WORLDS = [1, 2, 3]
 FSDP_MODES = ["full_shard", "hybrid_shard", "ddp"]
@@ -48,7 +48,7 @@ def empty(config: LlamaConfig, fsdp: str | None = "full_shard") -> PreTrainedMod
         layers: Any = model.model.layers
         groups = [[layer] for layer in layers]
         shard_parameters(
-            model, model, make_meshes(world, world.size, fsdp).parameters, torch.float32, groups, MemoryPlan()
+            model, model, make_meshes(world, world.size, fsdp).parameters, torch.float32, groups, MemorySettings()
         )
     weights.materialize(model, CPU)
     for parameter in model.parameters():

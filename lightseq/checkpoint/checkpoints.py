@@ -19,9 +19,10 @@ from typing import Any
 
 from lightseq.checkpoint import manifest
 from lightseq.config.train_config import TrainConfig
-from lightseq.memory.planner.breakdown import GIB, MASTER_BYTES, moments_of
+from lightseq.memory.planner.breakdown import FLOAT32_BYTES, GIB, moments_of
 
-STATE, TRAINER_STATE, LOSS, DATA = "state", "trainer_state.json", "eval_loss", "data"
+STATE, TRAINER_STATE = "state", "trainer_state.json"
+EVAL_LOSS, DATA_POSITION = "eval_loss", "data"  # keys of trainer_state.json
 # Suffixes of directories that are not valid checkpoints. OTHER: not written by a run.
 PARTIAL, DELETED, BROKEN, OTHER = ".partial", ".deleted", ".broken", ".other"
 NAME = re.compile(r"checkpoint-\d+")
@@ -62,7 +63,7 @@ def best_checkpoint(output_dir: Path) -> Path | None:
 
 def _eval_loss(path: Path) -> float:
     try:
-        loss = read_trainer_state(path).get(LOSS)
+        loss = read_trainer_state(path).get(EVAL_LOSS)
     except (ValueError, OSError):  # damaged
         return math.nan
     return float(loss) if isinstance(loss, int | float) else math.nan
@@ -162,8 +163,7 @@ def read_trainer_state(directory: Path) -> dict[str, Any]:
 
 def saved_bytes(parameters: int, config: TrainConfig) -> int:
     """Returns the bytes of one checkpoint: float32 weights, optimizer state, and weights in the compute dtype."""
-    element = 4 if config.compute_dtype == "float32" else 2
-    return int(parameters * (MASTER_BYTES * (1 + moments_of(config)) + element))
+    return int(parameters * (FLOAT32_BYTES * (1 + moments_of(config)) + config.itemsize))
 
 
 def saves_left(config: TrainConfig, done: int, total: int, epochs_left: float) -> int:

@@ -15,7 +15,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from lightseq.checkpoint import manifest, state_files
 from lightseq.checkpoint.checkpoints import STATE, is_checkpoint, list_checkpoints, read_trainer_state
-from lightseq.config.checks import ADAM_FLAGS, EIGHT_BIT
+from lightseq.config.checks import ADAM_FLAGS
+from lightseq.config.optimizers import NO_STATE, OPTIMIZERS
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.mesh import World, on_all_ranks
 from lightseq.models import adapters
@@ -30,7 +31,6 @@ LEARNING_FLAGS: Final = (
     *("bf16", "fp16", "tf32", "fp8", "gradient_accumulation_steps", "per_device_train_batch_size"),
 )
 ENDLESS_LR_SCHEDULES: Final = ("constant", "constant_with_warmup", "inverse_sqrt")  # do not depend on the last step
-SAME_STATE_OPTIMIZERS: Final = ({"adamw_torch", "adamw_torch_fused"}, set(EIGHT_BIT))
 CONFIG = "config.json"
 # Model settings that change the computation without changing a shape.
 COMPARED_SETTINGS = (
@@ -113,8 +113,8 @@ def check_flags(resume_from: Path, config: TrainConfig) -> tuple[str, ...]:
     if not isinstance(then, dict):
         return ()  # saved by an older version
     changed = [name for name in LEARNING_FLAGS if name in then and then[name] != now[name]]
-    both = {then.get("optim"), config.optim}
-    if "optim" in changed and not config.deepspeed and not any(both <= alike for alike in SAME_STATE_OPTIMIZERS):
+    same_state = OPTIMIZERS.get(then.get("optim", "")) == OPTIMIZERS[config.optim]
+    if "optim" in changed and not config.deepspeed and not same_state:
         raise ValueError(
             f"--resume_from_checkpoint {resume_from} has the state of --optim {then['optim']}, not of {config.optim}; "
             f"give --optim {then['optim']}, or start over from its weights with --model_name_or_path"
@@ -211,7 +211,7 @@ def restore(directory: Path, model: PreTrainedModel, optimizer: torch.optim.Opti
     """Restores this rank's part of weights and optimizer state. Raises ValueError if they do not fit the model."""
     reader = state_files.TensorReader(directory / STATE)
     saved = state_files.tensor_shapes(reader)
-    if _has_no_optimizer_state(directory, saved):
+    if _lacks_optimizer_state(directory, saved):
         optimizer.state.clear()
     tensors = state_files.state_tensors(model, optimizer)
     _check_fit(directory, saved, tensors)
@@ -230,10 +230,10 @@ def restore(directory: Path, model: PreTrainedModel, optimizer: torch.optim.Opti
         ) from error
 
 
-def _has_no_optimizer_state(directory: Path, saved: dict[str, list[int]]) -> bool:
-    """Returns whether no optimizer state was saved: with float16 a run may skip its first steps and stop after them."""
+def _lacks_optimizer_state(directory: Path, saved: dict[str, list[int]]) -> bool:
+    """Returns whether the optimizer had no state yet: with float16, a run may skip its first steps and stop then."""
     optim = (read_trainer_state(directory).get("config") or {}).get("optim", "sgd")
-    return optim != "sgd" and not any(name.startswith("optimizer.") for name in saved)
+    return OPTIMIZERS.get(optim) != NO_STATE and not any(name.startswith("optimizer.") for name in saved)
 
 
 def restore_rng_state(directory: Path, world: World) -> None:

@@ -27,7 +27,7 @@ from lightseq.memory.staging import Staging, local_bytes
 from lightseq.utils.formatting import first_line
 
 T = TypeVar("T")
-Hashes = Mapping[str, str]
+Hashes = Mapping[str, str]  # SHA-256 by file name
 
 
 class SaveError(Exception):
@@ -35,7 +35,7 @@ class SaveError(Exception):
 
 
 class CheckpointSaver:
-    """Saver of a run's checkpoints. `timeout_seconds`: how long a rank waits for others to write their parts."""
+    """Saver of a run's checkpoints. All ranks make the same calls."""
 
     def __init__(
         self,
@@ -46,7 +46,12 @@ class CheckpointSaver:
         in_background: bool,
         timeout_seconds: float,
     ) -> None:
-        self._output_dir, self._world, self._keep, self._keep_best = output_dir, world, retain, retain_best
+        """Prepares the saver.
+
+        `retain` and `retain_best` are those of `checkpoints.prune`. `in_background`: training continues while the files
+        are written. `timeout_seconds`: how long a rank waits for others to write their parts.
+        """
+        self._output_dir, self._world, self._retain, self._retain_best = output_dir, world, retain, retain_best
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
         self._staging = Staging(world.device) if in_background else None
         self._thread: threading.Thread | None = None
@@ -198,7 +203,7 @@ class CheckpointSaver:
         checkpoints.clear_path(final)
         partial.rename(final)
         manifest.sync([self._output_dir])
-        checkpoints.prune(self._output_dir, self._keep, self._keep_best)
+        checkpoints.prune(self._output_dir, self._retain, self._retain_best)
 
     def _on_main(self, action: Callable[[], object]) -> None:
         self._on_all_ranks(lambda: action() if self._world.is_main else None)

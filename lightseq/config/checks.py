@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from lightseq.config.lr_schedules import FOLLOW_A_METRIC, LR_SCHEDULES, check_lr_schedule
+from lightseq.config.optimizers import OPTIMIZERS
 from lightseq.config.remat_policies import POLICIES, STORES_MLP
 from lightseq.kernels.registry import KERNELS
 from lightseq.schedule.algorithms import SCHEDULES
@@ -16,14 +17,13 @@ if TYPE_CHECKING:  # TrainConfig imports these checks
     from lightseq.config.train_config import TrainConfig
 
 AUTO: Final[dict[str, Any]] = {"auto": None}  # extends the names of a registry, which may grow at run time
-EIGHT_BIT: Final = ("adamw_8bit", "adamw_torch_8bit")  # two names of one optimizer
 
 
 CHOICES: Final[Mapping[str, Collection[str]]] = {
     "eval_strategy": ("no", "steps", "epoch"),
     "save_strategy": ("no", "steps", "epoch"),
     "report_to": ("none", "tensorboard", "wandb"),
-    "optim": ("adamw_torch", "adamw_torch_fused", *EIGHT_BIT, "sgd"),
+    "optim": OPTIMIZERS,
     "lr_scheduler_type": LR_SCHEDULES,
     "schedule": ChainMap(SCHEDULES, AUTO),
     "kernel": ChainMap(KERNELS, AUTO),

@@ -43,11 +43,11 @@ def _values(words: Sequence[str], program: str) -> dict[str, Any]:
 
 
 def _values_in_file(path: Path, program: str) -> dict[str, Any]:
-    from lightseq.config.config_file import words_in  # imports PyYAML, which nothing else here needs
+    from lightseq.config.config_file import arguments_in  # imports PyYAML, which nothing else here needs
 
-    words = words_in(path)
+    arguments = arguments_in(path)
     try:
-        found = _values(words, program)
+        found = _values(arguments, program)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     if "config" in found:

@@ -21,7 +21,7 @@ class FlagLoader(TextLoader):
         return None if node.style is None and node.value in ("", "~", "null") else super().construct_scalar(node)
 
 
-def words_in(path: Path) -> list[str]:
+def arguments_in(path: Path) -> list[str]:
     """Returns the flags of a file as command-line arguments. Raises ValueError with the file and the key."""
     is_json = path.suffix == ".json"
     top = read_file(path, json.loads if is_json else partial(yaml.load, Loader=FlagLoader))
@@ -30,13 +30,13 @@ def words_in(path: Path) -> list[str]:
     if not isinstance(top, dict):
         raise ValueError(f"{path}: give `flag: value` lines, alone or under {', '.join(GROUPS)}")
     unset = {field.name for field in fields(TrainConfig) if field.default is None}
-    words = []
+    arguments = []
     for name, value in _ungrouped(top, path):
         if value is not None:
-            words.append(f"--{name}={_word(name, value, path)}")
+            arguments.append(f"--{name}={_argument(name, value, path)}")
         elif name not in unset:
             raise ValueError(f"{path}: {name} has no value; give one, or leave it out")
-    return words
+    return arguments
 
 
 def _ungrouped(top: Mapping[Any, Any], path: Path) -> Iterator[tuple[str, Any]]:
@@ -54,7 +54,7 @@ def _ungrouped(top: Mapping[Any, Any], path: Path) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def _word(name: str, value: Any, path: Path) -> str:
+def _argument(name: str, value: Any, path: Path) -> str:
     """Formats a value for the command line."""
     kind = flag_types().get(name)
     if isinstance(value, dict) and kind is dict:

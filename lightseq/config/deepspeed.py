@@ -9,13 +9,13 @@ from typing import Any, Final
 from lightseq.config.train_config import TrainConfig
 
 # Supported sections and keys. DeepSpeed ignores unknown ones silently; here they are an error.
-READ: Final = (
+SUPPORTED: Final = (
     *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
     *("zero_optimization", "bf16", "fp16", "data_types", "communication_data_type", "optimizer"),
     *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "comms_logger", "flops_profiler"),
     *("steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "log_level"),
 )
-INSTEAD: Final[Mapping[str, str]] = {
+REMEDIES: Final[Mapping[str, str]] = {  # what to do instead of setting an unsupported key
     "scheduler": "use --lr_scheduler_type, --lr_scheduler_kwargs, --warmup_steps and --warmup_ratio",
     "activation_checkpointing": "use --remat",
     "sequence_parallel_size": "use --sequence_parallel_size",
@@ -26,25 +26,28 @@ INSTEAD: Final[Mapping[str, str]] = {
 }
 ADAMW: Final = ("adamw_torch", "adamw_torch_fused")
 ADAMW_PARAMS: Final = ("lr", "weight_decay", "betas", "eps", "torch_adam", "adam_w_mode")
-TALKS: Final = ("steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "comms_logger")
+# Keys that make DeepSpeed print.
+VERBOSE: Final = ("steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "comms_logger")
 
 
 @dataclass(frozen=True)
 class DeepSpeedSettings:
     """DeepSpeed's settings with every value filled in."""
 
-    source: str
-    stage: int
-    settings: dict[str, Any]
+    source: str  # path of the file
+    stage: int  # of ZeRO: 1, 2 or 3
+    settings: dict[str, Any]  # what `deepspeed.initialize` takes
 
     @property
     def name(self) -> str:
         return f"DeepSpeed ZeRO-{self.stage}"
 
     def on_cpu(self, part: str) -> bool:
+        """Returns whether offload_optimizer or offload_param (`part`) moves its tensors to the host."""
         return self.device_of(part) == "cpu"
 
     def device_of(self, part: str) -> str:
+        """Returns the device of offload_optimizer or offload_param (`part`); `none` without offloading."""
         return _device(self.settings["zero_optimization"], part)
 
 
@@ -90,10 +93,11 @@ def _read(path: Path, source: str) -> dict[str, Any]:
 
 
 def _check_sections(settings: Mapping[str, Any], source: str) -> int:
+    """Returns the ZeRO stage. Raises ValueError for unsupported keys, values of the wrong type, and devices."""
     for key in settings:
-        if key not in READ:
+        if key not in SUPPORTED:
             raise ValueError(
-                f"{source}: {key} is not supported ({INSTEAD.get(key, 'it would have no effect')}); remove it"
+                f"{source}: {key} is not supported ({REMEDIES.get(key, 'it would have no effect')}); remove it"
             )
     for key in ("zero_optimization", "bf16", "fp16", "optimizer", "data_types"):
         if not isinstance(settings.get(key, {}), dict):
@@ -197,10 +201,11 @@ def _fill(settings: dict[str, Any], hidden_size: int) -> None:
         settings["communication_data_type"] = "fp32"
     settings["zero_allow_untested_optimizer"] = True
     settings["zero_force_ds_cpu_optimizer"] = False
-    settings.setdefault("log_level", "info" if any(settings.get(key) for key in TALKS) else "error")
+    settings.setdefault("log_level", "info" if any(settings.get(key) for key in VERBOSE) else "error")
 
 
 def _autos(settings: Mapping[str, Any], path: str = "") -> Iterator[str]:
+    """Yields the keys, with their sections, whose value is still "auto"."""
     for key, value in settings.items():
         if isinstance(value, dict):
             yield from _autos(value, f"{path}{key}.")

@@ -299,20 +299,28 @@ class TrainConfig(
         """Name of the torch dtype of activations."""
         return "bfloat16" if self.bf16 else "float16" if self.fp16 else "float32"
 
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element of the compute dtype."""
+        return 4 if self.compute_dtype == "float32" else 2
+
     def for_planner(self, on_gpu: bool) -> "TrainConfig":
-        """Returns the config whose open flags the planner chooses: on GPUs, and not under DeepSpeed."""
+        """Returns the config as given if the planner decides (on GPUs, not under DeepSpeed), else `without_planner`."""
         return self if on_gpu and not self.deepspeed else self.without_planner()
 
     def without_planner(self) -> "TrainConfig":
-        """Returns the config with the values that memory flags have where no planner decides, as on CPUs."""
-        planned = self.offload == "auto" and self.device_memory_budget is None and self.host_memory_budget is None
+        """Returns the config with every memory flag set, to its default where no planner decides, as on CPUs.
+
+        A memory budget leaves --offload auto, because placing activations within it needs a plan.
+        """
+        moves_nothing = self.offload == "auto" and self.device_memory_budget is None and self.host_memory_budget is None
         return replace(
             self,
             torch_compile=self.compiles,
             remat=self.remat_policy,
             layers_per_checkpoint=self.group_size,
             tile_layers=self.tiles_layers,
-            offload="none" if planned else self.offload,
+            offload="none" if moves_nothing else self.offload,
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -25,10 +25,10 @@ from lightseq.data.examples import (
     open_pickle,
     open_windows,
 )
-from lightseq.data.sources import FOLDER_SUFFIXES, HUB_PREFIX, ROW_SUFFIXES, holds_rows, ignored_files
+from lightseq.data.sources import FOLDER_SUFFIXES, HUB_PREFIX, READERS, ReadOptions, holds_rows, ignored_files
 from lightseq.data.targets import IDS
 from lightseq.data.token_cache import format_and_rows, open_rows
-from lightseq.data.token_directory import META, ReadOptions
+from lightseq.data.token_directory import META
 from lightseq.data.tokenizer import Tokenizer, load_tokenizer, placeholder_tokenizer
 
 MAX_BUCKETS: Final = 8
@@ -47,13 +47,17 @@ def open_examples(
     progress: bool = True,
     read_options: ReadOptions | None = None,
 ) -> Examples:
-    """Opens a token directory, a .pkl file or rows. Raises ValueError with a one-line reason if that fails."""
+    """Opens a token directory, a .pkl file or rows. Raises ValueError with a one-line reason if that fails.
+
+    `lazy` tokenizes the texts of a file on access. `progress` shows a bar while rows are tokenized; processes without
+    one let the process with the bar tokenize.
+    """
     assert length > 0, length
     read_options = read_options or ReadOptions()
     if holds_rows(path):
         if not str(path).startswith(HUB_PREFIX) and not Path(path).exists():
             raise ValueError(f"{path} does not exist; make it with python3 -m data_gen, or give another path")
-        if _is_tokenized(path, read_options, known=tokenizer is not None):
+        if _is_tokenized(path, read_options, has_tokenizer=tokenizer is not None):
             return open_rows(path, length, vocab_size, placeholder_tokenizer(vocab_size), read_options, progress)
         if tokenizer is None:
             raise ValueError(
@@ -83,17 +87,17 @@ def open_examples(
         return open_windows(path, length, vocab_size, read_options.limit)
     if path.suffix == ".pkl":
         return open_pickle(path, length, vocab_size, read_options.limit)
-    *others, last = ROW_SUFFIXES
+    *others, last = READERS
     kinds = ", ".join(["a token directory", ".pkl", *others])
     raise ValueError(f"{path} is not {kinds} or {last}; convert it with python3 -m data_gen text")
 
 
-def _is_tokenized(source: str | Path, read_options: ReadOptions, known: bool) -> bool:
+def _is_tokenized(source: str | Path, read_options: ReadOptions, has_tokenizer: bool) -> bool:
     """Returns whether the first row holds token ids, so that no tokenizer is needed.
 
-    If a tokenizer is known, returns False for sources that are slow to open: a download, or a JSON array.
+    With a tokenizer, returns False for sources that are slow to open: a download, or a JSON array.
     """
-    if known and (str(source).startswith(HUB_PREFIX) or Path(source).suffix == ".json"):
+    if has_tokenizer and (str(source).startswith(HUB_PREFIX) or Path(source).suffix == ".json"):
         return False
     return format_and_rows(source, read_options.text_column, 1)[0].name == IDS
 
@@ -202,7 +206,7 @@ class BatchStream:
     def state(self, step: int) -> dict[str, int]:
         """Returns the state for a checkpoint: samples read, sequences per step, and what determines their order."""
         return {
-            "places": self.consumed_samples(step),
+            "places": self.consumed_samples(step),  # as checkpoints call it
             "examples": len(self.examples),
             "seed": self.seed,
             "length": self.length,
@@ -219,9 +223,12 @@ class BatchStream:
             digest.update(example.input_ids.tobytes() + example.labels.tobytes())
         return int.from_bytes(digest.digest()[:6])
 
-    def resumed(self, step: int, state: Mapping[str, int], where: Path) -> tuple[BatchStream, tuple[str, ...]]:
-        """Returns the stream that continues from a checkpoint, and notes. Raises ValueError if the data differs."""
-        now, flag = self.state(step), f"--resume_from_checkpoint {where}"
+    def resumed(self, step: int, state: Mapping[str, int], checkpoint: Path) -> tuple[BatchStream, tuple[str, ...]]:
+        """Returns the stream that continues after `step` steps, and notes. Raises ValueError if the data differs.
+
+        `state` is that of the checkpoint; `checkpoint` names it in errors.
+        """
+        now, flag = self.state(step), f"--resume_from_checkpoint {checkpoint}"
         if other := [key for key in MUST_MATCH if state[key] != now[key]]:
             was, instead = (MUST_MATCH[other[0]].format(of[other[0]]) for of in (state, now))
             raise ValueError(
@@ -246,8 +253,8 @@ class BatchStream:
 
     def epochs_after(self, steps: int) -> float:
         """Returns the epochs read after `steps` steps, at most the run's."""
-        places = self.consumed_samples(steps)
-        return (places if self.end is None else min(places, self.end)) / len(self.examples)
+        samples = self.consumed_samples(steps)
+        return (samples if self.end is None else min(samples, self.end)) / len(self.examples)
 
     def example(self, sample: int) -> Example | None:
         """Returns the example of a sample; None past the end."""

@@ -12,15 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightseq.data.pickles import read_pickle
-from lightseq.data.sources import MAX_NAMED, SkippedRows, get_text, read_rows, skipped_notes
+from lightseq.data.sources import MAX_NAMED, ReadOptions, SkippedRows, get_text, read_rows, skipped_notes
 from lightseq.data.targets import EMPTY
-from lightseq.data.token_directory import META, IntArray, ReadOptions, TokenDirectory, open_token_directory
+from lightseq.data.token_directory import META, IntArray, TokenDirectory, open_token_directory
 from lightseq.data.tokenizer import Tokenizer
 from lightseq.utils.formatting import plural
 
 IGNORE_INDEX = -100
 SCAN_TOKENS = 1 << 24  # tokens per chunk of a scan
-IdsAndLabels = tuple[IntArray, IntArray]  # ids and labels, not yet shifted
+IdsAndLabels = tuple[IntArray, IntArray]  # ids and labels, not yet shifted; one array twice if all are targets
 
 
 @dataclass(frozen=True)
@@ -78,12 +78,12 @@ def window_offsets(sizes: NDArray[np.int64], length: int) -> NDArray[np.int64]:
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(window_counts(sizes, length))])
 
 
-def locate_window(first: NDArray[np.int64], index: int, length: int) -> tuple[int, int]:
-    """Returns a window's document and its start in the document, in tokens."""
-    if not 0 <= index < first[-1]:
+def locate_window(first_windows: NDArray[np.int64], index: int, length: int) -> tuple[int, int]:
+    """Returns a window's document and its start in the document, in tokens. `first_windows`: see `window_offsets`."""
+    if not 0 <= index < first_windows[-1]:
         raise IndexError(index)
-    document = int(np.searchsorted(first, index, side="right")) - 1
-    return document, (index - int(first[document])) * length
+    document = int(np.searchsorted(first_windows, index, side="right")) - 1
+    return document, (index - int(first_windows[document])) * length
 
 
 def check_ids(ids: IntArray, vocab_size: int, where: str) -> None:
@@ -103,18 +103,18 @@ class WindowExamples:
     source: TokenDirectory
     length: int
     vocab_size: int
-    first_window: NDArray[np.int64]
+    first_windows: NDArray[np.int64]  # see `window_offsets`
     notes: tuple[str, ...]
 
     def __len__(self) -> int:
-        return int(self.first_window[-1])
+        return int(self.first_windows[-1])
 
     @property
     def sizes(self) -> NDArray[np.int64]:
         return window_sizes(np.diff(self.source.offsets), self.length)
 
     def __getitem__(self, index: int) -> Example:
-        document, start = locate_window(self.first_window, index, self.length)
+        document, start = locate_window(self.first_windows, index, self.length)
         here = slice(start, start + self.length + 1)  # with the last target
         ids, targets = self.source.document(document)[here], self.source.targets_of(document)
         check_ids(ids, self.vocab_size, f"{self.source.path} document {document}")
@@ -134,12 +134,14 @@ def _check_vocabulary(source: TokenDirectory, vocab_size: int) -> None:
     check_ids(np.asarray([source.meta["max_token_id"]]), vocab_size, f"{source.path / META}: the corpus")
 
 
-def count_targetless_windows(source: TokenDirectory, first: NDArray[np.int64], length: int) -> NDArray[np.int64]:
+def count_targetless_windows(
+    source: TokenDirectory, first_windows: NDArray[np.int64], length: int
+) -> NDArray[np.int64]:
     """Returns the number of windows without a target in each document."""
-    if source.targets is None or not first[-1]:
-        return np.zeros(len(first) - 1, np.int64)
-    windows = np.diff(first)
-    nth = np.arange(first[-1]) - np.repeat(first[:-1], windows)  # index in its document
+    if source.targets is None or not first_windows[-1]:
+        return np.zeros(len(first_windows) - 1, np.int64)
+    windows = np.diff(first_windows)
+    nth = np.arange(first_windows[-1]) - np.repeat(first_windows[:-1], windows)  # index in its document
     starts = np.repeat(source.offsets[:-1], windows) + 1 + nth * length
     ends = np.minimum(starts + length, np.repeat(source.offsets[1:], windows))
     edges = np.stack([starts, ends], axis=1).ravel()
@@ -147,15 +149,15 @@ def count_targetless_windows(source: TokenDirectory, first: NDArray[np.int64], l
     return np.bincount(np.repeat(np.arange(len(windows)), windows), counts[::2] == 0, len(windows)).astype(np.int64)
 
 
-def targetless_notes(source: TokenDirectory, first: NDArray[np.int64], length: int) -> tuple[str, ...]:
+def targetless_notes(source: TokenDirectory, first_windows: NDArray[np.int64], length: int) -> tuple[str, ...]:
     """Returns a note on windows without a target: their number, and the documents with the most."""
-    barren = count_targetless_windows(source, first, length)
+    barren = count_targetless_windows(source, first_windows, length)
     if not barren.any():
         return ()
     most = [document for document in np.argsort(-barren, kind="stable")[:MAX_NAMED].tolist() if barren[document]]
     shown = "; ".join(f"document {i}: {int(barren[i]):,}" for i in most)
     more = "; …" if int((barren > 0).sum()) > MAX_NAMED else ""
-    windows = f"{plural(int(barren.sum()), 'window')} of {int(first[-1]):,} without a target"
+    windows = f"{plural(int(barren.sum()), 'window')} of {int(first_windows[-1]):,} without a target"
     return (f"{source.path}: {windows} ({shown}{more}); a longer --model_max_length leaves fewer",)
 
 
@@ -169,12 +171,14 @@ def open_windows(path: Path, length: int, vocab_size: int, limit: int | None = N
         source = source.first(limit)
     _check_vocabulary(source, vocab_size)
     sizes = np.diff(source.offsets)
-    first = window_offsets(sizes, length)
+    first_windows = window_offsets(sizes, length)
     short = int((sizes < 2).sum())
     notes = (f"{path}: skipped {plural(short, 'document')} of fewer than two tokens",) if short else ()
-    if not first[-1]:
+    if not first_windows[-1]:
         raise ValueError(f"{path} has no document of at least two tokens; make it again with longer documents")
-    return WindowExamples(source, length, vocab_size, first, (*notes, *targetless_notes(source, first, length)))
+    return WindowExamples(
+        source, length, vocab_size, first_windows, (*notes, *targetless_notes(source, first_windows, length))
+    )
 
 
 @dataclass(frozen=True)

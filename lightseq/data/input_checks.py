@@ -13,6 +13,7 @@ from lightseq.attention.context import Documents, ForwardPass, SequenceContext
 from lightseq.comm.transport import base_transport_name
 from lightseq.data.examples import IGNORE_INDEX
 from lightseq.data.shard_batch import packed_positions
+from lightseq.models.architecture import transformers_model
 from lightseq.modules.replaced_head import tensor_version
 
 BATCHES_BETWEEN_COMPARISONS: Final = 100
@@ -79,11 +80,6 @@ def loss_function_of(model: PreTrainedModel) -> Callable[..., Tensor]:
     checked = getattr(function, "func", None) is _sharded_loss
     own: Callable[..., Tensor] = function.args[-1] if checked else function
     return own
-
-
-def transformers_model(model: nn.Module) -> PreTrainedModel:
-    """Returns the transformers model, which may be inside a wrapper such as PEFT's."""
-    return next(module for module in model.modules() if isinstance(module, PreTrainedModel))
 
 
 @torch.compiler.disable  # reads tensor values and communicates, which cannot be compiled

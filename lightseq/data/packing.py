@@ -26,7 +26,8 @@ from lightseq.data.examples import (
     window_offsets,
     window_sizes,
 )
-from lightseq.data.token_directory import META, ReadOptions, open_token_directory
+from lightseq.data.sources import ReadOptions
+from lightseq.data.token_directory import META, open_token_directory
 from lightseq.data.tokenizer import Tokenizer
 from lightseq.utils.formatting import plural
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -17,7 +17,6 @@ from lightseq.data.token_directory import META
 from lightseq.utils.formatting import first_line
 
 HUB_PREFIX: Final = "hf:"
-ROW_SUFFIXES: Final = (".jsonl", ".json", ".parquet")
 FOLDER_SUFFIXES: Final = (".jsonl", ".parquet")  # not .json, which may hold anything
 # Written by `save_to_disk` for one split, and for several.
 SAVED_DATASET_FILES: Final = ("state.json", "dataset_dict.json")
@@ -26,10 +25,21 @@ Row = dict[str, Any]
 NamedRow = tuple[str, Row]  # file and number, and the columns
 
 
+@dataclass(frozen=True)
+class ReadOptions:
+    """Options for opening data. Column, cache and template apply only to rows that are not tokenized yet."""
+
+    text_column: str = "text"
+    limit: int | None = None  # rows, counted from the first; None: all
+    cache: Path = field(default_factory=lambda: Path("~/.cache/lightseq/tokens").expanduser())
+    chat_template: str | None = None  # file or template; None: the tokenizer's
+    limits_documents: bool = False  # applies the limit to documents of tokenized data, which is refused otherwise
+
+
 def holds_rows(source: str | Path) -> bool:
     """Returns whether a source holds rows, as opposed to a token directory or a pickle."""
     path = Path(source)
-    if str(source).startswith(HUB_PREFIX) or path.suffix in ROW_SUFFIXES:
+    if str(source).startswith(HUB_PREFIX) or path.suffix in READERS:
         return True
     return path.is_dir() and not (path / META).exists() and (_is_saved_dataset(path) or bool(_files(path)))
 
@@ -91,7 +101,7 @@ def _read_rows(source: str | Path) -> Iterator[NamedRow]:
         yield from _saved_rows(path)
         return
     for file in _files(path) if path.is_dir() else [path]:
-        yield from {".jsonl": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet}[file.suffix](file)
+        yield from READERS[file.suffix](file)
 
 
 def _is_saved_dataset(path: Path) -> bool:
@@ -176,6 +186,13 @@ def _read_parquet(path: Path) -> Iterator[NamedRow]:
                     number += 1
     except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read as Parquet past row {number}: {first_line(error)}") from error
+
+
+READERS: Final[Mapping[str, Callable[[Path], Iterator[NamedRow]]]] = {  # by suffix
+    ".jsonl": _read_jsonl,
+    ".json": _read_json,
+    ".parquet": _read_parquet,
+}
 
 
 def _import_datasets(source: str | Path) -> Any:

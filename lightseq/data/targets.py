@@ -39,17 +39,17 @@ class Sample:
     padding: int = 0  # tokens cut off the end
 
 
-Read = Callable[[Row, str, Tokenizer], Sample]
+ReadRow = Callable[[Row, str, Tokenizer], Sample]  # gets the row, its file and number for errors, and the tokenizer
 
 
 @dataclass(frozen=True)
 class RowFormat:
-    """Reader for one format of rows; `masked` if some tokens are not targets, `whole` if a row is one text."""
+    """Reader for one format of rows."""
 
     name: str
-    read: Read
-    masked: bool = True
-    whole: bool = False
+    read: ReadRow
+    masked: bool = True  # some tokens are not targets
+    whole: bool = False  # a row is one text
 
 
 def detect_row_format(columns: Sequence[str], text_column: str, where: str) -> RowFormat:
@@ -80,6 +80,7 @@ def _read_text(row: Row, name: str, where: str) -> Sample:
 
 
 def _read_ids(row: Row, where: str, _: Tokenizer) -> Sample:
+    """Reads a tokenized row, without its padding on the right."""
     ids = _integers(row, "input_ids", where)
     labels = _integers(row, "labels", where) if "labels" in row else ids
     if labels.shape != ids.shape or bool(((labels != ids) & (labels != -100)).any()):
@@ -136,6 +137,7 @@ def _read_pair(row: Row, pair: tuple[str, str], where: str, tokenizer: Tokenizer
 
 
 def _messages(row: Row, name: str, where: str) -> list[dict[str, Any]]:
+    """Returns a chat's turns with role and content. Raises ValueError if the column holds anything else."""
     messages = get_column(row, name, where)
     if not isinstance(messages, list | None) or not all(isinstance(turn, dict) for turn in messages or ()):
         raise ValueError(f"{where}: {name!r} is {messages!r:.40}, not a list of turns with role and content")
@@ -186,10 +188,10 @@ def _render(tokenizer: Tokenizer, messages: list[dict[str, Any]], add_generation
 
 
 def encode_samples(
-    samples: Sequence[Sample], kind: RowFormat, tokenizer: Tokenizer
+    samples: Sequence[Sample], row_format: RowFormat, tokenizer: Tokenizer
 ) -> list[tuple[IntArray, TargetMask | None]]:
     """Tokenizes samples in one call. Returns the ids of each, and the mask of its targets (None: all)."""
-    if kind.whole:
+    if row_format.whole:
         return [(ids, None) for ids in tokenizer.encode_batch([sample.parts[0][0] for sample in samples], True)]
     encoded = iter(tokenizer.encode_parts([sample.parts for sample in samples if sample.ids is None]))
     return [
@@ -202,5 +204,5 @@ def _with_special_tokens(ids: IntArray, targets: TargetMask, tokenizer: Tokenize
     if tokenizer.chat_template is not None:
         return ids, targets
     begin, end = np.asarray(tokenizer.begin, np.int64), np.asarray(tokenizer.end, np.int64)
-    marks = np.zeros(len(begin), np.bool_), np.ones(len(end), np.bool_)
-    return np.concatenate([begin, ids, end]), np.concatenate([marks[0], targets, marks[1]])
+    mask = [np.zeros(len(begin), np.bool_), targets, np.ones(len(end), np.bool_)]
+    return np.concatenate([begin, ids, end]), np.concatenate(mask)

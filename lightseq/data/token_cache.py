@@ -19,6 +19,7 @@ from lightseq.data.examples import MAX_NAMED, WindowExamples, check_ids, open_wi
 from lightseq.data.sources import (
     FOLDER_SUFFIXES,
     NamedRow,
+    ReadOptions,
     SkippedRows,
     ignored_files,
     read_rows,
@@ -29,7 +30,6 @@ from lightseq.data.targets import RowFormat, detect_row_format, encode_samples
 from lightseq.data.token_directory import (
     META,
     IntArray,
-    ReadOptions,
     matches_schema,
     remove_partials,
     write_token_directory,
@@ -40,7 +40,7 @@ from lightseq.utils.progress import progress_bar
 
 T = TypeVar("T")
 TOKENIZER_ROWS: Final = 256  # rows per call of the tokenizer
-HEAD_START_SECONDS: Final = 0.5
+HEAD_START_SECONDS: Final = 0.5  # of the process with a progress bar
 CACHE_VERSION: Final = 3  # increase it when tokenization changes
 META_FIELDS: Final = {  # fields of meta.json in the cache only
     "tokenizer": (str, type(None)),
@@ -66,7 +66,7 @@ def open_rows(
     alone = "" if meta["tokenizer"] else ", without a tokenizer"
     notes = [f"{source}: {plural(meta['documents'], meta['kind'] + ' row')} as tokens in {directory}{alone}"]
     notes += skipped_notes(str(source), meta)
-    notes += _skipped_rows_notes(str(source), meta)
+    notes += _ignored_files_and_padding_notes(str(source), meta)
     if long := int((sizes > length + 1).sum()):
         split = f"{plural(long, 'row')} of more than {length:,} tokens split into windows"
         notes.append(f"{source}: {split}; no target is lost at a border")
@@ -82,7 +82,7 @@ def format_and_rows(source: str | Path, column: str, limit: int | None = None) -
     return detect_row_format(list(first[1]), column, first[0]), itertools.chain([first], rows)
 
 
-def _skipped_rows_notes(source: str, meta: Mapping[str, Any]) -> list[str]:
+def _ignored_files_and_padding_notes(source: str, meta: Mapping[str, Any]) -> list[str]:
     """Returns notes on files in a folder that are not read, and on padding."""
     notes = []
     if files := meta["passed_over"]["files"]:
@@ -108,8 +108,9 @@ def ensure_tokenized(
         "rows": source_identity(source),
         "tokenizer": tokenizer.fingerprint,
         "column": read_options.text_column,
+        "limit": read_options.limit,
+        "version": CACHE_VERSION,
     }
-    key |= {"limit": read_options.limit, "version": CACHE_VERSION}
     fingerprint = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     directory = read_options.cache / fingerprint
     if not directory.exists():
@@ -152,7 +153,7 @@ def _write(
     provenance: Mapping[str, Any],
     progress: bool,
 ) -> None:
-    kind, rows = format_and_rows(source, read_options.text_column, read_options.limit)
+    row_format, rows = format_and_rows(source, read_options.text_column, read_options.limit)
     skipped = SkippedRows()
     ignored = ignored_files(source)
 
@@ -161,17 +162,17 @@ def _write(
             "tokenizer": tokenizer.name or None,
             "source": str(source),
             "seed": None,
-            "kind": kind.name,
+            "kind": row_format.name,
             **skipped.facts(),
             "padding": dict(skipped.padding),
             "passed_over": {"files": len(ignored), "first": ignored[:MAX_NAMED]},
             "made": provenance,
         }
 
-    documents = _tokenize(rows, kind, vocab_size, tokenizer, skipped)
+    documents = _tokenize(rows, row_format, vocab_size, tokenizer, skipped)
     shown = progress_bar(documents, progress=progress)
     try:
-        write_token_directory(directory, shown, tokenizer.vocab_size, extra_meta, with_targets=kind.masked)
+        write_token_directory(directory, shown, tokenizer.vocab_size, extra_meta, with_targets=row_format.masked)
     except ValueError as error:
         if skipped.counts and "no document to write" in str(error):
             notes = skipped_notes(str(source), skipped.facts())[0]
@@ -181,25 +182,25 @@ def _write(
 
 def _tokenize(
     rows: Iterable[NamedRow],
-    kind: RowFormat,
+    row_format: RowFormat,
     vocab_size: int,
     tokenizer: Tokenizer,
     skipped: SkippedRows,
 ) -> Iterator[tuple[IntArray, TargetMask | None]]:
     for batch in tokenizer_batches(rows):
-        read = [(where, kind.read(row, where, tokenizer)) for where, row in batch]
+        read = [(where, row_format.read(row, where, tokenizer)) for where, row in batch]
         for where, sample in read:
             if sample.skipped is not None:
                 skipped.add(sample.skipped, where)
             if sample.padding:
                 skipped.padding.update(rows=1, tokens=sample.padding)
         kept = [(where, sample) for where, sample in read if sample.skipped is None]
-        encoded = encode_samples([sample for _, sample in kept], kind, tokenizer)
+        encoded = encode_samples([sample for _, sample in kept], row_format, tokenizer)
         for (where, _), (ids, targets) in zip(kept, encoded, strict=True):
             check_ids(ids, vocab_size, where)
             if len(ids) < 2:
                 skipped.add("of one token", where)
-            elif targets is not None and not kind.masked and not targets[1:].all():
+            elif targets is not None and not row_format.masked and not targets[1:].all():
                 raise ValueError(f"{where} has labels, but the first row has none; give every row labels")
             else:
                 yield ids, targets

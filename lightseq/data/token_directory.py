@@ -13,7 +13,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -31,22 +31,9 @@ PARTIAL = ".partial-"  # follows the final name in a directory that is being wri
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 OFFSET_DTYPE: np.dtype[Any] = np.dtype("<i8")
 TARGET_DTYPE: np.dtype[Any] = np.dtype("u1")
-REQUIRED_META = {"tokens": int, "documents": int, "max_token_id": int, "dtype": str}  # fields of meta.json
-OPTIONAL_META = {  # optional fields
-    "targets": bool,
-    "tokenizer": (str, type(None)),
-}
-
-
-@dataclass(frozen=True)
-class ReadOptions:
-    """Options for reading rows that are not tokenized yet."""
-
-    text_column: str = "text"
-    limit: int | None = None  # rows; None: all
-    cache: Path = field(default_factory=lambda: Path("~/.cache/lightseq/tokens").expanduser())
-    chat_template: str | None = None  # file or template; None: the tokenizer's
-    limits_documents: bool = False  # False: a limit is refused for data that holds no rows
+# Fields of meta.json, as schemas for `matches_schema`.
+REQUIRED_META = {"tokens": int, "documents": int, "max_token_id": int, "dtype": str}
+OPTIONAL_META = {"targets": bool, "tokenizer": (str, type(None))}
 
 
 @contextmanager

@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightseq import hf
-from lightseq.data.input_checks import transformers_model
 from lightseq.distributed.environment import ranks_per_host
 from lightseq.integrations.whole_batches import WholeBatches
+from lightseq.models.architecture import transformers_model
 from lightseq.utils.formatting import divisors
 
 DATA, SEQUENCE = "dp_shard", "cp"  # accelerate's names: ranks along "cp" get the same batches
@@ -107,6 +107,7 @@ def enable(model: nn.Module, mesh: DeviceMesh, accelerator: Accelerator, **optio
     here = {"device": accelerator.device, "dtype": dtype, "gpus_per_host": _ranks_per_host(mesh)}
     context = hf.enable(inner, mesh[SEQUENCE], **{**here, **options})
     inner.whole_batches = WholeBatches(inner, context)  # type: ignore[assignment]
+    inner.disabled_by = "lightseq.integrations.accelerate.disable"  # type: ignore[assignment]  # hf.disable reads it
     return inner.whole_batches  # type: ignore[return-value]
 
 
@@ -115,6 +116,7 @@ def disable(model: nn.Module) -> None:
     inner = transformers_model(model)
     if isinstance(found := vars(inner).pop("whole_batches", None), WholeBatches):
         found.remove()
+        del inner.disabled_by
         hf.disable(inner)
 
 
@@ -151,7 +153,7 @@ def _gather_for_metrics(accelerator: Accelerator, size: int, input_data: Any, us
     def one_per_group(data: Any) -> Any:
         if size == ranks:  # one group, all of whose ranks have the same
             return recursively_apply(lambda x: torch.atleast_1d(x.detach()).clone(), data)
-        return recursively_apply(partial(_every, size, ranks), type(accelerator).gather(accelerator, data))
+        return recursively_apply(partial(_rows_of_every, size, ranks), type(accelerator).gather(accelerator, data))
 
     accelerator.gather = one_per_group  # type: ignore[method-assign]
     try:
@@ -180,17 +182,17 @@ def _prepare_scheduler(accelerator: Accelerator, size: int, scheduler: Any) -> A
     prepared = type(accelerator).prepare_scheduler(accelerator, scheduler)
     if prepared.step_with_optimizer and not prepared.split_batches:
         prepared.split_batches = True  # then one call is one step
-        prepared.step = partial(_step, prepared, accelerator.num_processes // size)
+        prepared.step = partial(_step_times, prepared, accelerator.num_processes // size)
     return prepared
 
 
-def _step(scheduler: AcceleratedScheduler, times: int, *args: Any, **kwargs: Any) -> None:
+def _step_times(scheduler: AcceleratedScheduler, times: int, *args: Any, **kwargs: Any) -> None:
     inner = scheduler.scheduler
     for _ in range(times if scheduler.gradient_state.sync_gradients else 1):
         if inner._step_count <= getattr(inner, "total_steps", inner._step_count):  # OneCycleLR raises after its end
             AcceleratedScheduler.step(scheduler, *args, **kwargs)
 
 
-def _every(size: int, ranks: int, gathered: Tensor) -> Tensor:
+def _rows_of_every(size: int, ranks: int, gathered: Tensor) -> Tensor:
     """Returns the rows of every `size`-th rank from the rows of all ranks."""
     return gathered.unflatten(0, (ranks, -1))[::size].flatten(0, 1)

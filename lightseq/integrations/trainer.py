@@ -5,6 +5,7 @@ trainer = MyTrainer(model, arguments, ..., sequence_parallel_size=2)
 """
 
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -13,9 +14,9 @@ from packaging.version import Version
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments, __version__
 
-from lightseq.data.input_checks import transformers_model
 from lightseq.integrations.accelerate import enable, share_batches
 from lightseq.integrations.whole_batches import WholeBatches
+from lightseq.models.architecture import transformers_model
 
 OLDEST_TRANSFORMERS = "5.19"  # whose losses count ranks with the same batch once
 TRL_TRAINERS = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "ORPOTrainer", "CPOTrainer")  # which work; see the tests
@@ -70,8 +71,12 @@ class SequenceParallel:
         for model in (self.model, getattr(self, "ref_model", None)):
             if isinstance(model, nn.Module):
                 whole = enable(model, self._sequence_mesh, self.accelerator, **options)
-                whole.pad_to = length if packs and self._compiles() else None
-                whole.computes_token_metrics, whole.weighs_tokens_equally = self._sft_loss()
+                is_sft_loss, is_mean = self._sft_loss()
+                whole.configure(
+                    pad_to=length if packs and self._compiles() else None,
+                    replaces_trl_head=is_sft_loss,
+                    weighs_tokens_equally=is_mean,
+                )
         if getattr(self, "aux_loss_enabled", False):  # of TRL's trainers
             raise ValueError(
                 "the router's auxiliary loss would see only one rank's tokens, which excludes "
@@ -93,7 +98,7 @@ class SequenceParallel:
         )
 
     def _sft_loss(self) -> tuple[bool, bool]:
-        """Returns whether this computes the loss of TRL's SFTTrainer, and whether that is the mean over all tokens.
+        """Returns whether the loss is that of TRL's SFTTrainer, and whether that is the mean over all tokens.
 
         A subclass with another `compute_loss` may need gradients of entropies, which only TRL's fused head has.
         """
@@ -157,16 +162,15 @@ class SequenceParallel:
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, *args: Any, **kwargs: Any
     ) -> tuple[Tensor | None, Any, Any]:
         whole = getattr(transformers_model(self.model), "whole_batches", None)
-        if isinstance(whole, WholeBatches):
-            whole.keep_logits = not prediction_loss_only
-        try:
+        if prediction_loss_only or not isinstance(whole, WholeBatches):
+            logits: AbstractContextManager[None] = nullcontext()
+        else:
+            logits = whole.returning_logits()
+        with logits:
             step: tuple[Tensor | None, Any, Any] = super().prediction_step(  # type: ignore[misc]
                 model, inputs, prediction_loss_only, *args, **kwargs
             )
-            return step
-        finally:
-            if isinstance(whole, WholeBatches):
-                whole.keep_logits = False
+        return step
 
 
 class SequenceParallelTrainer(SequenceParallel, Trainer):

@@ -4,7 +4,8 @@ Trainers compute losses, metrics and token counts of whole batches. With these h
 passes the same batch, computes its share of the tokens, and gets the loss or per-token values of the whole batch.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,9 +19,9 @@ from transformers.utils import ModelOutput
 from lightseq import hf
 from lightseq.attention.context import SequenceContext
 from lightseq.data.examples import IGNORE_INDEX
-from lightseq.data.input_checks import has_fused_loss, loss_function_of, transformers_model
+from lightseq.data.input_checks import has_fused_loss, loss_function_of
 from lightseq.memory.remat import apply_remat
-from lightseq.models.architecture import known_logit_transform
+from lightseq.models.architecture import known_logit_transform, transformers_model
 from lightseq.modules.compilation import allow_graphs_per_length
 from lightseq.modules.loss import TokenMetrics, cross_entropy_sum, token_metrics
 from lightseq.modules.replaced_head import ReplacedHead
@@ -44,11 +45,11 @@ class _Pass:
 
     batch: dict[str, Any]
     labels: Tensor | None  # of this rank, shifted
-    divisor: Tensor | None  # of the loss
-    shifted_here: bool  # then per-token values have none for the last token, as in TRL
+    divisor: Tensor | None  # of the loss: the number of valid tokens
+    shifted_here: bool  # from labels, as TRL does; per-token values then end one token earlier
     length: int  # of the batch, before padding
-    head: ReplacedHead | None = None  # which computes the loss in this pass
-    metrics: TokenMetrics | None = None  # which it computed for TRL
+    head: ReplacedHead | None = None  # computes the loss, or TRL's token metrics, in this pass
+    metrics: TokenMetrics | None = None  # those that the head computed
 
 
 @dataclass
@@ -66,18 +67,17 @@ class WholeBatches:
     """The hooks of one enabled model.
 
     Outputs replace those of the model: `loss` is that of the whole batch, per-token values of TRL's fused head are in
-    the order of the whole batch, and logits are whole if there are no labels, as a custom loss needs them, or if
-    `keep_logits` is set; otherwise logits never exist, because the loss is computed in chunks. Gradients are right
-    where the reduction over all ranks averages them, as DDP and FSDP do: those of a rank's tokens are multiplied by the
-    ranks of its group.
+    the order of the whole batch, and logits are whole if there are no labels, as a custom loss needs them, or inside
+    `returning_logits`; otherwise logits never exist, because the loss is computed in chunks. Gradients are right where
+    the reduction over all ranks averages them, as DDP and FSDP do: those of a rank's tokens are multiplied by the ranks
+    of its group.
     """
 
     def __init__(self, model: nn.Module, context: SequenceContext) -> None:
         self.model, self.context = transformers_model(model), context
-        self.keep_logits = False
-        self.computes_token_metrics = False  # in place of TRL's fused head, for SFTTrainer
-        self.weighs_tokens_equally = False  # SFTTrainer's loss does; see modules.loss.token_metrics
-        self.pad_to: int | None = None  # tokens of every packed row, so that compiled layers see one length
+        self._returns_logits = False
+        self._replaces_trl_head = self._weighs_tokens_equally = False
+        self._pad_to: int | None = None
         self._ranks = context.layout.world
         self._logit_transform = known_logit_transform(self.model)
         self._changed_layers: list[tuple[nn.Module, Any]] = []
@@ -87,6 +87,25 @@ class WholeBatches:
             self.model.register_forward_pre_hook(self._pass_labels_to_trl, with_kwargs=True),
             self.model.register_forward_hook(self._gather, with_kwargs=True, always_call=True),
         ]
+
+    def configure(self, *, pad_to: int | None, replaces_trl_head: bool, weighs_tokens_equally: bool) -> None:
+        """Sets what a trainer knows of its batches and loss.
+
+        `pad_to`: tokens of every packed row, so that compiled layers see one length. `replaces_trl_head`: computes the
+        token metrics in place of TRL's fused head, as for SFTTrainer's loss. `weighs_tokens_equally`: that loss is the
+        mean over all tokens (see `modules.loss.token_metrics`).
+        """
+        self._pad_to, self._replaces_trl_head = pad_to, replaces_trl_head
+        self._weighs_tokens_equally = weighs_tokens_equally
+
+    @contextmanager
+    def returning_logits(self) -> Iterator[None]:
+        """Lets the model return the whole batch's logits also with labels, inside the block."""
+        self._returns_logits = True
+        try:
+            yield
+        finally:
+            self._returns_logits = False
 
     def change_layers(self, recompute: bool, compile_each: bool) -> None:
         """Lets layers recompute all but attention, and compiles each. A second call changes nothing."""
@@ -127,8 +146,8 @@ class WholeBatches:
         if whole["input_ids"] is None:
             raise ValueError("input_ids are missing; pass those of the whole batch")
         length, shifted_here = whole["input_ids"].shape[1], whole["shift_labels"] is None
-        if self.pad_to is not None:
-            whole = _padded(whole, self.pad_to)
+        if self._pad_to is not None:
+            whole = _padded(whole, self._pad_to)
         batch = hf.shard_batch(self.context, cu_seqlens=kwargs.pop("cu_seq_lens_q", None), **whole)
         local = batch.pop("shift_labels", None)
         batch.pop("labels", None)
@@ -139,12 +158,12 @@ class WholeBatches:
         if local is None:
             return (), inputs
         if kwargs.get("fused_lm_head"):
-            if self.computes_token_metrics and self._head_can_be_replaced():
+            if self._replaces_trl_head and self._head_can_be_replaced():
                 del inputs["fused_lm_head"]
                 self._replace_head(self._pass, self._token_log_probs)
             return (), inputs
         usual = loss_function_of(self.model) is ForCausalLMLoss and not has_fused_loss(self.model)
-        if usual and self._head_can_be_replaced() and not self.keep_logits:
+        if usual and self._head_can_be_replaced() and not self._returns_logits:
             self._replace_head(self._pass, self._loss_sum)
             return (), inputs
         return (), inputs | {"labels": local, "shift_labels": local, "num_items_in_batch": _at_least_one(divisor)}
@@ -161,8 +180,9 @@ class WholeBatches:
 
     def _token_log_probs(self, this: _Pass, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         assert this.labels is not None and self._logit_transform is not None
-        head = (hidden, weight, this.labels, self._logit_transform, bias)
-        this.metrics = token_metrics(*head, equal_factors=self.weighs_tokens_equally)
+        this.metrics = token_metrics(
+            hidden, weight, this.labels, self._logit_transform, bias, equal_factors=self._weighs_tokens_equally
+        )
         return this.metrics.log_probs
 
     @torch.compiler.disable
@@ -202,13 +222,14 @@ class WholeBatches:
             return output
         if this.labels is not None:
             output.loss = self._loss(output.loss, this)
-        if this.labels is None or self.keep_logits:
+        if this.labels is None or self._returns_logits:
             output.logits = self._in_order(output.logits, this)
         else:
             output.logits = None
         return output
 
     def _gather_per_token(self, output: Any, this: _Pass) -> Any:
+        """Returns the output of TRL's fused head with the values of the whole batch."""
         self._check_trl_head()
         for name in PER_TOKEN:  # one by one, so that values which no loss reads get no gradient
             local = getattr(output, name, None)
@@ -230,6 +251,7 @@ class WholeBatches:
             )
 
     def _gather_metrics(self, log_probs: Tensor, metrics: TokenMetrics, this: _Pass) -> TokenOutput:
+        """Returns what TRL's fused head would, from token metrics (batch, local) of this rank."""
         assert this.labels is not None and this.divisor is not None
         mask = (this.labels != IGNORE_INDEX).to(log_probs.dtype)
         values = self._in_order(torch.stack([log_probs, metrics.entropy, metrics.hits, mask], -1), this)
@@ -239,6 +261,7 @@ class WholeBatches:
         return TokenOutput(loss, log_probs, entropy, hits.bool(), mask.bool())
 
     def _in_order(self, values: Tensor, this: _Pass) -> Tensor:
+        """Returns values (batch, local, ...) of all ranks in the order of the batch (batch, length, ...)."""
         whole = hf.gather_padded_tokens(self.context, values, this.batch, gradient_factor=self._ranks)
         return whole[:, : this.length]
 

@@ -7,7 +7,7 @@ updates in pieces, from NVMe.
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,16 @@ from lightseq.memory.streamed_update import Piece, update_pieces
 
 PIECE = 1 << 25  # weights per piece; the pieces in flight take 1 GiB of GPU memory
 STATES = {"exp_avg": True, "exp_avg_sq": False}  # name: whether it is signed
+
+
+class _Settings(NamedTuple):
+    """Settings of a parameter group, in the order of torchao's `single_param_adam`."""
+
+    lr: Tensor
+    beta1: float
+    beta2: float
+    weight_decay: Tensor
+    eps: float
 
 
 def compute_updates_on(device: torch.device, optimizer: Any, piece: int = PIECE) -> None:
@@ -39,14 +49,15 @@ def _step(optimizer: Any, device: torch.device, size: int, pinned: PinnedMemory 
     for group in optimizer.param_groups:
         # Compilation would bake in Python numbers and build a host kernel for host tensors. Copying synchronizes.
         rate, decay = (torch.as_tensor(group[name], device=device) for name in ("lr", "weight_decay"))
-        settings = (rate, *group["betas"], decay, group["eps"])
+        beta1, beta2 = group["betas"]
+        settings = _Settings(rate, beta1, beta2, decay, group["eps"])
         for parameter in group["params"]:
             if parameter.grad is None:
                 continue
             state = optimizer.state[parameter]
             if not state:
-                waits = parameter.device.type == "cpu"
-                state.update(_new_state(optimizer, parameter, pinned if waits else None))
+                on_host = parameter.device.type == "cpu"
+                state.update(_new_state(optimizer, parameter, pinned if on_host else None))
             state["step"] += 1
             change = partial(_change, settings, scale, state["step"].to(device, copy=True))
             pieces += _pieces(parameter, state, size, change)
@@ -75,6 +86,7 @@ def _flat_states(state: dict[str, Tensor]) -> Iterator[Tensor]:
 
 
 def _pieces(parameter: Tensor, state: dict[str, Tensor], size: int, change: Callable[..., None]) -> Iterator[Piece]:
+    """Yields pieces of `size` weights, each with its states and, last and not copied back, its gradient."""
     weights = local_part(parameter.detach()).view(-1)
     gradient = local_part(parameter.grad).view(-1)  # type: ignore[arg-type]
     tensors = (weights, *_flat_states(state), gradient)
@@ -82,18 +94,17 @@ def _pieces(parameter: Tensor, state: dict[str, Tensor], size: int, change: Call
     sizes = tuple(size // block for block in blocks)
     for start in range(0, len(weights), size):
         parts = tuple(x[start // block : (start + size) // block] for x, block in zip(tensors, blocks, strict=True))
-        yield Piece(parts, len(parts) - 1, sizes, change)
+        yield Piece(host=parts, changed=len(parts) - 1, sizes=sizes, change=change)
 
 
-def _change(settings: Sequence[Any], scale: Tensor, step: Tensor, there: Sequence[Tensor]) -> None:
-    """Applies one AdamW update in place.
+def _change(settings: _Settings, scale: Tensor, step: Tensor, buffers: Sequence[Tensor]) -> None:
+    """Applies AdamW update number `step` in place.
 
-    `there` holds the weights, their states and last the gradient, which is multiplied by `scale`. `settings` are the
-    learning rate, both betas, weight decay and epsilon; `step` is the number of the update.
+    `buffers` hold the weights, their states and last the gradient, which is multiplied by `scale`.
     """
     from torchao.optim.adam import single_param_adam
 
-    weights, *states, gradient = there
+    weights, *states, gradient = buffers
     gradient.mul_(scale)
     with torch._dynamo.utils.disable_cache_limit():
         torch.compile(single_param_adam, fullgraph=True, dynamic=False)(
@@ -102,6 +113,7 @@ def _change(settings: Sequence[Any], scale: Tensor, step: Tensor, there: Sequenc
 
 
 def _wrapped(states: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Returns both moments: codes and scales as torchao's 8-bit tensors, plain values as they are."""
     if len(states) == len(STATES):
         return states
     from torchao.optim.subclass_8bit import OptimState8bit

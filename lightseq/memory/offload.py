@@ -32,11 +32,12 @@ def layers_in_flight(tile_layers: bool) -> int:
     return 1 if tile_layers else IN_FLIGHT
 
 
-def layers_on_device(offloaded: Sequence[bool], in_flight: int = IN_FLIGHT) -> list[int]:
-    """Returns for how many layers, itself included, each offloaded layer has tensors on the device; 0 if it stays.
+def device_lifetimes(offloaded: Sequence[bool], in_flight: int = IN_FLIGHT) -> list[int]:
+    """Returns the lifetime on the device of each offloaded layer's tensors; 0 if they stay there.
 
-    With two layers in flight that is up to the next offloaded layer. Copies of the last one get as much time as those
-    of the one before. Those of a single offloaded layer get the time of two layers if these come before the last layer.
+    It is counted in layers, the layer itself included. With two layers in flight it reaches to the next offloaded
+    layer, so that the copies have that long. Copies of the last one get as much time as those of the one before. Those
+    of a single offloaded layer get the time of two layers if these come before the last layer.
     """
     places = [i for i, leaves in enumerate(offloaded) if leaves]
     distances = [later - earlier for earlier, later in pairwise(places)]
@@ -44,10 +45,10 @@ def layers_on_device(offloaded: Sequence[bool], in_flight: int = IN_FLIGHT) -> l
         distances = [2 if places[0] + 3 < len(offloaded) else 1]
     elif places:
         distances.append(distances[-1])
-    windows = [0] * len(offloaded)
+    lifetimes = [0] * len(offloaded)
     for place, distance in zip(places, distances, strict=True):
-        windows[place] = 1 + (distance if in_flight > 1 else 0)
-    return windows
+        lifetimes[place] = 1 + (distance if in_flight > 1 else 0)
+    return lifetimes
 
 
 class HostBufferPool:
@@ -103,12 +104,13 @@ class OnDeviceTensor:
 
 
 class _Layer:
-    """Saved tensors of one layer in one forward pass, and the number of layers for which they are on the device."""
+    """Saved tensors of one layer in one forward pass, and their lifetime on the device (`device_lifetimes`)."""
 
-    def __init__(self, index: int, shared: set[int], window: int) -> None:
-        self.index, self.shared, self.window = index, shared, window  # shared: storages that are not offloaded
+    def __init__(self, index: int, shared: set[int], lifetime: int) -> None:
+        self.index, self.lifetime = index, lifetime
+        self.shared = shared  # storages of parameters and of arguments that layers share, which stay on the device
         self.stored: dict[tuple, OffloadedTensor] = {}
-        self.offloaded: torch.cuda.Event | None = None
+        self.copy_done: torch.cuda.Event | None = None
         self.fetch_done: torch.cuda.Event | None = None
         self.fetching = self.fetched = self.released = False
 
@@ -127,7 +129,7 @@ class Offload:
         self._side_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._layers: list[_Layer] = []  # of the last or current forward pass
         self._running: _Layer | None = None
-        self._freed: int | None = None  # storage of an input whose memory nobody else needs
+        self._unused_input: int | None = None  # storage of an input that only the layers read, see `frees_input`
 
     def wrap(self, layers: Sequence[nn.Module], after: nn.Module, staying: Sequence[nn.Module] = ()) -> None:
         """Wraps the forward of `layers`, in model order, to offload saved tensors, except those of `staying` layers.
@@ -135,9 +137,9 @@ class Offload:
         The module `after` them stores its tensors on the device, because the backward pass reaches it first.
         Parameters, and tensor arguments after the first, are shared between layers and stay on the device.
         """
-        windows = layers_on_device([*(layer not in staying for layer in layers), False], self._in_flight)
-        for index, (layer, window) in enumerate(zip(layers, windows[:-1], strict=True)):
-            forward = partial(self._forward, index, layer, window, layer.forward)
+        lifetimes = device_lifetimes([*(layer not in staying for layer in layers), False], self._in_flight)
+        for index, (layer, lifetime) in enumerate(zip(layers, lifetimes[:-1], strict=True)):
+            forward = partial(self._forward, index, layer, lifetime, layer.forward)
             layer.forward = forward  # type: ignore[method-assign]
         after.forward = partial(self._after, after.forward)  # type: ignore[method-assign]
 
@@ -146,7 +148,7 @@ class Offload:
         layer = self._running
         if layer is None or not self._is_offloadable(tensor, layer):
             return tensor
-        if not layer.window:
+        if not layer.lifetime:
             return OnDeviceTensor(layer, tensor)
         key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if key not in layer.stored:
@@ -159,7 +161,7 @@ class Offload:
             layer.stored[key] = OffloadedTensor(layer, tensor, host)
             with self._on_side_stream():
                 layer.stored[key].host.copy_(_flat(tensor), non_blocking=True)
-            layer.offloaded = self._event()
+            layer.copy_done = self._event()
         return layer.stored[key]
 
     @contextmanager
@@ -168,11 +170,11 @@ class Offload:
 
         Nobody but the layers may read it any more.
         """
-        self._freed = _storage(tensor)
+        self._unused_input = _storage(tensor)
         try:
             yield
         finally:
-            self._freed = None
+            self._unused_input = None
 
     def fetch(self, stored: OffloadedTensor | OnDeviceTensor | Tensor) -> Tensor:
         """Returns the tensor on the device, and starts fetching tensors that earlier layers will need.
@@ -198,11 +200,11 @@ class Offload:
         _wait_for(layer.fetch_done)
         layer.fetched = True
         for earlier in reversed(self._layers[: layer.index]):
-            if earlier.index + earlier.window > layer.index:
+            if earlier.index + earlier.lifetime > layer.index:
                 self._start_fetch(earlier)
 
     def _forward(
-        self, index: int, layer: nn.Module, window: int, forward: Callable[..., Any], *args: Any, **kwargs: Any
+        self, index: int, layer: nn.Module, lifetime: int, forward: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
@@ -211,7 +213,7 @@ class Offload:
                 self._release(old)
             self._layers, self.offloaded_bytes, self.on_device_bytes = [], 0, 0
         others = [x for x in tree_leaves((args[1:], kwargs)) if isinstance(x, Tensor)]
-        self._running = _Layer(index, {_storage(x) for x in (*others, *layer.parameters())}, window)
+        self._running = _Layer(index, {_storage(x) for x in (*others, *layer.parameters())}, lifetime)
         self._layers.append(self._running)
         self._drop_originals(index)
         try:
@@ -226,13 +228,13 @@ class Offload:
         return forward(*args, **kwargs)
 
     def _drop_originals(self, index: int) -> None:
-        """Drops the device copies of the layer whose tensors are on the device up to layer `index`."""
+        """Drops the device copies of the layer whose lifetime ends when layer `index` begins."""
         for layer in self._layers:
-            if not layer.window or layer.index + layer.window != index:
+            if not layer.lifetime or layer.index + layer.lifetime != index:
                 continue
-            _wait_for(layer.offloaded)  # the device waits before the memory is reused
+            _wait_for(layer.copy_done)  # the device waits before the memory is reused
             for stored in layer.stored.values():
-                if stored.original is not None and _storage(stored.original) == self._freed:
+                if stored.original is not None and _storage(stored.original) == self._unused_input:
                     stored.original.untyped_storage().resize_(0)
                 stored.original = None
 

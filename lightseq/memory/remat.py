@@ -1,4 +1,4 @@
-"""Activation checkpointing: the backward pass recomputes all of a layer, or all but attention (and linears)."""
+"""Activation checkpointing: the backward pass recomputes all of a layer, or all but what the policy stores."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -94,7 +94,7 @@ class _Forwards(NamedTuple):
     others: list[Forward]
     last: Forward
     last_again: Forward
-    inner: Offload | None  # of what `others` store when the group runs again
+    inner: Offload | None  # offloads what `others` store when the group runs again
 
 
 def _run_group(group: _Forwards, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -160,6 +160,7 @@ _selective_contexts.cache_hash = "lightseq: stored operators"  # type: ignore[at
 
 
 def _recompute_contexts() -> Contexts:
+    """Returns the contexts of the forward pass and of the recomputation, which store nothing."""
     return checkpoint_pass(None, is_recomputing()), checkpoint_pass(None, recomputing=True)
 
 

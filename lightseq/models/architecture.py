@@ -111,6 +111,11 @@ def rope_types(source: object) -> set[str]:
     return {str(each["rope_type"]) for each in all_layers if "rope_type" in each}
 
 
+def transformers_model(model: nn.Module) -> PreTrainedModel:
+    """Returns the transformers model, which may be inside a wrapper such as PEFT's."""
+    return next(module for module in model.modules() if isinstance(module, PreTrainedModel))
+
+
 def attention_modules(model: nn.Module) -> list[nn.Module]:
     """Returns the attention modules of a model."""
     return [m for m in model.modules() if hasattr(m, "layer_idx") and "Attention" in type(m).__name__]

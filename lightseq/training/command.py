@@ -15,12 +15,12 @@ def main(family: ModelFamily, argv: Sequence[str] | None = None) -> int:
     Exits with status 2 and one line on invalid input.
     """
     set_up_process()
-    words = list(sys.argv[1:] if argv is None else argv)
+    argv = list(sys.argv[1:] if argv is None else argv)
     program = family.program or f"{family.name}/train.py"
-    if shows_help(words, lambda: help_text(program)):
+    if shows_help(argv, lambda: help_text(program)):
         return 0
     with without_collection():
         from lightseq.training.train import train  # takes seconds to import
 
-    train(family, words, program)
+    train(family, argv, program)
     return 0

@@ -23,9 +23,9 @@ from lightseq.config.train_config import TrainConfig
 from lightseq.data.pickles import PICKLE_ERRORS
 from lightseq.distributed.mesh import Meshes, World, on_all_ranks, set_deepspeed_environment, use_host_cores
 from lightseq.models import weights
-from lightseq.parallelize import MemoryPlan, transform
+from lightseq.parallelize import MemorySettings, transform
 from lightseq.training.engine import Update, fill_weights
-from lightseq.training.metrics import UNNAMED
+from lightseq.training.metrics import UNKNOWN_PARAMETER
 from lightseq.training.optimization import make_optimizer
 from lightseq.training.setup import Inputs
 from lightseq.utils.formatting import first_line
@@ -33,7 +33,7 @@ from lightseq.utils.formatting import first_line
 TAG = "deepspeed"
 FROM_FLAGS: Final = ("betas", "eps", "weight_decay")  # settings of a parameter group
 PROBE_BYTES = 2**20  # written to a file after a failure, to learn the reason
-DEEPSPEEDS_OWN: Final = frozenset(  # classes in DeepSpeed's files besides tensors
+ALLOWED_CLASSES: Final = frozenset(  # that DeepSpeed saves besides tensors
     [
         "deepspeed.runtime.fp16.loss_scaler.LossScaler",
         "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
@@ -46,13 +46,15 @@ DEEPSPEEDS_OWN: Final = frozenset(  # classes in DeepSpeed's files besides tenso
 class DeepSpeedEngine:
     """DeepSpeed engine that fills float32 master weights from files and exports them."""
 
-    def __init__(self, config: TrainConfig, inputs: Inputs, world: World, meshes: Meshes, memory: MemoryPlan) -> None:
+    def __init__(
+        self, config: TrainConfig, inputs: Inputs, world: World, meshes: Meshes, memory: MemorySettings
+    ) -> None:
         assert inputs.deepspeed is not None
         self._deepspeed = _import(world)
         self._settings, self._world = inputs.deepspeed, world
         self.config, self.meshes, self.memory = config, meshes, memory
         settings = self._settings
-        on_all_ranks(world, lambda: self._check(config))
+        on_all_ranks(world, lambda: self._check_settings(config))
         devices = {part: settings.device_of(part) for part in ("offload_optimizer", "offload_param")}
         offloads = [f"{part} {device}" for part, device in devices.items() if device != "none"]
         if offloads:
@@ -69,7 +71,7 @@ class DeepSpeedEngine:
         self.optimizer: Any = self._engine.optimizer
         on_all_ranks(world, lambda: fill_weights(self.model, inputs, config.seed, self._fill))
 
-    def _check(self, config: TrainConfig) -> None:
+    def _check_settings(self, config: TrainConfig) -> None:
         """Raises ValueError, in one line, for settings that DeepSpeed rejects."""
         from pydantic import ValidationError
 
@@ -143,7 +145,7 @@ class DeepSpeedEngine:
         self._engine.step()
         norm, nonfinite = self._engine.get_global_grad_norm(), -1
         if self._engine.skipped_steps > skipped:  # the norm is None or that of an earlier step
-            norm, nonfinite = float("nan"), UNNAMED
+            norm, nonfinite = float("nan"), UNKNOWN_PARAMETER
         norm = torch.as_tensor(norm, device=self._world.device)
         return Update(norm, torch.full_like(norm, nonfinite, dtype=torch.int64))
 
@@ -185,7 +187,7 @@ class DeepSpeedEngine:
 
 def load_restricted(path: str, map_location: Any = None) -> Any:
     """Reads a DeepSpeed file with torch's restricted unpickler. Raises ValueError for classes that are not allowed."""
-    allowed = [getattr(import_module(module), name) for module, _, name in (x.rpartition(".") for x in DEEPSPEEDS_OWN)]
+    allowed = [getattr(import_module(module), name) for module, _, name in (x.rpartition(".") for x in ALLOWED_CLASSES)]
     try:
         with torch.serialization.safe_globals(allowed):
             return torch.load(path, map_location=map_location, weights_only=True)
@@ -199,7 +201,7 @@ def check_harmless(state: Path) -> None:
         raise ValueError(f"{links[0]} is a link; replace it with the file it points to")
     for path in sorted(state.rglob("*.pt")):
         try:
-            unexpected = set(torch.serialization.get_unsafe_globals_in_checkpoint(path)) - DEEPSPEEDS_OWN
+            unexpected = set(torch.serialization.get_unsafe_globals_in_checkpoint(path)) - ALLOWED_CLASSES
         except (*PICKLE_ERRORS, RuntimeError) as error:
             raise ValueError(f"{path} cannot be read ({first_line(error)}); name another checkpoint") from error
         if unexpected:

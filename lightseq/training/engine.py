@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from lightseq.attention.context import SequenceContext
 from lightseq.checkpoint import checkpoints, resume, state_files
-from lightseq.config.checks import EIGHT_BIT
+from lightseq.config.optimizers import EIGHT_BIT
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.mesh import (
     Meshes,
@@ -29,12 +29,12 @@ from lightseq.memory.host_adamw import compute_updates_on
 from lightseq.memory.offload import Offload
 from lightseq.memory.pinned import PinnedMemory
 from lightseq.memory.planner.advice import out_of_memory
-from lightseq.memory.planner.breakdown import Breakdown, loss_bytes, state_bytes, stored_activations
+from lightseq.memory.planner.breakdown import Breakdown, loss_bytes, measured_state_bytes, stored_activations
 from lightseq.memory.planner.choice import plan_on_all_ranks
 from lightseq.memory.planner.plan import Plan, host_memory_for_layers
 from lightseq.memory.planner.run import planned_run
 from lightseq.models import adapters, weights
-from lightseq.parallelize import MemoryPlan, parallelize
+from lightseq.parallelize import MemorySettings, parallelize
 from lightseq.schedule.documents import local_tokens
 from lightseq.training.errors import explained_out_of_memory
 from lightseq.training.fallback import fall_back
@@ -52,7 +52,7 @@ from lightseq.training.optimization import (
 from lightseq.training.setup import Inputs
 from lightseq.training.terminal import Terminal
 
-FSDP = {
+SHARDING = {
     "full_shard": "FSDP2 over all ranks",
     "hybrid_shard": "FSDP2 within a host, replicated across hosts",
     "ddp": "DDP, a copy on every rank",
@@ -63,7 +63,8 @@ class Update(NamedTuple):
     """Result of an optimizer update, as tensors on the device."""
 
     norm: Tensor  # global gradient norm before clipping
-    # Index of the first parameter with a non-finite gradient (UNNAMED if unknown): the step was skipped. -1: none.
+    # -1, or if the step was skipped, the index of the first trained parameter with a non-finite gradient, or
+    # UNKNOWN_PARAMETER.
     nonfinite: Tensor
 
 
@@ -76,7 +77,7 @@ class Engine(Protocol):
     optimizer: Any  # its groups hold the learning rate
     meshes: Meshes
     config: TrainConfig  # the flags, with the planner's choices
-    memory: MemoryPlan
+    memory: MemorySettings
     parameters: str  # sharding and location of the parameters, for display
     offload: Offload | None  # of activations
     stopwatch: Stopwatch  # times the work that waits for no other rank
@@ -85,7 +86,7 @@ class Engine(Protocol):
         """Adds the gradients of a share of the loss. `last`: the final share before the update."""
         ...
 
-    def update(self) -> "Update":
+    def update(self) -> Update:
         """Clips gradients, takes an optimizer step and clears gradients."""
         ...
 
@@ -127,8 +128,8 @@ def build_engine(config: TrainConfig, inputs: Inputs, world: World, watchdog: Wa
     if config.deterministic:
         make_deterministic()
     meshes = on_all_ranks(world, lambda: make_meshes(world, inputs.sequence_size, config.fsdp_mode))
-    memory, planned = plan_memory(config, inputs, world)
-    with explained_engine(config, inputs, world, memory.plan, watchdog):
+    memory, planned = choose_memory_settings(config, inputs, world)
+    with out_of_memory_handler(config, inputs, world, memory.plan, watchdog):
         if inputs.deepspeed is None:
             engine: Engine = FsdpEngine(planned, inputs, world, meshes, memory)
         else:
@@ -139,8 +140,8 @@ def build_engine(config: TrainConfig, inputs: Inputs, world: World, watchdog: Wa
     return engine
 
 
-def plan_memory(config: TrainConfig, inputs: Inputs, world: World) -> tuple[MemoryPlan, TrainConfig]:
-    """Returns the placement of tensors, and the flags with the planner's choices: the same on all ranks.
+def choose_memory_settings(config: TrainConfig, inputs: Inputs, world: World) -> tuple[MemorySettings, TrainConfig]:
+    """Returns the memory settings, and the flags with the planner's choices: the same on all ranks.
 
     On CPUs and under DeepSpeed there is no choice, except with budgets of memory.
     """
@@ -151,7 +152,7 @@ def plan_memory(config: TrainConfig, inputs: Inputs, world: World) -> tuple[Memo
         run, config = plan.run, plan.run.config
     else:
         run = planned_run(config, inputs.model_config, world, inputs.documents)
-    memory = MemoryPlan(
+    memory = MemorySettings(
         state_on_host=run.state_on_host,
         layers_with_state_on_gpu=run.layers_with_state_on_gpu,
         reshard_after_forward=run.reshard_after_forward,
@@ -173,11 +174,11 @@ def resume_engine(
         engine.restore(directory)
         resume.restore_rng_state(directory, world)
 
-    with explained_engine(config, inputs, world, engine.memory.plan, watchdog):
+    with out_of_memory_handler(config, inputs, world, engine.memory.plan, watchdog):
         on_all_ranks(world, restore)
 
 
-def explained_engine(
+def out_of_memory_handler(
     config: TrainConfig,
     inputs: Inputs,
     world: World,
@@ -185,7 +186,10 @@ def explained_engine(
     watchdog: Watchdog | None,
     terminal: Terminal | None = None,
 ) -> AbstractContextManager[None]:
-    """Returns a context in which a run that has no memory left starts over with the next plan, or is explained."""
+    """Returns a context that handles running out of memory.
+
+    The run starts over with the next plan if there are a plan and a watchdog; otherwise it ends with an explanation.
+    """
 
     def next_plan(reason: str) -> None:
         if plan is not None and watchdog is not None:
@@ -209,7 +213,7 @@ def memory_parts(engine: Engine, device: torch.device, taken_by_forward: int | N
     """
     config, model = engine.config, engine.model.config
     tokens = tokens_per_forward(config, engine.context)
-    states = state_bytes(engine.model, config, engine.memory.state_on_host)
+    states = measured_state_bytes(engine.model, config, engine.memory.state_on_host)
     logits, gradients = loss_bytes(model, config, tokens)
     stored = stored_activations(model, config, tokens)
     if taken_by_forward is not None:
@@ -217,21 +221,33 @@ def memory_parts(engine: Engine, device: torch.device, taken_by_forward: int | N
     elif engine.offload is not None:
         stored = max(0, stored - engine.offload.memory.allocated_bytes)
     transport = engine.context.transport
-    buffers, held = transport.buffer_bytes, transport.buffer_bytes + transport.recorded_bytes
-    parts = Breakdown(*states, stored, logits + gradients, buffers, working=0)
-    return parts.at_peak(torch.cuda.max_memory_allocated(device) + held) if device.type == "cuda" else parts
+    parts = Breakdown(
+        parameters=int(states.parameters),
+        gradients=int(states.gradients),
+        optimizer=int(states.optimizer),
+        stored_activations=stored,
+        loss=logits + gradients,
+        attention_buffers=transport.buffer_bytes,
+        working=0,
+    )
+    if device.type != "cuda":
+        return parts
+    not_in_allocator = transport.buffer_bytes + transport.recorded_bytes
+    return parts.at_peak(torch.cuda.max_memory_allocated(device) + not_in_allocator)
 
 
 class FsdpEngine:
     """FSDP2 or DDP engine with optimizers from torch and torchao."""
 
-    def __init__(self, config: TrainConfig, inputs: Inputs, world: World, meshes: Meshes, memory: MemoryPlan) -> None:
+    def __init__(
+        self, config: TrainConfig, inputs: Inputs, world: World, meshes: Meshes, memory: MemorySettings
+    ) -> None:
         self.config, self.meshes, self.memory, self._world = config, meshes, memory, world
         self.parameters = _describe_sharding(config, memory)
         self._max_grad_norm = config.max_grad_norm
-        self._shards = meshes.parameters["shard"].get_group()
+        self._shard_group = meshes.parameters["shard"].get_group()
         names = meshes.parameters.mesh_dim_names or ()
-        self._copy = meshes.parameters.get_local_rank("replicate") if "replicate" in names else 0
+        self._replica = meshes.parameters.get_local_rank("replicate") if "replicate" in names else 0
         self.model = weights.build_on_meta(inputs.model_config)
         adapters.add_adapters(self.model, inputs.lora, getattr(torch, config.compute_dtype))
         loss_model, self.context = on_all_ranks(world, lambda: parallelize(self.model, config, world, meshes, memory))
@@ -254,16 +270,16 @@ class FsdpEngine:
         """
         device, host = self._world.device, torch.device("cpu")
         layers: Any = self.model.model.layers
-        here = {id(p) for layer in layers[: self.memory.layers_with_state_on_gpu] for p in layer.parameters()}
+        on_gpu = {id(p) for layer in layers[: self.memory.layers_with_state_on_gpu] for p in layer.parameters()}
 
         def place(parameter: Tensor) -> torch.device:
-            return host if self.memory.state_on_host and id(parameter) not in here else device
+            return host if self.memory.state_on_host and id(parameter) not in on_gpu else device
 
-        def made(local: Tensor) -> None:
+        def lock_on_host(local: Tensor) -> None:
             if local.device.type != device.type:
                 self._locked.lock_new(local)
 
-        weights.materialize(self.model, device, place, made, self.loss_model)
+        weights.materialize(self.model, device, place, lock_on_host, self.loss_model)
         self._locked.retain_only(local_part(p) for p in self.model.parameters())
 
     def backward(self, share: Tensor, last: bool) -> None:
@@ -278,7 +294,7 @@ class FsdpEngine:
 
     def update(self) -> Update:
         grads = local_gradients(self.model.parameters())
-        norms = gradient_norms(grads, self._shards)
+        norms = gradient_norms(grads, self._shard_group)
         norm, take = norms.norm(), True
         if self._scaler is not None:
             norm, take = self._scaler.unscale(grads, norm)
@@ -302,7 +318,7 @@ class FsdpEngine:
 
     def tensors(self) -> dict[str, Tensor] | None:
         """Returns the tensors to save. Only the first replica saves any."""
-        return {} if self._copy else state_files.state_tensors(self.model, self.optimizer)
+        return {} if self._replica else state_files.state_tensors(self.model, self.optimizer)
 
     def save_state(self, directory: Path) -> None:
         raise AssertionError("the saver writes the tensors")
@@ -318,9 +334,9 @@ class FsdpEngine:
         return {"scaler": vars(self._scaler) if self._scaler else None}
 
 
-def _describe_sharding(config: TrainConfig, memory: MemoryPlan) -> str:
+def _describe_sharding(config: TrainConfig, memory: MemorySettings) -> str:
     """Describes how the parameters are sharded and which of them are in host memory."""
-    sharding = FSDP[config.fsdp_mode]
+    sharding = SHARDING[config.fsdp_mode]
     if not memory.state_on_host:
         return sharding
     last = memory.layers_with_state_on_gpu - 1

@@ -18,9 +18,9 @@ from lightseq.utils.formatting import first_line
 
 RANK_0_SECONDS = 5.0  # head start of rank 0, so that it is the one to explain
 EXPLAINING_SECONDS = 60.0  # other ranks wait this long: the launcher kills all ranks once one has ended
-HOST = "host out of memory"
+HOST_OUT_OF_MEMORY = "host out of memory"
 # Out-of-memory messages of the driver, Triton, cuBLAS, cuDNN and NCCL, which torch's allocator does not see.
-LIBRARIES_ENDED = re.compile(r"(?i:cuda|triton|nccl).*out of memory|CU(BLAS|DNN)_STATUS_ALLOC_FAILED")
+LIBRARY_OUT_OF_MEMORY = re.compile(r"(?i:cuda|triton|nccl).*out of memory|CU(BLAS|DNN)_STATUS_ALLOC_FAILED")
 
 
 @contextmanager
@@ -44,7 +44,7 @@ def explained_out_of_memory(
             raise
         if terminal is not None:
             terminal.close()
-        if fall_back is not None and not reason.startswith(HOST):
+        if fall_back is not None and not reason.startswith(HOST_OUT_OF_MEMORY):
             fall_back(reason)
         if not world.is_main:
             time.sleep(RANK_0_SECONDS)
@@ -69,10 +69,10 @@ def _out_of_memory_reason(error: Exception) -> str | None:
     if isinstance(error, torch.OutOfMemoryError):
         return ". ".join(message.split(". ")[:2])
     if requested := re.search(r"DefaultCPUAllocator: .* allocate (\d+) bytes", message):
-        return f"{HOST}. Tried to allocate {int(requested[1]) / 2**30:.2f} GiB"
+        return f"{HOST_OUT_OF_MEMORY}. Tried to allocate {int(requested[1]) / 2**30:.2f} GiB"
     if isinstance(error, MemoryError):
-        return ". ".join(filter(None, [HOST, message]))
-    return next((line.strip() for line in message.splitlines() if LIBRARIES_ENDED.search(line)), None)
+        return ". ".join(filter(None, [HOST_OUT_OF_MEMORY, message]))
+    return next((line.strip() for line in message.splitlines() if LIBRARY_OUT_OF_MEMORY.search(line)), None)
 
 
 @contextmanager
@@ -100,7 +100,7 @@ def explained_writing(path: Path, world: World, terminal: Terminal) -> Iterator[
 
 
 @contextmanager
-def explained_silence() -> Iterator[None]:
+def explained_no_response() -> Iterator[None]:
     """Ends this rank with one line if another rank is alive but did not respond, which the watchdog cannot detect."""
     try:
         yield

@@ -5,7 +5,7 @@ import sys
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.mesh import World, is_first_to
 from lightseq.distributed.watchdog import Watchdog
-from lightseq.memory.planner.advice import SMALLER
+from lightseq.memory.planner.advice import RETRY_SHARE
 from lightseq.memory.planner.choice import make_plan
 from lightseq.memory.planner.plan import Plan, on_smaller_gpus
 
@@ -16,15 +16,16 @@ def fall_back(plan: Plan, config: TrainConfig, world: World, watchdog: Watchdog,
     The new attempt resumes from the newest complete checkpoint of this launch, or begins anew without one. `config` has
     the flags as given: the planner obeys them again.
     """
-    limit = SMALLER * plan.parts.total
+    limit = RETRY_SHARE * plan.parts.total
     config = config.for_planner(on_gpu=world.device.type == "cuda")
-    asked = plan.run.changed(
+    # Takes back what the planner chose beside the flags.
+    unplanned = plan.run.changed(
         config=config, state_offloaded=False, layers_with_state_on_gpu=0, reshard_after_forward=True
     )
-    following = make_plan(on_smaller_gpus(asked, limit))
+    following = make_plan(on_smaller_gpus(unplanned, limit))
     if not following.fits:
         return
     if is_first_to("fall back"):
-        words = f"starting over with the next memory plan: {following}"
-        print(f"rank {world.rank}: {reason}; {words}", file=sys.stderr, flush=True)
+        restart = f"starting over with the next memory plan: {following}"
+        print(f"rank {world.rank}: {reason}; {restart}", file=sys.stderr, flush=True)
     watchdog.start_over(limit)

@@ -26,7 +26,7 @@ from lightseq.memory.planner.breakdown import Breakdown
 from lightseq.models.adapters import count_adapter_parameters
 from lightseq.models.architecture import inspect_architecture
 from lightseq.modules.fp8 import MULTIPLE
-from lightseq.training.engine import Engine, explained_engine, memory_parts, tokens_per_forward
+from lightseq.training.engine import Engine, memory_parts, out_of_memory_handler, tokens_per_forward
 from lightseq.training.errors import explained_data
 from lightseq.training.evaluation import Perplexity, Shard, measure
 from lightseq.training.metrics import Journal, MetricsFile, scalar
@@ -53,7 +53,7 @@ class Trainer:
         self.model, self.loss_model, self.context = engine.model, engine.loss_model, engine.context
         self.output_dir = Path(config.output_dir)
         self.first_step = inputs.stream.first_step
-        self.lengths, length_notes = _batch_lengths(config, inputs, engine)
+        self.batch_lengths, length_notes = _choose_batch_lengths(config, inputs, engine)
         self.notes = (*inputs.notes, *(plan_notes(engine.memory.plan) if engine.memory.plan else ()), *length_notes)
         self.shard = Sharding(self.context, world.device)
         self.adapter_parameters = count_adapter_parameters(inputs.lora, inputs.model_config)
@@ -80,9 +80,9 @@ class Trainer:
         loss, imbalance = torch.zeros((), dtype=torch.float32, device=self.world.device), 0.0
         for batch in batches:
             with self.phase(step, "forward"):
-                mine = self.shard(batch)
-                imbalance = max(imbalance, 1 / mine.documents.balance if mine.documents else 0.0)
-                share = self.loss_model(*mine) / divisor
+                shard = self.shard(batch)
+                imbalance = max(imbalance, 1 / shard.documents.balance if shard.documents else 0.0)
+                share = self.loss_model(*shard) / divisor
             with self.phase(step, "backward"):
                 self.engine.backward(share, last=batch is batches[-1])
             loss += share.detach()
@@ -111,9 +111,9 @@ class Trainer:
         A run that does not fit in memory fails here, and no buffer grows later.
         """
         self.mark(self.first_step, "data")
-        if self.lengths[-1] not in {batch.length for batch in self._batches(self.first_step)}:
+        if self.batch_lengths[-1] not in {batch.length for batch in self._batches(self.first_step)}:
             self.mark(self.first_step, "forward")
-            blank = padding_batch(self.config.per_device_train_batch_size, self.lengths[-1])
+            blank = padding_batch(self.config.per_device_train_batch_size, self.batch_lengths[-1])
             self.engine.try_memory(lambda: self.loss_model(*self.shard(blank)))
 
     def evaluate(self, bin_starts: Sequence[int] = (0,), shows_progress: bool = False) -> Perplexity:
@@ -124,7 +124,9 @@ class Trainer:
         def shards() -> Iterator[Shard]:
             for step in progress_bar(range(stream.steps), None, shows_progress and self.world.is_main, "evaluating"):
                 self.mark(None, "evaluation")
-                yield self.shard(*trim_padding([stream.batch(step, 0, data_rank)], self.lengths, stream.data_ranks))
+                yield self.shard(
+                    *trim_padding([stream.batch(step, 0, data_rank)], self.batch_lengths, stream.data_ranks)
+                )
 
         return measure(self.loss_model, shards(), bin_starts, stream.length, self.world.device)
 
@@ -142,15 +144,17 @@ class Trainer:
 
     @property
     def local_tokens(self) -> int:
+        """This rank's tokens in a forward pass of the longest batch."""
         return tokens_per_forward(self.config, self.context)
 
     def memory_parts(self, taken_by_forward: int | None = None) -> Breakdown:
         """Returns the breakdown of the peak device memory so far."""
         return memory_parts(self.engine, self.world.device, taken_by_forward)
 
-    def explained_out_of_memory(self) -> AbstractContextManager[None]:
+    def out_of_memory_handler(self) -> AbstractContextManager[None]:
+        """Returns a context that starts the run over, or explains, when memory runs out."""
         plan = self.engine.memory.plan
-        return explained_engine(self.config, self.inputs, self.world, plan, self._watchdog, self.terminal)
+        return out_of_memory_handler(self.config, self.inputs, self.world, plan, self._watchdog, self.terminal)
 
     def _batches(self, step: int) -> list[Batch]:
         """Returns this rank's batches of a step, padded to the same lengths as on other data ranks."""
@@ -159,7 +163,7 @@ class Trainer:
                 self.inputs.stream.batch(step, a, self.inputs.data_rank)
                 for a in range(self.config.gradient_accumulation_steps)
             ]
-        return trim_padding(batches, self.lengths, self.engine.meshes.data_ranks)
+        return trim_padding(batches, self.batch_lengths, self.engine.meshes.data_ranks)
 
     def _over_data_ranks(self, count: int) -> Tensor:
         """Sums a sequence-parallel group's count over all groups, on the device."""
@@ -170,8 +174,10 @@ class Trainer:
         return total
 
 
-def _batch_lengths(config: TrainConfig, inputs: Inputs, engine: Engine) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Returns the lengths that batches are padded to, and notes about them."""
+def _choose_batch_lengths(
+    config: TrainConfig, inputs: Inputs, engine: Engine
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Returns the lengths that batches may be padded to, in rising order, and notes about them."""
     longest = config.model_max_length
     if config.packing != "none":  # packed sequences are full
         return (longest,), ()
@@ -216,13 +222,13 @@ class TrainingLoop:
         self.trainer, self._metrics = trainer, metrics
         self._saving = Saving(trainer) if saves else None
         self._flops = _flop_counter(trainer)
-        self.journal = Journal(trainer, metrics, patience_seconds=launcher_shutdown_seconds() if saves else None)
+        self.journal = Journal(trainer, metrics, shutdown_seconds=launcher_shutdown_seconds() if saves else None)
 
     def run(self) -> None:
         """Runs until the last step or until a signal stops the run after a step."""
         trainer, config = self.trainer, self.trainer.config
-        around = self._saving.around() if self._saving is not None else nullcontext()
-        with StopRequest() as stop, trainer.explained_out_of_memory(), around, collected_together() as collect:
+        waiting = self._saving.waiting() if self._saving is not None else nullcontext()
+        with StopRequest() as stop, trainer.out_of_memory_handler(), waiting, collected_together() as collect:
             try:
                 saved, stopped_by = self._run_steps(stop, collect)
             finally:
@@ -257,7 +263,9 @@ class TrainingLoop:
             ends = done == last or stopped_by is not None
             if done % config.logging_steps == 0 or ends:
                 self.journal.record(pending)  # one step late, so that the device stays busy while the host reads
-                pending = stats.close(done, trainer.context.rank == 0, trainer.engine.stopwatch.seconds())
+                pending = stats.close(
+                    done, counts_group=trainer.context.rank == 0, own_seconds=trainer.engine.stopwatch.seconds()
+                )
                 stats = self._new_stats()
             saves = self._due(done, config.save_strategy, config.save_steps) or (ends and saving is not None)
             evaluates = self._due(done, config.eval_strategy, config.eval_steps) or (saves and config.keep_best)
@@ -269,11 +277,11 @@ class TrainingLoop:
             if saving is not None and saving.can_prepare:
                 with stats.paused():
                     saving.prepare()
-            found = self._evaluated(done, stats) if evaluates else None
+            evaluation = self._evaluated(done, stats) if evaluates else None
             if saves and saving is not None:
                 trainer.mark(done, "saving")
                 with stats.paused(saves=True):
-                    saved = saving.save(done, found.loss if found is not None else None)
+                    saved = saving.save(done, evaluation.loss if evaluation is not None else None)
                 self.journal.record(pending)  # waits for the device, so only after the save has queued its copies
                 pending = None
             if ends:

@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 RUN, METRICS = "run.json", "metrics.jsonl"
 DAMAGED = ".damaged"  # suffix of the file with invalid lines of metrics.jsonl
-UNNAMED = 2**31  # instead of a parameter's index: a gradient is not finite, but it is unknown which
-MOST_SKIPPED = 20  # consecutive steps with a non-finite gradient
-TELLING_STEPS = 10  # steps after which the share of padding is representative
+UNKNOWN_PARAMETER = 2**31  # stands for a parameter's index if some gradient is not finite, but not known which
+MAX_SKIPPED_STEPS = 20  # consecutive steps with a non-finite gradient
+PADDING_NOTE_STEPS = 10  # steps after which the share of padding is representative
 EVENTS = ".lightseq"  # suffix of our TensorBoard files; other programs write into runs/ too
-PACKAGES: Final = (
+PACKAGES: Final = (  # whose versions run.json lists
     *("torch", "transformers", "numpy", "einops", "safetensors", "flash-attn", "flash-attn-4", "deepspeed", "torchao"),
 )
 
@@ -84,11 +84,11 @@ class MetricsFile:
     Invalid lines of an earlier run are moved to another file. `notes` reports that, and a missing file.
     """
 
-    def __init__(self, directory: Path, first_step: int, sinks: tuple[Sink, ...] = (), goes_on: bool = False) -> None:
-        """Opens the file. `goes_on`: the run resumes the one that wrote into this directory."""
+    def __init__(self, directory: Path, first_step: int, sinks: tuple[Sink, ...] = (), resumes: bool = False) -> None:
+        """Opens the file. `resumes`: the run resumes the one that wrote into this directory."""
         self.path, self._sinks = directory / METRICS, sinks
         self.notes: tuple[str, ...] = ()
-        if goes_on and not self.path.exists():
+        if resumes and not self.path.exists():
             self.notes = (f"warning: {self.path} is missing; the metrics up to step {first_step:,} are lost",)
         damaged = damaged_lines(self.path)
         if damaged:
@@ -191,14 +191,14 @@ class Journal:
     Every rank reads the same numbers, so that all end together. Only the rank with `metrics` writes and shows them.
     """
 
-    def __init__(self, trainer: Trainer, metrics: MetricsFile | None, patience_seconds: float | None = None) -> None:
-        """Prepares the journal. `patience_seconds`: time from SIGTERM until the launcher kills the ranks."""
+    def __init__(self, trainer: Trainer, metrics: MetricsFile | None, shutdown_seconds: float | None = None) -> None:
+        """Prepares the journal. `shutdown_seconds`: time from SIGTERM until the launcher kills the ranks."""
         self._metrics, self._terminal, self._world = metrics, trainer.terminal, trainer.world
         self._output_dir, self._last_step = trainer.output_dir, trainer.inputs.total_steps
-        self._patience_seconds = patience_seconds
+        self._shutdown_seconds = shutdown_seconds
         self._trained = [name for name, p in trainer.model.named_parameters() if p.requires_grad]
         self._scales_loss = trainer.config.fp16  # skipped steps are normal while the loss scale is still too high
-        self._suggests_packing = len(trainer.lengths) > 1
+        self._suggests_packing = len(trainer.batch_lengths) > 1
         self.losses: list[float] = []
         self._skipped = 0  # consecutive steps, up to the last record
         self._steps = self._positions = 0  # recorded so far
@@ -212,7 +212,7 @@ class Journal:
         if record.loss is not None:
             self.losses.append(record.loss)
         self.log(asdict(record))
-        self._compare_with_patience(record.step_seconds)
+        self._warn_if_slower_than_shutdown(record.step_seconds)
         if record.steps_without_target:
             which = f"{record.steps_without_target:,} of {plural(pending.steps, 'step')} up to step {record.step:,}"
             self._note(f"{which} had no target; only momentum and weight decay change the weights in such a step")
@@ -220,13 +220,17 @@ class Journal:
         nonfinite = pending.nonfinite_parameters()
         for step in range(record.step - pending.steps + 1, record.step + 1):
             self._skipped = self._skipped + 1 if step in nonfinite else 0
-            scale_is_falling = self._scales_loss and self._skipped < MOST_SKIPPED
+            scale_is_falling = self._scales_loss and self._skipped < MAX_SKIPPED_STEPS
             if step not in nonfinite or scale_is_falling:
                 continue
-            whose = "a gradient" if nonfinite[step] == UNNAMED else f"the gradient of {self._trained[nonfinite[step]]}"
+            whose = (
+                "a gradient"
+                if nonfinite[step] == UNKNOWN_PARAMETER
+                else f"the gradient of {self._trained[nonfinite[step]]}"
+            )
             reason = f"{whose} is not finite"
             self._note(f"step {step}: {reason}; the step was skipped")
-            if self._skipped >= MOST_SKIPPED:
+            if self._skipped >= MAX_SKIPPED_STEPS:
                 end_for_skipped_steps(step, self._skipped, reason, self._output_dir, self._world, self._terminal)
 
     def _note_padding(self, record: StepRecord, steps: int) -> None:
@@ -234,27 +238,28 @@ class Journal:
         self._steps += steps
         self._positions += steps * record.tokens
         self._padding += steps * record.tokens * record.padding_percent / 100
-        tells = self._steps >= TELLING_STEPS or record.step == self._last_step
-        if self._suggests_packing and tells and self._padding >= PADDING_WARNING_SHARE * self._positions:
+        is_representative = self._steps >= PADDING_NOTE_STEPS or record.step == self._last_step
+        if self._suggests_packing and is_representative and self._padding >= PADDING_WARNING_SHARE * self._positions:
             self._suggests_packing = False
             share = f"{100 * self._padding / self._positions:.0f}% of the positions so far are padding"
             self._note(f"{share}; --packing best_fit with a batch size of 1 avoids most of it")
 
     def log(self, record: Mapping[str, Any]) -> None:
+        """Writes a record to the metrics and shows it, on the rank with `metrics`. Ends the run if it cannot write."""
         if self._metrics is not None:
             with explained_writing(self._metrics.path, self._world, self._terminal):
                 self._metrics.write(record)
             self._terminal.show(record)
 
-    def _compare_with_patience(self, step_seconds: float) -> None:
+    def _warn_if_slower_than_shutdown(self, step_seconds: float) -> None:
         """Warns once if a step takes longer than the launcher waits after SIGTERM."""
-        patience = self._patience_seconds
-        if patience is None or step_seconds <= patience:
+        shutdown_seconds = self._shutdown_seconds
+        if shutdown_seconds is None or step_seconds <= shutdown_seconds:
             return
-        self._patience_seconds = None
+        self._shutdown_seconds = None
         self._note(
-            f"warning: a step takes {step_seconds:.0f} s, but torch's launcher kills the ranks {patience:.0f} s after "
-            f"SIGTERM; before starting it, export a higher {SHUTDOWN_TIMEOUT}"
+            f"warning: a step takes {step_seconds:.0f} s, but torch's launcher kills the ranks "
+            f"{shutdown_seconds:.0f} s after SIGTERM; before starting it, export a higher {SHUTDOWN_TIMEOUT}"
         )
 
     def _note(self, line: str) -> None:
@@ -280,6 +285,7 @@ def earlier_plan(checkpoint: Path | None) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
+    """Returns the versions of Python, CUDA and the installed packages."""
     found = {"python": platform.python_version(), "cuda": torch.version.cuda or "none"}
     for package in PACKAGES:
         try:
@@ -290,13 +296,14 @@ def versions() -> dict[str, str]:
 
 
 def hardware(device: torch.device) -> dict[str, Any]:
+    """Returns the name and size of the GPU or CPU, and the host's name."""
     if device.type == "cuda":
         p = torch.cuda.get_device_properties(device)
         return {"device": p.name, "memory_bytes": p.total_memory, "host": platform.node()}
     return {"device": "cpu", "cores": psutil.cpu_count(), "machine": platform.machine(), "host": platform.node()}
 
 
-def memory(device: torch.device, outside_bytes: int, recorded_bytes: int) -> tuple[int, int, int]:
+def process_memory(device: torch.device, outside_bytes: int, recorded_bytes: int) -> tuple[int, int, int]:
     """Returns peak allocated, peak reserved (0 on CPU) and host resident bytes of this process.
 
     `outside_bytes`: symmetric-memory buffers, unknown to torch's allocator. `recorded_bytes`: memory of CUDA graphs,

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from lightseq.config.checks import EIGHT_BIT
+from lightseq.config.optimizers import EIGHT_BIT
 from lightseq.config.train_config import TrainConfig, warmup_steps
 from lightseq.distributed.mesh import local_part
 from lightseq.models.weights import global_shape
@@ -126,11 +126,11 @@ class LearningRate:
             scheduler_specific_kwargs=kwargs,
         )
         assert isinstance(schedule, LambdaLR)
-        self._peak, self._share = config.learning_rate, schedule.lr_lambdas[0]
+        self._peak, self._factor = config.learning_rate, schedule.lr_lambdas[0]  # factor by step
 
     def apply(self, optimizer: torch.optim.Optimizer, step: int) -> float:
         """Sets and returns the learning rate of optimizer step `step`, counted from 0."""
-        rate = self._peak * self._share(step)
+        rate = self._peak * self._factor(step)
         for group in optimizer.param_groups:
             set_rate(group, rate)
         return rate

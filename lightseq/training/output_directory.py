@@ -33,54 +33,55 @@ WRITTEN: Final = {
 }
 
 
-def check_output_dir(output_dir: Path, config: TrainConfig, found: ResumePoint, world: World) -> None:
+def check_output_dir(output_dir: Path, config: TrainConfig, resume_point: ResumePoint, world: World) -> None:
     """Raises ValueError if the directory cannot be created, or holds a run that this one does not resume or replace."""
     if output_dir.exists() and not output_dir.is_dir():
         raise ValueError(f"--output_dir {output_dir} is a file; name a directory")
     parent = next(p for p in (output_dir, *output_dir.absolute().parents) if p.exists())
     if not parent.is_dir():
         raise ValueError(f"--output_dir {output_dir} lies below the file {parent}; name another directory")
-    resume_from = found.path
-    if continues(resume_from, output_dir):
+    resume_from = resume_point.path
+    if resumes_in_place(resume_from, output_dir):
         newest = checkpoints.list_checkpoints(output_dir)[-1]
-        if newest.name != resume_from.name and not found.damaged:
+        if newest.name != resume_from.name and not resume_point.damaged:
             raise ValueError(
                 f"--resume_from_checkpoint {resume_from}: {output_dir} has the later {newest.name}; resume from that "
                 "one with --resume_from_checkpoint True, or give another --output_dir"
             )
         return
     holds_run = (output_dir / RUN).exists() or (output_dir / METRICS).exists() or any(output_dir.glob("checkpoint-*"))
-    begins_anew = config.overwrite_output_dir or config.resume_from_checkpoint == "auto" or _goes_on(output_dir, world)
-    if holds_run and not begins_anew:
+    may_hold_run = (
+        config.overwrite_output_dir or config.resume_from_checkpoint == "auto" or _has_restarted(output_dir, world)
+    )
+    if holds_run and not may_hold_run:
         raise ValueError(
             f"--output_dir {output_dir} already holds a run; name another, continue it with "
             "--resume_from_checkpoint True, or replace it with --overwrite_output_dir"
         )
 
 
-def continues(resume_from: Path | None, output_dir: Path) -> TypeGuard[Path]:
-    """Returns whether a run resumes in the directory of its checkpoint."""
+def resumes_in_place(resume_from: Path | None, output_dir: Path) -> TypeGuard[Path]:
+    """Returns whether a run resumes a checkpoint of its own output directory."""
     return resume_from is not None and resume_from.resolve().parent == output_dir.resolve()
 
 
-def another_run_wrote(held: TextIO | None, config: TrainConfig, inputs: Inputs, world: World) -> bool:
+def another_run_wrote(lock_file: TextIO | None, config: TrainConfig, inputs: Inputs, world: World) -> bool:
     """Returns whether another run wrote into the directory before rank 0 got the lock. The same on all ranks."""
-    found = ResumePoint(inputs.resume_from, tuple((path, "") for path in inputs.passed_over))
-    wrote = [held is not None and not _is_as_found(Path(config.output_dir), config, found, world)]
+    wrote = [lock_file is not None and not _is_as_found(Path(config.output_dir), config, inputs.resume_point, world)]
     dist.broadcast_object_list(wrote)
     return bool(wrote[0])
 
 
-def _is_as_found(output_dir: Path, config: TrainConfig, found: ResumePoint, world: World) -> bool:
+def _is_as_found(output_dir: Path, config: TrainConfig, resume_point: ResumePoint, world: World) -> bool:
     """Returns whether the directory is unchanged since its checkpoints were listed. Requires the lock."""
     newest = checkpoints.list_checkpoints(output_dir)[-1:]
     try:
-        check_output_dir(output_dir, config, found, world)
+        check_output_dir(output_dir, config, resume_point, world)
     except ValueError:
         return False
     if config.resume_from_checkpoint not in resume.NEWEST:
         return True
-    return set(newest) <= {found.path, *(path for path, _ in found.damaged)}
+    return set(newest) <= {resume_point.path, *(path for path, _ in resume_point.damaged)}
 
 
 def after_restart(config: TrainConfig, world: World) -> TrainConfig:
@@ -89,35 +90,36 @@ def after_restart(config: TrainConfig, world: World) -> TrainConfig:
     Unchanged if this launch has not yet written into the directory: the usual checks then apply.
     """
     output_dir = Path(config.output_dir)
-    if _goes_on(output_dir, world) and checkpoints.list_checkpoints(output_dir):
+    if _has_restarted(output_dir, world) and checkpoints.list_checkpoints(output_dir):
         return replace(config, resume_from_checkpoint="True")
     return config
 
 
-def _goes_on(output_dir: Path, world: World) -> bool:
+def _has_restarted(output_dir: Path, world: World) -> bool:
     """Returns whether the launcher restarted this run after it had begun writing into the directory."""
     return world.restarts > 0 and _begun_by(output_dir, world)
 
 
-def lock(output_dir: Path, world: World) -> TextIO:
+def lock_directory(output_dir: Path, world: World) -> TextIO:
     """Creates the directory and locks it until the returned file is closed or the process ends.
 
-    The lock file still tells afterwards whether this launch has begun. Raises ValueError if the directory cannot be
-    created or locked, or another run holds the lock.
+    The file begins with the process that holds the lock. If this launch has begun writing into the directory
+    (`mark_begun`), its line follows and stays. Raises ValueError if the directory cannot be created or locked, or
+    another run holds the lock.
     """
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
-        held = (output_dir / LOCK).open("a+")
+        lock_file = (output_dir / LOCK).open("a+")
     except OSError as error:
         raise ValueError(
             f"--output_dir {output_dir} cannot be created ({error.strerror}); name another directory"
         ) from error
     try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        held.seek(0)
+        lock_file.seek(0)
         raise ValueError(
-            f"--output_dir {output_dir} is being written to by {held.readline().strip() or 'another run'}; "
+            f"--output_dir {output_dir} is being written to by {lock_file.readline().strip() or 'another run'}; "
             "name another directory"
         ) from error
     except OSError as error:
@@ -125,42 +127,43 @@ def lock(output_dir: Path, world: World) -> TextIO:
             f"--output_dir {output_dir} cannot be locked ({error.strerror}), so two runs could write into it; name a "
             "directory on another file system"
         ) from error
-    _check_lock(held, output_dir)
+    _check_lock(lock_file, output_dir)
     begun = _begun_by(output_dir, world)
-    held.truncate(0)
-    held.write(f"process {os.getpid()} on {socket.gethostname()}\n{_launch(world) if begun else ''}")
-    held.flush()
-    return held
+    lock_file.truncate(0)
+    lock_file.write(f"process {os.getpid()} on {socket.gethostname()}\n{_launch(world) if begun else ''}")
+    lock_file.flush()
+    return lock_file
 
 
-def _check_lock(held: TextIO, output_dir: Path) -> None:
+def _check_lock(lock_file: TextIO, output_dir: Path) -> None:
     """Raises ValueError if another program wrote the lock file, because locking overwrites it."""
-    held.seek(0)
-    first = held.readline()
+    lock_file.seek(0)
+    first = lock_file.readline()
     if first and not first.startswith("process "):
-        held.close()
+        lock_file.close()
         raise ValueError(
             f"--output_dir {output_dir} has a file {LOCK} that no run wrote; move it, or name another directory"
         )
 
 
-def begin(held: TextIO, output_dir: Path, world: World) -> None:
+def mark_begun(lock_file: TextIO, output_dir: Path, world: World) -> None:
     """Marks the directory as begun by this launch, so that a restart resumes in it."""
     if not _begun_by(output_dir, world):
-        held.write(_launch(world))
-        held.flush()
+        lock_file.write(_launch(world))
+        lock_file.flush()
 
 
 def _begun_by(output_dir: Path, world: World) -> bool:
-    held = output_dir / LOCK
-    return held.is_file() and held.read_text().endswith(_launch(world))
+    path = output_dir / LOCK
+    return path.is_file() and path.read_text().endswith(_launch(world))
 
 
 def _launch(world: World) -> str:
+    """Returns the line of the lock file that identifies this launch, the same after a restart."""
     return f"launch {world.launch}\n"
 
 
-def clear(output_dir: Path) -> tuple[str, ...]:
+def remove_run(output_dir: Path) -> tuple[str, ...]:
     """Removes the files that earlier runs wrote, and nothing else.
 
     Renames a run.json or metrics.jsonl that another program wrote. Returns notes on renamed files.

@@ -23,7 +23,7 @@ PACKAGE = Path(__file__).resolve().parent.parent
 GIT_SECONDS = 2.0  # timeout for git, because a file system may be slow
 
 
-def facts(trainer: Trainer, command: str, notes: Sequence[str]) -> dict[str, Any]:
+def run_facts(trainer: Trainer, command: str, notes: Sequence[str]) -> dict[str, Any]:
     """Returns the content of run.json: everything needed to repeat the run and to judge its numbers."""
     engine = trainer.engine
     return {
@@ -48,7 +48,7 @@ def facts(trainer: Trainer, command: str, notes: Sequence[str]) -> dict[str, Any
         "world_size": trainer.world.size,
         "data_ranks": engine.meshes.data_ranks,
         "sequence_ranks": trainer.inputs.sequence_size,
-        "batch_lengths": trainer.lengths,
+        "batch_lengths": trainer.batch_lengths,
         "total_steps": trainer.inputs.total_steps,
         "first_step": trainer.first_step + 1,  # counted from 1, as in metrics.jsonl
         "resumed_from": str(trainer.inputs.resume_from) if trainer.inputs.resume_from else None,
@@ -60,7 +60,7 @@ def facts(trainer: Trainer, command: str, notes: Sequence[str]) -> dict[str, Any
     }
 
 
-def describe(trainer: Trainer) -> dict[str, Any]:
+def describe_run(trainer: Trainer) -> dict[str, Any]:
     """Returns the lines for the terminal by name: model, data, parallelism, kernels and memory."""
     c, m, world = trainer.config, trainer.inputs.model_config, trainer.world
     fallback_reason = trainer.context.transport.fallback_reason
@@ -83,7 +83,7 @@ def describe(trainer: Trainer) -> dict[str, Any]:
 
 
 def describe_memory(engine: Engine) -> str:
-    """Describes what layers keep, recompute and offload, with the planned memory if the planner decided."""
+    """Returns how layers store, recompute and offload activations, with the planned memory if the planner decided."""
     if engine.memory.plan is not None:
         return str(engine.memory.plan)
     config = engine.config
@@ -113,10 +113,10 @@ def commit(root: Path = PACKAGE.parent) -> str | None:
     if not (root / ".git").exists():
         return None
     git = ["git", "--no-optional-locks", f"--git-dir={root / '.git'}", f"--work-tree={root}"]
-    describe = ["describe", "--always", "--exclude=*", "--abbrev=40", "--dirty=-changed"]
+    command = ["describe", "--always", "--exclude=*", "--abbrev=40", "--dirty=-changed"]
     try:
         found = subprocess.run(
-            [*git, *describe], capture_output=True, text=True, check=True, timeout=GIT_SECONDS, stdin=subprocess.DEVNULL
+            [*git, *command], capture_output=True, text=True, check=True, timeout=GIT_SECONDS, stdin=subprocess.DEVNULL
         )
     except (OSError, subprocess.SubprocessError):
         return None

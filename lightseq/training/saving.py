@@ -13,6 +13,7 @@ import torch
 
 from lightseq.checkpoint import checkpoints, state_files
 from lightseq.checkpoint.saver import CheckpointSaver, SaveError
+from lightseq.config.optimizers import NO_STATE, OPTIMIZERS
 from lightseq.distributed.environment import report_error, secrets
 from lightseq.distributed.mesh import exit_process
 from lightseq.models import adapters, weights
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from lightseq.training.loop import Trainer
 
 NOTED_SECONDS = 1.0  # a longer wait for the previous save is worth a warning
-PATIENCE_SECONDS = 60.0  # a failing rank waits this long for a running save
+FINISH_SECONDS = 60.0  # a failing rank waits this long for a running save
 
 
 class Saving:
@@ -32,9 +33,13 @@ class Saving:
         config = trainer.config
         self._config, self._inputs, self._world, self._engine = config, trainer.inputs, trainer.world, trainer.engine
         self._terminal, self._dtype = trainer.terminal, getattr(torch, config.compute_dtype)
-        limits = (config.save_total_limit, config.keep_best)
         self._saver = CheckpointSaver(
-            trainer.output_dir, trainer.world, *limits, config.async_save, 2 * config.step_timeout
+            trainer.output_dir,
+            trainer.world,
+            retain=config.save_total_limit,
+            retain_best=config.keep_best,
+            in_background=config.async_save,
+            timeout_seconds=2 * config.step_timeout,
         )
         self._prepared = False
         self._warned = False  # about saves that are too frequent for the disk
@@ -59,10 +64,11 @@ class Saving:
 
         If float16 skips the first steps, the optimizer has no state until later.
         """
-        always_known = self._config.optim == "sgd" or self._config.deepspeed is not None
+        always_known = OPTIMIZERS[self._config.optim] == NO_STATE or self._config.deepspeed is not None
         return not self._prepared and (always_known or bool(self._engine.optimizer.state))
 
     def prepare(self) -> None:
+        """Allocates host memory for copies of the tensors."""
         self._prepared = True
         tensors = self._engine.tensors()
         note = self._saver.prepare(tensors) if tensors is not None else None
@@ -70,9 +76,10 @@ class Saving:
             self._terminal.note(note)
 
     def save(self, step: int, eval_loss: float | None) -> Path:
+        """Starts or makes a save after `step` steps. Returns the directory that it will be in. Raises SaveError."""
         self._wait_for_previous_save(step)
-        facts = {checkpoints.DATA: self._inputs.stream.state(step), "total_steps": self._inputs.total_steps}
-        facts |= {**self._engine.facts(), "config": self._config.to_json(), checkpoints.LOSS: eval_loss}
+        facts = {checkpoints.DATA_POSITION: self._inputs.stream.state(step), "total_steps": self._inputs.total_steps}
+        facts |= {**self._engine.facts(), "config": self._config.to_json(), checkpoints.EVAL_LOSS: eval_loss}
         facts = mask_secrets(facts, secrets())
         tensors = self._engine.tensors()
         if tensors is None:
@@ -118,7 +125,7 @@ class Saving:
             (directory / weights.CHAT_TEMPLATE).write_text(self._inputs.chat_template, encoding="utf-8")
 
     @contextmanager
-    def around(self) -> Iterator[None]:
+    def waiting(self) -> Iterator[None]:
         """Waits for the running save when the block ends. If a save failed, ends all ranks with one line."""
         try:
             yield
@@ -131,7 +138,7 @@ class Saving:
             raise SystemExit(1) from error
         except BaseException:
             # The saving threads of other ranks still need this one, so let them finish if they can.
-            if not self._saver.wait_at_most(min(self._config.step_timeout / 2, PATIENCE_SECONDS)):
+            if not self._saver.wait_at_most(min(self._config.step_timeout / 2, FINISH_SECONDS)):
                 traceback.print_exc()
                 exit_process(1)
             raise

@@ -14,7 +14,7 @@ from lightseq.distributed.mesh import World
 from lightseq.distributed.stopwatch import DeviceTimestamp
 from lightseq.memory.offload import Offload
 from lightseq.models.flops import mfu, model_flops, peak_flops_per_second, recompute_flops
-from lightseq.training.metrics import StepRecord, hardware, memory, reduce_over_ranks
+from lightseq.training.metrics import StepRecord, hardware, process_memory, reduce_over_ranks
 
 
 @dataclass(frozen=True)
@@ -85,20 +85,21 @@ class StepStats:
         pause = begin, DeviceTimestamp(self.world.device)
         (self._saving if saves else self._pauses).append(pause)
 
-    def close(self, step: int, speaks_for_group: bool, own_seconds: float) -> "PendingRecord":
+    def close(self, step: int, counts_group: bool, own_seconds: float) -> "PendingRecord":
         """Ends collection with `step` and starts the reduction over ranks. All ranks must call it.
 
-        Does not wait for the device. `own_seconds`: this rank's time for work that waits for no other rank.
+        Does not wait for the device. `counts_group`: True on one rank of each sequence-parallel group, because all of
+        them have the group's counts. `own_seconds`: this rank's time for work that waits for no other rank.
         """
         device, end, results = self.world.device, DeviceTimestamp(self.world.device), self.results
-        speaking = results if speaks_for_group else []
-        allocated, reserved, rss = memory(device, self.transport.buffer_bytes, self.transport.recorded_bytes)
+        counted = results if counts_group else []
+        allocated, reserved, rss = process_memory(device, self.transport.buffer_bytes, self.transport.recorded_bytes)
         sums: dict[str, float | Tensor] = {
             "loss": torch.stack([result.loss for result in results]).sum(),
-            "valid_tokens": sum(result.valid_tokens for result in speaking),
-            "positions": sum(result.positions for result in speaking),
-            "tokens": sum(result.tokens for result in speaking),
-            "attention_area": sum(result.attention_area for result in speaking),
+            "valid_tokens": sum(result.valid_tokens for result in counted),
+            "positions": sum(result.positions for result in counted),
+            "tokens": sum(result.tokens for result in counted),
+            "attention_area": sum(result.attention_area for result in counted),
             "sent_bytes": self.transport.bytes_sent - self._bytes_before,
             "own_seconds": own_seconds,
         }
@@ -159,13 +160,13 @@ class PendingRecord:
 
     def record(self) -> StepRecord:
         """Returns the record of the last step, the same on every rank. Waits for the device to finish the step."""
-        self.begin.seconds_until(self.arrived)
+        self.begin.seconds_until(self.arrived)  # waits for the numbers
         x = dict(zip(self.names, self.numbers.tolist(), strict=False))
         saving = sum(begin.seconds_until(end) for begin, end in self.saving)
         paused = sum(begin.seconds_until(end) for begin, end in self.pauses) + saving
         seconds, ranks = (self.begin.seconds_until(self.end) - paused) / self.steps, self.world.size
         longest, slowest_rank = divmod(int(x["slowest"]), ranks)
-        lost = max(0.0, 1 - x["own_seconds"] / ranks / (longest / 1e9)) if longest else None
+        slowest_rank_share = max(0.0, 1 - x["own_seconds"] / ranks / (longest / 1e9)) if longest else None
         tokens, area = round(x["tokens"]), x["attention_area"]
         flops = self.flops.flops(tokens, area) / self.steps
         recomputed = self.flops.recomputed(tokens, area) / self.steps
@@ -187,7 +188,7 @@ class PendingRecord:
             data_seconds=x["data_seconds"] / self.steps,
             saving_seconds=saving,
             slowest_rank=slowest_rank if longest else None,
-            slowest_rank_share=lost,
+            slowest_rank_share=slowest_rank_share,
             tokens_per_second=per_second,
             tokens_per_second_per_gpu=per_second / ranks,
             model_tflops_per_gpu=flops / seconds / ranks / 1e12,

@@ -12,75 +12,78 @@ from lightseq.distributed.mesh import init_distributed, on_all_ranks
 from lightseq.distributed.watchdog import Watchdog
 from lightseq.models.presets import ModelFamily
 from lightseq.training.engine import build_engine, resume_engine
-from lightseq.training.errors import explained_silence
+from lightseq.training.errors import explained_no_response
 from lightseq.training.loop import Trainer, TrainingLoop
 from lightseq.training.metrics import MIRRORS, MetricsFile, write_run
 from lightseq.training.output_directory import (
     after_restart,
     another_run_wrote,
-    begin,
-    clear,
-    continues,
-    lock,
+    lock_directory,
+    mark_begun,
+    remove_run,
+    resumes_in_place,
     set_earlier_aside,
 )
-from lightseq.training.run_info import describe, facts
+from lightseq.training.run_info import describe_run, run_facts
 from lightseq.training.setup import Inputs, prepare
 
 
-def train(family: ModelFamily, words: list[str], program: str) -> None:
-    """Trains with the flags in `words`. Exits with status 2 and one line on invalid input."""
+def train(family: ModelFamily, argv: list[str], program: str) -> None:
+    """Trains with the flags in `argv`. Exits with status 2 and one line on invalid input."""
     # Collectives time out later than the watchdog, which can name the rank at fault.
-    timeout, stacks = _watchdog_settings(words, program)
-    with init_distributed(2 * timeout) as world, explained_silence(), Watchdog(world, timeout, stacks) as watchdog:
-        config = on_all_ranks(world, lambda: after_restart(parse(words, program), world))
+    timeout, stacks = _watchdog_settings(argv, program)
+    with init_distributed(2 * timeout) as world, explained_no_response(), Watchdog(world, timeout, stacks) as watchdog:
+        config = on_all_ranks(world, lambda: after_restart(parse(argv, program), world))
 
         def find_inputs() -> Inputs:
-            found = resume.find_checkpoint(Path(config.output_dir), config.resume_from_checkpoint, world)
-            return on_all_ranks(world, lambda: prepare(config, family, world, found))
+            resume_point = resume.find_checkpoint(Path(config.output_dir), config.resume_from_checkpoint, world)
+            return on_all_ranks(world, lambda: prepare(config, family, world, resume_point))
 
         inputs = find_inputs()
         engine = build_engine(config, inputs, world, watchdog)
-        held = on_all_ranks(world, lambda: lock(Path(config.output_dir), world) if world.is_main else None)
-        if another_run_wrote(held, config, inputs, world):
+        # Locking creates the directory, so it comes after everything that can fail without leaving a trace.
+        lock_file = on_all_ranks(
+            world, lambda: lock_directory(Path(config.output_dir), world) if world.is_main else None
+        )
+        if another_run_wrote(lock_file, config, inputs, world):
             inputs = find_inputs()
             resume_engine(engine, config, inputs, world, watchdog)
         trainer = Trainer(config, inputs, world, engine, watchdog)
-        metrics = open_output(trainer, held, f"{program} {shlex.join(words)}")
+        metrics = open_output(trainer, lock_file, f"{program} {shlex.join(argv)}")
         TrainingLoop(trainer, metrics).run()
-        if held is not None:
-            held.close()
+        if lock_file is not None:
+            lock_file.close()
 
 
-def _watchdog_settings(words: list[str], program: str) -> tuple[float, Path]:
+def _watchdog_settings(argv: list[str], program: str) -> tuple[float, Path]:
     """Returns the watchdog's timeout and directory, which are needed before ranks can communicate.
 
     Ignores invalid flags, which are reported once ranks can communicate.
     """
     try:
-        config = parse(words, program)
+        config = parse(argv, program)
     except ValueError:
         return TrainConfig.step_timeout, Path("hang")
     return config.step_timeout, Path(config.output_dir) / "hang"
 
 
-def open_output(trainer: Trainer, held: TextIO | None, command: str) -> MetricsFile | None:
+def open_output(trainer: Trainer, lock_file: TextIO | None, command: str) -> MetricsFile | None:
     """Writes run.json, opens metrics.jsonl and prints the settings, on rank 0, which holds the lock."""
-    return on_all_ranks(trainer.world, lambda: _open(trainer, held, command) if held is not None else None)
+    return on_all_ranks(trainer.world, lambda: _open(trainer, lock_file, command) if lock_file is not None else None)
 
 
-def _open(trainer: Trainer, held: TextIO, command: str) -> MetricsFile:
+def _open(trainer: Trainer, lock_file: TextIO, command: str) -> MetricsFile:
     config, inputs, directory = trainer.config, trainer.inputs, trainer.output_dir
-    goes_on, notes = continues(inputs.resume_from, directory), trainer.notes
-    if not goes_on:
-        notes += clear(directory) if config.overwrite_output_dir else set_earlier_aside(directory)
-    begin(held, directory, trainer.world)
+    resumes, notes = resumes_in_place(inputs.resume_from, directory), trainer.notes
+    if not resumes:
+        notes += remove_run(directory) if config.overwrite_output_dir else set_earlier_aside(directory)
+    mark_begun(lock_file, directory, trainer.world)
     checkpoints.remove_leftovers(directory, checkpoints.PARTIAL)
-    for broken in inputs.passed_over:
+    for broken, _ in inputs.resume_point.damaged:
         checkpoints.set_aside(broken, checkpoints.BROKEN)
     mirrors = (MIRRORS[config.report_to](directory),) if config.report_to != "none" else ()
-    metrics = MetricsFile(directory, trainer.first_step, mirrors, goes_on)
+    metrics = MetricsFile(directory, trainer.first_step, mirrors, resumes)
     notes += metrics.notes + (launcher_note() if config.save_strategy != "no" else ())
-    write_run(directory, facts(trainer, command, notes), secrets())
-    trainer.terminal.header(describe(trainer), notes)
+    write_run(directory, run_facts(trainer, command, notes), secrets())
+    trainer.terminal.header(describe_run(trainer), notes)
     return metrics

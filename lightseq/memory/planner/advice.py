@@ -27,7 +27,7 @@ from lightseq.memory.planner.run import PlannedRun, planned_run
 K = 2**10
 MAX_LENGTH, MAX_GPUS = 2**30, 512  # building schedules for more ranks takes minutes
 LEAST_GAIN = 0.02  # smallest share of a step's time that is worth a suggestion
-SMALLER = 0.9  # of the planned memory, for a run that did not fit although its plan does
+RETRY_SHARE = 0.9  # of the planned memory, for the next plan of a run that did not fit although its plan did
 
 
 def longest(run: PlannedRun) -> int | None:
@@ -47,9 +47,9 @@ def longest(run: PlannedRun) -> int | None:
 
 @dataclass(frozen=True)
 class Change:
-    """A change to a run, as text, and the plan with that change."""
+    """A change to a run and the plan with that change."""
 
-    words: str
+    text: str  # such as `--optim adamw_8bit` or `8 GPUs`
     plan: Plan
 
 
@@ -144,11 +144,11 @@ def out_of_memory(
     plan, usable = make_plan(run), usable_gpu_bytes(run)
     room = f", {usable / GIB:.1f} GiB usable" if math.isfinite(usable) else ""
     lines = [f"planned peak memory per GPU ({plan.when}{room}):", *plan.parts.lines()]
-    smaller = on_smaller_gpus(run, SMALLER * plan.parts.total) if plan.fits else run
+    smaller = on_smaller_gpus(run, RETRY_SHARE * plan.parts.total) if plan.fits else run
     words = [
-        f"{change.words} ({change.plan.parts.total / GIB:.1f} GiB per GPU)"
+        f"{change.text} ({change.plan.parts.total / GIB:.1f} GiB per GPU)"
         for change in changes_to_fit(smaller, longest(smaller))
     ]
     if plan.fits and config.offload == "auto" and make_plan(smaller).fits:
-        words.insert(0, f"--device_memory_budget {SMALLER * plan.parts.total / GIB:.1f}")
+        words.insert(0, f"--device_memory_budget {RETRY_SHARE * plan.parts.total / GIB:.1f}")
     return [*lines, f"to fit: {', or '.join(words) or 'more GPUs, or a smaller model'}"]

@@ -1,11 +1,12 @@
 """Memory of a training step by purpose."""
 
 from dataclasses import asdict, dataclass, replace
+from typing import NamedTuple
 
 from torch import nn
 from transformers import PreTrainedConfig
 
-from lightseq.config.checks import EIGHT_BIT
+from lightseq.config.optimizers import OPTIMIZERS
 from lightseq.config.remat_policies import STORE_LINEARS, STORES_MLP
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.mesh import local_part
@@ -14,7 +15,7 @@ from lightseq.models.architecture import Architecture, inspect_architecture
 from lightseq.models.heads import Heads
 from lightseq.modules.loss import CHUNK_TOKENS
 
-MASTER_BYTES = 4  # per weight, and per optimizer moment
+FLOAT32_BYTES = 4  # of master weights, gradients and optimizer moments
 
 
 @dataclass(frozen=True)
@@ -51,22 +52,30 @@ class Breakdown:
         return [f"{name:<18}{size / GIB:9.2f} GiB" for name, size in shown]
 
 
-def state_bytes(model: nn.Module, config: TrainConfig, on_host: bool) -> tuple[int, int, int]:
-    """Returns the bytes of this rank's parameters, gradients and optimizer state on the GPU, once allocated.
+class StateBytes(NamedTuple):
+    """Bytes of one rank's parameters, gradients and optimizer state."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+
+
+def measured_state_bytes(model: nn.Module, config: TrainConfig, on_host: bool) -> StateBytes:
+    """Returns this rank's state on the GPU, once allocated. `on_host`: some or all of it is in host memory.
 
     DeepSpeed's state is unknown here and counts as working memory.
     """
     if config.deepspeed:
-        return 0, 0, 0
+        return StateBytes(0, 0, 0)
     here = [p for p in model.parameters() if not (on_host and p.device.type == "cpu")]
     parameters = sum(local_part(p).nbytes for p in here)
     gradients = sum(local_part(p).nbytes for p in here if p.requires_grad)
-    return parameters, gradients, int(moments_of(config) * gradients)
+    return StateBytes(parameters, gradients, int(moments_of(config) * gradients))
 
 
 def moments_of(config: TrainConfig) -> float:
     """Returns the size of the optimizer's state, in float32 values per weight."""
-    return {"sgd": 0.0, **dict.fromkeys(EIGHT_BIT, 0.5)}.get(config.optim, 2.0)
+    return OPTIMIZERS[config.optim].moments
 
 
 def stored_activations(model: PreTrainedConfig, config: TrainConfig, tokens: int) -> int:
@@ -81,7 +90,7 @@ def stored_activations(model: PreTrainedConfig, config: TrainConfig, tokens: int
 
 
 def widths_of(model: PreTrainedConfig, heads: Heads) -> Widths:
-    """Returns a model's own sizes."""
+    """Returns a model's own sizes, in elements per token."""
     hidden = model.hidden_size
     intermediate = getattr(model, "intermediate_size", 4 * hidden)
     return Widths(hidden, heads.query * heads.dim, heads.key_value * heads.dim, intermediate)
@@ -94,8 +103,8 @@ def saved_bytes(sizes: Widths, architecture: Architecture, config: TrainConfig, 
     up, `attention+linears` also attention's four projections, and `none` everything.
     """
     policy = policy or config.remat_policy
-    itemsize = 4 if config.compute_dtype == "float32" else 2
-    log_sum_exp = 4 * architecture.heads.query
+    itemsize = config.itemsize
+    log_sum_exp = FLOAT32_BYTES * architecture.heads.query
     if policy == "none":
         elements = SAVED_WITHOUT_REMAT[config.compiles].dot(sizes) + architecture.extra_normalized
         return itemsize * elements + log_sum_exp
@@ -111,7 +120,6 @@ def saved_bytes(sizes: Widths, architecture: Architecture, config: TrainConfig, 
 
 def loss_bytes(model: PreTrainedConfig, config: TrainConfig, tokens: int) -> tuple[int, int]:
     """Returns the bytes of a chunk's logits, and those of the gradients of the head (float32) and hidden states."""
-    itemsize = 4 if config.compute_dtype == "float32" else 2
-    logits = min(tokens, CHUNK_TOKENS) * model.vocab_size * itemsize
-    head = 0 if config.lora_rank else 4 * model.vocab_size * model.hidden_size
-    return logits, head + tokens * model.hidden_size * itemsize
+    logits = min(tokens, CHUNK_TOKENS) * model.vocab_size * config.itemsize
+    head = 0 if config.lora_rank else FLOAT32_BYTES * model.vocab_size * model.hidden_size
+    return logits, head + tokens * model.hidden_size * config.itemsize

@@ -55,6 +55,7 @@ def make_plan(run: PlannedRun) -> Plan:
 
 
 def _preference(plan: Plan) -> tuple[bool, float, float]:
+    """Returns the sort key of equally fast plans, the best first."""
     return plan.run.state_on_host, plan.host_bytes, _busy_seconds(plan)
 
 
@@ -73,6 +74,7 @@ def _busy_seconds(plan: Plan) -> float:
 
 
 def can_fit(run: PlannedRun) -> bool:
+    """Returns whether any choice of the flags left to the planner fits into memory."""
     run = without_device_budget(run)
     options = (*frugal_options(run), *fast_options(run))  # those with the least memory first
     return any(plan.fits for option in options for plan in _placements(option))
@@ -136,6 +138,7 @@ def _offloads(config: TrainConfig, policy: str, group: int, values: Sequence[str
 
 
 def _policies(run: PlannedRun) -> list[str]:
+    """Returns the values of --remat that the model supports."""
     can_store_mlp, plain_projections = run.architecture.can_store_mlp, run.architecture.plain_projections
     mlp = [*([STORE_LINEARS] if plain_projections else []), STORE_MLP] if can_store_mlp else []
     return ["none", *mlp, "attention", "full"]
@@ -178,8 +181,11 @@ def _placements(run: PlannedRun) -> Iterator[Plan]:
 # ---- the current run ------------------------------------------------------------------------------------------------
 
 
-def plan_again(run: PlannedRun, earlier: Mapping[str, Any]) -> Plan | None:
-    """Returns the plan with the choices of an earlier one; None if it does not fit, or other flags are given now."""
+def plan_from_earlier(run: PlannedRun, earlier: Mapping[str, Any]) -> Plan | None:
+    """Returns the plan with the choices of an earlier one, as `Plan.to_json` stored them.
+
+    Returns None if they are damaged, do not fit into memory, or contradict the flags given now.
+    """
     run = without_device_budget(run)
     try:
         flags = {name: earlier[name] for name in PLANNED_FLAGS}
@@ -207,12 +213,12 @@ def plan_on_all_ranks(
     model: PreTrainedConfig,
     world: World,
     earlier: Mapping[str, Any] | None = None,
-    most_bytes: float = math.inf,
+    gpu_bytes_limit: float = math.inf,
     documents: PackedDocuments | None = None,
 ) -> Plan:
     """Returns the same plan on all ranks, for the one with the least memory.
 
-    It fills at most `most_bytes` of a GPU. `earlier` holds the choices of the run that this one resumes, if any.
+    It fills at most `gpu_bytes_limit` of a GPU. `earlier` holds the choices of the run that this one resumes, if any.
     `documents` are those of packed rows.
     """
     run = planned_run(config, model, world, documents)
@@ -221,8 +227,8 @@ def plan_on_all_ranks(
     gpu, free = least.tolist()
     host = (free + PROCESS_BYTES) * run.hardware.ranks_per_host  # this process's memory is not free any more
     run = run.changed(hardware=replace(run.hardware, gpu_memory=gpu, host_memory=host))
-    if most_bytes < usable_gpu_bytes(run):
-        run = on_smaller_gpus(run, most_bytes)
-    found = [on_all_ranks(world, lambda: plan_again(run, earlier or {}) or make_plan(run))]
+    if gpu_bytes_limit < usable_gpu_bytes(run):
+        run = on_smaller_gpus(run, gpu_bytes_limit)
+    found = [on_all_ranks(world, lambda: plan_from_earlier(run, earlier or {}) or make_plan(run))]
     dist.broadcast_object_list(found)  # ranks that recompute different layers would wait for each other
     return found[0]

@@ -6,9 +6,9 @@ Follows the source of DeepSpeed 0.19.8, which pins with torch by default; freed 
 from math import ceil
 
 from lightseq.config.deepspeed import DeepSpeedSettings
-from lightseq.memory.planner.breakdown import moments_of
+from lightseq.memory.planner.breakdown import FLOAT32_BYTES, moments_of
 from lightseq.memory.planner.memory import pinned_by_torch
-from lightseq.memory.planner.run import FLOAT32, PlannedRun
+from lightseq.memory.planner.run import PlannedRun
 
 SUB_GROUP = 10**9  # DeepSpeed's default sub_group_size: weights that ZeRO-3 updates at a time
 
@@ -17,7 +17,7 @@ def deepspeed_bytes_on_host(run: PlannedRun, settings: DeepSpeedSettings) -> flo
     """Returns the bytes of a rank's host memory that `offload_optimizer` and `offload_param` will take."""
     taken = 0.0
     if settings.on_cpu("offload_optimizer"):
-        taken += moments_of(run.config) * FLOAT32 * run.local_parameters
+        taken += moments_of(run.config) * FLOAT32_BYTES * run.local_parameters
         taken += _masters_of_shards(run, settings) if settings.stage == 3 else _masters_of_partition(run, settings)
     if settings.on_cpu("offload_param"):
         taken += _weights(run, settings)
@@ -31,7 +31,7 @@ def _masters_of_partition(run: PlannedRun, settings: DeepSpeedSettings) -> float
     for the largest gradient, and accumulated gradients, of which the last may reach beyond the partition.
     """
     pins, weights, element = _pins(settings, "offload_optimizer"), run.local_parameters, run.itemsize
-    whole = [_taken(width * weights, pins) for width in (FLOAT32, FLOAT32, element)]
+    whole = [_taken(width * weights, pins) for width in (FLOAT32_BYTES, FLOAT32_BYTES, element)]
     gradients = [_taken(element * size, pins) for size in run.architecture.sizes]
     accumulated = run.config.gradient_accumulation_steps > 1
     return sum(whole) + max(gradients) + accumulated * (sum(gradients) / run.shards + max(gradients))
@@ -45,8 +45,8 @@ def _masters_of_shards(run: PlannedRun, settings: DeepSpeedSettings) -> float:
     """
     pins, weights = _pins(settings, "offload_optimizer"), run.local_parameters
     group = _sub_group(run, settings)
-    by_group = weights / group * _taken(FLOAT32 * group, pins)
-    return FLOAT32 * weights + by_group + _taken(FLOAT32 * weights, pins)
+    by_group = weights / group * _taken(FLOAT32_BYTES * group, pins)
+    return FLOAT32_BYTES * weights + by_group + _taken(FLOAT32_BYTES * weights, pins)
 
 
 def _sub_group(run: PlannedRun, settings: DeepSpeedSettings) -> int:

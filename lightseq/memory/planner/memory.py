@@ -6,9 +6,9 @@ from functools import lru_cache
 from math import ceil
 
 from lightseq.config.remat_policies import STORE_MLP, STORES_MLP
-from lightseq.memory.offload import IN_FLIGHT, layers_in_flight, layers_on_device
+from lightseq.memory.offload import IN_FLIGHT, device_lifetimes, layers_in_flight
 from lightseq.memory.planner.attention_memory import AttentionMemory, attention_memory
-from lightseq.memory.planner.breakdown import Breakdown, loss_bytes, moments_of, saved_bytes
+from lightseq.memory.planner.breakdown import FLOAT32_BYTES, Breakdown, StateBytes, loss_bytes, moments_of, saved_bytes
 from lightseq.memory.planner.placement import KEEP, OFFLOADED, RECOMPUTE, RECOMPUTED, Placement
 from lightseq.memory.planner.rates import (
     BACKWARD_POINTS,
@@ -21,7 +21,7 @@ from lightseq.memory.planner.rates import (
     Widths,
     tiled_points,
 )
-from lightseq.memory.planner.run import FLOAT32, PlannedRun
+from lightseq.memory.planner.run import PlannedRun
 from lightseq.models.heads import Heads
 from lightseq.modules.mlp import TILE_TOKENS
 
@@ -37,13 +37,15 @@ class Snapshot:
 
 
 def peak(run: PlannedRun, placement: Placement) -> Snapshot:
+    """Returns the point of a step with the most memory on the GPU."""
     return max(snapshots(run, placement), key=lambda snapshot: snapshot.parts.total)
 
 
 def snapshots(run: PlannedRun, placement: Placement) -> Iterator[Snapshot]:
+    """Yields the points of a step where memory may peak: the loss, each group's backward pass, and the embeddings'."""
     yield _loss(run, placement)
     last, groups = run.groups - 1, set(range(run.groups))
-    if max(windows_of(run, placement)) <= IN_FLIGHT:  # no layer stays between offloaded ones
+    if max(lifetimes_of(run, placement)) <= IN_FLIGHT:  # no layer stays between offloaded ones
         # Memory changes linearly from the second to the second-to-last group.
         groups &= {0, 1, last // 2, last - 1, last}
     for group in sorted(groups):
@@ -64,9 +66,9 @@ def in_flight(run: PlannedRun) -> int:
     return layers_in_flight(run.config.tiles_layers)
 
 
-def windows_of(run: PlannedRun, placement: Placement) -> list[int]:
-    """Returns for how many groups, itself included, each offloaded group has tensors on the GPU; 0 if it stays."""
-    return layers_on_device([state in OFFLOADED for state in placement.layers[:: run.group_size]], in_flight(run))
+def lifetimes_of(run: PlannedRun, placement: Placement) -> list[int]:
+    """Returns the lifetime on the GPU of each group's tensors, in groups; 0 for a group that stays there."""
+    return device_lifetimes([state in OFFLOADED for state in placement.layers[:: run.group_size]], in_flight(run))
 
 
 # ---- saved activations ----------------------------------------------------------------------------------------------
@@ -90,8 +92,8 @@ def _saved_on_gpu(run: PlannedRun, placement: Placement, last: int) -> float:
     """Returns the bytes that groups up to `last` have on the GPU: those that stay, and offloaded ones in flight."""
     groups = placement.layers[:: run.group_size]
     sizes = {state: saved_by_group(run, state) for state in set(groups)}
-    windows = windows_of(run, placement)[: last + 1]
-    return sum(sizes[groups[i]] for i, window in enumerate(windows) if not window or i + window > last)
+    lifetimes = lifetimes_of(run, placement)[: last + 1]
+    return sum(sizes[groups[i]] for i, lifetime in enumerate(lifetimes) if not lifetime or i + lifetime > last)
 
 
 def _saved_by_rerun(run: PlannedRun, placement: Placement, group: int) -> float:
@@ -144,23 +146,24 @@ def _end_of_backward(run: PlannedRun) -> Snapshot:
     """Returns memory at the end of the backward pass, before the embeddings' whole gradient is reduced to shards."""
     working = run.tokens * run.model.hidden_size * run.itemsize
     if not run.adapter_parameters:
-        working += run.architecture.head * (run.itemsize + FLOAT32)
-    return _snapshot(run, "backward of the embeddings", working=working, gradients=FLOAT32 * run.local_trained)
+        working += run.architecture.head * (run.itemsize + FLOAT32_BYTES)
+    return _snapshot(run, "backward of the embeddings", working=working, gradients=FLOAT32_BYTES * run.local_trained)
 
 
 def _snapshot(
     run: PlannedRun, when: str, *, working: float, saved: float = 0.0, loss: float = 0.0, gradients: float = 0.0
 ) -> Snapshot:
     """Returns a point's memory with the constant parts added: weights, optimizer, mapped buffers, tokens and RoPE."""
-    parameters, all_gradients, optimizer = (size * (1 - run.host_share) for size in _state_bytes(run))
+    state, on_gpu = _state_bytes(run), 1 - run.host_share
+    all_gradients = state.gradients * on_gpu
     accumulates = run.config.gradient_accumulation_steps > 1
     buffers = attention_of(run).buffers * run.tokens
     rope = 2 * run.architecture.heads.dim * run.itemsize
     working += (rope + TOKEN_BYTES) * run.tokens + (buffers if run.transport != "symmetric" else 0.0)
     parts = Breakdown(
-        parameters=int(parameters),
+        parameters=int(state.parameters * on_gpu),
         gradients=int(all_gradients if accumulates else min(gradients, all_gradients)),
-        optimizer=int(optimizer),
+        optimizer=int(state.optimizer * on_gpu),
         stored_activations=int(saved),
         loss=int(loss),
         attention_buffers=int(buffers if run.transport == "symmetric" else 0.0),
@@ -182,11 +185,11 @@ def _weights_and_gradients(run: PlannedRun, group: int) -> float:
         taken += (1 + trains) * run.architecture.head * run.itemsize
     if trains:
         summed = run.layer_parameters if run.config.tiles_layers else 0  # tiles accumulate gradients in float32
-        taken += (unit - summed) * run.itemsize + summed * FLOAT32
+        taken += (unit - summed) * run.itemsize + summed * FLOAT32_BYTES
         if group < run.groups - 1:
-            taken += unit * FLOAT32  # the next group's gradients, being reduced
+            taken += unit * FLOAT32_BYTES  # the next group's gradients, being reduced
         elif not run.tied:
-            taken += run.architecture.head * FLOAT32
+            taken += run.architecture.head * FLOAT32_BYTES
     return taken
 
 
@@ -194,9 +197,9 @@ def _finished_gradients(run: PlannedRun, group: int) -> float:
     """Returns the bytes of finished gradients on the GPU, those of the layers after a group."""
     below = (group + 1) * run.group_size
     if run.state_on_host:
-        return FLOAT32 * max(0, run.layers_with_state_on_gpu - below) * run.layer_parameters / run.shards
+        return FLOAT32_BYTES * max(0, run.layers_with_state_on_gpu - below) * run.layer_parameters / run.shards
     done = (run.layers - below) * run.layer_parameters + (0 if run.tied else run.architecture.head)
-    return FLOAT32 * min(done / run.shards, run.local_trained)
+    return FLOAT32_BYTES * min(done / run.shards, run.local_trained)
 
 
 def _tiled_mlp_bytes(run: PlannedRun) -> float:
@@ -212,7 +215,7 @@ def _tiled_mlp_bytes(run: PlannedRun) -> float:
         return run.tokens * run.itemsize * untiled
     if run.adapter_parameters:
         return (4 * TILE_TOKENS + hidden) * intermediate * run.itemsize
-    return 3 * TILE_TOKENS * intermediate * run.itemsize + 3 * hidden * intermediate * FLOAT32
+    return 3 * TILE_TOKENS * intermediate * run.itemsize + 3 * hidden * intermediate * FLOAT32_BYTES
 
 
 def attention_of(run: PlannedRun) -> AttentionMemory:
@@ -257,16 +260,16 @@ def state_bytes_on_host(run: PlannedRun) -> float:
     return run.host_share * (sum(_state_bytes(run)) + padding)
 
 
-def _state_bytes(run: PlannedRun) -> tuple[float, float, float]:
-    """Returns the bytes of parameters, gradients and optimizer state, on GPU or host."""
-    gradients = float(FLOAT32 * run.local_trained)
-    return run.weight_bytes, gradients, moments_of(run.config) * gradients
+def _state_bytes(run: PlannedRun) -> StateBytes:
+    """Returns the bytes of one rank's state, on GPU and host together."""
+    gradients = float(FLOAT32_BYTES * run.local_trained)
+    return StateBytes(run.weight_bytes, gradients, moments_of(run.config) * gradients)
 
 
 @lru_cache(maxsize=64)  # every plan of a search asks for the same
 def _gradient_padding(sizes: tuple[int, ...], shards: int) -> float:
     """Returns the bytes that torch's pinned allocator adds by rounding up each gradient."""
-    parts = [FLOAT32 * ceil(size / shards) for size in sizes]
+    parts = [FLOAT32_BYTES * ceil(size / shards) for size in sizes]
     return float(sum(pinned_by_torch(size) - size for size in parts))
 
 

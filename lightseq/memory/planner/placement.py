@@ -19,21 +19,18 @@ MOST_SPANS = 4  # runs of layers with one state that a line of text lists
 
 
 @dataclass(frozen=True)
-class State:
-    """Cost of a layer in a state: bytes on GPU and host between forward and backward, and seconds per step.
+class LayerCost:
+    """Cost of placing a layer's activations in one of STATES."""
 
-    `copy_seconds` are those of copies in one direction, which compute may hide.
-    """
-
-    device_bytes: float
+    device_bytes: float  # on the GPU between forward and backward pass
     host_bytes: float
-    seconds: float
-    copy_seconds: float = 0.0
+    seconds: float  # of recomputation, per step
+    copy_seconds: float = 0.0  # to or from the host; compute may hide it
 
 
 @dataclass(frozen=True)
 class Placement:
-    """State of every layer. The last layer is never offloaded, because the backward pass begins with it."""
+    """State of every layer, one of STATES. The last is never offloaded, because the backward pass begins with it."""
 
     layers: tuple[str, ...]
 
@@ -50,7 +47,7 @@ class Placement:
         return sum(state in RECOMPUTED for state in self.layers) / len(self.layers)
 
     @property
-    def words(self) -> str:
+    def text(self) -> str:
         """Returns a text such as `layers 0-11 offload, 12-31 keep` or `12 of 32 layers offload`."""
         spans, first = [], 0
         for state, run in groupby(self.layers):
@@ -70,7 +67,7 @@ def _in_words(state: str) -> str:
 
 def place(
     layers: int,
-    states: Mapping[str, State],
+    costs: Mapping[str, LayerCost],
     device_bytes: float,
     host_bytes: float,
     in_flight: int = 2,
@@ -79,17 +76,17 @@ def place(
     """Returns the fastest placement within both budgets, or None if no placement fits.
 
     Ties go to the least host memory, then the least GPU memory. `device_bytes` is the budget for saved activations
-    only. Up to `in_flight` offloaded layers are on the GPU at a time, one fewer per layer that stays. Spread ones may
-    exceed the budget a little, so callers check the peak. `layer_seconds` are those of a layer's compute, forward and
-    backward, which hide copies if two layers are in flight.
+    only, with up to `in_flight` offloaded layers on the GPU at a time. If offloaded layers are spread among others, the
+    peak may exceed the budget a little, so callers check it. `layer_seconds` are those of a layer's compute, forward
+    and backward, which hide copies if two layers are in flight.
     """
-    counts = _candidates(layers, states, device_bytes, in_flight)
-    device = _device_bytes(counts, states, in_flight)
-    host = sum(counts[name] * states[name].host_bytes for name in STATES)
+    counts = _candidates(layers, costs, device_bytes, in_flight)
+    device = _device_bytes(counts, costs, in_flight)
+    host = sum(counts[name] * costs[name].host_bytes for name in STATES)
     hidden_by = layer_seconds if in_flight > 1 else (0.0, 0.0)
-    strides = _strides(layers, counts, states, hidden_by)
+    strides = _strides(layers, counts, costs, hidden_by)
     seconds = sum(
-        counts[name] * (states[name].seconds + _exposed_seconds(states[name].copy_seconds, strides, hidden_by))
+        counts[name] * (costs[name].seconds + _exposed_seconds(costs[name].copy_seconds, strides, hidden_by))
         for name in STATES
     )
     fitting = np.flatnonzero((device <= device_bytes) & (host <= host_bytes))
@@ -101,7 +98,7 @@ def place(
 
 
 def in_order(counts: Mapping[str, int], stride: float = 1.0) -> Placement:
-    """Returns the placement of so many layers per state; offloaded ones are `stride` layers apart on average."""
+    """Returns the placement with `counts` layers per state; offloaded ones are `stride` layers apart on average."""
     ordered = [state for state in STATES for _ in range(counts.get(state, 0))]
     offloaded = [state for state in ordered if state in OFFLOADED]
     staying = iter(ordered[len(offloaded) :])
@@ -110,16 +107,16 @@ def in_order(counts: Mapping[str, int], stride: float = 1.0) -> Placement:
 
 
 def _strides(
-    layers: int, counts: Mapping[str, NDArray[Any]], states: Mapping[str, State], layer_seconds: Sequence[float]
+    layers: int, counts: Mapping[str, NDArray[Any]], costs: Mapping[str, LayerCost], layer_seconds: Sequence[float]
 ) -> NDArray[Any]:
-    """Returns each candidate's mean distance between offloaded layers: what hides their copies, or less without room.
+    """Returns each candidate's mean distance between offloaded layers, in layers.
 
-    The last offloaded layer needs as many layers after it, and the last layer of all besides, so that no offloaded
-    layer is on the GPU during the loss.
+    It is the distance at which compute hides the copies, or the largest that the model's depth allows. As many layers,
+    and the model's last one, follow the last offloaded layer, so that no offloaded layer is on the GPU during the loss.
     """
     needed = 1.0
     for name in OFFLOADED:
-        ratio = max((states[name].copy_seconds / seconds for seconds in layer_seconds if seconds), default=1.0)
+        ratio = max((costs[name].copy_seconds / seconds for seconds in layer_seconds if seconds), default=1.0)
         needed = np.maximum(needed, np.where(counts[name] > 0, np.ceil(ratio), 1.0))
     offloaded = counts[OFFLOAD] + counts[RECOMPUTE_OFFLOAD]
     return np.maximum(1.0, np.minimum(needed, (layers - 2) / np.maximum(offloaded, 1)))
@@ -139,7 +136,7 @@ def _exposed_seconds(copy: float, strides: NDArray[Any], layer_seconds: Sequence
 
 
 def _candidates(
-    layers: int, states: Mapping[str, State], device_bytes: float, in_flight: int
+    layers: int, costs: Mapping[str, LayerCost], device_bytes: float, in_flight: int
 ) -> dict[str, NDArray[Any]]:
     """Returns counts by state: every number of offloaded layers, with as few recomputed layers as memory allows.
 
@@ -150,16 +147,16 @@ def _candidates(
     offloaded, recomputed_offloaded = offloaded[stays], recomputed_offloaded[stays]
     resident = layers - offloaded - recomputed_offloaded
     counts = {OFFLOAD: offloaded, RECOMPUTE_OFFLOAD: recomputed_offloaded, RECOMPUTE: 0 * resident, KEEP: resident}
-    over = _device_bytes(counts, states, in_flight) - device_bytes
-    saved = states[KEEP].device_bytes - states[RECOMPUTE].device_bytes
+    over = _device_bytes(counts, costs, in_flight) - device_bytes
+    saved = costs[KEEP].device_bytes - costs[RECOMPUTE].device_bytes
     needed = np.ceil(over / saved) if saved > 0 else np.where(over > 0, resident, 0)
     recomputed = np.clip(needed, 0, resident).astype(int)
     return counts | {RECOMPUTE: recomputed, KEEP: resident - recomputed}
 
 
-def _device_bytes(counts: Mapping[str, NDArray[Any]], states: Mapping[str, State], in_flight: int) -> Any:
+def _device_bytes(counts: Mapping[str, NDArray[Any]], costs: Mapping[str, LayerCost], in_flight: int) -> Any:
     """Returns the bytes on the GPU at the peak over the backward pass."""
-    whole, layer_input = states[KEEP].device_bytes, states[RECOMPUTE].device_bytes
+    whole, layer_input = costs[KEEP].device_bytes, costs[RECOMPUTE].device_bytes
     resident = ((counts[RECOMPUTE], layer_input), (counts[KEEP], whole))
     offloaded = ((counts[OFFLOAD], whole), (counts[RECOMPUTE_OFFLOAD], layer_input))  # sizes while in flight
 

@@ -27,8 +27,8 @@ from lightseq.memory.planner.placement import (
     OFFLOAD,
     RECOMPUTE,
     RECOMPUTE_OFFLOAD,
+    LayerCost,
     Placement,
-    State,
     in_order,
     place,
 )
@@ -44,7 +44,7 @@ from lightseq.memory.planner.step_time import (
 from lightseq.models.flops import mfu, model_flops
 
 PLANNED_FLAGS: Final = ("torch_compile", "remat", "layers_per_checkpoint", "tile_layers", "offload")
-UNKNOWN_SECONDS = 1e6  # per layer; more than a step takes, so that nothing of unknown time is chosen if others fit
+PROHIBITIVE_SECONDS = 1e6  # per layer; more than any step takes
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Plan:
         """Returns a text such as `compiled layers, remat none; 28.4 of 73.3 GiB per GPU`."""
         run, config = self.run, self.run.config
         parts = layer_flags(config)
-        parts += [self.placement.words] if set(self.placement.layers) != {KEEP} else []
+        parts += [self.placement.text] if set(self.placement.layers) != {KEEP} else []
         parts += [] if run.reshard_after_forward else ["gathered weights kept"]
         parts += [f"weights and state{owners_of_offloaded_state(run)} in host memory"] if run.state_on_host else []
         usable = f" of {usable_gpu_bytes(run) / GIB:.1f}" if math.isfinite(usable_gpu_bytes(run)) else ""
@@ -183,12 +183,12 @@ def placement_of(run: PlannedRun) -> Placement:
 
 
 def _fastest(run: PlannedRun) -> Placement:
-    usable, states, found = usable_gpu_bytes(run), layer_states(run), []
+    usable, costs, found = usable_gpu_bytes(run), layer_costs(run), []
     kept = Placement((KEEP,) * run.layers)
-    room = usable - peak(run, kept).parts.total + run.layers * states[KEEP].device_bytes
+    room = usable - peak(run, kept).parts.total + run.layers * costs[KEEP].device_bytes
     compute = layer_seconds(run, kept)
     hidden_by = [share * compute for share in FORWARD_AND_BACKWARD]
-    while (spread := place(run.layers, states, room, _host_budget(run), in_flight(run), hidden_by)) is not None:
+    while (spread := place(run.layers, costs, room, _host_budget(run), in_flight(run), hidden_by)) is not None:
         over = peak(run, spread).parts.total - usable
         if over <= 0:
             found.append(spread)
@@ -196,7 +196,7 @@ def _fastest(run: PlannedRun) -> Placement:
         contiguous = in_order(Counter(spread.layers))  # the layers that stay are done before gradients accumulate
         if not found and contiguous != spread and peak(run, contiguous).parts.total <= usable:
             found.append(contiguous)
-        room -= max(over, states[KEEP].device_bytes / 4)  # memory peaks later, when gradients have accumulated
+        room -= max(over, costs[KEEP].device_bytes / 4)  # memory peaks later, when gradients have accumulated
     if found:
         return min(found, key=lambda placement: sum(step_seconds(run, placement).values()))
     return _offload_first_layers(run, RECOMPUTE, RECOMPUTE_OFFLOAD)
@@ -210,17 +210,18 @@ def _offload_first_layers(run: PlannedRun, resident: str, offloaded: str) -> Pla
     return Placement(tuple(offloaded if i // run.group_size < groups else resident for i in range(run.layers)))
 
 
-def layer_states(run: PlannedRun) -> dict[str, State]:
+def layer_costs(run: PlannedRun) -> dict[str, LayerCost]:
     """Returns the cost of one layer by state."""
-    # Under other policies more than attention is recomputed. The time of that is not known.
-    again = attention_seconds(run)[0] if run.config.remat_policy == "attention" else UNKNOWN_SECONDS
+    # Under other policies more than attention is recomputed, and its time is not known. `place` then recomputes only if
+    # nothing else fits, and the search for a plan (choice.py) drops such a placement.
+    again = attention_seconds(run)[0] if run.config.remat_policy == "attention" else PROHIBITIVE_SECONDS
     everything, layer_input = saved_by_layer(run, KEEP), saved_by_layer(run, RECOMPUTE)
     copy, copy_input = (copy_seconds(run, state) for state in (OFFLOAD, RECOMPUTE_OFFLOAD))
     return {
-        KEEP: State(device_bytes=everything, host_bytes=0.0, seconds=0.0),
-        OFFLOAD: State(device_bytes=0.0, host_bytes=everything, seconds=0.0, copy_seconds=copy),
-        RECOMPUTE: State(device_bytes=layer_input, host_bytes=0.0, seconds=again),
-        RECOMPUTE_OFFLOAD: State(device_bytes=0.0, host_bytes=layer_input, seconds=again, copy_seconds=copy_input),
+        KEEP: LayerCost(device_bytes=everything, host_bytes=0.0, seconds=0.0),
+        OFFLOAD: LayerCost(device_bytes=0.0, host_bytes=everything, seconds=0.0, copy_seconds=copy),
+        RECOMPUTE: LayerCost(device_bytes=layer_input, host_bytes=0.0, seconds=again),
+        RECOMPUTE_OFFLOAD: LayerCost(device_bytes=0.0, host_bytes=layer_input, seconds=again, copy_seconds=copy_input),
     }
 
 

@@ -15,7 +15,7 @@ from lightseq.config.remat_policies import keeps_gathered
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.host_memory import host_memory
 from lightseq.distributed.mesh import World
-from lightseq.memory.planner.breakdown import widths_of
+from lightseq.memory.planner.breakdown import FLOAT32_BYTES, widths_of
 from lightseq.memory.planner.documents import PackedDocuments
 from lightseq.memory.planner.rates import CHIPS, DEFAULT_CORES, Chip, Widths, chip_of_device
 from lightseq.models.adapters import count_adapter_parameters, lora_from_config
@@ -28,8 +28,6 @@ from lightseq.schedule.head_slices import count_head_slices, with_fewer_turns
 from lightseq.schedule.table import Schedule
 from lightseq.schedule.timing import RATES
 from lightseq.utils.formatting import divisors
-
-FLOAT32 = 4
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,7 @@ class PlannedRun:
     model: PreTrainedConfig
     config: TrainConfig
     hardware: Hardware
-    state_offloaded: bool = False  # `--offload auto` moves weights, gradients and optimizer state to the host ...
+    state_offloaded: bool = False  # the planner moves weights, gradients and optimizer state to the host ...
     layers_with_state_on_gpu: int = 0  # ... except those of the first layers
     reshard_after_forward: bool = True  # FSDP2's option; False keeps gathered weights for the backward pass
     documents: PackedDocuments | None = None  # None: a sequence is one document
@@ -76,6 +74,7 @@ class PlannedRun:
             )
 
     def with_length(self, length: int) -> "PlannedRun":
+        """Returns the run with another --model_max_length."""
         return self.changed(config=replace(self.config, model_max_length=length))
 
     def changed(self, **changes: Any) -> "PlannedRun":
@@ -105,6 +104,7 @@ class PlannedRun:
 
     @property
     def transport(self) -> str:
+        """Returns `symmetric` if ranks that share a sequence share a host and the flags allow it, else `nccl`."""
         inside_host = self.sequence_ranks > 1 and self.hardware.ranks_per_host % self.sequence_ranks == 0
         return (
             "symmetric"
@@ -179,7 +179,7 @@ class PlannedRun:
     @property
     def itemsize(self) -> int:
         """Returns the bytes per element of the compute dtype."""
-        return 4 if self.config.compute_dtype == "float32" else 2
+        return self.config.itemsize
 
     @cached_property
     def architecture(self) -> Architecture:
@@ -200,10 +200,12 @@ class PlannedRun:
 
     @property
     def layer_parameters(self) -> int:
+        """Returns the number of weights in a layer: its linears and two norms."""
         return self.layer_linears + 2 * self.model.hidden_size
 
     @property
     def tied(self) -> bool:
+        """Returns whether embeddings and head share their weights."""
         return bool(getattr(self.model, "tie_word_embeddings", False))
 
     @cached_property
@@ -213,6 +215,7 @@ class PlannedRun:
 
     @property
     def local_parameters(self) -> int:
+        """Returns the number of one rank's weights."""
         return ceil(self.architecture.total / self.shards)
 
     @property
@@ -224,7 +227,7 @@ class PlannedRun:
     def weight_bytes(self) -> float:
         """Returns the bytes of one rank's weights: trained ones in float32, frozen ones in the compute dtype."""
         frozen = self.itemsize * self.local_parameters if self.adapter_parameters else 0
-        return frozen + float(FLOAT32 * self.local_trained)
+        return frozen + float(FLOAT32_BYTES * self.local_trained)
 
     @property
     def group_size(self) -> int:
@@ -237,6 +240,7 @@ class PlannedRun:
 
     @property
     def state_on_host(self) -> bool:
+        """Returns whether weights, gradients and optimizer state are in host memory, by a flag or by the planner."""
         return self.state_offloaded or self.config.state_on_host
 
     @property

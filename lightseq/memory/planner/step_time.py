@@ -6,16 +6,17 @@ from functools import lru_cache
 from math import ceil
 
 from lightseq.memory.planner import rates
-from lightseq.memory.planner.memory import saved_by_group, windows_of
+from lightseq.memory.planner.breakdown import FLOAT32_BYTES
+from lightseq.memory.planner.memory import lifetimes_of, saved_by_group
 from lightseq.memory.planner.placement import OFFLOADED, RECOMPUTED, Placement
-from lightseq.memory.planner.run import FLOAT32, PlannedRun
+from lightseq.memory.planner.run import PlannedRun
 from lightseq.models.flops import recompute_flops
 from lightseq.modules.mlp import TILE_TOKENS
 from lightseq.schedule.auto import estimate_choice
 from lightseq.schedule.cost import BACKWARD_FLOPS
 
 WAITING = "waiting for the host"
-_priced = lru_cache(maxsize=4096)(estimate_choice)
+_estimated = lru_cache(maxsize=4096)(estimate_choice)
 FORWARD_AND_BACKWARD = (rates.FORWARD_SHARE, 1 - rates.FORWARD_SHARE)  # shares of a layer's time
 
 
@@ -64,7 +65,7 @@ def attention_seconds(run: PlannedRun) -> tuple[float, float]:
     kernel = rates.attention_rates(run.hardware.chip, run.transport)
     kernel = replace(kernel, flops_per_second=kernel.flops_per_second * (share * rates.ATTENTION_SHARE))
     per_host = run.hardware.gpus_per_host
-    found = _priced(run.choice, run.sequence_ranks, run.shape, kernel, per_host, run.keeps_gathered)
+    found = _estimated(run.choice, run.sequence_ranks, run.shape, kernel, per_host, run.keeps_gathered)
     seconds = found.seconds * run.attention_share
     forward = seconds / (1 + BACKWARD_FLOPS)
     return forward, seconds - forward
@@ -165,10 +166,10 @@ def _exposed_collectives(run: PlannedRun, layer_seconds: float) -> float:
 def _collective_seconds(run: PlannedRun, parameters: int) -> float:
     """Returns the seconds of gathers in the compute dtype and a float32 reduction over shards, then replicas."""
     others, gathers = (run.shards - 1) / run.shards, 1 + run.reshard_after_forward
-    seconds = parameters * others * (gathers * run.itemsize + FLOAT32) / _collective_rate(run, run.shards)
+    seconds = parameters * others * (gathers * run.itemsize + FLOAT32_BYTES) / _collective_rate(run, run.shards)
     replicas = run.hardware.gpus // run.shards
     if replicas > 1:
-        sent = 2 * parameters / run.shards * FLOAT32 * (replicas - 1) / replicas
+        sent = 2 * parameters / run.shards * FLOAT32_BYTES * (replicas - 1) / replicas
         seconds += sent / _collective_rate(run, run.hardware.gpus)
     return seconds
 
@@ -185,21 +186,21 @@ def _exposed_copies(run: PlannedRun, placement: Placement, layer_seconds: float)
     forward, backward = (share * run.group_size * layer_seconds for share in FORWARD_AND_BACKWARD)
     seconds = {state: copy_seconds(run, state) for state in OFFLOADED}
     copies = [seconds.get(state, 0.0) for state in placement.layers[:: run.group_size]]
-    return exposed_copies(copies, windows_of(run, placement), forward, backward)
+    return exposed_copies(copies, lifetimes_of(run, placement), forward, backward)
 
 
-def exposed_copies(copies: Sequence[float], windows: Sequence[int], forward: float, backward: float) -> float:
+def exposed_copies(copies: Sequence[float], lifetimes: Sequence[int], forward: float, backward: float) -> float:
     """Returns the seconds for which layers wait for copies, forward and backward.
 
-    `copies` are each layer's seconds in one direction, `windows` its layers on the device (`layers_on_device`). Copies
-    run one after another. One to the host begins after the layer's forward pass, and the layer after the window waits
-    for it. One back begins with the backward pass of the window's last layer, and the layer itself waits for it.
+    `copies` are each layer's seconds in one direction, `lifetimes` those of `device_lifetimes`. Copies run one after
+    another. One to the host begins after the layer's forward pass, and the first layer past the lifetime waits for it.
+    One back begins with the backward pass of the lifetime's last layer, and the layer itself waits for it.
     """
-    layers, ends = len(copies), {i + window: i for i, window in enumerate(windows) if window}
+    layers, ends = len(copies), {i + lifetime: i for i, lifetime in enumerate(lifetimes) if lifetime}
     copied, now, link = [0.0] * layers, 0.0, 0.0  # ends of each copy, of compute so far, and of all copies so far
     for i in range(layers):
         now = max(now, copied[ends[i]] if i in ends else 0.0) + forward
-        if windows[i]:
+        if lifetimes[i]:
             copied[i] = link = max(link, now) + copies[i]
     exposed = now - layers * forward
     copied, now, link = [0.0] * layers, 0.0, 0.0
@@ -223,7 +224,7 @@ def _exposed_weights(run: PlannedRun, layer_seconds: float) -> float:
     """
     if not run.state_on_host:
         return 0.0
-    width = run.itemsize if run.adapter_parameters else FLOAT32
+    width = run.itemsize if run.adapter_parameters else FLOAT32_BYTES
     layer, ends = (width * size / run.shards / host_link(run) for size in (run.layer_parameters, run.architecture.head))
     shares = FORWARD_AND_BACKWARD if run.prefetches_weights else (0.0, 0.0)
     exposed = sum(max(0.0, layer - share * layer_seconds) for share in shares)
@@ -239,6 +240,7 @@ def host_link(run: PlannedRun) -> float:
 
 
 def update_seconds(run: PlannedRun) -> float:
+    """Returns the seconds of an optimizer step, with the gradients' norm and clipping."""
     optim: str = run.config.optim
     moved = rates.NORM_BYTES + rates.CLIP_BYTES
     moved += rates.OPTIMIZER_BYTES.get(optim, rates.OPTIMIZER_BYTES["adamw_torch"])

@@ -21,7 +21,7 @@ from lightseq.training.engine import build_engine
 from lightseq.training.errors import explained_out_of_memory
 from lightseq.training.loop import Trainer
 from lightseq.training.metrics import hardware, versions
-from lightseq.training.run_info import describe
+from lightseq.training.run_info import describe_run
 from lightseq.training.setup import find_model
 from lightseq.utils.masking import mask_secrets
 
@@ -117,7 +117,7 @@ def _prepare(options: Options, config: TrainConfig, family: ModelFamily, world: 
 
 
 def _header(trainer: Trainer, task: Task) -> dict[str, Any]:
-    known = describe(trainer)
+    known = describe_run(trainer)
     chosen = {name: known[name] for name in ("model", "ranks", "schedule", "kernel", "transport", "parameters")}
     return {
         "model": chosen.pop("model"),

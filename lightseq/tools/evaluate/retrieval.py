@@ -20,13 +20,14 @@ from lightseq.data.tokenizer import Tokenizer, load_tokenizer
 from lightseq.distributed.mesh import World
 from lightseq.models.weights import has_tokenizer
 from lightseq.modules.loss import likeliest_tokens, token_losses
-from lightseq.parallelize import ReadOptions
+from lightseq.parallelize import HeadReader
 from lightseq.tools.evaluate.command import CHOICES, DEPTHS, NOWHERE, SCORES, TRIALS, Options, lengths_of
 from lightseq.tools.evaluate.needle import IdNeedles, Ids, Search, TextNeedles, make_search
 from lightseq.tools.evaluate.task import Result, Task, inputs_for
 from lightseq.training.evaluation import evaluating
 from lightseq.training.loop import Trainer
-from lightseq.training.setup import FoundModel, evaluation_stream, find_examples, require_chats
+from lightseq.training.setup import FoundModel, evaluation_stream, find_examples
+from lightseq.training.setup_checks import require_chats
 from lightseq.utils.formatting import aligned
 from lightseq.utils.progress import progress_bar
 
@@ -211,7 +212,7 @@ def _example(text: Ids, wanted: Ids) -> Example:
     return window(ids, labels, 0, len(ids))
 
 
-def _sums(trainer: Trainer, stream: BatchStream, read: ReadOptions, description: str) -> NDArray[np.float64]:
+def _sums(trainer: Trainer, stream: BatchStream, read: HeadReader, description: str) -> NDArray[np.float64]:
     """Sums the results of `read` over the targets of each text. The result is the same on every rank."""
     out = torch.zeros(stream.steps * stream.sequences_per_step, dtype=torch.float64, device=trainer.world.device)
     with evaluating(trainer.loss_model):

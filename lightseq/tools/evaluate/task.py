@@ -7,7 +7,7 @@ from typing import Any
 from lightseq.data.batches import BatchStream
 from lightseq.distributed.mesh import World
 from lightseq.training.loop import Trainer
-from lightseq.training.setup import FoundModel, Inputs, fetch
+from lightseq.training.setup import FoundModel, Inputs, fetch_weights
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,12 @@ def inputs_for(model: FoundModel, stream: BatchStream, world: World) -> Inputs:
     """Returns the inputs of a trainer that takes no steps."""
     return Inputs(
         model_config=model.config,
-        weights=fetch(model, world),
+        weights=fetch_weights(model, world),
         stream=stream,
         eval_stream=stream,
         total_steps=0,
         sequence_size=model.sequence_size,
         data_rank=world.rank // model.sequence_size,
-        resume_from=None,
         deepspeed=None,
         notes=stream.examples.notes + model.warnings,
     )

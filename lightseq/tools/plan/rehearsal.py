@@ -42,7 +42,7 @@ from lightseq.training.engine import build_engine
 from lightseq.training.loop import Trainer
 from lightseq.training.metrics import hardware, versions
 from lightseq.training.optimization import make_state
-from lightseq.training.run_info import describe
+from lightseq.training.run_info import describe_run
 from lightseq.training.setup import Inputs, prepare
 from lightseq.utils.masking import mask_secrets
 
@@ -103,7 +103,7 @@ def main(family: ModelFamily, argv: Sequence[str]) -> int:
             engine = build_engine(config, inputs, world)
             trainer = Trainer(config, inputs, world, engine)
             if world.is_main:
-                trainer.terminal.header(describe(trainer), trainer.notes)
+                trainer.terminal.header(describe_run(trainer), trainer.notes)
             result = rehearse(trainer)
         if world.is_main:
             print("\n".join(result.lines()), flush=True)
@@ -118,7 +118,7 @@ def rehearse(trainer: Trainer) -> Rehearsal:
     # DeepSpeed's engine has created its state already, and state on the host does not affect the GPU.
     memory = trainer.engine.memory
     if trainer.inputs.deepspeed is None and (memory.layers_with_state_on_gpu or not memory.state_on_host):
-        with trainer.explained_out_of_memory():
+        with trainer.out_of_memory_handler():
             make_state(trainer.engine.optimizer, only=trainer.world.device)
     times.append(time.time())
     taken = TakenByForward(trainer.loss_model, on_gpu)
@@ -126,7 +126,7 @@ def rehearse(trainer: Trainer) -> Rehearsal:
         if on_gpu:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
-        with trainer.explained_out_of_memory():
+        with trainer.out_of_memory_handler():
             trainer.step(step)
             if on_gpu:
                 torch.cuda.synchronize()

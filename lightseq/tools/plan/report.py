@@ -20,7 +20,7 @@ def record(plan: Plan, longest: int | None, changes: Sequence[Change]) -> dict[s
     run, hardware = plan.run, plan.run.hardware
     host_memory = hardware.host_memory if math.isfinite(hardware.host_memory) else None
     suggested = [
-        {"change": change.words, "peak_bytes": change.plan.parts.total, "step_seconds": change.plan.step_seconds}
+        {"change": change.text, "peak_bytes": change.plan.parts.total, "step_seconds": change.plan.step_seconds}
         for change in changes
     ]
     return {
@@ -131,7 +131,7 @@ def _changes(plan: Plan, changes: Sequence[Change]) -> Table | str | None:
     for change in changes:
         found = change.plan
         sizes = (f"{found.parts.total / GIB:.1f}", f"{found.host_bytes / GIB:,.0f}", _seconds(found.step_seconds))
-        out.add_row(change.words, *sizes)
+        out.add_row(change.text, *sizes)
     return out
 
 

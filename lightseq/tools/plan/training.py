@@ -27,7 +27,7 @@ from lightseq.models.heads import heads_of
 from lightseq.models.presets import ModelFamily
 from lightseq.modules.fp8 import check_hardware
 from lightseq.tools.plan.report import record, tables
-from lightseq.training.setup import check_layers
+from lightseq.training.setup_checks import check_layers
 
 PROGRAM, NOWHERE = "lightseq plan", "nowhere"
 MAX_SEQUENCE_RANKS = 2048  # a schedule for this many ranks takes half a minute and 4 GB

@@ -29,7 +29,7 @@ from lightseq.tools.verify.data import Sample, data_row
 from lightseq.tools.verify.report import FAIL, SKIP, Row, gathered, off, passed, verdict
 from lightseq.training.engine import build_engine
 from lightseq.training.loop import Trainer
-from lightseq.training.run_info import describe
+from lightseq.training.run_info import describe_run
 from lightseq.training.setup import Inputs
 
 EXACT: Final = 1e-5  # allowed relative error in float32
@@ -61,7 +61,7 @@ def model_rows(
     plain_config = copy.deepcopy(inputs.model_config)  # training modifies the config
     trainer = Trainer(config, inputs, world, build_engine(config, inputs, world))
     if world.is_main:
-        trainer.terminal.header(describe(trainer), trainer.notes)
+        trainer.terminal.header(describe_run(trainer), trainer.notes)
     transport, group = trainer.context.transport, trainer.context.group
     rows = [_schedule_row(trainer), data_row(trainer, sequences)]
     if not passed(rows[:1]) or not rows[1].figures["positions_right"]:  # ranks could deadlock
@@ -144,7 +144,7 @@ def _distributed_step(trainer: Trainer) -> Step:
 
     trainer.engine.optimizer.register_step_pre_hook(collect)
     for _ in range(MAX_SCALINGS):  # float16 halves its scale until the gradients are finite
-        with trainer.explained_out_of_memory():
+        with trainer.out_of_memory_handler():
             result = trainer.step(0)
         if updates:
             break

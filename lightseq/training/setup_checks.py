@@ -1,0 +1,188 @@
+"""Checks of a run's flags against its model, data, device and disk; `setup.prepare` makes them.
+
+A check raises ValueError with one line, or returns notes to print at the start.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedConfig
+
+from lightseq.checkpoint.checkpoints import check_disk, list_checkpoints, saved_bytes, saves_left
+from lightseq.config.lr_schedules import stable_decay_warning
+from lightseq.config.remat_policies import STORE_LINEARS, STORES_MLP
+from lightseq.config.train_config import TrainConfig, warmup_steps
+from lightseq.data.batches import BatchStream
+from lightseq.data.examples import Examples, WindowExamples
+from lightseq.data.packing import PackedExamples
+from lightseq.data.sources import holds_rows
+from lightseq.data.targets import CHAT, PAIR
+from lightseq.kernels import KernelSpec, select
+from lightseq.models.architecture import (
+    LENGTH_DEPENDENT_ROPE,
+    Architecture,
+    caps_scores,
+    inspect_architecture,
+    rope_types,
+)
+from lightseq.models.heads import heads_of
+from lightseq.modules.tiled import check_layer_class
+from lightseq.schedule.algorithms import SCHEDULES
+from lightseq.schedule.auto import ScheduleChoice, choose_windowed
+
+Notes = tuple[str, ...]
+
+
+# ---- model and device ------------------------------------------------------------------------------------------------
+
+
+def check_layers(config: TrainConfig, architecture: Architecture) -> None:
+    """Raises ValueError if the flags need something that the model's layers do not support."""
+    layer_class = architecture.layer_class
+    if config.tiles_layers:
+        check_layer_class(layer_class)
+    if architecture.has_windows(config.model_max_length):
+        choose_windowed(ScheduleChoice(config.schedule))
+    if config.remat_policy in STORES_MLP and not architecture.gated_mlp:
+        raise ValueError(
+            f"--remat {config.remat_policy} needs a gated MLP of plain linear layers, which {layer_class} does "
+            "not have; give --remat attention"
+        )
+    if config.remat_policy in STORES_MLP and not architecture.can_store_mlp:
+        raise ValueError(
+            f"--remat {config.remat_policy} does not recompute the MLP's output, but {layer_class} needs it in "
+            "the backward pass (for a norm after the MLP, for example); give --remat attention"
+        )
+    if config.remat_policy == STORE_LINEARS and not architecture.plain_projections:
+        raise ValueError(
+            f"--remat {STORE_LINEARS} needs four attention projections without bias, which {layer_class} does "
+            "not have; give --remat attention+mlp"
+        )
+    asked = config.fsdp_transformer_layer_cls_to_wrap
+    if asked is not None and asked != layer_class:
+        raise ValueError(
+            f"--fsdp_transformer_layer_cls_to_wrap {asked}: the layers of {config.model_name_or_path} are of the class "
+            f"{layer_class}; give that, or leave it out"
+        )
+
+
+def check_packing(packing: str, model_config: PreTrainedConfig) -> None:
+    """Raises ValueError if the model cannot train on packed documents."""
+    for rope in sorted(rope_types(model_config) & LENGTH_DEPENDENT_ROPE):
+        raise ValueError(
+            f"--packing {packing} does not work with RoPE {rope}, which depends on a document's length; "
+            "give another --rope_scaling"
+        )
+    architecture = inspect_architecture(model_config)
+    if not architecture.passes_documents:
+        raise ValueError(
+            f"--packing {packing} does not work with {architecture.name}, whose layers do not pass document boundaries "
+            "to attention; leave it out"
+        )
+
+
+def check_kernel(config: TrainConfig, model_config: PreTrainedConfig, device: torch.device) -> None:
+    """Raises ValueError if the attention kernel cannot run the model on this device."""
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    dtype = getattr(torch, config.compute_dtype)
+    dim, packed = heads_of(model_config).dim, config.packing != "none"
+    softcap = caps_scores(model_config)
+    spec = KernelSpec(device.type, capability, dtype, dim, config.deterministic, packed, softcap=softcap)
+    select(config.kernel_name, spec)
+
+
+def flag_warnings(config: TrainConfig, sequence_size: int) -> list[str]:
+    """Returns warnings about flags that together cost speed."""
+    found = []
+    if config.fp8 is not None and config.torch_compile is False:
+        found.append(
+            "without --torch_compile, casts to FP8 run as separate kernels and may cost more than FP8 saves; add it"
+        )
+    algorithm = SCHEDULES.get(config.schedule)
+    splits_packed_rows = config.packing != "none" and sequence_size > 1
+    if splits_packed_rows and algorithm is not None and algorithm.packed_work == "uneven":
+        even = " or ".join(name for name, row in SCHEDULES.items() if row.packed_work == "even")
+        found.append(
+            f"--schedule {config.schedule} does not balance packed documents: some ranks may compute several times as "
+            f"much attention as others (attention_balance in metrics.jsonl); leave --schedule out, or use {even}"
+        )
+    return found
+
+
+# ---- data ------------------------------------------------------------------------------------------------------------
+
+
+def require_chats(config: TrainConfig, opened: Sequence[Examples]) -> None:
+    """Raises ValueError if --chat_template is given, but renders no row of the data."""
+    if config.chat_template is None:
+        return
+    windows = [examples.windows if isinstance(examples, PackedExamples) else examples for examples in opened]
+    kinds = {x.source.meta.get("kind") for x in windows if isinstance(x, WindowExamples)}
+    if not kinds & {CHAT, PAIR}:
+        raise ValueError(
+            "--chat_template applies to chats and to prompts with answers, which the data does not hold; leave it out"
+        )
+
+
+def warn_unused_lazy(config: TrainConfig) -> Notes:
+    """Returns a note if --lazy_preprocess has no effect. Not an error, so that scripts can always pass it."""
+    rows = [path for path in (config.data_path, config.eval_data_path) if path and holds_rows(path)]
+    if not config.lazy_preprocess or any(Path(path).is_file() for path in rows):
+        return ()
+    reason = f"{', '.join(rows)} is not a single file" if rows else f"{config.data_path} contains tokens already"
+    return (f"--lazy_preprocess True has no effect: {reason}",)
+
+
+# ---- steps and disk --------------------------------------------------------------------------------------------------
+
+
+def warn_unreached(config: TrainConfig, stream: BatchStream, total_steps: int) -> Notes:
+    """Returns warnings about evaluations and warm-up that would come only after the last step."""
+    found, first = [], stream.first_step
+    if total_steps == first:
+        return ()  # nothing to train, which `prepare` notes
+    passed = {
+        "steps": total_steps // config.eval_steps - first // config.eval_steps,
+        "epoch": int(stream.epochs_after(total_steps)) - int(stream.epochs_after(first)),
+    }
+    if config.eval_strategy != "no" and not passed[config.eval_strategy] and not config.keep_best:
+        every = f"every {config.eval_steps} steps" if config.eval_strategy == "steps" else "at the end of an epoch"
+        found.append(f"warning: evaluation runs {every}, but this run ends at step {total_steps} without one")
+    if config.warmup_steps > total_steps:
+        found.append(
+            f"warning: --warmup_steps {config.warmup_steps} is past the last step, {total_steps}, so the learning rate "
+            "never reaches its peak"
+        )
+    if config.lr_scheduler_type == "warmup_stable_decay":
+        warning = stable_decay_warning(config.lr_scheduler_kwargs or {}, warmup_steps(config, total_steps), total_steps)
+        found += [warning] if warning else []
+    return tuple(found)
+
+
+def check_profiled(config: TrainConfig, device: torch.device, first_step: int, total_steps: int) -> Notes:
+    """Returns a warning if the steps to profile are already done. Not an error, because a restart keeps the flags.
+
+    Raises ValueError if they come after the last step, or --profile_memory has no GPU.
+    """
+    if config.profile_steps is None:
+        return ()
+    if config.profile_memory and device.type != "cuda":
+        raise ValueError("--profile_memory needs a GPU, and there is none; leave it out")
+    first, last = config.profile_steps
+    if first > total_steps:
+        raise ValueError(
+            f"--profile_steps {first}:{last} begins after the last step, {total_steps}; give earlier steps"
+        )
+    warning = f"warning: --profile_steps {first}:{last}: the run resumes after step {first_step}; nothing is profiled"
+    return (warning,) if last <= first_step else ()
+
+
+def check_disk_space(config: TrainConfig, trained_parameters: int, stream: BatchStream, total_steps: int) -> Notes:
+    """Returns a note on the disk space of checkpoints. Raises ValueError if not even one fits."""
+    epochs_left = stream.epochs_after(total_steps) - stream.epochs_after(stream.first_step)
+    saves = saves_left(config, stream.first_step, total_steps, epochs_left)
+    directory = Path(config.output_dir)
+    existing = len(list_checkpoints(directory))
+    note = check_disk(directory, saved_bytes(trained_parameters, config), saves, existing, config)
+    return (note,) if note else ()
