@@ -120,7 +120,7 @@ def loss_difference(runs: Pair) -> LossDifference:
 def table(runs: Pair) -> Table:
     """Returns a table of means after warm-up, peak memory and their ratios."""
     caption = "means leave out the warm-up: the first tenth, at most 10, of the logged steps"
-    out = Table(box=box.SIMPLE_HEAD, caption=caption)
+    out = Table(box=box.SIMPLE_HEAD, caption=caption, caption_justify="left")
     out.add_column("", no_wrap=True)
     for letter, run in zip("AB", runs, strict=True):
         out.add_column(Text(f"{letter}  {run.label}"), justify="right", overflow="fold")

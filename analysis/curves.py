@@ -121,7 +121,7 @@ def tables(runs: Sequence[Run]) -> list[Table]:
 
 def table(runs: Sequence[Run]) -> Table:
     caption = "medians skip the warm-up: the first 10% of logged steps, at most 10"
-    out = Table(box=box.SIMPLE_HEAD, caption=caption)
+    out = Table(box=box.SIMPLE_HEAD, caption=caption, caption_justify="left")
     out.add_column("", no_wrap=True)
     for run in runs:
         out.add_column(Text(run.label), justify="right", overflow="fold")

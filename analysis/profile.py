@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
 
 def new_table(headings: Sequence[str], **options: object) -> Table:
     """Returns an empty table with a column of names and columns of numbers."""
-    out = Table(box=box.SIMPLE_HEAD, pad_edge=False, **options)  # type: ignore[arg-type]
+    out = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption_justify="left", **options)  # type: ignore[arg-type]
     out.add_column("", no_wrap=True)
     for heading in headings:
         out.add_column(heading, justify="right", no_wrap=True)

@@ -84,7 +84,9 @@ def labels(directories: Sequence[Path]) -> list[str]:
 def read_run(directory: Path, label: str) -> Run:
     path = directory / "metrics.jsonl"
     if not path.is_file():
-        raise FileNotFoundError(f"no metrics.jsonl in {directory}; give the --output_dir of a training run")
+        raise FileNotFoundError(
+            f"no metrics.jsonl in {directory}; give the --output_dir of a run, or a command that --help lists"
+        )
     notes: list[str] = []
     records = read_lines(path, check_record, notes)
     if not records:

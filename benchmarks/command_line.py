@@ -11,6 +11,10 @@ from lightseq.config.lengths import tokens
 class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
     """Help formatter that shows defaults and leaves the description as written."""
 
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        told = action.default in (None, []) or "(default:" in (action.help or "")
+        return action.help if told else super()._get_help_string(action)
+
 
 class Parser(argparse.ArgumentParser):
     """Parser that raises ValueError for invalid flags instead of printing its usage on every rank."""

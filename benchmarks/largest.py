@@ -217,6 +217,8 @@ def main(words: Sequence[str]) -> int:
 
 def run_searches(words: Sequence[str]) -> None:
     flags = parser().parse_args(words)
+    if "weights" in flags.what and flags.gpu_memory is None and not torch.cuda.is_available():
+        raise ValueError("--what weights fills a GPU, but this host has none; give --gpu_memory, such as 80")
     about = provenance(flags.commit)
     for search in searches_of(flags):
         find(search, flags, about)

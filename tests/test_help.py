@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from analysis.__main__ import COMMANDS as ANALYSES
+from benchmarks.step_flags import parser
 from lightseq.cli import COMMANDS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -44,6 +45,12 @@ def test_help_imports_nothing_slow() -> None:
         done = show_help(programs, slow)
         assert done.returncode == 0, done.stderr.splitlines()[-1]
         assert done.stdout.count("usage: ") == len(programs)
+
+
+def test_help_of_benchmarks_names_a_default_once_and_only_if_there_is_one() -> None:
+    text = parser().format_help()
+    assert "(default: None)" not in text and "(default: [])" not in text and ") (default:" not in " ".join(text.split())
+    assert "timed steps (default: 7)" in text
 
 
 def test_a_slow_import_is_found() -> None:

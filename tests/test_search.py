@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import largest
 from benchmarks.largest import LargestSearch, Probe, next_scale, parameters
@@ -81,6 +82,13 @@ def test_the_weights_of_94_gb_hold_the_model_that_was_found_for_them(tmp_path: P
     sizes = [(p["strategy"], p["length"]) for p in probes if p["benchmark"] == "largest-probe"]
     assert sorted(sizes) == [("all", 18), ("all", 19), ("n_layers", 24), ("n_layers", 25)], "what fits is known before"
     assert largest.main(words) == 0 and len(read_lines(file)) == len(probes) + 1, "what is known is not tried again"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a host without GPUs")
+def test_weights_without_a_gpu_need_a_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "largest.jsonl"
+    assert largest.main(["--what", "weights", "--output", str(file)]) == 2 and not file.exists()
+    assert "this host has none; give --gpu_memory, such as 80" in capsys.readouterr().err
 
 
 def test_a_garbled_line_is_named_and_the_search_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

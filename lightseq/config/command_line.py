@@ -7,7 +7,6 @@ import json
 import re
 import shutil
 import signal
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,6 +20,22 @@ from lightseq.distributed.environment import is_main_process
 
 REQUIRED: Final = ("model_name_or_path", "data_path", "output_dir")
 OLDER_SPELLINGS: Final[Mapping[str, str]] = {"evaluation_strategy": "eval_strategy", "set_seed": "seed"}
+# Names of flags in other programs. An unknown flag that resembles one gets ours as a suggestion.
+ELSEWHERE: Final[Mapping[str, str]] = {
+    "model": "model_name_or_path",
+    "data": "data_path",
+    "dataset": "data_path",
+    "length": "model_max_length",
+    "seq_len": "model_max_length",
+    "max_seq_len": "model_max_length",
+    "batch_size": "per_device_train_batch_size",
+    "per_device_batch_size": "per_device_train_batch_size",
+    "lr": "learning_rate",
+    "epochs": "num_train_epochs",
+    "dtype": "bf16",
+    "lora": "lora_rank",
+    "checkpoint": "resume_from_checkpoint",
+}
 
 
 def parse(argv: Sequence[str], program: str) -> TrainConfig:
@@ -195,11 +210,7 @@ def _unknown_flag(word: str, program: str) -> str:
     if not word.startswith("--"):
         return f"unexpected argument {word!r} without a flag; {program} --help lists the flags"
     flag = word.split("=")[0]
-    names = ("config", *flag_types(), *OLDER_SPELLINGS)
-    ends = Counter(name.rpartition("_")[2] for name in names)
-    # Unique last words also match, so that --lenght suggests --model_max_length.
-    known = {end: name for name in names if ends[end := name.rpartition("_")[2]] == 1}
-    known |= {name: name for name in names}
+    known = {name: name for name in ("config", *flag_types(), *OLDER_SPELLINGS)} | dict(ELSEWHERE)
     nearest = difflib.get_close_matches(flag.removeprefix("--"), known, n=1)
     guess = f"; did you mean --{known[nearest[0]]}?" if nearest else f"; {program} --help lists them"
     return f"unknown flag {flag}{guess}"
