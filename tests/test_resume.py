@@ -9,7 +9,7 @@ import pytest
 from transformers import NemotronConfig, PreTrainedConfig
 
 from lightseq.checkpoint.checkpoints import TRAINER_STATE
-from lightseq.checkpoint.resume import check_flags, check_model
+from lightseq.checkpoint.resume import changed_length_note, check_flags, check_model
 from lightseq.cli import BOTH
 from lightseq.config.train_config import TrainConfig
 from lightseq.models import adapters
@@ -94,7 +94,7 @@ def test_flags_that_change_how_a_model_learns_are_named_and_another_optimizer_is
         (tmp_path / TRAINER_STATE).write_text(json.dumps({"step": 3, "config": {**CONFIG.to_json(), **config}}))
         return tmp_path
 
-    assert check_flags(saved(), replace(CONFIG, schedule="ring", output_dir="p")) == ()
+    assert check_flags(saved(), replace(CONFIG, max_steps=9, schedule="ring", output_dir="p")) == ()
     now = replace(CONFIG, learning_rate=1e-5, bf16=True)
     assert check_flags(saved(learning_rate=1e-3), now) == (
         "resumed with --learning_rate 1e-05 (was 0.001), --bf16 True (was False)",
@@ -116,16 +116,11 @@ def test_flags_that_change_how_a_model_learns_are_named_and_another_optimizer_is
 
 
 def test_another_length_moves_the_learning_rate_and_is_named(tmp_path: Path) -> None:
-    def notes(saved: dict[str, Any], **now: Any) -> tuple[str, ...]:
-        (tmp_path / TRAINER_STATE).write_text(json.dumps({"step": 3, "config": {**CONFIG.to_json(), **saved}}))
-        return check_flags(tmp_path, replace(CONFIG, **now))
-
-    assert notes({"max_steps": 20}, max_steps=40) == (
-        "resumed with --max_steps 40 (was --max_steps 20): the learning rate jumps to where a "
-        f"{CONFIG.lr_scheduler_type} schedule of the new length would be",
+    (tmp_path / TRAINER_STATE).write_text(json.dumps({"step": 3, "total_steps": 20}))
+    assert changed_length_note(tmp_path, "cosine", 40) == (
+        "resumed for 40 steps in all (was 20): the learning rate jumps to where a cosine schedule of the new length "
+        "would be",
     )
-    assert "--max_steps 40 (was --num_train_epochs 3.0)" in notes({}, max_steps=40)[0]
-    assert notes({"max_steps": 20}, max_steps=40, lr_scheduler_type="constant") == (
-        f"resumed with --lr_scheduler_type constant (was {CONFIG.lr_scheduler_type})",
-    )
-    assert notes({"max_steps": 20, "num_train_epochs": 1.0}, max_steps=20, num_train_epochs=2.0) == ()
+    assert changed_length_note(tmp_path, "cosine", 20) == changed_length_note(tmp_path, "constant", 40) == ()
+    (tmp_path / TRAINER_STATE).write_text(json.dumps({"step": 3}))
+    assert changed_length_note(tmp_path, "cosine", 40) == (), "older checkpoints do not say"

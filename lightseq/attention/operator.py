@@ -3,7 +3,7 @@
 Shape suffixes: B batch, S local sequence, H query heads, K key/value heads, D head dim.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -71,9 +71,10 @@ def attention_backward(
     q, k, v, out, lse = saved
     boundaries = None if documents is None else documents.boundaries
     qkv = [*map(_last_dim_contiguous, (q, k, v))]
-    return _differentiate(
-        dout_BSHD, qkv, k.shape[2], (out, lse), _scale_and_cap(scale, q), context.name, boundaries, window
-    )
+    return _gradient_function(dout_BSHD)(
+        _last_dim_contiguous(dout_BSHD), qkv, k.shape[2], (out, lse), _scale_and_cap(scale, q), context.name,
+        boundaries, window,
+    )  # fmt: skip
 
 
 def _scale_and_cap(scale: float | LogitTransform | None, q: Tensor) -> list[float]:
@@ -309,28 +310,18 @@ def _backward(ctx, dout: Tensor | None, dlse: Tensor | None, _dgathered: None): 
         raise ValueError("no gradient flows through the log-sum-exp; detach it")
     assert dout is not None, "autograd calls the backward only if a gradient arrives"
     boundaries, sinks, out, lse, *tensors = ctx.saved_tensors
-    gradients = _differentiate(
-        dout, tensors, ctx.kv_heads, (out, lse), ctx.scale_and_cap, ctx.context_name, boundaries, ctx.window
-    )
+    gradients = _gradient_function(dout)(
+        _last_dim_contiguous(dout), tensors, ctx.kv_heads, (out, lse), ctx.scale_and_cap, ctx.context_name, boundaries,
+        ctx.window,
+    )  # fmt: skip
     dsinks = None if sinks is None else _sink_gradients(dout, out, lse, sinks)
     return (*gradients, None, None, None, None, dsinks)
 
 
-def _differentiate(
-    dout: Tensor,
-    tensors: Sequence[Tensor],
-    kv_heads: int,
-    results: Sequence[Tensor],
-    scale_and_cap: Sequence[float],
-    context_name: str,
-    boundaries: Tensor | None,
-    window: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Calls `_gradients`, or the operator made of it where something has to see it."""
-    # With create_graph autograd records this call, so it has to be the operator, which refuses second derivatives.
-    call = _attention_backward if torch.is_grad_enabled() or _is_watched(dout) else _gradients
-    dout = _last_dim_contiguous(dout)
-    return call(dout, tensors, kv_heads, results, scale_and_cap, context_name, boundaries, window)
+def _gradient_function(dout: Tensor) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    """Returns `_gradients`, or the operator made of it where something has to see it."""
+    # With create_graph autograd records the call, so it has to be the operator, which refuses second derivatives.
+    return _attention_backward if torch.is_grad_enabled() or _is_watched(dout) else _gradients
 
 
 def _no_second_backward(_ctx, *_gradients):  # type: ignore[no-untyped-def]

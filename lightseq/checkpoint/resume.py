@@ -120,20 +120,18 @@ def check_flags(resume_from: Path, config: TrainConfig) -> tuple[str, ...]:
             f"give --optim {then['optim']}, or start over from its weights with --model_name_or_path"
         )
     changes = ", ".join(f"--{name} {now[name]} (was {then[name]})" for name in changed)
-    notes: tuple[str, ...] = (f"resumed with {changes}",) if changes else ()
-    before, after = _length_of(then), _length_of(now)
-    if before != after and config.lr_scheduler_type not in ENDLESS_LR_SCHEDULES:
-        notes += (
-            f"resumed with {after} (was {before}): the learning rate jumps to where a {config.lr_scheduler_type} "
-            "schedule of the new length would be",
-        )
-    return notes
+    return (f"resumed with {changes}",) if changes else ()
 
 
-def _length_of(flags: Mapping[str, Any]) -> str:
-    """Returns the flag that sets a run's length, with its value."""
-    steps = flags.get("max_steps")
-    return f"--max_steps {steps}" if steps else f"--num_train_epochs {flags.get('num_train_epochs')}"
+def changed_length_note(resume_from: Path, lr_scheduler_type: str, total_steps: int) -> tuple[str, ...]:
+    """Returns a note if the run has become longer or shorter and its learning rate depends on that."""
+    before = read_trainer_state(resume_from).get("total_steps")
+    if before in (None, total_steps) or lr_scheduler_type in ENDLESS_LR_SCHEDULES:
+        return ()
+    return (
+        f"resumed for {total_steps} steps in all (was {before}): the learning rate jumps to where a "
+        f"{lr_scheduler_type} schedule of the new length would be",
+    )
 
 
 def check_model(directory: Path, config: TrainConfig, model: PreTrainedConfig, lora: Lora | None) -> tuple[str, ...]:

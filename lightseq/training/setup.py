@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 
 from lightseq.checkpoint import checkpoints, resume
 from lightseq.checkpoint.manifest import check_weights
-from lightseq.checkpoint.resume import FRESH_START, ResumePoint, check_flags, check_model
+from lightseq.checkpoint.resume import FRESH_START, ResumePoint, changed_length_note, check_flags, check_model
 from lightseq.config.deepspeed import DeepSpeedSettings, deepspeed_settings
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import BatchStream, open_examples, require_target
@@ -112,11 +112,7 @@ def prepare(config: TrainConfig, family: ModelFamily, world: World, resume_point
     deepspeed = deepspeed_settings(config, data_ranks, model.config.hidden_size)
     flag_notes = _check_checkpoint(config, world, model, deepspeed, resume_from)
     stream, data_notes = _resumed(_training_stream(config, world, model, data_ranks), resume_from)
-    eval_stream = None
-    if config.eval_data_path and config.eval_strategy != "no":
-        eval_examples = find_examples(config.eval_data_path, model, config, world, evaluates=True)
-        require_target(eval_examples, config.eval_data_path)
-        eval_stream = evaluation_stream(eval_examples, config.model_max_length, config, data_ranks)
+    eval_stream = _evaluation_stream(config, world, model, data_ranks)
     require_chats(config, [stream.examples, *([eval_stream.examples] if eval_stream else [])])
     total_steps = config.max_steps or stream.steps
     if resume_from is not None and total_steps < stream.first_step:
@@ -133,6 +129,8 @@ def prepare(config: TrainConfig, family: ModelFamily, world: World, resume_point
     notes += tuple(f"warning: passed over {path}: {damage}" for path, damage in resume_point.damaged)
     notes += flag_notes + data_notes + profile_notes + warn_unused_lazy(config) + disk_notes
     notes += warn_unreached(config, stream, total_steps)
+    if resume_from is not None:
+        notes += changed_length_note(resume_from, config.lr_scheduler_type, total_steps)
     if resume_from is not None and total_steps == stream.first_step:
         notes += (
             f"nothing left to train: {resume_from} was saved after step {stream.first_step} of {total_steps}; give a "
@@ -179,6 +177,15 @@ def _training_stream(config: TrainConfig, world: World, model: FoundModel, data_
         seed=config.seed,
         packed=config.packing != "none",
     )
+
+
+def _evaluation_stream(config: TrainConfig, world: World, model: FoundModel, data_ranks: int) -> BatchStream | None:
+    """Returns the batches of the run's evaluations; None if it has none."""
+    if not config.eval_data_path or config.eval_strategy == "no":
+        return None
+    examples = find_examples(config.eval_data_path, model, config, world, evaluates=True)
+    require_target(examples, config.eval_data_path)
+    return evaluation_stream(examples, config.model_max_length, config, data_ranks)
 
 
 def _resumed(stream: BatchStream, resume_from: Path | None) -> tuple[BatchStream, Notes]:

@@ -14,8 +14,7 @@ from lightseq.memory.planner.rates import GIB, SAVED_WITHOUT_REMAT, Widths
 from lightseq.models.architecture import Architecture, inspect_architecture
 from lightseq.models.heads import Heads
 from lightseq.modules.loss import CHUNK_TOKENS
-
-FLOAT32_BYTES = 4  # of master weights, gradients and optimizer moments
+from lightseq.schedule.timing import FLOAT32_BYTES
 
 
 @dataclass(frozen=True)
@@ -35,14 +34,14 @@ class Breakdown:
         return sum(vars(self).values())
 
     def at_peak(self, peak: int) -> "Breakdown":
-        """Returns the parts of a measured peak, from parts that are not all there at once.
+        """Returns the parts of a measured peak, from parts without working memory that are not all there at once.
 
-        Working memory is what the others leave. Gradients come while stored activations go, so if the parts exceed the
-        peak, the smaller of these two was not there, or not whole.
+        Working memory is what the others leave of the peak. Gradients come while stored activations go, so if the parts
+        exceed the peak, the smaller of these two was not there, or not whole.
         """
-        excess = max(0, self.total - self.working - peak)
+        excess = max(0, self.total - peak)
         smaller = "gradients" if self.gradients < self.stored_activations else "stored_activations"
-        rest = replace(self, working=0, **{smaller: max(0, getattr(self, smaller) - excess)})
+        rest = replace(self, **{smaller: max(0, getattr(self, smaller) - excess)})
         return replace(rest, working=max(0, peak - rest.total))
 
     def lines(self) -> list[str]:

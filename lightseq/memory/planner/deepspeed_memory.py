@@ -6,9 +6,10 @@ Follows the source of DeepSpeed 0.19.8, which pins with torch by default; freed 
 from math import ceil
 
 from lightseq.config.deepspeed import DeepSpeedSettings
-from lightseq.memory.planner.breakdown import FLOAT32_BYTES, moments_of
+from lightseq.memory.planner.breakdown import moments_of
 from lightseq.memory.planner.memory import pinned_by_torch
 from lightseq.memory.planner.run import PlannedRun
+from lightseq.schedule.timing import FLOAT32_BYTES
 
 SUB_GROUP = 10**9  # DeepSpeed's default sub_group_size: weights that ZeRO-3 updates at a time
 

@@ -8,7 +8,7 @@ from math import ceil
 from lightseq.config.remat_policies import STORE_MLP, STORES_MLP
 from lightseq.memory.offload import IN_FLIGHT, device_lifetimes, layers_in_flight
 from lightseq.memory.planner.attention_memory import AttentionMemory, attention_memory
-from lightseq.memory.planner.breakdown import FLOAT32_BYTES, Breakdown, StateBytes, loss_bytes, moments_of, saved_bytes
+from lightseq.memory.planner.breakdown import Breakdown, StateBytes, loss_bytes, moments_of, saved_bytes
 from lightseq.memory.planner.placement import KEEP, OFFLOADED, RECOMPUTE, RECOMPUTED, Placement
 from lightseq.memory.planner.rates import (
     BACKWARD_POINTS,
@@ -24,6 +24,7 @@ from lightseq.memory.planner.rates import (
 from lightseq.memory.planner.run import PlannedRun
 from lightseq.models.heads import Heads
 from lightseq.modules.mlp import TILE_TOKENS
+from lightseq.schedule.timing import FLOAT32_BYTES
 
 TOKEN_BYTES = 3 * 8  # id, position and label
 
@@ -219,7 +220,7 @@ def _tiled_mlp_bytes(run: PlannedRun) -> float:
 
 
 def attention_of(run: PlannedRun) -> AttentionMemory:
-    """Returns the memory of attention over one group of heads."""
+    """Returns the memory of attention over one slice of heads."""
     heads, slices, keeps = run.architecture.heads, run.head_slices, run.keeps_gathered
     length, windows = run.config.model_max_length, run.architecture.windows
     widest = None if None in windows else max(window for window in windows if window is not None)

@@ -15,7 +15,7 @@ from lightseq.config.remat_policies import keeps_gathered
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.host_memory import host_memory
 from lightseq.distributed.mesh import World
-from lightseq.memory.planner.breakdown import FLOAT32_BYTES, widths_of
+from lightseq.memory.planner.breakdown import widths_of
 from lightseq.memory.planner.documents import PackedDocuments
 from lightseq.memory.planner.rates import CHIPS, DEFAULT_CORES, Chip, Widths, chip_of_device
 from lightseq.models.adapters import count_adapter_parameters, lora_from_config
@@ -26,7 +26,7 @@ from lightseq.schedule.cost import AttentionShape
 from lightseq.schedule.documents import local_tokens
 from lightseq.schedule.head_slices import count_head_slices, with_fewer_turns
 from lightseq.schedule.table import Schedule
-from lightseq.schedule.timing import RATES
+from lightseq.schedule.timing import FLOAT32_BYTES, RATES
 from lightseq.utils.formatting import divisors
 
 

@@ -6,7 +6,6 @@ from functools import lru_cache
 from math import ceil
 
 from lightseq.memory.planner import rates
-from lightseq.memory.planner.breakdown import FLOAT32_BYTES
 from lightseq.memory.planner.memory import lifetimes_of, saved_by_group
 from lightseq.memory.planner.placement import OFFLOADED, RECOMPUTED, Placement
 from lightseq.memory.planner.run import PlannedRun
@@ -14,6 +13,7 @@ from lightseq.models.flops import recompute_flops
 from lightseq.modules.mlp import TILE_TOKENS
 from lightseq.schedule.auto import estimate_choice
 from lightseq.schedule.cost import BACKWARD_FLOPS
+from lightseq.schedule.timing import FLOAT32_BYTES
 
 WAITING = "waiting for the host"
 _estimated = lru_cache(maxsize=4096)(estimate_choice)
