@@ -2,22 +2,26 @@
 
 python3 -m torch.distributed.run --nproc_per_node=2 -m benchmarks.architectures
     [--only llama,qwen3] [--output outputs/architectures.jsonl] [--docs docs/models.md]
+    [--train_flags "--torch_compile True"]
 
 Each class trains with and without packing, through `hf.enable` and as in `lightseq train`, and with config options that
 are easy to get wrong. It must match the loss and every gradient of plain transformers, or be refused in one line.
-`--docs` replaces the list of a page. The exit status is 1 if a class is wrong or raises anything but a refusal.
+`--docs` replaces the list of a page. With `--train_flags`, classes train only as in `lightseq train` with these flags.
+The exit status is 1 if a class is wrong or raises anything but a refusal.
 """
 
 import argparse
 import copy
 import json
 import re
+import shlex
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -29,9 +33,10 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from benchmarks.step_flags import NEEDED
 from lightseq import hf
 from lightseq.attention.context import release
-from lightseq.config.train_config import TrainConfig
+from lightseq.config.command_line import parse
 from lightseq.distributed.mesh import World, make_meshes
 from lightseq.models import weights
 from lightseq.models.architecture import inspect_architecture
@@ -118,16 +123,24 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--only", default="", help="model types, separated by commas (default: all of transformers)")
     parser.add_argument("--output", type=Path, default=Path("outputs/architectures.jsonl"))
     parser.add_argument("--docs", type=Path, help="page whose list of classes is replaced")
+    parser.add_argument("--train_flags", default="", help="flags of `lightseq train`; only that way of training runs")
     asked = parser.parse_args(words)
     known = list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     names = asked.only.split(",") if asked.only else known
     if unknown := [name for name in names if name not in known]:
         parser.error(f"--only {unknown[0]} is not a causal language model of transformers {transformers.__version__}")
+    train_flags = shlex.split(asked.train_flags)
+    if train_flags and asked.docs is not None:
+        parser.error("--docs lists every way of training, but --train_flags runs one; leave one of them out")
+    try:
+        parse([*NEEDED, *train_flags], "")
+    except ValueError as error:
+        parser.error(f"--train_flags: {error}")
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    outcomes = [outcome for name in names for outcome in tried(name)]
+    outcomes = [outcome for name in names for outcome in tried(name, train_flags)]
     if dist.get_rank() == 0:
         asked.output.parent.mkdir(parents=True, exist_ok=True)
         asked.output.write_text("".join(json.dumps(asdict(outcome)) + "\n" for outcome in outcomes))
@@ -138,27 +151,33 @@ def main(words: Sequence[str]) -> int:
     return int(any(outcome.kind in ("wrong", "raised") for outcome in outcomes))
 
 
-def tried(model_type: str) -> Iterator[Outcome]:
-    """Trains one class in every way and yields the outcomes, in the same order on every rank."""
+def tried(model_type: str, train_flags: Sequence[str] = ()) -> Iterator[Outcome]:
+    """Trains one class in every way and yields the outcomes, in the same order on every rank.
+
+    With `train_flags`, it trains only as in `lightseq train`, with these flags.
+    """
 
     def outcome(way: str, compare: Callable[..., str], packed: bool = False, **changes: Any) -> Outcome:
+        torch.compiler.reset()  # torch compiles a function for a limited number of models
         kind, line = judged(lambda: compare(tiny_config(model_type, **changes), packed))
         return Outcome(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type], way, kind, line)
 
-    loop = outcome("loop", compare_loop)
-    if loop.kind == "not built":  # the published size may still be refused, on the meta device
-        kind, line = judged(lambda: enabled_on_meta(model_type))
-        yield replace(loop, kind=kind, line=line)
-        return
-    yield loop
-    if loop.kind == "exact":
-        yield outcome("loop packed", compare_loop, packed=True)
-        for option, changes in options_of(tiny_config(model_type)):
-            if (found := outcome(option, compare_loop, **changes)).kind != "not built":  # the class has the option
-                yield found
-    yield (train := outcome("train", compare_training))
+    compare_training_with = partial(compare_training, flags=train_flags)
+    if not train_flags:
+        loop = outcome("loop", compare_loop)
+        if loop.kind == "not built":  # the published size may still be refused, on the meta device
+            kind, line = judged(lambda: enabled_on_meta(model_type))
+            yield replace(loop, kind=kind, line=line)
+            return
+        yield loop
+        if loop.kind == "exact":
+            yield outcome("loop packed", compare_loop, packed=True)
+            for option, changes in options_of(tiny_config(model_type)):
+                if (found := outcome(option, compare_loop, **changes)).kind != "not built":  # the class has the option
+                    yield found
+    yield (train := outcome("train", compare_training_with))
     if train.kind == "exact":
-        yield outcome("train packed", compare_training, packed=True)
+        yield outcome("train packed", compare_training_with, packed=True)
 
 
 def judged(run: Callable[[], str]) -> tuple[str, str]:
@@ -295,7 +314,7 @@ def compare_loop(config: PreTrainedConfig, packed: bool) -> str:
     return compared(total.item(), gradients, want, packed)
 
 
-def compare_training(config: PreTrainedConfig, packed: bool) -> str:
+def compare_training(config: PreTrainedConfig, packed: bool, flags: Sequence[str] = ()) -> str:
     """Compares a step of `lightseq train` without its optimizer with one process. Returns the errors."""
     inspect_architecture(config)
     if packed and not inspect_architecture(config).passes_documents:
@@ -303,10 +322,8 @@ def compare_training(config: PreTrainedConfig, packed: bool) -> str:
     want = plain_model(config)
     world = World(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size(), CPU)
     model = weights.build_on_meta(copy.deepcopy(config)).eval()
-    run = TrainConfig(
-        model_name_or_path="m", data_path="d", output_dir="o", model_max_length=LENGTH,
-        packing="best_fit" if packed else "none",
-    )  # fmt: skip
+    packing = ["--packing", "best_fit"] if packed else []
+    run = parse([*NEEDED, "--model_max_length", str(LENGTH), *packing, *flags], "")
     loss_model, context = parallelize(model, run, world, make_meshes(world, world.size, "full_shard"), MemorySettings())
     weights.materialize(model, CPU)
     state = want.state_dict()

@@ -34,7 +34,7 @@ from lightseq.comm import symmetric
 from lightseq.comm.select import Unrecorded
 from lightseq.comm.transport import Transport
 from lightseq.config.lengths import shown
-from lightseq.config.parser import refused
+from lightseq.config.parser import print_error
 from lightseq.distributed.stopwatch import DeviceTimestamp
 from lightseq.schedule.algorithms import SCHEDULES
 from lightseq.schedule.cost import AttentionShape
@@ -52,7 +52,7 @@ def main(words: Sequence[str]) -> int:
         if not torch.cuda.is_available():
             raise ValueError("no GPU found; this benchmark needs one")
     except ValueError as error:
-        return refused(error)
+        return print_error(error)
     dist.init_process_group("fake", rank=0, world_size=flags.ranks, store=FakeStore())
     assert dist.group.WORLD is not None
     device = torch.device("cuda", 0)

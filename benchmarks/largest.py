@@ -33,7 +33,7 @@ from benchmarks.processes import Failed, run, torchrun
 from benchmarks.records import append, provenance, read_lines
 from benchmarks.step_flags import NEEDED
 from lightseq.config.command_line import parse
-from lightseq.config.parser import answered
+from lightseq.config.parser import run_command
 from lightseq.memory.planner.choice import make_plan
 from lightseq.memory.planner.rates import CHIPS, GIB, chip_of_device
 from lightseq.memory.planner.run import Hardware, PlannedRun
@@ -212,7 +212,7 @@ def hold(name: str) -> int:
 def main(words: Sequence[str]) -> int:
     if list(words[:1]) == [HOLD]:
         return hold(words[1])
-    return answered(lambda: run_searches(words))
+    return run_command(lambda: run_searches(words))
 
 
 def run_searches(words: Sequence[str]) -> None:

@@ -36,7 +36,7 @@ from benchmarks.command_line import Parser, check_output, length, listed, positi
 from benchmarks.processes import Failed, run, torchrun
 from benchmarks.records import append, provenance
 from data_gen.__main__ import main as data_gen
-from lightseq.config.parser import answered
+from lightseq.config.parser import run_command
 from lightseq.training.metrics import METRICS, read_records
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,7 +51,7 @@ EXAMPLES = """examples:
 
 
 def main(words: Sequence[str]) -> int:
-    return answered(lambda: compare(words))
+    return run_command(lambda: compare(words))
 
 
 def compare(words: Sequence[str]) -> None:

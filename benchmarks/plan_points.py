@@ -36,7 +36,7 @@ from benchmarks.step_peers.peer import measure
 from lightseq.cli import BOTH
 from lightseq.config.command_line import parse
 from lightseq.config.lengths import shown
-from lightseq.config.parser import refused
+from lightseq.config.parser import print_error
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.mesh import World, init_distributed, on_all_ranks
 from lightseq.memory.planner.rates import GIB
@@ -117,7 +117,7 @@ def main(words: Sequence[str]) -> int:
     try:
         flags = parser().parse_args(words)
     except ValueError as error:
-        return refused(error)
+        return print_error(error)
     done = {record["point"] for record in read_lines(flags.output) if not record["skipped"]}
     about, begin = provenance(flags.commit), time.monotonic()
     for point in POINTS:

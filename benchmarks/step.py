@@ -11,11 +11,11 @@ if __name__ == "__main__":
 from collections.abc import Sequence
 
 from benchmarks.step_flags import parse
-from lightseq.config.parser import answered
+from lightseq.config.parser import run_command
 
 
 def main(words: Sequence[str]) -> int:
-    return answered(lambda: _compare(words))
+    return run_command(lambda: _compare(words))
 
 
 def _compare(words: Sequence[str]) -> None:

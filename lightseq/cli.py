@@ -13,7 +13,7 @@ from typing import NamedTuple
 import llama2
 import llama3
 from lightseq.config.command_line import help_text, shows_help
-from lightseq.config.parser import refused
+from lightseq.config.parser import print_error
 from lightseq.distributed.environment import is_main_process, set_up_process
 from lightseq.models.presets import ModelFamily
 from lightseq.utils.gc_control import without_collection
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not is_main_process():
         return 2
     given = f"unknown command {words[0]!r}" if words else "no command given"
-    return refused(f"{given}; choose one of {', '.join(COMMANDS)} (--help describes them)")
+    return print_error(f"{given}; choose one of {', '.join(COMMANDS)} (--help describes them)")
 
 
 def overview() -> str:

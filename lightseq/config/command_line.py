@@ -21,7 +21,7 @@ from lightseq.distributed.environment import is_main_process
 REQUIRED: Final = ("model_name_or_path", "data_path", "output_dir")
 OLDER_SPELLINGS: Final[Mapping[str, str]] = {"evaluation_strategy": "eval_strategy", "set_seed": "seed"}
 # Names of flags in other programs. An unknown flag that resembles one gets ours as a suggestion.
-ELSEWHERE: Final[Mapping[str, str]] = {
+FLAGS_OF_OTHER_PROGRAMS: Final[Mapping[str, str]] = {
     "model": "model_name_or_path",
     "data": "data_path",
     "dataset": "data_path",
@@ -210,7 +210,7 @@ def _unknown_flag(word: str, program: str) -> str:
     if not word.startswith("--"):
         return f"unexpected argument {word!r} without a flag; {program} --help lists the flags"
     flag = word.split("=")[0]
-    known = {name: name for name in ("config", *flag_types(), *OLDER_SPELLINGS)} | dict(ELSEWHERE)
+    known = {name: name for name in ("config", *flag_types(), *OLDER_SPELLINGS)} | dict(FLAGS_OF_OTHER_PROGRAMS)
     nearest = difflib.get_close_matches(flag.removeprefix("--"), known, n=1)
     guess = f"; did you mean --{known[nearest[0]]}?" if nearest else f"; {program} --help lists them"
     return f"unknown flag {flag}{guess}"

@@ -16,16 +16,16 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(message.removeprefix("argument ") + hint)
 
 
-def refused(reason: object) -> int:
+def print_error(reason: object) -> int:
     """Prints an error line. Returns exit status 2."""
     print(f"error: {first_line(reason) if isinstance(reason, OSError) else reason}", file=sys.stderr)
     return 2
 
 
-def answered(work: Callable[[], None]) -> int:
+def run_command(command: Callable[[], None]) -> int:
     """Runs a command and reports its ValueError or OSError in one line. Returns the exit status."""
     try:
-        work()
+        command()
     except (ValueError, OSError) as error:
-        return refused(error)
+        return print_error(error)
     return 0

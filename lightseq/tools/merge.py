@@ -6,7 +6,7 @@ python3 -m lightseq merge --adapter outputs/books/checkpoint-1000 --output_dir o
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightseq.config.parser import Parser, answered
+from lightseq.config.parser import Parser, run_command
 from lightseq.models.presets import ModelFamily
 
 
@@ -20,7 +20,7 @@ def parser() -> Parser:
 
 
 def main(_family: ModelFamily, words: Sequence[str]) -> int:
-    return answered(lambda: _merge(words))
+    return run_command(lambda: _merge(words))
 
 
 def _merge(words: Sequence[str]) -> None:

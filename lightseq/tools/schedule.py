@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from lightseq.config.parser import Parser, answered
+from lightseq.config.parser import Parser, run_command
 from lightseq.models.presets import ModelFamily
 from lightseq.schedule.algorithms import SCHEDULES, make_schedule
 from lightseq.schedule.render import render
@@ -24,7 +24,7 @@ def parser() -> Parser:
 
 
 def main(_family: ModelFamily, words: Sequence[str]) -> int:
-    return answered(lambda: _draw(words))
+    return run_command(lambda: _draw(words))
 
 
 def _draw(words: Sequence[str]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lightseq.config.lengths import tokens
-from lightseq.config.parser import Parser, answered
+from lightseq.config.parser import Parser, run_command
 from lightseq.schedule.algorithms import SCHEDULES, ulysses_group_size
 from lightseq.schedule.auto import (
     ChoiceEstimate,
@@ -47,7 +47,7 @@ def parser() -> Parser:
 
 
 def main(words: Sequence[str]) -> int:
-    return answered(lambda: _predict(parser().parse_args(words), f"{PROGRAM} {shlex.join(words)}"))
+    return run_command(lambda: _predict(parser().parse_args(words), f"{PROGRAM} {shlex.join(words)}"))
 
 
 def _predict(asked: argparse.Namespace, command: str) -> None:

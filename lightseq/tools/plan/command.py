@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightseq.config.command_line import underscored
-from lightseq.config.parser import Parser, refused
+from lightseq.config.parser import Parser, print_error
 from lightseq.memory.planner.rates import CHIPS, DEFAULT_CORES
 from lightseq.models.presets import ModelFamily
 from lightseq.tools.plan import attention
@@ -49,4 +49,4 @@ def main(family: ModelFamily, words: Sequence[str]) -> int:
 
         return 0 if report(family, own, training, " ".join(["python3 -m lightseq plan", *words])) else 1
     except (ValueError, OSError) as error:
-        return refused(error)
+        return print_error(error)
