@@ -41,6 +41,7 @@ from lightseq.distributed.mesh import World, make_meshes
 from lightseq.models import weights
 from lightseq.models.architecture import inspect_architecture
 from lightseq.parallelize import MemorySettings, parallelize
+from lightseq.training.setup_checks import check_layers, check_packing
 
 LENGTH, VOCABULARY = 50, 64
 DOCUMENTS = (0, 13, 14, 37, 50)  # boundaries of a packed batch
@@ -316,14 +317,14 @@ def compare_loop(config: PreTrainedConfig, packed: bool) -> str:
 
 def compare_training(config: PreTrainedConfig, packed: bool, flags: Sequence[str] = ()) -> str:
     """Compares a step of `lightseq train` without its optimizer with one process. Returns the errors."""
-    inspect_architecture(config)
-    if packed and not inspect_architecture(config).passes_documents:
-        raise ValueError("layers do not pass packed documents to attention")
+    packing = ["--packing", "best_fit"] if packed else []
+    run = parse([*NEEDED, "--model_max_length", str(LENGTH), *packing, *flags], "")
+    check_layers(run, inspect_architecture(config))
+    if packed:
+        check_packing(run.packing, config)
     want = plain_model(config)
     world = World(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size(), CPU)
     model = weights.build_on_meta(copy.deepcopy(config)).eval()
-    packing = ["--packing", "best_fit"] if packed else []
-    run = parse([*NEEDED, "--model_max_length", str(LENGTH), *packing, *flags], "")
     loss_model, context = parallelize(model, run, world, make_meshes(world, world.size, "full_shard"), MemorySettings())
     weights.materialize(model, CPU)
     state = want.state_dict()
@@ -382,7 +383,7 @@ REASONS = {
     "does not consist": "not embeddings, layers, norm and linear head",
     "router_logits": "mixture of experts",
     "changes its logits": "logits that are neither scaled nor softly capped",
-    "packed documents": "documents do not reach attention",
+    "packed documents|document boundaries": "documents do not reach attention",
 }
 BEGIN, END = "<!-- begin: made by benchmarks/architectures.py -->", "<!-- end -->"
 

@@ -104,3 +104,31 @@ def test_the_sweep_notices_a_planted_fault(alone: None, monkeypatch: pytest.Monk
     found = {x.way: x for x in architectures.tried("llama")}
     way = "loop packed" if fault == "documents" else "loop"
     assert found[way].kind == "wrong" and found[way].line.startswith(line)
+
+
+def test_with_train_flags_the_sweep_trains_with_these_flags_only(alone: None) -> None:
+    plain, packed = architectures.tried("llama", ("--tile_layers", "True"))
+    assert (plain.way, packed.way) == ("train", "train packed") and plain.kind == packed.kind == "exact"
+    (refused,) = architectures.tried("llama", ("--schedule", "nowhere"))
+    assert refused.kind == "refused" and "--schedule 'nowhere' is unknown" in refused.line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", ["--torch_compile True", "--tile_layers True", "--remat none"])
+def test_families_of_dense_models_are_exact_with_memory_flags(flags: str, tmp_path: Path) -> None:
+    done, found = sweep(tmp_path, "--only", ",".join(FAMILIES), "--train_flags", flags, seconds=400)
+    assert done.returncode == 0, done.stdout
+    assert {x.model_type for x in found if x.kind == "exact"} == {*FAMILIES} - {"gpt_oss"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (("--train_flags", "--remat nothing"), "--train_flags: --remat 'nothing' is unknown"),
+        (("--train_flags", "--remat none", "--docs", "page.md"), "--docs lists every way of training"),
+    ],
+)
+def test_wrong_flags_of_the_sweep_are_refused(flags: tuple[str, ...], line: str, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit):
+        architectures.main(flags)
+    assert line in capsys.readouterr().err
