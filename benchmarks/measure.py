@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightseq.distributed.stopwatch import DeviceTimestamp
-from lightseq.kernels import KernelSpec
+from lightseq.kernels import KernelSpec, compute_capability
 from lightseq.schedule.layout import Layout
 from lightseq.training.loop import collected_together
 
@@ -53,10 +53,9 @@ class Case:
 
     @property
     def spec(self) -> KernelSpec:
-        capability = torch.cuda.get_device_capability(self.device) if self.on_gpu else (0, 0)
         return KernelSpec(
             self.device.type,
-            capability,
+            compute_capability(self.device),
             self.dtype,
             self.head_dim,
             False,

@@ -217,8 +217,8 @@ def results_from_the_beginning(monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     """Their memory was there from the first step of a pass on when these layers were measured; it comes later now."""
     begin = Accumulator.__init__
 
-    def early(self: Accumulator, layout: BufferLayout, device: torch.device, single_step: bool) -> None:
-        begin(self, layout, device, single_step)
+    def early(self: Accumulator, layout: BufferLayout, device: torch.device, in_final_dtype: bool) -> None:
+        begin(self, layout, device, in_final_dtype)
         self.open()
         self.there = self.finals or layout.whole(device, layout.dtype)  # type: ignore[attr-defined]
 

@@ -117,7 +117,7 @@ def _attention(
             transport = SymmetricTransport(dist.group.WORLD, torch.device("cpu"))
             transport.supports_graphs = recordings is not None
             stack.enter_context(patch.object(executor, "GraphCache", recordings))
-            stack.enter_context(patch.object(executor, "is_short", lambda asked: all(asked.single_step.values())))
+            stack.enter_context(patch.object(executor, "is_short", lambda asked: all(asked.in_final_dtype.values())))
             stack.enter_context(patch("lightseq.attention.context.make_transport", return_value=transport))
             stack.enter_context(patch.object(executor, "second_stream", return_value=torch.cuda.Stream()))
             context = _context(name, "auto", torch.float64, 8, heads=HEADS)

@@ -22,7 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from benchmarks.attention_peers.ulysses import exchange
 from benchmarks.step_peers.peer import CLIP_NORM, Job, Peer, StepOutcome, plain_tensor
 from lightseq.data.batches import Batch
-from lightseq.kernels import KERNELS, Kernel, KernelSpec, Saved, select
+from lightseq.kernels import KERNELS, Kernel, KernelSpec, Saved, compute_capability, select
 
 NAME = "plain_ulysses"
 LOSS_TOKENS = 4096
@@ -113,8 +113,7 @@ def ulysses(
 
 
 def spec_of(device: torch.device, dtype: torch.dtype, head_dim: int) -> KernelSpec:
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    return KernelSpec(device.type, capability, dtype, head_dim)
+    return KernelSpec(device.type, compute_capability(device), dtype, head_dim)
 
 
 def _kernel(name: str, q: Tensor) -> Kernel:

@@ -15,12 +15,12 @@ from lightseq.kernels import Launches, addresses, merge_into
 class Accumulator(ABC):
     """Reduction of an item's parts to its final tensors on their home rank: (B, S, N, D), and the lse (B, N, S) if any.
 
-    Memory is allocated when the first part arrives, because until then a pass holds most of its operands. With
-    `single_step` all parts arrive in one step and are reduced in the final tensors, else in float32 or wider.
+    Memory is allocated when the first part arrives, because until then a pass holds most of its operands. Parts are
+    reduced in float32 or wider, and cast at the end, unless `in_final_dtype`.
     """
 
-    def __init__(self, layout: BufferLayout, device: torch.device, single_step: bool) -> None:
-        self._layout, self._device, self._single_step = layout, device, single_step
+    def __init__(self, layout: BufferLayout, device: torch.device, in_final_dtype: bool) -> None:
+        self._layout, self._device, self._in_final_dtype = layout, device, in_final_dtype
         self.finals: Buffer = ()
         self._totals: Buffer = ()
         self._begun: set[ChunkSlot] = set()
@@ -33,8 +33,10 @@ class Accumulator(ABC):
         """Allocates the totals. Call it before the first part is written, on the stream that reads them later."""
         if not self._totals:
             dtype = self._layout.dtype
-            self._totals = self._layout.whole(self._device, dtype if self._single_step else accumulation_dtype(dtype))
-            self.finals = self._totals if self._single_step else ()
+            self._totals = self._layout.whole(
+                self._device, dtype if self._in_final_dtype else accumulation_dtype(dtype)
+            )
+            self.finals = self._totals if self._in_final_dtype else ()
 
     @abstractmethod
     def reduce(self, reduction: Reduction, launches: Launches) -> None:
@@ -42,7 +44,7 @@ class Accumulator(ABC):
 
     def finish(self) -> None:
         """Casts the totals to the final dtype."""
-        if not self._single_step:
+        if not self._in_final_dtype:
             count = self._layout.tensor_count  # the lse follows them
             self.finals = (*(x.to(self._layout.dtype) for x in self._totals[:count]), *self._totals[count:])
 
@@ -92,7 +94,7 @@ class Merge(Accumulator):
             ]
             return [pair for total, part in totals for pair in zip(total, part, strict=True)]
 
-        if self._single_step:
+        if self._in_final_dtype:
             launches.copy((Merge, addresses(self._totals), reduction.key, tuple(parts)), pairs)
         else:  # into float32
             for total, part in pairs():

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightseq.comm.select import make_transport
 from lightseq.comm.transport import Transport, base_transport_name
 from lightseq.distributed.environment import cache_compiled_kernels, disable_multicast
-from lightseq.kernels import KernelSpec, Selection, select
+from lightseq.kernels import KernelSpec, Selection, compute_capability, select
 from lightseq.kernels.selection import why_unsupported
 from lightseq.schedule.algorithms import SCHEDULES, check_heads, make_schedule
 from lightseq.schedule.auto import ScheduleChoice, choose_by_counts, choose_by_time, choose_packed, choose_windowed
@@ -178,10 +178,9 @@ def make_context(group: dist.ProcessGroup, shape: AttentionShape, config: Attent
     assert device is not None and dtype is not None, "the caller sets both"
     if config.schedule not in ("auto", *SCHEDULES):
         raise ValueError(f"schedule {config.schedule!r} is unknown; choose auto or one of {', '.join(SCHEDULES)}")
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     spec = KernelSpec(
         device.type,
-        capability,
+        compute_capability(device),
         dtype,
         shape.head_dim,
         deterministic=config.deterministic,

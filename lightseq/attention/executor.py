@@ -81,8 +81,8 @@ class Executor:
         """
         device = operands["q"][0].device
         accumulators = {
-            item: ACCUMULATORS[item](spec.layouts[item], device, single_step)
-            for item, single_step in spec.single_step.items()
+            item: ACCUMULATORS[item](spec.layouts[item], device, in_final_dtype)
+            for item, in_final_dtype in spec.in_final_dtype.items()
         }
         with self.transport.outbox(spec.outbox_bytes) as outbox:
             program, launches = program_and_launches(spec, self.transport, outbox)

@@ -125,7 +125,7 @@ class _Lowering:
             return OutputSlot(item, outbox=views, final=None, own=tuple(parts))
         start = local_start(self.layout, self.rank, chunks)
         counts = self.spec.parts[item]
-        if start is not None and self.spec.single_step[item] and all(counts[slot].total() == 1 for _, slot in own):
+        if start is not None and self.spec.in_final_dtype[item] and all(counts[slot].total() == 1 for _, slot in own):
             final = ChunkRange(None, start, len(chunks), self.item_head_group(item, head_group))
             return OutputSlot(item, outbox=None, final=final, own=())
         return OutputSlot(item, outbox=None, final=None, own=tuple(OwnPart(c, slot, None) for c, slot in own))

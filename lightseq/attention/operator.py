@@ -151,10 +151,10 @@ def _table(context: SequenceContext, q: Tensor, boundaries: Tensor | None, windo
 
 
 def _compare_shapes(context: SequenceContext, q: Tensor, k: Tensor, boundaries: Tensor | None) -> None:
-    """Raises ValueError on every rank if shapes differ between ranks, which would otherwise deadlock.
+    """Raises ValueError if ranks pass different shapes, all new to them, which would otherwise deadlock.
 
-    Each shape is compared only once, because comparing waits for all ranks. Ranks whose shapes differ but were all seen
-    before go unnoticed.
+    Each shape is compared only once, because comparing waits for all ranks. Ranks that pass a shape they have seen skip
+    the comparison. If only some ranks do, the group hangs until the watchdog or the process group's timeout ends it.
     """
     shape = (*q.shape, k.shape[2], int(boundaries is not None))
     waits_for_ranks = base_transport_name(context.transport.name) != "none"

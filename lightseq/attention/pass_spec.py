@@ -39,7 +39,7 @@ class PassSpec:
     rank: int
     layouts: BufferLayouts
     parts: Mapping[str, PartCounts]  # by result item, of this rank's own results
-    single_step: Mapping[str, bool]  # by result item: no float32 total is needed (see `_is_single_step`)
+    in_final_dtype: Mapping[str, bool]  # by result item (see `_reduces_in_final_dtype`)
     operand_offsets: Mapping[str, int]  # bytes into the outbox, by item that travels
     result_offsets: Mapping[int, int]  # bytes into the outbox, by step that sends results
     outbox_bytes: int
@@ -63,7 +63,7 @@ def make_spec(schedule: Schedule, backward: bool, rank: int, layouts: BufferLayo
         rank=rank,
         layouts=layouts,
         parts=parts,
-        single_step={item: _is_single_step(item, counts) for item, counts in parts.items()},
+        in_final_dtype={item: _reduces_in_final_dtype(item, counts) for item, counts in parts.items()},
         operand_offsets=operand_offsets,
         result_offsets=result_offsets,
         outbox_bytes=outbox_bytes,
@@ -83,7 +83,7 @@ def aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def _is_single_step(item: str, parts: PartCounts) -> bool:
+def _reduces_in_final_dtype(item: str, parts: PartCounts) -> bool:
     """Returns whether an item needs no float32 total.
 
     Gradients need none if the parts of each chunk come in one step, and outputs if each chunk has one part.

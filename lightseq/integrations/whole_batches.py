@@ -266,7 +266,11 @@ class WholeBatches:
         return whole[:, : this.length]
 
     def _loss(self, share: Tensor, this: _Pass) -> Tensor:
-        """Returns the loss of the whole batch. Without a target it is NaN, as on one process, with zero gradients."""
+        """Returns the loss of the whole batch.
+
+        Without a target, gradients are zero. The loss then is NaN, as on one process, if the caller counted the targets
+        (`num_items_in_batch`), else 0.
+        """
         loss = self._sum(share)
         return loss if this.divisor is None else loss.masked_fill(this.divisor == 0, torch.nan)
 

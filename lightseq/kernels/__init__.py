@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 from lightseq.kernels.registry import KERNELS
 
 if TYPE_CHECKING:
-    from lightseq.kernels.base import Kernel, KernelSpec, Saved
+    from lightseq.kernels.base import Kernel, KernelSpec, Saved, compute_capability
     from lightseq.kernels.launches import Launches, addresses
     from lightseq.kernels.lse_merge import merge, merge_into
     from lightseq.kernels.selection import Selection, select
     from lightseq.kernels.tile import VarlenKernel, backward_tile, forward_tile
 
 _MODULES = {
-    "base": ("Kernel", "KernelSpec", "Saved"),
+    "base": ("Kernel", "KernelSpec", "Saved", "compute_capability"),
     "launches": ("Launches", "addresses"),
     "lse_merge": ("merge", "merge_into"),
     "selection": ("Selection", "select"),
@@ -34,6 +34,7 @@ __all__ = [
     "VarlenKernel",
     "addresses",
     "backward_tile",
+    "compute_capability",
     "forward_tile",
     "merge",
     "merge_into",

@@ -27,6 +27,11 @@ class KernelSpec:
     softcap: bool = False  # some layers cap their scores
 
 
+def compute_capability(device: torch.device) -> tuple[int, int]:
+    """Returns the CUDA compute capability of a device, (0, 0) on CPU."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
 GradientMemory = tuple[Tensor | None, Tensor | None, Tensor | None]  # for dq, dk, dv
 
 

@@ -7,6 +7,8 @@ from typing import Any, Final
 
 import torch
 
+from lightseq.kernels import compute_capability
+
 MULTIPLE = 16  # torch._scaled_mm needs sizes that are multiples of it
 
 # A fused recomputation skips roundings to bfloat16 that the forward pass made. FP8 turns such a difference into a whole
@@ -26,9 +28,8 @@ def check_fp8(recipe: str | None, emulate: bool, sizes: Mapping[str, int], devic
         raise ValueError(f"--fp8 {recipe} needs torchao, which is not installed; pip install torchao")
     if emulate:
         return
-    is_gpu = device.type == "cuda"
-    name = torch.cuda.get_device_name(device) if is_gpu else "CPU"
-    check_hardware(recipe, name, torch.cuda.get_device_capability(device) if is_gpu else (0, 0))
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    check_hardware(recipe, name, compute_capability(device))
     if odd := [f"{what} {size}" for what, size in sizes.items() if size % MULTIPLE]:
         raise ValueError(f"--fp8 {recipe}: {odd[0]} is not a multiple of {MULTIPLE}; leave --fp8 out for this model")
 

@@ -18,7 +18,7 @@ from lightseq.data.examples import Examples, WindowExamples
 from lightseq.data.packing import PackedExamples
 from lightseq.data.sources import holds_rows
 from lightseq.data.targets import CHAT, PAIR
-from lightseq.kernels import KernelSpec, select
+from lightseq.kernels import KernelSpec, compute_capability, select
 from lightseq.models.architecture import (
     LENGTH_DEPENDENT_ROPE,
     Architecture,
@@ -84,12 +84,23 @@ def check_packing(packing: str, model_config: PreTrainedConfig) -> None:
 
 def check_kernel(config: TrainConfig, model_config: PreTrainedConfig, device: torch.device) -> None:
     """Raises ValueError if the attention kernel cannot run the model on this device."""
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    dtype = getattr(torch, config.compute_dtype)
-    dim, packed = heads_of(model_config).dim, config.packing != "none"
-    softcap = caps_scores(model_config)
-    spec = KernelSpec(device.type, capability, dtype, dim, config.deterministic, packed, softcap=softcap)
-    select(config.kernel_name, spec)
+    select(config.kernel_name, kernel_spec(config, model_config, device.type, compute_capability(device)))
+
+
+def kernel_spec(
+    config: TrainConfig, model_config: PreTrainedConfig, device_type: str, capability: tuple[int, int]
+) -> KernelSpec:
+    """Returns what a run's attention kernel has to support, on a device of this type and CUDA compute capability."""
+    return KernelSpec(
+        device_type,
+        capability,
+        getattr(torch, config.compute_dtype),
+        heads_of(model_config).dim,
+        deterministic=config.deterministic,
+        packed=config.packing != "none",
+        windows=inspect_architecture(model_config).has_windows(config.model_max_length),
+        softcap=caps_scores(model_config),
+    )
 
 
 def flag_warnings(config: TrainConfig, sequence_size: int) -> list[str]:

@@ -7,13 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from transformers import PreTrainedConfig
 
 from lightseq.config.command_line import parse
 from lightseq.config.train_config import TrainConfig
-from lightseq.kernels.base import KernelSpec
 from lightseq.kernels.selection import why_unsupported
 from lightseq.memory.planner.advice import changes_to_fit, faster_change, longest
 from lightseq.memory.planner.breakdown import GIB
@@ -21,13 +19,12 @@ from lightseq.memory.planner.choice import make_plan
 from lightseq.memory.planner.documents import read_documents
 from lightseq.memory.planner.rates import DEFAULT_CORES, MEASURED_ON, Chip, chip_named
 from lightseq.memory.planner.run import Hardware, PlannedRun
-from lightseq.models.architecture import caps_scores, inspect_architecture
+from lightseq.models.architecture import inspect_architecture
 from lightseq.models.family import apply_rope, context_warning, resolve
-from lightseq.models.heads import heads_of
 from lightseq.models.presets import ModelFamily
 from lightseq.modules.fp8 import check_hardware
 from lightseq.tools.plan.report import record, tables
-from lightseq.training.setup_checks import check_layers
+from lightseq.training.setup_checks import check_layers, kernel_spec
 
 PROGRAM, NOWHERE = "lightseq plan", "nowhere"
 MAX_SEQUENCE_RANKS = 2048  # a schedule for this many ranks takes half a minute and 4 GB
@@ -93,9 +90,7 @@ def _check_chip(config: TrainConfig, model: PreTrainedConfig, chip: Chip) -> Non
         check_hardware(config.fp8, chip.device, chip.capability)
     if config.kernel_name == "auto":
         return
-    dtype, dim = getattr(torch, config.compute_dtype), heads_of(model).dim
-    spec = KernelSpec("cuda", chip.capability, dtype, dim, config.deterministic, softcap=caps_scores(model))
-    if reason := why_unsupported(config.kernel_name, spec):
+    if reason := why_unsupported(config.kernel_name, kernel_spec(config, model, "cuda", chip.capability)):
         raise ValueError(
             f"--kernel {config.kernel_name} cannot run on {chip.device}: {reason}; choose another, or auto"
         )

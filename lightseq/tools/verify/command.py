@@ -18,7 +18,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from transformers import PreTrainedConfig
 
 from lightseq.config.checks import ADAM_FLAGS
 from lightseq.config.command_line import parse
@@ -26,9 +25,9 @@ from lightseq.config.train_config import TrainConfig
 from lightseq.data.sources import holds_rows
 from lightseq.distributed.environment import secrets
 from lightseq.distributed.mesh import World, check_sequence_size, init_distributed, on_all_ranks
-from lightseq.kernels import KernelSpec
+from lightseq.kernels import compute_capability
 from lightseq.memory.planner.choice import plan_on_all_ranks
-from lightseq.models.architecture import caps_scores, with_layers
+from lightseq.models.architecture import with_layers
 from lightseq.models.family import resolve
 from lightseq.models.heads import heads_of
 from lightseq.models.presets import ModelFamily
@@ -41,6 +40,7 @@ from lightseq.tools.verify.model import model_rows
 from lightseq.tools.verify.report import SKIP, Row, passed, table, write
 from lightseq.tools.verify.transport import transport_rows
 from lightseq.training.setup import Inputs, prepare
+from lightseq.training.setup_checks import kernel_spec
 from lightseq.utils.formatting import plural
 
 RECORD, PROGRAM = "verify.jsonl", "lightseq verify"
@@ -99,7 +99,8 @@ def _rows_of_run(asked: TrainConfig, family: ModelFamily, world: World) -> list[
         torch.cuda.empty_cache()
     rows += transport_rows(transport, group, world)
     heads, kv_heads = heads_of(model).query, heads_of(model).key_value
-    return rows + kernel_rows(_spec(config, model, world.device), heads, kv_heads, world.device)
+    spec = kernel_spec(asked, model, world.device.type, compute_capability(world.device))
+    return rows + kernel_rows(spec, heads, kv_heads, world.device)
 
 
 def _as_trained(asked: TrainConfig, family: ModelFamily, world: World) -> TrainConfig:
@@ -197,9 +198,3 @@ def _sequences(config: TrainConfig, world: World) -> int:
     """Returns the number of sequences of one step over all ranks."""
     data_ranks = world.size // check_sequence_size(world, config.sequence_parallel_size)
     return config.gradient_accumulation_steps * config.per_device_train_batch_size * data_ranks
-
-
-def _spec(config: TrainConfig, model: PreTrainedConfig, device: torch.device) -> KernelSpec:
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    dtype, dim = getattr(torch, config.compute_dtype), heads_of(model).dim
-    return KernelSpec(device.type, capability, dtype, dim, config.deterministic, softcap=caps_scores(model))
