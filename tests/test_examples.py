@@ -19,20 +19,22 @@ import dpo  # noqa: E402
 import sft  # noqa: E402
 import train_loop  # noqa: E402
 import with_accelerate  # noqa: E402
+import with_fsdp2  # noqa: E402
 import with_trainer  # noqa: E402
 
 from lightseq.distributed.mesh import World  # noqa: E402
 
 
-def example(rank: int, world: int) -> list[float]:
-    return train_loop.train(World(rank, world, rank, world, torch.device("cpu")))
+def loops(rank: int, size: int) -> list[list[float]]:
+    world = World(rank, size, rank, size, torch.device("cpu"))
+    return [train_loop.train(world), with_fsdp2.train(world)]
 
 
-def plain() -> list[float]:
+def plain(optimizer_class: type[torch.optim.Optimizer], learning_rate: float) -> list[float]:
     """The same loop without lightseq: the same seed draws the same weights, then the same batch."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(train_loop.CONFIG)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = optimizer_class(model.parameters(), lr=learning_rate)
     input_ids = torch.randint(train_loop.CONFIG.vocab_size, (train_loop.BATCH, train_loop.LENGTH))
     losses = []
     for _ in range(train_loop.STEPS):
@@ -45,16 +47,19 @@ def plain() -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def expected() -> list[float]:
-    losses = plain()
-    assert losses[-1] < losses[0] - 0.3, "a loop that learns nothing would agree with anything"
-    return losses
+def expected() -> list[list[float]]:
+    # SGD, because AdamW would hide gradients of another scale, as FSDP2's mean in place of a sum.
+    by_loop = [plain(torch.optim.AdamW, 3e-3), plain(torch.optim.SGD, with_fsdp2.LEARNING_RATE)]
+    for losses in by_loop:
+        assert losses[-1] < losses[0] - 0.3, "a loop that learns nothing would agree with anything"
+    return by_loop
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_the_loop_equals_plain_transformers_on_every_rank(world: int, expected: list[float]) -> None:
-    for losses in spawn(world, example, world):
-        assert losses == pytest.approx(expected, abs=1e-5)
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_the_loops_equal_plain_transformers_on_every_rank(world: int, expected: list[list[float]]) -> None:
+    for by_loop in spawn(world, loops, world):
+        for losses, wanted in zip(by_loop, expected, strict=True):
+            assert losses == pytest.approx(wanted, abs=1e-5)
 
 
 # ---- Trainer, TRL and accelerate -----------------------------------------------------------------------------------
