@@ -1,4 +1,4 @@
-"""Plain PyTorch loop with FSDP2 and data parallelism; two neighbouring ranks share a sequence, lightseq's lines are marked.
+"""PyTorch loop with FSDP2 and data parallelism, in which two ranks share a sequence; lightseq's lines are marked.
 
 python3 -m torch.distributed.run --nproc_per_node=2 examples/with_fsdp2.py
 python3 -m torch.distributed.run --nproc_per_node=4 examples/with_fsdp2.py
