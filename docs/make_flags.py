@@ -27,7 +27,7 @@ Look up a training flag and its default (in parentheses), a schedule or a kernel
 ```
 python3 llama3/train.py --help
 ```
-`lightseq verify`, `rehearse`, `plan` and `evaluate` take them too. Names follow the Hugging Face `Trainer`.
+`lightseq train`, `verify`, `rehearse`, `plan` and `evaluate` take them too. Names follow the Hugging Face `Trainer`.
 `--bf16` alone means `--bf16 True`.
 
 ## Flags in a file
@@ -66,8 +66,8 @@ python3 -m torch.distributed.run --nproc_per_node=4 llama3/train.py --config out
 {groups}
 
 ## Schedules
-A schedule decides which rank computes which tile of attention at which step. The last column is the share of
-the critical path during which the average of {ranks} ranks computes. This command validates a schedule and draws it:
+A schedule decides which rank computes which tile of attention at which step. *Busy* is the share of the time that a
+rank computes, averaged over {ranks} ranks. This command validates a schedule and draws it:
 ```
 python3 -m lightseq schedule --schedule balanced --ranks {ranks}
 ```
@@ -76,6 +76,11 @@ python3 -m lightseq schedule --schedule balanced --ranks {ranks}
 
 `--ulysses_size` splits heads over that many ranks under any other schedule. `prefix` takes any number of heads;
 `ulysses` needs query heads divisible by the number of ranks.
+
+## Transports
+`symmetric` lets the GPUs of a host read each other's memory; it needs peer access, as over NVLink. `nccl` works between
+all GPUs, `gloo` between CPUs. On GPUs `auto` takes `symmetric` if every rank can map the others' memory, else `nccl`,
+and the run prints which.
 
 ## Kernels
 A kernel computes one tile. `run.json` names the kernel that `auto` chose, and why faster ones could not run.

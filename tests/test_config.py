@@ -55,6 +55,11 @@ def test_help_is_grouped_and_shows_choices_and_defaults() -> None:
     assert max(map(len, text.splitlines())) <= 120
 
 
+def test_help_marks_the_flags_that_a_program_requires() -> None:
+    for text, marked in ((help_text(PROGRAM), 3), (help_text("verify", "Needs a model only."), 1)):
+        assert text.count("[required]") == marked
+
+
 def test_help_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     for columns in (80, 100):
         monkeypatch.setenv("COLUMNS", str(columns))

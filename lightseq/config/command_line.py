@@ -19,6 +19,7 @@ from lightseq.config.train_config import GROUPS, TrainConfig, flag_types
 from lightseq.distributed.environment import is_main_process
 
 REQUIRED: Final = ("model_name_or_path", "data_path", "output_dir")
+REQUIRED_BY_TOOLS: Final = ("model_name_or_path",)
 OLDER_SPELLINGS: Final[Mapping[str, str]] = {"evaluation_strategy": "eval_strategy", "set_seed": "seed"}
 # Names of flags in other programs. An unknown flag that resembles one gets ours as a suggestion.
 FLAGS_OF_OTHER_PROGRAMS: Final[Mapping[str, str]] = {
@@ -85,7 +86,7 @@ def help_text(program: str, about: str = "") -> str:
 
     `about` describes a tool that takes the flags of training; such tools do not require data.
     """
-    parser = _parser(program)
+    parser = _parser(program, REQUIRED_BY_TOOLS if about else REQUIRED)
     paths = "" if about else " --data_path PATH --output_dir PATH"
     parser.usage = f"{program} --model_name_or_path NAME{paths} [--flag value ...]"
     parser.description = about
@@ -98,8 +99,8 @@ def underscored(word: str) -> str:
     return "=".join(["--" + flag[2:].replace("-", "_"), *value]) if flag.startswith("--") else word
 
 
-def _parser(program: str) -> Parser:
-    """Returns a parser that sets only the flags given; `TrainConfig` has the defaults."""
+def _parser(program: str, required: Sequence[str] = REQUIRED) -> Parser:
+    """Returns a parser that sets only the flags given; `TrainConfig` has the defaults. Help marks `required` flags."""
     width = min(120, shutil.get_terminal_size((120, 24)).columns)
     layout = partial(argparse.HelpFormatter, width=width, max_help_position=41 if width >= 100 else 24)
     parser = Parser(
@@ -117,14 +118,16 @@ def _parser(program: str) -> Parser:
             convert = BY_FLAG.get(field.name, CONVERTERS[kind])
             if "default" in field.metadata:  # the planner decides
                 convert = partial(_auto_or, convert)
-            section.add_argument(f"--{field.name}", type=convert, metavar=METAVARS[kind], help=_help(field), **bare)
+            section.add_argument(
+                f"--{field.name}", type=convert, metavar=METAVARS[kind], help=_help(field, required), **bare
+            )
     for older, name in OLDER_SPELLINGS.items():
         parser.add_argument(f"--{older}", dest=name, type=CONVERTERS[types[name]], help=argparse.SUPPRESS)
     return parser
 
 
-def _help(field: dataclasses.Field[Any]) -> str:
-    notes = ["required"] if field.name in REQUIRED else []
+def _help(field: dataclasses.Field[Any], required: Sequence[str]) -> str:
+    notes = ["required"] if field.name in required else []
     notes += [f"choices: {', '.join(CHOICES[field.name])}"] if field.name in CHOICES else []
     default = field.metadata.get("default", field.default)
     notes += [f"default: {default}"] if default not in (None, "") else []

@@ -47,7 +47,7 @@ class DataConfig:
     data_path: str = flag(
         "",
         "Training data: a token directory, a .pkl, rows (.jsonl, .json, .parquet or a folder of them), a dataset "
-        "written by save_to_disk, or hf:NAME or hf:NAME:SPLIT on the Hub.",
+        "written by save_to_disk, or hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT on the Hub.",
     )
     eval_data_path: str | None = flag(None, "Evaluation data, in any format of --data_path.")
     model_max_length: int = flag(
@@ -172,16 +172,17 @@ class ParallelismConfig:
 @dataclass(frozen=True)
 class MemoryConfig:
     remat: str | None = auto_flag(
-        "Parts of a layer that the backward pass recomputes. none: nothing; attention+linears: norms, rotary "
-        "embeddings and activation functions; attention+mlp: also the attention projections; attention: everything "
-        "except attention; full: everything. auto: the fastest that fits on GPUs, attention on CPUs."
+        "How much of each layer the backward pass recomputes; the value names what is stored. none: recomputes "
+        "nothing; attention+linears: stores attention and the outputs of all linear layers; attention+mlp: stores "
+        "attention and the MLP's gate and up outputs; attention: stores attention only; full: recomputes everything. "
+        "auto: the fastest that fits on GPUs, attention on CPUs."
     )
     layers_per_checkpoint: int | None = auto_flag(
         "Layers per checkpoint. Only the group's input is saved, at the cost of one extra forward pass. auto: more "
         "than 1 only if nothing faster fits."
     )
     tile_layers: bool | None = auto_flag(
-        "Run attention in groups of heads and everything else in tiles of 8,192 tokens, which saves memory near a "
+        "Run attention in slices of heads and everything else in tiles of 8,192 tokens, which saves memory near a "
         "million tokens per GPU. auto: only if nothing faster fits."
     )
     gradient_checkpointing: bool | None = flag(

@@ -51,8 +51,9 @@ def main(family: ModelFamily, words: Sequence[str]) -> int:
 def parser() -> argparse.ArgumentParser:
     out = Parser(
         prog=f"python3 -m {PROGRAM}",
-        usage=f"python3 -m {PROGRAM} --model_name_or_path DIR --data_path DATA --output_dir DIR [--flag value ...]",
-        description="Evaluates a model under sequence parallelism and writes evaluation.jsonl.",
+        usage=f"python3 -m {PROGRAM} --model_name_or_path DIR --output_dir DIR [--data_path DATA] [--flag value ...]",
+        description="Evaluates a model under sequence parallelism and writes evaluation.jsonl. --task loss needs "
+        "--data_path. launch/local.sh evaluate runs it on all GPUs of a host.",
         epilog="All other flags are those of training (llama3/train.py --help): model, data, precision, parallelism.",
         allow_abbrev=False,
         add_help=False,
