@@ -11,8 +11,9 @@ from lightseq.config.command_line import parse as parse_training
 ABOUT = """Times whole training steps of one model at several lengths, with lightseq's trainer and its alternatives.
 
 Every implementation runs every length in separate processes, so running out of memory affects only one measurement. All
-train the same weights on the same tokens, one sequence per step over all ranks, with fused AdamW. Implementations that
-cannot train the model, or do what --packed_rows and --lora_rank ask for, are recorded as skipped.
+train the same weights on the same tokens, one sequence per step over all ranks, with fused AdamW. On several GPUs
+`trl` trains one row per GPU if --packed_rows is given or the model has sliding windows. Implementations that cannot
+train the model, or do what --packed_rows and --lora_rank ask for, are recorded as skipped.
 """
 OURS, TRAINER = "lightseq", "lightseq-sft"
 IMPLEMENTATIONS = (

@@ -18,7 +18,11 @@ refuse() {
     exit 2
 }
 
-[[ -n ${MODEL:-} ]] || refuse "MODEL is not set: the hub id or directory of a model with weights"
+if [[ ${1:-} == -h || ${1:-} == --help ]]; then
+    sed -n '2,/^set /{/^set /d; s/^# \{0,1\}//; p;}' "${BASH_SOURCE[0]}"
+    exit
+fi
+[[ -n ${MODEL:-} ]] || refuse "MODEL is not set: the Hub id or directory of a model with weights"
 [[ -n ${DATA:-} ]] || refuse "DATA is not set: what --data_path takes"
 [[ -n ${OUTPUT:-} ]] || refuse "OUTPUT is not set: the directory for the checkpoints of the stages"
 stages=${STAGES:-32K:1000 128K:500 512K:200}

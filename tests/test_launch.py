@@ -266,6 +266,8 @@ def test_stages_go_on_where_they_stopped(tmp_path: Path) -> None:
     ):
         refused = run("extend.sh", cwd=tmp_path, **given | change)
         assert refused.returncode == 2 and line in refused.stderr
+    helped = run("extend.sh", "--help", cwd=tmp_path)
+    assert helped.returncode == 0 and "  DRY_RUN=1  " in helped.stdout and "set -euo" not in helped.stdout
 
 
 @pytest.mark.slow
