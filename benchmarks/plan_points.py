@@ -35,7 +35,7 @@ from benchmarks.step_models import model_of
 from benchmarks.step_peers.peer import measure
 from lightseq.cli import BOTH
 from lightseq.config.command_line import parse
-from lightseq.config.lengths import shown
+from lightseq.config.lengths import format_tokens
 from lightseq.config.parser import print_error
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.mesh import World, init_distributed, on_all_ranks
@@ -170,7 +170,7 @@ def model_directory(point: Point, folder: Path) -> str:
 
 
 def line(record: Mapping[str, Any]) -> str:
-    head = f"{record['point']} ({shown(record['length'])} tokens, {record['gpus']} GPUs): "
+    head = f"{record['point']} ({format_tokens(record['length'])} tokens, {record['gpus']} GPUs): "
     if record["skipped"]:
         return f"{head}skipped: {record['skipped']}"
     peak = record.get("peak_memory_allocated_bytes")

@@ -350,7 +350,7 @@ def test_a_host_that_locks_no_more_ends_a_step_as_one_without_memory(
     monkeypatch.setattr(errors, "is_first_to", lambda _: True)
     monkeypatch.setattr(errors, "mark_done", lambda _: None)
     world = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"))
-    with pytest.raises(SystemExit), errors.explained_out_of_memory(world, Terminal(1, 0), lambda: ["to fit: less"]):
+    with pytest.raises(SystemExit), errors.exit_on_out_of_memory(world, Terminal(1, 0), lambda: ["to fit: less"]):
         HostBufferPool(float("inf"), pinned=True).acquire(1024, torch.float32)
     assert capsys.readouterr().err.splitlines() == [
         "error: rank 0: host out of memory. 4,096 bytes of host memory cannot be pinned (CUDA error 1)",

@@ -255,7 +255,7 @@ def ended_without_memory(rank: int, explaining: float, others_stay: float) -> tu
     with (
         redirect_stderr(err),
         pytest.raises(SystemExit),
-        errors.explained_out_of_memory(world, Terminal(1, 0), explain),
+        errors.exit_on_out_of_memory(world, Terminal(1, 0), explain),
     ):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.00 GiB.")
     return explained, time.monotonic(), said
@@ -272,7 +272,7 @@ def test_an_end_that_no_memory_is_left_to_explain_is_one_all_the_same(
     for name, stand_in in (("is_first_to", bool), ("mark_done", done.append), ("exit_process", sys.exit)):
         monkeypatch.setattr(errors, name, stand_in)
     world = World(0, 1, 0, 1, torch.device("cpu"))
-    with pytest.raises(SystemExit), errors.explained_out_of_memory(world, Terminal(1, 0), explain):
+    with pytest.raises(SystemExit), errors.exit_on_out_of_memory(world, Terminal(1, 0), explain):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.00 GiB.")
     said = capsys.readouterr().err
     assert said == "error: rank 0: CUDA out of memory. Tried to allocate 7.00 GiB.\n" and done == ["explain"]

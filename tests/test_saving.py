@@ -89,7 +89,7 @@ def test_the_run_goes_on_from_the_checkpoint_before(ends: dict[str, tuple[Path, 
 
 
 def silent(error: Exception | None) -> Any:
-    with errors.explained_no_response():
+    with errors.exit_on_no_response():
         raise RankNotResponding("checkpoint-4 could not be saved") from error
 
 

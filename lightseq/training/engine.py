@@ -36,7 +36,7 @@ from lightseq.memory.planner.run import planned_run
 from lightseq.models import adapters, weights
 from lightseq.parallelize import MemorySettings, parallelize
 from lightseq.schedule.documents import local_tokens
-from lightseq.training.errors import explained_out_of_memory
+from lightseq.training.errors import exit_on_out_of_memory
 from lightseq.training.fallback import fall_back
 from lightseq.training.metrics import earlier_plan
 from lightseq.training.optimization import (
@@ -195,7 +195,7 @@ def out_of_memory_handler(
         if plan is not None and watchdog is not None:
             fall_back(plan, config, world, watchdog, reason)
 
-    return explained_out_of_memory(
+    return exit_on_out_of_memory(
         world, terminal, lambda: out_of_memory(config, inputs.model_config, world, inputs.documents), next_plan
     )
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightseq.data.batches import PADDING_WARNING_SHARE
 from lightseq.distributed.environment import SHUTDOWN_TIMEOUT
-from lightseq.training.errors import end_for_skipped_steps, explained_writing
+from lightseq.training.errors import end_for_skipped_steps, exit_on_write_error
 from lightseq.utils.formatting import plural
 from lightseq.utils.masking import mask_secrets
 
@@ -247,7 +247,7 @@ class Journal:
     def log(self, record: Mapping[str, Any]) -> None:
         """Writes a record to the metrics and shows it, on the rank with `metrics`. Ends the run if it cannot write."""
         if self._metrics is not None:
-            with explained_writing(self._metrics.path, self._world, self._terminal):
+            with exit_on_write_error(self._metrics.path, self._world, self._terminal):
                 self._metrics.write(record)
             self._terminal.show(record)
 

@@ -125,7 +125,7 @@ class Saving:
             (directory / weights.CHAT_TEMPLATE).write_text(self._inputs.chat_template, encoding="utf-8")
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
+    def wait_at_exit(self) -> Iterator[None]:
         """Waits for the running save when the block ends. If a save failed, ends all ranks with one line."""
         try:
             yield

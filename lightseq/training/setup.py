@@ -197,7 +197,7 @@ def _resumed(stream: BatchStream, resume_from: Path | None) -> tuple[BatchStream
     needed = stream.state(0).keys() - {"sequences_per_step", "fingerprint"}  # missing in older checkpoints
     if not isinstance(data, dict) or not all(isinstance(data.get(key), int) for key in needed):
         raise ValueError(f"--resume_from_checkpoint {resume_from} has no position in the data; name another checkpoint")
-    return stream.resumed(facts["step"], data, resume_from)
+    return stream.resume_at(facts["step"], data, resume_from)
 
 
 def find_model(config: TrainConfig, family: ModelFamily, world: World) -> FoundModel:

@@ -12,7 +12,7 @@ from lightseq.distributed.mesh import init_distributed, on_all_ranks
 from lightseq.distributed.watchdog import Watchdog
 from lightseq.models.presets import ModelFamily
 from lightseq.training.engine import build_engine, resume_engine
-from lightseq.training.errors import explained_no_response
+from lightseq.training.errors import exit_on_no_response
 from lightseq.training.loop import Trainer, TrainingLoop
 from lightseq.training.metrics import MIRRORS, MetricsFile, write_run
 from lightseq.training.output_directory import (
@@ -32,7 +32,7 @@ def train(family: ModelFamily, argv: list[str], program: str) -> None:
     """Trains with the flags in `argv`. Exits with status 2 and one line on invalid input."""
     # Collectives time out later than the watchdog, which can name the rank at fault.
     timeout, stacks = _watchdog_settings(argv, program)
-    with init_distributed(2 * timeout) as world, explained_no_response(), Watchdog(world, timeout, stacks) as watchdog:
+    with init_distributed(2 * timeout) as world, exit_on_no_response(), Watchdog(world, timeout, stacks) as watchdog:
         config = on_all_ranks(world, lambda: after_restart(parse(argv, program), world))
 
         def find_inputs() -> Inputs:

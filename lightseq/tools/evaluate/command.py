@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from lightseq.config.command_line import parse, shows_help
-from lightseq.config.lengths import tokens
+from lightseq.config.command_line import parse, print_help_if_asked
+from lightseq.config.lengths import parse_tokens
 from lightseq.config.parser import Parser
 from lightseq.config.train_config import TrainConfig
 from lightseq.models.presets import ModelFamily
@@ -39,7 +39,7 @@ class Options:
 
 def main(family: ModelFamily, words: Sequence[str]) -> int:
     """Runs `python3 -m lightseq evaluate` with its own flags and those of training."""
-    if shows_help(words, parser().format_help):
+    if print_help_if_asked(words, parser().format_help):
         return 0
     with without_collection():
         from lightseq.tools.evaluate.evaluate import evaluate  # imports torch, which takes seconds
@@ -97,4 +97,4 @@ def flags(words: Sequence[str]) -> tuple[Options, TrainConfig]:
 def lengths_of(options: Options, config: TrainConfig) -> list[int]:
     if options.lengths is None:
         return sorted({max(1, config.model_max_length // part) for part in (4, 2, 1)})
-    return sorted({tokens(word, "--lengths") for word in options.lengths.split(",")})
+    return sorted({parse_tokens(word, "--lengths") for word in options.lengths.split(",")})

@@ -18,7 +18,7 @@ from lightseq.tools.evaluate.loss import loss_task
 from lightseq.tools.evaluate.retrieval import needle_task
 from lightseq.tools.evaluate.task import Task
 from lightseq.training.engine import build_engine
-from lightseq.training.errors import explained_out_of_memory
+from lightseq.training.errors import exit_on_out_of_memory
 from lightseq.training.loop import Trainer
 from lightseq.training.metrics import hardware, versions
 from lightseq.training.run_info import describe_run
@@ -47,7 +47,7 @@ def evaluate(family: ModelFamily, words: Sequence[str]) -> None:
         if world.is_main:
             trainer.terminal.header(_header(trainer, task), [*task.inputs.notes, *_notes(given, config)])
         begin = time.perf_counter()
-        with explained_out_of_memory(world, trainer.terminal, lambda: [_to_fit(config)]):
+        with exit_on_out_of_memory(world, trainer.terminal, lambda: [_to_fit(config)]):
             result = task.run(trainer)
         seconds = time.perf_counter() - begin
         if world.is_main:

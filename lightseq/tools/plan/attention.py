@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lightseq.config.lengths import tokens
+from lightseq.config.lengths import parse_tokens
 from lightseq.config.parser import Parser, run_command
 from lightseq.schedule.algorithms import SCHEDULES, ulysses_group_size
 from lightseq.schedule.auto import (
@@ -51,7 +51,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _predict(asked: argparse.Namespace, command: str) -> None:
-    shape = AttentionShape(tokens(asked.length, "--length"), asked.heads, asked.kv_heads, asked.head_dim)
+    shape = AttentionShape(parse_tokens(asked.length, "--length"), asked.heads, asked.kv_heads, asked.head_dim)
     _check_shape(shape)
     gpus, schedules = _gpu_counts(asked.gpus), _schedule_names(asked.schedules)
     if asked.gpus_per_host < 1:
