@@ -78,7 +78,7 @@ class Engine(Protocol):
     meshes: Meshes
     config: TrainConfig  # the flags, with the planner's choices
     memory: MemorySettings
-    parameters: str  # sharding and location of the parameters, for display
+    sharding_description: str  # sharding and location of the parameters, for display
     offload: Offload | None  # of activations
     stopwatch: Stopwatch  # times the work that waits for no other rank
 
@@ -243,7 +243,7 @@ class FsdpEngine:
         self, config: TrainConfig, inputs: Inputs, world: World, meshes: Meshes, memory: MemorySettings
     ) -> None:
         self.config, self.meshes, self.memory, self._world = config, meshes, memory, world
-        self.parameters = _describe_sharding(config, memory)
+        self.sharding_description = _describe_sharding(config, memory)
         self._max_grad_norm = config.max_grad_norm
         self._shard_group = meshes.parameters["shard"].get_group()
         names = meshes.parameters.mesh_dim_names or ()

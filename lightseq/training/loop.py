@@ -227,8 +227,8 @@ class TrainingLoop:
     def run(self) -> None:
         """Runs until the last step or until a signal stops the run after a step."""
         trainer, config = self.trainer, self.trainer.config
-        saves = self._saving.wait_at_exit() if self._saving is not None else nullcontext()
-        with StopRequest() as stop, trainer.out_of_memory_handler(), saves, synchronized_gc() as collect:
+        wait_for_saves = self._saving.wait_at_exit() if self._saving is not None else nullcontext()
+        with StopRequest() as stop, trainer.out_of_memory_handler(), wait_for_saves, synchronized_gc() as collect:
             try:
                 saved, stopped_by = self._run_steps(stop, collect)
             finally:
