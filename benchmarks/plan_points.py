@@ -40,7 +40,7 @@ from lightseq.config.parser import print_error
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.mesh import World, init_distributed, on_all_ranks
 from lightseq.memory.planner.rates import GIB
-from lightseq.tools.plan.rehearsal import NOWHERE, TakenByForward, made_up_inputs, shared_folder, without_traces
+from lightseq.tools.plan.rehearsal import NOWHERE, ForwardMemory, rehearsal_config, shared_folder, synthetic_inputs
 from lightseq.training.engine import build_engine
 from lightseq.training.loop import Trainer
 
@@ -188,8 +188,8 @@ def one_rank(words: Sequence[str]) -> int:
         )
         folder = shared_folder(world, "lightseq-point-")
         try:
-            config = without_traces(asked, folder)
-            inputs = on_all_ranks(world, lambda: made_up_inputs(config, BOTH, world, folder))
+            config = rehearsal_config(asked, folder)
+            inputs = on_all_ranks(world, lambda: synthetic_inputs(config, BOTH, world, folder))
             measured = measure_steps(
                 Trainer(config, inputs, world, build_engine(config, inputs, world)), int(warmup), int(steps)
             )
@@ -205,7 +205,7 @@ def one_rank(words: Sequence[str]) -> int:
 def measure_steps(trainer: Trainer, warmup: int, steps: int) -> dict[str, Any]:
     """Returns seconds and bytes of a step, the highest over ranks. `parts` are those of rank 0."""
     device, context, offload = trainer.world.device, trainer.context, trainer.engine.offload
-    taken = TakenByForward(trainer.loss_model, device.type == "cuda")
+    taken = ForwardMemory(trainer.loss_model, device.type == "cuda")
     with trainer.out_of_memory_handler():
         first = measure(trainer.step, range(warmup), device)
         measured = measure(trainer.step, range(warmup, warmup + steps), device)

@@ -33,9 +33,9 @@ from lightseq.tools.plan.rehearsal import (
     MOST_WHOLE_TOKENS,
     STAGES,
     CountedMemory,
+    rehearsal_config,
     rehearsal_patches,
     scaled_down,
-    without_traces,
 )
 from lightseq.training import errors
 from lightseq.training.terminal import Terminal
@@ -89,7 +89,7 @@ def test_elided_attention_moves_what_the_real_one_does_and_computes_nothing() ->
 def test_flags_about_data_and_the_number_of_steps_do_not_reach_a_rehearsal(tmp_path: Path) -> None:
     words = "--max_eval_samples 3 --chat_template gone.jinja"
     words += ' --lr_scheduler_type warmup_stable_decay --lr_scheduler_kwargs {"num_decay_steps":50}'
-    config = without_traces(given(words), tmp_path)
+    config = rehearsal_config(given(words), tmp_path)
     assert (config.max_eval_samples, config.chat_template, config.lr_scheduler_kwargs) == (None, None, None)
 
 
