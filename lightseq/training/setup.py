@@ -29,7 +29,7 @@ from lightseq.models.family import apply_rope, context_warning, resolve
 from lightseq.models.flops import total_parameters
 from lightseq.models.presets import ModelFamily
 from lightseq.modules.fp8 import check_fp8
-from lightseq.training.metrics import check_mirror
+from lightseq.training.metrics import check_tracker
 from lightseq.training.optimization import check_optimizer
 from lightseq.training.output_directory import check_output_dir
 from lightseq.training.setup_checks import (
@@ -93,7 +93,7 @@ def prepare(config: TrainConfig, family: ModelFamily, world: World, resume_point
     if config.max_eval_samples is not None and config.eval_data_path is None:
         given = f"--max_eval_samples {config.max_eval_samples} limits evaluation data, but there is none"
         raise ValueError(f"{given}; add --eval_data_path and --eval_strategy, or leave it out")
-    check_mirror(config.report_to)
+    check_tracker(config.report_to)
     check_optimizer(config.optim, world.device)
     check_output_dir(Path(config.output_dir), config, resume_point, world)
     resume_from = resume_point.path

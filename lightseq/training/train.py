@@ -14,7 +14,7 @@ from lightseq.models.presets import ModelFamily
 from lightseq.training.engine import build_engine, resume_engine
 from lightseq.training.errors import exit_on_no_response
 from lightseq.training.loop import Trainer, TrainingLoop
-from lightseq.training.metrics import MIRRORS, MetricsFile, write_run
+from lightseq.training.metrics import TRACKERS, MetricsFile, write_run
 from lightseq.training.output_directory import (
     after_restart,
     another_run_wrote,
@@ -81,8 +81,8 @@ def _open(trainer: Trainer, lock_file: TextIO, command: str) -> MetricsFile:
     checkpoints.remove_leftovers(directory, checkpoints.PARTIAL)
     for broken, _ in inputs.resume_point.damaged:
         checkpoints.set_aside(broken, checkpoints.BROKEN)
-    mirrors = (MIRRORS[config.report_to](directory),) if config.report_to != "none" else ()
-    metrics = MetricsFile(directory, trainer.first_step, mirrors, resumes)
+    trackers = (TRACKERS[config.report_to](directory),) if config.report_to != "none" else ()
+    metrics = MetricsFile(directory, trainer.first_step, trackers, resumes)
     notes += metrics.notes + (launcher_note() if config.save_strategy != "no" else ())
     write_run(directory, run_facts(trainer, command, notes), secrets())
     trainer.terminal.header(describe_run(trainer), notes)
