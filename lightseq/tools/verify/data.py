@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightseq.data.batches import BatchStream
 from lightseq.modules.loss import IGNORE_INDEX
-from lightseq.tools.verify.report import Row, all_gather_object, verdict
+from lightseq.tools.verify.report import Row, all_gather_object, result_row
 from lightseq.training.loop import Trainer
 
 PROMPT, HOLES = 0.4, 0.1  # shares of a synthetic sequence with ignored labels: at the beginning, and anywhere
@@ -122,7 +122,7 @@ def data_row(trainer: Trainer, sequences: Sequence[Sequence[Sample]]) -> Row:
         "per rank"
     )
     figures = {"length": length, "sequences": len(sequences), "targets_by_rank": targets}
-    return verdict("data", wrong, right, figures | {"positions_right": positions_right})
+    return result_row("data", wrong, right, figures | {"positions_right": positions_right})
 
 
 def tokens_of(ids: Tensor, positions: Tensor, labels: Tensor) -> list[Token]:

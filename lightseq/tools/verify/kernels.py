@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightseq.kernels import KERNELS, Kernel, KernelSpec, Saved, backward_tile, forward_tile
 from lightseq.schedule.table import Mask
-from lightseq.tools.verify.report import SKIP, Row, all_gather_object, relative_error, verdict
+from lightseq.tools.verify.report import SKIP, Row, all_gather_object, relative_error, result_row
 from lightseq.utils.formatting import first_line
 
 EXACT: Final = 1e-5  # allowed relative L2 error in float32; in half precision, twice that of plain attention
@@ -67,7 +67,7 @@ def _row(name: str, everyone: Sequence[Mapping[str, tuple[float, float]]]) -> Ro
     ]
     missing = [f"cannot run on rank {rank}" for rank, errors in enumerate(everyone) if not errors]
     figures = {"errors_and_allowed": everyone[0]}
-    return verdict(f"kernel {name}", lines + missing, f"worst: {where}", figures)
+    return result_row(f"kernel {name}", lines + missing, f"worst: {where}", figures)
 
 
 class _Reference(NamedTuple):

@@ -26,7 +26,7 @@ from lightseq.models.architecture import LENGTH_DEPENDENT_ROPE, rope_types
 from lightseq.modules.loss import IGNORE_INDEX
 from lightseq.schedule.proof import validate
 from lightseq.tools.verify.data import Sample, data_row
-from lightseq.tools.verify.report import FAIL, SKIP, Row, all_gather_object, all_passed, relative_error, verdict
+from lightseq.tools.verify.report import FAIL, SKIP, Row, all_gather_object, all_passed, relative_error, result_row
 from lightseq.training.engine import build_engine
 from lightseq.training.loop import Trainer
 from lightseq.training.run_info import describe_run
@@ -102,7 +102,7 @@ def _schedule_row(trainer: Trainer) -> Row:
     moves = sum(len(step.moves) for step in (*schedule.forward, *schedule.backward))
     right = f"{schedule}: every visible pair computed once, {moves} moves"
     facts = {"schedule": schedule.name, "turns": schedule.head_groups_per_rank, "ulysses_size": schedule.ulysses_size}
-    return verdict("schedule", lines, right, facts)
+    return result_row("schedule", lines, right, facts)
 
 
 def _weights_row(model: nn.Module, plain: nn.Module | None, world: World) -> Row:
@@ -123,7 +123,7 @@ def _weights_row(model: nn.Module, plain: nn.Module | None, world: World) -> Row
         for rank, (n, of, most, name) in enumerate(everyone)
         if n
     ]
-    return verdict("weights", wrong, f"{sum(x[1] for x in everyone):,} numbers on all ranks, bitwise equal")
+    return result_row("weights", wrong, f"{sum(x[1] for x in everyone):,} numbers on all ranks, bitwise equal")
 
 
 # ---- the two steps --------------------------------------------------------------------------------------------------
@@ -241,7 +241,7 @@ def _loss_tolerance(own: Step, want: Step) -> float:
 def _loss_row(loss: float, want: float, allowed: float, how: str) -> Row:
     figures = {"loss": loss, "plain_loss": want, "error": abs(loss - want), "allowed": allowed}
     text = f"{loss:.6f}, plain {want:.6f}: off by {abs(loss - want):.1e}, {allowed:.1e} allowed ({how})"
-    return verdict("loss", [] if abs(loss - want) <= allowed else [text], text, figures)
+    return result_row("loss", [] if abs(loss - want) <= allowed else [text], text, figures)
 
 
 def gradient_errors(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> dict[str, float]:
@@ -273,9 +273,9 @@ def _gradients_row(
     figures = {"errors": errors, "allowed": dict(allowed)}
     count = sum(not x <= 1 for x in ratio.values())
     if not count:
-        return verdict("gradients", [], f"{len(want)} parameters, worst: {text}", figures)
+        return result_row("gradients", [], f"{len(want)} parameters, worst: {text}", figures)
     hint = _common_factor(got, want)
-    return verdict("gradients", [f"{count} of {len(want)} parameters, worst: {text}{hint}"], "", figures)
+    return result_row("gradients", [f"{count} of {len(want)} parameters, worst: {text}{hint}"], "", figures)
 
 
 def _common_factor(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> str:

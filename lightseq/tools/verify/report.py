@@ -29,7 +29,7 @@ class Row:
     figures: Mapping[str, Any] = field(default_factory=dict)  # for JSONL; names carry units
 
 
-def verdict(check: str, wrong: Sequence[str], right: str, figures: Mapping[str, Any] | None = None) -> Row:
+def result_row(check: str, wrong: Sequence[str], right: str, figures: Mapping[str, Any] | None = None) -> Row:
     """Returns a FAIL row with the first two errors of `wrong`, or a pass row with the text `right`."""
     if not wrong:
         return Row(check, PASS, right, figures or {})

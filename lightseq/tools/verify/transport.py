@@ -12,7 +12,7 @@ from torch import Tensor
 from lightseq.attention.pass_spec import REGIONS
 from lightseq.comm.transport import Exchange, Receive, Send, Transport
 from lightseq.distributed.mesh import World
-from lightseq.tools.verify.report import FAIL, PASS, WARN, Row, all_gather_object, span, verdict
+from lightseq.tools.verify.report import FAIL, PASS, WARN, Row, all_gather_object, result_row, span
 
 OUTBOXES, EXCHANGES, PATTERN_BYTES = 4, 6, 1 << 16  # outboxes; exchanges per outbox; bytes per pair and exchange
 PRIME: Final = 251  # period of the pattern; no transfer width of the hardware is a multiple of it
@@ -51,7 +51,7 @@ def _bytes_row(transport: Transport, group: dist.ProcessGroup, peers: Sequence[i
     count = OUTBOXES * EXCHANGES
     moved = count * PATTERN_BYTES * len(peers) * (len(peers) - 1)
     right = f"{moved / 1e6:,.0f} MB between all pairs in {count} exchanges, every byte correct"
-    return verdict(name, wrong, right, {"bytes": moved, "exchanges": count})
+    return result_row(name, wrong, right, {"bytes": moved, "exchanges": count})
 
 
 def _exchanges(transport: Transport, rank: int, ranks: int, device: torch.device) -> list[Wrong]:
