@@ -145,7 +145,7 @@ def choose_memory_settings(config: TrainConfig, inputs: Inputs, world: World) ->
 
     On CPUs and under DeepSpeed there is no choice, except with budgets of memory.
     """
-    config, plan = config.for_planner(on_gpu=world.device.type == "cuda"), None
+    config, plan = config.resolve_memory_flags(on_gpu=world.device.type == "cuda"), None
     if config.offload == "auto" or (world.device.type == "cuda" and inputs.deepspeed is None):
         earlier = earlier_plan(inputs.resume_from)
         plan = plan_on_all_ranks(config, inputs.model_config, world, earlier, memory_limit(), inputs.documents)

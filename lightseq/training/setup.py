@@ -218,7 +218,7 @@ def find_model(config: TrainConfig, family: ModelFamily, world: World) -> FoundM
     if config.packing == "none":  # else the longest document counts, and `prepare` warns
         context = context_warning(model_config, config.model_max_length, unscaled)
         lines += [context] if context else []
-    lines += flag_warnings(config.for_planner(world.device.type == "cuda"), sequence_size)
+    lines += flag_warnings(config.resolve_memory_flags(world.device.type == "cuda"), sequence_size)
     warnings = tuple(f"warning: {line}" for line in lines)
     lora = lora_from_config(config, model_config)
     return FoundModel(model_config, source.weights, tokenizer, sequence_size, warnings, lora, unscaled)

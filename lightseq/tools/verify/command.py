@@ -105,7 +105,7 @@ def _rows_of_run(config: TrainConfig, family: ModelFamily, world: World) -> list
 def _as_trained(config: TrainConfig, family: ModelFamily, world: World) -> TrainConfig:
     """Returns the config with the memory plan of training at the whole length, which the short run verifies."""
     if world.device.type != "cuda":
-        return config.without_planner()
+        return config.with_default_memory_flags()
     model = on_all_ranks(world, lambda: resolve(family, config.model_name, random_init=True).config)
     return plan_on_all_ranks(config, model, world).run.config
 
