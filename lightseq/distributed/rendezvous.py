@@ -11,7 +11,7 @@ from contextlib import suppress
 
 import torch.distributed as dist
 
-from lightseq.distributed.environment import report_error
+from lightseq.distributed.error_report import report_error
 
 EXIT_STATUS = 70  # exit status of a process that ends because of another rank (EX_SOFTWARE)
 STORE_NAME = "the rendezvous store"

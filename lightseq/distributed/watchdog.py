@@ -23,7 +23,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from lightseq.distributed.environment import report_error
+from lightseq.distributed.error_report import report_error
 from lightseq.distributed.mesh import World, exit_process
 from lightseq.distributed.rendezvous import EXIT_STATUS, STORE_NAME
 from lightseq.distributed.start_over import is_store_of_launcher, start_over

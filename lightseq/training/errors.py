@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from lightseq.checkpoint.checkpoints import list_checkpoints
-from lightseq.distributed.environment import report_error
+from lightseq.distributed.error_report import report_error
 from lightseq.distributed.mesh import World, exit_process, is_first_to, mark_done, wait_until_done
 from lightseq.distributed.watchdog import RankNotResponding
 from lightseq.training.terminal import Terminal
