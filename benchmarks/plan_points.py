@@ -34,13 +34,13 @@ from benchmarks.records import append, provenance, read_lines
 from benchmarks.step_models import model_of
 from benchmarks.step_peers.peer import measure
 from lightseq.cli import BOTH
-from lightseq.config.command_line import parse
 from lightseq.config.lengths import format_tokens
 from lightseq.config.parser import print_error
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.mesh import World, init_distributed, on_all_ranks
 from lightseq.memory.planner.rates import GIB
-from lightseq.tools.plan.rehearsal import NOWHERE, ForwardMemory, rehearsal_config, shared_folder, synthetic_inputs
+from lightseq.tools.plan.rehearsal import ForwardMemory, rehearsal_config, shared_folder, synthetic_inputs
+from lightseq.tools.training_flags import parse_with_optional_paths
 from lightseq.training.engine import build_engine
 from lightseq.training.loop import Trainer
 
@@ -183,9 +183,7 @@ def line(record: Mapping[str, Any]) -> str:
 def one_rank(words: Sequence[str]) -> int:
     result, warmup, steps, *flags = words
     with init_distributed(TrainConfig.step_timeout) as world:
-        asked = on_all_ranks(
-            world, lambda: parse(["--data_path", NOWHERE, "--output_dir", NOWHERE, *flags], "plan_points")
-        )
+        asked = on_all_ranks(world, lambda: parse_with_optional_paths(flags, "plan_points"))
         folder = shared_folder(world, "lightseq-point-")
         try:
             config = rehearsal_config(asked, folder)

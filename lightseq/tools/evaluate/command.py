@@ -15,10 +15,10 @@ from lightseq.config.lengths import parse_tokens
 from lightseq.config.parser import Parser
 from lightseq.config.train_config import TrainConfig
 from lightseq.models.presets import ModelFamily
+from lightseq.tools.training_flags import NOWHERE
 from lightseq.utils.gc_control import without_collection
 
 PROGRAM: Final = "lightseq evaluate"
-NOWHERE: Final = "nowhere"  # --data_path of a synthetic haystack
 TASK_FLAGS: Final = {"loss": ("bins",), "needle": ("score", "depths", "lengths", "trials", "choices")}
 DEPTHS, TRIALS, CHOICES = "0,0.25,0.5,0.75,1", 4, 8
 SCORES: Final = ("likelihood", "greedy")
@@ -80,7 +80,7 @@ def flags(words: Sequence[str]) -> tuple[Options, TrainConfig]:
         if task != options.task and (stray := [name for name in names if getattr(options, name) is not None]):
             raise ValueError(f"--{stray[0]} belongs to --task {task}, but the task is {options.task}; leave it out")
     if options.task == "needle":
-        rest = ["--data_path", NOWHERE, *rest]
+        rest = ["--data_path", NOWHERE, *rest]  # a synthetic haystack
     config = parse(rest, PROGRAM)
     if options.task == "loss":
         return options, config

@@ -13,10 +13,11 @@ from lightseq.config.train_config import GROUPS, TrainConfig
 from lightseq.distributed.environment import secrets
 from lightseq.distributed.mesh import World, init_distributed, on_all_ranks
 from lightseq.models.presets import ModelFamily
-from lightseq.tools.evaluate.command import NOWHERE, PROGRAM, Options, flags
+from lightseq.tools.evaluate.command import PROGRAM, Options, flags
 from lightseq.tools.evaluate.loss import loss_task
 from lightseq.tools.evaluate.retrieval import needle_task
 from lightseq.tools.evaluate.task import Task
+from lightseq.tools.training_flags import NOWHERE
 from lightseq.training.engine import build_engine
 from lightseq.training.errors import exit_on_out_of_memory
 from lightseq.training.loop import Trainer

@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from lightseq import hf, parallelize
 from lightseq.attention import context
 from lightseq.attention.context import SequenceContext
-from lightseq.config.command_line import parse
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.token_directory import write_token_directory
 from lightseq.distributed.environment import secrets
@@ -38,6 +37,7 @@ from lightseq.memory.planner.breakdown import GIB, Breakdown
 from lightseq.memory.planner.documents import read_documents
 from lightseq.models.presets import ModelFamily
 from lightseq.modules import loss, mlp
+from lightseq.tools.training_flags import NOWHERE, parse_with_optional_paths
 from lightseq.training.engine import build_engine
 from lightseq.training.loop import Trainer
 from lightseq.training.metrics import hardware, versions
@@ -50,7 +50,7 @@ LEAST_VOCABULARY = 32  # token ids that every model has
 MOST_WHOLE_TOKENS = 2**18  # per rank; above, only the first tile is computed and host memory is only counted
 LEAST_TILE_TOKENS = 64  # smallest tile of a scaled-down run
 STAGES = ("setting up", "the optimizer's state", "the step")
-RECORD, NOWHERE, PROGRAM = "rehearsal.jsonl", "nowhere", "lightseq rehearse"
+RECORD, PROGRAM = "rehearsal.jsonl", "lightseq rehearse"
 
 
 @dataclass(frozen=True)
@@ -86,9 +86,8 @@ class Rehearsal:
 
 def main(family: ModelFamily, argv: Sequence[str]) -> int:
     """Runs `python3 -m lightseq rehearse` with the flags of training and synthetic data. Returns 0 if it fits."""
-    words = ["--data_path", NOWHERE, "--output_dir", NOWHERE, *argv]
     with init_distributed(TrainConfig.step_timeout) as world:
-        training_config = on_all_ranks(world, lambda: parse(words, PROGRAM))
+        training_config = on_all_ranks(world, lambda: parse_with_optional_paths(argv, PROGRAM))
         folder = shared_folder(world, "lightseq-rehearsal-")
         try:
             config = within_free_memory(rehearsal_config(training_config, folder), world)

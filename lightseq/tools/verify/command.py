@@ -21,7 +21,6 @@ from rich.console import Console
 from transformers import PreTrainedConfig
 
 from lightseq.config.checks import ADAM_FLAGS
-from lightseq.config.command_line import parse
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.sources import holds_rows
 from lightseq.distributed.environment import secrets
@@ -32,7 +31,8 @@ from lightseq.models.architecture import caps_scores, with_layers
 from lightseq.models.family import resolve
 from lightseq.models.heads import heads_of
 from lightseq.models.presets import ModelFamily
-from lightseq.tools.plan.rehearsal import NOWHERE, scaled_down, shared_folder
+from lightseq.tools.plan.rehearsal import scaled_down, shared_folder
+from lightseq.tools.training_flags import NOWHERE, parse_with_optional_paths
 from lightseq.tools.verify.data import Sample, cut, documents_of, synthetic_samples
 from lightseq.tools.verify.data import write as write_samples
 from lightseq.tools.verify.kernels import kernel_rows
@@ -61,7 +61,7 @@ def main(family: ModelFamily, argv: Sequence[str]) -> int:
 def verify(family: ModelFamily, argv: Sequence[str], world: World) -> int:
     """Runs all checks. Returns the exit status, the same on every rank: 0 if everything passed."""
     begin, command = time.perf_counter(), f"{PROGRAM} {shlex.join(argv)}"
-    config = on_all_ranks(world, lambda: parse(["--data_path", NOWHERE, "--output_dir", NOWHERE, *argv], PROGRAM))
+    config = on_all_ranks(world, lambda: parse_with_optional_paths(argv, PROGRAM))
     path = on_all_ranks(world, lambda: _record_path(config, world))
     versions = software(world.device)
     rows = [flags_row(config.to_json()), software_row(versions), machine_row(machine(world.device))]
