@@ -8,12 +8,13 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from lightseq.config.lengths import format_tokens
+
 from .benchmark import Benchmark
 from .drawing import (
     GREY,
     length_axis,
     new_figure,
-    short_length,
     subtitle,
 )
 from .records import Record, read_lines
@@ -178,7 +179,7 @@ def table_rows(table: LengthTable) -> list[list[str]]:
             return ""
         return "–" if record["skipped"] else number(record["tflops_per_gpu"])
 
-    rows = [["TFLOP/s per GPU", *map(short_length, table.lengths)]]
+    rows = [["TFLOP/s per GPU", *map(format_tokens, table.lengths)]]
     return rows + [[label, *(cell(line.get(n)) for n in table.lengths)] for label, line in table.lines.items()]
 
 
@@ -188,13 +189,13 @@ def remarks(table: LengthTable) -> list[str]:
     out = []
     if measured:
         record, label = max(measured, key=lambda pair: spread(pair[0]))
-        where = f"{label}, {short_length(record['length'])}"
+        where = f"{label}, {format_tokens(record['length'])}"
         out.append(f"Medians. Widest spread: {spread(record):.1%} of the median ({where}).")
     reasons: dict[tuple[str, str], list[str]] = {}
     for label, line in table.lines.items():
         for length, record in line.items():
             if record["skipped"]:
-                reasons.setdefault((label, record["skipped"]), []).append(short_length(length))
+                reasons.setdefault((label, record["skipped"]), []).append(format_tokens(length))
     for (label, reason), lengths in reasons.items():
         where = "everywhere" if len(lengths) == len(table.lengths) else ", ".join(lengths)
         out.append(f"– {label}, {where}: {reason}")
@@ -247,7 +248,7 @@ def bar_figure(table: LengthTable) -> Figure:
             axes.axvline(rate, color="black", linestyle="--", linewidth=1.2, zorder=4)
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
-    axes.set_title(f"Attention layer over {short_length(table.lengths[0])} tokens, forward and backward", loc="left")
+    axes.set_title(f"Attention layer over {format_tokens(table.lengths[0])} tokens, forward and backward", loc="left")
     axes.set(xlabel="TFLOP/s per GPU, counting the causal half")
     subtitle(out, table.title)
     return out

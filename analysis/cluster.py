@@ -8,6 +8,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
+from lightseq.config.lengths import format_tokens
+
 from .drawing import (
     COLORS,
     GREY,
@@ -16,7 +18,6 @@ from .drawing import (
     new_figure,
     output_dir,
     save,
-    short_length,
     subtitle,
 )
 from .records import Record, print_notes, read_lines
@@ -76,7 +77,7 @@ def figure(header: Record, records: Sequence[Record]) -> Figure:
     out.legend(loc="outside right center", labelspacing=0.8)
     subtitle(
         out,
-        f"{short_length(header['length'])} tokens, {header['heads']}/{header['kv_heads']} heads of "
+        f"{format_tokens(header['length'])} tokens, {header['heads']}/{header['kv_heads']} heads of "
         f"{header['head_dim']}, {host} GPUs per host; rates: {header['rates_from']}; ×n: heads split over n ranks",
     )
     return out

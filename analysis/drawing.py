@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedFormatter, FixedLocator, MaxNLocator, NullLocator, ScalarFormatter
 from rich.console import Console, RenderableType
 
-from lightseq.config.lengths import shown as short_length
+from lightseq.config.lengths import format_tokens
 
 GIB = 2.0**30
 
@@ -104,7 +104,7 @@ def log2_axis(axes: Axes, numbers: Sequence[float], labels: Sequence[str]) -> No
 
 
 def length_axis(axes: Axes, lengths: Sequence[int]) -> None:
-    log2_axis(axes, lengths, [short_length(length) for length in lengths])
+    log2_axis(axes, lengths, [format_tokens(length) for length in lengths])
     axes.set_xlabel("tokens in the sequence")
 
 

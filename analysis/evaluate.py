@@ -13,6 +13,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
+from lightseq.config.lengths import format_tokens
+
 from .drawing import (
     GREY,
     SMALL_TITLE,
@@ -24,7 +26,6 @@ from .drawing import (
     print_lines,
     round_log_ticks,
     save,
-    short_length,
 )
 from .records import Record, print_notes, read_each, read_lines
 from .runs import labels
@@ -123,7 +124,7 @@ def position_rows(found: Sequence[Evaluation]) -> list[list[str]]:
 
 def needle_rows(found: Evaluation) -> list[list[str]]:
     lengths = found.values("length")
-    rows = [["depth", *(f"{short_length(int(length))} tokens" for length in lengths)]]
+    rows = [["depth", *(f"{format_tokens(int(length))} tokens" for length in lengths)]]
     for depth in found.values("depth"):
         scores = [found.accuracy(length, depth) for length in lengths]
         rows.append([f"{depth:.0%}", *("" if score is None else f"{score:.2f}" for score in scores)])
@@ -152,7 +153,7 @@ def perplexity_figure(found: Sequence[Evaluation]) -> Figure:
     axes.set(xlabel="tokens of context, up to", ylabel="perplexity of the next token")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda tokens, _: short_length(round(tokens)) if tokens >= 1 else ""))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda tokens, _: format_tokens(round(tokens)) if tokens >= 1 else ""))
     cut_off_first_positions(axes, found)
     round_log_ticks(axes.yaxis, "{:,g}".format)
     axes.xaxis.set_minor_locator(NullLocator())
@@ -195,7 +196,7 @@ def draw_map(axes: Axes, found: Evaluation) -> None:
             if score is not None:
                 color = "white" if score > DARK else "black"
                 axes.text(x, y, f"{score:.2f}", ha="center", va="center", color=color)
-    axes.set_xticks(range(len(lengths)), [short_length(int(length)) for length in lengths])
+    axes.set_xticks(range(len(lengths)), [format_tokens(int(length)) for length in lengths])
     axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
     axes.set(xlabel="tokens in the text", ylabel="depth of the needle")
     axes.set_xticks([x + 0.5 for x in range(len(lengths) - 1)], minor=True)

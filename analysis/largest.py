@@ -7,6 +7,8 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from lightseq.config.lengths import format_tokens
+
 from .benchmark import Benchmark
 from .drawing import (
     COLORS,
@@ -15,7 +17,6 @@ from .drawing import (
     colors,
     log2_axis,
     new_figure,
-    short_length,
     subtitle,
 )
 from .records import Record, read_lines
@@ -80,7 +81,7 @@ def name(record: Record) -> str:
     """Returns the settings of a search except the number of GPUs."""
     words = [SEARCHED.get(record["what"], str(record["what"]))]
     words += [STRATEGIES.get(record["strategy"], str(record["strategy"]))]
-    words += [f"{short_length(record['tokens'])} tokens"] if record["tokens"] else []
+    words += [f"{format_tokens(record['tokens'])} tokens"] if record["tokens"] else []
     words += [f"{record['gpu_memory']:g} GiB per GPU"] if record["gpu_memory"] else []
     words += [record["flags"]] if record["flags"] else []
     return ", ".join(words)

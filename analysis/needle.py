@@ -7,8 +7,10 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
+from lightseq.config.lengths import format_tokens
+
 from .benchmark import Benchmark
-from .drawing import COLORS, GREY, new_figure, short_length, subtitle
+from .drawing import COLORS, GREY, new_figure, subtitle
 from .records import Record, read_lines
 from .run_settings import hardware_and_versions
 
@@ -27,7 +29,7 @@ class Runs:
     @property
     def title(self) -> str:
         layers, width = self.setting["layers"], self.setting["hidden_size"]
-        return f"needles at {short_length(self.setting['length'])} tokens, {layers} layers of width {width}"
+        return f"needles at {format_tokens(self.setting['length'])} tokens, {layers} layers of width {width}"
 
     @property
     def alone(self) -> list[Record]:
@@ -132,7 +134,7 @@ def figure(group: Runs) -> Figure | None:
         style = "o-" if run["world"] == 1 else "D--"
         axes.plot([*curve], [*curve.values()], style, color=color, markersize=4.5, label=run["label"])
     axes.axhline(drawn[0]["chance"], color=GREY, linewidth=1.2, linestyle=":", label="chance")
-    length = short_length(group.setting["length"])
+    length = format_tokens(group.setting["length"])
     axes.set_title(f"Retrieval of a needle from {length} tokens", loc="left")
     axes.set(xlabel="optimizer steps", ylabel=f"retrieved, % of {drawn[0]['held_out']} held-out documents")
     axes.set_ylim(-0.03, 1.03)

@@ -13,6 +13,7 @@ from matplotlib.ticker import (
     StrMethodFormatter,
 )
 
+from lightseq.config.lengths import format_tokens
 from lightseq.profiling.trace import ON_HOST
 
 from .drawing import (
@@ -22,7 +23,6 @@ from .drawing import (
     marker,
     plain_ticks,
     round_log_ticks,
-    short_length,
     span_of,
 )
 from .plots_file import STEP, Plot, short_name
@@ -231,7 +231,7 @@ def number(value: float) -> str:
 
 def tick(place: str) -> str:
     value = float(place)
-    return short_length(int(value)) if value.is_integer() and value >= 1024 else f"{value:g}"
+    return format_tokens(int(value)) if value.is_integer() and value >= 1024 else f"{value:g}"
 
 
 def is_number(word: str) -> bool:

@@ -20,6 +20,8 @@ from matplotlib.figure import Figure
 from plotly.offline import get_plotlyjs
 from plotly.subplots import make_subplots
 
+from lightseq.config.lengths import format_tokens
+
 from .benchmark import Benchmark
 from .curves import PANELS, TFLOPS, table_cells, usual_top
 from .drawing import (
@@ -28,7 +30,6 @@ from .drawing import (
     GIB,
     MAX_TICKS,
     log_ticks,
-    short_length,
     span_of,
 )
 from .evaluate import Evaluation, needle_figure, needle_rows, perplexity_figure, position_rows
@@ -139,7 +140,7 @@ def run_row(run: Run) -> list[str]:
     info, config = run.info, section(run.info, "config")
     length = config.get("model_max_length")
     facts = [run.label, config.get("model_name_or_path") or "not recorded", info.get("world_size")]
-    facts += [short_length(length) if isinstance(length, int) else None, *table_cells(run).values()]
+    facts += [format_tokens(length) if isinstance(length, int) else None, *table_cells(run).values()]
     facts += [*map(info.get, ("schedule", "kernel", "remat"))]
     facts += [section(info, "hardware").get("device") or "not recorded"]
     return ["" if fact is None else str(fact) for fact in facts]
@@ -328,7 +329,7 @@ def plan_row(name: str, plan: Record) -> list[str]:
     config, hardware = plan["config"], plan["hardware"]
     length, longest = config.get("model_max_length"), plan["longest_length"]
     sizes = [f"{plan[key] / GIB:,.1f}" for key in ("peak_bytes", "usable_gpu_bytes", "host_bytes")]
-    facts = [name, config.get("model_name_or_path"), length and short_length(length), hardware["gpus"]]
+    facts = [name, config.get("model_name_or_path"), length and format_tokens(length), hardware["gpus"]]
     facts += [section(hardware, "chip").get("device"), plan["schedule"], "yes" if plan["fits"] else "no", *sizes]
     facts += [f"{plan['step_seconds']:,.3g} s", f"{plan['tokens_per_second']:,.0f}", f"{plan['mfu']:.1%}"]
     return ["" if fact is None else str(fact) for fact in (*facts, longest and f"{longest:,}")]

@@ -10,13 +10,14 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.ticker import StrMethodFormatter
 
+from lightseq.config.lengths import format_tokens
+
 from .benchmark import Benchmark
 from .drawing import (
     GIB,
     GREY,
     new_figure,
     round_log_ticks,
-    short_length,
     subtitle,
 )
 from .records import Record, read_lines
@@ -57,7 +58,7 @@ class Comparison:
         s = self.setting
         parts = [f"{s['model']}, {s['layers']} layers, {s['world']} × {s['device']}, {s['dtype']}"]
         if s["packed_rows"]:
-            parts.append(f"packed documents of {short_length(s['packed_rows'])}")
+            parts.append(f"packed documents of {format_tokens(s['packed_rows'])}")
         if s["lora_rank"]:
             parts.append(f"LoRA of rank {s['lora_rank']}")
         return ", ".join(parts)
@@ -150,7 +151,7 @@ def table_rows(comparison: Comparison) -> list[list[str]]:
                 mfu if on_gpu else f"{step['model_tflops_per_gpu'] or 0.0:.2g}",
                 "" if memory is None else f"{memory:.1f}",
             ]
-        rows.append([step["label"], short_length(step["length"]), *cells])
+        rows.append([step["label"], format_tokens(step["length"]), *cells])
     return rows
 
 
@@ -165,7 +166,7 @@ def remarks(comparison: Comparison) -> list[str]:
         losses = [step["last_loss"] for step in measured if step["length"] == length]
         known = [loss for loss in losses if loss is not None]
         if len(known) > 1:
-            out.append(f"Last losses at {short_length(length)}: {min(known):.4f} to {max(known):.4f}.")
+            out.append(f"Last losses at {format_tokens(length)}: {min(known):.4f} to {max(known):.4f}.")
     for step in measured:
         if step["losses_finite"] is False:
             out.append(f"Not finite: losses of {place(step)}. Ignore its numbers.")
@@ -173,7 +174,7 @@ def remarks(comparison: Comparison) -> list[str]:
 
 
 def place(step: Record) -> str:
-    return f"{step['label']}, {short_length(step['length'])}"
+    return f"{step['label']}, {format_tokens(step['length'])}"
 
 
 # ---- the figure -----------------------------------------------------------------------------------------------------
@@ -221,7 +222,7 @@ def draw_bars(
                 foot = axes.get_ylim()[0]
                 axes.text(x, foot, f"  {reason}", rotation=90, ha="center", va="bottom", fontsize=8.5, color=GREY)
     axes.set_xlabel("tokens in the sequence")
-    axes.set_xticks(range(len(lengths)), [short_length(length) for length in lengths])
+    axes.set_xticks(range(len(lengths)), [format_tokens(length) for length in lengths])
     axes.grid(axis="x", visible=False)
     if not logarithmic and axes.get_ylim()[1] >= 1000:
         axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))

@@ -17,11 +17,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from lightseq.config.lengths import format_tokens
+
 from .drawing import (
     GIB,
     format_number,
     print_rich,
-    short_length,
 )
 from .records import Record, json_object
 from .runs import check_record, column, latest, median, read_json_object, section
@@ -216,7 +217,7 @@ def known_facts(progress: Progress) -> list[tuple[str, str]]:
     facts = {
         "model": config.get("model_name_or_path"),
         "ranks": f"{ranks}{split if info.get('data_ranks') else ''}" if ranks else None,
-        "sequence": f"{short_length(length)} tokens" if isinstance(length, int) else None,
+        "sequence": f"{format_tokens(length)} tokens" if isinstance(length, int) else None,
         "device": section(info, "hardware").get("device"),
         **{name: info.get(name) for name in ("schedule", "kernel", "transport", "remat")},
     }

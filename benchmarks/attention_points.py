@@ -20,7 +20,7 @@ from benchmarks.errors import RESULTS, check_layer
 from benchmarks.layers import lightseq_layer, single_gpu_layer, without_exchange
 from benchmarks.measure import FLOPS, Case, Disagreement, Layer, Skipped, time_layer, together
 from benchmarks.records import append, provenance
-from lightseq.config.lengths import shown
+from lightseq.config.lengths import format_tokens
 from lightseq.distributed.mesh import World, check_devices, init_distributed, on_all_ranks
 from lightseq.kernels import KERNELS
 
@@ -197,7 +197,7 @@ def line(record: Mapping[str, Any]) -> str:
     name = f"{record['implementation']} {request}".strip()
     name += f" → {schedule}" if request.startswith("auto") and schedule else ""
     where = ", ".join(filter(None, (name, record["kernel"], record["transport"])))
-    head = f"{shown(record['length']):>6}  {where}:"
+    head = f"{format_tokens(record['length']):>6}  {where}:"
     if record["skipped"]:
         return f"{head} skipped: {record['skipped']}"
     if "relative_error_out" in record:

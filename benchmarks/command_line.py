@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lightseq.config.lengths import tokens
+from lightseq.config.lengths import parse_tokens
 
 
 class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -44,7 +44,7 @@ def check_output(flags: argparse.Namespace, logs_beside: bool = False) -> None:
 def length(text: str) -> int:
     """Converts `128K` to tokens."""
     try:
-        return tokens(text)
+        return parse_tokens(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

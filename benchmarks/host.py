@@ -33,12 +33,12 @@ from lightseq.attention.operator import attention
 from lightseq.comm import symmetric
 from lightseq.comm.select import Unrecorded
 from lightseq.comm.transport import Transport
-from lightseq.config.lengths import shown
+from lightseq.config.lengths import format_tokens
 from lightseq.config.parser import print_error
 from lightseq.distributed.stopwatch import DeviceTimestamp
 from lightseq.schedule.algorithms import SCHEDULES
 from lightseq.schedule.cost import AttentionShape
-from lightseq.training.loop import collected_together
+from lightseq.training.loop import synchronized_gc
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128  # Llama 3 8B
 REPEATS = 60
@@ -83,7 +83,7 @@ def parser() -> Parser:
 
 def measure(case: Case, schedule: str, transport: str) -> dict[str, Any]:
     """Times the host while it runs ahead, the device alone, and both together."""
-    with one_rank(case, schedule, transport) as layer, collected_together():
+    with one_rank(case, schedule, transport) as layer, synchronized_gc():
         step = make_step(layer, case)
         for _ in range(WARMUP):
             step()
@@ -161,7 +161,7 @@ def line(record: dict[str, Any]) -> str:
         1e6 * record[f"{name}_seconds_{which}"]
         for name, which in (("host", "median"), ("host", "min"), ("device", "median"), ("both", "median"))
     )
-    name = f"{shown(record['length'])} {record['schedule']} {record['transport']}"
+    name = f"{format_tokens(record['length'])} {record['schedule']} {record['transport']}"
     rate = f"{record['tflops_per_gpu_of_device']:.0f} TFLOP/s"
     return f"{name}: host {host:.0f} us, lowest {least:.0f}; device {device:.0f} us ({rate}); both {both:.0f} us"
 

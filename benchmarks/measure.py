@@ -18,7 +18,7 @@ from torch import Tensor
 from lightseq.distributed.stopwatch import DeviceTimestamp
 from lightseq.kernels import KernelSpec, compute_capability
 from lightseq.schedule.layout import Layout
-from lightseq.training.loop import collected_together
+from lightseq.training.loop import synchronized_gc
 
 T = TypeVar("T")
 LEAST_REPEATS = 3
@@ -162,7 +162,7 @@ def time_layer(layer: Layer, case: Case, flags: argparse.Namespace) -> dict[str,
             step()
         return sum(run(step, 1, case))
 
-    with collected_together():  # as in training; garbage collection on one rank would delay all
+    with synchronized_gc():  # as in training; garbage collection on one rank would delay all
         each = max(gathered(case, together(case, warm_up, fatal_if_split=True)))
         repeats = max(LEAST_REPEATS, min(flags.repeats, int(flags.seconds / max(each, 1e-9))))
         mine = together(case, lambda: run(step, repeats, case), fatal_if_split=True)

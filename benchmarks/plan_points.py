@@ -34,13 +34,13 @@ from benchmarks.records import append, provenance, read_lines
 from benchmarks.step_models import model_of
 from benchmarks.step_peers.peer import measure
 from lightseq.cli import BOTH
-from lightseq.config.command_line import parse
-from lightseq.config.lengths import shown
+from lightseq.config.lengths import format_tokens
 from lightseq.config.parser import print_error
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.mesh import World, init_distributed, on_all_ranks
 from lightseq.memory.planner.rates import GIB
-from lightseq.tools.plan.rehearsal import NOWHERE, TakenByForward, made_up_inputs, shared_folder, without_traces
+from lightseq.tools.plan.rehearsal import ForwardMemory, rehearsal_config, shared_folder, synthetic_inputs
+from lightseq.tools.training_flags import parse_with_optional_paths
 from lightseq.training.engine import build_engine
 from lightseq.training.loop import Trainer
 
@@ -170,7 +170,7 @@ def model_directory(point: Point, folder: Path) -> str:
 
 
 def line(record: Mapping[str, Any]) -> str:
-    head = f"{record['point']} ({shown(record['length'])} tokens, {record['gpus']} GPUs): "
+    head = f"{record['point']} ({format_tokens(record['length'])} tokens, {record['gpus']} GPUs): "
     if record["skipped"]:
         return f"{head}skipped: {record['skipped']}"
     peak = record.get("peak_memory_allocated_bytes")
@@ -183,13 +183,11 @@ def line(record: Mapping[str, Any]) -> str:
 def one_rank(words: Sequence[str]) -> int:
     result, warmup, steps, *flags = words
     with init_distributed(TrainConfig.step_timeout) as world:
-        asked = on_all_ranks(
-            world, lambda: parse(["--data_path", NOWHERE, "--output_dir", NOWHERE, *flags], "plan_points")
-        )
+        asked = on_all_ranks(world, lambda: parse_with_optional_paths(flags, "plan_points"))
         folder = shared_folder(world, "lightseq-point-")
         try:
-            config = without_traces(asked, folder)
-            inputs = on_all_ranks(world, lambda: made_up_inputs(config, BOTH, world, folder))
+            config = rehearsal_config(asked, folder)
+            inputs = on_all_ranks(world, lambda: synthetic_inputs(config, BOTH, world, folder))
             measured = measure_steps(
                 Trainer(config, inputs, world, build_engine(config, inputs, world)), int(warmup), int(steps)
             )
@@ -205,7 +203,7 @@ def one_rank(words: Sequence[str]) -> int:
 def measure_steps(trainer: Trainer, warmup: int, steps: int) -> dict[str, Any]:
     """Returns seconds and bytes of a step, the highest over ranks. `parts` are those of rank 0."""
     device, context, offload = trainer.world.device, trainer.context, trainer.engine.offload
-    taken = TakenByForward(trainer.loss_model, device.type == "cuda")
+    taken = ForwardMemory(trainer.loss_model, device.type == "cuda")
     with trainer.out_of_memory_handler():
         first = measure(trainer.step, range(warmup), device)
         measured = measure(trainer.step, range(warmup, warmup + steps), device)

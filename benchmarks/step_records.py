@@ -14,7 +14,7 @@ from benchmarks.processes import Failed, run
 from benchmarks.records import append, provenance
 from benchmarks.step_flags import OURS
 from benchmarks.step_trials import Trial, setting_of, trials, write_inputs
-from lightseq.config.lengths import shown
+from lightseq.config.lengths import format_tokens
 from lightseq.models.adapters import count_adapter_parameters
 from lightseq.models.architecture import inspect_architecture
 from lightseq.models.flops import mfu, model_flops, peak_flops_per_second
@@ -131,7 +131,7 @@ def numbers(trial: Trial, outcome: Mapping[str, Any], device: str) -> dict[str, 
 
 def line(record: Mapping[str, Any]) -> str:
     """Describes a finished trial in one line."""
-    head = f"{shown(record['length']):>6}  {record['label']}: "
+    head = f"{format_tokens(record['length']):>6}  {record['label']}: "
     if record["skipped"]:
         return f"{head}skipped: {record['skipped']}"
     rate = f"{record['tokens_per_second']:,.0f} tokens/s, {record['step_seconds']:.3g} s per step"

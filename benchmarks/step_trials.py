@@ -16,7 +16,7 @@ from benchmarks.step_models import model_of
 from benchmarks.step_peers.peer import LEARNING_RATE, SEED
 from data_gen.synthetic import Synthetic, draw_document
 from lightseq.cli import BOTH
-from lightseq.config.lengths import shown
+from lightseq.config.lengths import format_tokens
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.token_directory import write_token_directory
 from lightseq.models.adapters import Lora, lora_from_config
@@ -53,7 +53,7 @@ class Setting:
         return self.workspace / "model"
 
     def data_directory(self, length: int) -> Path:
-        return self.workspace / f"data-{shown(length)}"
+        return self.workspace / f"data-{format_tokens(length)}"
 
 
 @dataclass(frozen=True)
@@ -73,12 +73,12 @@ class Trial:
 
     @property
     def head(self) -> str:
-        return f"{shown(self.length):>6}  {self.label}"
+        return f"{format_tokens(self.length):>6}  {self.label}"
 
     @property
     def directory(self) -> Path:
         """Directory of the log and of lightseq's output."""
-        return self.setting.workspace / re.sub(r"[^\w.]+", "-", f"{self.label} {shown(self.length)}").strip("-")
+        return self.setting.workspace / re.sub(r"[^\w.]+", "-", f"{self.label} {format_tokens(self.length)}").strip("-")
 
     @property
     def result(self) -> Path:

@@ -11,7 +11,7 @@ from typing import Any, Final
 import yaml
 
 from lightseq.config.command_line import OLDER_SPELLINGS
-from lightseq.config.lengths import tokens
+from lightseq.config.lengths import parse_tokens
 from lightseq.config.train_config import TrainConfig
 from lightseq.config.yaml_file import TextLoader, read_file
 
@@ -133,7 +133,7 @@ def flag_of(word: str) -> str:
 def in_tokens(text: str) -> str:
     """Returns 4K as 4096; any other text is left for the trainer to refuse."""
     try:
-        return str(tokens(text))
+        return str(parse_tokens(text))
     except ValueError:
         return text
 

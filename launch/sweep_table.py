@@ -12,7 +12,7 @@ from rich.text import Text
 from launch.sweep_cells import Cell, label, varying
 from launch.sweep_file import Sweep
 from launch.sweep_records import FAILED, Record
-from lightseq.config.lengths import shown
+from lightseq.config.lengths import format_tokens
 
 DAY = 86400.0
 YEAR = 365 * DAY
@@ -38,7 +38,7 @@ def shown_value(setting: str, value: str | None) -> str:
     if value is None:
         return "-"
     if setting == "model_max_length" and value.isdecimal():
-        return shown(int(value))
+        return format_tokens(int(value))
     return value or '""'
 
 

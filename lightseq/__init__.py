@@ -1,3 +1,3 @@
-"""Exact training of Llama 2 and Llama 3 on sequences longer than a GPU holds."""
+"""Exact training of language models on sequences longer than one GPU holds."""
 
 __version__ = "0.1.0"

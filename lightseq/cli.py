@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import llama2
 import llama3
-from lightseq.config.command_line import help_text, shows_help
+from lightseq.config.command_line import help_text, print_help_if_asked
 from lightseq.config.parser import print_error
 from lightseq.distributed.environment import is_main_process, set_up_process
 from lightseq.models.presets import ModelFamily
@@ -63,12 +63,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     if words and (command := COMMANDS.get(words[0])):
         program = f"python3 -m lightseq {words[0]}"
-        if command.details and shows_help(words[1:], partial(help_text, program, command.details)):
+        if command.details and print_help_if_asked(words[1:], partial(help_text, program, command.details)):
             return 0
         with without_collection():
             module = import_module(command.module)
         return module.main(BOTH, words[1:])
-    if shows_help(words, overview):
+    if print_help_if_asked(words, overview):
         return 0
     if not is_main_process():
         return 2

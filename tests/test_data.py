@@ -498,7 +498,7 @@ def test_a_run_resumed_with_other_ranks_skips_and_repeats_nothing(tmp_path: Path
     line = ids_of(before, range(before.steps))
     for data_ranks, accumulation, batch_size in ((3, 2, 1), (1, 3, 2), (1, 6, 1), (4, 1, 2), (1, 1, 1)):
         after = BatchStream(examples, 2, batch_size, data_ranks, accumulation, epochs=1)
-        resumed, notes = after.resumed(4, before.state(4), HERE)
+        resumed, notes = after.resume_at(4, before.state(4), HERE)
         rest = ids_of(resumed, range(4, resumed.steps))
         assert ids_of(before, range(4)) + [i for i in rest if i] == [i for i in line if i] and sorted(line)[-40:] == [
             *range(1, 41)
@@ -506,8 +506,8 @@ def test_a_run_resumed_with_other_ranks_skips_and_repeats_nothing(tmp_path: Path
         assert len(notes) == (after.sequences_per_step != 6)
         assert resumed.epochs_after(resumed.steps) == 1 and resumed.state(resumed.steps)["places"] >= 40
         older = {key: value for key, value in before.state(4).items() if key != "sequences_per_step"}
-        assert after.resumed(4, older, HERE) == (resumed, notes)
-    again, notes = after.resumed(10, resumed.state(10), HERE)  # of one that was resumed before
+        assert after.resume_at(4, older, HERE) == (resumed, notes)
+    again, notes = after.resume_at(10, resumed.state(10), HERE)  # of one that was resumed before
     assert notes == (), "nothing is another since then"
     assert ids_of(again, range(10, 12)) == ids_of(resumed, range(10, 12))
 
@@ -520,7 +520,7 @@ def test_a_run_resumed_with_other_data_is_refused(tmp_path: Path) -> None:
         ({"seed": 7000}, "with --seed 7000, not with --seed 0; resume"),
     ):
         with pytest.raises(ValueError, match=line):
-            stream.resumed(1, stream.state(1) | change, HERE)
+            stream.resume_at(1, stream.state(1) | change, HERE)
 
 
 def test_a_run_resumed_with_as_much_other_data_is_refused(tmp_path: Path) -> None:
@@ -530,7 +530,7 @@ def test_a_run_resumed_with_as_much_other_data_is_refused(tmp_path: Path) -> Non
         open_examples(jsonl_file(tmp_path / "b.jsonl", *(t[::-1] for t in texts)), 9, 300, "byte"), 9, 1
     )
     with pytest.raises(ValueError, match="trained on other data with as many examples"):
-        other.resumed(1, before.state(1), HERE)
+        other.resume_at(1, before.state(1), HERE)
     moved = open_examples(
         jsonl_file(tmp_path / "c.jsonl", *texts),
         9,
@@ -539,9 +539,9 @@ def test_a_run_resumed_with_as_much_other_data_is_refused(tmp_path: Path) -> Non
         False,
         read_options=ReadOptions(cache=tmp_path / "cache"),
     )
-    assert BatchStream(moved, 9, 1).resumed(1, before.state(1), HERE)[1] == (), "the same, wherever it lies"
+    assert BatchStream(moved, 9, 1).resume_at(1, before.state(1), HERE)[1] == (), "the same, wherever it lies"
     older = {key: value for key, value in before.state(1).items() if key != "fingerprint"}
-    assert other.resumed(1, older, HERE)[0].first_sample == 1
+    assert other.resume_at(1, older, HERE)[0].first_sample == 1
 
 
 def test_a_sequence_without_a_target_is_left_out_and_counted(tmp_path: Path) -> None:

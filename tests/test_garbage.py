@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from lightseq.training.loop import COLLECT_STEPS, collected_together
+from lightseq.training.loop import COLLECT_STEPS, synchronized_gc
 
 
 class Cycle:
@@ -20,7 +20,7 @@ def test_cycles_go_after_every_so_many_steps_and_python_is_left_as_it_was(enable
     before = gc.isenabled()
     (gc.enable if enabled else gc.disable)()
     try:
-        with collected_together() as collect:
+        with synchronized_gc() as collect:
             gone = weakref.ref(Cycle())
             for step in range(1, COLLECT_STEPS + 1):
                 assert gone() is not None and not gc.isenabled()

@@ -18,7 +18,7 @@ from worlds import spawn
 
 from lightseq import hf
 from lightseq.config.remat_policies import STORE_LINEARS, STORES_MLP
-from lightseq.distributed.environment import ALLOCATOR_SETTINGS, lock_pages_on_all_threads
+from lightseq.distributed.environment import ALLOCATOR_SETTINGS, lock_pages_in_parallel
 from lightseq.distributed.mesh import World, local_part
 from lightseq.memory import offload
 from lightseq.memory.offload import HostBufferPool, Offload, OffloadedTensor, device_lifetimes
@@ -350,7 +350,7 @@ def test_a_host_that_locks_no_more_ends_a_step_as_one_without_memory(
     monkeypatch.setattr(errors, "is_first_to", lambda _: True)
     monkeypatch.setattr(errors, "mark_done", lambda _: None)
     world = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"))
-    with pytest.raises(SystemExit), errors.explained_out_of_memory(world, Terminal(1, 0), lambda: ["to fit: less"]):
+    with pytest.raises(SystemExit), errors.exit_on_out_of_memory(world, Terminal(1, 0), lambda: ["to fit: less"]):
         HostBufferPool(float("inf"), pinned=True).acquire(1024, torch.float32)
     assert capsys.readouterr().err.splitlines() == [
         "error: rank 0: host out of memory. 4,096 bytes of host memory cannot be pinned (CUDA error 1)",
@@ -485,12 +485,12 @@ def test_tensors_of_the_host_lie_in_large_pages_unless_told_otherwise() -> None:
         ({"PYTORCH_CUDA_ALLOC_CONF": "pinned_use_background_threads:True"}, None),
     ],
 )
-def test_torch_locks_pages_on_all_threads_unless_told_how(
+def test_torch_locks_pages_in_parallel_unless_told_how(
     given: dict[str, str], found: dict[str, str] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ALLOCATOR_SETTINGS:
         monkeypatch.delenv(name, raising=False)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    lock_pages_on_all_threads()
+    lock_pages_in_parallel()
     assert {name: os.environ[name] for name in ALLOCATOR_SETTINGS if name in os.environ} == (found or given)

@@ -10,7 +10,7 @@ import pytest
 from analysis.__main__ import main as analyse
 from analysis.cluster import figure, read
 from lightseq.cli import main
-from lightseq.config.lengths import shown, tokens
+from lightseq.config.lengths import format_tokens, parse_tokens
 from lightseq.schedule.algorithms import SCHEDULES
 from lightseq.schedule.auto import MAX_SLOWDOWN, choose_by_time
 from lightseq.schedule.cost import AttentionShape
@@ -117,11 +117,11 @@ def test_a_plan_takes_the_place_of_a_plan_alone(tmp_path: Path, capsys: pytest.C
 
 
 def test_lengths_and_numbers_are_read_as_people_write_them() -> None:
-    assert [tokens(text) for text in ("131072", "128K", "1m", "1.5M")] == [2**17, 2**17, 2**20, 3 * 2**19]
+    assert [parse_tokens(text) for text in ("131072", "128K", "1m", "1.5M")] == [2**17, 2**17, 2**20, 3 * 2**19]
     for word in ("1.5", "0.0001K", "0K", "-1K", "1e3", "K", ".5M", "1.M", ""):
         with pytest.raises(ValueError, match="is not a number of tokens"):
-            tokens(word)
-    assert [shown(length) for length in (2**17, 2**20, 1000)] == ["128K", "1M", "1000"]
+            parse_tokens(word)
+    assert [format_tokens(length) for length in (2**17, 2**20, 1000)] == ["128K", "1M", "1000"]
 
 
 # ---- the picture -----------------------------------------------------------------------------------------------------

@@ -169,7 +169,8 @@ def test_spread_layers_are_planned_within_five_percent_and_ten(record: dict[str,
 
 @pytest.mark.parametrize("record", GEMMA, ids=[f"{r['length']}, {r['commit']}" for r in GEMMA])
 def test_windows_wide_heads_and_more_norms_are_planned_within_five_percent_and_ten(record: dict[str, Any]) -> None:
-    config = parse([*NEEDED, "--bf16", "--model_max_length", str(record["length"])], "").for_planner(on_gpu=True)
+    words = [*NEEDED, "--bf16", "--model_max_length", str(record["length"])]
+    config = parse(words, "").resolve_memory_flags(on_gpu=True)
     hardware = Hardware(CHIPS["h200"], record["world"], 8, record["hardware"]["memory_bytes"], 256 * GIB)
     plan = make_plan(PlannedRun(model_of(record["model"])[1], config, hardware))
     assert plan.parts.total == pytest.approx(record["peak_memory_allocated_bytes"], rel=0.05)
@@ -179,7 +180,7 @@ def test_windows_wide_heads_and_more_norms_are_planned_within_five_percent_and_t
 def packed_run(record: dict[str, Any]) -> tuple[PlannedRun, PackedDocuments]:
     """Returns the run of a record of benchmarks/step.py as asked for, and its documents."""
     words = record["trial_command"].split()
-    config = parse(words[words.index("llama3/train.py") + 1 :], "").for_planner(on_gpu=True)
+    config = parse(words[words.index("llama3/train.py") + 1 :], "").resolve_memory_flags(on_gpu=True)
     hardware, size = record["hardware"], record["packed_rows"]
     chip = chip_of_device(hardware["device"])
     assert chip is not None

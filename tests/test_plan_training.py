@@ -146,7 +146,7 @@ def planned_run(
     given = parse(f"--model_name_or_path m --data_path d --output_dir o {flags}".split(), "")
     if not chosen:
         offload = given.offload if "--offload" in flags else "none"
-        given = replace(given.without_planner(), offload=offload)
+        given = replace(given.with_default_memory_flags(), offload=offload)
     return PlannedRun(model, given, Hardware(CHIPS["h200"], gpus, 8, gpu / (1 - MARGIN), host))
 
 

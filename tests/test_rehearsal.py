@@ -33,9 +33,9 @@ from lightseq.tools.plan.rehearsal import (
     MOST_WHOLE_TOKENS,
     STAGES,
     CountedMemory,
+    rehearsal_config,
     rehearsal_patches,
     scaled_down,
-    without_traces,
 )
 from lightseq.training import errors
 from lightseq.training.terminal import Terminal
@@ -89,7 +89,7 @@ def test_elided_attention_moves_what_the_real_one_does_and_computes_nothing() ->
 def test_flags_about_data_and_the_number_of_steps_do_not_reach_a_rehearsal(tmp_path: Path) -> None:
     words = "--max_eval_samples 3 --chat_template gone.jinja"
     words += ' --lr_scheduler_type warmup_stable_decay --lr_scheduler_kwargs {"num_decay_steps":50}'
-    config = without_traces(given(words), tmp_path)
+    config = rehearsal_config(given(words), tmp_path)
     assert (config.max_eval_samples, config.chat_template, config.lr_scheduler_kwargs) == (None, None, None)
 
 
@@ -255,7 +255,7 @@ def ended_without_memory(rank: int, explaining: float, others_stay: float) -> tu
     with (
         redirect_stderr(err),
         pytest.raises(SystemExit),
-        errors.explained_out_of_memory(world, Terminal(1, 0), explain),
+        errors.exit_on_out_of_memory(world, Terminal(1, 0), explain),
     ):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.00 GiB.")
     return explained, time.monotonic(), said
@@ -272,7 +272,7 @@ def test_an_end_that_no_memory_is_left_to_explain_is_one_all_the_same(
     for name, stand_in in (("is_first_to", bool), ("mark_done", done.append), ("exit_process", sys.exit)):
         monkeypatch.setattr(errors, name, stand_in)
     world = World(0, 1, 0, 1, torch.device("cpu"))
-    with pytest.raises(SystemExit), errors.explained_out_of_memory(world, Terminal(1, 0), explain):
+    with pytest.raises(SystemExit), errors.exit_on_out_of_memory(world, Terminal(1, 0), explain):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.00 GiB.")
     said = capsys.readouterr().err
     assert said == "error: rank 0: CUDA out of memory. Tried to allocate 7.00 GiB.\n" and done == ["explain"]

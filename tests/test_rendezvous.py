@@ -10,7 +10,7 @@ import pytest
 from forked import Done
 
 from lightseq.distributed.mesh import init_distributed
-from lightseq.distributed.rendezvous import STATUS, RendezvousMonitor, verdict
+from lightseq.distributed.rendezvous import EXIT_STATUS, RendezvousMonitor, missing_ranks_message
 
 TIMEOUT = 12.0  # all worlds start at once, on few cores
 
@@ -93,7 +93,7 @@ def free_port() -> int:
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_that_never_came_are_named_and_the_others_end(name: str, worlds: dict[str, World]) -> None:
     world = worlds[name]
-    assert {end.returncode for end in world.ends.values()} == {STATUS}, world.ends
+    assert {end.returncode for end in world.ends.values()} == {EXIT_STATUS}, world.ends
     said = "".join(end.stderr for end in world.ends.values())
     line, *more = [line for line in said.splitlines() if line.startswith("error: ")]
     assert not more, said
@@ -102,7 +102,7 @@ def test_ranks_that_never_came_are_named_and_the_others_end(name: str, worlds: d
 
 
 def test_ranks_that_cannot_connect_though_all_are_there_are_not_called_dead() -> None:
-    line = verdict([], 8, 1800.0)
+    line = missing_ranks_message([], 8, 1800.0)
     assert line.startswith(
         "all 8 ranks are there, but could not connect to each other within 1800 s: check for a firewall"
     )

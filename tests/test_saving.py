@@ -12,7 +12,7 @@ from small import losses, words, write_inputs
 from worlds import spawn
 
 from lightseq.checkpoint.checkpoints import list_checkpoints
-from lightseq.distributed.watchdog import STATUS, RankNotResponding
+from lightseq.distributed.watchdog import EXIT_STATUS, RankNotResponding
 from lightseq.training import errors
 
 FLAGS = "--max_steps 4 --save_steps 2 --step_timeout 20"
@@ -70,7 +70,7 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Done
 @pytest.mark.parametrize("name", CASES)
 def test_a_rank_that_ends_over_the_last_save_is_named(name: str, ends: dict[str, tuple[Path, Done]]) -> None:
     folder, end = ends[name]
-    assert end.returncode == STATUS and "Traceback" not in end.stderr, end
+    assert end.returncode == EXIT_STATUS and "Traceback" not in end.stderr, end
     (line,) = [line for line in end.stderr.splitlines() if line.startswith("error: ")]
     assert f"no sign of life from rank {CASES[name].culprit} on " in line and "(step 4, saving, for " in line
     if CASES[name].what == "dies":  # over a frozen one the others still wait, and nothing has failed yet
@@ -89,7 +89,7 @@ def test_the_run_goes_on_from_the_checkpoint_before(ends: dict[str, tuple[Path, 
 
 
 def silent(error: Exception | None) -> Any:
-    with errors.explained_no_response():
+    with errors.exit_on_no_response():
         raise RankNotResponding("checkpoint-4 could not be saved") from error
 
 

@@ -38,7 +38,7 @@ from lightseq.schedule.layout import Layout
 from lightseq.schedule.table import Schedule
 from lightseq.tools.verify import command as verify
 from lightseq.tools.verify import model as verify_model
-from lightseq.tools.verify.data import cut, made_up, misplaced
+from lightseq.tools.verify.data import cut, misplaced, synthetic_samples
 from lightseq.tools.verify.machines import differences
 from lightseq.tools.verify.model import gradient_errors
 from lightseq.tools.verify.report import PASS, Row, write
@@ -115,14 +115,14 @@ def test_a_presets_name_is_no_tokenizer_where_the_data_holds_tokens(tmp_path: Pa
     (tmp_path / "rows.jsonl").touch()
     for name, tokenizer in (("rows.jsonl", "tiny-llama3"), ("tokens", None)):
         words = f"--model_name_or_path tiny-llama3 --output_dir o --data_path {tmp_path}/{name}"
-        assert verify.shortened(parse(words.split(), ""), tmp_path, World(0, 1, 0, 1, CPU)).tokenizer == tokenizer
+        assert verify.shorten_run(parse(words.split(), ""), tmp_path, World(0, 1, 0, 1, CPU)).tokenizer == tokenizer
 
 
 def test_flags_of_training_do_not_keep_verify_from_running(tmp_path: Path) -> None:
     words = "--model_name_or_path tiny-llama3 --output_dir o --data_path nowhere --adam_beta2 0.95 --adam_epsilon 1e-6"
     words += ' --lr_scheduler_type cosine_with_min_lr --lr_scheduler_kwargs {"min_lr":1e-6}'
     words += " --max_eval_samples 3 --chat_template gone.jinja"
-    config = verify.shortened(parse(words.split(), ""), tmp_path, World(0, 1, 0, 1, CPU))
+    config = verify.shorten_run(parse(words.split(), ""), tmp_path, World(0, 1, 0, 1, CPU))
     assert (config.optim, config.max_eval_samples, config.chat_template) == ("sgd", None, None)
 
 
@@ -330,10 +330,10 @@ def test_packed_data_whose_first_pieces_have_no_target_are_refused(tmp_path: Pat
 @pytest.mark.parametrize("kind", ["contiguous", "zigzag", "striped"])
 def test_misplaced_tokens_are_named_by_rank(kind: str) -> None:
     layout = Layout(kind, 3, 2 if kind == "zigzag" else 1)  # type: ignore[arg-type]
-    length = verify.uneven(40, 3)
+    length = verify.length_not_divisible_by_chunks(40, 3)
     padded = layout.padded_length(length)
     assert padded - length == layout.chunk_count - 1 and padded > length
-    for sample in cut(made_up(4, length, 50), length):
+    for sample in cut(synthetic_samples(4, length, 50), length):
         wanted = sample.tokens(length)
         tokens = wanted + [(length - 1, 0, -100)] * (padded - length)
         held = [[tokens[i] for i in layout.positions(rank, padded).tolist()] for rank in range(3)]
@@ -360,7 +360,7 @@ def test_a_gradient_that_is_zero_is_no_error_and_a_small_one_is_compared() -> No
 
 def test_made_up_sequences_are_what_goes_wrong_elsewhere() -> None:
     """Longer and shorter than the length, ignored labels at the beginning and within, and a target at the border."""
-    samples = made_up(4, 40, 50)
+    samples = synthetic_samples(4, 40, 50)
     assert [len(s.ids) for s in samples] == [43, 21, 40, 10]
     assert samples[0].labels[40] == samples[0].ids[40]
     for sample in samples:

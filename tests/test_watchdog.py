@@ -12,7 +12,7 @@ import torch
 from forked import Done
 
 from lightseq.distributed.mesh import World
-from lightseq.distributed.watchdog import PHASES, STATUS, Heartbeat, Watchdog, verdict
+from lightseq.distributed.watchdog import EXIT_STATUS, PHASES, Heartbeat, Watchdog, stalled_ranks_message
 
 TIMEOUT = 12.0  # a rank may have to wait for a core for seconds
 
@@ -71,7 +71,7 @@ def run(what: str, folder: Path, timeout: float = TIMEOUT) -> list[Done]:
 def test_the_rank_that_others_wait_for_is_named_and_all_end(what: str, words: str, tmp_path: Path) -> None:
     ends = run(what, tmp_path)
     # The second to end may see the connection of the first close before its own watchdog gets to it.
-    assert STATUS in (ends[0][0], ends[2][0]) and all(ends[rank][0] for rank in (0, 2)), ends
+    assert EXIT_STATUS in (ends[0][0], ends[2][0]) and all(ends[rank][0] for rank in (0, 2)), ends
     said = "".join(err for _, _, err in ends)
     (line,) = [line for line in said.splitlines() if line.startswith("error: ")]
     assert words in line and "step 3, data" in line, said
@@ -112,7 +112,7 @@ def test_a_phase_without_a_step_of_its_own_belongs_to_the_last_one() -> None:
     with Watchdog(World(0, 1, 0, 1, torch.device("cpu")), 60.0, Path("unused")) as watchdog:
         watchdog.mark(7, "update")
         watchdog.mark(None, "evaluation")
-        assert watchdog._here(1).position == (7, PHASES.index("evaluation"))
+        assert watchdog._heartbeat(1).position == (7, PHASES.index("evaluation"))
 
 
 def test_a_rank_that_has_not_begun_may_take_its_time(tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_a_rank_without_store_and_file_still_reports_and_ends(
     with Watchdog(World(1, 2, 1, 2, torch.device("cpu")), 0.5, stacks, store=Gone()) as watchdog:  # type: ignore
         watchdog._thread.join(20)
     (line,) = capsys.readouterr().err.splitlines()
-    assert ends == [STATUS] and line.startswith("error: the rendezvous store is gone")
+    assert ends == [EXIT_STATUS] and line.startswith("error: the rendezvous store is gone")
     where = "the stacks of all ranks are in" if holds == "a folder" else "the stacks of rank 1 could not be written to"
     assert f"; {where} {stacks}" in line
 
@@ -199,9 +199,11 @@ def test_a_rank_without_store_and_file_still_reports_and_ends(
 def test_a_verdict_names_who_is_to_blame() -> None:
     beats = [beat(0, 5, "backward"), beat(1, 5, "data"), beat(2, 5, "forward"), beat(3, 5, "data")]
     behind = "rank 1 on node (step 5, data, for 12 s), rank 3 on node (step 5, data, for 12 s) fell behind"
-    assert verdict(beats, []) == f"{behind}: others are at step 5, backward"
-    assert verdict(beats, [beats[0]]).startswith("no sign of life from rank 0 on node (step 5, backward, for 12 s)")
-    assert "no rank makes progress, and all are in the same phase as rank 0" in verdict(
+    assert stalled_ranks_message(beats, []) == f"{behind}: others are at step 5, backward"
+    assert stalled_ranks_message(beats, [beats[0]]).startswith(
+        "no sign of life from rank 0 on node (step 5, backward, for 12 s)"
+    )
+    assert "no rank makes progress, and all are in the same phase as rank 0" in stalled_ranks_message(
         [beat(0, 5, "update"), beat(1, 5, "update")], []
     )
-    assert verdict([beat(0, 6, "data"), beat(1, 5, "update")], []).startswith("rank 1")
+    assert stalled_ranks_message([beat(0, 6, "data"), beat(1, 5, "update")], []).startswith("rank 1")

@@ -17,7 +17,7 @@ import torch
 sys.path.insert(1, str(Path(__file__).resolve().parents[2]))  # runs uninstalled
 
 from lightseq.cli import BOTH
-from lightseq.config.command_line import underscored
+from lightseq.config.command_line import normalize_flag
 from lightseq.config.parser import Parser
 from lightseq.training.command import main as train
 
@@ -44,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
 
 def flags_of(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Returns the flags of this script and those for training; both may be spelled with hyphens."""
-    return parser().parse_known_args([underscored(word) for word in argv])
+    return parser().parse_known_args([normalize_flag(word) for word in argv])
 
 
 def passes(asked: int, data_ranks: int) -> tuple[int, str | None]:

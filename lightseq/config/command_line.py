@@ -52,7 +52,7 @@ def parse(argv: Sequence[str], program: str) -> TrainConfig:
 
 
 def _values(words: Sequence[str], program: str) -> dict[str, Any]:
-    given, unknown = _parser(program).parse_known_args([underscored(word) for word in words])
+    given, unknown = _parser(program).parse_known_args([normalize_flag(word) for word in words])
     if unknown:
         raise ValueError(_unknown_flag(unknown[0], program))
     return vars(given)
@@ -71,7 +71,7 @@ def _values_in_file(path: Path, program: str) -> dict[str, Any]:
     return found
 
 
-def shows_help(words: Sequence[str], text: Callable[[], str]) -> bool:
+def print_help_if_asked(words: Sequence[str], text: Callable[[], str]) -> bool:
     """Prints help on the main rank if the words ask for it. Returns whether they do."""
     if not {"-h", "--help"} & set(words):
         return False
@@ -93,7 +93,7 @@ def help_text(program: str, about: str = "") -> str:
     return parser.format_help().rstrip()
 
 
-def underscored(word: str) -> str:
+def normalize_flag(word: str) -> str:
     """Replaces hyphens in a flag's name: --learning-rate=1 becomes --learning_rate=1."""
     flag, *value = word.split("=", 1)
     return "=".join(["--" + flag[2:].replace("-", "_"), *value]) if flag.startswith("--") else word

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from lightseq.config.command_line import OLDER_SPELLINGS, underscored
+from lightseq.config.command_line import OLDER_SPELLINGS, normalize_flag
 from lightseq.config.train_config import GROUPS, TrainConfig, flag_types
 from lightseq.config.yaml_file import TextLoader, read_file
 
@@ -46,7 +46,7 @@ def _ungrouped(top: Mapping[Any, Any], path: Path) -> Iterator[tuple[str, Any]]:
         if group in GROUPS and not isinstance(inside, dict | None):
             raise ValueError(f"{path}: {group}: give `flag: value` lines below it")
         for key, value in (inside or {}).items() if group in GROUPS else [(group, inside)]:
-            name = underscored(f"--{key}").removeprefix("--")
+            name = normalize_flag(f"--{key}").removeprefix("--")
             name = OLDER_SPELLINGS.get(name, name)
             if name in seen:
                 raise ValueError(f"{path}: {name} is given twice; give it once")

@@ -10,7 +10,7 @@ UNITS: Final[Mapping[str, int]] = {"M": 2**20, "K": 2**10}
 DECIMAL: Final = re.compile(r"[0-9]+(\.[0-9]+)?")
 
 
-def tokens(text: str, flag: str = "") -> int:
+def parse_tokens(text: str, flag: str = "") -> int:
     """Parses 131072, 128K or 1.5M. Raises ValueError, with the flag's name, for anything else."""
     digits, unit = (text[:-1], UNITS[text[-1].upper()]) if text[-1:].upper() in UNITS else (text, 1)
     length = Fraction(digits) * unit if DECIMAL.fullmatch(digits) else Fraction(0)
@@ -22,14 +22,14 @@ def tokens(text: str, flag: str = "") -> int:
 def length_flag(text: str) -> int:
     """Parses a length for argparse. Accepts numbers below 1, which `checks` refuses with a remedy."""
     try:
-        return tokens(text) if text[-1:].upper() in UNITS else int(text)
+        return parse_tokens(text) if text[-1:].upper() in UNITS else int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(
             f"{text} is not a number of tokens; write it like 131072, 128K or 1.5M"
         ) from None
 
 
-def shown(length: int) -> str:
+def format_tokens(length: int) -> str:
     """Formats 131072 as 128K. A length that is not a multiple of 1,024 stays a plain number."""
     unit = next((unit for unit, size in UNITS.items() if length and length % size == 0), "")
     return f"{length // UNITS.get(unit, 1)}{unit}"

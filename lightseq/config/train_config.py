@@ -305,14 +305,17 @@ class TrainConfig(
         """Bytes per element of the compute dtype."""
         return 4 if self.compute_dtype == "float32" else 2
 
-    def for_planner(self, on_gpu: bool) -> "TrainConfig":
-        """Returns the config as given if the planner decides (on GPUs, not under DeepSpeed), else `without_planner`."""
-        return self if on_gpu and not self.deepspeed else self.without_planner()
+    def resolve_memory_flags(self, on_gpu: bool) -> "TrainConfig":
+        """Returns the config unchanged if the planner decides, else with default memory flags.
 
-    def without_planner(self) -> "TrainConfig":
-        """Returns the config with every memory flag set, to its default where no planner decides, as on CPUs.
+        The planner decides on GPUs, except under DeepSpeed.
+        """
+        return self if on_gpu and not self.deepspeed else self.with_default_memory_flags()
 
-        A memory budget leaves --offload auto, because placing activations within it needs a plan.
+    def with_default_memory_flags(self) -> "TrainConfig":
+        """Sets every memory flag that is not given to its default.
+
+        With a memory budget, --offload stays auto, because placing activations within a budget needs a plan.
         """
         moves_nothing = self.offload == "auto" and self.device_memory_budget is None and self.host_memory_budget is None
         return replace(

@@ -223,7 +223,7 @@ class BatchStream:
             digest.update(example.input_ids.tobytes() + example.labels.tobytes())
         return int.from_bytes(digest.digest()[:6])
 
-    def resumed(self, step: int, state: Mapping[str, int], checkpoint: Path) -> tuple[BatchStream, tuple[str, ...]]:
+    def resume_at(self, step: int, state: Mapping[str, int], checkpoint: Path) -> tuple[BatchStream, tuple[str, ...]]:
         """Returns the stream that continues after `step` steps, and notes. Raises ValueError if the data differs.
 
         `state` is that of the checkpoint; `checkpoint` names it in errors.

@@ -4,13 +4,11 @@ import atexit
 import fcntl
 import gc
 import hashlib
-import json
 import os
 import platform
 import stat
 import sys
 import tempfile
-import time
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -75,23 +73,9 @@ def launcher_note() -> tuple[str, ...]:
     return (warning,) if missing else ()
 
 
-def report_error(line: str, prints: bool = True, seconds_ago: float = 0.0) -> None:
-    """Prints the error that ends a run, and writes it to the file in which torch's launcher looks for the root cause.
-
-    The launcher picks the earliest failure, with a resolution of one second. `seconds_ago` is the age of this failure,
-    and the rank that prints makes its own a second older. The first error written to the file stays. Ranks that do not
-    print call this too, for the launcher of their own host.
-    """
-    if prints:
-        print(f"error: {line}", file=sys.stderr, flush=True)
-    path = Path(os.environ.get("TORCHELASTIC_ERROR_FILE") or os.devnull)
-    if path.exists():
-        return
-    extra = {"timestamp": str(int(time.time() - seconds_ago - prints))}
-    with suppress(OSError):
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text(json.dumps({"message": {"message": f"error: {line}", "extraInfo": extra}}))
-        partial.replace(path)
+def launcher_error_file() -> Path:
+    """Returns the file in which torch's launcher looks for the cause of a failure; /dev/null without a launcher."""
+    return Path(os.environ.get("TORCHELASTIC_ERROR_FILE") or os.devnull)
 
 
 def set_up_process() -> None:
@@ -99,7 +83,7 @@ def set_up_process() -> None:
     silence_loggers()
     skip_last_collection()
     use_large_pages()
-    lock_pages_on_all_threads()
+    lock_pages_in_parallel()
 
 
 def skip_last_collection() -> None:
@@ -124,7 +108,7 @@ def use_large_pages() -> None:
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
-def lock_pages_on_all_threads() -> None:
+def lock_pages_in_parallel() -> None:
     """Makes torch page-lock memory with eight threads, in a quarter of the time (docs/log.md).
 
     torch reads the setting at its first page-locked tensor; the user's own setting wins.

@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from lightseq.distributed.environment import cache_compiled_kernels, report_error
+from lightseq.distributed.environment import cache_compiled_kernels
+from lightseq.distributed.error_report import report_error
 from lightseq.distributed.host_memory import host_memory
 from lightseq.distributed.rendezvous import RendezvousMonitor
 from lightseq.distributed.start_over import LAUNCH, RESTARTS_PER_ATTEMPT, attempt, is_store_of_launcher

@@ -11,10 +11,10 @@ from contextlib import suppress
 
 import torch.distributed as dist
 
-from lightseq.distributed.environment import report_error
+from lightseq.distributed.error_report import report_error
 
-STATUS = 70  # exit status of a process that ends because of another rank (EX_SOFTWARE)
-STORE = "the rendezvous store"
+EXIT_STATUS = 70  # exit status of a process that ends because of another rank (EX_SOFTWARE)
+STORE_NAME = "the rendezvous store"
 ANSWER_SECONDS = 5.0  # within which a waiting rank answers a roll call
 
 
@@ -56,7 +56,7 @@ class RendezvousMonitor:
             try:
                 text = self._answer(self._store) if self._store is not None else None
             except RuntimeError as error:
-                text = f"{STORE} is gone, and with it the rank or launcher that hosted it ({error})"
+                text = f"{STORE_NAME} is gone, and with it the rank or launcher that hosted it ({error})"
             if text and not self._over.is_set():
                 self._end(text)
                 return
@@ -73,14 +73,14 @@ class RendezvousMonitor:
         if late < self._patience:
             return None
         missing = [rank for rank in range(self._size) if not store.check([f"answer {rank}"])]
-        return store.compare_set("verdict", "", verdict(missing, self._size, self._seconds)).decode()
+        return store.compare_set("verdict", "", missing_ranks_message(missing, self._size, self._seconds)).decode()
 
     def _guard(self) -> None:
         """Ends the process if the store is missing or frozen, because torch and all requests would wait forever."""
         if not self._over.wait(self._seconds + 1.5 * self._patience):
             self._store = None  # do not ask it again
             waited = f"has not answered rank {self._rank} within {self._seconds:.0f} s"
-            self._end(f"{STORE} {waited}: rank 0 or the launcher that hosts it is frozen or was not started, "
+            self._end(f"{STORE_NAME} {waited}: rank 0 or the launcher that hosts it is frozen or was not started, "
                       "or its host is unreachable")  # fmt: skip
 
     def _end(self, text: str) -> None:
@@ -91,10 +91,10 @@ class RendezvousMonitor:
         report_error(text, prints=first)
         if self._store is not None:  # this exit may end the store or all other ranks: let them read the verdict first
             time.sleep(self._patience)
-        self._exit_process(STATUS)
+        self._exit_process(EXIT_STATUS)
 
 
-def verdict(missing: list[int], size: int, seconds: float) -> str:
+def missing_ranks_message(missing: list[int], size: int, seconds: float) -> str:
     """Returns one line that names the ranks to look at; their hosts are unknown."""
     if not missing:
         return (

@@ -1,7 +1,8 @@
-"""Start of a run's command over again in the same processes, without anything of the first attempt but its launch.
+"""Restart of the run's command in the same processes (execve).
 
-A launcher sees the same processes. The new attempt connects its ranks under other names in the rendezvous store, so no
-communicator of the attempt before is used again.
+Only the launch id, the attempt number and the memory limit carry over, in environment variables. A launcher sees the
+same processes. The new attempt connects its ranks under other names in the rendezvous store, so no communicator of the
+earlier attempt is used again.
 """
 
 import os

@@ -23,9 +23,9 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from lightseq.distributed.environment import report_error
+from lightseq.distributed.error_report import report_error
 from lightseq.distributed.mesh import World, exit_process
-from lightseq.distributed.rendezvous import STATUS, STORE
+from lightseq.distributed.rendezvous import EXIT_STATUS, STORE_NAME
 from lightseq.distributed.start_over import is_store_of_launcher, start_over
 
 PHASES = ("start", "data", "forward", "backward", "update", "evaluation", "saving", "end")  # phases of a step, in order
@@ -84,7 +84,7 @@ class Watchdog:
         self._closed = threading.Event()
         self._store = store or (_own_store_connection(world.restarts) if world.size > 1 else None)
         if self._store is not None:
-            self._publish(self._here(0))
+            self._publish(self._heartbeat(0))
         self._request_began: float | None = None  # when the unanswered request to the store began
         self._error: Exception | None = None  # the error that ended the main thread's work
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -126,7 +126,7 @@ class Watchdog:
         self._beats.join(self._timeout)
         if kind is None and not self._thread.is_alive() and not self._beats.is_alive():
             with suppress(RuntimeError):  # the launcher may be gone already
-                self._publish(self._here(-1))
+                self._publish(self._heartbeat(-1))
 
     def _wait_for_a_verdict(self) -> None:
         """Waits until the watchdog would know that another rank's death caused the error; it then ends the process.
@@ -144,7 +144,7 @@ class Watchdog:
         while not self._closed.wait(self._interval):
             number += 1
             try:
-                self._publish(self._here(number))
+                self._publish(self._heartbeat(number))
             except (dist.DistStoreError, dist.DistNetworkError, RuntimeError):
                 return  # the watching thread reports it
 
@@ -154,9 +154,9 @@ class Watchdog:
             try:
                 if self._store is not None and self._store.check([START_OVER]):
                     self._leave_together(self._store)
-                text = self._judge(self._here(0))
+                text = self._judge(self._heartbeat(0))
             except (dist.DistStoreError, dist.DistNetworkError, RuntimeError) as error:
-                text = f"{STORE} is gone, and with it the rank or launcher that hosted it ({error})"
+                text = f"{STORE_NAME} is gone, and with it the rank or launcher that hosted it ({error})"
             if text and not self._closed.is_set():
                 self._end(text)
                 return
@@ -179,34 +179,34 @@ class Watchdog:
             began = self._request_began
             if began is not None and time.monotonic() - began > self._timeout:
                 self._store = None  # do not ask it again
-                waited = f"has not answered {self._here(0)} within {self._timeout:.0f} s"
-                self._end(f"{STORE} {waited}: rank 0 or the launcher that hosts it is frozen, "
+                waited = f"has not answered {self._heartbeat(0)} within {self._timeout:.0f} s"
+                self._end(f"{STORE_NAME} {waited}: rank 0 or the launcher that hosts it is frozen, "
                           "or its host is unreachable")  # fmt: skip
                 return
 
-    def _here(self, number: int) -> Heartbeat:
+    def _heartbeat(self, number: int) -> Heartbeat:
         step, phase, since = self._at
         if (progress := self._progress()) != self._counted[0]:
             self._counted = (progress, time.monotonic())
         seconds = time.monotonic() - max(since, self._counted[1])
         return Heartbeat(self._world.rank, self._host, number, step, phase, seconds)
 
-    def _publish(self, here: Heartbeat) -> None:
+    def _publish(self, beat: Heartbeat) -> None:
         if (store := self._store) is not None:  # the guard drops a store that does not answer
-            store.set(f"beat {here.rank}", json.dumps(asdict(here)))
+            store.set(f"beat {beat.rank}", json.dumps(asdict(beat)))
 
-    def _judge(self, here: Heartbeat) -> str | None:
+    def _judge(self, beat: Heartbeat) -> str | None:
         """Returns the verdict of the rank that found the fault first, None without a fault."""
-        late = here.seconds > self._timeout and here.phase != "start"  # one rank may download weights for hours
+        late = beat.seconds > self._timeout and beat.phase != "start"  # one rank may download weights for hours
         if self._store is None:
-            return f"{here} makes no progress" if late else None
+            return f"{beat} makes no progress" if late else None
         if self._store.check(["verdict"]):
             return self._store.get("verdict").decode()
         beats = self._read_beats()
         silent = self._silent(beats)
         if not silent and not late:
             return None
-        text = verdict(beats, silent)
+        text = stalled_ranks_message(beats, silent)
         return self._store.compare_set("verdict", "", text).decode()
 
     def _read_beats(self) -> list[Heartbeat]:
@@ -257,7 +257,7 @@ class Watchdog:
         unheard = max((time.monotonic() - at for _, at in self._heard.values()), default=0.0)
         report_error(f"{text}; {where}{remedy}", prints=first, seconds_ago=unheard + 2 * self._interval)
         time.sleep(2 * self._interval)  # a launcher ends all ranks as soon as one ends: let them write first
-        exit_process(STATUS)
+        exit_process(EXIT_STATUS)
 
     def _write_stacks(self, text: str) -> None:
         self._stacks.mkdir(parents=True, exist_ok=True)
@@ -268,7 +268,7 @@ class Watchdog:
             faulthandler.dump_traceback(file)
 
 
-def verdict(beats: Sequence[Heartbeat], silent: Sequence[Heartbeat]) -> str:
+def stalled_ranks_message(beats: Sequence[Heartbeat], silent: Sequence[Heartbeat]) -> str:
     """Returns one line that names the rank to look at."""
     if silent:
         names = ", ".join(map(str, silent))

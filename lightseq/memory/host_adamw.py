@@ -17,8 +17,8 @@ from lightseq.distributed.mesh import local_part
 from lightseq.memory.pinned import PinnedMemory
 from lightseq.memory.streamed_update import Piece, update_pieces
 
-PIECE = 1 << 25  # weights per piece; the pieces in flight take 1 GiB of GPU memory
-STATES = {"exp_avg": True, "exp_avg_sq": False}  # name: whether it is signed
+PIECE_WEIGHTS = 1 << 25  # weights per piece; the pieces in flight take 1 GiB of GPU memory
+MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # name: whether it is signed
 
 
 class _Settings(NamedTuple):
@@ -31,7 +31,7 @@ class _Settings(NamedTuple):
     eps: float
 
 
-def compute_updates_on(device: torch.device, optimizer: Any, piece: int = PIECE) -> None:
+def compute_updates_on(device: torch.device, optimizer: Any, piece: int = PIECE_WEIGHTS) -> None:
     """Makes the `step()` of torchao's AdamW8bit run on `device`, also for parameters in host memory.
 
     State and checkpoints do not change. Gradients are multiplied by `gradient_scale`, without being overwritten. New
@@ -59,13 +59,13 @@ def _step(optimizer: Any, device: torch.device, size: int, pinned: PinnedMemory 
                 on_host = parameter.device.type == "cpu"
                 state.update(_new_state(optimizer, parameter, pinned if on_host else None))
             state["step"] += 1
-            change = partial(_change, settings, scale, state["step"].to(device, copy=True))
-            pieces += _pieces(parameter, state, size, change)
+            update = partial(_adamw_update, settings, scale, state["step"].to(device, copy=True))
+            pieces += _pieces(parameter, state, size, update)
     update_pieces(device, pieces)
 
 
 def _new_state(optimizer: Any, parameter: Tensor, pinned: PinnedMemory | None) -> dict[str, Tensor]:
-    state = {name: _new_buffer(optimizer, parameter, signed) for name, signed in STATES.items()}
+    state = {name: _new_buffer(optimizer, parameter, signed) for name, signed in MOMENTS.items()}
     if pinned is not None:
         for part in _flat_states(state):
             pinned.lock(part)
@@ -80,12 +80,12 @@ def _new_buffer(optimizer: Any, parameter: Tensor, signed: bool) -> Tensor:
 
 def _flat_states(state: dict[str, Tensor]) -> Iterator[Tensor]:
     """Yields the flat tensors of both moments: codes and scales, or plain values if the parameter is small."""
-    for name in STATES:
+    for name in MOMENTS:
         local: Any = local_part(state[name])
         yield from (local.codes.view(-1), local.scale) if hasattr(local, "codes") else (local.view(-1),)
 
 
-def _pieces(parameter: Tensor, state: dict[str, Tensor], size: int, change: Callable[..., None]) -> Iterator[Piece]:
+def _pieces(parameter: Tensor, state: dict[str, Tensor], size: int, update: Callable[..., None]) -> Iterator[Piece]:
     """Yields pieces of `size` weights, each with its states and, last and not copied back, its gradient."""
     weights = local_part(parameter.detach()).view(-1)
     gradient = local_part(parameter.grad).view(-1)  # type: ignore[arg-type]
@@ -94,10 +94,10 @@ def _pieces(parameter: Tensor, state: dict[str, Tensor], size: int, change: Call
     sizes = tuple(size // block for block in blocks)
     for start in range(0, len(weights), size):
         parts = tuple(x[start // block : (start + size) // block] for x, block in zip(tensors, blocks, strict=True))
-        yield Piece(host=parts, changed=len(parts) - 1, sizes=sizes, change=change)
+        yield Piece(host=parts, updated_count=len(parts) - 1, sizes=sizes, update=update)
 
 
-def _change(settings: _Settings, scale: Tensor, step: Tensor, buffers: Sequence[Tensor]) -> None:
+def _adamw_update(settings: _Settings, scale: Tensor, step: Tensor, buffers: Sequence[Tensor]) -> None:
     """Applies AdamW update number `step` in place.
 
     `buffers` hold the weights, their states and last the gradient, which is multiplied by `scale`.
@@ -114,13 +114,13 @@ def _change(settings: _Settings, scale: Tensor, step: Tensor, buffers: Sequence[
 
 def _wrapped(states: Sequence[Tensor]) -> Sequence[Tensor]:
     """Returns both moments: codes and scales as torchao's 8-bit tensors, plain values as they are."""
-    if len(states) == len(STATES):
+    if len(states) == len(MOMENTS):
         return states
     from torchao.optim.subclass_8bit import OptimState8bit
 
     return [
         OptimState8bit(codes, scale, _table(signed, codes.device), signed, dtype=torch.float32)
-        for codes, scale, signed in zip(states[::2], states[1::2], STATES.values(), strict=True)
+        for codes, scale, signed in zip(states[::2], states[1::2], MOMENTS.values(), strict=True)
     ]
 
 

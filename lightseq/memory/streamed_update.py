@@ -15,16 +15,16 @@ IN_FLIGHT = 3  # pieces on the GPU: one copied in, one computed, one copied out
 
 @dataclass(frozen=True)
 class Piece:
-    """Flat parts of host tensors that are updated together; the first `changed` of them are copied back.
+    """Flat parts of host tensors that are updated together; the first `updated_count` of them are copied back.
 
-    `change` receives one device buffer of `sizes` elements per part. A buffer begins with the host's values; the rest
-    is undefined. Buffers of one size have one shape, so `change` compiles once.
+    `update` receives one device buffer of `sizes` elements per part. A buffer begins with the host's values; the rest
+    is undefined. Buffers of one size have one shape, so `update` compiles once.
     """
 
     host: tuple[Tensor, ...]
-    changed: int
+    updated_count: int
     sizes: tuple[int, ...]
-    change: Callable[[Sequence[Tensor]], None]
+    update: Callable[[Sequence[Tensor]], None]
 
     @property
     def kind(self) -> tuple[tuple[torch.dtype, int], ...]:
@@ -36,7 +36,7 @@ class _Slot:
 
     def __init__(self, piece: Piece, device: torch.device) -> None:
         self.buffers = [torch.empty(size, dtype=dtype, device=device) for dtype, size in piece.kind]
-        self.left: torch.cuda.Event | None = None  # recorded after the last piece in this slot is copied out
+        self.copied_out: torch.cuda.Event | None = None  # recorded after the last piece in this slot is copied out
 
 
 def update_pieces(device: torch.device, pieces: Sequence[Piece]) -> None:
@@ -50,15 +50,15 @@ def update_pieces(device: torch.device, pieces: Sequence[Piece]) -> None:
     for number, piece in enumerate(pieces):
         slot = slots[piece.kind][number % IN_FLIGHT]
         parts = [buffer[: len(x)] for buffer, x in zip(slot.buffers, piece.host, strict=True)]
-        with streams.arriving(slot.left):
+        with streams.copy_in(slot.copied_out):
             for part, x in zip(parts, piece.host, strict=True):
                 part.copy_(x, non_blocking=True)
-        streams.arrived()
-        piece.change(slot.buffers)
-        with streams.leaving():
-            for x, part in zip(piece.host[: piece.changed], parts, strict=False):
+        streams.wait_for_copy_in()
+        piece.update(slot.buffers)
+        with streams.copy_out():
+            for x, part in zip(piece.host[: piece.updated_count], parts, strict=False):
                 x.copy_(part, non_blocking=True)
-        slot.left = streams.left()
+        slot.copied_out = streams.record_copy_out()
     streams.finish()
 
 
@@ -76,24 +76,24 @@ class _Streams:
             self._computing = torch.cuda.current_stream(device)
             self._in.wait_stream(self._computing)  # it may still use the buffers' memory
 
-    def arriving(self, left: torch.cuda.Event | None) -> AbstractContextManager[object]:
+    def copy_in(self, copied_out: torch.cuda.Event | None) -> AbstractContextManager[object]:
         if not self._on:
             return nullcontext()
-        if left is not None:
-            self._in.wait_event(left)
+        if copied_out is not None:
+            self._in.wait_event(copied_out)
         return torch.cuda.stream(self._in)
 
-    def arrived(self) -> None:
+    def wait_for_copy_in(self) -> None:
         if self._on:
             self._computing.wait_stream(self._in)
 
-    def leaving(self) -> AbstractContextManager[object]:
+    def copy_out(self) -> AbstractContextManager[object]:
         if not self._on:
             return nullcontext()
         self._out.wait_stream(self._computing)
         return torch.cuda.stream(self._out)
 
-    def left(self) -> torch.cuda.Event | None:
+    def record_copy_out(self) -> torch.cuda.Event | None:
         return self._out.record_event() if self._on else None
 
     def finish(self) -> None:

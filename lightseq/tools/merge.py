@@ -24,7 +24,7 @@ def main(_family: ModelFamily, words: Sequence[str]) -> int:
 
 
 def _merge(words: Sequence[str]) -> None:
-    asked = parser().parse_args(words)
+    args = parser().parse_args(words)
     from lightseq.tools.merged_weights import merge  # imports torch, which takes seconds
 
-    print(merge(asked.adapter, asked.output_dir, asked.model_name_or_path))
+    print(merge(args.adapter, args.output_dir, args.model_name_or_path))

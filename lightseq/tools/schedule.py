@@ -28,9 +28,9 @@ def main(_family: ModelFamily, words: Sequence[str]) -> int:
 
 
 def _draw(words: Sequence[str]) -> None:
-    asked = parser().parse_args(words)
+    args = parser().parse_args(words)
     from lightseq.schedule.proof import validate  # imports torch, which takes seconds
 
-    schedule = make_schedule(asked.schedule, asked.ranks, asked.head_groups, asked.ulysses_size)
+    schedule = make_schedule(args.schedule, args.ranks, args.head_groups, args.ulysses_size)
     validate(schedule)
     print(render(schedule))

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 
-from lightseq.config.command_line import help_text, shows_help
+from lightseq.config.command_line import help_text, print_help_if_asked
 from lightseq.distributed.environment import set_up_process
 from lightseq.models.presets import ModelFamily
 from lightseq.utils.gc_control import without_collection
@@ -17,7 +17,7 @@ def main(family: ModelFamily, argv: Sequence[str] | None = None) -> int:
     set_up_process()
     argv = list(sys.argv[1:] if argv is None else argv)
     program = family.program or f"{family.name}/train.py"
-    if shows_help(argv, lambda: help_text(program)):
+    if print_help_if_asked(argv, lambda: help_text(program)):
         return 0
     with without_collection():
         from lightseq.training.train import train  # takes seconds to import

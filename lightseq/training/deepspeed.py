@@ -59,7 +59,7 @@ class DeepSpeedEngine:
         offloads = [f"{part} {device}" for part, device in devices.items() if device != "none"]
         if offloads:
             use_host_cores(world)
-        self.parameters = ", ".join([f"{settings.name} over all ranks", *offloads])
+        self.sharding_description = ", ".join([f"{settings.name} over all ranks", *offloads])
         self.model = weights.build_on_meta(inputs.model_config)
         inner, self.context = on_all_ranks(world, lambda: transform(self.model, config, world, meshes, memory))
         self.offload, self.stopwatch = inner.offload, inner.stopwatch

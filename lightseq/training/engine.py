@@ -36,7 +36,7 @@ from lightseq.memory.planner.run import planned_run
 from lightseq.models import adapters, weights
 from lightseq.parallelize import MemorySettings, parallelize
 from lightseq.schedule.documents import local_tokens
-from lightseq.training.errors import explained_out_of_memory
+from lightseq.training.errors import exit_on_out_of_memory
 from lightseq.training.fallback import fall_back
 from lightseq.training.metrics import earlier_plan
 from lightseq.training.optimization import (
@@ -78,7 +78,7 @@ class Engine(Protocol):
     meshes: Meshes
     config: TrainConfig  # the flags, with the planner's choices
     memory: MemorySettings
-    parameters: str  # sharding and location of the parameters, for display
+    sharding_description: str  # sharding and location of the parameters, for display
     offload: Offload | None  # of activations
     stopwatch: Stopwatch  # times the work that waits for no other rank
 
@@ -145,7 +145,7 @@ def choose_memory_settings(config: TrainConfig, inputs: Inputs, world: World) ->
 
     On CPUs and under DeepSpeed there is no choice, except with budgets of memory.
     """
-    config, plan = config.for_planner(on_gpu=world.device.type == "cuda"), None
+    config, plan = config.resolve_memory_flags(on_gpu=world.device.type == "cuda"), None
     if config.offload == "auto" or (world.device.type == "cuda" and inputs.deepspeed is None):
         earlier = earlier_plan(inputs.resume_from)
         plan = plan_on_all_ranks(config, inputs.model_config, world, earlier, memory_limit(), inputs.documents)
@@ -195,7 +195,7 @@ def out_of_memory_handler(
         if plan is not None and watchdog is not None:
             fall_back(plan, config, world, watchdog, reason)
 
-    return explained_out_of_memory(
+    return exit_on_out_of_memory(
         world, terminal, lambda: out_of_memory(config, inputs.model_config, world, inputs.documents), next_plan
     )
 
@@ -243,7 +243,7 @@ class FsdpEngine:
         self, config: TrainConfig, inputs: Inputs, world: World, meshes: Meshes, memory: MemorySettings
     ) -> None:
         self.config, self.meshes, self.memory, self._world = config, meshes, memory, world
-        self.parameters = _describe_sharding(config, memory)
+        self.sharding_description = _describe_sharding(config, memory)
         self._max_grad_norm = config.max_grad_norm
         self._shard_group = meshes.parameters["shard"].get_group()
         names = meshes.parameters.mesh_dim_names or ()

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from lightseq.checkpoint.checkpoints import list_checkpoints
-from lightseq.distributed.environment import report_error
+from lightseq.distributed.error_report import report_error
 from lightseq.distributed.mesh import World, exit_process, is_first_to, mark_done, wait_until_done
 from lightseq.distributed.watchdog import RankNotResponding
 from lightseq.training.terminal import Terminal
@@ -24,7 +24,7 @@ LIBRARY_OUT_OF_MEMORY = re.compile(r"(?i:cuda|triton|nccl).*out of memory|CU(BLA
 
 
 @contextmanager
-def explained_out_of_memory(
+def exit_on_out_of_memory(
     world: World,
     terminal: Terminal | None,
     explain: Callable[[], Sequence[str]],
@@ -76,7 +76,7 @@ def _out_of_memory_reason(error: Exception) -> str | None:
 
 
 @contextmanager
-def explained_data(world: World, terminal: Terminal) -> Iterator[None]:
+def exit_on_data_error(world: World, terminal: Terminal) -> Iterator[None]:
     """Ends this rank with one line if an example cannot be read."""
     try:
         yield
@@ -88,7 +88,7 @@ def explained_data(world: World, terminal: Terminal) -> Iterator[None]:
 
 
 @contextmanager
-def explained_writing(path: Path, world: World, terminal: Terminal) -> Iterator[None]:
+def exit_on_write_error(path: Path, world: World, terminal: Terminal) -> Iterator[None]:
     """Ends this rank with one line if a file cannot be written."""
     try:
         yield
@@ -100,7 +100,7 @@ def explained_writing(path: Path, world: World, terminal: Terminal) -> Iterator[
 
 
 @contextmanager
-def explained_no_response() -> Iterator[None]:
+def exit_on_no_response() -> Iterator[None]:
     """Ends this rank with one line if another rank is alive but did not respond, which the watchdog cannot detect."""
     try:
         yield

@@ -17,7 +17,7 @@ def fall_back(plan: Plan, config: TrainConfig, world: World, watchdog: Watchdog,
     the flags as given: the planner obeys them again.
     """
     limit = RETRY_SHARE * plan.parts.total
-    config = config.for_planner(on_gpu=world.device.type == "cuda")
+    config = config.resolve_memory_flags(on_gpu=world.device.type == "cuda")
     # Takes back what the planner chose beside the flags.
     unplanned = plan.run.changed(
         config=config, state_offloaded=False, layers_with_state_on_gpu=0, reshard_after_forward=True

@@ -27,7 +27,7 @@ from lightseq.models.adapters import count_adapter_parameters
 from lightseq.models.architecture import inspect_architecture
 from lightseq.modules.fp8 import MULTIPLE
 from lightseq.training.engine import Engine, memory_parts, out_of_memory_handler, tokens_per_forward
-from lightseq.training.errors import explained_data
+from lightseq.training.errors import exit_on_data_error
 from lightseq.training.evaluation import Perplexity, Shard, measure
 from lightseq.training.metrics import Journal, MetricsFile, scalar
 from lightseq.training.optimization import LearningRate
@@ -158,7 +158,7 @@ class Trainer:
 
     def _batches(self, step: int) -> list[Batch]:
         """Returns this rank's batches of a step, padded to the same lengths as on other data ranks."""
-        with explained_data(self.world, self.terminal):
+        with exit_on_data_error(self.world, self.terminal):
             batches = [
                 self.inputs.stream.batch(step, a, self.inputs.data_rank)
                 for a in range(self.config.gradient_accumulation_steps)
@@ -227,8 +227,8 @@ class TrainingLoop:
     def run(self) -> None:
         """Runs until the last step or until a signal stops the run after a step."""
         trainer, config = self.trainer, self.trainer.config
-        waiting = self._saving.waiting() if self._saving is not None else nullcontext()
-        with StopRequest() as stop, trainer.out_of_memory_handler(), waiting, collected_together() as collect:
+        wait_for_saves = self._saving.wait_at_exit() if self._saving is not None else nullcontext()
+        with StopRequest() as stop, trainer.out_of_memory_handler(), wait_for_saves, synchronized_gc() as collect:
             try:
                 saved, stopped_by = self._run_steps(stop, collect)
             finally:
@@ -277,7 +277,7 @@ class TrainingLoop:
             if saving is not None and saving.can_prepare:
                 with stats.paused():
                     saving.prepare()
-            evaluation = self._evaluated(done, stats) if evaluates else None
+            evaluation = self._evaluate(done, stats) if evaluates else None
             if saves and saving is not None:
                 trainer.mark(done, "saving")
                 with stats.paused(saves=True):
@@ -289,7 +289,7 @@ class TrainingLoop:
         profile.close()
         return saved, stopped_by
 
-    def _evaluated(self, done: int, stats: StepStats) -> Perplexity:
+    def _evaluate(self, done: int, stats: StepStats) -> Perplexity:
         with stats.paused():
             found = self.trainer.evaluate()
             means = {"eval_loss": found.loss, "eval_perplexity": found.value, "eval_accuracy": found.accuracy}
@@ -325,7 +325,7 @@ def _flop_counter(trainer: Trainer) -> FlopCounter:
 
 
 @contextmanager
-def collected_together() -> Iterator[Callable[[int], None]]:
+def synchronized_gc() -> Iterator[Callable[[int], None]]:
     """Disables automatic garbage collection and yields a function that collects every COLLECT_STEPS steps.
 
     All ranks then collect after the same step, instead of each making the others wait. Objects that exist at the start,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightseq.data.batches import PADDING_WARNING_SHARE
 from lightseq.distributed.environment import SHUTDOWN_TIMEOUT
-from lightseq.training.errors import end_for_skipped_steps, explained_writing
+from lightseq.training.errors import end_for_skipped_steps, exit_on_write_error
 from lightseq.utils.formatting import plural
 from lightseq.utils.masking import mask_secrets
 
@@ -72,7 +72,7 @@ class StepRecord:
     attention_balance: float | None  # packing: mean attention area per rank over the largest, in the worst sequence
 
 
-class Sink(Protocol):
+class Tracker(Protocol):
     """Receiver of every record, in addition to metrics.jsonl."""
 
     def write(self, record: Mapping[str, Any]) -> None: ...
@@ -84,9 +84,11 @@ class MetricsFile:
     Invalid lines of an earlier run are moved to another file. `notes` reports that, and a missing file.
     """
 
-    def __init__(self, directory: Path, first_step: int, sinks: tuple[Sink, ...] = (), resumes: bool = False) -> None:
+    def __init__(
+        self, directory: Path, first_step: int, trackers: tuple[Tracker, ...] = (), resumes: bool = False
+    ) -> None:
         """Opens the file. `resumes`: the run resumes the one that wrote into this directory."""
-        self.path, self._sinks = directory / METRICS, sinks
+        self.path, self._trackers = directory / METRICS, trackers
         self.notes: tuple[str, ...] = ()
         if resumes and not self.path.exists():
             self.notes = (f"warning: {self.path} is missing; the metrics up to step {first_step:,} are lost",)
@@ -102,8 +104,8 @@ class MetricsFile:
     def write(self, record: Mapping[str, Any]) -> None:
         self._file.write(_line(record))
         self._file.flush()
-        for sink in self._sinks:
-            sink.write(record)
+        for tracker in self._trackers:
+            tracker.write(record)
 
 
 def _line(record: Mapping[str, Any]) -> str:
@@ -147,7 +149,7 @@ def _set_damaged_aside(path: Path, lines: Sequence[bytes]) -> str:
 
 
 class TensorBoard:
-    """Mirror of the records for TensorBoard, in `runs/`."""
+    """Tracker that writes TensorBoard files into `runs/`."""
 
     def __init__(self, directory: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -162,7 +164,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Mirror of the records in a Weights & Biases run."""
+    """Tracker that logs to a Weights & Biases run."""
 
     def __init__(self, directory: Path) -> None:
         import wandb
@@ -173,10 +175,10 @@ class WeightsAndBiases:
         self._run.log({k: v for k, v in record.items() if k != "step"}, step=record["step"])
 
 
-MIRRORS: Final[dict[str, Callable[[Path], Sink]]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
+TRACKERS: Final[dict[str, Callable[[Path], Tracker]]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
 
 
-def check_mirror(name: str) -> None:
+def check_tracker(name: str) -> None:
     """Raises ValueError if the package for --report_to is not installed."""
     try:
         if name != "none":
@@ -247,7 +249,7 @@ class Journal:
     def log(self, record: Mapping[str, Any]) -> None:
         """Writes a record to the metrics and shows it, on the rank with `metrics`. Ends the run if it cannot write."""
         if self._metrics is not None:
-            with explained_writing(self._metrics.path, self._world, self._terminal):
+            with exit_on_write_error(self._metrics.path, self._world, self._terminal):
                 self._metrics.write(record)
             self._terminal.show(record)
 

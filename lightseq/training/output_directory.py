@@ -1,4 +1,4 @@
-"""Output directory of a run: locking, checks, cleanup, and restarts by the launcher."""
+"""Output directory of a run: locking, checks, cleanup, and restarts."""
 
 from __future__ import annotations
 
@@ -85,9 +85,10 @@ def _is_as_found(output_dir: Path, config: TrainConfig, resume_point: ResumePoin
 
 
 def after_restart(config: TrainConfig, world: World) -> TrainConfig:
-    """Returns the config, set to resume from the newest checkpoint if the launcher restarted the run (--max_restarts).
+    """Returns the config, set to resume from the newest checkpoint if the run has restarted.
 
-    Unchanged if this launch has not yet written into the directory: the usual checks then apply.
+    The launcher restarts a run (--max_restarts), or the run itself does after it ran out of memory. The config is
+    unchanged if this launch has not yet written into the directory: the usual checks then apply.
     """
     output_dir = Path(config.output_dir)
     if _has_restarted(output_dir, world) and checkpoints.list_checkpoints(output_dir):
@@ -96,7 +97,7 @@ def after_restart(config: TrainConfig, world: World) -> TrainConfig:
 
 
 def _has_restarted(output_dir: Path, world: World) -> bool:
-    """Returns whether the launcher restarted this run after it had begun writing into the directory."""
+    """Returns whether this run has restarted after it had begun writing into the directory."""
     return world.restarts > 0 and _begun_by(output_dir, world)
 
 

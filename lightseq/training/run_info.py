@@ -43,7 +43,7 @@ def run_facts(trainer: Trainer, command: str, notes: Sequence[str]) -> dict[str,
         "host_memory_bytes": engine.offload.memory.limit_bytes if engine.offload else None,
         "fp8": trainer.config.fp8,
         "fp8_emulated": trainer.config.fp8_emulate,
-        "parameters": engine.parameters,
+        "parameters": engine.sharding_description,
         "deepspeed": trainer.inputs.deepspeed.settings if trainer.inputs.deepspeed else None,
         "world_size": trainer.world.size,
         "data_ranks": engine.meshes.data_ranks,
@@ -78,7 +78,7 @@ def describe_run(trainer: Trainer) -> dict[str, Any]:
         "kernel": str(trainer.context.selection),
         "transport": trainer.context.transport.name + (f" ({fallback_reason})" if fallback_reason else ""),
         "memory plan": describe_memory(trainer.engine),
-        "parameters": trainer.engine.parameters + _adapters(trainer),
+        "parameters": trainer.engine.sharding_description + _adapters(trainer),
     }  # fmt: skip
 
 

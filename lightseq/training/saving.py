@@ -14,7 +14,8 @@ import torch
 from lightseq.checkpoint import checkpoints, state_files
 from lightseq.checkpoint.saver import CheckpointSaver, SaveError
 from lightseq.config.optimizers import NO_STATE, OPTIMIZERS
-from lightseq.distributed.environment import report_error, secrets
+from lightseq.distributed.environment import secrets
+from lightseq.distributed.error_report import report_error
 from lightseq.distributed.mesh import exit_process
 from lightseq.models import adapters, weights
 from lightseq.utils.masking import mask_secrets
@@ -125,7 +126,7 @@ class Saving:
             (directory / weights.CHAT_TEMPLATE).write_text(self._inputs.chat_template, encoding="utf-8")
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
+    def wait_at_exit(self) -> Iterator[None]:
         """Waits for the running save when the block ends. If a save failed, ends all ranks with one line."""
         try:
             yield

@@ -29,7 +29,7 @@ from lightseq.models.family import apply_rope, context_warning, resolve
 from lightseq.models.flops import total_parameters
 from lightseq.models.presets import ModelFamily
 from lightseq.modules.fp8 import check_fp8
-from lightseq.training.metrics import check_mirror
+from lightseq.training.metrics import check_tracker
 from lightseq.training.optimization import check_optimizer
 from lightseq.training.output_directory import check_output_dir
 from lightseq.training.setup_checks import (
@@ -85,75 +85,80 @@ class FoundModel:
     unscaled: PreTrainedConfig | None = None  # the config without --rope_scaling, if that was given
 
 
+@dataclass(frozen=True)
+class _Streams:
+    """Data of a run, from its first step on, and the number of its steps."""
+
+    training: BatchStream
+    evaluation: BatchStream | None
+    total_steps: int
+    notes: Notes  # on the position in the data
+
+
 def prepare(config: TrainConfig, family: ModelFamily, world: World, resume_point: ResumePoint = FRESH_START) -> Inputs:
     """Finds and checks a run's inputs. Raises ValueError with one line for invalid ones.
 
     Writes nothing and waits for no other rank.
     """
-    if config.max_eval_samples is not None and config.eval_data_path is None:
-        given = f"--max_eval_samples {config.max_eval_samples} limits evaluation data, but there is none"
-        raise ValueError(f"{given}; add --eval_data_path and --eval_strategy, or leave it out")
-    check_mirror(config.report_to)
-    check_optimizer(config.optim, world.device)
-    check_output_dir(Path(config.output_dir), config, resume_point, world)
-    resume_from = resume_point.path
+    _check_flags(config, world, resume_point)
     model = find_model(config, family, world)
-    if model.lora and config.random_init and config.save_strategy != "no":
-        given = f"--lora_rank {config.lora_rank}"
-        raise ValueError(
-            f"{given} saves only adapters, and the weights of --random_init would be lost; leave one of them out, "
-            "or add --save_strategy no"
-        )
-    data_ranks = world.size // model.sequence_size
-    if config.deepspeed is not None and find_spec("deepspeed") is None:
-        raise ValueError(
-            f"--deepspeed {config.deepspeed} needs DeepSpeed, which is not installed; pip install deepspeed"
-        )
-    deepspeed = deepspeed_settings(config, data_ranks, model.config.hidden_size)
-    flag_notes = _check_checkpoint(config, world, model, deepspeed, resume_from)
-    stream, data_notes = _resumed(_training_stream(config, world, model, data_ranks), resume_from)
-    eval_stream = _evaluation_stream(config, world, model, data_ranks)
-    require_chats(config, [stream.examples, *([eval_stream.examples] if eval_stream else [])])
-    total_steps = config.max_steps or stream.steps
-    if resume_from is not None and total_steps < stream.first_step:
-        raise ValueError(
-            f"--resume_from_checkpoint {resume_from} was saved after step {stream.first_step}, but this run ends at "
-            f"step {total_steps}; give a larger --max_steps"
-        )
+    _check_adapters(config, model)
+    deepspeed = _find_deepspeed(config, world, model)
+    checkpoint_notes = _check_checkpoint(config, world, model, deepspeed, resume_point.path)
+    streams = _open_streams(config, world, model, resume_point.path)
+    stream, total_steps = streams.training, streams.total_steps
     profile_notes = check_profiled(config, world.device, stream.first_step, total_steps)
     trained = count_adapter_parameters(model.lora, model.config) or total_parameters(model.config)
     disk_notes = check_disk_space(config, trained, stream, total_steps)
     # Last, because a download can take hours and all other checks should come first.
-    directory = fetch_weights(model, world, verified=resume_from)
-    notes = stream.examples.notes + (eval_stream.examples.notes if eval_stream else ())
-    notes += tuple(f"warning: passed over {path}: {damage}" for path, damage in resume_point.damaged)
-    notes += flag_notes + data_notes + profile_notes + warn_unused_lazy(config) + disk_notes
-    notes += warn_unreached(config, stream, total_steps)
-    if resume_from is not None:
-        notes += changed_length_note(resume_from, config.lr_scheduler_type, total_steps)
-    if resume_from is not None and total_steps == stream.first_step:
-        notes += (
-            f"nothing left to train: {resume_from} was saved after step {stream.first_step} of {total_steps}; give a "
-            "larger --max_steps or --num_train_epochs to continue",
-        )
+    directory = fetch_weights(model, world, verified=resume_point.path)
+    check_notes = checkpoint_notes + streams.notes + profile_notes + warn_unused_lazy(config) + disk_notes
     documents = documents_of(stream.examples, config.model_max_length, inspect_architecture(model.config))
-    context = context_warning(model.config, documents.longest_tokens, model.unscaled) if documents else None
     return Inputs(
         model_config=model.config,
         weights=directory,
         stream=stream,
-        eval_stream=eval_stream,
+        eval_stream=streams.evaluation,
         total_steps=total_steps,
         sequence_size=model.sequence_size,
         data_rank=world.rank // model.sequence_size,
         deepspeed=deepspeed,
-        notes=notes + ((f"warning: {context}",) if context else ()) + model.warnings,
+        notes=_collect_notes(config, model, streams, resume_point, check_notes, documents),
         resume_point=resume_point,
         lora=model.lora,
         documents=documents,
         tokenizer=tokenizer_directory(model, directory) if config.save_strategy != "no" else None,
         chat_template=read_chat_template(config.chat_template) if config.chat_template is not None else None,
     )
+
+
+def _check_flags(config: TrainConfig, world: World, resume_point: ResumePoint) -> None:
+    """Raises ValueError for flags that are invalid for every model."""
+    if config.max_eval_samples is not None and config.eval_data_path is None:
+        given = f"--max_eval_samples {config.max_eval_samples} limits evaluation data, but there is none"
+        raise ValueError(f"{given}; add --eval_data_path and --eval_strategy, or leave it out")
+    check_tracker(config.report_to)
+    check_optimizer(config.optim, world.device)
+    check_output_dir(Path(config.output_dir), config, resume_point, world)
+
+
+def _check_adapters(config: TrainConfig, model: FoundModel) -> None:
+    """Raises ValueError if checkpoints would hold adapters of weights that no file has."""
+    if model.lora and config.random_init and config.save_strategy != "no":
+        given = f"--lora_rank {config.lora_rank}"
+        raise ValueError(
+            f"{given} saves only adapters, and the weights of --random_init would be lost; leave one of them out, "
+            "or add --save_strategy no"
+        )
+
+
+def _find_deepspeed(config: TrainConfig, world: World, model: FoundModel) -> DeepSpeedSettings | None:
+    """Returns the settings of DeepSpeed, or None for FSDP2. Raises ValueError if it is missing or they are invalid."""
+    if config.deepspeed is not None and find_spec("deepspeed") is None:
+        raise ValueError(
+            f"--deepspeed {config.deepspeed} needs DeepSpeed, which is not installed; pip install deepspeed"
+        )
+    return deepspeed_settings(config, world.size // model.sequence_size, model.config.hidden_size)
 
 
 def _check_checkpoint(
@@ -164,6 +169,21 @@ def _check_checkpoint(
         return ()
     resume.check_engine(path, deepspeed.name if deepspeed else None, world.size)
     return check_model(path, config, model.config, model.lora) + check_flags(path, config)
+
+
+def _open_streams(config: TrainConfig, world: World, model: FoundModel, resume_from: Path | None) -> _Streams:
+    """Opens the data at the run's position. Raises ValueError if it does not fit the run."""
+    data_ranks = world.size // model.sequence_size
+    stream, notes = _resume_stream(_training_stream(config, world, model, data_ranks), resume_from)
+    eval_stream = _evaluation_stream(config, world, model, data_ranks)
+    require_chats(config, [stream.examples, *([eval_stream.examples] if eval_stream else [])])
+    total_steps = config.max_steps or stream.steps
+    if resume_from is not None and total_steps < stream.first_step:
+        raise ValueError(
+            f"--resume_from_checkpoint {resume_from} was saved after step {stream.first_step}, but this run ends at "
+            f"step {total_steps}; give a larger --max_steps"
+        )
+    return _Streams(stream, eval_stream, total_steps, notes)
 
 
 def _training_stream(config: TrainConfig, world: World, model: FoundModel, data_ranks: int) -> BatchStream:
@@ -188,7 +208,7 @@ def _evaluation_stream(config: TrainConfig, world: World, model: FoundModel, dat
     return evaluation_stream(examples, config.model_max_length, config, data_ranks)
 
 
-def _resumed(stream: BatchStream, resume_from: Path | None) -> tuple[BatchStream, Notes]:
+def _resume_stream(stream: BatchStream, resume_from: Path | None) -> tuple[BatchStream, Notes]:
     """Returns the stream at the checkpoint's position, and notes. The batch size may have changed since."""
     if resume_from is None:
         return stream, ()
@@ -197,7 +217,31 @@ def _resumed(stream: BatchStream, resume_from: Path | None) -> tuple[BatchStream
     needed = stream.state(0).keys() - {"sequences_per_step", "fingerprint"}  # missing in older checkpoints
     if not isinstance(data, dict) or not all(isinstance(data.get(key), int) for key in needed):
         raise ValueError(f"--resume_from_checkpoint {resume_from} has no position in the data; name another checkpoint")
-    return stream.resumed(facts["step"], data, resume_from)
+    return stream.resume_at(facts["step"], data, resume_from)
+
+
+def _collect_notes(
+    config: TrainConfig,
+    model: FoundModel,
+    streams: _Streams,
+    resume_point: ResumePoint,
+    check_notes: Notes,
+    documents: PackedDocuments | None,
+) -> Notes:
+    """Returns the lines to print at the start. `check_notes` are those of the checks of flags and checkpoint."""
+    stream, total_steps, resume_from = streams.training, streams.total_steps, resume_point.path
+    notes = stream.examples.notes + (streams.evaluation.examples.notes if streams.evaluation else ())
+    notes += tuple(f"warning: passed over {path}: {damage}" for path, damage in resume_point.damaged)
+    notes += check_notes + warn_unreached(config, stream, total_steps)
+    if resume_from is not None:
+        notes += changed_length_note(resume_from, config.lr_scheduler_type, total_steps)
+    if resume_from is not None and total_steps == stream.first_step:
+        notes += (
+            f"nothing left to train: {resume_from} was saved after step {stream.first_step} of {total_steps}; give a "
+            "larger --max_steps or --num_train_epochs to continue",
+        )
+    context = context_warning(model.config, documents.longest_tokens, model.unscaled) if documents else None
+    return notes + ((f"warning: {context}",) if context else ()) + model.warnings
 
 
 def find_model(config: TrainConfig, family: ModelFamily, world: World) -> FoundModel:
@@ -218,7 +262,7 @@ def find_model(config: TrainConfig, family: ModelFamily, world: World) -> FoundM
     if config.packing == "none":  # else the longest document counts, and `prepare` warns
         context = context_warning(model_config, config.model_max_length, unscaled)
         lines += [context] if context else []
-    lines += flag_warnings(config.for_planner(world.device.type == "cuda"), sequence_size)
+    lines += flag_warnings(config.resolve_memory_flags(world.device.type == "cuda"), sequence_size)
     warnings = tuple(f"warning: {line}" for line in lines)
     lora = lora_from_config(config, model_config)
     return FoundModel(model_config, source.weights, tokenizer, sequence_size, warnings, lora, unscaled)

@@ -12,9 +12,9 @@ from lightseq.distributed.mesh import init_distributed, on_all_ranks
 from lightseq.distributed.watchdog import Watchdog
 from lightseq.models.presets import ModelFamily
 from lightseq.training.engine import build_engine, resume_engine
-from lightseq.training.errors import explained_no_response
+from lightseq.training.errors import exit_on_no_response
 from lightseq.training.loop import Trainer, TrainingLoop
-from lightseq.training.metrics import MIRRORS, MetricsFile, write_run
+from lightseq.training.metrics import TRACKERS, MetricsFile, write_run
 from lightseq.training.output_directory import (
     after_restart,
     another_run_wrote,
@@ -32,7 +32,7 @@ def train(family: ModelFamily, argv: list[str], program: str) -> None:
     """Trains with the flags in `argv`. Exits with status 2 and one line on invalid input."""
     # Collectives time out later than the watchdog, which can name the rank at fault.
     timeout, stacks = _watchdog_settings(argv, program)
-    with init_distributed(2 * timeout) as world, explained_no_response(), Watchdog(world, timeout, stacks) as watchdog:
+    with init_distributed(2 * timeout) as world, exit_on_no_response(), Watchdog(world, timeout, stacks) as watchdog:
         config = on_all_ranks(world, lambda: after_restart(parse(argv, program), world))
 
         def find_inputs() -> Inputs:
@@ -81,8 +81,8 @@ def _open(trainer: Trainer, lock_file: TextIO, command: str) -> MetricsFile:
     checkpoints.remove_leftovers(directory, checkpoints.PARTIAL)
     for broken, _ in inputs.resume_point.damaged:
         checkpoints.set_aside(broken, checkpoints.BROKEN)
-    mirrors = (MIRRORS[config.report_to](directory),) if config.report_to != "none" else ()
-    metrics = MetricsFile(directory, trainer.first_step, mirrors, resumes)
+    trackers = (TRACKERS[config.report_to](directory),) if config.report_to != "none" else ()
+    metrics = MetricsFile(directory, trainer.first_step, trackers, resumes)
     notes += metrics.notes + (launcher_note() if config.save_strategy != "no" else ())
     write_run(directory, run_facts(trainer, command, notes), secrets())
     trainer.terminal.header(describe_run(trainer), notes)

@@ -139,7 +139,7 @@ def out_of_memory(
     if config.deepspeed:  # the planner does not know its state
         gpus = "more GPUs per sequence (--sequence_parallel_size), or a lower --model_max_length"
         return [f"to fit: offload_optimizer and offload_param in {config.deepspeed}, {gpus}"]
-    config_here = config.for_planner(on_gpu=world.device.type == "cuda")
+    config_here = config.resolve_memory_flags(on_gpu=world.device.type == "cuda")
     run = without_device_budget(planned_run(config_here, model, world, documents))
     plan, usable = make_plan(run), usable_gpu_bytes(run)
     room = f", {usable / GIB:.1f} GiB usable" if math.isfinite(usable) else ""

@@ -10,15 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from lightseq.config.command_line import parse, shows_help
-from lightseq.config.lengths import tokens
+from lightseq.config.command_line import parse, print_help_if_asked
+from lightseq.config.lengths import parse_tokens
 from lightseq.config.parser import Parser
 from lightseq.config.train_config import TrainConfig
 from lightseq.models.presets import ModelFamily
+from lightseq.tools.training_flags import NOWHERE
 from lightseq.utils.gc_control import without_collection
 
 PROGRAM: Final = "lightseq evaluate"
-NOWHERE: Final = "nowhere"  # --data_path of a synthetic haystack
 TASK_FLAGS: Final = {"loss": ("bins",), "needle": ("score", "depths", "lengths", "trials", "choices")}
 DEPTHS, TRIALS, CHOICES = "0,0.25,0.5,0.75,1", 4, 8
 SCORES: Final = ("likelihood", "greedy")
@@ -39,7 +39,7 @@ class Options:
 
 def main(family: ModelFamily, words: Sequence[str]) -> int:
     """Runs `python3 -m lightseq evaluate` with its own flags and those of training."""
-    if shows_help(words, parser().format_help):
+    if print_help_if_asked(words, parser().format_help):
         return 0
     with without_collection():
         from lightseq.tools.evaluate.evaluate import evaluate  # imports torch, which takes seconds
@@ -81,7 +81,7 @@ def flags(words: Sequence[str]) -> tuple[Options, TrainConfig]:
         if task != options.task and (stray := [name for name in names if getattr(options, name) is not None]):
             raise ValueError(f"--{stray[0]} belongs to --task {task}, but the task is {options.task}; leave it out")
     if options.task == "needle":
-        rest = ["--data_path", NOWHERE, *rest]
+        rest = ["--data_path", NOWHERE, *rest]  # a synthetic haystack
     config = parse(rest, PROGRAM)
     if options.task == "loss":
         return options, config
@@ -98,4 +98,4 @@ def flags(words: Sequence[str]) -> tuple[Options, TrainConfig]:
 def lengths_of(options: Options, config: TrainConfig) -> list[int]:
     if options.lengths is None:
         return sorted({max(1, config.model_max_length // part) for part in (4, 2, 1)})
-    return sorted({tokens(word, "--lengths") for word in options.lengths.split(",")})
+    return sorted({parse_tokens(word, "--lengths") for word in options.lengths.split(",")})

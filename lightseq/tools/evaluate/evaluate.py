@@ -13,12 +13,13 @@ from lightseq.config.train_config import GROUPS, TrainConfig
 from lightseq.distributed.environment import secrets
 from lightseq.distributed.mesh import World, init_distributed, on_all_ranks
 from lightseq.models.presets import ModelFamily
-from lightseq.tools.evaluate.command import NOWHERE, PROGRAM, Options, flags
+from lightseq.tools.evaluate.command import PROGRAM, Options, flags
 from lightseq.tools.evaluate.loss import loss_task
 from lightseq.tools.evaluate.retrieval import needle_task
 from lightseq.tools.evaluate.task import Task
+from lightseq.tools.training_flags import NOWHERE
 from lightseq.training.engine import build_engine
-from lightseq.training.errors import explained_out_of_memory
+from lightseq.training.errors import exit_on_out_of_memory
 from lightseq.training.loop import Trainer
 from lightseq.training.metrics import hardware, versions
 from lightseq.training.run_info import describe_run
@@ -47,7 +48,7 @@ def evaluate(family: ModelFamily, words: Sequence[str]) -> None:
         if world.is_main:
             trainer.terminal.header(_header(trainer, task), [*task.inputs.notes, *_notes(given, config)])
         begin = time.perf_counter()
-        with explained_out_of_memory(world, trainer.terminal, lambda: [_to_fit(config)]):
+        with exit_on_out_of_memory(world, trainer.terminal, lambda: [_to_fit(config)]):
             result = task.run(trainer)
         seconds = time.perf_counter() - begin
         if world.is_main:

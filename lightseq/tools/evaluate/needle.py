@@ -79,9 +79,9 @@ class TextNeedles:
 
     def _ending(self, number: int) -> tuple[Ids, Ids]:
         """Encodes question and answer as one text and splits the tokens where the number begins."""
-        asked, whole = self._ids(QUESTION), self._ids(QUESTION + ANSWER.format(number=number))
-        shorter = min(len(asked), len(whole) - 1)
-        same = asked[:shorter] == whole[:shorter]
+        question, whole = self._ids(QUESTION), self._ids(QUESTION + ANSWER.format(number=number))
+        shorter = min(len(question), len(whole) - 1)
+        same = question[:shorter] == whole[:shorter]
         cut = shorter if same.all() else int(same.argmin())
         return whole[:cut], whole[cut:]
 

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lightseq.config.lengths import tokens
+from lightseq.config.lengths import parse_tokens
 from lightseq.config.parser import Parser, run_command
 from lightseq.schedule.algorithms import SCHEDULES, ulysses_group_size
 from lightseq.schedule.auto import (
@@ -50,24 +50,24 @@ def main(words: Sequence[str]) -> int:
     return run_command(lambda: _predict(parser().parse_args(words), f"{PROGRAM} {shlex.join(words)}"))
 
 
-def _predict(asked: argparse.Namespace, command: str) -> None:
-    shape = AttentionShape(tokens(asked.length, "--length"), asked.heads, asked.kv_heads, asked.head_dim)
+def _predict(args: argparse.Namespace, command: str) -> None:
+    shape = AttentionShape(parse_tokens(args.length, "--length"), args.heads, args.kv_heads, args.head_dim)
     _check_shape(shape)
-    gpus, schedules = _gpu_counts(asked.gpus), _schedule_names(asked.schedules)
-    if asked.gpus_per_host < 1:
-        raise ValueError(f"--gpus_per_host {asked.gpus_per_host}: give at least 1")
+    gpus, schedules = _gpu_counts(args.gpus), _schedule_names(args.schedules)
+    if args.gpus_per_host < 1:
+        raise ValueError(f"--gpus_per_host {args.gpus_per_host}: give at least 1")
     header = {
         "plan": "attention",
         "command": command,
         **asdict(shape),
-        "gpus_per_host": asked.gpus_per_host,
+        "gpus_per_host": args.gpus_per_host,
         "rates_from": "the defaults for H200",
         "rates": {name: asdict(value) for name, value in RATES.items()},
     }
-    records = list(predictions(shape, asked.gpus_per_host, gpus, schedules))
-    _write(asked.output, [header, *records])
+    records = list(predictions(shape, args.gpus_per_host, gpus, schedules))
+    _write(args.output, [header, *records])
     print("\n".join(_table(records)))
-    print(f"records  {asked.output}")
+    print(f"records  {args.output}")
 
 
 def predictions(

@@ -8,7 +8,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightseq.config.command_line import underscored
+from lightseq.config.command_line import normalize_flag
 from lightseq.config.parser import Parser, print_error
 from lightseq.memory.planner.rates import CHIPS, DEFAULT_CORES
 from lightseq.models.presets import ModelFamily
@@ -43,7 +43,7 @@ def main(family: ModelFamily, words: Sequence[str]) -> int:
     if "--attention" in words:
         return attention.main(words)
     try:
-        own, training = parser().parse_known_args([underscored(word) for word in words])
+        own, training = parser().parse_known_args([normalize_flag(word) for word in words])
         with without_collection():
             from lightseq.tools.plan.training import report  # imports torch, which takes seconds
 

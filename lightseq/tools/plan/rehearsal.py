@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from lightseq import hf, parallelize
 from lightseq.attention import context
 from lightseq.attention.context import SequenceContext
-from lightseq.config.command_line import parse
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.token_directory import write_token_directory
 from lightseq.distributed.environment import secrets
@@ -38,6 +37,7 @@ from lightseq.memory.planner.breakdown import GIB, Breakdown
 from lightseq.memory.planner.documents import read_documents
 from lightseq.models.presets import ModelFamily
 from lightseq.modules import loss, mlp
+from lightseq.tools.training_flags import NOWHERE, parse_with_optional_paths
 from lightseq.training.engine import build_engine
 from lightseq.training.loop import Trainer
 from lightseq.training.metrics import hardware, versions
@@ -50,7 +50,7 @@ LEAST_VOCABULARY = 32  # token ids that every model has
 MOST_WHOLE_TOKENS = 2**18  # per rank; above, only the first tile is computed and host memory is only counted
 LEAST_TILE_TOKENS = 64  # smallest tile of a scaled-down run
 STAGES = ("setting up", "the optimizer's state", "the step")
-RECORD, NOWHERE, PROGRAM = "rehearsal.jsonl", "nowhere", "lightseq rehearse"
+RECORD, PROGRAM = "rehearsal.jsonl", "lightseq rehearse"
 
 
 @dataclass(frozen=True)
@@ -86,14 +86,13 @@ class Rehearsal:
 
 def main(family: ModelFamily, argv: Sequence[str]) -> int:
     """Runs `python3 -m lightseq rehearse` with the flags of training and synthetic data. Returns 0 if it fits."""
-    words = ["--data_path", NOWHERE, "--output_dir", NOWHERE, *argv]
     with init_distributed(TrainConfig.step_timeout) as world:
-        asked = on_all_ranks(world, lambda: parse(words, PROGRAM))
+        training_config = on_all_ranks(world, lambda: parse_with_optional_paths(argv, PROGRAM))
         folder = shared_folder(world, "lightseq-rehearsal-")
         try:
-            config = within_free_memory(without_traces(asked, folder), world)
-            inputs = on_all_ranks(world, lambda: made_up_inputs(config, family, world, folder))
-            documents = on_all_ranks(world, lambda: read_documents(asked, inputs.model_config))
+            config = within_free_memory(rehearsal_config(training_config, folder), world)
+            inputs = on_all_ranks(world, lambda: synthetic_inputs(config, family, world, folder))
+            documents = on_all_ranks(world, lambda: read_documents(training_config, inputs.model_config))
             inputs = dataclasses.replace(inputs, documents=documents)
             dist.barrier()  # every rank has opened its files
         finally:
@@ -107,8 +106,8 @@ def main(family: ModelFamily, argv: Sequence[str]) -> int:
             result = rehearse(trainer)
         if world.is_main:
             print("\n".join(result.lines()), flush=True)
-            if asked.output_dir != NOWHERE:
-                _write(Path(asked.output_dir), result, asked, world)
+            if training_config.output_dir != NOWHERE:
+                _write(Path(training_config.output_dir), result, training_config, world)
     return 0
 
 
@@ -121,7 +120,7 @@ def rehearse(trainer: Trainer) -> Rehearsal:
         with trainer.out_of_memory_handler():
             make_state(trainer.engine.optimizer, only=trainer.world.device)
     times.append(time.time())
-    taken = TakenByForward(trainer.loss_model, on_gpu)
+    taken = ForwardMemory(trainer.loss_model, on_gpu)
     for step in range(1 if trainer.local_tokens > MOST_WHOLE_TOKENS else 2):  # the first compiles kernels
         if on_gpu:
             torch.cuda.synchronize()
@@ -187,25 +186,25 @@ def elided_selection(name: str, spec: KernelSpec) -> Selection:
 
 
 @contextmanager
-def scaled_down(length: int, asked: int) -> Iterator[None]:
-    """Gives a run of `length` tokens the schedule of a run of `asked` tokens, and proportionally smaller tiles."""
+def scaled_down(length: int, full_length: int) -> Iterator[None]:
+    """Gives a run of `length` tokens the schedule of a run of `full_length`, and proportionally smaller tiles."""
     enable: Callable[..., SequenceContext] = hf.enable
 
-    def enable_as_asked(*args: Any, **options: Any) -> SequenceContext:
-        return enable(*args, **{**options, "length": asked})
+    def enable_at_full_length(*args: Any, **options: Any) -> SequenceContext:
+        return enable(*args, **{**options, "length": full_length})
 
     def shrunk(tokens: int) -> int:
-        return max(min(tokens, LEAST_TILE_TOKENS), int(tokens / (asked / length)))
+        return max(min(tokens, LEAST_TILE_TOKENS), int(tokens / (full_length / length)))
 
     with (
-        patch.object(hf, "enable", enable_as_asked),
+        patch.object(hf, "enable", enable_at_full_length),
         patch.object(mlp, "TILE_TOKENS", shrunk(mlp.TILE_TOKENS)),
         patch.object(loss, "CHUNK_TOKENS", shrunk(loss.CHUNK_TOKENS)),
     ):
         yield
 
 
-class TakenByForward:
+class ForwardMemory:
     """Measurement of the device memory that a forward pass leaves allocated for the backward pass."""
 
     def __init__(self, loss_model: nn.Module, on_gpu: bool) -> None:
@@ -226,13 +225,13 @@ def shared_folder(world: World, prefix: str) -> Path:
     return folder
 
 
-def without_traces(asked: TrainConfig, folder: Path) -> TrainConfig:
+def rehearsal_config(config: TrainConfig, folder: Path) -> TrainConfig:
     """Returns the config of a run of two steps that reads and writes nothing outside `folder`."""
     return dataclasses.replace(
-        asked, data_path=str(folder / "data"), chat_template=None, output_dir=str(folder / "run"), max_steps=2,
+        config, data_path=str(folder / "data"), chat_template=None, output_dir=str(folder / "run"), max_steps=2,
         random_init=True, eval_strategy="no", eval_data_path=None, max_eval_samples=None, save_strategy="no",
         keep_best=False, report_to="none", profile_steps=None, profile_memory=False, resume_from_checkpoint=None,
-        gradient_accumulation_steps=min(2, asked.gradient_accumulation_steps),
+        gradient_accumulation_steps=min(2, config.gradient_accumulation_steps),
         lr_scheduler_type=TrainConfig.lr_scheduler_type, lr_scheduler_kwargs=None,  # planned for more steps
     )  # fmt: skip
 
@@ -245,7 +244,7 @@ def within_free_memory(config: TrainConfig, world: World) -> TrainConfig:
     return dataclasses.replace(config, host_memory_budget=min(config.host_memory_budget, free))
 
 
-def made_up_inputs(config: TrainConfig, family: ModelFamily, world: World, folder: Path) -> Inputs:
+def synthetic_inputs(config: TrainConfig, family: ModelFamily, world: World, folder: Path) -> Inputs:
     """Prepares inputs with synthetic data: one long document in which every token has a target."""
     if world.local_rank == 0:
         ids = np.arange(config.model_max_length, dtype=np.int64) % LEAST_VOCABULARY

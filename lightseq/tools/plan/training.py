@@ -10,7 +10,6 @@ from typing import Any
 from rich.console import Console
 from transformers import PreTrainedConfig
 
-from lightseq.config.command_line import parse
 from lightseq.config.train_config import TrainConfig
 from lightseq.kernels.selection import why_unsupported
 from lightseq.memory.planner.advice import changes_to_fit, faster_change, longest
@@ -24,9 +23,10 @@ from lightseq.models.family import apply_rope, context_warning, resolve
 from lightseq.models.presets import ModelFamily
 from lightseq.modules.fp8 import check_hardware
 from lightseq.tools.plan.report import record, tables
+from lightseq.tools.training_flags import parse_with_optional_paths
 from lightseq.training.setup_checks import check_layers, kernel_spec
 
-PROGRAM, NOWHERE = "lightseq plan", "nowhere"
+PROGRAM = "lightseq plan"
 MAX_SEQUENCE_RANKS = 2048  # a schedule for this many ranks takes half a minute and 4 GB
 
 
@@ -58,7 +58,7 @@ def _append(path: Path, found: dict[str, Any]) -> None:
 
 def _planned_run(family: ModelFamily, own: argparse.Namespace, training: Sequence[str]) -> PlannedRun:
     """Parses the flags. Raises ValueError for flags that training refuses, and for impossible hardware."""
-    config = parse(["--data_path", NOWHERE, "--output_dir", NOWHERE, *training], PROGRAM)
+    config = parse_with_optional_paths(training, PROGRAM)
     if config.deepspeed:
         raise ValueError(f"--deepspeed {config.deepspeed}: only FSDP2 can be planned; use rehearse instead")
     source = resolve(family, config.model_name, random_init=True)  # the architecture is enough

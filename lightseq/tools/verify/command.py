@@ -20,7 +20,6 @@ import torch.distributed as dist
 from rich.console import Console
 
 from lightseq.config.checks import ADAM_FLAGS
-from lightseq.config.command_line import parse
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.sources import holds_rows
 from lightseq.distributed.environment import secrets
@@ -31,13 +30,14 @@ from lightseq.models.architecture import with_layers
 from lightseq.models.family import resolve
 from lightseq.models.heads import heads_of
 from lightseq.models.presets import ModelFamily
-from lightseq.tools.plan.rehearsal import NOWHERE, scaled_down, shared_folder
-from lightseq.tools.verify.data import Sample, cut, documents_of, made_up
+from lightseq.tools.plan.rehearsal import scaled_down, shared_folder
+from lightseq.tools.training_flags import NOWHERE, parse_with_optional_paths
+from lightseq.tools.verify.data import Sample, cut, documents_of, synthetic_samples
 from lightseq.tools.verify.data import write as write_samples
 from lightseq.tools.verify.kernels import kernel_rows
 from lightseq.tools.verify.machines import flags_row, machine, machine_row, software, software_row
 from lightseq.tools.verify.model import model_rows
-from lightseq.tools.verify.report import SKIP, Row, passed, table, write
+from lightseq.tools.verify.report import SKIP, Row, all_passed, table, write
 from lightseq.tools.verify.transport import transport_rows
 from lightseq.training.setup import Inputs, prepare
 from lightseq.training.setup_checks import kernel_spec
@@ -61,15 +61,15 @@ def main(family: ModelFamily, argv: Sequence[str]) -> int:
 def verify(family: ModelFamily, argv: Sequence[str], world: World) -> int:
     """Runs all checks. Returns the exit status, the same on every rank: 0 if everything passed."""
     begin, command = time.perf_counter(), f"{PROGRAM} {shlex.join(argv)}"
-    asked = on_all_ranks(world, lambda: parse(["--data_path", NOWHERE, "--output_dir", NOWHERE, *argv], PROGRAM))
-    path = on_all_ranks(world, lambda: _record_path(asked, world))
+    config = on_all_ranks(world, lambda: parse_with_optional_paths(argv, PROGRAM))
+    path = on_all_ranks(world, lambda: _record_path(config, world))
     versions = software(world.device)
-    rows = [flags_row(asked.to_json()), software_row(versions), machine_row(machine(world.device))]
-    if passed(rows[:1]):
-        rows += _rows_of_run(asked, family, world)
+    rows = [flags_row(config.to_json()), software_row(versions), machine_row(machine(world.device))]
+    if all_passed(rows[:1]):
+        rows += _rows_of_run(config, family, world)
     else:
         rows.append(Row("other checks", SKIP, "not run: ranks with different flags could deadlock"))
-    status = [0 if passed(rows) else 1]
+    status = [0 if all_passed(rows) else 1]
     dist.broadcast_object_list(status)
     if world.is_main:
         seconds = time.perf_counter() - begin
@@ -77,21 +77,21 @@ def verify(family: ModelFamily, argv: Sequence[str], world: World) -> int:
         print(f"{'all passed' if not status[0] else 'FAILED'} in {seconds:.0f} s" + (f"  {path}" if path else ""))
         if path is not None:
             header = {"command": command, "seconds": seconds, "passed": not status[0]}
-            write(path, header | {"config": asked.to_json(), "versions": versions}, rows, secrets())
+            write(path, header | {"config": config.to_json(), "versions": versions}, rows, secrets())
         sys.stdout.flush()
     dist.barrier()  # the launcher may kill all ranks once one has ended, so wait for the table
     return status[0]
 
 
-def _rows_of_run(asked: TrainConfig, family: ModelFamily, world: World) -> list[Row]:
+def _rows_of_run(config: TrainConfig, family: ModelFamily, world: World) -> list[Row]:
     folder = shared_folder(world, "lightseq-verify-")
     try:
-        asked = _as_trained(asked, family, world)
-        config = on_all_ranks(world, lambda: shortened(asked, folder, world))
-        inputs, samples = _prepared(asked, config, family, world)
+        config = _as_trained(config, family, world)
+        short = on_all_ranks(world, lambda: shorten_run(config, folder, world))
+        inputs, samples = _prepare_inputs(config, short, family, world)
         model = inputs.model_config
-        with scaled_down(config.model_max_length, asked.model_max_length):
-            rows, transport, group = model_rows(config, inputs, world, samples)
+        with scaled_down(short.model_max_length, config.model_max_length):
+            rows, transport, group = model_rows(short, inputs, world, samples)
     finally:
         if world.local_rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
@@ -99,85 +99,85 @@ def _rows_of_run(asked: TrainConfig, family: ModelFamily, world: World) -> list[
         torch.cuda.empty_cache()
     rows += transport_rows(transport, group, world)
     heads, kv_heads = heads_of(model).query, heads_of(model).key_value
-    spec = kernel_spec(asked, model, world.device.type, compute_capability(world.device))
+    spec = kernel_spec(config, model, world.device.type, compute_capability(world.device))
     return rows + kernel_rows(spec, heads, kv_heads, world.device)
 
 
-def _as_trained(asked: TrainConfig, family: ModelFamily, world: World) -> TrainConfig:
+def _as_trained(config: TrainConfig, family: ModelFamily, world: World) -> TrainConfig:
     """Returns the config with the memory plan of training at the whole length, which the short run verifies."""
     if world.device.type != "cuda":
-        return asked.without_planner()
-    model = on_all_ranks(world, lambda: resolve(family, asked.model_name, random_init=True).config)
-    return plan_on_all_ranks(asked, model, world).run.config
+        return config.with_default_memory_flags()
+    model = on_all_ranks(world, lambda: resolve(family, config.model_name, random_init=True).config)
+    return plan_on_all_ranks(config, model, world).run.config
 
 
-def _record_path(asked: TrainConfig, world: World) -> Path | None:
+def _record_path(config: TrainConfig, world: World) -> Path | None:
     """Returns the path of the record, if any. Creates its directory now, so that an unusable path fails early."""
-    if asked.output_dir == NOWHERE:
+    if config.output_dir == NOWHERE:
         return None
     if world.is_main:
-        Path(asked.output_dir).mkdir(parents=True, exist_ok=True)
-    return Path(asked.output_dir) / RECORD
+        Path(config.output_dir).mkdir(parents=True, exist_ok=True)
+    return Path(config.output_dir) / RECORD
 
 
-def shortened(asked: TrainConfig, folder: Path, world: World) -> TrainConfig:
+def shorten_run(config: TrainConfig, folder: Path, world: World) -> TrainConfig:
     """Returns the config of a single step on short sequences that changes no weights and writes no files."""
-    for flag, value in (("--deepspeed", asked.deepspeed), ("--fp8", asked.fp8)):
+    for flag, value in (("--deepspeed", config.deepspeed), ("--fp8", config.fp8)):
         if value:
             raise ValueError(f"{flag} {value} is not supported by verify; leave it out")
-    made = asked.data_path == NOWHERE
-    from_model = None if asked.random_init or not holds_rows(asked.data_path) else asked.model_name_or_path
-    config = dataclasses.replace(
-        asked, random_init=True, tokenizer=asked.tokenizer or from_model, max_steps=1,
-        data_path=str(folder / "data.pkl") if made else asked.data_path, output_dir=str(folder / "run"),
-        gradient_accumulation_steps=min(2, asked.gradient_accumulation_steps),
-        per_device_train_batch_size=min(2, asked.per_device_train_batch_size),
-        layers_per_checkpoint=min(2, asked.group_size), optim="sgd", learning_rate=0.0, max_grad_norm=0.0,
+    made = config.data_path == NOWHERE
+    from_model = None if config.random_init or not holds_rows(config.data_path) else config.model_name_or_path
+    short = dataclasses.replace(
+        config, random_init=True, tokenizer=config.tokenizer or from_model, max_steps=1,
+        data_path=str(folder / "data.pkl") if made else config.data_path, output_dir=str(folder / "run"),
+        gradient_accumulation_steps=min(2, config.gradient_accumulation_steps),
+        per_device_train_batch_size=min(2, config.per_device_train_batch_size),
+        layers_per_checkpoint=min(2, config.group_size), optim="sgd", learning_rate=0.0, max_grad_norm=0.0,
         lr_scheduler_type="constant", lr_scheduler_kwargs=None, warmup_ratio=0.0, warmup_steps=0,
         eval_strategy="no", eval_data_path=None, max_eval_samples=None,
         save_strategy="no", report_to="none", profile_steps=None, profile_memory=False, resume_from_checkpoint=None,
-        chat_template=None if made else asked.chat_template,
+        chat_template=None if made else config.chat_template,
         **{flag: getattr(TrainConfig, flag) for flag in ADAM_FLAGS},
     )  # fmt: skip
-    kind, sequences = world.device.type, _sequences(config, world)
-    most = min(asked.model_max_length, MAX_TOKENS[kind], MAX_STEP_TOKENS[kind] // sequences)
-    ranks = check_sequence_size(world, asked.sequence_parallel_size)
-    return dataclasses.replace(config, model_max_length=uneven(most, ranks))
+    kind, sequences = world.device.type, _sequences(short, world)
+    most = min(config.model_max_length, MAX_TOKENS[kind], MAX_STEP_TOKENS[kind] // sequences)
+    ranks = check_sequence_size(world, config.sequence_parallel_size)
+    return dataclasses.replace(short, model_max_length=length_not_divisible_by_chunks(most, ranks))
 
 
-def uneven(most: int, ranks: int) -> int:
+def length_not_divisible_by_chunks(most: int, ranks: int) -> int:
     """Returns a length near `most` that is one token longer than a multiple of the number of chunks."""
     chunks = 2 * ranks  # per sequence, the most that any schedule has
     return max(most - (most - 1) % chunks, MIN_CHUNK * chunks + 1)
 
 
-def _prepared(
-    asked: TrainConfig, config: TrainConfig, family: ModelFamily, world: World
+def _prepare_inputs(
+    config: TrainConfig, short: TrainConfig, family: ModelFamily, world: World
 ) -> tuple[Inputs, list[list[Sample]]]:
     """Returns the inputs for a model of a few layers, and the documents of each sequence of its first step."""
-    if asked.lora_rank is not None:
-        on_all_ranks(world, lambda: _refuse_adapters(asked))
-    made, length = asked.data_path == NOWHERE, config.model_max_length
+    if config.lora_rank is not None:
+        on_all_ranks(world, lambda: _refuse_adapters(config))
+    made, length = config.data_path == NOWHERE, short.model_max_length
     samples: list[Sample] = []
     if made:
-        model = on_all_ranks(world, lambda: resolve(family, config.model_name, True).config)
-        packed = config.packing != "none"
-        count = _sequences(config, world) * (DOCUMENTS if packed else 1)
-        samples = made_up(count, length // 3 if packed else length, model.vocab_size)
+        model = on_all_ranks(world, lambda: resolve(family, short.model_name, True).config)
+        packed = short.packing != "none"
+        count = _sequences(short, world) * (DOCUMENTS if packed else 1)
+        samples = synthetic_samples(count, length // 3 if packed else length, model.vocab_size)
         if world.local_rank == 0:
-            write_samples(Path(config.data_path), samples)
+            write_samples(Path(short.data_path), samples)
         dist.barrier()
-    inputs = on_all_ranks(world, lambda: prepare(config, family, world))
+    inputs = on_all_ranks(world, lambda: prepare(short, family, world))
     stream = dataclasses.replace(inputs.stream, shuffle=False)
-    few = with_layers(inputs.model_config, LAYERS * config.group_size)
+    few = with_layers(inputs.model_config, LAYERS * short.group_size)
     few.initializer_range = few.hidden_size**-0.5  # large enough to detect a wrong mask in narrow models
-    short = f"verifies {few.num_hidden_layers} layers and {length:,} of {asked.model_max_length:,} tokens"
-    notes = (f"{short}, synthetic data",) if made else (short, *inputs.notes)
+    summary = f"verifies {few.num_hidden_layers} layers and {length:,} of {config.model_max_length:,} tokens"
+    notes = (f"{summary}, synthetic data",) if made else (summary, *inputs.notes)
     inputs = dataclasses.replace(inputs, model_config=few, stream=stream, notes=notes)
-    if made and config.packing == "none":
+    if made and short.packing == "none":
         return inputs, [[sample] for sample in cut(samples, length)]
     sequences = documents_of(stream)
-    on_all_ranks(world, lambda: _check_targets(config, sequences))
+    on_all_ranks(world, lambda: _check_targets(short, sequences))
     return inputs, sequences
 
 
@@ -190,8 +190,8 @@ def _check_targets(config: TrainConfig, sequences: Sequence[Sequence[Sample]]) -
         )
 
 
-def _refuse_adapters(asked: TrainConfig) -> None:
-    raise ValueError(f"--lora_rank {asked.lora_rank} is not supported by verify; leave it out")
+def _refuse_adapters(config: TrainConfig) -> None:
+    raise ValueError(f"--lora_rank {config.lora_rank} is not supported by verify; leave it out")
 
 
 def _sequences(config: TrainConfig, world: World) -> int:

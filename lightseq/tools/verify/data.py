@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightseq.data.batches import BatchStream
 from lightseq.modules.loss import IGNORE_INDEX
-from lightseq.tools.verify.report import Row, gathered, verdict
+from lightseq.tools.verify.report import Row, all_gather_object, result_row
 from lightseq.training.loop import Trainer
 
 PROMPT, HOLES = 0.4, 0.1  # shares of a synthetic sequence with ignored labels: at the beginning, and anywhere
@@ -49,7 +49,7 @@ class Sample:
         return list(zip(range(length), ids.tolist(), targets.tolist(), strict=True))
 
 
-def made_up(count: int, length: int, vocabulary: int) -> list[Sample]:
+def synthetic_samples(count: int, length: int, vocabulary: int) -> list[Sample]:
     """Draws sequences longer and shorter than `length`, with ignored labels, so that target counts differ by rank."""
     rng, sizes = np.random.default_rng(count), (length + 3, length // 2 + 1, length, length // 5 + 2)
     samples = []
@@ -100,7 +100,7 @@ def data_row(trainer: Trainer, sequences: Sequence[Sequence[Sample]]) -> Row:
     config, inputs, world = trainer.config, trainer.inputs, trainer.world
     batches = [inputs.stream.batch(0, a, inputs.data_rank) for a in range(config.gradient_accumulation_steps)]
     mine = [[x.cpu() for x in trainer.shard(batch)[:3]] for batch in batches]
-    everyone = gathered((mine, [batch.valid_tokens for batch in batches]))
+    everyone = all_gather_object((mine, [batch.valid_tokens for batch in batches]))
     wrong, positions_right = list[str](), True
     size, count, packed = inputs.sequence_size, config.per_device_train_batch_size, config.packing != "none"
     for first in range(0, world.size, size):
@@ -122,7 +122,7 @@ def data_row(trainer: Trainer, sequences: Sequence[Sequence[Sample]]) -> Row:
         "per rank"
     )
     figures = {"length": length, "sequences": len(sequences), "targets_by_rank": targets}
-    return verdict("data", wrong, right, figures | {"positions_right": positions_right})
+    return result_row("data", wrong, right, figures | {"positions_right": positions_right})
 
 
 def tokens_of(ids: Tensor, positions: Tensor, labels: Tensor) -> list[Token]:

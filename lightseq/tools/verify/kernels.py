@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightseq.kernels import KERNELS, Kernel, KernelSpec, Saved, backward_tile, forward_tile
 from lightseq.schedule.table import Mask
-from lightseq.tools.verify.report import SKIP, Row, gathered, off, verdict
+from lightseq.tools.verify.report import SKIP, Row, all_gather_object, relative_error, result_row
 from lightseq.utils.formatting import first_line
 
 EXACT: Final = 1e-5  # allowed relative L2 error in float32; in half precision, twice that of plain attention
@@ -44,7 +44,7 @@ def kernel_rows(spec: KernelSpec, heads: int, kv_heads: int, device: torch.devic
         reason = kernel.why_not(spec)
         if reason is not None:
             reasons.setdefault(reason, []).append(name)
-        everyone = gathered({} if reason is not None else _errors(kernel, wants))
+        everyone = all_gather_object({} if reason is not None else _errors(kernel, wants))
         if any(everyone):
             rows.append(_row(name, everyone))
     return rows + [Row("kernels", SKIP, f"{', '.join(names)}: {reason}") for reason, names in reasons.items()]
@@ -67,7 +67,7 @@ def _row(name: str, everyone: Sequence[Mapping[str, tuple[float, float]]]) -> Ro
     ]
     missing = [f"cannot run on rank {rank}" for rank, errors in enumerate(everyone) if not errors]
     figures = {"errors_and_allowed": everyone[0]}
-    return verdict(f"kernel {name}", lines + missing, f"worst: {where}", figures)
+    return result_row(f"kernel {name}", lines + missing, f"worst: {where}", figures)
 
 
 class _Reference(NamedTuple):
@@ -142,4 +142,6 @@ def _error(got: Tensor, want: Tensor) -> float:
     """Returns the relative L2 error, or infinity if infinite values (the lse of rows without keys) do not match."""
     if not torch.equal(got.isinf(), want.isinf()):
         return float("inf")
-    return off(got.nan_to_num(posinf=0.0, neginf=0.0, nan=float("nan")), want.nan_to_num(posinf=0.0, neginf=0.0))
+    return relative_error(
+        got.nan_to_num(posinf=0.0, neginf=0.0, nan=float("nan")), want.nan_to_num(posinf=0.0, neginf=0.0)
+    )

@@ -8,7 +8,7 @@ import torch
 
 from lightseq.distributed.host_memory import host_memory
 from lightseq.memory.planner.breakdown import GIB
-from lightseq.tools.verify.report import Row, gathered, span, verdict
+from lightseq.tools.verify.report import Row, all_gather_object, result_row, span
 from lightseq.training.metrics import hardware, versions
 from lightseq.utils.versions import source_digest
 
@@ -38,7 +38,7 @@ def software(device: torch.device) -> dict[str, str]:
 
 def machine_row(mine: Mapping[str, Any]) -> Row:
     """Checks that all ranks have the same kind of device."""
-    everyone = gathered(dict(mine))
+    everyone = all_gather_object(dict(mine))
     kinds = [{"device": _kind(x), "memory GiB": round(x["memory_bytes"] / GIB)} for x in everyone]
     if everyone[0]["device"] == "cpu":  # host memory may differ
         kinds = [{"device": _kind(x)} for x in everyone]
@@ -47,7 +47,7 @@ def machine_row(mine: Mapping[str, Any]) -> Row:
         parts.append(f"{span([x[name] / GIB for x in everyone], 0)} {unit}")
     hosts = len({x["host"] for x in everyone})
     parts.append(f"{hosts} host" + ("s" if hosts > 1 else ""))
-    return verdict("devices", differences(kinds), ", ".join(parts), {"ranks": everyone})
+    return result_row("devices", differences(kinds), ", ".join(parts), {"ranks": everyone})
 
 
 def _kind(found: Mapping[str, Any]) -> str:
@@ -56,18 +56,18 @@ def _kind(found: Mapping[str, Any]) -> str:
 
 def software_row(mine: Mapping[str, str]) -> Row:
     """Checks that all ranks have the same versions."""
-    everyone = gathered(dict(mine))
+    everyone = all_gather_object(dict(mine))
     first = everyone[0]
     named = ("torch", "cuda", "nccl", "transformers", "flash-attn-4", "flash-attn-3", "flash-attn", "lightseq-long")
     shown = ", ".join(f"{name} {first[name]}" for name in named if name in first)
-    return verdict("software", differences(everyone), f"{shown}, source {first['source']}", {"ranks": everyone})
+    return result_row("software", differences(everyone), f"{shown}, source {first['source']}", {"ranks": everyone})
 
 
 def flags_row(flags: Mapping[str, Any]) -> Row:
     """Checks that all ranks have the same flags."""
-    everyone = gathered(dict(flags))
+    everyone = all_gather_object(dict(flags))
     same = f"the same {len(flags)} on {len(everyone)} rank" + ("s" if len(everyone) > 1 else "")
-    return verdict("flags", differences(everyone), same)
+    return result_row("flags", differences(everyone), same)
 
 
 def differences(everyone: Sequence[Mapping[str, Any]]) -> list[str]:

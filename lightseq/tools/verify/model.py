@@ -26,7 +26,7 @@ from lightseq.models.architecture import LENGTH_DEPENDENT_ROPE, rope_types
 from lightseq.modules.loss import IGNORE_INDEX
 from lightseq.schedule.proof import validate
 from lightseq.tools.verify.data import Sample, data_row
-from lightseq.tools.verify.report import FAIL, SKIP, Row, gathered, off, passed, verdict
+from lightseq.tools.verify.report import FAIL, SKIP, Row, all_gather_object, all_passed, relative_error, result_row
 from lightseq.training.engine import build_engine
 from lightseq.training.loop import Trainer
 from lightseq.training.run_info import describe_run
@@ -64,7 +64,7 @@ def model_rows(
         trainer.terminal.header(describe_run(trainer), trainer.notes)
     transport, group = trainer.context.transport, trainer.context.group
     rows = [_schedule_row(trainer), data_row(trainer, sequences)]
-    if not passed(rows[:1]) or not rows[1].figures["positions_right"]:  # ranks could deadlock
+    if not all_passed(rows[:1]) or not rows[1].figures["positions_right"]:  # ranks could deadlock
         rows += [Row(name, SKIP, "not run: see above") for name in ("weights", "loss", "gradients")]
         return rows, transport, group
     plain = _plain_model(plain_config, config.seed, world.device) if world.is_main else None
@@ -94,7 +94,7 @@ def _schedule_row(trainer: Trainer) -> Row:
         validate(schedule)
     except ValueError as error:
         wrong = str(error)
-    everyone = gathered((wrong, repr((schedule.name, schedule.layout, schedule.forward, schedule.backward))))
+    everyone = all_gather_object((wrong, repr((schedule.name, schedule.layout, schedule.forward, schedule.backward))))
     found = {reason: rank for rank, (reason, _) in reversed(list(enumerate(everyone))) if reason}
     lines = [f"{reason} (rank {rank})" for reason, rank in found.items()]
     differing = [rank for rank, x in enumerate(everyone) if x[1] != everyone[0][1]]
@@ -102,7 +102,7 @@ def _schedule_row(trainer: Trainer) -> Row:
     moves = sum(len(step.moves) for step in (*schedule.forward, *schedule.backward))
     right = f"{schedule}: every visible pair computed once, {moves} moves"
     facts = {"schedule": schedule.name, "turns": schedule.head_groups_per_rank, "ulysses_size": schedule.ulysses_size}
-    return verdict("schedule", lines, right, facts)
+    return result_row("schedule", lines, right, facts)
 
 
 def _weights_row(model: nn.Module, plain: nn.Module | None, world: World) -> Row:
@@ -117,13 +117,13 @@ def _weights_row(model: nn.Module, plain: nn.Module | None, world: World) -> Row
         differs, elements = int((difference != 0).sum()), elements + local.numel()
         if differs:
             differing, largest, where = differing + differs, max(largest, float(difference.max())), where or name
-    everyone = gathered((differing, elements, largest, where))
+    everyone = all_gather_object((differing, elements, largest, where))
     wrong = [
         f"{n:,} of {of:,} weights of rank {rank} differ from the plain model's by up to {most:.1e} (first: {name})"
         for rank, (n, of, most, name) in enumerate(everyone)
         if n
     ]
-    return verdict("weights", wrong, f"{sum(x[1] for x in everyone):,} numbers on all ranks, bitwise equal")
+    return result_row("weights", wrong, f"{sum(x[1] for x in everyone):,} numbers on all ranks, bitwise equal")
 
 
 # ---- the two steps --------------------------------------------------------------------------------------------------
@@ -241,7 +241,7 @@ def _loss_tolerance(own: Step, want: Step) -> float:
 def _loss_row(loss: float, want: float, allowed: float, how: str) -> Row:
     figures = {"loss": loss, "plain_loss": want, "error": abs(loss - want), "allowed": allowed}
     text = f"{loss:.6f}, plain {want:.6f}: off by {abs(loss - want):.1e}, {allowed:.1e} allowed ({how})"
-    return verdict("loss", [] if abs(loss - want) <= allowed else [text], text, figures)
+    return result_row("loss", [] if abs(loss - want) <= allowed else [text], text, figures)
 
 
 def gradient_errors(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> dict[str, float]:
@@ -253,7 +253,7 @@ def gradient_errors(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> di
     square = sum(float(x.double().square().sum()) for x in want.values())
     mean_square = square / max(1, sum(x.numel() for x in want.values()))
     return {
-        name: off(got[name].to(x.device), x, max(1e-30, ZERO * math.sqrt(mean_square * x.numel())))
+        name: relative_error(got[name].to(x.device), x, max(1e-30, ZERO * math.sqrt(mean_square * x.numel())))
         for name, x in want.items()
     }
 
@@ -273,9 +273,9 @@ def _gradients_row(
     figures = {"errors": errors, "allowed": dict(allowed)}
     count = sum(not x <= 1 for x in ratio.values())
     if not count:
-        return verdict("gradients", [], f"{len(want)} parameters, worst: {text}", figures)
+        return result_row("gradients", [], f"{len(want)} parameters, worst: {text}", figures)
     hint = _common_factor(got, want)
-    return verdict("gradients", [f"{count} of {len(want)} parameters, worst: {text}{hint}"], "", figures)
+    return result_row("gradients", [f"{count} of {len(want)} parameters, worst: {text}{hint}"], "", figures)
 
 
 def _common_factor(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> str:

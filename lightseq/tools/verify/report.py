@@ -29,7 +29,7 @@ class Row:
     figures: Mapping[str, Any] = field(default_factory=dict)  # for JSONL; names carry units
 
 
-def verdict(check: str, wrong: Sequence[str], right: str, figures: Mapping[str, Any] | None = None) -> Row:
+def result_row(check: str, wrong: Sequence[str], right: str, figures: Mapping[str, Any] | None = None) -> Row:
     """Returns a FAIL row with the first two errors of `wrong`, or a pass row with the text `right`."""
     if not wrong:
         return Row(check, PASS, right, figures or {})
@@ -37,7 +37,7 @@ def verdict(check: str, wrong: Sequence[str], right: str, figures: Mapping[str, 
     return Row(check, FAIL, "; ".join(wrong[:2]) + more, {**(figures or {}), "wrong": list(wrong)})
 
 
-def passed(rows: Iterable[Row]) -> bool:
+def all_passed(rows: Iterable[Row]) -> bool:
     return all(row.status != FAIL for row in rows)
 
 
@@ -56,14 +56,14 @@ def write(path: Path, header: Mapping[str, Any], rows: Iterable[Row], secrets: C
     path.write_text("".join(json.dumps(mask_secrets(line, secrets)) + "\n" for line in lines))
 
 
-def gathered(mine: T) -> list[T]:
+def all_gather_object(mine: T) -> list[T]:
     """Returns an object of every rank, ordered by rank, on every rank."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     return everyone
 
 
-def off(got: Tensor, want: Tensor, least_norm: float = 1e-30) -> float:
+def relative_error(got: Tensor, want: Tensor, least_norm: float = 1e-30) -> float:
     """Returns the L2 error relative to the norm of `want`, or to `least_norm` if that is larger."""
     wide = want.double()
     return float((got.to(wide.device).double() - wide).norm() / wide.norm().clamp_min(least_norm))

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightseq.attention.pass_spec import REGIONS
 from lightseq.comm.transport import Exchange, Receive, Send, Transport
 from lightseq.distributed.mesh import World
-from lightseq.tools.verify.report import FAIL, PASS, WARN, Row, gathered, span, verdict
+from lightseq.tools.verify.report import FAIL, PASS, WARN, Row, all_gather_object, result_row, span
 
 OUTBOXES, EXCHANGES, PATTERN_BYTES = 4, 6, 1 << 16  # outboxes; exchanges per outbox; bytes per pair and exchange
 PRIME: Final = 251  # period of the pattern; no transfer width of the hardware is a multiple of it
@@ -45,13 +45,13 @@ def _bytes_row(transport: Transport, group: dist.ProcessGroup, peers: Sequence[i
     wrong = [
         f"{w.bytes:,} of {PATTERN_BYTES:,} bytes from rank {w.src} to rank {rank} wrong in exchange {w.exchange}"
         f" (byte {w.place} is {w.got}, not {w.want})"
-        for rank, theirs in enumerate(gathered(found))
+        for rank, theirs in enumerate(all_gather_object(found))
         for w in theirs
     ]
     count = OUTBOXES * EXCHANGES
     moved = count * PATTERN_BYTES * len(peers) * (len(peers) - 1)
     right = f"{moved / 1e6:,.0f} MB between all pairs in {count} exchanges, every byte correct"
-    return verdict(name, wrong, right, {"bytes": moved, "exchanges": count})
+    return result_row(name, wrong, right, {"bytes": moved, "exchanges": count})
 
 
 def _exchanges(transport: Transport, rank: int, ranks: int, device: torch.device) -> list[Wrong]:
@@ -99,8 +99,8 @@ def _compare(got: Tensor, want: Tensor) -> Tensor:
 def _speed_row(transport: Transport, group: dist.ProcessGroup, peers: Sequence[int], world: World) -> Row:
     if world.size == 1:
         return Row("bandwidth", PASS, "one rank: no transfers")
-    everyone = gathered(_pair_speeds(transport, group, peers, world.device))
-    collected = gathered(_all_gather_speed(world))
+    everyone = all_gather_object(_pair_speeds(transport, group, peers, world.device))
+    collected = all_gather_object(_all_gather_speed(world))
     figures = {
         "pairs_gigabytes_per_second": {f"{s}->{d}": x for d, pairs in enumerate(everyone) for s, x in pairs.items()},
         "all_gather_gigabytes_per_second": collected,
@@ -145,9 +145,9 @@ def _pair_speeds(
         src, dst = (rank + shift) % ranks, (rank - shift) % ranks
         with transport.outbox(size) as outbox:
             mine = outbox.memory[:size]
-            asked = Exchange([Send(dst, mine)], [Receive(src, transport.peer_view(src, mine), into)])
-            transport.exchange(asked)()
-            again = asked._replace(fresh=False)
+            exchange = Exchange([Send(dst, mine)], [Receive(src, transport.peer_view(src, mine), into)])
+            transport.exchange(exchange)()
+            again = exchange._replace(fresh=False)
             seconds = _seconds(lambda again=again: transport.exchange(again)(), group, device)  # type: ignore[misc]
         speeds[peers[src]] = size / seconds / 1e9
     return speeds
