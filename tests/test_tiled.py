@@ -36,7 +36,7 @@ from lightseq.memory import offload
 from lightseq.memory.offload import HostBufferPool, Offload
 from lightseq.memory.planner.attention_memory import LiveBytes
 from lightseq.memory.planner.rates import Widths, tiled_points
-from lightseq.memory.remat import apply_remat, changed_forwards, checkpoint_groups
+from lightseq.memory.remat import apply_remat, capture_forwards, checkpoint_groups
 from lightseq.models.flops import attention_forward_flops, recompute_flops
 from lightseq.modules import mlp
 from lightseq.modules.low_rank import LinearWeights, side_by_side
@@ -226,7 +226,7 @@ def test_products_that_run_again_are_those_that_recomputation_reports(policy: st
         context, layers = hf.enable(model), list(model.model.layers)
         if tiled:
             lasts = layers[1:] if group > 1 else []
-            again = changed_forwards(lasts, partial(tile_layers, lasts, True))
+            again = capture_forwards(lasts, partial(tile_layers, lasts, True))
             tile_layers(layers, policy == "attention")
             if group > 1:
                 checkpoint_groups([layers[:2], layers[2:]], None, again)
@@ -332,10 +332,10 @@ def held_by_backward(
         context, layers = hf.enable(model), model.model.layers
         last = layers[-1:]
         if tiled:
-            again = changed_forwards(last, partial(tile_layers, last, True))
+            again = capture_forwards(last, partial(tile_layers, last, True))
             tile_layers(layers, keep)
         else:
-            again = changed_forwards(last, partial(apply_remat, last, "attention", offload=inner))
+            again = capture_forwards(last, partial(apply_remat, last, "attention", offload=inner))
             apply_remat(layers, "attention" if keep else "full", offload=inner)
         if grouped:
             checkpoint_groups([list(layers)], inner, again if ends_early else None)
