@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from lightseq import hf
 from lightseq.attention.context import Documents, SequenceContext
-from lightseq.config.remat_policies import STORE_LINEARS, STORES_MLP, keeps_gathered
+from lightseq.config.remat_policies import STORE_LINEARS, STORES_MLP, may_keep_gathered
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.mesh import Meshes, World
 from lightseq.distributed.stopwatch import Stopwatch
@@ -126,7 +126,7 @@ def apply_techniques(
         deterministic=config.deterministic,
         gpus_per_host=world.local_size,
         packed=config.packing != "none",
-        keep_gathered=keeps_gathered(config.remat_policy),
+        keep_gathered=may_keep_gathered(config.remat_policy),
         layers_slice_heads=config.slices_heads,
     )
     if config.fp8 is not None:

@@ -61,7 +61,7 @@ def _counted(rank: int, folder: Path, name: str, head_groups: int) -> Counter[st
     def layer(transport: Any) -> None:
         forward = Executor(table, rank, _Kernel(), transport, 0.125)
         out, lse = forward.forward(q, k, v, kept if table.can_keep_gathered else None)
-        backward = replace(forward, schedule=table.reusing_gathered) if table.can_keep_gathered else forward
+        backward = replace(forward, schedule=table.with_gathered_backward) if table.can_keep_gathered else forward
         backward.backward(dout, kept if table.can_keep_gathered else (q, k, v), out, lse)
 
     def count(frame: Any, event: str, called: Any) -> None:

@@ -292,13 +292,13 @@ def _keys(_: int) -> dict[str, tuple[int, int]]:
     found: dict[str, tuple[int, int]] = {}
     context = _context("ulysses", "cpu", torch.float32, 8, heads=(4, 4))
     q, k, v, dout, out = (torch.randn(1, 8, 4, 8) for _ in range(5))
-    lse, size = torch.randn(1, 4, 8), gathered_elements(context.schedule.reusing_gathered, q, 4)
+    lse, size = torch.randn(1, 4, 8), gathered_elements(context.schedule.with_gathered_backward, q, 4)
     kept, other = (Gathered(torch.randn(size), 4) for _ in range(2))
     own = {"rank": context.rank, "kernel": context.selection.kernel, "transport": context.transport, "scale": 0.5}
     slow = KERNELS["reference"].make(KernelSpec("cpu", (0, 0), torch.float32, 8))
     same = {"q": q, "k": k, "v": v, "schedule": context.schedule, **own}
     back = {"dout": dout, "own": (q, k, v), "out": out, "lse": lse, "schedule": context.schedule, **own}
-    again = {"own": kept, "schedule": context.schedule.reusing_gathered}
+    again = {"own": kept, "schedule": context.schedule.with_gathered_backward}
 
     seen = list[tuple[int, int]]()
 

@@ -57,7 +57,7 @@ def test_a_schedule_is_right_for_every_number_of_head_groups(name: str, groups: 
 def test_kept_operands_do_not_move_again(groups: int) -> None:
     for world in SOME_WORLDS[1:]:
         schedule = make_schedule("ulysses", world, groups)
-        kept = schedule.reusing_gathered
+        kept = schedule.with_gathered_backward
         validate(kept)
         with pytest.raises(InvalidSchedule, match="are missing"):
             validate(dataclasses.replace(kept, reuses_gathered=False))

@@ -125,7 +125,7 @@ def _attention(
                 stack.enter_context(patch(f"happens_before.Stream.{without}", lambda *_: None))
             for length in (12, 12, 24):
                 parts = [shard(x, context.layout, rank) for x in _whole(length, HEADS, 8, batch=1)]
-                table = context.schedule.reusing_gathered if keeps else context.schedule
+                table = context.schedule.with_gathered_backward if keeps else context.schedule
                 size = gathered_elements(table, parts[0], HEADS[1])
                 forward = Executor(context.schedule, rank, context.selection.kernel, transport, scale)
                 backward = Executor(table, rank, context.selection.kernel, transport, scale)

@@ -57,7 +57,7 @@ class Executor:
         """Returns dq, dk and dv of the local chunks, in the inputs' dtypes; partial gradients add up in float32.
 
         `qkv` are the rank's own q, k and v, or those that the forward pass gathered; the schedule then reuses them
-        (`Schedule.reusing_gathered`). out and lse are the results of the forward pass.
+        (`Schedule.with_gathered_backward`). out and lse are the results of the forward pass.
         """
         operands: dict[str, Buffer]
         if isinstance(qkv, Gathered):

@@ -270,7 +270,7 @@ def _gradients(
     table = _table(context, dout, boundaries, window)
     qkv: tuple[Tensor, Tensor, Tensor] | Gathered
     if len(tensors) == 1:
-        table, qkv = table.reusing_gathered, Gathered(tensors[0], kv_heads)
+        table, qkv = table.with_gathered_backward, Gathered(tensors[0], kv_heads)
     else:
         qkv = (tensors[0], tensors[1], tensors[2])
     gradients = _executor(context, table, scale_and_cap).backward(dout, qkv, out, lse)

@@ -139,8 +139,8 @@ class Schedule:
         return ("q",) if backward and self.reuses_gathered else OPERANDS
 
     @cached_property
-    def reusing_gathered(self) -> "Schedule":
-        """The same schedule with `reuses_gathered`. Needs `can_keep_gathered`."""
+    def with_gathered_backward(self) -> "Schedule":
+        """The same schedule, whose backward pass reads gathered q, k and v. Needs `can_keep_gathered`."""
         assert self.can_keep_gathered, f"{self} cannot keep gathered tensors"
         rows = [step.tiles for step in self.backward if any(step.tiles)]
         backward = derive_steps(self.layout, rows, backward=True, gathered_items=("q",))

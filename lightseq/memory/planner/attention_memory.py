@@ -76,7 +76,7 @@ def _count(
     gathered: Gathered | None = None
     if keep_gathered and table.can_keep_gathered:
         memory = torch.empty(gathered_elements(table, q, heads.key_value), dtype=dtype, device="meta")
-        table, gathered = table.reusing_gathered, Gathered(memory, heads.key_value)
+        table, gathered = table.with_gathered_backward, Gathered(memory, heads.key_value)
     kernel, counts = Elided(FlashAttention4()), []
     for rank in sorted({0, world // 2, world - 1}):
         transport = _MetaTransport()

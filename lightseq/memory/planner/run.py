@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from lightseq.comm.transport import base_transport_name
-from lightseq.config.remat_policies import keeps_gathered
+from lightseq.config.remat_policies import may_keep_gathered
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.host_memory import host_memory
 from lightseq.distributed.mesh import World
@@ -151,7 +151,7 @@ class PlannedRun:
         if self.config.packing != "none":
             asked = choose_packed(self.sequence_ranks, one, asked)
         rates, per_host = RATES[self.transport], self.hardware.gpus_per_host
-        keep = keeps_gathered(self.config.remat_policy)
+        keep = may_keep_gathered(self.config.remat_policy)
         found = choose_by_time(self.sequence_ranks, one, rates, per_host, asked, keep_gathered=keep)
         return with_fewer_turns(found, self.sequence_ranks, one) if self.config.slices_heads else found
 
@@ -172,7 +172,7 @@ class PlannedRun:
 
     @property
     def keeps_gathered(self) -> bool:
-        return keeps_gathered(self.config.remat_policy) and self.schedule.can_keep_gathered
+        return may_keep_gathered(self.config.remat_policy) and self.schedule.can_keep_gathered
 
     # ---- the model --------------------------------------------------------------------------------------------------
 
