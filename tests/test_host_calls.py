@@ -21,7 +21,7 @@ from lightseq.kernels.base import gradient_memory
 from lightseq.schedule.algorithms import make_schedule
 
 HEADS, KEY_VALUE_HEADS, DIM, LENGTH = 16, 8, 64, 256
-# By schedule and its turns, of the functions of Python and of C that a layer calls, forward and backward, where
+# By schedule and its head groups, of the functions of Python and of C that a layer calls, forward and backward, where
 # kernels and launches are one call each. A tenth above what it was, for versions of torch and Python differ.
 MOST = {("ulysses", 1): 740, ("prefix", 1): 590, ("prefix", 4): 2000, ("zigzag", 1): 1440}
 

@@ -752,18 +752,18 @@ def test_gathered_weights_are_kept_only_where_that_saves_time() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "gpus", "groups", "turns"),
+    ("flags", "gpus", "slices", "groups"),
     [
         ("--tile_layers True", 1, 8, 1), ("--tile_layers True", 4, 8, 1), ("--tile_layers False", 4, 1, 8),
         ("--tile_layers True --schedule ulysses", 4, 2, 4), ("--tile_layers True --fp8 rowwise", 4, 1, 8),
     ],
 )  # fmt: skip
-def test_tiled_layers_hold_one_group_of_heads_around_attention(flags: str, gpus: int, groups: int, turns: int) -> None:
+def test_tiled_layers_hold_one_group_of_heads_around_attention(flags: str, gpus: int, slices: int, groups: int) -> None:
     run = planned_run(LLAMA, f"--bf16 --remat attention --model_max_length 1M {flags}", gpus)
-    assert (run.head_slices, run.choice.head_groups) == (groups, turns)
+    assert (run.head_slices, run.choice.head_groups) == (slices, groups)
     whole = planned_run(LLAMA, "--bf16 --remat attention --model_max_length 1M --tile_layers True --fp8 rowwise", gpus)
     if gpus == 1:
-        assert attention_of(run).backward == attention_of(whole).backward / groups
+        assert attention_of(run).backward == attention_of(whole).backward / slices
 
 
 def test_a_run_that_does_not_fit_ends_with_what_would(capsys: pytest.CaptureFixture[str]) -> None:

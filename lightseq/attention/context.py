@@ -18,7 +18,7 @@ from lightseq.schedule.algorithms import SCHEDULES, check_heads, make_schedule
 from lightseq.schedule.auto import ScheduleChoice, choose_by_counts, choose_by_time, choose_packed, choose_windowed
 from lightseq.schedule.cost import AttentionShape
 from lightseq.schedule.documents import balance, check_boundaries, packed_schedule, pad_boundaries, padded_length
-from lightseq.schedule.head_slices import with_fewer_turns
+from lightseq.schedule.head_slices import with_fewer_head_groups
 from lightseq.schedule.layout import Layout, shard
 from lightseq.schedule.table import Schedule
 from lightseq.schedule.timing import H200_SYMMETRIC, RATES
@@ -197,7 +197,7 @@ def make_context(group: dist.ProcessGroup, shape: AttentionShape, config: Attent
     world = dist.get_world_size(group)
     chosen = _choose(world, shape, base_transport_name(transport.name), config)
     if config.layers_slice_heads:
-        chosen = with_fewer_turns(chosen, world, shape)
+        chosen = with_fewer_head_groups(chosen, world, shape)
     schedule = make_schedule(chosen.schedule, world, chosen.head_groups or 1, chosen.ulysses_size)
     check_heads(schedule, shape.heads, shape.kv_heads)
     keeps_gathered = config.keep_gathered and schedule.can_keep_gathered

@@ -15,7 +15,7 @@ import numpy as np
 from lightseq.schedule.algorithms import assign_tiles, schedule_without_steps
 from lightseq.schedule.table import Assignment, Mask, Schedule, Tile
 
-COUNTED_HEAD_GROUPS = 3  # in turns of a rank; all between the first and the last are equal
+COUNTED_HEAD_GROUPS = 3  # per rank; all between the first and the last are equal
 EDGE_STEPS = 3  # at either end, counted one by one: first operands, last results, half steps
 
 

@@ -24,7 +24,7 @@ from lightseq.schedule.algorithms import schedule_without_steps
 from lightseq.schedule.auto import ScheduleChoice, choose_by_time, choose_packed, choose_windowed
 from lightseq.schedule.cost import AttentionShape
 from lightseq.schedule.documents import local_tokens
-from lightseq.schedule.head_slices import count_head_slices, with_fewer_turns
+from lightseq.schedule.head_slices import count_head_slices, with_fewer_head_groups
 from lightseq.schedule.table import Schedule
 from lightseq.schedule.timing import FLOAT32_BYTES, RATES
 from lightseq.utils.formatting import divisors
@@ -153,7 +153,7 @@ class PlannedRun:
         rates, per_host = RATES[self.transport], self.hardware.gpus_per_host
         keep = may_keep_gathered(self.config.remat_policy)
         found = choose_by_time(self.sequence_ranks, one, rates, per_host, asked, keep_gathered=keep)
-        return with_fewer_turns(found, self.sequence_ranks, one) if self.config.slices_heads else found
+        return with_fewer_head_groups(found, self.sequence_ranks, one) if self.config.slices_heads else found
 
     @cached_property
     def schedule(self) -> Schedule:
