@@ -219,7 +219,9 @@ class _Execution:
         if not step.has_moves:
             return lambda: then([])
         copy, idle = self._launches.copy, not step.tiles
-        return self._executor.transport.exchange(Exchange(step.sends, receives, then, step.fresh, copy, idle))
+        return self._executor.transport.exchange(
+            Exchange(step.sends, receives, then, step.outboxes_written, copy, idle)
+        )
 
     def _reduce(self, reductions: Sequence[Reduction]) -> None:
         for reduction in reductions:

@@ -79,7 +79,7 @@ class SymmetricTransport:
         with self._side:
             if not asked.idle:  # if idle, they run beside the barrier and the fetches from others
                 _fetch(own, copy)
-            if asked.fresh:
+            if asked.outboxes_written:
                 self._handle.barrier()
             _fetch([r for r in receives if r.src != self._rank], copy)
             if then is not None:

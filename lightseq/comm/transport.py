@@ -51,7 +51,7 @@ class Exchange(NamedTuple):
     # Called with the received tensors, in the order of `receives`; it may run on another stream, beside the caller's
     # next work.
     then: Callable[[list[Tensor]], None] | None = None
-    fresh: bool = True  # some rank has written to its outbox since the last exchange
+    outboxes_written: bool = True  # some rank has written to its outbox since the last exchange
     copy: Copy | None = None  # fused copy of many small tensors
     idle: bool = False  # the caller's stream waits for this exchange, so the transport may use it
 
@@ -101,7 +101,8 @@ class Transport(Protocol):
     def exchange(self, asked: Exchange) -> Callable[[], None]:
         """Starts all messages, and returns a function that waits until the received tensors may be used.
 
-        Sent memory may be overwritten after two more fresh exchanges, once the caller has waited for one of the two.
+        Sent memory may be overwritten after two more exchanges with `outboxes_written`, once the caller has waited for
+        one of the two.
         """
         ...
 

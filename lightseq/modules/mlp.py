@@ -221,14 +221,14 @@ class _GradientSum:
     def __init__(self, weight: Tensor, one_tile: bool) -> None:
         dtype = weight.dtype if one_tile else torch.promote_types(weight.dtype, torch.float32)
         self._dtype, self._total = weight.dtype, torch.empty(weight.shape, dtype=dtype, device=weight.device)
-        self._fresh = True
+        self._is_empty = True
 
     def add(self, a: Tensor, b: Tensor) -> None:
-        if self._fresh:
+        if self._is_empty:
             write_product(self._total, a, b)
         else:
             add_product(self._total, a, b)
-        self._fresh = False
+        self._is_empty = False
 
     def finish(self) -> Tensor:
         return self._total.to(self._dtype)
