@@ -62,7 +62,7 @@ class _Passes:
         self.launches._known["a copy"] = self.table  # type: ignore[assignment]
         self.breaks: type[BaseException] | None = None  # what a pass raises while it is recorded
 
-    def count_replay(self, bytes_sent: int, held: int) -> None:
+    def after_replay(self, bytes_sent: int, held: int) -> None:
         self.bytes_sent += bytes_sent
         self.held = held
         self.again += 1

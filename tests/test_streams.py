@@ -84,7 +84,7 @@ class _Replays:
             run()
         transport._side = side
         current.wait_stream(graph)
-        transport.count_replay(0, 0)
+        transport.after_replay(0, 0)
         _Replays.runs += 1
 
 
@@ -149,7 +149,7 @@ def test_exchanges_between_ranks_are_ordered_on_every_stream(tmp_path: Path) -> 
 
 def _recorded(rank: int, folder: Path, recordings: type[_Replays], forgets: bool) -> tuple[Any, int]:
     if forgets:
-        SymmetricTransport.count_replay = lambda *_: None  # type: ignore[method-assign]
+        SymmetricTransport.after_replay = lambda *_: None  # type: ignore[method-assign]
     return _attention(rank, folder, "", recordings), _Replays.runs
 
 

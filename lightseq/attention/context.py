@@ -221,17 +221,18 @@ def _choose(world: int, shape: AttentionShape, transport: str, config: Attention
 
     `transport` is a name without suffixes.
     """
-    asked = ScheduleChoice(config.schedule, config.ulysses_size, config.head_groups)
+    requested = ScheduleChoice(config.schedule, config.ulysses_size, config.head_groups)
     if config.windows:
-        asked = choose_windowed(asked)
+        requested = choose_windowed(requested)
     if config.packed:
-        asked = choose_packed(world, shape, asked)
+        requested = choose_packed(world, shape, requested)
     if transport == "gloo":
-        return choose_by_counts(world, shape, asked) if asked.schedule == "auto" else asked
-    if None not in (asked.head_groups, asked.ulysses_size) and asked.schedule != "auto":
-        return asked
+        return choose_by_counts(world, shape, requested) if requested.schedule == "auto" else requested
+    if None not in (requested.head_groups, requested.ulysses_size) and requested.schedule != "auto":
+        return requested
     rates = RATES.get(transport, H200_SYMMETRIC)
-    return choose_by_time(world, shape, rates, config.gpus_per_host or world, asked, keep_gathered=config.keep_gathered)
+    per_host, keep = config.gpus_per_host or world, config.keep_gathered
+    return choose_by_time(world, shape, rates, per_host, requested, keep_gathered=keep)
 
 
 def release(context: SequenceContext) -> None:

@@ -49,11 +49,11 @@ class GraphCache:
         key = (spec, memory_key, torch.cuda.current_stream().stream_id)
         if (known := self.graphs.get(key)) is not None:
             known.graph.replay()
-            transport.count_replay(known.bytes_sent, self._bytes)
+            transport.after_replay(known.bytes_sent, self._bytes)
         elif self._should_record(key) and (made := self._record(spec, run, launches, transport)) is not None:
             self.graphs[key] = made
             made.graph.replay()
-            transport.count_replay(0, self._bytes)
+            transport.after_replay(0, self._bytes)
         else:
             run()
 
@@ -84,7 +84,7 @@ class GraphCache:
                 graph.capture_end()
         except RuntimeError as error:
             self._give_up(graph, error, spec.rank)
-            transport.count_replay(sent - transport.bytes_sent, self._bytes)  # nothing was sent
+            transport.after_replay(sent - transport.bytes_sent, self._bytes)  # nothing was sent
             return None
         self._bytes = sum(piece["total_size"] for piece in torch.cuda.memory_snapshot(self._pool))
         return RecordedPass(graph, transport.bytes_sent - sent, collected)

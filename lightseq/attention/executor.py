@@ -204,7 +204,7 @@ class _Execution:
         for item in step.reduced_items:
             self._accumulators[item].open()
 
-        def then(received: list[Tensor]) -> None:
+        def on_received(received: list[Tensor]) -> None:
             parts = received[fetched:]
             # A transport that reads in place hands over the very views that the program prepared.
             if step.reductions is not None and all(x is r.remote for x, r in zip(parts, step.receives, strict=True)):
@@ -217,11 +217,16 @@ class _Execution:
             self._reduce(reductions_of(unreduced + arrived))
 
         if not step.has_moves:
-            return lambda: then([])
-        copy, idle = self._launches.copy, not step.tiles
-        return self._executor.transport.exchange(
-            Exchange(step.sends, receives, then, step.outboxes_written, copy, idle)
+            return lambda: on_received([])
+        exchange = Exchange(
+            sends=step.sends,
+            receives=receives,
+            on_received=on_received,
+            outboxes_written=step.outboxes_written,
+            copy=self._launches.copy,
+            idle=not step.tiles,
         )
+        return self._executor.transport.exchange(exchange)
 
     def _reduce(self, reductions: Sequence[Reduction]) -> None:
         for reduction in reductions:

@@ -40,11 +40,11 @@ class _WrappedTransport:
     def peer_view(self, rank: int, here: Tensor) -> Tensor:
         return self._inner.peer_view(rank, here)
 
-    def exchange(self, asked: Exchange) -> Callable[[], None]:
-        return self._inner.exchange(asked)
+    def exchange(self, exchange: Exchange) -> Callable[[], None]:
+        return self._inner.exchange(exchange)
 
-    def count_replay(self, bytes_sent: int, recorded_bytes: int) -> None:
-        self._inner.count_replay(bytes_sent, recorded_bytes)
+    def after_replay(self, bytes_sent: int, recorded_bytes: int) -> None:
+        self._inner.after_replay(bytes_sent, recorded_bytes)
 
 
 class Blocking(_WrappedTransport):
@@ -53,8 +53,8 @@ class Blocking(_WrappedTransport):
     def __init__(self, inner: Transport) -> None:
         super().__init__(inner, BLOCKING)
 
-    def exchange(self, asked: Exchange) -> Callable[[], None]:
-        self._inner.exchange(asked)()
+    def exchange(self, exchange: Exchange) -> Callable[[], None]:
+        self._inner.exchange(exchange)()
         return lambda: None
 
 
@@ -92,18 +92,18 @@ class NoTransport:
     def peer_view(self, rank: int, here: Tensor) -> Tensor:
         return here
 
-    def exchange(self, asked: Exchange) -> Callable[[], None]:
-        received = [r.remote if r.into is None else r.into for r in asked.receives]
-        for _, remote, into in asked.receives:
+    def exchange(self, exchange: Exchange) -> Callable[[], None]:
+        received = [r.remote if r.into is None else r.into for r in exchange.receives]
+        for _, remote, into in exchange.receives:
             if into is not None and (memory := (into.data_ptr(), into.nbytes)) not in self._seen:
                 self._seen.add(memory)
                 if into.is_cuda and torch.cuda.is_current_stream_capturing():
                     _copy_once(into, remote)
                 else:
                     into.copy_(remote)
-        return lambda: asked.then(received) if asked.then is not None else None
+        return lambda: exchange.on_received(received) if exchange.on_received is not None else None
 
-    def count_replay(self, bytes_sent: int, recorded_bytes: int) -> None:
+    def after_replay(self, bytes_sent: int, recorded_bytes: int) -> None:
         pass
 
 

@@ -70,24 +70,24 @@ class SymmetricTransport:
             self._handle.barrier()
         self._all_read = self._side.record_event()
 
-    def exchange(self, asked: Exchange) -> Callable[[], None]:
-        receives, then, copy = asked.receives, asked.then, asked.copy
+    def exchange(self, exchange: Exchange) -> Callable[[], None]:
+        receives, on_received, copy = exchange.receives, exchange.on_received, exchange.copy
         current = self._current()
-        self.bytes_sent += sum(s.tensor.nbytes for s in asked.sends)
+        self.bytes_sent += sum(s.tensor.nbytes for s in exchange.sends)
         own = [r for r in receives if r.src == self._rank]  # already on this rank
         self._side.wait_stream(current)
         with self._side:
-            if not asked.idle:  # if idle, they run beside the barrier and the fetches from others
+            if not exchange.idle:  # if idle, they run beside the barrier and the fetches from others
                 _fetch(own, copy)
-            if asked.outboxes_written:
+            if exchange.outboxes_written:
                 self._handle.barrier()
             _fetch([r for r in receives if r.src != self._rank], copy)
-            if then is not None:
-                then([remote if into is None else into for _, remote, into in receives])
+            if on_received is not None:
+                on_received([remote if into is None else into for _, remote, into in receives])
         done = self._side.record_event()
-        if asked.idle:
+        if exchange.idle:
             _fetch(own, copy)
-        in_use = [then]  # keeps its tensors alive: their memory must not be reused while it is read
+        in_use = [on_received]  # keeps its tensors alive: their memory must not be reused while it is read
 
         def wait() -> None:
             current.wait_event(done)
@@ -95,7 +95,7 @@ class SymmetricTransport:
 
         return wait
 
-    def count_replay(self, bytes_sent: int, recorded_bytes: int) -> None:
+    def after_replay(self, bytes_sent: int, recorded_bytes: int) -> None:
         self.bytes_sent += bytes_sent
         self.recorded_bytes = recorded_bytes
         self._side.wait_stream(self._current())

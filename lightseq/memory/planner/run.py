@@ -144,15 +144,15 @@ class PlannedRun:
     @cached_property
     def choice(self) -> ScheduleChoice:
         """Returns the schedule that training would choose, for one sequence and by the same rates."""
-        heads, asked = self.architecture.heads, ScheduleChoice(self.config.schedule, self.config.ulysses_size)
+        heads, requested = self.architecture.heads, ScheduleChoice(self.config.schedule, self.config.ulysses_size)
         one = AttentionShape(self.config.model_max_length, heads.query, heads.key_value, heads.dim)
         if self.architecture.has_windows(self.config.model_max_length):
-            asked = choose_windowed(asked)
+            requested = choose_windowed(requested)
         if self.config.packing != "none":
-            asked = choose_packed(self.sequence_ranks, one, asked)
+            requested = choose_packed(self.sequence_ranks, one, requested)
         rates, per_host = RATES[self.transport], self.hardware.gpus_per_host
         keep = may_keep_gathered(self.config.remat_policy)
-        found = choose_by_time(self.sequence_ranks, one, rates, per_host, asked, keep_gathered=keep)
+        found = choose_by_time(self.sequence_ranks, one, rates, per_host, requested, keep_gathered=keep)
         return with_fewer_head_groups(found, self.sequence_ranks, one) if self.config.slices_heads else found
 
     @cached_property

@@ -145,9 +145,9 @@ def _pair_speeds(
         src, dst = (rank + shift) % ranks, (rank - shift) % ranks
         with transport.outbox(size) as outbox:
             mine = outbox.memory[:size]
-            asked = Exchange([Send(dst, mine)], [Receive(src, transport.peer_view(src, mine), into)])
-            transport.exchange(asked)()
-            again = asked._replace(outboxes_written=False)
+            exchange = Exchange([Send(dst, mine)], [Receive(src, transport.peer_view(src, mine), into)])
+            transport.exchange(exchange)()
+            again = exchange._replace(outboxes_written=False)
             seconds = _seconds(lambda again=again: transport.exchange(again)(), group, device)  # type: ignore[misc]
         speeds[peers[src]] = size / seconds / 1e9
     return speeds
