@@ -17,7 +17,7 @@ class LogitTransform:
     scale: float = 1.0
     cap: float | None = None
 
-    def over(self, temperature: float) -> "LogitTransform":
+    def with_temperature(self, temperature: float) -> "LogitTransform":
         """Returns the transform whose logits are divided by a temperature."""
         return LogitTransform(self.scale / temperature, None if self.cap is None else self.cap / temperature)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
-from lightseq.kernels.checkpoint_context import is_recomputing, stored_or_computed
+from lightseq.kernels.checkpoint_context import is_recomputing, reuse_or_compute
 from lightseq.kernels.launches import fused_kernels
 from lightseq.kernels.products import add_product, write_product
 from lightseq.modules.low_rank import LinearWeights, input_gradient, is_linear, linear_weights
@@ -138,7 +138,7 @@ def _gated_mlp_stored(
             del act
         return gate, up
 
-    gate, up = stored_or_computed(compute)
+    gate, up = reuse_or_compute(compute)
     return out, gate, up
 
 

@@ -27,7 +27,7 @@ from lightseq.memory.planner.plan import (
 from lightseq.memory.planner.rates import PROCESS_BYTES
 from lightseq.memory.planner.run import PlannedRun, planned_run
 from lightseq.memory.planner.step_time import WAITING
-from lightseq.modules.tiled import KNOWN
+from lightseq.modules.tiled import TILEABLE_LAYER_CLASSES
 
 STATE_STEPS = 8  # steps in the number of layers with state on the GPU that `--offload auto` tries first
 FRUGAL_GROUP = 4  # layers per checkpoint where memory is short
@@ -88,7 +88,7 @@ def fast_options(run: PlannedRun) -> list[PlannedRun]:
 
 def frugal_options(run: PlannedRun) -> list[PlannedRun]:
     """Returns the run with the other choices, which take less memory and more time."""
-    tiles = [False, True] if run.architecture.layer_class in KNOWN else [False]
+    tiles = [False, True] if run.architecture.layer_class in TILEABLE_LAYER_CLASSES else [False]
     offload = ["both", "optimizer", "activations", "none"]
     found = _options(run, remat=["full", "attention"], offload=offload, groups=[FRUGAL_GROUP, 1], tiles=tiles)
     fast = [option.config for option in fast_options(run)]
