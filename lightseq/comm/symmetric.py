@@ -26,7 +26,7 @@ class SymmetricTransport:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.bytes_sent = 0
-        self.buffer_bytes = self.recorded_bytes = 0
+        self.buffer_bytes = self.graph_bytes = 0
         self._group, self._device, self._rank = group, device, dist.get_rank(group)
         self._world, self.supports_graphs = dist.get_world_size(group), device.type == "cuda"
         self._side = torch.cuda.Stream(device, priority=-1)
@@ -38,7 +38,7 @@ class SymmetricTransport:
         self._peers: list[Tensor] = []
         for old in ("_outbox", "_handle", "_memory"):  # free the old outbox before the new one is allocated
             vars(self).pop(old, None)
-        self.buffer_bytes = self.recorded_bytes = 0
+        self.buffer_bytes = self.graph_bytes = 0
         self._memory = self._allocate(size)
         self._handle = symmetric_memory.rendezvous(self._memory, self._group)
         self._peers = [self._handle.get_buffer(rank, (size,), torch.uint8) for rank in range(self._world)]
@@ -95,9 +95,9 @@ class SymmetricTransport:
 
         return wait
 
-    def after_replay(self, bytes_sent: int, recorded_bytes: int) -> None:
+    def after_replay(self, bytes_sent: int, graph_bytes: int) -> None:
         self.bytes_sent += bytes_sent
-        self.recorded_bytes = recorded_bytes
+        self.graph_bytes = graph_bytes
         self._side.wait_stream(self._current())
 
     def _current(self) -> torch.cuda.Stream:

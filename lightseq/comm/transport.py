@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 BLOCKING = "-blocking"  # suffix of a transport without overlap
-UNRECORDED = "-unrecorded"  # suffix of a transport without CUDA graphs of short passes
+WITHOUT_CUDA_GRAPHS = "-unrecorded"  # suffix of a transport without CUDA graphs of short passes
 
 # Copies pairs (to, from) of tensors in one launch. The key identifies their addresses; the function returns the pairs,
 # and is called for a new key only.
@@ -23,7 +23,7 @@ Copy = Callable[[Hashable, Callable[[], Sequence[tuple[Tensor, Tensor]]]], None]
 
 def base_transport_name(name: str) -> str:
     """Returns a transport's name without its suffixes."""
-    while name.endswith((BLOCKING, UNRECORDED)):
+    while name.endswith((BLOCKING, WITHOUT_CUDA_GRAPHS)):
         name = name.rsplit("-", 1)[0]
     return name
 
@@ -86,7 +86,7 @@ class Transport(Protocol):
         ...
 
     @property
-    def recorded_bytes(self) -> int:
+    def graph_bytes(self) -> int:
         """Bytes of device memory held by CUDA graphs of passes, which torch does not count as allocated."""
         ...
 
@@ -106,10 +106,10 @@ class Transport(Protocol):
         """
         ...
 
-    def after_replay(self, bytes_sent: int, recorded_bytes: int) -> None:
+    def after_replay(self, bytes_sent: int, graph_bytes: int) -> None:
         """Counts a replayed pass and orders the transport's stream after it. Call it before the outbox closes.
 
-        `bytes_sent` are not counted yet; `recorded_bytes` is the memory of all graphs.
+        `bytes_sent` are not counted yet; `graph_bytes` is the memory of all graphs.
         """
         ...
 
@@ -117,7 +117,7 @@ class Transport(Protocol):
 class SendRecvTransport:
     """Transport over send and recv of torch.distributed: nccl between GPUs, gloo between CPU processes."""
 
-    buffer_bytes = recorded_bytes = 0
+    buffer_bytes = graph_bytes = 0
     supports_graphs = False
 
     def __init__(self, name: str, group: dist.ProcessGroup, device: torch.device, fallback_reason: str = "") -> None:
@@ -160,5 +160,5 @@ class SendRecvTransport:
 
         return wait
 
-    def after_replay(self, bytes_sent: int, recorded_bytes: int) -> None:
+    def after_replay(self, bytes_sent: int, graph_bytes: int) -> None:
         raise AssertionError("a pass over send and recv is never a CUDA graph")

@@ -102,7 +102,7 @@ def _table(numbers: list[int], device: torch.device) -> Tensor:
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         return upload(table, device)
     while True:  # copied at once, outside the CUDA graph, which would repeat the copy
-        with torch.cuda.stream(torch.cuda.Stream(device)):  # torch reuses streams; this one may be recording
+        with torch.cuda.stream(torch.cuda.Stream(device)):  # torch reuses streams; this one may be capturing
             if not torch.cuda.is_current_stream_capturing():
                 return table.to(device)
 
