@@ -31,7 +31,7 @@ from lightseq.modules.tiled import TILEABLE_LAYER_CLASSES
 
 STATE_STEPS = 8  # steps in the number of layers with state on the GPU that `--offload auto` tries first
 FRUGAL_GROUP = 4  # layers per checkpoint where memory is short
-LEAST_GAIN = 1e-3  # share of the GPU's time that keeping gathered weights has to save
+MIN_RESHARD_GAIN = 1e-3  # share of the GPU's time that keeping gathered weights has to save
 SAME_SPEED = 1e-2  # relative difference of step times that the planner cannot resolve
 
 
@@ -64,7 +64,7 @@ def _without_reshard(plan: Plan) -> Plan:
     if plan.run.state_on_host:
         return plan
     without = plan_as_given(plan.run.changed(reshard_after_forward=False), plan.placement)
-    gains = _busy_seconds(without) <= (1 - LEAST_GAIN) * _busy_seconds(plan)
+    gains = _busy_seconds(without) <= (1 - MIN_RESHARD_GAIN) * _busy_seconds(plan)
     return without if without.fits and gains else plan
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD = "keep", "offload", "recompute", "recompute_offload"
 OFFLOADED, RECOMPUTED = (OFFLOAD, RECOMPUTE_OFFLOAD), (RECOMPUTE, RECOMPUTE_OFFLOAD)
 ACTIONS = (OFFLOAD, RECOMPUTE_OFFLOAD, RECOMPUTE, KEEP)  # from first to last layer: the first are needed last
-MOST_SPANS = 4  # runs of layers with one action that a line of text lists
+MAX_SPANS = 4  # runs of layers with one action that a line of text lists
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Placement:
             last = first + len(list(run)) - 1
             spans.append(f"{f'{first}-{last}' if last > first else first} {_in_words(action)}")
             first = last + 1
-        if len(spans) <= MOST_SPANS:
+        if len(spans) <= MAX_SPANS:
             return f"layer{'s' * (len(self.layers) > 1)} {', '.join(spans)}"
         counts = [(self.count(action), action) for action in ACTIONS if action != KEEP]
         (most, main), *others = [(n, _in_words(action)) for n, action in counts if n]
