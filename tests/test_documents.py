@@ -118,8 +118,8 @@ def test_ranks_have_equal_tokens_and_nearly_equal_area() -> None:
         boundaries = lognormal(1 << 17, 1 << 10, 1 << 16, seed)
         layout = packed_schedule(schedule, boundaries).layout
         areas = np.diff(area_before(boundaries, np.linspace(0, 1 << 17, layout.chunk_count + 1).astype(np.int64)))
-        assert {layout.homes.count(rank) for rank in range(4)} == {layout.chunks_per_rank}
-        assert imbalance(areas, layout.homes) <= MAX_IMBALANCE, (seed, layout)
+        assert {layout.chunk_groups.count(rank) for rank in range(4)} == {layout.chunks_per_rank}
+        assert imbalance(areas, layout.chunk_groups) <= MAX_IMBALANCE, (seed, layout)
 
 
 def lognormal(length: int, least: int, most: int, seed: int) -> tuple[int, ...]:

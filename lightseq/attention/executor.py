@@ -3,8 +3,7 @@
 Shape suffixes: B batch, S local sequence, H query heads, K key/value heads, D head dim.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial, wraps
 
@@ -46,7 +45,8 @@ class Executor:
         backward pass.
         """
         spec = _forward_spec(self.schedule, self.rank, q.shape, k.shape[2], q.dtype)
-        with self._prepare(spec, {"q": (q,), "kv": (k, v)}, gathered) as (run, accumulators):
+        with self.transport.outbox(spec.outbox_bytes) as outbox:
+            run, accumulators = self._prepare_pass(spec, {"q": (q,), "kv": (k, v)}, gathered, outbox)
             run()
         out, lse = accumulators["out"].finals
         return out, lse
@@ -66,16 +66,16 @@ class Executor:
             q, k, v = qkv
             gathered, kv_heads, operands = None, k.shape[2], {"q": (q, dout, out, lse), "kv": (k, v)}
         spec = _backward_spec(self.schedule, self.rank, dout.shape, kv_heads, dout.dtype)
-        with self._prepare(spec, operands, gathered) as (run, accumulators):
+        with self.transport.outbox(spec.outbox_bytes) as outbox:
+            run, accumulators = self._prepare_pass(spec, operands, gathered, outbox)
             run()
         (dq,), (dk, dv) = accumulators["dq"].finals, accumulators["dkv"].finals
         return dq, dk, dv
 
-    @contextmanager
-    def _prepare(
-        self, spec: PassSpec, operands: Mapping[str, Buffer], gathered: Gathered | None
-    ) -> Iterator[tuple[Callable[[], None], Mapping[str, Accumulator]]]:
-        """Opens the outbox, and yields a function that runs the pass and the accumulators of its results.
+    def _prepare_pass(
+        self, spec: PassSpec, operands: Mapping[str, Buffer], gathered: Gathered | None, outbox: Outbox
+    ) -> tuple[Callable[[], None], Mapping[str, Accumulator]]:
+        """Returns a function that runs the pass while the outbox is open, and the accumulators of its results.
 
         A short pass runs as a CUDA graph after a few runs in the same memory.
         """
@@ -84,20 +84,18 @@ class Executor:
             item: ACCUMULATORS[item](spec.layouts[item], device, single_step)
             for item, single_step in spec.single_step.items()
         }
-        with self.transport.outbox(spec.outbox_bytes) as outbox:
-            program, launches = program_and_launches(spec, self.transport, outbox)
-            execution = _Execution(self, spec, program, operands, accumulators, launches, gathered)
-            if not (self.transport.supports_graphs and is_short(spec)):
-                yield execution.run, accumulators
-                return
-            for accumulator in accumulators.values():
-                accumulator.open()
-            touched = [*operands.values(), *(accumulator.finals for accumulator in accumulators.values())]
-            memory = [] if gathered is None else [gathered.memory]
-            memory_key = addresses([x for buffer in touched for x in buffer] + memory)
-            graphs = outbox.cache.get(GraphCache) or outbox.cache.setdefault(GraphCache, GraphCache())
-            key = (self.kernel, self.scale, memory_key)
-            yield partial(graphs.run, spec, key, execution.run, launches, self.transport), accumulators
+        program, launches = program_and_launches(spec, self.transport, outbox)
+        execution = _Execution(self, spec, program, operands, accumulators, launches, gathered)
+        if not (self.transport.supports_graphs and is_short(spec)):
+            return execution.run, accumulators
+        for accumulator in accumulators.values():
+            accumulator.open()
+        touched = [*operands.values(), *(accumulator.finals for accumulator in accumulators.values())]
+        memory = [] if gathered is None else [gathered.memory]
+        memory_key = addresses([x for buffer in touched for x in buffer] + memory)
+        graphs = outbox.cache.get(GraphCache) or outbox.cache.setdefault(GraphCache, GraphCache())
+        key = (self.kernel, self.scale, memory_key)
+        return partial(graphs.run, spec, key, execution.run, launches, self.transport), accumulators
 
 
 class _Execution:

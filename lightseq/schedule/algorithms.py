@@ -228,10 +228,10 @@ def schedule_without_steps(name: str, world: int, head_groups: int = 1, ulysses_
 
 def assign_tiles(schedule: Schedule) -> Assignment:
     """Assigns tiles to the Ulysses groups of a schedule, before their ranks split the heads."""
-    algorithm, outer = SCHEDULES[schedule.name], schedule.layout.outer
+    algorithm, group_layout = SCHEDULES[schedule.name], schedule.layout.group_layout
     if not algorithm.has_head_groups:
-        return algorithm.assign_tiles(outer)
-    return algorithm.assign_tiles(outer, schedule.head_groups_per_rank)
+        return algorithm.assign_tiles(group_layout)
+    return algorithm.assign_tiles(group_layout, schedule.head_groups_per_rank)
 
 
 def allows_heads(schedule: Schedule, heads: int, kv_heads: int) -> bool:

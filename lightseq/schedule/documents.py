@@ -87,29 +87,29 @@ def assign_chunks(areas: Ints, groups: int) -> tuple[int, ...]:
     """
     room = [len(areas) // groups] * groups
     heap = [(0, group) for group in range(groups)]
-    homes = np.zeros(len(areas), np.int64)
+    chunk_groups = np.zeros(len(areas), np.int64)
     for chunk in np.argsort(-areas, kind="stable").tolist():
         total, group = heapq.heappop(heap)
-        homes[chunk], room[group] = group, room[group] - 1
+        chunk_groups[chunk], room[group] = group, room[group] - 1
         if room[group]:
             heapq.heappush(heap, (total + int(areas[chunk]), group))
     for _ in range(MAX_SWAPS):
-        totals = np.bincount(homes, areas, groups)
+        totals = np.bincount(chunk_groups, areas, groups)
         fullest = int(totals.argmax())
-        mine, theirs = np.flatnonzero(homes == fullest), np.flatnonzero(homes != fullest)
+        mine, theirs = np.flatnonzero(chunk_groups == fullest), np.flatnonzero(chunk_groups != fullest)
         # For each swap of a chunk with one of another group: the area given away, and the larger area of both after it.
         given = areas[mine][:, None] - areas[theirs][None, :]
-        after = np.maximum(totals[fullest] - given, totals[homes[theirs]][None, :] + given)
+        after = np.maximum(totals[fullest] - given, totals[chunk_groups[theirs]][None, :] + given)
         if not theirs.size or after.min() >= totals[fullest]:
             break
         i, j = np.unravel_index(after.argmin(), after.shape)
-        homes[mine[i]], homes[theirs[j]] = homes[theirs[j]], fullest
-    return tuple(homes.tolist())
+        chunk_groups[mine[i]], chunk_groups[theirs[j]] = chunk_groups[theirs[j]], fullest
+    return tuple(chunk_groups.tolist())
 
 
-def imbalance(areas: Ints, homes: Sequence[int]) -> float:
-    """Returns the area of the fullest group over the mean, for the `homes` of `assign_chunks`."""
-    totals = np.bincount(homes, areas)
+def imbalance(areas: Ints, chunk_groups: Sequence[int]) -> float:
+    """Returns the area of the fullest group over the mean, for the `chunk_groups` of `assign_chunks`."""
+    totals = np.bincount(chunk_groups, areas)
     return float(totals.max() / totals.mean())
 
 
@@ -121,10 +121,10 @@ def balanced_layout(boundaries: Sequence[int], world: int, ulysses: int = 1) -> 
     while chunks <= most and length % (world * chunks) == 0:
         edges = np.linspace(0, length, groups * chunks + 1).astype(np.int64)
         areas = np.diff(area_before(boundaries, edges))
-        homes = assign_chunks(areas, groups)
-        uneven = imbalance(areas, homes)
+        chunk_groups = assign_chunks(areas, groups)
+        uneven = imbalance(areas, chunk_groups)
         if best is None or uneven < best[0]:
-            best = uneven, Layout("balanced", world, chunks, ulysses, homes)
+            best = uneven, Layout("balanced", world, chunks, ulysses, chunk_groups)
         if best[0] <= MAX_IMBALANCE:
             break
         chunks *= 2
@@ -140,7 +140,7 @@ def padded_length(schedule: Schedule, length: int) -> int:
     layout = schedule.layout
     if not _has_own_layouts(schedule):
         return layout.padded_length(length)
-    unit = layout.world * max_chunks_per_rank(length, layout.outer.world)
+    unit = layout.world * max_chunks_per_rank(length, layout.group_layout.world)
     return -(-length // unit) * unit
 
 
@@ -159,7 +159,7 @@ def packed_schedule(schedule: Schedule, boundaries: tuple[int, ...]) -> Schedule
     layout = schedule.layout
     if _has_own_layouts(schedule):
         layout = balanced_layout(boundaries, layout.world, layout.ulysses)
-    limited = limit_to_documents(assign_packed_tiles(schedule, layout), layout.outer, boundaries)
+    limited = limit_to_documents(assign_packed_tiles(schedule, layout), layout.group_layout, boundaries)
     if layout.ulysses > 1:
         limited = with_ulysses(limited, layout.ulysses)
     return replace(
@@ -171,7 +171,7 @@ def packed_schedule(schedule: Schedule, boundaries: tuple[int, ...]) -> Schedule
 def assign_packed_tiles(schedule: Schedule, layout: Layout) -> Assignment:
     """Assigns tiles to the Ulysses groups of a packed sequence in this layout."""
     if _has_own_layouts(schedule):
-        return one_tile_per_step(prefix(layout.outer, schedule.head_groups_per_rank))
+        return one_tile_per_step(prefix(layout.group_layout, schedule.head_groups_per_rank))
     return assign_tiles(schedule)
 
 

@@ -124,7 +124,7 @@ def _compute_seconds(
     step: StepTraffic, schedule: Schedule, shape: AttentionShape, rates: Rates, backward: bool
 ) -> float:
     """Returns the seconds of the rank that computes longest."""
-    chunk = shape.length / schedule.layout.outer.chunk_count
+    chunk = shape.length / schedule.layout.group_layout.chunk_count
     flops = 4 * chunk * chunk * shape.head_dim * shape.heads / schedule.total_head_groups * shape.batch
     flops_per_second = rates.flops_per_second * (WIDE_HEAD_SHARE if shape.head_dim > WIDE_HEAD_DIM else 1.0)
     per_area = flops * (BACKWARD_FLOPS if backward else 1.0) / flops_per_second
