@@ -11,7 +11,7 @@ from torch import Tensor
 class LogitTransform:
     """Logits of a product x: x * scale, then softly capped, cap * tanh(x * scale / cap) (Gemma 2, arXiv 2408.00118).
 
-    A factor behind the cap is one on `scale` and `cap`, so the order of both makes no difference.
+    Multiplying capped logits by f equals multiplying `scale` and `cap` by f.
     """
 
     scale: float = 1.0

@@ -141,8 +141,8 @@ class _Group(torch.autograd.Function):
         def after_last(_: Tensor) -> None:
             free_memory(dout)
 
-        frees_input = nullcontext() if ctx.rerun_offload is None else ctx.rerun_offload.frees_input(hidden)
-        with torch.enable_grad(), frees_input:
+        free_input = nullcontext() if ctx.rerun_offload is None else ctx.rerun_offload.free_input_after_copy(hidden)
+        with torch.enable_grad(), free_input:
             edge = get_gradient_edge(ctx.run(hidden, after_last))  # frees the output itself
         torch.autograd.backward(edge, dout)
         return hidden.grad, None, None, None

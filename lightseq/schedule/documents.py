@@ -23,7 +23,8 @@ Ints = NDArray[np.int64]
 # Cached tables of packed sequences. They rarely repeat, and each keeps index tensors of kernels on the device (12 MiB
 # at 1M tokens over four ranks under striped).
 MAX_PACKED_TABLES = 8
-PADDING_TOKENS = 128  # length of a padding document: one tile of a kernel. So padding sees a key too.
+# Padding is packed as documents of one kernel tile, because a token that sees no key has no softmax.
+PADDING_TOKENS = 128
 MAX_CHUNKS = 32  # of one rank
 MIN_CHUNK_TOKENS = 16
 MAX_IMBALANCE = 1.03  # attention area of the fullest rank over the mean; above it more chunks are tried

@@ -33,8 +33,8 @@ class Rates:
     message_seconds: float  # fixed cost of every item received
     memory_bytes_per_second: float  # for packing sent data and adding up results
     merge_passes: float  # how often float32 sums are read or written for each part that is added
-    # The host's time to launch both passes of a schedule that adds up partial outputs. Only the others run as CUDA
-    # graphs; 0 where none do.
+    # Host seconds to launch both passes of a schedule that merges partial outputs. Such passes cannot run as CUDA
+    # graphs. 0 for transports without CUDA graphs.
     merging_launch_seconds: float
 
 
