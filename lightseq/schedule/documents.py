@@ -5,7 +5,7 @@ with 0 and rise, and the last is a multiple of the number of chunks.
 """
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
@@ -227,37 +227,50 @@ def _limit_tile(tile: Tile, chunks: Ints, boundaries: Ints) -> tuple[Tile, ...]:
 def find_segments(q: Ints, kv: Ints, boundaries: Ints) -> Segments:
     """Finds the segments of a tile: runs of a document's queries against the keys that they see.
 
-    `q` and `kv` have a row (first, step, count) of positions for each chunk of the tile, in rising order. The queries
-    of a document in one chunk form one run. Each query sees one more key than the one before it (a causal segment)
-    until all keys of the tile before the run's end are visible (a full segment).
+    `q` and `kv` have a row (first, step, count) of positions for each chunk of the tile, in rising order.
     """
-    starts, steps, sizes = kv.T
-
-    def keys_before(positions: Ints) -> Ints:
-        """Counts the tile's keys before each position."""
-        return np.clip(-((starts - positions[:, None]) // steps), 0, sizes).sum(1)
-
     found: list[list[int]] = []
-    for i, (start, step, size) in enumerate(q.tolist()):
-        # Documents with positions between the first and the last of the chunk, and the rows of their queries in it.
-        inside = slice(*np.searchsorted(boundaries, (start, start + step * (size - 1)), side="right"))
-        begins, ends = boundaries[inside.start - 1 : inside.stop], boundaries[inside.start : inside.stop + 1]
-        row, stop = (np.clip(-((start - x) // step), 0, size) for x in (begins, ends))
-        has_queries = stop > row
-        begins, row, stop = begins[has_queries], row[has_queries], stop[has_queries]
-        first_key = keys_before(begins)
-        seen_by_first, seen_by_last = (keys_before(start + step * x + 1) - first_key for x in (row, stop - 1))
-        skipped = np.where(seen_by_last > 0, seen_by_first == 0, stop - row)  # queries that see no key yet
-        causal = np.where(seen_by_last > seen_by_first, seen_by_last - seen_by_first + 1 - skipped, 0)
-        row += i * size + skipped
-        full = stop + i * size - row - causal
-        columns = (row, causal, full, first_key, seen_by_last)
-        for r, causal_queries, full_queries, key, keys in zip(*(x.tolist() for x in columns), strict=True):
-            if causal_queries > 0:
-                _append(found, [r, causal_queries, key, keys, 1])
-            if full_queries > 0:
-                _append(found, [r + causal_queries, full_queries, key, keys, 0])
+    for i, chunk in enumerate(q.tolist()):
+        for segment in _segments_of_chunk(chunk, i * chunk[2], kv, boundaries):
+            _append(found, segment)
     return Segments(np.array(found, dtype=np.int64).reshape(-1, 5))
+
+
+def _segments_of_chunk(chunk: Sequence[int], chunk_start: int, kv: Ints, boundaries: Ints) -> Iterator[list[int]]:
+    """Yields the segments of one chunk of a tile's queries; `chunk_start` is the index of its first query in the tile.
+
+    The queries of a document in the chunk form one run. Each query sees one more key than the one before it (a causal
+    segment) until all keys of the tile before the run's end are visible (a full segment).
+
+    Example: one chunk of queries at 8 to 15 and keys at 4 to 11, with documents that begin at 0, 10 and 14. Queries 0
+    and 1 see 5 and 6 keys of the first document, from key 0: [0, 2, 0, 6, 1]. Queries 2 to 5 see 1, 2, 2 and 2 keys of
+    the second, from key 6: [2, 2, 6, 2, 1] and [4, 2, 6, 2, 0]. Queries 6 and 7 see no key of the third.
+    """
+    start, step, size = chunk
+    inside = slice(*np.searchsorted(boundaries, (start, start + step * (size - 1)), side="right"))
+    document_starts = boundaries[inside.start - 1 : inside.stop]
+    document_ends = boundaries[inside.start : inside.stop + 1]
+    first_query, end_query = (np.clip(-((start - x) // step), 0, size) for x in (document_starts, document_ends))
+    first_key = _keys_before(document_starts, kv)
+    seen_by_first, seen_by_last = (
+        _keys_before(start + step * query + 1, kv) - first_key for query in (first_query, end_query - 1)
+    )
+    queries_without_keys = np.where(seen_by_last > 0, seen_by_first == 0, end_query - first_query)
+    causal = np.where(seen_by_last > seen_by_first, seen_by_last - seen_by_first + 1 - queries_without_keys, 0)
+    full = end_query - first_query - queries_without_keys - causal
+    columns = (chunk_start + first_query + queries_without_keys, causal, full, first_key, seen_by_last)
+    for query, causal_queries, full_queries, key, keys in zip(*(x.tolist() for x in columns), strict=True):
+        if causal_queries > 0:
+            yield [query, causal_queries, key, keys, 1]
+        if full_queries > 0:
+            yield [query + causal_queries, full_queries, key, keys, 0]
+
+
+def _keys_before(positions: Ints, kv: Ints) -> Ints:
+    """Counts a tile's keys before each position."""
+    starts, steps, sizes = kv.T
+    counts: Ints = np.clip(-((starts - positions[:, None]) // steps), 0, sizes).sum(1)
+    return counts
 
 
 def _append(found: list[list[int]], segment: list[int]) -> None:
