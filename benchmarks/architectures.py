@@ -45,7 +45,7 @@ from lightseq.training.setup_checks import check_layers, check_packing
 
 LENGTH, VOCABULARY = 50, 64
 DOCUMENTS = (0, 13, 14, 37, 50)  # boundaries of a packed batch
-MOST_PARAMETERS = 8_000_000
+MAX_PARAMETERS = 8_000_000
 LOSS_ERROR, GRADIENT_ERROR = 1e-4, 1e-3  # errors in float32 over two ranks are ten times smaller
 CPU = torch.device("cpu")
 # Small sizes by config field. A config takes the fields that it has.
@@ -251,7 +251,7 @@ def plain_model(config: PreTrainedConfig) -> PreTrainedModel:
     with built_by_transformers():
         with torch.device("meta"):
             count = sum(p.numel() for p in AutoModelForCausalLM.from_config(copy.deepcopy(config)).parameters())
-        if count > MOST_PARAMETERS:
+        if count > MAX_PARAMETERS:
             raise NotBuilt(f"{count:,} parameters")
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()

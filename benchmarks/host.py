@@ -31,7 +31,7 @@ from benchmarks.records import append, provenance
 from lightseq.attention import context as contexts
 from lightseq.attention.operator import attention
 from lightseq.comm import symmetric
-from lightseq.comm.select import Unrecorded
+from lightseq.comm.select import WithoutCudaGraphs
 from lightseq.comm.transport import Transport
 from lightseq.config.lengths import format_tokens
 from lightseq.config.parser import print_error
@@ -106,7 +106,7 @@ def one_rank(case: Case, schedule: str, transport: str) -> Iterator[Layer]:
 
     def carrier(*_: object) -> Transport:
         made = symmetric.SymmetricTransport(case.group, case.device)
-        return Unrecorded(made) if transport.endswith("-unrecorded") else made
+        return WithoutCudaGraphs(made) if transport.endswith("-unrecorded") else made
 
     with patch.object(symmetric, "symmetric_memory", OwnMemory), patch.object(contexts, "make_transport", carrier):
         config = contexts.AttentionConfig(schedule, dtype=case.dtype, device=case.device, head_groups=1)

@@ -46,7 +46,7 @@ from lightseq.tools.plan.rehearsal import RECORD
 WHAT, STRATEGIES = ("weights", "training"), ("all", "n_layers")
 WEIGHT_BYTES = 2  # bfloat16
 HOLD = "--hold"  # first argument of a process that allocates one model
-MOST = 512  # largest scale, beyond any GPU
+MAX_SCALE = 512  # largest scale, beyond any GPU
 ENDS = ("out of memory", "killed", "no end within")  # of rehearsals that do not fit; any other reason is an error
 FIRST_STEP = 0.05  # share of the first guess, about the error of a plan; steps double until the limit is bracketed
 
@@ -119,7 +119,7 @@ class LargestSearch:
             return make_plan(PlannedRun(preset_config(llama3.FAMILY, self.name(scale)), config, host)).fits
 
         known: dict[int, bool] = {}
-        while (scale := next_scale(known, 8)) is not None and scale <= MOST:
+        while (scale := next_scale(known, 8)) is not None and scale <= MAX_SCALE:
             known[scale] = fits(scale)
         return max((scale for scale, fitting in known.items() if fitting), default=1)
 
@@ -184,7 +184,7 @@ def find(search: LargestSearch, flags: argparse.Namespace, about: Mapping[str, A
     if not found:
         probes = [Probe(**{name: r[name] for name in Probe.__dataclass_fields__}) for r in old]
         first = search.planned(about["hardware"])
-        while (scale := next_scale({p.length: p.fits for p in probes}, first)) is not None and scale <= MOST:
+        while (scale := next_scale({p.length: p.fits for p in probes}, first)) is not None and scale <= MAX_SCALE:
             probes.append(search.attempt(scale, flags.timeout))
             append(flags.output, {"benchmark": "largest-probe", **key, **asdict(probes[-1]), **about})
             print(line(search, probes[-1]), flush=True)

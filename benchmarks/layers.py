@@ -13,7 +13,7 @@ from benchmarks.attention_flags import Choice
 from benchmarks.measure import Case, Layer
 from lightseq.attention.context import AttentionConfig, Documents, SequenceContext, make_context, pack, release
 from lightseq.attention.operator import attention
-from lightseq.comm.transport import BLOCKING, UNRECORDED
+from lightseq.comm.transport import BLOCKING, WITHOUT_CUDA_GRAPHS
 from lightseq.kernels import Kernel, Saved, backward_tile, forward_tile, select
 from lightseq.schedule.algorithms import make_schedule
 from lightseq.schedule.cost import AttentionShape
@@ -29,7 +29,7 @@ def without_exchange(layer: Layer) -> Choice:
     for name in ("ulysses_size", "head_groups"):  # other schedules do not accept the argument
         facts[name] = None if facts[name] == 1 else facts[name]
     alike = facts["transport"] in ("symmetric", "symmetric" + BLOCKING)
-    return replace(Choice(**facts), transport="none" if alike else "none" + UNRECORDED)
+    return replace(Choice(**facts), transport="none" if alike else "none" + WITHOUT_CUDA_GRAPHS)
 
 
 @contextmanager
@@ -61,7 +61,7 @@ def lightseq_layer(case: Case, choice: Choice) -> Iterator[Layer]:
                 **(packing(context, documents, case.boundaries[-1]) if documents else {}),
                 **({"fetched_tokens": fetched_in_window(context, padded, case.window)} if case.window else {}),
             },
-            buffer_bytes=lambda: context.transport.buffer_bytes + context.transport.recorded_bytes,
+            buffer_bytes=lambda: context.transport.buffer_bytes + context.transport.graph_bytes,
         )
     finally:
         release(context)  # frees the transport's buffers too

@@ -21,7 +21,7 @@ from lightseq.schedule.layout import Layout
 from lightseq.training.loop import synchronized_gc
 
 T = TypeVar("T")
-LEAST_REPEATS = 3
+MIN_REPEATS = 3
 FLOPS = "3.5 * 4 * {} * heads * head_dim / 2 / world: the causal half once, the backward 2.5 forwards"
 
 
@@ -164,7 +164,7 @@ def time_layer(layer: Layer, case: Case, flags: argparse.Namespace) -> dict[str,
 
     with synchronized_gc():  # as in training; garbage collection on one rank would delay all
         each = max(gathered(case, together(case, warm_up, fatal_if_split=True)))
-        repeats = max(LEAST_REPEATS, min(flags.repeats, int(flags.seconds / max(each, 1e-9))))
+        repeats = max(MIN_REPEATS, min(flags.repeats, int(flags.seconds / max(each, 1e-9))))
         mine = together(case, lambda: run(step, repeats, case), fatal_if_split=True)
     seconds = [max(repeat) for repeat in zip(*gathered(case, mine), strict=True)]
     peak = torch.cuda.max_memory_allocated(case.device) + layer.buffer_bytes() if case.on_gpu else 0

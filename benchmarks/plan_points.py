@@ -210,7 +210,7 @@ def measure_steps(trainer: Trainer, warmup: int, steps: int) -> dict[str, Any]:
     buffers, memory = context.transport.buffer_bytes, {}
     if device.type == "cuda":
         free, capacity = torch.cuda.mem_get_info(device)
-        allocated = measured["peak_memory_allocated_bytes"] + buffers + context.transport.recorded_bytes
+        allocated = measured["peak_memory_allocated_bytes"] + buffers + context.transport.graph_bytes
         memory = {
             "peak_memory_allocated_bytes": allocated,
             "peak_memory_reserved_bytes": measured["peak_memory_reserved_bytes"] + buffers,

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from lightseq import hf
 from lightseq.attention.context import Documents, SequenceContext
-from lightseq.config.remat_policies import STORE_LINEARS, STORES_MLP, keeps_gathered
+from lightseq.config.remat_policies import STORE_LINEARS, STORES_MLP, may_keep_gathered
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.mesh import Meshes, World
 from lightseq.distributed.stopwatch import Stopwatch
@@ -26,7 +26,7 @@ from lightseq.kernels.logit_transform import LogitTransform
 from lightseq.memory.offload import HostBufferPool, Offload, layers_in_flight
 from lightseq.memory.planner.placement import KEEP, OFFLOAD, OFFLOADED, RECOMPUTED, Placement
 from lightseq.memory.planner.plan import Plan
-from lightseq.memory.remat import apply_remat, changed_forwards, checkpoint_groups
+from lightseq.memory.remat import apply_remat, capture_forwards, checkpoint_groups
 from lightseq.memory.weight_prefetch import WeightPrefetch
 from lightseq.models.architecture import inspect_architecture
 from lightseq.modules.compilation import allow_graphs_per_length
@@ -99,7 +99,7 @@ def parallelize(
     model: PreTrainedModel, config: TrainConfig, world: World, meshes: Meshes, memory: MemorySettings
 ) -> tuple[LossModel, SequenceContext]:
     """Applies every technique to a model, which may be on the meta device, and shards it with FSDP2."""
-    loss_model, context = transform(model, config, world, meshes, memory)
+    loss_model, context = apply_techniques(model, config, world, meshes, memory)
     groups = layer_groups(model, config)
     dtype = getattr(torch, config.compute_dtype)
     shard_parameters(loss_model, model, meshes.parameters, dtype, groups, memory)
@@ -108,7 +108,7 @@ def parallelize(
     return loss_model, context
 
 
-def transform(
+def apply_techniques(
     model: PreTrainedModel, config: TrainConfig, world: World, meshes: Meshes, memory: MemorySettings
 ) -> tuple[LossModel, SequenceContext]:
     """Applies every technique except sharding, which DeepSpeed does itself."""
@@ -126,7 +126,7 @@ def transform(
         deterministic=config.deterministic,
         gpus_per_host=world.local_size,
         packed=config.packing != "none",
-        keep_gathered=keeps_gathered(config.remat_policy),
+        keep_gathered=may_keep_gathered(config.remat_policy),
         layers_slice_heads=config.slices_heads,
     )
     if config.fp8 is not None:
@@ -148,7 +148,7 @@ def apply_recomputation(
     layers: Any = model.model.layers
     groups, grouped = layer_groups(model, config), config.group_size > 1
     placements = _layer_placements(config, memory, len(layers))
-    offload, inner = _offloads(config, device, memory)
+    offload, rerun_offload = _make_offloads(config, device, memory)
     options = FP8_COMPILE_OPTIONS if config.fp8 else None
     # One graph for each batch length: a graph for all lengths would be slower at each.
     compiled = partial(torch.compile, dynamic=False, options=options) if config.compiles else lambda forward: forward
@@ -161,26 +161,26 @@ def apply_recomputation(
         if config.tiles_layers:
             tile_layers(chosen, store_attention=policy == "attention", compiled=config.compiles, options=options)
             return
-        apply_remat(chosen, policy, config.compiles, inner or offload)
+        apply_remat(chosen, policy, config.compiles, rerun_offload or offload)
         for layer in chosen:
             layer.forward = compiled(layer.forward)  # type: ignore[method-assign]
 
-    lasts_again = None
+    rerun_forwards = None
     if grouped and config.remat_policy == "full":  # see `checkpoint_groups`
-        lasts = [group[-1] for group in groups]
-        lasts_again = changed_forwards(lasts, lambda: rematerialize(lasts, "attention"))
+        last_layers = [group[-1] for group in groups]
+        rerun_forwards = capture_forwards(last_layers, lambda: rematerialize(last_layers, "attention"))
     placed = list(zip(layers, placements, strict=True))
     rematerialize([layer for layer, placement in placed if placement in RECOMPUTED], "full")
     rematerialize([layer for layer, placement in placed if placement not in RECOMPUTED], config.remat_policy)
     model.model.norm.forward = compiled(model.model.norm.forward)
     if grouped:
-        checkpoint_groups(groups, inner, lasts_again)
+        checkpoint_groups(groups, rerun_offload, rerun_forwards)
     if offload is not None:
-        firsts = [group[0] for group in groups]
-        by_group = zip(firsts, placements[:: config.group_size], strict=True)
+        first_layers = [group[0] for group in groups]
+        by_group = zip(first_layers, placements[:: config.group_size], strict=True)
         staying = [first for first, placement in by_group if placement not in OFFLOADED]
-        if len(staying) < len(firsts):
-            offload.wrap(firsts[:-1], firsts[-1], staying)
+        if len(staying) < len(first_layers):
+            offload.wrap(first_layers[:-1], first_layers[-1], staying)
     return offload
 
 
@@ -202,10 +202,10 @@ def _layer_placements(config: TrainConfig, memory: MemorySettings, layers: int) 
     return tuple(OFFLOAD if offloads and i % size == 0 and i + size < layers else KEEP for i in range(layers))
 
 
-def _offloads(
+def _make_offloads(
     config: TrainConfig, device: torch.device, memory: MemorySettings
 ) -> tuple[Offload | None, Offload | None]:
-    """Returns the offload between forward and backward pass, and the one while a group of layers runs again."""
+    """Returns the offload between forward and backward pass, and the one while a group is recomputed."""
     placed_on_host = memory.placement is not None and set(memory.placement.layers) & set(OFFLOADED)
     if config.offload not in ("activations", "both") and not placed_on_host:
         return None, None

@@ -95,7 +95,7 @@ OTHERS = (
 )
 LAUNCHER = re.compile(r"launch/(\w+\.sh|slurm/\w+\.sbatch)")
 TRAINING = ("train", "verify", "rehearse", "plan", "evaluate")
-MOST_TOKENS = 2**15  # of a training run that ends within seconds
+MAX_TOKENS = 2**15  # of a training run that ends within seconds
 NOWHERE = ("--data_path", "nowhere", "--output_dir", "nowhere")
 MADE_UP = ("--model_name_or_path", "nowhere", *NOWHERE)  # stand for flags that a command takes from elsewhere
 OURS = ("lightseq", "llama2", "llama3", "data_gen", "launch", "analysis", "benchmarks", "examples", "docs", "tests")
@@ -337,7 +337,7 @@ def is_quick(command: Command, folder: Path) -> bool:
         return True
     if "--random_init" in program and "--max_steps" in program and "--data_path" in program:
         tokens = int(value["--max_steps"]) * int(value.get("--model_max_length", 2048))
-        is_tiny = value["--model_name_or_path"].startswith("tiny") and tokens <= MOST_TOKENS
+        is_tiny = value["--model_name_or_path"].startswith("tiny") and tokens <= MAX_TOKENS
         return is_tiny and (folder / value["--data_path"]).exists()
     match program:
         case ("-m", "lightseq", "schedule", *_) | ("docs/make_flags.py",) | ("examples/sft.py",):

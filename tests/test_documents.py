@@ -118,8 +118,8 @@ def test_ranks_have_equal_tokens_and_nearly_equal_area() -> None:
         boundaries = lognormal(1 << 17, 1 << 10, 1 << 16, seed)
         layout = packed_schedule(schedule, boundaries).layout
         areas = np.diff(area_before(boundaries, np.linspace(0, 1 << 17, layout.chunk_count + 1).astype(np.int64)))
-        assert {layout.homes.count(rank) for rank in range(4)} == {layout.chunks_per_rank}
-        assert imbalance(areas, layout.homes) <= MAX_IMBALANCE, (seed, layout)
+        assert {layout.chunk_groups.count(rank) for rank in range(4)} == {layout.chunks_per_rank}
+        assert imbalance(areas, layout.chunk_groups) <= MAX_IMBALANCE, (seed, layout)
 
 
 def lognormal(length: int, least: int, most: int, seed: int) -> tuple[int, ...]:
@@ -243,12 +243,12 @@ def test_kernels_that_take_documents_in_one_call_come_first() -> None:
     assert {*orders[0]} == {*_order(replace(spec, packed=False))}
 
 
-def test_heads_take_turns_on_documents_only_where_their_keys_are_many() -> None:
-    def turns(length: int, heads: int = 32, name: str = "prefix") -> int:
+def test_packed_heads_are_grouped_only_where_their_keys_are_many() -> None:
+    def groups(length: int, heads: int = 32, name: str = "prefix") -> int:
         return choose_packed(4, AttentionShape(length, heads, min(heads, 8), 128), ScheduleChoice(name)).head_groups
 
-    assert [turns(1 << n) for n in (17, 18, 19, 20, 24)] == [1, 1, 2, 4, 8]
-    assert turns(1 << 20, heads=9) == 1 and turns(1 << 20, name="zigzag") == 1  # which cannot
+    assert [groups(1 << n) for n in (17, 18, 19, 20, 24)] == [1, 1, 2, 4, 8]
+    assert groups(1 << 20, heads=9) == 1 and groups(1 << 20, name="zigzag") == 1  # which cannot
 
 
 # ---- attention -------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from lightseq.kernels.lse_merge import merge
 BATCH, LENGTH = 2, 3
 WIDTHS = [(3, 20), (2, 24), (17, 64)]  # heads and head dim, never a power of two together; the last: two programs a row
 DTYPES = (torch.float32, torch.bfloat16)
-SUMS = [((3,), True), ((1, 17, 2), False)]  # how many parts of every total in one launch, and whether it is fresh
+SUMS = [((3,), True), ((1, 17, 2), False)]  # how many parts of every total in one launch, and whether it overwrites
 WORDS = 4  # of an lse
 FOREIGN = 7.0  # what memory holds that is not the kernels' to write
 
@@ -56,12 +56,12 @@ def _launches() -> Launches:
     return Launches()
 
 
-def _check_sum(totals: list[Tensor], parts: list[list[Tensor]], fresh: bool, label: str) -> None:
-    terms = [[x.double() for x in ([] if fresh else [t]) + p] for t, p in zip(totals, parts, strict=True)]
-    if fresh:
+def _check_sum(totals: list[Tensor], parts: list[list[Tensor]], overwrite: bool, label: str) -> None:
+    terms = [[x.double() for x in ([] if overwrite else [t]) + p] for t, p in zip(totals, parts, strict=True)]
+    if overwrite:
         for total in totals:
-            total.fill_(torch.nan)  # what a fresh total holds must not matter
-    _launches().add("sum", lambda: (totals, parts), fresh)
+            total.fill_(torch.nan)  # what an overwritten total holds must not matter
+    _launches().add("sum", lambda: (totals, parts), overwrite)
     for total, some in zip(totals, terms, strict=True):
         want, rounding = sum(some), 1e-6 * sum(x.abs() for x in some)  # float32 sums, rounded once
         room = torch.finfo(total.dtype).eps * want.abs() + rounding
@@ -69,11 +69,11 @@ def _check_sum(totals: list[Tensor], parts: list[list[Tensor]], fresh: bool, lab
 
 
 def check_sums(device: str) -> None:
-    for (heads, dim), total_dtype, part_dtype, (counts, fresh) in product(WIDTHS, DTYPES, DTYPES, SUMS):
-        label = f"{heads} x {dim}, {part_dtype} into {total_dtype}, {counts} parts, fresh: {fresh}"
+    for (heads, dim), total_dtype, part_dtype, (counts, overwrite) in product(WIDTHS, DTYPES, DTYPES, SUMS):
+        label = f"{heads} x {dim}, {part_dtype} into {total_dtype}, {counts} parts, overwrite: {overwrite}"
         around, totals = _totals(len(counts), heads, dim, total_dtype, device)
         parts = [[_part(heads, dim, part_dtype, device, i + j) for i in range(n)] for j, n in enumerate(counts)]
-        _check_sum(totals, parts, fresh, label)
+        _check_sum(totals, parts, overwrite, label)
         for total in totals:
             total.fill_(FOREIGN)
         assert (around == FOREIGN).all(), f"{label}: wrote where it may not"
@@ -136,9 +136,9 @@ def check_repeated_launches(device: str) -> None:
             to.fill_(FOREIGN)
             known.copy(addresses([to, source]), lambda to=to, source=source: [(to, source)])  # type: ignore[misc]
             assert torch.equal(to, source), f"copy of {shape} {dtype}"
-            for fresh, want in ((True, source), (False, 2 * source)):
-                known.add(addresses([to, source]), lambda to=to, source=source: ([to], [[source]]), fresh)
-                assert torch.equal(to, want), f"sum of {shape} {dtype}, fresh: {fresh}"
+            for overwrite, want in ((True, source), (False, 2 * source)):
+                known.add(addresses([to, source]), lambda to=to, source=source: ([to], [[source]]), overwrite)
+                assert torch.equal(to, want), f"sum of {shape} {dtype}, overwrite: {overwrite}"
 
 
 def check_merges(device: str) -> None:

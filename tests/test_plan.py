@@ -25,12 +25,12 @@ from lightseq.memory.planner.breakdown import FLOAT32_BYTES, GIB, Breakdown
 from lightseq.memory.planner.choice import SAME_SPEED, fast_options, frugal_options, make_plan, plan_from_earlier
 from lightseq.memory.planner.memory import attention_of, saved_by_layer, snapshots, state_bytes_on_host
 from lightseq.memory.planner.placement import (
+    ACTIONS,
     KEEP,
     OFFLOAD,
     OFFLOADED,
     RECOMPUTE,
     RECOMPUTE_OFFLOAD,
-    STATES,
     LayerCost,
     Placement,
     in_order,
@@ -73,7 +73,9 @@ def plan(flags: str, gpus: int, gpu: float = 1e6, host: float = 1e6) -> Plan:
 # ---- placement ------------------------------------------------------------------------------------------------------
 
 
-def states(kept: float = 10, layer_input: float = 4, copy: float = 0.0, attention: float = 1.0) -> dict[str, LayerCost]:
+def action_costs(
+    kept: float = 10, layer_input: float = 4, copy: float = 0.0, attention: float = 1.0
+) -> dict[str, LayerCost]:
     return {
         KEEP: LayerCost(kept, 0, 0),
         OFFLOAD: LayerCost(0, kept, copy),
@@ -94,12 +96,12 @@ def states(kept: float = 10, layer_input: float = 4, copy: float = 0.0, attentio
 def test_layers_keep_what_has_room_and_offload_unless_recomputing_is_faster(
     copy: float, device: float, host: float, words: str
 ) -> None:
-    found = place(8, states(copy=copy), device, host)
+    found = place(8, action_costs(copy=copy), device, host)
     assert found is not None and found.text == words
 
 
 def test_without_room_for_the_inputs_of_all_layers_nothing_fits() -> None:
-    assert place(8, states(), 31, 0) is None
+    assert place(8, action_costs(), 31, 0) is None
 
 
 def summed(layers: Sequence[str], costs: Mapping[str, LayerCost]) -> tuple[float, float, float]:
@@ -125,11 +127,11 @@ def test_no_placement_within_both_budgets_is_faster() -> None:
     draw = random.Random(0)
     for _ in range(60):
         layers, copy, attention = draw.randint(1, 7), draw.choice((0.0, 0.5, 3.0)), draw.choice((0.1, 1.0))
-        costs = states(copy=copy, attention=attention)
+        costs = action_costs(copy=copy, attention=attention)
         device, host = draw.uniform(0, 10 * layers), draw.uniform(0, 10 * layers)
         every = [
-            in_order(dict(zip(STATES, counts, strict=True)))
-            for counts in itertools.product(range(layers + 1), repeat=len(STATES))
+            in_order(dict(zip(ACTIONS, counts, strict=True)))
+            for counts in itertools.product(range(layers + 1), repeat=len(ACTIONS))
             if sum(counts) == layers
         ]
         sums = [summed(p.layers, costs) for p in every if p.layers[-1] not in OFFLOADED]
@@ -151,7 +153,7 @@ def test_no_placement_within_both_budgets_is_faster() -> None:
 def test_offloaded_layers_are_apart_where_a_copy_takes_longer_than_a_layer(
     device: float, words: str, exposed: float, contiguous: float
 ) -> None:
-    costs = states(attention=1e9)
+    costs = action_costs(attention=1e9)
     costs[OFFLOAD] = replace(costs[OFFLOAD], copy_seconds=1.8)
     costs[RECOMPUTE_OFFLOAD] = replace(costs[RECOMPUTE_OFFLOAD], copy_seconds=0.7)
     found = place(16, costs, device, 1e9, layer_seconds=(1.0, 2.0))
@@ -163,7 +165,7 @@ def test_offloaded_layers_are_apart_where_a_copy_takes_longer_than_a_layer(
 
 
 def exposed_seconds(placement: Placement, copy: float) -> float:
-    offloaded = [state in OFFLOADED for state in placement.layers]
+    offloaded = [action in OFFLOADED for action in placement.layers]
     return exposed_copies([copy * leaves for leaves in offloaded], device_lifetimes(offloaded), 1.0, 2.0)
 
 
@@ -181,13 +183,13 @@ def test_copies_that_overlap_nothing_are_exposed_in_both_directions() -> None:
 def test_no_offloaded_layer_is_there_during_the_loss_if_two_more_layers_stay() -> None:
     """However many layers are offloaded, and however long their copies take."""
     for layers, seconds in itertools.product((4, 7, 16, 33), (0.5, 1.2, 1.8, 2.3, 9.0)):
-        costs = states(attention=1e9)
-        for state in OFFLOADED:
-            costs[state] = replace(costs[state], copy_seconds=seconds)
+        costs = action_costs(attention=1e9)
+        for action in OFFLOADED:
+            costs[action] = replace(costs[action], copy_seconds=seconds)
         for resident in range(2, layers):
             found = place(layers, costs, 10 * resident, 1e9, layer_seconds=(1.0, 2.0))
             assert found is not None and found.count(KEEP) == resident
-            offloaded = [state == OFFLOAD for state in found.layers]
+            offloaded = [action == OFFLOAD for action in found.layers]
             lifetimes = device_lifetimes(offloaded)
             assert all(i + lifetime < layers for i, lifetime in enumerate(lifetimes) if lifetime)
             assert exposed_seconds(found, seconds) <= exposed_seconds(in_order(Counter(found.layers)), seconds) + 1e-9
@@ -750,18 +752,18 @@ def test_gathered_weights_are_kept_only_where_that_saves_time() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "gpus", "groups", "turns"),
+    ("flags", "gpus", "slices", "groups"),
     [
         ("--tile_layers True", 1, 8, 1), ("--tile_layers True", 4, 8, 1), ("--tile_layers False", 4, 1, 8),
         ("--tile_layers True --schedule ulysses", 4, 2, 4), ("--tile_layers True --fp8 rowwise", 4, 1, 8),
     ],
 )  # fmt: skip
-def test_tiled_layers_hold_one_group_of_heads_around_attention(flags: str, gpus: int, groups: int, turns: int) -> None:
+def test_tiled_layers_hold_one_group_of_heads_around_attention(flags: str, gpus: int, slices: int, groups: int) -> None:
     run = planned_run(LLAMA, f"--bf16 --remat attention --model_max_length 1M {flags}", gpus)
-    assert (run.head_slices, run.choice.head_groups) == (groups, turns)
+    assert (run.head_slices, run.choice.head_groups) == (slices, groups)
     whole = planned_run(LLAMA, "--bf16 --remat attention --model_max_length 1M --tile_layers True --fp8 rowwise", gpus)
     if gpus == 1:
-        assert attention_of(run).backward == attention_of(whole).backward / groups
+        assert attention_of(run).backward == attention_of(whole).backward / slices
 
 
 def test_a_run_that_does_not_fit_ends_with_what_would(capsys: pytest.CaptureFixture[str]) -> None:

@@ -68,7 +68,7 @@ def test_one_row_of_each_number_of_gpus_is_marked_and_it_is_the_fastest(planned:
 
 
 def test_the_row_that_is_marked_is_what_training_takes() -> None:
-    """Also where turns of heads that save memory put another schedule a little ahead."""
+    """Also where head groups that save memory put another schedule a little ahead."""
     for (gpus, length), (heads, kv_heads) in product([(4, 2**17), (4, 2**18), (8, 2**19)], [(32, 8), (24, 8), (16, 8)]):
         shape = AttentionShape(length, heads, kv_heads, 128)
         (marked,) = [row for row in predictions(shape, 8, [gpus], tuple(SCHEDULES)) if row["fastest"]]

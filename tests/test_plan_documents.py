@@ -137,7 +137,7 @@ def test_layers_that_stay_hide_the_copies_of_offloaded_layers_between_them() -> 
     chip = CHIPS["h100-80gb"]
     hardware = replace(run.hardware, chip=chip, gpu_memory=float(chip.memory_bytes))
     plan = make_plan(run.changed(documents=QUARTER, hardware=hardware))
-    offloaded = [i for i, state in enumerate(plan.placement.layers) if state == OFFLOAD]
+    offloaded = [i for i, action in enumerate(plan.placement.layers) if action == OFFLOAD]
     assert plan.fits and offloaded == [*range(0, 26, 2)] and "13 of 32 layers offload;" in str(plan)
     contiguous = plan_as_given(plan.run, in_order(Counter(plan.placement.layers)))
     exposed = [found.seconds["offloading, exposed"] for found in (plan, contiguous)]

@@ -55,7 +55,7 @@ GEMMA = [
     if r["label"] == "lightseq"
 ]
 MEASURED = [r for r in POINTS + GLUE if not r["skipped"]]
-# Measured while one layer more that leaves was there beside those that stay, and with heads in fewer turns.
+# Measured while one layer more that leaves was there beside those that stay, and with fewer head groups.
 TOOK_MORE = ("8b, 8 layers, 128K, offload both",)
 # Tensors of the model's width that were there too, before gradients went as soon as they had been used.
 HELD = {

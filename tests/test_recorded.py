@@ -19,11 +19,11 @@ from worlds import GPU_WORLDS, spawn
 from lightseq.attention import cuda_graphs, executor
 from lightseq.attention.buffers import BufferLayout
 from lightseq.attention.context import SequenceContext
-from lightseq.attention.cuda_graphs import RUNS_BEFORE_RECORDING, GraphCache, is_short
+from lightseq.attention.cuda_graphs import RUNS_BEFORE_CAPTURE, GraphCache, is_short
 from lightseq.attention.executor import Executor, _backward_spec, _forward_spec
 from lightseq.attention.gathered import Gathered, gathered_elements
 from lightseq.attention.operator import attention
-from lightseq.comm.select import Blocking, Unrecorded, make_transport
+from lightseq.comm.select import Blocking, WithoutCudaGraphs, make_transport
 from lightseq.comm.transport import Exchange, Outbox, base_transport_name
 from lightseq.kernels import KERNELS, KernelSpec, Launches
 from lightseq.schedule.algorithms import make_schedule
@@ -62,7 +62,7 @@ class _Passes:
         self.launches._known["a copy"] = self.table  # type: ignore[assignment]
         self.breaks: type[BaseException] | None = None  # what a pass raises while it is recorded
 
-    def count_replay(self, bytes_sent: int, held: int) -> None:
+    def after_replay(self, bytes_sent: int, held: int) -> None:
         self.bytes_sent += bytes_sent
         self.held = held
         self.again += 1
@@ -117,17 +117,17 @@ ended = _Ended()
 
 
 def test_a_pass_is_recorded_once_it_came_in_the_same_places_before(passes: _Passes) -> None:
-    for _ in range(RUNS_BEFORE_RECORDING):
+    for _ in range(RUNS_BEFORE_CAPTURE):
         passes.run("here")
         passes.run("there")
-    assert passes.launched == 2 * RUNS_BEFORE_RECORDING and not passes.recordings.graphs
+    assert passes.launched == 2 * RUNS_BEFORE_CAPTURE and not passes.recordings.graphs
     for _ in range(3):
         passes.run("here")
-    assert passes.launched == 2 * RUNS_BEFORE_RECORDING and passes.again == 3
+    assert passes.launched == 2 * RUNS_BEFORE_CAPTURE and passes.again == 3
     ((recording, bytes_sent, launches),) = passes.recordings.graphs.values()
     assert (recording.replays, bytes_sent) == (3, 10)
     assert launches == [passes.table], "what a recording reads has to stay as long as it"
-    assert passes.bytes_sent == 10 * (2 * RUNS_BEFORE_RECORDING + 3) and passes.held == 42
+    assert passes.bytes_sent == 10 * (2 * RUNS_BEFORE_CAPTURE + 3) and passes.held == 42
     assert passes.recorded_while == [False], "what cycles hold may not be freed while a GPU records"
     assert gc.isenabled()
 
@@ -142,18 +142,18 @@ def test_passes_in_ever_other_places_are_never_recorded(passes: _Passes) -> None
 def test_no_more_are_recorded_than_there_is_room_for(passes: _Passes) -> None:
     with patch.object(cuda_graphs, "MAX_GRAPHS", 1):
         for place in ("here", "there"):
-            for _ in range(RUNS_BEFORE_RECORDING + 2):
+            for _ in range(RUNS_BEFORE_CAPTURE + 2):
                 passes.run(place)
-    assert len(passes.recordings.graphs) == 1 and passes.launched == 2 * RUNS_BEFORE_RECORDING + 2
+    assert len(passes.recordings.graphs) == 1 and passes.launched == 2 * RUNS_BEFORE_CAPTURE + 2
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_passes_that_cannot_be_recorded_are_launched_and_rank_0_warns_once(passes: _Passes, rank: int) -> None:
     _Graph.refuses = True
     with pytest.warns(UserWarning, match="without CUDA graphs") if rank == 0 else nullcontext() as said:
-        for _ in range(2 * RUNS_BEFORE_RECORDING + 2):
+        for _ in range(2 * RUNS_BEFORE_CAPTURE + 2):
             passes.run("here", rank)
-    assert passes.launched == 2 * RUNS_BEFORE_RECORDING + 2 and not passes.recordings.graphs
+    assert passes.launched == 2 * RUNS_BEFORE_CAPTURE + 2 and not passes.recordings.graphs
     assert passes.bytes_sent == 10 * passes.launched, "of a pass that was not recorded nothing counts"
     assert ended.calls == [(0, (0, 0))], "or cached memory would never be given back again"
     if said is not None:
@@ -174,7 +174,7 @@ def _failed(_: int) -> tuple[int, list[str], int, list[float]]:
     passes._launch = run  # type: ignore[method-assign]
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        for _ in range(2 * RUNS_BEFORE_RECORDING + 2):
+        for _ in range(2 * RUNS_BEFORE_CAPTURE + 2):
             passes.run("here")
     with torch.cuda.stream(torch.cuda.Stream()):
         large = torch.empty(2**28, device="cuda")
@@ -187,7 +187,7 @@ def _failed(_: int) -> tuple[int, list[str], int, list[float]]:
 @pytest.mark.gpu(1)
 def test_after_a_recording_that_failed_passes_run_and_memory_goes_back() -> None:
     launched, said, reserved, read = spawn(1, _failed, device="cuda")[0]
-    tries = 2 * RUNS_BEFORE_RECORDING + 2
+    tries = 2 * RUNS_BEFORE_CAPTURE + 2
     assert launched == tries + 1 and read == [2.0**21] * tries
     assert len(said) == 1 and "without CUDA graphs" in said[0], said
     assert reserved < 2**28, "what was allocated after it was not given back"
@@ -225,7 +225,7 @@ def test_flops_of_all_ranks_are_those_of_the_causal_half(backward: bool) -> None
 def test_the_cause_is_said_and_a_stop_is_none(passes: _Passes) -> None:
     """Whatever the end of a recording that went wrong may say besides."""
     _Graph.refuses, passes.breaks = True, KeyboardInterrupt
-    for _ in range(RUNS_BEFORE_RECORDING):
+    for _ in range(RUNS_BEFORE_CAPTURE):
         passes.run("here")
     with pytest.raises(KeyboardInterrupt):
         passes.run("here")
@@ -237,9 +237,9 @@ def test_the_cause_is_said_and_a_stop_is_none(passes: _Passes) -> None:
 def test_an_allocator_that_tells_nothing_of_pools_records_nothing(passes: _Passes) -> None:
     with patch("torch.cuda.get_allocator_backend", lambda: "cudaMallocAsync"):
         passes.recordings = GraphCache()
-    for _ in range(RUNS_BEFORE_RECORDING + 2):
+    for _ in range(RUNS_BEFORE_CAPTURE + 2):
         passes.run("here")
-    assert passes.launched == RUNS_BEFORE_RECORDING + 2
+    assert passes.launched == RUNS_BEFORE_CAPTURE + 2
 
 
 def test_an_unrecorded_transport_differs_in_nothing_else() -> None:
@@ -252,7 +252,7 @@ def test_an_unrecorded_transport_differs_in_nothing_else() -> None:
         exchange=lambda _: 2,
         outbox=lambda _: opened,
     )
-    changed, blocking = Unrecorded(carrier), Blocking(carrier)
+    changed, blocking = WithoutCudaGraphs(carrier), Blocking(carrier)
     assert (changed.name, changed.supports_graphs, blocking.supports_graphs) == ("symmetric-unrecorded", False, True)
     assert changed.outbox(1) is opened and changed.peer_view(0, torch.empty(0)) == 1
     assert changed.exchange(Exchange([], [])) == 2  # type: ignore[comparison-overlap]
@@ -292,13 +292,13 @@ def _keys(_: int) -> dict[str, tuple[int, int]]:
     found: dict[str, tuple[int, int]] = {}
     context = _context("ulysses", "cpu", torch.float32, 8, heads=(4, 4))
     q, k, v, dout, out = (torch.randn(1, 8, 4, 8) for _ in range(5))
-    lse, size = torch.randn(1, 4, 8), gathered_elements(context.schedule.reusing_gathered, q, 4)
+    lse, size = torch.randn(1, 4, 8), gathered_elements(context.schedule.with_gathered_backward, q, 4)
     kept, other = (Gathered(torch.randn(size), 4) for _ in range(2))
     own = {"rank": context.rank, "kernel": context.selection.kernel, "transport": context.transport, "scale": 0.5}
     slow = KERNELS["reference"].make(KernelSpec("cpu", (0, 0), torch.float32, 8))
     same = {"q": q, "k": k, "v": v, "schedule": context.schedule, **own}
     back = {"dout": dout, "own": (q, k, v), "out": out, "lse": lse, "schedule": context.schedule, **own}
-    again = {"own": kept, "schedule": context.schedule.reusing_gathered}
+    again = {"own": kept, "schedule": context.schedule.with_gathered_backward}
 
     seen = list[tuple[int, int]]()
 

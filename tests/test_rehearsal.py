@@ -30,7 +30,7 @@ from lightseq.modules.loss import cross_entropy_sum
 from lightseq.modules.mlp import LinearWeights, gated_mlp
 from lightseq.schedule.cost import AttentionShape
 from lightseq.tools.plan.rehearsal import (
-    MOST_WHOLE_TOKENS,
+    MAX_WHOLE_TOKENS,
     STAGES,
     CountedMemory,
     rehearsal_config,
@@ -106,11 +106,11 @@ def test_rehearsals_of_long_sequences_run_only_the_first_tile() -> None:
         return out, cross_entropy_sum(hidden, head, labels, 4)
 
     whole, total = results()
-    with rehearsal_patches(2 * MOST_WHOLE_TOKENS + 1, 2):
+    with rehearsal_patches(2 * MAX_WHOLE_TOKENS + 1, 2):
         first, part = results()
     assert torch.equal(whole[:3], first[:3]) and first.shape == whole.shape
     torch.testing.assert_close(part, cross_entropy_sum(hidden[:4], head, labels[:4], 4))
-    with rehearsal_patches(2 * MOST_WHOLE_TOKENS, 2):  # short sequences run whole
+    with rehearsal_patches(2 * MAX_WHOLE_TOKENS, 2):  # short sequences run whole
         again = results()
     assert torch.equal(again[0], whole) and torch.equal(again[1], total)
 

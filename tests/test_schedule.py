@@ -57,7 +57,7 @@ def test_a_schedule_is_right_for_every_number_of_head_groups(name: str, groups: 
 def test_kept_operands_do_not_move_again(groups: int) -> None:
     for world in SOME_WORLDS[1:]:
         schedule = make_schedule("ulysses", world, groups)
-        kept = schedule.reusing_gathered
+        kept = schedule.with_gathered_backward
         validate(kept)
         with pytest.raises(InvalidSchedule, match="are missing"):
             validate(dataclasses.replace(kept, reuses_gathered=False))
@@ -165,8 +165,8 @@ def test_auto_never_picks_an_unbalanced_schedule() -> None:
 @pytest.mark.parametrize("world", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("length", [1, 7, 48, 61])
 def test_shards_hold_every_token_once_and_join_again(kind: str, world: int, length: int) -> None:
-    homes = tuple(reversed(range(world))) * 2 if kind == "balanced" else ()
-    layout = Layout(kind, world, 2 if kind in ("zigzag", "balanced") else 1, homes=homes)
+    chunk_groups = tuple(reversed(range(world))) * 2 if kind == "balanced" else ()
+    layout = Layout(kind, world, 2 if kind in ("zigzag", "balanced") else 1, chunk_groups=chunk_groups)
     x = torch.arange(2 * length).reshape(2, length)
     parts = [shard(x, layout, rank, dim=1, fill=-1) for rank in range(world)]
     assert len({part.shape for part in parts}) == 1

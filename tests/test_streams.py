@@ -84,7 +84,7 @@ class _Replays:
             run()
         transport._side = side
         current.wait_stream(graph)
-        transport.count_replay(0, 0)
+        transport.after_replay(0, 0)
         _Replays.runs += 1
 
 
@@ -125,7 +125,7 @@ def _attention(
                 stack.enter_context(patch(f"happens_before.Stream.{without}", lambda *_: None))
             for length in (12, 12, 24):
                 parts = [shard(x, context.layout, rank) for x in _whole(length, HEADS, 8, batch=1)]
-                table = context.schedule.reusing_gathered if keeps else context.schedule
+                table = context.schedule.with_gathered_backward if keeps else context.schedule
                 size = gathered_elements(table, parts[0], HEADS[1])
                 forward = Executor(context.schedule, rank, context.selection.kernel, transport, scale)
                 backward = Executor(table, rank, context.selection.kernel, transport, scale)
@@ -149,7 +149,7 @@ def test_exchanges_between_ranks_are_ordered_on_every_stream(tmp_path: Path) -> 
 
 def _recorded(rank: int, folder: Path, recordings: type[_Replays], forgets: bool) -> tuple[Any, int]:
     if forgets:
-        SymmetricTransport.count_replay = lambda *_: None  # type: ignore[method-assign]
+        SymmetricTransport.after_replay = lambda *_: None  # type: ignore[method-assign]
     return _attention(rank, folder, "", recordings), _Replays.runs
 
 

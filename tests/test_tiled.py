@@ -36,11 +36,11 @@ from lightseq.memory import offload
 from lightseq.memory.offload import HostBufferPool, Offload
 from lightseq.memory.planner.attention_memory import LiveBytes
 from lightseq.memory.planner.rates import Widths, tiled_points
-from lightseq.memory.remat import apply_remat, changed_forwards, checkpoint_groups
+from lightseq.memory.remat import apply_remat, capture_forwards, checkpoint_groups
 from lightseq.models.flops import attention_forward_flops, recompute_flops
 from lightseq.modules import mlp
-from lightseq.modules.low_rank import LinearWeights, side_by_side
-from lightseq.modules.tiled import _GradientSums, tile_layers
+from lightseq.modules.low_rank import LinearWeights, concatenate_outputs
+from lightseq.modules.tiled import _ParameterGradients, tile_layers
 from lightseq.schedule import head_slices
 
 SIZES: dict[str, Any] = dict(
@@ -152,8 +152,8 @@ def test_linears_side_by_side_give_what_each_of_them_gives() -> None:
     )
     linears = [LinearWeights(w1, a1, b1, 0.5), LinearWeights(w2), LinearWeights(w3, a3, b3, 3.0)]
     each = torch.cat([linear.forward(x) for linear in linears], dim=1)
-    torch.testing.assert_close(side_by_side(linears).forward(x), each, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(side_by_side(linears[1:2]).forward(x), each[:, 5:9], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(concatenate_outputs(linears).forward(x), each, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(concatenate_outputs(linears[1:2]).forward(x), each[:, 5:9], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("keep", [True, False])
@@ -226,7 +226,7 @@ def test_products_that_run_again_are_those_that_recomputation_reports(policy: st
         context, layers = hf.enable(model), list(model.model.layers)
         if tiled:
             lasts = layers[1:] if group > 1 else []
-            again = changed_forwards(lasts, partial(tile_layers, lasts, True))
+            again = capture_forwards(lasts, partial(tile_layers, lasts, True))
             tile_layers(layers, policy == "attention")
             if group > 1:
                 checkpoint_groups([layers[:2], layers[2:]], None, again)
@@ -332,10 +332,10 @@ def held_by_backward(
         context, layers = hf.enable(model), model.model.layers
         last = layers[-1:]
         if tiled:
-            again = changed_forwards(last, partial(tile_layers, last, True))
+            again = capture_forwards(last, partial(tile_layers, last, True))
             tile_layers(layers, keep)
         else:
-            again = changed_forwards(last, partial(apply_remat, last, "attention", offload=inner))
+            again = capture_forwards(last, partial(apply_remat, last, "attention", offload=inner))
             apply_remat(layers, "attention" if keep else "full", offload=inner)
         if grouped:
             checkpoint_groups([list(layers)], inner, again if ends_early else None)
@@ -354,11 +354,11 @@ def held_by_backward(
 def test_gradients_of_weights_add_up_in_float32() -> None:
     """A bfloat16 sum of equal terms stands still after 256 of them."""
     weight = torch.ones(1, dtype=torch.bfloat16, requires_grad=True)
-    sums = _GradientSums([weight])
+    sums = _ParameterGradients([weight])
     one = torch.ones(1, dtype=torch.bfloat16)
     for _ in range(1024):
         sums.backward(lambda x: x * weight, one, [], [one])
-    (total,) = sums.finished()
+    (total,) = sums.cast_to_parameter_dtypes()
     assert total is not None and total.item() == 1024 and total.dtype is torch.bfloat16
 
 

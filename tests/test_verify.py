@@ -210,16 +210,16 @@ def _another_seed(rank: int) -> Any:
 def _corrupt_a_byte(rank: int) -> Any:
     right, calls = comm.SendRecvTransport.exchange, iter(range(10**9))
 
-    def wrong(self: Any, asked: comm.Exchange) -> Callable[[], None]:
-        hit = rank == 1 and next(calls) % 8 == 5 and bool(asked.receives)
+    def wrong(self: Any, exchange: comm.Exchange) -> Callable[[], None]:
+        hit = rank == 1 and next(calls) % 8 == 5 and bool(exchange.receives)
 
         def spoil(received: list[Tensor]) -> None:
             if hit:
                 received[0].view(-1).view(torch.uint8)[7] ^= 16
-            if asked.then is not None:
-                asked.then(received)
+            if exchange.on_received is not None:
+                exchange.on_received(received)
 
-        return right(self, asked._replace(then=spoil))
+        return right(self, exchange._replace(on_received=spoil))
 
     return mock.patch.object(comm.SendRecvTransport, "exchange", wrong)
 

@@ -35,7 +35,7 @@ from benchmarks.step_peers.peer import Job, TrainerPeer
 from lightseq.data.batches import Batch
 from lightseq.models.architecture import inspect_architecture
 
-MOST_GATHERED_BYTES = 2**32  # of weights that stay gathered from the forward to the backward pass
+MAX_GATHERED_BYTES = 2**32  # of weights that stay gathered from the forward to the backward pass
 
 
 def prepare(job: Job) -> TrainerPeer:
@@ -115,7 +115,7 @@ def fully_sharded(job: Job, checkpoints: bool = True) -> dict[str, Any]:
             "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
             "transformer_layer_cls_to_wrap": [job.layer_class],
             "activation_checkpointing": checkpoints,
-            "reshard_after_forward": gathered > MOST_GATHERED_BYTES,
+            "reshard_after_forward": gathered > MAX_GATHERED_BYTES,
         },
     }
 

@@ -54,11 +54,11 @@ class Sum(Accumulator):
 
     def reduce(self, reduction: Reduction, launches: Launches) -> None:
         parts = reduction.parts
-        for fresh in (True, False):
-            chosen = {slot: buffers for slot, buffers in parts.items() if (slot not in self._begun) == fresh}
+        for overwrite in (True, False):
+            chosen = {slot: buffers for slot, buffers in parts.items() if (slot not in self._begun) == overwrite}
             if chosen:
                 key = (Sum, addresses(self._totals), reduction.key, tuple(chosen))
-                launches.add(key, lambda chosen=chosen: self._terms(chosen), fresh)  # type: ignore[misc]
+                launches.add(key, lambda chosen=chosen: self._terms(chosen), overwrite)  # type: ignore[misc]
         self._begun |= parts.keys()
 
     def _terms(self, parts: Parts) -> tuple[list[Tensor], list[list[Tensor]]]:

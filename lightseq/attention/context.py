@@ -18,7 +18,7 @@ from lightseq.schedule.algorithms import SCHEDULES, check_heads, make_schedule
 from lightseq.schedule.auto import ScheduleChoice, choose_by_counts, choose_by_time, choose_packed, choose_windowed
 from lightseq.schedule.cost import AttentionShape
 from lightseq.schedule.documents import balance, check_boundaries, packed_schedule, pad_boundaries, padded_length
-from lightseq.schedule.head_slices import with_fewer_turns
+from lightseq.schedule.head_slices import with_fewer_head_groups
 from lightseq.schedule.layout import Layout, shard
 from lightseq.schedule.table import Schedule
 from lightseq.schedule.timing import H200_SYMMETRIC, RATES
@@ -196,7 +196,7 @@ def make_context(group: dist.ProcessGroup, shape: AttentionShape, config: Attent
     world = dist.get_world_size(group)
     chosen = _choose(world, shape, base_transport_name(transport.name), config)
     if config.layers_slice_heads:
-        chosen = with_fewer_turns(chosen, world, shape)
+        chosen = with_fewer_head_groups(chosen, world, shape)
     schedule = make_schedule(chosen.schedule, world, chosen.head_groups or 1, chosen.ulysses_size)
     check_heads(schedule, shape.heads, shape.kv_heads)
     keeps_gathered = config.keep_gathered and schedule.can_keep_gathered
@@ -220,17 +220,18 @@ def _choose(world: int, shape: AttentionShape, transport: str, config: Attention
 
     `transport` is a name without suffixes.
     """
-    asked = ScheduleChoice(config.schedule, config.ulysses_size, config.head_groups)
+    requested = ScheduleChoice(config.schedule, config.ulysses_size, config.head_groups)
     if config.windows:
-        asked = choose_windowed(asked)
+        requested = choose_windowed(requested)
     if config.packed:
-        asked = choose_packed(world, shape, asked)
+        requested = choose_packed(world, shape, requested)
     if transport == "gloo":
-        return choose_by_counts(world, shape, asked) if asked.schedule == "auto" else asked
-    if None not in (asked.head_groups, asked.ulysses_size) and asked.schedule != "auto":
-        return asked
+        return choose_by_counts(world, shape, requested) if requested.schedule == "auto" else requested
+    if None not in (requested.head_groups, requested.ulysses_size) and requested.schedule != "auto":
+        return requested
     rates = RATES.get(transport, H200_SYMMETRIC)
-    return choose_by_time(world, shape, rates, config.gpus_per_host or world, asked, keep_gathered=config.keep_gathered)
+    per_host, keep = config.gpus_per_host or world, config.keep_gathered
+    return choose_by_time(world, shape, rates, per_host, requested, keep_gathered=keep)
 
 
 def release(context: SequenceContext) -> None:

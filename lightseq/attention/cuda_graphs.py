@@ -2,7 +2,7 @@
 
 A pass is tens of kernels, copies and waits. Launching them one by one takes the host one to two milliseconds, longer
 than a short pass runs on the GPU. A graph is one launch. Training uses the same memory again in every step, so graphs
-can be replayed. Their temporary memory comes from a separate pool, so only small passes are recorded.
+can be replayed. Their temporary memory comes from a separate pool, so only small passes are captured.
 """
 
 import warnings
@@ -20,12 +20,12 @@ from lightseq.utils.gc_control import without_collection
 
 MAX_FLOPS = 2e12  # of a pass: about three milliseconds on an H100, long enough to hide the launches of the next pass
 MAX_OUTBOX_BYTES = 2**28  # a pass needs about twice as much temporary memory
-RUNS_BEFORE_RECORDING = 2  # in the same memory
+RUNS_BEFORE_CAPTURE = 2  # in the same memory
 MAX_GRAPHS = 512  # two passes of every layer
 MAX_SEEN = 4096
 
 
-class RecordedPass(NamedTuple):
+class CapturedPass(NamedTuple):
     graph: torch.cuda.CUDAGraph
     bytes_sent: int
     launches: list[Launch]  # their tables must live as long as the graph
@@ -35,7 +35,7 @@ class GraphCache:
     """Cache of the graphs that use one outbox. They contain addresses in it, and are dropped with it."""
 
     def __init__(self) -> None:
-        self.graphs: dict[Hashable, RecordedPass] = {}
+        self.graphs: dict[Hashable, CapturedPass] = {}
         self._seen: Counter[Hashable] = Counter()
         self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         self._bytes = 0
@@ -45,30 +45,30 @@ class GraphCache:
     def run(
         self, spec: PassSpec, memory_key: Hashable, run: Callable[[], None], launches: Launches, transport: Transport
     ) -> None:
-        """Runs a pass, as a graph if one is recorded. `memory_key` identifies its memory and its computation."""
+        """Runs a pass, as a graph if one is captured. `memory_key` identifies its memory and its computation."""
         key = (spec, memory_key, torch.cuda.current_stream().stream_id)
         if (known := self.graphs.get(key)) is not None:
             known.graph.replay()
-            transport.count_replay(known.bytes_sent, self._bytes)
-        elif self._should_record(key) and (made := self._record(spec, run, launches, transport)) is not None:
+            transport.after_replay(known.bytes_sent, self._bytes)
+        elif self._should_capture(key) and (made := self._capture(spec, run, launches, transport)) is not None:
             self.graphs[key] = made
             made.graph.replay()
-            transport.count_replay(0, self._bytes)
+            transport.after_replay(0, self._bytes)
         else:
             run()
 
-    def _should_record(self, key: Hashable) -> bool:
+    def _should_capture(self, key: Hashable) -> bool:
         if self._disabled or len(self.graphs) >= MAX_GRAPHS or torch.cuda.is_current_stream_capturing():
             return False
         if len(self._seen) >= MAX_SEEN:
             self._seen.clear()
         self._seen[key] += 1
-        return self._seen[key] > RUNS_BEFORE_RECORDING
+        return self._seen[key] > RUNS_BEFORE_CAPTURE
 
-    def _record(
+    def _capture(
         self, spec: PassSpec, run: Callable[[], None], launches: Launches, transport: Transport
-    ) -> RecordedPass | None:
-        """Records a pass. Returns None if something in it cannot be recorded, such as a kernel of another library."""
+    ) -> CapturedPass | None:
+        """Captures a pass. Returns None if something in it cannot be captured, such as a kernel of another library."""
         graph, sent = torch.cuda.CUDAGraph(), transport.bytes_sent
         self._stream.wait_stream(torch.cuda.current_stream())
         try:
@@ -84,13 +84,13 @@ class GraphCache:
                 graph.capture_end()
         except RuntimeError as error:
             self._give_up(graph, error, spec.rank)
-            transport.count_replay(sent - transport.bytes_sent, self._bytes)  # nothing was sent
+            transport.after_replay(sent - transport.bytes_sent, self._bytes)  # nothing was sent
             return None
         self._bytes = sum(piece["total_size"] for piece in torch.cuda.memory_snapshot(self._pool))
-        return RecordedPass(graph, transport.bytes_sent - sent, collected)
+        return CapturedPass(graph, transport.bytes_sent - sent, collected)
 
     def _give_up(self, graph: torch.cuda.CUDAGraph, error: RuntimeError, rank: int) -> None:
-        """Turns recording off, and ends it in torch's allocator, which would otherwise never release cached memory."""
+        """Turns capture off, and ends it in torch's allocator, which would otherwise never release cached memory."""
         self._disabled, self._failed_graph = True, graph
         with suppress(RuntimeError):  # raised if it has ended already
             torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)

@@ -3,8 +3,7 @@
 Shape suffixes: B batch, S local sequence, H query heads, K key/value heads, D head dim.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial, wraps
 
@@ -46,7 +45,8 @@ class Executor:
         backward pass.
         """
         spec = _forward_spec(self.schedule, self.rank, q.shape, k.shape[2], q.dtype)
-        with self._prepare(spec, {"q": (q,), "kv": (k, v)}, gathered) as (run, accumulators):
+        with self.transport.outbox(spec.outbox_bytes) as outbox:
+            run, accumulators = self._prepare_pass(spec, {"q": (q,), "kv": (k, v)}, gathered, outbox)
             run()
         out, lse = accumulators["out"].finals
         return out, lse
@@ -57,7 +57,7 @@ class Executor:
         """Returns dq, dk and dv of the local chunks, in the inputs' dtypes; partial gradients add up in float32.
 
         `qkv` are the rank's own q, k and v, or those that the forward pass gathered; the schedule then reuses them
-        (`Schedule.reusing_gathered`). out and lse are the results of the forward pass.
+        (`Schedule.with_gathered_backward`). out and lse are the results of the forward pass.
         """
         operands: dict[str, Buffer]
         if isinstance(qkv, Gathered):
@@ -66,16 +66,16 @@ class Executor:
             q, k, v = qkv
             gathered, kv_heads, operands = None, k.shape[2], {"q": (q, dout, out, lse), "kv": (k, v)}
         spec = _backward_spec(self.schedule, self.rank, dout.shape, kv_heads, dout.dtype)
-        with self._prepare(spec, operands, gathered) as (run, accumulators):
+        with self.transport.outbox(spec.outbox_bytes) as outbox:
+            run, accumulators = self._prepare_pass(spec, operands, gathered, outbox)
             run()
         (dq,), (dk, dv) = accumulators["dq"].finals, accumulators["dkv"].finals
         return dq, dk, dv
 
-    @contextmanager
-    def _prepare(
-        self, spec: PassSpec, operands: Mapping[str, Buffer], gathered: Gathered | None
-    ) -> Iterator[tuple[Callable[[], None], Mapping[str, Accumulator]]]:
-        """Opens the outbox, and yields a function that runs the pass and the accumulators of its results.
+    def _prepare_pass(
+        self, spec: PassSpec, operands: Mapping[str, Buffer], gathered: Gathered | None, outbox: Outbox
+    ) -> tuple[Callable[[], None], Mapping[str, Accumulator]]:
+        """Returns a function that runs the pass while the outbox is open, and the accumulators of its results.
 
         A short pass runs as a CUDA graph after a few runs in the same memory.
         """
@@ -84,20 +84,18 @@ class Executor:
             item: ACCUMULATORS[item](spec.layouts[item], device, in_final_dtype)
             for item, in_final_dtype in spec.in_final_dtype.items()
         }
-        with self.transport.outbox(spec.outbox_bytes) as outbox:
-            program, launches = program_and_launches(spec, self.transport, outbox)
-            execution = _Execution(self, spec, program, operands, accumulators, launches, gathered)
-            if not (self.transport.supports_graphs and is_short(spec)):
-                yield execution.run, accumulators
-                return
-            for accumulator in accumulators.values():
-                accumulator.open()
-            touched = [*operands.values(), *(accumulator.finals for accumulator in accumulators.values())]
-            memory = [] if gathered is None else [gathered.memory]
-            memory_key = addresses([x for buffer in touched for x in buffer] + memory)
-            graphs = outbox.cache.get(GraphCache) or outbox.cache.setdefault(GraphCache, GraphCache())
-            key = (self.kernel, self.scale, memory_key)
-            yield partial(graphs.run, spec, key, execution.run, launches, self.transport), accumulators
+        program, launches = program_and_launches(spec, self.transport, outbox)
+        execution = _Execution(self, spec, program, operands, accumulators, launches, gathered)
+        if not (self.transport.supports_graphs and is_short(spec)):
+            return execution.run, accumulators
+        for accumulator in accumulators.values():
+            accumulator.open()
+        touched = [*operands.values(), *(accumulator.finals for accumulator in accumulators.values())]
+        memory = [] if gathered is None else [gathered.memory]
+        memory_key = addresses([x for buffer in touched for x in buffer] + memory)
+        graphs = outbox.cache.get(GraphCache) or outbox.cache.setdefault(GraphCache, GraphCache())
+        key = (self.kernel, self.scale, memory_key)
+        return partial(graphs.run, spec, key, execution.run, launches, self.transport), accumulators
 
 
 class _Execution:
@@ -204,7 +202,7 @@ class _Execution:
         for item in step.reduced_items:
             self._accumulators[item].open()
 
-        def then(received: list[Tensor]) -> None:
+        def on_received(received: list[Tensor]) -> None:
             parts = received[fetched:]
             # A transport that reads in place hands over the very views that the program prepared.
             if step.reductions is not None and all(x is r.remote for x, r in zip(parts, step.receives, strict=True)):
@@ -217,9 +215,16 @@ class _Execution:
             self._reduce(reductions_of(unreduced + arrived))
 
         if not step.has_moves:
-            return lambda: then([])
-        copy, idle = self._launches.copy, not step.tiles
-        return self._executor.transport.exchange(Exchange(step.sends, receives, then, step.fresh, copy, idle))
+            return lambda: on_received([])
+        exchange = Exchange(
+            sends=step.sends,
+            receives=receives,
+            on_received=on_received,
+            outboxes_written=step.outboxes_written,
+            copy=self._launches.copy,
+            idle=not step.tiles,
+        )
+        return self._executor.transport.exchange(exchange)
 
     def _reduce(self, reductions: Sequence[Reduction]) -> None:
         for reduction in reductions:

@@ -81,7 +81,7 @@ class _Lowering:
             tiles=tuple(self.tile(t, i, tile) for i, tile in enumerate(step.tiles[self.rank])),
             closes=tuple(i for i, a in enumerate(self.arenas) if a.last == t),
             has_moves=bool(step.moves),
-            fresh=t == self.first_move or any(move.is_result for move in step.moves),
+            outboxes_written=t == self.first_move or any(move.is_result for move in step.moves),
         )
 
     def messages(self, t: int) -> tuple[list[Send], list[Fetch], list[Arrival]]:

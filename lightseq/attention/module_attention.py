@@ -10,9 +10,9 @@ from lightseq.attention.context import SequenceContext
 from lightseq.attention.operator import attention
 from lightseq.kernels.logit_transform import LogitTransform
 
-# Keyword arguments of an attention call. Any other that is not None or False would change the result.
-# Those of `attention`: documents, window and sinks, by the names of transformers.
+# Keywords passed to `attention`: documents, window and sinks, by transformers' names.
 PASSED_ON: Final = ("documents", "sliding_window", "s_aux")
+# Supported keywords, and those without effect. Any other would change the result, unless it is None or False.
 HONOURED: Final = frozenset({*PASSED_ON, "dropout", "scaling", "softcap"})
 HARMLESS: Final = frozenset(
     {

@@ -16,7 +16,7 @@ from lightseq.attention.executor import Executor
 from lightseq.attention.gathered import Gathered, gathered_elements
 from lightseq.comm.transport import base_transport_name
 from lightseq.kernels import Saved
-from lightseq.kernels.checkpoint_context import operator_wrapper
+from lightseq.kernels.checkpoint_context import operator_wrapper, reuse_or_compute
 from lightseq.kernels.logit_transform import LogitTransform
 from lightseq.kernels.selection import with_softcap
 from lightseq.schedule.algorithms import check_heads
@@ -229,10 +229,8 @@ def _forward_in_checkpoint(
     boundaries: Tensor | None = None, window: int | None = None, sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Runs `_forward`, unless a checkpoint around the operator has stored its results."""
-    wrapper = operator_wrapper()
-    if wrapper is None:
-        return _forward(q, k, v, scale_and_cap, context_name, boundaries, window, sinks)
-    out, lse, gathered = wrapper(partial(_forward, q, k, v, scale_and_cap, context_name, boundaries, window, sinks))
+    compute = partial(_forward, q, k, v, scale_and_cap, context_name, boundaries, window, sinks)
+    out, lse, gathered = reuse_or_compute(compute)
     return out, lse, gathered
 
 
@@ -270,7 +268,7 @@ def _gradients(
     table = _table(context, dout, boundaries, window)
     qkv: tuple[Tensor, Tensor, Tensor] | Gathered
     if len(tensors) == 1:
-        table, qkv = table.reusing_gathered, Gathered(tensors[0], kv_heads)
+        table, qkv = table.with_gathered_backward, Gathered(tensors[0], kv_heads)
     else:
         qkv = (tensors[0], tensors[1], tensors[2])
     gradients = _executor(context, table, scale_and_cap).backward(dout, qkv, out, lse)
@@ -337,7 +335,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *inputs):  # type: ignore[no-untyped-def]
-        wrapper = operator_wrapper()
+        wrapper = operator_wrapper()  # as `reuse_or_compute`, but without its stack frame
         output = _forward(*inputs) if wrapper is None else wrapper(partial(_forward, *inputs))
         _setup_context(ctx, inputs, output)
         return output

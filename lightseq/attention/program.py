@@ -108,7 +108,7 @@ class StepProgram(NamedTuple):
     tiles: tuple[TileProgram, ...]
     closes: tuple[int, ...]  # arenas that are freed
     has_moves: bool  # between any two ranks
-    fresh: bool  # some outbox was written to since the last exchange
+    outboxes_written: bool  # some rank has written to its outbox since the last exchange
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightseq.comm.symmetric import make_symmetric
-from lightseq.comm.transport import BLOCKING, UNRECORDED, Exchange, Outbox, SendRecvTransport, Transport
+from lightseq.comm.transport import BLOCKING, WITHOUT_CUDA_GRAPHS, Exchange, Outbox, SendRecvTransport, Transport
 
 
 class _WrappedTransport:
@@ -31,8 +31,8 @@ class _WrappedTransport:
         return self._inner.buffer_bytes
 
     @property
-    def recorded_bytes(self) -> int:
-        return self._inner.recorded_bytes
+    def graph_bytes(self) -> int:
+        return self._inner.graph_bytes
 
     def outbox(self, size: int) -> AbstractContextManager[Outbox]:
         return self._inner.outbox(size)
@@ -40,11 +40,11 @@ class _WrappedTransport:
     def peer_view(self, rank: int, here: Tensor) -> Tensor:
         return self._inner.peer_view(rank, here)
 
-    def exchange(self, asked: Exchange) -> Callable[[], None]:
-        return self._inner.exchange(asked)
+    def exchange(self, exchange: Exchange) -> Callable[[], None]:
+        return self._inner.exchange(exchange)
 
-    def count_replay(self, bytes_sent: int, recorded_bytes: int) -> None:
-        self._inner.count_replay(bytes_sent, recorded_bytes)
+    def after_replay(self, bytes_sent: int, graph_bytes: int) -> None:
+        self._inner.after_replay(bytes_sent, graph_bytes)
 
 
 class Blocking(_WrappedTransport):
@@ -53,18 +53,18 @@ class Blocking(_WrappedTransport):
     def __init__(self, inner: Transport) -> None:
         super().__init__(inner, BLOCKING)
 
-    def exchange(self, asked: Exchange) -> Callable[[], None]:
-        self._inner.exchange(asked)()
+    def exchange(self, exchange: Exchange) -> Callable[[], None]:
+        self._inner.exchange(exchange)()
         return lambda: None
 
 
-class Unrecorded(_WrappedTransport):
+class WithoutCudaGraphs(_WrappedTransport):
     """Transport without CUDA graphs of short passes, to measure their gain."""
 
     supports_graphs = False
 
     def __init__(self, inner: Transport) -> None:
-        super().__init__(inner, UNRECORDED)
+        super().__init__(inner, WITHOUT_CUDA_GRAPHS)
 
 
 class NoTransport:
@@ -75,7 +75,7 @@ class NoTransport:
     """
 
     name, fallback_reason = "none", ""
-    buffer_bytes = recorded_bytes = 0
+    buffer_bytes = graph_bytes = 0
 
     def __init__(self, device: torch.device) -> None:
         self.bytes_sent = 0
@@ -92,25 +92,25 @@ class NoTransport:
     def peer_view(self, rank: int, here: Tensor) -> Tensor:
         return here
 
-    def exchange(self, asked: Exchange) -> Callable[[], None]:
-        received = [r.remote if r.into is None else r.into for r in asked.receives]
-        for _, remote, into in asked.receives:
+    def exchange(self, exchange: Exchange) -> Callable[[], None]:
+        received = [r.remote if r.into is None else r.into for r in exchange.receives]
+        for _, remote, into in exchange.receives:
             if into is not None and (memory := (into.data_ptr(), into.nbytes)) not in self._seen:
                 self._seen.add(memory)
                 if into.is_cuda and torch.cuda.is_current_stream_capturing():
                     _copy_once(into, remote)
                 else:
                     into.copy_(remote)
-        return lambda: asked.then(received) if asked.then is not None else None
+        return lambda: exchange.on_received(received) if exchange.on_received is not None else None
 
-    def count_replay(self, bytes_sent: int, recorded_bytes: int) -> None:
+    def after_replay(self, bytes_sent: int, graph_bytes: int) -> None:
         pass
 
 
 def _copy_once(into: Tensor, remote: Tensor) -> None:
-    """Copies now, outside the CUDA graph that is being recorded."""
+    """Copies now, outside the CUDA graph that is being captured."""
     aside = torch.cuda.Stream(into.device)
-    while True:  # torch reuses a few streams, among them the recording one
+    while True:  # torch reuses a few streams, among them the capturing one
         with torch.cuda.stream(aside):
             if not torch.cuda.is_current_stream_capturing():
                 into.copy_(remote)
@@ -125,7 +125,7 @@ def make_transport(name: str, group: dist.ProcessGroup, device: torch.device) ->
     `auto` is gloo on CPU, symmetric if every rank can map the others' memory, else nccl. `none` moves nothing. The
     suffix `-blocking` turns off overlap, `-unrecorded` CUDA graphs of passes.
     """
-    for suffix, change in ((BLOCKING, Blocking), (UNRECORDED, Unrecorded)):
+    for suffix, change in ((BLOCKING, Blocking), (WITHOUT_CUDA_GRAPHS, WithoutCudaGraphs)):
         if name.endswith(suffix):
             return change(make_transport(name.removesuffix(suffix), group, device))
     if name == "none":

@@ -26,7 +26,7 @@ class SymmetricTransport:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.bytes_sent = 0
-        self.buffer_bytes = self.recorded_bytes = 0
+        self.buffer_bytes = self.graph_bytes = 0
         self._group, self._device, self._rank = group, device, dist.get_rank(group)
         self._world, self.supports_graphs = dist.get_world_size(group), device.type == "cuda"
         self._side = torch.cuda.Stream(device, priority=-1)
@@ -38,7 +38,7 @@ class SymmetricTransport:
         self._peers: list[Tensor] = []
         for old in ("_outbox", "_handle", "_memory"):  # free the old outbox before the new one is allocated
             vars(self).pop(old, None)
-        self.buffer_bytes = self.recorded_bytes = 0
+        self.buffer_bytes = self.graph_bytes = 0
         self._memory = self._allocate(size)
         self._handle = symmetric_memory.rendezvous(self._memory, self._group)
         self._peers = [self._handle.get_buffer(rank, (size,), torch.uint8) for rank in range(self._world)]
@@ -70,24 +70,24 @@ class SymmetricTransport:
             self._handle.barrier()
         self._all_read = self._side.record_event()
 
-    def exchange(self, asked: Exchange) -> Callable[[], None]:
-        receives, then, copy = asked.receives, asked.then, asked.copy
+    def exchange(self, exchange: Exchange) -> Callable[[], None]:
+        receives, on_received, copy = exchange.receives, exchange.on_received, exchange.copy
         current = self._current()
-        self.bytes_sent += sum(s.tensor.nbytes for s in asked.sends)
+        self.bytes_sent += sum(s.tensor.nbytes for s in exchange.sends)
         own = [r for r in receives if r.src == self._rank]  # already on this rank
         self._side.wait_stream(current)
         with self._side:
-            if not asked.idle:  # if idle, they run beside the barrier and the fetches from others
+            if not exchange.idle:  # if idle, they run beside the barrier and the fetches from others
                 _fetch(own, copy)
-            if asked.fresh:
+            if exchange.outboxes_written:
                 self._handle.barrier()
             _fetch([r for r in receives if r.src != self._rank], copy)
-            if then is not None:
-                then([remote if into is None else into for _, remote, into in receives])
+            if on_received is not None:
+                on_received([remote if into is None else into for _, remote, into in receives])
         done = self._side.record_event()
-        if asked.idle:
+        if exchange.idle:
             _fetch(own, copy)
-        in_use = [then]  # keeps its tensors alive: their memory must not be reused while it is read
+        in_use = [on_received]  # keeps its tensors alive: their memory must not be reused while it is read
 
         def wait() -> None:
             current.wait_event(done)
@@ -95,9 +95,9 @@ class SymmetricTransport:
 
         return wait
 
-    def count_replay(self, bytes_sent: int, recorded_bytes: int) -> None:
+    def after_replay(self, bytes_sent: int, graph_bytes: int) -> None:
         self.bytes_sent += bytes_sent
-        self.recorded_bytes = recorded_bytes
+        self.graph_bytes = graph_bytes
         self._side.wait_stream(self._current())
 
     def _current(self) -> torch.cuda.Stream:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 BLOCKING = "-blocking"  # suffix of a transport without overlap
-UNRECORDED = "-unrecorded"  # suffix of a transport without CUDA graphs of short passes
+WITHOUT_CUDA_GRAPHS = "-unrecorded"  # suffix of a transport without CUDA graphs of short passes
 
 # Copies pairs (to, from) of tensors in one launch. The key identifies their addresses; the function returns the pairs,
 # and is called for a new key only.
@@ -23,7 +23,7 @@ Copy = Callable[[Hashable, Callable[[], Sequence[tuple[Tensor, Tensor]]]], None]
 
 def base_transport_name(name: str) -> str:
     """Returns a transport's name without its suffixes."""
-    while name.endswith((BLOCKING, UNRECORDED)):
+    while name.endswith((BLOCKING, WITHOUT_CUDA_GRAPHS)):
         name = name.rsplit("-", 1)[0]
     return name
 
@@ -50,8 +50,8 @@ class Exchange(NamedTuple):
     receives: Sequence[Receive]
     # Called with the received tensors, in the order of `receives`; it may run on another stream, beside the caller's
     # next work.
-    then: Callable[[list[Tensor]], None] | None = None
-    fresh: bool = True  # some rank has written to its outbox since the last exchange
+    on_received: Callable[[list[Tensor]], None] | None = None
+    outboxes_written: bool = True  # some rank has written to its outbox since the last exchange
     copy: Copy | None = None  # fused copy of many small tensors
     idle: bool = False  # the caller's stream waits for this exchange, so the transport may use it
 
@@ -86,7 +86,7 @@ class Transport(Protocol):
         ...
 
     @property
-    def recorded_bytes(self) -> int:
+    def graph_bytes(self) -> int:
         """Bytes of device memory held by CUDA graphs of passes, which torch does not count as allocated."""
         ...
 
@@ -98,17 +98,18 @@ class Transport(Protocol):
         """Returns the view of another rank's outbox at the offset that `here` has in this rank's own, for `Receive`."""
         ...
 
-    def exchange(self, asked: Exchange) -> Callable[[], None]:
+    def exchange(self, exchange: Exchange) -> Callable[[], None]:
         """Starts all messages, and returns a function that waits until the received tensors may be used.
 
-        Sent memory may be overwritten after two more fresh exchanges, once the caller has waited for one of the two.
+        Sent memory may be overwritten after two more exchanges with `outboxes_written`, once the caller has waited for
+        one of the two.
         """
         ...
 
-    def count_replay(self, bytes_sent: int, recorded_bytes: int) -> None:
-        """Counts a pass that ran as a CUDA graph, before its outbox closes.
+    def after_replay(self, bytes_sent: int, graph_bytes: int) -> None:
+        """Counts a replayed pass and orders the transport's stream after it. Call it before the outbox closes.
 
-        `bytes_sent` are not counted yet; `recorded_bytes` is the memory of all graphs.
+        `bytes_sent` are not counted yet; `graph_bytes` is the memory of all graphs.
         """
         ...
 
@@ -116,7 +117,7 @@ class Transport(Protocol):
 class SendRecvTransport:
     """Transport over send and recv of torch.distributed: nccl between GPUs, gloo between CPU processes."""
 
-    buffer_bytes = recorded_bytes = 0
+    buffer_bytes = graph_bytes = 0
     supports_graphs = False
 
     def __init__(self, name: str, group: dist.ProcessGroup, device: torch.device, fallback_reason: str = "") -> None:
@@ -138,26 +139,26 @@ class SendRecvTransport:
     def peer_view(self, rank: int, here: Tensor) -> Tensor:
         return here
 
-    def exchange(self, asked: Exchange) -> Callable[[], None]:
-        ops = [dist.P2POp(dist.isend, s.tensor, self._peers[s.dst], self._group) for s in asked.sends]
+    def exchange(self, exchange: Exchange) -> Callable[[], None]:
+        ops = [dist.P2POp(dist.isend, s.tensor, self._peers[s.dst], self._group) for s in exchange.sends]
         received = []
-        for src, remote, into in asked.receives:
+        for src, remote, into in exchange.receives:
             into = torch.empty_like(remote) if into is None else into
             if src == self._rank:
                 into.copy_(remote)
             else:
                 ops.append(dist.P2POp(dist.irecv, into, self._peers[src], self._group))
             received.append(into)
-        self.bytes_sent += sum(s.tensor.nbytes for s in asked.sends)
+        self.bytes_sent += sum(s.tensor.nbytes for s in exchange.sends)
         works = dist.batch_isend_irecv(ops) if ops else []
 
         def wait() -> None:
             for work in works:
                 work.wait()
-            if asked.then is not None:
-                asked.then(received)
+            if exchange.on_received is not None:
+                exchange.on_received(received)
 
         return wait
 
-    def count_replay(self, bytes_sent: int, recorded_bytes: int) -> None:
+    def after_replay(self, bytes_sent: int, graph_bytes: int) -> None:
         raise AssertionError("a pass over send and recv is never a CUDA graph")

@@ -8,7 +8,7 @@ STORES_MLP: Final = (STORE_MLP, STORE_LINEARS)
 POLICIES: Final = ("none", STORE_LINEARS, STORE_MLP, "attention", "full")
 
 
-def keeps_gathered(policy: str) -> bool:
+def may_keep_gathered(policy: str) -> bool:
     """Returns whether attention may store gathered q, k and v for its backward pass.
 
     A recomputed layer makes q, k and v again and would then hold both copies.

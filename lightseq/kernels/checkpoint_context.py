@@ -23,7 +23,7 @@ _PASS: ContextVar[_Pass] = ContextVar("pass", default=_NO_CHECKPOINT)
 class checkpoint_pass:
     """Context manager around one of the two passes of a checkpoint, for operators in this thread.
 
-    Inside it `stored_or_computed` calls `wrapper` (None: the computation itself), and `is_recomputing` returns
+    Inside it `reuse_or_compute` calls `wrapper` (None: the computation itself), and `is_recomputing` returns
     `recomputing`. A dispatch mode could do the same, but would add about ten microseconds to every other operation.
     """
 
@@ -58,7 +58,7 @@ def operator_wrapper() -> OperatorWrapper | None:
     return _PASS.get().wrapper
 
 
-def stored_or_computed(compute: Callable[[], Results]) -> Results:
+def reuse_or_compute(compute: Callable[[], Results]) -> Results:
     """Returns the results of an operator: those that a checkpoint around it has stored, else computed ones."""
     wrapper = operator_wrapper()
     return compute() if wrapper is None else wrapper(compute)

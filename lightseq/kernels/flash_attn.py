@@ -28,8 +28,8 @@ class _FlashAttention:
     name: ClassVar[str]
     module: ClassVar[str]
     package: ClassVar[str]
-    lowest: ClassVar[tuple[int, int]]  # compute capability
-    above: ClassVar[tuple[int, int]] = (99, 0)
+    min_capability: ClassVar[tuple[int, int]]  # compute capability
+    max_capability_exclusive: ClassVar[tuple[int, int]] = (99, 0)
     causal_alignment: ClassVar[Literal["bottom_right"]] = "bottom_right"
     has_windows: ClassVar[bool] = True
 
@@ -39,7 +39,7 @@ class _FlashAttention:
     def why_unsupported(self, spec: KernelSpec) -> str | None:
         if reason := why_not_flash(spec):
             return reason
-        if not self.lowest <= spec.capability < self.above:
+        if not self.min_capability <= spec.capability < self.max_capability_exclusive:
             return f"does not run on compute capability {'.'.join(map(str, spec.capability))}"
         if spec.head_dim > 256 or (self.name == "fa4" and spec.capability >= (10, 0) and spec.head_dim > 128):
             return f"does not support head dimension {spec.head_dim}"
@@ -63,7 +63,7 @@ class FlashAttention2(_FlashAttention):
     name = "fa2"
     module = "flash_attn.flash_attn_interface"
     package = "flash-attn"
-    lowest = (8, 0)
+    min_capability = (8, 0)
 
     def _features(self, window: int | None) -> dict[str, Any]:
         return {**_sides(window), "softcap": self.softcap, "alibi_slopes": None}  # all are required
@@ -115,7 +115,7 @@ class FlashAttention3(_FlashAttention):
     name = "fa3"
     module = "flash_attn_interface"
     package = "flash-attn-3"
-    lowest, above = (9, 0), (10, 0)
+    min_capability, max_capability_exclusive = (9, 0), (10, 0)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, into: Tensor | None = None,
@@ -143,7 +143,7 @@ class FlashAttention4(_FlashAttention):
     name = "fa4"
     module = "flash_attn.cute.interface"
     package = "flash-attn-4"
-    lowest = (9, 0)
+    min_capability = (9, 0)
 
     def why_unsupported(self, spec: KernelSpec) -> str | None:
         if spec.softcap and spec.capability >= (12, 0):

@@ -50,8 +50,8 @@ def copy_launch(pairs: Sequence[tuple[Tensor, Tensor]]) -> Launch | None:
     return Launch(_copy, (len(lines) * tiles, 1, 1), arguments, constants, num_warps=4)
 
 
-def add_launch(totals: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], fresh: bool) -> Launch:
-    """Prepares adding to every total the sum of its parts, in float32. `fresh`: the totals hold nothing yet.
+def add_launch(totals: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], overwrite: bool) -> Launch:
+    """Prepares adding to every total the sum of its parts, in float32; with `overwrite` the totals hold nothing yet.
 
     Totals have the same shape, dtype and strides; parts may differ in strides.
     """
@@ -71,7 +71,7 @@ def add_launch(totals: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], fres
     arguments = (total.new_empty(0), part.new_empty(0), table, len(totals), rows, length, heads * dim, dim, *strides)
     step = 16 // min(total.element_size(), part.element_size())
     wide = step if _is_wide(numbers, line, [dim, *strides], step) else 1
-    constants = {"LINE": line, "FRESH": fresh, "WIDE": wide, "ROWS": some_rows, "COLUMNS": columns}
+    constants = {"LINE": line, "FRESH": overwrite, "WIDE": wide, "ROWS": some_rows, "COLUMNS": columns}
     return Launch(_add, grid, arguments, constants, num_warps=4)
 
 
@@ -102,7 +102,7 @@ def _table(numbers: list[int], device: torch.device) -> Tensor:
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         return upload(table, device)
     while True:  # copied at once, outside the CUDA graph, which would repeat the copy
-        with torch.cuda.stream(torch.cuda.Stream(device)):  # torch reuses streams; this one may be recording
+        with torch.cuda.stream(torch.cuda.Stream(device)):  # torch reuses streams; this one may be capturing
             if not torch.cuda.is_current_stream_capturing():
                 return table.to(device)
 

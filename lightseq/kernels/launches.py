@@ -77,20 +77,20 @@ class Launches:
             self._remember(key, launch)
         self._run(launch)
 
-    def add(self, key: Hashable, build: Callable[[], TotalsAndParts], fresh: bool) -> None:
-        """Adds its parts to every total, in float32 or wider. `fresh`: the totals hold nothing yet."""
-        launch = self._known.get((key, fresh))
+    def add(self, key: Hashable, build: Callable[[], TotalsAndParts], overwrite: bool) -> None:
+        """Adds its parts to every total, in float32 or wider; with `overwrite` the totals hold nothing yet."""
+        launch = self._known.get((key, overwrite))
         if launch is None:
             totals, parts = build()
             fused = fused_kernels(totals[0])
             if fused is None:
                 for total, pieces in zip(totals, parts, strict=True):
                     wide = torch.promote_types(total.dtype, torch.float32)
-                    terms = [x.to(wide) for x in ([] if fresh else [total]) + list(pieces)]
+                    terms = [x.to(wide) for x in ([] if overwrite else [total]) + list(pieces)]
                     total.copy_(sum(terms[1:], start=terms[0]))
                 return
-            launch = fused.add_launch(totals, parts, fresh)
-            self._remember((key, fresh), launch)
+            launch = fused.add_launch(totals, parts, overwrite)
+            self._remember((key, overwrite), launch)
         self._run(launch)
 
     def _run(self, launch: Launch) -> None:

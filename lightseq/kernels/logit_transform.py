@@ -11,13 +11,13 @@ from torch import Tensor
 class LogitTransform:
     """Logits of a product x: x * scale, then softly capped, cap * tanh(x * scale / cap) (Gemma 2, arXiv 2408.00118).
 
-    A factor behind the cap is one on `scale` and `cap`, so the order of both makes no difference.
+    Multiplying capped logits by f equals multiplying `scale` and `cap` by f.
     """
 
     scale: float = 1.0
     cap: float | None = None
 
-    def over(self, temperature: float) -> "LogitTransform":
+    def with_temperature(self, temperature: float) -> "LogitTransform":
         """Returns the transform whose logits are divided by a temperature."""
         return LogitTransform(self.scale / temperature, None if self.cap is None else self.cap / temperature)
 

@@ -35,9 +35,9 @@ def layers_in_flight(tile_layers: bool) -> int:
 def device_lifetimes(offloaded: Sequence[bool], in_flight: int = IN_FLIGHT) -> list[int]:
     """Returns the lifetime on the device of each offloaded layer's tensors; 0 if they stay there.
 
-    It is counted in layers, the layer itself included. With two layers in flight it reaches to the next offloaded
-    layer, so that the copies have that long. Copies of the last one get as much time as those of the one before. Those
-    of a single offloaded layer get the time of two layers if these come before the last layer.
+    A lifetime counts layers, starting with the layer itself. With two layers in flight it lasts until the next
+    offloaded layer has run. The last offloaded layer uses the distance of the one before it; a single one uses two
+    layers, or one near the end of the model.
     """
     places = [i for i, leaves in enumerate(offloaded) if leaves]
     distances = [later - earlier for earlier, later in pairwise(places)]
@@ -129,7 +129,7 @@ class Offload:
         self._side_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._layers: list[_Layer] = []  # of the last or current forward pass
         self._running: _Layer | None = None
-        self._unused_input: int | None = None  # storage of an input that only the layers read, see `frees_input`
+        self._owned_input: int | None = None  # storage of an input that only the layers read (`free_input_after_copy`)
 
     def wrap(self, layers: Sequence[nn.Module], after: nn.Module, staying: Sequence[nn.Module] = ()) -> None:
         """Wraps the forward of `layers`, in model order, to offload saved tensors, except those of `staying` layers.
@@ -165,16 +165,16 @@ class Offload:
         return layer.stored[key]
 
     @contextmanager
-    def frees_input(self, tensor: Tensor) -> Iterator[None]:
+    def free_input_after_copy(self, tensor: Tensor) -> Iterator[None]:
         """Frees the memory of the first layer's input as soon as its device copy is dropped, whoever holds the tensor.
 
         Nobody but the layers may read it any more.
         """
-        self._unused_input = _storage(tensor)
+        self._owned_input = _storage(tensor)
         try:
             yield
         finally:
-            self._unused_input = None
+            self._owned_input = None
 
     def fetch(self, stored: OffloadedTensor | OnDeviceTensor | Tensor) -> Tensor:
         """Returns the tensor on the device, and starts fetching tensors that earlier layers will need.
@@ -234,7 +234,7 @@ class Offload:
                 continue
             _wait_for(layer.copy_done)  # the device waits before the memory is reused
             for stored in layer.stored.values():
-                if stored.original is not None and _storage(stored.original) == self._unused_input:
+                if stored.original is not None and _storage(stored.original) == self._owned_input:
                     stored.original.untyped_storage().resize_(0)
                 stored.original = None
 

@@ -55,46 +55,49 @@ def apply_remat(
         )
 
 
-def changed_forwards(layers: Sequence[nn.Module], change: Callable[[], None]) -> list[Forward]:
-    """Returns the forwards that `change` sets on the layers, and restores the previous ones."""
+def capture_forwards(layers: Sequence[nn.Module], patch: Callable[[], None]) -> list[Forward]:
+    """Returns the forwards that `patch` sets on the layers, and restores the previous ones."""
     before = [layer.forward for layer in layers]
-    change()
-    changed = [layer.forward for layer in layers]
+    patch()
+    patched = [layer.forward for layer in layers]
     for layer, forward in zip(layers, before, strict=True):
         layer.forward = forward  # type: ignore[method-assign]
-    return changed
+    return patched
 
 
 def checkpoint_groups(
-    groups: Sequence[Sequence[nn.Module]], inner: Offload | None = None, lasts_again: Sequence[Forward] | None = None
+    groups: Sequence[Sequence[nn.Module]],
+    rerun_offload: Offload | None = None,
+    rerun_forwards: Sequence[Forward] | None = None,
 ) -> None:
     """Checkpoints groups of adjacent layers. Only the input of each group is stored.
 
     The backward pass first runs a group forward again, where each layer's own checkpoint stores its tensors (in host
-    memory if `inner` is given, which then frees the group's input). The last layer's backward pass follows at once, so
-    it may use a forward from `lasts_again` that stores more; its output is never read (`is_recomputing`). The first
-    layer's forward runs the whole group and the others return their input, so the model needs no change.
+    memory if `rerun_offload` is given, which then frees the group's input). `rerun_forwards` are the forwards of each
+    group's last layer in that rerun. They may store more, because its backward pass follows at once, and its output is
+    never read (`is_recomputing`). The first layer's forward runs the whole group and the others return their input, so
+    the model needs no change.
     """
-    lasts_again = [group[-1].forward for group in groups] if lasts_again is None else lasts_again
-    for group, last_again in zip(groups, lasts_again, strict=True):
+    rerun_forwards = [group[-1].forward for group in groups] if rerun_forwards is None else rerun_forwards
+    for group, rerun_last in zip(groups, rerun_forwards, strict=True):
         last = group[-1].forward
-        group[-1].forward = last_again  # type: ignore[method-assign]
-        if inner is not None and len(group) > 1:
-            inner.wrap(group[:-1], group[-1])
-        *others, last_again = (layer.forward for layer in group)
-        forwards = _Forwards(others, last, last_again, inner if len(group) > 1 else None)
+        group[-1].forward = rerun_last  # type: ignore[method-assign]
+        if rerun_offload is not None and len(group) > 1:
+            rerun_offload.wrap(group[:-1], group[-1])
+        *others, rerun_last = (layer.forward for layer in group)
+        forwards = _Forwards(others, last, rerun_last, rerun_offload if len(group) > 1 else None)
         group[0].forward = partial(_run_group, forwards)  # type: ignore[method-assign]
         for layer in group[1:]:
             layer.forward = _identity  # type: ignore[method-assign, assignment]
 
 
 class _Forwards(NamedTuple):
-    """Forwards of a group's layers: all but the last, the last, and the last when the group runs again."""
+    """Forwards of a group's layers: all but the last, the last, and the last while the group is recomputed."""
 
     others: list[Forward]
     last: Forward
-    last_again: Forward
-    inner: Offload | None  # offloads what `others` store when the group runs again
+    rerun_last: Forward
+    rerun_offload: Offload | None  # offloads what `others` store while the group is recomputed
 
 
 def _run_group(group: _Forwards, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -105,13 +108,13 @@ def _run_group(group: _Forwards, hidden: Tensor, *args: Any, **kwargs: Any) -> T
             return group.last(hidden, *args, **kwargs)
         hidden.register_hook(after_last)
         with checkpoint_pass(None, recomputing=True):
-            return group.last_again(hidden, *args, **kwargs)
+            return group.rerun_last(hidden, *args, **kwargs)
 
     if not torch.is_grad_enabled():
         return run(hidden)
     # Weights get gradients even if `hidden` needs none.
     anchor = torch.empty(0, device=hidden.device, requires_grad=True)
-    return _Group.apply(hidden, anchor, run, group.inner)
+    return _Group.apply(hidden, anchor, run, group.rerun_offload)
 
 
 class _Group(torch.autograd.Function):
@@ -122,11 +125,11 @@ class _Group(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, hidden: Tensor, anchor: Tensor, run: Callable[..., Tensor], inner: Offload | None
+        ctx: Any, hidden: Tensor, anchor: Tensor, run: Callable[..., Tensor], rerun_offload: Offload | None
     ) -> Tensor:
         ctx.save_for_backward(hidden)
         ctx.run = run
-        ctx.inner = None if hidden.is_leaf else inner  # the caller may read a leaf again
+        ctx.rerun_offload = None if hidden.is_leaf else rerun_offload  # the caller may read a leaf again
         return run(hidden)
 
     @staticmethod
@@ -138,8 +141,8 @@ class _Group(torch.autograd.Function):
         def after_last(_: Tensor) -> None:
             free_memory(dout)
 
-        frees_input = nullcontext() if ctx.inner is None else ctx.inner.frees_input(hidden)
-        with torch.enable_grad(), frees_input:
+        free_input = nullcontext() if ctx.rerun_offload is None else ctx.rerun_offload.free_input_after_copy(hidden)
+        with torch.enable_grad(), free_input:
             edge = get_gradient_edge(ctx.run(hidden, after_last))  # frees the output itself
         torch.autograd.backward(edge, dout)
         return hidden.grad, None, None, None

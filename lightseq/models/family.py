@@ -215,12 +215,12 @@ def _check_hub(family: ModelFamily, hub_id: str) -> None:
     if reason is None:
         return
     if hub_id in family.aliases:
-        fresh = "add --random_init to train its architecture from fresh weights"
+        remedy = "add --random_init to train its architecture from fresh weights"
     else:
-        fresh = f"give --random_init and a preset of {family.name} ({', '.join(family.presets)})"
+        remedy = f"give --random_init and a preset of {family.name} ({', '.join(family.presets)})"
     raise ValueError(
         f"--model_name_or_path {hub_id} is not a local directory and cannot be fetched from the hub "
-        f"({reason}); check the id and the network, or {fresh}"
+        f"({reason}); check the id and the network, or {remedy}"
     )
 
 

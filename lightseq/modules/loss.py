@@ -58,7 +58,7 @@ def token_log_probs(
             )
     rows = hidden.reshape(-1, hidden.shape[-1])
     size = CHUNK_TOKENS if chunk_tokens is None else chunk_tokens
-    return _TokenLogProbs.apply(rows, weight, bias, labels.contiguous(), size, transform.over(temperature))
+    return _TokenLogProbs.apply(rows, weight, bias, labels.contiguous(), size, transform.with_temperature(temperature))
 
 
 def _cast(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -22,11 +22,11 @@ class LinearWeights(NamedTuple):
     b: Tensor | None = None
     scale: float = 1.0
 
-    def of_outputs(self, rows: slice) -> "LinearWeights":
+    def select_outputs(self, rows: slice) -> "LinearWeights":
         """Returns the weights of some outputs."""
         return self._replace(weight=self.weight[rows], b=None if self.b is None else self.b[rows])
 
-    def of_inputs(self, columns: slice) -> "LinearWeights":
+    def select_inputs(self, columns: slice) -> "LinearWeights":
         """Returns the weights of some inputs, which give those inputs' share of y."""
         return self._replace(weight=self.weight[:, columns], a=None if self.a is None else self.a[:, columns])
 
@@ -51,7 +51,7 @@ class LinearWeights(NamedTuple):
         return [x for x in (self.weight, self.a, self.b) if x is not None]
 
     @classmethod
-    def of(cls, tensors: Sequence[Tensor], scale: float) -> "LinearWeights":
+    def from_tensors(cls, tensors: Sequence[Tensor], scale: float) -> "LinearWeights":
         """Builds the weights from their `tensors`."""
         weight, *adapter = tensors
         a, b = adapter or (None, None)
@@ -87,8 +87,8 @@ def input_gradient(linears: Sequence[LinearWeights], dys: Sequence[Tensor], into
     return into
 
 
-def side_by_side(linears: Sequence[LinearWeights]) -> LinearWeights:
-    """Joins linears of one input into one linear, whose outputs stand side by side."""
+def concatenate_outputs(linears: Sequence[LinearWeights]) -> LinearWeights:
+    """Joins linears of one input into one linear with all their outputs."""
     weight = torch.cat([linear.weight for linear in linears])
     adapted = [linear for linear in linears if linear.a is not None]
     if not adapted:

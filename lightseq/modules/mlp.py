@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
-from lightseq.kernels.checkpoint_context import is_recomputing, stored_or_computed
+from lightseq.kernels.checkpoint_context import is_recomputing, reuse_or_compute
 from lightseq.kernels.launches import fused_kernels
 from lightseq.kernels.products import add_product, write_product
 from lightseq.modules.low_rank import LinearWeights, input_gradient, is_linear, linear_weights
@@ -138,7 +138,7 @@ def _gated_mlp_stored(
             del act
         return gate, up
 
-    gate, up = stored_or_computed(compute)
+    gate, up = reuse_or_compute(compute)
     return out, gate, up
 
 
@@ -221,14 +221,14 @@ class _GradientSum:
     def __init__(self, weight: Tensor, one_tile: bool) -> None:
         dtype = weight.dtype if one_tile else torch.promote_types(weight.dtype, torch.float32)
         self._dtype, self._total = weight.dtype, torch.empty(weight.shape, dtype=dtype, device=weight.device)
-        self._fresh = True
+        self._is_empty = True
 
     def add(self, a: Tensor, b: Tensor) -> None:
-        if self._fresh:
+        if self._is_empty:
             write_product(self._total, a, b)
         else:
             add_product(self._total, a, b)
-        self._fresh = False
+        self._is_empty = False
 
     def finish(self) -> Tensor:
         return self._total.to(self._dtype)

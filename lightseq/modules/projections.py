@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightseq.kernels.checkpoint_context import stored_or_computed
+from lightseq.kernels.checkpoint_context import reuse_or_compute
 from lightseq.modules.low_rank import LinearWeights, is_linear, linear_weights
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -48,7 +48,7 @@ def _storing_class(kind: type[nn.Module]) -> type[nn.Module]:
 @torch.library.custom_op("lightseq::linear_stored", mutates_args=())
 def _linear_stored(x_NI: Tensor, tensors: Sequence[Tensor], scale: float) -> Tensor:
     """Applies a linear; `tensors` are those of its LinearWeights."""
-    (y_NO,) = stored_or_computed(lambda: (LinearWeights.of(tensors, scale).forward(x_NI),))
+    (y_NO,) = reuse_or_compute(lambda: (LinearWeights.from_tensors(tensors, scale).forward(x_NI),))
     return y_NO
 
 
@@ -65,7 +65,7 @@ def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 def _backward(ctx, dy: Tensor):  # type: ignore[no-untyped-def]
     x, *tensors = ctx.saved_tensors
     needs_x, needs_tensors, _ = ctx.needs_input_grad
-    return *LinearWeights.of(tensors, ctx.scale).gradients(dy.contiguous(), x, needs_x, needs_tensors), None
+    return *LinearWeights.from_tensors(tensors, ctx.scale).gradients(dy.contiguous(), x, needs_x, needs_tensors), None
 
 
 _linear_stored.register_autograd(_backward, setup_context=_setup_context)

@@ -27,16 +27,16 @@ from lightseq.modules.fp8 import MULTIPLE
 from lightseq.modules.low_rank import (
     LinearWeights,
     bias_of,
+    concatenate_outputs,
     has_linear_weights,
     input_gradient,
     linear_weights,
-    side_by_side,
 )
 from lightseq.modules.projections import PROJECTIONS
 from lightseq.schedule.head_slices import count_head_slices
 
 # Layers of norm, attention, residual, norm, MLP, residual, in which q and k may have norms of their own.
-KNOWN: Final = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
+TILEABLE_LAYER_CLASSES: Final = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 
 Pair = tuple[Tensor, Tensor]
 
@@ -47,7 +47,7 @@ def tile_layers(
     compiled: bool = False,
     options: dict[str, Any] | None = None,
 ) -> None:
-    """Replaces the forward of every layer by a tiled one. Raises ValueError for a class of layers not in `KNOWN`.
+    """Replaces the forward of every layer by a tiled one. Raises ValueError for a class that cannot run in tiles.
 
     Without `store_attention` the backward pass computes attention again. `compiled` compiles the work on a tile, with
     torch.compile's `options`.
@@ -61,8 +61,9 @@ def tile_layers(
 
 def check_layer_class(name: str) -> None:
     """Raises ValueError for a class of layers that cannot run in tiles."""
-    if name not in KNOWN:
-        raise ValueError(f"--tile_layers supports {', '.join(KNOWN)}, but this model has {name}; leave it out")
+    if name not in TILEABLE_LAYER_CLASSES:
+        supported = ", ".join(TILEABLE_LAYER_CLASSES)
+        raise ValueError(f"--tile_layers supports {supported}, but this model has {name}; leave it out")
 
 
 class HeadSlice(NamedTuple):
@@ -98,15 +99,17 @@ def head_slices(attention: Any, dtype: torch.dtype) -> Iterator[HeadSlice | None
     for i in range(slices):
         parts = [slice(i * size, (i + 1) * size) for size in columns]
         yield HeadSlice(
-            projection=side_by_side([linear.of_outputs(part) for linear, part in zip(qkv, parts, strict=True)]),
+            projection=concatenate_outputs(
+                [linear.select_outputs(part) for linear, part in zip(qkv, parts, strict=True)]
+            ),
             bias=_joined_biases([None if x is None else x[part] for x, part in zip(biases, parts, strict=True)]),
             columns=columns,
-            output=output.of_inputs(parts[0]),
+            output=output.select_inputs(parts[0]),
         )
 
 
 def _joined_biases(biases: Sequence[Tensor | None]) -> Tensor | None:
-    """Joins the biases of q, k and v; layers of `KNOWN` classes have all or none."""
+    """Joins the biases of q, k and v; layers of TILEABLE_LAYER_CLASSES have all or none."""
     found = [bias for bias in biases if bias is not None]
     return torch.cat(found) if found else None
 
@@ -172,7 +175,7 @@ class _TiledCall:
     def head_slices(self, x: Tensor) -> Iterator[HeadSlice | None]:
         return head_slices(self.layer.self_attn, x.dtype)
 
-    def projected(self, heads: HeadSlice | None, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project_all_tiles(self, heads: HeadSlice | None, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns a slice's q, k and v of the whole local sequence."""
         whole: list[Tensor] = []
         x = x.detach()  # else the compiler compiles training and evaluation separately
@@ -184,7 +187,7 @@ class _TiledCall:
         q, k, v = whole
         return q, k, v
 
-    def finished(self, x: Tensor, outs: Sequence[Tensor]) -> Tensor:
+    def finish_all_tiles(self, x: Tensor, outs: Sequence[Tensor]) -> Tensor:
         """Returns the layer's output from its input and the attention outputs of all slices.
 
         It is uninitialized memory while a checkpoint recomputes the layer, because nothing reads it then.
@@ -198,7 +201,7 @@ class _TiledCall:
         """Returns out and its log-sum-exp of every slice."""
         module = self.layer.self_attn
         return [
-            attend(module, *self.projected(heads, x), module.scaling, sliding_window=self.window, **self.others)
+            attend(module, *self.project_all_tiles(heads, x), module.scaling, sliding_window=self.window, **self.others)
             for heads in self.head_slices(x)
         ]
 
@@ -210,7 +213,7 @@ class _TiledCall:
         dout = torch.empty_like(out)
         for rows in self.tiles(x):
             dout[:, rows] = out_gradient(self.layer, heads, dresidual[:, rows], out[:, rows])
-        saved = Saved(*self.projected(heads, x), out, lse)
+        saved = Saved(*self.project_all_tiles(heads, x), out, lse)
         return attention_backward(dout, saved, context_of(module), module.scaling, documents, self.window)
 
 
@@ -240,14 +243,14 @@ class _Layer(torch.autograd.Function):
         attended = tiled.attention(x)
         ctx.tiled = tiled
         ctx.save_for_backward(x, *(y for pair in attended for y in pair if tiled.functions.store_attention))
-        return tiled.finished(x, [out for out, _ in attended])
+        return tiled.finish_all_tiles(x, [out for out, _ in attended])
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         tiled, dx = ctx.tiled, take_memory(dy).contiguous()
         x, *stored = ctx.saved_tensors
         attended = list(zip(stored[::2], stored[1::2], strict=True)) or tiled.attention(x)
-        outs, sums = [out for out, _ in attended], _GradientSums(_trained(tiled.layer))
+        outs, sums = [out for out, _ in attended], _ParameterGradients(_trained(tiled.layer))
         functions = tiled.functions
         finish_tile, project_tile = partial(functions.finish, tiled.layer), partial(functions.project, tiled.layer)
         for rows in tiled.tiles(x):  # dx becomes the gradient of the residual
@@ -262,10 +265,10 @@ class _Layer(torch.autograd.Function):
         for rows in tiled.tiles(x):  # and the gradient of the input
             gradients = [heads_of_tile(parts, rows) for parts in (dqs, dks, dvs)]
             dx[:, rows] += sums.backward(project_tile, x[:, rows], [y[:, rows] for y in tiled.cos_sin], gradients)
-        return dx, None, *sums.finished()
+        return dx, None, *sums.cast_to_parameter_dtypes()
 
 
-class _GradientSums:
+class _ParameterGradients:
     """Gradients of parameters, accumulated over tiles in float32 or wider."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
@@ -290,7 +293,8 @@ class _GradientSums:
                 total += grad
         return dx
 
-    def finished(self) -> list[Tensor | None]:
+    def cast_to_parameter_dtypes(self) -> list[Tensor | None]:
+        """Returns the gradients in their parameters' dtypes; None for parameters without one."""
         pairs = zip(self._totals, self._parameters, strict=True)
         return [None if total is None else total.to(parameter.dtype) for total, parameter in pairs]
 

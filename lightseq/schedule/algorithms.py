@@ -228,10 +228,10 @@ def schedule_without_steps(name: str, world: int, head_groups: int = 1, ulysses_
 
 def assign_tiles(schedule: Schedule) -> Assignment:
     """Assigns tiles to the Ulysses groups of a schedule, before their ranks split the heads."""
-    algorithm, outer = SCHEDULES[schedule.name], schedule.layout.outer
+    algorithm, group_layout = SCHEDULES[schedule.name], schedule.layout.group_layout
     if not algorithm.has_head_groups:
-        return algorithm.assign_tiles(outer)
-    return algorithm.assign_tiles(outer, schedule.head_groups_per_rank)
+        return algorithm.assign_tiles(group_layout)
+    return algorithm.assign_tiles(group_layout, schedule.head_groups_per_rank)
 
 
 def allows_heads(schedule: Schedule, heads: int, kv_heads: int) -> bool:
@@ -262,20 +262,20 @@ def check_takes_windows(name: str) -> None:
         raise ValueError(f"schedule {name} does not support sliding windows; use {', '.join(able)}")
 
 
-def ulysses_group_size(name: str, world: int, asked: int | None) -> int:
+def ulysses_group_size(name: str, world: int, requested: int | None) -> int:
     """Returns the number of ranks in a Ulysses group. Raises ValueError for an unsupported size."""
     shared_by = SCHEDULES[name].ulysses_group
     if shared_by == "all":
-        if asked not in (None, world):
+        if requested not in (None, world):
             raise ValueError(
-                f"schedule {name} splits heads over all {world} ranks, not {asked}; usp splits them over a part"
+                f"schedule {name} splits heads over all {world} ranks, not {requested}; usp splits them over a part"
             )
         return world
-    size = asked or (world // 2 if shared_by == "half" else 1)
+    size = requested or (world // 2 if shared_by == "half" else 1)
     if size and world % size:
         raise ValueError(f"ulysses_size {size} does not divide {world} ranks; use {divisors(world)}")
     if shared_by == "half" and not 1 < size < world:
-        sizes = f" with ulysses_size {asked}" if asked else ""
+        sizes = f" with ulysses_size {requested}" if requested else ""
         raise ValueError(
             f"schedule {name} needs two or more Ulysses groups of two or more ranks; {world} ranks{sizes} cannot form "
             f"them; use {'ulysses' if size == world > 1 else 'prefix'}"

@@ -45,21 +45,25 @@ def choose_by_time(
     shape: AttentionShape,
     rates: Rates,
     gpus_per_host: int,
-    asked: ScheduleChoice = ScheduleChoice(),  # noqa: B008 (immutable)
+    requested: ScheduleChoice = ScheduleChoice(),  # noqa: B008 (immutable)
     keep_gathered: bool = False,
 ) -> ScheduleChoice:
     """Chooses the schedule with the least predicted time. The result depends on the arguments only, so ranks agree.
 
-    Raises ValueError if no choice fits `asked`.
+    Raises ValueError if no choice fits `requested`.
     """
     found = [
         ChoiceEstimate(choice, estimate_choice(choice, world, shape, rates, gpus_per_host, keep_gathered))
-        for choice in _require_choices(world, shape, asked)
+        for choice in _require_choices(world, shape, requested)
     ]
     return choose_best(found, shape.kv_heads).choice
 
 
-def choose_by_counts(world: int, shape: AttentionShape, asked: ScheduleChoice = ScheduleChoice()) -> ScheduleChoice:  # noqa: B008
+def choose_by_counts(
+    world: int,
+    shape: AttentionShape,
+    requested: ScheduleChoice = ScheduleChoice(),  # noqa: B008
+) -> ScheduleChoice:
     """Chooses by counts: least arithmetic on the critical path, then fewest exposed bytes, then fewest moved bytes.
 
     Raises ValueError as `choose_by_time`.
@@ -69,27 +73,27 @@ def choose_by_counts(world: int, shape: AttentionShape, asked: ScheduleChoice = 
         c = cost(make_schedule(choice.schedule, world, choice.head_groups or 1, choice.ulysses_size), shape)
         return (round(c.critical_flops / c.flops, 3), c.exposed_bytes, c.max_rank_bytes)
 
-    return min(_require_choices(world, shape, asked._replace(head_groups=asked.head_groups or 1)), key=price)
+    return min(_require_choices(world, shape, requested._replace(head_groups=requested.head_groups or 1)), key=price)
 
 
-def choose_windowed(asked: ScheduleChoice) -> ScheduleChoice:
+def choose_windowed(requested: ScheduleChoice) -> ScheduleChoice:
     """Chooses the schedule of a model with sliding windows. Raises ValueError for one that does not support them."""
-    asked = asked._replace(schedule="prefix") if asked.schedule == AUTO else asked
-    check_takes_windows(asked.schedule)
-    return asked
+    requested = requested._replace(schedule="prefix") if requested.schedule == AUTO else requested
+    check_takes_windows(requested.schedule)
+    return requested
 
 
-def choose_packed(world: int, shape: AttentionShape, asked: ScheduleChoice) -> ScheduleChoice:
+def choose_packed(world: int, shape: AttentionShape, requested: ScheduleChoice) -> ScheduleChoice:
     """Chooses for packed documents: `auto` is prefix, which balances their work.
 
     It takes the fewest head groups that the memory for keys allows: with packed documents more groups hide no
     communication.
     """
-    asked = asked._replace(schedule="prefix") if asked.schedule == AUTO else asked
+    requested = requested._replace(schedule="prefix") if requested.schedule == AUTO else requested
     whole = 2 * shape.length * shape.kv_heads * shape.head_dim * shape.element_bytes
-    allowed = [choice.head_groups or 1 for choice in possible_choices(world, shape, asked)] or [1]
+    allowed = [choice.head_groups or 1 for choice in possible_choices(world, shape, requested)] or [1]
     fewest = next((groups for groups in allowed if whole / groups <= MAX_GATHERED_BYTES), allowed[-1])
-    return asked._replace(head_groups=asked.head_groups or fewest)
+    return requested._replace(head_groups=requested.head_groups or fewest)
 
 
 def choose_best(found: list[ChoiceEstimate], kv_heads: int) -> ChoiceEstimate:
@@ -142,26 +146,26 @@ def estimate_choice(
 def possible_choices(
     world: int,
     shape: AttentionShape,
-    asked: ScheduleChoice = ScheduleChoice(),  # noqa: B008
+    requested: ScheduleChoice = ScheduleChoice(),  # noqa: B008
 ) -> Iterator[ScheduleChoice]:
-    """Yields every choice that fits `asked` and that these ranks and heads allow."""
-    for name in SCHEDULES if asked.schedule == AUTO else (asked.schedule,):
+    """Yields every choice that fits `requested` and that these ranks and heads allow."""
+    for name in SCHEDULES if requested.schedule == AUTO else (requested.schedule,):
         splits_some = SCHEDULES[name].ulysses_group == "half"
         sizes = [u for u in range(2, world) if world % u == 0] if splits_some else [None]
-        for size in sizes if asked.ulysses_size is None else [asked.ulysses_size]:
+        for size in sizes if requested.ulysses_size is None else [requested.ulysses_size]:
             groups = HEAD_GROUPS if SCHEDULES[name].has_head_groups else (1,)
-            for count in groups if asked.head_groups is None else [asked.head_groups]:
+            for count in groups if requested.head_groups is None else [requested.head_groups]:
                 choice = ScheduleChoice(name, size, count)
                 if why_impossible(choice, world, shape) is None:
                     yield choice
 
 
-def _require_choices(world: int, shape: AttentionShape, asked: ScheduleChoice) -> list[ScheduleChoice]:
+def _require_choices(world: int, shape: AttentionShape, requested: ScheduleChoice) -> list[ScheduleChoice]:
     """Returns the possible choices. Raises ValueError with a reason if there are none."""
-    if found := list(possible_choices(world, shape, asked)):
+    if found := list(possible_choices(world, shape, requested)):
         return found
-    name = next(iter(SCHEDULES)) if asked.schedule == AUTO else asked.schedule
-    raise ValueError(why_impossible(asked._replace(schedule=name), world, shape))
+    name = next(iter(SCHEDULES)) if requested.schedule == AUTO else requested.schedule
+    raise ValueError(why_impossible(requested._replace(schedule=name), world, shape))
 
 
 def why_impossible(choice: ScheduleChoice, world: int, shape: AttentionShape) -> str | None:

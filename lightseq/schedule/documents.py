@@ -5,7 +5,7 @@ with 0 and rise, and the last is a multiple of the number of chunks.
 """
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
@@ -23,7 +23,8 @@ Ints = NDArray[np.int64]
 # Cached tables of packed sequences. They rarely repeat, and each keeps index tensors of kernels on the device (12 MiB
 # at 1M tokens over four ranks under striped).
 MAX_PACKED_TABLES = 8
-PADDING_TOKENS = 128  # length of a padding document: one tile of a kernel. So padding sees a key too.
+# Padding is packed as documents of one kernel tile, because a token that sees no key has no softmax.
+PADDING_TOKENS = 128
 MAX_CHUNKS = 32  # of one rank
 MIN_CHUNK_TOKENS = 16
 MAX_IMBALANCE = 1.03  # attention area of the fullest rank over the mean; above it more chunks are tried
@@ -87,29 +88,29 @@ def assign_chunks(areas: Ints, groups: int) -> tuple[int, ...]:
     """
     room = [len(areas) // groups] * groups
     heap = [(0, group) for group in range(groups)]
-    homes = np.zeros(len(areas), np.int64)
+    chunk_groups = np.zeros(len(areas), np.int64)
     for chunk in np.argsort(-areas, kind="stable").tolist():
         total, group = heapq.heappop(heap)
-        homes[chunk], room[group] = group, room[group] - 1
+        chunk_groups[chunk], room[group] = group, room[group] - 1
         if room[group]:
             heapq.heappush(heap, (total + int(areas[chunk]), group))
     for _ in range(MAX_SWAPS):
-        totals = np.bincount(homes, areas, groups)
+        totals = np.bincount(chunk_groups, areas, groups)
         fullest = int(totals.argmax())
-        mine, theirs = np.flatnonzero(homes == fullest), np.flatnonzero(homes != fullest)
+        mine, theirs = np.flatnonzero(chunk_groups == fullest), np.flatnonzero(chunk_groups != fullest)
         # For each swap of a chunk with one of another group: the area given away, and the larger area of both after it.
         given = areas[mine][:, None] - areas[theirs][None, :]
-        after = np.maximum(totals[fullest] - given, totals[homes[theirs]][None, :] + given)
+        after = np.maximum(totals[fullest] - given, totals[chunk_groups[theirs]][None, :] + given)
         if not theirs.size or after.min() >= totals[fullest]:
             break
         i, j = np.unravel_index(after.argmin(), after.shape)
-        homes[mine[i]], homes[theirs[j]] = homes[theirs[j]], fullest
-    return tuple(homes.tolist())
+        chunk_groups[mine[i]], chunk_groups[theirs[j]] = chunk_groups[theirs[j]], fullest
+    return tuple(chunk_groups.tolist())
 
 
-def imbalance(areas: Ints, homes: Sequence[int]) -> float:
-    """Returns the area of the fullest group over the mean, for the `homes` of `assign_chunks`."""
-    totals = np.bincount(homes, areas)
+def imbalance(areas: Ints, chunk_groups: Sequence[int]) -> float:
+    """Returns the area of the fullest group over the mean, for the `chunk_groups` of `assign_chunks`."""
+    totals = np.bincount(chunk_groups, areas)
     return float(totals.max() / totals.mean())
 
 
@@ -121,10 +122,10 @@ def balanced_layout(boundaries: Sequence[int], world: int, ulysses: int = 1) -> 
     while chunks <= most and length % (world * chunks) == 0:
         edges = np.linspace(0, length, groups * chunks + 1).astype(np.int64)
         areas = np.diff(area_before(boundaries, edges))
-        homes = assign_chunks(areas, groups)
-        uneven = imbalance(areas, homes)
+        chunk_groups = assign_chunks(areas, groups)
+        uneven = imbalance(areas, chunk_groups)
         if best is None or uneven < best[0]:
-            best = uneven, Layout("balanced", world, chunks, ulysses, homes)
+            best = uneven, Layout("balanced", world, chunks, ulysses, chunk_groups)
         if best[0] <= MAX_IMBALANCE:
             break
         chunks *= 2
@@ -140,7 +141,7 @@ def padded_length(schedule: Schedule, length: int) -> int:
     layout = schedule.layout
     if not _has_own_layouts(schedule):
         return layout.padded_length(length)
-    unit = layout.world * max_chunks_per_rank(length, layout.outer.world)
+    unit = layout.world * max_chunks_per_rank(length, layout.group_layout.world)
     return -(-length // unit) * unit
 
 
@@ -159,7 +160,7 @@ def packed_schedule(schedule: Schedule, boundaries: tuple[int, ...]) -> Schedule
     layout = schedule.layout
     if _has_own_layouts(schedule):
         layout = balanced_layout(boundaries, layout.world, layout.ulysses)
-    limited = limit_to_documents(assign_packed_tiles(schedule, layout), layout.outer, boundaries)
+    limited = limit_to_documents(assign_packed_tiles(schedule, layout), layout.group_layout, boundaries)
     if layout.ulysses > 1:
         limited = with_ulysses(limited, layout.ulysses)
     return replace(
@@ -171,7 +172,7 @@ def packed_schedule(schedule: Schedule, boundaries: tuple[int, ...]) -> Schedule
 def assign_packed_tiles(schedule: Schedule, layout: Layout) -> Assignment:
     """Assigns tiles to the Ulysses groups of a packed sequence in this layout."""
     if _has_own_layouts(schedule):
-        return one_tile_per_step(prefix(layout.outer, schedule.head_groups_per_rank))
+        return one_tile_per_step(prefix(layout.group_layout, schedule.head_groups_per_rank))
     return assign_tiles(schedule)
 
 
@@ -226,37 +227,50 @@ def _limit_tile(tile: Tile, chunks: Ints, boundaries: Ints) -> tuple[Tile, ...]:
 def find_segments(q: Ints, kv: Ints, boundaries: Ints) -> Segments:
     """Finds the segments of a tile: runs of a document's queries against the keys that they see.
 
-    `q` and `kv` have a row (first, step, count) of positions for each chunk of the tile, in rising order. The queries
-    of a document in one chunk form one run. Each query sees one more key than the one before it (a causal segment)
-    until all keys of the tile before the run's end are visible (a full segment).
+    `q` and `kv` have a row (first, step, count) of positions for each chunk of the tile, in rising order.
     """
-    starts, steps, sizes = kv.T
-
-    def keys_before(positions: Ints) -> Ints:
-        """Counts the tile's keys before each position."""
-        return np.clip(-((starts - positions[:, None]) // steps), 0, sizes).sum(1)
-
     found: list[list[int]] = []
-    for i, (start, step, size) in enumerate(q.tolist()):
-        # Documents with positions between the first and the last of the chunk, and the rows of their queries in it.
-        inside = slice(*np.searchsorted(boundaries, (start, start + step * (size - 1)), side="right"))
-        begins, ends = boundaries[inside.start - 1 : inside.stop], boundaries[inside.start : inside.stop + 1]
-        row, stop = (np.clip(-((start - x) // step), 0, size) for x in (begins, ends))
-        has_queries = stop > row
-        begins, row, stop = begins[has_queries], row[has_queries], stop[has_queries]
-        first_key = keys_before(begins)
-        seen_by_first, seen_by_last = (keys_before(start + step * x + 1) - first_key for x in (row, stop - 1))
-        skipped = np.where(seen_by_last > 0, seen_by_first == 0, stop - row)  # queries that see no key yet
-        causal = np.where(seen_by_last > seen_by_first, seen_by_last - seen_by_first + 1 - skipped, 0)
-        row += i * size + skipped
-        full = stop + i * size - row - causal
-        columns = (row, causal, full, first_key, seen_by_last)
-        for r, causal_queries, full_queries, key, keys in zip(*(x.tolist() for x in columns), strict=True):
-            if causal_queries > 0:
-                _append(found, [r, causal_queries, key, keys, 1])
-            if full_queries > 0:
-                _append(found, [r + causal_queries, full_queries, key, keys, 0])
+    for i, chunk in enumerate(q.tolist()):
+        for segment in _segments_of_chunk(chunk, i * chunk[2], kv, boundaries):
+            _append(found, segment)
     return Segments(np.array(found, dtype=np.int64).reshape(-1, 5))
+
+
+def _segments_of_chunk(chunk: Sequence[int], chunk_start: int, kv: Ints, boundaries: Ints) -> Iterator[list[int]]:
+    """Yields the segments of one chunk of a tile's queries; `chunk_start` is the index of its first query in the tile.
+
+    The queries of a document in the chunk form one run. Each query sees one more key than the one before it (a causal
+    segment) until all keys of the tile before the run's end are visible (a full segment).
+
+    Example: one chunk of queries at 8 to 15 and keys at 4 to 11, with documents that begin at 0, 10 and 14. Queries 0
+    and 1 see 5 and 6 keys of the first document, from key 0: [0, 2, 0, 6, 1]. Queries 2 to 5 see 1, 2, 2 and 2 keys of
+    the second, from key 6: [2, 2, 6, 2, 1] and [4, 2, 6, 2, 0]. Queries 6 and 7 see no key of the third.
+    """
+    start, step, size = chunk
+    inside = slice(*np.searchsorted(boundaries, (start, start + step * (size - 1)), side="right"))
+    document_starts = boundaries[inside.start - 1 : inside.stop]
+    document_ends = boundaries[inside.start : inside.stop + 1]
+    first_query, end_query = (np.clip(-((start - x) // step), 0, size) for x in (document_starts, document_ends))
+    first_key = _keys_before(document_starts, kv)
+    seen_by_first, seen_by_last = (
+        _keys_before(start + step * query + 1, kv) - first_key for query in (first_query, end_query - 1)
+    )
+    queries_without_keys = np.where(seen_by_last > 0, seen_by_first == 0, end_query - first_query)
+    causal = np.where(seen_by_last > seen_by_first, seen_by_last - seen_by_first + 1 - queries_without_keys, 0)
+    full = end_query - first_query - queries_without_keys - causal
+    columns = (chunk_start + first_query + queries_without_keys, causal, full, first_key, seen_by_last)
+    for query, causal_queries, full_queries, key, keys in zip(*(x.tolist() for x in columns), strict=True):
+        if causal_queries > 0:
+            yield [query, causal_queries, key, keys, 1]
+        if full_queries > 0:
+            yield [query + causal_queries, full_queries, key, keys, 0]
+
+
+def _keys_before(positions: Ints, kv: Ints) -> Ints:
+    """Counts a tile's keys before each position."""
+    starts, steps, sizes = kv.T
+    counts: Ints = np.clip(-((starts - positions[:, None]) // steps), 0, sizes).sum(1)
+    return counts
 
 
 def _append(found: list[list[int]], segment: list[int]) -> None:

@@ -28,11 +28,11 @@ def count_head_slices(schedule: Schedule, heads: int, kv_heads: int, dim: int) -
     return next(filter(possible, range(kv_heads, 1, -1)), 1)
 
 
-def with_fewer_turns(choice: ScheduleChoice, world: int, shape: AttentionShape) -> ScheduleChoice:
+def with_fewer_head_groups(choice: ScheduleChoice, world: int, shape: AttentionShape) -> ScheduleChoice:
     """Returns a choice with fewer head groups, for a layer that passes its heads in slices.
 
-    Slices save the same memory as head groups in turns, and more around attention.
+    Slices save the same memory as head groups, and more around attention.
     """
-    one_turn = schedule_without_steps(choice.schedule, world, 1, choice.ulysses_size)
-    slices, turns = count_head_slices(one_turn, shape.heads, shape.kv_heads, shape.head_dim), choice.head_groups or 1
-    return choice._replace(head_groups=turns // gcd(turns, slices))
+    one_group = schedule_without_steps(choice.schedule, world, 1, choice.ulysses_size)
+    slices, groups = count_head_slices(one_group, shape.heads, shape.kv_heads, shape.head_dim), choice.head_groups or 1
+    return choice._replace(head_groups=groups // gcd(groups, slices))

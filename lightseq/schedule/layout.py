@@ -26,9 +26,9 @@ class Layout:
 
     contiguous: rank r holds neighbouring chunks. zigzag: rank r holds chunk r and its mirror image 2·world-1-r, so
     that every rank has as much causal work as any other (Llama 3 technical report, §3.3.2). striped: chunk r holds the
-    tokens r, r + world, r + 2·world, … (Striped Attention, arXiv 2311.09431). balanced: `homes` says where each chunk
-    is, equally many everywhere. Packed documents need it, because their work depends on where they begin; windows cut
-    chunks into pieces with it. The schedule named `balanced` has the contiguous layout.
+    tokens r, r + world, r + 2·world, … (Striped Attention, arXiv 2311.09431). balanced: `chunk_groups` places each
+    chunk, with equally many on every rank. Packed documents need it, because their work depends on where they begin;
+    windows cut chunks into pieces with it. The schedule named `balanced` has the contiguous layout.
 
     A Ulysses group is `ulysses` neighbouring ranks that together compute attention for the same chunks, each for its
     own heads. Outside attention each of these chunks is cut into one piece for each rank of the group. With
@@ -39,7 +39,7 @@ class Layout:
     world: int
     chunks_per_rank: int = 1
     ulysses: int = 1
-    homes: tuple[int, ...] = ()  # balanced: the Ulysses group of each of its chunks
+    chunk_groups: tuple[int, ...] = ()  # balanced: the Ulysses group of each of its chunks
 
     def __post_init__(self) -> None:
         if self.kind not in LAYOUT_KINDS:
@@ -53,7 +53,7 @@ class Layout:
         if self.kind == "striped":
             assert self.chunks_per_rank == 1, "striped has one chunk per rank"
         if self.kind == "balanced":
-            held = [self.homes.count(group) for group in range(self.world // self.ulysses)]
+            held = [self.chunk_groups.count(group) for group in range(self.world // self.ulysses)]
             assert {*held} == {self.chunks_per_rank}, f"{held} chunks per rank, not {self.chunks_per_rank} each"
 
     @property
@@ -62,7 +62,7 @@ class Layout:
         return self.world * self.chunks_per_rank
 
     @cached_property
-    def outer(self) -> Layout:
+    def group_layout(self) -> Layout:
         """Layout of the Ulysses groups, in which each group counts as one rank."""
         return replace(self, world=self.world // self.ulysses, ulysses=1)
 
@@ -70,22 +70,22 @@ class Layout:
         """Returns the chunks of a rank, in the order of its local tensors."""
         if self.ulysses > 1:
             group, piece = divmod(rank, self.ulysses)
-            return tuple(chunk * self.ulysses + piece for chunk in self.outer.chunks(group))
+            return tuple(chunk * self.ulysses + piece for chunk in self.group_layout.chunks(group))
         if self.kind == "zigzag":
             return (rank, 2 * self.world - 1 - rank)
         if self.kind == "balanced":
-            return tuple(chunk for chunk, home in enumerate(self.homes) if home == rank)
+            return tuple(chunk for chunk, group in enumerate(self.chunk_groups) if group == rank)
         return tuple(range(rank * self.chunks_per_rank, (rank + 1) * self.chunks_per_rank))
 
     def home(self, chunk: int) -> int:
         """Returns the rank that holds a chunk."""
         if self.ulysses > 1:
             whole, piece = divmod(chunk, self.ulysses)
-            return self.outer.home(whole) * self.ulysses + piece
+            return self.group_layout.home(whole) * self.ulysses + piece
         if self.kind == "zigzag":
             return min(chunk, 2 * self.world - 1 - chunk)
         if self.kind == "balanced":
-            return self.homes[chunk]
+            return self.chunk_groups[chunk]
         return chunk // self.chunks_per_rank
 
     def padded_length(self, length: int) -> int:
@@ -99,12 +99,12 @@ class Layout:
         assert length % self.chunk_count == 0, f"length {length} is not padded to a multiple of {self.chunk_count}"
         if self.ulysses > 1:
             whole, piece = divmod(chunk, self.ulysses)
-            return self.outer.chunk_positions(whole, length).chunk(self.ulysses)[piece]
+            return self.group_layout.chunk_positions(whole, length).chunk(self.ulysses)[piece]
         first, step, count = self.chunk_range(chunk, length)
         return torch.arange(first, first + step * count, step)
 
     def chunk_range(self, chunk: int, length: int) -> tuple[int, int, int]:
-        """Returns first, step and count of the global positions of one chunk. Needs `ulysses` 1 (see `outer`)."""
+        """Returns first, step and count of the global positions of one chunk. Needs `ulysses` 1: use `group_layout`."""
         assert self.ulysses == 1, "a piece of a striped chunk has no range of its own"
         size = length // self.chunk_count
         return (chunk, self.world, size) if self.kind == "striped" else (chunk * size, 1, size)

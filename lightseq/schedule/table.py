@@ -89,8 +89,8 @@ class Schedule:
     """A distributed attention algorithm: a layout and the steps of its forward and backward pass.
 
     Heads are cut into `total_head_groups` equal groups, and a tile computes one of them. Each rank of a Ulysses group
-    computes `head_groups_per_rank` of them, one after the other ("in turns"). If there are more groups than key/value
-    heads, neighbouring groups share a key/value head.
+    computes `head_groups_per_rank` of them, one after the other. If there are more groups than key/value heads,
+    neighbouring groups share a key/value head.
     """
 
     name: str
@@ -113,8 +113,8 @@ class Schedule:
     def __str__(self) -> str:
         inside = f"heads split over {self.ulysses_size} ranks" if self.ulysses_size > 1 else ""
         groups = self.head_groups_per_rank
-        turns = f"heads in {groups} turns" if groups > 1 else ""
-        notes = ", ".join(filter(None, (inside, turns)))
+        per_rank = f"{groups} head groups" if groups > 1 else ""
+        notes = ", ".join(filter(None, (inside, per_rank)))
         return self.name + (f" ({notes})" if notes else "")
 
     @property
@@ -139,8 +139,8 @@ class Schedule:
         return ("q",) if backward and self.reuses_gathered else OPERANDS
 
     @cached_property
-    def reusing_gathered(self) -> "Schedule":
-        """The same schedule with `reuses_gathered`. Needs `can_keep_gathered`."""
+    def with_gathered_backward(self) -> "Schedule":
+        """The same schedule, whose backward pass reads gathered q, k and v. Needs `can_keep_gathered`."""
         assert self.can_keep_gathered, f"{self} cannot keep gathered tensors"
         rows = [step.tiles for step in self.backward if any(step.tiles)]
         backward = derive_steps(self.layout, rows, backward=True, gathered_items=("q",))

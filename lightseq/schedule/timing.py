@@ -33,8 +33,8 @@ class Rates:
     message_seconds: float  # fixed cost of every item received
     memory_bytes_per_second: float  # for packing sent data and adding up results
     merge_passes: float  # how often float32 sums are read or written for each part that is added
-    # The host's time to launch both passes of a schedule that adds up partial outputs. Only the others run as CUDA
-    # graphs; 0 where none do.
+    # Host seconds to launch both passes of a schedule that merges partial outputs. Such passes cannot run as CUDA
+    # graphs. 0 for transports without CUDA graphs.
     merging_launch_seconds: float
 
 
@@ -124,7 +124,7 @@ def _compute_seconds(
     step: StepTraffic, schedule: Schedule, shape: AttentionShape, rates: Rates, backward: bool
 ) -> float:
     """Returns the seconds of the rank that computes longest."""
-    chunk = shape.length / schedule.layout.outer.chunk_count
+    chunk = shape.length / schedule.layout.group_layout.chunk_count
     flops = 4 * chunk * chunk * shape.head_dim * shape.heads / schedule.total_head_groups * shape.batch
     flops_per_second = rates.flops_per_second * (WIDE_HEAD_SHARE if shape.head_dim > WIDE_HEAD_DIM else 1.0)
     per_area = flops * (BACKWARD_FLOPS if backward else 1.0) / flops_per_second

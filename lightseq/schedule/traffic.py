@@ -15,7 +15,7 @@ import numpy as np
 from lightseq.schedule.algorithms import assign_tiles, schedule_without_steps
 from lightseq.schedule.table import Assignment, Mask, Schedule, Tile
 
-COUNTED_HEAD_GROUPS = 3  # in turns of a rank; all between the first and the last are equal
+COUNTED_HEAD_GROUPS = 3  # per rank; all between the first and the last are equal
 EDGE_STEPS = 3  # at either end, counted one by one: first operands, last results, half steps
 
 
@@ -96,11 +96,11 @@ class _TrafficCounter:
     """Counter over the steps of one assignment of tiles to Ulysses groups."""
 
     def __init__(self, schedule: Schedule, gpus_per_host: int, assignment: Assignment) -> None:
-        outer = schedule.layout.outer
-        self.assignment, self.ulysses_groups, self.chunks = assignment, outer.world, outer.chunk_count
+        group_layout = schedule.layout.group_layout
+        self.assignment, self.ulysses_groups, self.chunks = assignment, group_layout.world, group_layout.chunk_count
         self.ulysses_size, self.gpus_per_host = schedule.ulysses_size, gpus_per_host
         self.head_groups = 1 + max(tile.head_group for tiles in assignment[-1] for tile in tiles)
-        self.homes = np.array([outer.home(chunk) for chunk in range(self.chunks)])
+        self.chunk_groups = np.array([group_layout.home(chunk) for chunk in range(self.chunks)])
         self.step = lru_cache(maxsize=None)(self._step)
         self.row = lru_cache(maxsize=3)(self._row)
         self.needs = lru_cache(maxsize=3)(self._needs)
@@ -151,8 +151,8 @@ class _TrafficCounter:
     def _step(self, t: int) -> StepTraffic:
         coming = self.needs(t + 1) & ~self.needs(t)
         wanted = [coming[:, item].nonzero() for item in (0, 1)]
-        arrivals = [(group, self.homes[chunk]) for _, chunk, group in wanted]
-        arrivals += [(self.homes[chunk], group) for group, chunk, _ in (self.row(t - 1).q, self.row(t - 1).kv)]
+        arrivals = [(group, self.chunk_groups[chunk]) for _, chunk, group in wanted]
+        arrivals += [(self.chunk_groups[chunk], group) for group, chunk, _ in (self.row(t - 1).q, self.row(t - 1).kv)]
         near, far = zip(*(self._received(dst, src) for dst, src in arrivals), strict=True)
         same_host, other_hosts = (_distinct_rows(np.stack(columns, axis=1)) for columns in (near, far))
         return StepTraffic(
@@ -173,7 +173,7 @@ class _TrafficCounter:
     def _gathered(self, t: int) -> np.ndarray:
         """Counts gathered items: all of q or kv that a group's tiles read, if some of them are remote."""
         both = self.needs(t) | self.needs(t + 1)
-        away = (self.homes[:, None] != np.arange(self.ulysses_groups)) | (self.ulysses_size > 1)
+        away = (self.chunk_groups[:, None] != np.arange(self.ulysses_groups)) | (self.ulysses_size > 1)
         gathered = [self.ulysses_size * x.sum((0, 1)) * (x & away).any((0, 1)) for x in (both[:, 0], both[:, 1])]
         return np.stack(gathered, axis=1)
 
@@ -184,7 +184,7 @@ class _TrafficCounter:
             now = np.bincount(heads * self.chunks + chunk, minlength=self.head_groups * self.chunks)
             self._several[i] |= bool((self._seen[i] & (now > 0)).any() or (i == 0 and (now > 1).any()))
             self._seen[i] |= now > 0
-            found.append(self.ulysses_size * np.bincount(self.homes[chunk], minlength=self.ulysses_groups))
+            found.append(self.ulysses_size * np.bincount(self.chunk_groups[chunk], minlength=self.ulysses_groups))
         return np.stack(found, axis=1)
 
     def accumulates(self) -> tuple[bool, bool]:

@@ -37,7 +37,7 @@ def windowed_schedule(schedule: Schedule, boundaries: tuple[int, ...], window: i
     else:
         pieces = pieces_per_chunk(schedule.layout, boundaries[-1], window)
         layout, assignment = cut_layout(schedule.layout, pieces), assign_tiles(schedule)
-    limited = limit_to_window(assignment, layout.outer, pieces, boundaries, window)
+    limited = limit_to_window(assignment, layout.group_layout, pieces, boundaries, window)
     if layout.ulysses > 1:
         limited = with_ulysses(limited, layout.ulysses)
     return replace(
@@ -71,8 +71,8 @@ def cut_layout(layout: Layout, pieces: int) -> Layout:
     """Returns the layout with every chunk cut into pieces. The order of a rank's tokens stays the same."""
     if pieces == 1:
         return layout
-    homes = tuple(layout.home(chunk // pieces) for chunk in range(layout.chunk_count * pieces))
-    return Layout("balanced", layout.world, layout.chunks_per_rank * pieces, homes=homes)
+    chunk_groups = tuple(layout.home(chunk // pieces) for chunk in range(layout.chunk_count * pieces))
+    return Layout("balanced", layout.world, layout.chunks_per_rank * pieces, chunk_groups=chunk_groups)
 
 
 def limit_to_window(

@@ -23,7 +23,7 @@ from lightseq.config.train_config import TrainConfig
 from lightseq.data.pickles import PICKLE_ERRORS
 from lightseq.distributed.mesh import Meshes, World, on_all_ranks, set_deepspeed_environment, use_host_cores
 from lightseq.models import weights
-from lightseq.parallelize import MemorySettings, transform
+from lightseq.parallelize import MemorySettings, apply_techniques
 from lightseq.training.engine import Update, fill_weights
 from lightseq.training.metrics import UNKNOWN_PARAMETER
 from lightseq.training.optimization import make_optimizer
@@ -61,7 +61,7 @@ class DeepSpeedEngine:
             use_host_cores(world)
         self.sharding_description = ", ".join([f"{settings.name} over all ranks", *offloads])
         self.model = weights.build_on_meta(inputs.model_config)
-        inner, self.context = on_all_ranks(world, lambda: transform(self.model, config, world, meshes, memory))
+        inner, self.context = on_all_ranks(world, lambda: apply_techniques(self.model, config, world, meshes, memory))
         self.offload, self.stopwatch = inner.offload, inner.stopwatch
         for parameter in self.model.parameters():
             parameter.data = parameter.data.to(getattr(torch, config.compute_dtype))

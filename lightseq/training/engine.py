@@ -232,7 +232,7 @@ def memory_parts(engine: Engine, device: torch.device, taken_by_forward: int | N
     )
     if device.type != "cuda":
         return parts
-    not_in_allocator = transport.buffer_bytes + transport.recorded_bytes
+    not_in_allocator = transport.buffer_bytes + transport.graph_bytes
     return parts.at_peak(torch.cuda.max_memory_allocated(device) + not_in_allocator)
 
 

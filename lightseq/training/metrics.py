@@ -305,17 +305,17 @@ def hardware(device: torch.device) -> dict[str, Any]:
     return {"device": "cpu", "cores": psutil.cpu_count(), "machine": platform.machine(), "host": platform.node()}
 
 
-def process_memory(device: torch.device, outside_bytes: int, recorded_bytes: int) -> tuple[int, int, int]:
+def process_memory(device: torch.device, outside_bytes: int, graph_bytes: int) -> tuple[int, int, int]:
     """Returns peak allocated, peak reserved (0 on CPU) and host resident bytes of this process.
 
-    `outside_bytes`: symmetric-memory buffers, unknown to torch's allocator. `recorded_bytes`: memory of CUDA graphs,
+    `outside_bytes`: symmetric-memory buffers, unknown to torch's allocator. `graph_bytes`: memory of CUDA graphs,
     which the allocator counts as reserved but not as allocated.
     """
     rss = psutil.Process().memory_info().rss
     if device.type != "cuda":
         return 0, 0, rss
     allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
-    return allocated + outside_bytes + recorded_bytes, reserved + outside_bytes, rss
+    return allocated + outside_bytes + graph_bytes, reserved + outside_bytes, rss
 
 
 def reduce_over_ranks(sums: list[float | Tensor], worst: list[float], device: torch.device) -> tuple[Tensor, Tensor]:

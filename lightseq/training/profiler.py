@@ -19,7 +19,7 @@ from lightseq.distributed.mesh import World
 from lightseq.memory.planner.breakdown import Breakdown
 from lightseq.profiling.trace import read_trace, summary
 
-MOST_ALLOCATIONS = 1_000_000  # the latest ones are kept; enough for a few steps of large models
+MAX_ALLOCATIONS = 1_000_000  # the latest ones are kept; enough for a few steps of large models
 
 
 class StepProfile:
@@ -41,7 +41,7 @@ class StepProfile:
             activities += [ProfilerActivity.CUDA] if self._device.type == "cuda" else []
             self._profiler = profile(activities=activities)
             if self._with_memory:
-                torch.cuda.memory._record_memory_history(max_entries=MOST_ALLOCATIONS)
+                torch.cuda.memory._record_memory_history(max_entries=MAX_ALLOCATIONS)
             self._profiler.start()
 
     def after(self, step: int) -> None:

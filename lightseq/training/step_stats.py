@@ -93,7 +93,7 @@ class StepStats:
         """
         device, end, results = self.world.device, DeviceTimestamp(self.world.device), self.results
         counted = results if counts_group else []
-        allocated, reserved, rss = process_memory(device, self.transport.buffer_bytes, self.transport.recorded_bytes)
+        allocated, reserved, rss = process_memory(device, self.transport.buffer_bytes, self.transport.graph_bytes)
         sums: dict[str, float | Tensor] = {
             "loss": torch.stack([result.loss for result in results]).sum(),
             "valid_tokens": sum(result.valid_tokens for result in counted),

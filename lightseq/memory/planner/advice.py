@@ -26,7 +26,7 @@ from lightseq.memory.planner.run import PlannedRun, planned_run
 
 K = 2**10
 MAX_LENGTH, MAX_GPUS = 2**30, 512  # building schedules for more ranks takes minutes
-LEAST_GAIN = 0.02  # smallest share of a step's time that is worth a suggestion
+MIN_SUGGESTION_GAIN = 0.02  # smallest share of a step's time that is worth a suggestion
 RETRY_SHARE = 0.9  # of the planned memory, for the next plan of a run that did not fit although its plan did
 
 
@@ -73,7 +73,7 @@ def faster_change(run: PlannedRun) -> Change | None:
     if not (words := _changed_flags(run.config, option.config)):
         return None
     plan = make_plan(option)
-    faster = plan.fits and plan.step_seconds <= (1 - LEAST_GAIN) * make_plan(run).step_seconds
+    faster = plan.fits and plan.step_seconds <= (1 - MIN_SUGGESTION_GAIN) * make_plan(run).step_seconds
     return Change(words, plan) if faster else None
 
 

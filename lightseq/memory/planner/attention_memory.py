@@ -76,7 +76,7 @@ def _count(
     gathered: Gathered | None = None
     if keep_gathered and table.can_keep_gathered:
         memory = torch.empty(gathered_elements(table, q, heads.key_value), dtype=dtype, device="meta")
-        table, gathered = table.reusing_gathered, Gathered(memory, heads.key_value)
+        table, gathered = table.with_gathered_backward, Gathered(memory, heads.key_value)
     kernel, counts = Elided(FlashAttention4()), []
     for rank in sorted({0, world // 2, world - 1}):
         transport = _MetaTransport()
@@ -116,7 +116,7 @@ class _NoLaunches(Launches):
 
     def copy(self, key: Any, build: Any) -> None: ...
 
-    def add(self, key: Any, build: Any, fresh: bool) -> None: ...
+    def add(self, key: Any, build: Any, overwrite: bool) -> None: ...
 
 
 class _MetaTransport(NoTransport):

@@ -34,10 +34,10 @@ class Breakdown:
         return sum(vars(self).values())
 
     def at_peak(self, peak: int) -> "Breakdown":
-        """Returns the parts of a measured peak, from parts without working memory that are not all there at once.
+        """Fits the breakdown to a measured peak.
 
-        Working memory is what the others leave of the peak. Gradients come while stored activations go, so if the parts
-        exceed the peak, the smaller of these two was not there, or not whole.
+        Working memory is what the other parts leave. If they exceed the peak, the smaller of gradients and stored
+        activations shrinks by the excess, because the two do not peak together.
         """
         excess = max(0, self.total - peak)
         smaller = "gradients" if self.gradients < self.stored_activations else "stored_activations"

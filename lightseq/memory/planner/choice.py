@@ -15,7 +15,7 @@ from lightseq.config.remat_policies import STORE_LINEARS, STORE_MLP
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.mesh import World, free_host_memory, on_all_ranks
 from lightseq.memory.planner.documents import PackedDocuments
-from lightseq.memory.planner.placement import KEEP, RECOMPUTED, STATES, Placement
+from lightseq.memory.planner.placement import ACTIONS, KEEP, RECOMPUTED, Placement
 from lightseq.memory.planner.plan import (
     PLANNED_FLAGS,
     Plan,
@@ -27,11 +27,11 @@ from lightseq.memory.planner.plan import (
 from lightseq.memory.planner.rates import PROCESS_BYTES
 from lightseq.memory.planner.run import PlannedRun, planned_run
 from lightseq.memory.planner.step_time import WAITING
-from lightseq.modules.tiled import KNOWN
+from lightseq.modules.tiled import TILEABLE_LAYER_CLASSES
 
 STATE_STEPS = 8  # steps in the number of layers with state on the GPU that `--offload auto` tries first
 FRUGAL_GROUP = 4  # layers per checkpoint where memory is short
-LEAST_GAIN = 1e-3  # share of the GPU's time that keeping gathered weights has to save
+MIN_RESHARD_GAIN = 1e-3  # share of the GPU's time that keeping gathered weights has to save
 SAME_SPEED = 1e-2  # relative difference of step times that the planner cannot resolve
 
 
@@ -49,7 +49,7 @@ def make_plan(run: PlannedRun) -> Plan:
     if fitting := [plan for plan in found if plan.fits]:
         limit = min(plan.step_seconds for plan in fitting) * (1 + SAME_SPEED)
         fastest = [plan for plan in fitting if plan.step_seconds <= limit]
-        return _keeping_gathered_weights(min(fastest, key=_preference))
+        return _without_reshard(min(fastest, key=_preference))
     within_host = [plan for plan in found if not plan.missing_host_bytes]
     return min(within_host or found[:1], key=lambda plan: plan.parts.total)
 
@@ -59,13 +59,13 @@ def _preference(plan: Plan) -> tuple[bool, float, float]:
     return plan.run.state_on_host, plan.host_bytes, _busy_seconds(plan)
 
 
-def _keeping_gathered_weights(plan: Plan) -> Plan:
+def _without_reshard(plan: Plan) -> Plan:
     """Returns the plan that gathers weights only once a pass, or the given one if that does not fit or gains little."""
     if plan.run.state_on_host:
         return plan
-    keeping = plan_as_given(plan.run.changed(reshard_after_forward=False), plan.placement)
-    gains = _busy_seconds(keeping) <= (1 - LEAST_GAIN) * _busy_seconds(plan)
-    return keeping if keeping.fits and gains else plan
+    without = plan_as_given(plan.run.changed(reshard_after_forward=False), plan.placement)
+    gains = _busy_seconds(without) <= (1 - MIN_RESHARD_GAIN) * _busy_seconds(plan)
+    return without if without.fits and gains else plan
 
 
 def _busy_seconds(plan: Plan) -> float:
@@ -88,7 +88,7 @@ def fast_options(run: PlannedRun) -> list[PlannedRun]:
 
 def frugal_options(run: PlannedRun) -> list[PlannedRun]:
     """Returns the run with the other choices, which take less memory and more time."""
-    tiles = [False, True] if run.architecture.layer_class in KNOWN else [False]
+    tiles = [False, True] if run.architecture.layer_class in TILEABLE_LAYER_CLASSES else [False]
     offload = ["both", "optimizer", "activations", "none"]
     found = _options(run, remat=["full", "attention"], offload=offload, groups=[FRUGAL_GROUP, 1], tiles=tiles)
     fast = [option.config for option in fast_options(run)]
@@ -192,7 +192,7 @@ def plan_from_earlier(run: PlannedRun, earlier: Mapping[str, Any]) -> Plan | Non
         chosen = replace(run.config, **flags, host_memory_budget=_activation_budget(run.config, flags["offload"]))
         layers, state = tuple(earlier["placement"]), bool(earlier["state_offloaded"])
         resident, reshards = int(earlier["layers_with_state_on_gpu"]), bool(earlier.get("reshard_after_forward", True))
-        known = set(layers) <= set(STATES)
+        known = set(layers) <= set(ACTIONS)
     except (KeyError, TypeError, ValueError, OverflowError):
         return None
     options = [option.config for option in (*fast_options(run), *frugal_options(run))]

@@ -69,30 +69,30 @@ def in_flight(run: PlannedRun) -> int:
 
 def lifetimes_of(run: PlannedRun, placement: Placement) -> list[int]:
     """Returns the lifetime on the GPU of each group's tensors, in groups; 0 for a group that stays there."""
-    return device_lifetimes([state in OFFLOADED for state in placement.layers[:: run.group_size]], in_flight(run))
+    return device_lifetimes([action in OFFLOADED for action in placement.layers[:: run.group_size]], in_flight(run))
 
 
 # ---- saved activations ----------------------------------------------------------------------------------------------
 
 
-def saved_by_layer(run: PlannedRun, state: str) -> float:
+def saved_by_layer(run: PlannedRun, action: str) -> float:
     """Returns the bytes that a layer saves between its forward and backward pass, on GPU or host."""
-    return run.tokens * _saved_under(run, "full" if state in RECOMPUTED else None)
+    return run.tokens * _saved_under(run, "full" if action in RECOMPUTED else None)
 
 
-def saved_by_group(run: PlannedRun, state: str) -> float:
+def saved_by_group(run: PlannedRun, action: str) -> float:
     """Returns the bytes saved for a group of layers: its input, or for a group of one all that the layer saves."""
-    return saved_by_layer(run, RECOMPUTE if run.group_size > 1 else state)
+    return saved_by_layer(run, RECOMPUTE if run.group_size > 1 else action)
 
 
-def _group_state(run: PlannedRun, placement: Placement, group: int) -> str:
+def _group_action(run: PlannedRun, placement: Placement, group: int) -> str:
     return placement.layers[group * run.group_size]
 
 
 def _saved_on_gpu(run: PlannedRun, placement: Placement, last: int) -> float:
     """Returns the bytes that groups up to `last` have on the GPU: those that stay, and offloaded ones in flight."""
     groups = placement.layers[:: run.group_size]
-    sizes = {state: saved_by_group(run, state) for state in set(groups)}
+    sizes = {action: saved_by_group(run, action) for action in set(groups)}
     lifetimes = lifetimes_of(run, placement)[: last + 1]
     return sum(sizes[groups[i]] for i, lifetime in enumerate(lifetimes) if not lifetime or i + lifetime > last)
 
@@ -122,7 +122,7 @@ def _loss(run: PlannedRun, placement: Placement) -> Snapshot:
 
 
 def _backward(run: PlannedRun, placement: Placement, group: int, name: str) -> Snapshot:
-    point, state = backward_points(run)[name], _group_state(run, placement, group)
+    point, action = backward_points(run)[name], _group_action(run, placement, group)
     working = _bytes(run, point.widths) + _weights_and_gradients(run, group)
     if run.config.remat_policy != "none":  # the inputs of these norms are recomputed
         working += run.tokens * run.itemsize * run.architecture.extra_normalized
@@ -130,10 +130,10 @@ def _backward(run: PlannedRun, placement: Placement, group: int, name: str) -> S
         working += _tiled_mlp_bytes(run)
     if point.in_attention:
         working += attention_of(run).backward * run.tokens
-    if (point.in_attention or run.config.tiles_layers) and state in RECOMPUTED:  # output and log-sum-exp, recomputed
+    if (point.in_attention or run.config.tiles_layers) and action in RECOMPUTED:  # output and log-sum-exp, recomputed
         working += run.tokens * (_saved_under(run, "attention") - _saved_under(run, "full"))
     saved, rerun = _saved_on_gpu(run, placement, group), _saved_by_rerun(run, placement, group)
-    was_offloaded = state in OFFLOADED if run.group_size == 1 else placement.offloads
+    was_offloaded = action in OFFLOADED if run.group_size == 1 else placement.offloads
     if point.in_attention and not was_offloaded and run.config.remat_policy in STORES_MLP:
         # The MLP's backward pass has freed gate and up. Fetched tensors live until the layer's end.
         freed = run.tokens * (_saved_under(run, STORE_MLP) - _saved_under(run, "attention"))
@@ -247,8 +247,8 @@ def _bytes(run: PlannedRun, widths: Widths) -> float:
 
 def host_bytes(run: PlannedRun, placement: Placement) -> float:
     """Returns one rank's host memory: its process, offloaded activations, weights, gradients and optimizer state."""
-    states = [_group_state(run, placement, group) for group in range(run.groups)]
-    activations = sum(saved_by_group(run, state) for state in states if state in OFFLOADED)
+    actions = [_group_action(run, placement, group) for group in range(run.groups)]
+    activations = sum(saved_by_group(run, action) for action in actions if action in OFFLOADED)
     if run.group_size > 1 and placement.offloads:
         activations += (run.group_size - 1) * saved_by_layer(run, KEEP)  # the group that runs again
     return PROCESS_BYTES + activations + state_bytes_on_host(run)

@@ -1,6 +1,6 @@
 """Activation placement: for every layer, whether its activations stay on the GPU, are offloaded or are recomputed.
 
-The choice depends only on the bytes and seconds of a layer in each state, two budgets, and the number of layers.
+The choice depends only on the bytes and seconds of a layer under each action, two budgets, and the number of layers.
 Offloaded layers are spread among layers that stay if one layer's copy takes longer than one layer's compute.
 """
 
@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 
 KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD = "keep", "offload", "recompute", "recompute_offload"
 OFFLOADED, RECOMPUTED = (OFFLOAD, RECOMPUTE_OFFLOAD), (RECOMPUTE, RECOMPUTE_OFFLOAD)
-STATES = (OFFLOAD, RECOMPUTE_OFFLOAD, RECOMPUTE, KEEP)  # from first to last layer: the first are needed last
-MOST_SPANS = 4  # runs of layers with one state that a line of text lists
+ACTIONS = (OFFLOAD, RECOMPUTE_OFFLOAD, RECOMPUTE, KEEP)  # from first to last layer: the first are needed last
+MAX_SPANS = 4  # runs of layers with one action that a line of text lists
 
 
 @dataclass(frozen=True)
 class LayerCost:
-    """Cost of placing a layer's activations in one of STATES."""
+    """Cost of one of ACTIONS for one layer's activations."""
 
     device_bytes: float  # on the GPU between forward and backward pass
     host_bytes: float
@@ -30,12 +30,12 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class Placement:
-    """State of every layer, one of STATES. The last is never offloaded, because the backward pass begins with it."""
+    """Action of every layer, one of ACTIONS. The last is never offloaded, because the backward pass begins with it."""
 
     layers: tuple[str, ...]
 
-    def count(self, state: str) -> int:
-        return self.layers.count(state)
+    def count(self, action: str) -> int:
+        return self.layers.count(action)
 
     @property
     def offloads(self) -> bool:
@@ -44,25 +44,25 @@ class Placement:
     @property
     def recomputed_share(self) -> float:
         """Returns the share of layers that are recomputed in full."""
-        return sum(state in RECOMPUTED for state in self.layers) / len(self.layers)
+        return sum(action in RECOMPUTED for action in self.layers) / len(self.layers)
 
     @property
     def text(self) -> str:
         """Returns a text such as `layers 0-11 offload, 12-31 keep` or `12 of 32 layers offload`."""
         spans, first = [], 0
-        for state, run in groupby(self.layers):
+        for action, run in groupby(self.layers):
             last = first + len(list(run)) - 1
-            spans.append(f"{f'{first}-{last}' if last > first else first} {_in_words(state)}")
+            spans.append(f"{f'{first}-{last}' if last > first else first} {_in_words(action)}")
             first = last + 1
-        if len(spans) <= MOST_SPANS:
+        if len(spans) <= MAX_SPANS:
             return f"layer{'s' * (len(self.layers) > 1)} {', '.join(spans)}"
-        counts = [(self.count(state), _in_words(state)) for state in STATES if state != KEEP and self.count(state)]
-        (most, first_state), *others = counts
-        return ", ".join([f"{most} of {len(self.layers)} layers {first_state}", *(f"{n} {word}" for n, word in others)])
+        counts = [(self.count(action), action) for action in ACTIONS if action != KEEP]
+        (most, main), *others = [(n, _in_words(action)) for n, action in counts if n]
+        return ", ".join([f"{most} of {len(self.layers)} layers {main}", *(f"{n} {action}" for n, action in others)])
 
 
-def _in_words(state: str) -> str:
-    return state.replace("_", " and ")
+def _in_words(action: str) -> str:
+    return action.replace("_", " and ")
 
 
 def place(
@@ -82,27 +82,27 @@ def place(
     """
     counts = _candidates(layers, costs, device_bytes, in_flight)
     device = _device_bytes(counts, costs, in_flight)
-    host = sum(counts[name] * costs[name].host_bytes for name in STATES)
+    host = sum(counts[name] * costs[name].host_bytes for name in ACTIONS)
     hidden_by = layer_seconds if in_flight > 1 else (0.0, 0.0)
     strides = _strides(layers, counts, costs, hidden_by)
     seconds = sum(
         counts[name] * (costs[name].seconds + _exposed_seconds(costs[name].copy_seconds, strides, hidden_by))
-        for name in STATES
+        for name in ACTIONS
     )
     fitting = np.flatnonzero((device <= device_bytes) & (host <= host_bytes))
     if not len(fitting):
         return None
-    keys = (seconds, host, device, *(counts[name] for name in STATES))
+    keys = (seconds, host, device, *(counts[name] for name in ACTIONS))
     best = fitting[np.lexsort([key[fitting] for key in reversed(keys)])[0]]  # lexsort sorts by its last key first
-    return in_order({name: int(counts[name][best]) for name in STATES}, float(strides[best]))
+    return in_order({name: int(counts[name][best]) for name in ACTIONS}, float(strides[best]))
 
 
 def in_order(counts: Mapping[str, int], stride: float = 1.0) -> Placement:
-    """Returns the placement with `counts` layers per state; offloaded ones are `stride` layers apart on average."""
-    ordered = [state for state in STATES for _ in range(counts.get(state, 0))]
-    offloaded = [state for state in ordered if state in OFFLOADED]
+    """Returns the placement with `counts` layers per action; offloaded ones are `stride` layers apart on average."""
+    ordered = [action for action in ACTIONS for _ in range(counts.get(action, 0))]
+    offloaded = [action for action in ordered if action in OFFLOADED]
     staying = iter(ordered[len(offloaded) :])
-    at = {int(k * stride): state for k, state in enumerate(offloaded)}
+    at = {int(k * stride): action for k, action in enumerate(offloaded)}
     return Placement(tuple(at[i] if i in at else next(staying) for i in range(len(ordered))))
 
 
@@ -138,7 +138,7 @@ def _exposed_seconds(copy: float, strides: NDArray[Any], layer_seconds: Sequence
 def _candidates(
     layers: int, costs: Mapping[str, LayerCost], device_bytes: float, in_flight: int
 ) -> dict[str, NDArray[Any]]:
-    """Returns counts by state: every number of offloaded layers, with as few recomputed layers as memory allows.
+    """Returns counts by action: every number of offloaded layers, with as few recomputed layers as memory allows.
 
     Each array has one element per candidate.
     """

@@ -211,12 +211,12 @@ def _offload_first_layers(run: PlannedRun, resident: str, offloaded: str) -> Pla
 
 
 def layer_costs(run: PlannedRun) -> dict[str, LayerCost]:
-    """Returns the cost of one layer by state."""
+    """Returns the cost of one layer by action."""
     # Under other policies more than attention is recomputed, and its time is not known. `place` then recomputes only if
     # nothing else fits, and the search for a plan (choice.py) drops such a placement.
     again = attention_seconds(run)[0] if run.config.remat_policy == "attention" else PROHIBITIVE_SECONDS
     everything, layer_input = saved_by_layer(run, KEEP), saved_by_layer(run, RECOMPUTE)
-    copy, copy_input = (copy_seconds(run, state) for state in (OFFLOAD, RECOMPUTE_OFFLOAD))
+    copy, copy_input = (copy_seconds(run, action) for action in (OFFLOAD, RECOMPUTE_OFFLOAD))
     return {
         KEEP: LayerCost(device_bytes=everything, host_bytes=0.0, seconds=0.0),
         OFFLOAD: LayerCost(device_bytes=0.0, host_bytes=everything, seconds=0.0, copy_seconds=copy),

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from lightseq.comm.transport import base_transport_name
-from lightseq.config.remat_policies import keeps_gathered
+from lightseq.config.remat_policies import may_keep_gathered
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.host_memory import host_memory
 from lightseq.distributed.mesh import World
@@ -24,7 +24,7 @@ from lightseq.schedule.algorithms import schedule_without_steps
 from lightseq.schedule.auto import ScheduleChoice, choose_by_time, choose_packed, choose_windowed
 from lightseq.schedule.cost import AttentionShape
 from lightseq.schedule.documents import local_tokens
-from lightseq.schedule.head_slices import count_head_slices, with_fewer_turns
+from lightseq.schedule.head_slices import count_head_slices, with_fewer_head_groups
 from lightseq.schedule.table import Schedule
 from lightseq.schedule.timing import FLOAT32_BYTES, RATES
 from lightseq.utils.formatting import divisors
@@ -144,16 +144,16 @@ class PlannedRun:
     @cached_property
     def choice(self) -> ScheduleChoice:
         """Returns the schedule that training would choose, for one sequence and by the same rates."""
-        heads, asked = self.architecture.heads, ScheduleChoice(self.config.schedule, self.config.ulysses_size)
+        heads, requested = self.architecture.heads, ScheduleChoice(self.config.schedule, self.config.ulysses_size)
         one = AttentionShape(self.config.model_max_length, heads.query, heads.key_value, heads.dim)
         if self.architecture.has_windows(self.config.model_max_length):
-            asked = choose_windowed(asked)
+            requested = choose_windowed(requested)
         if self.config.packing != "none":
-            asked = choose_packed(self.sequence_ranks, one, asked)
+            requested = choose_packed(self.sequence_ranks, one, requested)
         rates, per_host = RATES[self.transport], self.hardware.gpus_per_host
-        keep = keeps_gathered(self.config.remat_policy)
-        found = choose_by_time(self.sequence_ranks, one, rates, per_host, asked, keep_gathered=keep)
-        return with_fewer_turns(found, self.sequence_ranks, one) if self.config.slices_heads else found
+        keep = may_keep_gathered(self.config.remat_policy)
+        found = choose_by_time(self.sequence_ranks, one, rates, per_host, requested, keep_gathered=keep)
+        return with_fewer_head_groups(found, self.sequence_ranks, one) if self.config.slices_heads else found
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -172,7 +172,7 @@ class PlannedRun:
 
     @property
     def keeps_gathered(self) -> bool:
-        return keeps_gathered(self.config.remat_policy) and self.schedule.can_keep_gathered
+        return may_keep_gathered(self.config.remat_policy) and self.schedule.can_keep_gathered
 
     # ---- the model --------------------------------------------------------------------------------------------------
 

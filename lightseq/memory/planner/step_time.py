@@ -78,7 +78,7 @@ def _recomputed_attentions(run: PlannedRun, placement: Placement) -> float:
     """
     if run.group_size > 1:
         return run.layers + (run.layers - run.groups if run.config.remat_policy == "full" else 0.0)
-    return sum(state in RECOMPUTED for state in placement.layers)
+    return sum(action in RECOMPUTED for action in placement.layers)
 
 
 def matrix_seconds(run: PlannedRun) -> float:
@@ -184,8 +184,8 @@ def _exposed_copies(run: PlannedRun, placement: Placement, layer_seconds: float)
     if not placement.offloads:
         return 0.0
     forward, backward = (share * run.group_size * layer_seconds for share in FORWARD_AND_BACKWARD)
-    seconds = {state: copy_seconds(run, state) for state in OFFLOADED}
-    copies = [seconds.get(state, 0.0) for state in placement.layers[:: run.group_size]]
+    seconds = {action: copy_seconds(run, action) for action in OFFLOADED}
+    copies = [seconds.get(action, 0.0) for action in placement.layers[:: run.group_size]]
     return exposed_copies(copies, lifetimes_of(run, placement), forward, backward)
 
 
@@ -212,9 +212,9 @@ def exposed_copies(copies: Sequence[float], lifetimes: Sequence[int], forward: f
     return max(0.0, exposed + now - layers * backward)
 
 
-def copy_seconds(run: PlannedRun, state: str) -> float:
+def copy_seconds(run: PlannedRun, action: str) -> float:
     """Returns the seconds of copying what a group of layers saves, in one direction."""
-    return saved_by_group(run, state) / host_link(run)
+    return saved_by_group(run, action) / host_link(run)
 
 
 def _exposed_weights(run: PlannedRun, layer_seconds: float) -> float:

@@ -46,9 +46,9 @@ from lightseq.training.run_info import describe_run
 from lightseq.training.setup import Inputs, prepare
 from lightseq.utils.masking import mask_secrets
 
-LEAST_VOCABULARY = 32  # token ids that every model has
-MOST_WHOLE_TOKENS = 2**18  # per rank; above, only the first tile is computed and host memory is only counted
-LEAST_TILE_TOKENS = 64  # smallest tile of a scaled-down run
+MIN_VOCABULARY = 32  # token ids that every model has
+MAX_WHOLE_TOKENS = 2**18  # per rank; above, only the first tile is computed and host memory is only counted
+MIN_TILE_TOKENS = 64  # smallest tile of a scaled-down run
 STAGES = ("setting up", "the optimizer's state", "the step")
 RECORD, PROGRAM = "rehearsal.jsonl", "lightseq rehearse"
 
@@ -121,7 +121,7 @@ def rehearse(trainer: Trainer) -> Rehearsal:
             make_state(trainer.engine.optimizer, only=trainer.world.device)
     times.append(time.time())
     taken = ForwardMemory(trainer.loss_model, on_gpu)
-    for step in range(1 if trainer.local_tokens > MOST_WHOLE_TOKENS else 2):  # the first compiles kernels
+    for step in range(1 if trainer.local_tokens > MAX_WHOLE_TOKENS else 2):  # the first compiles kernels
         if on_gpu:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
@@ -153,7 +153,7 @@ def rehearsal_patches(length: int, sequence_ranks: int) -> Iterator[None]:
     """
     with ExitStack() as stack:
         stack.enter_context(patch.object(context, "select", elided_selection))
-        if length > MOST_WHOLE_TOKENS * sequence_ranks:
+        if length > MAX_WHOLE_TOKENS * sequence_ranks:
             stack.enter_context(patch.object(mlp, "tiles", first_tile))  # of MLPs, and of layers over tiles
             stack.enter_context(patch.object(loss, "chunks", first_tile))
             stack.enter_context(patch.object(parallelize, "HostBufferPool", CountedMemory))
@@ -194,7 +194,7 @@ def scaled_down(length: int, full_length: int) -> Iterator[None]:
         return enable(*args, **{**options, "length": full_length})
 
     def shrunk(tokens: int) -> int:
-        return max(min(tokens, LEAST_TILE_TOKENS), int(tokens / (full_length / length)))
+        return max(min(tokens, MIN_TILE_TOKENS), int(tokens / (full_length / length)))
 
     with (
         patch.object(hf, "enable", enable_at_full_length),
@@ -247,8 +247,8 @@ def within_free_memory(config: TrainConfig, world: World) -> TrainConfig:
 def synthetic_inputs(config: TrainConfig, family: ModelFamily, world: World, folder: Path) -> Inputs:
     """Prepares inputs with synthetic data: one long document in which every token has a target."""
     if world.local_rank == 0:
-        ids = np.arange(config.model_max_length, dtype=np.int64) % LEAST_VOCABULARY
-        write_token_directory(folder / "data", [ids], LEAST_VOCABULARY, dict)
+        ids = np.arange(config.model_max_length, dtype=np.int64) % MIN_VOCABULARY
+        write_token_directory(folder / "data", [ids], MIN_VOCABULARY, dict)
     dist.barrier()
     return prepare(config, family, world)
 

@@ -89,7 +89,7 @@ def _schedule(run: PlannedRun) -> str:
     if run.sequence_ranks == 1:
         return "none: each GPU has its own sequences"
     groups = run.choice.head_groups or 1
-    heads = f"heads in {groups} turns" if groups > 1 else "all heads at once"
+    heads = f"{groups} head groups" if groups > 1 else "all heads at once"
     return f"{run.choice.schedule}, {heads}, {run.transport}"
 
 

@@ -147,7 +147,7 @@ def _pair_speeds(
             mine = outbox.memory[:size]
             exchange = Exchange([Send(dst, mine)], [Receive(src, transport.peer_view(src, mine), into)])
             transport.exchange(exchange)()
-            again = exchange._replace(fresh=False)
+            again = exchange._replace(outboxes_written=False)
             seconds = _seconds(lambda again=again: transport.exchange(again)(), group, device)  # type: ignore[misc]
         speeds[peers[src]] = size / seconds / 1e9
     return speeds
