@@ -194,7 +194,7 @@ def _half_precision_errors(
     result: dict[str, dict[str, list[float]]] = {}
     for name in kernels:
         spec = KernelSpec(device, torch.cuda.get_device_capability() if device == "cuda" else (0, 0), dtype, dim)
-        if (kernel := KERNELS[name].make(spec)).why_not(spec) is None:
+        if (kernel := KERNELS[name].make(spec)).why_unavailable(spec) is None:
             result[name] = {"one rank": errors(_by_itself(kernel, narrow))}
             for schedule in fitting(dist.get_world_size(), 8, 2):
                 context = _context(schedule, name, dtype, dim, device, transport)

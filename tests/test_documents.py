@@ -161,7 +161,7 @@ def _kernel_errors(kernel: Any, tensors: list[Tensor], mask: Segments) -> list[f
 def test_gpu_kernels_take_every_kind_of_segments(name: str) -> None:
     spec = KernelSpec("cuda", torch.cuda.get_device_capability(), torch.bfloat16, 64)
     kernel = KERNELS[name].make(spec)
-    if reason := kernel.why_not(spec):
+    if reason := kernel.why_unavailable(spec):
         pytest.skip(reason)
     generator = torch.Generator("cuda").manual_seed(0)
     masks = set()
@@ -364,7 +364,7 @@ def _gpu_errors(rank: int, transport: str) -> dict[str, list[float]]:
 
     found = {"plain": errors(_each_alone(inputs, boundaries))}
     for name, kernel in product(fitting(dist.get_world_size(), *HEADS), ("fa4", "fa2", "aten", "cudnn")):
-        if KERNELS[kernel].make(spec).why_not(spec) is None:
+        if KERNELS[kernel].make(spec).why_unavailable(spec) is None:
             shape = AttentionShape(1024, *HEADS, dim)
             config = AttentionConfig(name, kernel, transport, dtype=torch.bfloat16, device=device)
             context = make_context(dist.group.WORLD, shape, config)

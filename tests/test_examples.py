@@ -135,17 +135,17 @@ LAUNCHER = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 
 
 @pytest.mark.parametrize("launcher", [[], pytest.param(LAUNCHER, marks=pytest.mark.slow)])
-def test_the_loop_runs_uninstalled_and_prints_its_losses(launcher: list[str], expected: list[float]) -> None:
+def test_the_loop_runs_uninstalled_and_prints_its_losses(launcher: list[str], expected: list[list[float]]) -> None:
     lines = [line.split() for line in printed("train_loop.py", launcher)]
     assert [int(words[1]) for words in lines] == list(range(1, train_loop.STEPS + 1))
-    assert [float(words[3]) for words in lines] == pytest.approx(expected, abs=1e-5)
+    assert [float(words[3]) for words in lines] == pytest.approx(expected[0], abs=1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", [[], LAUNCHER])
-@pytest.mark.parametrize("script", ["with_trainer.py", "with_accelerate.py", "sft.py", "dpo.py"])
+@pytest.mark.parametrize("script", ["with_fsdp2.py", "with_trainer.py", "with_accelerate.py", "sft.py", "dpo.py"])
 def test_the_other_scripts_run_uninstalled(script: str, launcher: list[str]) -> None:
-    assert sum("loss" in line for line in printed(script, launcher)) >= 8
+    assert sum("loss" in line for line in printed(script, launcher)) >= 5
 
 
 def printed(script: str, launcher: list[str]) -> list[str]:

@@ -113,7 +113,7 @@ def _spec(device: str, dtype: torch.dtype, dim: int) -> KernelSpec:
 @pytest.mark.parametrize("name", ["fa4", "fa3", "fa2", "cudnn", "aten", "reference"])
 def test_gpu_kernels_match_the_definition(name: str, dim: int, dtype: torch.dtype) -> None:
     spec = _spec("cuda", dtype, dim)
-    if reason := KERNELS[name].make(spec).why_not(spec):
+    if reason := KERNELS[name].make(spec).why_unavailable(spec):
         pytest.skip(reason)
     # FlashAttention-4 compiles for seconds for each dtype, dimension and number of query heads to a key head.
     for heads in HEADS if (dim, dtype) == (128, torch.bfloat16) else HEADS[1:2]:
@@ -135,7 +135,7 @@ def test_gpu_kernels_match_the_definition(name: str, dim: int, dtype: torch.dtyp
 def test_a_window_stays_inside_its_document(name: str, dim: int, device: str, dtype: torch.dtype) -> None:
     """Packed documents as in Gemma 3: longer and shorter than the window, two query heads to a key head."""
     spec = _spec(device, dtype, dim)
-    if reason := KERNELS[name].make(spec).why_not(spec):
+    if reason := KERNELS[name].make(spec).why_unavailable(spec):
         pytest.skip(reason)
     bounds, window, scale = (0, 1, 40, 300, 1100), 200, dim**-0.5
     inputs = [x[:1].to(dtype) for x in _inputs((window, bounds[-1], bounds[-1]), (4, 2), dim, device)]

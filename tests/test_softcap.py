@@ -74,7 +74,7 @@ def test_the_reference_kernel_caps_scores_as_defined(sizes: tuple[int, int]) -> 
 @pytest.mark.parametrize("name", ["fa4", "fa3", "fa2"])
 def test_gpu_kernels_err_at_most_twice_as_much_as_plain(name: str, cap: float, dim: int) -> None:
     spec = KernelSpec("cuda", torch.cuda.get_device_capability(), torch.bfloat16, dim, softcap=True)
-    if reason := KERNELS[name].make(spec).why_not(spec):
+    if reason := KERNELS[name].make(spec).why_unavailable(spec):
         pytest.skip(reason)
     kernel = with_softcap(select(name, spec).kernel, cap)
     for sizes in ((64, 64), (200, 500)):
@@ -170,7 +170,9 @@ def test_a_version_of_fa4_with_another_formula_is_passed_over(hopper: KernelSpec
 def test_kernels_that_have_caps_are_those_that_selection_takes(hopper: KernelSpec) -> None:
     for name, registered in KERNELS.items():
         kernel = registered.make(hopper)
-        assert isinstance(kernel, SoftCapKernel) == (kernel.why_not(ONE_CPU if name == "cpu" else hopper) is None), name
+        assert isinstance(kernel, SoftCapKernel) == (
+            kernel.why_unavailable(ONE_CPU if name == "cpu" else hopper) is None
+        ), name
 
 
 # ---- models --------------------------------------------------------------------------------------------------------

@@ -55,8 +55,8 @@ class Kernel(Protocol):
     `window` limits a causal mask, aligned bottom-right, to the last keys that a query sees, with its own. Only kernels
     that have windows (`has_windows`) get one.
 
-    Optional interfaces: `VarlenKernel` (tile.py) for several segments in one call, and `SoftCapKernel`. A kernel from
-    another package also has `why_unsupported(spec)`: the reason of `why_not`, if the package were installed.
+    Optional interfaces: `VarlenKernel` (tile.py) for several segments in one call, and `SoftCapKernel`. A kernel that
+    needs an optional library also has `why_unsupported(spec)`: the reason of `why_unavailable` if it were installed.
     """
 
     @property
@@ -74,7 +74,7 @@ class Kernel(Protocol):
         """True if `forward` and `backward` take a window."""
         ...
 
-    def why_not(self, spec: KernelSpec) -> str | None:
+    def why_unavailable(self, spec: KernelSpec) -> str | None:
         """Returns None if the kernel can run here, else the reason in a few words."""
         ...
 

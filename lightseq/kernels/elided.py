@@ -33,8 +33,8 @@ class Elided:
     def with_softcap(self, softcap: float) -> "Elided":
         return self
 
-    def why_not(self, spec: KernelSpec) -> str | None:
-        return self.kernel.why_not(spec)
+    def why_unavailable(self, spec: KernelSpec) -> str | None:
+        return self.kernel.why_unavailable(spec)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, into: Tensor | None = None,

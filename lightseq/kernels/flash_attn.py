@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightseq.kernels.base import GradientMemory, KernelSpec, Saved, gradient_memory
 from lightseq.kernels.tile import Lengths
-from lightseq.kernels.torch_native import NO_SOFTCAP, why_not_flash
+from lightseq.kernels.torch_native import NO_SOFTCAP, why_no_flash_kernel
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class _FlashAttention:
         return replace(self, softcap=softcap)
 
     def why_unsupported(self, spec: KernelSpec) -> str | None:
-        if reason := why_not_flash(spec):
+        if reason := why_no_flash_kernel(spec):
             return reason
         if not self.min_capability <= spec.capability < self.max_capability_exclusive:
             return f"does not run on compute capability {'.'.join(map(str, spec.capability))}"
@@ -45,7 +45,7 @@ class _FlashAttention:
             return f"does not support head dimension {spec.head_dim}"
         return None
 
-    def why_not(self, spec: KernelSpec) -> str | None:
+    def why_unavailable(self, spec: KernelSpec) -> str | None:
         if reason := self.why_unsupported(spec):
             return reason
         try:
@@ -150,8 +150,8 @@ class FlashAttention4(_FlashAttention):
             return f"{NO_SOFTCAP} on compute capability {'.'.join(map(str, spec.capability))}"
         return super().why_unsupported(spec)
 
-    def why_not(self, spec: KernelSpec) -> str | None:
-        if (reason := super().why_not(spec)) is not None or not spec.softcap:
+    def why_unavailable(self, spec: KernelSpec) -> str | None:
+        if (reason := super().why_unavailable(spec)) is not None or not spec.softcap:
             return reason
         # Versions without this function cap scores by another formula.
         is_new = hasattr(importlib.import_module("flash_attn.cute.utils"), "create_softcap_scoremod_bwd")

@@ -21,7 +21,7 @@ class ReferenceKernel:
     def with_softcap(self, softcap: float) -> "ReferenceKernel":
         return replace(self, softcap=softcap)
 
-    def why_not(self, spec: KernelSpec) -> str | None:
+    def why_unavailable(self, spec: KernelSpec) -> str | None:
         return None
 
     def forward(

@@ -28,13 +28,13 @@ def select(name: str, spec: KernelSpec) -> Selection:
         if name not in KERNELS:
             raise ValueError(f"kernel {name!r} is unknown; choose auto or one of {', '.join(KERNELS)}")
         kernel = KERNELS[name].make(spec)
-        if reason := kernel.why_not(spec):
+        if reason := kernel.why_unavailable(spec):
             raise ValueError(f"kernel {name} cannot run here: {reason}; choose another, or auto")
         return Selection(kernel)
     skipped: list[tuple[str, str]] = []
     for candidate in _order(spec):
         kernel = KERNELS[candidate].make(spec)
-        reason = kernel.why_not(spec)
+        reason = kernel.why_unavailable(spec)
         if candidate == "reference" and spec.softcap and spec.device_type == "cuda":
             others = "; ".join(f"{name}: {why}" for name, why in skipped)
             raise ValueError(
@@ -62,7 +62,7 @@ def with_softcap(kernel: Kernel, softcap: float | None = None) -> Kernel:
 def why_unsupported(name: str, spec: KernelSpec) -> str | None:
     """Returns why this hardware cannot run the named kernel, whatever is installed; None if it can."""
     kernel = KERNELS[name].make(spec)
-    check = getattr(kernel, "why_unsupported", kernel.why_not)  # other kernels come with torch
+    check = getattr(kernel, "why_unsupported", kernel.why_unavailable)  # the latter needs no optional library
     reason: str | None = check(spec)
     return reason
 

@@ -25,7 +25,7 @@ def _swap(x: Tensor) -> Tensor:
     return rearrange(x, "b s h d -> b h s d")
 
 
-def why_not_flash(spec: KernelSpec) -> str | None:
+def why_no_flash_kernel(spec: KernelSpec) -> str | None:
     """Returns the first unmet requirement that all GPU flash kernels share; None if all are met."""
     if spec.device_type != "cuda":
         return "needs a CUDA device"
@@ -43,7 +43,7 @@ class CpuKernel:
     causal_alignment: Literal["square"] = "square"  # aligned upper-left
     has_windows = False
 
-    def why_not(self, spec: KernelSpec) -> str | None:
+    def why_unavailable(self, spec: KernelSpec) -> str | None:
         if spec.device_type != "cpu":
             return "needs a CPU"
         return NO_SOFTCAP if spec.softcap else None
@@ -79,8 +79,8 @@ class AtenKernel:
     def __init__(self, deterministic: bool = False) -> None:
         self._deterministic = deterministic
 
-    def why_not(self, spec: KernelSpec) -> str | None:
-        if reason := why_not_flash(spec):
+    def why_unavailable(self, spec: KernelSpec) -> str | None:
+        if reason := why_no_flash_kernel(spec):
             return reason
         if spec.capability < (8, 0):
             return f"needs compute capability 8.0, this GPU has {'.'.join(map(str, spec.capability))}"
@@ -155,11 +155,11 @@ class CudnnKernel:
     causal_alignment: Literal["square"] = "square"  # aligned upper-left
     has_windows = False
 
-    def why_not(self, spec: KernelSpec) -> str | None:
+    def why_unavailable(self, spec: KernelSpec) -> str | None:
         return self.why_unsupported(spec) or (None if torch.backends.cudnn.is_available() else "cuDNN is not available")
 
     def why_unsupported(self, spec: KernelSpec) -> str | None:
-        if reason := why_not_flash(spec):
+        if reason := why_no_flash_kernel(spec):
             return reason
         if spec.capability < (8, 0):
             return f"needs compute capability 8.0, this GPU has {'.'.join(map(str, spec.capability))}"

@@ -41,7 +41,7 @@ def kernel_rows(spec: KernelSpec, heads: int, kv_heads: int, device: torch.devic
     rows, reasons = [], dict[str, list[str]]()
     for name, registered in KERNELS.items():
         kernel = registered.make(spec)
-        reason = kernel.why_not(spec)
+        reason = kernel.why_unavailable(spec)
         if reason is not None:
             reasons.setdefault(reason, []).append(name)
         everyone = all_gather_object({} if reason is not None else _errors(kernel, wants))
