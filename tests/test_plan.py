@@ -809,7 +809,7 @@ def test_an_impossible_plan_is_refused_in_one_line(flags: str, reason: str, caps
 def test_a_kernel_without_windows_is_refused_for_a_model_that_has_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    MistralConfig(sliding_window=4096).save_pretrained(tmp_path)
+    MistralConfig(sliding_window=4096, num_hidden_layers=2).save_pretrained(tmp_path)
     flags = f"--model_name_or_path {tmp_path} --gpus 2 --bf16 --kernel cudnn --chip h100-80gb"
     assert main(f"plan {flags} --model_max_length 32K".split()) == 2
     assert "--kernel cudnn cannot run on NVIDIA H100 80GB HBM3: has no sliding windows" in capsys.readouterr().err
