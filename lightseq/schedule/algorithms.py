@@ -119,6 +119,8 @@ class Algorithm:
     assign_tiles: Callable[..., Assignment]
     # Heads can be computed in groups, one after the other.
     has_head_groups: bool = False
+    # A query meets all keys before it in one tile, which sliding windows need.
+    one_tile_per_query: bool = False
     # Ranks in a Ulysses group, unless --ulysses_size says otherwise.
     ulysses_group: Literal["one", "half", "all"] = "one"
     # Balance of packed documents. own_layout: every batch gets a layout of its own, which needs tiles of one query
@@ -164,6 +166,7 @@ SCHEDULES: dict[str, Algorithm] = {
         2,
         prefix,
         has_head_groups=True,
+        one_tile_per_query=True,
         packed_work="own_layout",
         description="Each query chunk meets its whole prefix in one kernel call, so that nothing is merged.",
         source="this project",
@@ -173,6 +176,7 @@ SCHEDULES: dict[str, Algorithm] = {
         1,
         full_sequence,
         has_head_groups=True,
+        one_tile_per_query=True,
         ulysses_group="all",
         packed_work="even",
         description="Each rank computes some of the heads over the whole sequence.",
@@ -183,6 +187,7 @@ SCHEDULES: dict[str, Algorithm] = {
         2,
         prefix,
         has_head_groups=True,
+        one_tile_per_query=True,
         ulysses_group="half",
         packed_work="own_layout",
         description="Heads split over some ranks, `prefix` over the others.",
@@ -256,8 +261,8 @@ def check_heads(schedule: Schedule, heads: int, kv_heads: int) -> None:
 
 
 def check_takes_windows(name: str) -> None:
-    """Raises ValueError for a schedule that does not compute every query with all keys before it in one tile."""
-    able = [other for other, algorithm in SCHEDULES.items() if algorithm.has_head_groups]
+    """Raises ValueError for a schedule that does not support sliding windows (`Algorithm.one_tile_per_query`)."""
+    able = [other for other, algorithm in SCHEDULES.items() if algorithm.one_tile_per_query]
     if name not in able:
         raise ValueError(f"schedule {name} does not support sliding windows; use {', '.join(able)}")
 
