@@ -40,7 +40,7 @@ if config.seed == 1:
     sys.exit(1)
 if config.seed == 2:
     worker = subprocess.Popen(["sleep", "300"], start_new_session=True)
-    (output / "worker").write_text(str(worker.pid))
+    (output / "worker").write_text(str(worker.pid) + "\\n")
     worker.wait()
 steps = range(1, config.max_steps + (config.seed != 3))
 ranks = int(sys.argv[sys.argv.index("torch.distributed.run") + 2].split("=")[1])
@@ -386,15 +386,19 @@ def test_gpus_are_those_that_cuda_will_see(
     assert gpus_here() == HostGPUs("NVIDIA H200", tuple(devices.split()))
 
 
+def written_numbers(folder: Path, pattern: str) -> list[int]:
+    """Returns the numbers in the files that are written completely, with a line break at the end."""
+    texts = [path.read_text() for path in folder.glob(pattern)]
+    return [int(text) for text in texts if text.endswith("\n")]
+
+
 def test_stopping_cells_that_run_at_once_ends_all_of_them(sweep_dir: Path) -> None:
     path = sweep(sweep_dir, "grid: {seed: 2, learning_rate: [1e-3, 1e-4, 1e-5]}")
     command = [sys.executable, str(ROOT / "launch" / "sweep.py"), "--config", str(path), "--at_once", "2"]
     process = subprocess.Popen(command, env=environment(sweep_dir), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    deadline = time.monotonic() + 30
-    while len(workers := [*(sweep_dir / "out").glob("*/worker")]) < 2 and time.monotonic() < deadline:
+    deadline = time.monotonic() + 60
+    while len(pids := written_numbers(sweep_dir / "out", "*/worker")) < 2 and time.monotonic() < deadline:
         time.sleep(0.05)
-    time.sleep(0.2)
-    pids = [int(worker.read_text()) for worker in workers]
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)
     assert process.returncode == 130 and len(pids) == 2 and not any(map(lives, pids))
