@@ -127,6 +127,6 @@ def make_cluster(directory: Path) -> Cluster:
     for name, source in {"sbatch": SBATCH, "srun": SRUN, "scontrol": SCONTROL}.items():
         (cluster.programs / name).write_text(f"#!{sys.executable}\n{source}")
         (cluster.programs / name).chmod(0o755)
-    for name in ("launch", "llama2", "llama3"):
+    for name in ("launch", "lightseq", "llama2", "llama3"):
         (cluster.home / name).symlink_to(ROOT / name)
     return cluster

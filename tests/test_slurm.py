@@ -44,7 +44,8 @@ def split(job: Job) -> tuple[list[str], list[str], list[str]]:
     """The words of srun, of the launcher and of the program that a job was to run."""
     assert job.status == 0, job.out
     words = json.loads(job.out.splitlines()[-1])
-    launcher, program = words.index(sys.executable), next(i for i, w in enumerate(words) if w.endswith("/train.py"))
+    launcher = words.index(sys.executable)
+    program = next(i for i, w in enumerate(words) if w.endswith("/train.py") or words[i : i + 2] == ["-m", "lightseq"])
     return words[:launcher], words[launcher + 1 : program], words[program:]
 
 
@@ -76,6 +77,11 @@ def test_one_node_needs_no_meeting_place(reporting: Cluster) -> None:
     _, launcher, program = split(reporting.submit(f"sbatch launch/slurm/one_node.sbatch llama2 {TYPED}"))
     assert launcher == ["-m", "torch.distributed.run", "--nnodes=1", "--nproc_per_node=gpu", "--standalone"]
     assert program[0] == "llama2/train.py"
+
+
+def test_any_model_can_be_trained_by_the_program_without_a_family(reporting: Cluster) -> None:
+    _, _, program = split(reporting.submit(f"sbatch launch/slurm/one_node.sbatch train {TYPED}"))
+    assert program[:5] == ["-m", "lightseq", "train", "--output_dir", "outputs/lightseq-4242"]
 
 
 def test_options_of_sbatch_override_those_of_the_script(reporting: Cluster) -> None:
@@ -165,8 +171,8 @@ def test_accumulation_makes_the_global_batch(
 @pytest.mark.parametrize(
     ("command", "environment", "said"),
     [
-        ("one_node.sbatch", {}, "name the model family first"),
-        ("one_node.sbatch mistral", {}, "unknown model family 'mistral'"),
+        ("one_node.sbatch", {}, "name the program first"),
+        ("one_node.sbatch mistral", {}, "unknown program 'mistral'; llama2, llama3 or train"),
         ("one_node.sbatch llama3", {"FAKE_HOSTS": " "}, "scontrol names no host for 'node[01-01]'"),
         ("one_node.sbatch llama3", {"GLOBAL_BATCH": "0"}, "GLOBAL_BATCH '0' is not a whole number above 0"),
         ("one_node.sbatch llama3", {"GLOBAL_BATCH": "08"}, "GLOBAL_BATCH '08' is not a whole number above 0"),

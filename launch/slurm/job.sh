@@ -1,11 +1,11 @@
 # shellcheck shell=bash
 # Turns a Slurm allocation into one training run; the .sbatch files of this folder source it and call `job`:
-#   job USER VARIANT_FLAG... -- [llama2|llama3 TRAINING_FLAG...]
+#   job USER VARIANT_FLAG... -- [llama2|llama3|train TRAINING_FLAG...]
 #
 # Words after `--` are those after the script's name in `sbatch`. A script that sbatch reads from a pipe gets none, so these
 # variables do the same. An unset variable adds no flag; if a flag is given twice, the last one counts.
 # The first four lines describe one run: a sweep does not pass them to its cells (OF_ONE_RUN in launch/sweep_run.py).
-#   FAMILY MODEL DATA LENGTH MAX_STEPS OUTPUT_DIR   llama2 or llama3, and the most common flags
+#   FAMILY MODEL DATA LENGTH MAX_STEPS OUTPUT_DIR   llama2, llama3 or train, and the most common flags
 #   GLOBAL_BATCH                                    sequences per step; sets the gradient accumulation
 #   MICRO_BATCH SEQUENCE_PARALLEL                   sequences per forward pass, ranks that share a sequence
 #   FLAGS_FILE                                      file with further flags, one word per line
@@ -165,18 +165,19 @@ set_step() {
 job() {
     set -euo pipefail
     shopt -s inherit_errexit # a refusal inside $(...) ends the job too
-    local user=$1 variant=() flags=() launcher=() step=() command=() hosts=() family=${FAMILY:-} place logs of_variables
+    local user=$1 variant=() flags=() program=() file launcher=() step=() command=() hosts=() family=${FAMILY:-} place logs of_variables
     shift
     while [[ $1 != -- ]]; do variant+=("$1") && shift; done
     shift
     (($# == 0)) || { family=$1 && shift; }
     case "$family" in
-    llama2 | llama3) ;;
-    "") refuse "name the model family first: sbatch SCRIPT llama2|llama3 TRAINING_FLAG..., or set FAMILY" ;;
-    *) refuse "unknown model family '$family'; llama2 or llama3" ;;
+    llama2 | llama3) program=("$family/train.py") file=$family/train.py ;;
+    train) program=(-m lightseq train) file=lightseq/__main__.py ;;
+    "") refuse "name the program first: sbatch SCRIPT llama2|llama3|train TRAINING_FLAG..., or set FAMILY" ;;
+    *) refuse "unknown program '$family'; llama2, llama3 or train" ;;
     esac
     [[ -n ${SLURM_JOB_ID:-} ]] || refuse "not inside a Slurm job; submit it with sbatch, or use launch/local.sh"
-    [[ -f $family/train.py ]] || refuse "no $family/train.py in $PWD; submit from the repository root"
+    [[ -f $file ]] || refuse "no $file in $PWD; submit from the repository root"
 
     mapfile -t hosts < <(scontrol show hostnames "${SLURM_JOB_NODELIST:-}")
     [[ -n ${hosts[0]:-} ]] || refuse "scontrol names no host for '${SLURM_JOB_NODELIST:-}'"
@@ -200,7 +201,7 @@ job() {
     # On a signal the launcher forwards it and kills ranks after this time, which a step and its checkpoint need.
     export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}"
     export PET_SIGNALS_TO_HANDLE="${PET_SIGNALS_TO_HANDLE:-SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1}"
-    command=("${step[@]}" "${launcher[@]}" "$family/train.py" "${flags[@]}")
+    command=("${step[@]}" "${launcher[@]}" "${program[@]}" "${flags[@]}")
     echo "launch: nodes ${#hosts[@]}, head ${hosts[0]}, logs in $logs/"
     printf 'launch:%s\n' "$(printf ' %q' "${command[@]}")" | tee -a "$logs/command.log"
     exec "${command[@]}"
