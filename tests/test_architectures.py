@@ -114,11 +114,24 @@ def test_with_train_flags_the_sweep_trains_with_these_flags_only(alone: None) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", ["--torch_compile True", "--tile_layers True", "--remat none"])
-def test_families_of_dense_models_are_exact_with_memory_flags(flags: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("flags", "exact"),
+    [
+        ("--torch_compile True", {*FAMILIES} - {"gpt_oss"}),  # a mixture of experts
+        ("--remat none", {*FAMILIES} - {"gpt_oss"}),
+        (
+            "--remat attention+mlp",
+            {"cohere", "granite", "mistral"},
+        ),  # others lack SiLU or norm the output
+        ("--tile_layers True", {"mistral"}),
+    ],
+)
+def test_families_of_dense_models_are_exact_or_refused_with_memory_flags(
+    flags: str, exact: set[str], tmp_path: Path
+) -> None:
     done, found = sweep(tmp_path, "--only", ",".join(FAMILIES), "--train_flags", flags, seconds=400)
     assert done.returncode == 0, done.stdout
-    assert {x.model_type for x in found if x.kind == "exact"} == {*FAMILIES} - {"gpt_oss"}
+    assert {x.model_type for x in found if x.kind == "exact"} == exact
 
 
 @pytest.mark.parametrize(
