@@ -6,4 +6,5 @@ that test the planner. largest.py searches for the largest model, architectures.
 
 from lightseq.distributed.environment import set_up_process
 
-set_up_process()  # before torch and transformers are imported
+# Before torch and transformers are imported. Peers keep torch's own memory segments; lightseq's trials set theirs.
+set_up_process(expandable_segments=False)

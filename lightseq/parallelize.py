@@ -23,6 +23,7 @@ from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.mesh import Meshes, World
 from lightseq.distributed.stopwatch import Stopwatch
 from lightseq.kernels.logit_transform import LogitTransform
+from lightseq.memory.gradient_memory import ReduceScatterIntoSharedPool
 from lightseq.memory.offload import HostBufferPool, Offload, layers_in_flight
 from lightseq.memory.planner.placement import KEEP, OFFLOAD, OFFLOADED, RECOMPUTED, Placement
 from lightseq.memory.planner.plan import Plan
@@ -244,9 +245,13 @@ def shard_parameters(
     if not tied:
         for end in ends:  # the backward pass reads neither the embedding table nor, after the fused loss, the head
             end.set_unshard_in_backward(False)
+    if mesh.device_type == "cuda" and not memory.state_on_host:
+        for module in root.modules():
+            if isinstance(module, FSDPModule):  # these setters do not recurse
+                module.set_custom_reduce_scatter(ReduceScatterIntoSharedPool())
     if mesh.size() == 1:
         return  # a factor of 1 would cost a pass over the gradients
     for module in root.modules():
-        if isinstance(module, FSDPModule):  # these setters do not recurse
+        if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)

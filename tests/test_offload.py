@@ -18,7 +18,7 @@ from worlds import spawn
 
 from lightseq import hf
 from lightseq.config.remat_policies import STORE_LINEARS, STORES_MLP
-from lightseq.distributed.environment import ALLOCATOR_SETTINGS, lock_pages_in_parallel
+from lightseq.distributed.environment import ALLOCATOR_SETTINGS, lock_pages_in_parallel, use_expandable_segments
 from lightseq.distributed.mesh import World, local_part
 from lightseq.memory import offload
 from lightseq.memory.offload import HostBufferPool, Offload, OffloadedTensor, device_lifetimes
@@ -31,7 +31,8 @@ from lightseq.training import errors
 from lightseq.training.terminal import Terminal
 
 WIDTH, ROWS, LAYERS = 8, 5, 4
-OURS = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
+LOCKING = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
+GROWING = "expandable_segments:True"
 LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
@@ -476,21 +477,25 @@ def test_tensors_of_the_host_lie_in_large_pages_unless_told_otherwise() -> None:
 @pytest.mark.parametrize(
     ("given", "found"),
     [
-        ({}, {"PYTORCH_CUDA_ALLOC_CONF": OURS}),
+        ({}, {"PYTORCH_CUDA_ALLOC_CONF": f"{LOCKING},{GROWING}"}),
         (
-            {"PYTORCH_ALLOC_CONF": "expandable_segments:True"},
-            {"PYTORCH_ALLOC_CONF": f"expandable_segments:True,{OURS}"},
+            {"PYTORCH_ALLOC_CONF": "expandable_segments:False"},
+            {"PYTORCH_ALLOC_CONF": f"expandable_segments:False,{LOCKING}"},
         ),
-        ({"PYTORCH_CUDA_ALLOC_CONF": ""}, {"PYTORCH_CUDA_ALLOC_CONF": OURS}),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "pinned_use_background_threads:True"}, None),
+        ({"PYTORCH_CUDA_ALLOC_CONF": ""}, {"PYTORCH_CUDA_ALLOC_CONF": f"{LOCKING},{GROWING}"}),
+        (
+            {"PYTORCH_CUDA_ALLOC_CONF": "pinned_use_background_threads:True"},
+            {"PYTORCH_CUDA_ALLOC_CONF": f"pinned_use_background_threads:True,{GROWING}"},
+        ),
     ],
 )
-def test_torch_locks_pages_in_parallel_unless_told_how(
-    given: dict[str, str], found: dict[str, str] | None, monkeypatch: pytest.MonkeyPatch
+def test_allocators_are_set_unless_the_user_has_set_them(
+    given: dict[str, str], found: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ALLOCATOR_SETTINGS:
         monkeypatch.delenv(name, raising=False)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     lock_pages_in_parallel()
-    assert {name: os.environ[name] for name in ALLOCATOR_SETTINGS if name in os.environ} == (found or given)
+    use_expandable_segments()
+    assert {name: os.environ[name] for name in ALLOCATOR_SETTINGS if name in os.environ} == found
