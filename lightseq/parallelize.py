@@ -20,6 +20,7 @@ from lightseq import hf
 from lightseq.attention.context import Documents, SequenceContext
 from lightseq.config.remat_policies import STORE_LINEARS, STORES_MLP, may_keep_gathered
 from lightseq.config.train_config import TrainConfig
+from lightseq.distributed.environment import has_expandable_segments
 from lightseq.distributed.mesh import Meshes, World
 from lightseq.distributed.stopwatch import Stopwatch
 from lightseq.kernels.logit_transform import LogitTransform
@@ -227,8 +228,9 @@ def shard_parameters(
 
     Shards are float32 and gathered in the compute dtype; gradients are reduced in float32. They are summed, not
     averaged, because the loss is already divided by the global number of valid tokens. Embeddings tied to the head
-    belong to the root and stay gathered for the whole step. `memory` says whether the shards, and with them the
-    gradients and the optimizer state, are in host memory, and whether groups are gathered again for the backward pass.
+    belong to the root and stay gathered for the whole step. Gradients on the GPU share the pool of activations.
+    `memory` says whether the shards, and with them the gradients and the optimizer state, are in host memory, and
+    whether groups are gathered again for the backward pass.
     """
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     place = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if memory.state_on_host else OffloadPolicy()
@@ -245,7 +247,8 @@ def shard_parameters(
     if not tied:
         for end in ends:  # the backward pass reads neither the embedding table nor, after the fused loss, the head
             end.set_unshard_in_backward(False)
-    if mesh.device_type == "cuda" and not memory.state_on_host:
+    # Without expandable segments a shared pool breaks into pieces, none of them large enough for a gradient.
+    if mesh.device_type == "cuda" and has_expandable_segments() and not memory.state_on_host:
         for module in root.modules():
             if isinstance(module, FSDPModule):  # these setters do not recurse
                 module.set_custom_reduce_scatter(ReduceScatterIntoSharedPool())

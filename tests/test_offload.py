@@ -18,7 +18,12 @@ from worlds import spawn
 
 from lightseq import hf
 from lightseq.config.remat_policies import STORE_LINEARS, STORES_MLP
-from lightseq.distributed.environment import ALLOCATOR_SETTINGS, lock_pages_in_parallel, use_expandable_segments
+from lightseq.distributed.environment import (
+    ALLOCATOR_SETTINGS,
+    has_expandable_segments,
+    lock_pages_in_parallel,
+    use_expandable_segments,
+)
 from lightseq.distributed.mesh import World, local_part
 from lightseq.memory import offload
 from lightseq.memory.offload import HostBufferPool, Offload, OffloadedTensor, device_lifetimes
@@ -498,4 +503,5 @@ def test_allocators_are_set_unless_the_user_has_set_them(
         monkeypatch.setenv(name, value)
     lock_pages_in_parallel()
     use_expandable_segments()
+    assert has_expandable_segments() == ("segments:False" not in str(given))
     assert {name: os.environ[name] for name in ALLOCATOR_SETTINGS if name in os.environ} == found

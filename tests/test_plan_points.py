@@ -44,7 +44,12 @@ PACKED = [
 ]
 SPREAD = [  # as the planner chose, since it spreads offloaded layers
     r
-    for name in ("step-8b-packed-1xh100", "step-8b-packed-2xh200", "step-8b-packed-unsloth-1xh100")
+    for name in (
+        "step-8b-packed-1xh100",
+        "step-8b-packed-2xh200",
+        "step-8b-packed-trl-2xh100",
+        "step-8b-packed-unsloth-1xh100",
+    )
     for r in read_lines(RESULTS / f"{name}.jsonl")
     if r["implementation"] == "lightseq"
 ]

@@ -127,6 +127,11 @@ def use_expandable_segments() -> None:
     _set_allocator_default("expandable_segments", "expandable_segments:True")
 
 
+def has_expandable_segments() -> bool:
+    """Returns whether torch maps GPU memory into growing ranges of addresses, by our setting or the user's."""
+    return any("expandable_segments:True" in os.environ.get(name, "") for name in ALLOCATOR_SETTINGS)
+
+
 def _set_allocator_default(prefix: str, setting: str) -> None:
     """Adds a setting to those of torch's allocators unless the user has given one that begins with `prefix`."""
     name = next((name for name in ALLOCATOR_SETTINGS if name in os.environ), ALLOCATOR_SETTINGS[0])
