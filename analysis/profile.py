@@ -17,7 +17,7 @@ from lightseq.profiling.trace import (
     phase_breakdown,
     read_trace,
 )
-from lightseq.profiling.traffic import Transfers, transfers_by_kind
+from lightseq.profiling.transfers import Transfers, transfers_by_kind
 
 from .drawing import GIB, print_rich, save
 from .records import Record

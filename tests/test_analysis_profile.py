@@ -12,7 +12,7 @@ from analysis import timeline
 from analysis.__main__ import main
 from analysis.timeline import COMMUNICATION, WAITS, Window, attention_layers, busy_ms, windows
 from lightseq.profiling.trace import IDLE, KINDS, Span, device_spans, gpu_breakdown, kind_of, read_trace, summary
-from lightseq.profiling.traffic import transfers_by_kind
+from lightseq.profiling.transfers import transfers_by_kind
 
 KERNELS = {
     "void flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<...>": "attention, backward",

@@ -23,7 +23,7 @@ from lightseq.attention.buffers import BufferLayout
 from lightseq.config.command_line import parse
 from lightseq.memory.planner.attention_memory import attention_memory
 from lightseq.memory.planner.choice import SAME_SPEED, make_plan
-from lightseq.memory.planner.documents import PackedDocuments
+from lightseq.memory.planner.packed_documents import PackedDocuments
 from lightseq.memory.planner.placement import Placement, in_order
 from lightseq.memory.planner.plan import Plan, plan_as_given
 from lightseq.memory.planner.rates import CHIPS, GIB, MATRIX_SHARE, PROCESS_BYTES, chip_of_device

@@ -165,8 +165,8 @@ def test_auto_never_picks_an_unbalanced_schedule() -> None:
 @pytest.mark.parametrize("world", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("length", [1, 7, 48, 61])
 def test_shards_hold_every_token_once_and_join_again(kind: str, world: int, length: int) -> None:
-    chunk_groups = tuple(reversed(range(world))) * 2 if kind == "balanced" else ()
-    layout = Layout(kind, world, 2 if kind in ("zigzag", "balanced") else 1, chunk_groups=chunk_groups)
+    chunk_groups = tuple(reversed(range(world))) * 2 if kind == "explicit" else ()
+    layout = Layout(kind, world, 2 if kind in ("zigzag", "explicit") else 1, chunk_groups=chunk_groups)
     x = torch.arange(2 * length).reshape(2, length)
     parts = [shard(x, layout, rank, dim=1, fill=-1) for rank in range(world)]
     assert len({part.shape for part in parts}) == 1

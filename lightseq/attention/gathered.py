@@ -8,8 +8,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from lightseq.attention.buffers import Buffer, BufferLayout
+from lightseq.schedule.arenas import Arena, arenas
 from lightseq.schedule.documents import MAX_PACKED_TABLES
-from lightseq.schedule.placement import Arena, arenas
 from lightseq.schedule.table import Schedule
 
 

@@ -18,7 +18,7 @@ from lightseq.attention.program import (
     reductions_of,
 )
 from lightseq.comm.transport import Receive, Send
-from lightseq.schedule.placement import arenas, local_start, result_blocks
+from lightseq.schedule.arenas import arenas, local_start, result_blocks
 from lightseq.schedule.table import Tile, result_chunks
 
 

@@ -10,8 +10,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from lightseq.attention.buffers import BufferLayout
+from lightseq.schedule.arenas import result_blocks
 from lightseq.schedule.layout import Layout
-from lightseq.schedule.placement import result_blocks
 from lightseq.schedule.table import Schedule, Step
 
 ALIGNMENT = 256  # bytes; suits the widest loads and the copy engines

@@ -13,7 +13,7 @@ from lightseq.attention.buffers import Buffer
 from lightseq.attention.pass_spec import ChunkSlot
 from lightseq.comm.transport import Receive, Send
 from lightseq.kernels.launches import addresses
-from lightseq.schedule.placement import Arena
+from lightseq.schedule.arenas import Arena
 from lightseq.schedule.table import Tile
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-from lightseq.profiling.traffic import transfers_by_kind
+from lightseq.profiling.transfers import transfers_by_kind
 
 # Kinds of kernels by the first pattern that matches their name. If kernels run side by side, the earlier row counts, so
 # communication counts only while nothing else runs, which is its cost.

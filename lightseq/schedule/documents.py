@@ -125,7 +125,7 @@ def balanced_layout(boundaries: Sequence[int], world: int, ulysses: int = 1) -> 
         chunk_groups = assign_chunks(areas, groups)
         uneven = imbalance(areas, chunk_groups)
         if best is None or uneven < best[0]:
-            best = uneven, Layout("balanced", world, chunks, ulysses, chunk_groups)
+            best = uneven, Layout("explicit", world, chunks, ulysses, chunk_groups)
         if best[0] <= MAX_IMBALANCE:
             break
         chunks *= 2

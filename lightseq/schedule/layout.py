@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-LayoutKind = Literal["contiguous", "zigzag", "striped", "balanced"]
+LayoutKind = Literal["contiguous", "zigzag", "striped", "explicit"]
 LAYOUT_KINDS: tuple[LayoutKind, ...] = get_args(LayoutKind)
 
 
@@ -26,9 +26,9 @@ class Layout:
 
     contiguous: rank r holds neighbouring chunks. zigzag: rank r holds chunk r and its mirror image 2·world-1-r, so
     that every rank has as much causal work as any other (Llama 3 technical report, §3.3.2). striped: chunk r holds the
-    tokens r, r + world, r + 2·world, … (Striped Attention, arXiv 2311.09431). balanced: `chunk_groups` places each
+    tokens r, r + world, r + 2·world, … (Striped Attention, arXiv 2311.09431). explicit: `chunk_groups` places each
     chunk, with equally many on every rank. Packed documents need it, because their work depends on where they begin;
-    windows cut chunks into pieces with it. The schedule named `balanced` has the contiguous layout.
+    windows cut chunks into pieces with it.
 
     A Ulysses group is `ulysses` neighbouring ranks that together compute attention for the same chunks, each for its
     own heads. Outside attention each of these chunks is cut into one piece for each rank of the group. With
@@ -39,7 +39,7 @@ class Layout:
     world: int
     chunks_per_rank: int = 1
     ulysses: int = 1
-    chunk_groups: tuple[int, ...] = ()  # balanced: the Ulysses group of each of its chunks
+    chunk_groups: tuple[int, ...] = ()  # explicit: the Ulysses group of each of its chunks
 
     def __post_init__(self) -> None:
         if self.kind not in LAYOUT_KINDS:
@@ -52,7 +52,7 @@ class Layout:
             assert self.chunks_per_rank == 2, "zigzag pairs a chunk with its mirror image"
         if self.kind == "striped":
             assert self.chunks_per_rank == 1, "striped has one chunk per rank"
-        if self.kind == "balanced":
+        if self.kind == "explicit":
             held = [self.chunk_groups.count(group) for group in range(self.world // self.ulysses)]
             assert {*held} == {self.chunks_per_rank}, f"{held} chunks per rank, not {self.chunks_per_rank} each"
 
@@ -73,7 +73,7 @@ class Layout:
             return tuple(chunk * self.ulysses + piece for chunk in self.group_layout.chunks(group))
         if self.kind == "zigzag":
             return (rank, 2 * self.world - 1 - rank)
-        if self.kind == "balanced":
+        if self.kind == "explicit":
             return tuple(chunk for chunk, group in enumerate(self.chunk_groups) if group == rank)
         return tuple(range(rank * self.chunks_per_rank, (rank + 1) * self.chunks_per_rank))
 
@@ -84,7 +84,7 @@ class Layout:
             return self.group_layout.home(whole) * self.ulysses + piece
         if self.kind == "zigzag":
             return min(chunk, 2 * self.world - 1 - chunk)
-        if self.kind == "balanced":
+        if self.kind == "explicit":
             return self.chunk_groups[chunk]
         return chunk // self.chunks_per_rank
 

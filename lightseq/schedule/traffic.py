@@ -81,15 +81,15 @@ def count_traffic(
     schedule = schedule_without_steps(name, world, head_groups, ulysses_size)
     fewer = schedule_without_steps(name, world, min(head_groups, COUNTED_HEAD_GROUPS), ulysses_size)
     counting = _TrafficCounter(schedule, gpus_per_host, assign_tiles(fewer))
-    steps, results = [], np.zeros((counting.ulysses_groups, 2))
+    steps = []
     for t, count in counting.sampled_steps(every_step):
         if t == 1 and head_groups > COUNTED_HEAD_GROUPS:  # the step of the middle head group stands for those left out
             count += head_groups - COUNTED_HEAD_GROUPS
         step = counting.step(t)
         if step.work.any() or step.same_host.any() or step.other_hosts.any():
             steps.append(replace(step, count=count))
-        results += count * counting.results(t)
-    return Traffic(schedule, tuple(steps), _distinct_rows(results), counting.accumulates())
+        counting.add_results(t, count)
+    return Traffic(schedule, tuple(steps), _distinct_rows(counting.results), counting.accumulates())
 
 
 class _TrafficCounter:
@@ -104,6 +104,7 @@ class _TrafficCounter:
         self.step = lru_cache(maxsize=None)(self._step)
         self.row = lru_cache(maxsize=3)(self._row)
         self.needs = lru_cache(maxsize=3)(self._needs)
+        self.results = np.zeros((self.ulysses_groups, 2))  # for queries and for keys, reduced by each group
         # For queries and for keys: the chunks and head groups with a result, and whether one had several.
         self._seen = np.zeros((2, self.head_groups * self.chunks), dtype=bool)
         self._several = [False, False]
@@ -177,18 +178,18 @@ class _TrafficCounter:
         gathered = [self.ulysses_size * x.sum((0, 1)) * (x & away).any((0, 1)) for x in (both[:, 0], both[:, 1])]
         return np.stack(gathered, axis=1)
 
-    def results(self, t: int) -> np.ndarray:
-        """Counts the results of step t by the group that reduces them. `accumulates` covers the steps counted."""
-        row, found = self.row(t), []
+    def add_results(self, t: int, count: int) -> None:
+        """Adds the results of `count` steps like step t to those of the groups that reduce them."""
+        row = self.row(t)
         for i, (_, chunk, heads) in enumerate((row.q, row.kv)):
             now = np.bincount(heads * self.chunks + chunk, minlength=self.head_groups * self.chunks)
             self._several[i] |= bool((self._seen[i] & (now > 0)).any() or (i == 0 and (now > 1).any()))
             self._seen[i] |= now > 0
-            found.append(self.ulysses_size * np.bincount(self.chunk_groups[chunk], minlength=self.ulysses_groups))
-        return np.stack(found, axis=1)
+            by_group = np.bincount(self.chunk_groups[chunk], minlength=self.ulysses_groups)
+            self.results[:, i] += count * self.ulysses_size * by_group
 
     def accumulates(self) -> tuple[bool, bool]:
-        """Returns whether outputs come in several parts, and whether gradients of keys do at several steps."""
+        """Returns whether outputs come in several parts, and gradients of keys at several of the steps added."""
         return self._several[0], self._several[1]
 
 

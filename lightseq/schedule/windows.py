@@ -72,7 +72,7 @@ def cut_layout(layout: Layout, pieces: int) -> Layout:
     if pieces == 1:
         return layout
     chunk_groups = tuple(layout.home(chunk // pieces) for chunk in range(layout.chunk_count * pieces))
-    return Layout("balanced", layout.world, layout.chunks_per_rank * pieces, chunk_groups=chunk_groups)
+    return Layout("explicit", layout.world, layout.chunks_per_rank * pieces, chunk_groups=chunk_groups)
 
 
 def limit_to_window(

@@ -21,7 +21,7 @@ from lightseq.data.packing import PackedExamples, open_packed
 from lightseq.data.sources import ReadOptions
 from lightseq.data.tokenizer import ByteTokenizer, read_chat_template
 from lightseq.distributed.mesh import World, check_devices, check_sequence_size
-from lightseq.memory.planner.documents import PackedDocuments, documents_of
+from lightseq.memory.planner.packed_documents import PackedDocuments, documents_of
 from lightseq.models import weights
 from lightseq.models.adapters import Lora, count_adapter_parameters, lora_from_config
 from lightseq.models.architecture import inspect_architecture, matrix_sizes

@@ -13,7 +13,7 @@ from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.mesh import World
 from lightseq.memory.planner.breakdown import GIB
 from lightseq.memory.planner.choice import can_fit, make_plan
-from lightseq.memory.planner.documents import PackedDocuments
+from lightseq.memory.planner.packed_documents import PackedDocuments
 from lightseq.memory.planner.plan import (
     PLANNED_FLAGS,
     Plan,

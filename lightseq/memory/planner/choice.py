@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 from lightseq.config.remat_policies import STORE_LINEARS, STORE_MLP
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.mesh import World, free_host_memory, on_all_ranks
-from lightseq.memory.planner.documents import PackedDocuments
+from lightseq.memory.planner.packed_documents import PackedDocuments
 from lightseq.memory.planner.placement import ACTIONS, KEEP, RECOMPUTED, Placement
 from lightseq.memory.planner.plan import (
     PLANNED_FLAGS,

@@ -16,7 +16,7 @@ from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.host_memory import host_memory
 from lightseq.distributed.mesh import World
 from lightseq.memory.planner.breakdown import widths_of
-from lightseq.memory.planner.documents import PackedDocuments
+from lightseq.memory.planner.packed_documents import PackedDocuments
 from lightseq.memory.planner.rates import CHIPS, DEFAULT_CORES, Chip, Widths, chip_of_device
 from lightseq.models.adapters import count_adapter_parameters, lora_from_config
 from lightseq.models.architecture import Architecture, inspect_architecture

@@ -34,7 +34,7 @@ from lightseq.kernels import KernelSpec, Selection, select
 from lightseq.kernels.elided import Elided
 from lightseq.memory.offload import HostBufferPool
 from lightseq.memory.planner.breakdown import GIB, Breakdown
-from lightseq.memory.planner.documents import read_documents
+from lightseq.memory.planner.packed_documents import read_documents
 from lightseq.models.presets import ModelFamily
 from lightseq.modules import loss, mlp
 from lightseq.tools.training_flags import NOWHERE, parse_with_optional_paths

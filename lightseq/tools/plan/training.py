@@ -15,7 +15,7 @@ from lightseq.kernels.selection import why_unsupported
 from lightseq.memory.planner.advice import changes_to_fit, faster_change, longest
 from lightseq.memory.planner.breakdown import GIB
 from lightseq.memory.planner.choice import make_plan
-from lightseq.memory.planner.documents import read_documents
+from lightseq.memory.planner.packed_documents import read_documents
 from lightseq.memory.planner.rates import DEFAULT_CORES, MEASURED_ON, Chip, chip_named
 from lightseq.memory.planner.run import Hardware, PlannedRun
 from lightseq.models.architecture import inspect_architecture

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightseq.attention.buffers import buffer_layout
 from lightseq.schedule.algorithms import SCHEDULES, make_schedule
-from lightseq.schedule.placement import Arena, arenas, local_start
+from lightseq.schedule.arenas import Arena, arenas, local_start
 from lightseq.schedule.proof import InvalidSchedule, validate
 from lightseq.schedule.table import Schedule
 
