@@ -35,7 +35,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from lightseq.attention.context import AttentionConfig, SequenceContext, make_context, release
 from lightseq.attention.module_attention import attention_function
 from lightseq.config.train_config import TrainConfig
-from lightseq.data.examples import IGNORE_INDEX
 from lightseq.data.input_checks import (
     BATCH_FACTS,
     batch_facts,
@@ -70,6 +69,7 @@ from lightseq.models.architecture import (
 )
 from lightseq.models.heads import heads_of
 from lightseq.schedule.cost import AttentionShape
+from lightseq.utils.labels import IGNORE_INDEX
 from lightseq.utils.upload import upload
 from lightseq.utils.versions import UntestedVersionWarning, untested_versions
 

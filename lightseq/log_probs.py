@@ -14,12 +14,12 @@ from lightseq.utils import quiet_transformers  # noqa: F401  first, because the 
 from transformers import PreTrainedModel
 
 from lightseq.attention.context import SequenceContext
-from lightseq.data.examples import IGNORE_INDEX
 from lightseq.data.input_checks import BATCH_FACTS
 from lightseq.kernels.logit_transform import UNCHANGED
 from lightseq.models.architecture import known_logit_transform, transformers_model
 from lightseq.modules import loss
 from lightseq.modules.replaced_head import ReplacedHead
+from lightseq.utils.labels import IGNORE_INDEX
 
 
 def token_log_probs(

@@ -18,7 +18,6 @@ import llama3
 from lightseq import hf
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import BatchStream, permutation
-from lightseq.data.examples import IGNORE_INDEX
 from lightseq.data.packing import PackedExamples, best_fit, open_packed
 from lightseq.data.token_directory import write_token_directory
 from lightseq.distributed.mesh import World
@@ -29,6 +28,7 @@ from lightseq.schedule.documents import balance, packed_schedule
 from lightseq.training.engine import build_engine
 from lightseq.training.loop import Trainer
 from lightseq.training.setup import prepare
+from lightseq.utils.labels import IGNORE_INDEX
 
 CPU = torch.device("cpu")
 LENGTH, SIZES = 150, (149, 3, 2, 40, 1, 90, 301, 17, 152, 60, 33, 151, 4, 75)  # of documents; four are longer

@@ -21,10 +21,11 @@ from worlds import spawn
 
 from lightseq.data import token_cache
 from lightseq.data.batches import open_examples
-from lightseq.data.examples import IGNORE_INDEX, WindowExamples
+from lightseq.data.examples import WindowExamples
 from lightseq.data.sources import ReadOptions, source_identity
 from lightseq.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from lightseq.training.metrics import read_records
+from lightseq.utils.labels import IGNORE_INDEX
 
 # As Mistral's and Llama 3's models have them.
 MISTRAL = (

@@ -11,10 +11,10 @@ from transformers import PreTrainedModel
 
 from lightseq.attention.context import Documents, ForwardPass, SequenceContext
 from lightseq.comm.transport import base_transport_name
-from lightseq.data.examples import IGNORE_INDEX
 from lightseq.data.shard_batch import packed_positions
 from lightseq.models.architecture import transformers_model
 from lightseq.modules.replaced_head import tensor_version
+from lightseq.utils.labels import IGNORE_INDEX
 
 BATCHES_BETWEEN_COMPARISONS: Final = 100
 BATCH_FACTS: Final = "batch_facts"  # key of `batch_facts` in a batch

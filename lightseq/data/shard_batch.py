@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from lightseq.attention.context import Documents, SequenceContext, pack
-from lightseq.data.examples import IGNORE_INDEX
 from lightseq.schedule.documents import check_boundaries, document_positions
 from lightseq.schedule.layout import shard
+from lightseq.utils.labels import IGNORE_INDEX
 
 Labels = TypeVar("Labels", bound=Tensor | None)
 

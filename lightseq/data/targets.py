@@ -15,6 +15,7 @@ from lightseq.data.sources import Row, check_encodable, get_column, get_text, jo
 from lightseq.data.token_directory import IntArray
 from lightseq.data.tokenizer import TargetMask, TextPart, Tokenizer
 from lightseq.utils.formatting import first_line
+from lightseq.utils.labels import IGNORE_INDEX
 
 CHAT_COLUMNS: Final = ("messages", "conversations")
 PROMPT_COLUMNS: Final = (
@@ -83,10 +84,10 @@ def _read_ids(row: Row, where: str, _: Tokenizer) -> Sample:
     """Reads a tokenized row, without its padding on the right."""
     ids = _integers(row, "input_ids", where)
     labels = _integers(row, "labels", where) if "labels" in row else ids
-    if labels.shape != ids.shape or bool(((labels != ids) & (labels != -100)).any()):
+    if labels.shape != ids.shape or bool(((labels != ids) & (labels != IGNORE_INDEX)).any()):
         raise ValueError(f"{where}: 'labels' differ from input_ids; give each target its id, and other tokens -100")
     real = _real_tokens(row, len(ids), where)
-    padding, ids, targets = len(ids) - real, ids[:real], labels[:real] != -100
+    padding, ids, targets = len(ids) - real, ids[:real], labels[:real] != IGNORE_INDEX
     if not real:
         return Sample(skipped=EMPTY)
     if "labels" not in row:

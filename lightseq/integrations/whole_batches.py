@@ -18,13 +18,13 @@ from transformers.utils import ModelOutput
 
 from lightseq import hf
 from lightseq.attention.context import SequenceContext
-from lightseq.data.examples import IGNORE_INDEX
 from lightseq.data.input_checks import has_fused_loss, loss_function_of
 from lightseq.memory.remat import apply_remat
 from lightseq.models.architecture import known_logit_transform, transformers_model
 from lightseq.modules.compilation import allow_graphs_per_length
 from lightseq.modules.loss import TokenMetrics, cross_entropy_sum, token_metrics
 from lightseq.modules.replaced_head import ReplacedHead
+from lightseq.utils.labels import IGNORE_INDEX
 
 PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")  # of TRL's outputs
 PER_BATCH = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids")

@@ -11,8 +11,8 @@ from torch.autograd.function import once_differentiable
 from lightseq.kernels.launches import fused_kernels
 from lightseq.kernels.logit_transform import UNCHANGED, LogitTransform
 from lightseq.kernels.products import add_product
+from lightseq.utils.labels import IGNORE_INDEX
 
-IGNORE_INDEX = -100  # label of a token without a target, as in torch
 CHUNK_TOKENS = 2048  # 128256 logits of 2048 tokens are half a GiB in bfloat16
 
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightseq.attention.context import Documents
-from lightseq.data.examples import IGNORE_INDEX
 from lightseq.modules.loss import losses_and_hits
+from lightseq.utils.labels import IGNORE_INDEX
 
 POWERS: Final = "powers"
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import BatchStream
-from lightseq.data.examples import IGNORE_INDEX, Example, Examples, WindowExamples, window
+from lightseq.data.examples import Example, Examples, WindowExamples, window
 from lightseq.data.tokenizer import Tokenizer, load_tokenizer
 from lightseq.distributed.mesh import World
 from lightseq.models.weights import has_tokenizer
@@ -30,6 +30,7 @@ from lightseq.training.loop import Trainer
 from lightseq.training.setup import FoundModel, evaluation_stream, find_examples
 from lightseq.training.setup_checks import require_chats
 from lightseq.utils.formatting import aligned
+from lightseq.utils.labels import IGNORE_INDEX
 from lightseq.utils.progress import progress_bar
 
 HAYSTACKS = 4  # the haystack is this many times the longest text, so that texts differ

@@ -23,7 +23,6 @@ from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.mesh import World
 from lightseq.models import weights
 from lightseq.models.architecture import LENGTH_DEPENDENT_ROPE, rope_types
-from lightseq.modules.loss import IGNORE_INDEX
 from lightseq.schedule.proof import validate
 from lightseq.tools.verify.data import Sample, data_row
 from lightseq.tools.verify.report import FAIL, SKIP, Row, all_gather_object, all_passed, relative_error, result_row
@@ -31,6 +30,7 @@ from lightseq.training.engine import build_engine
 from lightseq.training.loop import Trainer
 from lightseq.training.run_info import describe_run
 from lightseq.training.setup import Inputs
+from lightseq.utils.labels import IGNORE_INDEX
 
 EXACT: Final = 1e-5  # allowed relative error in float32
 ZERO: Final = 0.1  # gradients below this share of the root mean square are measured against it
