@@ -12,8 +12,10 @@ if __name__ == "__main__":
     )  # instead of this folder, whose modules would hide packages
 
 import argparse
+import faulthandler
 import importlib
 import json
+import signal
 from collections.abc import Sequence
 from functools import partial
 
@@ -62,6 +64,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(words: Sequence[str]) -> None:
     flags = parser().parse_args(words)
+    faulthandler.register(signal.SIGTERM, chain=True)  # at its time limit, the log says what the rank was doing
     for name in ("packed_rows", "lora_rank"):
         if getattr(flags, name) and flags.peer not in TRAINERS:
             raise ValueError(f"{flags.peer} is not measured with --{name}")
