@@ -27,7 +27,7 @@ from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import BatchStream, open_examples
 from lightseq.data.examples import Examples
 from lightseq.data.packing import open_packed
-from lightseq.distributed.mesh import check_devices, init_distributed
+from lightseq.distributed.mesh import check_devices, init_distributed, use_host_cores
 from lightseq.models.adapters import lora_from_config
 
 # Imported on demand, because each needs its own packages and patches others on import.
@@ -70,6 +70,7 @@ def main(words: Sequence[str]) -> None:
             raise ValueError(f"{flags.peer} is not measured with --{name}")
     with init_distributed(flags.timeout) as world:
         check_devices(world)
+        use_host_cores(world)  # as in lightseq: torch's launcher leaves a rank one thread
         config = AutoConfig.from_pretrained(flags.model)
         if flags.peer not in ANY_MODEL and not isinstance(config, LlamaConfig):
             raise ValueError(f"{flags.peer} is measured with Llama only, not with {config.model_type}")
