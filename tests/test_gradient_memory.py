@@ -37,6 +37,22 @@ def test_gradients_take_freed_activations_and_are_not_overwritten_in_use() -> No
     assert _allocate().data_ptr() == taken
 
 
+@pytest.mark.gpu(1)
+def test_what_torch_fills_new_tensors_with_comes_before_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        torch.cuda._sleep(1 << 30)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            device = torch.device("cuda", torch.cuda.current_device())
+            gradient = ReduceScatterIntoSharedPool().allocate((BYTES // 4,), dtype=torch.float32, device=device)
+            gradient.zero_()
+        torch.cuda.synchronize()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not gradient.any()
+
+
 def _trained_weights(rank: int, shared_pool: bool) -> list[np.ndarray]:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(2048, 2048), nn.GELU()) for _ in range(8))).cuda()

@@ -26,6 +26,7 @@ from lightseq.comm import symmetric
 from lightseq.comm.symmetric import SymmetricTransport
 from lightseq.kernels import Launches
 from lightseq.memory import offload, streamed_update
+from lightseq.memory.gradient_memory import ReduceScatterIntoSharedPool
 from lightseq.memory.offload import HostBufferPool, Offload
 from lightseq.memory.remat import apply_remat, checkpoint_groups
 from lightseq.memory.streamed_update import Piece, update_pieces
@@ -250,3 +251,33 @@ def test_pieces_arrive_change_and_leave_in_order() -> None:
 @pytest.mark.parametrize("without", ["wait_stream", "wait_event"])
 def test_pieces_that_do_not_wait_are_seen(without: str) -> None:
     assert _pieces_changed(without)[0]
+
+
+def _gradient_reduced(waits: bool = True, records: bool = True) -> tuple[set[str], set[str]]:
+    """A gradient that another stream adds to and frees, in memory that torch has filled, as in deterministic mode."""
+    streams = Streams(0)
+    main, recorded = streams.current(), []
+    with ExitStack() as stack:
+        stack.enter_context(emulated(streams))
+        stack.enter_context(patch("torch.cuda.default_stream", lambda device: main))
+        stack.enter_context(patch("torch.empty", torch.zeros))
+        stack.enter_context(patch.object(Tensor, "record_stream", lambda _, stream: recorded.append(stream)))
+        if not waits:
+            stack.enter_context(patch("happens_before.Stream.wait_stream", lambda *_: None))
+        with streams, streams.stream():
+            gradient = ReduceScatterIntoSharedPool().allocate((8,), dtype=torch.float32, device=torch.device("cpu"))
+            gradient.add_(1)
+            for stream in recorded if records else ():  # torch's allocator reuses memory after these
+                streams.learn("main", streams.clock(stream.name))
+            del gradient
+        streams.look_for_freed()
+    return races(streams.touches), streams.freed_early
+
+
+def test_a_gradient_in_memory_of_activations_is_ordered() -> None:
+    assert _gradient_reduced() == NONE
+
+
+def test_a_gradient_that_does_not_wait_or_is_not_recorded_is_seen() -> None:
+    assert _gradient_reduced(waits=False)[0]
+    assert _gradient_reduced(records=False)[1]

@@ -17,12 +17,16 @@ class ReduceScatterIntoSharedPool(DefaultReduceScatter):
     """Reduce-scatter that takes its memory from the default stream's pool, as activations do."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocates a tensor that the current stream uses, in memory of the default stream.
+        """Allocates a tensor for the current stream in memory of the default stream, and orders the uses of both.
 
-        The current stream must have waited for the default stream, as FSDP2's does. The memory is not reused before
-        the current stream is done with it: with gradient accumulation, FSDP2 adds and frees gradients there.
+        The current stream waits for what the default stream has begun, as FSDP2's has before: in deterministic mode
+        torch fills new tensors. The memory is not reused before the current stream is done with it: with gradient
+        accumulation, FSDP2 adds and frees gradients there.
         """
-        with torch.cuda.stream(torch.cuda.default_stream(device)):
+        current, default = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
+        with torch.cuda.stream(default):
             out: Any = torch.empty(*size, dtype=dtype, device=device)
-        out.record_stream(torch.cuda.current_stream(device))
+        if current != default:
+            current.wait_stream(default)
+            out.record_stream(current)
         return out
