@@ -33,7 +33,10 @@ class Touch(NamedTuple):
 
 
 class Streams(TorchDispatchMode):
-    """Notes what operations on this rank touch. `main` is the stream that is current at first."""
+    """Notes what operations on this rank touch. `main` is the stream that is current at first.
+
+    A tensor is written when it is made, also by torch.empty, because torch fills it in deterministic mode.
+    """
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -105,8 +108,7 @@ class Streams(TorchDispatchMode):
         given = dict(zip((a.name for a in schema.arguments), args, strict=False)) | (kwargs or {})
         for argument in schema.arguments:
             self._touch(given.get(argument.name), bool(argument.alias_info), func.name())
-        if "empty" not in func.name():
-            self._touch([x for x, r in zip(made, schema.returns, strict=False) if not r.alias_info], True, func.name())
+        self._touch([x for x, r in zip(made, schema.returns, strict=False) if not r.alias_info], True, func.name())
         return results
 
     def _note_made(self, x: Tensor) -> None:

@@ -260,7 +260,6 @@ def _gradient_reduced(waits: bool = True, records: bool = True) -> tuple[set[str
     with ExitStack() as stack:
         stack.enter_context(emulated(streams))
         stack.enter_context(patch("torch.cuda.default_stream", lambda device: main))
-        stack.enter_context(patch("torch.empty", torch.zeros))
         stack.enter_context(patch.object(Tensor, "record_stream", lambda _, stream: recorded.append(stream)))
         if not waits:
             stack.enter_context(patch("happens_before.Stream.wait_stream", lambda *_: None))

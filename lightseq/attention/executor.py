@@ -122,10 +122,10 @@ class _Execution:
         for step in self._program.steps:
             finish_exchange = self._exchange(step)
             second = second_stream(device) if len(step.tiles) > 1 else None
+            memories = [[self._memory_of(output) for output in outputs] for *_, outputs in step.tiles]
             if second is not None:
                 second.wait_stream(torch.cuda.current_stream())
-            for i, (tile, q, kv, outputs) in enumerate(step.tiles):
-                into = [self._memory_of(output) for output in outputs]
+            for i, ((tile, q, kv, outputs), into) in enumerate(zip(step.tiles, memories, strict=True)):
                 with torch.cuda.stream(second) if i % 2 and second is not None else CURRENT_STREAM:
                     # Do not name the operands: a name would keep their memory until the next tile.
                     made: tuple[Tensor, ...]

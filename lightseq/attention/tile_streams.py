@@ -5,7 +5,8 @@ is lost. Tiles of one step do not depend on each other, so the next tile's block
 
 Tiles alternate between the current stream and the second one. Memory that a tile allocates belongs to its stream. The
 second stream waits for the current one before the step, and the current one for the second after it, so that either may
-use what the other has made or freed in other steps.
+use what the other has made or freed in other steps. Memory that tiles of both streams write to is allocated before that
+wait, because torch fills it in deterministic mode.
 """
 
 from contextlib import AbstractContextManager, nullcontext
