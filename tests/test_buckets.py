@@ -174,6 +174,18 @@ def test_the_longest_batch_is_tried_before_the_first_step_where_that_is_short(fi
     assert full == [LENGTH, LENGTH]
 
 
+def accumulated_lengths(rank: int, files: Path) -> list[list[int]]:
+    write_rows(files / "mixed.pkl", (9, LENGTH + 1))
+    mixed = f"--data_path {files}/mixed.pkl --gradient_accumulation_steps 2 --max_steps 1"
+    return [trained(rank, files, f"seed-{seed}", f"{mixed} --seed {seed}", pads=False).lengths for seed in range(5)]
+
+
+def test_the_longest_batch_is_tried_before_a_shorter_one_of_its_step(files: Path) -> None:
+    found = spawn(1, accumulated_lengths, files)[0]
+    assert {len(lengths) for lengths in found} == {2, 3}, "in both orders"
+    assert all(lengths[0] == LENGTH for lengths in found)
+
+
 def resumed(rank: int, files: Path) -> tuple[list[float], list[float]]:
     common = f"{small.words(files, 'whole')} --model_max_length {LENGTH} --save_strategy steps --save_steps 2"
     ends = [

@@ -109,6 +109,17 @@ def well_formed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_evaluation_data_that_is_damaged_ends_the_run_in_one_line(well_formed: Path, tmp_path: Path) -> None:
+    damaged = shutil.copytree(well_formed / "data", tmp_path / "damaged")
+    tokens = np.memmap(next(damaged.glob("tokens.bin")), dtype=np.uint16, mode="r+")
+    tokens[-1] = VOCABULARY
+    tokens.flush()
+    run = words(write_inputs(tmp_path), "run", f"--max_steps 1 --eval_data_path {damaged}")
+    (end,) = spawn(1, program, "llama2", f"{run} --evaluation_strategy steps --eval_steps 1")
+    assert end.status == 1 and end.err.count("\n") == 1
+    assert end.err.startswith(f"error: rank 0: {damaged} document 1 has token id {VOCABULARY}, outside the model's")
+
+
 class Hostile:
     """An object whose pickle creates a file when it is loaded."""
 

@@ -264,3 +264,25 @@ def push(rank: int) -> list[str]:
 def test_one_rank_pushes_the_model() -> None:
     first, second = spawn(2, push)
     assert {"model.safetensors", "config.json", "README.md"} <= {*first} and second == []
+
+
+def refusal_of(rank: int, arguments: dict[str, Any], makes_model: bool) -> str:
+    model = {"model_init": fresh_model} if makes_model else {"model": fresh_model()}
+    with tempfile.TemporaryDirectory() as folder, pytest.raises(ValueError) as refused:
+        SequenceParallelTrainer(args=TrainingArguments(**common(folder, eval_strategy="no", **arguments)), **model)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "makes_model", "start"),
+    [
+        ({}, True, "model_init makes another model"),
+        ({"neftune_noise_alpha": 5}, False, "neftune_noise_alpha=5 scales"),
+        ({"train_sampling_strategy": "batch_rebalance"}, False, "train_sampling_strategy='batch_rebalance' gives"),
+        ({"eval_use_gather_object": True}, False, "eval_use_gather_object=True does not work"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_what_a_group_cannot_share_is_refused(arguments: dict[str, Any], makes_model: bool, start: str) -> None:
+    for said in spawn(2, refusal_of, arguments, makes_model):
+        assert said.startswith(start)

@@ -55,8 +55,8 @@ class DataConfig:
     )
     text_column: str = flag(
         "text",
-        "Column that holds the text. Rows without it that have messages, or prompt and completion, train on the answers "
-        "only.",
+        "Column that holds the text. Rows without it that have messages, or prompt and completion, train on the "
+        "answers only.",
     )
     chat_template: str | None = flag(
         None,

@@ -129,12 +129,17 @@ def use_expandable_segments() -> None:
 
 def has_expandable_segments() -> bool:
     """Returns whether torch maps GPU memory into growing ranges of addresses, by our setting or the user's."""
-    return any("expandable_segments:True" in os.environ.get(name, "") for name in ALLOCATOR_SETTINGS)
+    return "expandable_segments:True" in os.environ.get(_allocator_variable(), "")
+
+
+def _allocator_variable() -> str:
+    """Returns the environment variable from which torch takes the settings of its allocators."""
+    return next((name for name in ALLOCATOR_SETTINGS if name in os.environ), ALLOCATOR_SETTINGS[0])
 
 
 def _set_allocator_default(prefix: str, setting: str) -> None:
     """Adds a setting to those of torch's allocators unless the user has given one that begins with `prefix`."""
-    name = next((name for name in ALLOCATOR_SETTINGS if name in os.environ), ALLOCATOR_SETTINGS[0])
+    name = _allocator_variable()
     given = os.environ.get(name, "")
     if prefix not in given:
         os.environ[name] = f"{given},{setting}" if given else setting

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import takewhile
 
 import torch
 
@@ -44,6 +45,6 @@ class Stopwatch:
 
     def seconds(self) -> float:
         """Returns the mean of the laps that ended since the last call; 0 if none did."""
-        over = [lap for lap in self._laps if lap[1].has_passed]
+        over = list(takewhile(lambda lap: lap[1].has_passed, self._laps))
         self._laps = self._laps[len(over) :]
         return sum(begin.seconds_until(end) for begin, end in over) / len(over) if over else 0.0

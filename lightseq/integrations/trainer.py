@@ -66,6 +66,11 @@ class SequenceParallel:
         """Splits the sequences of the model and of a reference model, once each."""
         if self._sequence_mesh is None:
             return
+        if getattr(self, "model_init", None) is not None:
+            raise ValueError(
+                "model_init makes another model for train(), which would not be split, and excludes "
+                "sequence_parallel_size > 1; pass model instead"
+            )
         length, packs = getattr(self.args, "max_length", None), bool(getattr(self.args, "packing", False))
         options = {"packed": packs, **({"length": length} if length else {}), **self._attention_options}
         for model in (self.model, getattr(self, "ref_model", None)):

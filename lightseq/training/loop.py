@@ -106,12 +106,12 @@ class Trainer:
         )
 
     def try_longest(self) -> None:
-        """Runs the longest batch once before the first step, unless the first step has one.
+        """Runs the longest batch once before the first step, unless the first step begins with one.
 
         A run that does not fit in memory fails here, and no buffer grows later.
         """
         self.mark(self.first_step, "data")
-        if self.batch_lengths[-1] not in {batch.length for batch in self._batches(self.first_step)}:
+        if self._batches(self.first_step)[0].length < self.batch_lengths[-1]:
             self.mark(self.first_step, "forward")
             blank = padding_batch(self.config.per_device_train_batch_size, self.batch_lengths[-1])
             self.engine.try_memory(lambda: self.loss_model(*self.shard(blank)))
@@ -124,9 +124,9 @@ class Trainer:
         def shards() -> Iterator[Shard]:
             for step in progress_bar(range(stream.steps), None, shows_progress and self.world.is_main, "evaluating"):
                 self.mark(None, "evaluation")
-                yield self.shard(
-                    *trim_padding([stream.batch(step, 0, data_rank)], self.batch_lengths, stream.data_ranks)
-                )
+                with exit_on_data_error(self.world, self.terminal):
+                    batch = stream.batch(step, 0, data_rank)
+                yield self.shard(*trim_padding([batch], self.batch_lengths, stream.data_ranks))
 
         return measure(self.loss_model, shards(), bin_starts, stream.length, self.world.device)
 
