@@ -26,7 +26,6 @@ fi
 [[ -n ${DATA:-} ]] || refuse "DATA is not set: what --data_path takes"
 [[ -n ${OUTPUT:-} ]] || refuse "OUTPUT is not set: the directory for the checkpoints of the stages"
 stages=${STAGES:-32K:1000 128K:500 512K:200}
-context=${CONTEXT:-8192}
 rope=${ROPE:-yarn}
 theta=${THETA:-500000}
 case $rope in
@@ -44,6 +43,7 @@ tokens() {
     esac
 }
 
+context=$(tokens "${CONTEXT:-8192}")
 reach=$(tokens "${REACH:-$context}")
 if [[ -z ${REACH:-} && ${MODEL,,} == *llama-3.[12]* ]]; then
     echo "launch/extend.sh: warning: $MODEL reaches 131072 by its own scaling, which shorter stages would replace; set REACH=128K" >&2

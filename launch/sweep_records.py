@@ -99,9 +99,12 @@ def finished(cell: Cell) -> bool:
 
 
 def comparable(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a run's config without its directory; flags that are newer than the run have their defaults."""
+    """Returns a run's config without its directory and where it resumed.
+
+    Flags that are newer than the run have their defaults.
+    """
     defaults = {field.name: field.default for field in fields(TrainConfig)}
-    ignored = ("output_dir", "overwrite_output_dir")
+    ignored = ("output_dir", "overwrite_output_dir", "resume_from_checkpoint")  # a requeued job resumes
     return {key: value for key, value in {**defaults, **config}.items() if key not in ignored}
 
 

@@ -197,7 +197,8 @@ def shard_batch(
     it with the sum over all. Masked tokens are not targets.
 
     A batch of one may hold several packed documents: `cu_seqlens` gives the first token of each and the end of the
-    last, or `position_ids` restart at each. Documents neither attend to each other nor predict each other's tokens.
+    last, or `position_ids` restart at each. Documents neither attend to each other nor predict each other's tokens,
+    unless `shift_labels` say so.
     Raises ValueError for a mask other than right padding, and for positions of neither kind.
     """
     check_right_padding(attention_mask)
@@ -214,6 +215,9 @@ def shard_batch(
     boundaries = find_boundaries(input_ids, cu_seqlens, position_ids)
     if shift_labels is not None:
         labels = shift_labels
+        if attention_mask is not None:
+            targets = torch.nn.functional.pad(attention_mask[:, 1:], (0, 1), value=1)  # of the last, nothing is known
+            labels = labels.masked_fill((attention_mask == 0) | (targets == 0), IGNORE_INDEX)
     elif labels is not None:
         if attention_mask is not None:
             labels = labels.masked_fill(attention_mask == 0, IGNORE_INDEX)

@@ -160,6 +160,7 @@ def test_the_models_own_weights_are_frozen_in_the_dtype_that_computes(folder: Pa
         ("--lora_rank 4 --deepspeed zero3.json", "does not run under --deepspeed"),
         ("--lora_rank 4 --bf16 --fp8 rowwise", "both replace the linear layers"),
         ("--lora_rank 4000", "--lora_rank 4000 exceeds"),
+        ("--lora_rank 4 --lora_target_modules ,", "--lora_target_modules is empty; choose from"),
         (
             "--lora_rank 4 --lora_target_modules q_proj,lm_head",
             "lm_head is not a linear of the model's layers; choose from",

@@ -512,6 +512,13 @@ def test_a_run_resumed_with_other_ranks_skips_and_repeats_nothing(tmp_path: Path
     assert ids_of(again, range(10, 12)) == ids_of(resumed, range(10, 12))
 
 
+def test_a_finished_run_that_is_extended_skips_no_example_of_the_next_epoch(tmp_path: Path) -> None:
+    examples = open_examples(token_directory(tmp_path / "t", *([i, i] for i in range(1, 11))), 2, 1000)
+    once, twice = (BatchStream(examples, 2, 4, epochs=epochs) for epochs in (1, 2))  # 10 examples, 4 a step
+    extended, _ = twice.resume_at(once.steps, once.state(once.steps), HERE)
+    assert sorted(i for i in ids_of(extended, range(once.steps, extended.steps)) if i) == [*range(1, 11)]
+
+
 def test_a_run_resumed_with_other_data_is_refused(tmp_path: Path) -> None:
     examples = open_examples(token_directory(tmp_path / "t", [1, 2], [3, 4]), 2, 1000)
     stream = BatchStream(examples, 2, 1)

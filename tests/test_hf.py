@@ -180,6 +180,8 @@ def right_padding(rank: int) -> None:
         check_training(model, want, context, batch, labels, mask)
         inputs = hf.shard_batch(context, batch, batch, mask)
         assert inputs["num_items_in_batch"] == (lengths - 1).sum(), "a padded token is no target"
+        given = hf.shard_batch(context, batch, shift_labels=batch.roll(-1, 1), attention_mask=mask)
+        assert given["num_items_in_batch"] == (lengths - 1).sum() + 1, "nothing is known of the last token's target"
         with torch.no_grad():
             logits = whole(context, model(**inputs).logits, LENGTH)
         assert relative(logits[mask == 1], expected[mask == 1]) < 1e-5, schedule

@@ -180,6 +180,22 @@ def test_gradient_checkpointing_does_not_compute_attention_again() -> None:
         assert modules == 0 and all(arguments.values())
 
 
+def dropped_out(rank: int, recomputes: bool) -> Numbers:
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(**common(folder, remove_unused_columns=False, gradient_checkpointing=recomputes))
+        rows = [{"input_ids": ids} for ids in documents()]
+        model = get_peft_model(fresh_model(), LoraConfig(**ADAPTERS, lora_dropout=0.5))
+        trainer = SequenceParallelTrainer(
+            model, arguments, data_collator=collate, train_dataset=rows, eval_dataset=rows[:5]
+        )
+        return numbers(trainer)
+
+
+def test_recomputed_layers_drop_out_what_they_did() -> None:
+    wanted, got = spawn(2, dropped_out, False)[0], spawn(2, dropped_out, True)[0]
+    assert_equal(got, wanted)
+
+
 # ---- saving and resuming --------------------------------------------------------------------------------------------
 
 

@@ -222,8 +222,8 @@ def test_stages_grow_from_each_others_weights(tmp_path: Path) -> None:
 
 def test_the_factor_of_a_stage_reaches_its_length_exactly(tmp_path: Path) -> None:
     given = {"MODEL": "m", "DATA": "d", "OUTPUT": str(tmp_path), "DRY_RUN": "1", "STAGES": "100000:5 1000000:5"}
-    for context in (8192, 10007):
-        stages = stage_flags(run("extend.sh", "--bf16", cwd=tmp_path, **given, CONTEXT=str(context)))
+    for context, spelled in ((8192, "8192"), (8192, "8K"), (10007, "10007")):
+        stages = stage_flags(run("extend.sh", "--bf16", cwd=tmp_path, **given, CONTEXT=spelled))
         factors = [json.loads(stage["--rope_scaling"])["factor"] for stage in stages]
         assert factors == [100_000 / context, 1_000_000 / context]
 

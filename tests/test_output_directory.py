@@ -68,6 +68,24 @@ def test_a_run_that_begins_anew_removes_nothing_that_no_run_wrote(files: Path, t
     assert (tmp_path / "run" / "checkpoint-2" / MANIFEST).is_file() and not (tmp_path / "run" / "checkpoint-1").exists()
 
 
+def test_overwriting_is_refused_where_it_would_delete_the_model_that_training_starts_from(
+    files: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(files / "whole", tmp_path / "run")
+    model = tmp_path / "run" / "checkpoint-2"
+    flags = f"--max_steps 1 --overwrite_output_dir --output_dir {tmp_path}/run --model_name_or_path {model}"
+    end = alone(words(files, "run", flags))
+    assert end.status == 2 and "whose checkpoints --overwrite_output_dir deletes; name another" in end.err
+    assert find_damage(model) is None
+
+
+def test_a_checkpoint_that_was_moved_and_linked_is_resumed(files: Path, tmp_path: Path) -> None:
+    shutil.copytree(files / "whole", tmp_path / "run")
+    (tmp_path / "run" / "checkpoint-2").rename(tmp_path / "archived")
+    (tmp_path / "run" / "checkpoint-2").symlink_to(tmp_path / "archived")
+    train(words(files, "run", f"--max_steps 3 --output_dir {tmp_path}/run --resume_from_checkpoint True"))
+
+
 def test_auto_keeps_what_an_earlier_run_logged_that_saved_nothing(files: Path, tmp_path: Path) -> None:
     flags = f"--max_steps 1 --save_strategy no --output_dir {tmp_path}/run --resume_from_checkpoint auto"
     train(words(files, "run", flags))
@@ -146,6 +164,12 @@ def test_a_save_moves_what_no_run_wrote_out_of_its_way(tmp_path: Path) -> None:
     remove_leftovers(tmp_path, ".partial")
     remove_checkpoints(tmp_path)
     assert len(list(tmp_path.glob("*/notes.txt"))) == 4
+
+
+def test_a_checkpoint_that_a_user_renamed_is_kept(files: Path, tmp_path: Path) -> None:
+    shutil.copytree(files / "whole" / "checkpoint-1", tmp_path / "checkpoint-1.keep")
+    remove_checkpoints(tmp_path)
+    assert find_damage(tmp_path / "checkpoint-1.keep") is None
 
 
 def test_a_file_called_lock_that_no_run_wrote_is_not_emptied(files: Path, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Model names: what each preset builds, what a name resolves to, and how rotary positions are changed."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -8,7 +9,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from huggingface_hub.errors import GatedRepoError
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
 import llama2
 import llama3
@@ -369,3 +370,18 @@ def test_a_scaling_that_cannot_be_is_refused(theta: float | None, scaling: dict,
     with pytest.raises(ValueError) as refusal:
         apply_rope(config_of("llama3-8b"), theta, scaling)
     assert line in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_a_rope_for_each_type_of_layer_is_not_changed_in_vain() -> None:
+    config = Gemma3TextConfig(max_position_embeddings=1024)
+    assert apply_rope(config).rope_parameters == config.rope_parameters
+    for settings in ({"rope_theta": 5e6}, {"rope_scaling": YARN}):
+        with pytest.raises(ValueError, match="gemma3_text has a RoPE for each type of layer"):
+            apply_rope(config, **settings)
+    assert "--rope_scaling" not in (context_warning(config, 2048) or "--rope_scaling")
+
+
+@pytest.mark.parametrize("factor", [math.inf, math.nan, True])
+def test_a_factor_that_is_no_number_is_refused(factor: float) -> None:
+    with pytest.raises(ValueError, match="give a number"):
+        apply_rope(config_of("tiny-llama3"), rope_scaling={"rope_type": "dynamic", "factor": factor})

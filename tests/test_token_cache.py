@@ -138,6 +138,29 @@ def test_only_the_answers_of_a_chat_are_learnt(tmp_path: Path, mistral: Tokenize
         assert examples[0].input_ids.tolist() == whole and whole.count(1) == 1, "with one beginning"
 
 
+def test_calls_of_tools_are_learnt(tmp_path: Path, mistral: Tokenizer) -> None:
+    with_calls = MISTRAL.replace(
+        "m['content'] + eos_token", "(m.tool_calls | string if m.tool_calls else m.content) + eos_token"
+    )
+    tokenizer = load_tokenizer(mistral.name, with_calls)
+    for nothing in ({"content": ""}, {"content": None}, {}):
+        chat = [CHAT[0], {"role": "assistant", "tool_calls": [{"name": "engine"}], **nothing}, CHAT[2], CHAT[3]]
+        examples = opened(lines(tmp_path / f"{len(nothing)}.jsonl", {"messages": chat}), tokenizer)
+        assert [run.strip() for run in learnt(examples, tokenizer)] == ["[{'name': 'engine'}]</s>", "Castle.</s>"]
+
+
+@pytest.mark.parametrize(
+    "row", [{"prompt": ["a"], "completion": ["b"]}, {"conversations": [{"from": ["a"], "value": "b"}]}]
+)
+def test_rows_that_are_no_chats_are_refused(tmp_path: Path, mistral: Tokenizer, row: dict[str, Any]) -> None:
+    assert "row" in refusal(lines(tmp_path / "a.jsonl", row), mistral)
+
+
+def test_a_mark_of_byte_order_before_a_json_array_is_skipped(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('\ufeff[{"text": "x"}, {"text": "y"}]', encoding="utf-8")
+    assert len(opened(tmp_path / "a.json")) == 2
+
+
 @pytest.mark.slow
 def test_llama3s_own_tokenizer_reads_a_chat_as_its_template_writes_it(tmp_path: Path, llama3: Tokenizer) -> None:
     examples = opened(lines(tmp_path / "a.jsonl", {"messages": CHAT}), llama3)
@@ -328,6 +351,9 @@ def test_data_sets_are_read_from_disk_and_streamed_from_the_hub(
     rows = datasets.Dataset.from_list([{"messages": CHAT, "prompt": "x"}, {"messages": CHAT[:2], "prompt": "y"}])
     rows.select_columns(["prompt"]).rename_column("prompt", "text").save_to_disk(str(tmp_path / "saved"))
     assert bytes(int(opened(tmp_path / "saved")[i].input_ids[0]) for i in range(2)) == b"xy"
+    ids = datasets.Dataset.from_list([{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}])
+    ids.with_format("torch", columns=["input_ids"]).save_to_disk(str(tmp_path / "tensors"))
+    assert opened(tmp_path / "tensors")[0].labels.tolist() == [6, 7, IGNORE_INDEX], "columns that a format hides count"
     datasets.DatasetDict({"dev": rows}).save_to_disk(str(tmp_path / "several"))
     assert "no split train; give the path of one of: dev" in refusal(tmp_path / "several")
     asked: list[Any] = []

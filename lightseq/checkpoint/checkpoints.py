@@ -26,7 +26,8 @@ EVAL_LOSS, DATA_POSITION = "eval_loss", "data"  # keys of trainer_state.json
 # Suffixes of directories that are not valid checkpoints. OTHER: not written by a run.
 PARTIAL, DELETED, BROKEN, OTHER = ".partial", ".deleted", ".broken", ".other"
 NAME = re.compile(r"checkpoint-\d+")
-LEFTOVER = re.compile(rf"({NAME.pattern})(\.\w+)(-\d+)?")  # with a number if the name was taken
+# With a number if the name was taken.
+LEFTOVER = re.compile(rf"({NAME.pattern})(\.(?:partial|deleted|broken|other))(-\d+)?")
 
 
 def list_checkpoints(output_dir: Path) -> list[Path]:

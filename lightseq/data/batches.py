@@ -205,8 +205,9 @@ class BatchStream:
 
     def state(self, step: int) -> dict[str, int]:
         """Returns the state for a checkpoint: samples read, sequences per step, and what determines their order."""
+        consumed = self.consumed_samples(step)  # in the last step of a run, padding besides
         return {
-            "places": self.consumed_samples(step),  # as checkpoints call it
+            "places": consumed if self.end is None else min(consumed, self.end),  # as checkpoints call it
             "examples": len(self.examples),
             "seed": self.seed,
             "length": self.length,

@@ -5,6 +5,7 @@ Each row comes with its file and number, for errors.
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -159,12 +160,12 @@ def _read_jsonl(path: Path) -> Iterator[NamedRow]:
 def _read_json(path: Path) -> Iterator[NamedRow]:
     """Yields the objects of a JSON array, or of JSON lines if the file does not begin with an array."""
     with path.open("rb") as file:
-        opens = file.read(64).lstrip()[:1]
+        opens = file.read(64).removeprefix(codecs.BOM_UTF8).lstrip()[:1]
     if opens != b"[":
         yield from _read_jsonl(path)
         return
     try:
-        values = json.loads(path.read_bytes())
+        values = json.loads(path.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {first_line(error)}") from error
     for number, value in enumerate(values):
@@ -231,7 +232,7 @@ def _saved_rows(path: Path) -> Iterator[NamedRow]:
         if "train" not in found:
             raise ValueError(f"{path} has no split train; give the path of one of: {', '.join(map(str, found))}")
         found = found["train"]
-    for number, value in enumerate(found):
+    for number, value in enumerate(found.with_format(None)):  # plain values of all columns
         yield f"{path} row {number}", value
 
 

@@ -125,7 +125,8 @@ def _read_pair(row: Row, pair: tuple[str, str], where: str, tokenizer: Tokenizer
     """Reads a prompt and its answer with the chat template, or concatenated if the tokenizer has none."""
     prompt, answer = (get_column(row, name, where) for name in pair)
     if isinstance(prompt, list) and isinstance(answer, list):
-        return _read_chat([*prompt, *answer], where, tokenizer)
+        turns = [turn for name in pair for turn in _messages(row, name, where)]
+        return _read_chat(turns, where, tokenizer)
     prompt, answer = get_text(row, pair[0], where), get_text(row, pair[1], where)
     if row.get("input"):
         prompt += f"\n\n{get_text(row, 'input', where)}"
@@ -145,8 +146,8 @@ def _messages(row: Row, name: str, where: str) -> list[dict[str, Any]]:
     turns = []
     for turn in messages or ():
         if "from" in turn:
-            turn = {"role": ROLES.get(turn["from"], turn["from"]), "content": turn.get("value")}
-        if not isinstance(turn.get("role"), str) or "content" not in turn:
+            turn = {"role": ROLES.get(str(turn["from"]), turn["from"]), "content": turn.get("value")}
+        if not isinstance(turn.get("role"), str) or not ("content" in turn or turn.get("tool_calls")):
             raise ValueError(f"{where}: a turn of {name!r} has no role or content; it has: {join_names(turn)}")
         turns.append({key: value for key, value in turn.items() if value is not None})
     return turns
@@ -165,7 +166,7 @@ def _read_chat(messages: list[dict[str, Any]], where: str, tokenizer: Tokenizer)
     parts: list[TextPart] = []
     done = ""
     for number, turn in enumerate(messages):
-        if turn.get("role") != "assistant" or not turn.get("content"):
+        if turn.get("role") != "assistant" or not (turn.get("content") or turn.get("tool_calls")):
             continue
         prompt = _render(tokenizer, messages[:number], True, where)
         answered = _render(tokenizer, messages[: number + 1], False, where)

@@ -230,7 +230,7 @@ def load_tokenizer(name: str, chat_template: str | None = None) -> Tokenizer:
 
     try:
         backend: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except Exception as error:  # of any kind, if its files are damaged
         raise ValueError(f"tokenizer {name}: {first_line(error)}; give a directory, a hub id, or byte") from error
     if template is not None:
         _replace_chat_template(backend, template)

@@ -114,7 +114,7 @@ class WholeBatches:
             return
         self._changed_layers = [(layer, vars(layer).get("forward")) for layer in layers]
         if recompute:
-            apply_remat(layers, "attention", compile_each)
+            apply_remat(layers, "attention", compile_each, has_dropout=True)
         if compile_each:
             allow_graphs_per_length()
             for layer in layers:

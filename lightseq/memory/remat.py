@@ -27,14 +27,19 @@ Forward = Callable[..., Tensor]
 
 
 def apply_remat(
-    layers: Iterable[nn.Module], policy: str, compiled: bool = False, offload: Offload | None = None
+    layers: Iterable[nn.Module],
+    policy: str,
+    compiled: bool = False,
+    offload: Offload | None = None,
+    has_dropout: bool = False,
 ) -> None:
     """Checkpoints the forward of every layer.
 
     `full` stores only the layer's input, `attention` also attention's output and lse, `attention+mlp` also the tensors
     that `tile_mlps(store=True)` marks, and `attention+linears` those that `store_projections` marks. The forward is
     replaced rather than the call, so module hooks such as FSDP's stay outside and run once per pass. Set `compiled` for
-    a forward that torch.compile will see. `offload` receives the stored tensors.
+    a forward that torch.compile will see. `offload` receives the stored tensors. Set `has_dropout` if the layers may
+    have some: they then draw the same masks again.
     """
     assert policy in POLICIES, policy
     if policy == "none":
@@ -50,7 +55,7 @@ def apply_remat(
             checkpoint,
             layer.forward,
             use_reentrant=False,
-            preserve_rng_state=False,  # models have no dropout
+            preserve_rng_state=has_dropout and not compiled,  # torch.compile draws the same masks by itself
             **options,
         )
 

@@ -61,6 +61,8 @@ def lora_from_config(config: TrainConfig, model_config: PreTrainedConfig) -> Lor
     linears = sorted({name.split(".")[-1] for name, _ in _linear_sizes(model_config)})
     asked = config.lora_target_modules.replace(",", " ").split()
     targets = linears if asked == [ALL_LINEARS] else asked
+    if not targets:
+        raise ValueError(f"--lora_target_modules is empty; choose from {', '.join(linears)}, or {ALL_LINEARS}")
     if unknown := [name for name in targets if name not in linears]:
         raise ValueError(
             f"--lora_target_modules {config.lora_target_modules}: {unknown[0]} is not a linear of the model's layers; "

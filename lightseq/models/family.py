@@ -101,6 +101,12 @@ def apply_rope(
     larger base extends the config's length to the training length.
     """
     current = dict(getattr(config, "rope_parameters", None) or {})
+    if (rope_theta is not None or rope_scaling is not None) and _has_rope_per_layer_type(config):
+        given = f"--rope_theta {rope_theta}" if rope_scaling is None else f"--rope_scaling {dict(rope_scaling)}"
+        raise ValueError(
+            f"{given}: {config.model_type} has a RoPE for each type of layer ({', '.join(current)}), which cannot be "
+            "changed; leave it out"
+        )
     published = config.max_position_embeddings
     unscaled = current.get("original_max_position_embeddings", published)
     context = published if rope_scaling is None else unscaled
@@ -140,8 +146,10 @@ def context_warning(config: PreTrainedConfig, length: int, before: PreTrainedCon
         leave = ", or leave it out" if length <= had else ""
         left = f"--rope_scaling reduces the positions that the model covers from {had} to {covered}{asked}"
         return f"{left}; {_needed_factor(config, max(length, had))}{leave}"
-    remedy = "extend them with --rope_scaling" if before is None else _needed_factor(config, length)
     beyond = f"sequences of {length} tokens exceed the {covered} positions that the model covers"
+    if _has_rope_per_layer_type(config):
+        return f"{beyond}; give {covered} or less"
+    remedy = "extend them with --rope_scaling" if before is None else _needed_factor(config, length)
     return f"{beyond}; {remedy}, or give {covered} or less"
 
 
@@ -150,6 +158,12 @@ def covered_positions(config: PreTrainedConfig) -> int:
     rope = getattr(config, "rope_parameters", None) or {}
     factor = 1.0 if rope.get("rope_type") in (*WITH_ORIGINAL_LENGTH, "default") else rope.get("factor", 1.0)
     return round(config.max_position_embeddings * factor)
+
+
+def _has_rope_per_layer_type(config: PreTrainedConfig) -> bool:
+    """Returns whether layers with and without a window have RoPE parameters of their own, as in Gemma 3."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return any(isinstance(value, Mapping) for value in rope.values())
 
 
 def _needed_factor(config: PreTrainedConfig, length: int) -> str:
@@ -181,7 +195,8 @@ def _scaled_rope(
     if rope["rope_type"] == "longrope":
         _check_factors(scaling, frequencies)
     for key in sorted(scaling.keys() - {"rope_type", "type", *FACTORS}):
-        if not isinstance(scaling[key], int | float):
+        number = scaling[key]
+        if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
             raise ValueError(f"--rope_scaling {dict(scaling)}: {key} is {scaling[key]!r}; give a number")
     if rope["rope_type"] != "default" and rope.get("factor", 0) < 1:
         raise ValueError(f"--rope_scaling {dict(scaling)}: factor is {rope.get('factor')}; give a number of at least 1")

@@ -12,9 +12,9 @@ TIMEOUT_SECONDS: Final = 10.0
 
 def hub_error(hub_id: str, file: str) -> str | None:
     """Returns the reason why a hub repository is unreachable; None if it is reachable or the file is cached."""
-    if try_to_load_from_cache(hub_id, file) is not None:  # cached file, or cached absence of it
-        return None
     try:
+        if try_to_load_from_cache(hub_id, file) is not None:  # cached file, or cached absence of it
+            return None
         get_hf_file_metadata(hf_hub_url(hub_id, file), timeout=TIMEOUT_SECONDS)
     except EntryNotFoundError:
         return None  # the hub answers; the caller reports the missing file

@@ -355,5 +355,5 @@ def has_tokenizer(weights: Path | str | None) -> bool:
 def copy_tokenizer(source: Path, directory: Path) -> None:
     """Copies the files of a tokenizer."""
     for pattern in TOKENIZER_FILES:
-        for file in source.glob(pattern):
+        for file in filter(Path.is_file, source.glob(pattern)):
             (directory / file.name).write_bytes(file.read_bytes())

@@ -48,8 +48,9 @@ def merge(adapter: Path, output_dir: Path, model_name_or_path: str | None) -> st
     try:
         _merge_weights(source, output_dir, pairs, settings["lora_alpha"] / settings["r"], adapter)
         for folder, patterns in ((source, ("*.json", *TOKENIZER_FILES)), (adapter, TOKENIZER_FILES)):
-            for path in (p for pattern in patterns for p in folder.glob(pattern) if p.name not in NOT_COPIED):
-                shutil.copyfile(path, output_dir / path.name)
+            for path in (p for pattern in patterns for p in folder.glob(pattern)):
+                if path.is_file() and path.name not in NOT_COPIED:
+                    shutil.copyfile(path, output_dir / path.name)
         if rope is not None:
             _write_config(source / "config.json", output_dir / "config.json", rope)
     except BaseException:

@@ -53,6 +53,8 @@ def check_output_dir(output_dir: Path, config: TrainConfig, resume_point: Resume
     may_hold_run = (
         config.overwrite_output_dir or config.resume_from_checkpoint == "auto" or _has_restarted(output_dir, world)
     )
+    if config.overwrite_output_dir:
+        _check_inputs_survive(output_dir, config)
     if holds_run and not may_hold_run:
         raise ValueError(
             f"--output_dir {output_dir} already holds a run; name another, continue it with "
@@ -60,9 +62,21 @@ def check_output_dir(output_dir: Path, config: TrainConfig, resume_point: Resume
         )
 
 
+def _check_inputs_survive(output_dir: Path, config: TrainConfig) -> None:
+    """Raises ValueError if the run reads from a checkpoint that it would delete."""
+    checkpoints_here = [path.resolve() for path in output_dir.glob("checkpoint-*")]
+    for flag in ("model_name_or_path", "tokenizer", "data_path", "eval_data_path"):
+        value = getattr(config, flag)
+        if value and any(Path(value).resolve().is_relative_to(path) for path in checkpoints_here):
+            raise ValueError(
+                f"--{flag} {value} is in --output_dir {output_dir}, whose checkpoints --overwrite_output_dir deletes; "
+                "name another --output_dir"
+            )
+
+
 def resumes_in_place(resume_from: Path | None, output_dir: Path) -> TypeGuard[Path]:
     """Returns whether a run resumes a checkpoint of its own output directory."""
-    return resume_from is not None and resume_from.resolve().parent == output_dir.resolve()
+    return resume_from is not None and resume_from.absolute().parent.resolve() == output_dir.resolve()
 
 
 def another_run_wrote(lock_file: TextIO | None, config: TrainConfig, inputs: Inputs, world: World) -> bool:

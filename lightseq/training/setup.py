@@ -18,7 +18,7 @@ from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import BatchStream, open_examples, require_target
 from lightseq.data.examples import Examples
 from lightseq.data.packing import PackedExamples, open_packed
-from lightseq.data.sources import ReadOptions
+from lightseq.data.sources import ReadOptions, holds_rows
 from lightseq.data.tokenizer import ByteTokenizer, read_chat_template
 from lightseq.distributed.mesh import World, check_devices, check_sequence_size
 from lightseq.memory.planner.packed_documents import PackedDocuments, documents_of
@@ -275,10 +275,13 @@ def find_examples(path: str, model: FoundModel, config: TrainConfig, world: Worl
     """
     length, vocab_size = config.model_max_length, model.config.vocab_size
     open_data = open_examples if config.packing == "none" else open_packed
-    limit = config.max_train_samples if path == config.data_path else None
+    trains = path == config.data_path and not (evaluates and path == config.eval_data_path)
+    limit = config.max_train_samples if trains else None
+    sources = (config.data_path, config.eval_data_path or "")
+    reads_text = holds_rows(path) or not any(holds_rows(source) for source in sources)
     limits_evaluation = evaluates and config.max_eval_samples is not None
     read_options = ReadOptions(
-        text_column=config.text_column,
+        text_column=config.text_column if reads_text else TrainConfig.text_column,  # it is that of the other data
         limit=config.max_eval_samples if limits_evaluation else limit,
         cache=Path(config.data_cache).expanduser(),
         chat_template=config.chat_template,
