@@ -29,6 +29,7 @@ SETTING = (
     "batch",
     "world",
     "documents",
+    "window",
     "device",
 )  # must be equal in one table
 KEYS = (
@@ -69,8 +70,9 @@ class LengthTable:
         s = self.setting
         batch = f", batch {s['batch']}" if s["batch"] > 1 else ""
         documents = f", documents {s['documents']}" if s["documents"] else ""
+        window = f", window {s['window']:,}" if s["window"] else ""
         heads = f"{s['heads']}/{s['kv_heads']} heads of {s['head_dim']}"
-        return f"{s['world']} × {s['device']}, {heads}, {s['dtype']}{batch}{documents}"
+        return f"{s['world']} × {s['device']}, {heads}, {s['dtype']}{batch}{documents}{window}"
 
 
 # ---- the records ----------------------------------------------------------------------------------------------------
@@ -87,7 +89,9 @@ def read_points(path: Path, notes: list[str]) -> list[Record]:
             return None
         if "relative_error_out" in record:
             raise ValueError("has errors instead of times; give files written without --check")
-        record = {**record, "device": device, "documents": record.get("documents") or ""}  # "": one document
+        # "": one document; 0: no sliding window.
+        packed = {"documents": record.get("documents") or "", "window": record.get("window") or 0}
+        record = {**record, **packed, "device": device}
         if missing := [key for key in (*SETTING, *KEYS) if key not in record]:
             raise ValueError(f"has no {missing[0]!r}; it should be a record of benchmarks/attention.py")
         return record

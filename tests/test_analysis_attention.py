@@ -110,17 +110,19 @@ def test_every_setting_has_its_own_table_and_the_ceiling_is_in_all(
         record("lightseq", "prefix", 16384, 470.0, world=2),
         record("lightseq", "prefix", 16384, 450.0, kv_heads=32),
         record("lightseq", "prefix", 16384, 440.0, documents="lognormal:0"),
+        record("lightseq", "prefix", 16384, 300.0, window=4096),
     ]
     lines = printed(capsys, write(tmp_path / "a.jsonl", [*POINTS, *more]), "--output", tmp_path / "new")
     assert [line for line in lines if "NVIDIA H200" in line] == [
         "2 × NVIDIA H200, 32/8 heads of 128, bfloat16",
         "4 × NVIDIA H200, 32/8 heads of 128, bfloat16",
+        "4 × NVIDIA H200, 32/8 heads of 128, bfloat16, window 4,096",
         "4 × NVIDIA H200, 32/8 heads of 128, bfloat16, documents lognormal:0",
         "4 × NVIDIA H200, 32/32 heads of 128, bfloat16",
     ]
     assert len([line for line in lines if line.startswith("| one GPU, fa4")]) == 2
     names = {path.name for path in (tmp_path / "new").iterdir()}
-    assert "attention-kv_heads-32-world-4-documents-.png" in names and len(names) == 4
+    assert "attention-kv_heads-32-world-4-documents--window-0.png" in names and len(names) == 5
 
 
 def test_later_files_replace_points_and_several_are_drawn_into_a_shared_folder(

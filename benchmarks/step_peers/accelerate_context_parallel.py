@@ -36,7 +36,7 @@ def fsdp2(job: Job, context_ranks: int) -> Peer:
         auto_wrap_policy="transformer_based_wrap",
         transformer_cls_names_to_wrap=[job.layer_class],
         activation_checkpointing=True,
-        reshard_after_forward=True,
+        reshard_after_forward=job.reshards,
         cpu_ram_efficient_loading=False,
     )
     accelerator = Accelerator(

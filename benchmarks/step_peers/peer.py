@@ -22,6 +22,7 @@ from lightseq.training.step_stats import StepResult
 
 SEED = 0  # of weights and data
 LEARNING_RATE = 1e-5
+MAX_GATHERED_BYTES = 2**32  # of weights that stay gathered from the forward to the backward pass
 CLIP_NORM = 1.0  # lightseq's default
 
 
@@ -54,6 +55,11 @@ class Job:
     def layer_class(self) -> str:
         """Returns the name of the layers' class, which FSDP2 wraps."""
         return inspect_architecture(self.config).layer_class
+
+    @property
+    def reshards(self) -> bool:
+        """Returns whether FSDP2 gathers weights again for the backward pass. Those of small models stay gathered."""
+        return inspect_architecture(self.config).total * self.dtype.itemsize > MAX_GATHERED_BYTES
 
     @property
     def has_windows(self) -> bool:

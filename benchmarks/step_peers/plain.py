@@ -80,7 +80,7 @@ def shard_parameters(loss_model: LossModel, job: Job) -> LossModel:
     precision = MixedPrecisionPolicy(param_dtype=job.dtype, reduce_dtype=torch.float32)
     layers: Any = loss_model.model.model.layers
     for layer in layers:
-        fully_shard(layer, mp_policy=precision)
+        fully_shard(layer, mp_policy=precision, reshard_after_forward=job.reshards)
     fully_shard(loss_model, mp_policy=precision)
     for module in loss_model.modules():
         if isinstance(module, FSDPModule):  # summed, because the loss is already divided by all tokens

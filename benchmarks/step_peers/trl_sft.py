@@ -33,9 +33,6 @@ from benchmarks.step_peers.hf_trainer import (
 )
 from benchmarks.step_peers.peer import Job, TrainerPeer
 from lightseq.data.batches import Batch
-from lightseq.models.architecture import inspect_architecture
-
-MAX_GATHERED_BYTES = 2**32  # of weights that stay gathered from the forward to the backward pass
 
 
 def prepare(job: Job) -> TrainerPeer:
@@ -106,7 +103,6 @@ def context_parallel(ranks: int) -> dict[str, Any]:
 
 def fully_sharded(job: Job, checkpoints: bool = True) -> dict[str, Any]:
     """Returns arguments for FSDP2, which then checkpoints the layers if asked to. Small models stay gathered."""
-    gathered = inspect_architecture(job.config).total * job.dtype.itemsize
     return {
         "gradient_checkpointing": False,
         "fsdp": True,
@@ -115,7 +111,7 @@ def fully_sharded(job: Job, checkpoints: bool = True) -> dict[str, Any]:
             "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
             "transformer_layer_cls_to_wrap": [job.layer_class],
             "activation_checkpointing": checkpoints,
-            "reshard_after_forward": gathered > MAX_GATHERED_BYTES,
+            "reshard_after_forward": job.reshards,
         },
     }
 

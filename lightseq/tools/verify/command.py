@@ -26,6 +26,7 @@ from lightseq.distributed.environment import secrets
 from lightseq.distributed.mesh import World, check_sequence_size, init_distributed, on_all_ranks
 from lightseq.kernels import compute_capability
 from lightseq.memory.planner.choice import plan_on_all_ranks
+from lightseq.memory.planner.packed_documents import read_documents
 from lightseq.models.architecture import with_layers
 from lightseq.models.family import resolve
 from lightseq.models.heads import heads_of
@@ -108,7 +109,7 @@ def _as_trained(config: TrainConfig, family: ModelFamily, world: World) -> Train
     if world.device.type != "cuda":
         return config.with_default_memory_flags()
     model = on_all_ranks(world, lambda: resolve(family, config.model_name, random_init=True).config)
-    return plan_on_all_ranks(config, model, world).run.config
+    return plan_on_all_ranks(config, model, world, documents=read_documents(config, model)).run.config
 
 
 def _record_path(config: TrainConfig, world: World) -> Path | None:
