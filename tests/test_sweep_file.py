@@ -16,7 +16,7 @@ from launch.sweep_estimate import (
     step_flops,
 )
 from launch.sweep_file import read_sweep
-from launch.sweep_records import pending
+from launch.sweep_records import comparable, pending
 from launch.sweep_run import slurm_command
 from launch.sweep_table import doing, shown_seconds, table
 from lightseq.config.command_line import parse
@@ -279,3 +279,9 @@ def test_a_change_that_means_nothing_is_refused(change: str, said: str, tmp_path
     path = write(tmp_path, f"fixed: {{{FIXED}}}\ngrid: {{seed: [1, 2]}}")
     with pytest.raises(ValueError, match=said):
         expand(read_sweep(path, [change]))
+
+
+def test_a_run_that_was_requeued_and_resumed_is_the_cell_s() -> None:
+    config = parse(["--model_name_or_path", "m", "--data_path", "d", "--output_dir", "o"], "").to_json()
+    resumed = {**config, "resume_from_checkpoint": "auto", "output_dir": "elsewhere"}
+    assert comparable(resumed) == comparable(config) != comparable({**config, "seed": 7})

@@ -7,6 +7,7 @@ import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,12 +20,15 @@ from tokenizers.pre_tokenizers import Split
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from worlds import spawn
 
+from lightseq.config.command_line import parse
 from lightseq.data import token_cache
 from lightseq.data.batches import open_examples
 from lightseq.data.examples import WindowExamples
 from lightseq.data.sources import ReadOptions, source_identity
+from lightseq.data.token_directory import write_token_directory
 from lightseq.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from lightseq.training.metrics import read_records
+from lightseq.training.setup import find_examples
 from lightseq.utils.labels import IGNORE_INDEX
 
 # As Mistral's and Llama 3's models have them.
@@ -602,3 +606,31 @@ def test_kept_tokens_whose_meta_file_is_of_odd_types_are_one_line(tmp_path: Path
     kept.write_text(json.dumps(json.loads(kept.read_text()) | odd))
     with pytest.raises(ValueError, match=r"meta\.json is corrupt: \w+ is"):
         opened(path)
+
+
+# ---- training and evaluation data -----------------------------------------------------------------------------------
+
+
+def found(flags: str, path: Path, evaluates: bool) -> int:
+    strategy = "steps" if "--eval_data_path" in flags else "no"
+    words = f"--model_name_or_path m --output_dir o --model_max_length 9 --eval_strategy {strategy} {flags}"
+    config = parse(words.split(), "")
+    model: Any = SimpleNamespace(config=SimpleNamespace(vocab_size=300), tokenizer="byte")
+    return len(find_examples(str(path), model, config, SimpleNamespace(is_main=True), evaluates))  # type: ignore[arg-type]
+
+
+def test_the_limit_of_training_rows_leaves_evaluation_whole(tmp_path: Path) -> None:
+    rows = lines(tmp_path / "a.jsonl", *({"text": f"row {i}"} for i in range(5)))
+    flags = f"--data_path {rows} --data_cache {tmp_path}/cache --max_train_samples 2"
+    assert found(flags, rows, False) == 2
+    assert found(f"{flags} --eval_data_path {rows}", rows, True) == 5
+
+
+def test_a_text_column_is_that_of_the_data_which_has_rows(tmp_path: Path) -> None:
+    rows, tokens = lines(tmp_path / "a.jsonl", {"content": "a text"}), tmp_path / "tokens"
+    write_token_directory(tokens, [np.arange(5)], 300, dict)
+    sources = f"--data_path {rows} --eval_data_path {tokens}"
+    flags = f"{sources} --data_cache {tmp_path}/cache --text_column content"
+    assert found(flags, rows, False) == found(flags, tokens, True) == 1
+    with pytest.raises(ValueError, match="--text_column content applies to rows"):
+        found(f"--data_path {tokens} --text_column content", tokens, False)

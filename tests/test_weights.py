@@ -363,3 +363,11 @@ def test_a_tokenizer_of_the_hub_comes_whole_with_the_weights(monkeypatch: pytest
     monkeypatch.setattr(weights, "snapshot_download", fetch)
     assert weights.download("some/model") == tmp_path
     assert fetched == ["config.json", "model.safetensors", *tokenizer]
+
+
+def test_a_folder_that_is_named_like_a_tokenizer_is_not_copied(tmp_path: Path) -> None:
+    for folder in ("from", "from/tokenizer", "to"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "from" / "tokenizer.json").write_text("{}")
+    weights.copy_tokenizer(tmp_path / "from", tmp_path / "to")
+    assert [path.name for path in (tmp_path / "to").iterdir()] == ["tokenizer.json"]
