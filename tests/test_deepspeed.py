@@ -3,7 +3,6 @@
 import json
 import shutil
 import socket
-from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -93,10 +92,11 @@ def run(rank: int, runs: list[str]) -> list[Ended]:
 
 
 def with_a_sick_second_step(rank: int, line: str) -> Ended:
-    backward, passes = DeepSpeedEngine.backward, count(1)
+    backward = DeepSpeedEngine.backward
 
     def planted(self: DeepSpeedEngine, share: torch.Tensor, last: bool) -> None:
-        backward(self, share * (float("nan") if next(passes) == 4 and rank == 1 else 1.0), last)  # of three a step
+        sick = self._engine.global_steps == 1 and rank == 1
+        backward(self, share * (float("nan") if sick else 1.0), last)
 
     DeepSpeedEngine.backward = planted  # type: ignore[method-assign]
     return program(rank, "llama3", line)
