@@ -89,9 +89,8 @@ def read_points(path: Path, notes: list[str]) -> list[Record]:
             return None
         if "relative_error_out" in record:
             raise ValueError("has errors instead of times; give files written without --check")
-        # "": one document; 0: no sliding window.
-        packed = {"documents": record.get("documents") or "", "window": record.get("window") or 0}
-        record = {**record, **packed, "device": device}
+        documents, window = record.get("documents") or "", record.get("window") or 0  # "": one document; 0: no window
+        record = {**record, "device": device, "documents": documents, "window": window}
         if missing := [key for key in (*SETTING, *KEYS) if key not in record]:
             raise ValueError(f"has no {missing[0]!r}; it should be a record of benchmarks/attention.py")
         return record

@@ -230,7 +230,7 @@ def load_tokenizer(name: str, chat_template: str | None = None) -> Tokenizer:
 
     try:
         backend: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except Exception as error:  # of any kind, if its files are damaged
+    except (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError) as error:
         raise ValueError(f"tokenizer {name}: {first_line(error)}; give a directory, a hub id, or byte") from error
     if template is not None:
         _replace_chat_template(backend, template)

@@ -277,11 +277,12 @@ def find_examples(path: str, model: FoundModel, config: TrainConfig, world: Worl
     open_data = open_examples if config.packing == "none" else open_packed
     trains = path == config.data_path and not (evaluates and path == config.eval_data_path)
     limit = config.max_train_samples if trains else None
+    # --text_column may be meant for the other data, which has rows.
     sources = [source for source in (config.data_path, config.eval_data_path) if source]
-    reads_text = holds_rows(path) or not any(map(holds_rows, sources))
+    uses_text_column = holds_rows(path) or not any(map(holds_rows, sources))
     limits_evaluation = evaluates and config.max_eval_samples is not None
     read_options = ReadOptions(
-        text_column=config.text_column if reads_text else TrainConfig.text_column,  # it is that of the other data
+        text_column=config.text_column if uses_text_column else TrainConfig.text_column,
         limit=config.max_eval_samples if limits_evaluation else limit,
         cache=Path(config.data_cache).expanduser(),
         chat_template=config.chat_template,
