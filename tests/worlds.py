@@ -1,5 +1,6 @@
 """Runs a test's function on several processes joined by gloo (or nccl), and brings failures and results back."""
 
+import faulthandler
 import gc
 import os
 import socket
@@ -13,6 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+LIMIT = 120
+"""Seconds that a rank waits for the others."""
 
 GPU_WORLDS = [pytest.param(world, marks=pytest.mark.gpu(1)) for world in (2, 4)]
 NCCL_WORLDS = [pytest.param(world, marks=pytest.mark.gpu(world)) for world in (2, 4)]
@@ -92,6 +96,7 @@ def freeze_imports() -> None:
 def _enter(rank: int, world: int, port: int, device: str, queue: Any, fn: Callable[..., Any], args: tuple) -> None:
     freeze_imports()
     torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(LIMIT - 10)  # the others soon give up and say only that they waited
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
     try:
@@ -101,7 +106,7 @@ def _enter(rank: int, world: int, port: int, device: str, queue: Any, fn: Callab
             share = torch.cuda.device_count() < world
             os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = str(int(share))
             backend = "cpu:gloo,cuda:gloo" if share else "cpu:gloo,cuda:nccl"
-        dist.init_process_group(backend, rank=rank, world_size=world, timeout=timedelta(seconds=120))
+        dist.init_process_group(backend, rank=rank, world_size=world, timeout=timedelta(seconds=LIMIT))
         value = fn(rank, *args)
         dist.barrier()
         dist.destroy_process_group()
