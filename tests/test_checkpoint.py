@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 from worlds import NCCL_WORLDS, gpu_of, one_process, spawn
 
-from lightseq.checkpoint import checkpoints, manifest, saver, state_files
+from lightseq.checkpoint import checkpoints, manifest, resume, saver, state_files
 from lightseq.checkpoint.checkpoints import STATE, TRAINER_STATE, read_trainer_state, remove_leftovers
 from lightseq.checkpoint.manifest import MANIFEST, File, find_damage
 from lightseq.checkpoint.resume import find_checkpoint
@@ -99,6 +99,17 @@ def test_each_kind_of_damage_is_said_and_the_newest_whole_checkpoint_is_taken(fi
         assert [line.split()[0] for line in passed_over] == ["checkpoint-4", "checkpoint-3"]
         assert all(why in line for line in passed_over), passed_over
     assert ranks[0][-2:] == [("checkpoint-4", []), (None, [])]
+
+
+def find_with_an_older_view(rank: int, output: str) -> list[tuple[str | None, list[str]]]:
+    if rank == 1:
+        listed = resume.list_checkpoints
+        resume.list_checkpoints = lambda folder: listed(folder)[:-1]
+    return find_all(rank, [output])
+
+
+def test_hosts_that_see_an_older_state_of_the_directory_take_the_same_checkpoint(files: Path) -> None:
+    assert spawn(2, find_with_an_older_view, str(files / "whole")) == [[("checkpoint-4", [])]] * 2
 
 
 def test_a_run_goes_on_from_before_the_damage_and_keeps_what_is_whole(files: Path, tmp_path: Path) -> None:

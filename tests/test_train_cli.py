@@ -29,13 +29,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from programs import FAMILIES, Ended, program, programs
 from rich.console import Console
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from worlds import free_port, spawn
 
 from data_gen.__main__ import main as data_gen
 from lightseq.checkpoint.checkpoints import read_trainer_state
 from lightseq.config.command_line import parse
-from lightseq.config.train_config import TrainConfig
 from lightseq.data.pickles import read_pickle
 from lightseq.distributed.mesh import World, make_meshes
 from lightseq.distributed.preemption import STOP_MESSAGE, StopRequest
@@ -45,7 +44,7 @@ from lightseq.training import loop, metrics
 from lightseq.training import train as training
 from lightseq.training.engine import FsdpEngine, Update
 from lightseq.training.metrics import MetricsFile, read_records
-from lightseq.training.output_directory import after_restart, lock_directory, mark_begun
+from lightseq.training.output_directory import continues_after_restart, lock_directory, mark_begun
 from lightseq.training.profiler import StepProfile
 from lightseq.training.run_info import commit
 from lightseq.training.setup import FoundModel, tokenizer_directory
@@ -370,6 +369,21 @@ def test_a_checkpoint_has_the_tokenizer_that_the_run_was_given(files: Files, tmp
     assert saved.read_text() == own.read_text()
 
 
+def test_a_checkpoint_keeps_the_settings_for_generation(tmp_path: Path) -> None:
+    model = LlamaForCausalLM(
+        LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+    )
+    model.generation_config.update(do_sample=True, temperature=0.6, eos_token_id=[1, 2])
+    model.save_pretrained(tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "a b b a " * 16}) + "\n")
+    words = f"--model_name_or_path {tmp_path}/model --tokenizer byte --data_path {tmp_path}/rows.jsonl"
+    words += f" --data_cache {tmp_path}/cache --output_dir {tmp_path}/run --max_steps 1 --model_max_length 32"
+    end = spawn(1, program, "llama3", words)[0]
+    assert end.status == 0, end.err
+    saved = GenerationConfig.from_pretrained(tmp_path / "run" / "checkpoint-1")
+    assert (saved.temperature, saved.eos_token_id) == (0.6, [1, 2])
+
+
 def test_a_tokenizer_is_that_of_the_flag_else_of_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def of(weights: Path | str | None, tokenizer: str | None) -> Path | None:
         return tokenizer_directory(FoundModel(LlamaConfig(), weights, tokenizer, 1, ()), Path("fetched"))
@@ -393,24 +407,32 @@ def test_a_run_killed_while_it_goes_on_keeps_its_records(tmp_path: Path, monkeyp
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
+def with_another_rate(rank: int, words: str) -> Ended:
+    return program(rank, "llama2", f"{words} --learning_rate {rank + 1}e-3 --data_cache {rank}")
+
+
+def test_ranks_with_other_flags_end_in_one_line(files: Files) -> None:
+    ends = spawn(2, with_another_rate, files.words("llama2", "other-flags", "--max_steps 1"))
+    assert [end.status for end in ends] == [2, 2]
+    line = "--learning_rate is 0.002 on rank 1 and 0.001 on rank 0; start every host with the same command"
+    assert ends[0].err.endswith(f"{line}\n") and ends[0].err.count("\n") == 1
+    assert not ends[1].err and not (files.root / "other-flags").exists()
+
+
 def test_a_launch_that_dies_while_it_clears_an_old_run_begins_anew(tmp_path: Path) -> None:
     launch = World(0, 1, 0, 1, torch.device("cpu"), 0, "new")
-    again, config = dataclasses.replace(launch, restarts=1), _replacing(tmp_path)
+    again = dataclasses.replace(launch, restarts=1)
     (tmp_path / "checkpoint-4").mkdir()
     (tmp_path / "checkpoint-4" / "trainer_state.json").write_text("{}")
     lock_directory(tmp_path, launch).close()
-    assert after_restart(config, again) == config, "nothing of this launch is there yet"
+    assert not continues_after_restart(tmp_path, again), "nothing of this launch is there yet"
     with lock_directory(tmp_path, launch) as held:
         mark_begun(held, tmp_path, launch)
     for _ in range(2):
-        assert after_restart(config, again).resume_from_checkpoint == "True"
+        assert continues_after_restart(tmp_path, again)
         with lock_directory(tmp_path, again) as held:
             mark_begun(held, tmp_path, again)
     assert (tmp_path / "lock").read_text().count("\n") == 2
-
-
-def _replacing(output: Path) -> TrainConfig:
-    return TrainConfig(model_name_or_path="m", data_path="d", output_dir=str(output), overwrite_output_dir=True)
 
 
 TOLD_TWICE = """
@@ -527,17 +549,17 @@ def test_the_launcher_restarts_a_killed_rank_and_nothing_is_lost(files: Files) -
 
 def preparing(rank: int, family: str, words: str) -> Ended:
     """A program whose second rank fetches for longer than a step may take."""
-    prepare, after_restart = training.prepare, training.after_restart
+    prepare, continues = training.prepare, training.continues_after_restart
 
     def under_watch(*arguments: Any) -> Any:
         assert "watchdog" in {thread.name for thread in threading.enumerate()}
-        return after_restart(*arguments)
+        return continues(*arguments)
 
     def longer(*arguments: Any) -> Any:
         time.sleep(7.0 * rank)
         return prepare(*arguments)
 
-    training.after_restart, training.prepare = under_watch, longer
+    training.continues_after_restart, training.prepare = under_watch, longer
     return program(rank, family, words)
 
 

@@ -39,11 +39,11 @@ from lightseq.schedule.table import Schedule
 from lightseq.tools.verify import command as verify
 from lightseq.tools.verify import model as verify_model
 from lightseq.tools.verify.data import cut, misplaced, synthetic_samples
-from lightseq.tools.verify.machines import differences
 from lightseq.tools.verify.model import gradient_errors
 from lightseq.tools.verify.report import PASS, Row, write
 from lightseq.tools.verify.transport import slow_ranks
 from lightseq.training import loop
+from lightseq.utils.differences import differences
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")

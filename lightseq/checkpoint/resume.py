@@ -18,7 +18,7 @@ from lightseq.checkpoint.checkpoints import STATE, is_checkpoint, list_checkpoin
 from lightseq.config.checks import ADAM_FLAGS
 from lightseq.config.optimizers import NO_STATE, OPTIMIZERS
 from lightseq.config.train_config import TrainConfig
-from lightseq.distributed.mesh import World, on_all_ranks
+from lightseq.distributed.mesh import World, from_rank_0, on_all_ranks
 from lightseq.models import adapters
 from lightseq.models.adapters import Lora, read_json_object
 from lightseq.utils.formatting import first_line
@@ -67,7 +67,7 @@ def find_checkpoint(output_dir: Path, requested: str | None, world: World) -> Re
         on_all_ranks(world, lambda: _require(damage is None, f"{requested} is damaged: {damage}; name another"))
         return ResumePoint(Path(requested))
     damaged: tuple[tuple[Path, str], ...] = ()
-    candidates = on_all_ranks(world, lambda: list_checkpoints(output_dir))
+    candidates = from_rank_0(on_all_ranks(world, lambda: list_checkpoints(output_dir)))
     for path in reversed(candidates):
         damage = _damage(path, world)
         if damage is None:

@@ -164,6 +164,13 @@ def on_all_ranks(world: World, prepare: Callable[[], T]) -> T:
     raise SystemExit(2)
 
 
+def from_rank_0(value: T) -> T:
+    """Returns rank 0's value on every rank. `value` must pickle."""
+    values = [value]
+    dist.broadcast_object_list(values)
+    return values[0]
+
+
 def set_device(world: World) -> None:
     """Makes the world's GPU the current device of this thread; new threads start with GPU 0."""
     if world.device.type == "cuda":

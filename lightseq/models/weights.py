@@ -27,6 +27,7 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 ROWS_AT_ONCE = 4096  # rows compared at a time
 LORA_INFIX = ".lora_"  # in the names of adapter parameters only
 CHAT_TEMPLATE = "chat_template.jinja"
+GENERATION_CONFIG = "generation_config.json"
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template*")
 
 
@@ -243,10 +244,12 @@ def save_pretrained(
     dtype: torch.dtype,
     tokenizer_from: Path | None = None,
     parameters: Iterable[tuple[str, Tensor]] | None = None,
+    trained_from: Path | None = None,
 ) -> None:
     """Writes a directory for `AutoModelForCausalLM.from_pretrained`. Every rank must call it; rank 0 writes.
 
-    `parameters` are whole tensors by name; by default the model's own are gathered.
+    `parameters` are whole tensors by name; by default the model's own are gathered. `trained_from` is the directory of
+    the weights that training began with, whose settings for generation the new one gets.
     """
     main = dist.get_rank() == 0
     written: dict[str, str] = {}
@@ -276,7 +279,10 @@ def save_pretrained(
         config = model.config.__class__.from_dict(model.config.to_dict() | {"dtype": str(dtype).split(".")[1]})
         config.architectures, config.use_cache = [type(model).__mro__[0].__name__.removeprefix("FSDP")], True
         config.save_pretrained(directory)
-        GenerationConfig.from_model_config(config).save_pretrained(directory)
+        if trained_from is not None and (settings := trained_from / GENERATION_CONFIG).is_file():
+            (directory / GENERATION_CONFIG).write_bytes(settings.read_bytes())
+        else:
+            GenerationConfig.from_model_config(config).save_pretrained(directory)
         if tokenizer_from is not None:
             copy_tokenizer(tokenizer_from, directory)
 

@@ -8,16 +8,13 @@ import os
 import re
 import socket
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TextIO, TypeGuard
-
-import torch.distributed as dist
 
 from lightseq.checkpoint import checkpoints, resume
 from lightseq.checkpoint.resume import ResumePoint
 from lightseq.config.train_config import TrainConfig
-from lightseq.distributed.mesh import World
+from lightseq.distributed.mesh import World, from_rank_0
 from lightseq.training.metrics import EVENTS, METRICS, RUN, damaged_lines
 
 if TYPE_CHECKING:
@@ -81,9 +78,9 @@ def resumes_in_place(resume_from: Path | None, output_dir: Path) -> TypeGuard[Pa
 
 def another_run_wrote(lock_file: TextIO | None, config: TrainConfig, inputs: Inputs, world: World) -> bool:
     """Returns whether another run wrote into the directory before rank 0 got the lock. The same on all ranks."""
-    wrote = [lock_file is not None and not _is_as_found(Path(config.output_dir), config, inputs.resume_point, world)]
-    dist.broadcast_object_list(wrote)
-    return bool(wrote[0])
+    return from_rank_0(
+        lock_file is not None and not _is_as_found(Path(config.output_dir), config, inputs.resume_point, world)
+    )
 
 
 def _is_as_found(output_dir: Path, config: TrainConfig, resume_point: ResumePoint, world: World) -> bool:
@@ -98,16 +95,13 @@ def _is_as_found(output_dir: Path, config: TrainConfig, resume_point: ResumePoin
     return set(newest) <= {resume_point.path, *(path for path, _ in resume_point.damaged)}
 
 
-def after_restart(config: TrainConfig, world: World) -> TrainConfig:
-    """Returns the config, set to resume from the newest checkpoint if the run has restarted.
+def continues_after_restart(output_dir: Path, world: World) -> bool:
+    """Returns whether this run has restarted after it saved a checkpoint, from which it then resumes.
 
-    The launcher restarts a run (--max_restarts), or the run itself does after it ran out of memory. The config is
-    unchanged if this launch has not yet written into the directory: the usual checks then apply.
+    The launcher restarts a run (--max_restarts), or the run itself does after it ran out of memory. False if this
+    launch has not yet written into the directory: the usual checks then apply.
     """
-    output_dir = Path(config.output_dir)
-    if _has_restarted(output_dir, world) and checkpoints.list_checkpoints(output_dir):
-        return replace(config, resume_from_checkpoint="True")
-    return config
+    return _has_restarted(output_dir, world) and bool(checkpoints.list_checkpoints(output_dir))
 
 
 def _has_restarted(output_dir: Path, world: World) -> bool:

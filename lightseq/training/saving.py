@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from lightseq.checkpoint import checkpoints, state_files
 from lightseq.checkpoint.saver import CheckpointSaver, SaveError
@@ -102,7 +103,7 @@ class Saving:
     def _write_gathered(self, directory: Path) -> None:
         whole = self._engine.full_parameters()
         try:
-            weights.save_pretrained(self._engine.model, directory, self._dtype, self._inputs.tokenizer, whole)
+            self._write_pretrained(directory, whole)
             self._write_chat_template(directory)
         finally:
             for _ in whole:  # after a failed write, still takes part in the collectives of the other ranks
@@ -117,8 +118,13 @@ class Saving:
             base, rope = self._config.model_name_or_path, adapters.changed_rope(self._config, self._inputs.model_config)
             adapters.save(whole, directory, self._inputs.lora, base, self._inputs.tokenizer, rope)
         else:
-            weights.save_pretrained(self._engine.model, directory, self._dtype, self._inputs.tokenizer, whole)
+            self._write_pretrained(directory, whole)
         self._write_chat_template(directory)
+
+    def _write_pretrained(self, directory: Path, whole: Iterable[tuple[str, Tensor]]) -> None:
+        weights.save_pretrained(
+            self._engine.model, directory, self._dtype, self._inputs.tokenizer, whole, trained_from=self._inputs.weights
+        )
 
     def _write_chat_template(self, directory: Path) -> None:
         """Writes the template of --chat_template to the file that takes precedence over the tokenizer's settings."""

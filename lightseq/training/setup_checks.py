@@ -5,8 +5,10 @@ A check raises ValueError with one line, or returns notes to print at the start.
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from transformers import PreTrainedConfig
 
 from lightseq.checkpoint.checkpoints import check_disk, list_checkpoints, saved_bytes, saves_left
@@ -18,6 +20,7 @@ from lightseq.data.examples import Examples, WindowExamples
 from lightseq.data.packing import PackedExamples
 from lightseq.data.sources import holds_rows
 from lightseq.data.targets import CHAT, PAIR
+from lightseq.distributed.mesh import World, on_all_ranks
 from lightseq.kernels import KernelSpec, compute_capability, select
 from lightseq.models.architecture import (
     LENGTH_DEPENDENT_ROPE,
@@ -30,8 +33,28 @@ from lightseq.models.heads import heads_of
 from lightseq.modules.tiled import check_layer_class
 from lightseq.schedule.algorithms import SCHEDULES
 from lightseq.schedule.auto import ScheduleChoice, choose_windowed
+from lightseq.utils.differences import differences
 
 Notes = tuple[str, ...]
+PATH = "a path"
+INPUT_FLAGS = ("model_name_or_path", "tokenizer", "chat_template", "data_path", "eval_data_path", "deepspeed")
+
+
+def check_same_flags(config: TrainConfig, world: World) -> None:
+    """Ends all ranks with one line unless all were given the same flags. All ranks must call it.
+
+    The paths of inputs and of the cache may differ, because hosts may keep copies in different places.
+    """
+    everyone: list[dict[str, Any]] = [{}] * world.size
+    mine = config.to_json() | {"data_cache": None}
+    mine |= {name: PATH for name in INPUT_FLAGS if mine[name] and Path(mine[name]).exists()}
+    dist.all_gather_object(everyone, mine)
+
+    def compare() -> None:
+        if found := differences(everyone):
+            raise ValueError(f"--{'; --'.join(found)}; start every host with the same command")
+
+    on_all_ranks(world, compare)
 
 
 # ---- model and device ------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Training on one rank, from the command line to the last step."""
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
@@ -8,7 +9,7 @@ from lightseq.checkpoint import checkpoints, resume
 from lightseq.config.command_line import parse
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.environment import launcher_note, secrets
-from lightseq.distributed.mesh import init_distributed, on_all_ranks
+from lightseq.distributed.mesh import from_rank_0, init_distributed, on_all_ranks
 from lightseq.distributed.watchdog import Watchdog
 from lightseq.models.presets import ModelFamily
 from lightseq.training.engine import build_engine, resume_engine
@@ -16,8 +17,8 @@ from lightseq.training.errors import exit_on_no_response
 from lightseq.training.loop import Trainer, TrainingLoop
 from lightseq.training.metrics import TRACKERS, MetricsFile, write_run
 from lightseq.training.output_directory import (
-    after_restart,
     another_run_wrote,
+    continues_after_restart,
     lock_directory,
     mark_begun,
     remove_run,
@@ -26,6 +27,7 @@ from lightseq.training.output_directory import (
 )
 from lightseq.training.run_info import describe_run, run_facts
 from lightseq.training.setup import Inputs, prepare
+from lightseq.training.setup_checks import check_same_flags
 
 
 def train(family: ModelFamily, argv: list[str], program: str) -> None:
@@ -33,18 +35,21 @@ def train(family: ModelFamily, argv: list[str], program: str) -> None:
     # Collectives time out later than the watchdog, which can name the rank at fault.
     timeout, stacks = _watchdog_settings(argv, program)
     with init_distributed(2 * timeout) as world, exit_on_no_response(), Watchdog(world, timeout, stacks) as watchdog:
-        config = on_all_ranks(world, lambda: after_restart(parse(argv, program), world))
+        config = on_all_ranks(world, lambda: parse(argv, program))
+        check_same_flags(config, world)
+        output_dir = Path(config.output_dir)
+        # A shared file system may still show an older state of the directory to other hosts.
+        if from_rank_0(on_all_ranks(world, lambda: continues_after_restart(output_dir, world))):
+            config = replace(config, resume_from_checkpoint="True")
 
         def find_inputs() -> Inputs:
-            resume_point = resume.find_checkpoint(Path(config.output_dir), config.resume_from_checkpoint, world)
+            resume_point = resume.find_checkpoint(output_dir, config.resume_from_checkpoint, world)
             return on_all_ranks(world, lambda: prepare(config, family, world, resume_point))
 
         inputs = find_inputs()
         engine = build_engine(config, inputs, world, watchdog)
         # Locking creates the directory, so it comes after everything that can fail without leaving a trace.
-        lock_file = on_all_ranks(
-            world, lambda: lock_directory(Path(config.output_dir), world) if world.is_main else None
-        )
+        lock_file = on_all_ranks(world, lambda: lock_directory(output_dir, world) if world.is_main else None)
         if another_run_wrote(lock_file, config, inputs, world):
             inputs = find_inputs()
             resume_engine(engine, config, inputs, world, watchdog)

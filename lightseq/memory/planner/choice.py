@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 
 from lightseq.config.remat_policies import STORE_LINEARS, STORE_MLP
 from lightseq.config.train_config import TrainConfig
-from lightseq.distributed.mesh import World, free_host_memory, on_all_ranks
+from lightseq.distributed.mesh import World, free_host_memory, from_rank_0, on_all_ranks
 from lightseq.memory.planner.packed_documents import PackedDocuments
 from lightseq.memory.planner.placement import ACTIONS, KEEP, RECOMPUTED, Placement
 from lightseq.memory.planner.plan import (
@@ -229,6 +229,5 @@ def plan_on_all_ranks(
     run = run.changed(hardware=replace(run.hardware, gpu_memory=gpu, host_memory=host))
     if gpu_bytes_limit < usable_gpu_bytes(run):
         run = on_smaller_gpus(run, gpu_bytes_limit)
-    found = [on_all_ranks(world, lambda: plan_from_earlier(run, earlier or {}) or make_plan(run))]
-    dist.broadcast_object_list(found)  # ranks that recompute different layers would wait for each other
-    return found[0]
+    # Ranks that recompute different layers would wait for each other.
+    return from_rank_0(on_all_ranks(world, lambda: plan_from_earlier(run, earlier or {}) or make_plan(run)))

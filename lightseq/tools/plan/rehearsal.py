@@ -29,7 +29,7 @@ from lightseq.attention.context import SequenceContext
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.token_directory import write_token_directory
 from lightseq.distributed.environment import secrets
-from lightseq.distributed.mesh import World, free_host_memory, init_distributed, on_all_ranks
+from lightseq.distributed.mesh import World, free_host_memory, from_rank_0, init_distributed, on_all_ranks
 from lightseq.kernels import KernelSpec, Selection, select
 from lightseq.kernels.elided import Elided
 from lightseq.memory.offload import HostBufferPool
@@ -218,9 +218,7 @@ class ForwardMemory:
 
 def shared_folder(world: World, prefix: str) -> Path:
     """Creates a temporary directory with the same name on every host."""
-    name = [tempfile.mkdtemp(prefix=prefix) if world.is_main else ""]
-    dist.broadcast_object_list(name)
-    folder = Path(name[0])
+    folder = Path(from_rank_0(tempfile.mkdtemp(prefix=prefix) if world.is_main else ""))
     folder.mkdir(exist_ok=True)
     return folder
 

@@ -23,7 +23,7 @@ from lightseq.config.checks import ADAM_FLAGS
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.sources import holds_rows
 from lightseq.distributed.environment import secrets
-from lightseq.distributed.mesh import World, check_sequence_size, init_distributed, on_all_ranks
+from lightseq.distributed.mesh import World, check_sequence_size, from_rank_0, init_distributed, on_all_ranks
 from lightseq.kernels import compute_capability
 from lightseq.memory.planner.choice import plan_on_all_ranks
 from lightseq.memory.planner.packed_documents import read_documents
@@ -70,18 +70,17 @@ def verify(family: ModelFamily, argv: Sequence[str], world: World) -> int:
         rows += _rows_of_run(config, family, world)
     else:
         rows.append(Row("other checks", SKIP, "not run: ranks with different flags could deadlock"))
-    status = [0 if all_passed(rows) else 1]
-    dist.broadcast_object_list(status)
+    status = from_rank_0(0 if all_passed(rows) else 1)
     if world.is_main:
         seconds = time.perf_counter() - begin
         Console(file=sys.stdout, highlight=False).print(table(rows))
-        print(f"{'all passed' if not status[0] else 'FAILED'} in {seconds:.0f} s" + (f"  {path}" if path else ""))
+        print(f"{'all passed' if not status else 'FAILED'} in {seconds:.0f} s" + (f"  {path}" if path else ""))
         if path is not None:
-            header = {"command": command, "seconds": seconds, "passed": not status[0]}
+            header = {"command": command, "seconds": seconds, "passed": not status}
             write(path, header | {"config": config.to_json(), "versions": versions}, rows, secrets())
         sys.stdout.flush()
     dist.barrier()  # the launcher may kill all ranks once one has ended, so wait for the table
-    return status[0]
+    return status
 
 
 def _rows_of_run(config: TrainConfig, family: ModelFamily, world: World) -> list[Row]:

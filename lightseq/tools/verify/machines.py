@@ -1,6 +1,6 @@
 """Hardware, software and flags of every rank, and the check that they agree."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -10,6 +10,7 @@ from lightseq.distributed.host_memory import host_memory
 from lightseq.memory.planner.breakdown import GIB
 from lightseq.tools.verify.report import Row, all_gather_object, result_row, span
 from lightseq.training.metrics import hardware, versions
+from lightseq.utils.differences import differences
 from lightseq.utils.versions import source_digest
 
 
@@ -68,16 +69,3 @@ def flags_row(flags: Mapping[str, Any]) -> Row:
     everyone = all_gather_object(dict(flags))
     same = f"the same {len(flags)} on {len(everyone)} rank" + ("s" if len(everyone) > 1 else "")
     return result_row("flags", differences(everyone), same)
-
-
-def differences(everyone: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Describes entries that differ from those of rank 0, with the ranks."""
-    found: dict[tuple[str, str, str], list[int]] = {}
-    for rank, theirs in enumerate(everyone):
-        for name in sorted({*theirs, *everyone[0]}):
-            a, b = theirs.get(name, "none"), everyone[0].get(name, "none")
-            if a != b:
-                found.setdefault((name, str(a), str(b)), []).append(rank)
-    return [
-        f"{name} is {a} on rank {', '.join(map(str, ranks))} and {b} on rank 0" for (name, a, b), ranks in found.items()
-    ]
