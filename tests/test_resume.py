@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import NemotronConfig, PreTrainedConfig
+from transformers import Gemma2Config, NemotronConfig, PreTrainedConfig
 
 from lightseq.checkpoint.checkpoints import TRAINER_STATE
 from lightseq.checkpoint.resume import changed_length_note, check_flags, check_model
@@ -65,6 +65,10 @@ def test_a_model_of_another_kind_is_refused_and_a_factor_of_fewer_digits_is_not(
     NemotronConfig(norm_eps=1e-5).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"was trained with norm_eps 1e-05, but this run has 0\.5; "):
         check_model(tmp_path, CONFIG, NemotronConfig(norm_eps=0.5), None)
+    Gemma2Config(sliding_window=64).save_pretrained(tmp_path)
+    assert check_model(tmp_path, CONFIG, Gemma2Config(sliding_window=64), None) == ()
+    with pytest.raises(ValueError, match="was trained with sliding_window 64, but this run has 32; "):
+        check_model(tmp_path, CONFIG, Gemma2Config(sliding_window=32), None)
 
 
 def test_an_adapter_goes_on_at_its_scale_and_beside_its_model(tmp_path: Path) -> None:

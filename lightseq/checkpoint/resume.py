@@ -36,6 +36,7 @@ CONFIG = "config.json"
 COMPARED_SETTINGS = (
     *("rope_parameters", "hidden_act", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("rms_norm_eps", "layer_norm_eps", "norm_eps", "norm_epsilon"),
+    *("sliding_window", "layer_types", "attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"),
 )
 RELATIVE_TOLERANCE = 1e-4  # flags may have fewer digits than the saved config
 

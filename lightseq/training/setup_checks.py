@@ -3,6 +3,7 @@
 A check raises ValueError with one line, or returns notes to print at the start.
 """
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ def check_same_flags(config: TrainConfig, world: World) -> None:
     """
     everyone: list[dict[str, Any]] = [{}] * world.size
     mine = config.to_json() | {"data_cache": None}
-    mine |= {name: PATH for name in INPUT_FLAGS if mine[name] and Path(mine[name]).exists()}
+    mine |= {name: PATH for name in INPUT_FLAGS if mine[name] and os.path.exists(mine[name])}
     dist.all_gather_object(everyone, mine)
 
     def compare() -> None:
