@@ -71,12 +71,13 @@ class Benchmark(Generic[G]):
         return 0
 
     def save_each(self, groups: Sequence[G], output: Path) -> list[Path]:
-        """Writes a picture per group. File names contain the settings that differ between groups."""
+        """Writes a picture per group. File names contain the settings that differ between groups, without empty ones."""
         drawn = [(group.setting, figure) for group in groups if (figure := self.figure(group)) is not None]
         keys = drawn[0][0] if drawn else ()
         varying = [key for key in keys if len({setting[key] for setting, _ in drawn}) > 1]
         paths = []
         for setting, figure in drawn:
-            parts = [self.name, *(f"{key}-{setting[key]}".replace("/", "-").replace(" ", "-") for key in varying)]
-            paths.append(save(figure, output, "-".join(parts)))
+            settings = [f"{key}-{setting[key]}" for key in varying if setting[key]]
+            name = "-".join([self.name, *settings])
+            paths.append(save(figure, output, name.replace("/", "-").replace(" ", "-")))
         return paths

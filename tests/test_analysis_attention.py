@@ -122,7 +122,7 @@ def test_every_setting_has_its_own_table_and_the_ceiling_is_in_all(
     ]
     assert len([line for line in lines if line.startswith("| one GPU, fa4")]) == 2
     names = {path.name for path in (tmp_path / "new").iterdir()}
-    assert "attention-kv_heads-32-world-4-documents--window-0.png" in names and len(names) == 5
+    assert "attention-kv_heads-32-world-4.png" in names and len(names) == 5
 
 
 def test_later_files_replace_points_and_several_are_drawn_into_a_shared_folder(
