@@ -71,7 +71,7 @@ class Benchmark(Generic[G]):
         return 0
 
     def save_each(self, groups: Sequence[G], output: Path) -> list[Path]:
-        """Writes a picture per group. File names contain the settings that differ between groups, without empty ones."""
+        """Writes a picture per group. File names have the settings that differ, without empty ones."""
         drawn = [(group.setting, figure) for group in groups if (figure := self.figure(group)) is not None]
         keys = drawn[0][0] if drawn else ()
         varying = [key for key in keys if len({setting[key] for setting, _ in drawn}) > 1]
