@@ -38,6 +38,7 @@ from lightseq.schedule.table import Schedule
 from lightseq.schedule.windows import cut_layout, windowed_schedule
 
 LENGTH, WINDOW = 50, 9
+DOCUMENTS = (0, 4, 31, LENGTH)
 SIZES: dict[str, Any] = {
     "vocab_size": 61,
     "hidden_size": 64,
@@ -96,16 +97,16 @@ def visible_pairs(length: int, window: int) -> int:
 def test_every_visible_pair_is_computed_once(length: int, window: int) -> None:
     for schedule in schedules():
         whole = schedule.layout.padded_length(length)
-        table = windowed_schedule(schedule, (0, whole), window)
+        table = windowed_schedule(schedule, (0, whole), window, packed=False)
         validate(table)
         area = sum(tile.mask.area for step in table.forward for tiles in step.tiles for tile in tiles)  # type: ignore
         assert area == visible_pairs(whole, window) * schedule.total_head_groups
         documents = pad_boundaries((0, 7, 30, 41), padded_length(schedule, length))
-        validate(windowed_schedule(schedule, documents, window))
+        validate(windowed_schedule(schedule, documents, window, packed=True))
 
 
 def test_the_proof_refuses_another_window() -> None:
-    table = windowed_schedule(make_schedule("prefix", 2), (0, 48), 5)
+    table = windowed_schedule(make_schedule("prefix", 2), (0, 48), 5, packed=False)
     for window in (4, 6, None):
         object.__setattr__(table, "window", window)
         with pytest.raises(InvalidSchedule, match="query"):
@@ -123,7 +124,7 @@ def test_a_rank_keeps_its_tokens_in_order_when_chunks_are_cut() -> None:
 def test_only_the_window_moves(world: int) -> None:
     """Every run of a rank's tokens needs the window's keys before it, unless they are the rank's own."""
     window, shape = 4096, AttentionShape(131072, 32, 8, 128)
-    table = windowed_schedule(make_schedule("prefix", world), (0, shape.length), window)
+    table = windowed_schedule(make_schedule("prefix", world), (0, shape.length), window, packed=False)
     moves = [move for step in table.forward for move in step.moves]
     runs = 2 * world - 2  # the first has no key before it, and the middle one has its rank's own
     needed = runs * window * 2 * shape.kv_heads * shape.head_dim * shape.element_bytes
@@ -133,7 +134,7 @@ def test_only_the_window_moves(world: int) -> None:
 def test_ring_schedules_are_refused() -> None:
     for name in ("ring", "striped", "zigzag", "balanced"):
         with pytest.raises(ValueError, match=f"schedule {name} does not support sliding windows; use prefix"):
-            windowed_schedule(make_schedule(name, 2), (0, 48), 5)
+            windowed_schedule(make_schedule(name, 2), (0, 48), 5, packed=False)
 
 
 # ---- kernels --------------------------------------------------------------------------------------------------------
@@ -176,21 +177,24 @@ def model_of(name: str) -> PreTrainedModel:
     return kind(config(**SIZES | changes)).eval()
 
 
-def train(rank: int, name: str, schedule: str, packed: bool, compiled: bool = False) -> None:
+def train(
+    rank: int, name: str, schedule: str, packed: bool, compiled: bool = False, cu_seqlens: tuple[int, ...] = DOCUMENTS
+) -> None:
     want = model_of(name)
     model = copy.deepcopy(want)
     context = hf.enable(model, schedule=schedule, length=LENGTH)
     for layer in model.model.layers if compiled else ():
         layer.forward = torch.compile(layer.forward, backend="aot_eager")
-    ids = torch.randint(SIZES["vocab_size"], (1 if packed else 2, LENGTH), generator=torch.Generator().manual_seed(0))
-    cu_seqlens = [0, 4, 31, LENGTH] if packed else None
-    if cu_seqlens is None:
+    shape = 1 if packed else 2, cu_seqlens[-1]
+    ids = torch.randint(SIZES["vocab_size"], shape, generator=torch.Generator().manual_seed(0))
+    if not packed:
         expected = want(input_ids=ids, labels=ids, num_items_in_batch=torch.tensor(50)).loss
     else:
         documents = [ids[:, a:b] for a, b in pairwise(cu_seqlens)]
         expected = sum(want(input_ids=x, labels=x, num_items_in_batch=torch.tensor(50)).loss for x in documents)
     expected.backward()
-    batch = hf.shard_batch(context, ids, ids, cu_seqlens=cu_seqlens) | {"num_items_in_batch": torch.tensor(50)}
+    batch = hf.shard_batch(context, ids, ids, cu_seqlens=list(cu_seqlens) if packed else None)
+    batch |= {"num_items_in_batch": torch.tensor(50)}
     loss = model(**batch).loss
     loss.backward()
     total = loss.detach().clone()
@@ -209,6 +213,12 @@ def test_loss_and_gradients_equal_transformers(name: str, world: int, packed: bo
     names = ["auto", *(["ulysses"] if world in (2, 4) else []), *(["usp"] if world == 4 else [])]
     for schedule in names:
         spawn(world, train, name, schedule, packed)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_one_document_may_fill_a_packed_row(world: int) -> None:
+    """It keeps the layout of packed rows, by which its tokens were split."""
+    spawn(world, train, "mistral", "auto", True, False, (0, 48))
 
 
 @pytest.mark.slow

@@ -146,7 +146,7 @@ def _table(context: SequenceContext, q: Tensor, boundaries: Tensor | None, windo
     """Returns the schedule, limited to the documents if there are several, and to the window."""
     whole = (0, q.shape[1] * context.schedule.world) if boundaries is None else without_repeats(boundaries)
     if window is not None and window < whole[-1]:
-        return windowed_schedule(context.schedule, whole, window)
+        return windowed_schedule(context.schedule, whole, window, packed=boundaries is not None)
     return context.schedule if boundaries is None else packed_schedule(context.schedule, whole)
 
 

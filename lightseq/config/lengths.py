@@ -3,6 +3,7 @@
 import argparse
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from fractions import Fraction
 from typing import Final
 
@@ -14,19 +15,22 @@ def parse_tokens(text: str, flag: str = "") -> int:
     """Parses 131072, 128K or 1.5M. Raises ValueError, with the flag's name, for anything else."""
     digits, unit = (text[:-1], UNITS[text[-1].upper()]) if text[-1:].upper() in UNITS else (text, 1)
     length = Fraction(digits) * unit if DECIMAL.fullmatch(digits) else Fraction(0)
-    if length < 1 or length.denominator > 1:
+    if length > 1 and length.denominator > 1:
+        raise ValueError(f"{flag} {text} is {float(length):,.1f} tokens; write {int(length)}".lstrip())
+    if length < 1:
         raise ValueError(f"{flag} {text} is not a number of tokens; write it like 131072, 128K or 1.5M".lstrip())
     return int(length)
 
 
 def length_flag(text: str) -> int:
     """Parses a length for argparse. Accepts numbers below 1, which `checks` refuses with a remedy."""
+    if text[-1:].upper() not in UNITS:
+        with suppress(ValueError):
+            return int(text)
     try:
-        return parse_tokens(text) if text[-1:].upper() in UNITS else int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text} is not a number of tokens; write it like 131072, 128K or 1.5M"
-        ) from None
+        return parse_tokens(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def format_tokens(length: int) -> str:

@@ -27,7 +27,9 @@ def auto_flag(help: str) -> Any:
 class ModelConfig:
     model_name_or_path: str = flag("", "Preset name, Hub id or local directory of the model.")
     random_init: bool = flag(False, "Use only the model's architecture and initialize its weights at random.")
-    tokenizer: str | None = flag(None, "Hub id or directory of the tokenizer for text data. Default: the model's.")
+    tokenizer: str | None = flag(
+        None, "Hub id or directory of the tokenizer for text data, or byte. Default: the model's."
+    )
     rope_theta: float | None = flag(None, "Base of the rotary frequencies. Default: the model's.")
     rope_scaling: dict[str, Any] | None = flag(
         None, """RoPE scaling as JSON, such as '{"rope_type": "yarn", "factor": 8}'. Default: the model's."""

@@ -56,7 +56,7 @@ def share_batches(accelerator: Accelerator, sequence_parallel_size: int | None) 
         launch = f"python -m torch.distributed.run --nproc_per_node={size}"
         raise ValueError(
             f"sequence_parallel_size={size} needs {size} processes, but there {here}; start the script with "
-            f"`{launch}`, or give at most {ranks}"
+            f"`{launch}`, or give sequence_parallel_size={ranks}"
         )
     if ranks % size:
         raise ValueError(f"sequence_parallel_size={size} does not divide {ranks} ranks; use {divisors(ranks)}")

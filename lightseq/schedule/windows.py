@@ -24,14 +24,15 @@ MAX_EXCESS = 0.02  # of the tokens fetched, over those that the window needs
 
 
 @lru_cache(maxsize=MAX_PACKED_TABLES)  # a model has few windows, and all its layers share their tables
-def windowed_schedule(schedule: Schedule, boundaries: tuple[int, ...], window: int) -> Schedule:
+def windowed_schedule(schedule: Schedule, boundaries: tuple[int, ...], window: int, *, packed: bool) -> Schedule:
     """Makes the schedule's table for one sequence whose layers have a window.
 
-    `boundaries` are those of packed documents, whose layout it keeps, or (0, padded length). Raises ValueError for a
-    schedule that computes parts of a query's keys in different tiles.
+    `boundaries` are those of documents, or (0, padded length). A `packed` sequence keeps the layout of its documents,
+    also if there is only one. Raises ValueError for a schedule that computes parts of a query's keys in different
+    tiles.
     """
     check_takes_windows(schedule.name)
-    if len(boundaries) > 2:
+    if packed:
         layout = packed_schedule(schedule, boundaries).layout
         pieces, assignment = 1, assign_packed_tiles(schedule, layout)
     else:

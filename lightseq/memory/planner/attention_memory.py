@@ -68,7 +68,7 @@ def _count(
     local = CHUNK_TOKENS * table.layout.chunks_per_rank
     if window_share is not None:
         length = local * world
-        table = windowed_schedule(table, (0, length), max(1, round(window_share * length)))
+        table = windowed_schedule(table, (0, length), max(1, round(window_share * length)), packed=False)
     dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
     counts_of_heads = (heads.query, heads.key_value, heads.key_value)
     q, k, v = (torch.empty(1, local, n, heads.dim, dtype=dtype, device="meta") for n in counts_of_heads)

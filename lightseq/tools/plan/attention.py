@@ -8,6 +8,7 @@ import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,9 @@ def _predict(args: argparse.Namespace, command: str) -> None:
     records = list(predictions(shape, args.gpus_per_host, gpus, schedules))
     _write(args.output, [header, *records])
     print("\n".join(_table(records)))
+    print("*: the fastest for that number of GPUs")
+    for record in filter(itemgetter("skipped"), records):
+        print(f"{record['schedule']} on {record['gpus']} GPUs: {record['skipped']}")
     print(f"records  {args.output}")
 
 

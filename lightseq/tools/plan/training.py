@@ -81,6 +81,11 @@ def _planned_run(family: ModelFamily, own: argparse.Namespace, training: Sequenc
             f"{run.sequence_ranks} ranks per sequence are too many to plan; "
             f"give --sequence_parallel_size of at most {MAX_SEQUENCE_RANKS}"
         )
+    if config.compute_dtype == "float32" and config.kernel_name == "auto":
+        raise ValueError(
+            "attention in float32 has no fused kernel on a GPU, and the memory of the reference kernel is not planned; "
+            "add --bf16, or --kernel reference to plan everything else"
+        )
     return run
 
 
@@ -99,13 +104,11 @@ def _check_chip(config: TrainConfig, model: PreTrainedConfig, chip: Chip) -> Non
 def _notes(family: ModelFamily, run: PlannedRun) -> list[str]:
     """Returns the plan's assumptions and omissions, and the warning about the model's context length."""
     config, hardware = run.config, run.hardware
-    square = "needs memory and time quadratic in a tile's length, which is not counted"
     notes = {
         "--fp8 rowwise took 8% more memory than planned, tensorwise 2% less (one run each)": config.fp8,
         "--deterministic is assumed to cost nothing": config.deterministic,
-        f"the reference kernel {square}": config.kernel_name == "reference",
-        f"attention in float32 has no fused kernel on a GPU, and the reference kernel {square}; add --bf16": (
-            run.itemsize > 2 and config.kernel_name != "reference"
+        "the reference kernel needs memory and time quadratic in a tile's length, which is not counted": (
+            config.kernel_name == "reference"
         ),
         "gloo copies tensors through the host, which was not measured: times are those of nccl": (
             config.transport == "gloo"
