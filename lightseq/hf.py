@@ -42,11 +42,13 @@ from lightseq.data.input_checks import (
     remove_checks,
 )
 from lightseq.data.shard_batch import (
+    check_labels,
     check_right_padding,
     find_boundaries,
     local_batch,
     local_positions,
     packed_positions,
+    without_masked,
 )
 from lightseq.log_probs import (
     gather_padded_tokens,
@@ -104,9 +106,11 @@ def enable(
     Enabling a model again replaces its context. A deep copy of the model shares it.
     """
     config = _with_options(config or AttentionConfig(), options)
+    if config.length < 1:
+        raise ValueError(f"length is {config.length}; give the tokens of a sequence")
     check_attention(model)
     heads, parameter = heads_of(model.config), next(model.parameters())
-    device, window = config.device or parameter.device, sliding_window(model.config)
+    device, window = torch.device(config.device or parameter.device), sliding_window(model.config)
     config = dataclasses.replace(
         config,
         device=device,
@@ -216,8 +220,7 @@ def shard_batch(
     if shift_labels is not None:
         labels = shift_labels
         if attention_mask is not None:
-            targets = torch.nn.functional.pad(attention_mask[:, 1:], (0, 1), value=1)  # of the last, nothing is known
-            labels = labels.masked_fill((attention_mask == 0) | (targets == 0), IGNORE_INDEX)
+            labels = without_masked(labels, attention_mask)
     elif labels is not None:
         if attention_mask is not None:
             labels = labels.masked_fill(attention_mask == 0, IGNORE_INDEX)
@@ -225,6 +228,8 @@ def shard_batch(
         if boundaries is not None:
             labels[:, [end - 1 for end in boundaries[1:]]] = IGNORE_INDEX
             labels[:, boundaries[-1] :] = IGNORE_INDEX
+    if labels is not None:
+        check_labels(labels)
     ids, local, documents = local_batch(context, input_ids, labels, boundaries)
     if documents is None:
         positions = local_positions(context, length, input_ids.device).expand(len(input_ids), -1)

@@ -496,9 +496,13 @@ def test_right_padding_is_taken_in_every_dtype_of_a_mask(alone: None) -> None:
         ({"input_ids": torch.zeros(1, 0, dtype=torch.long)}, "with at least one token"),
         ({"input_ids": ids(1, 8), "labels": ids(1, 7)}, r"labels \(1, 7\) and input_ids \(1, 8\) differ"),
         ({"input_ids": ids(1, 8), "attention_mask": torch.ones(1, 9)}, r"attention_mask \(1, 9\)"),
+        ({"input_ids": ids(1, 8), "attention_mask": [[1] * 8]}, "attention_mask is a list; give a tensor"),
+        ({"input_ids": ids(1, 8), "position_ids": torch.arange(9)[None]}, r"position_ids are \(1, 9\); give one for"),
+        ({"input_ids": ids(1, 8), "labels": ids(1, 8) - 99}, "a label is -9.; tokens without a target have -100"),
+        ({"input_ids": ids(1, 8), "cu_seqlens": [0, 4.5, 8]}, "cu_seqlens has 4.5; give whole numbers"),
     ],
 )
-def test_tensors_of_different_shapes_are_refused_with_both_shapes(
+def test_tensors_of_wrong_shapes_and_values_are_refused_with_them(
     alone: None, words: dict[str, Any], line: str
 ) -> None:
     with pytest.raises(ValueError, match=line):
@@ -542,6 +546,7 @@ def test_a_deep_copy_attends_over_the_same_ranks_and_a_pickle_is_refused_in_word
         ({"cu_seq_lens_q": torch.tensor([0, 4, 8])}, "cu_seq_lens_q"),
         ({"score_bias": torch.zeros(8, 8)}, "score_bias, which no kernel supports"),
         ({"is_causal": False}, "is_causal=False"),
+        ({"ignore_index": 5}, "ignore_index=5"),
         ({"output_attentions": True}, "output_attentions=True is not supported"),
         ({"shift_labels": ids(1, 8)}, "shift_labels without labels"),
     ],

@@ -279,6 +279,35 @@ def test_the_loss_of_changed_logits_is_that_of_transformers(alone: None, name: s
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6, msg=parameter)
 
 
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"labels": "all"}, "3 masked tokens have labels; set the labels of padding to -100"),
+        ({"shift_labels": "all"}, "4 masked tokens have labels"),
+        ({"ignore_index": 5}, "ignore_index=5, which no kernel supports"),
+        ({"return_dict": False}, "return_dict=False is not supported"),
+    ],
+)
+def test_what_would_change_the_loss_of_a_whole_batch_is_refused(alone: None, changes: dict, line: str) -> None:
+    model, ids = fresh_model(), torch.arange(20).view(2, 10)
+    WholeBatches(model, hf.enable(model))
+    mask = torch.ones_like(ids)
+    mask[1, 7:] = 0
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    assert torch.isfinite(model(**batch, ignore_index=-100).loss)
+    whole = {name: ids if value == "all" else value for name, value in changes.items()}
+    with pytest.raises(ValueError, match=line):
+        model(**batch | whole)
+
+
+def test_hidden_states_of_a_part_are_refused_in_the_config_too(alone: None) -> None:
+    model = fresh_model()
+    WholeBatches(model, hf.enable(model))
+    model.config.output_hidden_states = True
+    with pytest.raises(ValueError, match="output_hidden_states is not supported over several ranks"):
+        model(input_ids=torch.arange(8)[None])
+
+
 def test_what_cannot_work_is_refused() -> None:
     parts = (
         "needs 3 processes, but there are 2; start the script with `python -m torch.distributed.run",

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from lightseq.attention.context import SequenceContext
 from lightseq.attention.operator import attention
 from lightseq.kernels.logit_transform import LogitTransform
+from lightseq.utils.labels import IGNORE_INDEX
 
 # Keywords passed to `attention`: documents, window and sinks, by transformers' names.
 PASSED_ON: Final = ("documents", "sliding_window", "s_aux")
@@ -17,7 +18,7 @@ HONOURED: Final = frozenset({*PASSED_ON, "dropout", "scaling", "softcap"})
 HARMLESS: Final = frozenset(
     {
         "is_causal", "position_ids", "use_cache", "return_dict", "output_hidden_states", "logits_to_keep",
-        "labels", "shift_labels", "num_items_in_batch", "ignore_index", "skip_logits", "return_token_accuracy",
+        "labels", "shift_labels", "num_items_in_batch", "skip_logits", "return_token_accuracy",
     }
 )  # fmt: skip
 
@@ -97,5 +98,7 @@ def unhonoured_argument(keywords: Mapping[str, Any]) -> str | None:
     """Returns the first keyword of an attention call that distributed attention does not support."""
     if keywords.get("is_causal") is False:
         return "is_causal=False"
-    dropped = (name for name in keywords if name not in HONOURED | HARMLESS)
+    if keywords.get("ignore_index") not in (None, IGNORE_INDEX):
+        return f"ignore_index={keywords['ignore_index']}"
+    dropped = (name for name in keywords if name not in {*HONOURED, *HARMLESS, "ignore_index"})
     return next((name for name in dropped if keywords[name] is not None and keywords[name] is not False), None)

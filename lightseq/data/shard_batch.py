@@ -31,6 +31,8 @@ def find_boundaries(
     """Returns the start of each document and the last end, for a batch of one; None for one document per sequence."""
     batch, length = input_ids.shape
     if position_ids is not None:
+        if position_ids.ndim not in (1, 2) or position_ids.shape[-1] != length:
+            raise ValueError(f"position_ids are {tuple(position_ids.shape)}; give one for each of {length} tokens")
         position_ids = position_ids.cpu()  # once, because the host waits for a device
     if cu_seqlens is None:
         if position_ids is None or bool((position_ids == torch.arange(length, dtype=position_ids.dtype)).all()):
@@ -40,6 +42,8 @@ def find_boundaries(
         raise ValueError(f"packed documents in a batch of {batch}; pack all documents into one sequence")
     if isinstance(cu_seqlens, Tensor):
         cu_seqlens = cu_seqlens.flatten().tolist()  # collators add a batch dimension
+    if fractions := [x for x in cu_seqlens if int(x) != x]:
+        raise ValueError(f"cu_seqlens has {fractions[0]}; give whole numbers of tokens")
     try:
         found = check_boundaries([int(x) for x in cu_seqlens], length)
         fit = position_ids is None or _restarts(position_ids, found)
@@ -69,10 +73,40 @@ def local_positions(context: SequenceContext, length: int, device: torch.device)
     return context.layout.positions_on(device, context.rank, padded).clamp_max(length - 1).unsqueeze(0)
 
 
+def without_masked(shift_labels: Tensor, attention_mask: Tensor) -> Tensor:
+    """Returns shifted labels without those of masked tokens, and without those whose target is masked."""
+    targets = torch.nn.functional.pad(attention_mask[:, 1:], (0, 1), value=1)  # of the last, nothing is known
+    return shift_labels.masked_fill((attention_mask == 0) | (targets == 0), IGNORE_INDEX)
+
+
+def check_masked_labels(attention_mask: Tensor | None, labels: Tensor | None, shift_labels: Tensor | None) -> None:
+    """Raises ValueError if masked tokens have labels: one process would train on them, and no mask is applied here."""
+    given = labels if shift_labels is None else shift_labels
+    if attention_mask is None or given is None or attention_mask.shape != given.shape:
+        return
+    if shift_labels is None:
+        kept = given.masked_fill(attention_mask == 0, IGNORE_INDEX)
+    else:
+        kept = without_masked(given, attention_mask)
+    if count := int((kept != given).sum()):
+        raise ValueError(f"{count} masked tokens have labels; set the labels of padding to {IGNORE_INDEX}")
+
+
+def check_labels(labels: Tensor) -> None:
+    """Raises ValueError for negative labels other than -100. Those on a GPU are checked there, as torch's loss does."""
+    valid = ((labels >= 0) | (labels == IGNORE_INDEX)).all()
+    if labels.device.type != "cpu":
+        torch._assert_async(valid, f"a label is negative, but not {IGNORE_INDEX}")
+    elif not valid:
+        raise ValueError(f"a label is {int(labels[labels != IGNORE_INDEX].min())}; tokens without a target have -100")
+
+
 def check_right_padding(attention_mask: Tensor | None) -> None:
     """Raises ValueError unless each row of a mask is ones, then zeros; causal attention ignores right padding."""
     if attention_mask is None:
         return
+    if not isinstance(attention_mask, Tensor):
+        raise ValueError(f"attention_mask is a {type(attention_mask).__name__}; give a tensor (batch, length)")
     if attention_mask.ndim != 2:
         raise ValueError(f"attention_mask has {attention_mask.ndim} dimensions; give one of shape (batch, sequence)")
     there = (attention_mask != 0).int()  # bool and uint8 have no negative differences
