@@ -239,6 +239,14 @@ def test_a_job_is_requeued_only_when_asked_and_then_goes_on(reporting: Cluster) 
     assert "--resume_from_checkpoint" not in first
     _, _, later = split(reporting.submit(command, REQUEUE="1", SLURM_RESTART_COUNT="1"))
     assert later[-2:] == ["--resume_from_checkpoint", "auto"]
+    given = f"{command} --resume_from_checkpoint other/checkpoint-6"
+    _, _, unsaved = split(reporting.submit(given, REQUEUE="1", SLURM_RESTART_COUNT="1"))
+    assert unsaved[-2:] == ["--resume_from_checkpoint", "other/checkpoint-6"], "it has saved nothing of its own yet"
+    saved = f"{given} --output-dir={reporting.home}/saved"
+    (reporting.home / "saved" / "checkpoint-8").mkdir(parents=True)
+    (reporting.home / "saved" / "checkpoint-8" / "trainer_state.json").touch()
+    _, _, later = split(reporting.submit(saved, REQUEUE="1", SLURM_RESTART_COUNT="1"))
+    assert later[-2:] == ["--resume_from_checkpoint", "auto"]
 
 
 def test_a_job_that_is_asked_to_stop_has_the_time_to_save(reporting: Cluster) -> None:

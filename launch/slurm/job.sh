@@ -113,7 +113,24 @@ add_requeue_flags() {
     *) refuse "REQUEUE '$REQUEUE' is neither 1 nor 0" ;;
     esac
     scontrol update "JobId=$SLURM_JOB_ID" Requeue=1 || refuse "scontrol does not let this job be requeued"
-    ((${SLURM_RESTART_COUNT:-0} == 0)) || flags+=(--resume_from_checkpoint auto)
+    if ((${SLURM_RESTART_COUNT:-0} == 0)); then
+        return
+    fi
+    # Until the run has saved, it begins again where it was told to.
+    if has_saved || ! given --resume_from_checkpoint "${flags[@]}"; then
+        flags+=(--resume_from_checkpoint auto)
+    fi
+}
+
+# Succeeds if the run's last --output_dir has a checkpoint.
+has_saved() {
+    local word previous='' directory=''
+    for word in "${flags[@]}"; do
+        case ${previous//-/_} in __output_dir) directory=$word ;; esac
+        case $word in --output_dir=* | --output-dir=*) directory=${word#*=} ;; esac
+        previous=$word
+    done
+    compgen -G "$directory/checkpoint-*/trainer_state.json" >/dev/null
 }
 
 # Sets the array `launcher`: number of processes and rendezvous. A container has its own interpreter.

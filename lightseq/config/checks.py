@@ -55,6 +55,7 @@ POSITIVE: Final = (
     *("num_train_epochs", "lora_alpha", "rope_theta", "step_timeout", "host_memory_budget", "device_memory_budget"),
     "adam_epsilon",
 )
+AT_MOST: Final[Mapping[str, float]] = {"max_steps": 10**9, "num_train_epochs": 10**6, "step_timeout": 10**6}
 NOT_NEGATIVE: Final = ("max_grad_norm", "learning_rate", "weight_decay", "warmup_ratio", "warmup_steps", "seed")
 DECAY_RATES: Final = ("adam_beta1", "adam_beta2")
 ADAM_FLAGS: Final = (*DECAY_RATES, "adam_epsilon")
@@ -104,6 +105,9 @@ def _check_numbers(config: TrainConfig) -> None:
             if value is not None and not is_within(value):
                 optional = ", or leave it out" if _default(config, flag) is None else ""
                 raise ValueError(f"--{flag} {value}: {remedy}{optional}")
+    for flag, most in AT_MOST.items():
+        if (value := getattr(config, flag)) is not None and value > most:
+            raise ValueError(f"--{flag} {value:g}: give at most {most:,}")
     if config.profile_steps is not None and not 1 <= config.profile_steps[0] <= config.profile_steps[1]:
         first, last = config.profile_steps
         raise ValueError(f"--profile_steps {first}:{last}: give first:last with 1 <= first <= last, such as 10:12")

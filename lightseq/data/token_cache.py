@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import fcntl
 import hashlib
 import itertools
@@ -115,7 +116,7 @@ def ensure_tokenized(
     directory = read_options.cache / fingerprint
     if not directory.exists():
         time.sleep(0 if progress else HEAD_START_SECONDS)
-        with _lock(read_options.cache, fingerprint):
+        with _lock(read_options.cache, fingerprint), _name_full_disk(read_options.cache):
             if not directory.exists():
                 remove_partials(directory)
                 _write(
@@ -128,6 +129,16 @@ def ensure_tokenized(
                     progress,
                 )
     return directory
+
+
+@contextmanager
+def _name_full_disk(cache: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise ValueError(f"--data_cache {cache} is full ({error.strerror}); name another directory") from error
 
 
 @contextmanager

@@ -88,14 +88,15 @@ def exit_on_data_error(world: World, terminal: Terminal) -> Iterator[None]:
 
 
 @contextmanager
-def exit_on_write_error(path: Path, world: World, terminal: Terminal) -> Iterator[None]:
-    """Ends this rank with one line if a file cannot be written."""
+def exit_on_write_error(path: Path, world: World, terminal: Terminal, saves: bool) -> Iterator[None]:
+    """Ends this rank with one line if a file cannot be written. `saves`: the run has checkpoints to resume from."""
     try:
         yield
     except OSError as error:
         terminal.close()
         reason = f"rank {world.rank}: {path} cannot be written: {error.strerror}"
-        report_error(f"{reason}; free some space, then resume with --resume_from_checkpoint auto")
+        remedy = "resume with --resume_from_checkpoint auto" if saves else "start again"
+        report_error(f"{reason}; free some space, then {remedy}")
         raise SystemExit(1) from error
 
 

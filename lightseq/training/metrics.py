@@ -199,6 +199,7 @@ class Journal:
         self._output_dir, self._last_step = trainer.output_dir, trainer.inputs.total_steps
         self._shutdown_seconds = shutdown_seconds
         self._trained = [name for name, p in trainer.model.named_parameters() if p.requires_grad]
+        self._saves = trainer.config.save_strategy != "no"
         self._scales_loss = trainer.config.fp16  # skipped steps are normal while the loss scale is still too high
         self._suggests_packing = len(trainer.batch_lengths) > 1
         self.losses: list[float] = []
@@ -249,7 +250,7 @@ class Journal:
     def log(self, record: Mapping[str, Any]) -> None:
         """Writes a record to the metrics and shows it, on the rank with `metrics`. Ends the run if it cannot write."""
         if self._metrics is not None:
-            with exit_on_write_error(self._metrics.path, self._world, self._terminal):
+            with exit_on_write_error(self._metrics.path, self._world, self._terminal, self._saves):
                 self._metrics.write(record)
             self._terminal.show(record)
 
@@ -272,7 +273,11 @@ class Journal:
 def write_run(directory: Path, facts: Mapping[str, Any], secrets: Collection[str]) -> None:
     """Writes run.json atomically, with `secrets` and anything that looks like one masked."""
     partial = directory / f"{RUN}.partial"
-    partial.write_text(json.dumps(mask_secrets({**facts, "versions": versions()}, secrets), indent=2) + "\n")
+    try:
+        partial.write_text(json.dumps(mask_secrets({**facts, "versions": versions()}, secrets), indent=2) + "\n")
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
     partial.rename(directory / RUN)
 
 

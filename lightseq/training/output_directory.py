@@ -7,7 +7,9 @@ import json
 import os
 import re
 import socket
-from contextlib import suppress
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TextIO, TypeGuard
 
@@ -138,10 +140,37 @@ def lock_directory(output_dir: Path, world: World) -> TextIO:
         ) from error
     _check_lock(lock_file, output_dir)
     begun = _begun_by(output_dir, world)
-    lock_file.truncate(0)
-    lock_file.write(f"process {os.getpid()} on {socket.gethostname()}\n{_launch(world) if begun else ''}")
-    lock_file.flush()
+    with name_unwritable(output_dir):
+        lock_file.truncate(0)
+        lock_file.write(f"process {os.getpid()} on {socket.gethostname()}\n{_launch(world) if begun else ''}")
+        lock_file.flush()
     return lock_file
+
+
+@contextmanager
+def name_unwritable(output_dir: Path) -> Iterator[None]:
+    """Raises ValueError, with the directory and a remedy, for a file in it that cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"--output_dir {output_dir} cannot be written ({error.strerror}); free some space, or name another one"
+        ) from error
+
+
+def wait_for_shared(output_dir: Path, world: World, seconds: float = 60.0) -> None:
+    """Waits until this rank sees the lock file of rank 0, which a network file system may show late.
+
+    Raises ValueError if it does not: each rank writes its part of a checkpoint into the directory.
+    """
+    deadline = time.monotonic() + seconds
+    while not (output_dir.is_dir() and LOCK in os.listdir(output_dir)):  # listing it asks the server again
+        if time.monotonic() > deadline:
+            raise ValueError(
+                f"--output_dir {output_dir} is not the directory of rank 0; name one on a file system that all hosts "
+                f"share, or give --save_strategy no"
+            )
+        time.sleep(0.5)
 
 
 def _check_lock(lock_file: TextIO, output_dir: Path) -> None:

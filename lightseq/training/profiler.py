@@ -55,11 +55,15 @@ class StepProfile:
         if self._device.type == "cuda":
             torch.cuda.synchronize()
         self._profiler.stop()
-        self._directory.mkdir(parents=True, exist_ok=True)
         trace = self._directory / f"rank{self._rank}.json.gz"
-        self._profiler.export_chrome_trace(str(trace))
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            self._profiler.export_chrome_trace(str(trace))
+            self._summarize(trace)
+        except OSError as error:  # a full disk should not end a run
+            trace.unlink(missing_ok=True)
+            print(f"profile: {trace} cannot be written ({error.strerror})", file=sys.stderr)
         self._profiler = None
-        self._summarize(trace)
         if self._with_memory:
             torch.cuda.memory._dump_snapshot(str(self._directory / f"memory-rank{self._rank}.pickle"))
             torch.cuda.memory._record_memory_history(enabled=None)

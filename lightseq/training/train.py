@@ -21,9 +21,11 @@ from lightseq.training.output_directory import (
     continues_after_restart,
     lock_directory,
     mark_begun,
+    name_unwritable,
     remove_run,
     resumes_in_place,
     set_earlier_aside,
+    wait_for_shared,
 )
 from lightseq.training.run_info import describe_run, run_facts
 from lightseq.training.setup import Inputs, prepare
@@ -50,6 +52,8 @@ def train(family: ModelFamily, argv: list[str], program: str) -> None:
         engine = build_engine(config, inputs, world, watchdog)
         # Locking creates the directory, so it comes after everything that can fail without leaving a trace.
         lock_file = on_all_ranks(world, lambda: lock_directory(output_dir, world) if world.is_main else None)
+        if config.save_strategy != "no":
+            on_all_ranks(world, lambda: wait_for_shared(output_dir, world))
         if another_run_wrote(lock_file, config, inputs, world):
             inputs = find_inputs()
             resume_engine(engine, config, inputs, world, watchdog)
@@ -74,7 +78,14 @@ def _watchdog_settings(argv: list[str], program: str) -> tuple[float, Path]:
 
 def open_output(trainer: Trainer, lock_file: TextIO | None, command: str) -> MetricsFile | None:
     """Writes run.json, opens metrics.jsonl and prints the settings, on rank 0, which holds the lock."""
-    return on_all_ranks(trainer.world, lambda: _open(trainer, lock_file, command) if lock_file is not None else None)
+
+    def open_on_rank_0() -> MetricsFile | None:
+        if lock_file is None:
+            return None
+        with name_unwritable(trainer.output_dir):
+            return _open(trainer, lock_file, command)
+
+    return on_all_ranks(trainer.world, open_on_rank_0)
 
 
 def _open(trainer: Trainer, lock_file: TextIO, command: str) -> MetricsFile:
