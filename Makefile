@@ -27,9 +27,10 @@ TOOLS = $$($(RUN) -c 'import sysconfig; print(sysconfig.get_path("scripts"))')
 OLDEST := 'torch==2.11.0' 'transformers==5.10.*'
 NEWEST := 'torch==2.13.0' 'transformers<6'
 
-.PHONY: help train test test-all test-compat test-trl test-gpu check clean
+.PHONY: help install train test test-all test-compat test-trl test-gpu check clean
 
 help:
+	@echo "make install    install lightseq and what it needs into .venv"
 	@echo "make train      install, make data, train tiny-llama3 on every GPU here (or 2 CPU processes), draw the curves"
 	@echo "                STEPS=$(STEPS) LENGTH=$(LENGTH) OUTPUT=$(OUTPUT) NPROC=(default: one per GPU, else 2)"
 	@echo "make test       install what tests need, run the quick tests on the CPU (7 to 9 minutes on 2 cores); ARGS='-k name' goes to pytest"
@@ -71,6 +72,8 @@ endef
 data/stdlib/meta.json: | $(READY)
 	@echo "data: the sources of Python's standard library, as bytes, into data/stdlib"
 	@$(RUN) -m data_gen text stdlib --tokenizer byte --output data/stdlib
+
+install: $(READY)
 
 train: $(READY) data/stdlib/meta.json
 	@echo "train: tiny-llama3, $(STEPS) steps of one $(LENGTH)-token sequence, into $(OUTPUT)"

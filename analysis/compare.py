@@ -44,7 +44,7 @@ DETERMINE_LOSS = ("seed", "data_path", "model_name_or_path", "random_init", "mod
 # Means past the warm-up: name, column, factor into the unit, and format.
 MEANS: tuple[tuple[str, str, float, str], ...] = (
     ("tokens per second", "tokens_per_second", 1.0, "{:,.1f}"),
-    ("training tokens", "training_tokens_percent", 1.0, "{:.2f} %"),
+    ("tokens with a target", "training_tokens_percent", 1.0, "{:.2f} %"),
     ("MFU", "mfu", 100.0, "{:.2f} %"),
     ("model TFLOP/s per GPU", "model_tflops_per_gpu", 1.0, "{:.4g}"),
 )

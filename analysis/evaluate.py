@@ -63,7 +63,7 @@ class Evaluation:
     def score(self) -> str:
         choices = self.summary.get("choices")
         text = SCORES[self.summary["score"]].format(choices=choices, chance=1 / (choices or 1))
-        return f"{text};\n{self.summary['trials']} texts per cell"
+        return f"{text}; {self.summary['trials']} texts per cell"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -208,4 +208,4 @@ def draw_map(axes: Axes, found: Evaluation) -> None:
     axes.spines[:].set_visible(False)
     axes.set_title(found.label, loc="left", pad=38)
     above = {"xycoords": "axes fraction", "xytext": (0, 6), "textcoords": "offset points"}
-    axes.annotate(found.score, (0, 1), **above, fontsize=9.5, color=GREY)
+    axes.annotate(found.score.replace("; ", ";\n"), (0, 1), **above, fontsize=9.5, color=GREY)

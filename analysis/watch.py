@@ -194,6 +194,8 @@ def follow(progress: Progress, console: Console) -> Progress:
             time.sleep(LOOK_SECONDS)
             progress = read_progress(progress.directory, time.time())
             live.update(frame(progress), refresh=True)
+    if not console.is_terminal:
+        console.print()  # rich leaves the last line open
     return progress
 
 

@@ -54,7 +54,7 @@ def test_means_leave_the_warm_up_out_and_stand_beside_their_ratio(
         for line in compared(tmp_path, capsys)[0].splitlines()
     ]
     assert ["tokens per second", "8,192.0", "4,096.0", "0.500"] in rows
-    assert ["training tokens", "97.50 %", "97.50 %", "1.000"] in rows
+    assert ["tokens with a target", "97.50 %", "97.50 %", "1.000"] in rows
     assert ["MFU", "-", "40.00 %", "-"] in rows
     assert ["model TFLOP/s per GPU", "0.5", "0.5", "1.000"] in rows
     assert ["peak memory, host", "2.00 GiB", "1.00 GiB", "0.500"] in rows

@@ -142,11 +142,11 @@ def context_warning(config: PreTrainedConfig, length: int, before: PreTrainedCon
     if length <= covered and had <= covered:
         return None
     if had > covered:
-        asked = f", and sequences have {length:,} tokens" if length > covered else ""
+        asked = f", and sequences have {length} tokens" if length > covered else ""
         leave = ", or leave it out" if length <= had else ""
-        left = f"--rope_scaling reduces the positions that the model covers from {had:,} to {covered:,}{asked}"
+        left = f"--rope_scaling reduces the positions that the model covers from {had} to {covered}{asked}"
         return f"{left}; {_needed_factor(config, max(length, had))}{leave}"
-    beyond = f"sequences of {length:,} tokens exceed the {covered:,} positions that the model covers"
+    beyond = f"sequences of {length} tokens exceed the {covered} positions that the model covers"
     if _has_rope_per_layer_type(config):
         return f"{beyond}; give {covered} or less"
     remedy = "extend the positions with --rope_scaling" if before is None else _needed_factor(config, length)
