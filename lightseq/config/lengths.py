@@ -15,9 +15,11 @@ def parse_tokens(text: str, flag: str = "") -> int:
     """Parses 131072, 128K or 1.5M. Raises ValueError, with the flag's name, for anything else."""
     digits, unit = (text[:-1], UNITS[text[-1].upper()]) if text[-1:].upper() in UNITS else (text, 1)
     length = Fraction(digits) * unit if DECIMAL.fullmatch(digits) else Fraction(0)
-    if length > 1 and length.denominator > 1:
-        raise ValueError(f"{flag} {text} is {float(length):,.1f} tokens; write {int(length)}".lstrip())
-    if length < 1:
+    if unit > 1 and length > 1 and length.denominator > 1:
+        raise ValueError(
+            f"{flag} {text} is {float(length):,.1f} tokens, not a whole number; write {int(length)}".lstrip()
+        )
+    if length < 1 or length.denominator > 1:
         raise ValueError(f"{flag} {text} is not a number of tokens; write it like 131072, 128K or 1.5M".lstrip())
     return int(length)
 

@@ -70,7 +70,7 @@ def _predict(args: argparse.Namespace, command: str) -> None:
     print("\n".join(_table(records)))
     print("*: the fastest for that number of GPUs")
     for record in filter(itemgetter("skipped"), records):
-        print(f"{record['schedule']} on {record['gpus']} GPUs: {record['skipped']}")
+        print(f"left out for {record['gpus']} GPUs: {record['skipped']}")
     print(f"records  {args.output}")
 
 
