@@ -83,7 +83,7 @@ def packing(context: SequenceContext, documents: Documents, tokens: int) -> dict
 
 def fetched_in_window(context: SequenceContext, length: int, window: int) -> int:
     """Returns the tokens whose keys and values the fullest rank fetches from others in a forward pass."""
-    table = windowed_schedule(context.schedule, (0, length), window)
+    table = windowed_schedule(context.schedule, (0, length), window, packed=False)
     rows = length // table.layout.chunk_count
     fetched = Counter(m.dst for step in table.forward for m in step.moves if m.item == "kv")
     return max(fetched.values(), default=0) * rows // table.total_head_groups
@@ -95,7 +95,8 @@ def single_gpu_layer(case: Case, kernel: str) -> Iterator[Layer]:
     chosen = select(kernel, case.spec).kernel
     mask: Mask | Segments = Mask.CAUSAL
     if case.window:
-        mask = windowed_schedule(make_schedule("ulysses", 1), (0, case.length), case.window).forward[0].tiles[0][0].mask
+        table = windowed_schedule(make_schedule("ulysses", 1), (0, case.length), case.window, packed=False)
+        mask = table.forward[0].tiles[0][0].mask
     elif case.boundaries:
         mask = packed_schedule(make_schedule("prefix", 1), case.boundaries).forward[0].tiles[0][0].mask
     yield Layer(

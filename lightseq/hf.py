@@ -65,6 +65,7 @@ from lightseq.models.architecture import (
     attention_modules,
     caps_scores,
     check_attention,
+    masked_windows,
     rope_types,
     sliding_window,
     transformers_model,
@@ -154,6 +155,7 @@ def disable(model: PreTrainedModel) -> None:
     remove_checks(model)
     for module in model.modules():
         vars(module).pop("sequence_context", None)
+        vars(module).pop("window_of_mask", None)
         forward = vars(module).get("forward")
         if isinstance(forward, partial) and forward.func is _rope_forward:
             del module.forward
@@ -278,6 +280,9 @@ def _attach(model: PreTrainedModel, context: SequenceContext) -> None:
             rope.forward = partial(_rope_forward, rope, rope.forward)  # type: ignore[method-assign]
     for module in (model, inner, inner.base_model, *ropes, *attention_modules(model)):
         module.sequence_context = context  # type: ignore[assignment]
+    windows = masked_windows(inner)
+    for module in attention_modules(model):
+        module.window_of_mask = windows[module.layer_idx]  # type: ignore[index, assignment]
     install_checks(model, length_dependent_rope=bool(ropes))
 
 

@@ -17,6 +17,10 @@ from lightseq.config.remat_policies import STORES_MLP
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import permutation
 from lightseq.kernels.logit_transform import LogitTransform
+from lightseq.memory.planner.breakdown import GIB
+from lightseq.memory.planner.choice import FRUGAL_GROUP, frugal_options
+from lightseq.memory.planner.rates import CHIPS
+from lightseq.memory.planner.run import Hardware, PlannedRun
 from lightseq.models.architecture import inspect_architecture, with_layers
 from lightseq.models.flops import attention_forward_flops, model_flops
 from lightseq.modules import mlp
@@ -217,6 +221,21 @@ def test_storing_the_mlp_is_refused_for_layers_that_cannot(model_type: str, line
         asked = TrainConfig(model_name_or_path="x", data_path="x", output_dir="x", remat=policy)
         with pytest.raises(ValueError, match=line):
             check_layers(asked, found)
+
+
+@pytest.mark.parametrize("model_type", ["gemma3_text", "olmo3"])
+def test_groups_of_layers_are_refused_and_not_planned_where_layers_have_their_own_rope(model_type: str) -> None:
+    """A group runs with the arguments of its first layer."""
+    found = inspect_architecture(config_of(model_type))
+    asked = TrainConfig(model_name_or_path="x", data_path="x", output_dir="x", layers_per_checkpoint=2)
+    with pytest.raises(ValueError, match="--layers_per_checkpoint 2 needs layers with one RoPE, but"):
+        check_layers(asked, found)
+    assert not found.layers_share_inputs and inspect_architecture(config_of("llama")).layers_share_inputs
+    options = {"model_name_or_path": "x", "data_path": "x", "output_dir": "x", "bf16": True}
+    for name, groups in ((model_type, {1}), ("llama", {1, FRUGAL_GROUP})):
+        hardware = Hardware(CHIPS["h100-80gb"], 1, 8, 80 * GIB, 100 * GIB, None)
+        run = PlannedRun(config_of(name), TrainConfig(**options), hardware)
+        assert {option.group_size for option in frugal_options(run)} == groups
 
 
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])

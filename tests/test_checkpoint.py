@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from programs import Ended, alone, program, programs, run_in
+from programs import Ended, alone, captured, program, programs, run_in
 from safetensors import SafetensorError
 from small import CONFIG, losses, words, write_inputs
 from torch import Tensor
@@ -101,15 +101,44 @@ def test_each_kind_of_damage_is_said_and_the_newest_whole_checkpoint_is_taken(fi
     assert ranks[0][-2:] == [("checkpoint-4", []), (None, [])]
 
 
-def find_with_an_older_view(rank: int, output: str) -> list[tuple[str | None, list[str]]]:
+def with_an_older_view(rank: int, seen: int | None, words: str) -> Ended:
     if rank == 1:
-        listed = resume.list_checkpoints
-        resume.list_checkpoints = lambda folder: listed(folder)[:-1]
-    return find_all(rank, [output])
+        listed = checkpoints.list_checkpoints
+        checkpoints.list_checkpoints = resume.list_checkpoints = lambda folder: listed(folder)[:seen]
+    return program(rank, "llama3", words)
 
 
-def test_hosts_that_see_an_older_state_of_the_directory_take_the_same_checkpoint(files: Path) -> None:
-    assert spawn(2, find_with_an_older_view, str(files / "whole")) == [[("checkpoint-4", [])]] * 2
+@pytest.mark.parametrize("seen", [-1, 0], ids=["some", "none"])
+def test_hosts_that_see_an_older_list_go_on_from_the_same_checkpoint(files: Path, tmp_path: Path, seen: int) -> None:
+    shutil.copytree(files / "whole", tmp_path / "run")
+    flags = f"--output_dir {tmp_path}/run --max_steps 5 --save_strategy no --resume_from_checkpoint True"
+    ends = spawn(2, with_an_older_view, seen, words(files, "run", flags))
+    assert [end.status for end in ends] == [0, 0], ends
+    assert len(losses(tmp_path, "run")) == 5
+
+
+def test_a_checkpoint_that_one_host_does_not_see_is_not_taken_for_damaged(files: Path, tmp_path: Path) -> None:
+    line = spawn(2, find_unseen, str(files / "whole"))[1]
+    assert "has no checkpoint-4, which rank 0 sees; name a directory on a file system that all hosts share" in line
+
+
+def find_unseen(rank: int, output: str) -> str:
+    world = World(rank, 2, rank, 2, torch.device("cpu"))
+    if rank == 1:
+        is_dir = Path.is_dir
+        Path.is_dir = lambda path: path.name != "checkpoint-4" and is_dir(path)
+    return captured(lambda: find_checkpoint(Path(output), "auto", world, visible_seconds=0.0)).err
+
+
+def test_an_attempt_that_saved_nothing_is_repeated_from_the_checkpoint_that_was_given(
+    files: Path, tmp_path: Path
+) -> None:
+    given = f"--output_dir {tmp_path}/run --resume_from_checkpoint {files}/whole/checkpoint-2 --max_steps 3"
+    for save in ("--save_strategy no", "--save_steps 3"):
+        assert alone(words(files, "run", f"{given} {save}")).status == 0
+    assert len(losses(tmp_path, "run")) == 1
+    end = alone(words(files, "run", given))
+    assert end.status == 2 and "already holds a run" in end.err
 
 
 def test_a_run_goes_on_from_before_the_damage_and_keeps_what_is_whole(files: Path, tmp_path: Path) -> None:

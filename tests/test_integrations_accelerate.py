@@ -284,7 +284,7 @@ def test_the_loss_of_changed_logits_is_that_of_transformers(alone: None, name: s
     [
         ({"labels": "all"}, "3 masked tokens have labels; set the labels of padding to -100"),
         ({"shift_labels": "all"}, "4 masked tokens have labels"),
-        ({"ignore_index": 5}, "ignore_index=5, which no kernel supports"),
+        ({"ignore_index": 5}, "ignore_index=5 is not supported"),
         ({"return_dict": False}, "return_dict=False is not supported"),
     ],
 )

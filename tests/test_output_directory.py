@@ -1,9 +1,11 @@
 """The directory that a run writes into: what it removes there and what it never does, and who wrote there before it."""
 
+import errno
 import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import pytest
@@ -20,8 +22,8 @@ from lightseq.checkpoint.checkpoints import (
 )
 from lightseq.checkpoint.manifest import MANIFEST, find_damage
 from lightseq.training import train as training
-from lightseq.training.metrics import MetricsFile, damaged_lines, read_records
-from lightseq.training.output_directory import remove_run
+from lightseq.training.metrics import MetricsFile, damaged_lines, read_records, write_run
+from lightseq.training.output_directory import check_shared, name_unwritable, remove_run
 
 SAVED = "--max_steps 2 --save_steps 1"
 # What other programs and people may have in a directory, below the names that a run uses.
@@ -262,3 +264,25 @@ def test_a_run_goes_on_with_metrics_that_are_damaged_or_missing(files: Path, tmp
     end = train(words(files, "run", f"--max_steps 3 {flags}"))
     assert f"warning: {run}/metrics.jsonl is missing; the metrics up to step 2 are lost" in end.out
     assert [record["step"] for record in read_records(run / "metrics.jsonl")] == [3]
+
+
+def test_a_directory_that_is_not_shared_is_refused_and_a_late_view_is_waited_for(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"--output_dir {tmp_path} is not that of rank 0; name one on a file system"):
+        check_shared(tmp_path, "process 1 on here", seconds=0.0)
+    (tmp_path / "lock").write_text("process 7 on elsewhere\n")  # of an earlier run on this host
+    with pytest.raises(ValueError, match="is not that of rank 0"):
+        check_shared(tmp_path, "process 1 on here", seconds=0.0)
+    Timer(0.2, (tmp_path / "lock").write_text, ["process 1 on here\nlaunch\n"]).start()
+    check_shared(tmp_path, "process 1 on here", seconds=60.0)
+
+
+def test_a_full_disk_is_named_with_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, text: str) -> int:
+        path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(ValueError, match=f"--output_dir {tmp_path} cannot be written .No space left"):
+        with name_unwritable(tmp_path):
+            write_run(tmp_path, {}, ())
+    assert not list(tmp_path.iterdir())

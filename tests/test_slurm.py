@@ -243,7 +243,11 @@ def test_a_job_is_requeued_only_when_asked_and_then_goes_on(reporting: Cluster) 
     _, _, unsaved = split(reporting.submit(given, REQUEUE="1", SLURM_RESTART_COUNT="1"))
     assert unsaved[-2:] == ["--resume_from_checkpoint", "other/checkpoint-6"], "it has saved nothing of its own yet"
     saved = f"{given} --output-dir={reporting.home}/saved"
-    (reporting.home / "saved" / "checkpoint-8").mkdir(parents=True)
+    (reporting.home / "saved" / "checkpoint-9.partial").mkdir(parents=True)
+    (reporting.home / "saved" / "checkpoint-9.partial" / "trainer_state.json").touch()
+    _, _, unsaved = split(reporting.submit(saved, REQUEUE="1", SLURM_RESTART_COUNT="1"))
+    assert "auto" not in unsaved
+    (reporting.home / "saved" / "checkpoint-8").mkdir()
     (reporting.home / "saved" / "checkpoint-8" / "trainer_state.json").touch()
     _, _, later = split(reporting.submit(saved, REQUEUE="1", SLURM_RESTART_COUNT="1"))
     assert later[-2:] == ["--resume_from_checkpoint", "auto"]

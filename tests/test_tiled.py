@@ -119,6 +119,13 @@ def check(
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
 
 
+def test_a_window_that_the_layers_do_not_read_is_not_theirs() -> None:
+    def leave_over(model: PreTrainedModel) -> None:
+        model.config.sliding_window = 5
+
+    check("llama", change=leave_over)
+
+
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("keep", [True, False])
 def test_losses_and_gradients_are_those_of_transformers(name: str, keep: bool) -> None:

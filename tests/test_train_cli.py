@@ -419,6 +419,18 @@ def test_ranks_with_other_flags_end_in_one_line(files: Files) -> None:
     assert not ends[1].err and not (files.root / "other-flags").exists()
 
 
+def with_data_here_alone(rank: int, words: str) -> Ended:
+    if rank == 1:
+        exists = os.path.exists
+        os.path.exists = lambda path: not str(path).endswith("data.pkl") and exists(path)
+    return program(rank, "llama2", words)
+
+
+def test_data_that_one_host_lacks_is_not_called_another_flag(files: Files) -> None:
+    ends = spawn(2, with_data_here_alone, files.words("llama2", "lacking", "--max_steps 1 --save_strategy no"))
+    assert not any("start every host with the same command" in end.err for end in ends)
+
+
 def test_a_launch_that_dies_while_it_clears_an_old_run_begins_anew(tmp_path: Path) -> None:
     launch = World(0, 1, 0, 1, torch.device("cpu"), 0, "new")
     again = dataclasses.replace(launch, restarts=1)
@@ -756,6 +768,22 @@ def test_allocations_are_recorded_while_steps_are_profiled_and_written_with_them
         assert calls[:1] == (["all"] if step > 1 else [])
         profile.after(step)
     assert calls == ["all", f"{tmp_path}/profile/memory-rank1.pickle", None]
+
+
+def test_a_profile_that_cannot_be_written_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(_: Any, path: str) -> None:
+        Path(path).write_text("cut")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", full)
+    words = "--model_name_or_path m --data_path d --output_dir o --profile_steps 1:1"
+    profile = StepProfile(parse(words.split(), ""), tmp_path, World(0, 1, 0, 1, torch.device("cpu")))
+    profile.before(1)
+    profile.after(1)
+    assert "cannot be written (No space left on device)" in capsys.readouterr().err
+    assert not list((tmp_path / "profile").iterdir())
 
 
 def test_a_summary_says_what_the_memory_of_a_gpu_was_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

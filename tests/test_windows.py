@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from transformers import (
+    AutoModelForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -18,11 +19,14 @@ from transformers import (
     GptOssForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    OlmoeConfig,
+    PhimoeConfig,
     PreTrainedModel,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
-from worlds import spawn
+from worlds import one_process, spawn
 
 from lightseq import hf
 from lightseq.kernels import Saved, backward_tile, forward_tile
@@ -226,6 +230,26 @@ def test_one_document_may_fill_a_packed_row(world: int) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_compiled_layers_equal_transformers(name: str, packed: bool) -> None:
     spawn(2, train, name, "auto", packed, True)
+
+
+@pytest.mark.parametrize("kind", [Qwen2MoeConfig, PhimoeConfig, OlmoeConfig], ids=lambda kind: kind.model_type)
+def test_a_window_that_only_the_mask_has_or_has_not_is_refused(kind: Any) -> None:
+    changes = {
+        "num_experts": 4,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "use_sliding_window": True,
+    }
+    config = kind(**SIZES | changes | {"num_hidden_layers": 2, "shared_expert_intermediate_size": 32})
+    config.sliding_window = WINDOW
+    with one_process():
+        model = AutoModelForCausalLM.from_config(config)
+        context = hf.enable(model)
+        short, long = (torch.arange(n)[None] % SIZES["vocab_size"] for n in (WINDOW - 1, WINDOW + 1))
+        assert torch.isfinite(model(**hf.shard_batch(context, short, short)).loss)
+        with pytest.raises(ValueError, match=r"passes window .* to attention, but its model's mask has"):
+            model(**hf.shard_batch(context, long, long))
 
 
 def refuse(rank: int) -> str:

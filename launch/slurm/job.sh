@@ -116,7 +116,7 @@ add_requeue_flags() {
     if ((${SLURM_RESTART_COUNT:-0} == 0)); then
         return
     fi
-    # Until the run has saved, it begins again where it was told to.
+    # Before its first checkpoint, the run resumes from the one that was given.
     if has_saved || ! given --resume_from_checkpoint "${flags[@]}"; then
         flags+=(--resume_from_checkpoint auto)
     fi
@@ -130,7 +130,7 @@ has_saved() {
         case $word in --output_dir=* | --output-dir=*) directory=${word#*=} ;; esac
         previous=$word
     done
-    compgen -G "$directory/checkpoint-*/trainer_state.json" >/dev/null
+    compgen -G "$directory/checkpoint-*/trainer_state.json" | grep -Eq '/checkpoint-[0-9]+/trainer_state.json$'
 }
 
 # Sets the array `launcher`: number of processes and rendezvous. A container has its own interpreter.

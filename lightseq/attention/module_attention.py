@@ -9,16 +9,16 @@ from torch import Tensor, nn
 from lightseq.attention.context import SequenceContext
 from lightseq.attention.operator import attention
 from lightseq.kernels.logit_transform import LogitTransform
-from lightseq.utils.labels import IGNORE_INDEX
 
 # Keywords passed to `attention`: documents, window and sinks, by transformers' names.
 PASSED_ON: Final = ("documents", "sliding_window", "s_aux")
 # Supported keywords, and those without effect. Any other would change the result, unless it is None or False.
 HONOURED: Final = frozenset({*PASSED_ON, "dropout", "scaling", "softcap"})
+UNKNOWN: Final = -1  # window of the mask of a module that was not patched by `hf.enable`
 HARMLESS: Final = frozenset(
     {
         "is_causal", "position_ids", "use_cache", "return_dict", "output_hidden_states", "logits_to_keep",
-        "labels", "shift_labels", "num_items_in_batch", "skip_logits", "return_token_accuracy",
+        "labels", "shift_labels", "num_items_in_batch", "ignore_index", "skip_logits", "return_token_accuracy",
     }
 )  # fmt: skip
 
@@ -47,7 +47,7 @@ def attention_function(
     device = q.device.type
     if torch.is_autocast_enabled(device):
         return attend(module, q, k, v, scaling, **others)[0], None
-    context = _checked_context(module, others)
+    context = _checked_context(module, q, others)
     documents, window, sinks = (others.get(name) for name in PASSED_ON)
     return attention(q, k, v, context, _scale_and_cap(q, scaling, others), documents, window, sinks)[0], None
 
@@ -65,7 +65,7 @@ def attend(
         q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q_BSHD, k_BSKD, v_BSKD))
         with torch.autocast(device, enabled=False):
             return attend(module, q, k, v, scaling, **others)
-    context = _checked_context(module, others)
+    context = _checked_context(module, q_BSHD, others)
     documents, window, sinks = (others.get(name) for name in PASSED_ON)
     scale = _scale_and_cap(q_BSHD, scaling, others)
     return attention(q_BSHD, k_BSKD, v_BSKD, context, scale, documents, window, sinks)
@@ -76,12 +76,25 @@ def _scale_and_cap(q: Tensor, scaling: float | None, others: Mapping[str, Any]) 
     return LogitTransform(q.shape[-1] ** -0.5 if scaling is None else scaling, others.get("softcap"))
 
 
-def _checked_context(module: nn.Module, others: Mapping[str, Any]) -> SequenceContext:
+def _checked_context(module: nn.Module, q: Tensor, others: Mapping[str, Any]) -> SequenceContext:
     """Returns the module's context. Raises ValueError for unsupported keywords."""
     if unknown := unhonoured_argument(others):
         remedy = "pass cu_seqlens to shard_batch" if unknown.startswith("cu_seq_lens") else "leave it out"
         raise ValueError(f"attention got {unknown}, which no kernel supports; {remedy}")
-    return context_of(module)
+    context = context_of(module)
+    window, of_mask = others.get("sliding_window"), getattr(module, "window_of_mask", UNKNOWN)
+    if of_mask != window and of_mask != UNKNOWN:
+        _check_window(module, window, of_mask, tokens=q.shape[1] * context.schedule.world)
+    return context
+
+
+def _check_window(module: nn.Module, window: int | None, of_mask: int | None, tokens: int) -> None:
+    """Raises ValueError if a layer passes another window than the mask of its model has, and sequences are longer."""
+    if min(x for x in (window, of_mask) if x is not None) < tokens:
+        raise ValueError(
+            f"{type(module).__name__} passes window {window} to attention, but its model's mask has {of_mask}; set "
+            "sliding_window in the model's config to None, or to at least the length"
+        )
 
 
 def context_of(module: nn.Module) -> SequenceContext:
@@ -98,7 +111,5 @@ def unhonoured_argument(keywords: Mapping[str, Any]) -> str | None:
     """Returns the first keyword of an attention call that distributed attention does not support."""
     if keywords.get("is_causal") is False:
         return "is_causal=False"
-    if keywords.get("ignore_index") not in (None, IGNORE_INDEX):
-        return f"ignore_index={keywords['ignore_index']}"
-    dropped = (name for name in keywords if name not in {*HONOURED, *HARMLESS, "ignore_index"})
+    dropped = (name for name in keywords if name not in HONOURED | HARMLESS)
     return next((name for name in dropped if keywords[name] is not None and keywords[name] is not False), None)

@@ -11,8 +11,11 @@ Only directories that a run wrote are ever removed. The manifest or trainer_stat
 import itertools
 import json
 import math
+import os
 import re
 import shutil
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,8 +29,24 @@ EVAL_LOSS, DATA_POSITION = "eval_loss", "data"  # keys of trainer_state.json
 # Suffixes of directories that are not valid checkpoints. OTHER: not written by a run.
 PARTIAL, DELETED, BROKEN, OTHER = ".partial", ".deleted", ".broken", ".other"
 NAME = re.compile(r"checkpoint-\d+")
+WAIT_SECONDS = 0.5  # between looks at a directory
 # With a number if the name was taken.
 LEFTOVER = re.compile(rf"({NAME.pattern})(\.(?:partial|deleted|broken|other))(-\d+)?")
+
+
+def wait_until(holds: Callable[[], bool], directory: Path, seconds: float) -> bool:
+    """Waits for up to `seconds` for what another host does in a directory. Returns whether it holds.
+
+    Lists the directory each time, which makes a network file system ask its server.
+    """
+    deadline = time.monotonic() + seconds
+    while not holds():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(WAIT_SECONDS)
+        with suppress(OSError):
+            os.listdir(directory)
+    return True
 
 
 def list_checkpoints(output_dir: Path) -> list[Path]:

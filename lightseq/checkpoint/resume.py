@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lightseq.checkpoint import manifest, state_files
-from lightseq.checkpoint.checkpoints import STATE, is_checkpoint, list_checkpoints, read_trainer_state
+from lightseq.checkpoint.checkpoints import STATE, is_checkpoint, list_checkpoints, read_trainer_state, wait_until
 from lightseq.config.checks import ADAM_FLAGS
 from lightseq.config.optimizers import NO_STATE, OPTIMIZERS
 from lightseq.config.train_config import TrainConfig
@@ -52,10 +52,13 @@ class ResumePoint:
 FRESH_START = ResumePoint(None)
 
 
-def find_checkpoint(output_dir: Path, requested: str | None, world: World) -> ResumePoint:
+def find_checkpoint(
+    output_dir: Path, requested: str | None, world: World, visible_seconds: float = 60.0
+) -> ResumePoint:
     """Returns the checkpoint for --resume_from_checkpoint after verifying every file. All ranks must call it.
 
-    Exits with one line if no checkpoint is complete. With `auto`, a directory without any checkpoint is a fresh start.
+    Exits with one line if no checkpoint is complete, or if a rank does not see the newest one after `visible_seconds`.
+    With `auto`, a directory without any checkpoint is a fresh start.
     """
     if requested is None:
         return FRESH_START
@@ -69,6 +72,8 @@ def find_checkpoint(output_dir: Path, requested: str | None, world: World) -> Re
         return ResumePoint(Path(requested))
     damaged: tuple[tuple[Path, str], ...] = ()
     candidates = from_rank_0(on_all_ranks(world, lambda: list_checkpoints(output_dir)))
+    if candidates:
+        on_all_ranks(world, lambda: _check_visible(candidates[-1], visible_seconds))
     for path in reversed(candidates):
         damage = _damage(path, world)
         if damage is None:
@@ -80,6 +85,14 @@ def find_checkpoint(output_dir: Path, requested: str | None, world: World) -> Re
         line = f"{requested}: {output_dir} has no complete checkpoint ({why}); start over in another directory"
     on_all_ranks(world, lambda: _require(requested == "auto" and not damaged, line))
     return FRESH_START
+
+
+def _check_visible(checkpoint: Path, seconds: float) -> None:
+    if not wait_until(checkpoint.is_dir, checkpoint.parent, seconds):
+        raise ValueError(
+            f"--output_dir {checkpoint.parent} has no {checkpoint.name}, which rank 0 sees; name a directory on a file "
+            "system that all hosts share"
+        )
 
 
 def _require(holds: bool, line: str) -> None:

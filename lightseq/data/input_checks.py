@@ -103,6 +103,8 @@ def _check_inputs(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tupl
     ):
         if kwargs.get(flag) or (kwargs.get(flag) is None and getattr(config, flag, False)):
             raise ValueError(f"{flag}=True is not supported: {reason}; set it to False")
+    if (ignored := kwargs.get("ignore_index")) not in (None, IGNORE_INDEX):
+        raise ValueError(f"ignore_index={ignored} is not supported; set labels without a target to {IGNORE_INDEX}")
     mask = kwargs.get("attention_mask")
     if mask is not None:
         if not isinstance(mask, Tensor) or mask.ndim != 2 or not bool((mask == 1).all()):

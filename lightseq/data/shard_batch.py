@@ -31,8 +31,9 @@ def find_boundaries(
     """Returns the start of each document and the last end, for a batch of one; None for one document per sequence."""
     batch, length = input_ids.shape
     if position_ids is not None:
-        if position_ids.ndim not in (1, 2) or position_ids.shape[-1] != length:
-            raise ValueError(f"position_ids are {tuple(position_ids.shape)}; give one for each of {length} tokens")
+        if not isinstance(position_ids, Tensor) or position_ids.shape[-1:] != (length,):
+            given = tuple(position_ids.shape) if isinstance(position_ids, Tensor) else type(position_ids).__name__
+            raise ValueError(f"position_ids are {given}; give a tensor with one for each of {length} tokens")
         position_ids = position_ids.cpu()  # once, because the host waits for a device
     if cu_seqlens is None:
         if position_ids is None or bool((position_ids == torch.arange(length, dtype=position_ids.dtype)).all()):
@@ -42,7 +43,7 @@ def find_boundaries(
         raise ValueError(f"packed documents in a batch of {batch}; pack all documents into one sequence")
     if isinstance(cu_seqlens, Tensor):
         cu_seqlens = cu_seqlens.flatten().tolist()  # collators add a batch dimension
-    if fractions := [x for x in cu_seqlens if int(x) != x]:
+    if fractions := [x for x in cu_seqlens if x % 1 != 0]:
         raise ValueError(f"cu_seqlens has {fractions[0]}; give whole numbers of tokens")
     try:
         found = check_boundaries([int(x) for x in cu_seqlens], length)
@@ -79,19 +80,6 @@ def without_masked(shift_labels: Tensor, attention_mask: Tensor) -> Tensor:
     return shift_labels.masked_fill((attention_mask == 0) | (targets == 0), IGNORE_INDEX)
 
 
-def check_masked_labels(attention_mask: Tensor | None, labels: Tensor | None, shift_labels: Tensor | None) -> None:
-    """Raises ValueError if masked tokens have labels: one process would train on them, and no mask is applied here."""
-    given = labels if shift_labels is None else shift_labels
-    if attention_mask is None or given is None or attention_mask.shape != given.shape:
-        return
-    if shift_labels is None:
-        kept = given.masked_fill(attention_mask == 0, IGNORE_INDEX)
-    else:
-        kept = without_masked(given, attention_mask)
-    if count := int((kept != given).sum()):
-        raise ValueError(f"{count} masked tokens have labels; set the labels of padding to {IGNORE_INDEX}")
-
-
 def check_labels(labels: Tensor) -> None:
     """Raises ValueError for negative labels other than -100. Those on a GPU are checked there, as torch's loss does."""
     valid = ((labels >= 0) | (labels == IGNORE_INDEX)).all()
@@ -101,8 +89,13 @@ def check_labels(labels: Tensor) -> None:
         raise ValueError(f"a label is {int(labels[labels != IGNORE_INDEX].min())}; tokens without a target have -100")
 
 
-def check_right_padding(attention_mask: Tensor | None) -> None:
-    """Raises ValueError unless each row of a mask is ones, then zeros; causal attention ignores right padding."""
+def check_right_padding(
+    attention_mask: Tensor | None, labels: Tensor | None = None, shift_labels: Tensor | None = None
+) -> None:
+    """Raises ValueError unless each row of a mask is ones, then zeros; causal attention ignores right padding.
+
+    If labels or shifted labels are given, those of masked tokens must be -100: one process would train on others.
+    """
     if attention_mask is None:
         return
     if not isinstance(attention_mask, Tensor):
@@ -111,8 +104,16 @@ def check_right_padding(attention_mask: Tensor | None) -> None:
         raise ValueError(f"attention_mask has {attention_mask.ndim} dimensions; give one of shape (batch, sequence)")
     there = (attention_mask != 0).int()  # bool and uint8 have no negative differences
     empty, rises = ~there.any(dim=1).all(), (there.diff(dim=1) > 0).any()
-    empty_row, not_right = torch.stack([empty, rises]).tolist()  # together, because the host waits for a device
+    masked_labels = there.new_zeros(())
+    if labels is not None and labels.shape == there.shape:
+        masked_labels = ((there == 0) & (labels != IGNORE_INDEX)).sum()
+    if shift_labels is not None and shift_labels.shape == there.shape:
+        masked_labels = (without_masked(shift_labels, there) != shift_labels).sum()
+    # Together, because the host waits for a device.
+    empty_row, not_right, masked = torch.stack([empty.int(), rises.int(), masked_labels.int()]).tolist()
     if empty_row:
         raise ValueError("attention_mask has a row without tokens; remove the row")
     if not_right:
         raise ValueError("attention_mask has padding on the left, or holes; pad on the right (padding_side='right')")
+    if masked:
+        raise ValueError(f"{masked} masked tokens have labels; set the labels of padding to {IGNORE_INDEX}")

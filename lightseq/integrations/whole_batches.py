@@ -19,7 +19,7 @@ from transformers.utils import ModelOutput
 from lightseq import hf
 from lightseq.attention.context import SequenceContext
 from lightseq.data.input_checks import has_fused_loss, loss_function_of
-from lightseq.data.shard_batch import check_masked_labels
+from lightseq.data.shard_batch import check_right_padding
 from lightseq.memory.remat import apply_remat
 from lightseq.models.architecture import known_logit_transform, transformers_model
 from lightseq.modules.compilation import allow_graphs_per_length
@@ -142,7 +142,8 @@ class WholeBatches:
         for name, reason in REFUSED.items():
             if _is_set(kwargs.pop(name, None)) or (name in CONFIGURED and getattr(self.model.config, name, False)):
                 raise ValueError(f"{name} is not supported over several ranks: {reason}")
-        if kwargs.get("return_dict") is False or not self.model.config.return_dict:
+        returns_dict = kwargs.get("return_dict")
+        if not (self.model.config.return_dict if returns_dict is None else returns_dict):
             raise ValueError("return_dict=False is not supported over several ranks: the loss is read by its name")
         for name in PACKING:
             kwargs.pop(name, None)
@@ -150,7 +151,7 @@ class WholeBatches:
         if whole["input_ids"] is None:
             raise ValueError("input_ids are missing; pass those of the whole batch")
         length, shifted_here = whole["input_ids"].shape[1], whole["shift_labels"] is None
-        check_masked_labels(whole["attention_mask"], whole["labels"], whole["shift_labels"])
+        check_right_padding(whole["attention_mask"], whole["labels"] if shifted_here else None, whole["shift_labels"])
         if self._pad_to is not None:
             whole = _padded(whole, self._pad_to)
         batch = hf.shard_batch(self.context, cu_seqlens=kwargs.pop("cu_seq_lens_q", None), **whole)

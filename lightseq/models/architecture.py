@@ -5,6 +5,7 @@ Nothing depends on the model's name. A model that would train only approximately
 
 import copy
 import json
+import sys
 from collections import Counter
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ class Architecture:
 
     name: str
     windows: tuple[int | None, ...]  # sliding window of each layer, in tokens; None: full attention
+    layers_share_inputs: bool  # all layers get the same arguments, such as RoPE, apart from the hidden states
     logit_transform: LogitTransform  # makes logits of the head's result
     layer_class: str
     gated_mlp: bool  # down(silu(gate) * up) of plain linears
@@ -159,6 +161,17 @@ def layer_windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
+def masked_windows(model: PreTrainedModel) -> tuple[int | None, ...]:
+    """Returns the window of each layer that the model's own code applies with a mask; None for full attention.
+
+    A config may have a leftover window that the code of its model does not read.
+    """
+    modules = {sys.modules.get(kind.__module__) for kind in type(model).__mro__}
+    if any(hasattr(module, "create_sliding_window_causal_mask") for module in modules):
+        return layer_windows(model.config)
+    return (None,) * model.config.num_hidden_layers
+
+
 def inspect_architecture(config: PreTrainedConfig) -> Architecture:
     """Returns the architecture of a config. Raises ValueError if it cannot be trained."""
     key = (type(config), repr(vars(config)))
@@ -217,7 +230,8 @@ def _inspect(kind: Any, text: str) -> Architecture:
         raise ValueError(f"{name} does not run on the meta device ({why}); use another model") from error
     return Architecture(
         name=name,
-        windows=layer_windows(config),
+        windows=ran.windows,
+        layers_share_inputs=ran.layers_share_inputs,
         logit_transform=logit_transform,
         layer_class=type(layers[0]).__name__,
         gated_mlp=all(is_gated(getattr(layer, "mlp", None)) for layer in layers),

@@ -1,7 +1,7 @@
 """Facts about a model, found by running its own code on the meta device, where no tensor has values."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -19,6 +19,7 @@ from lightseq.models.heads import Heads
 
 PROBE: Final = "lightseq_probe"
 TOKENS: Final = 4
+NOT_COMPARED: Final = ("hidden_states", "attention_mask")  # among layers; attention takes no mask
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,8 @@ class MetaRun:
     """Facts that one forward pass on the meta device shows."""
 
     heads: Heads  # of every layer
+    windows: tuple[int | None, ...]  # that each layer passes to attention, in tokens; None: full attention
+    layers_share_inputs: bool  # all layers get the same arguments, apart from the hidden states
     passes_documents: bool  # packed documents reach attention
     ending_linears: list[nn.Linear]  # each layer's last linear
     mlp_is_last: bool  # no layer saves anything after its MLP
@@ -53,12 +56,21 @@ def run_on_meta(model: PreTrainedModel, layers: nn.ModuleList) -> MetaRun:
         ):  # a checkpoint of some layers cannot recompute those of others
             raise ValueError(f"{name} has layers that share keys and values; use your own loop around hf.enable")
         keys.append((module, k))
+        windows.append(others.get("sliding_window"))
         calls.append((Heads(q.shape[1], k.shape[1], q.shape[-1]), others.get("documents")))
         return q.transpose(1, 2).contiguous(), None
+
+    windows: list[int | None] = []
+    inputs: list[dict[str, Any]] = []  # arguments of each layer
+
+    def record_inputs(_layer: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        by_place = {str(place): value for place, value in enumerate(args) if place > 0}
+        inputs.append({key: value for key, value in (by_place | keywords).items() if key not in NOT_COMPARED})
 
     ends: list[nn.Linear] = []
     hooks = [linear.register_forward_hook(lambda linear, *_: ran.append(linear)) for linear in linears_of(layers)]
     hooks += [layer.register_forward_hook(lambda *_: ends.append(ran[-1])) for layer in layers]
+    hooks += [layer.register_forward_pre_hook(record_inputs, with_kwargs=True) for layer in layers]
     norms = [module for module in layers.modules() if "Norm" in type(module).__name__]
     hooks += [norm.register_forward_hook(lambda *call: normalized.append(call[-1].numel())) for norm in norms]
     for rope in [
@@ -75,11 +87,17 @@ def run_on_meta(model: PreTrainedModel, layers: nn.ModuleList) -> MetaRun:
         raise ValueError(f"{name} has layers with different attention; use a model with one kind of layer")
     return MetaRun(
         heads=calls[0][0],
+        windows=tuple(windows),
+        layers_share_inputs=all(_are_same(x, inputs[0]) for x in inputs),
         passes_documents=all(passed is documents for _, passed in calls),
         ending_linears=ends,
         mlp_is_last=not any(saved),
         normalized=sum(normalized) // TOKENS,
     )
+
+
+def _are_same(x: Mapping[str, Any], y: Mapping[str, Any]) -> bool:
+    return x.keys() == y.keys() and all(x[key] is y[key] for key in x)
 
 
 @contextmanager

@@ -168,8 +168,10 @@ class _TiledCall:
     def window(self) -> int | None:
         """Keys that a query of this layer sees; None: all before it."""
         module = self.layer.self_attn
-        of_model: int | None = getattr(module.config, "sliding_window", None)  # Mistral's layers all have it
-        window: int | None = getattr(module, "sliding_window", of_model)
+        if any(kind.__name__ == "MistralAttention" for kind in type(module).__mro__):  # all layers have the model's
+            of_model: int | None = module.config.sliding_window
+            return of_model
+        window: int | None = getattr(module, "sliding_window", None)
         return window
 
     def head_slices(self, x: Tensor) -> Iterator[HeadSlice | None]:

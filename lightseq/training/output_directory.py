@@ -7,7 +7,6 @@ import json
 import os
 import re
 import socket
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -48,6 +47,8 @@ def check_output_dir(output_dir: Path, config: TrainConfig, resume_point: Resume
                 "one with --resume_from_checkpoint True, or give another --output_dir"
             )
         return
+    if config.resume_from_checkpoint is not None and not any(output_dir.glob("checkpoint-*")):
+        return  # an earlier attempt saved nothing; its records are set aside
     holds_run = (output_dir / RUN).exists() or (output_dir / METRICS).exists() or any(output_dir.glob("checkpoint-*"))
     may_hold_run = (
         config.overwrite_output_dir or config.resume_from_checkpoint == "auto" or _has_restarted(output_dir, world)
@@ -158,19 +159,25 @@ def name_unwritable(output_dir: Path) -> Iterator[None]:
         ) from error
 
 
-def wait_for_shared(output_dir: Path, world: World, seconds: float = 60.0) -> None:
-    """Waits until this rank sees the lock file of rank 0, which a network file system may show late.
+def check_shared(output_dir: Path, owner: str, seconds: float) -> None:
+    """Raises ValueError unless this rank sees the lock file of rank 0, in which `owner` is the first line.
 
-    Raises ValueError if it does not: each rank writes its part of a checkpoint into the directory.
+    Every rank writes its part of a checkpoint into the directory. A network file system may show the file late, so
+    this waits for up to `seconds`.
     """
-    deadline = time.monotonic() + seconds
-    while not (output_dir.is_dir() and LOCK in os.listdir(output_dir)):  # listing it asks the server again
-        if time.monotonic() > deadline:
-            raise ValueError(
-                f"--output_dir {output_dir} is not the directory of rank 0; name one on a file system that all hosts "
-                f"share, or give --save_strategy no"
-            )
-        time.sleep(0.5)
+    if not checkpoints.wait_until(lambda: lock_owner(output_dir) == owner, output_dir, seconds):
+        raise ValueError(
+            f"--output_dir {output_dir} is not that of rank 0; name one on a file system that all hosts share, or "
+            "give --save_strategy no"
+        )
+
+
+def lock_owner(output_dir: Path) -> str:
+    """Returns the process that holds the lock, or held it last; empty if there is none."""
+    try:
+        return (output_dir / LOCK).read_text().partition("\n")[0]
+    except OSError:
+        return ""
 
 
 def _check_lock(lock_file: TextIO, output_dir: Path) -> None:

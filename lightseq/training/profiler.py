@@ -7,6 +7,7 @@ Writes a trace per rank for https://ui.perfetto.dev, with a summary of time, ker
 import json
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -55,18 +56,26 @@ class StepProfile:
         if self._device.type == "cuda":
             torch.cuda.synchronize()
         self._profiler.stop()
-        trace = self._directory / f"rank{self._rank}.json.gz"
+        profiler, self._profiler = self._profiler, None
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
-            self._profiler.export_chrome_trace(str(trace))
-            self._summarize(trace)
-        except OSError as error:  # a full disk should not end a run
-            trace.unlink(missing_ok=True)
-            print(f"profile: {trace} cannot be written ({error.strerror})", file=sys.stderr)
-        self._profiler = None
+            self._write(profiler)
+        except OSError as error:  # such as a full disk, which should not end a run
+            print(f"profile: {self._directory} cannot be written ({error.strerror or error})", file=sys.stderr)
+        if self._with_memory:
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+    def _write(self, profiler: profile) -> None:
+        trace = self._directory / f"rank{self._rank}.json.gz"
+        try:
+            profiler.export_chrome_trace(str(trace))
+        except OSError:
+            with suppress(OSError):
+                trace.unlink()
+            raise
+        self._summarize(trace)
         if self._with_memory:
             torch.cuda.memory._dump_snapshot(str(self._directory / f"memory-rank{self._rank}.pickle"))
-            torch.cuda.memory._record_memory_history(enabled=None)
 
     def _memory(self) -> dict[str, Any]:
         """Returns bytes of GPU memory: the peak by category, this process's, all processes', and the device's."""

@@ -139,7 +139,8 @@ def _check_flags(config: TrainConfig, world: World, resume_point: ResumePoint) -
         raise ValueError(f"{given}; add --eval_data_path and --eval_strategy, or leave it out")
     check_tracker(config.report_to)
     check_optimizer(config.optim, world.device)
-    check_output_dir(Path(config.output_dir), config, resume_point, world)
+    if world.is_main:  # another host may see an older state of a shared directory
+        check_output_dir(Path(config.output_dir), config, resume_point, world)
 
 
 def _check_adapters(config: TrainConfig, model: FoundModel) -> None:

@@ -37,22 +37,24 @@ from lightseq.schedule.auto import ScheduleChoice, choose_windowed
 from lightseq.utils.differences import differences
 
 Notes = tuple[str, ...]
-PATH = "a path"
+# Hosts may keep copies of these in different places.
 INPUT_FLAGS = ("model_name_or_path", "tokenizer", "chat_template", "data_path", "eval_data_path", "deepspeed")
 
 
 def check_same_flags(config: TrainConfig, world: World) -> None:
     """Ends all ranks with one line unless all were given the same flags. All ranks must call it.
 
-    The paths of inputs and of the cache may differ, because hosts may keep copies in different places.
+    Paths of inputs may differ if they exist where they were given, and so may the directory of the cache.
     """
-    everyone: list[dict[str, Any]] = [{}] * world.size
-    mine = config.to_json() | {"data_cache": None}
-    mine |= {name: PATH for name in INPUT_FLAGS if mine[name] and os.path.exists(mine[name])}
-    dist.all_gather_object(everyone, mine)
+    flags = config.to_json() | {"data_cache": None}
+    existing = {name for name in INPUT_FLAGS if flags[name] and os.path.exists(flags[name])}
+    everyone: list[tuple[dict[str, Any], set[str]]] = [(flags, existing)] * world.size
+    dist.all_gather_object(everyone, (flags, existing))
+    paths = set[str].intersection(*(theirs for _, theirs in everyone))
+    compared = [{name: value for name, value in theirs.items() if name not in paths} for theirs, _ in everyone]
 
     def compare() -> None:
-        if found := differences(everyone):
+        if found := differences(compared):
             raise ValueError(f"--{'; --'.join(found)}; start every host with the same command")
 
     on_all_ranks(world, compare)
@@ -66,6 +68,11 @@ def check_layers(config: TrainConfig, architecture: Architecture) -> None:
     layer_class = architecture.layer_class
     if config.tiles_layers:
         check_layer_class(layer_class)
+    if config.group_size > 1 and not architecture.layers_share_inputs:
+        raise ValueError(
+            f"--layers_per_checkpoint {config.group_size} needs layers with one RoPE, but {architecture.name} has one "
+            "for each type of layer; leave it out"
+        )
     if architecture.has_windows(config.model_max_length):
         choose_windowed(ScheduleChoice(config.schedule))
     if config.remat_policy in STORES_MLP and not architecture.gated_mlp:

@@ -18,18 +18,21 @@ from lightseq.training.loop import Trainer, TrainingLoop
 from lightseq.training.metrics import TRACKERS, MetricsFile, write_run
 from lightseq.training.output_directory import (
     another_run_wrote,
+    check_shared,
     continues_after_restart,
     lock_directory,
+    lock_owner,
     mark_begun,
     name_unwritable,
     remove_run,
     resumes_in_place,
     set_earlier_aside,
-    wait_for_shared,
 )
 from lightseq.training.run_info import describe_run, run_facts
 from lightseq.training.setup import Inputs, prepare
 from lightseq.training.setup_checks import check_same_flags
+
+VISIBLE_SECONDS = 60.0  # a network file system may show files of another host so late
 
 
 def train(family: ModelFamily, argv: list[str], program: str) -> None:
@@ -40,12 +43,14 @@ def train(family: ModelFamily, argv: list[str], program: str) -> None:
         config = on_all_ranks(world, lambda: parse(argv, program))
         check_same_flags(config, world)
         output_dir = Path(config.output_dir)
+        # Less than the timeout of collectives, in which other ranks wait.
+        visible_seconds = min(VISIBLE_SECONDS, config.step_timeout / 2)
         # A shared file system may still show an older state of the directory to other hosts.
         if from_rank_0(on_all_ranks(world, lambda: continues_after_restart(output_dir, world))):
             config = replace(config, resume_from_checkpoint="True")
 
         def find_inputs() -> Inputs:
-            resume_point = resume.find_checkpoint(output_dir, config.resume_from_checkpoint, world)
+            resume_point = resume.find_checkpoint(output_dir, config.resume_from_checkpoint, world, visible_seconds)
             return on_all_ranks(world, lambda: prepare(config, family, world, resume_point))
 
         inputs = find_inputs()
@@ -53,7 +58,8 @@ def train(family: ModelFamily, argv: list[str], program: str) -> None:
         # Locking creates the directory, so it comes after everything that can fail without leaving a trace.
         lock_file = on_all_ranks(world, lambda: lock_directory(output_dir, world) if world.is_main else None)
         if config.save_strategy != "no":
-            on_all_ranks(world, lambda: wait_for_shared(output_dir, world))
+            owner = from_rank_0(lock_owner(output_dir))
+            on_all_ranks(world, lambda: check_shared(output_dir, owner, visible_seconds))
         if another_run_wrote(lock_file, config, inputs, world):
             inputs = find_inputs()
             resume_engine(engine, config, inputs, world, watchdog)

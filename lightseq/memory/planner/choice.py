@@ -90,7 +90,8 @@ def frugal_options(run: PlannedRun) -> list[PlannedRun]:
     """Returns the run with the other choices, which take less memory and more time."""
     tiles = [False, True] if run.architecture.layer_class in TILEABLE_LAYER_CLASSES else [False]
     offload = ["both", "optimizer", "activations", "none"]
-    found = _options(run, remat=["full", "attention"], offload=offload, groups=[FRUGAL_GROUP, 1], tiles=tiles)
+    groups = [FRUGAL_GROUP, 1] if run.architecture.layers_share_inputs else [1]
+    found = _options(run, remat=["full", "attention"], offload=offload, groups=groups, tiles=tiles)
     fast = [option.config for option in fast_options(run)]
     return [option for option in found if option.config not in fast]
 
