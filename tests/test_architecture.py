@@ -223,7 +223,7 @@ def test_storing_the_mlp_is_refused_for_layers_that_cannot(model_type: str, line
             check_layers(asked, found)
 
 
-@pytest.mark.parametrize("model_type", ["gemma3_text", "olmo3"])
+@pytest.mark.parametrize("model_type", ["gemma3_text"])
 def test_groups_of_layers_are_refused_and_not_planned_where_layers_have_their_own_rope(model_type: str) -> None:
     """A group runs with the arguments of its first layer."""
     found = inspect_architecture(config_of(model_type))

@@ -177,6 +177,16 @@ def test_errors_are_measured_against_float64_for_every_schedule(tmp_path: Path) 
         assert point.get("worst_error_over_single_gpu", 1.0) < 2
 
 
+def test_a_window_is_measured_and_recorded(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    words = f"--lengths 96 {SMALL} --schedules prefix --window 9 --peers single-gpu --output {file}"
+    status, _, error = spawn(2, program, words)[0]
+    assert status == 0, error
+    points = records(file)[1]
+    assert {point["implementation"] for point in points} == {"single-gpu", "lightseq"}
+    assert all(point["window"] == 9 and point["tflops_per_gpu"] > 0 for point in points)
+
+
 def test_packed_documents_are_kept_apart_and_recorded(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     words = f"--check --lengths 96 {SMALL} --schedules prefix --documents lognormal:0:8:64 --output {file}"
