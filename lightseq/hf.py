@@ -65,10 +65,10 @@ from lightseq.models.architecture import (
     attention_modules,
     caps_scores,
     check_attention,
-    masked_windows,
     rope_types,
     sliding_window,
     transformers_model,
+    windows_of_masks,
 )
 from lightseq.models.heads import heads_of
 from lightseq.schedule.cost import AttentionShape
@@ -280,7 +280,7 @@ def _attach(model: PreTrainedModel, context: SequenceContext) -> None:
             rope.forward = partial(_rope_forward, rope, rope.forward)  # type: ignore[method-assign]
     for module in (model, inner, inner.base_model, *ropes, *attention_modules(model)):
         module.sequence_context = context  # type: ignore[assignment]
-    windows = masked_windows(inner)
+    windows = windows_of_masks(inner)
     for module in attention_modules(model):
         module.window_of_mask = windows[module.layer_idx]  # type: ignore[index, assignment]
     install_checks(model, length_dependent_rope=bool(ropes))

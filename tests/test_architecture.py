@@ -228,7 +228,7 @@ def test_groups_of_layers_are_refused_and_not_planned_where_layers_have_their_ow
     """A group runs with the arguments of its first layer."""
     found = inspect_architecture(config_of(model_type))
     asked = TrainConfig(model_name_or_path="x", data_path="x", output_dir="x", layers_per_checkpoint=2)
-    with pytest.raises(ValueError, match="--layers_per_checkpoint 2 needs layers with one RoPE, but"):
+    with pytest.raises(ValueError, match="--layers_per_checkpoint 2 needs layers that get the same arguments"):
         check_layers(asked, found)
     assert not found.layers_share_inputs and inspect_architecture(config_of("llama")).layers_share_inputs
     options = {"model_name_or_path": "x", "data_path": "x", "output_dir": "x", "bf16": True}

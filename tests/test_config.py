@@ -232,7 +232,7 @@ SCHEDULE_REFUSALS = (
         ("--learning_rate inf", "--learning_rate inf: give a finite number of at least 0"),
         ("--num_train_epochs inf", "--num_train_epochs inf: give a number above 0"),
         ("--max_steps -1", "--max_steps -1: give at least 1, or leave it out"),
-        ("--max_steps 9223372036854775807", "--max_steps 9.22337e+18: give at most 1,000,000,000"),
+        ("--max_steps 9223372036854775807", "--max_steps 9223372036854775807: give at most 1,000,000,000"),
         ("--step_timeout 1e300", "--step_timeout 1e+300: give at most 1,000,000"),
         ("--gradient_accumulation_steps 0", "--gradient_accumulation_steps 0: give at least 1"),
         ("--model_max_length 0", "--model_max_length 0: give at least 1"),

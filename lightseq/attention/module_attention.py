@@ -14,7 +14,6 @@ from lightseq.kernels.logit_transform import LogitTransform
 PASSED_ON: Final = ("documents", "sliding_window", "s_aux")
 # Supported keywords, and those without effect. Any other would change the result, unless it is None or False.
 HONOURED: Final = frozenset({*PASSED_ON, "dropout", "scaling", "softcap"})
-UNKNOWN: Final = -1  # window of the mask of a module that was not patched by `hf.enable`
 HARMLESS: Final = frozenset(
     {
         "is_causal", "position_ids", "use_cache", "return_dict", "output_hidden_states", "logits_to_keep",
@@ -82,8 +81,9 @@ def _checked_context(module: nn.Module, q: Tensor, others: Mapping[str, Any]) ->
         remedy = "pass cu_seqlens to shard_batch" if unknown.startswith("cu_seq_lens") else "leave it out"
         raise ValueError(f"attention got {unknown}, which no kernel supports; {remedy}")
     context = context_of(module)
-    window, of_mask = others.get("sliding_window"), getattr(module, "window_of_mask", UNKNOWN)
-    if of_mask != window and of_mask != UNKNOWN:
+    window = others.get("sliding_window")
+    of_mask = getattr(module, "window_of_mask", window)  # set by `hf.enable`
+    if of_mask != window:
         _check_window(module, window, of_mask, tokens=q.shape[1] * context.schedule.world)
     return context
 

@@ -30,6 +30,7 @@ EVAL_LOSS, DATA_POSITION = "eval_loss", "data"  # keys of trainer_state.json
 PARTIAL, DELETED, BROKEN, OTHER = ".partial", ".deleted", ".broken", ".other"
 NAME = re.compile(r"checkpoint-\d+")
 WAIT_SECONDS = 0.5  # between looks at a directory
+VISIBLE_SECONDS = 60.0  # a network file system may show files of another host so late
 # With a number if the name was taken.
 LEFTOVER = re.compile(rf"({NAME.pattern})(\.(?:partial|deleted|broken|other))(-\d+)?")
 

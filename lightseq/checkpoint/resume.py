@@ -14,7 +14,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lightseq.checkpoint import manifest, state_files
-from lightseq.checkpoint.checkpoints import STATE, is_checkpoint, list_checkpoints, read_trainer_state, wait_until
+from lightseq.checkpoint.checkpoints import (
+    STATE,
+    VISIBLE_SECONDS,
+    is_checkpoint,
+    list_checkpoints,
+    read_trainer_state,
+    wait_until,
+)
 from lightseq.config.checks import ADAM_FLAGS
 from lightseq.config.optimizers import NO_STATE, OPTIMIZERS
 from lightseq.config.train_config import TrainConfig
@@ -53,7 +60,7 @@ FRESH_START = ResumePoint(None)
 
 
 def find_checkpoint(
-    output_dir: Path, requested: str | None, world: World, visible_seconds: float = 60.0
+    output_dir: Path, requested: str | None, world: World, visible_seconds: float = VISIBLE_SECONDS
 ) -> ResumePoint:
     """Returns the checkpoint for --resume_from_checkpoint after verifying every file. All ranks must call it.
 

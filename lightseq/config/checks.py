@@ -107,7 +107,7 @@ def _check_numbers(config: TrainConfig) -> None:
                 raise ValueError(f"--{flag} {value}: {remedy}{optional}")
     for flag, most in AT_MOST.items():
         if (value := getattr(config, flag)) is not None and value > most:
-            raise ValueError(f"--{flag} {value:g}: give at most {most:,}")
+            raise ValueError(f"--{flag} {value}: give at most {most:,}")
     if config.profile_steps is not None and not 1 <= config.profile_steps[0] <= config.profile_steps[1]:
         first, last = config.profile_steps
         raise ValueError(f"--profile_steps {first}:{last}: give first:last with 1 <= first <= last, such as 10:12")

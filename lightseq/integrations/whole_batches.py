@@ -151,7 +151,10 @@ class WholeBatches:
         if whole["input_ids"] is None:
             raise ValueError("input_ids are missing; pass those of the whole batch")
         length, shifted_here = whole["input_ids"].shape[1], whole["shift_labels"] is None
-        check_right_padding(whole["attention_mask"], whole["labels"] if shifted_here else None, whole["shift_labels"])
+        mask = whole["attention_mask"]
+        check_right_padding(mask, whole["labels"] if shifted_here else None, whole["shift_labels"])
+        if mask is not None and mask.shape == whole["input_ids"].shape:
+            whole["attention_mask"] = None  # is right padding without labels; another check would wait for the device
         if self._pad_to is not None:
             whole = _padded(whole, self._pad_to)
         batch = hf.shard_batch(self.context, cu_seqlens=kwargs.pop("cu_seq_lens_q", None), **whole)

@@ -161,7 +161,7 @@ def layer_windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def masked_windows(model: PreTrainedModel) -> tuple[int | None, ...]:
+def windows_of_masks(model: PreTrainedModel) -> tuple[int | None, ...]:
     """Returns the window of each layer that the model's own code applies with a mask; None for full attention.
 
     A config may have a leftover window that the code of its model does not read.

@@ -42,6 +42,8 @@ def run_on_meta(model: PreTrainedModel, layers: nn.ModuleList) -> MetaRun:
     """
     name, calls, ran = type(model).__name__, list[tuple[Heads, Any]](), list[nn.Linear]()
     normalized: list[int] = []
+    windows: list[int | None] = []
+    inputs: list[dict[str, Any]] = []  # arguments of each layer
     documents, keys = object(), list[tuple[nn.Module, Tensor]]()
 
     def probe(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any = None, **others: Any) -> Any:
@@ -59,9 +61,6 @@ def run_on_meta(model: PreTrainedModel, layers: nn.ModuleList) -> MetaRun:
         windows.append(others.get("sliding_window"))
         calls.append((Heads(q.shape[1], k.shape[1], q.shape[-1]), others.get("documents")))
         return q.transpose(1, 2).contiguous(), None
-
-    windows: list[int | None] = []
-    inputs: list[dict[str, Any]] = []  # arguments of each layer
 
     def record_inputs(_layer: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         by_place = {str(place): value for place, value in enumerate(args) if place > 0}

@@ -167,11 +167,7 @@ class _TiledCall:
     @property
     def window(self) -> int | None:
         """Keys that a query of this layer sees; None: all before it."""
-        module = self.layer.self_attn
-        if any(kind.__name__ == "MistralAttention" for kind in type(module).__mro__):  # all layers have the model's
-            of_model: int | None = module.config.sliding_window
-            return of_model
-        window: int | None = getattr(module, "sliding_window", None)
+        window: int | None = self.layer.self_attn.window_of_mask  # set by `hf.enable`
         return window
 
     def head_slices(self, x: Tensor) -> Iterator[HeadSlice | None]:

@@ -250,7 +250,7 @@ class Journal:
     def log(self, record: Mapping[str, Any]) -> None:
         """Writes a record to the metrics and shows it, on the rank with `metrics`. Ends the run if it cannot write."""
         if self._metrics is not None:
-            with exit_on_write_error(self._metrics.path, self._world, self._terminal, self._saves):
+            with exit_on_write_error(self._metrics.path, self._world, self._terminal, saves=self._saves):
                 self._metrics.write(record)
             self._terminal.show(record)
 

@@ -47,12 +47,12 @@ def check_output_dir(output_dir: Path, config: TrainConfig, resume_point: Resume
                 "one with --resume_from_checkpoint True, or give another --output_dir"
             )
         return
-    if config.resume_from_checkpoint is not None and not any(output_dir.glob("checkpoint-*")):
-        return  # an earlier attempt saved nothing; its records are set aside
-    holds_run = (output_dir / RUN).exists() or (output_dir / METRICS).exists() or any(output_dir.glob("checkpoint-*"))
-    may_hold_run = (
-        config.overwrite_output_dir or config.resume_from_checkpoint == "auto" or _has_restarted(output_dir, world)
-    )
+    has_checkpoints = any(output_dir.glob("checkpoint-*"))
+    holds_run = (output_dir / RUN).exists() or (output_dir / METRICS).exists() or has_checkpoints
+    # An attempt to resume that saved nothing may be repeated. Its records are set aside.
+    repeats = config.resume_from_checkpoint is not None and not has_checkpoints
+    goes_on = config.resume_from_checkpoint == "auto" or _has_restarted(output_dir, world)
+    may_hold_run = config.overwrite_output_dir or repeats or goes_on
     if config.overwrite_output_dir:
         _check_inputs_survive(output_dir, config)
     if holds_run and not may_hold_run:

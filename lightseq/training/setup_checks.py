@@ -70,8 +70,8 @@ def check_layers(config: TrainConfig, architecture: Architecture) -> None:
         check_layer_class(layer_class)
     if config.group_size > 1 and not architecture.layers_share_inputs:
         raise ValueError(
-            f"--layers_per_checkpoint {config.group_size} needs layers with one RoPE, but {architecture.name} has one "
-            "for each type of layer; leave it out"
+            f"--layers_per_checkpoint {config.group_size} needs layers that get the same arguments, such as RoPE, but "
+            f"those of {architecture.name} do not; leave it out"
         )
     if architecture.has_windows(config.model_max_length):
         choose_windowed(ScheduleChoice(config.schedule))

@@ -32,8 +32,6 @@ from lightseq.training.run_info import describe_run, run_facts
 from lightseq.training.setup import Inputs, prepare
 from lightseq.training.setup_checks import check_same_flags
 
-VISIBLE_SECONDS = 60.0  # a network file system may show files of another host so late
-
 
 def train(family: ModelFamily, argv: list[str], program: str) -> None:
     """Trains with the flags in `argv`. Exits with status 2 and one line on invalid input."""
@@ -44,7 +42,7 @@ def train(family: ModelFamily, argv: list[str], program: str) -> None:
         check_same_flags(config, world)
         output_dir = Path(config.output_dir)
         # Less than the timeout of collectives, in which other ranks wait.
-        visible_seconds = min(VISIBLE_SECONDS, config.step_timeout / 2)
+        visible_seconds = min(checkpoints.VISIBLE_SECONDS, config.step_timeout / 2)
         # A shared file system may still show an older state of the directory to other hosts.
         if from_rank_0(on_all_ranks(world, lambda: continues_after_restart(output_dir, world))):
             config = replace(config, resume_from_checkpoint="True")
