@@ -16,13 +16,15 @@ from data_gen.output import limit_tokens, write
 from data_gen.sources import SkippedTexts, expand_sources, read_texts
 from data_gen.synthetic import KINDS, Synthetic, answer_targets, check_spec, draw_document, needle_depths
 from lightseq.config.lengths import length_flag
+from lightseq.data.sources import split_columns
 from lightseq.data.token_cache import tokenizer_batches
 from lightseq.data.tokenizer import load_tokenizer
 from lightseq.utils.formatting import first_line
 from lightseq.utils.progress import progress_bar
 
 TEXT_HELP = (
-    "SOURCE is a file (one document), a .jsonl or .parquet file (one document per row), a folder (all files below it "
+    "SOURCE is a file (one document), a .jsonl, .jsonl.gz, .ndjson, .arrow or .parquet file (one document per "
+    "row), a folder (all files below it "
     "except hidden ones), a quoted glob, hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT (a Hugging Face data set, "
     "streamed), or stdlib (the modules of the running Python's standard library, without its tests). Each document "
     "ends with the tokenizer's end-of-document id. Files and rows that cannot be read are left out and counted."
@@ -81,6 +83,11 @@ def parser() -> argparse.ArgumentParser:
     )
     text.add_argument("--column", default="text", help="column of rows that holds the text (default: %(default)s)")
     text.add_argument(
+        "--ignore_columns",
+        metavar="NAMES",
+        help="columns of rows to ignore, separated by commas; others that are not known are refused",
+    )
+    text.add_argument(
         "--max_tokens", type=length_flag, help="stop after this many, cutting the last document (default: no limit)"
     )
     for command in (synthetic, text):
@@ -122,16 +129,23 @@ def make_text(arguments: argparse.Namespace) -> str:
     if arguments.max_tokens is not None and arguments.max_tokens < 1:
         raise ValueError(f"--max_tokens {arguments.max_tokens} is too small; give 1 or more, or leave it out")
     tokenizer = load_tokenizer(arguments.tokenizer)
-    sources = expand_sources(arguments.sources)
+    sources, ignored = expand_sources(arguments.sources), split_columns(arguments.ignore_columns)
     skipped = SkippedTexts()
 
     def texts() -> Iterator[str]:
         for source in sources:
-            yield from read_texts(source, arguments.column, skipped)
+            yield from read_texts(source, arguments.column, skipped, ignored)
 
     def extra_meta() -> Mapping[str, object]:
         origin = " ".join(arguments.sources)
-        return {"tokenizer": tokenizer.name, "source": origin, "seed": None, **skipped.facts()}
+        fingerprint = tokenizer.vocabulary_fingerprint
+        return {
+            "tokenizer": tokenizer.name,
+            "tokenizer_fingerprint": fingerprint,
+            "source": origin,
+            "seed": None,
+            **skipped.facts(),
+        }
 
     encoded = (ids for batch in tokenizer_batches(texts()) for ids in tokenizer.encode_batch(batch, whole=True))
     tokenised = progress_bar(limit_tokens(arguments.max_tokens, encoded))

@@ -9,20 +9,22 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lightseq.data.columns import UnknownColumnError
 from lightseq.data.sources import (
+    FOLDER_SUFFIXES,
     HUB_PREFIX,
     MAX_NAMED,
+    ReadOptions,
     Row,
     SkippedRows,
-    get_text,
     numbered_lines,
     parse_row,
     read_rows,
 )
-from lightseq.data.targets import EMPTY
+from lightseq.data.targets import EMPTY, text_of_row
 from lightseq.utils.formatting import first_line, plural
 
-TEXT_SUFFIXES = (".jsonl", ".parquet")  # one document per row
+LINE_SUFFIXES = (".jsonl", ".jsonl.gz", ".ndjson")  # a bad line does not end the file
 NOT_LIBRARY = {"test", "tests", "site-packages", "dist-packages", "__pycache__"}
 
 
@@ -85,30 +87,36 @@ def _below(folder: Path, pattern: str) -> list[Path]:
     return [path for path in files if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
 
 
-def read_texts(source: Path | str, column: str, skipped: SkippedTexts) -> Iterator[str]:
+def read_texts(source: Path | str, column: str, skipped: SkippedTexts, ignored: tuple[str, ...] = ()) -> Iterator[str]:
     """Yields the texts of one file or data set.
 
-    Counts rows and files that cannot be read; raises ValueError for a data set that cannot.
+    Counts rows and files that cannot be read; raises ValueError for a data set that cannot, and for columns that are
+    not known and not `ignored`.
     """
-    streamed = ((where, get_text(row, column, where)) for where, row in read_rows(source))
-    for where, text in streamed if isinstance(source, str) else _readable(source, column, skipped):
+    options = ReadOptions(text_column=column, ignored_columns=ignored)
+    streamed = ((where, text_of_row(row, column, where)) for where, row in read_rows(source, options))
+    for where, text in streamed if isinstance(source, str) else _readable(source, options, skipped):
         if text:
             yield text
         else:
             skipped.add(EMPTY, where)
 
 
-def _readable(path: Path, column: str, skipped: SkippedTexts) -> Iterator[tuple[str, str]]:
+def _readable(path: Path, options: ReadOptions, skipped: SkippedTexts) -> Iterator[tuple[str, str]]:
     rows = 0
     try:
-        if path.suffix not in TEXT_SUFFIXES:
+        if not path.name.endswith(FOLDER_SUFFIXES):
+            if not path.is_file():
+                raise ValueError(f"{path} is not a regular file")
             yield str(path), path.read_bytes().decode("utf-8")
             return
-        for where, row in numbered_lines(path) if path.suffix == ".jsonl" else read_rows(path):
-            text = _text_or_none(row, column, where, skipped)
+        for where, row in numbered_lines(path) if path.name.endswith(LINE_SUFFIXES) else read_rows(path, options):
+            text = _text_or_none(row, options, where, skipped)
             if text is not None:
                 yield where, text
             rows += 1
+    except UnknownColumnError:
+        raise
     except UnicodeDecodeError:
         skipped.add("not UTF-8", str(path), f"{path} is not UTF-8 text")
     except (OSError, ValueError) as error:
@@ -120,10 +128,14 @@ def _readable(path: Path, column: str, skipped: SkippedTexts) -> Iterator[tuple[
         skipped.add("cut short", str(path), f"{first_line(error)}; {rest}")
 
 
-def _text_or_none(row: Row | bytes, column: str, where: str, skipped: SkippedTexts) -> str | None:
+def _text_or_none(row: Row | bytes, options: ReadOptions, where: str, skipped: SkippedTexts) -> str | None:
     """Returns the text of a row, or None for an unreadable one, which is counted: later rows may be fine."""
     try:
-        return get_text(parse_row(row, where) if isinstance(row, bytes) else row, column, where)
+        parsed = parse_row(row, where) if isinstance(row, bytes) else row
+        kept = {column: value for column, value in parsed.items() if column not in options.ignored_columns}
+        return text_of_row(kept, options.text_column, where)
+    except UnknownColumnError:
+        raise
     except ValueError as error:
         skipped.add("unreadable", where, first_line(error))
         return None

@@ -364,7 +364,7 @@ def test_a_text_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
     path = tmp_path / "text.parquet"
     path.write_bytes(b"PAR1 and then nothing")
     assert str(path) in refusal(path, 4, 300, tokenizer="byte")
-    pq.write_table(pa.table({"text": [1], "body": ["a"]}), path)
+    pq.write_table(pa.table({"text": [1], "title": ["a"]}), path)
     assert "row 0: 'text' is 1, not text" in refusal(path, 4, 300, tokenizer="byte")
     offsets = pa.py_buffer(np.array([0, 2, 3], np.int32).tobytes())
     pq.write_table(pa.table({"text": pa.StringArray.from_buffers(2, offsets, pa.py_buffer(b"ab\xff"))}), path)
@@ -379,9 +379,9 @@ def test_a_text_read_on_access_is_named_by_its_line(tmp_path: Path) -> None:
 
 
 def test_a_path_that_is_no_data_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "data.csv").write_text("a,b")
+    (tmp_path / "data.csv.zst").write_text("a,b")
     assert "does not exist" in refusal(tmp_path / "nothing", 4, 10)
-    assert "is not a token directory" in refusal(tmp_path / "data.csv", 4, 10)
+    assert "is not a token directory" in refusal(tmp_path / "data.csv.zst", 4, 10)
     assert "neither a token directory" in refusal(tmp_path, 4, 10)
 
 

@@ -74,6 +74,12 @@ def test_the_page_of_flags_is_what_its_generator_prints() -> None:
     assert (ROOT / "docs" / "flags.md").read_text() == printed.stdout, "run docs/make_flags.py > docs/flags.md"
 
 
+def test_the_tables_of_columns_are_those_of_the_reader() -> None:
+    page = ROOT / "docs" / "data.md"
+    made = runpy.run_path(str(ROOT / "docs" / "make_columns.py"))["page"](page.read_text())
+    assert made == page.read_text(), "run docs/make_columns.py"
+
+
 # ---- commands ------------------------------------------------------------------------------------------------------
 
 GUIDES = [page for page in PAGES if page.parent in (ROOT, ROOT / "docs") and not page.name.startswith("log")]

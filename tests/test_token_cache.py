@@ -20,6 +20,7 @@ from tokenizers.pre_tokenizers import Split
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from worlds import spawn
 
+from data_gen.__main__ import main as data_gen
 from lightseq.config.command_line import parse
 from lightseq.data import token_cache
 from lightseq.data.batches import open_examples
@@ -181,7 +182,8 @@ def test_only_the_answer_to_a_prompt_is_learnt(tmp_path: Path, mistral: Tokenize
         assert opened(path)[0].labels[-2:].tolist() == [256, IGNORE_INDEX], "the end is learnt too"
         assert [run.strip() for run in learnt(opened(path, mistral), mistral)] == ["4</s>"]
     turns = {"prompt": CHAT[:3], "completion": CHAT[3:]}
-    assert len(learnt(opened(lines(tmp_path / "c.jsonl", turns), mistral), mistral)) == 2
+    answers = learnt(opened(lines(tmp_path / "c.jsonl", turns), mistral), mistral)
+    assert [answer.strip() for answer in answers] == ["Castle.</s>"], "answers within the prompt are no targets"
 
 
 def test_ids_are_taken_as_they_are(tmp_path: Path) -> None:
@@ -262,13 +264,49 @@ def test_flags_of_rows_are_honoured_or_refused(tmp_path: Path) -> None:
             open_examples(tokens, 9, 300, read_options=given)
 
 
+# ---- the tokenizer --------------------------------------------------------------------------------------------------
+
+
+def test_tokens_of_another_tokenizer_are_refused_with_both_names(
+    tmp_path: Path, small: str, mistral: Tokenizer
+) -> None:
+    rows = lines(tmp_path / "a.jsonl", {"text": "one two"})
+
+    def reopened(tokens: Path, tokenizer: str | Tokenizer | None) -> WindowExamples:
+        found = open_examples(tokens, 9, 200_000, tokenizer)
+        assert isinstance(found, WindowExamples)
+        return found
+
+    copy = shutil.copytree(small, tmp_path / "copy")
+    for made, same, other in (
+        ("byte", "byte", small),
+        (small, copy, "byte"),
+        (small, load_tokenizer(str(copy)), mistral),
+        (mistral.name, mistral, small),
+    ):
+        tokens = tmp_path / f"tokens-{len(list(tmp_path.iterdir()))}"
+        assert data_gen(["text", str(rows), "--tokenizer", made, "--output", str(tokens)]) == 0
+        for tokenizer in (same, None, str(tmp_path)):  # a model's directory may have no tokenizer
+            assert len(reopened(tokens, tokenizer)) == 1
+        with pytest.raises(ValueError, match=f"was made with tokenizer {made}, but the model has tokenizer "):
+            reopened(tokens, other)
+        meta = json.loads((tokens / "meta.json").read_text())
+        del meta["tokenizer_fingerprint"]
+        (tokens / "meta.json").write_text(json.dumps(meta))
+        if "byte" in (made, other):
+            with pytest.raises(ValueError, match=f"was made with tokenizer {made}, but"):
+                reopened(tokens, other)
+        else:
+            assert "made by an older version with tokenizer" in reopened(tokens, other).notes[-1]
+
+
 # ---- the cache ------------------------------------------------------------------------------------------------------
 
 
 def test_rows_are_tokenised_once_and_again_when_anything_changes(
     tmp_path: Path, mistral: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = lines(tmp_path / "a.jsonl", {"text": "one", "body": "1"}, {"text": "two", "body": "22"})
+    path = lines(tmp_path / "a.jsonl", {"text": "one", "title": "1"}, {"text": "two", "title": "22"})
     written: list[Path] = []
     write = token_cache._write
     monkeypatch.setattr(
@@ -277,7 +315,7 @@ def test_rows_are_tokenised_once_and_again_when_anything_changes(
     first = opened(path)
     assert opened(path, length=2).source.path == first.source.path and len(written) == 1
     opened(path, mistral)
-    opened(path, text_column="body")
+    opened(path, text_column="title")
     assert len(opened(path, limit=1)) == 1 and len(set(written)) == len(written) == 4
     lines(path, {"text": "three"})
     assert opened(path).source.meta["documents"] == 1 and len(written) == 5
@@ -338,14 +376,14 @@ def test_files_of_a_folder_that_are_not_read_are_said(tmp_path: Path) -> None:
     folder = tmp_path / "rows"
     folder.mkdir()
     lines(folder / "a.jsonl", {"text": "a"})
-    for name in ("b.json", "c.jsonl.gz", "d.txt", "e.arrow", "f.JSONL", "g.csv", ".h.jsonl"):
+    for name in ("b.json", "c.json.gz", "d.txt", "e.zst", "f.JSONL", "g.csv", ".h.jsonl"):
         (folder / name).write_text("{}")
     examples = opened(folder)
-    said = f"{folder}: skipped 6 files (b.json, c.jsonl.gz, d.txt, e.arrow, f.JSONL, …)"
+    said = f"{folder}: skipped 6 files (b.json, c.json.gz, d.txt, e.zst, f.JSONL, …)"
     assert any(note.startswith(said) for note in examples.notes)
     assert examples.source.meta["passed_over"]["files"] == 6
     (folder / "a.jsonl").unlink()
-    assert "nor a folder of .jsonl or .parquet files; it holds b.json, c.jsonl.gz, d.txt" in refusal(folder)
+    assert ".ndjson, .parquet or .arrow files; it holds b.json, c.json.gz, d.txt" in refusal(folder)
 
 
 def test_data_sets_are_read_from_disk_and_streamed_from_the_hub(
@@ -447,7 +485,8 @@ def test_bad_chats_are_one_line(tmp_path: Path, mistral: Tokenizer) -> None:
     try:
         mistral.backend.chat_template = forgets
         path = lines(tmp_path / "forgets.jsonl", {"messages": CHAT})
-        assert "line 1: the chat template" in (said := refusal(path, mistral)) and "rewrites earlier turns" in said
+        said = refusal(path, mistral)
+        assert "line 1: the chat template" in said and "so the answer cannot be located" in said
     finally:
         mistral.backend.chat_template = template
 
@@ -490,10 +529,13 @@ def test_a_chat_template_replaces_the_tokenizers_and_has_tokens_of_its_own(tmp_p
         ("/", "--chat_template '/' cannot be read (Is a directory); give a file"),
         ("x" * 5000, "cannot be read (File name too long)"),
         ("{% for m in messages %}", "--chat_template is not a Jinja template (line 1: Unexpected end of template"),
-        ("{{ messages | nosuch }}", "--chat_template is not a Jinja template (line 1: No filter named 'nosuch'"),
+        ("{{ messages | nosuch }}", "line 1: --chat_template fails: No filter named 'nosuch'"),
         ("{{ raise_exception('no such role') }}", "line 1: --chat_template fails: no such role"),
         ("{{ messages[0].content.nosuch.again }}", "line 1: --chat_template fails: 'str object' has no attribute"),
-        ("{{ messages | length }}", "line 1: --chat_template rewrites earlier turns, so answers cannot be located"),
+        (
+            "{{ messages | length }}",
+            "line 1: --chat_template writes the turns before an answer in another way than with",
+        ),
     ],
 )
 def test_a_chat_template_that_does_not_render_is_refused_in_one_line(

@@ -57,8 +57,13 @@ class DataConfig:
     )
     text_column: str = flag(
         "text",
-        "Column that holds the text. Rows without it that have messages, or prompt and completion, train on the "
-        "answers only.",
+        "Column that holds the text. Rows with messages, or prompt and completion, train on the answers only, unless "
+        "this names another column than text.",
+    )
+    ignore_columns: str | None = flag(
+        None,
+        "Columns of rows to ignore, separated by commas. Without it, a column that is not known is refused, because "
+        "it may change what should be trained.",
     )
     chat_template: str | None = flag(
         None,

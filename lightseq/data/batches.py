@@ -25,11 +25,20 @@ from lightseq.data.examples import (
     open_pickle,
     open_windows,
 )
-from lightseq.data.sources import FOLDER_SUFFIXES, HUB_PREFIX, READERS, ReadOptions, holds_rows, ignored_files
+from lightseq.data.sources import (
+    FOLDER_SUFFIXES,
+    HUB_PREFIX,
+    READERS,
+    ReadOptions,
+    holds_rows,
+    ignored_files,
+    row_suffix,
+)
 from lightseq.data.targets import IDS
 from lightseq.data.token_cache import format_and_rows, open_rows
-from lightseq.data.token_directory import META
-from lightseq.data.tokenizer import Tokenizer, load_tokenizer, placeholder_tokenizer
+from lightseq.data.token_directory import META, TokenDirectory
+from lightseq.data.tokenizer import Tokenizer, has_tokenizer, load_tokenizer, placeholder_tokenizer
+from lightseq.utils.formatting import alternatives, first_line
 
 MAX_BUCKETS: Final = 8
 PADDING_WARNING_SHARE: Final = 1 / 3  # share of all positions
@@ -72,24 +81,30 @@ def open_examples(
     if not path.exists():
         raise ValueError(f"{path} does not exist; make it with python3 -m data_gen, or give another path")
     limits_rows = read_options.limit is not None and not read_options.limits_documents
-    if limits_rows or read_options.text_column != "text":
-        given = (
-            f"--max_train_samples {read_options.limit}" if limits_rows else f"--text_column {read_options.text_column}"
-        )
+    given = f"--max_train_samples {read_options.limit}" if limits_rows else None
+    if read_options.text_column != "text":
+        given = f"--text_column {read_options.text_column}"
+    if read_options.ignored_columns:
+        given = f"--ignore_columns {','.join(read_options.ignored_columns)}"
+    if given is not None:
         raise ValueError(f"{given} applies to rows, which {path} does not hold; leave it out")
     if path.is_dir() and not (path / META).exists():
         holds = ", ".join(ignored_files(path)[:MAX_NAMED]) or "nothing"
         raise ValueError(
-            f"{path} is neither a token directory (no {META}) nor a folder of {' or '.join(FOLDER_SUFFIXES)} files; it "
-            f"holds {holds}; name a file, or make tokens with python3 -m data_gen"
+            f"{path} is neither a token directory (no {META}) nor a folder of {alternatives(FOLDER_SUFFIXES)} files; "
+            f"it holds {holds}; name a file, or make tokens with python3 -m data_gen"
         )
     if path.is_dir():
-        return open_windows(path, length, vocab_size, read_options.limit)
+        opened = open_windows(path, length, vocab_size, read_options.limit)
+        notes = compare_tokenizers(opened.source, tokenizer) if tokenizer is not None else ()
+        return replace(opened, notes=(*opened.notes, *notes))
     if path.suffix == ".pkl":
         return open_pickle(path, length, vocab_size, read_options.limit)
-    *others, last = READERS
-    kinds = ", ".join(["a token directory", ".pkl", *others])
-    raise ValueError(f"{path} is not {kinds} or {last}; convert it with python3 -m data_gen text")
+    kinds = alternatives(["a token directory", ".pkl", *READERS])
+    raise ValueError(
+        f"{path} is not {kinds}; write chats and other rows as .jsonl, or make tokens of a text with python3 "
+        "-m data_gen text"
+    )
 
 
 def _is_tokenized(source: str | Path, read_options: ReadOptions, has_tokenizer: bool) -> bool:
@@ -97,9 +112,31 @@ def _is_tokenized(source: str | Path, read_options: ReadOptions, has_tokenizer: 
 
     With a tokenizer, returns False for sources that are slow to open: a download, or a JSON array.
     """
-    if has_tokenizer and (str(source).startswith(HUB_PREFIX) or Path(source).suffix == ".json"):
+    if has_tokenizer and (str(source).startswith(HUB_PREFIX) or row_suffix(Path(source)) == ".json"):
         return False
-    return format_and_rows(source, read_options.text_column, 1)[0].name == IDS
+    return format_and_rows(source, replace(read_options, limit=1))[0].name == IDS
+
+
+def compare_tokenizers(source: TokenDirectory, tokenizer: str | Tokenizer) -> tuple[str, ...]:
+    """Raises ValueError if tokens were made with another tokenizer, because their ids mean other text to the model.
+
+    Returns a note if that cannot be told. Directories of models without a tokenizer are not compared.
+    """
+    made, fingerprint = source.meta.get("tokenizer"), source.meta.get("tokenizer_fingerprint")
+    if made is None or (isinstance(tokenizer, str) and not has_tokenizer(tokenizer)):
+        return ()
+    try:
+        given = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
+    except ValueError as error:
+        return (f"{source.path}: tokenizer {made} could not be compared with the model's: {first_line(error)}",)
+    if fingerprint is None and "byte" not in (made, given.name):
+        return (f"{source.path}: made by an older version with tokenizer {made}, which is not compared",)
+    if made != given.name if fingerprint is None else fingerprint != given.vocabulary_fingerprint:
+        raise ValueError(
+            f"{source.path} was made with tokenizer {made}, but the model has tokenizer {given.name}, to which these "
+            f"ids mean other text; make the data again with --tokenizer {given.name}, or give --tokenizer {made}"
+        )
+    return ()
 
 
 def require_target(examples: Examples, path: str | Path) -> None:

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightseq.data.pickles import read_pickle
-from lightseq.data.sources import MAX_NAMED, ReadOptions, SkippedRows, get_text, read_rows, skipped_notes
-from lightseq.data.targets import EMPTY
+from lightseq.data.sources import MAX_NAMED, ReadOptions, SkippedRows, read_rows, skipped_notes
+from lightseq.data.targets import EMPTY, text_of_row
 from lightseq.data.token_directory import META, IntArray, TokenDirectory, open_token_directory
 from lightseq.data.tokenizer import Tokenizer
 from lightseq.utils.formatting import plural
@@ -268,9 +268,7 @@ def open_lazy_texts(
     path: Path, length: int, vocab_size: int, tokenizer: Tokenizer, read_options: ReadOptions
 ) -> LazyTextExamples:
     """Opens the texts of a file for tokenization on access. Raises ValueError if the file has no text."""
-    rows = (
-        (where, get_text(row, read_options.text_column, where)) for where, row in read_rows(path, read_options.limit)
-    )
+    rows = ((where, text_of_row(row, read_options.text_column, where)) for where, row in read_rows(path, read_options))
     texts, skipped = list[tuple[str, str]](), SkippedRows()
     for where, text in rows:
         if text:

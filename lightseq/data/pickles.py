@@ -15,9 +15,11 @@ from typing import IO, Any, Final, NoReturn, cast
 
 import numpy as np
 
+from lightseq.data.columns import HARMLESS, is_blank
 from lightseq.data.token_directory import IntArray
 from lightseq.utils.formatting import first_line
 
+PICKLE_COLUMNS: Final = ("input_ids", "labels", "attention_mask")
 PICKLE_ERRORS = (  # raised for an invalid pickle
     *(pickle.UnpicklingError, EOFError, ValueError, TypeError, LookupError, AttributeError),
     *(OverflowError, MemoryError, RecursionError),
@@ -247,6 +249,12 @@ def read_pickle(path: Path) -> Iterator[tuple[IntArray, IntArray]]:
     content = load_plain_pickle(path)
     if not isinstance(content, dict) or not isinstance(content.get("input_ids"), list | tuple):
         raise ValueError(f"{path} is not a dict with 'input_ids', a list of lists of token ids; write it as one")
+    for column, value in content.items():
+        if column not in PICKLE_COLUMNS and column not in HARMLESS and not is_blank(value):
+            raise ValueError(
+                f"{path}: column {column!r} is not known beside {', '.join(PICKLE_COLUMNS)}; remove it, or write its "
+                "rows as .jsonl or .parquet"
+            )
     sequences, all_labels, masks = content["input_ids"], content.get("labels"), content.get("attention_mask")
     for name, column in (("labels", all_labels), ("attention_mask", masks)):
         if column is not None and (not isinstance(column, list | tuple) or len(column) != len(sequences)):

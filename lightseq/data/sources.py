@@ -1,4 +1,4 @@
-"""Readers of rows: JSON lines, JSON, Parquet, folders, and Hugging Face data sets on disk or on the hub.
+"""Readers of rows: JSON lines, JSON, CSV, Parquet, Arrow, folders, and Hugging Face data sets on disk or on the hub.
 
 Each row comes with its file and number, for errors.
 """
@@ -6,7 +6,10 @@ Each row comes with its file and number, for errors.
 from __future__ import annotations
 
 import codecs
+import csv
+import gzip
 import json
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,10 +21,13 @@ from lightseq.data.token_directory import META
 from lightseq.utils.formatting import first_line
 
 HUB_PREFIX: Final = "hf:"
-FOLDER_SUFFIXES: Final = (".jsonl", ".parquet")  # not .json, which may hold anything
+FOLDER_SUFFIXES: Final = (".jsonl", ".jsonl.gz", ".ndjson", ".parquet", ".arrow")  # others may hold anything
 # Written by `save_to_disk` for one split, and for several.
 SAVED_DATASET_FILES: Final = ("state.json", "dataset_dict.json")
 MAX_NAMED = 5  # rows or documents named in a note
+MAX_ROW_BYTES: Final = 1 << 30  # of a line or cell
+MAX_JSON_BYTES: Final = 4 << 30  # of a JSON array, which is read whole
+CORRECT_LINE: Final = "correct it, or write the file again with one JSON object per line"
 Row = dict[str, Any]
 NamedRow = tuple[str, Row]  # file and number, and the columns
 
@@ -34,20 +40,39 @@ class ReadOptions:
     limit: int | None = None  # rows, counted from the first; None: all
     cache: Path = field(default_factory=lambda: Path("~/.cache/lightseq/tokens").expanduser())
     chat_template: str | None = None  # file or template; None: the tokenizer's
+    ignored_columns: tuple[str, ...] = ()  # columns to read as if they were absent
     limits_documents: bool = False  # applies the limit to documents of tokenized data, which is refused otherwise
+
+
+def split_columns(names: str | None) -> tuple[str, ...]:
+    """Returns the columns of --ignore_columns. Raises ValueError for an empty name."""
+    found = tuple(name.strip() for name in names.split(",")) if names is not None else ()
+    if not all(found):
+        raise ValueError(f"--ignore_columns {names!r} has an empty name; separate names by single commas")
+    return found
 
 
 def holds_rows(source: str | Path) -> bool:
     """Returns whether a source holds rows, as opposed to a token directory or a pickle."""
     path = Path(source)
-    if str(source).startswith(HUB_PREFIX) or path.suffix in READERS:
+    if str(source).startswith(HUB_PREFIX) or row_suffix(path) is not None:
         return True
     return path.is_dir() and not (path / META).exists() and (_is_saved_dataset(path) or bool(_files(path)))
 
 
-def read_rows(source: str | Path, limit: int | None = None) -> Iterator[NamedRow]:
-    """Yields the first `limit` rows. Raises ValueError naming the file and row that cannot be read."""
-    return islice(_read_rows(source), limit)
+def row_suffix(path: Path) -> str | None:
+    """Returns the suffix of a file with rows, such as .jsonl or .jsonl.gz; None for other files."""
+    return next((suffix for suffix in READERS if path.name.endswith(suffix)), None)
+
+
+def read_rows(source: str | Path, options: ReadOptions | None = None) -> Iterator[NamedRow]:
+    """Yields rows, within the limit and without the ignored columns of the options.
+
+    Raises ValueError naming the file and row that cannot be read.
+    """
+    options = options or ReadOptions()
+    for where, row in islice(_read_rows(source), options.limit):
+        yield where, {column: value for column, value in row.items() if column not in options.ignored_columns}
 
 
 def get_column(row: Row, column: str, where: str) -> Any:
@@ -102,7 +127,12 @@ def _read_rows(source: str | Path) -> Iterator[NamedRow]:
         yield from _saved_rows(path)
         return
     for file in _files(path) if path.is_dir() else [path]:
-        yield from READERS[file.suffix](file)
+        if not file.is_file():
+            what = "is not a regular file" if file.exists() else "does not exist"
+            raise ValueError(f"{file} {what}; give a file that can be read more than once")
+        suffix = row_suffix(file)
+        assert suffix is not None, file
+        yield from READERS[suffix](file)
 
 
 def _is_saved_dataset(path: Path) -> bool:
@@ -111,7 +141,7 @@ def _is_saved_dataset(path: Path) -> bool:
 
 def _files(folder: Path) -> list[Path]:
     """Returns the files with rows below a folder, sorted by name."""
-    return [path for path in _visible(folder) if path.suffix in FOLDER_SUFFIXES]
+    return [path for path in _visible(folder) if path.name.endswith(FOLDER_SUFFIXES)]
 
 
 def _visible(folder: Path) -> list[Path]:
@@ -125,7 +155,7 @@ def ignored_files(source: str | Path) -> list[str]:
     path = Path(source)
     if not path.is_dir() or _is_saved_dataset(path):
         return []
-    return [str(p.relative_to(path)) for p in _visible(path) if p.suffix not in FOLDER_SUFFIXES]
+    return [str(p.relative_to(path)) for p in _visible(path) if not p.name.endswith(FOLDER_SUFFIXES)]
 
 
 def _as_row(value: Any, where: str) -> Row:
@@ -136,10 +166,22 @@ def _as_row(value: Any, where: str) -> Row:
 
 def numbered_lines(path: Path) -> Iterator[tuple[str, bytes]]:
     """Yields each non-blank line with its file and number, for `parse_row`; a bad line does not end the iteration."""
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
+    with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+        number = 0
+        while line := _next_line(file, f"{path} line {number + 1}"):
+            number += 1
             if line.strip():
                 yield f"{path} line {number}", line.strip()
+
+
+def _next_line(file: Any, where: str) -> bytes:
+    try:
+        line: bytes = file.readline(MAX_ROW_BYTES + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"{where} cannot be read: {first_line(error)}; write the file again") from error
+    if len(line) > MAX_ROW_BYTES:
+        raise ValueError(f"{where} is longer than {MAX_ROW_BYTES:,} bytes; split the row")
+    return line
 
 
 def parse_row(line: bytes, where: str) -> Row:
@@ -147,9 +189,9 @@ def parse_row(line: bytes, where: str) -> Row:
     try:
         value = json.loads(line)
     except json.JSONDecodeError as error:  # str(error) would say line 1
-        raise ValueError(f"{where} is not JSON: {error.msg} in column {error.colno}") from error
+        raise ValueError(f"{where} is not JSON: {error.msg} in column {error.colno}; {CORRECT_LINE}") from error
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} is not JSON: {first_line(error)}") from error
+        raise ValueError(f"{where} is not JSON: {first_line(error)}; {CORRECT_LINE}") from error
     return _as_row(value, where)
 
 
@@ -164,10 +206,12 @@ def _read_json(path: Path) -> Iterator[NamedRow]:
     if opens != b"[":
         yield from _read_jsonl(path)
         return
+    if path.stat().st_size > MAX_JSON_BYTES:
+        raise ValueError(f"{path} is a JSON array of more than {MAX_JSON_BYTES >> 30} GiB; write its rows as .jsonl")
     try:
         values = json.loads(path.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON: {first_line(error)}") from error
+        raise ValueError(f"{path} is not JSON: {first_line(error)}; write its rows as .jsonl") from error
     for number, value in enumerate(values):
         yield f"{path} row {number}", _as_row(value, f"{path} row {number}")
 
@@ -189,9 +233,51 @@ def _read_parquet(path: Path) -> Iterator[NamedRow]:
         raise ValueError(f"{path} cannot be read as Parquet past row {number}: {first_line(error)}") from error
 
 
+def _read_arrow(path: Path) -> Iterator[NamedRow]:
+    """Yields the rows of an Arrow file, in the format for files or for streams."""
+    try:
+        import pyarrow as pa
+    except ImportError as error:
+        raise ValueError(f"{path}: reading Arrow needs pyarrow; pip install pyarrow") from error
+    number = 0
+    try:
+        with pa.memory_map(str(path)) as file:
+            try:
+                opened = pa.ipc.open_file(file)
+                batches = (opened.get_batch(index) for index in range(opened.num_record_batches))
+            except pa.ArrowInvalid:
+                file.seek(0)
+                batches = iter(pa.ipc.open_stream(file))
+            for batch in batches:
+                for value in batch.to_pylist():
+                    yield f"{path} row {number}", value
+                    number += 1
+    except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read as Arrow past row {number}: {first_line(error)}") from error
+
+
+def _read_csv(path: Path) -> Iterator[NamedRow]:
+    """Yields the rows of a CSV file whose first line names the columns. Every value is text."""
+    csv.field_size_limit(MAX_ROW_BYTES)  # 128 KiB otherwise
+    number = 0
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            for value in csv.DictReader(file, strict=True):
+                if None in value:
+                    raise ValueError("it has more cells than columns")
+                yield f"{path} row {number}", value
+                number += 1
+    except (csv.Error, ValueError) as error:
+        raise ValueError(f"{path} cannot be read as CSV past row {number}: {first_line(error)}") from error
+
+
 READERS: Final[Mapping[str, Callable[[Path], Iterator[NamedRow]]]] = {  # by suffix
     ".jsonl": _read_jsonl,
+    ".jsonl.gz": _read_jsonl,
+    ".ndjson": _read_jsonl,
     ".json": _read_json,
+    ".csv": _read_csv,
+    ".arrow": _read_arrow,
     ".parquet": _read_parquet,
 }
 
@@ -238,11 +324,10 @@ def _saved_rows(path: Path) -> Iterator[NamedRow]:
 
 @dataclass
 class SkippedRows:
-    """Skipped rows, counted by reason, with the first few named; and padding that was cut."""
+    """Skipped rows, counted by reason, with the first few named."""
 
     counts: Counter[str] = field(default_factory=Counter)
     rows: list[str] = field(default_factory=list)
-    padding: Counter[str] = field(default_factory=lambda: Counter(rows=0, tokens=0))
 
     def add(self, reason: str, where: str) -> None:
         self.counts[reason] += 1

@@ -1,46 +1,61 @@
-"""Training targets of a row: a whole text, the answers in a chat or to a prompt, or given labels.
+"""Training targets of a row: a whole text, the answers in a chat or to a prompt, or given tokens and masks.
 
 A part is a piece of text and whether it is a target. Prompts and the chat template's own text are no targets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
 
-from lightseq.data.sources import Row, check_encodable, get_column, get_text, join_names
+from lightseq.data.answers import RenderedChat, render_answers
+from lightseq.data.chats import Chat, read_chat, read_turns
+from lightseq.data.columns import (
+    CHAT,
+    CHAT_COLUMNS,
+    DOCUMENT_COLUMNS,
+    IDS,
+    MASK_COLUMNS,
+    PAIR,
+    PROMPT_COLUMNS,
+    SYSTEM_COLUMNS,
+    TEMPLATE_COLUMNS,
+    TEXT,
+    check_columns,
+    check_repeated,
+    is_blank,
+)
+from lightseq.data.sources import Row, get_column, get_text, join_names
 from lightseq.data.token_directory import IntArray
 from lightseq.data.tokenizer import TargetMask, TextPart, Tokenizer
-from lightseq.utils.formatting import first_line
 from lightseq.utils.labels import IGNORE_INDEX
 
-CHAT_COLUMNS: Final = ("messages", "conversations")
-PROMPT_COLUMNS: Final = (
-    ("prompt", "completion"), ("prompt", "response"), ("prompt", "answer"), ("question", "answer"),
-    ("instruction", "output"), ("instruction", "response"), ("query", "response"),
-)  # fmt: skip
-# Roles in chats with `from` and `value`.
-ROLES: Final[Mapping[str, str]] = {"human": "user", "gpt": "assistant", "bot": "assistant"}
 EMPTY, NO_ANSWER = "empty", "without an answer"
-IDS: Final = "ids"  # name of the format of tokenized rows
-CHAT, PAIR = "chat", "prompt and answer"  # names of the formats that a chat template renders
+UNENDED: Final = (
+    "an answer ends in text instead of a special token, so the model does not learn to stop there; a chat template "
+    "whose turns end with a special token teaches it"
+)
+PACKED: Final = "a packed row is split into its documents, which --packing best_fit packs again"
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Token ids, or text parts to tokenize; `skipped` is the reason if the row has no target."""
+    """Token ids, or text parts to tokenize; `skipped` is the reason if there is no target."""
 
     parts: tuple[TextPart, ...] = ()
     ids: IntArray | None = None
     targets: TargetMask | None = None
     skipped: str | None = None
     padding: int = 0  # tokens cut off the end
+    remarks: frozenset[str] = frozenset()  # what is unusual, for notes
 
 
-ReadRow = Callable[[Row, str, Tokenizer], Sample]  # gets the row, its file and number for errors, and the tokenizer
+ReadRow = Callable[[Row, str, Tokenizer], list[Sample]]  # gets the row, its file and number, and the tokenizer
 
 
 @dataclass(frozen=True)
@@ -52,56 +67,141 @@ class RowFormat:
     masked: bool = True  # some tokens are not targets
     whole: bool = False  # a row is one text
 
+    @property
+    def renders(self) -> bool:
+        """Returns whether reading a row runs a chat template, which is foreign code."""
+        return self.name in (CHAT, PAIR)
 
-def detect_row_format(columns: Sequence[str], text_column: str, where: str) -> RowFormat:
-    """Returns the row format for the columns of the first row. Raises ValueError for unknown columns."""
+
+def detect_row_format(columns: Iterable[str], text_column: str, where: str) -> RowFormat:
+    """Returns the row format for the columns of the first row. Raises ValueError for unknown columns.
+
+    Tokens come before chats, chats before prompts with answers, and these before text: a column of a later format
+    usually repeats the row.
+    """
+    columns = list(columns)
     if not columns:
         raise ValueError(f"{where} has no columns; give it {text_column!r}, messages, or prompt and completion")
-    chat = next((name for name in CHAT_COLUMNS if name in columns), None)
-    pair = next((pair for pair in PROMPT_COLUMNS if set(pair) <= set(columns)), None)
     if text_column != "text" and text_column not in columns:
         raise ValueError(f"{where} has no column {text_column!r}; it has: {join_names(columns)}")
+    chats = [name for name in CHAT_COLUMNS if name in columns]
+    pair = next((pair for pair in PROMPT_COLUMNS if set(pair) <= set(columns)), None)
+    if text_column == "text" and "input_ids" in columns:
+        masked = not set(columns).isdisjoint(MASK_COLUMNS)
+        return RowFormat(IDS, partial(_read_ids, masked=masked), masked)
+    if text_column == "text" and chats:
+        return RowFormat(CHAT, partial(_read_messages, column=chats[0]))
+    if text_column == "text" and pair is not None:
+        return RowFormat(PAIR, partial(_read_pair, pair=pair))
     if text_column in columns:
-        return RowFormat("text", lambda row, where, _: _read_text(row, text_column, where), masked=False, whole=True)
-    if chat is not None:
-        return RowFormat(CHAT, lambda row, where, tokenizer: _read_chat(_messages(row, chat, where), where, tokenizer))
-    if pair is not None:
-        return RowFormat(PAIR, lambda row, where, tokenizer: _read_pair(row, pair, where, tokenizer))
-    if "input_ids" in columns:
-        return RowFormat(IDS, _read_ids, masked="labels" in columns)
+        return RowFormat(TEXT, partial(_read_text, column=text_column), masked=False, whole=True)
     raise ValueError(
         f"{where} has no column {text_column!r}, messages, or prompt and completion; it has: {join_names(columns)}; "
         "name the text with --text_column"
     )
 
 
-def _read_text(row: Row, name: str, where: str) -> Sample:
-    text = get_text(row, name, where)
-    return Sample(((text, True),)) if text else Sample(skipped=EMPTY)
+def text_of_row(row: Row, column: str, where: str) -> str:
+    """Returns the text of a row that is one text. Raises ValueError for columns that mean something else."""
+    text = get_text(row, column, where)
+    others = check_columns(row, TEXT, (column,), where)
+    if column == "text":  # any other column was named by the user
+        check_repeated(row, others, [text], column, where)
+    return text
 
 
-def _read_ids(row: Row, where: str, _: Tokenizer) -> Sample:
-    """Reads a tokenized row, without its padding on the right."""
+def _read_text(row: Row, where: str, _: Tokenizer, *, column: str) -> list[Sample]:
+    text = text_of_row(row, column, where)
+    return [Sample(((text, True),)) if text else Sample(skipped=EMPTY)]
+
+
+# ---- tokens ----------------------------------------------------------------------------------------------------------
+
+
+def _read_ids(row: Row, where: str, _: Tokenizer, *, masked: bool) -> list[Sample]:
+    """Reads a tokenized row, without its padding on the right, as one sample per packed document."""
+    check_columns(row, IDS, ("input_ids",), where)  # columns of other formats are what the ids were made from
     ids = _integers(row, "input_ids", where)
-    labels = _integers(row, "labels", where) if "labels" in row else ids
-    if labels.shape != ids.shape or bool(((labels != ids) & (labels != IGNORE_INDEX)).any()):
-        raise ValueError(f"{where}: 'labels' differ from input_ids; give each target its id, and other tokens -100")
+    masks = [_target_mask(row, name, ids, where) for name in MASK_COLUMNS if row.get(name) is not None]
+    if masks and not masked:
+        raise ValueError(
+            f"{where} has {next(name for name in MASK_COLUMNS if row.get(name) is not None)}, but the first row has "
+            "none; give every row labels or a mask"
+        )
+    if row.get("token_type_ids") is not None and _integers(row, "token_type_ids", where).any():
+        raise ValueError(f"{where}: 'token_type_ids' are not all zero; remove them if the model does not use them")
     real = _real_tokens(row, len(ids), where)
-    padding, ids, targets = len(ids) - real, ids[:real], labels[:real] != IGNORE_INDEX
     if not real:
-        return Sample(skipped=EMPTY)
-    if "labels" not in row:
-        return Sample(ids=ids, padding=padding)
-    return Sample(ids=ids, targets=targets, padding=padding) if targets[1:].any() else Sample(skipped=NO_ANSWER)
+        return [Sample(skipped=EMPTY)]
+    targets = np.logical_and.reduce(masks) if masks else None
+    if targets is not None and targets[real:].any():
+        raise ValueError(f"{where} has targets in its padding; mask them")
+    borders = _document_borders(row, real, len(ids), where)
+    remarks = frozenset([PACKED]) if len(borders) > 2 else frozenset()
+    found = []
+    for start, end in pairwise(borders):
+        mask = None if targets is None else targets[start:end]
+        if mask is not None and not mask[1:].any():
+            found.append(Sample(skipped=NO_ANSWER, remarks=remarks))
+        else:
+            found.append(Sample(ids=ids[start:end], targets=mask, remarks=remarks))
+    return [replace(found[0], padding=len(ids) - real), *found[1:]]
+
+
+def _target_mask(row: Row, name: str, ids: IntArray, where: str) -> TargetMask:
+    """Returns the mask of targets in a column: labels, or zeros and ones."""
+    values = _integers(row, name, where)
+    if name == "labels" and (values.shape != ids.shape or bool(((values != ids) & (values != IGNORE_INDEX)).any())):
+        raise ValueError(f"{where}: 'labels' differ from input_ids; give each target its id, and other tokens -100")
+    if values.shape != ids.shape or (name != "labels" and not np.isin(values, (0, 1)).all()):
+        raise ValueError(
+            f"{where}: {name!r} is {row[name]!r:.40}, not a 0 or 1 for each of the {len(ids):,} input_ids; correct it"
+        )
+    return np.asarray(values != IGNORE_INDEX if name == "labels" else values == 1)
+
+
+def _document_borders(row: Row, real: int, count: int, where: str) -> list[int]:
+    """Returns the start of each packed document, and the end of the last. Raises ValueError if columns differ."""
+    found: dict[str, list[int]] = {}
+    for name in (name for name in DOCUMENT_COLUMNS if not is_blank(row.get(name))):
+        values = _integers(row, name, where)
+        starts = _document_starts(name, values, count)
+        if starts is None:
+            raise ValueError(
+                f"{where}: {name!r} is {row[name]!r:.60}, which does not divide {count:,} input_ids into documents; "
+                "correct or remove it"
+            )
+        found[name] = [start for start in starts if start < real]
+    if len({tuple(starts) for starts in found.values()}) > 1:
+        raise ValueError(f"{where}: {' and '.join(found)} differ in where documents begin; correct or remove one")
+    return [*next(iter(found.values()), [0]), real]
+
+
+def _document_starts(name: str, values: IntArray, count: int) -> list[int] | None:
+    """Returns the first token of each document by one of DOCUMENT_COLUMNS; None if its values are inconsistent."""
+    if name in ("seq_lengths", "cu_seqlens"):
+        ends = np.cumsum(values) if name == "seq_lengths" else values[1:]
+        begins = np.concatenate([[0], ends[:-1]]) if name == "seq_lengths" else values[:-1]
+        valid = len(begins) > 0 and begins[0] == 0 and ends[-1] == count and bool((begins < ends).all())
+        return begins.tolist() if valid else None
+    if len(values) != count or values[0] != 0:
+        return None
+    steps = np.diff(values)
+    if name == "position_ids":
+        valid = bool(((steps == 1) | (values[1:] == 0)).all())
+        return [0, *(np.flatnonzero(values[1:] == 0) + 1).tolist()] if valid else None
+    return [0, *(np.flatnonzero(steps) + 1).tolist()] if bool(np.isin(steps, (0, 1)).all()) else None
 
 
 def _integers(row: Row, name: str, where: str) -> IntArray:
-    """Returns a column that is a list of integers; null counts as empty."""
+    """Returns a column that is a list of integers or booleans; null counts as empty."""
     values = get_column(row, name, where)
     try:
         found = np.asarray(values if values is not None else [], dtype=np.int64 if not values else None)
     except (ValueError, OverflowError):  # ragged lists, or a number beyond 64 bits
         found = np.empty((0, 0))
+    if found.dtype == np.bool_ and name != "input_ids":
+        found = found.astype(np.int64)
     if found.ndim != 1 or found.dtype.kind != "i":
         raise ValueError(f"{where}: {name!r} is {values!r:.40}, not a list of integers")
     return found
@@ -113,80 +213,108 @@ def _real_tokens(row: Row, count: int, where: str) -> int:
         return count
     mask = _integers(row, "attention_mask", where)
     real = int(np.count_nonzero(mask))
-    if len(mask) != count or not mask[:real].all():
+    if len(mask) != count or not (mask[:real] == 1).all():
         raise ValueError(
-            f"{where}: 'attention_mask' {row['attention_mask']!r:.40} has padding on the left, holes, or another "
-            f"length than the {count:,} input_ids; pad on the right, or not at all"
+            f"{where}: 'attention_mask' {row['attention_mask']!r:.40} has padding on the left, holes, values beside 0 "
+            f"and 1, or another length than the {count:,} input_ids; pad on the right, or not at all"
         )
     return real
 
 
-def _read_pair(row: Row, pair: tuple[str, str], where: str, tokenizer: Tokenizer) -> Sample:
-    """Reads a prompt and its answer with the chat template, or concatenated if the tokenizer has none."""
-    prompt, answer = (get_column(row, name, where) for name in pair)
-    if isinstance(prompt, list) and isinstance(answer, list):
-        turns = [turn for name in pair for turn in _messages(row, name, where)]
-        return _read_chat(turns, where, tokenizer)
-    prompt, answer = get_text(row, pair[0], where), get_text(row, pair[1], where)
-    if row.get("input"):
-        prompt += f"\n\n{get_text(row, 'input', where)}"
-    if not answer:
-        return Sample(skipped=NO_ANSWER if prompt else EMPTY)
-    if tokenizer.chat_template is None:
-        return Sample(((prompt, False), (answer, True)))
-    turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
-    return _read_chat(turns, where, tokenizer)
+# ---- chats and answers -----------------------------------------------------------------------------------------------
 
 
-def _messages(row: Row, name: str, where: str) -> list[dict[str, Any]]:
-    """Returns a chat's turns with role and content. Raises ValueError if the column holds anything else."""
-    messages = get_column(row, name, where)
-    if not isinstance(messages, list | None) or not all(isinstance(turn, dict) for turn in messages or ()):
-        raise ValueError(f"{where}: {name!r} is {messages!r:.40}, not a list of turns with role and content")
-    turns = []
-    for turn in messages or ():
-        if "from" in turn:
-            turn = {"role": ROLES.get(str(turn["from"]), turn["from"]), "content": turn.get("value")}
-        if not isinstance(turn.get("role"), str) or not ("content" in turn or turn.get("tool_calls")):
-            raise ValueError(f"{where}: a turn of {name!r} has no role or content; it has: {join_names(turn)}")
-        turns.append({key: value for key, value in turn.items() if value is not None})
-    return turns
-
-
-def _read_chat(messages: list[dict[str, Any]], where: str, tokenizer: Tokenizer) -> Sample:
-    """Reads a chat: the text that the template writes for an answer is a target, the prompt before it is not.
-
-    Turns after the last answer are dropped.
-    """
+def _read_messages(row: Row, where: str, tokenizer: Tokenizer, *, column: str) -> list[Sample]:
+    others = check_columns(row, CHAT, (column,), where)
     if tokenizer.chat_template is None:
         raise ValueError(
             f"{where} is a chat, but tokenizer {tokenizer.name} has no chat template; give --tokenizer one that has, "
             "or give --chat_template"
         )
-    parts: list[TextPart] = []
-    done = ""
-    for number, turn in enumerate(messages):
-        if turn.get("role") != "assistant" or not (turn.get("content") or turn.get("tool_calls")):
-            continue
-        prompt = _render(tokenizer, messages[:number], True, where)
-        answered = _render(tokenizer, messages[: number + 1], False, where)
-        if not prompt.startswith(done) or not answered.startswith(prompt):
-            raise ValueError(
-                f"{where}: {tokenizer.template_name} rewrites earlier turns, so answers cannot be located; "
-                "give one turn per row, another --chat_template or another --tokenizer"
-            )
-        parts += [(prompt[len(done) :], False), (answered[len(prompt) :], True)]
-        done = answered
-    return Sample(tuple(parts)) if parts else Sample(skipped=NO_ANSWER if messages else EMPTY)
+    turns = read_turns(get_column(row, column, where), column, where)
+    chat = _make_chat(row, turns, where, tokenizer)
+    check_repeated(row, others, chat.texts, column, where)
+    return _render(chat, tokenizer)
 
 
-def _render(tokenizer: Tokenizer, messages: list[dict[str, Any]], add_generation_prompt: bool, where: str) -> str:
+def _read_pair(row: Row, where: str, tokenizer: Tokenizer, *, pair: tuple[str, str]) -> list[Sample]:
+    """Reads a prompt and its answer with the chat template, or concatenated if the tokenizer has none."""
+    others = check_columns(row, PAIR, pair, where)
+    prompt, answer = (get_column(row, name, where) for name in pair)
+    if isinstance(prompt, list) or isinstance(answer, list):
+        turns = [*_side(row, pair[0], "user", where), *_side(row, pair[1], "assistant", where)]
+    else:
+        prompt, answer = get_text(row, pair[0], where), get_text(row, pair[1], where)
+        more = [name for name in ("input", "context") if name not in pair and not is_blank(row.get(name))]
+        prompt = "\n\n".join([prompt, *(get_text(row, name, where) for name in more)])
+        check_repeated(row, others, [prompt, answer], " and ".join(pair), where)
+        if not answer:
+            return [Sample(skipped=NO_ANSWER if prompt else EMPTY)]
+        if tokenizer.chat_template is None:
+            return [_concatenated(row, prompt, answer, where, tokenizer)]
+        turns = [
+            *_history(row, where),
+            *read_turns(
+                [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}], pair[1], where
+            ),
+        ]
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            f"{where} holds turns, but tokenizer {tokenizer.name} has no chat template; give --tokenizer one that has, "
+            "or give --chat_template"
+        )
+    return _render(_make_chat(row, turns, where, tokenizer), tokenizer)
+
+
+def _side(row: Row, name: str, role: str, where: str) -> list[tuple[dict[str, Any], bool]]:
+    """Returns the turns of a prompt, which are no targets, or of a completion."""
+    value = row[name]
+    turns = value if isinstance(value, list) else [{"role": role, "content": get_text(row, name, where)}]
+    return read_turns(turns, name, where, learns=role == "assistant")
+
+
+def _history(row: Row, where: str) -> list[tuple[dict[str, Any], bool]]:
+    history = row.get("history") or []
+    if not isinstance(history, list) or not all(isinstance(two, list) and len(two) == 2 for two in history):
+        raise ValueError(f"{where}: 'history' is {history!r:.60}, not a list of pairs of a prompt and an answer")
+    roles = ("user", "assistant")
+    turns = [{"role": role, "content": text} for two in history for role, text in zip(roles, two, strict=True)]
+    return read_turns(turns, "history", where)
+
+
+def _concatenated(row: Row, prompt: str, answer: str, where: str, tokenizer: Tokenizer) -> Sample:
+    needs = [name for name in ("history", *SYSTEM_COLUMNS, *TEMPLATE_COLUMNS) if not is_blank(row.get(name))]
+    if needs:
+        raise ValueError(
+            f"{where} has column {needs[0]!r}, which needs a chat template; give --tokenizer one that has, or give "
+            "--chat_template"
+        )
+    return Sample(((prompt, False), (answer, True)), remarks=frozenset() if tokenizer.end else frozenset([UNENDED]))
+
+
+def _make_chat(row: Row, turns: list[tuple[dict[str, Any], bool]], where: str, tokenizer: Tokenizer) -> Chat:
     assert tokenizer.chat_template is not None
-    try:
-        written = tokenizer.chat_template(messages, add_generation_prompt)
-    except Exception as error:  # a template may raise anything
-        raise ValueError(f"{where}: {tokenizer.template_name} fails: {first_line(error)}") from error
-    return check_encodable(written, f"{where}, rendered by {tokenizer.template_name}")
+    return read_chat(row, turns, tokenizer.chat_template, where)
+
+
+def _render(chat: Chat, tokenizer: Tokenizer) -> list[Sample]:
+    assert tokenizer.chat_template is not None
+    rendered = render_answers(chat, tokenizer.chat_template)
+    return [_as_sample(one, tokenizer) for one in rendered] or [Sample(skipped=NO_ANSWER if chat.turns else EMPTY)]
+
+
+def _as_sample(rendered: RenderedChat, tokenizer: Tokenizer) -> Sample:
+    text, parts, done = rendered.text, list[TextPart](), 0
+    for start, end in rendered.spans:
+        parts += [(text[done:start], False), (text[start:end], True)]
+        done = end
+    remarks = set(rendered.remarks)
+    if not all(text[start:end].rstrip().endswith(tokenizer.special_texts) for start, end in rendered.spans):
+        remarks.add(UNENDED)
+    return Sample((*parts, (text[done:], False)), remarks=frozenset(remarks))
+
+
+# ---- tokenizing ------------------------------------------------------------------------------------------------------
 
 
 def encode_samples(

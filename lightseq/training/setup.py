@@ -18,7 +18,7 @@ from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import BatchStream, open_examples, require_target
 from lightseq.data.examples import Examples
 from lightseq.data.packing import PackedExamples, open_packed
-from lightseq.data.sources import ReadOptions, holds_rows
+from lightseq.data.sources import ReadOptions, holds_rows, split_columns
 from lightseq.data.tokenizer import ByteTokenizer, read_chat_template
 from lightseq.distributed.mesh import World, check_devices, check_sequence_size
 from lightseq.memory.planner.packed_documents import PackedDocuments, documents_of
@@ -278,12 +278,13 @@ def find_examples(path: str, model: FoundModel, config: TrainConfig, world: Worl
     open_data = open_examples if config.packing == "none" else open_packed
     trains = path == config.data_path and not (evaluates and path == config.eval_data_path)
     limit = config.max_train_samples if trains else None
-    # --text_column may be meant for the other data, which has rows.
+    # --text_column and --ignore_columns may be meant for the other data, which has rows.
     sources = [source for source in (config.data_path, config.eval_data_path) if source]
-    uses_text_column = holds_rows(path) or not any(map(holds_rows, sources))
+    reads_columns = holds_rows(path) or not any(map(holds_rows, sources))
     limits_evaluation = evaluates and config.max_eval_samples is not None
     read_options = ReadOptions(
-        text_column=config.text_column if uses_text_column else TrainConfig.text_column,
+        text_column=config.text_column if reads_columns else TrainConfig.text_column,
+        ignored_columns=split_columns(config.ignore_columns) if reads_columns else (),
         limit=config.max_eval_samples if limits_evaluation else limit,
         cache=Path(config.data_cache).expanduser(),
         chat_template=config.chat_template,

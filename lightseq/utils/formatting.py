@@ -21,6 +21,12 @@ def four_significant_digits(value: float) -> str:
     return f"{value:#,.4g}".removesuffix(".")
 
 
+def alternatives(names: Sequence[str]) -> str:
+    """Returns the names as `a, b or c`."""
+    *others, last = names
+    return f"{', '.join(others)} or {last}" if others else last
+
+
 def plural(count: int, noun: str) -> str:
     """Returns a count with its noun, in the plural unless the count is 1."""
     return f"{count:,} {noun}" + ("" if count == 1 else "s")

@@ -226,8 +226,9 @@ def shared_folder(world: World, prefix: str) -> Path:
 def rehearsal_config(config: TrainConfig, folder: Path) -> TrainConfig:
     """Returns the config of a run of two steps that reads and writes nothing outside `folder`."""
     return dataclasses.replace(
-        config, data_path=str(folder / "data"), chat_template=None, output_dir=str(folder / "run"), max_steps=2,
-        random_init=True, eval_strategy="no", eval_data_path=None, max_eval_samples=None, save_strategy="no",
+        config, data_path=str(folder / "data"), output_dir=str(folder / "run"), max_steps=2, random_init=True,
+        chat_template=None, text_column=TrainConfig.text_column, ignore_columns=None,
+        eval_strategy="no", eval_data_path=None, max_eval_samples=None, save_strategy="no",
         keep_best=False, report_to="none", profile_steps=None, profile_memory=False, resume_from_checkpoint=None,
         gradient_accumulation_steps=min(2, config.gradient_accumulation_steps),
         lr_scheduler_type=TrainConfig.lr_scheduler_type, lr_scheduler_kwargs=None,  # planned for more steps

@@ -137,6 +137,7 @@ def shorten_run(config: TrainConfig, folder: Path, world: World) -> TrainConfig:
         eval_strategy="no", eval_data_path=None, max_eval_samples=None,
         save_strategy="no", report_to="none", profile_steps=None, profile_memory=False, resume_from_checkpoint=None,
         chat_template=None if made else config.chat_template,
+        ignore_columns=None if made else config.ignore_columns,
         **{flag: getattr(TrainConfig, flag) for flag in ADAM_FLAGS},
     )  # fmt: skip
     kind, sequences = world.device.type, _sequences(short, world)

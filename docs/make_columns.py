@@ -1,0 +1,96 @@
+"""Writes the tables of columns and roles into docs/data.md: python3 docs/make_columns.py"""
+
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from lightseq.data.columns import (
+    BESIDE,
+    CHAT,
+    CHAT_COLUMNS,
+    HARMLESS,
+    HARMLESS_KEYS,
+    IDS,
+    PAIR,
+    PROMPT_COLUMNS,
+    ROLES,
+    TARGET_KEYS,
+    TEXT,
+    UNSUPPORTED,
+)
+
+PAGE = Path(__file__).with_name("data.md")
+BEGIN, END = "<!-- Made by docs/make_columns.py from lightseq/data/columns.py. -->\n", "<!-- End of what it made. -->\n"
+
+
+CHAT_KINDS = "chats of OpenAI and ChatML (turns with `role` and `content`) and of ShareGPT (`from` and `value`)"
+PAIR_KINDS = "prompts and answers, as text or turns: Alpaca, Dolly, TRL's prompt and completion"
+
+
+def code(names: Iterable[str], join: str = ", ") -> str:
+    """Returns names as code, separated by commas."""
+    return join.join(f"`{name}`" for name in names)
+
+
+def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    """Returns a table in Markdown."""
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|", *(f"| {' | '.join(row)} |" for row in rows)]
+    return "\n".join(lines) + "\n"
+
+
+def by_meaning(columns: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Returns the columns of each meaning, and the meaning."""
+    found = defaultdict(list)
+    for name, meaning in columns.items():
+        found[meaning].append(name)
+    return [(code(names), meaning) for meaning, names in found.items()]
+
+
+def tables() -> str:
+    """Returns the tables."""
+    pairs = "; ".join(code(pair, " and ") for pair in PROMPT_COLUMNS)
+    formats = [
+        ("`input_ids`", "tokens", "every token, or those that a mask names"),
+        (code(CHAT_COLUMNS, " or "), CHAT_KINDS, "the assistant's turns"),
+        (pairs, PAIR_KINDS, "the answer; with a chat template, text is a chat of two turns"),
+        ("`text`, or the one that `--text_column` names", "text", "every token, and the end-of-sequence token"),
+    ]
+    parts = [
+        table(("columns", "rows", "targets"), formats),
+        "Beside them these columns are used:\n",
+        table(
+            ("column", "meaning"),
+            [
+                (names, f"{kind}: {meaning}")
+                for format_name, kind in ((IDS, "tokens"), (CHAT, "chats, prompts"), (PAIR, "prompts"), (TEXT, "text"))
+                for names, meaning in by_meaning(_own(format_name))
+            ],
+        ),
+        "Roles, in any case of letters:\n",
+        table(("role of a turn", "read as"), by_meaning(ROLES)),
+        f"Keys of a turn that say whether an answer is a target: {code(TARGET_KEYS)}; 0 or false masks it.\n",
+        "Columns that end the run, with the reason:\n",
+        table(("column", "reason"), by_meaning(UNSUPPORTED)),
+        f"<details><summary>Columns and keys without effect</summary>\n\nColumns: {code(sorted(HARMLESS))}.\n\n"
+        f"Keys of turns, unless the template reads them: {code(sorted(HARMLESS_KEYS))}.\n\n</details>\n",
+    ]
+    return "\n".join(parts)
+
+
+def _own(format_name: str) -> Mapping[str, str]:
+    """Returns the columns beside a format that are not listed with the chats already."""
+    shared = BESIDE[CHAT] if format_name == PAIR else {}
+    return {name: meaning for name, meaning in BESIDE[format_name].items() if name not in shared}
+
+
+def page(text: str) -> str:
+    """Returns the page with the tables made again."""
+    before, rest = text.split(BEGIN)
+    return before + BEGIN + tables() + END + rest.split(END)[1]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

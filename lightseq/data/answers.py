@@ -1,0 +1,205 @@
+"""Answers of a chat: where they stand in the text that the chat template writes.
+
+Templates with {% generation %} blocks mark the answers themselves. With others, an answer is what the template writes
+after the generation prompt. A template that only appends makes one text of the whole chat. One that rewrites earlier
+turns, for example to drop their reasoning, makes one text per answer, in which the turns before it read as they do
+when the model generates.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Any, Final
+
+from lightseq.data.chat_template import ChatTemplate, Span, Turn
+from lightseq.data.chats import Chat, is_answer, with_parts, with_text_arguments, without_empty_contents
+from lightseq.data.columns import REASONING_KEYS, squeeze
+from lightseq.data.sources import check_encodable
+from lightseq.utils.formatting import first_line
+
+REWRITES: Final = "the chat template rewrites earlier turns, so each answer is an example of its own"
+OTHER_PROMPT: Final = (
+    "an answer does not begin as the chat template's generation prompt ends; its target begins where they differ"
+)
+LOST_TURN: Final = "the chat template leaves out text of a turn that is no answer"
+MAX_SHOWN: Final = 60  # characters of a text in an error
+MAX_SHARED: Final = 64  # characters at the end of a generation prompt that may be the beginning of an answer
+
+
+@dataclass
+class RenderedChat:
+    """Text of a chat or of its turns up to an answer, and the spans of the answers to learn."""
+
+    text: str
+    spans: list[Span]
+    remarks: set[str] = field(default_factory=set)  # what is unusual, for notes
+
+
+def render_answers(chat: Chat, template: ChatTemplate) -> list[RenderedChat]:
+    """Returns the texts to train on; none if no answer is to be learnt. Turns after the last answer are left out.
+
+    Raises ValueError if the template fails, or does not write an answer as it stands in the row.
+    """
+    if not any(chat.learnt):
+        return []
+    last = max(index for index, learns in enumerate(chat.learnt) if learns)
+    problem = ""
+    for turns in _variants(list(chat.turns[: last + 1])):
+        try:
+            found = _Renderer(chat, template, turns).render()
+        except _NotWritten as error:
+            problem = problem or str(error)
+        else:
+            _remark_lost_turns(found, chat.turns[: last + 1])
+            return found
+    raise ValueError(problem)
+
+
+class _NotWritten(ValueError):
+    """The template fails, or an answer is not in its text. Another form of the turns may work."""
+
+
+def _variants(turns: list[Turn]) -> Iterator[list[Turn]]:
+    """Yields the forms of turns that templates expect: contents as text or parts, arguments as objects or text."""
+    yield turns
+    yield with_parts(turns)
+    if any("tool_calls" in turn for turn in turns):
+        yield without_empty_contents(turns)
+        yield with_text_arguments(turns)
+        yield with_text_arguments(without_empty_contents(turns))
+
+
+@dataclass(frozen=True)
+class _Renderer:
+    chat: Chat
+    template: ChatTemplate
+    turns: list[Turn]
+
+    def render(self) -> list[RenderedChat]:
+        if self.template.names(self.chat.inputs).marks_answers and (marked := self._render_marked()):
+            return [marked]
+        found: list[RenderedChat] = []
+        for number in [number for number, learns in enumerate(self.chat.learnt) if learns]:
+            text, begin, remarks = self._render_up_to(number)
+            self._check_answer(number, text, begin, len(text))
+            if found and text.startswith(found[-1].text):
+                found[-1].spans.append((begin, len(text)))
+                found[-1].text = text
+                found[-1].remarks |= remarks
+            else:
+                found.append(RenderedChat(text, [(begin, len(text))], remarks))
+        if len(found) > 1:
+            for one in found:
+                one.remarks.add(REWRITES)
+        return found
+
+    def _render_marked(self) -> RenderedChat | None:
+        """Returns the chat with the answers that the template marks; None unless it marks every answer once."""
+        text, spans = self._run(lambda: self.template.render_marked(self.turns, self.chat.inputs))
+        answers = [number for number, turn in enumerate(self.chat.turns[: len(self.turns)]) if is_answer(turn)]
+        if len(answers) != len(spans):
+            return None
+        try:
+            for number, (start, end) in zip(answers, spans, strict=True):
+                self._check_answer(number, text, start, end)
+        except _NotWritten:
+            return None
+        learnt = [span for number, span in zip(answers, spans, strict=True) if self.chat.learnt[number]]
+        return RenderedChat(text, learnt)
+
+    def _render_up_to(self, number: int) -> tuple[str, int, set[str]]:
+        """Returns the text of the turns up to an answer, where the answer begins in it, and remarks."""
+        text = self._write(self.turns[: number + 1], False)
+        if number == 0:  # templates cannot render an empty chat
+            return text, max(0, text.find(self.chat.texts[0].strip())), set()
+        prompt = self._write(self.turns[:number], True)
+        if text.startswith(prompt):
+            return text, len(prompt), set()
+        before, shared = self._write(self.turns[:number], False), _shared_length(text, prompt)
+        if not prompt.startswith(before) or shared < len(before):
+            raise _NotWritten(
+                f"{self.chat.where}: {self.template.name} writes the turns before an answer in another way than with "
+                "it, so the answer cannot be located; give another --chat_template"
+            )
+        return text, shared, {OTHER_PROMPT}
+
+    def _check_answer(self, number: int, text: str, begin: int, end: int) -> None:
+        """Raises _NotWritten if a part of an answer is not in text[begin:end], whitespace aside.
+
+        It may begin before, because a generation prompt can end with the first words of an answer, such as <think>.
+        """
+        turn, before, written = self.chat.turns[number], text[max(0, begin - MAX_SHARED) : begin], text[begin:end]
+        squeezed, first = squeeze(before + written), len(squeeze(before))
+        if any(squeeze(form) in squeezed[first:] for form in _python_forms(turn)):
+            raise _NotWritten(f"{self.chat.where}: {self.template.name} writes arguments as Python does, not as JSON")
+        for expected in _parts_of(turn):
+            if not _is_in(expected, squeezed, first):
+                raise _NotWritten(
+                    f"{self.chat.where}: {self.template.name} does not write the answer {_shorten(expected)}, but "
+                    f"{_shorten(written)}; correct the row, or give another --chat_template"
+                )
+
+    def _write(self, turns: list[Turn], add_generation_prompt: bool) -> str:
+        return self._run(lambda: self.template.render(turns, self.chat.inputs, add_generation_prompt))
+
+    def _run(self, render: Callable[[], Any]) -> Any:
+        try:
+            written = render()
+        except MemoryError:
+            raise
+        except Exception as error:  # a template may raise anything
+            raise _NotWritten(f"{self.chat.where}: {self.template.name} fails: {first_line(error)}") from error
+        text = written if isinstance(written, str) else written[0]
+        check_encodable(text, f"{self.chat.where}, rendered by {self.template.name}")
+        return written
+
+
+def _shared_length(a: str, b: str) -> int:
+    """Returns the number of characters at the beginning that two texts share."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
+
+
+def _parts_of(turn: Turn) -> list[str]:
+    """Returns the texts of an answer that must be in its rendered text."""
+    reasoning = next((turn[key] for key in REASONING_KEYS if turn.get(key)), None)
+    parts = [turn.get("content"), reasoning]
+    for call in turn.get("tool_calls", ()):
+        holder = call.get("function", call)
+        parts += [holder.get("name"), *_leaves(holder.get("arguments"))] if isinstance(holder, dict) else []
+    return [part for part in parts if isinstance(part, str) and part.strip()]
+
+
+def _python_forms(turn: Turn) -> list[str]:
+    """Returns the arguments of calls as Python prints them, where JSON differs."""
+    holders = [call.get("function", call) for call in turn.get("tool_calls", ())]
+    values = [holder.get("arguments") for holder in holders if isinstance(holder, dict)]
+    return [str(value) for value in values if isinstance(value, dict) and value]
+
+
+def _leaves(value: Any) -> list[str]:
+    """Returns the keys and texts in the arguments of a call."""
+    if isinstance(value, dict):
+        return [text for key, item in value.items() for text in (key, *_leaves(item))]
+    if isinstance(value, list):
+        return [text for item in value for text in _leaves(item)]
+    return [value] if isinstance(value, str) else []
+
+
+def _is_in(expected: str, squeezed: str, first: int = 0) -> bool:
+    """Returns whether a text, or its form in a JSON string, is in a text without whitespace, and ends after `first`."""
+    forms = (expected, *(json.dumps(expected, ensure_ascii=ascii)[1:-1] for ascii in (False, True)))
+    return any(squeezed.rfind(form) + len(form) > first for form in map(squeeze, forms) if form in squeezed)
+
+
+def _remark_lost_turns(found: list[RenderedChat], turns: Sequence[Turn]) -> None:
+    text = squeeze(found[-1].text)
+    others = [turn["content"] for turn in turns if turn["role"] != "assistant" and turn.get("content")]
+    if not all(_is_in(content, text) for content in others):
+        found[-1].remarks.add(LOST_TURN)
+
+
+def _shorten(text: str) -> str:
+    return repr(text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "…")

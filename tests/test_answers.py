@@ -1,0 +1,170 @@
+"""Answers of chats: which text is learnt, with the chat templates of published models and with odd ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from byte_level import CHATML, byte_level, open_path, published, read_path, read_rows, write_rows
+
+USER, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}
+AGAIN, WELL = {"role": "user", "content": "and?"}, {"role": "assistant", "content": "well"}
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+CALL = {"function": {"name": "weather", "arguments": {"city": "Paris", "days": 2}}, "type": "function"}
+CALLED = [
+    USER,
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "rain"},
+    {"role": "assistant", "content": "It rains."},
+]
+
+
+def refusal(folder: Path, template: str, row: dict[str, Any]) -> str:
+    with pytest.raises(ValueError) as caught:
+        read_rows(folder, byte_level(template), row)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("template", "learnt"),
+    [
+        ("llama3", [["yo<|eot_id|>", "well<|eot_id|>"]]),
+        ("qwen2_5", [["yo<|im_end|>\n", "well<|im_end|>\n"]]),
+        ("gemma3", [["yo<end_of_turn>\n", "well<end_of_turn>\n"]]),
+        ("qwen3", [["<think>\n\n</think>\n\nyo<|im_end|>\n"], ["<think>\n\n</think>\n\nwell<|im_end|>\n"]]),
+        ("qwen3_5_think", [["\n</think>\n\nyo<|im_end|>\n"], ["\n</think>\n\nwell<|im_end|>\n"]]),
+        ("phi3", [["yo<|end|>\n<eos>"], ["well<|end|>\n<eos>"]]),
+        ("gptoss", [["<|channel|>final<|message|>yo<|return|>"], ["<|channel|>final<|message|>well<|return|>"]]),
+        ("deepseek_r1_distill", [["yo<｜end▁of▁sentence｜>", "well<｜end▁of▁sentence｜>"]]),
+        ("qwen3_training", [["<think>\n\n</think>\n\nyo<|im_end|>", "<think>\n\n</think>\n\nwell<|im_end|>"]]),
+        ("smolvlm", [[" yo<end_of_utterance>\n", " well<end_of_utterance>\n"]]),
+    ],
+)
+def test_a_chat_of_two_turns_teaches_both_answers(tmp_path: Path, template: str, learnt: list[list[str]]) -> None:
+    found = read_rows(tmp_path, byte_level(published(template)), {"messages": [USER, ANSWER, AGAIN, WELL]})
+    assert [[run.rstrip() for run in one.targets] for one in found] == [[run.rstrip() for run in x] for x in learnt]
+
+
+def test_an_answer_is_learnt_after_the_text_that_the_model_sees_when_it_generates(tmp_path: Path) -> None:
+    tokenizer = byte_level(published("qwen3"))
+    thoughts = [{**ANSWER, "reasoning_content": "A greeting."}, {**WELL, "reasoning_content": "Hm."}]
+    messages = [USER, thoughts[0], AGAIN, thoughts[1]]
+    first, second = read_rows(tmp_path, tokenizer, {"messages": messages})
+    for found, turns in ((first, messages[:2]), (second, messages)):
+        prompt = tokenizer.backend.apply_chat_template(turns[:-1], tokenize=False, add_generation_prompt=True)
+        assert found.text == prompt + found.targets[0] and len(found.targets) == 1
+    assert "A greeting." not in second.text and "Hm." in second.targets[0]
+
+
+def test_notes_count_the_tokens_that_are_repeated_as_context(tmp_path: Path) -> None:
+    tokenizer = byte_level(published("qwen3"))
+    path = write_rows(tmp_path / "a.jsonl", {"messages": [USER, ANSWER, AGAIN, WELL]}, {"messages": [USER, ANSWER]})
+    notes, (first, second, third) = open_path(path, tokenizer).notes, read_path(path, tokenizer)
+    assert notes[0].startswith(f"{path}: 3 examples of 2 chat rows as tokens in ")
+    assert (
+        f"{path}: the chat template rewrites earlier turns, so each answer is an example of its own; {len(first.ids)} "
+        f"tokens are repeated as context (1 row, the first {path} line 1)"
+    ) in notes
+    assert len(second.ids) > len(first.ids) and len(third.ids) == len(first.ids)
+
+
+def test_marked_answers_leave_out_those_that_the_row_masks(tmp_path: Path) -> None:
+    tokenizer = byte_level(published("qwen3_training"))
+    (found,) = read_rows(tmp_path, tokenizer, {"messages": [USER, {**ANSWER, "weight": 0}, AGAIN, WELL]})
+    assert [run.rstrip().endswith("well<|im_end|>") for run in found.targets] == [True] and "yo" in found.text
+
+
+def test_a_template_that_only_appends_makes_one_example_of_calls_and_answers(tmp_path: Path) -> None:
+    for template in (CHATML, published("qwen2_5"), published("llama3_1"), published("qwen3_5_think")):
+        rows = [CALLED, [{**turn, "tool_calls": [_as_text(CALL)]} if "tool_calls" in turn else turn for turn in CALLED]]
+        found = [read_rows(tmp_path, byte_level(template), {"messages": turns, "tools": [TOOL]}) for turns in rows]
+        assert found[0] == found[1], "arguments as an object or as JSON text"
+        ((one,), _) = found
+        assert len(one.targets) == 2 and "weather" in one.targets[0] and "Paris" in one.targets[0]
+        assert "It rains." in one.targets[1] and "rain" not in one.targets[0]
+        assert "weather" in one.text[: one.text.index(one.targets[0])], "functions are described in the prompt"
+
+
+def _as_text(call: dict[str, Any]) -> dict[str, Any]:
+    return {**call, "function": {**call["function"], "arguments": '{"city": "Paris", "days": 2}'}}
+
+
+def test_arguments_are_written_as_json_where_the_template_prints_them_as_they_are(tmp_path: Path) -> None:
+    template = CHATML.replace("c.function.arguments | tojson", "c.function.arguments")
+    (found,) = read_rows(tmp_path, byte_level(template), {"messages": CALLED})
+    assert '<tool_call>weather {"city": "Paris", "days": 2}</tool_call>' in found.targets[0]
+
+
+def test_an_answer_that_the_template_leaves_out_is_refused_with_both_texts(tmp_path: Path) -> None:
+    said = refusal(tmp_path, published("lfm2"), {"messages": CALLED, "tools": [TOOL]})
+    assert "does not write the answer 'weather', but '<|im_end|>\\n'; correct the row" in said
+    thought = {"role": "assistant", "content": "<think>\nA greeting.\n</think>\n\nyo"}
+    assert "does not write the answer '<think>" in refusal(
+        tmp_path, published("deepseek_r1_distill"), {"messages": [USER, thought]}
+    )
+    upper = CHATML.replace("{{ m.content }}", "{{ m.content | upper }}")
+    assert "does not write the answer 'yo', but 'YO<|im_end|>\\n'" in refusal(
+        tmp_path, upper, {"messages": [USER, ANSWER]}
+    )
+
+
+def test_what_the_template_does_not_read_is_refused_by_name(tmp_path: Path) -> None:
+    llama3, chat = published("llama3"), [USER, ANSWER]
+    for row, named in (
+        ({"messages": chat, "tools": [TOOL]}, "'tools'"),
+        ({"messages": chat, "documents": [{"title": "a", "text": "b"}]}, "'documents'"),
+        ({"messages": chat, "chat_template_kwargs": {"enable_thinking": False}}, "'enable_thinking'"),
+        ({"messages": chat, "chat_template_kwargs": {"tokenize": True}}, "'tokenize'"),
+        ({"messages": [USER, {**ANSWER, "reasoning_content": "Hm."}]}, "'reasoning_content' of a turn"),
+        ({"messages": [USER, {**ANSWER, "channel": "final"}]}, "'channel' of a turn"),
+    ):
+        assert f"does not read {named}, which would be lost" in refusal(tmp_path, llama3, row)
+    (found,) = read_rows(
+        tmp_path,
+        byte_level(published("qwen3")),
+        {"messages": chat, "chat_template_kwargs": {"enable_thinking": False}},
+    )
+    assert found.targets == ["yo<|im_end|>\n"], "the generation prompt holds the empty thought then"
+
+
+def test_notes_name_answers_that_end_without_a_special_token(tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ '\n' ~ m.role ~ ': ' ~ m.content }}{% endfor %}" + (
+        "{% if add_generation_prompt %}{{ '\nassistant: ' }}{% endif %}"
+    )
+    path = write_rows(tmp_path / "a.jsonl", {"messages": [USER, ANSWER, AGAIN, WELL]})
+    assert any(
+        "an answer ends in text instead of a special token" in x for x in open_path(path, byte_level(template)).notes
+    )
+    ended = template.replace("m.content", "m.content ~ eos_token")
+    assert not any("special token" in note for note in open_path(path, byte_level(ended)).notes)
+
+
+def test_notes_name_prompts_that_the_template_shortens(tmp_path: Path) -> None:
+    deaf = "{% for m in messages if m.role != 'system' %}" + CHATML.split("{% for m in messages %}")[1]
+    path = write_rows(tmp_path / "a.jsonl", {"messages": [{"role": "system", "content": "Be terse."}, USER, ANSWER]})
+    assert any(
+        "leaves out text of a turn that is no answer (1 row" in x for x in open_path(path, byte_level(deaf)).notes
+    )
+    assert not any("leaves out" in note for note in open_path(path, byte_level()).notes)
+
+
+def test_a_chat_that_the_assistant_begins_teaches_from_its_content_on(tmp_path: Path) -> None:
+    (found,) = read_rows(tmp_path, byte_level(), {"messages": [ANSWER, AGAIN, WELL]})
+    assert found.targets == ["yo<|im_end|>\n", "well<|im_end|>\n"]
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "takes more than 1 s"),
+        ("{% set ns = namespace(x='a') %}{% for i in range(40) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}", "GiB"),
+        ("{{ 'a' * 99999999 }}", "the chat template writes 100,000,064 characters for this row"),
+    ],
+)
+def test_a_template_that_runs_or_writes_without_end_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, reason: str
+) -> None:
+    monkeypatch.setattr("lightseq.utils.limited.MAX_SECONDS", 1.0 if "1 s" in reason else 60.0)
+    assert reason in refusal(tmp_path, template + CHATML, {"messages": [USER, ANSWER]})
