@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from byte_level import byte_level, published, read_rows
 
+from lightseq.utils.labels import IGNORE_INDEX
+
 pytest.importorskip("trl")
 
 TOOLS = [
@@ -73,8 +75,7 @@ def read_by_trl(folder: Path, row: dict[str, Any], template: str) -> tuple[list[
     found = SFTTrainer(
         model, arguments, train_dataset=data, processing_class=byte_level(template).backend
     ).train_dataset[0]
-    masks = [found[name] for name in ("completion_mask", "assistant_masks") if name in found]
-    return found["input_ids"], [all(column) for column in zip(*masks, strict=True)]
+    return found["input_ids"], [label != IGNORE_INDEX for label in found["labels"]]
 
 
 @pytest.mark.parametrize("template", ["qwen3_training", "qwen2_5_training", "qwen3_5_think_training"])

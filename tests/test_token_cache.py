@@ -280,7 +280,7 @@ def test_tokens_of_another_tokenizer_are_refused_with_both_names(
     copy = shutil.copytree(small, tmp_path / "copy")
     for made, same, other in (
         ("byte", "byte", small),
-        (small, copy, "byte"),
+        (small, str(copy), "byte"),
         (small, load_tokenizer(str(copy)), mistral),
         (mistral.name, mistral, small),
     ):
