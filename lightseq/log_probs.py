@@ -1,5 +1,6 @@
 """Losses of log-probabilities, such as DPO and GRPO, of sequences split across ranks. Users call them as `hf.NAME`."""
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -15,8 +16,8 @@ from transformers import PreTrainedModel
 
 from lightseq.attention.context import SequenceContext
 from lightseq.data.input_checks import BATCH_FACTS
-from lightseq.kernels.logit_transform import UNCHANGED
-from lightseq.models.architecture import known_logit_transform, transformers_model
+from lightseq.kernels.logit_transform import LogitTransform
+from lightseq.models.architecture import head_change, known_logit_transform, transformers_model
 from lightseq.modules import loss
 from lightseq.modules.replaced_head import ReplacedHead
 from lightseq.utils.labels import IGNORE_INDEX
@@ -32,8 +33,10 @@ def token_log_probs(
     inside PEFT's `disable_adapter` the base model answers. A loss that is a sum over this rank's values is its share:
     losses and gradients are summed over ranks. For any other loss see `sequence_sums`.
 
-    Raises ValueError for a model that is not enabled with this context, and for one whose logits are not those of a
-    linear head, or a known function of them.
+    If the LM head is more than a linear, by an adapter or a hook for example, or the model changes its logits in an
+    unknown way, then the logits of this rank's tokens exist whole, and a warning says why.
+
+    Raises ValueError for a model that is not enabled with this context.
     """
     inner, labels = transformers_model(model), _shifted_labels(batch)
     if vars(inner).get("sequence_context") is not context:
@@ -134,33 +137,49 @@ def _shifted_labels(batch: Mapping[str, Any]) -> Tensor:
 def _log_probs_for_logits(model: PreTrainedModel, labels: Tensor, temperature: float) -> Iterator[None]:
     """Lets the model return the labels' log-probabilities as its logits, computed in its head.
 
-    Raises ValueError if the model changes its logits in an unknown way.
+    A model that makes logits in another way than a known function of a linear's result makes them itself.
     """
-    name, head = type(model).__name__, model.get_output_embeddings()
-    if not isinstance(head, nn.Linear):
-        raise ValueError(f"{name} has no plain linear as LM head, which log-probabilities need; leave it unadapted")
-    transform = known_logit_transform(model)
+    if (transform := known_logit_transform(model)) is not None:
+        with _log_probs_in_head(model, transform, labels, temperature):
+            yield
+        return
+    change = head_change(model) or f"{type(model).__name__} makes its logits in an unknown way"
+    warnings.warn(f"{change}, so the logits of a rank's tokens exist whole", stacklevel=5)
+
+    def return_log_probs(_model: nn.Module, _args: tuple, output: Any) -> Any:
+        logits = output[0] if isinstance(output, tuple) else output.logits
+        return _with_logits(output, loss.log_probs_of_logits(logits, labels, temperature))
+
+    hook = model.register_forward_hook(return_log_probs)  # after the user's hooks, which may change the logits
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@contextmanager
+def _log_probs_in_head(
+    model: PreTrainedModel, transform: LogitTransform, labels: Tensor, temperature: float
+) -> Iterator[None]:
+    """Computes log-probabilities in the place of a linear head, in chunks."""
 
     def log_probs(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return loss.token_log_probs(
-            hidden, weight, labels, temperature=temperature, transform=transform or UNCHANGED, bias=bias
-        )
+        return loss.token_log_probs(hidden, weight, labels, temperature=temperature, transform=transform, bias=bias)
 
-    def return_result(_model: nn.Module, _args: tuple, output: Any) -> Any:
-        result = replaced.result()
-        if transform is None and (output[0] if isinstance(output, tuple) else output.logits) is not result:
-            raise ValueError(
-                f"{name} changes its logits in a way that log-probabilities do not support; use another model"
-            )
-        if isinstance(output, tuple):
-            return (result, *output[1:])
-        output.logits = result
-        return output
-
-    replaced = ReplacedHead(head, log_probs)
-    hook = model.register_forward_hook(return_result, prepend=True)  # before FSDP's, which may cast the output
+    replaced = ReplacedHead(model.get_output_embeddings(), log_probs)
+    hook = model.register_forward_hook(  # before FSDP's, which may cast the output
+        lambda _model, _args, output: _with_logits(output, replaced.result()), prepend=True
+    )
     try:
         yield
     finally:
         hook.remove()
         replaced.restore()
+
+
+def _with_logits(output: Any, logits: Tensor) -> Any:
+    """Returns a model's output with other logits."""
+    if isinstance(output, tuple):
+        return (logits, *output[1:])
+    output.logits = logits
+    return output

@@ -30,9 +30,10 @@ from lightseq.memory.planner.placement import KEEP, OFFLOAD, OFFLOADED, RECOMPUT
 from lightseq.memory.planner.plan import Plan
 from lightseq.memory.remat import apply_remat, capture_forwards, checkpoint_groups
 from lightseq.memory.weight_prefetch import WeightPrefetch
-from lightseq.models.architecture import inspect_architecture
+from lightseq.models.architecture import head_change, inspect_architecture, known_logit_transform
 from lightseq.modules.compilation import allow_graphs_per_length
 from lightseq.modules.fp8 import FP8_COMPILE_OPTIONS, to_fp8
+from lightseq.modules.identity import hook_of
 from lightseq.modules.loss import cross_entropy_sum
 from lightseq.modules.mlp import tile_mlps
 from lightseq.modules.projections import store_projections
@@ -67,7 +68,7 @@ class LossModel(nn.Module):
         self.stopwatch = stopwatch  # times the loss, which is equal work on every rank
         head: Any = model.lm_head
         # Only `forward` is replaced, so that FSDP's hooks still run around the loss.
-        head.forward = partial(_head_loss, head, stopwatch, inspect_architecture(model.config).logit_transform)
+        head.forward = partial(_head_loss, head, stopwatch, _logit_transform(model))
 
     def forward(
         self,
@@ -85,6 +86,18 @@ class LossModel(nn.Module):
         packed = {} if documents is None else {"documents": documents}  # only some models take the argument
         output = self.model.model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **packed)
         return self.model.lm_head(output.last_hidden_state, labels, read)
+
+
+def _logit_transform(model: PreTrainedModel) -> LogitTransform:
+    """Returns the function that makes logits of the head's product. Raises ValueError for a model that does more."""
+    name = type(model).__name__
+    change = head_change(model) or ((hook := hook_of(model)) and f"{name} {hook}")
+    if change:
+        raise ValueError(f"{change}, which the chunked loss would leave out; use your own loop around hf.enable")
+    found = known_logit_transform(model)
+    if found is None:
+        raise ValueError(f"{name} makes its logits in an unknown way; use your own loop around hf.enable")
+    return found
 
 
 def _head_loss(

@@ -339,11 +339,19 @@ class ClampsLogits(NanoChatForCausalLM):
         return output
 
 
-def test_models_whose_logits_are_not_known_are_refused(alone: None) -> None:
-    refusal(ScalesInPlace(LlamaConfig(**SIZES)), "changes the output of its LM head in place")
-    refusal(ClampsLogits(NanoChatConfig(**SIZES)), "changes its logits in a way")
-    adapted = peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["lm_head"]))
-    refusal(adapted, "has no plain linear as LM head, .*; leave it unadapted")
+@pytest.mark.parametrize("kind", [ScalesInPlace, ClampsLogits])
+def test_models_that_change_their_logits_in_another_way_make_them_whole(alone: None, kind: Any) -> None:
+    torch.manual_seed(0)
+    model = kind(kind.config_class(**SIZES)).eval()
+    want = copy.deepcopy(model)
+    context = hf.enable(model)
+    with pytest.warns(UserWarning, match="has a forward of its own, so the logits .* exist whole"):
+        ours = hf.token_log_probs(context, model, hf.shard_batch(context, IDS, LABELS, MASK))
+    theirs = plain_log_probs(want, IDS, LABELS, MASK)
+    check(model, want, ours.square().mean(), theirs.square().mean(), kind.__name__)
+
+
+def test_a_temperature_of_zero_is_refused(alone: None) -> None:
     refusal(llama(), "temperature is 0; give a number above 0", temperature=0)
 
 

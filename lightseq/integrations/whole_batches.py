@@ -4,6 +4,7 @@ Trainers compute losses, metrics and token counts of whole batches. With these h
 passes the same batch, computes its share of the tokens, and gets the loss or per-token values of the whole batch.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,9 +21,16 @@ from lightseq import hf
 from lightseq.attention.context import SequenceContext
 from lightseq.data.input_checks import has_fused_loss, loss_function_of
 from lightseq.data.shard_batch import check_right_padding
+from lightseq.kernels.logit_transform import LogitTransform
 from lightseq.memory.remat import apply_remat
-from lightseq.models.architecture import known_logit_transform, transformers_model
+from lightseq.models.architecture import (
+    configured_logit_transform,
+    head_change,
+    known_logit_transform,
+    transformers_model,
+)
 from lightseq.modules.compilation import allow_graphs_per_length
+from lightseq.modules.identity import is_known_code, product_change
 from lightseq.modules.loss import TokenMetrics, cross_entropy_sum, token_metrics
 from lightseq.modules.replaced_head import ReplacedHead
 from lightseq.utils.labels import IGNORE_INDEX
@@ -81,7 +89,8 @@ class WholeBatches:
         self._replaces_trl_head = self._weighs_tokens_equally = False
         self._pad_to: int | None = None
         self._ranks = context.layout.world
-        self._logit_transform = known_logit_transform(self.model)
+        self._logit_transform: LogitTransform | None = None  # of the last pass whose head was replaced
+        self._configured_logit_transform = configured_logit_transform(self.model.config)  # None: not a known model
         self._changed_layers: list[tuple[nn.Module, Any]] = []
         self._pass: _Pass | None = None
         self._hooks = [
@@ -167,6 +176,7 @@ class WholeBatches:
         if local is None:
             return (), inputs
         if kwargs.get("fused_lm_head"):
+            self._check_trl_reads_all()
             if self._replaces_trl_head and self._head_can_be_replaced():
                 del inputs["fused_lm_head"]
                 self._replace_head(self._pass, self._token_log_probs)
@@ -178,7 +188,30 @@ class WholeBatches:
         return (), inputs | {"labels": local, "shift_labels": local, "num_items_in_batch": _at_least_one(divisor)}
 
     def _head_can_be_replaced(self) -> bool:
-        return self._logit_transform is not None and isinstance(self.model.get_output_embeddings(), nn.Linear)
+        """Returns whether the loss of this pass can be computed in place of the logits, by the model as it is now."""
+        if self._configured_logit_transform is None:
+            return False
+        self._logit_transform = known_logit_transform(self.model)
+        if self._logit_transform is None and (change := head_change(self.model)) and self.context.rank == 0:
+            warnings.warn(f"{change}, so the logits of a rank's tokens exist whole", stacklevel=2)
+        return self._logit_transform is not None
+
+    def _check_trl_reads_all(self) -> None:
+        """Raises ValueError for a model of which TRL's fused head would leave something out, on one process too.
+
+        It reads the LM head's weights, and from the config the function that makes logits of their product.
+        """
+        name, head = type(self.model).__name__, self.model.get_output_embeddings()
+        change = f"'s LM head {x}" if isinstance(head, nn.Linear) and (x := product_change(head)) else None
+        if not is_known_code(self.model.forward) and is_known_code(type(self.model).forward):
+            change = " has a forward of its own"
+        found, of_config = known_logit_transform(self.model), self._configured_logit_transform
+        if change is None and None not in (found, of_config) and found != of_config:
+            change = f" makes logits with {found}, not with its config's {of_config}"
+        if change is not None:
+            raise ValueError(
+                f"{name}{change}, which TRL's fused head leaves out; undo that, or use SequenceParallelTrainer"
+            )
 
     def _replace_head(self, this: _Pass, compute: Callable[..., Tensor]) -> None:
         this.head = ReplacedHead(self.model.get_output_embeddings(), partial(compute, this))

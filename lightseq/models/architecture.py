@@ -22,6 +22,7 @@ from lightseq.kernels.logit_transform import LogitTransform
 from lightseq.models.heads import Heads, heads_of
 from lightseq.models.meta_run import find_logit_transform, linears_of, run_on_meta
 from lightseq.models.weights import build_on_meta, constructed_buffers
+from lightseq.modules.identity import hook_of, is_known_code, linear_change
 from lightseq.modules.mlp import is_gated
 from lightseq.modules.projections import has_projections
 from lightseq.utils.formatting import first_line
@@ -192,15 +193,38 @@ _inspected: dict[tuple[type, str], Architecture | ValueError] = {}
 def known_logit_transform(model: PreTrainedModel) -> LogitTransform | None:
     """Returns the function that makes logits of the head's result, or None if the model is not known well enough.
 
-    A subclass is known if it has the forward pass of its base, as those that FSDP2 makes do.
+    It is that of the model as it is now, whose attributes and config may have changed since it was built.
     """
+    if head_change(model) is not None:
+        return None
     try:
-        found = inspect_architecture(model.config)
+        return find_logit_transform(model)
+    except Exception:  # the model's code may raise anything
+        return None
+
+
+def configured_logit_transform(config: PreTrainedConfig) -> LogitTransform | None:
+    """Returns the function that makes logits in a model that its config builds, or None if it is not known."""
+    try:
+        return inspect_architecture(config).logit_transform
     except ValueError:
         return None
-    kinds: list[Any] = [kind for kind in type(model).__mro__ if kind.__name__ == found.name]
-    same = any(kind.forward is type(model).forward for kind in kinds)
-    return found.logit_transform if same else None
+
+
+def head_change(model: PreTrainedModel) -> str | None:
+    """Returns why logits may not be the head's product with its weight and a function of that; None if they are.
+
+    The function that the model's own code applies is another question (`known_logit_transform`). The answer reads as
+    "LlamaForCausalLM's LM head has a forward hook".
+    """
+    name, head = type(model).__name__, model.get_output_embeddings()
+    if (change := linear_change(head)) is not None:
+        return f"{name}'s LM head {change}"
+    if (change := hook_of(model, ("forward_hooks",))) is not None:
+        return f"{name} {change}"
+    if not is_known_code(model.forward):
+        return f"{name} has a forward of its own"
+    return None
 
 
 @lru_cache(maxsize=64)
@@ -222,7 +246,7 @@ def _inspect(kind: Any, text: str) -> Architecture:
     _check_parts(model, layers)
     try:
         ran = run_on_meta(model, layers)
-        logit_transform = find_logit_transform(model, head)
+        logit_transform = find_logit_transform(model)
     except ValueError:
         raise
     except Exception as error:  # the model's code may raise anything

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lightseq.attention.module_attention import unhonoured_argument
 from lightseq.kernels.logit_transform import LogitTransform
 from lightseq.models.heads import Heads
+from lightseq.modules.identity import StandIn, twin_forward
 
 PROBE: Final = "lightseq_probe"
 TOKENS: Final = 4
@@ -129,31 +130,36 @@ def _attention_replaced(model: PreTrainedModel, function: Callable[..., Any]) ->
     model.set_attn_implementation("eager")
 
 
-def find_logit_transform(model: PreTrainedModel, head: nn.Linear) -> LogitTransform:
+def find_logit_transform(model: PreTrainedModel) -> LogitTransform:
     """Returns the function that makes logits of the head's result, found by running the model's own code on numbers.
 
-    Raises ValueError for one that is not known: the loss reads only the layers' output, the head's parameters and the
-    function.
+    The code runs with the attributes and the config that this model has now, on the CPU, without its layers and its
+    head. Raises ValueError for a function that is not known: the loss reads only the layers' output, the head's
+    parameters and the function.
     """
-    name, base = type(model).__name__, model.base_model
-    hidden = torch.empty(1, TOKENS, head.in_features, device="meta")
-    wide = torch.logspace(-3, 6, TOKENS * 16)  # in its middle a cap bends, at its ends it is a line and a constant
-    product = torch.cat([torch.linspace(-50.0, 50.0, TOKENS * 32), wide, -wide]).view(1, TOKENS, 64)
+    name, head = type(model).__name__, model.get_output_embeddings()
+    hidden = torch.empty(1, TOKENS, head.in_features, dtype=head.weight.dtype, device="meta")
+    wide = torch.logspace(-3, 6, TOKENS * 16, device="cpu")  # in its middle a cap bends, at its ends it is a line
+    line = torch.linspace(-50.0, 50.0, TOKENS * 32, device="cpu")
+    product = torch.cat([line, wide, -wide]).view(1, TOKENS, 64)
     given: list[Tensor] = []
 
     def multiply(x: Tensor) -> Tensor:
         given.append(x)
         return product.clone()
 
-    base.forward = lambda *_, **__: BaseModelOutputWithPast(last_hidden_state=hidden)  # type: ignore[method-assign]
-    head.forward = multiply  # type: ignore[method-assign, assignment]
+    parts = {
+        id(model.base_model): StandIn(model.base_model, lambda *_, **__: MoeModelOutputWithPast(hidden)),
+        id(head): StandIn(head, multiply),
+    }
+    children = {key: parts[id(child)] for key, child in model._modules.items() if id(child) in parts}
     ids = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
-    try:
-        logits = model(input_ids=ids, position_ids=ids, use_cache=False).logits
-    finally:
-        del base.forward, head.forward
+    with torch.autocast("cpu", enabled=False), torch.enable_grad():
+        output = twin_forward(model, children, input_ids=ids, position_ids=ids, use_cache=False)
+    logits = output[0] if isinstance(output, tuple) else output.logits
     whole = len(given) == 1 and (given[0] is hidden or (given[0]._base is hidden and given[0].shape == hidden.shape))
-    found = _fit(product.flatten(), logits.flatten()) if whole and logits.shape == product.shape else None
+    known = whole and logits.shape == product.shape and not logits.requires_grad  # a trained scale needs gradients
+    found = _fit(product.flatten(), logits.flatten()) if known else None
     if found is None:
         raise ValueError(
             f"{name} changes its logits in a way that the chunked loss does not support; use a model that scales or "

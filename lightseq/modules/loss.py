@@ -61,6 +61,12 @@ def token_log_probs(
     return _TokenLogProbs.apply(rows, weight, bias, labels.contiguous(), size, transform.with_temperature(temperature))
 
 
+def log_probs_of_logits(logits: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
+    """Returns what `token_log_probs` does, of logits (..., V) that exist whole."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2) / temperature
+    return -F.cross_entropy(wide, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="none").view(labels.shape)
+
+
 def _cast(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return None if bias is None else bias.to(dtype)
 
