@@ -19,6 +19,7 @@ from lightseq.attention.operator import ATTENTION_OP
 from lightseq.config.remat_policies import POLICIES
 from lightseq.kernels.checkpoint_context import Results, checkpoint_pass, free_memory, is_recomputing
 from lightseq.memory.offload import Offload
+from lightseq.modules.identity import hook_of
 from lightseq.modules.mlp import STORED_MLP_OP
 from lightseq.modules.projections import STORED_LINEAR_OP
 
@@ -81,8 +82,11 @@ def checkpoint_groups(
     memory if `rerun_offload` is given, which then frees the group's input). `rerun_forwards` are the forwards of each
     group's last layer in that rerun. They may store more, because its backward pass follows at once, and its output is
     never read (`is_recomputing`). The first layer's forward runs the whole group and the others return their input, so
-    the model needs no change.
+    the model needs no change. Raises ValueError for a layer with hooks, which would get values of other layers.
     """
+    for layer in (layer for group in groups if len(group) > 1 for layer in group):
+        if (change := hook_of(layer)) is not None:
+            raise ValueError(f"{type(layer).__name__} {change}, which groups of layers would leave out; remove it")
     rerun_forwards = [group[-1].forward for group in groups] if rerun_forwards is None else rerun_forwards
     for group, rerun_last in zip(groups, rerun_forwards, strict=True):
         last = group[-1].forward

@@ -26,7 +26,13 @@ from lightseq.models.weights import (
     named_generator,
     save_tensors,
 )  # fmt: skip
-from lightseq.modules.low_rank import linear_weights, lora_linear
+from lightseq.modules.low_rank import (
+    RoundedOnce,
+    adapter_in_use,
+    has_plain_adapter,
+    linear_weights,
+    lora_linear,
+)
 from lightseq.utils.formatting import first_line
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -103,7 +109,7 @@ def add_adapters(model: PreTrainedModel, lora: Lora | None, dtype: torch.dtype) 
 
     inject_adapter_in_model(_peft_config(lora), model, low_cpu_mem_usage=True)
     for module in model.modules():
-        if hasattr(module, "lora_A"):
+        if hasattr(module, "lora_A") and has_plain_adapter(module):
             module.__class__ = _rounded_once(type(module))  # type: ignore[assignment, arg-type]
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(LORA_INFIX in name)
@@ -120,10 +126,12 @@ def _rounded_once(kind: type[nn.Module]) -> type[nn.Module]:
     """
 
     def forward(self: Any, x: Tensor) -> Tensor:
+        if not adapter_in_use(self):
+            return kind.forward(self, x)
         out = lora_linear(x.flatten(0, -2), linear_weights(self, x.dtype)).view(*x.shape[:-1], -1)
         return out if self.base_layer.bias is None else out + self.base_layer.bias
 
-    return type(f"RoundedOnce{kind.__name__}", (kind,), {"forward": forward})
+    return type(f"RoundedOnce{kind.__name__}", (kind, RoundedOnce), {"forward": forward})
 
 
 def _peft_config(lora: Lora, base: str | None = None) -> Any:

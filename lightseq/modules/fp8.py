@@ -6,8 +6,10 @@ from importlib.util import find_spec
 from typing import Any, Final
 
 import torch
+from torch import nn
 
 from lightseq.kernels import compute_capability
+from lightseq.modules.identity import linear_change
 
 MULTIPLE = 16  # torch._scaled_mm needs sizes that are multiples of it
 
@@ -52,10 +54,14 @@ def to_fp8(layers: Any, recipe: str, emulate: bool, local_tokens: int) -> None:
     """Replaces every linear of the layers by one that casts its operands to FP8, with dynamic scales.
 
     Master weights, gradients, the LM head and attention do not change. The sum over tokens in a weight's gradient is
-    padded if a rank's part of a sequence is not a multiple of 16.
+    padded if a rank's part of a sequence is not a multiple of 16. Raises ValueError for a linear with a hook or a
+    forward of its own, which the new one would not have.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
+    for name, module in layers.named_modules():
+        if isinstance(module, nn.Linear) and (change := linear_change(module)) is not None:
+            raise ValueError(f"--fp8 {recipe}: linear {name} {change}, which would be lost; leave --fp8 out")
     pad = local_tokens % MULTIPLE != 0
     config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate, pad_inner_dim=pad)
     convert_to_float8_training(layers, config=config)

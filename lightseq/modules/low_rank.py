@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightseq.modules.identity import change_of, linear_change, plain_class
+
 
 class LinearWeights(NamedTuple):
     """Weights of y = x Wᵀ + scale · (x Aᵀ) Bᵀ for W (O, I), A (R, I), B (O, R); without an adapter A and B are None.
@@ -104,19 +106,40 @@ def is_linear(module: Any) -> bool:
 
 
 def has_linear_weights(module: Any) -> bool:
-    """Returns whether `linear_weights` supports a module: at most one adapter, which is plain LoRA without dropout."""
+    """Returns whether `linear_weights` supports a module: at most one adapter, which is plain LoRA without dropout.
+
+    Neither is changed, by a hook for example: whatever reads the weights goes around it.
+    """
     if hasattr(module, "lora_A"):
-        return _has_plain_adapter(module) and type(module.base_layer) is nn.Linear
-    return type(module) is nn.Linear
+        return has_plain_adapter(module) and adapter_in_use(module)
+    return isinstance(module, nn.Module) and linear_change(module) is None
 
 
-def _has_plain_adapter(module: Any) -> bool:
-    """Returns whether a linear of peft computes y as `LinearWeights` does: not DoRA, without bias, and in use."""
-    names = list(module.lora_A)
-    if len(names) != 1 or module.disable_adapters or module.merged:
+def has_plain_adapter(module: Any) -> bool:
+    """Returns whether a linear of peft computes y as `LinearWeights` does while its adapter is in use.
+
+    Variants such as DoRA, biases, dropout and several adapters are something else; so is a change to any part.
+    """
+    from peft.tuners.lora.layer import Linear
+
+    kind = plain_class(module)
+    if len(module.lora_A) != 1 or not (kind is Linear or issubclass(kind, RoundedOnce)) or change_of(module):
         return False
-    (name,) = names
-    return type(module.lora_dropout[name]) is nn.Identity and not (module.use_dora[name] or module.lora_bias[name])
+    (name,) = module.lora_A
+    parts = (module.base_layer, module.lora_A[name], module.lora_B[name])
+    if any(map(linear_change, parts)) or any(part.bias is not None for part in parts[1:]):
+        return False
+    dropout = module.lora_dropout[name]
+    return type(dropout) is nn.Identity and not (change_of(dropout) or module.use_dora[name] or module.lora_variant)
+
+
+def adapter_in_use(module: Any) -> bool:
+    """Returns whether a linear of peft with one adapter adds its product, which is not in the base weights."""
+    return not (module.disable_adapters or module.merged) and list(module.active_adapters) == list(module.lora_A)
+
+
+class RoundedOnce:
+    """Mark of a class of peft's linears whose forward is that of `lora_linear`."""
 
 
 def bias_of(module: Any) -> Tensor | None:

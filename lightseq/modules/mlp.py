@@ -14,6 +14,7 @@ from transformers.activations import SiLUActivation
 from lightseq.kernels.checkpoint_context import is_recomputing, reuse_or_compute
 from lightseq.kernels.launches import fused_kernels
 from lightseq.kernels.products import add_product, write_product
+from lightseq.modules.identity import change_of, is_known_code, plain_class, twin_forward
 from lightseq.modules.low_rank import LinearWeights, input_gradient, is_linear, linear_weights
 
 TILE_TOKENS = 8192  # three bfloat16 buffers 14336 wide take 0.7 GiB; smaller tiles do not fill a GPU's last wave
@@ -23,15 +24,16 @@ LINEARS = ("gate_proj", "up_proj", "down_proj")
 def tile_mlps(layers: Iterable[nn.Module], store: bool = False, ends_layer: bool = False) -> None:
     """Replaces the forward of every MLP that computes `down(silu(gate(x)) * up(x))` with plain linears; others stay.
 
+    An MLP, an activation or a linear with a hook or another forward than its class's stays too.
     The linears may have low-rank adapters. The backward pass recomputes gate and up from the input, tile by tile. An
     input that fits in one tile takes the module's own forward. With `store`, gate and up are saved for the backward
     pass at any length, a checkpoint may store them, and a layer with any other MLP raises ValueError. With `store` or
     `ends_layer`, no backward pass may need the MLP's output (`Architecture.mlp_is_last`), because it is not computed
-    when a checkpoint recomputes the layer.
+    when a checkpoint recomputes the layer; layers that are not transformers' own then keep their MLPs.
     """
     for layer in layers:
         mlp: Any = getattr(layer, "mlp", None)
-        if mlp is not None and is_gated(mlp):
+        if mlp is not None and is_gated(mlp) and (not (store or ends_layer) or _is_known(layer)):
             mlp.tile_tokens, mlp.stores_products, mlp.ends_layer = TILE_TOKENS, store, ends_layer
             mlp.__class__ = _tiled_class(type(mlp))  # type: ignore[arg-type]
         elif store:
@@ -40,8 +42,38 @@ def tile_mlps(layers: Iterable[nn.Module], store: bool = False, ends_layer: bool
 
 def is_gated(mlp: Any) -> bool:
     """Returns whether `tile_mlps` replaces a module."""
-    linears = [getattr(mlp, name, None) for name in LINEARS]
-    return all(map(is_linear, linears)) and isinstance(getattr(mlp, "act_fn", None), nn.SiLU | SiLUActivation)
+    linears, act_fn = [getattr(mlp, name, None) for name in LINEARS], getattr(mlp, "act_fn", None)
+    silu = type(act_fn) in (nn.SiLU, SiLUActivation) and _is_known(act_fn)
+    return silu and all(map(is_linear, linears)) and _is_known(mlp) and _multiplies_silu(mlp)
+
+
+def _is_known(module: Any) -> bool:
+    """Returns whether a module has the forward of its class, which a library wrote, and no hooks."""
+    return change_of(module) is None and is_known_code(plain_class(module).forward)
+
+
+def _multiplies_silu(mlp: Any) -> bool:
+    """Returns whether an MLP computes down(silu(gate(x)) * up(x)), found by running its own code on numbers."""
+    x = torch.zeros(1, 4, device="cpu")
+    gate, up, out = torch.linspace(-8, 8, 64, device="cpu").view(4, 1, 16).unbind(0)[:3]
+    expected, given = nn.functional.silu(gate) * up, list[Tensor]()
+
+    def down(act: Tensor) -> Tensor:
+        given.append(act)
+        return out
+
+    children = {
+        "gate_proj": lambda y: gate.clone() if y is x else None,
+        "up_proj": lambda y: up.clone() if y is x else None,
+        "down_proj": down,
+        "act_fn": mlp.act_fn,
+    }
+    try:
+        with torch.autocast("cpu", enabled=False):
+            returned = twin_forward(mlp, children, x)
+    except Exception:  # the model's code may raise anything
+        return False
+    return returned is out and len(given) == 1 and torch.allclose(given[0], expected, rtol=1e-5, atol=0)
 
 
 @cache

@@ -18,9 +18,11 @@ def store_projections(layers: Iterable[nn.Module]) -> None:
 
     Raises ValueError for a layer whose projections are not four plain linears, with or without low-rank adapters.
     """
+    layers = list(layers)
     for layer in layers:
         if not has_projections(layer):
             raise ValueError(f"{type(layer).__name__} has no four plain linears around its attention to store")
+    for layer in layers:
         for name in PROJECTIONS:
             linear: Any = getattr(layer.self_attn, name)
             linear.__class__ = _storing_class(type(linear))  # type: ignore[arg-type]

@@ -24,6 +24,7 @@ from lightseq.kernels import Saved
 from lightseq.kernels.checkpoint_context import is_recomputing, take_memory
 from lightseq.modules import mlp
 from lightseq.modules.fp8 import MULTIPLE
+from lightseq.modules.identity import change_of, is_known_code, plain_class
 from lightseq.modules.low_rank import (
     LinearWeights,
     bias_of,
@@ -47,15 +48,17 @@ def tile_layers(
     compiled: bool = False,
     options: dict[str, Any] | None = None,
 ) -> None:
-    """Replaces the forward of every layer by a tiled one. Raises ValueError for a class that cannot run in tiles.
+    """Replaces the forward of every layer by a tiled one. Raises ValueError for a layer that cannot run in tiles.
 
     Without `store_attention` the backward pass computes attention again. `compiled` compiles the work on a tile, with
     torch.compile's `options`.
     """
     step = partial(torch.compile, dynamic=False, options=options) if compiled else lambda function: function
+    layers = list(layers)
+    for layer in layers:
+        _check_layer(layer)
     functions = _TileFunctions(step(project), step(finish), mlp.TILE_TOKENS, store_attention)
     for layer in layers:
-        check_layer_class(type(layer).__name__)
         layer.forward = partial(_forward, functions, layer)  # type: ignore[method-assign]
 
 
@@ -64,6 +67,27 @@ def check_layer_class(name: str) -> None:
     if name not in TILEABLE_LAYER_CLASSES:
         supported = ", ".join(TILEABLE_LAYER_CLASSES)
         raise ValueError(f"--tile_layers supports {supported}, but this model has {name}; leave it out")
+
+
+def _check_layer(layer: Any) -> None:
+    """Raises ValueError for a layer that cannot run in tiles: of another class, or changed in any part.
+
+    Tiles go around the forward of the layer and of its attention, and call the other parts once for each tile.
+    """
+    kind = plain_class(layer)
+    check_layer_class(kind.__name__)
+    attention = plain_class(layer.self_attn)
+    changes = ((name, change_of(module)) for name, module in layer.named_modules() if module is not layer)
+    name, change = next(((name, change) for name, change in changes if change is not None), ("", None))
+    if not is_known_code(layer.forward):
+        change = "has a forward of its own"
+    elif attention.__module__ != kind.__module__:
+        name, change = "self_attn", f"is a {attention.__module__}.{attention.__qualname__}"
+    if change is not None:
+        raise ValueError(
+            f"--tile_layers: {name or kind.__name__} {change}, which tiles would leave out; undo that, or leave "
+            "--tile_layers out"
+        )
 
 
 class HeadSlice(NamedTuple):
