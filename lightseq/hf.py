@@ -280,7 +280,7 @@ def _attach(model: PreTrainedModel, context: SequenceContext) -> None:
             rope.forward = partial(_rope_forward, rope, rope.forward)  # type: ignore[method-assign]
     for module in (model, inner, inner.base_model, *ropes, *attention_modules(model)):
         module.sequence_context = context  # type: ignore[assignment]
-    windows = windows_of_masks(inner)
+    windows = inner.base_model.mask_windows = windows_of_masks(inner)  # type: ignore[assignment]
     for module in attention_modules(model):
         module.window_of_mask = windows[module.layer_idx]  # type: ignore[index, assignment]
     install_checks(model, length_dependent_rope=bool(ropes))

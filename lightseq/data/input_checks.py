@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from lightseq.attention.context import Documents, ForwardPass, SequenceContext
 from lightseq.comm.transport import base_transport_name
 from lightseq.data.shard_batch import packed_positions
-from lightseq.models.architecture import transformers_model
+from lightseq.models.architecture import transformers_model, windows_of_masks
 from lightseq.modules.replaced_head import tensor_version
 from lightseq.utils.labels import IGNORE_INDEX
 
@@ -64,7 +64,7 @@ def remove_checks(model: nn.Module) -> None:
     for module in model.modules():
         for hook in vars(module).pop("check_hooks", ()):
             hook.remove()
-        for name in ("checked_shapes", "length_dependent_rope"):
+        for name in ("checked_shapes", "length_dependent_rope", "mask_windows"):
             vars(module).pop(name, None)
     inner = transformers_model(model)
     before = loss_function_of(inner)
@@ -123,7 +123,9 @@ def _check_inputs(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tupl
     state = context.forward_pass
     if state.outermost is None:  # the model around the layers may not forward `documents` to them
         state.outermost, state.packed = model, documents is not None
-    if model is transformers_model(model).base_model:
+    if model is (inner := transformers_model(model)).base_model:
+        if windows_of_masks(inner) != model.mask_windows:
+            raise ValueError("the windows in the model's config changed after hf.enable; call hf.enable again")
         state.attention_passes = context.progress.passes
     return args, kwargs
 
