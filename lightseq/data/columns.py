@@ -82,7 +82,7 @@ HARMLESS: Final = frozenset(
     """)
 )
 
-PREFERENCES: Final = "SequenceParallelDPOTrainer trains on preferences (docs/trainers.md)"
+PREFERENCES: Final = "holds preferences, which SequenceParallelDPOTrainer trains on (docs/trainers.md)"
 ONLY_TEXT: Final = "lightseq trains on text only"
 WEIGHTS: Final = ("weight", "weights", "loss_weight", "sample_weight", "token_weights", "loss_scale")
 # Columns that change what is trained and are not supported, with the reason or remedy.
@@ -94,11 +94,11 @@ UNSUPPORTED: Final[Mapping[str, str]] = {
         ),
         PREFERENCES,
     ),
-    **dict.fromkeys(_words("image images video videos audio audios"), ONLY_TEXT),
-    **dict.fromkeys(WEIGHTS, "every target weighs the same"),
+    **dict.fromkeys(_words("image images video videos audio audios"), f"holds no text, and {ONLY_TEXT}"),
+    **dict.fromkeys(WEIGHTS, "weighs targets, which all count the same here"),
     **dict.fromkeys(
         _words("mask masks response_mask special_tokens_mask prompt_mask train_mask target_mask"),
-        f"give the targets as one of {', '.join(MASK_COLUMNS)}",
+        f"is no mask of targets here; these are: {', '.join(MASK_COLUMNS)}",
     ),
 }
 # A class or a quality score beside a text changes nothing; beside an answer it may say that the answer is bad.
@@ -147,7 +147,7 @@ def check_columns(row: Mapping[str, Any], format_name: str, used: Collection[str
         if known or is_blank(value):
             continue
         if column in UNSUPPORTED:
-            raise UnknownColumnError(f"{where}: {UNSUPPORTED[column]}; remove column {column!r}{_or_ignore(column)}")
+            raise UnknownColumnError(f"{where}: column {column!r} {UNSUPPORTED[column]}; remove it{_or_ignore(column)}")
         if column not in OTHER_FORMATS:
             raise UnknownColumnError(
                 f"{where}: column {column!r} is not known beside {' and '.join(used)}; remove it{_or_ignore(column)}"

@@ -165,7 +165,8 @@ def _document_borders(row: Row, real: int, count: int, where: str) -> list[int]:
     found: dict[str, list[int]] = {}
     for name in (name for name in DOCUMENT_COLUMNS if not is_blank(row.get(name))):
         values = _integers(row, name, where)
-        starts = _document_starts(name, values, count)
+        per_token = name in ("position_ids", "seq_idx") and len(values) == count
+        starts = _document_starts(name, values[:real] if per_token else values, real if per_token else count)
         if starts is None:
             raise ValueError(
                 f"{where}: {name!r} is {row[name]!r:.60}, which does not divide {count:,} input_ids into documents; "
