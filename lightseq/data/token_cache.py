@@ -253,8 +253,7 @@ def _write(
 def _tokenize(
     rows: Iterable[NamedRow], row_format: RowFormat, vocab_size: int, tokenizer: Tokenizer, report: RowReport
 ) -> Iterator[tuple[IntArray, TargetMask | None]]:
-    for batch in tokenizer_batches(rows):
-        read = _read_samples(batch, row_format, tokenizer)
+    for read in _read_batches(rows, row_format, tokenizer):
         for where, samples in read:
             report.count(where, samples)
         kept = [[(where, sample) for sample in samples if sample.skipped is None] for where, samples in read]
@@ -274,24 +273,28 @@ def _tokenize(
                 report.repeated_tokens += sum(sizes) - max(sizes)
 
 
-def _read_samples(
-    batch: Sequence[NamedRow], row_format: RowFormat, tokenizer: Tokenizer
-) -> list[tuple[str, list[Sample]]]:
-    """Reads rows, in a child process if a chat template renders them, because a template may run without end."""
+def _read_batches(
+    rows: Iterable[NamedRow], row_format: RowFormat, tokenizer: Tokenizer
+) -> Iterator[list[tuple[str, list[Sample]]]]:
+    """Yields batches of read rows. A child process renders chats, because a template may run without end."""
 
-    def read(named: NamedRow) -> list[Sample]:
+    def read(named: NamedRow) -> tuple[str, list[Sample]]:
         where, row = named
         samples = row_format.read(row, where, tokenizer)
         written = max(sum(len(text) for text, _ in sample.parts) for sample in samples)
         if row_format.renders and written > MAX_GROWTH * max(MIN_ROW_SIZE, len(str(row))):
             raise ValueError(f"{where}: the chat template writes {written:,} characters for this row; give another")
-        return samples
+        return where, samples
 
+    batches = tokenizer_batches(rows)
+    if not row_format.renders:
+        yield from (list(map(read, batch)) for batch in batches)
+        return
     try:
-        found = limited_map(read, batch) if row_format.renders else map(read, batch)
-        return [(where, samples) for (where, _), samples in zip(batch, found, strict=True)]
+        yield from limited_map(read, batches)
     except LimitError as error:
-        raise ValueError(f"{batch[error.index][0]}: rendering the row {error}; give another --chat_template") from error
+        where, _ = error.item
+        raise ValueError(f"{where}: rendering the row {error}; give another --chat_template") from error
 
 
 def tokenizer_batches(items: Iterable[T]) -> Iterator[list[T]]:
