@@ -209,8 +209,7 @@ def _base_model_note(directory: Path, config: TrainConfig) -> tuple[str, ...]:
 
 
 def _adapter_config(directory: Path) -> Mapping[str, Any]:
-    path = directory / adapters.CONFIG
-    return read_json_object(path) if path.is_file() else {}
+    return adapters.read_config(directory) if (directory / adapters.CONFIG).is_file() else {}
 
 
 def _are_equal(before: Any, now: Any) -> bool:

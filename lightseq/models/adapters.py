@@ -38,6 +38,22 @@ from lightseq.utils.formatting import first_line
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 ROPE_FILE: Final = "adapter_rope.json"  # RoPE settings that a run changed; peft's files cannot hold them
 ALL_LINEARS: Final = "all-linear"
+# Keys of peft's adapter_config.json. These say where adapters are (as the file of tensors does), how they were trained,
+# or configure an initialization that `init_lora_weights` names.
+ANY_VALUE: Final = frozenset(
+    ("r", "lora_alpha", "base_model_name_or_path", "revision", "peft_version", "auto_mapping", "task_type")
+    + ("inference_mode", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "lora_dropout")
+    + ("megatron_core", "qalora_group_size", "runtime_config")
+    + ("corda_config", "eva_config", "loftq_config", "lora_ga_config")
+)
+OFF: Final = (None, False, {}, [], "")
+# Other initializations (PiSSA, OLoRA, CorDA, LoftQ, ...) change the base model's weights, too.
+PLAIN_VALUES: Final[Mapping[str, tuple[Any, ...]]] = {
+    "peft_type": ("LORA",),
+    "init_lora_weights": (True, False, "gaussian", "orthogonal"),
+    "bias": ("none",),
+    "use_rslora": (True, False),
+}
 
 
 @dataclass(frozen=True)
@@ -194,20 +210,27 @@ def save(
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """Returns the config of a saved adapter. Raises ValueError if `merge` cannot apply it."""
+    """Returns the config of a saved adapter. Raises ValueError unless it is plain LoRA: base + scale · B·A.
+
+    Every key is known and means that, or is off.
+    """
     path = directory / CONFIG
     if not path.is_file():
         raise ValueError(f"{directory} has no {CONFIG}; give the directory of an adapter")
     found = read_json_object(path)
-    plain = {"peft_type": "LORA", "use_dora": False, "use_rslora": False, "fan_in_fan_out": False, "bias": "none"}
-    plain |= {"rank_pattern": {}, "alpha_pattern": {}, "modules_to_save": None, "lora_bias": False}
-    for key, value in plain.items():
-        if found.get(key, value) != value:
-            raise ValueError(f"{path}: {key} is {found[key]!r}; only plain LoRA can be merged here, use peft instead")
+    for key, value in found.items():
+        if key not in ANY_VALUE and value not in PLAIN_VALUES.get(key, OFF):
+            raise ValueError(f"{path}: {key} is {value!r:.80}, which is not plain LoRA; use peft's merge_and_unload")
     for key in ("r", "lora_alpha"):
         if not isinstance(found.get(key), int | float) or found[key] <= 0:
             raise ValueError(f"{path}: {key} is {found.get(key)!r}, not a number above 0; copy the adapter again")
     return found
+
+
+def lora_scale(settings: Mapping[str, Any]) -> float:
+    """Returns the factor of B·A by an adapter's config: alpha / rank, or alpha / √rank with rsLoRA."""
+    rank: float = settings["r"]
+    return float(settings["lora_alpha"] / (math.sqrt(rank) if settings.get("use_rslora") else rank))
 
 
 def read_rope(directory: Path) -> dict[str, Any] | None:

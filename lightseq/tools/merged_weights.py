@@ -14,13 +14,14 @@ from torch import Tensor
 
 from lightseq.checkpoint.checkpoints import TRAINER_STATE
 from lightseq.checkpoint.manifest import MANIFEST, check_weights
-from lightseq.models.adapters import CONFIG, read_config, read_json_object, read_rope
+from lightseq.models.adapters import CONFIG, lora_scale, read_config, read_json_object, read_rope
 from lightseq.models.adapters import WEIGHTS as ADAPTER_WEIGHTS
 from lightseq.models.weights import TOKENIZER_FILES, download, save_tensors, tensor_files
 from lightseq.utils.formatting import first_line
 
 PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 NOT_COPIED: Final = (CONFIG, TRAINER_STATE, MANIFEST)  # files that do not apply to the merged model
+MERGED_DTYPES: Final = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # quantized ones have scales
 OLDER_ROPE: Final = ("rope_theta", "rope_scaling")  # transformers 4; rope_parameters replaces them
 
 
@@ -30,13 +31,18 @@ def merge(adapter: Path, output_dir: Path, model_name_or_path: str | None) -> st
     Returns a summary line.
     """
     settings, rope = read_config(adapter), read_rope(adapter)
-    base = model_name_or_path or settings.get("base_model_name_or_path")
+    base, revision = model_name_or_path or settings.get("base_model_name_or_path"), settings.get("revision")
     if base is None:
         raise ValueError(f"{adapter / CONFIG} does not name its base model; give --model_name_or_path")
+    if model_name_or_path is None and revision not in (None, "main"):
+        raise ValueError(
+            f"{adapter / CONFIG}: revision is {revision!r}; download that revision of {base} and name its directory "
+            "with --model_name_or_path"
+        )
     source = Path(base) if Path(base).is_dir() else download(base, "give a local directory")
     if output_dir.exists() and any(output_dir.iterdir()):
         raise ValueError(f"--output_dir {output_dir} is not empty; name another directory")
-    pairs = _pairs(adapter / ADAPTER_WEIGHTS)
+    pairs = _pairs(adapter / ADAPTER_WEIGHTS, settings["r"])
     for directory in (adapter, source):
         check_weights(directory)
     try:
@@ -46,7 +52,7 @@ def merge(adapter: Path, output_dir: Path, model_name_or_path: str | None) -> st
             f"--output_dir {output_dir} cannot be created ({error.strerror}); name another directory"
         ) from error
     try:
-        _merge_weights(source, output_dir, pairs, settings["lora_alpha"] / settings["r"], adapter)
+        _merge_weights(source, output_dir, pairs, lora_scale(settings), adapter)
         for folder, patterns in ((source, ("*.json", *TOKENIZER_FILES)), (adapter, TOKENIZER_FILES)):
             for path in (p for pattern in patterns for p in folder.glob(pattern)):
                 if path.is_file() and path.name not in NOT_COPIED:
@@ -65,8 +71,8 @@ def _write_config(source: Path, target: Path, rope: Mapping[str, Any]) -> None:
     target.write_text(json.dumps({**others, **rope}, indent=2) + "\n")
 
 
-def _pairs(path: Path) -> dict[str, tuple[Tensor, Tensor]]:
-    """Returns A and B by the name of the weight they adapt."""
+def _pairs(path: Path, rank: float) -> dict[str, tuple[Tensor, Tensor]]:
+    """Returns A and B by the name of the weight they adapt. Raises ValueError unless they are matrices of the rank."""
     with _readable(path):
         tensors = load_file(path)
     names = {name.removesuffix(A) for name in tensors if name.endswith(A)}
@@ -76,6 +82,11 @@ def _pairs(path: Path) -> dict[str, tuple[Tensor, Tensor]]:
         unsupported = "does not belong to a linear layer; merge it with peft"
         problem = unsupported if min(unknown) in tensors else "is missing; copy the adapter again"
         raise ValueError(f"{path}: {min(unknown)} {problem}")
+    for name in names:
+        a, b = tensors[name + A], tensors[name + B]
+        if not (a.ndim == b.ndim == 2 and len(a) == b.shape[1] == rank):
+            shapes = f"{list(a.shape)} and {list(b.shape)}"
+            raise ValueError(f"{path}: {name} has A and B of {shapes}, not of rank {rank}; copy the adapter again")
     return {f"{name.removeprefix(PREFIX)}.weight": (tensors[name + A], tensors[name + B]) for name in names}
 
 
@@ -105,6 +116,11 @@ def _merge_file(source: Path, target: Path, pairs: Mapping[str, tuple[Tensor, Te
                     raise ValueError(
                         f"{source}: {name} has the shape {list(weight.shape)}, but the adapter's is "
                         f"{[len(b), a.shape[1]]}; name its base model with --model_name_or_path"
+                    )
+                if weight.dtype not in MERGED_DTYPES:
+                    raise ValueError(
+                        f"{source}: {name} is {weight.dtype}, which is quantized; name a model in float32, bfloat16 or "
+                        "float16 with --model_name_or_path"
                     )
                 weight = (weight.to(torch.float32) + scale * (b @ a)).to(weight.dtype)
             merged[name] = weight
