@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import psutil
+from executables import write_python_program
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -125,8 +126,7 @@ def make_cluster(directory: Path) -> Cluster:
     for folder in cluster:
         folder.mkdir()
     for name, source in {"sbatch": SBATCH, "srun": SRUN, "scontrol": SCONTROL}.items():
-        (cluster.programs / name).write_text(f"#!{sys.executable}\n{source}")
-        (cluster.programs / name).chmod(0o755)
+        write_python_program(cluster.programs / name, source)
     for name in ("launch", "lightseq", "llama2", "llama3"):
         (cluster.home / name).symlink_to(ROOT / name)
     return cluster

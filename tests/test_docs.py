@@ -375,7 +375,7 @@ def test_quick_commands_of_a_page_run(page: Path, tmp_path: Path) -> None:
     shutil.copy(ROOT / "README.md", folder)
     tools.mkdir()
     for name, words in {"python3": "", "lightseq": "-m lightseq", "torchrun": "-m torch.distributed.run"}.items():
-        (tools / name).write_text(f'#!/bin/sh\nexec {sys.executable} {words} "$@"\n')
+        (tools / name).write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {words} "$@"\n')
         (tools / name).chmod(0o755)
     offline = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "HOME": str(tmp_path)}
     environment = {**os.environ, **offline, "PATH": f"{tools}:{os.environ['PATH']}"}

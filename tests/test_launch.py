@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+from executables import write_python_program
 
 from lightseq.distributed.environment import LAUNCHER_SETTINGS, launcher_note, launcher_shutdown_seconds
 
@@ -28,14 +29,13 @@ def stand_ins(tmp_path: Path) -> Path:
     """A folder with a `python` that has 3 GPUs and reports its arguments."""
     report = "import json, os, sys\nprint(json.dumps([sys.argv[1:], dict(os.environ)]))\n"
     counts = "import sys\nif sys.argv[1] == '-c':\n    sys.exit(print(3))\n"
-    (tmp_path / "python").write_text(f"#!{sys.executable}\n{counts}{report}")
-    (tmp_path / "python").chmod(0o755)
+    write_python_program(tmp_path / "python", f"{counts}{report}")
     return tmp_path
 
 
 def run(script: str, *arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run a script with only the given environment, so that what this host sets cannot show through."""
-    variables = {"PATH": os.environ["PATH"], **environment}
+    variables = {"PATH": os.environ["PATH"], "LC_ALL": "C.UTF-8", **environment}
     command = ["bash", str(ROOT / "launch" / script), *arguments]
     return subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=60)
 

@@ -3,6 +3,7 @@ of one node, of two, and of two hosts with a cable between them train for real, 
 
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from executables import write_python_program
 from slurm import ROOT, Cluster, Job, make_cluster
 
 from data_gen.__main__ import main as data_gen
@@ -29,7 +31,7 @@ def cluster(tmp_path: Path) -> Cluster:
 @pytest.fixture
 def reporting(cluster: Cluster) -> Cluster:
     """A cluster whose srun only reports what it was to run."""
-    (cluster.programs / "srun").write_text(f"#!{sys.executable}\n{REPORT}")
+    write_python_program(cluster.programs / "srun", REPORT)
     return cluster
 
 
@@ -224,7 +226,7 @@ def test_a_job_refuses_in_one_line(command: str, environment: dict[str, str], sa
 
 
 def test_a_script_says_where_to_submit_it_from(reporting: Cluster) -> None:
-    job = reporting.submit(f"mkdir elsewhere; cd elsewhere; sbatch {ROOT}/launch/slurm/fp8.sbatch; mv slurm-* ..")
+    job = reporting.submit(f"mkdir elsewhere; cd elsewhere; sbatch {shlex.quote(str(ROOT))}/launch/slurm/fp8.sbatch; mv slurm-* ..")
     assert job.status == 2 and "error: submit from the repository root" in job.out
 
 
@@ -256,7 +258,7 @@ def test_a_job_is_requeued_only_when_asked_and_then_goes_on(reporting: Cluster) 
 def test_a_job_that_is_asked_to_stop_has_the_time_to_save(reporting: Cluster) -> None:
     names = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "PET_SIGNALS_TO_HANDLE"
     report = f"import json, os\nprint(json.dumps([os.environ[name] for name in {names}]))\n"
-    (reporting.programs / "srun").write_text(f"#!{sys.executable}\n{report}")
+    write_python_program(reporting.programs / "srun", report)
     job = reporting.submit("sbatch launch/slurm/one_node.sbatch llama3", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="900")
     seconds, signals = json.loads(job.out.splitlines()[-1])
     assert seconds == "900" and "SIGUSR1" in signals

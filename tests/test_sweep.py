@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+from executables import write_python_program
 
 from launch.host_gpus import HostGPUs, gpus_here
 from launch.sweep import main
@@ -25,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FIXED = "model: tiny-llama3, random_init: true, max_steps: 2, data_path: data/any"
 
 # In the place of an interpreter that runs torch's launcher: the seed says what becomes of the run.
-TRAINER = f"""#!{sys.executable}
+TRAINER = f"""
 import json, os, subprocess, sys
 from pathlib import Path
 sys.path.insert(0, {str(ROOT)!r})
@@ -59,8 +60,7 @@ def write(directory: Path, text: str) -> Path:
 
 @pytest.fixture
 def sweep_dir(tmp_path: Path) -> Path:
-    (tmp_path / "python").write_text(TRAINER)
-    (tmp_path / "python").chmod(0o755)
+    write_python_program(tmp_path / "python", TRAINER)
     return tmp_path
 
 
