@@ -577,6 +577,30 @@ def test_flags_for_training_alone_are_named_and_not_applied() -> None:
     assert evaluate._notes(given, given) == ["flags that only affect training are ignored: --deepspeed"]
 
 
+@pytest.mark.parametrize(
+    ("score", "ending", "chance"),
+    [
+        (
+            "likelihood",
+            "% of 6 texts of 40 to 61 tokens, 3 per length and depth; chance finds 12.5% (8 answers)",
+            0.125,
+        ),
+        ("greedy", "% of 6 texts of 40 to 61 tokens, 3 per length and depth", None),
+    ],
+)
+def test_a_search_says_and_records_its_texts_lengths_and_chance(
+    files: Files, tmp_path: Path, score: str, ending: str, chance: float | None
+) -> None:
+    flags = f"--task needle --lengths 61,40 --depths 0.5 --trials 3 --score {score}"
+    done = forked.run(f"-m lightseq evaluate {files.words(f'chance-{score}', flags)}", tmp_path)
+    assert done.returncode == 0, done.stderr
+    (found,) = [line for line in done.stdout.splitlines() if line.startswith("found ")]
+    assert found.endswith(ending)
+    summary, _ = files.records(f"chance-{score}")
+    assert (summary["chance"], summary["texts"], summary["trials"]) == (chance, 6, 3)
+    assert summary["data"] is None and summary["config"]["data_path"] is None
+
+
 @pytest.mark.slow
 def test_the_command_runs_without_a_launcher(files: Files) -> None:
     words = files.words("alone", f"{SEARCH} --score greedy --trials 1 --depths 0.5", "finder").split()

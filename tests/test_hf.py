@@ -57,6 +57,7 @@ from lightseq.schedule.layout import Layout, shard, unshard
 
 VOCABULARY, LENGTH = 61, 50  # 50 divides by no number of chunks here but 1 and 2
 CPU = torch.device("cpu")
+PACKAGE = Path(hf.__file__).parent
 LAYOUTS = [Layout("contiguous", 4), Layout("contiguous", 8, 2), Layout("zigzag", 4, 2), Layout("striped", 4)]
 # Weights this large make attention sharp, so that a wrong position or a lost key shows.
 SIZES: dict[str, Any] = {

@@ -8,6 +8,7 @@ from pathlib import Path
 from threading import Timer
 from typing import Any
 
+import forked
 import pytest
 from programs import Ended, alone
 from small import losses, words, write_inputs
@@ -286,3 +287,11 @@ def test_a_full_disk_is_named_with_its_directory(tmp_path: Path, monkeypatch: py
         with name_unwritable(tmp_path):
             write_run(tmp_path, {}, ())
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("tool", ["verify", "rehearse", "evaluate --task needle"])
+def test_a_tool_says_at_once_why_its_output_directory_cannot_be_made(tool: str, tmp_path: Path) -> None:
+    model = "--model_name_or_path tiny-llama3 --random_init --model_max_length 64"
+    done = forked.run(f"-m lightseq {tool} {model} --output_dir /proc/nowhere", tmp_path)
+    line = "error: --output_dir /proc/nowhere cannot be created (No such file or directory); name another directory"
+    assert done.returncode == 2 and done.stderr.splitlines() == [line] and not done.stdout

@@ -150,7 +150,10 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     "output that is a file": ("--output_dir {files}/data.pkl", ("data.pkl is a file", "name a directory")),
     "output below a file": ("--output_dir {files}/data.pkl/out", ("lies below the file", "name another")),
     "output whose name is too long": ("--output_dir {files}/" + 300 * "x", ("File name too long",)),
-    "output that cannot be made": ("--output_dir /proc/no/such", ("/proc/no/such cannot be created", "name another")),
+    "output that cannot be made": (
+        "--save_strategy steps --output_dir /proc/no/such",
+        ("/proc/no/such cannot be created in /proc (No such file or directory)", "name another"),
+    ),
     "nothing to resume": (
         "--output_dir {files}/empty --resume_from_checkpoint True",
         ("{files}/empty has no checkpoint", "leave it out, or give auto"),

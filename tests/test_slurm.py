@@ -226,7 +226,8 @@ def test_a_job_refuses_in_one_line(command: str, environment: dict[str, str], sa
 
 
 def test_a_script_says_where_to_submit_it_from(reporting: Cluster) -> None:
-    job = reporting.submit(f"mkdir elsewhere; cd elsewhere; sbatch {shlex.quote(str(ROOT))}/launch/slurm/fp8.sbatch; mv slurm-* ..")
+    script = shlex.quote(str(ROOT / "launch" / "slurm" / "fp8.sbatch"))
+    job = reporting.submit(f"mkdir elsewhere; cd elsewhere; sbatch {script}; mv slurm-* ..")
     assert job.status == 2 and "error: submit from the repository root" in job.out
 
 

@@ -413,7 +413,7 @@ printf '0, NVIDIA H200\\n1, NVIDIA H200\\n2, NVIDIA H200\\n'
 def test_cells_at_once_have_gpus_of_their_own_and_those_too_wide_wait_for_a_larger_host(sweep_dir: Path) -> None:
     (sweep_dir / "nvidia-smi").write_text(NVIDIA_SMI)
     (sweep_dir / "nvidia-smi").chmod(0o755)
-    (sweep_dir / "python").write_text(TRAINER.replace("steps = range", SEEN + "steps = range"))
+    write_python_program(sweep_dir / "python", TRAINER.replace("steps = range", SEEN + "steps = range"))
     path = sweep(sweep_dir, "grid: {ranks: [1, 2, 4], seed: [4, 5]}")
     done = launch(sweep_dir, path, "--at_once", "3")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -39,14 +39,14 @@ FLAGS_OF_OTHER_PROGRAMS: Final[Mapping[str, str]] = {
 }
 
 
-def parse(argv: Sequence[str], program: str) -> TrainConfig:
-    """Parses a command line into a config. Raises ValueError with one line for invalid flags."""
+def parse(argv: Sequence[str], program: str, required: Sequence[str] = REQUIRED) -> TrainConfig:
+    """Parses a command line into a config. Raises ValueError with one line for invalid and for missing flags."""
     given = _values(argv, program)
     if (path := given.pop("config", None)) is not None:
         given = {**_values_in_file(path, program), **given}
     config = TrainConfig(**given)
     for field in dataclasses.fields(TrainConfig):
-        if field.name in REQUIRED and not getattr(config, field.name):
+        if field.name in required and not getattr(config, field.name):
             raise ValueError(f"--{field.name} is missing: {field.metadata['help']}")
     return config
 

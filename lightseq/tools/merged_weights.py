@@ -17,6 +17,7 @@ from lightseq.checkpoint.manifest import MANIFEST, check_weights
 from lightseq.models.adapters import CONFIG, lora_scale, read_config, read_json_object, read_rope
 from lightseq.models.adapters import WEIGHTS as ADAPTER_WEIGHTS
 from lightseq.models.weights import TOKENIZER_FILES, download, save_tensors, tensor_files
+from lightseq.training.output_directory import create_output_dir
 from lightseq.utils.formatting import first_line
 
 PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
@@ -45,12 +46,7 @@ def merge(adapter: Path, output_dir: Path, model_name_or_path: str | None) -> st
     pairs = _pairs(adapter / ADAPTER_WEIGHTS, settings["r"])
     for directory in (adapter, source):
         check_weights(directory)
-    try:
-        output_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"--output_dir {output_dir} cannot be created ({error.strerror}); name another directory"
-        ) from error
+    create_output_dir(output_dir)
     try:
         _merge_weights(source, output_dir, pairs, lora_scale(settings), adapter)
         for folder, patterns in ((source, ("*.json", *TOKENIZER_FILES)), (adapter, TOKENIZER_FILES)):

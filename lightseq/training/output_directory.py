@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -10,6 +11,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Final, TextIO, TypeGuard
 
 from lightseq.checkpoint import checkpoints, resume
@@ -29,6 +31,16 @@ WRITTEN: Final = {
     "runs": re.compile(rf"events\.out\.tfevents\..*{re.escape(EVENTS)}"),
     "hang": re.compile(r"rank\d+\.txt"),
 }
+
+
+def create_output_dir(output_dir: Path) -> None:
+    """Creates a directory and its parents. Raises ValueError with the reason if it cannot."""
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"--output_dir {output_dir} cannot be created ({error.strerror}); name another directory"
+        ) from error
 
 
 def check_output_dir(output_dir: Path, config: TrainConfig, resume_point: ResumePoint, world: World) -> None:
@@ -60,6 +72,19 @@ def check_output_dir(output_dir: Path, config: TrainConfig, resume_point: Resume
             f"--output_dir {output_dir} already holds a run; name another, continue it with "
             "--resume_from_checkpoint True, or replace it with --overwrite_output_dir"
         )
+    _check_writable(parent, output_dir)
+
+
+def _check_writable(parent: Path, output_dir: Path) -> None:
+    """Raises ValueError if no file can be created in a directory. Leaves nothing behind."""
+    try:
+        with TemporaryDirectory(prefix=".lightseq-", dir=parent):
+            pass
+    except OSError as error:
+        problem = "written" if parent == output_dir else f"created in {parent}"
+        raise ValueError(
+            f"--output_dir {output_dir} cannot be {problem} ({error.strerror}); name another directory"
+        ) from error
 
 
 def _check_inputs_survive(output_dir: Path, config: TrainConfig) -> None:
@@ -119,13 +144,9 @@ def lock_directory(output_dir: Path, world: World) -> TextIO:
     (`mark_begun`), its line follows and stays. Raises ValueError if the directory cannot be created or locked, or
     another run holds the lock.
     """
-    try:
-        output_dir.mkdir(parents=True, exist_ok=True)
+    create_output_dir(output_dir)
+    with name_unwritable(output_dir):
         lock_file = (output_dir / LOCK).open("a+")
-    except OSError as error:
-        raise ValueError(
-            f"--output_dir {output_dir} cannot be created ({error.strerror}); name another directory"
-        ) from error
     try:
         fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -154,9 +175,9 @@ def name_unwritable(output_dir: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ValueError(
-            f"--output_dir {output_dir} cannot be written ({error.strerror}); free some space, or name another one"
-        ) from error
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        remedy = "free some space, or name another one" if is_full else "name another directory"
+        raise ValueError(f"--output_dir {output_dir} cannot be written ({error.strerror}); {remedy}") from error
 
 
 def check_shared(output_dir: Path, owner: str, seconds: float) -> None:

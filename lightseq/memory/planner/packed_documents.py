@@ -41,7 +41,7 @@ def read_documents(config: TrainConfig, model: PreTrainedConfig) -> PackedDocume
     Evenly spaced ones stand for more than MAX_READ documents. Returns None without packing, for data that is not here,
     and for rows of text, whose lengths are not known before they are tokenized.
     """
-    if config.packing == "none" or not Path(config.data_path).exists():
+    if config.packing == "none" or not config.data_path or not Path(config.data_path).exists():
         return None
     length = config.model_max_length
     sizes = read_window_sizes(Path(config.data_path), length, model.vocab_size, config.max_train_samples)

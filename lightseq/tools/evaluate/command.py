@@ -10,12 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from lightseq.config.command_line import parse, print_help_if_asked
+from lightseq.config.command_line import REQUIRED, REQUIRED_BY_TOOLS, parse, print_help_if_asked
 from lightseq.config.lengths import parse_tokens
 from lightseq.config.parser import Parser
 from lightseq.config.train_config import TrainConfig
 from lightseq.models.presets import ModelFamily
-from lightseq.tools.training_flags import NOWHERE
 from lightseq.utils.gc_control import without_collection
 
 PROGRAM: Final = "lightseq evaluate"
@@ -80,9 +79,8 @@ def flags(words: Sequence[str]) -> tuple[Options, TrainConfig]:
     for task, names in TASK_FLAGS.items():
         if task != options.task and (stray := [name for name in names if getattr(options, name) is not None]):
             raise ValueError(f"--{stray[0]} belongs to --task {task}, but the task is {options.task}; leave it out")
-    if options.task == "needle":
-        rest = ["--data_path", NOWHERE, *rest]  # a synthetic haystack
-    config = parse(rest, PROGRAM)
+    # Without data, the haystack of a needle is synthetic.
+    config = parse(rest, PROGRAM, REQUIRED if options.task == "loss" else (*REQUIRED_BY_TOOLS, "output_dir"))
     if options.task == "loss":
         return options, config
     if config.max_eval_samples is not None:

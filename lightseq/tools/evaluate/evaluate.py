@@ -17,11 +17,12 @@ from lightseq.tools.evaluate.command import PROGRAM, Options, flags
 from lightseq.tools.evaluate.loss import loss_task
 from lightseq.tools.evaluate.retrieval import needle_task
 from lightseq.tools.evaluate.task import Task
-from lightseq.tools.training_flags import NOWHERE
+from lightseq.tools.training_flags import recorded_flags
 from lightseq.training.engine import build_engine
 from lightseq.training.errors import exit_on_out_of_memory
 from lightseq.training.loop import Trainer
 from lightseq.training.metrics import hardware, versions
+from lightseq.training.output_directory import create_output_dir
 from lightseq.training.run_info import describe_run
 from lightseq.training.setup import find_model
 from lightseq.utils.masking import mask_secrets
@@ -82,7 +83,7 @@ def _without_training(config: TrainConfig) -> TrainConfig:
 
 
 def _to_fit(config: TrainConfig) -> str:
-    shorter = "a lower --model_max_length" if config.data_path != NOWHERE else "shorter --lengths"
+    shorter = "a lower --model_max_length" if config.data_path else "shorter --lengths"
     half = "" if config.bf16 or config.fp16 else ", or --bf16"
     ranks = "more ranks on a sequence (--sequence_parallel_size)"
     return f"to fit: {ranks}, {shorter}{half}" if half else f"to fit: {ranks}, or {shorter}"
@@ -105,12 +106,7 @@ def _prepare(options: Options, config: TrainConfig, family: ModelFamily, world: 
         raise ValueError(f"{record} exists; name another --output_dir, or replace it with --overwrite_output_dir")
     model = find_model(config, family, world)
     task = TASKS[options.task](options, config, model, world)
-    try:
-        Path(config.output_dir).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"--output_dir {config.output_dir} cannot be created ({error.strerror}); name another directory"
-        ) from error
+    create_output_dir(Path(config.output_dir))
     return task
 
 
@@ -130,13 +126,12 @@ def _header(trainer: Trainer, task: Task) -> dict[str, Any]:
 
 def _about(config: TrainConfig, trainer: Trainer, command: str, seconds: float) -> dict[str, Any]:
     """Returns the facts needed to repeat the evaluation."""
-    data = None if config.data_path == NOWHERE else config.data_path
     about = {
-        "model": config.model_name_or_path, "data": data, "length": config.model_max_length,
+        "model": config.model_name_or_path, "data": config.data_path or None, "length": config.model_max_length,
         "ranks": trainer.world.size, "sequence_ranks": trainer.inputs.sequence_size,
         "schedule": trainer.context.schedule.name, "kernel": trainer.context.selection.kernel.name,
         "transport": trainer.context.transport.name, "seconds": seconds, "command": command,
-        "hardware": hardware(trainer.world.device), "versions": versions(), "config": config.to_json(),
+        "hardware": hardware(trainer.world.device), "versions": versions(), "config": recorded_flags(config),
     }  # fmt: skip
     return mask_secrets(about, secrets())  # type: ignore[no-any-return]
 

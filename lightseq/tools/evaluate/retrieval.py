@@ -24,12 +24,11 @@ from lightseq.parallelize import HeadReader
 from lightseq.tools.evaluate.command import CHOICES, DEPTHS, SCORES, TRIALS, Options, lengths_of
 from lightseq.tools.evaluate.needle import IdNeedles, Ids, Search, TextNeedles, make_search
 from lightseq.tools.evaluate.task import Result, Task, inputs_for
-from lightseq.tools.training_flags import NOWHERE
 from lightseq.training.evaluation import evaluating
 from lightseq.training.loop import Trainer
 from lightseq.training.setup import FoundModel, evaluation_stream, find_examples
 from lightseq.training.setup_checks import require_chats
-from lightseq.utils.formatting import aligned
+from lightseq.utils.formatting import aligned, plural
 from lightseq.utils.labels import IGNORE_INDEX
 from lightseq.utils.progress import progress_bar
 
@@ -74,7 +73,7 @@ Stream = Callable[[Examples, int], BatchStream]  # texts, length -> batches
 def needle_task(options: Options, config: TrainConfig, model: FoundModel, world: World) -> Task:
     score, trials, choices = _checked(options)
     depths, lengths = _depths(options), lengths_of(options, config)
-    examples = None if config.data_path == NOWHERE else find_examples(config.data_path, model, config, world)
+    examples = find_examples(config.data_path, model, config, world) if config.data_path else None
     require_chats(config, [] if examples is None else [examples])
     tokenizer = _tokenizer(config, model, examples)
     needles = TextNeedles(tokenizer) if tokenizer else IdNeedles(model.config.vocab_size)
@@ -91,10 +90,17 @@ def needle_task(options: Options, config: TrainConfig, model: FoundModel, world:
     def run(trainer: Trainer) -> Result:
         cells = [cell for length in lengths for cell in judge(trainer, search, length, depths, stream)]
         accuracy = sum(cell.accuracy for cell in cells) / len(cells)
-        summary: dict[str, Any] = {"score": score, "accuracy": accuracy, "trials": trials, "choices": choices}
+        counts = {"texts": texts, "trials": trials, "choices": choices}
+        summary: dict[str, Any] = {"score": score, "accuracy": accuracy, "chance": chance, **counts}
         rows = [{key: value for key, value in asdict(cell).items() if value is not None} for cell in cells]
-        return Result(summary, rows, [*_table(cells), f"found {accuracy:.1%}"])
+        return Result(summary, rows, [*_table(cells), f"found {accuracy:.1%} of {searched}"])
 
+    # Greedy decoding chooses among all tokens, so its chance is near zero.
+    chance = 1 / choices if choices else None
+    texts = trials * len(depths) * len(lengths)
+    searched = f"{plural(texts, 'text')} of {_span(lengths)} tokens, {trials} per length and depth"
+    if choices:
+        searched += f"; chance finds {chance:.1%} ({choices} answers)"
     source = "synthetic" if examples is None else config.data_path
     repeats = ", repeated" if hay is not None and len(hay) < max(lengths) else ""
     header = {
@@ -148,6 +154,10 @@ def haystack(examples: Examples, count: int, special_ids: Sequence[int]) -> Ids:
         if found >= count:
             break
     return np.concatenate(parts)[:count]
+
+
+def _span(lengths: Sequence[int]) -> str:
+    return f"{lengths[0]:,}" if len(lengths) == 1 else f"{lengths[0]:,} to {lengths[-1]:,}"
 
 
 def _table(cells: Sequence[Cell]) -> list[str]:

@@ -37,11 +37,12 @@ from lightseq.memory.planner.breakdown import GIB, Breakdown
 from lightseq.memory.planner.packed_documents import read_documents
 from lightseq.models.presets import ModelFamily
 from lightseq.modules import loss, mlp
-from lightseq.tools.training_flags import NOWHERE, parse_with_optional_paths
+from lightseq.tools.training_flags import parse_with_optional_paths, recorded_flags
 from lightseq.training.engine import build_engine
 from lightseq.training.loop import Trainer
 from lightseq.training.metrics import hardware, versions
 from lightseq.training.optimization import make_state
+from lightseq.training.output_directory import create_output_dir
 from lightseq.training.run_info import describe_run
 from lightseq.training.setup import Inputs, prepare
 from lightseq.utils.masking import mask_secrets
@@ -88,6 +89,8 @@ def main(family: ModelFamily, argv: Sequence[str]) -> int:
     """Runs `python3 -m lightseq rehearse` with the flags of training and synthetic data. Returns 0 if it fits."""
     with init_distributed(TrainConfig.step_timeout) as world:
         training_config = on_all_ranks(world, lambda: parse_with_optional_paths(argv, PROGRAM))
+        if training_config.output_dir:  # now, because a step can take minutes
+            on_all_ranks(world, lambda: create_output_dir(Path(training_config.output_dir)))
         folder = shared_folder(world, "lightseq-rehearsal-")
         try:
             config = within_free_memory(rehearsal_config(training_config, folder), world)
@@ -106,7 +109,7 @@ def main(family: ModelFamily, argv: Sequence[str]) -> int:
             result = rehearse(trainer)
         if world.is_main:
             print("\n".join(result.lines()), flush=True)
-            if training_config.output_dir != NOWHERE:
+            if training_config.output_dir:
                 _write(Path(training_config.output_dir), result, training_config, world)
     return 0
 
@@ -253,6 +256,10 @@ def synthetic_inputs(config: TrainConfig, family: ModelFamily, world: World, fol
 
 
 def _write(directory: Path, result: Rehearsal, config: TrainConfig, world: World) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    record = {**asdict(result), "config": config.to_json(), "hardware": hardware(world.device), "versions": versions()}
+    record = {
+        **asdict(result),
+        "config": recorded_flags(config),
+        "hardware": hardware(world.device),
+        "versions": versions(),
+    }
     (directory / RECORD).write_text(json.dumps(mask_secrets(record, secrets())) + "\n")

@@ -32,7 +32,7 @@ from lightseq.models.family import resolve
 from lightseq.models.heads import heads_of
 from lightseq.models.presets import ModelFamily
 from lightseq.tools.plan.rehearsal import scaled_down, shared_folder
-from lightseq.tools.training_flags import NOWHERE, parse_with_optional_paths
+from lightseq.tools.training_flags import parse_with_optional_paths, recorded_flags
 from lightseq.tools.verify.data import Sample, cut, documents_of, synthetic_samples
 from lightseq.tools.verify.data import write as write_samples
 from lightseq.tools.verify.kernels import kernel_rows
@@ -40,6 +40,7 @@ from lightseq.tools.verify.machines import flags_row, machine, machine_row, soft
 from lightseq.tools.verify.model import model_rows
 from lightseq.tools.verify.report import SKIP, Row, all_passed, table, write
 from lightseq.tools.verify.transport import transport_rows
+from lightseq.training.output_directory import create_output_dir
 from lightseq.training.setup import Inputs, prepare
 from lightseq.training.setup_checks import kernel_spec
 from lightseq.utils.formatting import plural
@@ -77,7 +78,7 @@ def verify(family: ModelFamily, argv: Sequence[str], world: World) -> int:
         print(f"{'all passed' if not status else 'FAILED'} in {seconds:.0f} s" + (f"  {path}" if path else ""))
         if path is not None:
             header = {"command": command, "seconds": seconds, "passed": not status}
-            write(path, header | {"config": config.to_json(), "versions": versions}, rows, secrets())
+            write(path, header | {"config": recorded_flags(config), "versions": versions}, rows, secrets())
         sys.stdout.flush()
     dist.barrier()  # the launcher may kill all ranks once one has ended, so wait for the table
     return status
@@ -113,10 +114,10 @@ def _as_trained(config: TrainConfig, family: ModelFamily, world: World) -> Train
 
 def _record_path(config: TrainConfig, world: World) -> Path | None:
     """Returns the path of the record, if any. Creates its directory now, so that an unusable path fails early."""
-    if config.output_dir == NOWHERE:
+    if not config.output_dir:
         return None
     if world.is_main:
-        Path(config.output_dir).mkdir(parents=True, exist_ok=True)
+        create_output_dir(Path(config.output_dir))
     return Path(config.output_dir) / RECORD
 
 
@@ -125,8 +126,8 @@ def shorten_run(config: TrainConfig, folder: Path, world: World) -> TrainConfig:
     for flag, value in (("--deepspeed", config.deepspeed), ("--fp8", config.fp8)):
         if value:
             raise ValueError(f"{flag} {value} is not supported by verify; leave it out")
-    made = config.data_path == NOWHERE
-    from_model = None if config.random_init or not holds_rows(config.data_path) else config.model_name_or_path
+    made = not config.data_path
+    from_model = None if made or config.random_init or not holds_rows(config.data_path) else config.model_name_or_path
     short = dataclasses.replace(
         config, random_init=True, tokenizer=config.tokenizer or from_model, max_steps=1,
         data_path=str(folder / "data.pkl") if made else config.data_path, output_dir=str(folder / "run"),
@@ -158,7 +159,7 @@ def _prepare_inputs(
     """Returns the inputs for a model of a few layers, and the documents of each sequence of its first step."""
     if config.lora_rank is not None:
         on_all_ranks(world, lambda: _refuse_adapters(config))
-    made, length = config.data_path == NOWHERE, short.model_max_length
+    made, length = not config.data_path, short.model_max_length
     samples: list[Sample] = []
     if made:
         model = on_all_ranks(world, lambda: resolve(family, short.model_name, True).config)
