@@ -174,6 +174,7 @@ MIN_LR = "--lr_scheduler_type cosine_with_min_lr"
 DECAY = "--lr_scheduler_type warmup_stable_decay"
 POLYNOMIAL = "--lr_scheduler_type polynomial"
 SETTINGS = "--lr_scheduler_kwargs"
+NO_SUCH = ("load_in_4bit", "load_in_8bit", "fsdp_config", "local_rank", "token", "tp_size", "lora_modules_to_save")
 SCHEDULE_REFUSALS = (
     ("--lr_scheduler_type cosin", "--lr_scheduler_type 'cosin' is unknown; choose from linear, cosine, constant,"),
     ("--lr_scheduler_type greedy", "--lr_scheduler_type greedy follows the loss instead of the step and is not"),
@@ -210,6 +211,13 @@ SCHEDULE_REFUSALS = (
         ("--batch-size 2", "unknown flag --batch_size; did you mean --per_device_train_batch_size?"),
         ("--evaluation_strategi no", "did you mean --evaluation_strategy?"),
         ("--zzz", "unknown flag --zzz; llama3/train.py --help"),
+        *((f"--{name} 1", f"unknown flag --{name}; llama3/train.py --help") for name in NO_SUCH),
+        ("--attn_implementation flash_attention_2", "unknown flag --attn_implementation; did you mean --kernel?"),
+        ("--use_flash_attention_2", "did you mean --kernel?"),
+        ("--torch_dtype bfloat16", "did you mean --bf16?"),
+        ("--cp_size 2", "did you mean --sequence_parallel_size?"),
+        ("--kernal fa4", "did you mean --kernel?"),
+        ("--max_step 4", "did you mean --max_steps?"),
         ("stray", "unexpected argument 'stray' without a flag"),
         ("--save_steps", "--save_steps: expected one argument"),
         ("--bf16 maybe", "'maybe' is not a boolean"),

@@ -168,7 +168,9 @@ def test_the_page_on_reliability_exports_what_the_scripts_of_launch_do() -> None
     ("arguments", "environment", "said"),
     [
         ((), {}, "name a model family or a command first"),
-        (("llama4",), {}, "'llama4' is neither a model family nor a command"),
+        (("mistral",), {}, "'mistral' is neither a model family nor a command\n"),
+        (("llma3",), {}, "'llma3' is neither a model family nor a command; did you mean llama3?"),
+        (("Trian",), {}, "'Trian' is neither a model family nor a command; did you mean train?"),
         (("llama3",), {"NPROC": "0"}, "NPROC '0' is not a number of processes"),
         (("llama3",), {"NPROC": "two"}, "NPROC 'two' is not a number of processes"),
         (("llama3",), {"PYTHON": "/nowhere/python"}, "/nowhere/python cannot import torch"),

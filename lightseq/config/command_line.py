@@ -21,22 +21,38 @@ from lightseq.distributed.environment import is_main_process
 REQUIRED: Final = ("model_name_or_path", "data_path", "output_dir")
 REQUIRED_BY_TOOLS: Final = ("model_name_or_path",)
 OLDER_SPELLINGS: Final[Mapping[str, str]] = {"evaluation_strategy": "eval_strategy", "set_seed": "seed"}
-# Names of flags in other programs. An unknown flag that resembles one gets ours as a suggestion.
+# Our flags by those of other programs (transformers, TRL, axolotl, LLaMA-Factory), for suggestions.
 FLAGS_OF_OTHER_PROGRAMS: Final[Mapping[str, str]] = {
-    "model": "model_name_or_path",
-    "data": "data_path",
-    "dataset": "data_path",
-    "length": "model_max_length",
-    "seq_len": "model_max_length",
-    "max_seq_len": "model_max_length",
-    "batch_size": "per_device_train_batch_size",
-    "per_device_batch_size": "per_device_train_batch_size",
-    "lr": "learning_rate",
-    "epochs": "num_train_epochs",
-    "dtype": "bf16",
-    "lora": "lora_rank",
-    "checkpoint": "resume_from_checkpoint",
+    theirs: ours
+    for ours, names in {
+        "model_name_or_path": "model model_name model_id base_model",
+        "tokenizer": "tokenizer_name tokenizer_name_or_path",
+        "data_path": "data dataset datasets dataset_name dataset_path train_file",
+        "text_column": "text_field dataset_text_field",
+        "model_max_length": "length max_length max_seq_length max_seq_len seq_len sequence_len cutoff_len block_size",
+        "packing": "pack sample_packing",
+        "output_dir": "output logging_dir",
+        "resume_from_checkpoint": "checkpoint resume resume_from",
+        "num_train_epochs": "epochs num_epochs",
+        "per_device_train_batch_size": "batch_size per_device_batch_size micro_batch_size train_batch_size",
+        "optim": "optimizer",
+        "learning_rate": "lr",
+        "lr_scheduler_type": "scheduler lr_scheduler",
+        "bf16": "dtype torch_dtype",
+        "seed": "random_seed data_seed",
+        "kernel": "attn_implementation attention_implementation attention flash_attention flash_attn use_flash_attention_2",
+        "sequence_parallel_size": "cp_size sp_size context_parallel_size sequence_parallel_degree",
+        "ulysses_size": "ulysses",
+        "lora_rank": "lora lora_r use_lora use_peft",
+        "lora_target_modules": "lora_target",
+        "offload": "activation_offloading",
+        "deepspeed": "deepspeed_config",
+        "report_to": "wandb tensorboard",
+    }.items()
+    for theirs in names.split()
 }
+WITHOUT_COUNTERPART: Final = ("fsdp_config", "local_rank", "tp_size")  # though their letters are close to a flag's
+CLOSE: Final = 0.8  # a typo or two; words that only share letters lie below
 
 
 def parse(argv: Sequence[str], program: str, required: Sequence[str] = REQUIRED) -> TrainConfig:
@@ -214,6 +230,7 @@ def _unknown_flag(word: str, program: str) -> str:
         return f"unexpected argument {word!r} without a flag; {program} --help lists the flags"
     flag = word.split("=")[0]
     known = {name: name for name in ("config", *flag_types(), *OLDER_SPELLINGS)} | dict(FLAGS_OF_OTHER_PROGRAMS)
-    nearest = difflib.get_close_matches(flag.removeprefix("--"), known, n=1)
+    typed = flag.removeprefix("--")
+    nearest = [] if typed in WITHOUT_COUNTERPART else difflib.get_close_matches(typed, known, n=1, cutoff=CLOSE)
     guess = f"; did you mean --{known[nearest[0]]}?" if nearest else f"; {program} --help lists them"
     return f"unknown flag {flag}{guess}"
