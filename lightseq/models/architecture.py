@@ -28,6 +28,7 @@ from lightseq.modules.projections import has_projections
 from lightseq.utils.formatting import first_line
 
 MAX_LAYERS: Final = 10_000  # building a layer on the meta device takes a millisecond
+OWN_LOOP: Final = "use your own loop (lightseq.hf.enable), or another model"  # attention alone has fewer requirements
 LENGTH_DEPENDENT_ROPE: Final = frozenset({"dynamic", "longrope"})
 
 
@@ -242,7 +243,7 @@ def _inspect(kind: Any, text: str) -> Architecture:
     name, base = type(model).__name__, model.base_model
     layers, head = getattr(base, "layers", None), model.get_output_embeddings()
     if not isinstance(layers, nn.ModuleList) or not hasattr(base, "norm") or not isinstance(head, nn.Linear):
-        raise ValueError(f"{name} does not consist of embeddings, layers, a norm and a linear head; use another model")
+        raise ValueError(f"{name} does not consist of embeddings, layers, a norm and a linear head; {OWN_LOOP}")
     _check_parts(model, layers)
     try:
         ran = run_on_meta(model, layers)
@@ -285,11 +286,11 @@ def _check_parts(model: PreTrainedModel, layers: nn.ModuleList) -> None:
     known = {id(linear.weight) for linear in linears_of(layers)}
     if strange := [n for n, p in layers.named_parameters() if p.ndim > 1 and id(p) not in known]:
         raise ValueError(
-            f"{name} has weights outside linear layers, as a mixture of experts does ({strange[0]}); use a dense model"
+            f"{name} has weights outside linear layers, as a mixture of experts does ({strange[0]}); {OWN_LOOP}"
         )
     if len(kinds := {type(layer).__name__ for layer in layers}) > 1:
         raise ValueError(
-            f"{name} has different kinds of layers ({', '.join(sorted(kinds))}); use a model with one kind"
+            f"{name} has different kinds of layers ({', '.join(sorted(kinds))}); {OWN_LOOP}"
         )
     of_rope = {id(b) for m in model.modules() if hasattr(m, "inv_freq") for b in m.buffers()}
     if all(id(buffer) in of_rope for buffer in model.buffers()):
