@@ -227,9 +227,14 @@ def test_the_printed_rate_counts_no_padding_and_its_share_is_shown(files: Path) 
 
 @pytest.mark.parametrize(
     ("sizes", "flags", "named"),
-    [((33,) * 8, "", True), ((LENGTH,) * 8, "", False), ((33,) * 8, "--packing best_fit", False)],
+    [
+        ((33,) * 80, "", True),
+        ((33,) * 8, "", False),  # fills one or two sequences
+        ((LENGTH,) * 12, "", False),
+        ((33,) * 80, "--packing best_fit", False),
+    ],
 )
-def test_packing_is_named_where_a_third_or_more_is_padding(
+def test_packing_is_named_where_a_third_or_more_of_enough_data_is_padding(
     files: Path, sizes: tuple[int, ...], flags: str, named: bool
 ) -> None:
     write_rows(files / "data.pkl", sizes)

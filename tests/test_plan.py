@@ -781,7 +781,7 @@ def test_a_run_that_does_not_fit_ends_with_what_would(capsys: pytest.CaptureFixt
         ("--gpus 8 --host_cores 0", "--host_cores 0: give at least 1"),
         ("--gpus 8 --chip h2000", "--chip 'h2000' is unknown; choose from h200"),
         ("--gpus 8 --model_max_length 1.5T", "--model_max_length: 1.5T is not a number of tokens"),
-        ("--gpus 12 --bf16", "--gpus 12 is not a multiple of 8 GPUs per host"),
+        ("--gpus 12 --bf16", "--gpus 12 is not a multiple of --gpus_per_host 8; give 8 or 16 GPUs, or another"),
         ("--gpus 100000", "100000 ranks per sequence are too many to plan"),
         ("--gpus 8 --gpu_memory 0", "--gpu_memory 0: give a number of GiB above 0"),
         ("--gpus 8 --gpu_memory inf", "--gpu_memory inf: give a number of GiB above 0"),

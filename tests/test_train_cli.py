@@ -919,11 +919,18 @@ def test_a_terminal_shows_numbers_of_a_step_and_the_time_left_in_one_line(
     assert re.search(r"7/100 loss 2.5000  lr 4.57e-05  grad norm 0.988  1,234 tokens/s.* left$", last.strip())
 
 
-def test_a_run_that_logged_one_step_is_not_said_to_stand_still(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_summary_compares_means_of_the_first_and_the_last_losses(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     said = []
-    for losses in ([5.0], [5.0, 5.0], [5.0, 4.5]):
+    noisy = [5.0 + 0.5 * (-1) ** step for step in range(20)]
+    for losses in ([5.0], [5.0, 5.0], [5.0, 4.5], [*noisy, *(loss - 1 for loss in noisy)], [4.0, 9.0, 5.0]):
         Terminal(2, 0).summary(None, Path("m"), losses, None)
         said.append(capsys.readouterr().out.splitlines()[0])
     assert said == [
-        "loss 5.0000 (one logged step)", "loss stayed at 5.0000", "loss fell by 0.5000, from 5.0000 to 4.5000",
-    ]  # fmt: skip
+        "loss 5.0000 (one logged step)",
+        "loss stayed at 5.0000 (the first and the last of 2 logged steps)",
+        "loss fell by 0.5000, from 5.0000 to 4.5000 (the first and the last of 2 logged steps)",
+        "loss fell by 1.0000, from 5.0000 to 4.0000 (means of the first and last 10 of 40 logged steps)",
+        "loss rose by 1.0000, from 4.0000 to 5.0000 (the first and the last of 3 logged steps)",
+    ]

@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
+import forked
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 from worlds import spawn
 
 from lightseq.attention import buffers, context
@@ -398,6 +400,24 @@ def test_the_command_prints_a_table_of_80_columns_and_leaves_only_its_record(tmp
     assert head["passed"] and head["command"].startswith("lightseq verify") and "torch" in head["versions"]
     gradients = next(row for row in rows if row["check"] == "gradients")
     assert set(gradients["errors"]) == set(gradients["allowed"]) and max(gradients["errors"].values()) < 1e-5
+
+
+@pytest.mark.parametrize("tool", ["verify", "rehearse"])
+def test_a_trial_of_a_model_with_weights_says_that_its_own_are_random_and_its_data_made_up(
+    tool: str, tmp_path: Path
+) -> None:
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    done = forked.run(f"-m lightseq {tool} --model_name_or_path {tmp_path}/model --model_max_length 32", tmp_path)
+    assert done.returncode == 0, done.stderr
+    model, data, *_ = done.stdout.splitlines()
+    count = sum(p.numel() for p in LlamaForCausalLM(config).parameters())
+    assert model.split(maxsplit=1)[1] == (
+        f"architecture of {tmp_path}/model, {count:,} parameters in 2 layers, random weights"
+    )
+    assert data.split(maxsplit=1)[1] == "synthetic, 1 example"
 
 
 def test_a_record_keeps_no_secret(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ FLAGS_OF_OTHER_PROGRAMS: Final[Mapping[str, str]] = {
         "lr_scheduler_type": "scheduler lr_scheduler",
         "bf16": "dtype torch_dtype",
         "seed": "random_seed data_seed",
-        "kernel": "attn_implementation attention_implementation attention flash_attention flash_attn use_flash_attention_2",
+        "kernel": "attn_implementation attention_implementation flash_attention flash_attn use_flash_attention_2",
         "sequence_parallel_size": "cp_size sp_size context_parallel_size sequence_parallel_degree",
         "ulysses_size": "ulysses",
         "lora_rank": "lora lora_r use_lora use_peft",

@@ -289,9 +289,7 @@ def _check_parts(model: PreTrainedModel, layers: nn.ModuleList) -> None:
             f"{name} has weights outside linear layers, as a mixture of experts does ({strange[0]}); {OWN_LOOP}"
         )
     if len(kinds := {type(layer).__name__ for layer in layers}) > 1:
-        raise ValueError(
-            f"{name} has different kinds of layers ({', '.join(sorted(kinds))}); {OWN_LOOP}"
-        )
+        raise ValueError(f"{name} has different kinds of layers ({', '.join(sorted(kinds))}); {OWN_LOOP}")
     of_rope = {id(b) for m in model.modules() if hasattr(m, "inv_freq") for b in m.buffers()}
     if all(id(buffer) in of_rope for buffer in model.buffers()):
         return

@@ -31,6 +31,7 @@ DAMAGED = ".damaged"  # suffix of the file with invalid lines of metrics.jsonl
 UNKNOWN_PARAMETER = 2**31  # stands for a parameter's index if some gradient is not finite, but not known which
 MAX_SKIPPED_STEPS = 20  # consecutive steps with a non-finite gradient
 PADDING_NOTE_STEPS = 10  # steps after which the share of padding is representative
+LEAST_PACKED = 10  # sequences that packed data must fill to be worth packing
 EVENTS = ".lightseq"  # suffix of our TensorBoard files; other programs write into runs/ too
 PACKAGES: Final = (  # whose versions run.json lists
     *("torch", "transformers", "numpy", "einops", "safetensors", "flash-attn", "flash-attn-4", "deepspeed", "torchao"),
@@ -206,6 +207,9 @@ class Journal:
         self._skipped = 0  # consecutive steps, up to the last record
         self._steps = self._positions = 0  # recorded so far
         self._padding = 0.0  # positions that are padding
+        stream = trainer.inputs.stream
+        self._steps_per_epoch = len(stream.examples) / stream.sequences_per_step
+        self._length = trainer.config.model_max_length
 
     def record(self, pending: PendingRecord | None) -> None:
         """Reports a record, if there is one, after waiting for the device to finish its steps."""
@@ -237,12 +241,19 @@ class Journal:
                 end_for_skipped_steps(step, self._skipped, reason, self._output_dir, self._world, self._terminal)
 
     def _note_padding(self, record: StepRecord, steps: int) -> None:
-        """Suggests packing once, after enough steps or at the end of the run, if much of the data is padding."""
+        """Suggests packing once, after enough steps or at the end of the run, if much of the data is padding.
+
+        Not for data that fills a few sequences: packed, it would make a few steps.
+        """
         self._steps += steps
         self._positions += steps * record.tokens
         self._padding += steps * record.tokens * record.padding_percent / 100
         is_representative = self._steps >= PADDING_NOTE_STEPS or record.step == self._last_step
-        if self._suggests_packing and is_representative and self._padding >= PADDING_WARNING_SHARE * self._positions:
+        if not self._suggests_packing or not is_representative:
+            return
+        tokens_per_epoch = (self._positions - self._padding) / self._steps * self._steps_per_epoch
+        is_large = tokens_per_epoch >= LEAST_PACKED * self._length
+        if is_large and self._padding >= PADDING_WARNING_SHARE * self._positions:
             self._suggests_packing = False
             share = f"{100 * self._padding / self._positions:.0f}% of the positions so far are padding"
             self._note(f"{share}; --packing best_fit with a batch size of 1 avoids most of it")

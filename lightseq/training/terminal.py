@@ -5,6 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from rich.console import Console
@@ -24,6 +25,7 @@ from lightseq.utils.formatting import four_significant_digits
 from lightseq.utils.progress import LINE_SECONDS
 
 BESIDE_STATUS = 15  # columns besides the two numbers of steps
+MEAN_OF = 10  # logged steps, at most, that the summary averages at each end
 WIDE = 120  # columns of a terminal that has room for a bar beside the numbers
 
 
@@ -103,12 +105,7 @@ class Terminal:
             )
             self._console.print(f"stopped by {stopped_by}; {hint}", markup=False)
         if losses:
-            first, last = losses[0], losses[-1]
-            change = "fell" if last < first else "rose"
-            moved = f"{change} by {abs(last - first):.4f}, from {first:.4f} to {last:.4f}"
-            same = f"{first:.4f}" == f"{last:.4f}"
-            stayed = f"stayed at {last:.4f}" if len(losses) > 1 else f"{last:.4f} (one logged step)"
-            self._console.print(f"loss {stayed if same else moved}", markup=False)
+            self._console.print(f"loss {_change(losses)}", markup=False)
         self._console.print(f"checkpoint  {checkpoint or 'none saved'}", markup=False)
         if best is not None:
             self._console.print(f"best        {best} (lowest evaluation loss)", markup=False)
@@ -122,3 +119,17 @@ class Terminal:
         progress = Progress(*columns, console=self._console)
         self._bar = progress, progress.add_task("train", total=self._total, completed=self._first, status="first step")
         progress.start()
+
+
+def _change(losses: Sequence[float]) -> str:
+    """Describes the loss by the means of its first and last logged steps, because single steps vary."""
+    if len(losses) == 1:
+        return f"{losses[0]:.4f} (one logged step)"
+    count = max(1, min(MEAN_OF, len(losses) // 4))
+    first, last = fmean(losses[:count]), fmean(losses[-count:])
+    which = f"means of the first and last {count}" if count > 1 else "the first and the last"
+    if f"{first:.4f}" == f"{last:.4f}":
+        moved = f"stayed at {last:.4f}"
+    else:
+        moved = f"{'fell' if last < first else 'rose'} by {abs(last - first):.4f}, from {first:.4f} to {last:.4f}"
+    return f"{moved} ({which} of {len(losses):,} logged steps)"

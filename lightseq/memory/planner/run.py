@@ -43,7 +43,11 @@ class Hardware:
 
     def __post_init__(self) -> None:
         if self.gpus > self.gpus_per_host and self.gpus % self.gpus_per_host:
-            raise ValueError(f"--gpus {self.gpus} is not a multiple of {self.gpus_per_host} GPUs per host; give one")
+            below = self.gpus // self.gpus_per_host * self.gpus_per_host
+            raise ValueError(
+                f"--gpus {self.gpus} is not a multiple of --gpus_per_host {self.gpus_per_host}; give {below} or "
+                f"{below + self.gpus_per_host} GPUs, or another --gpus_per_host"
+            )
 
     @property
     def ranks_per_host(self) -> int:

@@ -35,6 +35,7 @@ from lightseq.kernels.elided import Elided
 from lightseq.memory.offload import HostBufferPool
 from lightseq.memory.planner.breakdown import GIB, Breakdown
 from lightseq.memory.planner.packed_documents import read_documents
+from lightseq.models.flops import total_parameters
 from lightseq.models.presets import ModelFamily
 from lightseq.modules import loss, mlp
 from lightseq.tools.training_flags import parse_with_optional_paths, recorded_flags
@@ -45,6 +46,7 @@ from lightseq.training.optimization import make_state
 from lightseq.training.output_directory import create_output_dir
 from lightseq.training.run_info import describe_run
 from lightseq.training.setup import Inputs, prepare
+from lightseq.utils.formatting import plural
 from lightseq.utils.masking import mask_secrets
 
 MIN_VOCABULARY = 32  # token ids that every model has
@@ -105,7 +107,7 @@ def main(family: ModelFamily, argv: Sequence[str]) -> int:
             engine = build_engine(config, inputs, world)
             trainer = Trainer(config, inputs, world, engine)
             if world.is_main:
-                trainer.terminal.header(describe_run(trainer), trainer.notes)
+                trainer.terminal.header(describe_trial(trainer, synthetic=True), trainer.notes)
             result = rehearse(trainer)
         if world.is_main:
             print("\n".join(result.lines()), flush=True)
@@ -224,6 +226,14 @@ def shared_folder(world: World, prefix: str) -> Path:
     folder = Path(from_rank_0(tempfile.mkdtemp(prefix=prefix) if world.is_main else ""))
     folder.mkdir(exist_ok=True)
     return folder
+
+
+def describe_trial(trainer: Trainer, synthetic: bool) -> dict[str, Any]:
+    """Describes a run whose weights are random whatever the model's are, and whose data may be synthetic."""
+    model, count = trainer.inputs.model_config, len(trainer.inputs.stream.examples)
+    size = f"{total_parameters(model):,} parameters in {plural(model.num_hidden_layers, 'layer')}"
+    facts = {**describe_run(trainer), "model": f"architecture of {trainer.config.model_name}, {size}, random weights"}
+    return {**facts, "data": f"synthetic, {plural(count, 'example')}"} if synthetic else facts
 
 
 def rehearsal_config(config: TrainConfig, folder: Path) -> TrainConfig:

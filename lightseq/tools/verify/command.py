@@ -92,7 +92,7 @@ def _rows_of_run(config: TrainConfig, family: ModelFamily, world: World) -> list
         inputs, samples = _prepare_inputs(config, short, family, world)
         model = inputs.model_config
         with scaled_down(short.model_max_length, config.model_max_length):
-            rows, transport, group = model_rows(short, inputs, world, samples)
+            rows, transport, group = model_rows(short, inputs, world, samples, synthetic=not config.data_path)
     finally:
         if world.local_rank == 0:
             shutil.rmtree(folder, ignore_errors=True)

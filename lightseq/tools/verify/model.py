@@ -24,11 +24,11 @@ from lightseq.distributed.mesh import World
 from lightseq.models import weights
 from lightseq.models.architecture import LENGTH_DEPENDENT_ROPE, rope_types
 from lightseq.schedule.proof import validate
+from lightseq.tools.plan.rehearsal import describe_trial
 from lightseq.tools.verify.data import Sample, data_row
 from lightseq.tools.verify.report import FAIL, SKIP, Row, all_gather_object, all_passed, relative_error, result_row
 from lightseq.training.engine import build_engine
 from lightseq.training.loop import Trainer
-from lightseq.training.run_info import describe_run
 from lightseq.training.setup import Inputs
 from lightseq.utils.labels import IGNORE_INDEX
 
@@ -53,15 +53,16 @@ def model_rows(
     inputs: Inputs,
     world: World,
     sequences: Sequence[Sequence[Sample]],
+    synthetic: bool,
 ) -> tuple[list[Row], Transport, dist.ProcessGroup]:
     """Returns rows (complete on rank 0 only), and the transport and process group of attention.
 
-    `sequences`: documents of each sequence of the first step.
+    `sequences`: documents of each sequence of the first step. `synthetic`: they are not the user's data.
     """
     plain_config = copy.deepcopy(inputs.model_config)  # training modifies the config
     trainer = Trainer(config, inputs, world, build_engine(config, inputs, world))
     if world.is_main:
-        trainer.terminal.header(describe_run(trainer), trainer.notes)
+        trainer.terminal.header(describe_trial(trainer, synthetic), trainer.notes)
     transport, group = trainer.context.transport, trainer.context.group
     rows = [_schedule_row(trainer), data_row(trainer, sequences)]
     if not all_passed(rows[:1]) or not rows[1].figures["positions_right"]:  # ranks could deadlock
