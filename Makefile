@@ -42,8 +42,6 @@ help:
 	@echo "make clean      remove caches and $(TRAINED); keeps .venv and data/"
 	@echo "PYTHON=PATH     use this interpreter and install nothing"
 
-# By a path instead of an import hook, before which a folder named lightseq beside a user's script would come.
-EDITABLE = --config-settings editable_mode=compat -e
 PIP = .venv/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
 # What training needs; what tests need comes on top.
@@ -51,13 +49,13 @@ PIP = .venv/bin/python -m pip install -q --disable-pip-version-check -c constrai
 	@echo "install: torch, transformers and the rest of the base into .venv (a minute or two; pyproject.toml lists it)"
 	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 11) and "lightseq needs Python 3.11 or newer; name one with PYTHON=PATH")'
 	@python3 -m venv .venv
-	@$(PIP) $(EDITABLE) .
+	@$(PIP) -e .
 	@$(installed)
 	@touch $@
 
 .venv/.dev: .venv/.base
 	@echo "install: pytest, mypy, DeepSpeed and the other extras that tests use into .venv (a few minutes)"
-	@$(PIP) $(EDITABLE) ".[dev]"
+	@$(PIP) -e ".[dev]"
 	@$(installed)
 	@touch $@
 
@@ -101,7 +99,7 @@ test-compat: .venv/.dev
 define compat
 echo "compat: $(1), into .venv/compat-$(1)"; \
 python3 -m venv .venv/compat-$(1) && .venv/compat-$(1)/bin/python -m pip install -qq --upgrade --disable-pip-version-check \
-    -c .venv/compat-constraints.txt $(2) $(EDITABLE) ".[dev]" && \
+    -c .venv/compat-constraints.txt $(2) -e ".[dev]" && \
 .venv/compat-$(1)/bin/python -c 'from importlib.metadata import version as v; print("torch", v("torch"), "transformers", v("transformers"))' && \
 .venv/compat-$(1)/bin/python -m pytest -q -m "compat and not slow" $(ARGS)
 endef

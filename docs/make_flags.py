@@ -75,7 +75,8 @@ python3 -m lightseq schedule --schedule balanced --ranks {ranks}
 {schedules}
 
 `--ulysses_size` splits heads over that many ranks under any other schedule. `prefix` takes any number of heads;
-`ulysses` needs query heads divisible by the number of ranks.
+`ulysses` needs query heads divisible by the number of ranks, and key/value heads that are a multiple or a divisor of
+it. The same holds for `--ulysses_size`.
 
 ## Transports
 `symmetric` lets the GPUs of a host read each other's memory; it needs peer access, as over NVLink. `nccl` works between

@@ -1,6 +1,7 @@
 """The wheel, the lists of requirements, and the command that an installation gives."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -56,3 +57,27 @@ def test_a_wheel_trains_outside_the_repository(installed: Path) -> None:
     )
     assert "step 2/2" in printed
     assert (installed / "run" / "metrics.jsonl").is_file()
+
+
+def test_an_extra_is_added_without_replacing_the_clone(tmp_path: Path) -> None:
+    """Installs as make does, then with an extra as the pages say: the clone's own files are imported both times."""
+    source, prefix = tmp_path / "lightseq", tmp_path / "environment"
+    for name in ("lightseq", "llama2", "llama3", "data_gen", "analysis"):
+        (source / name).mkdir(parents=True)
+        shutil.copy(ROOT / name / "__init__.py", source / name)
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, source)
+    pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check", "install", "--no-deps"]
+    for what in (".", ".[lora]"):
+        words = [*pip, "--no-build-isolation", "--ignore-installed", "--prefix", str(prefix), "-e", what]
+        subprocess.run(words, cwd=source, check=True)
+        (found,) = prefix.rglob("*.pth")
+        assert found.read_text().strip() == str(source) and not list(prefix.rglob("*finder*"))
+
+
+def test_pages_install_extras_without_replacing_the_clone() -> None:
+    named = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md")]
+    named += [ROOT / name for name in ("Makefile", "pyproject.toml", "requirements.txt")]
+    lines = [line for path in named if path.name != "log.md" for line in path.read_text().splitlines()]
+    own = [line for line in lines if re.search(r"""install .*["' ]\.(\[|["'` ]|$)""", line)]
+    assert len(own) >= 5 and not [line for line in own if " -e " not in line]
