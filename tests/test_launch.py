@@ -200,6 +200,33 @@ def test_scripts_are_clean_under_shellcheck() -> None:
     assert done.returncode == 0, done.stdout
 
 
+# ---- continuous integration ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("status", [0, 2])
+def test_ci_tests_the_last_commit_in_a_clone_named_lightseq_and_removes_it(status: int, tmp_path: Path) -> None:
+    checkout, temporary = tmp_path / "ein ü checkout", tmp_path / "temporary"
+    for folder in (checkout / ".ci", temporary):
+        folder.mkdir(parents=True)
+    shutil.copy(ROOT / ".ci" / "run", checkout / ".ci" / "run")
+    says = "@echo $@ in $(CURDIR) with $(PYTHON): $$(cat committed)"
+    (checkout / "Makefile").write_text(f"check:\n\t{says}\ntest:\n\t{says}; exit {status}\n")
+    (checkout / "committed").write_text("yes\n")
+    git = ["git", "-C", str(checkout), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "one"]):
+        subprocess.run([*git, *words], check=True)
+    (checkout / "committed").write_text("no\n")
+    environment = {"PATH": os.environ["PATH"], "TMPDIR": str(temporary), "PYTHON": ".venv/bin/python"}
+    script = [str(checkout / ".ci" / "run")]
+    done = subprocess.run(script, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == status, done.stderr
+    (folder,) = set(re.findall(r" in (\S+) with ", done.stdout))
+    assert Path(folder).name == "lightseq" and Path(folder).is_relative_to(temporary)
+    for target in ("check", "test"):
+        assert f"{target} in {folder} with {checkout}/.venv/bin/python: yes" in done.stdout
+    assert "uncommitted changes are not tested" in done.stdout and not list(temporary.iterdir())
+
+
 # ---- stages of a longer context --------------------------------------------------------------------------------------
 
 
