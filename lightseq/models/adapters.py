@@ -46,7 +46,7 @@ ANY_VALUE: Final = frozenset(
     + ("megatron_core", "qalora_group_size", "runtime_config")
     + ("corda_config", "eva_config", "loftq_config", "lora_ga_config")
 )
-OFF: Final = (None, False, {}, [], "")
+OFF: Final[tuple[Any, ...]] = (None, False, {}, [], "")
 # Other initializations (PiSSA, OLoRA, CorDA, LoftQ, ...) change the base model's weights, too.
 PLAIN_VALUES: Final[Mapping[str, tuple[Any, ...]]] = {
     "peft_type": ("LORA",),
