@@ -88,7 +88,11 @@ def test_an_adapter_goes_on_at_its_scale_and_beside_its_model(tmp_path: Path) ->
         check_model(tmp_path, scaled, changed, Lora(4, 8.0, ("q_proj", "k_proj")))
     with pytest.raises(ValueError, match=r"was trained with rope_parameters .*, but this run has the base model's; "):
         check_model(tmp_path, CONFIG, model(), lora)
-    (tmp_path / adapters.CONFIG).write_text(json.dumps({"base_model_name_or_path": "another"}))
+    saved = json.loads((tmp_path / adapters.CONFIG).read_text())
+    (tmp_path / adapters.CONFIG).write_text(json.dumps(saved | {"use_rslora": True}))
+    with pytest.raises(ValueError, match=r"was trained with use_rslora True, but this run has False; "):
+        check_model(tmp_path, scaled, changed, lora)
+    (tmp_path / adapters.CONFIG).write_text(json.dumps(saved | {"base_model_name_or_path": "another"}))
     (note,) = check_model(tmp_path, scaled, changed, lora)
     assert note.startswith("warning: ") and "was trained on another and continues on base" in note
 

@@ -190,6 +190,8 @@ def _adapter_differences(
         yield "lora_rank", rank, lora.rank
     if alpha != lora.alpha:
         yield "lora_alpha", alpha, lora.alpha
+    if saved.get("use_rslora"):
+        yield "use_rslora", True, False
     targets = saved.get("target_modules", lora.targets)
     if set(targets) != set(lora.targets):
         yield "lora_target_modules", ",".join(sorted(targets)), ",".join(sorted(lora.targets))
