@@ -16,7 +16,7 @@ RUN   := .venv/bin/python
 READY := .venv/.base
 TESTS := .venv/.dev
 else
-RUN   := $(PYTHON)
+RUN   := "$(PYTHON)"
 READY :=
 TESTS :=
 endif
@@ -79,9 +79,9 @@ train: $(READY) data/stdlib/meta.json
 	PYTHON=$(RUN) NPROC=$(NPROC) launch/local.sh llama3 --model_name_or_path tiny-llama3 --random_init \
 	    --data_path data/stdlib --model_max_length $(LENGTH) --max_steps $(STEPS) --learning_rate 3e-3 --warmup_steps 10 \
 	    --lr_scheduler_type cosine --logging_steps 1 --save_strategy steps --save_steps $(STEPS) \
-	    --output_dir $(OUTPUT) --overwrite_output_dir $$bf16
+	    --output_dir "$(OUTPUT)" --overwrite_output_dir $$bf16
 	@echo "draw: curves from $(OUTPUT)/metrics.jsonl"
-	@$(RUN) -m analysis $(OUTPUT)
+	@$(RUN) -m analysis "$(OUTPUT)"
 
 # Three files at a time on two cores, for some tests wait without computing. In the order of tests/conftest.py.
 test: $(TESTS)
