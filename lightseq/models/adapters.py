@@ -220,7 +220,10 @@ def read_config(directory: Path) -> dict[str, Any]:
     found = read_json_object(path)
     for key, value in found.items():
         if key not in ANY_VALUE and value not in PLAIN_VALUES.get(key, OFF):
-            raise ValueError(f"{path}: {key} is {value!r:.80}, which is not plain LoRA; use peft's merge_and_unload")
+            remedy = "use peft's merge_and_unload"
+            if key == "init_lora_weights":  # peft needs the changed base model, too
+                remedy = "save it as plain LoRA with path_initial_model_for_weight_conversion of peft's save_pretrained"
+            raise ValueError(f"{path}: {key} is {value!r:.80}, which is not plain LoRA; {remedy}")
     for key in ("r", "lora_alpha"):
         if not isinstance(found.get(key), int | float) or found[key] <= 0:
             raise ValueError(f"{path}: {key} is {found.get(key)!r}, not a number above 0; copy the adapter again")
