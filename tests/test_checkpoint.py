@@ -392,25 +392,31 @@ def test_saves_closer_together_than_the_disk_writes_are_warned_of_once(files: Pa
 
 def in_order(rank: int, run: str) -> list[str]:
     """The steps recorded and saved, in the order in which the training came to them."""
-    seen, record, save = [], metrics.Journal.record, saving.Saving.save
+    seen, record = [], metrics.Journal.record
+    queue_copies, save = saving.Saving.queue_copies, saving.Saving.save
 
     def recorded(self: metrics.Journal, closed: Any) -> None:
         seen.extend([f"record {closed.step}"] if closed is not None else [])
         record(self, closed)
 
-    def saved(self: saving.Saving, step: int, eval_loss: float | None) -> Path:
-        seen.append(f"save {step}")
-        return save(self, step, eval_loss)
+    def queued(self: saving.Saving, step: int) -> Any:
+        seen.append(f"copy {step}")
+        return queue_copies(self, step)
 
-    metrics.Journal.record, saving.Saving.save = recorded, saved  # type: ignore[method-assign]
+    def saved(self: saving.Saving, step: int, *others: Any) -> Path:
+        seen.append(f"save {step}")
+        return save(self, step, *others)
+
+    metrics.Journal.record = recorded  # type: ignore[method-assign]
+    saving.Saving.queue_copies, saving.Saving.save = queued, saved  # type: ignore[method-assign]
     assert program(rank, "llama3", run).status == 0
     return seen
 
 
-def test_copies_begin_before_the_host_waits_for_the_step_that_they_are_of(files: Path) -> None:
+def test_copies_are_queued_before_a_step_is_recorded_and_written_after(files: Path) -> None:
     """To read a step's figures the host waits for the device, which would then wait for the copies to begin."""
     (seen,) = spawn(1, in_order, words(files, "order", "--max_steps 5 --save_steps 3"))
-    steps = ["record 1", "record 2", "save 3", "record 3", "record 4", "record 5", "save 5"]
+    steps = ["record 1", "record 2", "copy 3", "record 3", "save 3", "record 4", "record 5", "copy 5", "save 5"]
     assert seen == steps
 
 

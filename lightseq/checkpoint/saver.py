@@ -41,6 +41,7 @@ class CheckpointSaver:
         self,
         output_dir: Path,
         world: World,
+        records: Path,
         retain: int | None,
         retain_best: bool,
         in_background: bool,
@@ -48,10 +49,12 @@ class CheckpointSaver:
     ) -> None:
         """Prepares the saver.
 
-        `retain` and `retain_best` are those of `checkpoints.prune`. `in_background`: training continues while the files
-        are written. `timeout_seconds`: how long a rank waits for others to write their parts.
+        `records`: file that is flushed to the disk before a checkpoint gets its name. `retain` and `retain_best` are
+        those of `checkpoints.prune`. `in_background`: training continues while the files are written.
+        `timeout_seconds`: how long a rank waits for others to write their parts.
         """
         self._output_dir, self._world, self._retain, self._retain_best = output_dir, world, retain, retain_best
+        self._records = records
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
         self._staging = Staging(world.device) if in_background else None
         self._thread: threading.Thread | None = None
@@ -82,20 +85,23 @@ class CheckpointSaver:
         if self._staging is not None:
             self._staging.wait_before_update()
 
+    def queue_copies(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Waits for the previous save, then starts copying. If training waits for saves, returns the tensors."""
+        self.wait()
+        return self._staging.begin(tensors) if self._staging is not None else tensors
+
     def save(
         self,
         step: int,
         facts: dict[str, Any],
-        tensors: dict[str, Tensor],
+        copies: dict[str, Tensor],
         write_model: Callable[[Path, Path], None],
     ) -> Path:
-        """Waits for the previous save and starts a new one.
+        """Starts a save of the result of `queue_copies`.
 
         Only rank 0 calls `write_model`, with the checkpoint directory and its state directory.
         """
-        self.wait()
         staging = self._staging
-        copies = staging.begin(tensors) if staging is not None else tensors
 
         def write_state(directory: Path) -> Hashes:
             return state_files.write(directory, copies, self._group)
@@ -198,6 +204,8 @@ class CheckpointSaver:
         return {name: file for found in self._on_all_ranks(check) for name, file in found.items()}
 
     def _publish(self, partial: Path, final: Path, files: Mapping[str, File]) -> None:
+        if self._records.is_file():
+            manifest.sync([self._records, self._output_dir])
         manifest.write(partial, files)
         manifest.sync([*(path for path in partial.rglob("*")), partial])
         checkpoints.clear_path(final)

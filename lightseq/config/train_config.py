@@ -214,7 +214,7 @@ class MemoryConfig:
 
 @dataclass(frozen=True)
 class LoggingConfig:
-    logging_steps: int = flag(1, "Steps between lines of metrics.jsonl.")
+    logging_steps: int = flag(1, "Steps between lines of metrics.jsonl. A save writes one, too.")
     eval_strategy: str = flag("no", "When to evaluate: never, every --eval_steps, or after each epoch.")
     eval_steps: int = flag(500, "Steps between evaluations with --eval_strategy steps.")
     save_strategy: str = flag(

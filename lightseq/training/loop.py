@@ -261,13 +261,13 @@ class TrainingLoop:
             collect(done)
             stopped_by, save_failed = stop.poll_result()
             ends = done == last or stopped_by is not None
-            if done % config.logging_steps == 0 or ends:
+            saves = self._due(done, config.save_strategy, config.save_steps) or (ends and saving is not None)
+            if done % config.logging_steps == 0 or saves or ends:
                 self.journal.record(pending)  # one step late, so that the device stays busy while the host reads
                 pending = stats.close(
                     done, counts_group=trainer.context.rank == 0, own_seconds=trainer.engine.stopwatch.seconds()
                 )
                 stats = self._new_stats()
-            saves = self._due(done, config.save_strategy, config.save_steps) or (ends and saving is not None)
             evaluates = self._due(done, config.eval_strategy, config.eval_steps) or (saves and config.keep_best)
             if evaluates or ends:
                 self.journal.record(pending)
@@ -281,9 +281,11 @@ class TrainingLoop:
             if saves and saving is not None:
                 trainer.mark(done, "saving")
                 with stats.paused(saves=True):
-                    saved = saving.save(done, evaluation.loss if evaluation is not None else None)
-                self.journal.record(pending)  # waits for the device, so only after the save has queued its copies
+                    copies = saving.queue_copies(done)
+                self.journal.record(pending)  # waits for the device, so the copies are queued first
                 pending = None
+                with stats.paused(saves=True):
+                    saved = saving.save(done, copies, evaluation.loss if evaluation is not None else None)
             if ends:
                 break
         profile.close()

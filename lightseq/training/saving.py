@@ -19,6 +19,7 @@ from lightseq.distributed.environment import secrets
 from lightseq.distributed.error_report import report_error
 from lightseq.distributed.mesh import exit_process
 from lightseq.models import adapters, weights
+from lightseq.training.metrics import METRICS
 from lightseq.utils.masking import mask_secrets
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class Saving:
         self._saver = CheckpointSaver(
             trainer.output_dir,
             trainer.world,
+            records=trainer.output_dir / METRICS,
             retain=config.save_total_limit,
             retain_best=config.keep_best,
             in_background=config.async_save,
@@ -77,16 +79,26 @@ class Saving:
         if note is not None and self._world.is_main:
             self._terminal.note(note)
 
-    def save(self, step: int, eval_loss: float | None) -> Path:
-        """Starts or makes a save after `step` steps. Returns the directory that it will be in. Raises SaveError."""
+    def queue_copies(self, step: int) -> dict[str, Tensor] | None:
+        """Starts copying the tensors of step `step` to the host, and returns the copies for `save`.
+
+        Does not wait for the device. Returns None if the engine writes its own files. Raises SaveError.
+        """
         self._wait_for_previous_save(step)
+        tensors = self._engine.tensors()
+        return self._saver.queue_copies(tensors) if tensors is not None else None
+
+    def save(self, step: int, copies: dict[str, Tensor] | None, eval_loss: float | None) -> Path:
+        """Starts or makes a save of `copies`. Returns the directory that it will be in. Raises SaveError.
+
+        The records of all steps up to `step` must be written.
+        """
         facts = {checkpoints.DATA_POSITION: self._inputs.stream.state(step), "total_steps": self._inputs.total_steps}
         facts |= {**self._engine.facts(), "config": self._config.to_json(), checkpoints.EVAL_LOSS: eval_loss}
         facts = mask_secrets(facts, secrets())
-        tensors = self._engine.tensors()
-        if tensors is None:
+        if copies is None:
             return self._saver.save_now(step, facts, self._write_gathered, self._write_state)
-        return self._saver.save(step, facts, tensors, self._write_model)
+        return self._saver.save(step, facts, copies, self._write_model)
 
     def _wait_for_previous_save(self, step: int) -> None:
         """Waits for the previous save, since memory holds one set of copies. Warns once if saves are too frequent."""

@@ -1,0 +1,107 @@
+"""A checkpoint becomes visible only after the records of its steps, however a run ends right after a save."""
+
+import json
+from pathlib import Path
+
+import forked
+import pytest
+from programs import program
+from small import losses, words, write_inputs
+from worlds import spawn
+
+from lightseq.training.metrics import MetricsFile, read_records
+
+# Dies as soon as a checkpoint has its final name, after naming the files that were flushed to the disk before.
+PROGRAM = """
+import os, signal, sys
+import llama3
+from lightseq.checkpoint import checkpoints
+from lightseq.training import command, loop
+name, stopped_at = sys.argv[1], int(sys.argv[2])
+fsync, prune, step, flushed = os.fsync, checkpoints.prune, loop.Trainer.step, []
+def noted(descriptor):
+    flushed.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
+    fsync(descriptor)
+def killed(output_dir, *arguments):
+    if (output_dir / name).is_dir():
+        print(*flushed[:flushed.index(name + ".partial") + 1], file=sys.stderr, flush=True)
+        os._exit(9)
+    prune(output_dir, *arguments)
+def stopped(self, number):
+    if number == stopped_at:
+        signal.raise_signal(signal.SIGTERM)
+    return step(self, number)
+os.fsync, checkpoints.prune, loop.Trainer.step = noted, killed, stopped
+command.main(llama3.FAMILY, sys.argv[3:])
+"""
+STEPS = "--max_steps 6"
+EVALUATION = "--eval_data_path {files}/data.pkl --eval_strategy steps --eval_steps 3"
+CASES = {  # the checkpoint after which the run dies, the step that gets a signal, and flags
+    "training waits": (2, -1, "--save_steps 2 --async_save False"),
+    "training continues": (2, -1, "--save_steps 2"),
+    "between two records": (3, -1, "--save_steps 3 --logging_steps 5"),
+    "between two records while training waits": (3, -1, "--save_steps 3 --logging_steps 5 --async_save False"),
+    "the best checkpoint": (3, -1, f"--save_steps 3 --logging_steps 5 --keep_best {EVALUATION}"),
+    "a signal": (4, 3, "--save_steps 100 --logging_steps 3"),
+    "the last save": (6, -1, "--save_steps 100 --logging_steps 4"),
+    "DeepSpeed": (3, -1, "--save_steps 3 --logging_steps 5 --optim adamw_torch --deepspeed {files}/zero.json"),
+}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_inputs(tmp_path_factory.mktemp("records"))
+    (folder / "zero.json").write_text(json.dumps({"zero_optimization": {"stage": 2}}))
+    (folder / "killed.py").write_text(PROGRAM)
+    return folder
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_killed_right_after_a_save_has_the_records_of_all_saved_steps(case: str, files: Path) -> None:
+    step, stopped_at, flags = CASES[case]
+    output = f"killed {case}".replace(" ", "-")
+    given = f"{STEPS} {flags.format(files=files)}"
+    line = words(files, output, given)
+    end = forked.run(f"{files}/killed.py checkpoint-{step} {stopped_at} {line}", files)
+    assert end.returncode == 9, end.stderr
+    *_, flushed = end.stderr.splitlines()
+    assert "metrics.jsonl" in flushed.split(), "a power failure may keep the checkpoint and lose the records"
+    records = [record["step"] for record in read_records(files / output / "metrics.jsonl") if "loss" in record]
+    assert step in records
+    resumed, whole = f"{line} --resume_from_checkpoint True", words(files, f"whole-{output}", given)
+    ends = [spawn(1, program, "llama3", one)[0] for one in (resumed, whole)]
+    assert [end.status for end in ends] == [0, 0], ends
+    assert "missing" not in ends[0].out
+    if stopped_at < 0:  # a signal records its step, too
+        assert losses(files, output) == losses(files, f"whole-{output}")
+
+
+def records_in(directory: Path, *steps: int, **run: object) -> tuple[str, ...]:
+    """Returns the notes of a run that resumes after step 8."""
+    (directory / "metrics.jsonl").write_text("".join(f'{{"step": {step}, "loss": 1.0}}\n' for step in steps))
+    if run:
+        (directory / "run.json").write_text(json.dumps(run))
+    return MetricsFile(directory, 8, resumes=True).notes
+
+
+def test_a_resumed_run_names_the_steps_whose_records_are_missing(tmp_path: Path) -> None:
+    assert records_in(tmp_path, 1, 2, 3, 4, 5, 6, 7, 8) == ()
+    assert records_in(tmp_path, 4, 8, config={"logging_steps": 4}, first_step=1) == ()
+    assert records_in(tmp_path, 5, 8, config={"logging_steps": 5}, first_step=1) == ()
+    assert records_in(tmp_path, 3, 7, 8, config={"logging_steps": 1}, first_step=3) == (
+        f"warning: {tmp_path}/metrics.jsonl has no record of steps 4 to 6",
+    )
+    assert records_in(tmp_path, 3, 5, 7, 8, config={"logging_steps": 1}, first_step=3) == (
+        f"warning: {tmp_path}/metrics.jsonl has no record of 2 of the steps 4 to 6",
+    )
+    assert records_in(tmp_path, 2, 8, config={"logging_steps": 5}, first_step=3) == (
+        f"warning: {tmp_path}/metrics.jsonl has no record of steps 3 to 5",
+    )
+    lost = f"warning: {tmp_path}/metrics.jsonl has no record of steps 6 to 8"
+    assert records_in(tmp_path, 5, config={"logging_steps": 5}, first_step=1) == (lost,)
+    (tmp_path / "run.json").unlink()
+    assert records_in(tmp_path, 1, 2, 3, 4, 5) == (lost,)
+    assert records_in(tmp_path, 1, 2, 3, 4, 5, 6, 7) == (f"warning: {tmp_path}/metrics.jsonl has no record of step 8",)
+    assert records_in(tmp_path) == (f"warning: {tmp_path}/metrics.jsonl has no record of steps 1 to 8",)
+    (tmp_path / "run.json").write_text("[" * 100_000)
+    assert records_in(tmp_path, 1, 8) == ()
