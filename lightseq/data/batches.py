@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -204,6 +204,16 @@ def permutation(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
     return order
 
 
+def compared_note(reason: str) -> str:
+    """Returns a note that a resumed run compared only some examples with those of its checkpoint."""
+    return f"compared {FINGERPRINT_EXAMPLES} examples with those of the checkpoint, not all the data: {reason}"
+
+
+def _kind(content: str | None) -> str | None:
+    """Returns the kind in a result of `hash_content`. Hashes of different kinds cannot be compared."""
+    return content.partition(":")[0] if content is not None else None
+
+
 @dataclass(frozen=True)
 class BatchStream:
     """An endless stream of samples, epoch after epoch. Resuming needs only the position in it.
@@ -224,6 +234,7 @@ class BatchStream:
     packed: bool = False  # examples hold several documents; then batch_size is 1
     first_step: int = 0
     first_sample: int = 0
+    content: str | None = None  # hash of all the data, on the rank that writes checkpoints
 
     @property
     def sequences_per_step(self) -> int:
@@ -240,7 +251,7 @@ class BatchStream:
         assert self.end is not None, "the stream is endless"
         return self.first_step + max(0, -((self.first_sample - self.end) // self.sequences_per_step))
 
-    def state(self, step: int) -> dict[str, int]:
+    def state(self, step: int) -> dict[str, Any]:
         """Returns the state for a checkpoint: samples read, sequences per step, and what determines their order."""
         consumed = self.consumed_samples(step)  # in the last step of a run, padding besides
         return {
@@ -250,6 +261,7 @@ class BatchStream:
             "length": self.length,
             "sequences_per_step": self.sequences_per_step,
             "fingerprint": self.fingerprint,
+            **({"content": self.content} if self.content is not None else {}),
         }
 
     @cached_property
@@ -261,7 +273,7 @@ class BatchStream:
             digest.update(example.input_ids.tobytes() + example.labels.tobytes())
         return int.from_bytes(digest.digest()[:6])
 
-    def resume_at(self, step: int, state: Mapping[str, int], checkpoint: Path) -> tuple[BatchStream, tuple[str, ...]]:
+    def resume_at(self, step: int, state: Mapping[str, Any], checkpoint: Path) -> tuple[BatchStream, tuple[str, ...]]:
         """Returns the stream that continues after `step` steps, and notes. Raises ValueError if the data differs.
 
         `state` is that of the checkpoint; `checkpoint` names it in errors.
@@ -273,17 +285,21 @@ class BatchStream:
                 f"{flag} was trained {was}, not {instead}; resume with the same data, --packing, --seed and "
                 "--model_max_length, or start from its weights with --model_name_or_path"
             )
-        if state.get("fingerprint", now["fingerprint"]) != now["fingerprint"]:  # older checkpoints have none
+        comparable = _kind(self.content) == _kind(state.get("content"))
+        other_content = comparable and state.get("content") != self.content
+        if other_content or state.get("fingerprint", now["fingerprint"]) != now["fingerprint"]:  # older ones have none
             raise ValueError(
-                f"{flag} was trained on other data with as many examples; resume with the same data, or start from its "
-                "weights with --model_name_or_path"
+                f"{flag} was trained on other data with as many examples; resume with the same data in the same order "
+                "and the same --packing, or start from its weights with --model_name_or_path"
             )
+        reason = "the data was read in another way" if "content" in state else "the checkpoint has no hash of it"
+        notes = () if comparable or self.content is None else (compared_note(reason),)
         stream = replace(self, first_step=step, first_sample=state["places"])
         before = state.get("sequences_per_step", state["places"] / max(1, step))  # older checkpoints lack it
         if before == self.sequences_per_step:
-            return stream, ()
+            return stream, notes
         continues = f"{self.sequences_per_step} from example {state['places']:,} on, none skipped or repeated"
-        return stream, (f"resumed with another number of sequences per step: {continues}",)
+        return stream, (*notes, f"resumed with another number of sequences per step: {continues}")
 
     def consumed_samples(self, steps: int) -> int:
         """Returns the samples read after `steps` steps of the run, those before a resume included."""

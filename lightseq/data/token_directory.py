@@ -4,11 +4,12 @@ Files of a token directory:
 tokens.bin     all tokens, little-endian uint16 or uint32
 documents.bin  int64: the start of each document, and the end of the last
 targets.bin    optional, uint8: 1 for a token that is a target, 0 for context; without the file all tokens are targets
-meta.json      dtype, counts, vocabulary, tokenizer, source, seed, skipped rows
+meta.json      dtype, counts, vocabulary, SHA-256 of the other files, tokenizer, source, seed, skipped rows
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,13 +28,14 @@ IntArray = NDArray[np.integer[Any]]
 
 FORMAT_VERSION = 1
 TOKENS, DOCUMENTS, TARGETS, META = "tokens.bin", "documents.bin", "targets.bin", "meta.json"
+SHA256 = "sha256"  # key of meta.json: the SHA-256 of every other file by name
 PARTIAL = ".partial-"  # follows the final name in a directory that is being written
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 OFFSET_DTYPE: np.dtype[Any] = np.dtype("<i8")
 TARGET_DTYPE: np.dtype[Any] = np.dtype("u1")
 # Fields of meta.json, as schemas for `matches_schema`.
 REQUIRED_META = {"tokens": int, "documents": int, "max_token_id": int, "dtype": str}
-OPTIONAL_META = {"targets": bool, "tokenizer": (str, type(None))}
+OPTIONAL_META = {"targets": bool, "tokenizer": (str, type(None)), SHA256: {str: str}}
 
 
 @contextmanager
@@ -88,8 +90,9 @@ def write_token_directory(
     max_token_id = -1
     with atomic_write(path, force) as partial, ExitStack() as files:
         partial.mkdir()
-        token_file, document_file = (files.enter_context((partial / name).open("wb")) for name in (TOKENS, DOCUMENTS))
-        target_file = files.enter_context((partial / TARGETS).open("wb")) if with_targets else None
+        names = (TOKENS, DOCUMENTS, TARGETS) if with_targets else (TOKENS, DOCUMENTS)
+        hashed = {name: _HashedFile(files.enter_context((partial / name).open("wb"))) for name in names}
+        token_file, document_file, target_file = hashed[TOKENS], hashed[DOCUMENTS], hashed.get(TARGETS)
         document_file.write(np.int64(0).astype(OFFSET_DTYPE).tobytes())
         for document in documents:
             ids, targets = document if isinstance(document, tuple) else (document, None)
@@ -106,9 +109,24 @@ def write_token_directory(
             raise ValueError(f"no document to write to {path}; give sources that hold text")
         meta = {"format_version": FORMAT_VERSION, "dtype": dtype, "documents": count, "tokens": tokens}
         meta |= {"vocab_size": vocab_size, "max_token_id": max_token_id, "targets": with_targets, **extra_meta()}
+        meta[SHA256] = {name: file.hexdigest() for name, file in hashed.items()}
+        files.close()  # before meta.json is written: a newer file has been edited
         (partial / META).write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
-        files.close()
     return meta
+
+
+class _HashedFile:
+    """File that is hashed while it is written."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._hash = file, hashlib.sha256()
+
+    def write(self, data: bytes) -> None:
+        self._file.write(data)
+        self._hash.update(data)
+
+    def hexdigest(self) -> str:
+        return self._hash.hexdigest()
 
 
 def _id_range(ids: IntArray) -> str:
@@ -132,6 +150,11 @@ class TokenDirectory:
         counts = {"documents": len(offsets) - 1, "tokens": len(tokens), "max_token_id": int(tokens.max(initial=0))}
         targets = None if self.targets is None else self.targets[: offsets[-1]]
         return TokenDirectory(self.path, tokens, offsets, {**self.meta, **counts}, targets)
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The names of the files with data."""
+        return (TOKENS, DOCUMENTS) if self.targets is None else (TOKENS, DOCUMENTS, TARGETS)
 
     def document(self, index: int) -> IntArray:
         """Returns the tokens of a document."""

@@ -6,6 +6,7 @@ setup_checks.py has the checks of flags.
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 from warnings import filterwarnings
 
 from transformers import PreTrainedConfig
@@ -15,7 +16,8 @@ from lightseq.checkpoint.manifest import check_weights
 from lightseq.checkpoint.resume import FRESH_START, ResumePoint, changed_length_note, check_flags, check_model
 from lightseq.config.deepspeed import DeepSpeedSettings, deepspeed_settings
 from lightseq.config.train_config import TrainConfig
-from lightseq.data.batches import BatchStream, open_examples, require_target
+from lightseq.data.batches import BatchStream, compared_note, open_examples, require_target
+from lightseq.data.content import hash_content
 from lightseq.data.examples import Examples
 from lightseq.data.packing import PackedExamples, open_packed
 from lightseq.data.sources import ReadOptions, holds_rows, split_columns
@@ -176,6 +178,8 @@ def _open_streams(config: TrainConfig, world: World, model: FoundModel, resume_f
     """Opens the data at the run's position. Raises ValueError if it does not fit the run."""
     data_ranks = world.size // model.sequence_size
     stream, notes = _resume_stream(_training_stream(config, world, model, data_ranks), resume_from)
+    if world.is_main and resume_from is not None and stream.content is None:
+        notes += (compared_note(f"{config.data_path} was written without hashes; make it again"),)
     eval_stream = _evaluation_stream(config, world, model, data_ranks)
     require_chats(config, [stream.examples, *([eval_stream.examples] if eval_stream else [])])
     total_steps = config.max_steps or stream.steps
@@ -188,8 +192,9 @@ def _open_streams(config: TrainConfig, world: World, model: FoundModel, resume_f
 
 
 def _training_stream(config: TrainConfig, world: World, model: FoundModel, data_ranks: int) -> BatchStream:
+    examples = find_examples(config.data_path, model, config, world)
     return BatchStream(
-        find_examples(config.data_path, model, config, world),
+        examples,
         length=config.model_max_length,
         batch_size=config.per_device_train_batch_size,
         data_ranks=data_ranks,
@@ -197,6 +202,7 @@ def _training_stream(config: TrainConfig, world: World, model: FoundModel, data_
         epochs=None if config.max_steps else config.num_train_epochs,
         seed=config.seed,
         packed=config.packing != "none",
+        content=hash_content(examples) if world.is_main else None,
     )
 
 
@@ -214,9 +220,10 @@ def _resume_stream(stream: BatchStream, resume_from: Path | None) -> tuple[Batch
     if resume_from is None:
         return stream, ()
     facts = checkpoints.read_trainer_state(resume_from)
-    data = facts.get(checkpoints.DATA_POSITION)
-    needed = stream.state(0).keys() - {"sequences_per_step", "fingerprint"}  # missing in older checkpoints
-    if not isinstance(data, dict) or not all(isinstance(data.get(key), int) for key in needed):
+    found = facts.get(checkpoints.DATA_POSITION)
+    data: dict[str, Any] = found if isinstance(found, dict) else {}
+    needed = stream.state(0).keys() - {"sequences_per_step", "fingerprint", "content"}  # missing in older checkpoints
+    if not all(isinstance(data.get(key), int) for key in needed) or not isinstance(data.get("content", ""), str):
         raise ValueError(f"--resume_from_checkpoint {resume_from} has no position in the data; name another checkpoint")
     return stream.resume_at(facts["step"], data, resume_from)
 
