@@ -2,10 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import yaml
+
+from lightseq.config.yaml_file import TextLoader, read_file
 
 STEP: Final = "step"  # x axis of curves
 KEYS: Final = ("runs", "figures")
@@ -98,15 +101,8 @@ def _check_keys(path: Path, where: str, found: Mapping[str, Any], known: Sequenc
 
 
 def _load(path: Path) -> Mapping[str, Any]:
-    try:
-        # BaseLoader leaves 4096 and True as strings, for comparison with run.json.
-        top = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
-    except UnicodeDecodeError:
-        raise ValueError(f"{path}: is not UTF-8 text") from None
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path}: {' '.join(str(error).split())}") from None
+    # 4096 and True stay strings, for comparison with run.json.
+    top = read_file(path, partial(yaml.load, Loader=TextLoader))
     if not isinstance(top, dict):
         raise ValueError(f"{path}: give `key: value` lines; keys are {', '.join(KEYS)}")
     return top

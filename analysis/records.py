@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from lightseq.utils.files import record_lines
+
 Record = Mapping[str, Any]
 T = TypeVar("T")
 Source = TypeVar("Source")
@@ -22,7 +24,7 @@ def read_lines(path: Path, parse: Callable[[Record], T], notes: list[str]) -> li
         raise FileNotFoundError(f"{path} does not exist; give a file that a run or a benchmark wrote")
     parsed: list[T] = []
     refused: list[tuple[int, str]] = []
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")  # the last line is empty or cut off
+    lines = record_lines(path)  # the last line is empty or cut off
     for number, line in enumerate(lines, 1):
         try:
             if line.strip():

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
+from lightseq.utils.files import read_bytes
+
 from .records import Record, read_each, read_lines
 
 SMOOTHED_SHARE = 0.05  # of a run's steps, per running mean
@@ -123,7 +125,9 @@ def read_json_object(path: Path) -> Record:
     if not path.is_file():
         return {}
     try:
-        value = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+        value = json.loads(read_bytes(path).decode(errors="replace"))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}); remove it to draw without it") from None
     except json.JSONDecodeError as error:
         raise ValueError(
             f"{path} is not JSON ({error.msg}, line {error.lineno}); remove it to draw without it"

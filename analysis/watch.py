@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lightseq.config.lengths import format_tokens
+from lightseq.utils.files import CONFIG_BYTES, record_lines
 
 from .drawing import (
     GIB,
@@ -137,8 +138,7 @@ def read_growing(path: Path) -> list[Record]:
     """Returns the records on complete lines. Raises ValueError if there are lines but no record."""
     if not path.is_file():
         return []
-    whole = path.read_bytes().rpartition(b"\n")[0].decode("utf-8", errors="replace")
-    parsed = [parse(line) for line in whole.splitlines() if line.strip()]
+    parsed = [parse(line) for line in record_lines(path)[:-1] if line.strip()]
     records = [record for record in parsed if not isinstance(record, str)]
     if parsed and not records:
         raise ValueError(f"{path} has a line that is not a record ({parsed[0]}); remove the line")
@@ -170,7 +170,7 @@ def checkpoints(directory: Path, ending: str) -> tuple[int, ...]:
 def dead_process(lock: Path) -> str | None:
     """Returns `process 12 on HOST` from a run's lock if HOST is this host and the process is gone."""
     try:
-        words = re.match(r"process (\d+) on (\S+)$", lock.read_text(errors="replace"), re.MULTILINE)
+        words = re.match(r"process (\d+) on (\S+)$", "\n".join(record_lines(lock, CONFIG_BYTES)), re.MULTILINE)
     except OSError:
         return None
     is_here = words is not None and words[2] == socket.gethostname() and Path("/proc/self").exists()

@@ -14,6 +14,8 @@ import torch
 
 from lightseq.training import run_info
 from lightseq.training.metrics import hardware, versions
+from lightseq.utils.files import parse_json, record_lines
+from lightseq.utils.formatting import first_line
 
 PACKAGES = ("triton", "accelerate", "trl", "liger-kernel", "ring-flash-attn", "axolotl-ringmaster")
 
@@ -55,11 +57,11 @@ def append(path: Path, record: Mapping[str, Any] | Sequence[Any]) -> None:
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Returns the objects of a JSONL file. Reports invalid lines and skips them."""
-    lines = path.read_text(errors="replace").split("\n")[:-1] if path.is_file() else []  # the last line may be cut off
+    lines = record_lines(path)[:-1] if path.is_file() else []  # the last line may be cut off
     found = []
     for number, line in enumerate(lines, 1):
         try:
-            found.append(json.loads(line))
-        except json.JSONDecodeError as why:
-            print(f"{path} line {number} is not JSON ({why.msg}); it is left out", file=sys.stderr)
+            found.append(parse_json(line))
+        except ValueError as error:
+            print(f"{path} line {number} is not JSON ({first_line(error)}); it is left out", file=sys.stderr)
     return found

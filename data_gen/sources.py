@@ -22,8 +22,10 @@ from lightseq.data.sources import (
     read_rows,
 )
 from lightseq.data.targets import EMPTY, text_of_row
+from lightseq.utils.files import read_text
 from lightseq.utils.formatting import first_line, plural
 
+TEXT_BYTES = 4 << 30  # a text is one document, in memory
 LINE_SUFFIXES = (".jsonl", ".jsonl.gz", ".ndjson")  # a bad line does not end the file
 NOT_LIBRARY = {"test", "tests", "site-packages", "dist-packages", "__pycache__"}
 
@@ -106,9 +108,7 @@ def _readable(path: Path, options: ReadOptions, skipped: SkippedTexts) -> Iterat
     rows = 0
     try:
         if not path.name.endswith(FOLDER_SUFFIXES):
-            if not path.is_file():
-                raise ValueError(f"{path} is not a regular file")
-            yield str(path), path.read_bytes().decode("utf-8")
+            yield str(path), read_text(path, TEXT_BYTES)
             return
         for where, row in numbered_lines(path) if path.name.endswith(LINE_SUFFIXES) else read_rows(path, options):
             text = _text_or_none(row, options, where, skipped)

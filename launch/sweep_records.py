@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from launch.sweep_cells import Cell
 from lightseq.config.train_config import TrainConfig
+from lightseq.utils.files import parse_json, read_json, record_lines
 
 FILE: Final = "sweep.jsonl"
 FAILED: Final = ("failed", "timeout")
@@ -47,10 +48,12 @@ def read_records(directory: Path, notes: list[str]) -> dict[str, Record]:
         return {}
     found: dict[str, Record] = {}
     refused: list[str] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+    for number, line in enumerate(record_lines(path), 1):
+        if not line.strip():
+            continue
         try:
             record = _record(line)
-        except (json.JSONDecodeError, AttributeError, TypeError):
+        except (ValueError, AttributeError, TypeError):
             refused.append(f"{path} line {number} is cut off, or not a record of a sweep")
         else:
             found[record.name] = record
@@ -62,7 +65,7 @@ def read_records(directory: Path, notes: list[str]) -> dict[str, Record]:
 
 def _record(line: str) -> Record:
     known = {field.name for field in fields(Record)}
-    return Record(**{key: value for key, value in json.loads(line).items() if key in known})
+    return Record(**{key: value for key, value in parse_json(line).items() if key in known})
 
 
 def write_records(directory: Path, records: Iterable[Record]) -> None:
@@ -111,12 +114,12 @@ def comparable(config: Mapping[str, Any]) -> dict[str, Any]:
 def steps(directory: Path) -> list[dict[str, Any]]:
     """Returns a run's logged steps so far, without lines that are incomplete or not records."""
     path = directory / "metrics.jsonl"
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1] if path.is_file() else []
+    lines = record_lines(path)[:-1] if path.is_file() else []
     found = []
     for line in lines:
         try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
+            record = parse_json(line)
+        except ValueError:
             continue
         if isinstance(record, dict) and type(record.get("step")) is int and "loss" in record:
             found.append(record)
@@ -132,7 +135,7 @@ def median_step(directory: Path) -> float:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = read_json(path)
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}

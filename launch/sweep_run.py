@@ -1,7 +1,6 @@
 """Execution of cells as Slurm jobs, or as processes on this host that are always ended with the sweep."""
 
 import contextlib
-import json
 import os
 import re
 import shlex
@@ -21,6 +20,7 @@ from launch.sweep_cells import Cell
 from launch.sweep_file import Settings, Sweep
 from launch.sweep_lock import LOG, open_log
 from launch.sweep_records import Record, finished
+from lightseq.utils.files import read_json
 from lightseq.utils.formatting import first_line
 
 EXIT_SECONDS: Final = 10.0  # for processes to end by themselves
@@ -99,8 +99,8 @@ def check_data(output: Path, flags: Settings) -> None:
     """Raises ValueError if a token directory records other flags. Flags that it does not record are not checked."""
     remedy = "name another output (--set data.output=DIR), or delete it to have it made again"
     try:
-        recorded = made_with(json.loads((output / "meta.json").read_text(encoding="utf-8")))
-    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+        recorded = made_with(read_json(output / "meta.json"))
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
         reason = first_line(error)
         raise ValueError(f"data.output {output}: its meta.json cannot be read ({reason}); {remedy}") from error
     wanted = {key: word.replace("_", "") for key, word in flags.items()}  # 1_000 is 1000

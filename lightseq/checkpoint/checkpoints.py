@@ -9,7 +9,6 @@ Only directories that a run wrote are ever removed. The manifest or trainer_stat
 """
 
 import itertools
-import json
 import math
 import os
 import re
@@ -23,8 +22,9 @@ from typing import Any
 from lightseq.checkpoint import manifest
 from lightseq.config.train_config import TrainConfig
 from lightseq.memory.planner.breakdown import FLOAT32_BYTES, GIB, moments_of
+from lightseq.utils.files import read_json
 
-STATE, TRAINER_STATE = "state", "trainer_state.json"
+STATE, TRAINER_STATE = manifest.STATE, manifest.TRAINER_STATE
 EVAL_LOSS, DATA_POSITION = "eval_loss", "data"  # keys of trainer_state.json
 # Suffixes of directories that are not valid checkpoints. OTHER: not written by a run.
 PARTIAL, DELETED, BROKEN, OTHER = ".partial", ".deleted", ".broken", ".other"
@@ -174,10 +174,10 @@ def _holds_files(path: Path) -> bool:
 def read_trainer_state(directory: Path) -> dict[str, Any]:
     """Returns the contents of trainer_state.json. Raises ValueError if it is damaged."""
     try:
-        facts = json.loads((directory / TRAINER_STATE).read_text())
-    except (ValueError, RecursionError) as error:
+        facts = read_json(directory / TRAINER_STATE)
+    except ValueError as error:
         raise ValueError(f"{directory / TRAINER_STATE} is damaged; name another checkpoint") from error
-    if not isinstance(facts, dict) or not isinstance(facts.get("step"), int) or facts["step"] < 0:
+    if not isinstance(facts, dict) or type(facts.get("step")) is not int or not 0 <= facts["step"] < 1 << 63:
         raise ValueError(f"{directory / TRAINER_STATE} has no valid step; name another checkpoint")
     return facts
 

@@ -3,12 +3,18 @@
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any
+
+from lightseq.utils.files import open_regular, read_text
 
 MANIFEST, VERSION = "manifest.json", 1
+STATE, TRAINER_STATE = "state", "trainer_state.json"
+LOADED = ("config.json", "adapter_config.json")  # beside weights and state
 READERS = 4  # files that a rank reads in parallel
 
 
@@ -21,10 +27,10 @@ class File:
 
 
 def describe(path: Path) -> File:
-    """Reads a file and returns its length and SHA-256."""
-    with path.open("rb") as file:
+    """Reads a regular file and returns its length and SHA-256."""
+    with open_regular(path) as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return File(path.stat().st_size, digest)
+        return File(file.tell(), digest)
 
 
 def describe_all(directory: Path, names: Sequence[str]) -> dict[str, File]:
@@ -50,17 +56,36 @@ def read(directory: Path) -> dict[str, File]:
 
     Raises ValueError if the manifest is missing, malformed, or names a file outside the directory.
     """
-    path = directory / MANIFEST
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        files = {str(name): File(int(file["bytes"]), str(file["sha256"])) for name, file in content["files"].items()}
+        files = _parse(read_text(directory / MANIFEST))
     except FileNotFoundError as error:
         raise ValueError(f"{MANIFEST} is missing") from error
-    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError) as error:
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise ValueError(f"{MANIFEST} is damaged") from error
     if outside := [name for name in files if not _is_inside(name)]:
         raise ValueError(f"{MANIFEST} names {outside[0]!r}, which lies outside the checkpoint")
     return files
+
+
+def _parse(text: str) -> dict[str, File]:
+    content = json.loads(text, object_pairs_hook=_without_repeats)
+    files = {name: File(**file) for name, file in content["files"].items()}
+    for file in files.values():
+        if (
+            type(file.bytes) is not int
+            or not 0 <= file.bytes < 1 << 63
+            or not re.fullmatch(r"[0-9a-f]{64}", file.sha256)
+        ):
+            raise ValueError(f"{file} is not a length and a SHA-256")
+    if content["version"] != VERSION or not files:
+        raise ValueError("another version, or no files")
+    return files
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(found := dict(pairs)) < len(pairs):
+        raise ValueError("a name is given twice")
+    return found
 
 
 def find_damage(directory: Path, share: int = 0, shares: int = 1) -> str | None:
@@ -69,7 +94,15 @@ def find_damage(directory: Path, share: int = 0, shares: int = 1) -> str | None:
         files = read(directory)
     except ValueError as error:
         return str(error)
+    expected = (TRAINER_STATE, *filter(_is_loaded, files_below(directory)))
+    if unlisted := [name for name in expected if name not in files]:
+        return f"{MANIFEST} does not list {unlisted[0]}"
     return _first_damage(directory, {name: files[name] for name in sorted(files)[share::shares]})
+
+
+def _is_loaded(name: str) -> bool:
+    """Returns whether a file of a checkpoint would be loaded. Users may add other files."""
+    return name.startswith(f"{STATE}/") or name in LOADED or ("/" not in name and name.endswith(".safetensors"))
 
 
 def check_weights(directory: Path) -> None:
@@ -79,7 +112,8 @@ def check_weights(directory: Path) -> None:
     except ValueError:
         return  # missing, or written by another program
     tensors = {name: file for name, file in files.items() if name.endswith(".safetensors")}
-    if damage := _first_damage(directory, tensors):
+    unlisted = [path.name for path in sorted(directory.glob("*.safetensors")) if path.name not in tensors]
+    if damage := f"{MANIFEST} does not list {unlisted[0]}" if unlisted else _first_damage(directory, tensors):
         remedy = f"use another copy, or remove {MANIFEST} if you changed the files on purpose"
         raise ValueError(f"{directory} is damaged: {damage}; {remedy}")
 
@@ -116,5 +150,5 @@ def sync(paths: Iterable[Path]) -> None:
 
 
 def _is_inside(name: str) -> bool:
-    path = PurePosixPath(name)
-    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in name
+    path, is_text = PurePosixPath(name), all(not "\ud800" <= character <= "\udfff" for character in name)
+    return is_text and bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in name

@@ -5,7 +5,6 @@ Tensor files are hashed while they are written, and read without unpickling (ten
 
 import hashlib
 import io
-import json
 import math
 import random
 from collections.abc import Iterator, Mapping
@@ -30,6 +29,7 @@ from torch.futures import Future
 from transformers import PreTrainedModel
 
 from lightseq.checkpoint.tensor_index import read_index
+from lightseq.utils.files import read_json
 from lightseq.utils.formatting import first_line
 
 # Each thread alternates between hashing and writing, so four threads keep a disk busy.
@@ -206,14 +206,14 @@ def restore_rng(path: Path, device: torch.device) -> None:
     if not path.is_file():
         return
     try:
-        state = json.loads(path.read_text())
+        state = read_json(path)
         version, words, gauss = state["python"]
         random.setstate((version, tuple(words), gauss))
         np.random.set_state(("MT19937", *state["numpy"]))
         torch.set_rng_state(torch.frombuffer(bytearray.fromhex(state["torch"]), dtype=torch.uint8))
         if device.type == "cuda" and state["device"] is not None:
             torch.cuda.set_rng_state(torch.tensor(state["device"], dtype=torch.uint8), device)
-    except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, OverflowError) as error:
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, OverflowError) as error:
         raise ValueError(f"{path} has no valid random states; name another checkpoint") from error
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from lightseq.config.train_config import TrainConfig
+from lightseq.utils.files import CONFIG_BYTES, read_json
 
 # Supported sections and keys. DeepSpeed ignores unknown ones silently; here they are an error.
 SUPPORTED: Final = (
@@ -83,8 +84,8 @@ def deepspeed_settings(config: TrainConfig, data_ranks: int, hidden_size: int) -
 
 def _read(path: Path, source: str) -> dict[str, Any]:
     try:
-        settings = json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        settings = read_json(path, CONFIG_BYTES)
+    except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ValueError(f"{source} cannot be read ({reason}); name a DeepSpeed JSON file") from error
     if not isinstance(settings, dict):

@@ -7,6 +7,8 @@ from typing import Any
 
 import yaml
 
+from lightseq.utils.files import CONFIG_BYTES, read_text
+
 
 class TextLoader(yaml.BaseLoader):
     """YAML loader that keeps every scalar as text: `no` does not become False, nor 10:12 a number of seconds."""
@@ -24,7 +26,7 @@ class TextLoader(yaml.BaseLoader):
 def read_file(path: Path, parse: Callable[[str], Any]) -> Any:
     """Parses a file's text with `parse`. Raises ValueError if the file cannot be read or parsed."""
     try:
-        return parse(path.read_text(encoding="utf-8"))
+        return parse(read_text(path, CONFIG_BYTES))
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
     except UnicodeDecodeError:

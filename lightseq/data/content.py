@@ -11,6 +11,7 @@ from typing import Any, Final
 from lightseq.data.examples import Examples, IdsAndLabels, LazyTextExamples, SequenceExamples, WindowExamples
 from lightseq.data.packing import InMemoryWindows, PackedExamples
 from lightseq.data.token_directory import META, SHA256, TokenDirectory
+from lightseq.utils.files import open_regular
 
 ALWAYS_READ_BYTES: Final = 1 << 30  # a token directory up to this size is always read, in one or two seconds
 
@@ -66,5 +67,5 @@ def _edited(path: Path, files: Iterable[Path]) -> bool:
 
 
 def _hash_file(path: Path) -> str:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from lightseq.utils.files import read_json
 from lightseq.utils.formatting import first_line
 
 IntArray = NDArray[np.integer[Any]]
@@ -184,8 +185,8 @@ def _read_meta(path: Path) -> dict[str, Any]:
             f"{path.parent} has no {META}, so it is not a token directory; make one with python3 -m data_gen"
         )
     try:
-        meta = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        meta = read_json(path)
+    except (OSError, ValueError) as error:
         raise ValueError(f"{path} is corrupt: {first_line(error)}; make it again") from error
     if not isinstance(meta, dict) or meta.get("format_version") != FORMAT_VERSION:
         raise ValueError(

@@ -33,6 +33,7 @@ from lightseq.modules.low_rank import (
     linear_weights,
     lora_linear,
 )
+from lightseq.utils.files import read_json
 from lightseq.utils.formatting import first_line
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -244,8 +245,8 @@ def read_rope(directory: Path) -> dict[str, Any] | None:
 def read_json_object(path: Path) -> dict[str, Any]:
     """Returns the object in a JSON file. Raises ValueError naming the file if it holds no object."""
     try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
+        found = read_json(path)
+    except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read ({first_line(error)}); copy it again") from error
     if not isinstance(found, dict):
         raise ValueError(f"{path} is not a JSON object; copy it again")

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
+from lightseq.utils.files import read_json
 from lightseq.utils.formatting import first_line, is_plain_name
 
 SHARD_BYTES = 4 << 30  # of one file; rank 0 collects them in host memory
@@ -332,9 +333,9 @@ def tensor_files(directory: Path, remedy: str) -> dict[str, Path]:
 def _weight_map(path: Path) -> dict[str, str]:
     """Returns the file name of each tensor by name, from an index."""
     try:
-        names = json.loads(path.read_text())["weight_map"]
+        names = read_json(path)["weight_map"]
         return {str(name): str(file) for name, file in names.items()}
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
         raise ValueError(f"{path} cannot be read as an index of weights; copy or download it again") from error
 
 

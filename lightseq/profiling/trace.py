@@ -7,6 +7,7 @@ import bisect
 import gzip
 import json
 import re
+import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -69,7 +70,7 @@ def read_trace(path: Path) -> list[Mapping[str, Any]]:
     with (gzip.open if path.suffix == ".gz" else open)(path, "rt") as file:
         try:
             events = json.load(file)["traceEvents"]
-        except (ValueError, KeyError, EOFError) as error:
+        except (OSError, ValueError, LookupError, TypeError, EOFError, RecursionError, zlib.error) as error:
             raise ValueError(f"{path} is not a complete trace ({error}); profile again") from error
     return events
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from lightseq.data.batches import PADDING_WARNING_SHARE
 from lightseq.distributed.environment import SHUTDOWN_TIMEOUT
 from lightseq.training.errors import end_for_skipped_steps, exit_on_write_error
+from lightseq.utils.files import RECORDS_BYTES, parse_json, read_bytes, read_json
 from lightseq.utils.formatting import plural
 from lightseq.utils.masking import mask_secrets
 
@@ -153,14 +154,15 @@ def _records(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
 
 
 def _lines(path: Path) -> list[bytes]:
-    return [line for line in path.read_bytes().split(b"\n") if line.strip()] if path.is_file() else []
+    content = read_bytes(path, RECORDS_BYTES) if path.exists() else b""
+    return [line for line in content.split(b"\n") if line.strip()]
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
     """Returns the record of a line, or None if it is not a JSON object with a step."""
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
+        record = parse_json(line)
+    except ValueError:
         return None
     return record if isinstance(record, dict) and type(record.get("step")) is int else None
 
@@ -325,8 +327,8 @@ def earlier_plan(checkpoint: Path | None) -> dict[str, Any]:
 def read_run(directory: Path) -> dict[str, Any]:
     """Returns the content of a run.json; empty if it is missing or damaged."""
     try:
-        about = json.loads((directory / RUN).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        about = read_json(directory / RUN)
+    except (OSError, ValueError):
         return {}
     return about if isinstance(about, dict) else {}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
 import re
 import socket
@@ -19,11 +18,12 @@ from lightseq.checkpoint.resume import ResumePoint
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.mesh import World, from_rank_0
 from lightseq.training.metrics import EVENTS, METRICS, RUN, damaged_lines
+from lightseq.utils.files import CONFIG_BYTES, open_regular, read_bytes, read_json
 
 if TYPE_CHECKING:
     from lightseq.training.setup import Inputs
 
-LOCK = "lock"
+LOCK, LINE_CHARACTERS = "lock", 1000
 EARLIER = ".earlier"  # suffix of files from an earlier run
 # Files that a run writes into subdirectories. Other programs may have files there too.
 WRITTEN: Final = {
@@ -146,15 +146,13 @@ def lock_directory(output_dir: Path, world: World) -> TextIO:
     """
     create_output_dir(output_dir)
     with name_unwritable(output_dir):
-        lock_file = (output_dir / LOCK).open("a+")
+        lock_file = _open_lock(output_dir / LOCK)
     try:
         fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        lock_file.seek(0)
-        raise ValueError(
-            f"--output_dir {output_dir} is being written to by {lock_file.readline().strip() or 'another run'}; "
-            "name another directory"
-        ) from error
+        owner = lock_owner(output_dir).strip() or "another run"
+        lock_file.close()
+        raise ValueError(f"--output_dir {output_dir} is being written to by {owner}; name another directory") from error
     except OSError as error:
         raise ValueError(
             f"--output_dir {output_dir} cannot be locked ({error.strerror}), so two runs could write into it; name a "
@@ -193,18 +191,30 @@ def check_shared(output_dir: Path, owner: str, seconds: float) -> None:
         )
 
 
-def lock_owner(output_dir: Path) -> str:
-    """Returns the process that holds the lock, or held it last; empty if there is none."""
+def _open_lock(path: Path) -> TextIO:
+    """Opens the lock file, or makes it. Raises OSError if it is not a regular file."""
+    if path.exists():
+        open_regular(path).close()
+    return path.open("a+", encoding="utf-8", errors="replace")
+
+
+def _read_lock(output_dir: Path) -> str:
+    """Returns the text of the lock file, also if it is damaged; empty if there is none."""
     try:
-        return (output_dir / LOCK).read_text().partition("\n")[0]
+        return read_bytes(output_dir / LOCK, CONFIG_BYTES).decode(errors="replace")
     except OSError:
         return ""
+
+
+def lock_owner(output_dir: Path) -> str:
+    """Returns the process that holds the lock, or held it last; empty if there is none."""
+    return _read_lock(output_dir).partition("\n")[0]
 
 
 def _check_lock(lock_file: TextIO, output_dir: Path) -> None:
     """Raises ValueError if another program wrote the lock file, because locking overwrites it."""
     lock_file.seek(0)
-    first = lock_file.readline()
+    first = lock_file.readline(LINE_CHARACTERS)
     if first and not first.startswith("process "):
         lock_file.close()
         raise ValueError(
@@ -220,8 +230,7 @@ def mark_begun(lock_file: TextIO, output_dir: Path, world: World) -> None:
 
 
 def _begun_by(output_dir: Path, world: World) -> bool:
-    path = output_dir / LOCK
-    return path.is_file() and path.read_text().endswith(_launch(world))
+    return _read_lock(output_dir).endswith(_launch(world))
 
 
 def _launch(world: World) -> str:
@@ -259,7 +268,7 @@ def set_earlier_aside(output_dir: Path) -> tuple[str, ...]:
 def _is_of_run(path: Path) -> bool:
     """Returns whether a file is a run.json that a run wrote."""
     try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError):
+        content = read_json(path)
+    except (OSError, ValueError):
         return False
     return isinstance(content, dict) and {"command", "config", "total_steps"} <= content.keys()

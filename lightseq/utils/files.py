@@ -1,0 +1,54 @@
+"""Reading of files that a user names or others wrote: regular files only, of bounded size, in UTF-8."""
+
+import errno
+import io
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any, Final
+
+CONFIG_BYTES: Final = 1 << 20  # files that a user writes
+JSON_BYTES: Final = 64 << 20  # files that programs write, such as an index of weights
+RECORDS_BYTES: Final = 8 << 30  # files with a line per step or benchmark
+
+
+def open_regular(path: Path) -> io.BufferedReader:
+    """Opens a regular file for reading. Raises OSError for a pipe or device, which may block or never end."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def read_bytes(path: Path, limit: int = JSON_BYTES) -> bytes:
+    """Returns the content of a regular file. Raises OSError if it has more than `limit` bytes."""
+    with open_regular(path) as file:
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise OSError(errno.EFBIG, f"more than {limit:,} bytes", str(path))
+    return content
+
+
+def read_text(path: Path, limit: int = JSON_BYTES) -> str:
+    """Returns the text of a regular file. Raises OSError, or ValueError if it is not UTF-8."""
+    return read_bytes(path, limit).decode()
+
+
+def record_lines(path: Path, limit: int = RECORDS_BYTES) -> list[str]:
+    """Returns the lines of a file of records, with a mark for each byte that is not UTF-8. Raises OSError."""
+    return read_bytes(path, limit).decode(errors="replace").split("\n")
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parses JSON. Raises ValueError for invalid text, whatever is wrong with it."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def read_json(path: Path, limit: int = JSON_BYTES) -> Any:
+    """Returns the value in a JSON file. Raises OSError, or ValueError for invalid text."""
+    return parse_json(read_text(path, limit))
