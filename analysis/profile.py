@@ -9,6 +9,7 @@ from statistics import median
 from rich import box
 from rich.table import Table
 
+from lightseq.config.parser import whole_number
 from lightseq.profiling.trace import (
     PHASES,
     StepBreakdown,
@@ -35,8 +36,8 @@ def main(argv: Sequence[str]) -> int:
         "computation, or as communication that no kernel hides. Traces of a CPU are split by phase.",
     )
     parser.add_argument("run", metavar="OUTPUT_DIR", type=Path, help="directory of a run, or a trace file")
-    parser.add_argument("--rank", type=int, default=0, help="rank whose trace is read (default: 0)")
-    parser.add_argument("--kernels", type=int, default=0, metavar="N", help="list the N slowest kernels")
+    parser.add_argument("--rank", type=whole_number, default=0, help="rank whose trace is read (default: 0)")
+    parser.add_argument("--kernels", type=whole_number, default=0, metavar="N", help="list the N slowest kernels")
     parser.add_argument("--timeline", action="store_true", help="also draw a timeline of one layer's attention")
     parser.add_argument(
         "--output", metavar="DIR", type=Path, help="directory for the timeline (default: that of the trace)"

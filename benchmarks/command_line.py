@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lightseq.config.lengths import parse_tokens
+from lightseq.config.parser import whole_number
 
 
 class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -50,9 +51,9 @@ def length(text: str) -> int:
 
 
 def positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
+    if (number := whole_number(text)) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
-    return int(text)
+    return number
 
 
 def seconds(text: str) -> float:

@@ -16,6 +16,7 @@ from data_gen.output import limit_tokens, write
 from data_gen.sources import SkippedTexts, expand_sources, read_texts
 from data_gen.synthetic import KINDS, Synthetic, answer_targets, check_spec, draw_document, needle_depths
 from lightseq.config.lengths import length_flag
+from lightseq.config.parser import whole_number
 from lightseq.data.sources import split_columns
 from lightseq.data.token_cache import tokenizer_batches
 from lightseq.data.tokenizer import load_tokenizer
@@ -57,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
         "synthetic", help="random tokens", description=f"kinds:\n{described}", formatter_class=_Raw
     )
     synthetic.add_argument("--kind", choices=list(KINDS), required=True, help="structure of the documents, see above")
-    synthetic.add_argument("--documents", type=int, required=True, help="number of documents")
+    synthetic.add_argument("--documents", type=whole_number, required=True, help="number of documents")
     synthetic.add_argument("--length", type=length_flag, required=True, help="tokens per document, such as 8192 or 8K")
     synthetic.add_argument(
         "--shortest",
@@ -72,9 +73,11 @@ def parser() -> argparse.ArgumentParser:
         default=TARGETS[0],
         help="tokens that are trained on; answer: only the last token of a needle document (default: %(default)s)",
     )
-    synthetic.add_argument("--vocab_size", type=int, default=512, help="number of token ids (default: %(default)s)")
     synthetic.add_argument(
-        "--seed", type=int, default=0, help="the same seed gives the same documents (default: %(default)s)"
+        "--vocab_size", type=whole_number, default=512, help="number of token ids (default: %(default)s)"
+    )
+    synthetic.add_argument(
+        "--seed", type=whole_number, default=0, help="the same seed gives the same documents (default: %(default)s)"
     )
     text = commands.add_parser("text", help="tokenized text", description=TEXT_HELP)
     text.add_argument("sources", metavar="SOURCE", nargs="+", help="source of texts, see above")

@@ -12,6 +12,7 @@ if __name__ == "__main__":
 
 import argparse
 import fnmatch
+import math
 import os
 import shutil
 import signal
@@ -40,6 +41,7 @@ from launch.sweep_run import (
     submit,
     with_job_status,
 )
+from lightseq.config.parser import gpu_count
 from lightseq.utils.quiet import silence_loggers
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -63,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
         help="override a setting of the file in every cell: ranks=2, length=[4K,8K], output_dir=outputs/two",
     )  # fmt: skip
     out.add_argument(
-        "--at_once", type=int, default=1, metavar="N",
+        "--at_once", type=gpu_count, default=1, metavar="N",
         help="number of cells to run side by side, each on its own GPUs (default: 1); they share the CPU cores",
     )  # fmt: skip
     return out
@@ -79,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sweep = read_sweep(arguments.config, arguments.changes)
         os.chdir(ROOT)  # every path in a sweep file starts here
         if arguments.timeout is not None:
-            if not arguments.timeout > 0:
+            if not 0 < arguments.timeout < math.inf:
                 raise ValueError(f"--timeout {arguments.timeout:g}: give a number of seconds above 0")
             sweep = replace(sweep, timeout_seconds=arguments.timeout)
         if arguments.at_once < 1:

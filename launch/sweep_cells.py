@@ -76,8 +76,8 @@ def make_cell(sweep: Sweep, settings: Settings) -> Cell:
             raise sweep.wrong("data", "data_path is given too; give one of them")
         settings = {**settings, "data_path": sweep.data["output"]}
     family, ranks = family_of(sweep, settings), settings.get("ranks", "1")
-    if not re.fullmatch(r"[1-9]\d*", ranks):
-        raise sweep.wrong("ranks", f"{ranks!r} is not a number of processes")
+    if not re.fullmatch(r"[1-9][0-9]{0,5}", ranks):
+        raise sweep.wrong("ranks", f"{ranks!r:.80} is not a number of processes")
     flags = tuple(flags_of(sweep, settings))
     output_dir = sweep.output_dir / name
     try:

@@ -12,6 +12,7 @@ import yaml
 
 from lightseq.config.command_line import OLDER_SPELLINGS
 from lightseq.config.lengths import parse_tokens
+from lightseq.config.parser import MOST_GPUS
 from lightseq.config.train_config import TrainConfig
 from lightseq.config.yaml_file import TextLoader, read_file
 
@@ -95,7 +96,7 @@ def changed(path: Path, top: Mapping[str, Any], change: str) -> dict[str, Any]:
         raise ValueError(f"--set {change}: {key} is not a setting{nearest(key, known) or others}")
     try:
         value = yaml.load(text, Loader=TextLoader) if text else ""
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):
         raise ValueError(f"--set {change}: the value is neither a word nor a [list, of, words]") from None
     if key in PLAIN:
         return {**top, key: value}
@@ -159,8 +160,8 @@ class Raw:
             value = float(self.word(key, str(default)))
         except ValueError:
             value = math.nan
-        if not 0 < value < math.inf:
-            raise self.wrong(key, f"{self.top[key]!r} is not a number above 0")
+        if not 0 < value <= MOST_GPUS:
+            raise self.wrong(key, f"{self.top[key]!r:.80} is not a number above 0 and up to {MOST_GPUS:,}")
         return value
 
     def data(self) -> Settings | None:

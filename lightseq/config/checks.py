@@ -7,6 +7,7 @@ from collections import ChainMap
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
+from lightseq.config.lengths import MAX_TOKENS
 from lightseq.config.lr_schedules import FOLLOW_A_METRIC, LR_SCHEDULES, check_lr_schedule
 from lightseq.config.optimizers import OPTIMIZERS
 from lightseq.config.remat_policies import POLICIES, STORES_MLP
@@ -55,7 +56,15 @@ POSITIVE: Final = (
     *("num_train_epochs", "lora_alpha", "rope_theta", "step_timeout", "host_memory_budget", "device_memory_budget"),
     "adam_epsilon",
 )
-AT_MOST: Final[Mapping[str, float]] = {"max_steps": 10**9, "num_train_epochs": 10**6, "step_timeout": 10**6}
+AT_MOST: Final[Mapping[str, float]] = {
+    **dict.fromkeys(
+        ("max_steps", "warmup_steps", "eval_steps", "save_steps", "save_total_limit", "logging_steps"), 10**9
+    ),
+    **dict.fromkeys(("num_train_epochs", "step_timeout", "scaling_factor", "layers_per_checkpoint"), 10**6),
+    **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), 10**6),
+    **dict.fromkeys(("gradient_accumulation_steps", "sequence_parallel_size", "ulysses_size", "lora_rank"), 10**6),
+    "model_max_length": MAX_TOKENS,
+}
 NOT_NEGATIVE: Final = ("max_grad_norm", "learning_rate", "weight_decay", "warmup_ratio", "warmup_steps", "seed")
 DECAY_RATES: Final = ("adam_beta1", "adam_beta2")
 ADAM_FLAGS: Final = (*DECAY_RATES, "adam_epsilon")

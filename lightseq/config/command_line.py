@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from lightseq.config.checks import CHOICES
 from lightseq.config.lengths import length_flag
-from lightseq.config.parser import Parser
+from lightseq.config.parser import MOST, Parser, whole_number
 from lightseq.config.train_config import GROUPS, TrainConfig, flag_types
 from lightseq.distributed.environment import is_main_process
 
@@ -166,13 +166,6 @@ def _boolean(text: str) -> bool:
     return words[text.lower()]
 
 
-def _integer(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-
-
 def _number(text: str) -> float:
     try:
         return float(text)
@@ -184,17 +177,17 @@ def _json_object(text: str, example: str = '{"rope_type": "linear", "factor": 4.
     remedy = f"give a JSON object such as '{example}'"
     try:
         value = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise argparse.ArgumentTypeError(f"{text!r:.200} is not JSON ({error}); {remedy}") from None
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object; {remedy}")
+        raise argparse.ArgumentTypeError(f"{text!r:.200} is not a JSON object; {remedy}")
     return value
 
 
 def _span(text: str) -> tuple[int, int]:
-    match = re.fullmatch(r"(\d+):(\d+)", text)
-    if not match:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a range of steps; give first:last, such as 10:12")
+    match = re.fullmatch(r"(\d{1,16}):(\d{1,16})", text)
+    if not match or max(map(int, match.groups())) > MOST:
+        raise argparse.ArgumentTypeError(f"{text!r:.80} is not a range of steps; give first:last, such as 10:12")
     return int(match[1]), int(match[2])
 
 
@@ -205,7 +198,7 @@ def _checkpoint(text: str) -> str | None:
 CONVERTERS: Final[Mapping[type, Callable[[str], Any]]] = {
     str: str,
     bool: _boolean,
-    int: _integer,
+    int: whole_number,
     float: _number,
     dict: _json_object,
     tuple: _span,

@@ -3,12 +3,12 @@
 import argparse
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from fractions import Fraction
 from typing import Final
 
 UNITS: Final[Mapping[str, int]] = {"M": 2**20, "K": 2**10}
-DECIMAL: Final = re.compile(r"[0-9]+(\.[0-9]+)?")
+DECIMAL: Final = re.compile(r"[0-9]{1,20}(\.[0-9]{1,20})?")
+MAX_TOKENS: Final = 1 << 40
 
 
 def parse_tokens(text: str, flag: str = "") -> int:
@@ -20,16 +20,21 @@ def parse_tokens(text: str, flag: str = "") -> int:
             f"{flag} {text} is {float(length):,.1f} tokens, not a whole number; write {int(length)}".lstrip()
         )
     if length < 1 or length.denominator > 1:
-        raise ValueError(f"{flag} {text} is not a number of tokens; write it like 131072, 128K or 1.5M".lstrip())
-    return int(length)
+        raise ValueError(f"{flag} {text:.80} is not a number of tokens; write it like 131072, 128K or 1.5M".lstrip())
+    return _bounded(int(length), f"{flag} {text}".lstrip())
+
+
+def _bounded(length: int, given: str) -> int:
+    if length > MAX_TOKENS:
+        raise ValueError(f"{given} is too long; give at most {MAX_TOKENS:,} tokens")
+    return length
 
 
 def length_flag(text: str) -> int:
     """Parses a length for argparse. Accepts numbers below 1, which `checks` refuses with a remedy."""
-    if text[-1:].upper() not in UNITS:
-        with suppress(ValueError):
-            return int(text)
     try:
+        if text[-1:].upper() not in UNITS and re.fullmatch(r"[+-]?[0-9]{1,20}", text):
+            return _bounded(int(text), text)
         return parse_tokens(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None

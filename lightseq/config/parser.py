@@ -3,9 +3,12 @@
 import argparse
 import sys
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Final, NoReturn
 
 from lightseq.utils.formatting import first_line
+
+MOST: Final = 2**53  # every number up to it is exact as a float, too
+MOST_GPUS: Final = 2**20
 
 
 class Parser(argparse.ArgumentParser):
@@ -14,6 +17,22 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         hint = f"; {self.prog} --help lists the flags" if message.startswith("the following arguments") else ""
         raise ValueError(message.removeprefix("argument ") + hint)
+
+
+def whole_number(text: str, most: int = MOST) -> int:
+    """Parses a whole number of at most `most` for argparse."""
+    try:
+        number = int(text)
+    except ValueError:  # also for more than 4,300 digits
+        raise argparse.ArgumentTypeError(f"{text!r:.80} is not a whole number") from None
+    if abs(number) > most:
+        raise argparse.ArgumentTypeError(f"{text:.80} is too large; give at most {most:,}")
+    return number
+
+
+def gpu_count(text: str) -> int:
+    """Parses a number of GPUs, processes or cores for argparse."""
+    return whole_number(text, MOST_GPUS)
 
 
 def print_error(reason: object) -> int:

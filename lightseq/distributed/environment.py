@@ -6,12 +6,14 @@ import gc
 import hashlib
 import os
 import platform
+import re
 import stat
 import sys
 import tempfile
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from typing import Final, NoReturn
 
 from lightseq.utils.masking import is_secret_name
 from lightseq.utils.quiet import silence_loggers
@@ -22,6 +24,7 @@ LAUNCHER_SETTINGS = {SHUTDOWN_TIMEOUT: "300", SIGNALS: "SIGTERM,SIGINT,SIGHUP,SI
 LAUNCHER_SECONDS = 30.0  # the launcher's default
 ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # torch's older and newer name
 
+MOST_PROCESSES: Final = 2**20
 CACHE_FOLDER = "LIGHTSEQ_CACHE_DIR"  # where compiled kernels are cached
 CACHE_CONDITIONS = (
     "it must be a folder of yours on a file system with locks, and only you may write to it and to the folders above"
@@ -30,13 +33,27 @@ CACHE_CONDITIONS = (
 
 def is_main_process() -> bool:
     """Returns whether this process is rank 0, which reports for all ranks. Works before the ranks have connected."""
-    return int(os.environ.get("RANK", "0")) == 0
+    return whole_number_in("RANK", 0) == 0
+
+
+def whole_number_in(name: str, default: int, least: int = 0, most: int = MOST_PROCESSES) -> int:
+    """Returns a whole number from an environment variable. Exits with status 2 and one line for anything else."""
+    text = os.environ.get(name, str(default))
+    if not re.fullmatch(r"[0-9]{1,9}", text) or not least <= int(text) <= most:
+        refuse_variable(name, f"is not a whole number from {least} to {most:,}")
+    return int(text)
+
+
+def refuse_variable(name: str, problem: str) -> NoReturn:
+    """Prints one line about an environment variable and exits with status 2. Works before the ranks have connected."""
+    given = f"{name}={os.environ[name]!r:.80}" if name in os.environ else name
+    print(f"error: {given} {problem}; unset it, or start with torch.distributed.run", file=sys.stderr, flush=True)
+    raise SystemExit(2)
 
 
 def ranks_per_host() -> int | None:
     """Returns the processes that the launcher started on this host; None without a launcher."""
-    size = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return int(size) if size.isdecimal() else None
+    return whole_number_in("LOCAL_WORLD_SIZE", 1, least=1) if "LOCAL_WORLD_SIZE" in os.environ else None
 
 
 def secrets() -> tuple[str, ...]:
@@ -153,7 +170,9 @@ def cache_compiled_kernels() -> None:
     """
     given = os.environ.get(CACHE_FOLDER)
     # The user may have linked their own folder elsewhere, but in the temp directory a link may be another user's.
-    choices = [Path(given or "~/.cache/lightseq/kernels").expanduser().resolve()]
+    choices = []
+    with suppress(RuntimeError, OSError):  # an unknown home directory, or links in a circle
+        choices.append(Path(given or "~/.cache/lightseq/kernels").expanduser().resolve())
     if not given:
         choices.append(Path(tempfile.gettempdir()).resolve() / f"lightseq-{os.getuid()}")
     folder = next(filter(_is_usable_cache, choices), None)

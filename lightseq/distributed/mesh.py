@@ -20,11 +20,18 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from lightseq.distributed.environment import cache_compiled_kernels
+from lightseq.distributed.environment import cache_compiled_kernels, refuse_variable, whole_number_in
 from lightseq.distributed.error_report import report_error
 from lightseq.distributed.host_memory import host_memory
 from lightseq.distributed.rendezvous import RendezvousMonitor
-from lightseq.distributed.start_over import LAUNCH, RESTARTS_PER_ATTEMPT, attempt, is_store_of_launcher
+from lightseq.distributed.start_over import (
+    MOST_PORT,
+    RESTARTS_PER_ATTEMPT,
+    attempt,
+    is_store_of_launcher,
+    launch_id,
+    memory_limit,
+)
 from lightseq.utils.formatting import divisors, first_line, plural
 
 T = TypeVar("T")
@@ -89,14 +96,19 @@ def init_distributed(timeout_seconds: float) -> Iterator[World]:
     The timeout applies to every later collective. Ranks that have not joined after half of it are named in an error.
     """
     cache_compiled_kernels()
-    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    rank, size = whole_number_in("RANK", 0), whole_number_in("WORLD_SIZE", 1, least=1)
+    local_rank, local_size = whole_number_in("LOCAL_RANK", 0), whole_number_in("LOCAL_WORLD_SIZE", 1, least=1)
+    if "RANK" not in os.environ and size > 1:
+        refuse_variable("WORLD_SIZE", "is set, but RANK is not")
+    if rank >= size:
+        refuse_variable("RANK", f"is not below WORLD_SIZE, {size:,}")
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) + RESTARTS_PER_ATTEMPT * attempt()
-    timeout = timedelta(seconds=timeout_seconds)
+    restarts = whole_number_in("TORCHELASTIC_RESTART_COUNT", 0) + RESTARTS_PER_ATTEMPT * attempt()
+    timeout, launch = timedelta(seconds=timeout_seconds), launch_id() or uuid.uuid4().hex
+    memory_limit()  # refuses an invalid one before the ranks meet
     with RendezvousMonitor(rank, size, timeout_seconds / 2, restarts, exit_process) as monitor:
         store = _store(timeout)
         monitor.connect(store)
@@ -109,8 +121,7 @@ def init_distributed(timeout_seconds: float) -> Iterator[World]:
         )
     try:
         # The launcher's own run id is "none" by default.
-        launch = store.compare_set("lightseq: launch", "", os.environ.get(LAUNCH, uuid.uuid4().hex)).decode()
-        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        launch = store.compare_set("lightseq: launch", "", launch).decode()
         yield World(rank, size, local_rank, local_size, device, restarts, launch)
     except Exception as error:  # Python prints the traceback
         report_error(f"rank {rank}: {type(error).__name__}: {first_line(error)}", prints=False)
@@ -126,11 +137,17 @@ def _store(timeout: timedelta) -> dist.Store:
     """Returns the rendezvous store, which a launcher keeps when it restarts the ranks. Waits for no other rank."""
     if "RANK" not in os.environ:
         return dist.HashStore()
-    address, port = _require_env("MASTER_ADDR"), int(_require_env("MASTER_PORT"))
-    hosts_store = os.environ["RANK"] == "0" and not is_store_of_launcher()
-    return dist.TCPStore(
-        address, port, is_master=hosts_store, timeout=timeout, wait_for_workers=False, multi_tenant=hosts_store
-    )
+    address = _require_env("MASTER_ADDR")
+    _require_env("MASTER_PORT")
+    port = whole_number_in("MASTER_PORT", 0, most=MOST_PORT)
+    hosts_store = whole_number_in("RANK", 0) == 0 and not is_store_of_launcher()
+    try:
+        return dist.TCPStore(
+            address, port, is_master=hosts_store, timeout=timeout, wait_for_workers=False, multi_tenant=hosts_store
+        )
+    except (dist.DistError, ValueError, OSError) as error:
+        report_error(f"the rendezvous store at {address}:{port} cannot be used ({first_line(error)}); check both")
+        raise SystemExit(2) from error
 
 
 def _require_env(name: str) -> str:

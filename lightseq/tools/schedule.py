@@ -1,23 +1,34 @@
 """Validates a schedule and draws its table: python3 -m lightseq schedule --schedule balanced --ranks 8"""
 
 from collections.abc import Sequence
+from typing import Final
 
-from lightseq.config.parser import Parser, run_command
+from lightseq.config.parser import Parser, gpu_count, run_command, whole_number
 from lightseq.models.presets import ModelFamily
 from lightseq.schedule.algorithms import SCHEDULES, make_schedule
 from lightseq.schedule.render import render
+
+MOST_RANKS: Final = 512  # validating takes time quadratic in the ranks, and minutes beyond this
+
+
+def ranks(text: str) -> int:
+    """Parses a number of ranks for argparse."""
+    return whole_number(text, MOST_RANKS)
 
 
 def parser() -> Parser:
     out = Parser(prog="python3 -m lightseq schedule", description="Validates a schedule and draws its table.")
     out.add_argument("--schedule", required=True, help=", ".join(SCHEDULES))
-    out.add_argument("--ranks", type=int, required=True, help="ranks that share a sequence")
+    out.add_argument("--ranks", type=ranks, required=True, help=f"ranks that share a sequence, at most {MOST_RANKS}")
     out.add_argument(
-        "--head_groups", type=int, default=1, help="groups of heads that are computed one after the other (default: 1)"
+        "--head_groups",
+        type=gpu_count,
+        default=1,
+        help="groups of heads that are computed one after the other (default: 1)",
     )
     out.add_argument(
         "--ulysses_size",
-        type=int,
+        type=gpu_count,
         help="ranks that split the heads among them (a Ulysses group) and work on the same chunks",
     )
     return out

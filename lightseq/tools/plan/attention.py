@@ -5,6 +5,7 @@ python3 -m lightseq plan --attention --gpus 1,8,64 --gpus_per_host 8 --length 1M
 
 import argparse
 import json
+import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lightseq.config.lengths import parse_tokens
-from lightseq.config.parser import Parser, run_command
+from lightseq.config.parser import Parser, gpu_count, run_command
 from lightseq.schedule.algorithms import SCHEDULES, ulysses_group_size
 from lightseq.schedule.auto import (
     ChoiceEstimate,
@@ -29,6 +30,7 @@ from lightseq.utils.files import record_lines
 from lightseq.utils.formatting import aligned
 
 PROGRAM = "python3 -m lightseq plan"
+MAX_SEQUENCE_RANKS = 2048  # a schedule for this many ranks takes half a minute and 4 GB
 HEADINGS = ("GPUs", "schedule", "head groups", "ulysses size", "ms", "TFLOP/s per GPU", "efficiency", "exposed ms")
 
 
@@ -36,11 +38,11 @@ def parser() -> Parser:
     out = Parser(prog=PROGRAM, description="Predicts one attention layer on clusters of different sizes.")
     out.add_argument("--attention", action="store_true", required=True, help="plan one attention layer, not a run")
     out.add_argument("--gpus", default="1,2,4,8,16,32,64", help="numbers of GPUs (default: %(default)s)")
-    out.add_argument("--gpus_per_host", type=int, default=8, help="GPUs per host (default: 8)")
+    out.add_argument("--gpus_per_host", type=gpu_count, default=8, help="GPUs per host (default: 8)")
     out.add_argument("--length", default="128K", help="tokens per sequence, such as 131072, 128K or 1M (default: 128K)")
-    out.add_argument("--heads", type=int, default=32, help="query heads (default: 32)")
-    out.add_argument("--kv_heads", type=int, default=8, help="key/value heads (default: 8)")
-    out.add_argument("--head_dim", type=int, default=128, help="head dimension (default: 128)")
+    out.add_argument("--heads", type=gpu_count, default=32, help="query heads (default: 32)")
+    out.add_argument("--kv_heads", type=gpu_count, default=8, help="key/value heads (default: 8)")
+    out.add_argument("--head_dim", type=gpu_count, default=128, help="head dimension (default: 128)")
     out.add_argument("--schedules", default="all", help=f"all, or a list of {', '.join(SCHEDULES)}")
     out.add_argument(
         "--output", type=Path, required=True, metavar="FILE", help="JSONL file for python3 -m analysis cluster"
@@ -158,9 +160,12 @@ def _schedule_names(text: str) -> list[str]:
 
 def _gpu_counts(text: str) -> list[int]:
     words = text.split(",")
-    if not all(word.isdecimal() and int(word) > 0 for word in words):
-        raise ValueError(f"--gpus {text} is not a list of positive numbers; write it like 1,2,4,8")
-    return sorted({int(word) for word in words})
+    if not all(re.fullmatch(r"[0-9]{1,16}", word) and int(word) > 0 for word in words):
+        raise ValueError(f"--gpus {text:.200} is not a list of positive numbers; write it like 1,2,4,8")
+    counts = sorted({int(word) for word in words})
+    if counts[-1] > MAX_SEQUENCE_RANKS:
+        raise ValueError(f"--gpus {counts[-1]} are too many for one sequence; give at most {MAX_SEQUENCE_RANKS}")
+    return counts
 
 
 def _check_shape(shape: AttentionShape) -> None:

@@ -22,12 +22,12 @@ from lightseq.models.architecture import inspect_architecture
 from lightseq.models.family import apply_rope, context_warning, resolve
 from lightseq.models.presets import ModelFamily
 from lightseq.modules.fp8 import check_hardware
+from lightseq.tools.plan.attention import MAX_SEQUENCE_RANKS
 from lightseq.tools.plan.report import record, tables
 from lightseq.tools.training_flags import parse_with_optional_paths
 from lightseq.training.setup_checks import check_layers, kernel_spec
 
 PROGRAM = "lightseq plan"
-MAX_SEQUENCE_RANKS = 2048  # a schedule for this many ranks takes half a minute and 4 GB
 
 
 def report(family: ModelFamily, own: argparse.Namespace, training: Sequence[str], command: str) -> bool:
