@@ -14,7 +14,7 @@ import torch
 
 from lightseq.training import run_info
 from lightseq.training.metrics import hardware, versions
-from lightseq.utils.files import parse_json, record_lines
+from lightseq.utils.files import open_output, parse_json, record_lines
 from lightseq.utils.formatting import first_line
 
 PACKAGES = ("triton", "accelerate", "trl", "liger-kernel", "ring-flash-attn", "axolotl-ringmaster")
@@ -51,7 +51,7 @@ def environment(device: torch.device | None = None) -> dict[str, Any]:
 
 def append(path: Path, record: Mapping[str, Any] | Sequence[Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
+    with open_output(path, appends=True) as file:
         file.write(json.dumps(record) + "\n")
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -249,6 +250,17 @@ def test_data_gen_and_sweeps_refuse_numbers_that_are_too_large(
         make(path)
         assert sweep.main(["--config", str(path), "--list"]) == 2
         assert "not a regular file" in capsys.readouterr().err
+
+
+def test_pipes_in_the_place_of_outputs_and_adapters_do_not_block(tmp_path: Path) -> None:
+    as_pipe(tmp_path / "out")
+    plan = "plan --model_name_or_path tiny-llama3 --model_max_length 8K --gpus 2 --bf16"
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "lora_alpha": 8}')
+    as_pipe(tmp_path / "adapter_model.safetensors")
+    merge = f"merge --adapter {tmp_path} --output_dir {tmp_path}/merged --model_name_or_path {tmp_path}"
+    for command in (f"{plan} --output {tmp_path}/out", f"plan --attention --output {tmp_path}/out", merge):
+        end = captured(partial(cli.main, command.split()))
+        assert end.status == 2 and end.err.startswith("error: ") and end.err.count("\n") == 1, end
 
 
 # ---- environment -----------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from lightseq.models.adapters import CONFIG, lora_scale, read_config, read_json_
 from lightseq.models.adapters import WEIGHTS as ADAPTER_WEIGHTS
 from lightseq.models.weights import TOKENIZER_FILES, download, save_tensors, tensor_files
 from lightseq.training.output_directory import create_output_dir
+from lightseq.utils.files import open_regular
 from lightseq.utils.formatting import first_line
 
 PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
@@ -70,6 +71,7 @@ def _write_config(source: Path, target: Path, rope: Mapping[str, Any]) -> None:
 def _pairs(path: Path, rank: float) -> dict[str, tuple[Tensor, Tensor]]:
     """Returns A and B by the name of the weight they adapt. Raises ValueError unless they are matrices of the rank."""
     with _readable(path):
+        open_regular(path).close()
         tensors = load_file(path)
     names = {name.removesuffix(A) for name in tensors if name.endswith(A)}
     if not names:

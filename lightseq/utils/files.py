@@ -22,6 +22,14 @@ def open_regular(path: Path) -> io.BufferedReader:
     return os.fdopen(descriptor, "rb")
 
 
+def open_output(path: Path, appends: bool = False) -> io.TextIOWrapper:
+    """Opens a file that a user named for writing. Raises OSError for a pipe that nobody reads, instead of waiting."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_APPEND if appends else os.O_TRUNC)
+    descriptor = os.open(path, flags, 0o666)
+    os.set_blocking(descriptor, True)
+    return os.fdopen(descriptor, "w", encoding="utf-8")
+
+
 def read_bytes(path: Path, limit: int = JSON_BYTES) -> bytes:
     """Returns the content of a regular file. Raises OSError if it has more than `limit` bytes."""
     with open_regular(path) as file:

@@ -26,7 +26,7 @@ from lightseq.schedule.auto import (
 )
 from lightseq.schedule.cost import BACKWARD_FLOPS, AttentionShape
 from lightseq.schedule.timing import RATES, Rates, kernel_seconds
-from lightseq.utils.files import record_lines
+from lightseq.utils.files import open_output, record_lines
 from lightseq.utils.formatting import aligned
 
 PROGRAM = "python3 -m lightseq plan"
@@ -147,7 +147,8 @@ def _write(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
     if path.is_file() and path.stat().st_size and not record_lines(path)[0].startswith('{"plan": '):
         raise ValueError(f"--output {path} exists and is not an attention plan; name another file")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    with open_output(path) as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)
 
 
 def _schedule_names(text: str) -> list[str]:

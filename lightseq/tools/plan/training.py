@@ -26,6 +26,7 @@ from lightseq.tools.plan.attention import MAX_SEQUENCE_RANKS
 from lightseq.tools.plan.report import record, tables
 from lightseq.tools.training_flags import parse_with_optional_paths
 from lightseq.training.setup_checks import check_layers, kernel_spec
+from lightseq.utils.files import open_output
 
 PROGRAM = "lightseq plan"
 
@@ -50,7 +51,7 @@ def report(family: ModelFamily, own: argparse.Namespace, training: Sequence[str]
 def _append(path: Path, found: dict[str, Any]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as file:
+        with open_output(path, appends=True) as file:
             file.write(json.dumps(found) + "\n")
     except OSError as error:
         raise ValueError(f"--output {path} cannot be written ({error.strerror}); name another file") from error
