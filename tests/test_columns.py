@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -275,9 +276,10 @@ def test_a_table_of_text_is_read_and_a_broken_one_named(tmp_path: Path) -> None:
 
 def test_files_that_never_end_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").symlink_to("/dev/zero")
-    for path in (tmp_path / "a.jsonl",):
-        with pytest.raises(ValueError, match="is not a regular file"):
-            read_path(path, byte_level())
+    os.mkfifo(tmp_path / "b.json")
+    for name in ("a.jsonl", "b.json"):
+        with pytest.raises(ValueError, match=r"cannot be read \(not a regular file\); give a regular file"):
+            read_path(tmp_path / name, byte_level())
 
 
 def test_masks_of_long_answers_follow_the_text(tmp_path: Path) -> None:

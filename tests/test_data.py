@@ -247,13 +247,13 @@ def test_a_pipe_is_no_pickle(tmp_path: Path) -> None:
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 def test_a_pickle_of_any_protocol_is_read(tmp_path: Path, protocol: int) -> None:
     rows = [[1, 300, 70_000, 2], [5] * 3000, [], [-1, 2**40]]
-    others = {"ids": ["ä", "x" * 300], "scores": [0.5, None, True, False], "seed": 2**70, "raw": b"\x00r"}
+    others = {"ids": ["ä", "x" * 300], "notes": [0.5, None, True, False], "seed": 2**70, "source": b"\x00r"}
     for content in (
         {"input_ids": rows, **others},
         {"input_ids": tuple(map(tuple, rows)), "meta": [{"a": 1}, {"a": (2, 3, 4, 5)}]},
     ):
         if protocol < 3:
-            content.pop("raw", None)
+            content.pop("source", None)
         path = pickle_file(tmp_path / "data.pkl", content, protocol)
         assert [ids.tolist() for ids, _ in read_pickle(path)] == rows
         assert load_plain_pickle(path) == content

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from lightseq.data.token_directory import META
+from lightseq.utils.files import open_regular
 from lightseq.utils.formatting import first_line
 
 HUB_PREFIX: Final = "hf:"
@@ -127,9 +128,10 @@ def _read_rows(source: str | Path) -> Iterator[NamedRow]:
         yield from _saved_rows(path)
         return
     for file in _files(path) if path.is_dir() else [path]:
-        if not file.is_file():
-            what = "is not a regular file" if file.exists() else "does not exist"
-            raise ValueError(f"{file} {what}; give a file that can be read more than once")
+        try:
+            open_regular(file).close()
+        except OSError as error:
+            raise ValueError(f"{file} cannot be read ({error.strerror}); give a regular file") from error
         suffix = row_suffix(file)
         assert suffix is not None, file
         yield from READERS[suffix](file)

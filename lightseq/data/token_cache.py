@@ -125,7 +125,7 @@ def _ignored_files_and_padding_notes(source: str, meta: Mapping[str, Any]) -> li
 
 @dataclasses.dataclass
 class RowReport:
-    """What is unusual about the rows of a source: skipped ones, padding, and remarks with their first row."""
+    """Counts of unusual rows of a source: skipped ones, padded ones, and remarks with their first row."""
 
     rows: int = 0
     skipped: SkippedRows = dataclasses.field(default_factory=SkippedRows)

@@ -15,7 +15,9 @@ from numpy.typing import NDArray
 
 from lightseq.data.chat_template import ChatTemplate, find_names
 from lightseq.data.token_directory import IntArray
+from lightseq.data.tokenizer_file import readable_tokenizer
 from lightseq.models.hub import hub_error
+from lightseq.utils.files import read_text
 from lightseq.utils.formatting import first_line
 
 TextPart = tuple[str, bool]  # text, and whether it is a target
@@ -246,7 +248,7 @@ def read_chat_template(given: str) -> str:
     if "{{" in given or "{%" in given:
         return given
     try:
-        return Path(given).expanduser().read_text(encoding="utf-8")
+        return read_text(Path(given).expanduser())
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else first_line(error)
         raise ValueError(
@@ -280,10 +282,8 @@ def load_tokenizer(name: str, chat_template: str | None = None) -> Tokenizer:
         )
     from transformers import AutoTokenizer  # takes seconds to import; `byte` does not need it
 
-    try:
+    with readable_tokenizer(name):
         backend: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError) as error:
-        raise ValueError(f"tokenizer {name}: {first_line(error)}; give a directory, a hub id, or byte") from error
     if template is not None:
         _replace_chat_template(backend, template)
     # Not len(backend), because ids may have gaps.
