@@ -41,7 +41,7 @@ from launch.sweep_run import (
     submit,
     with_job_status,
 )
-from lightseq.config.parser import gpu_count
+from lightseq.config.parser import count_flag
 from lightseq.utils.quiet import silence_loggers
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -65,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
         help="override a setting of the file in every cell: ranks=2, length=[4K,8K], output_dir=outputs/two",
     )  # fmt: skip
     out.add_argument(
-        "--at_once", type=gpu_count, default=1, metavar="N",
+        "--at_once", type=count_flag, default=1, metavar="N",
         help="number of cells to run side by side, each on its own GPUs (default: 1); they share the CPU cores",
     )  # fmt: skip
     return out

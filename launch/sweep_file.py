@@ -12,7 +12,7 @@ import yaml
 
 from lightseq.config.command_line import OLDER_SPELLINGS
 from lightseq.config.lengths import parse_tokens
-from lightseq.config.parser import MOST_GPUS
+from lightseq.config.parser import MOST_COUNT
 from lightseq.config.train_config import TrainConfig
 from lightseq.config.yaml_file import TextLoader, read_file
 
@@ -160,8 +160,8 @@ class Raw:
             value = float(self.word(key, str(default)))
         except ValueError:
             value = math.nan
-        if not 0 < value <= MOST_GPUS:
-            raise self.wrong(key, f"{self.top[key]!r:.80} is not a number above 0 and up to {MOST_GPUS:,}")
+        if not 0 < value <= MOST_COUNT:
+            raise self.wrong(key, f"{self.top[key]!r:.80} is not a number above 0 and up to {MOST_COUNT:,}")
         return value
 
     def data(self) -> Settings | None:

@@ -185,7 +185,7 @@ def _json_object(text: str, example: str = '{"rope_type": "linear", "factor": 4.
 
 
 def _span(text: str) -> tuple[int, int]:
-    match = re.fullmatch(r"(\d{1,16}):(\d{1,16})", text)
+    match = re.fullmatch(r"(\d{1,19}):(\d{1,19})", text)
     if not match or max(map(int, match.groups())) > MOST:
         raise argparse.ArgumentTypeError(f"{text!r:.80} is not a range of steps; give first:last, such as 10:12")
     return int(match[1]), int(match[2])

@@ -7,8 +7,8 @@ from typing import Final, NoReturn
 
 from lightseq.utils.formatting import first_line
 
-MOST: Final = 2**53  # every number up to it is exact as a float, too
-MOST_GPUS: Final = 2**20
+MOST: Final = 2**63 - 1
+MOST_COUNT: Final = 2**20
 
 
 class Parser(argparse.ArgumentParser):
@@ -30,9 +30,9 @@ def whole_number(text: str, most: int = MOST) -> int:
     return number
 
 
-def gpu_count(text: str) -> int:
-    """Parses a number of GPUs, processes or cores for argparse."""
-    return whole_number(text, MOST_GPUS)
+def count_flag(text: str) -> int:
+    """Parses a number of GPUs, processes, heads or the like for argparse."""
+    return whole_number(text, MOST_COUNT)
 
 
 def print_error(reason: object) -> int:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Final
 
-from lightseq.config.parser import Parser, gpu_count, run_command, whole_number
+from lightseq.config.parser import Parser, count_flag, run_command, whole_number
 from lightseq.models.presets import ModelFamily
 from lightseq.schedule.algorithms import SCHEDULES, make_schedule
 from lightseq.schedule.render import render
@@ -22,13 +22,13 @@ def parser() -> Parser:
     out.add_argument("--ranks", type=ranks, required=True, help=f"ranks that share a sequence, at most {MOST_RANKS}")
     out.add_argument(
         "--head_groups",
-        type=gpu_count,
+        type=count_flag,
         default=1,
         help="groups of heads that are computed one after the other (default: 1)",
     )
     out.add_argument(
         "--ulysses_size",
-        type=gpu_count,
+        type=count_flag,
         help="ranks that split the heads among them (a Ulysses group) and work on the same chunks",
     )
     return out

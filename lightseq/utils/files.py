@@ -16,8 +16,11 @@ RECORDS_BYTES: Final = 8 << 30  # files with a line per step or benchmark
 def open_regular(path: Path) -> io.BufferedReader:
     """Opens a regular file for reading. Raises OSError for a pipe or device, which may block or never end."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
         os.close(descriptor)
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     return os.fdopen(descriptor, "rb")
 

@@ -12,7 +12,7 @@ from typing import Final
 
 from lightseq.config.command_line import REQUIRED, REQUIRED_BY_TOOLS, parse, print_help_if_asked
 from lightseq.config.lengths import parse_tokens
-from lightseq.config.parser import Parser, whole_number
+from lightseq.config.parser import Parser, count_flag
 from lightseq.config.train_config import TrainConfig
 from lightseq.models.presets import ModelFamily
 from lightseq.utils.gc_control import without_collection
@@ -65,8 +65,8 @@ def parser() -> argparse.ArgumentParser:
     needle.add_argument(
         "--lengths", help="tokens per text, such as 1K,2K (default: 1/4, 1/2 and 1 of --model_max_length)"
     )
-    needle.add_argument("--trials", type=whole_number, help=f"texts per length and depth (default: {TRIALS})")
-    needle.add_argument("--choices", type=whole_number, help=f"candidate answers for likelihood (default: {CHOICES})")
+    needle.add_argument("--trials", type=count_flag, help=f"texts per length and depth (default: {TRIALS})")
+    needle.add_argument("--choices", type=count_flag, help=f"candidate answers for likelihood (default: {CHOICES})")
     return out
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lightseq.config.lengths import parse_tokens
-from lightseq.config.parser import Parser, gpu_count, run_command
+from lightseq.config.parser import Parser, count_flag, run_command
 from lightseq.schedule.algorithms import SCHEDULES, ulysses_group_size
 from lightseq.schedule.auto import (
     ChoiceEstimate,
@@ -38,11 +38,11 @@ def parser() -> Parser:
     out = Parser(prog=PROGRAM, description="Predicts one attention layer on clusters of different sizes.")
     out.add_argument("--attention", action="store_true", required=True, help="plan one attention layer, not a run")
     out.add_argument("--gpus", default="1,2,4,8,16,32,64", help="numbers of GPUs (default: %(default)s)")
-    out.add_argument("--gpus_per_host", type=gpu_count, default=8, help="GPUs per host (default: 8)")
+    out.add_argument("--gpus_per_host", type=count_flag, default=8, help="GPUs per host (default: 8)")
     out.add_argument("--length", default="128K", help="tokens per sequence, such as 131072, 128K or 1M (default: 128K)")
-    out.add_argument("--heads", type=gpu_count, default=32, help="query heads (default: 32)")
-    out.add_argument("--kv_heads", type=gpu_count, default=8, help="key/value heads (default: 8)")
-    out.add_argument("--head_dim", type=gpu_count, default=128, help="head dimension (default: 128)")
+    out.add_argument("--heads", type=count_flag, default=32, help="query heads (default: 32)")
+    out.add_argument("--kv_heads", type=count_flag, default=8, help="key/value heads (default: 8)")
+    out.add_argument("--head_dim", type=count_flag, default=128, help="head dimension (default: 128)")
     out.add_argument("--schedules", default="all", help=f"all, or a list of {', '.join(SCHEDULES)}")
     out.add_argument(
         "--output", type=Path, required=True, metavar="FILE", help="JSONL file for python3 -m analysis cluster"

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightseq.config.command_line import normalize_flag
-from lightseq.config.parser import Parser, gpu_count, print_error
+from lightseq.config.parser import Parser, count_flag, print_error
 from lightseq.memory.planner.rates import CHIPS, DEFAULT_CORES
 from lightseq.models.presets import ModelFamily
 from lightseq.tools.plan import attention
@@ -25,13 +25,13 @@ def parser() -> argparse.ArgumentParser:
         "--attention: one attention layer on clusters of different sizes (plan --attention --help).",
         allow_abbrev=False,
     )
-    out.add_argument("--gpus", type=gpu_count, required=True, help="number of GPUs")
-    out.add_argument("--gpus_per_host", type=gpu_count, default=8, help="GPUs per host (default: %(default)s)")
+    out.add_argument("--gpus", type=count_flag, required=True, help="number of GPUs")
+    out.add_argument("--gpus_per_host", type=count_flag, default=8, help="GPUs per host (default: %(default)s)")
     out.add_argument("--chip", default="h200", help=f"one of {', '.join(CHIPS)} (default: %(default)s)")
     out.add_argument("--gpu_memory", type=float, metavar="GIB", help="memory per GPU (default: that of the chip)")
     out.add_argument("--host_memory", type=float, metavar="GIB", help="memory per host (default: unlimited)")
     out.add_argument(
-        "--host_cores", type=gpu_count, metavar="N", help=f"CPU cores per host (default: {DEFAULT_CORES} per rank)"
+        "--host_cores", type=count_flag, metavar="N", help=f"CPU cores per host (default: {DEFAULT_CORES} per rank)"
     )
     out.add_argument("--json", action="store_true", help="print a JSON object instead of tables")
     out.add_argument("--output", type=Path, metavar="FILE", help="append the JSON object to this file as a line")
