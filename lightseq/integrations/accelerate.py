@@ -17,6 +17,7 @@ from accelerate.utils import DistributedType, gather_object, recursively_apply
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from transformers import PreTrainedModel
 
 from lightseq import hf
 from lightseq.distributed.environment import ranks_per_host
@@ -82,6 +83,7 @@ def share_batches(accelerator: Accelerator, sequence_parallel_size: int | None) 
     # Not in `accelerator.state`, which all accelerators of a process share. Only loaders read this.
     accelerator._prepare_device_mesh = lambda: mesh  # type: ignore[method-assign]
     _reduce_in_float32(accelerator)
+    accelerator.prepare_model = partial(_prepare_model, accelerator)  # type: ignore[method-assign]
     accelerator.prepare_scheduler = partial(_prepare_scheduler, accelerator, size)  # type: ignore[method-assign]
     accelerator.gather_for_metrics = partial(_gather_for_metrics, accelerator, size)  # type: ignore[method-assign]
     return mesh
@@ -106,7 +108,7 @@ def enable(model: nn.Module, mesh: DeviceMesh, accelerator: Accelerator, **optio
     dtype = dtypes.get(mixed, torch.bfloat16 if mixed == "fp8" else inner.dtype)
     here = {"device": accelerator.device, "dtype": dtype, "gpus_per_host": _ranks_per_host(mesh)}
     context = hf.enable(inner, mesh[SEQUENCE], **{**here, **options})
-    inner.whole_batches = WholeBatches(inner, context)  # type: ignore[assignment]
+    inner.whole_batches = WholeBatches(unwrapped, context)  # type: ignore[assignment]
     inner.disabled_by = "lightseq.integrations.accelerate.disable"  # type: ignore[assignment]  # hf.disable reads it
     return inner.whole_batches  # type: ignore[return-value]
 
@@ -175,6 +177,16 @@ def _gather_objects(accelerator: Accelerator, size: int, rows: Any) -> list[Any]
     gathered = [row for rank in gather_object([list(rows)])[::size] for row in rank]
     state = accelerator.gradient_state
     return gathered[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else gathered
+
+
+def _prepare_model(accelerator: Accelerator, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+    """Prepares a model as accelerate does. Outputs of a wrapper around it, such as DDP's, then have logits."""
+    prepared: nn.Module = type(accelerator).prepare_model(accelerator, model, *args, **kwargs)
+    holds_transformer = any(isinstance(module, PreTrainedModel) for module in model.modules())
+    whole = vars(transformers_model(model)).get("whole_batches") if holds_transformer else None
+    if prepared is not model and isinstance(whole, WholeBatches):
+        whole.watch(prepared)
+    return prepared
 
 
 def _prepare_scheduler(accelerator: Accelerator, size: int, scheduler: Any) -> AcceleratedScheduler:

@@ -5,7 +5,6 @@ trainer = MyTrainer(model, arguments, ..., sequence_parallel_size=2)
 """
 
 import sys
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -162,20 +161,6 @@ class SequenceParallel:
         finally:
             if with_remat:
                 _set_checkpointing(self.args, True)
-
-    def prediction_step(
-        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor | None, Any, Any]:
-        whole = getattr(transformers_model(self.model), "whole_batches", None)
-        if prediction_loss_only or not isinstance(whole, WholeBatches):
-            logits: AbstractContextManager[None] = nullcontext()
-        else:
-            logits = whole.returning_logits()
-        with logits:
-            step: tuple[Tensor | None, Any, Any] = super().prediction_step(  # type: ignore[misc]
-                model, inputs, prediction_loss_only, *args, **kwargs
-            )
-        return step
 
 
 class SequenceParallelTrainer(SequenceParallel, Trainer):

@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils import ModelOutput
 
@@ -21,6 +23,7 @@ from lightseq import hf
 from lightseq.attention.context import SequenceContext
 from lightseq.data.input_checks import has_fused_loss, loss_function_of
 from lightseq.data.shard_batch import check_right_padding
+from lightseq.integrations.lazy_logits import with_lazy_logits, without_logits
 from lightseq.kernels.logit_transform import LogitTransform
 from lightseq.memory.remat import apply_remat
 from lightseq.models.architecture import (
@@ -32,7 +35,7 @@ from lightseq.models.architecture import (
 from lightseq.modules.compilation import allow_graphs_per_length
 from lightseq.modules.identity import is_known_code, product_change
 from lightseq.modules.loss import TokenMetrics, cross_entropy_sum, token_metrics
-from lightseq.modules.replaced_head import ReplacedHead
+from lightseq.modules.replaced_head import ReplacedHead, tensor_version
 from lightseq.utils.labels import IGNORE_INDEX
 
 PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")  # of TRL's outputs
@@ -49,6 +52,16 @@ REFUSED = {
 CONFIGURED = ("output_hidden_states",)  # refused in the model's config, too
 
 
+@dataclass(frozen=True)
+class HeadInput:
+    """Input of an LM head whose logits may be wanted later, and the state in which the head got it."""
+
+    hidden: Tensor
+    weight: nn.Parameter
+    weight_version: int
+    autocast_dtype: torch.dtype | None  # None without autocast
+
+
 @dataclass
 class _Pass:
     """State that the hooks of one forward pass share."""
@@ -60,6 +73,7 @@ class _Pass:
     length: int  # of the batch, before padding
     head: ReplacedHead | None = None  # computes the loss, or TRL's token metrics, in this pass
     metrics: TokenMetrics | None = None  # those that the head computed
+    head_input: HeadInput | None = None  # of the head that computed the loss
 
 
 @dataclass
@@ -77,15 +91,17 @@ class WholeBatches:
     """The hooks of one enabled model.
 
     Outputs replace those of the model: `loss` is that of the whole batch, per-token values of TRL's fused head are in
-    the order of the whole batch, and logits are whole if there are no labels, as a custom loss needs them, or inside
-    `returning_logits`; otherwise logits never exist, because the loss is computed in chunks. Gradients are right where
-    the reduction over all ranks averages them, as DDP and FSDP do: those of a rank's tokens are multiplied by the ranks
-    of its group.
+    the order of the whole batch, and so are logits. With labels the loss is computed in chunks, and logits exist only
+    if they are read, which every rank must do. Gradients are right where the reduction over all ranks averages them, as
+    DDP and FSDP do: those of a rank's tokens are multiplied by the ranks of its group.
     """
 
     def __init__(self, model: nn.Module, context: SequenceContext) -> None:
         self.model, self.context = transformers_model(model), context
-        self._returns_logits = False
+        self._outermost = model  # without the wrappers of DDP and FSDP
+        self._unread: Callable[[], Tensor] | None = None  # gathers this pass's logits
+        self._is_inside = False  # the outermost module's forward pass runs
+        self._ending: RemovableHandle | None = None  # hook of the outermost module that ran last
         self._replaces_trl_head = self._weighs_tokens_equally = False
         self._pad_to: int | None = None
         self._ranks = context.layout.world
@@ -98,6 +114,7 @@ class WholeBatches:
             self.model.register_forward_pre_hook(self._pass_labels_to_trl, with_kwargs=True),
             self.model.register_forward_hook(self._gather, with_kwargs=True, always_call=True),
         ]
+        self.watch(model)
 
     def configure(self, *, pad_to: int | None, replaces_trl_head: bool, weighs_tokens_equally: bool) -> None:
         """Sets what a trainer knows of its batches and loss.
@@ -109,14 +126,12 @@ class WholeBatches:
         self._pad_to, self._replaces_trl_head = pad_to, replaces_trl_head
         self._weighs_tokens_equally = weighs_tokens_equally
 
-    @contextmanager
-    def returning_logits(self) -> Iterator[None]:
-        """Lets the model return the whole batch's logits also with labels, inside the block."""
-        self._returns_logits = True
-        try:
-            yield
-        finally:
-            self._returns_logits = False
+    def watch(self, outermost: nn.Module) -> None:
+        """Lets outputs of a module around the model, such as DDP's, have logits; inside it they have none.
+
+        Wrappers look at all tensors of an output, which would gather the logits of every pass.
+        """
+        self._hooks.append(outermost.register_forward_pre_hook(self._begin, prepend=True))
 
     def change_layers(self, recompute: bool, compile_each: bool) -> None:
         """Lets layers recompute all but attention, and compiles each. A second call changes nothing."""
@@ -182,7 +197,7 @@ class WholeBatches:
                 self._replace_head(self._pass, self._token_log_probs)
             return (), inputs
         usual = loss_function_of(self.model) is ForCausalLMLoss and not has_fused_loss(self.model)
-        if usual and self._head_can_be_replaced() and not self._returns_logits:
+        if usual and self._head_can_be_replaced():
             self._replace_head(self._pass, self._loss_sum)
             return (), inputs
         return (), inputs | {"labels": local, "shift_labels": local, "num_items_in_batch": _at_least_one(divisor)}
@@ -218,6 +233,9 @@ class WholeBatches:
 
     def _loss_sum(self, this: _Pass, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         assert this.labels is not None and self._logit_transform is not None
+        head, device = self.model.get_output_embeddings(), hidden.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        this.head_input = HeadInput(hidden, head.weight, tensor_version(head.weight), dtype)
         return cross_entropy_sum(hidden, weight, this.labels, transform=self._logit_transform, bias=bias)
 
     def _token_log_probs(self, this: _Pass, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -250,25 +268,60 @@ class WholeBatches:
         this, self._pass = self._pass, None
         if this is None:
             return output
-        if this.head is not None:
-            this.head.restore()
+        head, this.head = this.head, None  # without a cycle of references, which would keep tensors
+        if head is not None:
+            head.restore()
         if output is None:
             return None
         if getattr(output, "log_probs", None) is not None:
             return self._gather_per_token(output, this)
-        if this.metrics is not None and this.head is not None:
-            return self._gather_metrics(this.head.result(), this.metrics, this)
-        if this.head is not None:
-            assert this.divisor is not None
-            output.loss, output.logits = self._loss(this.head.result() / this.divisor.clamp_min(1), this), None
-            return output
-        if this.labels is not None:
-            output.loss = self._loss(output.loss, this)
-        if this.labels is None or self._returns_logits:
+        if this.metrics is not None and head is not None:
+            return self._gather_metrics(head.result(), this.metrics, this)
+        if head is not None:
+            assert this.divisor is not None and this.head_input is not None
+            loss = self._loss(head.result() / this.divisor.clamp_min(1), this)
+            return self._with_logits_later(output, loss, partial(self._logits, this.head_input, this))
+        if this.labels is None:
             output.logits = self._in_order(output.logits, this)
-        else:
-            output.logits = None
+            return output
+        loss = self._loss(output.loss, this)
+        if output.logits is None:
+            output.loss = loss
+            return output
+        return self._with_logits_later(output, loss, partial(self._in_order, output.logits, this))
+
+    def _with_logits_later(self, output: ModelOutput, loss: Tensor, gather: Callable[[], Tensor]) -> ModelOutput:
+        output = without_logits(output)
+        output.loss = loss
+        if not self._is_inside:  # a module inside the outermost one was called
+            return with_lazy_logits(output, gather)
+        self._unread = gather
         return output
+
+    @torch.compiler.disable
+    def _begin(self, outermost: nn.Module, _args: tuple[Any, ...]) -> None:
+        if self._is_inside:
+            return
+        self._is_inside = True
+        if self._ending is not None:
+            self._ending.remove()  # registered anew in every pass, so that it runs after hooks that wrappers added
+        self._ending = outermost.register_forward_hook(self._end, always_call=True)
+
+    @torch.compiler.disable
+    def _end(self, _outermost: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
+        gather, self._unread, self._is_inside = self._unread, None, False
+        return output if gather is None or not isinstance(output, ModelOutput) else with_lazy_logits(output, gather)
+
+    def _logits(self, given: HeadInput, this: _Pass) -> Tensor:
+        """Computes logits of the whole batch from the input that the head had."""
+        head, hidden = self.model.get_output_embeddings(), given.hidden
+        assert self._logit_transform is not None
+        with gathered_weight(self._outermost, head):
+            if head.weight is given.weight and tensor_version(head.weight) != given.weight_version:
+                raise ValueError("the weights have changed since these logits; read outputs.logits before the update")
+            with torch.autocast(hidden.device.type, given.autocast_dtype, enabled=given.autocast_dtype is not None):
+                local = self._logit_transform.logits(head(hidden))
+        return self._in_order(local if given.autocast_dtype is None else local.float(), this)  # as accelerate does
 
     def _gather_per_token(self, output: Any, this: _Pass) -> Any:
         """Returns the output of TRL's fused head with the values of the whole batch."""
@@ -318,6 +371,19 @@ class WholeBatches:
 
     def _sum(self, share: Tensor) -> Tensor:
         return hf.sum_over_ranks(self.context, share, gradient_factor=self._ranks)
+
+
+@contextmanager
+def gathered_weight(model: nn.Module, head: nn.Module) -> Iterator[None]:
+    """Gathers an LM head's weight where FSDP2 has sharded it; with gradients, the backward pass shards it again."""
+    units = [m for m in model.modules() if isinstance(m, FSDPModule) and any(child is head for child in m.modules())]
+    if not units and getattr(head, "_is_fsdp_managed_module", False):
+        raise ValueError("FSDP1 has sharded the weights that logits need; use FSDP2, or leave labels out of the call")
+    if units:
+        units[-1].unshard()  # the innermost
+    yield
+    if units and not torch.is_grad_enabled():
+        units[-1].reshard()
 
 
 def _padded(batch: dict[str, Tensor | None], length: int) -> dict[str, Tensor | None]:
