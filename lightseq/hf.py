@@ -50,6 +50,7 @@ from lightseq.data.shard_batch import (
     packed_positions,
     without_masked,
 )
+from lightseq.distributed.roll_call import RollCall
 from lightseq.log_probs import (
     gather_padded_tokens,
     gather_tokens,
@@ -121,6 +122,7 @@ def enable(
     )
     shape = AttentionShape(config.length, heads.query, heads.key_value, heads.dim)
     context = make_context(_process_group(group), shape, config)
+    context.forward_pass.roll_call = RollCall(context.group)
     slow = config.kernel == "auto" and device.type == "cuda" and context.selection.kernel.name.startswith("reference")
     if slow and context.rank == 0:
         warnings.warn(

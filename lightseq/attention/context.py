@@ -12,6 +12,7 @@ from torch import Tensor
 from lightseq.comm.select import make_transport
 from lightseq.comm.transport import Transport, base_transport_name
 from lightseq.distributed.environment import cache_compiled_kernels, disable_multicast
+from lightseq.distributed.roll_call import RollCall
 from lightseq.kernels import KernelSpec, Selection, compute_capability, select
 from lightseq.kernels.selection import why_unsupported
 from lightseq.schedule.algorithms import SCHEDULES, check_heads, make_schedule
@@ -42,6 +43,8 @@ class ForwardPass:
     batches: int = 0  # batches passed to the model so far
     comparison: tuple[dist.Work, list[Tensor]] | None = None  # all-gather of every rank's documents
     shared: bool = False  # a deep copy of the model uses the context too; never reset
+    announced: bool = False  # the call is in `roll_call` already, from a module around the model
+    roll_call: RollCall | None = None  # calls of the ranks; set by `hf.enable`
 
 
 @dataclass(frozen=True)

@@ -112,6 +112,10 @@ def _check_inputs(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tupl
         kwargs["attention_mask"] = None
     documents = kwargs.get("documents")
     facts = kwargs.pop(BATCH_FACTS, None)
+    if facts is not None:
+        local = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
+        announce_pass(context, (local.shape[0], local.shape[1] * context.layout.world), model.training)
+        context.forward_pass.announced = False
     if facts is not None and facts.shape == (4,):  # wrappers that split a batch change the shape
         _compare_batches(context, facts, kwargs.get("labels"), kwargs.get("num_items_in_batch"))
         if documents is not None:
@@ -201,6 +205,22 @@ def _check_pass(layers: int, model: nn.Module, _args: tuple, output: Any) -> Non
 
 
 # ---- agreement between ranks ---------------------------------------------------------------------------------------
+
+
+def announce_pass(context: SequenceContext, shape: tuple[int, int], training: bool) -> None:
+    """Raises ValueError if ranks that share a sequence make different calls, such as one rank that samples alone.
+
+    A second announcement of the same pass does nothing. `shape` is that of the batch; passes that compare whole batches
+    leave it to the comparison.
+    """
+    state = context.forward_pass
+    if state.announced or state.roll_call is None:
+        return
+    state.announced = True
+    is_step = training and torch.is_grad_enabled()
+    what = "trains" if is_step else "runs the model without training it"
+    compares = state.batches % BATCHES_BETWEEN_COMPARISONS == 0
+    state.roll_call.make(what if compares else f"{what} on {shape[0]} x {shape[1]} tokens", is_step)
 
 
 def _compare_batches(

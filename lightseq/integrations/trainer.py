@@ -163,6 +163,21 @@ class SequenceParallel:
                 _set_checkpointing(self.args, True)
 
 
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        self._announce("evaluate()")
+        return super().evaluate(*args, **kwargs)  # type: ignore[misc]
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        self._announce("predict()")
+        return super().predict(*args, **kwargs)  # type: ignore[misc]
+
+    def _announce(self, call: str) -> None:
+        """Raises ValueError if other ranks do not make this call, before a loader waits for them."""
+        whole = vars(transformers_model(self.model)).get("whole_batches")
+        if isinstance(whole, WholeBatches) and (roll_call := whole.context.forward_pass.roll_call) is not None:
+            roll_call.make(f"calls {call}", is_training_step=False)
+
+
 class SequenceParallelTrainer(SequenceParallel, Trainer):
     """transformers' Trainer with sequences split over ranks."""
 

@@ -21,7 +21,7 @@ from transformers.utils import ModelOutput
 
 from lightseq import hf
 from lightseq.attention.context import SequenceContext
-from lightseq.data.input_checks import has_fused_loss, loss_function_of
+from lightseq.data.input_checks import announce_pass, has_fused_loss, loss_function_of
 from lightseq.data.shard_batch import check_right_padding
 from lightseq.integrations.lazy_logits import with_lazy_logits, without_logits
 from lightseq.kernels.logit_transform import LogitTransform
@@ -131,7 +131,7 @@ class WholeBatches:
 
         Wrappers look at all tensors of an output, which would gather the logits of every pass.
         """
-        self._hooks.append(outermost.register_forward_pre_hook(self._begin, prepend=True))
+        self._hooks.append(outermost.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True))
 
     def change_layers(self, recompute: bool, compile_each: bool) -> None:
         """Lets layers recompute all but attention, and compiles each. A second call changes nothing."""
@@ -299,10 +299,13 @@ class WholeBatches:
         return output
 
     @torch.compiler.disable
-    def _begin(self, outermost: nn.Module, _args: tuple[Any, ...]) -> None:
+    def _begin(self, outermost: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._is_inside:
             return
         self._is_inside = True
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        if isinstance(ids, Tensor) and ids.ndim == 2:  # before DDP communicates
+            announce_pass(self.context, (ids.shape[0], ids.shape[1]), outermost.training)
         if self._ending is not None:
             self._ending.remove()  # registered anew in every pass, so that it runs after hooks that wrappers added
         self._ending = outermost.register_forward_hook(self._end, always_call=True)
@@ -310,12 +313,14 @@ class WholeBatches:
     @torch.compiler.disable
     def _end(self, _outermost: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
         gather, self._unread, self._is_inside = self._unread, None, False
+        self.context.forward_pass.announced = False
         return output if gather is None or not isinstance(output, ModelOutput) else with_lazy_logits(output, gather)
 
     def _logits(self, given: HeadInput, this: _Pass) -> Tensor:
         """Computes logits of the whole batch from the input that the head had."""
         head, hidden = self.model.get_output_embeddings(), given.hidden
-        assert self._logit_transform is not None
+        assert self._logit_transform is not None and self.context.forward_pass.roll_call is not None
+        self.context.forward_pass.roll_call.make("reads logits", is_training_step=False)
         with gathered_weight(self._outermost, head):
             if head.weight is given.weight and tensor_version(head.weight) != given.weight_version:
                 raise ValueError("the weights have changed since these logits; read outputs.logits before the update")
