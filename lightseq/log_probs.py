@@ -100,9 +100,14 @@ def sum_over_ranks(context: SequenceContext, x: Tensor, gradient_factor: float =
     """Returns the sum of a tensor over the ranks that share a sequence, for a loss that all of them compute.
 
     The gradient of x is that of the loss counted once, so parameter gradients summed over ranks are those of one
-    process. Where they are averaged over ranks instead, as DDP and FSDP do, pass the ranks of the sequence as
-    `gradient_factor`, which multiplies the gradient.
+    process, also in DDP and FSDP2, for which the model scales its gradients. Where something else averages gradients
+    over ranks, pass the ranks of the sequence as `gradient_factor`, which multiplies the gradient.
     """
+    if gradient_factor != 1 and context.forward_pass.gradient_factor != 1:
+        raise ValueError(
+            f"gradient_factor={gradient_factor} would scale gradients twice, because the model is in DDP or FSDP2 and "
+            "scales them itself; leave it out"
+        )
     total: Tensor = _SumOverRanks.apply(x, context.group, gradient_factor)
     return total
 

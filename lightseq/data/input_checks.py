@@ -1,5 +1,6 @@
 """Checks of a patched model's inputs and outputs for mistakes that would silently train on wrong data."""
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
@@ -7,11 +8,14 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from lightseq.attention.context import Documents, ForwardPass, SequenceContext
 from lightseq.comm.transport import base_transport_name
 from lightseq.data.shard_batch import packed_positions
+from lightseq.distributed.averaging import find_averaging
 from lightseq.models.architecture import transformers_model, windows_of_masks
 from lightseq.modules.replaced_head import tensor_version
 from lightseq.utils.labels import IGNORE_INDEX
@@ -55,6 +59,7 @@ def install_checks(model: PreTrainedModel, length_dependent_rope: bool) -> None:
             hooks.append(module.register_forward_pre_hook(_check_labels, with_kwargs=True))
             # FSDP's hook casts the loss to another tensor, so this one runs first.
             hooks.append(module.register_forward_hook(_check_loss, prepend=True, with_kwargs=True))
+        hooks.append(module.register_forward_hook(_scale_gradients))
         hooks.append(module.register_forward_hook(partial(_check_pass, layers), always_call=True))
         module.check_hooks = hooks  # type: ignore[assignment]
 
@@ -116,6 +121,7 @@ def _check_inputs(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tupl
         local = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
         announce_pass(context, (local.shape[0], local.shape[1] * context.layout.world), model.training)
         context.forward_pass.announced = False
+        _find_gradient_factor(model, context, facts, kwargs.get("num_items_in_batch"))
     if facts is not None and facts.shape == (4,):  # wrappers that split a batch change the shape
         _compare_batches(context, facts, kwargs.get("labels"), kwargs.get("num_items_in_batch"))
         if documents is not None:
@@ -280,6 +286,71 @@ def _finish_comparing_documents(state: ForwardPass) -> None:
     work.wait()
     if len({int(theirs) for theirs in everyone}) > 1:
         raise ValueError("the ranks got different documents; pass the same packed sequence on every rank")
+
+
+# ---- wrappers that average gradients --------------------------------------------------------------------------------
+
+
+def _find_gradient_factor(
+    model: nn.Module, context: SequenceContext, facts: Tensor, num_items: Tensor | float | None
+) -> None:
+    """Sets the factor of gradients with which a wrapper's average over ranks is the sum that a sequence needs.
+
+    The ranks of a sequence are summed. Over several sequences DDP and FSDP2 then still average, as they do for plain
+    models, unless the loss is divided by the targets of all sequences.
+    """
+    state = context.forward_pass
+    compares = state.batches % BATCHES_BETWEEN_COMPARISONS == 0
+    wrappers = (type(model), id(DistributedDataParallel._get_active_ddp_module()), num_items is None)
+    if state.gradients_are_averaged_outside or not torch.is_grad_enabled():
+        return
+    if wrappers == state.averaging_checked and not compares:
+        return
+    is_new, state.averaging_checked = wrappers != state.averaging_checked, wrappers
+    state.gradient_factor = 1
+    averaging = find_averaging(model)
+    if averaging is None:
+        return
+    ranks, wrapper = dist.get_process_group_ranks(context.group), averaging.wrapper
+    if missing := sorted(set(ranks) - set(averaging.ranks)):
+        raise ValueError(
+            f"{wrapper} averages gradients over ranks {', '.join(map(str, averaging.ranks))} without rank {missing[0]}, "
+            f"which shares their sequence; let {wrapper} span all ranks, or sum gradients without it"
+        )
+    factor = len(ranks)
+    if len(averaging.ranks) > factor and num_items is not None and facts.shape == (4,):
+        own_targets = max(int(facts[2]), 1)
+        if float(num_items) != own_targets:
+            factor = len(averaging.ranks)
+    state.gradient_factor = factor
+    if is_new and factor > 1 and dist.get_rank() == averaging.ranks[0]:
+        warnings.warn(
+            f"{wrapper} averages gradients over {len(averaging.ranks)} ranks, which share sequences: lightseq multiplies "
+            f"them by {factor}; do not scale the loss for that yourself",
+            stacklevel=2,
+        )
+
+
+@torch.compiler.disable
+def _scale_gradients(model: nn.Module, _args: tuple, output: Any) -> Any:
+    """Multiplies the gradients of the outermost module's outputs, from which parameters get theirs."""
+    state = _forward_pass(model)
+    if state.outermost is not model or state.gradient_factor == 1 or not torch.is_grad_enabled():
+        return output
+    return tree_map_only(Tensor, lambda x: _Scaled.apply(x, state.gradient_factor) if x.requires_grad else x, output)
+
+
+class _Scaled(torch.autograd.Function):
+    """Identity with a scaled gradient. A hook on a tensor would also scale what reaches it from other outputs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: int) -> Tensor:  # type: ignore[override]
+        ctx.factor = factor
+        return x.detach()  # no view, of which FSDP2 warns
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient * ctx.factor, None
 
 
 # ---- labels and loss -----------------------------------------------------------------------------------------------

@@ -98,6 +98,7 @@ class WholeBatches:
 
     def __init__(self, model: nn.Module, context: SequenceContext) -> None:
         self.model, self.context = transformers_model(model), context
+        context.forward_pass.gradients_are_averaged_outside = True  # DDP's average is scaled here, not by the checks
         self._outermost = model  # without the wrappers of DDP and FSDP
         self._unread: Callable[[], Tensor] | None = None  # gathers this pass's logits
         self._is_inside = False  # the outermost module's forward pass runs

@@ -1,0 +1,69 @@
+"""Wrappers that average gradients over ranks, where shares of one sequence's gradient have to be summed."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+# Communication hooks of torch that average, as DDP does without a hook.
+AVERAGING_HOOKS = {
+    default_hooks.allreduce_hook,
+    default_hooks.bf16_compress_hook,
+    default_hooks.fp16_compress_hook,
+    powerSGD_hook.powerSGD_hook,
+    powerSGD_hook.batched_powerSGD_hook,
+}
+UNWRAPPED = "leave it out, and sum gradients over ranks after the backward pass"
+
+
+@dataclass(frozen=True)
+class Averaging:
+    """A wrapper that averages gradients over some ranks."""
+
+    wrapper: str
+    ranks: tuple[int, ...]
+
+
+def find_averaging(model: nn.Module) -> Averaging | None:
+    """Returns what averages the gradients of a model whose forward pass runs now; None if nothing does.
+
+    Raises ValueError for a wrapper that may average or sum.
+    """
+    ddp = DistributedDataParallel._get_active_ddp_module()
+    if ddp is not None:
+        for hook, _ in ddp._comm_hooks:
+            if hook not in AVERAGING_HOOKS:
+                raise ValueError(
+                    f"DDP has the communication hook {getattr(hook, '__name__', hook)}, which may average or sum "
+                    f"gradients; {UNWRAPPED}, or use a hook of torch"
+                )
+        return Averaging("DDP", tuple(dist.get_process_group_ranks(ddp.process_group)))
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if not units:
+        if getattr(model, "_is_fsdp_managed_module", False):
+            raise ValueError(f"FSDP1 averages gradients; {UNWRAPPED}, or use FSDP2 (fully_shard)")
+        return None
+    groups = [group for unit in units for group in _parameter_groups(unit)]
+    found = {
+        tuple(group.mesh_info.mesh.mesh.flatten().tolist()) for group in groups if group.gradient_divide_factor is None
+    }
+    if not found:
+        return None
+    if len(found) > 1 or any(group.gradient_divide_factor is not None for group in groups):
+        raise ValueError(
+            "some FSDP2 modules average gradients over other ranks than others; call set_gradient_divide_factor(1.0) "
+            "on each, as examples/with_fsdp2.py does"
+        )
+    return Averaging("FSDP2", found.pop())
+
+
+def _parameter_groups(unit: FSDPModule) -> list[Any]:
+    """Returns FSDP2's groups of parameters of a module; older versions of torch have at most one."""
+    state: Any = unit._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []

@@ -1,0 +1,166 @@
+"""DDP and FSDP2 average gradients; around an enabled model they give the gradient of the whole sequence."""
+
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from trainer_numbers import fresh_model
+from transformers import LlamaForCausalLM
+from worlds import spawn
+
+from lightseq import hf
+
+LENGTH = 40
+
+
+def ids(seed: int = 0) -> Tensor:
+    return torch.randint(3, 64, (2, LENGTH), generator=torch.Generator().manual_seed(seed))
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    found = [p.grad for p in model.parameters()]
+    return [g.full_tensor() if isinstance(g, DTensor) else g for g in found]
+
+
+def check(model: nn.Module, wanted: LlamaForCausalLM, case: str) -> None:
+    for got, parameter in zip(gradients(model), wanted.parameters(), strict=True):
+        assert (got - parameter.grad).norm() <= 1e-5 * parameter.grad.norm(), (case, got.norm() / parameter.grad.norm())
+
+
+def plain(*batches: Tensor) -> LlamaForCausalLM:
+    model = fresh_model()
+    for batch in batches:
+        model(input_ids=batch, labels=batch).loss.backward()
+    return model
+
+
+def in_ddp(model: LlamaForCausalLM, **options: Any) -> nn.Module:
+    return DistributedDataParallel(model, **options)
+
+
+def with_hook(model: LlamaForCausalLM) -> nn.Module:
+    wrapped = DistributedDataParallel(model)
+    wrapped.register_comm_hook(None, allreduce_hook)
+    return wrapped
+
+
+def sharded(model: LlamaForCausalLM) -> nn.Module:
+    for module in (*model.model.layers, model):
+        fully_shard(module)
+    return model
+
+
+def sharded_with_sums(model: LlamaForCausalLM) -> nn.Module:
+    for module in sharded(model).modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    return model
+
+
+WRAPPERS: dict[str, Callable[[LlamaForCausalLM], nn.Module]] = {
+    "DDP": in_ddp,
+    "DDP that looks for unused parameters": lambda model: in_ddp(model, find_unused_parameters=True),
+    "DDP with torch's hook": with_hook,
+    "FSDP2": sharded,
+    "FSDP2 that sums": sharded_with_sums,
+}
+
+
+def equals_one_process(rank: int) -> None:
+    warnings.simplefilter("ignore")
+    wanted, other = plain(ids()), plain(ids(), ids(1))
+    for case, wrap in WRAPPERS.items():
+        for enabled_first in (True, False):
+            model = fresh_model()
+            if enabled_first:
+                context, wrapped = hf.enable(model), wrap(model)
+            else:
+                wrapped = wrap(model)
+                context = hf.enable(model)
+            wrapped(**hf.shard_batch(context, ids(), ids())).loss.backward()
+            check(model, wanted, case)
+            model.zero_grad()
+            for seed in (0, 1):  # accumulated
+                quiet = wrapped.no_sync() if seed == 0 and hasattr(wrapped, "no_sync") else nullcontext()
+                with quiet:
+                    wrapped(**hf.shard_batch(context, ids(seed), ids(seed))).loss.backward()
+            check(model, other, f"{case}, accumulated")
+
+
+def test_a_wrapped_model_has_the_gradients_of_one_process() -> None:
+    spawn(2, equals_one_process)
+
+
+def log_probabilities(rank: int) -> None:
+    warnings.simplefilter("ignore")
+    model, wanted = fresh_model(), fresh_model()
+    log_p = wanted(input_ids=ids()).logits[:, :-1].log_softmax(-1).gather(-1, ids()[:, 1:, None])
+    log_p.sum().square().backward()
+    context, wrapped = hf.enable(model), DistributedDataParallel(model)
+    batch = hf.shard_batch(context, ids(), ids())
+    values = hf.token_log_probs(context, wrapped, batch)
+    hf.sequence_sums(context, values, batch).sum().square().backward()
+    check(model, wanted, "log-probabilities")
+    with pytest.raises(ValueError, match=r"gradient_factor=2 would scale gradients twice"):
+        hf.sum_over_ranks(context, values, gradient_factor=2)
+
+
+def test_losses_of_log_probabilities_are_scaled_once() -> None:
+    spawn(2, log_probabilities)
+
+
+def several_sequences(rank: int) -> None:
+    warnings.simplefilter("ignore")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "sequence"))
+    rows, wanted = ids()[rank // 2 :][:1], plain(ids())  # both rows have as many targets
+    for all_targets in (False, True):
+        model = fresh_model()
+        context, wrapped = hf.enable(model, mesh["sequence"]), DistributedDataParallel(model)
+        batch = hf.shard_batch(context, rows, rows)
+        if all_targets:
+            batch["num_items_in_batch"] = torch.tensor(2 * (LENGTH - 1))
+        wrapped(**batch).loss.backward()
+        check(model, wanted, f"all targets: {all_targets}")
+    model = fresh_model()
+    context = hf.enable(model, mesh["sequence"])
+    wrapped = DistributedDataParallel(model, process_group=mesh["sequence"].get_group())
+    wrapped(**hf.shard_batch(context, rows, rows)).loss.backward()
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad, group=mesh["data"].get_group())
+        parameter.grad /= 2
+    check(model, wanted, "DDP over a sequence")
+    wrapped = DistributedDataParallel(model, process_group=mesh["data"].get_group())
+    with pytest.raises(ValueError, match=r"DDP averages gradients over ranks .* without rank \d, which shares their"):
+        wrapped(**hf.shard_batch(context, rows, rows))
+
+
+def test_ddp_over_several_sequences_averages_their_losses_or_sums_shares_of_one() -> None:
+    spawn(4, several_sequences)
+
+
+def summing_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+def test_wrappers_that_may_sum_are_refused(alone: None) -> None:
+    model = fresh_model()
+    context = hf.enable(model)
+    wrapped = DistributedDataParallel(model)
+    wrapped.register_comm_hook(None, summing_hook)
+    with pytest.raises(ValueError, match="communication hook summing_hook, which may average or sum"):
+        wrapped(**hf.shard_batch(context, ids(), ids()))
+    whole = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+    with pytest.raises(ValueError, match="FSDP1 averages gradients"):
+        whole(**hf.shard_batch(context, ids(), ids()))
