@@ -2,7 +2,8 @@
 
 context = hf.enable(model, group)
 batch = hf.shard_batch(context, input_ids, labels)
-loss = model(**batch).loss   # this rank's share: losses and gradients are summed over ranks
+loss = model(**batch).loss   # this rank's share: losses are summed over ranks
+loss.backward()              # so are gradients: all-reduce them, or wrap the model in DDP or FSDP2
 
 Losses of log-probabilities, such as DPO and GRPO, take these lines instead of the last one:
 
@@ -14,9 +15,8 @@ hf.disable(model)   # the plain model again, to generate for example
 """
 
 import dataclasses
-import difflib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from inspect import signature
 from typing import Any, Final
@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
 from lightseq.utils import quiet_transformers  # noqa: F401  first, because the modules below import transformers
 
@@ -73,6 +74,7 @@ from lightseq.models.architecture import (
 )
 from lightseq.models.heads import heads_of
 from lightseq.schedule.cost import AttentionShape
+from lightseq.utils.formatting import check_names
 from lightseq.utils.labels import IGNORE_INDEX
 from lightseq.utils.upload import upload
 from lightseq.utils.versions import UntestedVersionWarning, untested_versions
@@ -90,6 +92,7 @@ __all__ = [
 ]
 
 IMPLEMENTATION: Final = "lightseq"
+ENABLE_OPTIONS: Final = tuple(field.name for field in dataclasses.fields(AttentionConfig))
 
 
 def enable(
@@ -105,9 +108,16 @@ def enable(
     Raises TypeError for an unknown option, and ValueError for an unsupported model: attention dropout, an architecture
     without the attention interface; also for a schedule without windows if the model has them. The patched model
     refuses masks, inputs without global positions, a key/value cache, and labels that it would shift inside a shard.
+    In DDP and FSDP2, which average gradients over ranks, it scales them so that those of a sequence are summed.
     Enabling a model again replaces its context. A deep copy of the model shares it.
     """
-    config = _with_options(config or AttentionConfig(), options)
+    check_names("hf.enable", options, ENABLE_OPTIONS)
+    config = dataclasses.replace(config or AttentionConfig(), **options)
+    if isinstance(model, DistributedDataParallel):
+        model = model.module
+    transformers_model(model)
+    if not hasattr(model, "set_attn_implementation"):
+        raise ValueError(f"hf.enable takes a transformers model, not a {type(model).__name__}; pass the one inside it")
     if config.length < 1:
         raise ValueError(f"length is {config.length}; give the tokens of a sequence")
     check_attention(model)
@@ -184,6 +194,7 @@ def plan_memory(
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         per_host = min(ranks, torch.cuda.device_count())
         hardware = hardware_here(ranks, per_host, torch.device("cuda", torch.cuda.current_device()))
+    check_names("hf.plan_memory", flags, [field.name for field in dataclasses.fields(TrainConfig)])
     config = TrainConfig(model_max_length=length, **flags)
     return make_plan(PlannedRun(model if isinstance(model, PreTrainedConfig) else model.config, config, hardware))
 
@@ -246,16 +257,6 @@ def shard_batch(
         valid = (labels != IGNORE_INDEX).sum().clamp_min(1)  # without a target the loss is 0, not NaN
         batch |= {"labels": local, "shift_labels": local, "num_items_in_batch": valid}
     return batch
-
-
-def _with_options(config: AttentionConfig, options: Mapping[str, Any]) -> AttentionConfig:
-    names = [field.name for field in dataclasses.fields(AttentionConfig)]
-    for name in options:
-        if name not in names:
-            guess = difflib.get_close_matches(name, names, n=1)
-            remedy = f"did you mean {guess[0]}?" if guess else f"choose from {', '.join(names)}"
-            raise TypeError(f"hf.enable has no option {name}; {remedy}")
-    return dataclasses.replace(config, **options)
 
 
 def _process_group(group: DeviceMesh | dist.ProcessGroup | None) -> dist.ProcessGroup:

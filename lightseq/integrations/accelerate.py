@@ -23,8 +23,9 @@ from lightseq import hf
 from lightseq.distributed.environment import ranks_per_host
 from lightseq.integrations.whole_batches import WholeBatches
 from lightseq.models.architecture import transformers_model
-from lightseq.utils.formatting import divisors
+from lightseq.utils.formatting import check_names, divisors
 
+ATTENTION_OPTIONS = (*hf.ENABLE_OPTIONS, "config")
 DATA, SEQUENCE = "dp_shard", "cp"  # accelerate's names: ranks along "cp" get the same batches
 
 
@@ -37,6 +38,7 @@ def prepare(
     takes whole batches and returns the whole loss; `backward`, clipping, accumulation and `gather_for_metrics` work as
     they do without sequence parallelism. `options` are those of `hf.enable`. Raises ValueError for what excludes it.
     """
+    check_names("prepare", options, [*ATTENTION_OPTIONS, "sequence_parallel_size"])
     mesh = share_batches(accelerator, sequence_parallel_size)
     if mesh is not None:
         enable(model, mesh, accelerator, **options)

@@ -5,6 +5,7 @@ trainer = MyTrainer(model, arguments, ..., sequence_parallel_size=2)
 """
 
 import sys
+from inspect import signature
 from typing import Any
 
 import torch
@@ -13,9 +14,10 @@ from packaging.version import Version
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments, __version__
 
-from lightseq.integrations.accelerate import enable, share_batches
+from lightseq.integrations.accelerate import ATTENTION_OPTIONS, enable, share_batches
 from lightseq.integrations.whole_batches import WholeBatches
 from lightseq.models.architecture import transformers_model
+from lightseq.utils.formatting import check_names
 
 OLDEST_TRANSFORMERS = "5.19"  # whose losses count ranks with the same batch once
 TRL_TRAINERS = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "ORPOTrainer", "CPOTrainer")  # which work; see the tests
@@ -45,11 +47,27 @@ class SequenceParallel:
         attention_options: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
+        if not isinstance(self, Trainer):
+            raise TypeError(f"{type(self).__name__} has no trainer among its bases; {_bases_remedy(type(self))}")
+        own = ("sequence_parallel_size", "compile_layers", "attention_options")
+        if (known := _keywords_after(type(self))) is not None:
+            check_names(type(self).__name__, kwargs, [*own, *known])
+        check_names("attention_options", attention_options or (), ATTENTION_OPTIONS)
         self._sequence_parallel_size = sequence_parallel_size
         self._compile_layers = compile_layers
         self._attention_options = attention_options or {}
         super().__init__(*args, **kwargs)
         self._enable_models()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        before = cls.__mro__[: cls.__mro__.index(SequenceParallel)]
+        libraries = ("transformers.", "trl.")
+        if any(issubclass(kind, Trainer) and f"{kind.__module__}.".startswith(libraries) for kind in before):
+            raise TypeError(
+                f"class {cls.__name__} has a trainer before SequenceParallel, so that nothing would be split; "
+                f"{_bases_remedy(cls)}"
+            )
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
@@ -180,6 +198,24 @@ class SequenceParallel:
 
 class SequenceParallelTrainer(SequenceParallel, Trainer):
     """transformers' Trainer with sequences split over ranks."""
+
+
+def _bases_remedy(kind: type) -> str:
+    trainers = [base.__name__ for base in kind.__bases__ if not issubclass(base, SequenceParallel)]
+    return f"write class {kind.__name__}(SequenceParallel, {', '.join(trainers) or 'Trainer'})"
+
+
+def _keywords_after(kind: type) -> list[str] | None:
+    """Returns the arguments of the constructors after the mixin's; None if they take any."""
+    known = list[str]()
+    for base in kind.__mro__[kind.__mro__.index(SequenceParallel) + 1 :]:
+        if "__init__" not in vars(base):
+            continue
+        parameters = signature(base.__init__).parameters.values()  # type: ignore[misc]
+        known += [x.name for x in parameters if x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY)]
+        if all(x.kind != x.VAR_KEYWORD for x in parameters):
+            return known
+    return None
 
 
 def _check_arguments(arguments: TrainingArguments) -> None:

@@ -116,8 +116,12 @@ def rope_types(source: object) -> set[str]:
 
 
 def transformers_model(model: nn.Module) -> PreTrainedModel:
-    """Returns the transformers model, which may be inside a wrapper such as PEFT's."""
-    return next(module for module in model.modules() if isinstance(module, PreTrainedModel))
+    """Returns the transformers model, which may be inside a wrapper such as PEFT's. Raises ValueError without one."""
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    found = next((module for module in modules if isinstance(module, PreTrainedModel)), None)
+    if found is None:
+        raise ValueError(f"{type(model).__name__} is no transformers model, and holds none; pass a PreTrainedModel")
+    return found
 
 
 def attention_modules(model: nn.Module) -> list[nn.Module]:
@@ -127,19 +131,40 @@ def attention_modules(model: nn.Module) -> list[nn.Module]:
 
 def check_attention(model: PreTrainedModel) -> None:
     """Raises ValueError for a model whose attention is not supported exactly."""
+    _check_kind_of_attention(model)
+    _check_attention_dropout(model)
+
+
+def _check_kind_of_attention(model: PreTrainedModel) -> None:
     config, name = model.config, type(model).__name__
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"{name} has an encoder and a decoder; use a causal language model, which has a decoder only")
     if not attention_modules(model) or not getattr(model, "_supports_attention_backend", False):
         raise ValueError(f"{name} does not use the attention interface of transformers")
     if config.get_text_config(decoder=True) is not config:
         raise ValueError(f"{name} has inputs other than text; use the causal language model inside it")
-    if getattr(config, "attention_dropout", 0.0):
-        raise ValueError(f"{name} has attention_dropout {config.attention_dropout}; set it to 0 in the model's config")
     if not all(getattr(x, "is_causal", True) for x in (config, *attention_modules(model))):
         raise ValueError(f"{name} attends in both directions (is_causal is False); use a causal model")
     window = sliding_window(config)
     known = {"full_attention", *(["sliding_attention"] if window else [])}
     if kinds := sorted(set(getattr(config, "layer_types", None) or ()) - known):
         raise ValueError(f"{name} has {kinds[0]} layers, which no kernel supports; use a full-attention model")
+
+
+def _check_attention_dropout(model: PreTrainedModel) -> None:
+    """Raises ValueError for a dropout rate of attention above 0, in the config or in the attention modules."""
+    found: dict[str, Any] = dict(model.config.to_dict())
+    for value in list(found.values()):
+        found |= value if isinstance(value, dict) else {}  # a nested config
+    for module in attention_modules(model):
+        found |= {name: x for name, x in vars(module).items() if isinstance(x, float)}
+        found |= {name: child.p for name, child in module.named_children() if isinstance(child, nn.Dropout)}
+    for name, rate in found.items():
+        of_attention = "drop" in str(name) and ("attn" in str(name) or "attention" in str(name))
+        if of_attention and isinstance(rate, float) and rate > 0:
+            raise ValueError(
+                f"{type(model).__name__} has {name} {rate}; set it to 0 in the config from which the model is made"
+            )
 
 
 def sliding_window(config: PreTrainedConfig) -> int | None:
@@ -239,11 +264,12 @@ def _inspect(kind: Any, text: str) -> Architecture:
         raise ValueError(
             f"{kind.model_type!r} cannot be built as a causal language model: {first_line(error)}"
         ) from error
-    check_attention(model)
+    _check_kind_of_attention(model)
     name, base = type(model).__name__, model.base_model
     layers, head = getattr(base, "layers", None), model.get_output_embeddings()
     if not isinstance(layers, nn.ModuleList) or not hasattr(base, "norm") or not isinstance(head, nn.Linear):
         raise ValueError(f"{name} does not consist of embeddings, layers, a norm and a linear head; {OWN_LOOP}")
+    _check_attention_dropout(model)
     _check_parts(model, layers)
     try:
         ran = run_on_meta(model, layers)

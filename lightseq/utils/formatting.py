@@ -1,6 +1,7 @@
 """Formatting of errors, counts and tables, and a check of file names."""
 
-from collections.abc import Collection, Sequence
+import difflib
+from collections.abc import Collection, Iterable, Sequence
 
 
 def first_line(error: BaseException) -> str:
@@ -9,6 +10,15 @@ def first_line(error: BaseException) -> str:
         return f"{error.filename}: {error.strerror}"
     lines = str(error).strip().splitlines()
     return lines[0].rstrip(".") if lines else type(error).__name__
+
+
+def check_names(function: str, given: Iterable[str], known: Collection[str]) -> None:
+    """Raises TypeError for the first name that a function does not know, with the nearest that it does."""
+    for name in given:
+        if name not in known:
+            nearest = difflib.get_close_matches(name, known, n=1)
+            remedy = f"did you mean {nearest[0]}?" if nearest else f"choose from {', '.join(known)}"
+            raise TypeError(f"{function} has no option {name}; {remedy}")
 
 
 def is_plain_name(name: object) -> bool:

@@ -8,6 +8,7 @@ from typing import Final
 
 from packaging.version import Version
 
+OLDEST_TRANSFORMERS: Final = "5.10"
 NEWEST_TESTED: Final = {"torch": "2.13", "transformers": "5.24"}
 
 
@@ -24,6 +25,16 @@ def untested_versions() -> list[str]:
         for name, newest in NEWEST_TESTED.items()
         if Version(found[name]).release[:2] > Version(newest).release
     ]
+
+
+def check_transformers() -> None:
+    """Raises ImportError for a transformers without the names that lightseq imports."""
+    found = version("transformers")
+    if Version(found) < Version(OLDEST_TRANSFORMERS):
+        raise ImportError(
+            f"transformers {found} is too old for lightseq; install {OLDEST_TRANSFORMERS} or newer: "
+            f"pip install 'transformers>={OLDEST_TRANSFORMERS},<6'"
+        )
 
 
 @cache

@@ -1,0 +1,127 @@
+"""Mistakes in calls of lightseq from a user's own script are named in one line, with the remedy."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from datasets import Dataset
+from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration, Trainer, TrainingArguments
+from trl import DPOTrainer, SFTConfig, SFTTrainer
+from trainer_numbers import common, fresh_model
+
+from lightseq import hf
+from lightseq.integrations import SequenceParallel, SequenceParallelSFTTrainer, SequenceParallelTrainer
+from lightseq.integrations.accelerate import prepare
+from lightseq.utils import versions
+
+
+def one_line(call: Callable[[], Any], kind: type[Exception], line: str) -> None:
+    with pytest.raises(kind) as refused:
+        call()
+    assert line in str(refused.value) and "\n" not in str(refused.value)
+
+
+# ---- bases ---------------------------------------------------------------------------------------------------------
+
+
+class MyTrainer(Trainer):
+    pass
+
+
+@pytest.mark.parametrize("trainer", [Trainer, SFTTrainer, DPOTrainer, MyTrainer])
+def test_a_trainer_before_the_mixin_is_refused(trainer: type[Trainer]) -> None:
+    line = f"write class Mine(SequenceParallel, {trainer.__name__})"
+    one_line(lambda: type("Mine", (trainer, SequenceParallel), {}), TypeError, line)
+
+
+def test_the_mixin_before_a_trainer_and_a_trainer_of_ours_are_taken() -> None:
+    first = type("First", (SequenceParallel, MyTrainer), {})
+    type("Second", (first,), {})
+    type("Third", (SequenceParallelTrainer,), {})
+    type("Extended", (type("Extension", (), {}), SequenceParallelTrainer), {})
+
+
+def test_a_mixin_without_a_trainer_is_refused() -> None:
+    alone = type("Alone", (SequenceParallel,), {})
+    one_line(alone, TypeError, "Alone has no trainer among its bases; write class Alone(SequenceParallel, Trainer)")
+
+
+# ---- keywords ------------------------------------------------------------------------------------------------------
+
+
+def test_misspelt_keywords_of_trainers_are_named(tmp_path: Any) -> None:
+    arguments = TrainingArguments(**common(str(tmp_path), eval_strategy="no"))
+    make = SequenceParallelTrainer
+    one_line(
+        lambda: make(fresh_model(), arguments, sequence_parallel_sise=2), TypeError, "mean sequence_parallel_size?"
+    )
+    one_line(lambda: make(fresh_model(), arguments, train_dataste=[]), TypeError, "did you mean train_dataset?")
+    one_line(
+        lambda: make(fresh_model(), arguments, attention_options={"shedule": "ring"}),
+        TypeError,
+        "attention_options has no option shedule; did you mean schedule?",
+    )
+    make(fresh_model(), arguments, sequence_parallel_size=1, attention_options={"schedule": "ring"})
+
+
+def test_misspelt_keywords_of_functions_are_named(alone: None) -> None:
+    one_line(lambda: hf.enable(fresh_model(), shedule="ring"), TypeError, "did you mean schedule?")
+    one_line(lambda: hf.plan_memory(fresh_model(), 8, hardware=object(), rematt="full"), TypeError, "mean remat?")  # type: ignore[arg-type]
+    one_line(
+        lambda: prepare(Accelerator(cpu=True), fresh_model(), sequence_parallel=2),
+        TypeError,
+        "prepare has no option sequence_parallel; did you mean sequence_parallel_size?",
+    )
+
+
+# ---- models --------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_no_causal_transformers_model_is_refused(alone: None) -> None:
+    one_line(lambda: hf.enable(torch.nn.Linear(2, 2)), ValueError, "Linear is no transformers model")
+    one_line(lambda: hf.enable(None), ValueError, "NoneType is no transformers model")
+    one_line(lambda: hf.disable(torch.nn.Linear(2, 2)), ValueError, "Linear is no transformers model")
+    holder = torch.nn.Sequential(fresh_model())
+    one_line(lambda: hf.enable(holder), ValueError, "not a Sequential; pass the one inside it")
+    small = T5Config(d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2, vocab_size=32)
+    one_line(lambda: hf.enable(T5ForConditionalGeneration(small)), ValueError, "has an encoder and a decoder")
+
+
+def gpt2(rate: float) -> GPT2LMHeadModel:
+    return GPT2LMHeadModel(GPT2Config(n_embd=32, n_head=2, n_layer=1, vocab_size=64, attn_pdrop=rate))
+
+
+def test_attention_dropout_is_named_as_the_config_names_it(alone: None) -> None:
+    one_line(lambda: hf.enable(gpt2(0.1)), ValueError, "GPT2LMHeadModel has attn_pdrop 0.1; set it to 0 in the config")
+    changed = gpt2(0.1)
+    changed.config.attn_pdrop = 0.0  # which the modules do not read again
+    one_line(lambda: hf.enable(changed), ValueError, "GPT2LMHeadModel has attn_dropout 0.1")
+    hf.enable(gpt2(0.0))
+
+
+def test_an_old_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "version", lambda name: "4.57.1")
+    one_line(versions.check_transformers, ImportError, "transformers 4.57.1 is too old for lightseq; install 5.10")
+
+
+# ---- rows ----------------------------------------------------------------------------------------------------------
+
+
+class Tokenizer:
+    chat_template = None
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]},
+        {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]},
+    ],
+)
+def test_chats_without_a_template_are_refused(row: dict[str, Any]) -> None:
+    rows, prepare_rows = Dataset.from_list([row]), SequenceParallelSFTTrainer._prepare_dataset
+    trainer = object.__new__(SequenceParallelSFTTrainer)
+    call = (trainer, rows, Tokenizer(), SFTConfig(use_cpu=True, bf16=False), False, None, "train")
+    one_line(lambda: prepare_rows(*call), ValueError, f"the rows are chats ({next(iter(row))}), but the tokenizer has no")
