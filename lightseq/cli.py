@@ -17,6 +17,7 @@ from lightseq.config.parser import print_error
 from lightseq.distributed.environment import is_main_process, set_up_process
 from lightseq.models.presets import ModelFamily
 from lightseq.utils.gc_control import without_collection
+from lightseq.utils.versions import check_transformers
 
 BOTH = ModelFamily(
     "llama2 or llama3",
@@ -65,6 +66,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         program = f"python3 -m lightseq {words[0]}"
         if command.details and print_help_if_asked(words[1:], partial(help_text, program, command.details)):
             return 0
+        try:
+            check_transformers()
+        except ImportError as error:
+            return print_error(error) if is_main_process() else 2
         with without_collection():
             module = import_module(command.module)
         return module.main(BOTH, words[1:])

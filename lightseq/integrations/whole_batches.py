@@ -326,7 +326,7 @@ class WholeBatches:
             if head.weight is given.weight and tensor_version(head.weight) != given.weight_version:
                 raise ValueError("the weights have changed since these logits; read outputs.logits before the update")
             with torch.autocast(hidden.device.type, given.autocast_dtype, enabled=given.autocast_dtype is not None):
-                local = self._logit_transform.logits(head(hidden))
+                local = self._logit_transform.logits(head.forward(hidden))  # without the hooks of FSDP2
         return self._in_order(local if given.autocast_dtype is None else local.float(), this)  # as accelerate does
 
     def _gather_per_token(self, output: Any, this: _Pass) -> Any:

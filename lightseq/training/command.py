@@ -4,9 +4,11 @@ import sys
 from collections.abc import Sequence
 
 from lightseq.config.command_line import help_text, print_help_if_asked
-from lightseq.distributed.environment import set_up_process
+from lightseq.config.parser import print_error
+from lightseq.distributed.environment import is_main_process, set_up_process
 from lightseq.models.presets import ModelFamily
 from lightseq.utils.gc_control import without_collection
+from lightseq.utils.versions import check_transformers
 
 
 def main(family: ModelFamily, argv: Sequence[str] | None = None) -> int:
@@ -19,6 +21,10 @@ def main(family: ModelFamily, argv: Sequence[str] | None = None) -> int:
     program = family.program or f"{family.name}/train.py"
     if print_help_if_asked(argv, lambda: help_text(program)):
         return 0
+    try:
+        check_transformers()
+    except ImportError as error:
+        sys.exit(print_error(error) if is_main_process() else 2)
     with without_collection():
         from lightseq.training.train import train  # takes seconds to import
 
