@@ -1,5 +1,6 @@
 """DDP and FSDP2 average gradients; around an enabled model they give the gradient of the whole sequence."""
 
+import tempfile
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -14,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from trainer_numbers import fresh_model
-from transformers import LlamaForCausalLM
+from trainer_numbers import common, fresh_model
+from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from worlds import spawn
 
 from lightseq import hf
@@ -164,3 +165,40 @@ def test_wrappers_that_may_sum_are_refused(alone: None) -> None:
     whole = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
     with pytest.raises(ValueError, match="FSDP1 averages gradients"):
         whole(**hf.shard_batch(context, ids(), ids()))
+
+
+class OwnLoss(Trainer):
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        return model(**inputs | {"num_items_in_batch": torch.tensor(2 * (LENGTH - 1))}).loss
+
+
+def in_a_plain_trainer(rank: int) -> None:
+    warnings.simplefilter("ignore")
+    wanted = plain(ids())
+    for kind in (Trainer, OwnLoss):
+        model, found = fresh_model(), list[list[Tensor]]()
+
+        class Look(TrainerCallback):
+            def on_pre_optimizer_step(self, *_: Any, found: list[list[Tensor]] = found, **kwargs: Any) -> None:
+                found.append([p.grad.clone() for p in kwargs["model"].parameters()])
+
+        context = hf.enable(model)
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = TrainingArguments(
+                **common(folder, eval_strategy="no", max_steps=1, remove_unused_columns=False)
+            )
+            rows = [{"input_ids": x} for x in ids() for _ in range(2)]  # Trainer deals them out to the ranks
+            arguments.train_sampling_strategy = "sequential"
+
+            def collate(_rows: list[Any], context: Any = context) -> dict[str, Any]:
+                return hf.shard_batch(context, ids(), ids())
+
+            kind(model, arguments, data_collator=collate, train_dataset=rows, callbacks=[Look()]).train()
+        for got, parameter in zip(found[0], wanted.parameters(), strict=True):
+            assert (got - parameter.grad).norm() <= 1e-5 * parameter.grad.norm(), (kind, got.norm())
+
+
+def test_a_plain_trainer_that_scales_the_loss_is_not_scaled_twice() -> None:
+    spawn(2, in_a_plain_trainer)

@@ -124,4 +124,6 @@ def test_chats_without_a_template_are_refused(row: dict[str, Any]) -> None:
     rows, prepare_rows = Dataset.from_list([row]), SequenceParallelSFTTrainer._prepare_dataset
     trainer = object.__new__(SequenceParallelSFTTrainer)
     call = (trainer, rows, Tokenizer(), SFTConfig(use_cpu=True, bf16=False), False, None, "train")
-    one_line(lambda: prepare_rows(*call), ValueError, f"the rows are chats ({next(iter(row))}), but the tokenizer has no")
+    one_line(
+        lambda: prepare_rows(*call), ValueError, f"the rows are chats ({next(iter(row))}), but the tokenizer has no"
+    )

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from lightseq.attention.context import Documents, ForwardPass, SequenceContext
 from lightseq.comm.transport import base_transport_name
 from lightseq.data.shard_batch import packed_positions
-from lightseq.distributed.averaging import find_averaging
+from lightseq.distributed.averaging import find_averaging, trainer_scales_loss
 from lightseq.models.architecture import transformers_model, windows_of_masks
 from lightseq.modules.replaced_head import tensor_version
 from lightseq.utils.labels import IGNORE_INDEX
@@ -309,7 +309,7 @@ def _find_gradient_factor(
     is_new, state.averaging_checked = wrappers != state.averaging_checked, wrappers
     state.gradient_factor = 1
     averaging = find_averaging(model)
-    if averaging is None:
+    if averaging is None or trainer_scales_loss():
         return
     ranks, wrapper = dist.get_process_group_ranks(context.group), averaging.wrapper
     if missing := sorted(set(ranks) - set(averaging.ranks)):

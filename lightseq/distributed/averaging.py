@@ -1,5 +1,6 @@
 """Wrappers that average gradients over ranks, where shares of one sequence's gradient have to be summed."""
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +60,21 @@ def find_averaging(model: nn.Module) -> Averaging | None:
             "on each, as examples/with_fsdp2.py does"
         )
     return Averaging("FSDP2", found.pop())
+
+
+def trainer_scales_loss() -> bool:
+    """Returns whether transformers' Trainer computes the loss now, and multiplies it by the number of ranks.
+
+    Only its own `compute_loss` does, not one of a subclass, so the calls that led here tell.
+    """
+    trainer = sys.modules.get("transformers.trainer")
+    frame = sys._getframe()
+    while trainer is not None and frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code is trainer.Trainer.compute_loss.__code__:
+            own = frame.f_locals
+            return own["num_items_in_batch"] is not None and bool(own["self"].args.average_tokens_across_devices)
+    return False
 
 
 def _parameter_groups(unit: FSDPModule) -> list[Any]:
