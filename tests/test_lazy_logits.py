@@ -10,14 +10,23 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils._pytree import tree_leaves
-from trainer_numbers import ADAPTERS, assert_equal, collate, common, documents, fresh_model, numbers, shared_folder
+from trainer_numbers import (
+    ADAPTERS,
+    UsesFsdp2,
+    assert_equal,
+    collate,
+    common,
+    documents,
+    fresh_model,
+    numbers,
+    shared_folder,
+)
 from transformers import Trainer, TrainingArguments
 from transformers.modeling_outputs import CausalLMOutputWithPast
-from peft import LoraConfig, get_peft_model
-from trainer_numbers import UsesFsdp2
 from worlds import spawn
 
 from lightseq import hf
@@ -68,7 +77,8 @@ def every_reader(rank: int) -> None:
         dist.all_reduce(p.grad)  # averaged, as DDP does
         assert (p.grad / 2 - q.grad).norm() <= 1e-5 * q.grad.norm()
     with torch.no_grad():
-        assert torch.equal(pickle.loads(pickle.dumps(output := model(**given))).logits, output.logits)
+        output = model(**given)
+        assert torch.equal(pickle.loads(pickle.dumps(output)).logits, output.logits)
 
 
 def test_logits_are_those_of_one_process_however_they_are_read() -> None:

@@ -7,9 +7,9 @@ import pytest
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
+from trainer_numbers import common, fresh_model
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration, Trainer, TrainingArguments
 from trl import DPOTrainer, SFTConfig, SFTTrainer
-from trainer_numbers import common, fresh_model
 
 from lightseq import hf
 from lightseq.integrations import SequenceParallel, SequenceParallelSFTTrainer, SequenceParallelTrainer

@@ -41,8 +41,8 @@ def attention_function(
         raise ValueError("the model passes its own attention mask, which no kernel supports; use a plain causal model")
     if dropout:
         raise ValueError(
-            f"attention dropout is {dropout}; set it to 0 in the config from which the model is made (attention_dropout, "
-            "or attn_pdrop)"
+            f"attention dropout is {dropout}; set it to 0 in the config from which the model is made "
+            "(attention_dropout, or attn_pdrop)"
         )
     q, k, v = (x.transpose(1, 2) for x in (query_BHSD, key_BKSD, value_BKSD))
     # As `attend`, but without its stack frame: the host's time counts at short lengths.

@@ -314,8 +314,8 @@ def _find_gradient_factor(
     ranks, wrapper = dist.get_process_group_ranks(context.group), averaging.wrapper
     if missing := sorted(set(ranks) - set(averaging.ranks)):
         raise ValueError(
-            f"{wrapper} averages gradients over ranks {', '.join(map(str, averaging.ranks))} without rank {missing[0]}, "
-            f"which shares their sequence; let {wrapper} span all ranks, or sum gradients without it"
+            f"{wrapper} averages gradients over ranks {', '.join(map(str, averaging.ranks))} without rank "
+            f"{missing[0]}, which shares their sequence; let {wrapper} span all ranks, or sum gradients without it"
         )
     factor = len(ranks)
     if len(averaging.ranks) > factor and num_items is not None and facts.shape == (4,):
@@ -325,8 +325,8 @@ def _find_gradient_factor(
     state.gradient_factor = factor
     if is_new and factor > 1 and dist.get_rank() == averaging.ranks[0]:
         warnings.warn(
-            f"{wrapper} averages gradients over {len(averaging.ranks)} ranks, which share sequences: lightseq multiplies "
-            f"them by {factor}; do not scale the loss for that yourself",
+            f"{wrapper} averages gradients over {len(averaging.ranks)} ranks, which share sequences: lightseq "
+            f"multiplies them by {factor}; do not scale the loss for that yourself",
             stacklevel=2,
         )
 

@@ -14,6 +14,7 @@ import weakref
 from collections import deque
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -24,7 +25,7 @@ REMEDY = (
     "every rank must make the same calls of a model whose sequences are split, also to sample or to evaluate "
     "(docs/trainers.md)"
 )
-COLLECTIVES = ("torch.distributed.", "torch.nn.parallel.distributed")  # modules whose functions wait for other ranks
+COLLECTIVES = ("torch.distributed.", "torch.nn.parallel.distributed.", "lightseq.comm.")  # modules that wait for ranks
 
 
 class RollCall:
@@ -38,7 +39,7 @@ class RollCall:
         if len(self._ranks) == 1:
             return
         store = dist.distributed_c10d._get_default_store()
-        self._store = dist.PrefixStore(f"lightseq calls {hash(tuple(self._ranks)):x}", store)
+        self._store: Any = dist.PrefixStore(f"lightseq calls {hash(tuple(self._ranks)):x}", store)
         number = self._store.add(f"objects of rank {self._rank}", 1)
         self._keys = {rank: f"{number} {rank}" for rank in self._ranks}
         self._answers = _Answers(self._store, self._keys[self._rank])
@@ -65,18 +66,18 @@ class RollCall:
 
     def _wait(self, call: str, warns: bool) -> None:
         began, pause, asked = time.monotonic(), FIRST_PAUSE_SECONDS, 0
-        waits_for, places = [rank for rank in self._ranks if rank != self._rank], list[str]()
+        waits_for, places = [rank for rank in self._ranks if rank != self._rank], dict[int, str]()
         while waits_for := [rank for rank in waits_for if not self._makes(rank, call)]:
             seconds, rank = time.monotonic() - began, waits_for[0]
             if seconds > (asked + 1) * ASK_SECONDS:
                 asked += 1
-                places.append(self._place(rank, f"{self._rank} {self._made} {asked}"))
-                waits_for_us = len(self._ranks) == dist.get_world_size() and len(set(places[-2:])) == 1 < len(places)
-                if waits_for_us and places[-1].startswith("waits in"):
-                    raise ValueError(f"rank {self._rank} {call}, but rank {rank} {places[-1]}; {REMEDY}")
+                before, places = places, {x: self._place(x, f"{self._rank} {self._made} {asked}") for x in waits_for}
+                stuck = all(place.startswith("waits in") and place == before.get(x) for x, place in places.items())
+                if stuck and len(self._ranks) == dist.get_world_size():  # else they may wait for ranks of other groups
+                    raise ValueError(f"rank {self._rank} {call}, but rank {rank} {places[rank]}; {REMEDY}")
             late = f"rank {self._rank} {call} and has waited {seconds:.0f} s for rank {rank}"
-            if places and places[-1]:
-                late += f", which {places[-1]}"
+            if places.get(rank):
+                late += f", which {places[rank]}"
             if seconds > self._store.timeout.total_seconds():
                 raise ValueError(f"{late}; {REMEDY}")
             if warns and seconds > WARN_SECONDS:
@@ -141,12 +142,13 @@ class _Answers:
 
 
 def main_thread_place() -> str:
-    """Describes where the main thread is: in which collective, or at which line."""
+    """Describes where the main thread is: in which collective, or at which line outside torch and lightseq."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    collective = ""
-    while frame is not None and f"{frame.f_globals.get('__name__')}.".startswith(COLLECTIVES):
-        collective, frame = collective or frame.f_code.co_name, frame.f_back
     if frame is None:
         return "has ended"
+    waits = f"{frame.f_globals.get('__name__')}.".startswith(COLLECTIVES)
+    name = frame.f_code.co_name
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith(("torch.", "lightseq.")):
+        frame = frame.f_back
     line = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-    return f"waits in {collective} ({line})" if collective else f"is at {line}"
+    return f"waits in {name} ({line})" if waits else f"is at {line}"

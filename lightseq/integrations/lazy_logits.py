@@ -32,7 +32,7 @@ def _copied(output: ModelOutput, kind: type[ModelOutput]) -> ModelOutput:
 
 
 @cache
-def _lazy_class(kind: type[ModelOutput]) -> type[ModelOutput]:
+def _lazy_class(kind: Any) -> Any:
     return type(kind)(kind.__name__, (_LazyLogits, kind), {"_plain_class": kind, "__module__": __name__})
 
 
@@ -61,7 +61,7 @@ class _LazyLogits:
         self.__dict__["logits"] = value
 
     def _keys(self) -> list[str]:
-        keys = list(OrderedDict.__iter__(self))  # type: ignore[call-overload]
+        keys: list[str] = list(OrderedDict.__iter__(self))  # type: ignore[arg-type]
         if self._gather_logits is not None:
             keys.insert(keys.index("loss") + 1 if "loss" in keys else 0, "logits")
         return keys
@@ -93,7 +93,7 @@ class _LazyLogits:
         return ItemsView(self)  # type: ignore[arg-type]
 
     def get(self, key: str, default: Any = None) -> Any:
-        return self[key] if key in self else default
+        return self[key] if key in self._keys() else default
 
     def __repr__(self) -> str:
         values = ("gathered when read" if self._is_unread(name) else repr(self[name]) for name in self)

@@ -180,7 +180,6 @@ class SequenceParallel:
             if with_remat:
                 _set_checkpointing(self.args, True)
 
-
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         self._announce("evaluate()")
         return super().evaluate(*args, **kwargs)  # type: ignore[misc]

@@ -15,13 +15,13 @@ class _ChecksTemplate:
     """Mixin that refuses chats without a chat template before they are tokenized."""
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, *args: Any, **kwargs: Any) -> Any:
-        row = next(iter(dataset), {})
+        row: dict[str, Any] = next(iter(dataset), {})
         is_formatted = "input_ids" in row or any(map(callable, (*args, *kwargs.values())))  # by formatting_func
         is_chat = not is_formatted and (is_conversational(row) or is_conversational_from_value(row))
         if is_chat and not getattr(processing_class, "chat_template", None):
             raise ValueError(
-                f"the rows are chats ({', '.join(row)}), but the tokenizer has no chat template; set chat_template_path, "
-                "tokenizer.chat_template, or take the tokenizer of a chat model"
+                f"the rows are chats ({', '.join(row)}), but the tokenizer has no chat template; set "
+                "chat_template_path or tokenizer.chat_template, or take the tokenizer of a chat model"
             )
         return super()._prepare_dataset(dataset, processing_class, *args, **kwargs)  # type: ignore[misc]
 
