@@ -1,10 +1,10 @@
 """Model outputs whose logits are gathered over ranks when they are first read."""
 
 from collections import OrderedDict
-from collections.abc import Callable, ItemsView, Iterator, KeysView, ValuesView
+from collections.abc import Callable, Hashable, ItemsView, Iterator, KeysView, ValuesView
 from dataclasses import fields
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 from transformers.utils import ModelOutput
@@ -12,7 +12,7 @@ from transformers.utils import ModelOutput
 
 def with_lazy_logits(output: ModelOutput, gather: Callable[[], Tensor]) -> ModelOutput:
     """Returns a model's output with logits that `gather` computes on first use; its class is a subclass."""
-    lazy = _copied(output, _lazy_class(type(output)))
+    lazy = _copied(output, _lazy_class(cast(Hashable, type(output))))
     object.__setattr__(lazy, "_gather_logits", gather)
     return lazy
 
