@@ -117,6 +117,7 @@ def _check_inputs(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tupl
         kwargs["attention_mask"] = None
     documents = kwargs.get("documents")
     facts = kwargs.pop(BATCH_FACTS, None)
+    _check_positions_and_documents(model, context, kwargs.get("position_ids"), documents)
     if facts is not None:
         local = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
         announce_pass(context, (local.shape[0], local.shape[1] * context.layout.world), model.training)
@@ -129,7 +130,6 @@ def _check_inputs(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tupl
             # With gloo, attention waits for the other ranks on the host, so different documents would hang there.
             if base_transport_name(context.transport.name) == "gloo":
                 _finish_comparing_documents(context.forward_pass)
-    _check_positions_and_documents(model, context, kwargs.get("position_ids"), documents)
     state = context.forward_pass
     if state.outermost is None:  # the model around the layers may not forward `documents` to them
         state.outermost, state.packed = model, documents is not None
