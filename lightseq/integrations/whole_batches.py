@@ -30,6 +30,7 @@ from lightseq.models.architecture import (
     configured_logit_transform,
     head_change,
     known_logit_transform,
+    logit_state,
     transformers_model,
 )
 from lightseq.modules.compilation import allow_graphs_per_length
@@ -106,7 +107,8 @@ class WholeBatches:
         self._replaces_trl_head = self._weighs_tokens_equally = False
         self._pad_to: int | None = None
         self._ranks = context.layout.world
-        self._logit_transform: LogitTransform | None = None  # of the last pass whose head was replaced
+        self._logit_transform: LogitTransform | None = None  # of the model in the latest pass
+        self._logit_state: tuple[Any, ...] | None = None  # for which it was found
         self._configured_logit_transform = configured_logit_transform(self.model.config)  # None: not a known model
         self._changed_layers: list[tuple[nn.Module, Any]] = []
         self._pass: _Pass | None = None
@@ -207,10 +209,16 @@ class WholeBatches:
         """Returns whether the loss of this pass can be computed in place of the logits, by the model as it is now."""
         if self._configured_logit_transform is None:
             return False
-        self._logit_transform = known_logit_transform(self.model)
-        if self._logit_transform is None and (change := head_change(self.model)) and self.context.rank == 0:
+        if self._find_logit_transform() is None and (change := head_change(self.model)) and self.context.rank == 0:
             warnings.warn(f"{change}, so the logits of a rank's tokens exist whole", stacklevel=2)
         return self._logit_transform is not None
+
+    def _find_logit_transform(self) -> LogitTransform | None:
+        """Returns the function of the model as it is now, which is found again only if something has changed."""
+        state = logit_state(self.model) if head_change(self.model) is None else None
+        if state is None or state != self._logit_state:
+            self._logit_state, self._logit_transform = state, known_logit_transform(self.model)
+        return self._logit_transform
 
     def _check_trl_reads_all(self) -> None:
         """Raises ValueError for a model of which TRL's fused head would leave something out, on one process too.
@@ -221,7 +229,7 @@ class WholeBatches:
         change = f"'s LM head {x}" if isinstance(head, nn.Linear) and (x := product_change(head)) else None
         if not is_known_code(self.model.forward) and is_known_code(type(self.model).forward):
             change = " has a forward of its own"
-        found, of_config = known_logit_transform(self.model), self._configured_logit_transform
+        found, of_config = self._find_logit_transform(), self._configured_logit_transform
         if change is None and None not in (found, of_config) and found != of_config:
             change = f" makes logits with {found}, not with its config's {of_config}"
         if change is not None:
