@@ -71,7 +71,8 @@ def _write_config(source: Path, target: Path, rope: Mapping[str, Any]) -> None:
 def _pairs(path: Path, rank: float) -> dict[str, tuple[Tensor, Tensor]]:
     """Returns A and B by the name of the weight they adapt. Raises ValueError unless they are matrices of the rank."""
     with _readable(path):
-        open_regular(path).close()
+        if path.exists():
+            open_regular(path).close()
         tensors = load_file(path)
     names = {name.removesuffix(A) for name in tensors if name.endswith(A)}
     if not names:
