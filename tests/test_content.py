@@ -176,6 +176,7 @@ def test_data_read_in_another_way_and_old_checkpoints_are_compared_by_examples(t
         beforehand.resume_at(1, state | {"fingerprint": 1}, Path("/c"))
 
 
+@pytest.mark.slow
 def test_a_run_refuses_an_edited_token_directory_and_goes_on_from_an_old_checkpoint(tmp_path: Path) -> None:
     write_inputs(tmp_path)
     as_directory(tmp_path / "tokens", rows_of_ids())

@@ -230,6 +230,7 @@ def whole_losses(rank: int, names: list[str]) -> None:
         assert_same_gradients(model, want, name)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*exist whole")
 def test_losses_of_whole_batches_with_changed_heads_are_those_of_one_process() -> None:
     spawn(2, whole_losses, ["class", "hook", "the model's class", "the model's attribute", "a trained scale"])

@@ -40,7 +40,7 @@ RANDOM = "--random_init --model_name_or_path"
 REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     # the data
     "no data": ("--data_path {files}/gone", ("{files}/gone does not exist", "data_gen")),
-    "data of no known kind": ("--data_path {files}/file.csv", ("file.csv is not a token directory", "data_gen")),
+    "data of no known kind": ("--data_path {files}/file.tsv", ("file.tsv is not a token directory", "data_gen")),
     "a directory without tokens": ("--data_path {files}/model", ("(no meta.json)", "data_gen")),
     "a pickle that runs code": ("--data_path {files}/hostile.pkl", ("posix.system", "plain lists")),
     "a pickle cut short": ("--data_path {files}/cut.pkl", ("cut.pkl cannot be read", "write it again")),
@@ -217,7 +217,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     targetless = {"input_ids": [[1, 2, 3]], "labels": [[-100, -100, -100]]}
     (folder / "targetless.pkl").write_bytes(pickle.dumps(targetless))
     (folder / "cut.pkl").write_bytes(pickle.dumps(data)[:-9])
-    (folder / "file.csv").write_text("1,2\n")
+    (folder / "file.tsv").write_text("1,2\n")
     (folder / "t.jsonl").write_text('{"text": "words"}\n')
     (folder / "empty").mkdir()
     for name, zero in (("zero2", {"stage": 2}), ("unknown", {"stage": 3, "no_such_key": 1})):

@@ -526,7 +526,7 @@ def test_a_chat_template_replaces_the_tokenizers_and_has_tokens_of_its_own(tmp_p
             "gone.jinja",
             "--chat_template 'gone.jinja' cannot be read (No such file or directory); give a file,",
         ),
-        ("/", "--chat_template '/' cannot be read (not a regular file); give a file"),
+        ("/", "--chat_template '/' cannot be read (Is a directory); give a file"),
         ("x" * 5000, "cannot be read (File name too long)"),
         ("{% for m in messages %}", "--chat_template is not a Jinja template (line 1: Unexpected end of template"),
         ("{{ messages | nosuch }}", "line 1: --chat_template fails: No filter named 'nosuch'"),

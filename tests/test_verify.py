@@ -121,10 +121,11 @@ def test_a_presets_name_is_no_tokenizer_where_the_data_holds_tokens(tmp_path: Pa
 
 
 def test_flags_of_training_do_not_keep_verify_from_running(tmp_path: Path) -> None:
-    words = "--model_name_or_path tiny-llama3 --output_dir o --data_path nowhere --adam_beta2 0.95 --adam_epsilon 1e-6"
+    words = "--model_name_or_path tiny-llama3 --output_dir o --adam_beta2 0.95 --adam_epsilon 1e-6"
     words += ' --lr_scheduler_type cosine_with_min_lr --lr_scheduler_kwargs {"min_lr":1e-6}'
     words += " --max_eval_samples 3 --chat_template gone.jinja"
-    config = verify.shorten_run(parse(words.split(), ""), tmp_path, World(0, 1, 0, 1, CPU))
+    given = parse(words.split(), "", required=("model_name_or_path",))
+    config = verify.shorten_run(given, tmp_path, World(0, 1, 0, 1, CPU))
     assert (config.optim, config.max_eval_samples, config.chat_template) == ("sgd", None, None)
 
 
