@@ -43,7 +43,7 @@ EXPERIMENTS = {
 
 
 def check(found: dict[str, dict[str, list[float]]]) -> None:
-    """Allows 1e-5, as between ranks: processors add in other orders, and an AMD EPYC's gradient norm differs by 2e-6."""
+    """Allows 1e-5, as between ranks: processors add in other orders. An AMD EPYC's norms differ by 2e-6."""
     for run, values in found.items():
         for name, expected in NUMBERS[run].items():
             assert values[name] == pytest.approx(expected, rel=1e-5), f"{run} {name}"
