@@ -124,6 +124,14 @@ def test_answers_inside_a_prompt_are_no_targets(tmp_path: Path) -> None:
     assert one(tmp_path, {"prompt": [USER, BAD, USER], "completion": "well"}) == one(tmp_path, row)
 
 
+def test_columns_that_would_follow_a_prompt_of_text_are_refused_beside_turns(tmp_path: Path) -> None:
+    row = {"prompt": [USER], "completion": [ANSWER]}
+    assert one(tmp_path, {**row, "input": "", "text": "yo"}) == one(tmp_path, row)
+    for column, value in (("input", "more"), ("context", "more"), ("history", [["a", "b"]])):
+        assert f"column '{column}' cannot be joined to 'prompt'" in refusal(tmp_path, {**row, column: value})
+    assert "column 'text' holds another text than prompt and completion" in refusal(tmp_path, {**row, "text": "other"})
+
+
 def test_every_role_is_mapped_or_refused(tmp_path: Path) -> None:
     for role, meaning in ROLES.items():
         content = '{"name": "weather"}' if role in ("function_call", "tool_call") else "said"

@@ -14,6 +14,7 @@ from typing import Any, Final
 import numpy as np
 
 from lightseq.data.answers import RenderedChat, render_answers
+from lightseq.data.chat_template import ChatTemplate
 from lightseq.data.chats import Chat, read_chat, read_turns
 from lightseq.data.columns import (
     CHAT,
@@ -40,6 +41,7 @@ UNENDED: Final = (
     "an answer ends in text instead of a special token, so the model does not learn to stop there; a chat template "
     "whose turns end with a special token teaches it"
 )
+PROMPT_PARTS: Final = ("input", "context")  # columns that follow a prompt
 PACKED: Final = "a packed row is split into its documents, which --packing best_fit packs again"
 
 
@@ -227,15 +229,10 @@ def _real_tokens(row: Row, count: int, where: str) -> int:
 
 def _read_messages(row: Row, where: str, tokenizer: Tokenizer, *, column: str) -> list[Sample]:
     others = check_columns(row, CHAT, (column,), where)
-    if tokenizer.chat_template is None:
-        raise ValueError(
-            f"{where} is a chat, but tokenizer {tokenizer.name} has no chat template; give --tokenizer one that has, "
-            "or give --chat_template"
-        )
-    turns = read_turns(get_column(row, column, where), column, where)
-    chat = _make_chat(row, turns, where, tokenizer)
+    template = _template_of(tokenizer, where)
+    chat = read_chat(row, read_turns(get_column(row, column, where), column, where), template, where)
     check_repeated(row, others, chat.texts, column, where)
-    return _render(chat, tokenizer)
+    return _render(chat, template, tokenizer)
 
 
 def _read_pair(row: Row, where: str, tokenizer: Tokenizer, *, pair: tuple[str, str]) -> list[Sample]:
@@ -244,9 +241,15 @@ def _read_pair(row: Row, where: str, tokenizer: Tokenizer, *, pair: tuple[str, s
     prompt, answer = (get_column(row, name, where) for name in pair)
     if isinstance(prompt, list) or isinstance(answer, list):
         turns = [*_side(row, pair[0], "user", where), *_side(row, pair[1], "assistant", where)]
+        if unused := [name for name in (*PROMPT_PARTS, "history") if name not in pair and not is_blank(row.get(name))]:
+            raise ValueError(
+                f"{where}: column {unused[0]!r} cannot be joined to {pair[0]!r} and {pair[1]!r}, which hold turns; "
+                "move it into them"
+            )
+        check_repeated(row, others, [turn["content"] for turn, _ in turns], " and ".join(pair), where)
     else:
         prompt, answer = get_text(row, pair[0], where), get_text(row, pair[1], where)
-        more = [name for name in ("input", "context") if name not in pair and not is_blank(row.get(name))]
+        more = [name for name in PROMPT_PARTS if name not in pair and not is_blank(row.get(name))]
         prompt = "\n\n".join([prompt, *(get_text(row, name, where) for name in more)])
         check_repeated(row, others, [prompt, answer], " and ".join(pair), where)
         if not answer:
@@ -259,12 +262,18 @@ def _read_pair(row: Row, where: str, tokenizer: Tokenizer, *, pair: tuple[str, s
                 [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}], pair[1], where
             ),
         ]
+    template = _template_of(tokenizer, where)
+    return _render(read_chat(row, turns, template, where), template, tokenizer)
+
+
+def _template_of(tokenizer: Tokenizer, where: str) -> ChatTemplate:
+    """Returns the tokenizer's chat template. Raises ValueError if it has none."""
     if tokenizer.chat_template is None:
         raise ValueError(
-            f"{where} holds turns, but tokenizer {tokenizer.name} has no chat template; give --tokenizer one that has, "
+            f"{where} is a chat, but tokenizer {tokenizer.name} has no chat template; give --tokenizer one that has, "
             "or give --chat_template"
         )
-    return _render(_make_chat(row, turns, where, tokenizer), tokenizer)
+    return tokenizer.chat_template
 
 
 def _side(row: Row, name: str, role: str, where: str) -> list[tuple[dict[str, Any], bool]]:
@@ -293,15 +302,9 @@ def _concatenated(row: Row, prompt: str, answer: str, where: str, tokenizer: Tok
     return Sample(((prompt, False), (answer, True)), remarks=frozenset() if tokenizer.end else frozenset([UNENDED]))
 
 
-def _make_chat(row: Row, turns: list[tuple[dict[str, Any], bool]], where: str, tokenizer: Tokenizer) -> Chat:
-    assert tokenizer.chat_template is not None
-    return read_chat(row, turns, tokenizer.chat_template, where)
-
-
-def _render(chat: Chat, tokenizer: Tokenizer) -> list[Sample]:
-    assert tokenizer.chat_template is not None
-    rendered = render_answers(chat, tokenizer.chat_template)
-    return [_as_sample(one, tokenizer) for one in rendered] or [Sample(skipped=NO_ANSWER if chat.turns else EMPTY)]
+def _render(chat: Chat, template: ChatTemplate, tokenizer: Tokenizer) -> list[Sample]:
+    found = [_as_sample(one, tokenizer) for one in render_answers(chat, template)]
+    return found or [Sample(skipped=NO_ANSWER if chat.turns else EMPTY)]
 
 
 def _as_sample(rendered: RenderedChat, tokenizer: Tokenizer) -> Sample:
