@@ -224,15 +224,12 @@ def _read_parquet(path: Path) -> Iterator[NamedRow]:
         import pyarrow.parquet as pq
     except ImportError as error:
         raise ValueError(f"{path}: reading Parquet needs pyarrow; pip install pyarrow") from error
-    number = 0
-    try:
+
+    def batches() -> Iterator[Any]:
         with pq.ParquetFile(path) as file:
-            for rows in file.iter_batches(batch_size=256):
-                for value in rows.to_pylist():
-                    yield f"{path} row {number}", value
-                    number += 1
-    except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read as Parquet past row {number}: {first_line(error)}") from error
+            yield from file.iter_batches(batch_size=256)
+
+    yield from _rows_of_batches(path, "Parquet", batches(), pa.ArrowException)
 
 
 def _read_arrow(path: Path) -> Iterator[NamedRow]:
@@ -241,21 +238,30 @@ def _read_arrow(path: Path) -> Iterator[NamedRow]:
         import pyarrow as pa
     except ImportError as error:
         raise ValueError(f"{path}: reading Arrow needs pyarrow; pip install pyarrow") from error
-    number = 0
-    try:
+
+    def batches() -> Iterator[Any]:
         with pa.memory_map(str(path)) as file:
             try:
                 opened = pa.ipc.open_file(file)
-                batches = (opened.get_batch(index) for index in range(opened.num_record_batches))
             except pa.ArrowInvalid:
                 file.seek(0)
-                batches = iter(pa.ipc.open_stream(file))
-            for batch in batches:
-                for value in batch.to_pylist():
-                    yield f"{path} row {number}", value
-                    number += 1
-    except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read as Arrow past row {number}: {first_line(error)}") from error
+                yield from pa.ipc.open_stream(file)
+            else:
+                yield from map(opened.get_batch, range(opened.num_record_batches))
+
+    yield from _rows_of_batches(path, "Arrow", batches(), pa.ArrowException)
+
+
+def _rows_of_batches(path: Path, kind: str, batches: Iterator[Any], failure: type[Exception]) -> Iterator[NamedRow]:
+    """Yields the rows of Arrow's record batches. Raises ValueError with the number of rows before a damaged one."""
+    number = 0
+    try:
+        for batch in batches:
+            for value in batch.to_pylist():
+                yield f"{path} row {number}", value
+                number += 1
+    except (OSError, failure, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read as {kind} past row {number}: {first_line(error)}") from error
 
 
 def _read_csv(path: Path) -> Iterator[NamedRow]:
