@@ -319,7 +319,7 @@ def test_long_runs_are_thinned_evenly_and_unknown_numbers_are_gaps(tmp_path: Pat
     assert page.charts[0][1]["xaxis"]["type"] == "log", "the short run keeps some room"
 
 
-@pytest.mark.parametrize("module", ["plotly", "jinja2"])
+@pytest.mark.parametrize("module", ["plotly", pytest.param("jinja2", marks=pytest.mark.slow)])
 def test_without_the_extra_only_the_page_is_refused(tmp_path: Path, module: str) -> None:
     run = write_run(tmp_path / "run", [record(1)])
     code = f"import sys; sys.modules['{module}'] = None; import analysis.__main__ as a; sys.exit(a.main(sys.argv[1:]))"

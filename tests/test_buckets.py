@@ -129,6 +129,7 @@ def test_losses_on_one_rank_are_those_of_full_padding(files: Path) -> None:
     })  # fmt: skip
 
 
+@pytest.mark.slow
 def test_losses_on_two_ranks_are_those_of_full_padding(files: Path) -> None:
     evaluates = EVALUATES.format(files=files)
     check_same_losses(files, 2, {

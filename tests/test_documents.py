@@ -67,7 +67,7 @@ def _schedules(world: int) -> list[Schedule]:
     return found
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 6, 8])
+@pytest.mark.parametrize("world", [1, 2, 3, 4, *(pytest.param(n, marks=pytest.mark.slow) for n in (6, 8))])
 def test_documents_meet_themselves_once_and_never_another(world: int) -> None:
     rng = random.Random(world)
     for schedule in _schedules(world):

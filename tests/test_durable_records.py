@@ -47,6 +47,8 @@ CASES = {  # the checkpoint after which the run dies, the step that gets a signa
     "DeepSpeed": (3, -1, "--save_steps 3 --logging_steps 5 --optim adamw_torch --deepspeed {files}/zero.json"),
 }
 
+QUICK = ("training waits", "between two records", "the best checkpoint")
+
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -56,7 +58,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[] if case in QUICK else pytest.mark.slow) for case in CASES]
+)
 def test_a_run_killed_right_after_a_save_has_the_records_of_all_saved_steps(case: str, files: Path) -> None:
     step, stopped_at, flags = CASES[case]
     output = f"killed {case}".replace(" ", "-")

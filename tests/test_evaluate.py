@@ -179,7 +179,7 @@ def test_loss_by_position_is_that_of_one_process(files: Files, world: int) -> No
         assert whole / summary["valid_tokens"] == pytest.approx(summary["loss"], rel=1e-12)
 
 
-@pytest.mark.parametrize("packing", ["none", "best_fit"])
+@pytest.mark.parametrize("packing", ["none", pytest.param("best_fit", marks=pytest.mark.slow)])
 def test_a_limit_evaluates_as_a_file_cut_to_it_does(files: Files, tmp_path: Path, packing: str) -> None:
     """The first rows or documents count, also those too short to have a target."""
     tokens, texts = [*documents()[:2], np.array([3]), *documents()[2:]], ["ab", "", "cdefg", "h" * 99, "ijk"]

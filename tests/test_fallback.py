@@ -72,6 +72,7 @@ def whole(files: Path) -> list[float]:
     return losses(files, "whole")
 
 
+@pytest.mark.slow
 def test_all_ranks_start_over_with_less_memory_from_the_last_checkpoint(files: Path, whole: list[float]) -> None:
     ended = run(files, "short", STEPS, ranks=2, at=3, times=1)
     assert ended.returncode == 0, ended.stderr

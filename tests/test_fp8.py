@@ -36,6 +36,7 @@ def run(rank: int, runs: list[str]) -> list[Ended]:
     return [program(rank, "llama3", line) for line in runs]
 
 
+@pytest.mark.slow
 def test_losses_with_emulated_fp8_stay_with_bfloat16_and_the_model_is_saved_as_any_other(files: Path) -> None:
     common = f"--bf16 --max_steps {STEPS}"
     runs = [

@@ -163,7 +163,7 @@ def refused(call: Callable[[], Any], line: str) -> None:
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow), 4])
 def test_no_target_is_lost_at_a_border_and_positions_are_global(world: int) -> None:
     spawn(world, labels_and_positions)
 

@@ -278,7 +278,7 @@ def test_under_autocast_log_probs_have_the_gradients_of_transformers(alone: None
         assert p.grad is not None and q.grad is not None and relative(p.grad, q.grad) < 0.05, name
 
 
-@pytest.mark.parametrize("checkpoints", [False, True])
+@pytest.mark.parametrize("checkpoints", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_checkpointed_and_compiled_models_have_log_probs(alone: None, checkpoints: bool) -> None:
     model, want = llama().train(), llama()
     context = hf.enable(model)

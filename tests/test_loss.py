@@ -278,6 +278,7 @@ def test_a_trained_bias_alone_has_its_gradient() -> None:
     torch.testing.assert_close(grads(got, [bias])[0], want)
 
 
+@pytest.mark.slow
 def test_the_gradient_of_the_bias_adds_up_over_many_chunks_in_float32() -> None:
     tokens = 1024
     hidden, weight = torch.ones(tokens, HIDDEN, dtype=torch.bfloat16), torch.zeros(WORDS, HIDDEN, dtype=torch.bfloat16)
@@ -561,6 +562,7 @@ def test_on_a_gpu_token_metrics_are_those_of_the_same_logits(dtype: torch.dtype,
             assert (g - w).norm() <= 2e-2 * w.norm() if dtype is torch.bfloat16 else (g - w).norm() <= 1e-5 * w.norm()
 
 
+@pytest.mark.slow
 def test_the_gradient_of_log_probs_adds_up_over_many_chunks_in_float32() -> None:
     tokens = 1024
     hidden = torch.ones(tokens, HIDDEN, dtype=torch.bfloat16)

@@ -268,7 +268,7 @@ def small_llama() -> tuple[LlamaModel, Callable[[], Tensor]]:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("tile", [5, 50])
+@pytest.mark.parametrize("tile", [5, pytest.param(50, marks=pytest.mark.slow)])
 def test_a_checkpoint_that_keeps_gate_and_up_makes_neither_again(
     compiled: bool, tile: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -465,6 +465,7 @@ def locks(monkeypatch: pytest.MonkeyPatch) -> Locks:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not LARGE_PAGES.exists() or "[never]" in LARGE_PAGES.read_text(), reason="no large pages here")
 def test_tensors_of_the_host_lie_in_large_pages_unless_told_otherwise() -> None:
     program = (

@@ -80,6 +80,7 @@ def plain(states: Iterable[Tensor]) -> Iterable[Tensor]:
         yield from (local.codes, local.scale) if hasattr(local, "codes") else (local,)
 
 
+@pytest.mark.slow
 def test_losses_are_those_of_adamw_and_states_take_a_byte(files: Path) -> None:
     expected, got = losses(files, "wide"), losses(files, "narrow")
     assert min(expected) < expected[0] - 1
@@ -87,10 +88,12 @@ def test_losses_are_those_of_adamw_and_states_take_a_byte(files: Path) -> None:
     assert int((files / "states").read_text()) == 2 * (QUANTIZED * (1 + 4 / 256) + 4 * NORMS)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_equals_one_that_never_stopped(files: Path) -> None:
     assert losses(files, "resumed") == losses(files, "narrow")[HALF:]  # to the bit
 
 
+@pytest.mark.slow
 def test_pieces_train_as_the_whole_does(files: Path) -> None:
     assert losses(files, "pieces") == losses(files, "resumed")  # to the bit
 
@@ -123,6 +126,7 @@ def _updates(rank: int, flags: dict[str, float], piece: int | None) -> list[list
     return [with_flags, by_torch, without]
 
 
+@pytest.mark.slow
 def test_states_go_to_other_numbers_of_ranks_unless_a_block_would_be_cut(files: Path) -> None:
     flags = f"--optim adamw_8bit --max_steps {HALF + 1} {resume(files)}"
     assert [end.status for end in spawn(1, run, [words(files, "alone", flags)])[0][0]] == [0]

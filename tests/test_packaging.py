@@ -37,6 +37,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_wheel_trains_outside_the_repository(installed: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(installed / "site"), "OMP_NUM_THREADS": "1"}
 

@@ -44,6 +44,7 @@ LAYERS = 8
 ADAPTERS = "--lora_rank 2"  # without gradients of weights it is at the end of the layers that memory is short
 
 
+@pytest.mark.slow
 def test_layers_that_keep_offload_and_compute_again_give_the_losses_of_all_that_keep(tmp_path: Path) -> None:
     files = write_inputs(tmp_path)
     config = LlamaConfig.from_pretrained(files / "model")

@@ -33,7 +33,7 @@ def made(rank: int = 0) -> tuple[LlamaModel, list[nn.Parameter], Callable[[], Te
     return model, trained, lambda: (model(input_ids=ids, use_cache=False).last_hidden_state * weigh).sum()
 
 
-@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_checkpoint_that_keeps_products_makes_none_of_them_again(
     compiled: bool, rank: int, monkeypatch: pytest.MonkeyPatch

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 # What stands before `begin` is the user's own; what follows is ours.
 SNAPSHOT = """
@@ -50,5 +52,6 @@ def test_importing_lightseq_prints_nothing() -> None:
     assert run("from lightseq import hf; import lightseq.parallelize") == ("", "")
 
 
+@pytest.mark.slow
 def test_lightseq_leaves_environment_loggers_and_warnings_of_a_script_alone() -> None:
     assert [text.partition("begin\n")[2] for text in run(SNAPSHOT)] == ["", ""]

@@ -271,7 +271,7 @@ def test_it_holds_what_the_plan_counts(keep: bool) -> None:
     assert held_by_backward(keep, grouped=False) == planned_widths() + again
 
 
-@pytest.mark.parametrize("ends_early", [True, False])
+@pytest.mark.parametrize("ends_early", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_layers_of_a_group_hold_what_the_plan_counts(ends_early: bool) -> None:
     """Beside what one of them takes, the inputs of all but the first, which was kept."""
     held = held_by_backward(False, grouped=True, ends_early=ends_early)
@@ -283,7 +283,7 @@ def test_a_last_layer_that_keeps_what_attention_gives_holds_no_more() -> None:
     assert with_it == without
 
 
-@pytest.mark.parametrize("tiled", [True, False])
+@pytest.mark.parametrize("tiled", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_layers_of_a_group_that_hand_over_inputs_hold_one(tiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """And of the gradients that come down, none that is used up."""
     monkeypatch.setattr(offload, "MIN_BYTES", 0)
