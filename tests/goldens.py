@@ -11,6 +11,7 @@ Everything here goes through command lines and the files that a run writes.
 import json
 import pickle
 import re
+import shlex
 import shutil
 import sys
 from argparse import ArgumentParser
@@ -35,6 +36,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from worlds import spawn
 
 HERE = Path(__file__).resolve().parent / "goldens"
+COMMITTED = shlex.quote(str(HERE / "checkpoints"))  # the folder in a command line
 LENGTH, VOCABULARY, STEPS = 61, 64, 3
 DOCUMENTS = (61, 9, 40, 3, 61, 22, 2, 55)  # some ranks hold no valid token
 MODEL = LlamaConfig(
@@ -143,14 +145,14 @@ CHECKPOINTS = {
     "ddp": "--fsdp ''",
     "lora": "--lora_rank 4",
     "adamw_8bit": "--optim adamw_8bit --max_grad_norm 0",
-    "deepspeed": f"--deepspeed {HERE}/checkpoints/zero2.json",
+    "deepspeed": f"--deepspeed {COMMITTED}/zero2.json",
 }
 SAVED_STEP = 2
 
 
 def resumable(folder: Path, output: str, kind: str, *more: str) -> str:
     """Returns the command line of a run of which no step depends on --max_steps; its model is the committed one."""
-    model = f"--model_name_or_path {HERE}/checkpoints/model --random_init False"
+    model = f"--model_name_or_path {COMMITTED}/model --random_init False"
     return words_of(folder, output, model, f"--lr_scheduler_type constant {CHECKPOINTS[kind]}", *more)
 
 
