@@ -295,3 +295,26 @@ def test_masks_of_long_answers_follow_the_text(tmp_path: Path) -> None:
     found = one(tmp_path, {"messages": [USER, {"role": "assistant", "content": text}, USER, ANSWER]})
     assert found.targets == [f"{text}<|im_end|>\n", *LEARNT]
     assert np.count_nonzero(found.mask) < len(found.ids)
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "'chosen' holds preferences, which SequenceParallelDPO"),
+        ({"chosen": [USER, ANSWER], "rejected": [USER, ANSWER]}, "'chosen' holds preferences"),
+        ({"image": "a.png", "caption": "b"}, "'image' holds no text, and lightseq trains on text only"),
+        ({"weight": 1, "body": "b"}, "has no column 'text', messages, or prompt and completion; it has: weight, body"),
+        ({"label": 1, "sentence": "b"}, "has no column 'text', messages, or prompt and completion; it has: label"),
+    ],
+)
+def test_rows_of_no_format_say_what_their_columns_hold(tmp_path: Path, row: dict[str, Any], reason: str) -> None:
+    assert reason in refusal(tmp_path, row)
+
+
+@pytest.mark.parametrize(
+    ("mask", "fault"),
+    [([0, 1, 1], "has padding on the left"), ([1, 0, 1], "has holes"), ([1, 2, 0], "has values beside 0 and 1")]
+    + [([1, 1], "has 2 values for 3 input_ids")],
+)
+def test_a_mask_of_padding_says_what_is_wrong(tmp_path: Path, mask: list[int], fault: str) -> None:
+    assert f"{fault}; pad on the right" in refusal(tmp_path, {"input_ids": [3, 4, 5], "attention_mask": mask})

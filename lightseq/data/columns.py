@@ -78,12 +78,13 @@ HARMLESS: Final = frozenset(
     turn turns num_turns n_turns length len num_tokens n_tokens token_count tokens_count word_count char_count
     text_length path file filename file_name file_path repo repo_name repository commit size dump quality
     toxic redacted openai_moderation detoxify_moderation user_id country state hashed_ip __index_level_0__
-    needle_depth
+    needle_depth parallel_tool_calls tool_choice
     """)
 )
 
 PREFERENCES: Final = "holds preferences, which SequenceParallelDPOTrainer trains on (docs/trainers.md)"
 ONLY_TEXT: Final = "lightseq trains on text only"
+NO_TEXT: Final = f"holds no text, and {ONLY_TEXT}"
 WEIGHTS: Final = ("weight", "weights", "loss_weight", "sample_weight", "token_weights", "loss_scale")
 # Columns that change what is trained and are not supported, with the reason or remedy.
 UNSUPPORTED: Final[Mapping[str, str]] = {
@@ -94,7 +95,7 @@ UNSUPPORTED: Final[Mapping[str, str]] = {
         ),
         PREFERENCES,
     ),
-    **dict.fromkeys(_words("image images video videos audio audios"), f"holds no text, and {ONLY_TEXT}"),
+    **dict.fromkeys(_words("image images video videos audio audios"), NO_TEXT),
     **dict.fromkeys(WEIGHTS, "weighs targets, which all count the same here"),
     **dict.fromkeys(
         _words("mask masks response_mask special_tokens_mask prompt_mask train_mask target_mask"),

@@ -79,7 +79,9 @@ def read_rows(source: str | Path, options: ReadOptions | None = None) -> Iterato
 def get_column(row: Row, column: str, where: str) -> Any:
     """Returns a column of a row. Raises ValueError if it is missing."""
     if column not in row:
-        raise ValueError(f"{where} has no column {column!r}; it has: {join_names(row)}")
+        raise ValueError(
+            f"{where} has no column {column!r}; it has: {join_names(row)}; add the column, or remove the row"
+        )
     return row[column]
 
 
@@ -276,7 +278,10 @@ def _read_csv(path: Path) -> Iterator[NamedRow]:
                 yield f"{path} row {number}", value
                 number += 1
     except (csv.Error, ValueError) as error:
-        raise ValueError(f"{path} cannot be read as CSV past row {number}: {first_line(error)}") from error
+        raise ValueError(
+            f"{path} cannot be read as CSV past row {number}: {first_line(error)}; separate cells by commas, and quote "
+            'with "'
+        ) from error
 
 
 READERS: Final[Mapping[str, Callable[[Path], Iterator[NamedRow]]]] = {  # by suffix

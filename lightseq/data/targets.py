@@ -20,13 +20,17 @@ from lightseq.data.columns import (
     CHAT,
     CHAT_COLUMNS,
     DOCUMENT_COLUMNS,
+    HARMLESS_BESIDE_TEXT,
     IDS,
     MASK_COLUMNS,
+    NO_TEXT,
     PAIR,
+    PREFERENCES,
     PROMPT_COLUMNS,
     SYSTEM_COLUMNS,
     TEMPLATE_COLUMNS,
     TEXT,
+    UNSUPPORTED,
     check_columns,
     check_repeated,
     is_blank,
@@ -97,6 +101,9 @@ def detect_row_format(columns: Iterable[str], text_column: str, where: str) -> R
         return RowFormat(PAIR, partial(_read_pair, pair=pair))
     if text_column in columns:
         return RowFormat(TEXT, partial(_read_text, column=text_column), masked=False, whole=True)
+    for name in columns:
+        if name not in HARMLESS_BESIDE_TEXT and UNSUPPORTED.get(name) in (PREFERENCES, NO_TEXT):
+            raise ValueError(f"{where}: column {name!r} {UNSUPPORTED[name]}")
     raise ValueError(
         f"{where} has no column {text_column!r}, messages, or prompt and completion; it has: {join_names(columns)}; "
         "name the text with --text_column"
@@ -216,12 +223,17 @@ def _real_tokens(row: Row, count: int, where: str) -> int:
         return count
     mask = _integers(row, "attention_mask", where)
     real = int(np.count_nonzero(mask))
-    if len(mask) != count or not (mask[:real] == 1).all():
-        raise ValueError(
-            f"{where}: 'attention_mask' {row['attention_mask']!r:.40} has padding on the left, holes, values beside 0 "
-            f"and 1, or another length than the {count:,} input_ids; pad on the right, or not at all"
-        )
-    return real
+    if len(mask) != count:
+        fault = f"has {len(mask):,} values for {count:,} input_ids"
+    elif not np.isin(mask, (0, 1)).all():
+        fault = "has values beside 0 and 1"
+    elif not (mask[:real] == 1).all():
+        fault = "has holes" if mask[0] else "has padding on the left"
+    else:
+        return real
+    raise ValueError(
+        f"{where}: 'attention_mask' {row['attention_mask']!r:.40} {fault}; pad on the right, or not at all"
+    )
 
 
 # ---- chats and answers -----------------------------------------------------------------------------------------------

@@ -202,6 +202,8 @@ def _name_full_disk(cache: Path) -> Iterator[None]:
 
 @contextmanager
 def _lock(cache: Path, fingerprint: str) -> Iterator[None]:
+    if cache.exists() and not cache.is_dir():
+        raise ValueError(f"--data_cache {cache} is a file; name a directory")
     try:
         cache.mkdir(parents=True, exist_ok=True)
         held = (cache / f"{fingerprint}.lock").open("w")

@@ -33,7 +33,7 @@ def loss_task(options: Options, config: TrainConfig, model: FoundModel, world: W
 
 def _table(found: Perplexity) -> list[str]:
     rows = [["positions", "tokens", "loss", "perplexity"]]
-    rows += [[_positions(b), f"{b.valid_tokens:,}", *_numbers(b.loss)] for b in found.bins]
+    rows += [[_positions(b), f"{b.valid_tokens:,}", *_numbers(b.loss)] for b in found.bins if b.valid_tokens]
     return aligned([*rows, ["all", f"{found.valid_tokens:,}", *_numbers(found.loss)]])
 
 
