@@ -169,3 +169,67 @@ def test_a_template_that_runs_or_writes_without_end_is_one_line(
     monkeypatch.setattr("lightseq.utils.limited.MAX_SECONDS", 1.0 if "1 s" in reason else 60.0)
     monkeypatch.setattr("lightseq.utils.limited.MAX_BYTES", 1 << 30)
     assert reason in refusal(tmp_path, template + CHATML, {"messages": [USER, ANSWER]})
+
+
+@pytest.mark.parametrize("generates", [True, False])
+@pytest.mark.parametrize(
+    ("first", "learnt"),
+    [
+        ({"role": "assistant", "content": "You"}, "You<|im_end|>\n"),  # which the default prompt contains
+        ({"role": "assistant", "content": "", "tool_calls": [CALL]}, "<tool_call>"),
+        ({"role": "assistant", "content": "b", "reasoning_content": "so"}, "<think>so</think>b<|im_end|>\n"),
+    ],
+)
+def test_a_chat_that_the_assistant_begins_teaches_no_prompt(
+    tmp_path: Path, first: dict[str, Any], learnt: str, generates: bool
+) -> None:
+    template = "<|im_start|>system\nYou are a default prompt.<|im_end|>\n" + CHATML
+    if not generates:
+        template = template.partition("{% if add_generation_prompt %}")[0]
+    (found,) = read_rows(tmp_path, byte_level(template), {"messages": [first]})
+    assert found.targets[0].startswith(learnt) and len(found.targets) == 1
+
+
+@pytest.mark.parametrize(
+    ("turn", "reason"),
+    [
+        ({"from": "gpt", "value": "b", "role": "user"}, "has both 'from' and 'role'; keep one"),
+        ({"role": "assistant", "content": "b", "value": "c"}, "has both 'content' and 'value'; keep one"),
+        ({**ANSWER, "reasoning_content": "c", "thinking": "d"}, "has both 'reasoning_content' and 'thinking'"),
+        ({"role": "assistant", "tool_calls": [{**CALL, "result": "d"}]}, "does not read 'result' of a call"),
+        ({"from": "function_call", "value": '{"name": "f", "arguments": {}, "thought": "d"}'}, "'thought' of a call"),
+    ],
+)  # fmt: skip
+def test_no_member_of_a_turn_or_a_call_is_lost(tmp_path: Path, turn: dict[str, Any], reason: str) -> None:
+    assert reason in refusal(tmp_path, CHATML, {"messages": [USER, turn, AGAIN, ANSWER]})
+    repeated = {**ANSWER, "from": None, "value": "", "reasoning": "so", "thinking": "so"}  # as Arrow fills turns
+    assert read_rows(tmp_path, byte_level(), {"messages": [USER, repeated]})
+
+
+def test_a_null_in_json_text_stays_and_one_that_arrow_fills_in_goes(tmp_path: Path) -> None:
+    def calls(arguments: Any) -> str:
+        turn = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+        (found,) = read_rows(tmp_path, byte_level(), {"messages": [USER, turn]})
+        return found.text
+
+    assert '{"x": null}' in calls('{"x": null}') and '{"y": 1}' in calls({"x": None, "y": 1})
+    row = {"messages": [USER, ANSWER], "tools": '[{"name": "f", "default": null}]'}
+    assert '"default": null' in read_rows(tmp_path, byte_level(), row)[0].text
+
+
+def test_arrow_maps_are_objects_and_its_times_are_refused(tmp_path: Path) -> None:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+
+    def write(name: str, kind: Any, value: Any) -> Path:
+        call = pa.struct([("function", pa.struct([("name", pa.string()), ("arguments", kind)]))])
+        turn = pa.struct([("role", pa.string()), ("content", pa.string()), ("tool_calls", pa.list_(call))])
+        asks = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": value}}]}
+        table = pa.table({"messages": pa.array([[{**USER, "tool_calls": None}, asks]], pa.list_(turn))})
+        pq.write_table(table, tmp_path / name)
+        return tmp_path / name
+
+    (found,) = read_path(write("map.parquet", pa.map_(pa.string(), pa.string()), [("city", "Paris")]), byte_level())
+    assert '{"city": "Paris"}' in found.text
+    times = write("time.parquet", pa.struct([("when", pa.timestamp("s"))]), {"when": 0})
+    with pytest.raises(ValueError, match="a datetime, which JSON does not have; write it as text"):
+        read_path(times, byte_level())

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
@@ -165,6 +166,52 @@ def test_wrappers_that_may_sum_are_refused(alone: None) -> None:
     whole = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
     with pytest.raises(ValueError, match="FSDP1 averages gradients"):
         whole(**hf.shard_batch(context, ids(), ids()))
+
+
+class WithTemperature(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.temperature = model, nn.Parameter(torch.ones(()))
+
+    def forward(self, **batch: Any) -> Any:
+        return self.model(**batch)
+
+
+def test_gradients_that_ddp_averages_beside_or_inside_the_model_are_refused(alone: None) -> None:
+    model = fresh_model()
+    context = hf.enable(model)
+    batch = hf.shard_batch(context, ids(), ids())
+    around = DistributedDataParallel(WithTemperature(model))
+    with pytest.raises(ValueError, match=r"averages the gradient of temperature, which is outside of the LlamaForCaus"):
+        around(**batch)
+    model.model.layers[1] = DistributedDataParallel(model.model.layers[1])
+    with pytest.raises(ValueError, match=r"DDP around the part model\.layers\.1 averages gradients"):
+        model(**batch)
+    other = fresh_model()
+    context = hf.enable(other)
+    replicate(other)
+    with pytest.raises(ValueError, match="replicate around the model averages gradients"):
+        other(**hf.shard_batch(context, ids(), ids()))
+
+
+def test_a_hook_that_sums_is_refused_after_the_first_step_too(alone: None) -> None:
+    model = fresh_model()
+    context = hf.enable(model)
+    wrapped = DistributedDataParallel(model)
+    wrapped(**hf.shard_batch(context, ids(), ids())).loss.backward()
+    wrapped.register_comm_hook(None, summing_hook)
+    with pytest.raises(ValueError, match="communication hook summing_hook"):
+        wrapped(**hf.shard_batch(context, ids(), ids()))
+
+
+def test_a_factor_that_divides_gradients_is_named(alone: None) -> None:
+    model = sharded(fresh_model())
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(2.0)
+    context = hf.enable(model)
+    with pytest.warns(UserWarning, match="FSDP2 divides gradients by 2, which set_gradient_divide_factor asked for"):
+        model(**hf.shard_batch(context, ids(), ids()))
 
 
 class OwnLoss(Trainer):

@@ -318,3 +318,14 @@ def test_rows_of_no_format_say_what_their_columns_hold(tmp_path: Path, row: dict
 )
 def test_a_mask_of_padding_says_what_is_wrong(tmp_path: Path, mask: list[int], fault: str) -> None:
     assert f"{fault}; pad on the right" in refusal(tmp_path, {"input_ids": [3, 4, 5], "attention_mask": mask})
+
+
+def test_names_that_stand_twice_are_refused(tmp_path: Path) -> None:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    (tmp_path / "a.csv").write_text("text,text\na,b\n")
+    (tmp_path / "a.jsonl").write_text('{"messages": [{"role": "assistant", "content": "a", "content": "b"}]}\n')
+    (tmp_path / "a.json").write_text('[{"text": "a", "text": "b"}]')
+    pq.write_table(pa.table([pa.array(["a"]), pa.array(["b"])], ["text", "text"]), tmp_path / "a.parquet")
+    for name, column in (("a.csv", "text"), ("a.jsonl", "content"), ("a.json", "text"), ("a.parquet", "text")):
+        with pytest.raises(ValueError, match=rf"'{column}'.*(is given twice|; rename or remove one)"):
+            open_path(tmp_path / name, byte_level())

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -159,7 +160,17 @@ def plain_log_probs(model: Any, temperature: float) -> Tensor:
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.filterwarnings("ignore:.*exist whole")
 def test_log_probs_of_changed_heads_are_those_of_the_model(alone: None, name: str) -> None:
-    model, want = built(*HEADS[name]), built(*HEADS[name])
+    check_log_probs(*HEADS[name], name)
+
+
+def test_log_probs_follow_a_function_that_replaces_torchs_linear(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    linear = F.linear
+    monkeypatch.setattr(F, "linear", lambda x, weight, bias=None: 2 * linear(x, weight, bias))
+    check_log_probs(llama, lambda model: None, "linear")
+
+
+def check_log_probs(make: Callable[[], Any], change: Change, name: str) -> None:
+    model, want = built(make, change), built(make, change)
     context = hf.enable(model)
     batch = hf.shard_batch(context, IDS, IDS)
     got, plain = hf.token_log_probs(context, model, batch, 0.7), plain_log_probs(want, 0.7)
@@ -243,6 +254,39 @@ def test_an_attribute_that_changes_between_steps_changes_the_next_loss(alone: No
         model.logit_scale = want.logit_scale = scale
         got, plain = (x(input_ids=IDS, labels=IDS).loss for x in (model, want))
         assert relative(got, plain) < 1e-6
+
+
+def in_place(model: Any, scale: float) -> None:
+    model.logit_scale.fill_(scale)
+
+
+def behind_torch(model: Any, scale: float) -> None:
+    model.logit_scale.data.fill_(scale)
+
+
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [
+        (lambda model: vars(model).update(logit_scale=torch.tensor(0.5)), in_place),
+        (lambda model: with_buffer(model), behind_torch),
+        (lambda model: None, lambda model, scale: setattr(model, "logit_scale", np.float64(scale))),
+    ],
+)
+def test_a_number_that_changes_without_a_trace_changes_the_next_loss(
+    alone: None, make: Change, change: Callable[[Any, float], None]
+) -> None:
+    model, want = built(cohere, make), built(cohere, make)
+    WholeBatches(model, hf.enable(model))
+    for scale in (0.5, 3.0, 0.1):
+        for one in (model, want):
+            change(one, scale)
+        got, plain = (x(input_ids=IDS, labels=IDS).loss for x in (model, want))
+        assert relative(got, plain) < 1e-6
+
+
+def with_buffer(model: Any) -> None:
+    del model.logit_scale
+    model.register_buffer("logit_scale", torch.tensor(0.5))
 
 
 def wrapped_by_libraries(rank: int) -> None:

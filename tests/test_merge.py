@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from lightseq.checkpoint.resume import check_model
 from lightseq.cli import main as lightseq
@@ -182,3 +189,30 @@ def test_a_run_does_not_resume_an_adapter_that_is_not_plain_lora(base: Path, ada
     config = TrainConfig(str(base), data_path="x", output_dir="x", lora_rank=4)
     with pytest.raises(ValueError, match="use_dora is True, which is not plain LoRA"):
         check_model(adapter, config, AutoConfig.from_pretrained(base), Lora(4, 6.0, tuple(TARGETS)))
+
+
+@pytest.mark.parametrize("alpha", [float("nan"), float("inf"), True])
+def test_a_scale_that_is_no_number_is_refused(adapter: Path, capsys: pytest.CaptureFixture[str], alpha: float) -> None:
+    change_config(adapter, lora_alpha=alpha)
+    assert "not a number above 0; copy the adapter again" in refusal(adapter, capsys)
+
+
+def test_a_config_that_may_not_be_lora_is_refused(adapter: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    del config["peft_type"]
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    assert "has no peft_type, so it may not be LoRA" in refusal(adapter, capsys)
+
+
+def test_a_file_of_rope_settings_sets_nothing_else(adapter: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (adapter / "adapter_rope.json").write_text('{"rope_parameters": {}, "hidden_size": 7}')
+    assert "sets 'hidden_size', which is no setting of RoPE" in refusal(adapter, capsys)
+
+
+def test_transposed_weights_of_a_base_model_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2)).save_pretrained(tmp_path / "base")
+    model = GPT2LMHeadModel.from_pretrained(tmp_path / "base")
+    settings = peft.LoraConfig(r=2, target_modules=["attn.c_proj"], fan_in_fan_out=True)
+    peft.get_peft_model(model, settings).save_pretrained(str(tmp_path / "adapter"))
+    change_config(tmp_path / "adapter", fan_in_fan_out=False, base_model_name_or_path=str(tmp_path / "base"))
+    assert "attn.c_proj.weight is transposed, as in GPT-2" in refusal(tmp_path / "adapter", capsys)

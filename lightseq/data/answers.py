@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, Final
@@ -113,8 +114,8 @@ class _Renderer:
     def _render_up_to(self, number: int) -> tuple[str, int, set[str]]:
         """Returns the text of the turns up to an answer, where the answer begins in it, and remarks."""
         text = self._write(self.turns[: number + 1], False)
-        if number == 0:  # templates cannot render an empty chat
-            return text, max(0, text.find(self.chat.texts[0].strip())), set()
+        if number == 0:
+            return text, self._begin_of_first(text), set()
         prompt = self._write(self.turns[:number], True)
         if text.startswith(prompt):
             return text, len(prompt), set()
@@ -125,6 +126,22 @@ class _Renderer:
                 "it, so the answer cannot be located; give another --chat_template"
             )
         return text, shared, {OTHER_PROMPT}
+
+    def _begin_of_first(self, text: str) -> int:
+        """Returns where the answer begins in a chat whose first turn it is: templates cannot render an empty chat.
+
+        That is behind the generation prompt that the template writes after a user's turn, if the text has it, else
+        where the text differs from one with another answer.
+        """
+        question, answers = {"role": "user", "content": "?"}, [{"role": "assistant", "content": x} for x in "AB"]
+        as_parts = isinstance(self.turns[0].get("content"), list)
+        asked, *others = ([with_parts([turn])[0] if as_parts else turn] for turn in (question, *answers))
+        with suppress(_NotWritten):
+            prompt = self._write(asked, True).removeprefix(self._write(asked, False))
+            if prompt.strip() and prompt in text:
+                return text.index(prompt) + len(prompt)
+        first, second = (self._write(turns, False) for turns in others)
+        return min(_shared_length(first, second), _shared_length(first, text))
 
     def _check_answer(self, number: int, text: str, begin: int, end: int) -> None:
         """Raises _NotWritten if a part of an answer is not in text[begin:end], whitespace aside.

@@ -31,6 +31,7 @@ RESERVED_VARIABLES: Final = (
     "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
     "return_assistant_tokens_mask", "tokenizer_kwargs", "sanitize_control_tokens",
 )  # fmt: skip
+CALL_KEYS: Final = ("id", "type", "index", "function", "name", "arguments")
 OR_LOST: Final = ", which would be lost; remove it, or give --chat_template one that does"
 
 
@@ -73,6 +74,8 @@ def read_chat(row: Row, turns: Sequence[tuple[Turn, bool]], template: ChatTempla
         if turn["role"] == "developer" and "developer" not in names.texts:
             turn["role"] = "system"
         _check_keys(turn, names, template.name, where)
+    for value in (inputs.tools, inputs.documents, inputs.variables, *(turn.get("tool_calls") for turn, _ in turns)):
+        _check_json(value, where)
     learnt = tuple(learns and is_answer(turn) for turn, learns in turns)
     return Chat(tuple(turn for turn, _ in turns), learnt, inputs, where)
 
@@ -94,7 +97,8 @@ def _function_schema(tool: dict[str, Any]) -> dict[str, Any]:
 def _json_column(row: Row, name: str, kind: type, where: str) -> Any:
     """Returns a list or an object of a column, which may also be its JSON text, without nulls; None if it is blank."""
     value: Any = row.get(name)
-    if isinstance(value, str) and value.strip():
+    is_text = isinstance(value, str)
+    if is_text and value.strip():
         value = parse_json(value, default=value)
     if is_blank(value) or (isinstance(value, str) and not value.strip()):
         return None
@@ -102,7 +106,7 @@ def _json_column(row: Row, name: str, kind: type, where: str) -> Any:
     if not isinstance(value, kind) or not all(isinstance(item, dict) for item in items):
         wanted = "a list of objects" if kind is list else "an object"
         raise ValueError(f"{where}: {name!r} is {row[name]!r:.60}, not {wanted} or its JSON text; correct it")
-    return drop_nulls(value)
+    return value if is_text else drop_nulls(value)  # a null in JSON text stands for itself
 
 
 def parse_json(text: str, default: Any = None) -> Any:
@@ -111,6 +115,20 @@ def parse_json(text: str, default: Any = None) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError):
         return default
+
+
+def _check_json(value: Any, where: str) -> None:
+    """Raises ValueError for a value that JSON does not have, such as the time that Arrow makes of a text."""
+    if isinstance(value, Mapping):
+        for item in value.values():
+            _check_json(item, where)
+    elif isinstance(value, list):
+        for item in value:
+            _check_json(item, where)
+    elif not isinstance(value, str | int | float | None):
+        raise ValueError(
+            f"{where} has {value!r:.60}, a {type(value).__name__}, which JSON does not have; write it as text"
+        )
 
 
 def drop_nulls(value: Any) -> Any:
@@ -147,8 +165,13 @@ def read_turns(value: Any, column: str, where: str, learns: bool = True) -> list
 
 
 def _read_turn(turn: Mapping[str, Any], where: str) -> tuple[Turn, bool]:
-    keys = ("from", "value") if "from" in turn else ("role", "content")
+    keys, others = ("role", "content"), ("from", "value")
+    if turn.get("from") is not None:
+        keys, others = others, keys
     named, content = (turn.get(key) for key in keys)
+    for key, other in zip(keys, others, strict=True):
+        if not is_blank(turn.get(other)) and turn[other] != turn.get(key):
+            raise ValueError(f"{where} has both {key!r} and {other!r}; keep one of them")
     holds = keys[1] in turn or any(turn.get(key) for key in ("tool_calls", "function_call", *REASONING_KEYS))
     if not isinstance(named, str) or not holds:
         raise ValueError(f"{where} has no role or content; it has: {join_names(turn)}")
@@ -167,8 +190,11 @@ def _read_turn(turn: Mapping[str, Any], where: str) -> tuple[Turn, bool]:
         raise ValueError(f"{where} calls functions, but its role is {named!r:.40}; only the assistant can")
     if calls:
         found["tool_calls"] = calls
-    others = drop_nulls({key: value for key, value in turn.items() if key not in (*CONTENT_KEYS, *TARGET_KEYS)})
-    return {**found, **others}, _is_target(turn, role, where)
+    rest = drop_nulls({key: value for key, value in turn.items() if key not in (*CONTENT_KEYS, *TARGET_KEYS)})
+    thoughts = [key for key in REASONING_KEYS if not is_blank(rest.get(key))]
+    if len({repr(rest[key]) for key in thoughts}) > 1:
+        raise ValueError(f"{where} has both {thoughts[0]!r} and {thoughts[1]!r}; keep one of them")
+    return {**found, **rest}, _is_target(turn, role, where)
 
 
 def _is_target(turn: Mapping[str, Any], role: str, where: str) -> bool:
@@ -222,7 +248,7 @@ def _parse_arguments(call: dict[str, Any]) -> dict[str, Any]:
     parsed = parse_json(given) if isinstance(given, str) else None
     if not isinstance(parsed, dict):
         return call
-    holder = {**holder, "arguments": drop_nulls(parsed)}
+    holder = {**holder, "arguments": parsed}  # a null in JSON text stands for itself
     return {**call, "function": holder} if "function" in call else holder
 
 
@@ -237,6 +263,11 @@ def _calls_in_text(content: Any, where: str) -> list[dict[str, Any]]:
 
 def _check_keys(turn: Turn, names: TemplateNames, template: str, where: str) -> None:
     """Drops the harmless keys of a turn that the template does not read. Raises ValueError for other unread keys."""
+    for call in turn.get("tool_calls", ()):
+        holder = call["function"] if isinstance(call.get("function"), dict) else {}
+        for key, value in (*call.items(), *holder.items()):
+            if key not in CALL_KEYS and key not in names.keys and not is_blank(value):
+                raise ValueError(f"{where}: {template} does not read {key!r} of a call{OR_LOST}")
     reasoning = any(key in names.keys for key in REASONING_KEYS)
     for key in [key for key in turn if key not in CONTENT_KEYS and key not in names.keys]:
         if key in REASONING_KEYS and reasoning:

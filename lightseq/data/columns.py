@@ -164,7 +164,8 @@ def _is_harmless(column: str, value: Any, format_name: str) -> bool:
 
 
 def _or_ignore(column: str) -> str:
-    return f", or give --ignore_columns {column} if it changes nothing in training"
+    shown = column if column.isprintable() else ascii(column)
+    return f", or give --ignore_columns {shown} if it changes nothing in training"
 
 
 # Columns that hold text in some format, so that one of them beside another format may repeat the row.

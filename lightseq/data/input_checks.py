@@ -301,7 +301,9 @@ def _find_gradient_factor(
     """
     state = context.forward_pass
     compares = state.batches % BATCHES_BETWEEN_COMPARISONS == 0
-    wrappers = (type(model), id(DistributedDataParallel._get_active_ddp_module()), num_items is None)
+    ddp = DistributedDataParallel._get_active_ddp_module()
+    hooks = tuple(id(hook) for hook, _ in ddp._comm_hooks) if ddp is not None else ()
+    wrappers = (type(model), id(ddp), hooks, num_items is None)
     if state.gradients_are_averaged_outside or not torch.is_grad_enabled():
         return
     if wrappers == state.averaging_checked and not compares:

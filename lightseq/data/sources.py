@@ -11,7 +11,7 @@ import gzip
 import json
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -118,7 +118,8 @@ def source_identity(source: str | Path) -> list[str]:
             raise ValueError(f"{source}: {first_line(error)}; check the name and the network") from error
     path = Path(source).resolve()
     files = [p for p in sorted(path.rglob("*")) if p.is_file()] if path.is_dir() else [path]
-    return [f"{file} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files]
+    found = [(file, file.stat()) for file in files]
+    return [f"{file} {about.st_size} {about.st_mtime_ns} {about.st_ctime_ns}" for file, about in found]
 
 
 def _read_rows(source: str | Path) -> Iterator[NamedRow]:
@@ -188,10 +189,23 @@ def _next_line(file: Any, where: str) -> bytes:
     return line
 
 
+def _load_json(text: str | bytes) -> Any:
+    """Parses JSON. Raises ValueError for an object with two members of one name, of which one would be lost."""
+
+    def members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            names = [name for name, _ in pairs]
+            raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is given twice")
+        return found
+
+    return json.loads(text, object_pairs_hook=members)
+
+
 def parse_row(line: bytes, where: str) -> Row:
     """Parses a line of JSON. Raises ValueError if it is not an object."""
     try:
-        value = json.loads(line)
+        value = _load_json(line)
     except json.JSONDecodeError as error:  # str(error) would say line 1
         raise ValueError(f"{where} is not JSON: {error.msg} in column {error.colno}; {CORRECT_LINE}") from error
     except (ValueError, RecursionError) as error:
@@ -213,7 +227,7 @@ def _read_json(path: Path) -> Iterator[NamedRow]:
     if path.stat().st_size > MAX_JSON_BYTES:
         raise ValueError(f"{path} is a JSON array of more than {MAX_JSON_BYTES >> 30} GiB; write its rows as .jsonl")
     try:
-        values = json.loads(path.read_text(encoding="utf-8-sig"))
+        values = _load_json(path.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {first_line(error)}; write its rows as .jsonl") from error
     for number, value in enumerate(values):
@@ -259,10 +273,11 @@ def _rows_of_batches(path: Path, kind: str, batches: Iterator[Any], failure: typ
     number = 0
     try:
         for batch in batches:
-            for value in batch.to_pylist():
+            _check_names(batch.schema.names)
+            for value in batch.to_pylist(maps_as_pydicts="strict"):
                 yield f"{path} row {number}", value
                 number += 1
-    except (OSError, failure, UnicodeDecodeError) as error:
+    except (OSError, failure, ValueError, KeyError) as error:
         raise ValueError(f"{path} cannot be read as {kind} past row {number}: {first_line(error)}") from error
 
 
@@ -272,16 +287,25 @@ def _read_csv(path: Path) -> Iterator[NamedRow]:
     number = 0
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            for value in csv.DictReader(file, strict=True):
+            rows = csv.DictReader(file, strict=True)
+            _check_names(rows.fieldnames or ())
+            for value in rows:
                 if None in value:
-                    raise ValueError("it has more cells than columns")
+                    raise ValueError("it has more cells than columns; quote cells that hold commas")
                 yield f"{path} row {number}", value
                 number += 1
-    except (csv.Error, ValueError) as error:
+    except csv.Error as error:
         raise ValueError(
-            f"{path} cannot be read as CSV past row {number}: {first_line(error)}; separate cells by commas, and quote "
-            'with "'
+            f'{path} cannot be read as CSV past row {number}: {error}; separate cells by commas, and quote with "'
         ) from error
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read as CSV past row {number}: {first_line(error)}") from error
+
+
+def _check_names(columns: Sequence[str]) -> None:
+    """Raises ValueError for two columns of one name, of which one would be lost."""
+    if twice := [name for name in columns if columns.count(name) > 1]:
+        raise ValueError(f"it has two columns {twice[0]!r}; rename or remove one")
 
 
 READERS: Final[Mapping[str, Callable[[Path], Iterator[NamedRow]]]] = {  # by suffix

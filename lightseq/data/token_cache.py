@@ -44,7 +44,7 @@ from lightseq.utils.progress import progress_bar
 T = TypeVar("T")
 TOKENIZER_ROWS: Final = 256  # rows per call of the tokenizer
 HEAD_START_SECONDS: Final = 0.5  # of the process with a progress bar
-CACHE_VERSION: Final = 4  # increase it when tokenization changes
+CACHE_VERSION: Final = 5  # increase it when tokenization changes
 MAX_GROWTH: Final = 16  # characters that a chat template may write per character of a row
 MIN_ROW_SIZE: Final = 1 << 20  # characters; shorter rows may grow as if they had as many
 META_FIELDS: Final = {  # fields of meta.json in the cache only
@@ -296,7 +296,7 @@ def _read_batches(
         yield from limited_map(read, batches)
     except LimitError as error:
         where, _ = error.item
-        raise ValueError(f"{where}: rendering the row {error}; give another --chat_template") from error
+        raise ValueError(f"{where}: rendering the row {error}; correct it, or give another --chat_template") from error
 
 
 def tokenizer_batches(items: Iterable[T]) -> Iterator[list[T]]:

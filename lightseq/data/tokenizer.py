@@ -24,10 +24,14 @@ TextPart = tuple[str, bool]  # text, and whether it is a target
 TargetMask = NDArray[np.bool_]
 VOCABULARY_FILES: Final = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 # Words, numbers, whitespace, code, and scripts that tokenizers split in different ways.
-SAMPLE_TEXT: Final = (
+SAMPLE_TEXTS: Final = (
     "Hello, world! It's 1,234,567.89 o'clock -- don't\t\n\n  def f(x):\n    return x**2  # naïve café "
-    "Привет, мир. 你好，世界。 こんにちは 안녕하세요 مرحبا नमस्ते 😀👍🏽 <s>[INST]</s> ÀÉÎõü ﬁ ½ \u00a0\u200b\r\nEND"
-)
+    "Привет, мир. 你好，世界。 こんにちは 안녕하세요 مرحبا नमस्ते 😀👍🏽 <s>[INST]</s> ÀÉÎõü ﬁ ½ \u00a0\u200b\r\nEND",
+    # What normalizers change: letters with combining marks, wide and joined forms, case, spaces, quotes and dashes.
+    "  e\u0301 A\u030a ﬀ ｆｕｌｌ ① ™ Ω Å ẞ İ ſ ÄÖ Café CAFÉ “quoted” ‘it’s’ – — … ",
+    "_under_ ▁ Ġ `` '' \u3000\u2003\x00\x7f\ufeff  ",
+    "\n\n  tabs\t\tand    spaces   ", "가", "ΐ ά",
+)  # fmt: skip
 
 
 class Tokenizer(Protocol):
@@ -150,14 +154,23 @@ class PretrainedTokenizer:
         """Returns a hash of everything that determines the ids of a text, but not of the tokenizer's name."""
         fast = getattr(self.backend, "backend_tokenizer", None)
         words = fast.to_str() if fast is not None else json.dumps(self.backend.get_vocab(), sort_keys=True)
-        made = (words, self.begin, self.end, str(getattr(self.backend, "chat_template", None)))
+        made = (words, self.begin, self.end, self._settings, str(getattr(self.backend, "chat_template", None)))
         return hashlib.sha256(repr(made).encode()).hexdigest()
 
     @property
+    def _settings(self) -> tuple[Any, ...]:
+        """Settings that are not in the tokenizer's own file: a chat template may read the special tokens by name."""
+        return bool(getattr(self.backend, "split_special_tokens", False)), sorted(
+            self.backend.special_tokens_map.items()
+        )
+
+    @property
     def vocabulary_fingerprint(self) -> str:
-        """Returns a hash of the vocabulary and of the ids of a sample text, whatever files the tokenizer came from."""
+        """Returns a hash of the vocabulary and of the ids of sample texts, whatever files the tokenizer came from."""
         words = sorted(self.backend.get_vocab().items())
-        return hashlib.sha256(repr((words, self.encode(SAMPLE_TEXT).tolist())).encode()).hexdigest()[:16]
+        texts = [*SAMPLE_TEXTS, " ".join(self.special_texts)]
+        ids = [x.tolist() for whole in (True, False) for x in self.encode_batch(texts, whole)]
+        return hashlib.sha256(repr((words, ids)).encode()).hexdigest()[:16]
 
     @property
     def special_ids(self) -> tuple[int, ...]:

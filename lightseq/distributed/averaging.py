@@ -1,11 +1,13 @@
 """Wrappers that average gradients over ranks, where shares of one sequence's gradient have to be summed."""
 
 import sys
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable.contract import _get_registry
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
@@ -35,12 +37,26 @@ def find_averaging(model: nn.Module) -> Averaging | None:
     Raises ValueError for a wrapper that may average or sum.
     """
     ddp = DistributedDataParallel._get_active_ddp_module()
+    for name, module in model.named_modules():
+        kinds = {"DDP": isinstance(module, DistributedDataParallel), "replicate": "replicate" in _contracts(module)}
+        if wrapper := next((kind for kind, wraps in kinds.items() if wraps), None):
+            whose = f"the part {name}" if name else "the model"
+            raise ValueError(
+                f"{wrapper} around {whose} averages gradients, which lightseq cannot scale; wrap the whole model in DDP"
+            )
     if ddp is not None:
         for hook, _ in ddp._comm_hooks:
             if hook not in AVERAGING_HOOKS:
                 raise ValueError(
                     f"DDP has the communication hook {getattr(hook, '__name__', hook)}, which may average or sum "
                     f"gradients; {UNWRAPPED}, or use a hook of torch"
+                )
+        inside = set(model.parameters())
+        for name, parameter in ddp.module.named_parameters():
+            if parameter.requires_grad and parameter not in inside:
+                raise ValueError(
+                    f"DDP averages the gradient of {name}, which is outside of the {type(model).__name__} that "
+                    f"lightseq splits, so it cannot scale it; {UNWRAPPED}"
                 )
         return Averaging("DDP", tuple(dist.get_process_group_ranks(ddp.process_group)))
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -53,6 +69,14 @@ def find_averaging(model: nn.Module) -> Averaging | None:
         tuple(group.mesh_info.mesh.mesh.flatten().tolist()) for group in groups if group.gradient_divide_factor is None
     }
     if not found:
+        factors = {group.gradient_divide_factor for group in groups} - {1.0}
+        if factors:
+            warnings.warn(
+                f"FSDP2 divides gradients by {', '.join(f'{factor:g}' for factor in factors)}, which "
+                "set_gradient_divide_factor asked for; ranks that share a sequence need sums, so give 1.0 unless you "
+                "multiply them yourself",
+                stacklevel=2,
+            )
         return None
     if len(found) > 1 or any(group.gradient_divide_factor is not None for group in groups):
         raise ValueError(
@@ -75,6 +99,11 @@ def trainer_scales_loss() -> bool:
             own = frame.f_locals
             return own["num_items_in_batch"] is not None and bool(own["self"].args.average_tokens_across_devices)
     return False
+
+
+def _contracts(module: nn.Module) -> Any:
+    """Returns the names of torch's composable wrappers, such as `replicate`, that were applied to a module."""
+    return _get_registry(module) or ()
 
 
 def _parameter_groups(unit: FSDPModule) -> list[Any]:

@@ -38,6 +38,7 @@ from lightseq.utils.formatting import first_line
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 ROPE_FILE: Final = "adapter_rope.json"  # RoPE settings that a run changed; peft's files cannot hold them
+ROPE_SETTINGS: Final = ("rope_parameters", "max_position_embeddings")
 ALL_LINEARS: Final = "all-linear"
 # Keys of peft's adapter_config.json. These say where adapters are (as the file of tensors does), how they were trained,
 # or configure an initialization that `init_lora_weights` names.
@@ -183,7 +184,7 @@ def changed_rope(config: TrainConfig, model_config: PreTrainedConfig) -> dict[st
     if config.rope_theta is None and config.rope_scaling is None:
         return None
     found = model_config.to_dict()
-    return {key: found[key] for key in ("rope_parameters", "max_position_embeddings")}
+    return {key: found[key] for key in ROPE_SETTINGS}
 
 
 def base_model_name(name: str) -> str:
@@ -225,9 +226,12 @@ def read_config(directory: Path) -> dict[str, Any]:
             if key == "init_lora_weights":  # peft needs the changed base model, too
                 remedy = "save it as plain LoRA with path_initial_model_for_weight_conversion of peft's save_pretrained"
             raise ValueError(f"{path}: {key} is {value!r:.80}, which is not plain LoRA; {remedy}")
+    if "peft_type" not in found:
+        raise ValueError(f"{path} has no peft_type, so it may not be LoRA; copy the adapter again")
     for key in ("r", "lora_alpha"):
-        if not isinstance(found.get(key), int | float) or found[key] <= 0:
-            raise ValueError(f"{path}: {key} is {found.get(key)!r}, not a number above 0; copy the adapter again")
+        value = found.get(key)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise ValueError(f"{path}: {key} is {value!r}, not a number above 0; copy the adapter again")
     return found
 
 
@@ -238,8 +242,14 @@ def lora_scale(settings: Mapping[str, Any]) -> float:
 
 
 def read_rope(directory: Path) -> dict[str, Any] | None:
-    """Returns the RoPE settings that `save` wrote, or None."""
-    return read_json_object(directory / ROPE_FILE) if (directory / ROPE_FILE).is_file() else None
+    """Returns the RoPE settings that `save` wrote, or None. Raises ValueError for other settings."""
+    path = directory / ROPE_FILE
+    if not path.is_file():
+        return None
+    found = read_json_object(path)
+    if unknown := sorted(found.keys() - set(ROPE_SETTINGS)):
+        raise ValueError(f"{path} sets {unknown[0]!r}, which is no setting of RoPE; copy the adapter again")
+    return found
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

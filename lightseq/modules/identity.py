@@ -6,6 +6,7 @@ from inspect import unwrap
 from types import FunctionType, MethodType
 from typing import Any, Final
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -18,6 +19,7 @@ KNOWN_HOOKS: Final = (
     *("torch.distributed.fsdp", "torch.distributed._composable", "torch.utils.module_tracker"),
     *("transformers", "accelerate", "trl", "deepspeed", "lightseq"),
 )
+TORCH_LINEAR: Final = torch._C._nn.linear  # which torch.nn.functional.linear is
 HOOKS: Final = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
 
 
@@ -51,6 +53,8 @@ def product_change(linear: nn.Linear) -> str | None:
         return f"is a {kind.__module__}.{kind.__qualname__}"
     if not is_known_code(nn.Linear.forward, ("torch",)):
         return "has a forward that replaces that of nn.Linear"
+    if nn.functional.linear is not TORCH_LINEAR:
+        return "calls a function that replaces torch.nn.functional.linear"
     return change_of(linear)
 
 

@@ -2,8 +2,8 @@
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,12 +11,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoConfig
+from transformers.pytorch_utils import Conv1D
 
 from lightseq.checkpoint.checkpoints import TRAINER_STATE
 from lightseq.checkpoint.manifest import MANIFEST, check_weights
 from lightseq.models.adapters import CONFIG, lora_scale, read_config, read_json_object, read_rope
 from lightseq.models.adapters import WEIGHTS as ADAPTER_WEIGHTS
-from lightseq.models.weights import TOKENIZER_FILES, download, save_tensors, tensor_files
+from lightseq.models.weights import TOKENIZER_FILES, build_on_meta, download, save_tensors, tensor_files
 from lightseq.training.output_directory import create_output_dir
 from lightseq.utils.files import open_regular
 from lightseq.utils.formatting import first_line
@@ -45,6 +47,7 @@ def merge(adapter: Path, output_dir: Path, model_name_or_path: str | None) -> st
     if output_dir.exists() and any(output_dir.iterdir()):
         raise ValueError(f"--output_dir {output_dir} is not empty; name another directory")
     pairs = _pairs(adapter / ADAPTER_WEIGHTS, settings["r"])
+    _check_orientation(source, pairs)
     for directory in (adapter, source):
         check_weights(directory)
     create_output_dir(output_dir)
@@ -87,6 +90,18 @@ def _pairs(path: Path, rank: float) -> dict[str, tuple[Tensor, Tensor]]:
             shapes = f"{list(a.shape)} and {list(b.shape)}"
             raise ValueError(f"{path}: {name} has A and B of {shapes}, not of rank {rank}; copy the adapter again")
     return {f"{name.removeprefix(PREFIX)}.weight": (tensors[name + A], tensors[name + B]) for name in names}
+
+
+def _check_orientation(source: Path, names: Iterable[str]) -> None:
+    """Raises ValueError for weights of a Conv1D, which are transposed: a square one would take the wrong product."""
+    try:
+        model = build_on_meta(AutoConfig.from_pretrained(source))
+    except Exception:  # a model of other code, whose weights the shapes check alone
+        return
+    for name in names:
+        with suppress(AttributeError):
+            if isinstance(model.get_submodule(name.removesuffix(".weight")), Conv1D):
+                raise ValueError(f"{source}: {name} is transposed, as in GPT-2; use peft's merge_and_unload")
 
 
 def _merge_weights(

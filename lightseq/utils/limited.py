@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import pickle
 import resource
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -56,8 +57,20 @@ def limited_map(function: Callable[[T], R], batches: Iterable[Sequence[T]]) -> I
 
 
 def _send(connection: Connection, batch: Sequence[T] | None) -> None:
-    if batch is not None:
-        connection.send(batch)
+    try:
+        if batch is not None:
+            connection.send(batch)
+    except RecursionError:
+        item = next(item for item in batch or () if _is_too_deep(item))
+        raise LimitError(item, "fails, because it is nested too deeply") from None
+
+
+def _is_too_deep(item: object) -> bool:
+    try:
+        pickle.dumps(item)
+    except RecursionError:
+        return True
+    return False
 
 
 def _receive(connection: Connection, item: object) -> Any:
