@@ -83,9 +83,9 @@ train: $(READY) data/stdlib/meta.json
 	@echo "draw: curves from $(OUTPUT)/metrics.jsonl"
 	@$(RUN) -m analysis "$(OUTPUT)"
 
-# Three files at a time on two cores, for some tests wait without computing. In the order of tests/conftest.py.
+# More files at a time than cores, for many tests wait without computing. In the order of tests/conftest.py.
 test: $(TESTS)
-	@$(RUN) -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m "not gpu and not slow" $(ARGS)
+	@$(RUN) -m pytest -q -n 6 --dist loadfile --no-loadscope-reorder -m "not gpu and not slow" $(ARGS)
 
 test-all: $(TESTS)
 	@$(RUN) -m pytest -q -m "not gpu" $(ARGS)

@@ -280,7 +280,7 @@ def halve(path: Path) -> None:
         (lambda a, b: (a / adapters.CONFIG).write_text("[]"), "a/adapter_config.json is not a JSON object"),
         (lambda a, b: (a / adapters.CONFIG).write_text('{"lora_alpha": 8}'), "a/adapter_config.json: r is None"),
         (
-            lambda a, b: (a / adapters.CONFIG).write_text('{"r": 4, "lora_alpha": 8}'),
+            lambda a, b: (a / adapters.CONFIG).write_text('{"r": 4, "lora_alpha": 8, "peft_type": "LORA"}'),
             "a/adapter_config.json does not name its base model; give --model_name_or_path",
         ),
         (lambda a, b: (a / adapters.ROPE_FILE).write_text("{"), "a/adapter_rope.json cannot be read ("),

@@ -226,12 +226,12 @@ def read_config(directory: Path) -> dict[str, Any]:
             if key == "init_lora_weights":  # peft needs the changed base model, too
                 remedy = "save it as plain LoRA with path_initial_model_for_weight_conversion of peft's save_pretrained"
             raise ValueError(f"{path}: {key} is {value!r:.80}, which is not plain LoRA; {remedy}")
-    if "peft_type" not in found:
-        raise ValueError(f"{path} has no peft_type, so it may not be LoRA; copy the adapter again")
     for key in ("r", "lora_alpha"):
         value = found.get(key)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
             raise ValueError(f"{path}: {key} is {value!r}, not a number above 0; copy the adapter again")
+    if "peft_type" not in found:
+        raise ValueError(f"{path} has no peft_type, so it may not be LoRA; copy the adapter again")
     return found
 
 

@@ -95,7 +95,7 @@ def _pairs(path: Path, rank: float) -> dict[str, tuple[Tensor, Tensor]]:
 def _check_orientation(source: Path, names: Iterable[str]) -> None:
     """Raises ValueError for weights of a Conv1D, which are transposed: a square one would take the wrong product."""
     try:
-        model = build_on_meta(AutoConfig.from_pretrained(source))
+        model = build_on_meta(AutoConfig.from_pretrained(source, trust_remote_code=False))
     except Exception:  # a model of other code, whose weights the shapes check alone
         return
     for name in names:
