@@ -33,7 +33,7 @@ help:
 	@echo "make install    install lightseq and what it needs into .venv"
 	@echo "make train      install, make data, train tiny-llama3 on every GPU here (or 2 CPU processes), draw the curves"
 	@echo "                STEPS=$(STEPS) LENGTH=$(LENGTH) OUTPUT=$(OUTPUT) NPROC=(default: one per GPU, else 2)"
-	@echo "make test       install what tests need, run the quick tests on the CPU (7 to 9 minutes on 2 cores); ARGS='-k name' goes to pytest"
+	@echo "make test       install what tests need, run the quick tests on the CPU (6 to 9 minutes on 2 cores); ARGS='-k name' goes to pytest"
 	@echo "make test-all   all tests that need no GPU"
 	@echo "make test-compat  a few tests, with the oldest and the newest torch and transformers; installs both"
 	@echo "make test-trl   TRL's own tests with our trainers on 2 CPU processes (10 minutes); TRL_CHECKOUT=PATH is its repository"
@@ -83,9 +83,9 @@ train: $(READY) data/stdlib/meta.json
 	@echo "draw: curves from $(OUTPUT)/metrics.jsonl"
 	@$(RUN) -m analysis "$(OUTPUT)"
 
-# More files at a time than cores, for many tests wait without computing. In the order of tests/conftest.py.
+# Three files at a time on two cores, for some tests wait without computing. In the order of tests/conftest.py.
 test: $(TESTS)
-	@$(RUN) -m pytest -q -n 6 --dist loadfile --no-loadscope-reorder -m "not gpu and not slow" $(ARGS)
+	@$(RUN) -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m "not gpu and not slow" $(ARGS)
 
 test-all: $(TESTS)
 	@$(RUN) -m pytest -q -m "not gpu" $(ARGS)

@@ -27,10 +27,83 @@ LONGEST = (
     "buckets", "benchmark_attention", "weights", "token_cache", "documents", "quiet",
 )  # fmt: skip
 
+# Tests, and cases of tests, that only `make test-all` runs, beside those marked slow: others check nearly the same.
+SLOW = (
+    "faults::test_a_run_that_loses_a_rank_resumes_to_the_result_of_one_that_does_not[1]",
+    "refusals::test_the_launcher_shows_the_line_of_its_workers_once[1]",
+    "plan::test_a_kernel_without_windows_is_refused_for_a_model_that_has_them",
+    "plan::test_every_suggestion_makes_the_run_fit",
+    "parity::test_training_equals_one_process[1]",
+    "parity::test_training_equals_one_process[2]",
+    "parity::test_several_steps_equal_one_process[4]",
+    "rendezvous::test_ranks_that_never_came_are_named_and_the_others_end",
+    "saving::test_a_rank_that_ends_over_the_last_save_is_named",
+    "saving::test_the_run_goes_on_from_the_checkpoint_before",
+    "quiet::test_importing_lightseq_prints_nothing",
+    "benchmark_attention::test_the_program_alone_refuses_in_one_line_and_exits_2",
+    "benchmark_attention::test_a_run_on_two_ranks_records_every_point_under_a_header",
+    "token_cache::test_steps_without_a_target_are_counted_and_no_part_of_the_loss",
+    "packing::test_training_on_packed_documents_equals_training_on_each_alone[1]",
+    "packing::test_packed_documents_in_a_loop_have_the_loss_and_gradients_of_each_alone[4]",
+    "packing::test_a_compiled_layer_is_not_compiled_again_for_other_documents",
+    "offload::test_attention_outputs_are_offloaded_too",
+    "search::test_a_search_begins_where_the_plan_says_that_memory_ends",
+    "hf::test_a_whole_model_may_be_compiled",
+    "hf::test_the_last_layer_of_a_recomputed_group_keeps_its_attention_output[full-8-techniques3]",
+    "hf::test_the_last_layer_of_a_recomputed_group_keeps_its_attention_output[attention-5-techniques3]",
+    "hf::test_right_padding_is_that_of_plain_transformers[4]",
+    "hf::test_scaled_rotary_positions_equal_one_process[1]",
+    "projections::test_a_checkpoint_that_keeps_products_makes_none_of_them_again[True-3]",
+    "sweep::test_cells_at_once_have_gpus_of_their_own_and_those_too_wide_wait_for_a_larger_host",
+    "sweep::test_stopping_kills_every_process_and_the_next_call_goes_on[2]",
+    "durable_records::test_a_run_killed_right_after_a_save_has_the_records_of_all_saved_steps[the best checkpoint]",
+    "plan_training::test_weights_that_stay_gathered_give_the_losses_evaluations_and_weights_of_those_gathered_twice[2]",
+    "plan_documents::test_plan_prints_and_records_the_documents_of_the_data",
+    "attention::test_output_and_gradients_equal_whole_sequence_attention[4]",
+    "tiled::test_layers_share_what_is_compiled",
+    "tiled::test_layers_of_a_group_hold_what_the_plan_counts[False]",
+    "adapters::test_layers_with_adapters_compile_alike_and_give_the_same_gradients[attention]",
+    "log_probs::test_losses_of_log_probs_equal_one_process_under_fsdp[2]",
+    "log_probs::test_losses_of_log_probs_equal_one_process[1]",
+    "watchdog::test_the_rank_that_others_wait_for_is_named_and_all_end[dies-no sign of life from rank 1 on]",
+    "train_cli::test_a_run_is_watched_from_its_start_and_may_take_its_time_until_its_first_step",
+    "train_cli::test_a_run_resumes_into_another_directory",
+    "train_cli::test_the_checkpoint_of_the_lowest_evaluation_loss_is_kept_besides_the_newest",
+    "train_cli::test_a_run_that_its_launcher_started_again_goes_on",
+    "train_cli::test_a_checkpoint_is_the_trained_model[llama2-programs---sequence_parallel_size 1]",
+    "train_cli::test_a_model_is_evaluated_after_every_epoch",
+    "schedule::test_every_causal_pair_is_computed_once_in_every_world[striped]",
+    "schedule::test_every_causal_pair_is_computed_once_in_every_world[prefix]",
+    "integrations_trainer::test_a_resumed_run_equals_an_uninterrupted_one[FullyShardedTrainer-False]",
+    "integrations_trainer::test_recomputed_layers_drop_out_what_they_did",
+    "buckets::test_a_resumed_run_goes_on_with_the_next_row_to_the_bit",
+    "roll_call::test_a_slow_rank_is_waited_for_with_a_warning",
+    "analysis_report::test_without_the_extra_only_the_page_is_refused[plotly]",
+    "analysis_report::test_another_page_is_not_replaced",
+    "evaluate::test_a_limit_evaluates_as_a_file_cut_to_it_does[none]",
+    "documents::test_packed_documents_equal_each_one_alone[4]",
+    "streams::test_recordings_are_in_order_with_all_others[_ReplaysSome]",
+    "checkpoint::test_saves_closer_together_than_the_disk_writes_are_warned_of_once",
+    "rehearsal::test_out_of_memory_ends_with_the_parts_and_the_knob",
+    "presets::test_scaled_models_have_any_size[scaled-n_layers-24-shape2-48185937920]",
+    "data_gen::test_the_standard_library_is_read_without_its_tests",
+    "packaging::test_an_extra_is_added_without_replacing_the_clone",
+    "plan::test_notes_name_what_a_plan_assumes[--bf16 False --kernel reference-reference kernel-True]",
+    "launch::test_scripts_are_clean_under_shellcheck",
+)
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     missing = [name for name in LONGEST if not Path(__file__).with_name(f"test_{name}.py").is_file()]
     assert not missing, f"LONGEST names files that are not here: {missing}"
+    for name in SLOW:
+        file, test = name.partition("[")[0].split("::")
+        source = Path(__file__).with_name(f"test_{file}.py").read_text(encoding="utf-8")
+        assert f"def {test}(" in source, f"SLOW names a test that is not here: {name}"
+    for item in items:
+        names = item.nodeid.rpartition("/")[2].removeprefix("test_").replace(".py::", "::", 1)
+        if names in SLOW or names.partition("[")[0] in SLOW:
+            item.add_marker(pytest.mark.slow)
     places = {f"test_{name}": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(Path(item.fspath).stem, len(LONGEST)))
 
