@@ -148,7 +148,7 @@ def apply_techniques(
         tokens = local_tokens(context.schedule, config.model_max_length, config.packing != "none")
         to_fp8(layers, config.fp8, config.fp8_emulate, tokens)
     if config.remat_policy != "none":
-        last = inspect_architecture(model.config).mlp_is_last
+        last = all(layer.mlp_is_last for layer in inspect_architecture(model.config).layers)
         tile_mlps(layers, config.remat_policy in STORES_MLP, ends_layer=last)
     if config.remat_policy == STORE_LINEARS:
         store_projections(layers)

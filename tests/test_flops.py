@@ -44,7 +44,7 @@ def counted_flops(config: LlamaConfig, remat: bool) -> int:
 
 def test_parameters_by_hand() -> None:
     # q and o: 8·12 each; k and v: 8·6 each; gate, up and down: 8·12 each
-    assert inspect_architecture(small_config()).layer_linears == 2 * (2 * 96 + 2 * 48 + 3 * 96) == 2 * 576
+    assert inspect_architecture(small_config()).linears == 2 * (2 * 96 + 2 * 48 + 3 * 96) == 2 * 576
     assert matmul_parameters(small_config()) == 2 * 576 + 80 == 1232
     assert total_parameters(small_config()) == 1232 + 80 + 5 * 8
     assert total_parameters(small_config(tie_word_embeddings=True)) == 1232 + 5 * 8

@@ -11,17 +11,18 @@ from dataclasses import replace
 from math import ceil, log2
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from test_plan_training import planned_run
-from transformers import LlamaConfig, MistralConfig, Phi3Config, Qwen2Config
+from transformers import LlamaConfig, MistralConfig, Phi3Config, PreTrainedConfig, Qwen2Config
 
 from lightseq.cli import BOTH, main
 from lightseq.distributed.mesh import FREE_SHARE
 from lightseq.memory.offload import device_lifetimes
 from lightseq.memory.planner.advice import changes_to_fit, faster_change, longest, one_sequence_per_gpu
-from lightseq.memory.planner.attention_memory import attention_memory
-from lightseq.memory.planner.breakdown import FLOAT32_BYTES, GIB, Breakdown
+from lightseq.memory.planner.attention_memory import AttentionMemory, attention_memory
+from lightseq.memory.planner.breakdown import FLOAT32_BYTES, GIB, Breakdown, saved_bytes
 from lightseq.memory.planner.choice import SAME_SPEED, fast_options, frugal_options, make_plan, plan_from_earlier
 from lightseq.memory.planner.memory import attention_of, saved_by_layer, snapshots, state_bytes_on_host
 from lightseq.memory.planner.placement import (
@@ -52,6 +53,7 @@ from lightseq.memory.planner.step_time import exposed_copies, host_link
 from lightseq.models.family import preset_config
 from lightseq.models.flops import total_parameters
 from lightseq.models.heads import Heads
+from lightseq.models.layers import Layer
 from lightseq.schedule.auto import MAX_GATHERED_BYTES, ScheduleChoice, choose_by_time, estimate_choice, possible_choices
 from lightseq.schedule.cost import AttentionShape
 from lightseq.schedule.timing import RATES
@@ -96,38 +98,41 @@ def action_costs(
 def test_layers_keep_what_has_room_and_offload_unless_recomputing_is_faster(
     copy: float, device: float, host: float, words: str
 ) -> None:
-    found = place(8, action_costs(copy=copy), device, host)
+    found = place([action_costs(copy=copy)] * 8, device, host)
     assert found is not None and found.text == words
 
 
 def test_without_room_for_the_inputs_of_all_layers_nothing_fits() -> None:
-    assert place(8, action_costs(), 31, 0) is None
+    assert place([action_costs()] * 8, 31, 0) is None
 
 
-def summed(layers: Sequence[str], costs: Mapping[str, LayerCost]) -> tuple[float, float, float]:
+def summed(actions: Sequence[str], costs: Sequence[Mapping[str, LayerCost]]) -> tuple[float, float, float]:
     """Adds up device bytes in the worst layer's backward pass, host bytes and seconds, layer by layer.
 
     Of the offloaded layers the last two are on the GPU, or the last one beside the first that stays.
     """
+    used = [cost[action] for cost, action in zip(costs, actions, strict=True)]
     worst = 0.0
-    for i in range(len(layers)):
-        stay = sum(costs[s].device_bytes for s in layers[: i + 1])
+    for i in range(len(actions)):
+        stay = sum(cost.device_bytes for cost in used[: i + 1])
         offloaded = [
-            costs[{OFFLOAD: KEEP, RECOMPUTE_OFFLOAD: RECOMPUTE}[s]].device_bytes
-            for s in layers[: i + 1]
-            if s in OFFLOADED
+            cost[{OFFLOAD: KEEP, RECOMPUTE_OFFLOAD: RECOMPUTE}[action]].device_bytes
+            for cost, action in zip(costs[: i + 1], actions[: i + 1], strict=True)
+            if action in OFFLOADED
         ]
         in_flight = {0: offloaded[-2:], 1: offloaded[-1:]}.get(i + 1 - len(offloaded), [])
         worst = max(worst, stay + sum(in_flight))
-    used = [costs[s] for s in layers]
-    return worst, sum(c.host_bytes for c in used), sum(c.seconds for c in used)
+    return worst, sum(cost.host_bytes for cost in used), sum(cost.seconds for cost in used)
 
 
-def test_no_placement_within_both_budgets_is_faster() -> None:
+@pytest.mark.parametrize("alike", [True, False])
+def test_no_placement_within_both_budgets_is_faster(alike: bool) -> None:
     draw = random.Random(0)
     for _ in range(60):
         layers, copy, attention = draw.randint(1, 7), draw.choice((0.0, 0.5, 3.0)), draw.choice((0.1, 1.0))
-        costs = action_costs(copy=copy, attention=attention)
+        costs = [action_costs(copy=copy, attention=attention)] * layers
+        if not alike:
+            costs = [draw.choice((costs[0], action_costs(25, 4, 2 * copy, 3 * attention))) for _ in range(layers)]
         device, host = draw.uniform(0, 10 * layers), draw.uniform(0, 10 * layers)
         every = [
             in_order(dict(zip(ACTIONS, counts, strict=True)))
@@ -136,10 +141,11 @@ def test_no_placement_within_both_budgets_is_faster() -> None:
         ]
         sums = [summed(p.layers, costs) for p in every if p.layers[-1] not in OFFLOADED]
         fit = [seconds for here, there, seconds in sums if here <= device and there <= host]
-        found = place(layers, costs, device, host)
+        found = place(costs, device, host)
         assert (found is None) == (not fit)
         if found is not None:
-            assert summed(found.layers, costs)[2] == pytest.approx(min(fit))
+            here, there, seconds = summed(found.layers, costs)
+            assert here <= device and there <= host and seconds == pytest.approx(min(fit))
 
 
 @pytest.mark.parametrize(
@@ -156,11 +162,11 @@ def test_offloaded_layers_are_apart_where_a_copy_takes_longer_than_a_layer(
     costs = action_costs(attention=1e9)
     costs[OFFLOAD] = replace(costs[OFFLOAD], copy_seconds=1.8)
     costs[RECOMPUTE_OFFLOAD] = replace(costs[RECOMPUTE_OFFLOAD], copy_seconds=0.7)
-    found = place(16, costs, device, 1e9, layer_seconds=(1.0, 2.0))
+    found = place([costs] * 16, device, 1e9, layer_seconds=(1.0, 2.0))
     assert found is not None and found.text == words
     assert exposed_seconds(found, 1.8) == pytest.approx(exposed)
     assert exposed_seconds(in_order(Counter(found.layers)), 1.8) == pytest.approx(contiguous)
-    together = place(16, costs, device, 1e9, in_flight=1, layer_seconds=(1.0, 2.0))
+    together = place([costs] * 16, device, 1e9, in_flight=1, layer_seconds=(1.0, 2.0))
     assert together is not None and together == in_order(Counter(together.layers))
 
 
@@ -187,7 +193,7 @@ def test_no_offloaded_layer_is_there_during_the_loss_if_two_more_layers_stay() -
         for action in OFFLOADED:
             costs[action] = replace(costs[action], copy_seconds=seconds)
         for resident in range(2, layers):
-            found = place(layers, costs, 10 * resident, 1e9, layer_seconds=(1.0, 2.0))
+            found = place([costs] * layers, 10 * resident, 1e9, layer_seconds=(1.0, 2.0))
             assert found is not None and found.count(KEEP) == resident
             offloaded = [action == OFFLOAD for action in found.layers]
             lifetimes = device_lifetimes(offloaded)
@@ -207,7 +213,7 @@ def test_placements_of_many_spans_are_counted() -> None:
 def test_memory_is_planned_for_every_layer_where_offloaded_layers_are_spread() -> None:
     run = planned_run(LLAMA, "--bf16 --remat attention --model_max_length 32K", 2)
     placement = in_order({OFFLOAD: 13, KEEP: 19}, 2.0)
-    saved, layer = {}, saved_by_layer(run, KEEP)
+    saved, layer = {}, saved_by_layer(run, run.layers[0], KEEP)
     for snapshot in snapshots(run, placement):
         if found := re.fullmatch(r"backward of layer (\d+), MLP", snapshot.when):
             saved[int(found[1])] = snapshot.parts.stored_activations
@@ -273,7 +279,10 @@ def test_layers_offload_what_weights_leave_of_the_host() -> None:
     found = plan(flags, 1, gpu=74, host=125)
     left = 125 * GIB - PROCESS_BYTES - state_bytes_on_host(found.run)
     offloaded = found.placement.count(OFFLOAD)
-    assert found.fits and 4 < offloaded == int(FREE_SHARE * left // saved_by_layer(found.run, OFFLOAD)) < 31
+    assert (
+        found.fits
+        and 4 < offloaded == int(FREE_SHARE * left // saved_by_layer(found.run, found.run.layers[0], OFFLOAD)) < 31
+    )
     everything = plan(f"{flags} --host_memory_budget 125", 1, gpu=74, host=125)
     assert everything.placement.count(OFFLOAD) == 31 and everything.shortages[0].startswith("host memory, by ")
 
@@ -324,16 +333,41 @@ def test_attention_memory_over_many_ranks_is_extrapolated(name: str) -> None:
     assert extrapolated.backward == pytest.approx(2 * large.backward - small.backward)
 
 
-def test_attention_with_a_window_takes_less_memory_unless_a_layer_has_none() -> None:
+def test_a_layer_with_a_window_takes_less_memory_for_attention() -> None:
     sizes = {name: getattr(LLAMA, name) for name in SIZES} | {"sliding_window": 4096}
     every = MistralConfig(**sizes)
     half = Qwen2Config(**sizes, use_sliding_window=True, max_window_layers=16)
-    full, windowed, mixed, short = (
-        attention_of(planned_run(model, f"--bf16 --schedule prefix --model_max_length {length}", 2))
-        for model, length in ((LLAMA, "128K"), (every, "128K"), (half, "128K"), (every, "4K"))
-    )
+
+    def memory(model: PreTrainedConfig, length: str, layer: int) -> AttentionMemory:
+        run = planned_run(model, f"--bf16 --schedule prefix --model_max_length {length}", 2)
+        return attention_of(run, run.layers[layer])
+
+    full, windowed = memory(LLAMA, "128K", 0), memory(every, "128K", 0)
     assert windowed.backward < 0.8 * full.backward and windowed.buffers < 0.7 * full.buffers
-    assert mixed == short == full
+    assert memory(half, "128K", 0) == memory(every, "4K", 0) == full and memory(half, "128K", 31) == windowed
+
+
+def test_layers_that_differ_are_planned_one_by_one() -> None:
+    """Layers of another MLP, of two mixers and of none stand for models whose layers are not alike."""
+    run = planned_run(LLAMA, "--bf16 --remat none --offload none --model_max_length 32K", 2)
+    alike = plan_as_given(run)
+    layer = run.layers[0]
+    narrow = replace(layer, intermediate=layer.intermediate // 2, parameters=layer.parameters - 10**7)
+    mixers = (replace(layer, mixers=()), replace(layer, mixers=layer.mixers * 2))
+
+    def planned(layers: Sequence[Layer]) -> Plan:
+        found = replace(run.architecture, layers=tuple(layers))
+        with patch.object(PlannedRun, "architecture", found):
+            return plan_as_given(replace(run))
+
+    assert planned(run.layers).parts == alike.parts and planned(run.layers).seconds == alike.seconds
+    half = planned([*run.layers[:16], *[narrow] * 16])
+    saved = run.tokens * (saved_bytes(layer, run.config) - saved_bytes(narrow, run.config))
+    assert alike.parts.stored_activations - half.parts.stored_activations == pytest.approx(16 * saved)
+    # As much attention in all, though no layer has one mixer.
+    assert planned([*mixers * 16]).seconds["attention"] == pytest.approx(alike.seconds["attention"])
+    heavy = planned([*run.layers[:5], replace(layer, intermediate=4 * layer.intermediate), *run.layers[6:]])
+    assert heavy.parts.total > alike.parts.total
 
 
 @pytest.mark.parametrize("gpus, heads, kv_heads, length", [
@@ -370,7 +404,7 @@ def test_auto_keeps_the_state_of_as_many_layers_as_fit_on_the_gpu() -> None:
     found = plan(f"{flags} 128K", 1, gpu=74, host=125)
     resident, nothing_resident = found.run.layers_with_state_on_gpu, with_state_on_gpu(found.run, 0)
     assert found.fits and found.run.state_on_host and 0 < resident < LAYERS
-    assert found.parts.parameters == FLOAT32_BYTES * resident * found.run.layer_parameters
+    assert found.parts.parameters == FLOAT32_BYTES * found.run.parameters_before[resident]
     assert found.parts.total > 0.9 * usable_gpu_bytes(found.run)
     assert found.step_seconds < 0.98 * nothing_resident.step_seconds
     assert found.host_bytes < nothing_resident.host_bytes - 16 * GIB
@@ -762,7 +796,8 @@ def test_tiled_layers_hold_one_group_of_heads_around_attention(flags: str, gpus:
     assert (run.head_slices, run.choice.head_groups) == (slices, groups)
     whole = planned_run(LLAMA, "--bf16 --remat attention --model_max_length 1M --tile_layers True --fp8 rowwise", gpus)
     if gpus == 1:
-        assert attention_of(run).backward == attention_of(whole).backward / slices
+        layer = run.layers[0]
+        assert attention_of(run, layer).backward == attention_of(whole, layer).backward / slices
 
 
 def test_a_run_that_does_not_fit_ends_with_what_would(capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,8 +29,9 @@ from lightseq.memory.planner.packed_documents import PackedDocuments, documents_
 from lightseq.memory.planner.placement import KEEP, OFFLOAD, in_order
 from lightseq.memory.planner.plan import plan_as_given
 from lightseq.memory.planner.rates import CHIPS
-from lightseq.models.architecture import inspect_architecture
+from lightseq.models.architecture import Architecture, inspect_architecture
 from lightseq.models.family import preset_config
+from lightseq.models.layers import Attention
 from lightseq.training.engine import choose_memory_settings
 from lightseq.training.setup import prepare
 
@@ -58,13 +59,20 @@ def config_of(data: Path, more: str = "--packing best_fit") -> Any:
 # ---- the share ------------------------------------------------------------------------------------------------------
 
 
+def with_windows(*windows: int | None) -> Architecture:
+    """Returns an architecture with a layer for each window."""
+    found = inspect_architecture(CONFIG)
+    layer, heads = found.layers[0], found.heads
+    return replace(found, layers=tuple(replace(layer, mixers=(Attention(heads, window),)) for window in windows))
+
+
 def test_the_area_is_twice_the_visible_pairs_without_the_diagonals_half() -> None:
     sizes, windows = (10, 3, 1, 7), (4, None, 7)
-    found = replace(inspect_architecture(CONFIG), windows=windows)
+    found = with_windows(*windows)
     pairs = [sum(min(i + 1, w or n) for n in sizes for i in range(n)) for w in windows]
     diagonal = [sum(min(n, w or n) for n in sizes) for w in windows]
     assert found.attention_area(sizes) == pytest.approx((2 * sum(pairs) - sum(diagonal)) / 3)
-    assert replace(found, windows=(None, None)).attention_area(sizes) == sum(n * n for n in sizes)
+    assert with_windows(None, None).attention_area(sizes) == sum(n * n for n in sizes)
 
 
 @pytest.mark.parametrize("kind", ["tokens", "data.pkl"])

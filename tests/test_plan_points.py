@@ -201,7 +201,8 @@ def _mlps_once_more(run: PlannedRun, record: dict[str, Any]) -> float:
     if record["date"] >= MLPS_RUN_ONCE_SINCE:
         return 0.0
     now = matrix_seconds(run)
-    with patch.object(PlannedRun, "architecture", replace(run.architecture, mlp_is_last=False)):
+    layers = tuple(replace(layer, mlp_is_last=False) for layer in run.layers)
+    with patch.object(PlannedRun, "architecture", replace(run.architecture, layers=layers)):
         then = matrix_seconds(replace(run))  # which has looked at no model yet
     return run.config.gradient_accumulation_steps * (then - now)
 
@@ -212,7 +213,7 @@ def test_an_mlp_over_tiles_runs_once_more_in_eager_layers_whose_backward_pass_ne
         records[name] for name in ("1b 128K, eager, one GPU", "1b 128K", "1b 8K, eager, one GPU")
     )
     run = planned(ran_twice).run
-    flops = 2 * run.tokens * run.layers * 3 * 2048 * 8192
+    flops = 2 * run.tokens * len(run.layers) * 3 * 2048 * 8192
     assert _mlps_once_more(run, ran_twice) == pytest.approx(flops / (run.hardware.chip.peak_flops * MATRIX_SHARE))
     for record in (compiled, one_tile, {**ran_twice, "date": MLPS_RUN_ONCE_SINCE}):
         assert _mlps_once_more(planned(record).run, record) == 0

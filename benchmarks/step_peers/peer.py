@@ -54,7 +54,7 @@ class Job:
     @property
     def layer_class(self) -> str:
         """Returns the name of the layers' class, which FSDP2 wraps."""
-        return inspect_architecture(self.config).layer_class
+        return inspect_architecture(self.config).layers[0].kind
 
     @property
     def reshards(self) -> bool:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final, cast
 
-import numpy as np
 import torch
 from numpy.typing import ArrayLike
 from torch import nn
@@ -20,7 +19,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from lightseq.kernels.logit_transform import LogitTransform
 from lightseq.models.heads import Heads, heads_of
-from lightseq.models.meta_run import find_logit_transform, linears_of, run_on_meta
+from lightseq.models.layers import Attention, Layer
+from lightseq.models.meta_run import TOKENS, LayerRun, find_logit_transform, linears_of, run_on_meta
 from lightseq.models.weights import build_on_meta, constructed_buffers
 from lightseq.modules.identity import hook_of, is_known_code, linear_change
 from lightseq.modules.mlp import is_gated
@@ -37,46 +37,53 @@ class Architecture:
     """Facts about a model; counts are of parameters in the whole model."""
 
     name: str
-    windows: tuple[int | None, ...]  # sliding window of each layer, in tokens; None: full attention
+    layers: tuple[Layer, ...]
     layers_share_inputs: bool  # all layers get the same arguments, such as RoPE, apart from the hidden states
-    logit_transform: LogitTransform  # makes logits of the head's result
-    layer_class: str
-    gated_mlp: bool  # down(silu(gate) * up) of plain linears
-    mlp_is_last: bool  # only the residual sum follows an MLP, so no backward pass needs its output
-    plain_projections: bool  # of attention: four linears without bias
+    layers_share_keys: bool  # some layer attends to keys and values of another
     passes_documents: bool  # layers pass keyword arguments, and so packed documents, to attention
-    layers: int
-    heads: Heads
+    logit_transform: LogitTransform  # makes logits of the head's result
     total: int  # tied parameters count once
     sizes: tuple[int, ...]  # elements of each parameter tensor
-    layer_linears: int  # weights of the linears in all layers
-    ending_linears: int  # part of layer_linears: each layer's last linear, whose output no backward pass needs
     head: int  # weights of the LM head, tied or not
-    extra_normalized: int  # elements per token that the norms of a layer take, beyond Llama's two of the hidden size
+    outside_linears: tuple[str, ...]  # weights of layers that no linear has, such as those of experts
+
+    @property
+    def mixers(self) -> list[Attention]:
+        """Returns the mixers of all layers."""
+        return [mixer for layer in self.layers for mixer in layer.mixers]
+
+    @property
+    def linears(self) -> int:
+        """Returns the weights of the linears in all layers."""
+        return sum(layer.linears for layer in self.layers)
+
+    @property
+    def heads(self) -> Heads:
+        """Returns the heads of every layer. Raises ValueError if layers differ."""
+        if len(kinds := {mixer.heads for mixer in self.mixers}) != 1:
+            raise ValueError(
+                f"{self.name} has layers with {'different' if kinds else 'no'} attention heads; {OWN_LOOP}"
+            )
+        return next(iter(kinds))
 
     def has_windows(self, length: int) -> bool:
         """Returns whether some layer does not see a whole sequence of this length."""
-        return any(window is not None and window < length for window in self.windows)
+        return any(mixer.window is not None and mixer.window < length for mixer in self.mixers)
 
     def attention_area(self, sizes: ArrayLike) -> float:
-        """Returns twice the visible (query, key) pairs in documents of these sizes, the mean over layers.
+        """Returns twice the visible (query, key) pairs in documents of these sizes, the mean over all mixers.
 
-        Without windows that is the sum of the squared sizes.
+        A mixer's weight in the mean is the FLOPs of one of its pairs. Without windows the area is the sum of the
+        squared sizes.
         """
-        documents, area = np.asarray(sizes, dtype=np.float64), 0.0
-        for window, layers in Counter(self.windows).items():
-            seen = documents if window is None else np.minimum(documents, window)
-            area += layers / len(self.windows) * float((seen * (2 * documents - seen)).sum())
-        return area
+        kinds = Counter(self.mixers)
+        whole = sum(count * mixer.pair_flops for mixer, count in kinds.items())
+        shares = {mixer: count * mixer.pair_flops / whole for mixer, count in kinds.items()}
+        return sum(share * mixer.area(sizes) for mixer, share in shares.items())
 
     def attention_share(self, length: int) -> float:
-        """Returns the visible (query, key) pairs of all layers over those of full attention."""
+        """Returns the FLOPs of attention to one sequence over those of full causal attention in all layers."""
         return self.attention_area(length) / length**2
-
-    @property
-    def can_store_mlp(self) -> bool:
-        """Returns whether a checkpoint can store the gate and up of every MLP, so that no MLP product is recomputed."""
-        return self.gated_mlp and self.mlp_is_last
 
 
 def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
@@ -285,7 +292,8 @@ def _inspect(kind: Any, text: str) -> Architecture:
     if not isinstance(layers, nn.ModuleList) or not hasattr(base, "norm") or not isinstance(head, nn.Linear):
         raise ValueError(f"{name} does not consist of embeddings, layers, a norm and a linear head; {OWN_LOOP}")
     _check_attention_dropout(model)
-    _check_parts(model, layers)
+    _check_dropout(model)
+    _check_buffers(model)
     try:
         ran = run_on_meta(model, layers)
         logit_transform = find_logit_transform(model)
@@ -294,46 +302,55 @@ def _inspect(kind: Any, text: str) -> Architecture:
     except Exception as error:  # the model's code may raise anything
         why = f"{type(error).__name__}: {first_line(error)}"
         raise ValueError(f"{name} does not run on the meta device ({why}); use another model") from error
+    known = {id(linear.weight) for linear in linears_of(layers)}
     return Architecture(
         name=name,
-        windows=ran.windows,
+        layers=tuple(_layer(layer, did, config.hidden_size) for layer, did in zip(layers, ran.layers, strict=True)),
         layers_share_inputs=ran.layers_share_inputs,
-        logit_transform=logit_transform,
-        layer_class=type(layers[0]).__name__,
-        gated_mlp=all(is_gated(getattr(layer, "mlp", None)) for layer in layers),
-        mlp_is_last=ran.mlp_is_last,
-        plain_projections=all(map(has_projections, layers)),
+        layers_share_keys=ran.layers_share_keys,
         passes_documents=ran.passes_documents,
-        layers=len(layers),
-        heads=ran.heads,
+        logit_transform=logit_transform,
         total=sum(p.numel() for p in model.parameters()),
         sizes=tuple(p.numel() for p in model.parameters()),
-        layer_linears=sum(linear.weight.numel() for linear in linears_of(layers)),
-        ending_linears=sum(linear.weight.numel() for linear in ran.ending_linears),
         head=head.weight.numel(),
-        extra_normalized=max(0, ran.normalized // len(layers) - 2 * config.hidden_size),
+        outside_linears=tuple(n for n, p in layers.named_parameters() if p.ndim > 1 and id(p) not in known),
     )
 
 
-def _check_parts(model: PreTrainedModel, layers: nn.ModuleList) -> None:
-    name = type(model).__name__
+def _layer(layer: nn.Module, did: LayerRun, hidden: int) -> Layer:
+    """Returns the facts about a layer that ran on the meta device."""
+    mlp, last = getattr(layer, "mlp", None), did.linears[-1] if did.linears else None
+    ends_mlp = last is not None and mlp is not None and any(module is last for module in mlp.modules())
+    return Layer(
+        kind=type(layer).__name__,
+        mixers=tuple(did.mixers),
+        hidden=hidden,
+        intermediate=last.in_features if last is not None and ends_mlp else 0,
+        parameters=sum(p.numel() for p in layer.parameters()),
+        linears=sum(linear.weight.numel() for linear in linears_of(layer)),
+        last_linear=0 if last is None else last.weight.numel(),
+        gated_mlp=is_gated(mlp),
+        mlp_is_last=not did.saved_after_mlp,
+        plain_projections=has_projections(layer),
+        normalized=did.normalized // TOKENS,
+    )
+
+
+def _check_dropout(model: PreTrainedModel) -> None:
     rates = {
         key: rate for key, rate in model.config.to_dict().items() if "drop" in key and isinstance(rate, float) and rate
     }
     if rates:  # a recomputation would drop other elements
         raise ValueError(
-            f"{name} has dropout ({', '.join(f'{k} {v}' for k, v in rates.items())}); set it to 0 in its config"
+            f"{type(model).__name__} has dropout ({', '.join(f'{k} {v}' for k, v in rates.items())}); set it to 0 in "
+            "its config"
         )
-    known = {id(linear.weight) for linear in linears_of(layers)}
-    if strange := [n for n, p in layers.named_parameters() if p.ndim > 1 and id(p) not in known]:
-        raise ValueError(
-            f"{name} has weights outside linear layers, as a mixture of experts does ({strange[0]}); {OWN_LOOP}"
-        )
-    if len(kinds := {type(layer).__name__ for layer in layers}) > 1:
-        raise ValueError(f"{name} has different kinds of layers ({', '.join(sorted(kinds))}); {OWN_LOOP}")
+
+
+def _check_buffers(model: PreTrainedModel) -> None:
     of_rope = {id(b) for m in model.modules() if hasattr(m, "inv_freq") for b in m.buffers()}
     if all(id(buffer) in of_rope for buffer in model.buffers()):
         return
     first, second = (constructed_buffers(model.config) for _ in range(2))
     if drawn := [n for n, buffer in first.items() if not torch.equal(buffer, second[n])]:
-        raise ValueError(f"{name} has random buffers ({', '.join(drawn[:3])}); use another model")
+        raise ValueError(f"{type(model).__name__} has random buffers ({', '.join(drawn[:3])}); use another model")

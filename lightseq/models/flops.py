@@ -4,13 +4,14 @@ A multiply-add counts as two FLOPs. H: query heads, D: head dim, S: sequence len
 """
 
 import re
-from math import ceil
+from collections.abc import Iterable
 from typing import Final
 
 from transformers import PreTrainedConfig
 
 from lightseq.config.remat_policies import POLICIES, STORE_LINEARS, STORE_MLP
 from lightseq.models.architecture import inspect_architecture
+from lightseq.models.layers import Attention, Layer
 
 # Dense tensor-core peaks in FLOP/s with float32 accumulation, in bfloat16 and FP8 (None: no FP8), by torch's name
 # for the device. The first matching pattern wins. Figures are from datasheets; those given with sparsity are halved.
@@ -32,7 +33,7 @@ PEAKS: Final[tuple[tuple[str, float, float | None], ...]] = (
 def matmul_parameters(config: PreTrainedConfig) -> int:
     """Returns N, the weights of the layers' linears and of the LM head, tied or not."""
     found = inspect_architecture(config)
-    return found.layer_linears + found.head
+    return found.linears + found.head
 
 
 def total_parameters(config: PreTrainedConfig) -> int:
@@ -43,13 +44,17 @@ def total_parameters(config: PreTrainedConfig) -> int:
 def attention_forward_flops(config: PreTrainedConfig, length: int, attention_share: float | None = None) -> int:
     """Returns the forward FLOPs of causal attention in all layers for one sequence.
 
-    QKᵀ and PV take 4·S²·H·D per layer, and causal masking halves that. `attention_share` is the share of these pairs
-    that layers see in packed documents and through windows: `Architecture.attention_area` of the documents, divided by
-    S². None stands for one document.
+    QKᵀ and PV take 4·S²·H·D per layer, and causal masking halves that. `attention_share` is the share of these FLOPs
+    that layers need for packed documents and through windows: `Architecture.attention_area` of the documents, divided
+    by S². None stands for one document.
     """
     found = inspect_architecture(config)
-    full = found.layers * 2 * length**2 * found.heads.query * found.heads.dim
     share = found.attention_share(length) if attention_share is None else attention_share
+    return _attention_flops(found.mixers, length, share)
+
+
+def _attention_flops(mixers: Iterable[Attention], length: int, share: float) -> int:
+    full = sum(mixer.pair_flops for mixer in mixers) * length**2 // 2
     return full if share == 1 else round(share * full)
 
 
@@ -86,38 +91,32 @@ def recompute_flops(
     """
     assert remat in POLICIES, remat
     found = inspect_architecture(config)
-    repeated = 0 if remat in ("none", STORE_LINEARS) else found.layer_linears - found.ending_linears
-    if remat == STORE_MLP:
-        repeated -= found.layers * 2 * config.hidden_size * config.intermediate_size
-    lasts = ceil(found.layers / group) if group > 1 else 0
-    attended = found.layers - lasts if remat == "full" else 0  # layers whose attention is computed again
-    projections = projection_weights(config)
-    if tiled:
-        repeated += found.ending_linears + (found.layers + attended) * projections
-    if group > 1:
-        attended += found.layers
-        repeated += found.layer_linears - lasts * skipped_matmul_weights(config, remat, tiled)
-    attention = attention_forward_flops(config, length, attention_share) * attended // found.layers
-    return sequences * (2 * repeated * length + attention)
+    share = found.attention_share(length) if attention_share is None else attention_share
+    products, attended = 0, list[Attention]()  # weights of repeated products, mixers that run again
+    for place, layer in enumerate(found.layers):
+        ends_group = group == 1 or place % group == group - 1 or place == len(found.layers) - 1
+        attends_again = remat == "full" and (group == 1 or not ends_group)
+        if remat not in ("none", STORE_LINEARS):
+            products += layer.linears - layer.last_linear
+        if remat == STORE_MLP:
+            products -= 2 * layer.hidden * layer.intermediate
+        if tiled:
+            products += layer.last_linear + (1 + attends_again) * layer.projections
+        if group > 1:
+            products += layer.linears - (skipped_products(layer, remat, tiled) if ends_group else 0)
+        attended += layer.mixers * (attends_again + (group > 1))
+    return sequences * (2 * products * length + _attention_flops(attended, length, share))
 
 
-def projection_weights(config: PreTrainedConfig) -> int:
-    """Returns the number of weights in one layer's q, k and v projections."""
-    heads = inspect_architecture(config).heads
-    weights: int = config.hidden_size * heads.dim * (heads.query + 2 * heads.key_value)
-    return weights
-
-
-def skipped_matmul_weights(config: PreTrainedConfig, remat: str, tiled: bool) -> int:
+def skipped_products(layer: Layer, remat: str, tiled: bool) -> int:
     """Returns the weights whose products the last layer of a group skips in its rerun, because nothing reads them.
 
     A tiled layer stops after attention. Others stop before the MLP, unless a checkpoint stores gate and up.
     """
-    found = inspect_architecture(config)
     if tiled:
-        return found.layer_linears // found.layers - projection_weights(config)
-    ends_early = found.can_store_mlp and remat in ("attention", "full")
-    return 3 * config.hidden_size * config.intermediate_size if ends_early else 0
+        return layer.linears - layer.projections
+    ends_early = layer.can_store_mlp and remat in ("attention", "full")
+    return 3 * layer.hidden * layer.intermediate if ends_early else 0
 
 
 def peak_flops_per_second(device_name: str, fp8: bool = False) -> float | None:

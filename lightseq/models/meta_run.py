@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
@@ -16,6 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from lightseq.attention.module_attention import unhonoured_argument
 from lightseq.kernels.logit_transform import LogitTransform
 from lightseq.models.heads import Heads
+from lightseq.models.layers import Attention
 from lightseq.modules.identity import StandIn, twin_forward
 
 PROBE: Final = "lightseq_probe"
@@ -23,29 +24,37 @@ TOKENS: Final = 4
 NOT_COMPARED: Final = ("hidden_states", "attention_mask")  # among layers; attention takes no mask
 
 
+@dataclass
+class LayerRun:
+    """What one layer did in a forward pass on the meta device."""
+
+    mixers: list[Attention] = field(default_factory=list)
+    linears: list[nn.Linear] = field(default_factory=list)  # in the order in which they ran
+    normalized: int = 0  # elements that its norms took
+    saved_after_mlp: int = 0  # tensors saved for backward after its MLP, or at all if it has none
+    arguments: dict[str, Any] = field(default_factory=dict)  # apart from the hidden states
+
+
 @dataclass(frozen=True)
 class MetaRun:
     """Facts that one forward pass on the meta device shows."""
 
-    heads: Heads  # of every layer
-    windows: tuple[int | None, ...]  # that each layer passes to attention, in tokens; None: full attention
+    layers: list[LayerRun]
     layers_share_inputs: bool  # all layers get the same arguments, apart from the hidden states
+    layers_share_keys: bool  # some layer attends to keys and values of another
     passes_documents: bool  # packed documents reach attention
-    ending_linears: list[nn.Linear]  # each layer's last linear
-    mlp_is_last: bool  # no layer saves anything after its MLP
-    normalized: int  # elements per token that the norms of all layers take
 
 
 def run_on_meta(model: PreTrainedModel, layers: nn.ModuleList) -> MetaRun:
-    """Runs a model, which is on the meta device, once.
+    """Runs a model, which is on the meta device, once, in bfloat16: torch's grouped products take no other dtype there.
 
-    Raises ValueError if attention would not be what a kernel computes, or differs between layers.
+    Raises ValueError if attention would not be what a kernel computes, or runs outside the layers.
     """
-    name, calls, ran = type(model).__name__, list[tuple[Heads, Any]](), list[nn.Linear]()
-    normalized: list[int] = []
-    windows: list[int | None] = []
-    inputs: list[dict[str, Any]] = []  # arguments of each layer
-    documents, keys = object(), list[tuple[nn.Module, Tensor]]()
+    model.to(torch.bfloat16)
+    name, ran = type(model).__name__, [LayerRun() for _ in layers]
+    running: list[LayerRun] = []  # the layer that runs now, if any
+    documents, passed, keys = object(), list[bool](), list[tuple[nn.Module, Tensor]]()
+    shared: list[nn.Module] = []  # attention modules with the keys of others
 
     def probe(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any = None, **others: Any) -> Any:
         if dropped := unhonoured_argument({"attention_mask": attention_mask} | others):
@@ -54,25 +63,33 @@ def run_on_meta(model: PreTrainedModel, layers: nn.ModuleList) -> MetaRun:
             raise ValueError(
                 f"{name} has keys of {q.shape[-1]} and values of {v.shape[-1]} dimensions; use a model where they agree"
             )
-        if any(
-            k is other and module is not layer for layer, other in keys
-        ):  # a checkpoint of some layers cannot recompute those of others
-            raise ValueError(f"{name} has layers that share keys and values; use your own loop around hf.enable")
+        if not running:
+            raise ValueError(f"{name} attends outside its layers, which no schedule supports; use another model")
+        shared.extend(module for owner, other in keys if k is other and module is not owner)
         keys.append((module, k))
-        windows.append(others.get("sliding_window"))
-        calls.append((Heads(q.shape[1], k.shape[1], q.shape[-1]), others.get("documents")))
+        passed.append(others.get("documents") is documents)
+        heads = Heads(q.shape[1], k.shape[1], q.shape[-1])
+        running[-1].mixers.append(Attention(heads, others.get("sliding_window")))
         return q.transpose(1, 2).contiguous(), None
 
-    def record_inputs(_layer: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        by_place = {str(place): value for place, value in enumerate(args) if place > 0}
-        inputs.append({key: value for key, value in (by_place | keywords).items() if key not in NOT_COMPARED})
+    def enter(place: int, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        running.append(ran[place])
+        given = {str(i): value for i, value in enumerate(args) if i > 0} | keywords
+        ran[place].arguments = {key: value for key, value in given.items() if key not in NOT_COMPARED}
 
-    ends: list[nn.Linear] = []
-    hooks = [linear.register_forward_hook(lambda linear, *_: ran.append(linear)) for linear in linears_of(layers)]
-    hooks += [layer.register_forward_hook(lambda *_: ends.append(ran[-1])) for layer in layers]
-    hooks += [layer.register_forward_pre_hook(record_inputs, with_kwargs=True) for layer in layers]
-    norms = [module for module in layers.modules() if "Norm" in type(module).__name__]
-    hooks += [norm.register_forward_hook(lambda *call: normalized.append(call[-1].numel())) for norm in norms]
+    def note_norm(_norm: nn.Module, _args: Any, output: Tensor) -> None:
+        running[-1].normalized += output.numel()
+
+    hooks: list[Any] = []
+    for place, layer in enumerate(layers):
+        hooks.append(
+            layer.register_forward_pre_hook(lambda _, args, kw, i=place: enter(i, args, kw), with_kwargs=True)  # type: ignore[misc]
+        )
+        for linear in linears_of(layer):
+            hooks.append(linear.register_forward_hook(lambda linear, *_: running[-1].linears.append(linear)))
+        for norm in (module for module in layer.modules() if "Norm" in type(module).__name__):
+            hooks.append(norm.register_forward_hook(note_norm))
+        hooks.append(layer.register_forward_hook(lambda *_: running.pop() and None))
     for rope in [
         m for m in model.modules() if hasattr(m, "inv_freq") or isinstance(getattr(m, "rope_type", None), dict)
     ]:
@@ -83,16 +100,14 @@ def run_on_meta(model: PreTrainedModel, layers: nn.ModuleList) -> MetaRun:
         model(input_ids=ids, position_ids=ids, use_cache=False, documents=documents)
     for hook in hooks:
         hook.remove()
-    if len(calls) != len(layers) or any(heads != calls[0][0] for heads, _ in calls):
-        raise ValueError(f"{name} has layers with different attention; use a model with one kind of layer")
+    for layer_run, count in zip(ran, saved, strict=True):
+        layer_run.saved_after_mlp = count
+    first = ran[0].arguments
     return MetaRun(
-        heads=calls[0][0],
-        windows=tuple(windows),
-        layers_share_inputs=all(_are_same(x, inputs[0]) for x in inputs),
-        passes_documents=all(passed is documents for _, passed in calls),
-        ending_linears=ends,
-        mlp_is_last=not any(saved),
-        normalized=sum(normalized) // TOKENS,
+        layers=ran,
+        layers_share_inputs=all(_are_same(layer_run.arguments, first) for layer_run in ran),
+        layers_share_keys=bool(shared),
+        passes_documents=all(passed),
     )
 
 

@@ -28,7 +28,7 @@ def tile_mlps(layers: Iterable[nn.Module], store: bool = False, ends_layer: bool
     The linears may have low-rank adapters. The backward pass recomputes gate and up from the input, tile by tile. An
     input that fits in one tile takes the module's own forward. With `store`, gate and up are saved for the backward
     pass at any length, a checkpoint may store them, and a layer with any other MLP raises ValueError. With `store` or
-    `ends_layer`, no backward pass may need the MLP's output (`Architecture.mlp_is_last`), because it is not computed
+    `ends_layer`, no backward pass may need the MLP's output (`Layer.mlp_is_last`), because it is not computed
     when a checkpoint recomputes the layer; layers that are not transformers' own then keep their MLPs.
     """
     for layer in layers:

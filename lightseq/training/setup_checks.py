@@ -25,12 +25,14 @@ from lightseq.distributed.mesh import World, on_all_ranks
 from lightseq.kernels import KernelSpec, compute_capability, select
 from lightseq.models.architecture import (
     LENGTH_DEPENDENT_ROPE,
+    OWN_LOOP,
     Architecture,
     caps_scores,
     inspect_architecture,
     rope_types,
 )
 from lightseq.models.heads import heads_of
+from lightseq.models.layers import names_of_kinds
 from lightseq.modules.tiled import check_layer_class
 from lightseq.schedule.algorithms import SCHEDULES
 from lightseq.schedule.auto import ScheduleChoice, choose_windowed
@@ -65,9 +67,17 @@ def check_same_flags(config: TrainConfig, world: World) -> None:
 
 def check_layers(config: TrainConfig, architecture: Architecture) -> None:
     """Raises ValueError if the flags need something that the model's layers do not support."""
-    layer_class = architecture.layer_class
+    kinds, policy = names_of_kinds(architecture.layers), config.remat_policy
+    if architecture.outside_linears:
+        raise ValueError(
+            f"{architecture.name} has weights outside linear layers, as a mixture of experts does "
+            f"({architecture.outside_linears[0]}); {OWN_LOOP}"
+        )
+    if architecture.layers_share_keys:  # a checkpoint of some layers cannot recompute those of others
+        raise ValueError(f"{architecture.name} has layers that share keys and values; {OWN_LOOP}")
     if config.tiles_layers:
-        check_layer_class(layer_class)
+        for kind in kinds:
+            check_layer_class(kind)
     if config.group_size > 1 and not architecture.layers_share_inputs:
         raise ValueError(
             f"--layers_per_checkpoint {config.group_size} needs layers that get the same arguments, such as RoPE, but "
@@ -75,26 +85,32 @@ def check_layers(config: TrainConfig, architecture: Architecture) -> None:
         )
     if architecture.has_windows(config.model_max_length):
         choose_windowed(ScheduleChoice(config.schedule))
-    if config.remat_policy in STORES_MLP and not architecture.gated_mlp:
-        raise ValueError(
-            f"--remat {config.remat_policy} needs a gated MLP of plain linear layers, which {layer_class} does "
-            "not have; give --remat attention"
-        )
-    if config.remat_policy in STORES_MLP and not architecture.can_store_mlp:
-        raise ValueError(
-            f"--remat {config.remat_policy} does not recompute the MLP's output, but {layer_class} needs it in "
-            "the backward pass (for a norm after the MLP, for example); give --remat attention"
-        )
-    if config.remat_policy == STORE_LINEARS and not architecture.plain_projections:
-        raise ValueError(
-            f"--remat {STORE_LINEARS} needs four attention projections without bias, which {layer_class} does "
-            "not have; give --remat attention+mlp"
-        )
+    for layer in dict.fromkeys(architecture.layers):
+        if len(layer.mixers) != 1:
+            raise ValueError(
+                f"{architecture.name} has a layer ({layer.kind}) with {len(layer.mixers)} calls of attention, not one; "
+                f"{OWN_LOOP}"
+            )
+        if policy in STORES_MLP and not layer.gated_mlp:
+            raise ValueError(
+                f"--remat {policy} needs a gated MLP of plain linear layers, which {layer.kind} does not have; give "
+                "--remat attention"
+            )
+        if policy in STORES_MLP and not layer.can_store_mlp:
+            raise ValueError(
+                f"--remat {policy} does not recompute the MLP's output, but {layer.kind} needs it in the backward pass "
+                "(for a norm after the MLP, for example); give --remat attention"
+            )
+        if policy == STORE_LINEARS and not layer.plain_projections:
+            raise ValueError(
+                f"--remat {STORE_LINEARS} needs four attention projections without bias, which {layer.kind} does not "
+                "have; give --remat attention+mlp"
+            )
     asked = config.fsdp_transformer_layer_cls_to_wrap
-    if asked is not None and asked != layer_class:
+    if asked is not None and [asked] != kinds:
         raise ValueError(
             f"--fsdp_transformer_layer_cls_to_wrap {asked}: the layers of {config.model_name_or_path} are of the class "
-            f"{layer_class}; give that, or leave it out"
+            f"{' and '.join(kinds)}; give that, or leave it out"
         )
 
 

@@ -11,8 +11,8 @@ from lightseq.config.remat_policies import STORE_LINEARS, STORES_MLP
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.mesh import local_part
 from lightseq.memory.planner.rates import GIB, SAVED_WITHOUT_REMAT, Widths
-from lightseq.models.architecture import Architecture, inspect_architecture
-from lightseq.models.heads import Heads
+from lightseq.models.architecture import inspect_architecture
+from lightseq.models.layers import Layer
 from lightseq.modules.loss import CHUNK_TOKENS
 from lightseq.schedule.timing import FLOAT32_BYTES
 
@@ -79,33 +79,33 @@ def moments_of(config: TrainConfig) -> float:
 
 def stored_activations(model: PreTrainedConfig, config: TrainConfig, tokens: int) -> int:
     """Returns the bytes that all layers save for the backward pass of `tokens` local tokens, on GPU or host."""
-    architecture, group = inspect_architecture(model), config.group_size
-    sizes = widths_of(model, architecture.heads)
-    layer = saved_bytes(sizes, architecture, config)
+    layers, group = inspect_architecture(model).layers, config.group_size
+    saved = [saved_bytes(layer, config) for layer in layers]
     if group == 1:
-        return int(model.num_hidden_layers * tokens * layer)
-    groups = -(-model.num_hidden_layers // group)
-    return int(tokens * (groups * saved_bytes(sizes, architecture, config, "full") + group * layer))
+        return int(tokens * sum(saved))
+    inputs = sum(saved_bytes(layer, config, "full") for layer in layers[::group])
+    largest = max(sum(saved[first : first + group]) for first in range(0, len(layers), group))
+    return int(tokens * (inputs + largest))
 
 
-def widths_of(model: PreTrainedConfig, heads: Heads) -> Widths:
-    """Returns a model's own sizes, in elements per token."""
-    hidden = model.hidden_size
-    intermediate = getattr(model, "intermediate_size", 4 * hidden)
-    return Widths(hidden, heads.query * heads.dim, heads.key_value * heads.dim, intermediate)
+def widths_of(layer: Layer) -> Widths:
+    """Returns a layer's own sizes, in elements per token."""
+    attention = sum(mixer.width for mixer in layer.mixers)
+    key_value = sum(mixer.key_value_width for mixer in layer.mixers)
+    return Widths(layer.hidden, attention, key_value, layer.intermediate)
 
 
-def saved_bytes(sizes: Widths, architecture: Architecture, config: TrainConfig, policy: str | None = None) -> float:
+def saved_bytes(layer: Layer, config: TrainConfig, policy: str | None = None) -> float:
     """Returns the bytes per token that a layer saves under a remat policy (default: the config's).
 
     `full` saves the layer's input, `attention` also attention's output and log-sum-exp, `attention+mlp` also gate and
     up, `attention+linears` also attention's four projections, and `none` everything.
     """
-    policy = policy or config.remat_policy
+    policy, sizes = policy or config.remat_policy, widths_of(layer)
     itemsize = config.itemsize
-    log_sum_exp = FLOAT32_BYTES * architecture.heads.query
+    log_sum_exp = FLOAT32_BYTES * sum(mixer.heads.query for mixer in layer.mixers)
     if policy == "none":
-        elements = SAVED_WITHOUT_REMAT[config.compiles].dot(sizes) + architecture.extra_normalized
+        elements = SAVED_WITHOUT_REMAT[config.compiles].dot(sizes) + layer.extra_normalized
         return itemsize * elements + log_sum_exp
     elements = sizes.hidden
     if policy != "full":

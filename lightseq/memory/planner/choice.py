@@ -88,7 +88,7 @@ def fast_options(run: PlannedRun) -> list[PlannedRun]:
 
 def frugal_options(run: PlannedRun) -> list[PlannedRun]:
     """Returns the run with the other choices, which take less memory and more time."""
-    tiles = [False, True] if run.architecture.layer_class in TILEABLE_LAYER_CLASSES else [False]
+    tiles = [False, True] if all(layer.kind in TILEABLE_LAYER_CLASSES for layer in run.layers) else [False]
     offload = ["both", "optimizer", "activations", "none"]
     groups = [FRUGAL_GROUP, 1] if run.architecture.layers_share_inputs else [1]
     found = _options(run, remat=["full", "attention"], offload=offload, groups=groups, tiles=tiles)
@@ -140,9 +140,9 @@ def _offloads(config: TrainConfig, policy: str, group: int, values: Sequence[str
 
 def _policies(run: PlannedRun) -> list[str]:
     """Returns the values of --remat that the model supports."""
-    can_store_mlp, plain_projections = run.architecture.can_store_mlp, run.architecture.plain_projections
-    mlp = [*([STORE_LINEARS] if plain_projections else []), STORE_MLP] if can_store_mlp else []
-    return ["none", *mlp, "attention", "full"]
+    stores_mlp = all(layer.can_store_mlp for layer in run.layers)
+    stores_linears = stores_mlp and all(layer.plain_projections for layer in run.layers)
+    return ["none", *[STORE_LINEARS] * stores_linears, *[STORE_MLP] * stores_mlp, "attention", "full"]
 
 
 def _placements(run: PlannedRun) -> Iterator[Plan]:
@@ -161,7 +161,7 @@ def _placements(run: PlannedRun) -> Iterator[Plan]:
         return
 
     def with_state_on_gpu(groups: int) -> Plan:
-        layers = min(groups * run.group_size, run.layers)
+        layers = min(groups * run.group_size, len(run.layers))
         return plan_as_given(run.changed(state_offloaded=True, layers_with_state_on_gpu=layers))
 
     def lacks(plan: Plan) -> tuple[bool, bool]:
@@ -197,7 +197,7 @@ def plan_from_earlier(run: PlannedRun, earlier: Mapping[str, Any]) -> Plan | Non
     except (KeyError, TypeError, ValueError, OverflowError):
         return None
     options = [option.config for option in (*fast_options(run), *frugal_options(run))]
-    if chosen not in options or len(layers) != run.layers or not known:
+    if chosen not in options or len(layers) != len(run.layers) or not known:
         return None
     again = run.changed(
         config=chosen,

@@ -8,7 +8,14 @@ from math import ceil
 from lightseq.config.remat_policies import STORE_MLP, STORES_MLP
 from lightseq.memory.offload import IN_FLIGHT, device_lifetimes, layers_in_flight
 from lightseq.memory.planner.attention_memory import AttentionMemory, attention_memory
-from lightseq.memory.planner.breakdown import Breakdown, StateBytes, loss_bytes, moments_of, saved_bytes
+from lightseq.memory.planner.breakdown import (
+    Breakdown,
+    StateBytes,
+    loss_bytes,
+    moments_of,
+    saved_bytes,
+    widths_of,
+)
 from lightseq.memory.planner.placement import KEEP, OFFLOADED, RECOMPUTE, RECOMPUTED, Placement
 from lightseq.memory.planner.rates import (
     BACKWARD_POINTS,
@@ -23,6 +30,7 @@ from lightseq.memory.planner.rates import (
 )
 from lightseq.memory.planner.run import PlannedRun
 from lightseq.models.heads import Heads
+from lightseq.models.layers import Attention, Layer
 from lightseq.modules.mlp import TILE_TOKENS
 from lightseq.schedule.timing import FLOAT32_BYTES
 
@@ -44,14 +52,16 @@ def peak(run: PlannedRun, placement: Placement) -> Snapshot:
 
 def snapshots(run: PlannedRun, placement: Placement) -> Iterator[Snapshot]:
     """Yields the points of a step where memory may peak: the loss, each group's backward pass, and the embeddings'."""
-    yield _loss(run, placement)
+    saved = _Saved(run, placement)
+    yield _loss(run, saved)
     last, groups = run.groups - 1, set(range(run.groups))
-    if max(lifetimes_of(run, placement)) <= IN_FLIGHT:  # no layer stays between offloaded ones
+    if max(saved.lifetimes) <= IN_FLIGHT and len(set(run.layers)) == 1:  # no layer stays between offloaded ones
         # Memory changes linearly from the second to the second-to-last group.
         groups &= {0, 1, last // 2, last - 1, last}
     for group in sorted(groups):
-        for name in backward_points(run):
-            yield _backward(run, placement, group, name)
+        for layer in dict.fromkeys(run.layers_of(group)):
+            for name in backward_points(run):
+                yield _backward(run, saved, group, layer, name)
     yield _end_of_backward(run)
 
 
@@ -75,72 +85,84 @@ def lifetimes_of(run: PlannedRun, placement: Placement) -> list[int]:
 # ---- saved activations ----------------------------------------------------------------------------------------------
 
 
-def saved_by_layer(run: PlannedRun, action: str) -> float:
+def saved_by_layer(run: PlannedRun, layer: Layer, action: str) -> float:
     """Returns the bytes that a layer saves between its forward and backward pass, on GPU or host."""
-    return run.tokens * _saved_under(run, "full" if action in RECOMPUTED else None)
+    return run.tokens * saved_bytes(layer, run.config, "full" if action in RECOMPUTED else None)
 
 
-def saved_by_group(run: PlannedRun, action: str) -> float:
+def saved_by_group(run: PlannedRun, group: int, action: str) -> float:
     """Returns the bytes saved for a group of layers: its input, or for a group of one all that the layer saves."""
-    return saved_by_layer(run, RECOMPUTE if run.group_size > 1 else action)
+    return saved_by_layer(run, run.layers_of(group)[0], RECOMPUTE if run.group_size > 1 else action)
 
 
-def _group_action(run: PlannedRun, placement: Placement, group: int) -> str:
-    return placement.layers[group * run.group_size]
+class _Saved:
+    """Bytes that each group of layers saves under a placement, and the lifetimes of those that are offloaded."""
+
+    def __init__(self, run: PlannedRun, placement: Placement) -> None:
+        self.placement, self.actions = placement, placement.layers[:: run.group_size]
+        self.lifetimes = lifetimes_of(run, placement)
+        known: dict[tuple[Layer, str], float] = {}
+        self.sizes = []
+        for group, action in enumerate(self.actions):
+            key = run.layers_of(group)[0], action
+            if key not in known:
+                known[key] = saved_by_group(run, group, action)
+            self.sizes.append(known[key])
+
+    def on_gpu(self, last: int) -> float:
+        """Returns the bytes that groups up to `last` have on the GPU: those that stay, and offloaded ones in flight."""
+        lifetimes = enumerate(self.lifetimes[: last + 1])
+        return sum(self.sizes[i] for i, lifetime in lifetimes if not lifetime or i + lifetime > last)
 
 
-def _saved_on_gpu(run: PlannedRun, placement: Placement, last: int) -> float:
-    """Returns the bytes that groups up to `last` have on the GPU: those that stay, and offloaded ones in flight."""
-    groups = placement.layers[:: run.group_size]
-    sizes = {action: saved_by_group(run, action) for action in set(groups)}
-    lifetimes = lifetimes_of(run, placement)[: last + 1]
-    return sum(sizes[groups[i]] for i, lifetime in enumerate(lifetimes) if not lifetime or i + lifetime > last)
-
-
-def _saved_by_rerun(run: PlannedRun, placement: Placement, group: int) -> float:
+def _saved_by_rerun(run: PlannedRun, saved: _Saved, group: int) -> float:
     """Returns the bytes that a group's layers save when they run forward again, less those of its input, if freed."""
     if run.group_size == 1:
         return 0.0
-    if placement.offloads:
+    sizes = sorted((saved_by_layer(run, layer, KEEP) for layer in run.layers_of(group)), reverse=True)
+    layer_input = saved_by_group(run, group, RECOMPUTE)
+    if saved.placement.offloads:
         stays = group == 0 and run.adapter_parameters  # the output of frozen embeddings is not freed
-        freed = 0.0 if stays else saved_by_group(run, RECOMPUTE)
-        return min(run.group_size, in_flight(run)) * saved_by_layer(run, KEEP) - freed
-    return run.group_size * saved_by_layer(run, KEEP) - saved_by_layer(run, RECOMPUTE)  # the input is counted already
+        return sum(sizes[: in_flight(run)]) - (0.0 if stays else layer_input)
+    return sum(sizes) - layer_input  # the input is counted already
 
 
 # ---- points of a step -----------------------------------------------------------------------------------------------
 
 
-def _loss(run: PlannedRun, placement: Placement) -> Snapshot:
+def _loss(run: PlannedRun, saved: _Saved) -> Snapshot:
     """Returns memory during the loss: all activations are saved, and the head and last layer are gathered."""
     logits, gradients = loss_bytes(run.model, run.config, run.tokens)
-    groups = 1 if run.reshard_after_forward else run.groups
-    gathered = (run.architecture.head + groups * run.group_size * run.layer_parameters) * run.itemsize
-    working = gathered + _bytes(run, LAST_NORM[run.config.compiles])
-    saved = _saved_on_gpu(run, placement, run.groups - 1)
-    return _snapshot(run, "loss", saved=saved, loss=logits + gradients, working=working)
+    last = run.groups - 1
+    gathered = run.architecture.head + run.parameters_of(last if run.reshard_after_forward else 0, last)
+    working = gathered * run.itemsize + _bytes(run, run.layers[-1], LAST_NORM[run.config.compiles])
+    return _snapshot(run, "loss", saved=saved.on_gpu(last), loss=logits + gradients, working=working)
 
 
-def _backward(run: PlannedRun, placement: Placement, group: int, name: str) -> Snapshot:
-    point, action = backward_points(run)[name], _group_action(run, placement, group)
-    working = _bytes(run, point.widths) + _weights_and_gradients(run, group)
+def _backward(run: PlannedRun, saved: _Saved, group: int, layer: Layer, name: str) -> Snapshot:
+    point, action = backward_points(run)[name], saved.actions[group]
+    working = _bytes(run, layer, point.widths) + _weights_and_gradients(run, group, layer)
     if run.config.remat_policy != "none":  # the inputs of these norms are recomputed
-        working += run.tokens * run.itemsize * run.architecture.extra_normalized
+        working += run.tokens * run.itemsize * layer.extra_normalized
     if point.in_mlp:
-        working += _tiled_mlp_bytes(run)
+        working += _tiled_mlp_bytes(run, layer)
     if point.in_attention:
-        working += attention_of(run).backward * run.tokens
+        working += attention_of(run, layer).backward * run.tokens
+
+    def saves(policy: str) -> float:
+        return run.tokens * saved_bytes(layer, run.config, policy)
+
     if (point.in_attention or run.config.tiles_layers) and action in RECOMPUTED:  # output and log-sum-exp, recomputed
-        working += run.tokens * (_saved_under(run, "attention") - _saved_under(run, "full"))
-    saved, rerun = _saved_on_gpu(run, placement, group), _saved_by_rerun(run, placement, group)
-    was_offloaded = action in OFFLOADED if run.group_size == 1 else placement.offloads
+        working += saves("attention") - saves("full")
+    on_gpu, rerun = saved.on_gpu(group), _saved_by_rerun(run, saved, group)
+    was_offloaded = action in OFFLOADED if run.group_size == 1 else saved.placement.offloads
     if point.in_attention and not was_offloaded and run.config.remat_policy in STORES_MLP:
         # The MLP's backward pass has freed gate and up. Fetched tensors live until the layer's end.
-        freed = run.tokens * (_saved_under(run, STORE_MLP) - _saved_under(run, "attention"))
-        saved, rerun = (saved, rerun - freed) if run.group_size > 1 else (saved - freed, rerun)
+        freed = saves(STORE_MLP) - saves("attention")
+        on_gpu, rerun = (on_gpu, rerun - freed) if run.group_size > 1 else (on_gpu - freed, rerun)
     gradients = 0.0 if run.adapter_parameters else _finished_gradients(run, group)
     when = f"backward of layer {group * run.group_size}, {name}"
-    return _snapshot(run, when, saved=saved, working=working + rerun, gradients=gradients)
+    return _snapshot(run, when, saved=on_gpu, working=working + rerun, gradients=gradients)
 
 
 def _end_of_backward(run: PlannedRun) -> Snapshot:
@@ -158,8 +180,8 @@ def _snapshot(
     state, on_gpu = _state_bytes(run), 1 - run.host_share
     all_gradients = state.gradients * on_gpu
     accumulates = run.config.gradient_accumulation_steps > 1
-    buffers = attention_of(run).buffers * run.tokens
-    rope = 2 * run.architecture.heads.dim * run.itemsize
+    buffers = max(attention_of(run, layer).buffers for layer in dict.fromkeys(run.layers)) * run.tokens
+    rope = 2 * max(mixer.heads.dim for mixer in run.architecture.mixers) * run.itemsize
     working += (rope + TOKEN_BYTES) * run.tokens + (buffers if run.transport != "symmetric" else 0.0)
     parts = Breakdown(
         parameters=int(state.parameters * on_gpu),
@@ -173,22 +195,24 @@ def _snapshot(
     return Snapshot(when, parts)
 
 
-def _weights_and_gradients(run: PlannedRun, group: int) -> float:
+def _weights_and_gradients(run: PlannedRun, group: int, layer: Layer) -> float:
     """Returns the bytes of the gathered weights and the unreduced gradients in the backward pass of a group.
 
     Besides the group's weights, those of the next group are gathered, or of all groups that are still to come.
     """
     trains = run.adapter_parameters == 0  # gradients of adapters are too small to count
-    unit = run.group_size * run.layer_parameters
-    gathered = 1 + run.prefetches_weights if run.reshard_after_forward else group + 1
-    taken = gathered * unit * run.itemsize
+    unit = run.parameters_of(group)
+    gathered = unit + run.parameters_of(max(0, group - 1)) * run.prefetches_weights
+    if not run.reshard_after_forward:
+        gathered = run.parameters_of(0, group)
+    taken = gathered * run.itemsize
     if run.tied:  # the embeddings stay gathered, and have had a gradient since the loss
         taken += (1 + trains) * run.architecture.head * run.itemsize
     if trains:
-        summed = run.layer_parameters if run.config.tiles_layers else 0  # tiles accumulate gradients in float32
+        summed = layer.parameters if run.config.tiles_layers else 0  # tiles accumulate gradients in float32
         taken += (unit - summed) * run.itemsize + summed * FLOAT32_BYTES
         if group < run.groups - 1:
-            taken += unit * FLOAT32_BYTES  # the next group's gradients, being reduced
+            taken += run.parameters_of(group + 1) * FLOAT32_BYTES  # the next group's gradients, being reduced
         elif not run.tied:
             taken += run.architecture.head * FLOAT32_BYTES
     return taken
@@ -196,19 +220,19 @@ def _weights_and_gradients(run: PlannedRun, group: int) -> float:
 
 def _finished_gradients(run: PlannedRun, group: int) -> float:
     """Returns the bytes of finished gradients on the GPU, those of the layers after a group."""
-    below = (group + 1) * run.group_size
+    before, below = run.parameters_before, min(len(run.layers), (group + 1) * run.group_size)
     if run.state_on_host:
-        return FLOAT32_BYTES * max(0, run.layers_with_state_on_gpu - below) * run.layer_parameters / run.shards
-    done = (run.layers - below) * run.layer_parameters + (0 if run.tied else run.architecture.head)
+        return FLOAT32_BYTES * max(0, before[run.layers_with_state_on_gpu] - before[below]) / run.shards
+    done = before[-1] - before[below] + (0 if run.tied else run.architecture.head)
     return FLOAT32_BYTES * min(done / run.shards, run.local_trained)
 
 
-def _tiled_mlp_bytes(run: PlannedRun) -> float:
+def _tiled_mlp_bytes(run: PlannedRun, layer: Layer) -> float:
     """Returns the bytes of a tile's MLP-wide buffers and of the float32 gradients of the MLP's weights.
 
     With adapters there are no such gradients, but the inputs and weights of the widest product side by side.
     """
-    hidden, intermediate = run.widths.hidden, run.widths.intermediate
+    hidden, intermediate = layer.hidden, layer.intermediate
     untiled = intermediate * UNTILED_MLP_BUFFERS[run.config.compiles]
     if run.config.tiles_layers:  # the MLP, and hidden-wide buffers around it
         return min(run.tokens, TILE_TOKENS) * run.itemsize * (untiled + TILE_HIDDEN * hidden)
@@ -219,27 +243,28 @@ def _tiled_mlp_bytes(run: PlannedRun) -> float:
     return 3 * TILE_TOKENS * intermediate * run.itemsize + 3 * hidden * intermediate * FLOAT32_BYTES
 
 
-def attention_of(run: PlannedRun) -> AttentionMemory:
-    """Returns the memory of attention over one slice of heads."""
-    heads, slices, keeps = run.architecture.heads, run.head_slices, run.keeps_gathered
-    length, windows = run.config.model_max_length, run.architecture.windows
-    widest = None if None in windows else max(window for window in windows if window is not None)
+def attention_of(run: PlannedRun, layer: Layer) -> AttentionMemory:
+    """Returns the memory of a layer's attention, over one slice of heads: of the mixer that needs most."""
+    found = [_memory_of_mixer(run, mixer) for mixer in layer.mixers]
+    return AttentionMemory(
+        max((memory.buffers for memory in found), default=0.0), max((memory.backward for memory in found), default=0.0)
+    )
+
+
+def _memory_of_mixer(run: PlannedRun, mixer: Attention) -> AttentionMemory:
+    heads, slices, length = mixer.heads, run.head_slices, run.config.model_max_length
     return attention_memory(
         run.choice,
         run.sequence_ranks,
         Heads(heads.query // slices, heads.key_value // slices, heads.dim),
         run.itemsize,
-        keep_gathered=keeps,
-        window_share=widest / length if widest is not None and widest < length else None,
+        keep_gathered=run.keeps_gathered,
+        window_share=mixer.window / length if mixer.window is not None and mixer.window < length else None,
     )
 
 
-def _saved_under(run: PlannedRun, policy: str | None) -> float:
-    return saved_bytes(run.widths, run.architecture, run.config, policy)
-
-
-def _bytes(run: PlannedRun, widths: Widths) -> float:
-    return run.tokens * run.itemsize * widths.dot(run.widths)
+def _bytes(run: PlannedRun, layer: Layer, widths: Widths) -> float:
+    return run.tokens * run.itemsize * widths.dot(widths_of(layer))
 
 
 # ---- host memory ----------------------------------------------------------------------------------------------------
@@ -247,10 +272,12 @@ def _bytes(run: PlannedRun, widths: Widths) -> float:
 
 def host_bytes(run: PlannedRun, placement: Placement) -> float:
     """Returns one rank's host memory: its process, offloaded activations, weights, gradients and optimizer state."""
-    actions = [_group_action(run, placement, group) for group in range(run.groups)]
-    activations = sum(saved_by_group(run, action) for action in actions if action in OFFLOADED)
-    if run.group_size > 1 and placement.offloads:
-        activations += (run.group_size - 1) * saved_by_layer(run, KEEP)  # the group that runs again
+    actions = enumerate(placement.layers[:: run.group_size])
+    activations = sum(saved_by_group(run, group, action) for group, action in actions if action in OFFLOADED)
+    if run.group_size > 1 and placement.offloads:  # the group that runs again
+        activations += max(
+            sum(saved_by_layer(run, layer, KEEP) for layer in run.layers_of(group)[1:]) for group in range(run.groups)
+        )
     return PROCESS_BYTES + activations + state_bytes_on_host(run)
 
 

@@ -1,11 +1,11 @@
 """Activation placement: for every layer, whether its activations stay on the GPU, are offloaded or are recomputed.
 
-The choice depends only on the bytes and seconds of a layer under each action, two budgets, and the number of layers.
+The choice depends only on the bytes and seconds of each layer under each action, and on two budgets.
 Offloaded layers are spread among layers that stay if one layer's copy takes longer than one layer's compute.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -65,9 +65,11 @@ def _in_words(action: str) -> str:
     return action.replace("_", " and ")
 
 
+Costs = Sequence[Mapping[str, LayerCost]]  # of each layer, by action
+
+
 def place(
-    layers: int,
-    costs: Mapping[str, LayerCost],
+    costs: Costs,
     device_bytes: float,
     host_bytes: float,
     in_flight: int = 2,
@@ -77,21 +79,24 @@ def place(
 
     Ties go to the least host memory, then the least GPU memory. `device_bytes` is the budget for saved activations
     only, with up to `in_flight` offloaded layers on the GPU at a time. If offloaded layers are spread among others, the
-    peak may exceed the budget a little, so callers check it. `layer_seconds` are those of a layer's compute, forward
-    and backward, which hide copies if two layers are in flight.
+    peak may exceed the budget a little, so callers check it. `layer_seconds` are those of the mean layer's compute,
+    forward and backward, which hide copies if two layers are in flight.
     """
-    counts = _candidates(layers, costs, device_bytes, in_flight)
-    device = _device_bytes(counts, costs, in_flight)
-    host = sum(counts[name] * costs[name].host_bytes for name in ACTIONS)
+    sums = _Sums(costs)
+    candidates = _candidates(sums, device_bytes, in_flight)
+    device = _device_bytes(sums, candidates, in_flight)
+    spans = candidates.spans(len(costs))
     hidden_by = layer_seconds if in_flight > 1 else (0.0, 0.0)
-    strides = _strides(layers, counts, costs, hidden_by)
-    seconds = sum(
-        counts[name] * (costs[name].seconds + _exposed_seconds(costs[name].copy_seconds, strides, hidden_by))
-        for name in ACTIONS
-    )
+    strides = _strides(costs, candidates, hidden_by)
+    host, seconds = np.zeros_like(device), np.zeros_like(device)
+    for (cost, action), before in sums.kinds.items():  # layers of one cost before each layer
+        count = before[spans[action][1]] - before[spans[action][0]]
+        host += count * cost.host_bytes
+        seconds += count * (cost.seconds + _exposed_seconds(cost.copy_seconds, strides, hidden_by))
     fitting = np.flatnonzero((device <= device_bytes) & (host <= host_bytes))
     if not len(fitting):
         return None
+    counts = {action: end - start for action, (start, end) in spans.items()}
     keys = (seconds, host, device, *(counts[name] for name in ACTIONS))
     best = fitting[np.lexsort([key[fitting] for key in reversed(keys)])[0]]  # lexsort sorts by its last key first
     return in_order({name: int(counts[name][best]) for name in ACTIONS}, float(strides[best]))
@@ -106,20 +111,55 @@ def in_order(counts: Mapping[str, int], stride: float = 1.0) -> Placement:
     return Placement(tuple(at[i] if i in at else next(staying) for i in range(len(ordered))))
 
 
-def _strides(
-    layers: int, counts: Mapping[str, NDArray[Any]], costs: Mapping[str, LayerCost], layer_seconds: Sequence[float]
-) -> NDArray[Any]:
+class _Sums:
+    """Sums of costs over the layers before each layer, and over all layers."""
+
+    def __init__(self, costs: Costs) -> None:
+        self.whole = np.cumsum([0.0, *(cost[KEEP].device_bytes for cost in costs)])  # all that layers save
+        self.inputs = np.cumsum([0.0, *(cost[RECOMPUTE].device_bytes for cost in costs)])
+        self.kinds = {
+            (kind, action): np.cumsum([0, *(cost[action] == kind for cost in costs)])
+            for action in ACTIONS
+            for kind in {cost[action] for cost in costs}
+        }
+
+
+@dataclass(frozen=True)
+class _Candidates:
+    """Numbers of layers by action: offloaded ones come first, kept ones last. One element per candidate."""
+
+    offloaded: NDArray[Any]
+    recomputed_offloaded: NDArray[Any]
+    recomputed: NDArray[Any]
+
+    @property
+    def away(self) -> NDArray[Any]:
+        """Returns the number of layers with activations on the host."""
+        return self.offloaded + self.recomputed_offloaded
+
+    def spans(self, layers: int) -> dict[str, tuple[NDArray[Any], NDArray[Any]]]:
+        """Returns the first layer of each action, and the one after its last."""
+        kept = self.away + self.recomputed
+        return {
+            OFFLOAD: (0 * kept, self.offloaded),
+            RECOMPUTE_OFFLOAD: (self.offloaded, self.away),
+            RECOMPUTE: (self.away, kept),
+            KEEP: (kept, np.full_like(kept, layers)),
+        }
+
+
+def _strides(costs: Costs, candidates: _Candidates, layer_seconds: Sequence[float]) -> NDArray[Any]:
     """Returns each candidate's mean distance between offloaded layers, in layers.
 
     It is the distance at which compute hides the copies, or the largest that the model's depth allows. As many layers,
     and the model's last one, follow the last offloaded layer, so that no offloaded layer is on the GPU during the loss.
     """
     needed = 1.0
-    for name in OFFLOADED:
-        ratio = max((costs[name].copy_seconds / seconds for seconds in layer_seconds if seconds), default=1.0)
-        needed = np.maximum(needed, np.where(counts[name] > 0, np.ceil(ratio), 1.0))
-    offloaded = counts[OFFLOAD] + counts[RECOMPUTE_OFFLOAD]
-    return np.maximum(1.0, np.minimum(needed, (layers - 2) / np.maximum(offloaded, 1)))
+    for name, count in ((OFFLOAD, candidates.offloaded), (RECOMPUTE_OFFLOAD, candidates.recomputed_offloaded)):
+        copy = max(cost[name].copy_seconds for cost in costs)
+        ratio = max((copy / seconds for seconds in layer_seconds if seconds), default=1.0)
+        needed = np.maximum(needed, np.where(count > 0, np.ceil(ratio), 1.0))
+    return np.maximum(1.0, np.minimum(needed, (len(costs) - 2) / np.maximum(candidates.away, 1)))
 
 
 def _exposed_seconds(copy: float, strides: NDArray[Any], layer_seconds: Sequence[float]) -> Any:
@@ -135,41 +175,39 @@ def _exposed_seconds(copy: float, strides: NDArray[Any], layer_seconds: Sequence
     )
 
 
-def _candidates(
-    layers: int, costs: Mapping[str, LayerCost], device_bytes: float, in_flight: int
-) -> dict[str, NDArray[Any]]:
-    """Returns counts by action: every number of offloaded layers, with as few recomputed layers as memory allows.
-
-    Each array has one element per candidate.
-    """
+def _candidates(sums: _Sums, device_bytes: float, in_flight: int) -> _Candidates:
+    """Returns every number of offloaded layers, with as few recomputed layers as memory allows."""
+    layers = len(sums.whole) - 1
     offloaded, recomputed_offloaded = (axis.ravel() for axis in np.indices((layers, layers)))
     stays = offloaded + recomputed_offloaded < layers  # the last layer
-    offloaded, recomputed_offloaded = offloaded[stays], recomputed_offloaded[stays]
-    resident = layers - offloaded - recomputed_offloaded
-    counts = {OFFLOAD: offloaded, RECOMPUTE_OFFLOAD: recomputed_offloaded, RECOMPUTE: 0 * resident, KEEP: resident}
-    over = _device_bytes(counts, costs, in_flight) - device_bytes
-    saved = costs[KEEP].device_bytes - costs[RECOMPUTE].device_bytes
-    needed = np.ceil(over / saved) if saved > 0 else np.where(over > 0, resident, 0)
-    recomputed = np.clip(needed, 0, resident).astype(int)
-    return counts | {RECOMPUTE: recomputed, KEEP: resident - recomputed}
+    found = _Candidates(offloaded[stays], recomputed_offloaded[stays], 0 * offloaded[stays])
+    over = _device_bytes(sums, found, in_flight) - device_bytes
+    gained = sums.whole - sums.inputs  # by recomputing the layers before each layer
+    needed = np.searchsorted(gained, gained[found.away] + np.maximum(over, 0.0)) - found.away
+    return replace(found, recomputed=np.where(over > 0, np.clip(needed, 0, layers - found.away), 0))
 
 
-def _device_bytes(counts: Mapping[str, NDArray[Any]], costs: Mapping[str, LayerCost], in_flight: int) -> Any:
+def _device_bytes(sums: _Sums, candidates: _Candidates, in_flight: int) -> NDArray[Any]:
     """Returns the bytes on the GPU at the peak over the backward pass."""
-    whole, layer_input = costs[KEEP].device_bytes, costs[RECOMPUTE].device_bytes
-    resident = ((counts[RECOMPUTE], layer_input), (counts[KEEP], whole))
-    offloaded = ((counts[OFFLOAD], whole), (counts[RECOMPUTE_OFFLOAD], layer_input))  # sizes while in flight
+    whole, inputs, layers = sums.whole, sums.inputs, len(sums.whole) - 1
+    offloaded, away = candidates.offloaded, candidates.away
+    kept = away + candidates.recomputed  # the first layer of which all is kept
 
-    def first(layers: int, kinds: Sequence[tuple[NDArray[Any], float]]) -> Any:
-        """Returns the bytes of the first `layers` layers of these counts and sizes."""
-        size: Any = 0.0
-        left: Any = layers
-        for count, each in kinds:
-            taken = np.minimum(left, count)
-            size, left = size + taken * each, left - taken
-        return size
+    def resident(end: Any) -> Any:
+        """Returns the bytes of layers from the first that stays up to `end`."""
+        end = np.minimum(end, layers)
+        middle = np.minimum(kept, end)
+        return inputs[middle] - inputs[away] + whole[end] - whole[middle]
 
-    moments = [sum(count * each for count, each in resident), first(in_flight, offloaded)]
+    def fetched(start: Any, end: Any) -> Any:
+        """Returns the bytes of a span of offloaded layers."""
+        start = np.maximum(start, 0)
+        middle = np.clip(offloaded, start, end)
+        return whole[middle] - whole[start] + inputs[end] - inputs[middle]
+
+    spans = [float(whole[min(end, layers)] - whole[max(0, end - in_flight)]) for end in range(layers + 1)]
+    widest = np.maximum.accumulate(spans)[offloaded]  # of offloaded layers in flight, all of which save everything
+    moments = [resident(layers), np.maximum(widest, fetched(0 * away, np.minimum(in_flight, away)))]
     # The first layers that stay are on the GPU beside the last offloaded ones.
-    moments += [first(n, resident) + first(in_flight - n, offloaded[::-1]) for n in range(1, in_flight)]
+    moments += [resident(away + n) + fetched(away - (in_flight - n), away) for n in range(1, in_flight)]
     return np.maximum.reduce(moments)

@@ -37,11 +37,12 @@ from lightseq.memory.planner.run import PlannedRun
 from lightseq.memory.planner.step_time import (
     FORWARD_AND_BACKWARD,
     attention_seconds,
-    copy_seconds,
+    host_link,
     layer_seconds,
     step_seconds,
 )
 from lightseq.models.flops import mfu, model_flops
+from lightseq.models.layers import Layer
 
 PLANNED_FLAGS: Final = ("torch_compile", "remat", "layers_per_checkpoint", "tile_layers", "offload")
 PROHIBITIVE_SECONDS = 1e6  # per layer; more than any step takes
@@ -140,7 +141,7 @@ def owners_of_offloaded_state(run: PlannedRun) -> str:
     resident = run.layers_with_state_on_gpu
     if not resident:
         return ""
-    layers = f"layers {resident}-{run.layers - 1}, " if resident < run.layers else ""
+    layers = f"layers {resident}-{len(run.layers) - 1}, " if resident < len(run.layers) else ""
     return f" of {layers}embeddings and head"
 
 
@@ -178,17 +179,18 @@ def placement_of(run: PlannedRun) -> Placement:
     if run.config.offload == "auto":
         return _fastest(run)
     if run.config.offload not in ("activations", "both"):
-        return Placement((resident,) * run.layers)
+        return Placement((resident,) * len(run.layers))
     return _offload_first_layers(run, resident, offloaded)
 
 
 def _fastest(run: PlannedRun) -> Placement:
     usable, costs, found = usable_gpu_bytes(run), layer_costs(run), []
-    kept = Placement((KEEP,) * run.layers)
-    room = usable - peak(run, kept).parts.total + run.layers * costs[KEEP].device_bytes
+    kept = Placement((KEEP,) * len(run.layers))
+    everything = [cost[KEEP].device_bytes for cost in costs]
+    room = usable - peak(run, kept).parts.total + sum(everything)
     compute = layer_seconds(run, kept)
     hidden_by = [share * compute for share in FORWARD_AND_BACKWARD]
-    while (spread := place(run.layers, costs, room, _host_budget(run), in_flight(run), hidden_by)) is not None:
+    while (spread := place(costs, room, _host_budget(run), in_flight(run), hidden_by)) is not None:
         over = peak(run, spread).parts.total - usable
         if over <= 0:
             found.append(spread)
@@ -196,7 +198,7 @@ def _fastest(run: PlannedRun) -> Placement:
         contiguous = in_order(Counter(spread.layers))  # the layers that stay are done before gradients accumulate
         if not found and contiguous != spread and peak(run, contiguous).parts.total <= usable:
             found.append(contiguous)
-        room -= max(over, costs[KEEP].device_bytes / 4)  # memory peaks later, when gradients have accumulated
+        room -= max(over, min(everything) / 4)  # memory peaks later, when gradients have accumulated
     if found:
         return min(found, key=lambda placement: sum(step_seconds(run, placement).values()))
     return _offload_first_layers(run, RECOMPUTE, RECOMPUTE_OFFLOAD)
@@ -204,19 +206,30 @@ def _fastest(run: PlannedRun) -> Placement:
 
 def _offload_first_layers(run: PlannedRun, resident: str, offloaded: str) -> Placement:
     """Offloads as many groups of layers as host memory allows, starting at the first; the last is never offloaded."""
-    rerun = (run.group_size - 1) * saved_by_layer(run, offloaded)  # offloaded while a group runs again
-    room = (_host_budget(run) - rerun) / saved_by_group(run, offloaded)
-    groups = max(0, min(run.groups - 1, int(room) if room < run.groups else run.groups))
-    return Placement(tuple(offloaded if i // run.group_size < groups else resident for i in range(run.layers)))
+    room, groups = _host_budget(run), 0
+    if run.group_size > 1:  # offloaded while a group runs again
+        room -= max(
+            sum(saved_by_layer(run, layer, offloaded) for layer in run.layers_of(group)[1:])
+            for group in range(run.groups)
+        )
+    while groups < run.groups - 1 and (room := room - saved_by_group(run, groups, offloaded)) >= 0:
+        groups += 1
+    return Placement(tuple(offloaded if i // run.group_size < groups else resident for i in range(len(run.layers))))
 
 
-def layer_costs(run: PlannedRun) -> dict[str, LayerCost]:
-    """Returns the cost of one layer by action."""
+def layer_costs(run: PlannedRun) -> list[dict[str, LayerCost]]:
+    """Returns the cost of each layer by action."""
     # Under other policies more than attention is recomputed, and its time is not known. `place` then recomputes only if
     # nothing else fits, and the search for a plan (choice.py) drops such a placement.
     again = attention_seconds(run)[0] if run.config.remat_policy == "attention" else PROHIBITIVE_SECONDS
-    everything, layer_input = saved_by_layer(run, KEEP), saved_by_layer(run, RECOMPUTE)
-    copy, copy_input = (copy_seconds(run, action) for action in (OFFLOAD, RECOMPUTE_OFFLOAD))
+    known = {layer: _costs_of(run, layer, again) for layer in dict.fromkeys(run.layers)}
+    return [known[layer] for layer in run.layers]
+
+
+def _costs_of(run: PlannedRun, layer: Layer, again: float) -> dict[str, LayerCost]:
+    everything, layer_input = saved_by_layer(run, layer, KEEP), saved_by_layer(run, layer, RECOMPUTE)
+    copy, copy_input = everything / host_link(run), layer_input / host_link(run)
+    again *= len(layer.mixers)
     return {
         KEEP: LayerCost(device_bytes=everything, host_bytes=0.0, seconds=0.0),
         OFFLOAD: LayerCost(device_bytes=0.0, host_bytes=everything, seconds=0.0, copy_seconds=copy),

@@ -4,6 +4,7 @@ import math
 import os
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from math import ceil
 from typing import Any
 
@@ -15,11 +16,11 @@ from lightseq.config.remat_policies import may_keep_gathered
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.host_memory import host_memory
 from lightseq.distributed.mesh import World
-from lightseq.memory.planner.breakdown import widths_of
 from lightseq.memory.planner.packed_documents import PackedDocuments
-from lightseq.memory.planner.rates import CHIPS, DEFAULT_CORES, Chip, Widths, chip_of_device
+from lightseq.memory.planner.rates import CHIPS, DEFAULT_CORES, Chip, chip_of_device
 from lightseq.models.adapters import count_adapter_parameters, lora_from_config
 from lightseq.models.architecture import Architecture, inspect_architecture
+from lightseq.models.layers import Layer
 from lightseq.schedule.algorithms import schedule_without_steps
 from lightseq.schedule.auto import ScheduleChoice, choose_by_time, choose_packed, choose_windowed
 from lightseq.schedule.cost import AttentionShape
@@ -84,7 +85,7 @@ class PlannedRun:
     def changed(self, **changes: Any) -> "PlannedRun":
         """Returns the run with other fields, but the same model and adapters, which are not inspected again."""
         other = replace(self, **changes)
-        for name in ("architecture", "widths", "adapter_parameters"):
+        for name in ("architecture", "parameters_before", "adapter_parameters"):
             if name in vars(self):
                 vars(other)[name] = vars(self)[name]
         return other
@@ -130,7 +131,7 @@ class PlannedRun:
 
     @property
     def attention_share(self) -> float:
-        """Returns the attention that the mean layer computes over full causal attention to a sequence.
+        """Returns the attention that all layers compute over full causal attention to a sequence.
 
         At other lengths than the data's, documents keep their sizes.
         """
@@ -190,22 +191,22 @@ class PlannedRun:
         return inspect_architecture(self.model)
 
     @property
-    def layers(self) -> int:
+    def layers(self) -> tuple[Layer, ...]:
         return self.architecture.layers
 
     @cached_property
-    def widths(self) -> Widths:
-        return widths_of(self.model, self.architecture.heads)
+    def parameters_before(self) -> tuple[int, ...]:
+        """Returns the number of weights in the layers before each layer, and in all layers."""
+        return (0, *accumulate(layer.parameters for layer in self.layers))
 
-    @property
-    def layer_linears(self) -> int:
-        """Returns the number of weights in a layer's linears."""
-        return self.architecture.layer_linears // self.layers
+    def layers_of(self, group: int) -> tuple[Layer, ...]:
+        """Returns the layers of a group that shares a checkpoint."""
+        return self.layers[group * self.group_size : (group + 1) * self.group_size]
 
-    @property
-    def layer_parameters(self) -> int:
-        """Returns the number of weights in a layer: its linears and two norms."""
-        return self.layer_linears + 2 * self.model.hidden_size
+    def parameters_of(self, group: int, last: int | None = None) -> int:
+        """Returns the number of weights in a group of layers, or in all groups from it to `last`."""
+        end = min(len(self.layers), ((group if last is None else last) + 1) * self.group_size)
+        return self.parameters_before[end] - self.parameters_before[group * self.group_size]
 
     @property
     def tied(self) -> bool:
@@ -240,7 +241,7 @@ class PlannedRun:
     @property
     def groups(self) -> int:
         """Returns the number of groups of layers that share a checkpoint."""
-        return ceil(self.layers / self.group_size)
+        return ceil(len(self.layers) / self.group_size)
 
     @property
     def state_on_host(self) -> bool:
@@ -252,7 +253,7 @@ class PlannedRun:
         """Returns the share of the weights in host memory, with their gradients and optimizer state."""
         if not self.state_on_host:
             return 0.0
-        return 1.0 - self.layers_with_state_on_gpu * self.layer_parameters / self.architecture.total
+        return 1.0 - self.parameters_before[self.layers_with_state_on_gpu] / self.architecture.total
 
 
 def planned_run(

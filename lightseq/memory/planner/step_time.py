@@ -1,15 +1,18 @@
 """Predicted seconds of a training step by part, on the slowest rank."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from math import ceil
 
 from lightseq.memory.planner import rates
+from lightseq.memory.planner.breakdown import widths_of
 from lightseq.memory.planner.memory import lifetimes_of, saved_by_group
 from lightseq.memory.planner.placement import OFFLOADED, RECOMPUTED, Placement
 from lightseq.memory.planner.run import PlannedRun
 from lightseq.models.flops import recompute_flops
+from lightseq.models.layers import Layer
 from lightseq.modules.mlp import TILE_TOKENS
 from lightseq.schedule.auto import estimate_choice
 from lightseq.schedule.cost import BACKWARD_FLOPS
@@ -27,7 +30,7 @@ def step_seconds(run: PlannedRun, placement: Placement) -> dict[str, float]:
     parts["weights: gathered and reduced, exposed"] = passes * _exposed_collectives(run, layer)
     parts["offloading, exposed"] = passes * (_exposed_copies(run, placement, layer) + _exposed_weights(run, layer))
     parts["optimizer"] = update_seconds(run)
-    launches = passes * run.layers * rates.LAYER_LAUNCH_SECONDS[run.config.compiles]
+    launches = passes * len(run.layers) * rates.LAYER_LAUNCH_SECONDS[run.config.compiles]
     parts[WAITING] = max(0.0, launches - sum(parts.values()))
     return parts
 
@@ -36,8 +39,8 @@ def step_seconds(run: PlannedRun, placement: Placement) -> dict[str, float]:
 
 
 def layer_seconds(run: PlannedRun, placement: Placement) -> float:
-    """Returns the seconds of one layer's compute, forward and backward, with a layer's share of the loss."""
-    return sum(_compute_seconds(run, placement).values()) / run.layers
+    """Returns the seconds of the mean layer's compute, forward and backward, with a layer's share of the loss."""
+    return sum(_compute_seconds(run, placement).values()) / len(run.layers)
 
 
 def _compute_seconds(run: PlannedRun, placement: Placement) -> dict[str, float]:
@@ -46,16 +49,16 @@ def _compute_seconds(run: PlannedRun, placement: Placement) -> dict[str, float]:
     logits = run.tokens * run.model.vocab_size * run.itemsize
     return {
         "matrix products": matrix_seconds(run),
-        "attention": run.layers * (forward + backward) + _recomputed_attentions(run, placement) * forward,
-        "norms, rotation, activation": run.layers * run.tokens * _elementwise_bytes(run) / _memory_rate(run),
-        "adapters: joined to inputs and weights": run.layers * _adapter_bytes(run) / _memory_rate(run),
+        "attention": len(run.architecture.mixers) * (forward + backward) + _attentions_again(run, placement) * forward,
+        "norms, rotation, activation": run.tokens * sum(_elementwise_bytes(run)) / _memory_rate(run),
+        "adapters: joined to inputs and weights": _adapter_bytes(run) / _memory_rate(run),
         "loss": logits * rates.LOGIT_PASSES / _memory_rate(run),
         "weights: cast and copied": _weight_copies(run) * run.architecture.total / _memory_rate(run),
     }
 
 
 def attention_seconds(run: PlannedRun) -> tuple[float, float]:
-    """Returns the seconds of attention forward and backward over all ranks in the mean layer, with communication.
+    """Returns the seconds of the mean attention, forward and backward over all ranks, with communication.
 
     Packed documents and windows are assumed to save as much of the communication as of the work.
     """
@@ -71,66 +74,78 @@ def attention_seconds(run: PlannedRun) -> tuple[float, float]:
     return forward, seconds - forward
 
 
-def _recomputed_attentions(run: PlannedRun, placement: Placement) -> float:
+def _attentions_again(run: PlannedRun, placement: Placement) -> int:
     """Returns the number of recomputed attention forward passes.
 
     All layers that share a checkpoint run again, and under `full` all but the last of each group a second time.
     """
+    mixers = [len(layer.mixers) for layer in run.layers]
     if run.group_size > 1:
-        return run.layers + (run.layers - run.groups if run.config.remat_policy == "full" else 0.0)
-    return sum(action in RECOMPUTED for action in placement.layers)
+        lasts = sum(len(run.layers_of(group)[-1].mixers) for group in range(run.groups))
+        return sum(mixers) + (sum(mixers) - lasts if run.config.remat_policy == "full" else 0)
+    return sum(n for n, action in zip(mixers, placement.layers, strict=True) if action in RECOMPUTED)
 
 
 def matrix_seconds(run: PlannedRun) -> float:
     """Returns the seconds of matrix products in a forward and backward pass, with recomputation and the head."""
     config, architecture = run.config, run.architecture
     passes = 2 if run.adapter_parameters else 3  # forward; backward by the input, and by the weight where it trains
-    layers = 2.0 * run.tokens * passes * architecture.layer_linears
+    layers = 2.0 * run.tokens * passes * architecture.linears
     layers += recompute_flops(
         run.model, run.tokens, 1, config.remat_policy, run.group_size, config.tiles_layers, attention_share=0.0
     )
-    if _tiles_mlp(run) and not (config.compiles or architecture.mlp_is_last):
-        # The tiled MLP runs again for the modules that follow it.
-        layers += 2 * run.tokens * run.layers * 3 * run.widths.hidden * run.widths.intermediate
+    for layer in run.layers:
+        if _tiles_mlp(run, layer) and not (config.compiles or layer.mlp_is_last):
+            # The tiled MLP runs again for the modules that follow it.
+            layers += 2 * run.tokens * 3 * layer.hidden * layer.intermediate
     flops = layers * rates.FP8_TIME[config.fp8] + 2 * run.tokens * passes * architecture.head
     precision = 1.0 if run.itemsize == 2 else 0.5 if config.tf32 else 1 / 16  # relative to bfloat16
     return flops / (run.hardware.chip.peak_flops * rates.MATRIX_SHARE * precision)
 
 
-def _elementwise_bytes(run: PlannedRun) -> float:
-    """Returns the bytes that elementwise kernels move per token and layer, forward and backward."""
+def _elementwise_bytes(run: PlannedRun) -> Iterator[float]:
+    """Yields the bytes that elementwise kernels move per token in each layer, forward and backward."""
+    for layer, count in Counter(run.layers).items():
+        yield count * _elementwise_bytes_of(run, layer)
+
+
+def _elementwise_bytes_of(run: PlannedRun, layer: Layer) -> float:
     always, repeated = rates.ELEMENTWISE[run.config.compiles]
-    if _tiles_mlp(run) and not run.config.compiles:  # a third is the forward pass, which a group repeats
+    if _tiles_mlp(run, layer) and not run.config.compiles:  # a third is the forward pass, which a group repeats
         mlp = rates.EAGER_TILED_MLP * (4 / 3 if run.group_size > 1 else 1)
         always, repeated = replace(always, intermediate=mlp), replace(repeated, intermediate=0)
     repeats = 0 if run.config.remat_policy == "none" else 2 if run.group_size > 1 else 1
-    elements = always.dot(run.widths) + repeats * repeated.dot(run.widths)
+    widths = widths_of(layer)
+    elements = always.dot(widths) + repeats * repeated.dot(widths)
     norm = rates.NORM[run.config.compiles].hidden  # forward; backward takes about twice as much
-    elements += (3 + repeats) * norm * run.architecture.extra_normalized
+    elements += (3 + repeats) * norm * layer.extra_normalized
     if run.head_slices > 1:  # forward, backward, and when a checkpoint runs a group of layers or attention again
         passes = 2 + (run.group_size > 1) + (run.config.remat_policy == "full")
-        elements += passes * (run.head_slices - 1) * rates.NORM[run.config.compiles].dot(run.widths)
-    return elements * run.itemsize + rates.FP8_CAST_BYTES[run.config.fp8] * rates.LINEAR_ENDS.dot(run.widths)
+        elements += passes * (run.head_slices - 1) * rates.NORM[run.config.compiles].dot(widths)
+    return elements * run.itemsize + rates.FP8_CAST_BYTES[run.config.fp8] * rates.LINEAR_ENDS.dot(widths)
 
 
 def _adapter_bytes(run: PlannedRun) -> float:
-    """Returns the bytes that a layer moves to join adapters to inputs and weights, forward and backward."""
+    """Returns the bytes that all layers move to join adapters to inputs and weights, forward and backward."""
     if not run.adapter_parameters:
         return 0.0
-    config, widths, rank = run.config, run.widths, run.config.lora_rank
+    config, rank, policy = run.config, run.config.lora_rank, run.config.remat_policy
     assert rank is not None
-    policy, ends = config.remat_policy, rates.LINEAR_ENDS.dot(widths)
-    repeated = rates.REPEATED_INPUTS.get(policy, rates.Widths()).dot(widths)
-    repeated += rates.LINEAR_INPUTS.dot(widths) if run.group_size > 1 else 0
-    per_token = rates.ADAPTER_ENDS * ends + rates.ADAPTER_REPEATS * repeated
     again = recompute_flops(run.model, 1, 1, policy, run.group_size, config.tiles_layers, attention_share=0.0)
-    weights, tiles = 2 * run.layer_linears + again / (2 * run.layers), ceil(run.tokens / TILE_TOKENS)
+    weights, tiles = 2 * run.architecture.linears + again / 2, ceil(run.tokens / TILE_TOKENS)
     if config.tiles_layers:
         weights *= tiles
-    elif _tiles_mlp(run):
-        mlp = widths.hidden * widths.intermediate * (8 if policy in ("attention", "full") else 6)
-        weights += (tiles - 1) * mlp
-    adapted = run.adapter_parameters / (rank * run.layers * ends)
+    per_token = ends = 0.0
+    for layer in run.layers:
+        widths = widths_of(layer)
+        repeated = rates.REPEATED_INPUTS.get(policy, rates.Widths()).dot(widths)
+        repeated += rates.LINEAR_INPUTS.dot(widths) if run.group_size > 1 else 0
+        ends += rates.LINEAR_ENDS.dot(widths)
+        per_token += rates.ADAPTER_ENDS * rates.LINEAR_ENDS.dot(widths) + rates.ADAPTER_REPEATS * repeated
+        if _tiles_mlp(run, layer):
+            products = 8 if policy in ("attention", "full") else 6
+            weights += (tiles - 1) * layer.hidden * layer.intermediate * products
+    adapted = run.adapter_parameters / (rank * ends)
     return adapted * (per_token * run.tokens + rates.ADAPTER_WEIGHTS * weights) * run.itemsize
 
 
@@ -139,11 +154,11 @@ def _weight_copies(run: PlannedRun) -> float:
     return rates.GATHER_COPIES * (1 + run.reshard_after_forward) + rates.REDUCE_COPIES
 
 
-def _tiles_mlp(run: PlannedRun) -> bool:
-    """Returns whether the tiled MLP operator replaces the module's own forward (`tile_mlps`)."""
+def _tiles_mlp(run: PlannedRun, layer: Layer) -> bool:
+    """Returns whether the tiled MLP operator replaces the forward of a layer's MLP (`tile_mlps`)."""
     config = run.config
     other = config.remat_policy == "none" or config.tiles_layers or config.fp8 is not None
-    return run.architecture.gated_mlp and run.tokens > TILE_TOKENS and not other
+    return layer.gated_mlp and run.tokens > TILE_TOKENS and not other
 
 
 def _memory_rate(run: PlannedRun) -> float:
@@ -159,8 +174,9 @@ def _exposed_collectives(run: PlannedRun, layer_seconds: float) -> float:
     Nothing hides the first gather, nor those of embeddings and head.
     """
     ends = run.architecture.head * (1 if run.tied else 2)
-    layer = _collective_seconds(run, run.layer_parameters)
-    return run.layers * max(0.0, layer - layer_seconds) + layer / 2 + _collective_seconds(run, ends)
+    layers = [_collective_seconds(run, layer.parameters) for layer in run.layers]
+    exposed = sum(max(0.0, seconds - layer_seconds) for seconds in layers)
+    return exposed + layers[0] / 2 + _collective_seconds(run, ends)
 
 
 def _collective_seconds(run: PlannedRun, parameters: int) -> float:
@@ -184,8 +200,8 @@ def _exposed_copies(run: PlannedRun, placement: Placement, layer_seconds: float)
     if not placement.offloads:
         return 0.0
     forward, backward = (share * run.group_size * layer_seconds for share in FORWARD_AND_BACKWARD)
-    seconds = {action: copy_seconds(run, action) for action in OFFLOADED}
-    copies = [seconds.get(action, 0.0) for action in placement.layers[:: run.group_size]]
+    actions = enumerate(placement.layers[:: run.group_size])
+    copies = [copy_seconds(run, group, action) if action in OFFLOADED else 0.0 for group, action in actions]
     return exposed_copies(copies, lifetimes_of(run, placement), forward, backward)
 
 
@@ -212,9 +228,9 @@ def exposed_copies(copies: Sequence[float], lifetimes: Sequence[int], forward: f
     return max(0.0, exposed + now - layers * backward)
 
 
-def copy_seconds(run: PlannedRun, action: str) -> float:
+def copy_seconds(run: PlannedRun, group: int, action: str) -> float:
     """Returns the seconds of copying what a group of layers saves, in one direction."""
-    return saved_by_group(run, action) / host_link(run)
+    return saved_by_group(run, group, action) / host_link(run)
 
 
 def _exposed_weights(run: PlannedRun, layer_seconds: float) -> float:
@@ -225,10 +241,13 @@ def _exposed_weights(run: PlannedRun, layer_seconds: float) -> float:
     if not run.state_on_host:
         return 0.0
     width = run.itemsize if run.adapter_parameters else FLOAT32_BYTES
-    layer, ends = (width * size / run.shards / host_link(run) for size in (run.layer_parameters, run.architecture.head))
+    per_weight = width / run.shards / host_link(run)
     shares = FORWARD_AND_BACKWARD if run.prefetches_weights else (0.0, 0.0)
-    exposed = sum(max(0.0, layer - share * layer_seconds) for share in shares)
-    return (run.layers - run.layers_with_state_on_gpu) * exposed + ends * (1 if run.tied else 2)
+    offloaded = run.layers[run.layers_with_state_on_gpu :]
+    exposed = sum(
+        max(0.0, layer.parameters * per_weight - share * layer_seconds) for layer in offloaded for share in shares
+    )
+    return exposed + run.architecture.head * per_weight * (1 if run.tied else 2)
 
 
 def host_link(run: PlannedRun) -> float:

@@ -40,7 +40,7 @@ def record(plan: Plan, longest: int | None, changes: Sequence[Change]) -> dict[s
         "memory_plan": plan.to_json(),
         "placement": list(plan.placement.layers),
         "state_on_host": run.state_on_host,
-        "layers_with_state_on_gpu": run.layers_with_state_on_gpu if run.state_on_host else run.layers,
+        "layers_with_state_on_gpu": run.layers_with_state_on_gpu if run.state_on_host else len(run.layers),
         "longest_length": longest,
         "to_fit": [] if plan.fits else suggested,
         "faster": suggested if plan.fits else [],

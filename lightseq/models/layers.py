@@ -1,0 +1,78 @@
+"""Facts about the decoder layers of a model. Nothing here assumes that layers are alike."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from lightseq.models.heads import Heads
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Softmax attention, one of the mixers of a layer. A mixer lets a token read others."""
+
+    heads: Heads
+    window: int | None  # sliding window in tokens, the query's own included; None: full attention
+
+    @property
+    def width(self) -> int:
+        """Returns the elements per token of the queries, and of the output where values are as wide as keys."""
+        return self.heads.query * self.heads.dim
+
+    @property
+    def key_value_width(self) -> int:
+        """Returns the elements per token of the keys, and of the values where these are as wide."""
+        return self.heads.key_value * self.heads.dim
+
+    @property
+    def pair_flops(self) -> int:
+        """Returns the FLOPs of one visible (query, key) pair in the forward pass: a row of QKᵀ and one of PV."""
+        return 4 * self.width
+
+    def area(self, sizes: ArrayLike) -> float:
+        """Returns twice the visible (query, key) pairs in documents of these sizes, without half of the diagonal.
+
+        Without a window that is the sum of the squared sizes.
+        """
+        documents = np.asarray(sizes, dtype=np.float64)
+        seen = documents if self.window is None else np.minimum(documents, self.window)
+        return float((seen * (2 * documents - seen)).sum())
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Facts about one decoder layer. Counts are of weights."""
+
+    kind: str  # the class of its module
+    mixers: tuple[Attention, ...]  # in the order in which they run; none if the layer is only an MLP
+    hidden: int  # elements per token of its input and output
+    intermediate: int  # elements per token between the linears of its MLP; 0 without an MLP
+    parameters: int
+    linears: int  # weights of its linears
+    last_linear: int  # part of `linears`: the one that runs last, whose output no backward pass needs
+    gated_mlp: bool  # down(silu(gate) * up) of plain linears
+    mlp_is_last: bool  # only the residual sum follows the MLP, so no backward pass needs its output
+    plain_projections: bool  # of attention: four linears without bias
+    normalized: int  # elements per token that its norms take
+
+    @property
+    def can_store_mlp(self) -> bool:
+        """Returns whether a checkpoint can store gate and up of the MLP, so that no product of it is recomputed."""
+        return self.gated_mlp and self.mlp_is_last
+
+    @property
+    def extra_normalized(self) -> int:
+        """Returns the elements per token that its norms take beyond Llama's two of the hidden size."""
+        return max(0, self.normalized - 2 * self.hidden)
+
+    @property
+    def projections(self) -> int:
+        """Returns the weights of the q, k and v projections."""
+        return self.hidden * sum(mixer.width + 2 * mixer.key_value_width for mixer in self.mixers)
+
+
+def names_of_kinds(layers: Iterable[Layer]) -> list[str]:
+    """Returns the classes of layers, each once, in order of first appearance."""
+    return list(dict.fromkeys(layer.kind for layer in layers))
