@@ -41,8 +41,8 @@ from lightseq.distributed.mesh import World, init_distributed, on_all_ranks
 from lightseq.memory.planner.rates import GIB
 from lightseq.tools.plan.rehearsal import ForwardMemory, rehearsal_config, shared_folder, synthetic_inputs
 from lightseq.tools.training_flags import parse_with_optional_paths
-from lightseq.training.engine import build_engine
-from lightseq.training.loop import Trainer
+from lightseq.training.build import build_engine
+from lightseq.training.trainer import Trainer
 
 TIMEOUT_SECONDS = 600.0  # per point
 FIXED = "--remat attention --layers_per_checkpoint 1 --tile_layers False --offload none"  # the planner decides nothing

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from lightseq.training import run_info
-from lightseq.training.metrics import hardware, versions
+from lightseq.training.machine import hardware, versions
 from lightseq.utils.files import open_output, parse_json, record_lines
 from lightseq.utils.formatting import first_line
 

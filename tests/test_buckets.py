@@ -18,10 +18,11 @@ import llama3
 from lightseq.config.command_line import parse
 from lightseq.data.batches import MAX_BUCKETS, bucket_lengths
 from lightseq.distributed.mesh import World
-from lightseq.training.engine import build_engine
-from lightseq.training.loop import Trainer, TrainingLoop
+from lightseq.training.build import build_engine
+from lightseq.training.inputs import prepare
+from lightseq.training.loop import TrainingLoop
 from lightseq.training.metrics import MetricsFile, read_records
-from lightseq.training.setup import prepare
+from lightseq.training.trainer import Trainer
 
 LENGTH = 256
 SIZES = (60, 9, 33, 3, 17, 64, 5, 130, 2, 40, 250, 31)

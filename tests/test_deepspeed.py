@@ -26,7 +26,7 @@ from lightseq.memory.planner import deepspeed_memory
 from lightseq.models import weights
 from lightseq.models.weights import build_on_meta, initialize, materialize
 from lightseq.training import deepspeed
-from lightseq.training.deepspeed import DeepSpeedEngine
+from lightseq.training.deepspeed_engine import DeepSpeedEngine
 from lightseq.training.metrics import read_records
 
 STAGES = (1, 2, 3)

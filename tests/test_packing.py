@@ -25,9 +25,9 @@ from lightseq.models import weights
 from lightseq.models.family import preset_config
 from lightseq.schedule.algorithms import SCHEDULES, make_schedule
 from lightseq.schedule.documents import balance, packed_schedule
-from lightseq.training.engine import build_engine
-from lightseq.training.loop import Trainer
-from lightseq.training.setup import prepare
+from lightseq.training.build import build_engine
+from lightseq.training.inputs import prepare
+from lightseq.training.trainer import Trainer
 from lightseq.utils.labels import IGNORE_INDEX
 
 CPU = torch.device("cpu")

@@ -30,9 +30,10 @@ from lightseq.models.family import preset_config
 from lightseq.modules import loss, mlp
 from lightseq.schedule import head_slices
 from lightseq.schedule.algorithms import SCHEDULES
-from lightseq.training.engine import Update, build_engine
-from lightseq.training.loop import Trainer
-from lightseq.training.setup import prepare
+from lightseq.training.build import build_engine
+from lightseq.training.engine import Update
+from lightseq.training.inputs import prepare
+from lightseq.training.trainer import Trainer
 
 LENGTH = 61  # divides by no number of chunks
 # With the shorter ones padded, ranks hold very different numbers of valid tokens, the last one often none.

@@ -32,8 +32,8 @@ from lightseq.memory.planner.rates import CHIPS
 from lightseq.models.architecture import Architecture, inspect_architecture
 from lightseq.models.family import preset_config
 from lightseq.models.layers import Attention
-from lightseq.training.engine import choose_memory_settings
-from lightseq.training.setup import prepare
+from lightseq.training.build import choose_memory_settings
+from lightseq.training.inputs import prepare
 
 LENGTH, SIZES = 150, (149, 3, 2, 40, 1, 90, 301, 17, 152, 60, 33, 151, 4, 75)  # of documents; some are cut or dropped
 LLAMA = preset_config(BOTH, "llama3-8b")

@@ -18,7 +18,7 @@ from lightseq.distributed.mesh import World
 from lightseq.models import family, hub
 from lightseq.models.family import apply_rope, check_config, context_warning, preset_config, resolve
 from lightseq.models.flops import total_parameters
-from lightseq.training.setup import find_model
+from lightseq.training.inputs import find_model
 from lightseq.utils import versions
 
 YARN = {"rope_type": "yarn", "factor": 8}

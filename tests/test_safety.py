@@ -169,7 +169,7 @@ def test_a_checkpoint_keeps_no_secret_of_its_flags() -> None:
 
 
 def test_deepspeed_files_build_nothing_strange(tmp_path: Path) -> None:
-    from lightseq.training.deepspeed import check_harmless
+    from lightseq.training.deepspeed_engine import check_harmless
 
     class Hostile:
         def __reduce__(self) -> tuple[object, ...]:
@@ -200,7 +200,7 @@ def zipped_pickle(path: Path, content: bytes) -> Path:
 def test_deepspeed_files_change_no_class_and_cost_no_memory(tmp_path: Path) -> None:
     from deepspeed.runtime.fp16.loss_scaler import LossScaler
 
-    from lightseq.training.deepspeed import check_harmless, load_restricted
+    from lightseq.training.deepspeed_engine import check_harmless, load_restricted
 
     # BUILD with the state (None, {...}) sets attributes of what lies below it, here of a class.
     named = b"\x80\x02cdeepspeed.runtime.fp16.loss_scaler\nLossScaler\n"

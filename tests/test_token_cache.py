@@ -28,8 +28,8 @@ from lightseq.data.examples import WindowExamples
 from lightseq.data.sources import ReadOptions, source_identity
 from lightseq.data.token_directory import write_token_directory
 from lightseq.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from lightseq.training.inputs import find_examples
 from lightseq.training.metrics import read_records
-from lightseq.training.setup import find_examples
 from lightseq.utils.labels import IGNORE_INDEX
 
 # As Mistral's and Llama 3's models have them.

@@ -42,12 +42,13 @@ from lightseq.memory.planner.breakdown import Breakdown
 from lightseq.models import weights
 from lightseq.training import loop, metrics
 from lightseq.training import train as training
-from lightseq.training.engine import FsdpEngine, Update
+from lightseq.training.engine import Update
+from lightseq.training.fsdp_engine import FsdpEngine
+from lightseq.training.inputs import FoundModel, tokenizer_directory
 from lightseq.training.metrics import MetricsFile, read_records
 from lightseq.training.output_directory import continues_after_restart, lock_directory, mark_begun
 from lightseq.training.profiler import StepProfile
 from lightseq.training.run_info import commit
-from lightseq.training.setup import FoundModel, tokenizer_directory
 from lightseq.training.setup_checks import warn_unused_lazy
 from lightseq.training.terminal import Terminal
 

@@ -1,216 +1,24 @@
-"""Trainer, which takes steps and evaluates, and training loop, which logs, evaluates and saves along the way."""
+"""Training loop: takes the trainer's steps, and logs, evaluates and saves along the way."""
 
 import gc
-import math
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
 from torch.profiler import record_function
 
-from lightseq.attention.context import SequenceContext
 from lightseq.checkpoint import checkpoints
-from lightseq.config.train_config import TrainConfig
-from lightseq.data.batches import Batch, bucket_lengths, padding_batch, trim_padding
-from lightseq.data.shard_batch import local_batch, local_positions, packed_positions
 from lightseq.distributed.environment import launcher_shutdown_seconds
-from lightseq.distributed.mesh import World
 from lightseq.distributed.preemption import StopRequest
-from lightseq.distributed.watchdog import Watchdog
-from lightseq.memory.planner.advice import plan_notes
-from lightseq.memory.planner.breakdown import Breakdown
-from lightseq.models.adapters import count_adapter_parameters
-from lightseq.models.architecture import inspect_architecture
-from lightseq.modules.fp8 import MULTIPLE
-from lightseq.training.engine import Engine, memory_parts, out_of_memory_handler, tokens_per_forward
-from lightseq.training.errors import exit_on_data_error
-from lightseq.training.evaluation import Perplexity, Shard, measure
-from lightseq.training.metrics import Journal, MetricsFile, scalar
-from lightseq.training.optimization import LearningRate
+from lightseq.training.evaluation import Perplexity
+from lightseq.training.journal import Journal
+from lightseq.training.metrics import MetricsFile
 from lightseq.training.profiler import StepProfile
 from lightseq.training.saving import Saving
-from lightseq.training.setup import Inputs
-from lightseq.training.step_stats import FlopCounter, StepResult, StepStats
-from lightseq.training.terminal import Terminal
-from lightseq.utils.progress import progress_bar
-from lightseq.utils.upload import upload
+from lightseq.training.step_stats import FlopCounter, StepStats
+from lightseq.training.trainer import Trainer
 
 COLLECT_STEPS = 50  # between garbage collections; a step leaves a few hundred objects in cycles, none a tensor
-
-
-class Trainer:
-    """Optimizer steps and evaluation on one rank. Prints nothing and writes no files."""
-
-    def __init__(
-        self, config: TrainConfig, inputs: Inputs, world: World, engine: Engine, watchdog: Watchdog | None = None
-    ) -> None:
-        """Prepares the trainer. `watchdog`, if given, is notified of every phase of a step."""
-        self.config, self.inputs, self.world, self.engine = config, inputs, world, engine
-        self.model, self.loss_model, self.context = engine.model, engine.loss_model, engine.context
-        self.output_dir = Path(config.output_dir)
-        self.first_step = inputs.stream.first_step
-        self.batch_lengths, length_notes = _choose_batch_lengths(config, inputs, engine)
-        self.notes = (*inputs.notes, *(plan_notes(engine.memory.plan) if engine.memory.plan else ()), *length_notes)
-        self.shard = Sharding(self.context, world.device)
-        self.adapter_parameters = count_adapter_parameters(inputs.lora, inputs.model_config)
-        self._attention_area = inspect_architecture(inputs.model_config).attention_area
-        self.learning_rate = LearningRate(config, inputs.total_steps)
-        self.terminal = Terminal(inputs.total_steps, self.first_step)
-        self.before_update: list[Callable[[], None]] = []  # called between the backward pass and the update
-        self._watchdog = watchdog
-        if watchdog is not None:
-            watchdog.follow_progress(lambda: self.context.progress.passes)
-
-    def step(self, step: int) -> StepResult:
-        """Takes optimizer step `step`, counted from 0.
-
-        Waits for the device only with float16 or an optimizer that is not fused.
-        """
-        begin = time.perf_counter()
-        self.mark(step + 1, "data")
-        batches = self._batches(step)
-        data_seconds = time.perf_counter() - begin
-        valid = sum(batch.valid_tokens for batch in batches)
-        targets = self._over_data_ranks(valid)
-        divisor = targets.clamp_min(1)
-        loss, imbalance = torch.zeros((), dtype=torch.float32, device=self.world.device), 0.0
-        for batch in batches:
-            with self.phase(step, "forward"):
-                shard = self.shard(batch)
-                imbalance = max(imbalance, 1 / shard.documents.balance if shard.documents else 0.0)
-                share = self.loss_model(*shard) / divisor
-            with self.phase(step, "backward"):
-                self.engine.backward(share, last=batch is batches[-1])
-            loss += share.detach()
-        rate = self.learning_rate.apply(self.engine.optimizer, step)
-        with self.phase(step, "update"):
-            for call in self.before_update:
-                call()
-            update = self.engine.update()
-        return StepResult(
-            loss=loss,
-            grad_norm=update.norm,
-            nonfinite=update.nonfinite,
-            learning_rate=rate,
-            valid_tokens=valid,
-            targets=targets,
-            positions=sum(batch.input_ids.numel() for batch in batches),
-            tokens=sum(sum(batch.sizes) for batch in batches),
-            attention_area=sum(self._attention_area(batch.document_sizes) for batch in batches),
-            imbalance=imbalance,
-            data_seconds=data_seconds,
-        )
-
-    def try_longest(self) -> None:
-        """Runs the longest batch once before the first step, unless the first step begins with one.
-
-        A run that does not fit in memory fails here, and no buffer grows later.
-        """
-        self.mark(self.first_step, "data")
-        if self._batches(self.first_step)[0].length < self.batch_lengths[-1]:
-            self.mark(self.first_step, "forward")
-            blank = padding_batch(self.config.per_device_train_batch_size, self.batch_lengths[-1])
-            self.engine.try_memory(lambda: self.loss_model(*self.shard(blank)))
-
-    def evaluate(self, bin_starts: Sequence[int] = (0,), shows_progress: bool = False) -> Perplexity:
-        """Returns the mean loss over all valid tokens of the evaluation data, overall and by position."""
-        stream, data_rank = self.inputs.eval_stream, self.inputs.data_rank
-        assert stream is not None, "checked with the flags"
-
-        def shards() -> Iterator[Shard]:
-            for step in progress_bar(range(stream.steps), None, shows_progress and self.world.is_main, "evaluating"):
-                self.mark(None, "evaluation")
-                with exit_on_data_error(self.world, self.terminal):
-                    batch = stream.batch(step, 0, data_rank)
-                yield self.shard(*trim_padding([batch], self.batch_lengths, stream.data_ranks))
-
-        return measure(self.loss_model, shards(), bin_starts, stream.length, self.world.device)
-
-    def mark(self, step: int | None, phase: str) -> None:
-        """Tells the watchdog, if any, that this rank enters a phase."""
-        if self._watchdog is not None:
-            self._watchdog.mark(step, phase)
-
-    @contextmanager
-    def phase(self, step: int, name: str) -> Iterator[None]:
-        """Names a phase of a step for the watchdog and in profiler traces."""
-        self.mark(step + 1, name)
-        with record_function(name):
-            yield
-
-    @property
-    def local_tokens(self) -> int:
-        """This rank's tokens in a forward pass of the longest batch."""
-        return tokens_per_forward(self.config, self.context)
-
-    def memory_parts(self, taken_by_forward: int | None = None) -> Breakdown:
-        """Returns the breakdown of the peak device memory so far."""
-        return memory_parts(self.engine, self.world.device, taken_by_forward)
-
-    def out_of_memory_handler(self) -> AbstractContextManager[None]:
-        """Returns a context that starts the run over, or explains, when memory runs out."""
-        plan = self.engine.memory.plan
-        return out_of_memory_handler(self.config, self.inputs, self.world, plan, self._watchdog, self.terminal)
-
-    def _batches(self, step: int) -> list[Batch]:
-        """Returns this rank's batches of a step, padded to the same lengths as on other data ranks."""
-        with exit_on_data_error(self.world, self.terminal):
-            batches = [
-                self.inputs.stream.batch(step, a, self.inputs.data_rank)
-                for a in range(self.config.gradient_accumulation_steps)
-            ]
-        return trim_padding(batches, self.batch_lengths, self.engine.meshes.data_ranks)
-
-    def _over_data_ranks(self, count: int) -> Tensor:
-        """Sums a sequence-parallel group's count over all groups, on the device."""
-        if self.engine.meshes.data_ranks == 1:
-            return scalar(count, torch.int64, self.world.device)
-        total = scalar(count if self.context.rank == 0 else 0, torch.int64, self.world.device)
-        dist.all_reduce(total)
-        return total
-
-
-def _choose_batch_lengths(
-    config: TrainConfig, inputs: Inputs, engine: Engine
-) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Returns the lengths that batches may be padded to, in rising order, and notes about them."""
-    longest = config.model_max_length
-    if config.packing != "none":  # packed sequences are full
-        return (longest,), ()
-    if engine.model.length_dependent_rope:
-        note = "all batches are padded to --model_max_length, because the model's RoPE depends on the length"
-        return (longest,), (note,)
-    # Every rank's part has to be a multiple of the tokens that FP8 needs.
-    multiple = math.lcm(MULTIPLE * inputs.sequence_size, engine.context.layout.chunk_count)
-    return bucket_lengths(longest, multiple), ()
-
-
-class Sharding:
-    """Slicing of a batch into this rank's part, copied to the device without blocking the host."""
-
-    def __init__(self, context: SequenceContext, device: torch.device) -> None:
-        self._context, self._device = context, device
-        self._positions: dict[int, Tensor] = {}  # by length; the same for every batch that is not packed
-
-    def __call__(self, batch: Batch) -> Shard:
-        ids, labels, documents = local_batch(self._context, batch.input_ids, batch.labels, batch.boundaries)
-        if documents is not None:
-            positions = self._to_device(packed_positions(self._context, documents))
-        else:
-            positions = self._global_positions(batch.input_ids.shape[1]).expand(len(ids), -1)
-        return Shard(self._to_device(ids), positions, self._to_device(labels), documents)
-
-    def _global_positions(self, length: int) -> Tensor:
-        if length not in self._positions:
-            self._positions[length] = local_positions(self._context, length, self._device)
-        return self._positions[length]
-
-    def _to_device(self, x: Tensor) -> Tensor:
-        return upload(x, self._device)
 
 
 class TrainingLoop:

@@ -1,43 +1,24 @@
-"""Records of a run: run.json, metrics.jsonl and trackers, and the journal that writes them step by step."""
+"""Records of a run: run.json, metrics.jsonl and experiment trackers."""
 
 from __future__ import annotations
 
 import json
 import math
-import platform
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Final, Protocol
 
-import psutil
-import torch
-import torch.distributed as dist
-from torch import Tensor
-
-from lightseq.data.batches import PADDING_WARNING_SHARE
-from lightseq.distributed.environment import SHUTDOWN_TIMEOUT
-from lightseq.training.errors import end_for_skipped_steps, exit_on_write_error
+from lightseq.training.machine import versions
 from lightseq.utils.files import RECORDS_BYTES, parse_json, read_bytes, read_json
 from lightseq.utils.formatting import plural
 from lightseq.utils.masking import mask_secrets
 
-if TYPE_CHECKING:
-    from lightseq.training.loop import Trainer
-    from lightseq.training.step_stats import PendingRecord
-
 RUN, METRICS = "run.json", "metrics.jsonl"
 DAMAGED = ".damaged"  # suffix of the file with invalid lines of metrics.jsonl
-UNKNOWN_PARAMETER = 2**31  # stands for a parameter's index if some gradient is not finite, but not known which
-MAX_SKIPPED_STEPS = 20  # consecutive steps with a non-finite gradient
-PADDING_NOTE_STEPS = 10  # steps after which the share of padding is representative
-LEAST_PACKED = 10  # sequences that packed data must fill to be worth packing
 EVENTS = ".lightseq"  # suffix of our TensorBoard files; other programs write into runs/ too
-PACKAGES: Final = (  # whose versions run.json lists
-    *("torch", "transformers", "numpy", "einops", "safetensors", "flash-attn", "flash-attn-4", "deepspeed", "torchao"),
-)
 
 
 @dataclass(frozen=True)
@@ -214,99 +195,6 @@ def check_tracker(name: str) -> None:
         raise ValueError(f"--report_to {name}: the package is not installed; pip install {name}") from None
 
 
-class Journal:
-    """Reporting of steps to the metrics and the terminal. Ends a run after too many skipped steps in a row.
-
-    Every rank reads the same numbers, so that all end together. Only the rank with `metrics` writes and shows them.
-    """
-
-    def __init__(self, trainer: Trainer, metrics: MetricsFile | None, shutdown_seconds: float | None = None) -> None:
-        """Prepares the journal. `shutdown_seconds`: time from SIGTERM until the launcher kills the ranks."""
-        self._metrics, self._terminal, self._world = metrics, trainer.terminal, trainer.world
-        self._output_dir, self._last_step = trainer.output_dir, trainer.inputs.total_steps
-        self._shutdown_seconds = shutdown_seconds
-        self._trained = [name for name, p in trainer.model.named_parameters() if p.requires_grad]
-        self._saves = trainer.config.save_strategy != "no"
-        self._scales_loss = trainer.config.fp16  # skipped steps are normal while the loss scale is still too high
-        self._suggests_packing = len(trainer.batch_lengths) > 1
-        self.losses: list[float] = []
-        self._skipped = 0  # consecutive steps, up to the last record
-        self._steps = self._positions = 0  # recorded so far
-        self._padding = 0.0  # positions that are padding
-        stream = trainer.inputs.stream
-        self._steps_per_epoch = len(stream.examples) / stream.sequences_per_step
-        self._length = trainer.config.model_max_length
-
-    def record(self, pending: PendingRecord | None) -> None:
-        """Reports a record, if there is one, after waiting for the device to finish its steps."""
-        if pending is None:
-            return
-        record = pending.record()
-        if record.loss is not None:
-            self.losses.append(record.loss)
-        self.log(asdict(record))
-        self._warn_if_slower_than_shutdown(record.step_seconds)
-        if record.steps_without_target:
-            which = f"{record.steps_without_target:,} of {plural(pending.steps, 'step')} up to step {record.step:,}"
-            self._note(f"{which} had no target; only momentum and weight decay change the weights in such a step")
-        self._note_padding(record, pending.steps)
-        nonfinite = pending.nonfinite_parameters()
-        for step in range(record.step - pending.steps + 1, record.step + 1):
-            self._skipped = self._skipped + 1 if step in nonfinite else 0
-            scale_is_falling = self._scales_loss and self._skipped < MAX_SKIPPED_STEPS
-            if step not in nonfinite or scale_is_falling:
-                continue
-            whose = (
-                "a gradient"
-                if nonfinite[step] == UNKNOWN_PARAMETER
-                else f"the gradient of {self._trained[nonfinite[step]]}"
-            )
-            reason = f"{whose} is not finite"
-            self._note(f"step {step}: {reason}; the step was skipped")
-            if self._skipped >= MAX_SKIPPED_STEPS:
-                end_for_skipped_steps(step, self._skipped, reason, self._output_dir, self._world, self._terminal)
-
-    def _note_padding(self, record: StepRecord, steps: int) -> None:
-        """Suggests packing once, after enough steps or at the end of the run, if much of the data is padding.
-
-        Not for data that fills a few sequences: packed, it would make a few steps.
-        """
-        self._steps += steps
-        self._positions += steps * record.tokens
-        self._padding += steps * record.tokens * record.padding_percent / 100
-        is_representative = self._steps >= PADDING_NOTE_STEPS or record.step == self._last_step
-        if not self._suggests_packing or not is_representative:
-            return
-        tokens_per_epoch = (self._positions - self._padding) / self._steps * self._steps_per_epoch
-        is_large = tokens_per_epoch >= LEAST_PACKED * self._length
-        if is_large and self._padding >= PADDING_WARNING_SHARE * self._positions:
-            self._suggests_packing = False
-            share = f"{100 * self._padding / self._positions:.0f}% of the positions so far are padding"
-            self._note(f"{share}; --packing best_fit with a batch size of 1 avoids most of it")
-
-    def log(self, record: Mapping[str, Any]) -> None:
-        """Writes a record to the metrics and shows it, on the rank with `metrics`. Ends the run if it cannot write."""
-        if self._metrics is not None:
-            with exit_on_write_error(self._metrics.path, self._world, self._terminal, saves=self._saves):
-                self._metrics.write(record)
-            self._terminal.show(record)
-
-    def _warn_if_slower_than_shutdown(self, step_seconds: float) -> None:
-        """Warns once if a step takes longer than the launcher waits after SIGTERM."""
-        shutdown_seconds = self._shutdown_seconds
-        if shutdown_seconds is None or step_seconds <= shutdown_seconds:
-            return
-        self._shutdown_seconds = None
-        self._note(
-            f"warning: a step takes {step_seconds:.0f} s, but torch's launcher kills the ranks "
-            f"{shutdown_seconds:.0f} s after SIGTERM; before starting it, export a higher {SHUTDOWN_TIMEOUT}"
-        )
-
-    def _note(self, line: str) -> None:
-        if self._world.is_main:
-            self._terminal.note(line)
-
-
 def write_run(directory: Path, facts: Mapping[str, Any], secrets: Collection[str]) -> None:
     """Writes run.json atomically, with `secrets` and anything that looks like one masked."""
     partial = directory / f"{RUN}.partial"
@@ -331,49 +219,3 @@ def read_run(directory: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return about if isinstance(about, dict) else {}
-
-
-def versions() -> dict[str, str]:
-    """Returns the versions of Python, CUDA and the installed packages."""
-    found = {"python": platform.python_version(), "cuda": torch.version.cuda or "none"}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
-def hardware(device: torch.device) -> dict[str, Any]:
-    """Returns the name and size of the GPU or CPU, and the host's name."""
-    if device.type == "cuda":
-        p = torch.cuda.get_device_properties(device)
-        return {"device": p.name, "memory_bytes": p.total_memory, "host": platform.node()}
-    return {"device": "cpu", "cores": psutil.cpu_count(), "machine": platform.machine(), "host": platform.node()}
-
-
-def process_memory(device: torch.device, outside_bytes: int, graph_bytes: int) -> tuple[int, int, int]:
-    """Returns peak allocated, peak reserved (0 on CPU) and host resident bytes of this process.
-
-    `outside_bytes`: symmetric-memory buffers, unknown to torch's allocator. `graph_bytes`: memory of CUDA graphs,
-    which the allocator counts as reserved but not as allocated.
-    """
-    rss = psutil.Process().memory_info().rss
-    if device.type != "cuda":
-        return 0, 0, rss
-    allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
-    return allocated + outside_bytes + graph_bytes, reserved + outside_bytes, rss
-
-
-def reduce_over_ranks(sums: list[float | Tensor], worst: list[float], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns sums and maxima over all ranks as float64 on the device, with two collectives and no host wait."""
-    total = torch.stack([x.double() if isinstance(x, Tensor) else scalar(x, torch.float64, device) for x in sums])
-    highest = torch.stack([scalar(x, torch.float64, device) for x in worst])
-    dist.all_reduce(total)
-    dist.all_reduce(highest, op=dist.ReduceOp.MAX)
-    return total, highest
-
-
-def scalar(x: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Creates a scalar on the device with a kernel. A copy from the host would wait for all queued work."""
-    return torch.full((), x, dtype=dtype, device=device)

@@ -17,6 +17,7 @@ from lightseq.models.weights import global_shape
 from lightseq.utils.versions import source_digest
 
 NORM_ROW = 1 << 14  # values per partial sum of squares
+UNKNOWN_PARAMETER = 2**31  # stands for a parameter's index if some gradient is not finite, but not known which
 
 
 def check_optimizer(name: str, device: torch.device) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Final, TextIO, TypeGuard
+from typing import Final, TextIO, TypeGuard
 
 from lightseq.checkpoint import checkpoints, resume
 from lightseq.checkpoint.resume import ResumePoint
@@ -19,9 +19,6 @@ from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.mesh import World, from_rank_0
 from lightseq.training.metrics import EVENTS, METRICS, RUN, damaged_lines
 from lightseq.utils.files import CONFIG_BYTES, open_regular, read_bytes, read_json
-
-if TYPE_CHECKING:
-    from lightseq.training.setup import Inputs
 
 LOCK, LINE_CHARACTERS = "lock", 1000
 EARLIER = ".earlier"  # suffix of files from an earlier run
@@ -104,11 +101,9 @@ def resumes_in_place(resume_from: Path | None, output_dir: Path) -> TypeGuard[Pa
     return resume_from is not None and resume_from.absolute().parent.resolve() == output_dir.resolve()
 
 
-def another_run_wrote(lock_file: TextIO | None, config: TrainConfig, inputs: Inputs, world: World) -> bool:
+def another_run_wrote(lock_file: TextIO | None, config: TrainConfig, resume_point: ResumePoint, world: World) -> bool:
     """Returns whether another run wrote into the directory before rank 0 got the lock. The same on all ranks."""
-    return from_rank_0(
-        lock_file is not None and not _is_as_found(Path(config.output_dir), config, inputs.resume_point, world)
-    )
+    return from_rank_0(lock_file is not None and not _is_as_found(Path(config.output_dir), config, resume_point, world))
 
 
 def _is_as_found(output_dir: Path, config: TrainConfig, resume_point: ResumePoint, world: World) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -13,11 +13,9 @@ from lightseq.config.train_config import TrainConfig
 from lightseq.memory.planner.plan import layer_flags
 from lightseq.models.flops import total_parameters
 from lightseq.training.engine import Engine
-from lightseq.training.metrics import hardware
+from lightseq.training.machine import hardware
+from lightseq.training.trainer import Trainer
 from lightseq.utils.formatting import plural
-
-if TYPE_CHECKING:
-    from lightseq.training.loop import Trainer
 
 PACKAGE = Path(__file__).resolve().parent.parent
 GIT_SECONDS = 2.0  # timeout for git, because a file system may be slow

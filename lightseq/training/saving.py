@@ -7,7 +7,6 @@ import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,10 +19,8 @@ from lightseq.distributed.error_report import report_error
 from lightseq.distributed.mesh import exit_process
 from lightseq.models import adapters, weights
 from lightseq.training.metrics import METRICS
+from lightseq.training.trainer import Trainer
 from lightseq.utils.masking import mask_secrets
-
-if TYPE_CHECKING:
-    from lightseq.training.loop import Trainer
 
 NOTED_SECONDS = 1.0  # a longer wait for the previous save is worth a warning
 FINISH_SECONDS = 60.0  # a failing rank waits this long for a running save

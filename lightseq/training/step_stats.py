@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedConfig
 
@@ -14,7 +15,9 @@ from lightseq.distributed.mesh import World
 from lightseq.distributed.stopwatch import DeviceTimestamp
 from lightseq.memory.offload import Offload
 from lightseq.models.flops import mfu, model_flops, peak_flops_per_second, recompute_flops
-from lightseq.training.metrics import StepRecord, hardware, process_memory, reduce_over_ranks
+from lightseq.training.machine import hardware, process_memory
+from lightseq.training.metrics import StepRecord
+from lightseq.utils.upload import scalar
 
 
 @dataclass(frozen=True)
@@ -201,3 +204,12 @@ class PendingRecord:
             comm_bytes=round(x["sent_bytes"] / self.steps),
             attention_balance=1 / x["imbalance"] if x["imbalance"] else None,
         )
+
+
+def reduce_over_ranks(sums: list[float | Tensor], worst: list[float], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Returns sums and maxima over all ranks as float64 on the device, with two collectives and no host wait."""
+    total = torch.stack([x.double() if isinstance(x, Tensor) else scalar(x, torch.float64, device) for x in sums])
+    highest = torch.stack([scalar(x, torch.float64, device) for x in worst])
+    dist.all_reduce(total)
+    dist.all_reduce(highest, op=dist.ReduceOp.MAX)
+    return total, highest

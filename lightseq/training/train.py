@@ -12,9 +12,10 @@ from lightseq.distributed.environment import launcher_note, secrets
 from lightseq.distributed.mesh import from_rank_0, init_distributed, on_all_ranks
 from lightseq.distributed.watchdog import Watchdog
 from lightseq.models.presets import ModelFamily
-from lightseq.training.engine import build_engine, resume_engine
+from lightseq.training.build import build_engine, resume_engine
 from lightseq.training.errors import exit_on_no_response
-from lightseq.training.loop import Trainer, TrainingLoop
+from lightseq.training.inputs import Inputs, prepare
+from lightseq.training.loop import TrainingLoop
 from lightseq.training.metrics import TRACKERS, MetricsFile, write_run
 from lightseq.training.output_directory import (
     another_run_wrote,
@@ -29,8 +30,8 @@ from lightseq.training.output_directory import (
     set_earlier_aside,
 )
 from lightseq.training.run_info import describe_run, run_facts
-from lightseq.training.setup import Inputs, prepare
 from lightseq.training.setup_checks import check_same_flags
+from lightseq.training.trainer import Trainer
 
 
 def train(family: ModelFamily, argv: list[str], program: str) -> None:
@@ -58,7 +59,7 @@ def train(family: ModelFamily, argv: list[str], program: str) -> None:
         if config.save_strategy != "no":
             owner = from_rank_0(lock_owner(output_dir))
             on_all_ranks(world, lambda: check_shared(output_dir, owner, visible_seconds))
-        if another_run_wrote(lock_file, config, inputs, world):
+        if another_run_wrote(lock_file, config, inputs.resume_point, world):
             inputs = find_inputs()
             resume_engine(engine, config, inputs, world, watchdog)
         trainer = Trainer(config, inputs, world, engine, watchdog)

@@ -12,3 +12,8 @@ if TYPE_CHECKING:  # schedules import this module, and load without torch
 def upload(x: Tensor, device: torch.device) -> Tensor:
     """Copies a tensor of the CPU to a device, from pinned memory, without waiting for the device's earlier work."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+
+
+def scalar(x: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Creates a scalar on the device with a kernel. A copy from the host would wait for all queued work."""
+    return torch.full((), x, dtype=dtype, device=device)

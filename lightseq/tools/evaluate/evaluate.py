@@ -18,13 +18,13 @@ from lightseq.tools.evaluate.loss import loss_task
 from lightseq.tools.evaluate.retrieval import needle_task
 from lightseq.tools.evaluate.task import Task
 from lightseq.tools.training_flags import recorded_flags
-from lightseq.training.engine import build_engine
+from lightseq.training.build import build_engine
 from lightseq.training.errors import exit_on_out_of_memory
-from lightseq.training.loop import Trainer
-from lightseq.training.metrics import hardware, versions
+from lightseq.training.inputs import find_model
+from lightseq.training.machine import hardware, versions
 from lightseq.training.output_directory import create_output_dir
 from lightseq.training.run_info import describe_run
-from lightseq.training.setup import find_model
+from lightseq.training.trainer import Trainer
 from lightseq.utils.masking import mask_secrets
 
 RECORD: Final = "evaluation.jsonl"

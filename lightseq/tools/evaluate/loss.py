@@ -8,9 +8,9 @@ from lightseq.distributed.mesh import World
 from lightseq.tools.evaluate.command import Options
 from lightseq.tools.evaluate.task import Result, Task, inputs_for
 from lightseq.training.evaluation import POWERS, Bin, Perplexity, bin_starts, perplexity
-from lightseq.training.loop import Trainer
-from lightseq.training.setup import FoundModel, evaluation_stream, find_examples
+from lightseq.training.inputs import FoundModel, evaluation_stream, find_examples
 from lightseq.training.setup_checks import require_chats
+from lightseq.training.trainer import Trainer
 from lightseq.utils.formatting import aligned, four_significant_digits, plural
 
 

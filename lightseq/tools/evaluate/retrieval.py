@@ -25,9 +25,9 @@ from lightseq.tools.evaluate.command import CHOICES, DEPTHS, SCORES, TRIALS, Opt
 from lightseq.tools.evaluate.needle import IdNeedles, Ids, Search, TextNeedles, make_search
 from lightseq.tools.evaluate.task import Result, Task, inputs_for
 from lightseq.training.evaluation import evaluating
-from lightseq.training.loop import Trainer
-from lightseq.training.setup import FoundModel, evaluation_stream, find_examples
+from lightseq.training.inputs import FoundModel, evaluation_stream, find_examples
 from lightseq.training.setup_checks import require_chats
+from lightseq.training.trainer import Trainer
 from lightseq.utils.formatting import aligned, plural
 from lightseq.utils.labels import IGNORE_INDEX
 from lightseq.utils.progress import progress_bar

@@ -6,8 +6,8 @@ from typing import Any
 
 from lightseq.data.batches import BatchStream
 from lightseq.distributed.mesh import World
-from lightseq.training.loop import Trainer
-from lightseq.training.setup import FoundModel, Inputs, fetch_weights
+from lightseq.training.inputs import FoundModel, Inputs, fetch_weights
+from lightseq.training.trainer import Trainer
 
 
 @dataclass(frozen=True)

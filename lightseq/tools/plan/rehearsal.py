@@ -39,13 +39,13 @@ from lightseq.models.flops import total_parameters
 from lightseq.models.presets import ModelFamily
 from lightseq.modules import loss, mlp
 from lightseq.tools.training_flags import parse_with_optional_paths, recorded_flags
-from lightseq.training.engine import build_engine
-from lightseq.training.loop import Trainer
-from lightseq.training.metrics import hardware, versions
+from lightseq.training.build import build_engine
+from lightseq.training.inputs import Inputs, prepare
+from lightseq.training.machine import hardware, versions
 from lightseq.training.optimization import make_state
 from lightseq.training.output_directory import create_output_dir
 from lightseq.training.run_info import describe_run
-from lightseq.training.setup import Inputs, prepare
+from lightseq.training.trainer import Trainer
 from lightseq.utils.formatting import plural
 from lightseq.utils.masking import mask_secrets
 

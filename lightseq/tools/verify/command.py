@@ -40,8 +40,8 @@ from lightseq.tools.verify.machines import flags_row, machine, machine_row, soft
 from lightseq.tools.verify.model import model_rows
 from lightseq.tools.verify.report import SKIP, Row, all_passed, table, write
 from lightseq.tools.verify.transport import transport_rows
+from lightseq.training.inputs import Inputs, prepare
 from lightseq.training.output_directory import create_output_dir
-from lightseq.training.setup import Inputs, prepare
 from lightseq.training.setup_checks import kernel_spec
 from lightseq.utils.formatting import plural
 

@@ -9,7 +9,7 @@ import torch
 from lightseq.distributed.host_memory import host_memory
 from lightseq.memory.planner.breakdown import GIB
 from lightseq.tools.verify.report import Row, all_gather_object, result_row, span
-from lightseq.training.metrics import hardware, versions
+from lightseq.training.machine import hardware, versions
 from lightseq.utils.differences import differences
 from lightseq.utils.versions import source_digest
 

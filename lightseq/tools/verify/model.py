@@ -27,9 +27,9 @@ from lightseq.schedule.proof import validate
 from lightseq.tools.plan.rehearsal import describe_trial
 from lightseq.tools.verify.data import Sample, data_row
 from lightseq.tools.verify.report import FAIL, SKIP, Row, all_gather_object, all_passed, relative_error, result_row
-from lightseq.training.engine import build_engine
-from lightseq.training.loop import Trainer
-from lightseq.training.setup import Inputs
+from lightseq.training.build import build_engine
+from lightseq.training.inputs import Inputs
+from lightseq.training.trainer import Trainer
 from lightseq.utils.labels import IGNORE_INDEX
 
 EXACT: Final = 1e-5  # allowed relative error in float32

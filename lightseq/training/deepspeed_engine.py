@@ -25,9 +25,8 @@ from lightseq.distributed.mesh import Meshes, World, on_all_ranks, set_deepspeed
 from lightseq.models import weights
 from lightseq.parallelize import MemorySettings, apply_techniques
 from lightseq.training.engine import Update, fill_weights
-from lightseq.training.metrics import UNKNOWN_PARAMETER
-from lightseq.training.optimization import make_optimizer
-from lightseq.training.setup import Inputs
+from lightseq.training.inputs import Inputs
+from lightseq.training.optimization import UNKNOWN_PARAMETER, make_optimizer
 from lightseq.utils.formatting import first_line
 
 TAG = "deepspeed"

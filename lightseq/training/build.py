@@ -1,0 +1,82 @@
+"""Builds a run's engine: plans its memory, shards the model, loads weights or a checkpoint."""
+
+import torch
+
+from lightseq.checkpoint import resume
+from lightseq.config.train_config import TrainConfig
+from lightseq.distributed.mesh import (
+    World,
+    make_deterministic,
+    make_meshes,
+    on_all_ranks,
+)
+from lightseq.distributed.start_over import memory_limit
+from lightseq.distributed.watchdog import Watchdog
+from lightseq.memory.planner.choice import plan_on_all_ranks
+from lightseq.memory.planner.plan import host_memory_for_layers
+from lightseq.memory.planner.run import planned_run
+from lightseq.parallelize import MemorySettings
+from lightseq.training.deepspeed_engine import DeepSpeedEngine
+from lightseq.training.device_memory import out_of_memory_handler
+from lightseq.training.engine import Engine
+from lightseq.training.fsdp_engine import FsdpEngine
+from lightseq.training.inputs import Inputs
+from lightseq.training.metrics import earlier_plan
+
+
+def build_engine(config: TrainConfig, inputs: Inputs, world: World, watchdog: Watchdog | None = None) -> Engine:
+    """Builds the sharded model and its optimizer, and loads the weights or the checkpoint.
+
+    The planner fills in memory flags that are not given. If memory runs out, the run starts over with the next plan if
+    there are a watchdog and such a plan; otherwise it ends with an explanation.
+    """
+    torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
+    if config.deterministic:
+        make_deterministic()
+    meshes = on_all_ranks(world, lambda: make_meshes(world, inputs.sequence_size, config.fsdp_mode))
+    memory, planned = choose_memory_settings(config, inputs, world)
+    with out_of_memory_handler(config, inputs, world, memory.plan, watchdog):
+        if inputs.deepspeed is None:
+            engine: Engine = FsdpEngine(planned, inputs, world, meshes, memory)
+        else:
+            engine = DeepSpeedEngine(planned, inputs, world, meshes, memory)
+    resume_engine(engine, config, inputs, world, watchdog)
+    return engine
+
+
+def choose_memory_settings(config: TrainConfig, inputs: Inputs, world: World) -> tuple[MemorySettings, TrainConfig]:
+    """Returns the memory settings, and the flags with the planner's choices: the same on all ranks.
+
+    On CPUs and under DeepSpeed there is no choice, except with budgets of memory.
+    """
+    config, plan = config.resolve_memory_flags(on_gpu=world.device.type == "cuda"), None
+    if config.offload == "auto" or (world.device.type == "cuda" and inputs.deepspeed is None):
+        earlier = earlier_plan(inputs.resume_from)
+        plan = plan_on_all_ranks(config, inputs.model_config, world, earlier, memory_limit(), inputs.documents)
+        run, config = plan.run, plan.run.config
+    else:
+        run = planned_run(config, inputs.model_config, world, inputs.documents)
+    memory = MemorySettings(
+        state_on_host=run.state_on_host,
+        layers_with_state_on_gpu=run.layers_with_state_on_gpu,
+        reshard_after_forward=run.reshard_after_forward,
+        placement=plan.placement if plan and config.offload == "auto" else None,
+        activation_bytes=host_memory_for_layers(run, world, inputs.deepspeed),
+        plan=plan,
+    )
+    return memory, config
+
+
+def resume_engine(
+    engine: Engine, config: TrainConfig, inputs: Inputs, world: World, watchdog: Watchdog | None = None
+) -> None:
+    """Restores weights, optimizer and random states if the run resumes from a checkpoint."""
+    if (directory := inputs.resume_from) is None:
+        return
+
+    def restore() -> None:
+        engine.restore(directory)
+        resume.restore_rng_state(directory, world)
+
+    with out_of_memory_handler(config, inputs, world, engine.memory.plan, watchdog):
+        on_all_ranks(world, restore)

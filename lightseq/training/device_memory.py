@@ -1,0 +1,79 @@
+"""Peak device memory of a run by purpose, and what happens when it runs out."""
+
+from contextlib import AbstractContextManager
+
+import torch
+
+from lightseq.attention.context import SequenceContext
+from lightseq.config.train_config import TrainConfig
+from lightseq.distributed.mesh import (
+    World,
+)
+from lightseq.distributed.watchdog import Watchdog
+from lightseq.memory.planner.advice import out_of_memory
+from lightseq.memory.planner.breakdown import Breakdown, loss_bytes, measured_state_bytes, stored_activations
+from lightseq.memory.planner.plan import Plan
+from lightseq.schedule.documents import local_tokens
+from lightseq.training.engine import Engine
+from lightseq.training.errors import exit_on_out_of_memory
+from lightseq.training.fallback import fall_back
+from lightseq.training.inputs import Inputs
+from lightseq.training.terminal import Terminal
+
+
+def out_of_memory_handler(
+    config: TrainConfig,
+    inputs: Inputs,
+    world: World,
+    plan: Plan | None,
+    watchdog: Watchdog | None,
+    terminal: Terminal | None = None,
+) -> AbstractContextManager[None]:
+    """Returns a context that handles running out of memory.
+
+    The run starts over with the next plan if there are a plan and a watchdog; otherwise it ends with an explanation.
+    """
+
+    def next_plan(reason: str) -> None:
+        if plan is not None and watchdog is not None:
+            fall_back(plan, config, world, watchdog, reason)
+
+    return exit_on_out_of_memory(
+        world, terminal, lambda: out_of_memory(config, inputs.model_config, world, inputs.documents), next_plan
+    )
+
+
+def tokens_per_forward(config: TrainConfig, context: SequenceContext) -> int:
+    """Returns a rank's tokens in a forward pass of the longest batch."""
+    tokens = local_tokens(context.schedule, config.model_max_length, config.packing != "none")
+    return tokens * config.per_device_train_batch_size
+
+
+def memory_parts(engine: Engine, device: torch.device, taken_by_forward: int | None = None) -> Breakdown:
+    """Returns the breakdown of the peak device memory so far.
+
+    `taken_by_forward`: bytes that a forward pass was measured to leave allocated, if known.
+    """
+    config, model = engine.config, engine.model.config
+    tokens = tokens_per_forward(config, engine.context)
+    states = measured_state_bytes(engine.model, config, engine.memory.state_on_host)
+    logits, gradients = loss_bytes(model, config, tokens)
+    stored = stored_activations(model, config, tokens)
+    if taken_by_forward is not None:
+        stored = max(0, taken_by_forward - gradients)
+    elif engine.offload is not None:
+        stored = max(0, stored - engine.offload.memory.allocated_bytes)
+    transport = engine.context.transport
+    parts = Breakdown(
+        parameters=int(states.parameters),
+        gradients=int(states.gradients),
+        optimizer=int(states.optimizer),
+        stored_activations=stored,
+        loss=logits + gradients,
+        attention_buffers=transport.buffer_bytes,
+        working=0,
+    )
+    if device.type != "cuda":
+        return parts
+    not_in_allocator = transport.buffer_bytes + transport.graph_bytes
+    return parts.at_peak(torch.cuda.max_memory_allocated(device) + not_in_allocator)

@@ -1,0 +1,149 @@
+"""Engine with FSDP2 or DDP, and optimizers from torch and torchao."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightseq.checkpoint import checkpoints, resume, state_files
+from lightseq.config.optimizers import EIGHT_BIT
+from lightseq.config.train_config import TrainConfig
+from lightseq.distributed.mesh import (
+    Meshes,
+    World,
+    local_part,
+    on_all_ranks,
+    use_host_cores,
+)
+from lightseq.memory.host_adamw import compute_updates_on
+from lightseq.memory.pinned import PinnedMemory
+from lightseq.models import adapters, weights
+from lightseq.parallelize import MemorySettings, parallelize
+from lightseq.training.engine import Update, fill_weights
+from lightseq.training.inputs import Inputs
+from lightseq.training.optimization import (
+    LossScaler,
+    clip,
+    first_nonfinite,
+    gradient_norms,
+    local_gradients,
+    make_optimizer,
+    make_state,
+    step_if_finite,
+)
+
+SHARDING = {
+    "full_shard": "FSDP2 over all ranks",
+    "hybrid_shard": "FSDP2 within a host, replicated across hosts",
+    "ddp": "DDP, a copy on every rank",
+}
+
+
+class FsdpEngine:
+    """FSDP2 or DDP engine with optimizers from torch and torchao."""
+
+    def __init__(
+        self, config: TrainConfig, inputs: Inputs, world: World, meshes: Meshes, memory: MemorySettings
+    ) -> None:
+        self.config, self.meshes, self.memory, self._world = config, meshes, memory, world
+        self.sharding_description = _describe_sharding(config, memory)
+        self._max_grad_norm = config.max_grad_norm
+        self._shard_group = meshes.parameters["shard"].get_group()
+        names = meshes.parameters.mesh_dim_names or ()
+        self._replica = meshes.parameters.get_local_rank("replicate") if "replicate" in names else 0
+        self.model = weights.build_on_meta(inputs.model_config)
+        adapters.add_adapters(self.model, inputs.lora, getattr(torch, config.compute_dtype))
+        loss_model, self.context = on_all_ranks(world, lambda: parallelize(self.model, config, world, meshes, memory))
+        self.loss_model: nn.Module = loss_model
+        self.offload, self.stopwatch = loss_model.offload, loss_model.stopwatch
+        if memory.state_on_host or self.offload is not None:
+            use_host_cores(world)
+        self._locked = PinnedMemory()
+        on_all_ranks(world, self._materialize)
+        on_all_ranks(world, lambda: fill_weights(self.model, inputs, config.seed, device=world.device))
+        self.optimizer: Any = make_optimizer(self.model, config)
+        if memory.state_on_host and world.device.type == "cuda" and config.optim in EIGHT_BIT:
+            compute_updates_on(world.device, self.optimizer)
+        self._scaler = LossScaler() if config.fp16 else None
+
+    def _materialize(self) -> None:
+        """Allocates the weights and page-locks those on the host in place.
+
+        FSDP2 would copy each of them into an allocation rounded up to a power of two.
+        """
+        device, host = self._world.device, torch.device("cpu")
+        layers: Any = self.model.model.layers
+        on_gpu = {id(p) for layer in layers[: self.memory.layers_with_state_on_gpu] for p in layer.parameters()}
+
+        def place(parameter: Tensor) -> torch.device:
+            return host if self.memory.state_on_host and id(parameter) not in on_gpu else device
+
+        def lock_on_host(local: Tensor) -> None:
+            if local.device.type != device.type:
+                self._locked.lock_new(local)
+
+        weights.materialize(self.model, device, place, lock_on_host, self.loss_model)
+        self._locked.retain_only(local_part(p) for p in self.model.parameters())
+
+    def backward(self, share: Tensor, last: bool) -> None:
+        """Runs the backward pass. Gradients are reduce-scattered every time, so no rank holds full gradients.
+
+        The all-reduce over replicas is deferred to the last share. FSDP2 holds gradients on the device until then, so
+        with state on the host, where the device has no room for them, it runs every time.
+        """
+        all_reduces = last or self.memory.state_on_host
+        self.loss_model.set_requires_all_reduce(all_reduces)  # type: ignore[operator]  # it is an FSDPModule
+        (share * (self._scaler.scale if self._scaler else 1.0)).backward()
+
+    def update(self) -> Update:
+        grads = local_gradients(self.model.parameters())
+        norms = gradient_norms(grads, self._shard_group)
+        norm, take = norms.norm(), True
+        if self._scaler is not None:
+            norm, take = self._scaler.unscale(grads, norm)
+        if take:
+            clip(grads, norm, self._max_grad_norm, self.optimizer)
+            step_if_finite(self.optimizer, norm)
+        self.optimizer.zero_grad()
+        return Update(norm, first_nonfinite(norms))
+
+    def try_memory(self, loss: Callable[[], Tensor]) -> None:
+        fresh = not self.optimizer.state
+        if fresh:
+            make_state(self.optimizer, only=self._world.device)
+        self.backward(loss(), last=True)
+        self.optimizer.zero_grad()
+        if fresh:
+            self.optimizer.state.clear()  # it counts a step
+
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        return weights.full_parameters(self.model)
+
+    def tensors(self) -> dict[str, Tensor] | None:
+        """Returns the tensors to save. Only the first replica saves any."""
+        return {} if self._replica else state_files.state_tensors(self.model, self.optimizer)
+
+    def save_state(self, directory: Path) -> None:
+        raise AssertionError("the saver writes the tensors")
+
+    def restore(self, checkpoint_directory: Path) -> None:
+        on_all_ranks(self._world, lambda: make_state(self.optimizer))  # may fail on one rank, so before any collective
+        resume.restore(checkpoint_directory, self.model, self.optimizer)
+        facts = checkpoints.read_trainer_state(checkpoint_directory)
+        if self._scaler is not None and facts.get("scaler"):
+            self._scaler = LossScaler(**facts["scaler"])
+
+    def facts(self) -> dict[str, Any]:
+        return {"scaler": vars(self._scaler) if self._scaler else None}
+
+
+def _describe_sharding(config: TrainConfig, memory: MemorySettings) -> str:
+    """Describes how the parameters are sharded and which of them are in host memory."""
+    sharding = SHARDING[config.fsdp_mode]
+    if not memory.state_on_host:
+        return sharding
+    last = memory.layers_with_state_on_gpu - 1
+    on_gpu = "layer 0" if last == 0 else f"layers 0-{last}"
+    return f"{sharding}, in host memory" + (f" except {on_gpu}" if last >= 0 else "")
