@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from lightseq.config.checks import CHOICES
 from lightseq.config.command_line import REQUIRED
-from lightseq.config.train_config import GROUPS
+from lightseq.config.flags import GROUPS
 from lightseq.kernels.registry import KERNELS
 from lightseq.schedule.algorithms import SCHEDULES, make_schedule
 from lightseq.schedule.cost import AttentionShape, cost
@@ -20,7 +20,7 @@ RANKS = 8
 SHAPE = AttentionShape(length=2**17, heads=32, kv_heads=8, head_dim=128)
 
 PAGE = """\
-<!-- Made by docs/make_flags.py. Change the help texts in lightseq/config/train_config.py, or this text there. -->
+<!-- Made by docs/make_flags.py. Change the help texts in lightseq/config/flags.py, or this text there. -->
 # Flags
 
 Look up a training flag and its default (in parentheses), a schedule or a kernel. This command prints the flags:

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import yaml
 
-from lightseq.config.command_line import OLDER_SPELLINGS
+from lightseq.config.flag_names import OLDER_SPELLINGS
 from lightseq.config.lengths import parse_tokens
 from lightseq.config.parser import MOST_COUNT
 from lightseq.config.train_config import TrainConfig

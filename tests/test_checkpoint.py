@@ -36,7 +36,7 @@ from lightseq.memory import staging
 from lightseq.memory.pinned import CannotPin
 from lightseq.models import weights
 from lightseq.models.flops import total_parameters
-from lightseq.training import loop, metrics, saving
+from lightseq.training import journal, loop, saving, trainer
 from lightseq.training.optimization import LocalAdamW, LossScaler
 
 SAVED = "--max_steps 4 --save_steps 1"
@@ -334,7 +334,7 @@ def tensors_saved(output: Path, step: int) -> dict[str, File]:
 
 def with_slow_disk(rank: int, runs: list[str]) -> list[Any]:
     """Programs whose files are written once two more steps have been taken, and which say how many there were."""
-    write, step, finish, seen = state_files.write, loop.Trainer.step, staging.Staging.finish, []
+    write, step, finish, seen = state_files.write, trainer.Trainer.step, staging.Staging.finish, []
     taken = [0]
     staging.SMALL_BYTES = 0  # all is copied beside the training
 
@@ -352,12 +352,12 @@ def with_slow_disk(rank: int, runs: list[str]) -> list[Any]:
             seen.append(taken[0] - begin)
         return write(*args)
 
-    def counted(self: loop.Trainer, index: int) -> Any:
+    def counted(self: trainer.Trainer, index: int) -> Any:
         found = step(self, index)
         taken[0] += 1
         return found
 
-    state_files.write, loop.Trainer.step = slow, counted  # type: ignore[method-assign, assignment]
+    state_files.write, trainer.Trainer.step = slow, counted  # type: ignore[method-assign, assignment]
     staging.Staging.finish = late  # type: ignore[method-assign]
     return [[program(rank, "llama3", run) for run in runs], seen]
 
@@ -392,10 +392,10 @@ def test_saves_closer_together_than_the_disk_writes_are_warned_of_once(files: Pa
 
 def in_order(rank: int, run: str) -> list[str]:
     """The steps recorded and saved, in the order in which the training came to them."""
-    seen, record = [], metrics.Journal.record
+    seen, record = [], journal.Journal.record
     queue_copies, save = saving.Saving.queue_copies, saving.Saving.save
 
-    def recorded(self: metrics.Journal, closed: Any) -> None:
+    def recorded(self: journal.Journal, closed: Any) -> None:
         seen.extend([f"record {closed.step}"] if closed is not None else [])
         record(self, closed)
 
@@ -407,7 +407,7 @@ def in_order(rank: int, run: str) -> list[str]:
         seen.append(f"save {step}")
         return save(self, step, *others)
 
-    metrics.Journal.record = recorded  # type: ignore[method-assign]
+    journal.Journal.record = recorded  # type: ignore[method-assign]
     saving.Saving.queue_copies, saving.Saving.save = queued, saved  # type: ignore[method-assign]
     assert program(rank, "llama3", run).status == 0
     return seen
@@ -596,13 +596,13 @@ def test_the_data_go_on_where_they_were_however_a_step_is_cut(files: Path) -> No
 
 def draws(rank: int, runs: list[str]) -> list[Any]:
     """Returns what every random generator draws at each step of each program; the last starts from other states."""
-    step, drawn = loop.Trainer.step, []
+    step, drawn = trainer.Trainer.step, []
 
-    def drawing(self: loop.Trainer, index: int) -> Any:
+    def drawing(self: trainer.Trainer, index: int) -> Any:
         drawn[-1].append([torch.rand(()).item(), random.random(), np.random.rand()])
         return step(self, index)
 
-    loop.Trainer.step = drawing  # type: ignore[method-assign]
+    trainer.Trainer.step = drawing  # type: ignore[method-assign]
     for run in runs:
         for seed in (torch.manual_seed, random.seed, np.random.seed):
             seed(rank + 10 * (run is runs[-1]))

@@ -25,7 +25,8 @@ from lightseq.memory import offload
 from lightseq.memory.planner import deepspeed_memory
 from lightseq.models import weights
 from lightseq.models.weights import build_on_meta, initialize, materialize
-from lightseq.training import deepspeed
+from lightseq.training import build
+from lightseq.training import deepspeed_engine as deepspeed
 from lightseq.training.deepspeed_engine import DeepSpeedEngine
 from lightseq.training.metrics import read_records
 
@@ -86,7 +87,7 @@ def write_settings(folder: Path, name: str) -> None:
 
 
 def run(rank: int, runs: list[str]) -> list[Ended]:
-    deepspeed.DeepSpeedEngine = Remembering  # type: ignore[misc]
+    build.DeepSpeedEngine = Remembering  # type: ignore[misc]
     offload.MIN_BYTES = 0
     return [program(rank, "llama3", line) for line in runs]
 
@@ -119,7 +120,7 @@ def holding_on_the_host(rank: int, files: Path, runs: list[str]) -> list[tuple[f
             super().__init__(*arguments)
             engines.append(self)
 
-    deepspeed.DeepSpeedEngine = Kept  # type: ignore[misc]
+    build.DeepSpeedEngine = Kept  # type: ignore[misc]
     mesh.host_memory = lambda: MemoryBytes(HOST_BYTES, HOST_BYTES)  # type: ignore[assignment]
     deepspeed_memory.pinned_by_torch = lambda size: size  # type: ignore[assignment]  # as where nothing is pinned
     found = []

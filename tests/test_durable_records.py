@@ -16,9 +16,9 @@ PROGRAM = """
 import os, signal, sys
 import llama3
 from lightseq.checkpoint import checkpoints
-from lightseq.training import command, loop
+from lightseq.training import command, trainer
 name, stopped_at = sys.argv[1], int(sys.argv[2])
-fsync, prune, step, flushed = os.fsync, checkpoints.prune, loop.Trainer.step, []
+fsync, prune, step, flushed = os.fsync, checkpoints.prune, trainer.Trainer.step, []
 def noted(descriptor):
     flushed.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
     fsync(descriptor)
@@ -31,7 +31,7 @@ def stopped(self, number):
     if number == stopped_at:
         signal.raise_signal(signal.SIGTERM)
     return step(self, number)
-os.fsync, checkpoints.prune, loop.Trainer.step = noted, killed, stopped
+os.fsync, checkpoints.prune, trainer.Trainer.step = noted, killed, stopped
 command.main(llama3.FAMILY, sys.argv[3:])
 """
 STEPS = "--max_steps 6"

@@ -533,9 +533,9 @@ def test_only_the_first_rank_of_an_evaluation_tells_its_progress(files: Files) -
 OUT_OF_MEMORY = """
 import sys, torch
 from lightseq.tools.evaluate import command
-from lightseq.training import loop
+from lightseq.training import trainer
 from lightseq.cli import BOTH
-loop.Trainer.evaluate = lambda *_, **__: torch.empty(1 << 55, dtype=torch.uint8)
+trainer.Trainer.evaluate = lambda *_, **__: torch.empty(1 << 55, dtype=torch.uint8)
 command.main(BOTH, sys.argv[1:])
 """
 

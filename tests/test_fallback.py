@@ -24,17 +24,17 @@ sys.path.insert(0, {root!r})
 import torch
 import llama3
 from lightseq.distributed.start_over import attempt
-from lightseq.training import loop
+from lightseq.training import trainer
 from lightseq.training.command import main
 
-step = loop.Trainer.step
+step = trainer.Trainer.step
 
 def short_of_memory(self, number):
     if number == {at} and self.world.rank == self.world.size - 1 and attempt() < {times}:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 is full")
     return step(self, number)
 
-loop.Trainer.step = short_of_memory
+trainer.Trainer.step = short_of_memory
 sys.exit(main(llama3.FAMILY, sys.argv[1:]))
 """
 

@@ -16,7 +16,7 @@ from lightseq.distributed.mesh import World, make_meshes
 from lightseq.models.architecture import matrix_sizes
 from lightseq.models.weights import build_on_meta
 from lightseq.modules.fp8 import check_fp8, check_hardware, to_fp8
-from lightseq.training import setup, step_stats
+from lightseq.training import inputs, step_stats
 from lightseq.training.metrics import read_records
 
 float8_linear = pytest.importorskip("torchao.float8.float8_linear")
@@ -31,7 +31,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(rank: int, runs: list[str]) -> list[Ended]:
     """Programs one after the other, as if this machine had FP8 cores of four FLOP/s, and of two in bfloat16."""
     step_stats.peak_flops_per_second = lambda device, fp8=False: 4.0 if fp8 else 2.0  # type: ignore[assignment]
-    setup.check_fp8 = lambda *_: None  # type: ignore[assignment]
+    inputs.check_fp8 = lambda *_: None  # type: ignore[assignment]
     parallelize.to_fp8 = lambda layers, recipe, emulate, tokens: to_fp8(layers, recipe, True, tokens)
     return [program(rank, "llama3", line) for line in runs]
 

@@ -83,6 +83,28 @@ def packages(module: Module) -> set[str]:
     return {package for name in imports(module) if (package := package_of(name)) != module.package}
 
 
+def circles(files: list[Module]) -> list[list[str]]:
+    """Returns the groups of files that reach each other by imports (strongly connected components)."""
+    names = {file.name for file in files}
+    reached = {
+        file.name: {name for x in imports(file) if (name := file_of(x, names)) not in (None, file.name)}
+        for file in files
+    }
+    while True:  # the transitive closure
+        more = {name: near.union(*(reached[x] for x in near)) for name, near in reached.items()}
+        if more == reached:
+            break
+        reached = more
+    groups = {tuple(sorted(x for x in reached[name] if name in reached[x])) for name in names if name in reached[name]}
+    return sorted(map(list, groups))
+
+
+def file_of(name: str, files: set[str]) -> str | None:
+    """Returns the file that an imported name is, or is defined in; None for other packages."""
+    above = name.rpartition(".")[0]
+    return next((found for found in (name, f"{name}.__init__", above, f"{above}.__init__") if found in files), None)
+
+
 def within(name: str, package: str) -> bool:
     return name == package or name.startswith(package + ".")
 
@@ -134,6 +156,18 @@ def test_packages_import_from_floors_below() -> None:
         if FLOOR.get(package, -1) >= FLOOR.get(module.package, 0)
     ]
     assert not upward, "\n".join(upward)
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    """Imports inside functions and under TYPE_CHECKING count too."""
+    found = circles(list(modules()))
+    assert not found, "; ".join(" and ".join(circle) for circle in found)
+
+
+def test_a_circle_of_files_is_found() -> None:
+    sources = {"a": "import lightseq.b", "b": "def f():\n    from lightseq import c", "c": "from lightseq.a import x"}
+    files = [Module(f"lightseq.{name}", source) for name, source in sources.items()]
+    assert circles([*files, Module("lightseq.d", "import lightseq.a")]) == [["lightseq.a", "lightseq.b", "lightseq.c"]]
 
 
 @pytest.mark.parametrize(

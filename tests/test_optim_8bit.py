@@ -14,7 +14,7 @@ from worlds import spawn
 
 from lightseq.config.train_config import TrainConfig
 from lightseq.memory.host_adamw import compute_updates_on
-from lightseq.training import engine, optimization
+from lightseq.training import fsdp_engine, optimization
 from lightseq.training.optimization import check_optimizer
 
 pytest.importorskip("torchao")
@@ -34,7 +34,7 @@ def run(rank: int, runs: list[str], in_pieces: str = "none") -> tuple[list[Ended
     """
     torch.compiler.set_stance("force_eager")  # what would be compiled is the same arithmetic, and compiling takes long
     optimizers: list[torch.optim.Optimizer] = []
-    make = engine.make_optimizer
+    make = fsdp_engine.make_optimizer
 
     def remember(*args: Any) -> torch.optim.Optimizer:
         optimizers.append(make(*args))
@@ -42,7 +42,7 @@ def run(rank: int, runs: list[str], in_pieces: str = "none") -> tuple[list[Ended
             compute_updates_on(torch.device("cpu"), optimizers[-1], piece=2048)
         return optimizers[-1]
 
-    engine.make_optimizer = remember  # type: ignore[assignment]
+    fsdp_engine.make_optimizer = remember  # type: ignore[assignment]
     ends = [program(rank, "llama3", line) for line in runs]
     tag = f"rank {rank} of {torch.distributed.get_world_size()}"
     assert torch.compiler.config.cache_key_tag.endswith(tag), (

@@ -150,12 +150,12 @@ OUT_OF_MEMORY = """
 import sys, torch
 import llama3
 from lightseq.training import errors
-from lightseq.training import loop
+from lightseq.training import trainer
 from lightseq.training import command
 errors.RANK_0_SECONDS = 1.0
 def fail(self, step):
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.00 GiB.")
-loop.Trainer.step = fail
+trainer.Trainer.step = fail
 command.main(llama3.FAMILY, sys.argv[1:])
 """
 
@@ -163,11 +163,11 @@ command.main(llama3.FAMILY, sys.argv[1:])
 OUT_OF_MEMORY_BUILDING = """
 import sys, torch
 import llama3
-from lightseq.training import engine
+from lightseq.training import fsdp_engine
 from lightseq.training import command
 def fail(*_):
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.00 GiB.")
-engine.make_optimizer = fail
+fsdp_engine.make_optimizer = fail
 command.main(llama3.FAMILY, sys.argv[1:])
 """
 

@@ -40,7 +40,7 @@ from lightseq.distributed.mesh import World, make_meshes
 from lightseq.distributed.preemption import STOP_MESSAGE, StopRequest
 from lightseq.memory.planner.breakdown import Breakdown
 from lightseq.models import weights
-from lightseq.training import loop, metrics
+from lightseq.training import journal, trainer
 from lightseq.training import train as training
 from lightseq.training.engine import Update
 from lightseq.training.fsdp_engine import FsdpEngine
@@ -158,14 +158,14 @@ def test_a_resumed_run_equals_one_that_never_stopped(files: Files, tmp_path: Pat
 
 def dying(rank: int, family: str, words: str, last_step: int) -> Ended:
     """A program that is gone after some step, as if its processes had been killed."""
-    step = loop.Trainer.step
+    step = trainer.Trainer.step
 
-    def last(self: loop.Trainer, index: int) -> Any:
+    def last(self: trainer.Trainer, index: int) -> Any:
         if index == last_step:
             raise SystemExit(9)
         return step(self, index)
 
-    loop.Trainer.step = last  # type: ignore[method-assign]
+    trainer.Trainer.step = last  # type: ignore[method-assign]
     return program(rank, family, words)
 
 
@@ -224,7 +224,7 @@ def sick(rank: int, family: str, words: str, steps: tuple[int, ...]) -> Ended:
         return update(self)
 
     FsdpEngine.update = planted  # type: ignore[method-assign]
-    metrics.MAX_SKIPPED_STEPS = 3
+    journal.MAX_SKIPPED_STEPS = 3
     return program(rank, family, words)
 
 
@@ -313,14 +313,14 @@ def test_metrics_that_find_no_room_end_the_run_in_one_line(files: Files) -> None
 
 def preempted(rank: int, family: str, words: str, number: int) -> Ended:
     """A program whose second rank gets a signal in its third step."""
-    step = loop.Trainer.step
+    step = trainer.Trainer.step
 
-    def signalled(self: loop.Trainer, index: int) -> Any:
+    def signalled(self: trainer.Trainer, index: int) -> Any:
         if rank == 1 and index == 2:
             signal.raise_signal(number)
         return step(self, index)
 
-    loop.Trainer.step = signalled  # type: ignore[method-assign]
+    trainer.Trainer.step = signalled  # type: ignore[method-assign]
     return program(rank, family, words)
 
 
@@ -537,14 +537,14 @@ def test_launches_of_torch_have_names_that_restarts_keep(tmp_path: Path) -> None
 KILLED = """
 import os, signal, sys
 import llama2
-from lightseq.training import loop
+from lightseq.training import trainer
 from lightseq.training import command
-step = loop.Trainer.step
+step = trainer.Trainer.step
 def dying(self, index):
     if index == 3 and self.world.rank == 1 and not self.world.restarts:
         os.kill(os.getpid(), signal.SIGKILL)
     return step(self, index)
-loop.Trainer.step = dying
+trainer.Trainer.step = dying
 command.main(llama2.FAMILY, sys.argv[1:])
 """
 

@@ -44,7 +44,7 @@ from lightseq.tools.verify.data import cut, misplaced, synthetic_samples
 from lightseq.tools.verify.model import gradient_errors
 from lightseq.tools.verify.report import PASS, Row, write
 from lightseq.tools.verify.transport import slow_ranks
-from lightseq.training import loop
+from lightseq.training import trainer
 from lightseq.utils.differences import differences
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -157,20 +157,20 @@ def _drop_move_unproven(rank: int) -> Iterator[None]:
 
 
 def _shift_labels(rank: int) -> Any:
-    right = loop.Sharding.__call__
+    right = trainer.Sharding.__call__
 
-    def wrong(self: loop.Sharding, batch: Any) -> Any:
+    def wrong(self: trainer.Sharding, batch: Any) -> Any:
         mine = right(self, batch)
         return mine._replace(labels=mine.labels.roll(-1, 1))  # once more, inside the shard
 
-    return mock.patch.object(loop.Sharding, "__call__", wrong)
+    return mock.patch.object(trainer.Sharding, "__call__", wrong)
 
 
 def _restart_positions(rank: int) -> Any:
     def wrong(context: SequenceContext, length: int, device: torch.device) -> Tensor:
         return torch.arange(context.layout.padded_length(length) // context.layout.world).unsqueeze(0)
 
-    return mock.patch.object(loop, "local_positions", wrong)
+    return mock.patch.object(trainer, "local_positions", wrong)
 
 
 def _run_documents_together(rank: int) -> Any:
@@ -193,8 +193,8 @@ def _forget_where_documents_begin(rank: int) -> Any:
 
 
 def _divide_wrongly(rank: int) -> Any:
-    right = loop.Trainer._over_data_ranks
-    return mock.patch.object(loop.Trainer, "_over_data_ranks", lambda self, count: right(self, count) + 3)
+    right = trainer.Trainer._over_data_ranks
+    return mock.patch.object(trainer.Trainer, "_over_data_ranks", lambda self, count: right(self, count) + 3)
 
 
 def _align_upper_left(rank: int) -> Any:

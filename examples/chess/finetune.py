@@ -17,7 +17,7 @@ import torch
 sys.path.insert(1, str(Path(__file__).resolve().parents[2]))  # runs uninstalled
 
 from lightseq.cli import BOTH
-from lightseq.config.command_line import normalize_flag
+from lightseq.config.flag_names import normalize_flag
 from lightseq.config.parser import Parser
 from lightseq.training.command import main as train
 

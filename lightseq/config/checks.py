@@ -1,21 +1,17 @@
 """Checks of flags, alone and in combination. An error is one line with the value and the remedy."""
 
-from __future__ import annotations
-
 import math
 from collections import ChainMap
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+from lightseq.config.flags import FSDP_MODES, Flags, fsdp_words
 from lightseq.config.lengths import MAX_TOKENS
 from lightseq.config.lr_schedules import FOLLOW_A_METRIC, LR_SCHEDULES, check_lr_schedule
 from lightseq.config.optimizers import OPTIMIZERS
 from lightseq.config.remat_policies import POLICIES, STORES_MLP
 from lightseq.kernels.registry import KERNELS
 from lightseq.schedule.algorithms import SCHEDULES
-
-if TYPE_CHECKING:  # TrainConfig imports these checks
-    from lightseq.config.train_config import TrainConfig
 
 AUTO: Final[dict[str, Any]] = {"auto": None}  # extends the names of a registry, which may grow at run time
 
@@ -40,7 +36,6 @@ CHOICES: Final[Mapping[str, Collection[str]]] = {
     "packing": ("none", "best_fit"),
 }
 
-FSDP_MODES: Final = ("full_shard", "hybrid_shard")
 FSDP_REFUSED: Final[Mapping[str, str]] = {
     "shard_grad_op": "the planner keeps gathered parameters for the backward pass where they fit",
     "offload": "use --offload optimizer",
@@ -70,23 +65,18 @@ DECAY_RATES: Final = ("adam_beta1", "adam_beta2")
 ADAM_FLAGS: Final = (*DECAY_RATES, "adam_epsilon")
 
 
-def check(config: TrainConfig) -> None:
+def check(config: Flags) -> None:
     """Raises ValueError for the first check that fails."""
     for check_flags in CHECKS:
         check_flags(config)
 
 
-def fsdp_words(fsdp: str) -> list[str]:
-    """Splits the value of --fsdp into words."""
-    return fsdp.replace(",", " ").split()
-
-
-def _default(config: TrainConfig, flag: str) -> Any:
+def _default(config: Flags, flag: str) -> Any:
     """Returns the default of a flag, which dataclasses store on the class."""
     return getattr(type(config), flag)
 
 
-def _check_choices(config: TrainConfig) -> None:
+def _check_choices(config: Flags) -> None:
     for flag in CHOICES:
         value = getattr(config, flag)
         if value is not None and value not in CHOICES[flag]:
@@ -95,13 +85,13 @@ def _check_choices(config: TrainConfig) -> None:
             raise ValueError(f"--{flag} {value!r} is unknown; choose from {choices}")
 
 
-def _check_lr_scheduler_type(config: TrainConfig) -> None:
+def _check_lr_scheduler_type(config: Flags) -> None:
     if config.lr_scheduler_type in FOLLOW_A_METRIC:
         given = f"--lr_scheduler_type {config.lr_scheduler_type} follows the loss instead of the step"
         raise ValueError(f"{given} and is not supported; choose from {', '.join(LR_SCHEDULES)}")
 
 
-def _check_numbers(config: TrainConfig) -> None:
+def _check_numbers(config: Flags) -> None:
     bounds: tuple[tuple[tuple[str, ...], str, Callable[[float], bool]], ...] = (
         (AT_LEAST_ONE, "give at least 1", lambda value: value >= 1),
         (POSITIVE, "give a number above 0", lambda value: 0 < value < math.inf),
@@ -124,7 +114,7 @@ def _check_numbers(config: TrainConfig) -> None:
         raise ValueError("--profile_memory records the steps of --profile_steps; give both")
 
 
-def _check_packing(config: TrainConfig) -> None:
+def _check_packing(config: Flags) -> None:
     for flag in ("per_device_train_batch_size", "per_device_eval_batch_size"):
         count = getattr(config, flag)
         if config.packing != "none" and count != 1:
@@ -134,20 +124,20 @@ def _check_packing(config: TrainConfig) -> None:
             )
 
 
-def _check_scaling(config: TrainConfig) -> None:
+def _check_scaling(config: Flags) -> None:
     for flag in ("scaling_factor", "scaling_strategy"):
         if getattr(config, flag) != _default(config, flag) and config.model_name_or_path != "scaled":
             given = f"--{flag} {getattr(config, flag)} applies to --model_name_or_path scaled"
             raise ValueError(f"{given}, not to {config.model_name_or_path}; leave one of them out")
 
 
-def _check_fused_attention(config: TrainConfig) -> None:
+def _check_fused_attention(config: Flags) -> None:
     fused, kernel = config.fused_attention, config.kernel
     if (fused is True and kernel == "reference") or (fused is False and kernel not in ("auto", "reference")):
         raise ValueError(f"--fused_attention {fused} contradicts --kernel {kernel}; leave one of them out")
 
 
-def _check_precision(config: TrainConfig) -> None:
+def _check_precision(config: Flags) -> None:
     if config.bf16 and config.fp16:
         raise ValueError("--bf16 and --fp16 exclude each other; give one, or neither for float32")
     if config.fp8 and not config.bf16:
@@ -157,14 +147,14 @@ def _check_precision(config: TrainConfig) -> None:
         raise ValueError("--fp8_emulate needs --fp8; add it, or leave --fp8_emulate out")
 
 
-def _check_optimizer(config: TrainConfig) -> None:
+def _check_optimizer(config: Flags) -> None:
     for flag in ADAM_FLAGS:
         value = getattr(config, flag)
         if config.optim == "sgd" and value != _default(config, flag):
             raise ValueError(f"--{flag} {value} applies to AdamW, not to --optim sgd; leave one of them out")
 
 
-def _check_learning_rate(config: TrainConfig) -> None:
+def _check_learning_rate(config: Flags) -> None:
     if config.warmup_ratio > 1:
         raise ValueError(f"--warmup_ratio {config.warmup_ratio}: give a share of all steps between 0 and 1")
     if config.warmup_ratio and config.warmup_steps:
@@ -175,7 +165,7 @@ def _check_learning_rate(config: TrainConfig) -> None:
     check_lr_schedule(config.lr_scheduler_type, config.lr_scheduler_kwargs or {}, config.learning_rate)
 
 
-def _check_fsdp(config: TrainConfig) -> None:
+def _check_fsdp(config: Flags) -> None:
     words = fsdp_words(config.fsdp)
     for word in words:
         if word in FSDP_REFUSED:
@@ -186,7 +176,7 @@ def _check_fsdp(config: TrainConfig) -> None:
         raise ValueError(f"--fsdp {config.fsdp!r}: name one of {', '.join(FSDP_MODES)}")
 
 
-def _check_deepspeed(config: TrainConfig) -> None:
+def _check_deepspeed(config: Flags) -> None:
     if config.deepspeed is None:
         return
     if config.fsdp != _default(config, "fsdp"):
@@ -209,7 +199,7 @@ def _check_deepspeed(config: TrainConfig) -> None:
         raise ValueError("--tile_layers does not run under --deepspeed; leave one of them out")
 
 
-def _check_lora(config: TrainConfig) -> None:
+def _check_lora(config: Flags) -> None:
     if config.lora_rank is None:
         for flag in ("lora_alpha", "lora_target_modules"):
             if getattr(config, flag) != _default(config, flag):
@@ -222,7 +212,7 @@ def _check_lora(config: TrainConfig) -> None:
         raise ValueError(f"{given} and --fp8 {config.fp8} both replace the linear layers; leave one of them out")
 
 
-def _check_remat(config: TrainConfig) -> None:
+def _check_remat(config: Flags) -> None:
     implied = {None: config.remat, True: "attention", False: "none"}[config.gradient_checkpointing]
     if config.remat is not None and config.remat != implied:
         given = f"--gradient_checkpointing {config.gradient_checkpointing}"
@@ -242,7 +232,7 @@ def _check_remat(config: TrainConfig) -> None:
         )
 
 
-def _check_offload(config: TrainConfig) -> None:
+def _check_offload(config: Flags) -> None:
     if config.host_memory_budget is not None and config.offload not in ("activations", "both", "auto"):
         given = f"--host_memory_budget {config.host_memory_budget:g} limits offloaded activations"
         raise ValueError(f"{given}, but --offload is {config.offload}; add --offload activations")
@@ -258,7 +248,7 @@ def _check_offload(config: TrainConfig) -> None:
             )
 
 
-def _check_evaluation(config: TrainConfig) -> None:
+def _check_evaluation(config: Flags) -> None:
     if config.keep_best:
         _check_keep_best(config)
     if config.eval_strategy != "no" and not config.eval_data_path:
@@ -268,7 +258,7 @@ def _check_evaluation(config: TrainConfig) -> None:
         raise ValueError(f"{given}; add --eval_strategy steps, or leave it out")
 
 
-def _check_keep_best(config: TrainConfig) -> None:
+def _check_keep_best(config: Flags) -> None:
     """Raises ValueError unless every checkpoint has the evaluation loss of its own step."""
     reason = "--keep_best needs an evaluation at every checkpoint"
     if "no" in (config.eval_strategy, config.save_strategy) or config.eval_strategy != config.save_strategy:

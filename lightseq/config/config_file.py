@@ -9,8 +9,9 @@ from typing import Any
 
 import yaml
 
-from lightseq.config.command_line import OLDER_SPELLINGS, normalize_flag
-from lightseq.config.train_config import GROUPS, TrainConfig, flag_types
+from lightseq.config.flag_names import OLDER_SPELLINGS, normalize_flag
+from lightseq.config.flags import GROUPS
+from lightseq.config.train_config import TrainConfig, flag_types
 from lightseq.config.yaml_file import TextLoader, read_file
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final, cast
 
+import numpy as np
 import torch
 from numpy.typing import ArrayLike
 from torch import nn

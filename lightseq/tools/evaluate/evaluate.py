@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from lightseq.config.checks import ADAM_FLAGS
-from lightseq.config.train_config import GROUPS, TrainConfig
+from lightseq.config.flags import GROUPS
+from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.environment import secrets
 from lightseq.distributed.mesh import World, init_distributed, on_all_ranks
 from lightseq.models.presets import ModelFamily
-from lightseq.tools.evaluate.command import PROGRAM, Options, flags
 from lightseq.tools.evaluate.loss import loss_task
+from lightseq.tools.evaluate.options import PROGRAM, Options, flags
 from lightseq.tools.evaluate.retrieval import needle_task
 from lightseq.tools.evaluate.task import Task
 from lightseq.tools.training_flags import recorded_flags

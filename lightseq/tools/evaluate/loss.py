@@ -5,7 +5,7 @@ from dataclasses import asdict
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import require_target
 from lightseq.distributed.mesh import World
-from lightseq.tools.evaluate.command import Options
+from lightseq.tools.evaluate.options import Options
 from lightseq.tools.evaluate.task import Result, Task, inputs_for
 from lightseq.training.evaluation import POWERS, Bin, Perplexity, bin_starts, perplexity
 from lightseq.training.inputs import FoundModel, evaluation_stream, find_examples

@@ -21,8 +21,8 @@ from lightseq.distributed.mesh import World
 from lightseq.models.weights import has_tokenizer
 from lightseq.modules.loss import likeliest_tokens, token_losses
 from lightseq.parallelize import HeadReader
-from lightseq.tools.evaluate.command import CHOICES, DEPTHS, SCORES, TRIALS, Options, lengths_of
 from lightseq.tools.evaluate.needle import IdNeedles, Ids, Search, TextNeedles, make_search
+from lightseq.tools.evaluate.options import CHOICES, DEPTHS, SCORES, TRIALS, Options, lengths_of
 from lightseq.tools.evaluate.task import Result, Task, inputs_for
 from lightseq.training.evaluation import evaluating
 from lightseq.training.inputs import FoundModel, evaluation_stream, find_examples

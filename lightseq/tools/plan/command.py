@@ -8,7 +8,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightseq.config.command_line import normalize_flag
+from lightseq.config.flag_names import normalize_flag
 from lightseq.config.parser import Parser, count_flag, print_error
 from lightseq.memory.planner.rates import CHIPS, DEFAULT_CORES
 from lightseq.models.presets import ModelFamily

@@ -1,0 +1,308 @@
+"""Flags of a training run: each field of these dataclasses is a flag, with its help in the metadata."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+FSDP_MODES: Final = ("full_shard", "hybrid_shard")
+
+
+def fsdp_words(fsdp: str) -> list[str]:
+    """Splits the value of --fsdp into words."""
+    return fsdp.replace(",", " ").split()
+
+
+def flag(default: Any, help: str) -> Any:
+    """Returns a dataclass field with a help text."""
+    return field(default=default, metadata={"help": help})
+
+
+def auto_flag(help: str) -> Any:
+    """Returns a dataclass field that is None unless given; the planner then decides on GPUs."""
+    return field(default=None, metadata={"help": help, "default": "auto"})
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    model_name_or_path: str = flag("", "Preset name, Hub id or local directory of the model.")
+    random_init: bool = flag(False, "Use only the model's architecture and initialize its weights at random.")
+    tokenizer: str | None = flag(
+        None, "Hub id or directory of the tokenizer for text data, or byte. Default: the model's."
+    )
+    rope_theta: float | None = flag(None, "Base of the rotary frequencies. Default: the model's.")
+    rope_scaling: dict[str, Any] | None = flag(
+        None, """RoPE scaling as JSON, such as '{"rope_type": "yarn", "factor": 8}'. Default: the model's."""
+    )
+    scaling_factor: int = flag(
+        1,
+        "Size of the model that --model_name_or_path scaled builds. scaled-all-4 sets this and --scaling_strategy.",
+    )
+    scaling_strategy: str = flag(
+        "all",
+        "Dimensions that --scaling_factor scales. all: width, heads and depth; n_layers: depth, at a width of 4,096.",
+    )
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    data_path: str = flag(
+        "",
+        "Training data: a token directory, a .pkl, rows (.jsonl, .json, .parquet or a folder of them), a dataset "
+        "written by save_to_disk, or hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT on the Hub.",
+    )
+    eval_data_path: str | None = flag(None, "Evaluation data, in any format of --data_path.")
+    model_max_length: int = flag(
+        2048, "Tokens per sequence, summed over its ranks. Units are accepted, such as 128K or 1.5M."
+    )
+    text_column: str = flag(
+        "text",
+        "Column that holds the text. Rows with messages, or prompt and completion, train on the answers only, unless "
+        "this names another column than text.",
+    )
+    ignore_columns: str | None = flag(
+        None,
+        "Columns of rows to ignore, separated by commas. Without it, a column that is not known is refused, because "
+        "it may change what should be trained.",
+    )
+    chat_template: str | None = flag(
+        None,
+        "Jinja template for chats, and for prompts with answers: a file, or the template itself. Default: the "
+        "tokenizer's. Checkpoints save it with the tokenizer.",
+    )
+    max_train_samples: int | None = flag(None, "Number of rows to read, starting with the first. Default: all.")
+    max_eval_samples: int | None = flag(
+        None,
+        "Number of rows of the evaluation data to read, or of documents if it holds tokens, starting with the first. "
+        "Default: all.",
+    )
+    data_cache: str = flag("~/.cache/lightseq/tokens", "Directory for cached tokens of text rows.")
+    packing: str = flag(
+        "none",
+        "none: one example per sequence. best_fit: packs whole documents into a sequence, without attention between "
+        "them. Documents longer than a sequence are split without losing a target.",
+    )
+    lazy_preprocess: bool = flag(False, "Tokenize text on access instead of beforehand. No effect on token data.")
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    output_dir: str = flag("", "Directory for run.json, metrics.jsonl and checkpoints.")
+    overwrite_output_dir: bool = flag(False, "Start over in a directory that holds an earlier run.")
+    resume_from_checkpoint: str | None = flag(
+        None,
+        "Checkpoint directory to resume from. True: the newest complete one in --output_dir; auto: the same, but "
+        "starts a new run if there is none.",
+    )
+    num_train_epochs: float = flag(3.0, "Passes over the data. Ignored if --max_steps is given.")
+    max_steps: int | None = flag(None, "Optimizer steps. Default: as many as --num_train_epochs takes.")
+    per_device_train_batch_size: int = flag(1, "Sequences per forward pass of a sequence-parallel group.")
+    per_device_eval_batch_size: int = flag(
+        1, "Sequences per forward pass of a sequence-parallel group during evaluation."
+    )
+    gradient_accumulation_steps: int = flag(1, "Forward passes per optimizer step.")
+    optim: str = flag(
+        "adamw_torch_fused",
+        "Optimizer. adamw_8bit (or adamw_torch_8bit) is torchao's AdamW, whose two states take one byte per weight "
+        "each.",
+    )
+    learning_rate: float = flag(5e-5, "Peak learning rate.")
+    adam_beta1: float = flag(0.9, "Decay rate of AdamW's running mean of gradients.")
+    adam_beta2: float = flag(0.999, "Decay rate of AdamW's running mean of squared gradients.")
+    adam_epsilon: float = flag(1e-8, "Added to the denominator of AdamW's update.")
+    weight_decay: float = flag(0.0, "Decoupled weight decay. Applies to weight matrices only.")
+    max_grad_norm: float = flag(1.0, "Global norm that gradients are clipped to. 0: no clipping.")
+    lr_scheduler_type: str = flag("linear", "Learning rate schedule of transformers, which includes the warm-up.")
+    lr_scheduler_kwargs: dict[str, Any] | None = flag(
+        None,
+        """Settings of the schedule as JSON, such as '{"min_lr_rate": 0.1}' for cosine_with_min_lr. Default: """
+        "transformers' own.",
+    )
+    warmup_ratio: float = flag(0.0, "Warm-up steps as a fraction of all steps, between 0 and 1.")
+    warmup_steps: int = flag(0, "Warm-up steps.")
+    bf16: bool = flag(False, "Compute in bfloat16. Master weights stay in float32.")
+    fp16: bool = flag(False, "Compute in float16 with loss scaling. Master weights stay in float32.")
+    tf32: bool = flag(False, "Run float32 matrix products in TF32.")
+    fp8: str | None = flag(
+        None, "Compute the linear projections of the layers in FP8, with a scale per tensor or per row. Needs --bf16."
+    )
+    fp8_emulate: bool = flag(False, "Round to FP8 but multiply in float32. Slow; for hardware without FP8.")
+    torch_compile: bool | None = auto_flag("Compile the decoder layers. auto: on GPUs, except with --deepspeed.")
+    seed: int = flag(42, "Seed for random weights and data order.")
+    deterministic: bool = flag(False, "Make losses on GPUs bit-identical between runs, at some cost in speed.")
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    lora_rank: int | None = flag(None, "Train LoRA adapters of this rank (through peft) instead of the weights.")
+    lora_alpha: float | None = flag(
+        None, "Scale of the adapters: their output is multiplied by lora_alpha / lora_rank. Default: twice the rank."
+    )
+    lora_target_modules: str = flag("all-linear", "Linear layers that get an adapter, such as q_proj,v_proj.")
+
+
+@dataclass(frozen=True)
+class ParallelismConfig:
+    sequence_parallel_size: int | None = flag(None, "Ranks that share a sequence. Default: all.")
+    schedule: str = flag(
+        "auto", "Attention schedule: which rank computes which tile when. auto: the one with the lowest predicted time."
+    )
+    ulysses_size: int | None = flag(
+        None,
+        "Ranks that split the heads among them (a Ulysses group) and work on the same part of the sequence. "
+        "Default: all for ulysses, half for usp, 1 otherwise.",
+    )
+    kernel: str = flag("auto", "Kernel for one tile of attention. auto: the fastest that supports the run.")
+    fused_attention: bool | None = flag(
+        None, "False: same as --kernel reference. True: any other kernel. Default: follow --kernel."
+    )
+    transport: str = flag(
+        "auto",
+        "Transport of key/value blocks between ranks. For measurements, -blocking disables overlap and -unrecorded "
+        "disables CUDA graphs of short passes.",
+    )
+    fsdp: str = flag(
+        "full_shard",
+        'full_shard: FSDP2 over all ranks. hybrid_shard: shards within a host, replicates across hosts. "": DDP. '
+        "A trailing auto_wrap is accepted and has no effect.",
+    )
+    fsdp_transformer_layer_cls_to_wrap: str | None = flag(
+        None, "Layer class that FSDP2 shards as a unit. Must be the model's decoder layer, which is the default."
+    )
+    deepspeed: str | None = flag(
+        None,
+        'DeepSpeed JSON file for ZeRO-1, 2 or 3 instead of --fsdp. "auto" takes the value of the matching flag; '
+        "contradictions are an error.",
+    )
+    step_timeout: float = flag(1800.0, "Seconds without progress after which the run is aborted.")
+
+
+@dataclass(frozen=True)
+class MemoryConfig:
+    remat: str | None = auto_flag(
+        "How much of each layer the backward pass recomputes; the value names what is stored. none: recomputes "
+        "nothing; attention+linears: stores attention and the outputs of all linear layers; attention+mlp: stores "
+        "attention and the MLP's gate and up outputs; attention: stores attention only; full: recomputes everything. "
+        "auto: the fastest that fits on GPUs, attention on CPUs."
+    )
+    layers_per_checkpoint: int | None = auto_flag(
+        "Layers per checkpoint. Only the group's input is saved, at the cost of one extra forward pass. auto: more "
+        "than 1 only if nothing faster fits."
+    )
+    tile_layers: bool | None = auto_flag(
+        "Run attention in slices of heads and everything else in tiles of 8,192 tokens, which saves memory near a "
+        "million tokens per GPU. auto: only if nothing faster fits."
+    )
+    gradient_checkpointing: bool | None = flag(
+        None, "True: same as --remat attention. False: same as --remat none. Default: follow --remat."
+    )
+    offload: str = flag(
+        "auto",
+        "Tensors to move to host memory. none; activations: those stored for the backward pass; optimizer: float32 "
+        "weights, gradients and optimizer state, updated on the CPU (with adamw_8bit on the GPU, in pieces); both; "
+        "auto: only what does not fit otherwise; on CPUs none.",
+    )
+    host_memory_budget: float | None = flag(
+        None,
+        "GiB of host memory per rank for offloaded activations; the rest stays on the GPU. Default: an equal share of "
+        "80% of the memory that the weights leave free.",
+    )
+    device_memory_budget: float | None = flag(
+        None, "GiB of GPU memory that the planner may plan with. Default: all, less a margin of 8%."
+    )
+
+
+@dataclass(frozen=True)
+class LoggingConfig:
+    logging_steps: int = flag(1, "Steps between lines of metrics.jsonl. A save writes one, too.")
+    eval_strategy: str = flag("no", "When to evaluate: never, every --eval_steps, or after each epoch.")
+    eval_steps: int = flag(500, "Steps between evaluations with --eval_strategy steps.")
+    save_strategy: str = flag(
+        "steps",
+        "When to save a checkpoint: never, every --save_steps and at the end, or after each epoch.",
+    )
+    save_steps: int = flag(500, "Steps between checkpoints with --save_strategy steps.")
+    save_total_limit: int | None = flag(None, "Number of newest checkpoints to retain. Default: all.")
+    async_save: bool = flag(
+        True, "Write checkpoints from copies in host memory while training continues. False: training waits."
+    )
+    keep_best: bool = flag(False, "Also retain the checkpoint with the lowest evaluation loss.")
+    report_to: str = flag("none", "Experiment tracker to log to, in addition to metrics.jsonl.")
+    profile_steps: tuple[int, int] | None = flag(None, "Range of steps to profile, such as 10:12. Default: none.")
+    profile_memory: bool = flag(
+        False, "Also record every GPU allocation of --profile_steps, for pytorch.org/memory_viz."
+    )
+
+
+GROUPS: Final[Mapping[str, type]] = {
+    "model": ModelConfig,
+    "data": DataConfig,
+    "training": TrainingConfig,
+    "adapters": AdapterConfig,
+    "parallelism": ParallelismConfig,
+    "memory": MemoryConfig,
+    "logging": LoggingConfig,
+}
+
+
+# Dataclasses collect the fields of their bases from last to first.
+@dataclass(frozen=True)
+class Flags(LoggingConfig, MemoryConfig, ParallelismConfig, AdapterConfig, TrainingConfig, DataConfig, ModelConfig):
+    """All flags of a training run in one flat object, and what follows from them."""
+
+    @property
+    def remat_policy(self) -> str:
+        """The value of --remat, or the one that --gradient_checkpointing stands for."""
+        if self.remat is not None:
+            return self.remat
+        return "none" if self.gradient_checkpointing is False else "attention"
+
+    @property
+    def compiles(self) -> bool:
+        """True if the decoder layers are compiled."""
+        return bool(self.torch_compile)
+
+    @property
+    def tiles_layers(self) -> bool:
+        """True if layers run in tiles of tokens."""
+        return bool(self.tile_layers)
+
+    @property
+    def slices_heads(self) -> bool:
+        """True if layers pass their heads to attention in slices. FP8 weights cannot be cut by heads."""
+        return self.tiles_layers and self.fp8 is None
+
+    @property
+    def group_size(self) -> int:
+        """Layers per checkpoint."""
+        return self.layers_per_checkpoint or 1
+
+    @property
+    def model_name(self) -> str:
+        """Preset name, Hub id or directory; the model `scaled` gets its size in the name."""
+        name = self.model_name_or_path
+        return f"scaled-{self.scaling_strategy}-{self.scaling_factor}" if name == "scaled" else name
+
+    @property
+    def kernel_name(self) -> str:
+        """The value of --kernel, or the one that --fused_attention stands for."""
+        return "reference" if self.fused_attention is False else self.kernel
+
+    @property
+    def fsdp_mode(self) -> str:
+        """One of full_shard, hybrid_shard and ddp."""
+        return next((word for word in fsdp_words(self.fsdp) if word in FSDP_MODES), "ddp")
+
+    @property
+    def state_on_host(self) -> bool:
+        """True if the flags put weights, gradients and optimizer state in host memory. False for auto."""
+        return self.offload in ("optimizer", "both")
+
+    @property
+    def compute_dtype(self) -> str:
+        """Name of the torch dtype of activations."""
+        return "bfloat16" if self.bf16 else "float16" if self.fp16 else "float32"
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element of the compute dtype."""
+        return 4 if self.compute_dtype == "float32" else 2
