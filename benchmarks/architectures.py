@@ -37,7 +37,8 @@ from benchmarks.step_flags import NEEDED
 from lightseq import hf
 from lightseq.attention.context import release
 from lightseq.config.command_line import parse
-from lightseq.distributed.mesh import World, make_meshes
+from lightseq.distributed.parallel_dims import parallel_dims
+from lightseq.distributed.world import World
 from lightseq.models import weights
 from lightseq.models.architecture import inspect_architecture
 from lightseq.parallelize import MemorySettings, parallelize
@@ -325,7 +326,7 @@ def compare_training(config: PreTrainedConfig, packed: bool, flags: Sequence[str
     want = plain_model(config)
     world = World(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size(), CPU)
     model = weights.build_on_meta(copy.deepcopy(config)).eval()
-    loss_model, context = parallelize(model, run, world, make_meshes(world, world.size, "full_shard"), MemorySettings())
+    loss_model, context = parallelize(model, run, parallel_dims(world), MemorySettings())
     weights.materialize(model, CPU)
     state = want.state_dict()
     for name, parameter in weights.base_parameters(model).items():

@@ -21,7 +21,9 @@ from benchmarks.layers import lightseq_layer, single_gpu_layer, without_exchange
 from benchmarks.measure import FLOPS, Case, Disagreement, Layer, Skipped, time_layer, together
 from benchmarks.records import append, provenance
 from lightseq.config.lengths import format_tokens
-from lightseq.distributed.mesh import World, check_devices, init_distributed, on_all_ranks
+from lightseq.distributed.agreement import on_all_ranks
+from lightseq.distributed.start import init_distributed
+from lightseq.distributed.world import World, check_devices
 from lightseq.kernels import KERNELS
 
 TIMEOUT_SECONDS = 600.0  # until ranks stop waiting for a dead rank

@@ -37,7 +37,9 @@ from lightseq.cli import BOTH
 from lightseq.config.lengths import format_tokens
 from lightseq.config.parser import print_error
 from lightseq.config.train_config import TrainConfig
-from lightseq.distributed.mesh import World, init_distributed, on_all_ranks
+from lightseq.distributed.agreement import on_all_ranks
+from lightseq.distributed.start import init_distributed
+from lightseq.distributed.world import World
 from lightseq.memory.planner.rates import GIB
 from lightseq.tools.plan.rehearsal import ForwardMemory, rehearsal_config, shared_folder, synthetic_inputs
 from lightseq.tools.training_flags import parse_with_optional_paths

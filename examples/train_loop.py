@@ -13,7 +13,8 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs uninstalled
 
 from lightseq import hf
-from lightseq.distributed.mesh import World, init_distributed
+from lightseq.distributed.start import init_distributed
+from lightseq.distributed.world import World
 
 # isort: split
 from transformers import LlamaConfig, LlamaForCausalLM  # after lightseq, which silences its import

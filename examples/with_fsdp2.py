@@ -12,7 +12,8 @@ from train_loop import BATCH, CONFIG, LENGTH, STEPS
 from transformers import LlamaForCausalLM
 
 from lightseq import hf
-from lightseq.distributed.mesh import World, init_distributed
+from lightseq.distributed.start import init_distributed
+from lightseq.distributed.world import World
 
 SEQUENCE_RANKS, LEARNING_RATE = 2, 0.3
 TARGETS = BATCH * (LENGTH - 1)  # in the rows of all groups

@@ -21,7 +21,7 @@ from lightseq.attention.context import Documents, SequenceContext
 from lightseq.config.remat_policies import STORE_LINEARS, STORES_MLP, may_keep_gathered
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.environment import has_expandable_segments
-from lightseq.distributed.mesh import Meshes, World
+from lightseq.distributed.parallel_dims import ParallelDims
 from lightseq.distributed.stopwatch import Stopwatch
 from lightseq.kernels.logit_transform import LogitTransform
 from lightseq.memory.gradient_memory import ReduceScatterIntoSharedPool
@@ -111,35 +111,36 @@ def _head_loss(
 
 
 def parallelize(
-    model: PreTrainedModel, config: TrainConfig, world: World, meshes: Meshes, memory: MemorySettings
+    model: PreTrainedModel, config: TrainConfig, dims: ParallelDims, memory: MemorySettings
 ) -> tuple[LossModel, SequenceContext]:
     """Applies every technique to a model, which may be on the meta device, and shards it with FSDP2."""
-    loss_model, context = apply_techniques(model, config, world, meshes, memory)
+    loss_model, context = apply_techniques(model, config, dims, memory)
     groups = layer_groups(model, config)
     dtype = getattr(torch, config.compute_dtype)
-    shard_parameters(loss_model, model, meshes.parameters, dtype, groups, memory)
-    if memory.state_on_host and meshes.parameters.size(-1) == 1 and not config.tiles_layers:
-        WeightPrefetch(groups, world.device.type)  # tiled layers run for seconds, and need no prefetch
+    shard_parameters(loss_model, model, dims.parameter_mesh, dtype, groups, memory)
+    if memory.state_on_host and dims.shard == 1 and not config.tiles_layers:
+        WeightPrefetch(groups, dims.world.device.type)  # tiled layers run for seconds, and need no prefetch
     return loss_model, context
 
 
 def apply_techniques(
-    model: PreTrainedModel, config: TrainConfig, world: World, meshes: Meshes, memory: MemorySettings
+    model: PreTrainedModel, config: TrainConfig, dims: ParallelDims, memory: MemorySettings
 ) -> tuple[LossModel, SequenceContext]:
     """Applies every technique except sharding, which DeepSpeed does itself."""
     layers: Any = model.model.layers
+    device = dims.world.device
     context = hf.enable(
         model,
-        meshes.sequence,
+        dims.sequence_mesh,
         schedule=config.schedule,
         kernel=config.kernel_name,
         transport=config.transport,
         ulysses_size=config.ulysses_size,
         dtype=getattr(torch, config.compute_dtype),
-        device=world.device,
+        device=device,
         length=config.model_max_length,
         deterministic=config.deterministic,
-        gpus_per_host=world.local_size,
+        gpus_per_host=dims.world.local_size,
         packed=config.packing != "none",
         keep_gathered=may_keep_gathered(config.remat_policy),
         layers_slice_heads=config.slices_heads,
@@ -152,8 +153,8 @@ def apply_techniques(
         tile_mlps(layers, config.remat_policy in STORES_MLP, ends_layer=last)
     if config.remat_policy == STORE_LINEARS:
         store_projections(layers)
-    offload = apply_recomputation(model, config, world.device, memory)
-    return LossModel(model, Stopwatch(world.device), offload), context
+    offload = apply_recomputation(model, config, device, memory)
+    return LossModel(model, Stopwatch(device), offload), context
 
 
 def apply_recomputation(

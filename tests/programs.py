@@ -14,7 +14,7 @@ from worlds import one_process
 import llama2
 import llama3
 from lightseq.cli import BOTH
-from lightseq.distributed.mesh import World
+from lightseq.distributed.world import World
 from lightseq.training import command, train
 
 FAMILIES = {"llama2": llama2.FAMILY, "llama3": llama3.FAMILY}

@@ -24,7 +24,7 @@ from benchmarks.attention_peers import PEERS, flash_attn_stand_in, ring_flash_at
 from benchmarks.errors import check_layer
 from benchmarks.layers import single_gpu_layer
 from benchmarks.measure import Case, Disagreement, Layer, Skipped, time_layer, together
-from lightseq.distributed.mesh import World
+from lightseq.distributed.world import World
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = "--heads 4 --kv_heads 2 --head_dim 8 --seconds 0.02"

@@ -17,7 +17,7 @@ from worlds import spawn
 import llama3
 from lightseq.config.command_line import parse
 from lightseq.data.batches import MAX_BUCKETS, bucket_lengths
-from lightseq.distributed.mesh import World
+from lightseq.distributed.world import World
 from lightseq.training.build import build_engine
 from lightseq.training.inputs import prepare
 from lightseq.training.loop import TrainingLoop
@@ -63,7 +63,7 @@ def trained(rank: int, files: Path, output: str, flags: str, pads: bool) -> Run:
         trainer.batch_lengths = trainer.batch_lengths[-1:]
     lengths: list[int] = []
     trainer.loss_model.register_forward_pre_hook(
-        lambda _, args: lengths.append(args[0].shape[1] * trainer.inputs.sequence_size)
+        lambda _, args: lengths.append(args[0].shape[1] * trainer.inputs.dims.sequence)
     )
     trainer.output_dir.mkdir(exist_ok=True)
     metrics = MetricsFile(trainer.output_dir, 0) if rank == 0 else None

@@ -31,7 +31,7 @@ from lightseq.checkpoint.tensor_index import read_index
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import BatchStream
 from lightseq.data.examples import open_pickle
-from lightseq.distributed.mesh import World
+from lightseq.distributed.world import World
 from lightseq.memory import staging
 from lightseq.memory.pinned import CannotPin
 from lightseq.models import weights

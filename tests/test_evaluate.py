@@ -29,7 +29,7 @@ from lightseq.data.batches import open_examples
 from lightseq.data.sources import ReadOptions
 from lightseq.data.token_directory import write_token_directory
 from lightseq.data.tokenizer import ByteTokenizer, load_tokenizer
-from lightseq.distributed.mesh import World
+from lightseq.distributed.world import World
 from lightseq.tools.evaluate import command, evaluate
 from lightseq.tools.evaluate.needle import FILLER, QUESTION, SENTENCE, IdNeedles, Search, TextNeedles, make_search
 from lightseq.tools.evaluate.retrieval import haystack

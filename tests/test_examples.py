@@ -22,7 +22,7 @@ import with_accelerate  # noqa: E402
 import with_fsdp2  # noqa: E402
 import with_trainer  # noqa: E402
 
-from lightseq.distributed.mesh import World  # noqa: E402
+from lightseq.distributed.world import World  # noqa: E402
 
 
 def loops(rank: int, size: int) -> list[list[float]]:

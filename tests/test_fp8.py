@@ -12,7 +12,8 @@ from worlds import spawn
 
 from lightseq import parallelize
 from lightseq.config.train_config import TrainConfig
-from lightseq.distributed.mesh import World, make_meshes
+from lightseq.distributed.parallel_dims import parallel_dims
+from lightseq.distributed.world import World
 from lightseq.models.architecture import matrix_sizes
 from lightseq.models.weights import build_on_meta
 from lightseq.modules.fp8 import check_fp8, check_hardware, to_fp8
@@ -79,7 +80,7 @@ def gradients(rank: int, recipe: str, kind: str, hidden: int, tokens: int) -> li
     """Returns the relative L2 distance of each gradient of a compiled, recomputed step from that of an eager one."""
     device = torch.device(kind)
     world = World(0, 1, 0, 1, device)
-    meshes, found = make_meshes(world, 1, "full_shard"), []
+    dims, found = parallel_dims(world, 1), []
     config = LlamaConfig(
         hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=2, num_attention_heads=hidden // 64,
         num_key_value_heads=hidden // 64, vocab_size=512,
@@ -91,7 +92,7 @@ def gradients(rank: int, recipe: str, kind: str, hidden: int, tokens: int) -> li
             model_name_or_path="m", data_path="d", output_dir="o", model_max_length=tokens, bf16=True, fp8=recipe,
             fp8_emulate=kind == "cpu", torch_compile=compiled,
         )  # fmt: skip
-        loss_model, _ = parallelize.parallelize(model, asked, world, meshes, parallelize.MemorySettings())
+        loss_model, _ = parallelize.parallelize(model, asked, dims, parallelize.MemorySettings())
         ids = torch.randint(0, 512, (1, tokens), device=device)
         (loss_model(ids, torch.arange(tokens, device=device)[None], ids.roll(-1, 1)) / tokens).backward()
         found.append({name: p.grad.to_local() for name, p in model.named_parameters()})  # type: ignore[union-attr]

@@ -45,7 +45,8 @@ from lightseq.config.remat_policies import POLICIES, STORES_MLP
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.input_checks import check_positions
 from lightseq.data.shard_batch import local_positions
-from lightseq.distributed.mesh import World, make_meshes
+from lightseq.distributed.parallel_dims import parallel_dims
+from lightseq.distributed.world import World
 from lightseq.memory import offload
 from lightseq.memory.planner.rates import CHIPS
 from lightseq.memory.planner.run import Hardware
@@ -675,11 +676,10 @@ def prepared(remat: str, **flags: Any) -> tuple[LossModel, tuple[Tensor, ...]]:
     """A model as the trainer makes it, over all ranks, and one batch for it."""
     world = World(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size(), CPU)
     model = weights.build_on_meta(LlamaConfig(**SIZES | flags.pop("config", {})))
-    meshes = make_meshes(world, world.size, "full_shard")
     asked = {"model_name_or_path": "m", "data_path": "d", "output_dir": "o", "model_max_length": LENGTH}
     config = TrainConfig(**asked, remat=remat, **flags)  # type: ignore[arg-type]
     memory = MemorySettings(state_on_host=config.state_on_host)
-    loss_model, context = parallelize(model, config, world, meshes, memory)
+    loss_model, context = parallelize(model, config, parallel_dims(world), memory)
     weights.materialize(model, CPU)
     weights.initialize(model, seed=3)
     batch = hf.shard_batch(context, ids(), ids())

@@ -281,7 +281,7 @@ TOGETHER = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "1
 
 @pytest.mark.parametrize("name", [*VARIABLES, "RANK too large", "WORLD_SIZE alone"])
 def test_garbage_in_the_environment_is_one_line(name: str, files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightseq.distributed.mesh import init_distributed
+    from lightseq.distributed.start import init_distributed
 
     given = {**TOGETHER, **({name: VARIABLES[name]} if name in VARIABLES else {})}
     if name == "RANK too large":

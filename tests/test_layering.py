@@ -35,7 +35,8 @@ FLOOR = {package: number for number, row in enumerate(FLOORS) for package in row
 
 # The only places that may look at the environment.
 READ_ENVIRONMENT = (
-    *("lightseq.distributed.environment", "lightseq.distributed.mesh", "lightseq.distributed.start_over", "launch"),
+    *("lightseq.distributed.environment", "lightseq.distributed.start", "lightseq.distributed.start_over"),
+    *("lightseq.distributed.world", "launch"),
 )
 
 
@@ -228,7 +229,7 @@ def test_llama2_and_llama3_share_no_line_of_code() -> None:
 def test_imports_are_seen_wherever_they_stand() -> None:
     source = "import torch.distributed as dist\ndef f():\n    from .mesh import World\n    from lightseq import data\n"
     module = Module("lightseq.distributed.watchdog", source)
-    assert imports(module) == {"torch.distributed", "lightseq.distributed.mesh.World", "lightseq.data"}
+    assert imports(module) == {"torch.distributed", "lightseq.distributed.world.World", "lightseq.data"}
     assert packages(module) == {"torch", "lightseq.data"}
     inside = Module("lightseq.kernels.cudnn", "from ..comm import send\nfrom .base import Kernel\n")
     assert packages(inside) == {"lightseq.comm"}

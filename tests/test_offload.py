@@ -24,7 +24,8 @@ from lightseq.distributed.environment import (
     lock_pages_in_parallel,
     use_expandable_segments,
 )
-from lightseq.distributed.mesh import World, local_part
+from lightseq.distributed.parallel_dims import local_part
+from lightseq.distributed.world import World
 from lightseq.memory import offload
 from lightseq.memory.offload import HostBufferPool, Offload, OffloadedTensor, device_lifetimes
 from lightseq.memory.pinned import PinnedMemory

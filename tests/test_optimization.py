@@ -26,7 +26,7 @@ from worlds import spawn
 from lightseq.config.checks import CHOICES
 from lightseq.config.lr_schedules import DEFAULT_LR_END, FOLLOW_A_METRIC, LR_SCHEDULES, stable_decay_warning
 from lightseq.config.train_config import TrainConfig
-from lightseq.distributed.mesh import World, use_host_cores
+from lightseq.distributed.world import World, use_host_cores
 from lightseq.training.fsdp_engine import FsdpEngine
 from lightseq.training.metrics import read_records
 from lightseq.training.optimization import (

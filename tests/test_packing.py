@@ -20,7 +20,7 @@ from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import BatchStream, permutation
 from lightseq.data.packing import PackedExamples, best_fit, open_packed
 from lightseq.data.token_directory import write_token_directory
-from lightseq.distributed.mesh import World
+from lightseq.distributed.world import World
 from lightseq.models import weights
 from lightseq.models.family import preset_config
 from lightseq.schedule.algorithms import SCHEDULES, make_schedule

@@ -23,7 +23,7 @@ import llama2
 import llama3
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import permutation
-from lightseq.distributed.mesh import World
+from lightseq.distributed.world import World
 from lightseq.memory import offload
 from lightseq.models import adapters, weights
 from lightseq.models.family import preset_config

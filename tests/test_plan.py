@@ -18,7 +18,7 @@ from test_plan_training import planned_run
 from transformers import LlamaConfig, MistralConfig, Phi3Config, PreTrainedConfig, Qwen2Config
 
 from lightseq.cli import BOTH, main
-from lightseq.distributed.mesh import FREE_SHARE
+from lightseq.distributed.host_memory import FREE_SHARE
 from lightseq.memory.offload import device_lifetimes
 from lightseq.memory.planner.advice import changes_to_fit, faster_change, longest, one_sequence_per_gpu
 from lightseq.memory.planner.attention_memory import AttentionMemory, attention_memory

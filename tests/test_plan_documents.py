@@ -22,7 +22,7 @@ from lightseq.cli import BOTH, main
 from lightseq.config.command_line import parse
 from lightseq.data.packing import open_packed
 from lightseq.data.token_directory import write_token_directory
-from lightseq.distributed.mesh import World
+from lightseq.distributed.world import World
 from lightseq.memory.planner import packed_documents as planner_documents
 from lightseq.memory.planner.choice import make_plan
 from lightseq.memory.planner.packed_documents import PackedDocuments, documents_of, read_documents

@@ -18,8 +18,8 @@ from worlds import spawn
 from lightseq.config.command_line import parse
 from lightseq.config.deepspeed import DeepSpeedSettings
 from lightseq.config.train_config import TrainConfig
-from lightseq.distributed.host_memory import MemoryBytes, host_memory
-from lightseq.distributed.mesh import FREE_SHARE, World, free_host_memory
+from lightseq.distributed.host_memory import FREE_SHARE, MemoryBytes, free_host_memory, host_memory
+from lightseq.distributed.world import World
 from lightseq.memory import offload
 from lightseq.memory.planner.advice import out_of_memory
 from lightseq.memory.planner.breakdown import GIB
@@ -224,7 +224,7 @@ def test_a_host_has_what_every_cgroup_leaves_of_it(
 
 
 def test_whoever_asks_for_the_hosts_memory_gets_what_cgroups_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("distributed.mesh", "memory.planner.run", "tools.verify.machines"):
+    for module in ("distributed.host_memory", "memory.planner.run", "tools.verify.machines"):
         monkeypatch.setattr(f"lightseq.{module}.host_memory", lambda: MemoryBytes(80 * GIB, 64 * GIB))
     world = World(0, 4, 0, 4, torch.device("cpu"))
     config = parse(["--model_name_or_path", "m", "--data_path", "d", "--output_dir", "o"], "")
@@ -240,7 +240,7 @@ def test_layers_hand_over_what_weights_will_leave_of_the_host(monkeypatch: pytes
         return host_memory_for_layers(planned_run(model, flags, 4), world)
 
     model = LlamaConfig(num_hidden_layers=2, tie_word_embeddings=False)
-    monkeypatch.setattr("lightseq.distributed.mesh.host_memory", lambda: MemoryBytes(80 * GIB, 64 * GIB))
+    monkeypatch.setattr("lightseq.distributed.host_memory.host_memory", lambda: MemoryBytes(80 * GIB, 64 * GIB))
     run = planned_run(model, "--offload both", 4)
     states = host_bytes(run, placement_of(run)) - PROCESS_BYTES - saved_by_layer(run, OFFLOAD)
     assert states > 16 * total_parameters(model) / 4  # weights, gradients and two snapshots
@@ -265,7 +265,7 @@ def test_layers_hand_over_what_weights_will_leave_of_the_host(monkeypatch: pytes
 def test_layers_hand_over_what_deepspeed_will_leave_of_the_host(
     stage: int, parts: tuple[str, ...], bytes_of_a_weight: int, pins: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightseq.distributed.mesh.host_memory", lambda: MemoryBytes(80 * GIB, 64 * GIB))
+    monkeypatch.setattr("lightseq.distributed.host_memory.host_memory", lambda: MemoryBytes(80 * GIB, 64 * GIB))
     model = LlamaConfig(num_hidden_layers=2, tie_word_embeddings=False)
     offloads = {part: {"device": "cpu", "pin_memory": pins} for part in parts}
     zero = {"stage": stage, "sub_group_size": 1e7, **offloads}

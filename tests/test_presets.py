@@ -14,7 +14,7 @@ from transformers import Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 import llama2
 import llama3
 from lightseq.config.command_line import parse
-from lightseq.distributed.mesh import World
+from lightseq.distributed.world import World
 from lightseq.models import family, hub
 from lightseq.models.family import apply_rope, check_config, context_warning, preset_config, resolve
 from lightseq.models.flops import total_parameters

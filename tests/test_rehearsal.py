@@ -21,7 +21,7 @@ from lightseq.attention.operator import attention
 from lightseq.cli import BOTH
 from lightseq.config.command_line import parse
 from lightseq.config.train_config import TrainConfig
-from lightseq.distributed.mesh import World
+from lightseq.distributed.world import World
 from lightseq.memory.offload import HostBufferPool
 from lightseq.memory.planner.breakdown import loss_bytes, stored_activations
 from lightseq.models.family import preset_config

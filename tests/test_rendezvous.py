@@ -9,8 +9,8 @@ import forked
 import pytest
 from forked import Done
 
-from lightseq.distributed.mesh import init_distributed
 from lightseq.distributed.rendezvous import EXIT_STATUS, RendezvousMonitor, missing_ranks_message
+from lightseq.distributed.start import init_distributed
 
 TIMEOUT = 12.0  # all worlds start at once, on few cores
 

@@ -36,8 +36,9 @@ from data_gen.__main__ import main as data_gen
 from lightseq.checkpoint.checkpoints import read_trainer_state
 from lightseq.config.command_line import parse
 from lightseq.data.pickles import read_pickle
-from lightseq.distributed.mesh import World, make_meshes
+from lightseq.distributed.parallel_dims import parallel_dims
 from lightseq.distributed.preemption import STOP_MESSAGE, StopRequest
+from lightseq.distributed.world import World
 from lightseq.memory.planner.breakdown import Breakdown
 from lightseq.models import weights
 from lightseq.training import journal, trainer
@@ -194,7 +195,9 @@ def test_a_run_that_was_killed_goes_on_from_its_checkpoint(files: Files) -> None
 
 def uneven_hosts(rank: int) -> str:
     with pytest.raises(ValueError) as refusal:
-        make_meshes(World(rank, 3, rank % 2, 1 if rank == 2 else 2, torch.device("cpu")), 1, "hybrid_shard")
+        parallel_dims(
+            World(rank, 3, rank % 2, 1 if rank == 2 else 2, torch.device("cpu")), 1, "hybrid_shard"
+        ).make_meshes()
     return str(refusal.value)
 
 
@@ -502,7 +505,7 @@ def test_a_restart_takes_no_directory_that_its_launch_did_not_begin(files: Files
 
 LAUNCHED = """
 import sys
-from lightseq.distributed.mesh import init_distributed
+from lightseq.distributed.start import init_distributed
 with init_distributed(60) as world, open(sys.argv[1], "a") as file:
     file.write(f"{world.launch}\\n")
 sys.exit(world.restarts < int(sys.argv[2]))

@@ -30,7 +30,8 @@ from lightseq.comm import transport as comm
 from lightseq.config.command_line import parse
 from lightseq.data import shard_batch
 from lightseq.data.token_directory import write_token_directory
-from lightseq.distributed.mesh import World
+from lightseq.distributed.parallel_dims import ParallelDims
+from lightseq.distributed.world import World
 from lightseq.kernels.torch_native import CpuKernel
 from lightseq.memory import offload
 from lightseq.models import weights
@@ -193,8 +194,8 @@ def _forget_where_documents_begin(rank: int) -> Any:
 
 
 def _divide_wrongly(rank: int) -> Any:
-    right = trainer.Trainer._over_data_ranks
-    return mock.patch.object(trainer.Trainer, "_over_data_ranks", lambda self, count: right(self, count) + 3)
+    right = ParallelDims.sum_over_batches
+    return mock.patch.object(ParallelDims, "sum_over_batches", lambda self, count: right(self, count) + 3)
 
 
 def _align_upper_left(rank: int) -> Any:

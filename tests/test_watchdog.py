@@ -11,8 +11,8 @@ import pytest
 import torch
 from forked import Done
 
-from lightseq.distributed.mesh import World
 from lightseq.distributed.watchdog import EXIT_STATUS, PHASES, Heartbeat, Watchdog, stalled_ranks_message
+from lightseq.distributed.world import World
 
 TIMEOUT = 12.0  # a rank may have to wait for a core for seconds
 
@@ -21,7 +21,7 @@ PROGRAM = """
 import ctypes, os, signal, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
-from lightseq.distributed.mesh import init_distributed
+from lightseq.distributed.start import init_distributed
 from lightseq.distributed.watchdog import Watchdog
 what, stacks = sys.argv[1], Path(sys.argv[2])
 with init_distributed(60) as world:

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import DTensor
 from worlds import spawn
 
-from lightseq.distributed.mesh import local_part
+from lightseq.distributed.parallel_dims import local_part
 from lightseq.memory.weight_prefetch import WeightPrefetch
 
 LAYERS = 6

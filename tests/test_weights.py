@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from worlds import spawn
 
-from lightseq.distributed.mesh import World, make_meshes
+from lightseq.distributed.parallel_dims import parallel_dims
+from lightseq.distributed.world import World
 from lightseq.models import weights
 from lightseq.parallelize import MemorySettings, shard_parameters
 
@@ -48,7 +49,7 @@ def empty(config: LlamaConfig, fsdp: str | None = "full_shard") -> PreTrainedMod
         layers: Any = model.model.layers
         groups = [[layer] for layer in layers]
         shard_parameters(
-            model, model, make_meshes(world, world.size, fsdp).parameters, torch.float32, groups, MemorySettings()
+            model, model, parallel_dims(world, None, fsdp).parameter_mesh, torch.float32, groups, MemorySettings()
         )
     weights.materialize(model, CPU)
     for parameter in model.parameters():

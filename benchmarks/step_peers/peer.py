@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lightseq.data.batches import Batch
-from lightseq.distributed.mesh import World
 from lightseq.distributed.stopwatch import DeviceTimestamp
+from lightseq.distributed.world import World
 from lightseq.models import adapters, weights
 from lightseq.models.adapters import Lora
 from lightseq.models.architecture import inspect_architecture, layer_windows

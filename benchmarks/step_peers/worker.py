@@ -27,7 +27,8 @@ from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import BatchStream, open_examples
 from lightseq.data.examples import Examples
 from lightseq.data.packing import open_packed
-from lightseq.distributed.mesh import check_devices, init_distributed, use_host_cores
+from lightseq.distributed.start import init_distributed
+from lightseq.distributed.world import check_devices, use_host_cores
 from lightseq.models.adapters import lora_from_config
 
 # Imported on demand, because each needs its own packages and patches others on import.

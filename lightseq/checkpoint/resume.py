@@ -25,7 +25,8 @@ from lightseq.checkpoint.checkpoints import (
 from lightseq.config.checks import ADAM_FLAGS
 from lightseq.config.optimizers import NO_STATE, OPTIMIZERS
 from lightseq.config.train_config import TrainConfig
-from lightseq.distributed.mesh import World, from_rank_0, on_all_ranks
+from lightseq.distributed.agreement import from_rank_0, on_all_ranks
+from lightseq.distributed.world import World
 from lightseq.models import adapters
 from lightseq.models.adapters import Lora, read_json_object
 from lightseq.utils.formatting import first_line

@@ -21,8 +21,9 @@ from torch import Tensor
 from lightseq.checkpoint import checkpoints, manifest, state_files
 from lightseq.checkpoint.checkpoints import PARTIAL, STATE, TRAINER_STATE
 from lightseq.checkpoint.manifest import File
-from lightseq.distributed.mesh import World, free_host_memory, set_device
+from lightseq.distributed.host_memory import free_host_memory
 from lightseq.distributed.watchdog import RankNotResponding
+from lightseq.distributed.world import World, set_device
 from lightseq.memory.staging import Staging, local_bytes
 from lightseq.utils.formatting import first_line
 

@@ -222,3 +222,9 @@ def _instruction_set() -> str:
     with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
         features = next((line for line in lines if line.startswith(("flags", "Features"))), features)
     return hashlib.sha256(features.encode()).hexdigest()[:8]
+
+
+def set_deepspeed_environment(device_type: str, local_rank: int) -> None:
+    """Sets what DeepSpeed reads from the environment at import: its device and the local rank."""
+    os.environ.setdefault("DS_ACCELERATOR", device_type)
+    os.environ.setdefault("LOCAL_RANK", str(local_rank))

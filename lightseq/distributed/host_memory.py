@@ -6,6 +6,9 @@ from typing import Final, NamedTuple
 
 import psutil
 
+from lightseq.distributed.world import World
+
+FREE_SHARE: Final = 0.8  # of free host memory that automatic offloading may use
 MEMBERSHIP: Final = Path("/proc/self/cgroup")
 CGROUPS: Final = Path("/sys/fs/cgroup")
 
@@ -66,3 +69,13 @@ def _groups(membership: Path, cgroups: Path) -> Iterator[tuple[Path, CgroupFiles
         root, names = (cgroups / "memory", V1) if controllers else (cgroups, V2)
         own = root / path.lstrip("/")
         yield from ((directory, names) for directory in (own, *own.parents) if directory.is_relative_to(root))
+
+
+def free_host_memory(world: World, share: float = FREE_SHARE) -> float:
+    """Returns this rank's share, in bytes, of the usable free memory of its host."""
+    return share * host_memory().free / world.local_size
+
+
+def host_bytes_for_layers(free: float, state: float) -> float:
+    """Returns the bytes of a rank's free host memory that layers may offload to, after weights and optimizer state."""
+    return FREE_SHARE * max(0.0, free - state)

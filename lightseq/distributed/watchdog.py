@@ -24,9 +24,9 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from lightseq.distributed.error_report import report_error
-from lightseq.distributed.mesh import World, exit_process
 from lightseq.distributed.rendezvous import EXIT_STATUS, STORE_NAME
 from lightseq.distributed.start_over import is_store_of_launcher, start_over
+from lightseq.distributed.world import World, exit_process
 
 PHASES = ("start", "data", "forward", "backward", "update", "evaluation", "saving", "end")  # phases of a step, in order
 SILENT_BEATS, SILENT_SECONDS = 5, 60.0  # more than a busy interpreter may lose

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightseq.distributed.mesh import local_part
+from lightseq.distributed.parallel_dims import local_part
 from lightseq.memory.pinned import PinnedMemory
 from lightseq.memory.streamed_update import Piece, update_pieces
 

@@ -4,14 +4,10 @@ import torch
 
 from lightseq.checkpoint import resume
 from lightseq.config.train_config import TrainConfig
-from lightseq.distributed.mesh import (
-    World,
-    make_deterministic,
-    make_meshes,
-    on_all_ranks,
-)
+from lightseq.distributed.agreement import on_all_ranks
 from lightseq.distributed.start_over import memory_limit
 from lightseq.distributed.watchdog import Watchdog
+from lightseq.distributed.world import World, make_deterministic
 from lightseq.memory.planner.choice import plan_on_all_ranks
 from lightseq.memory.planner.plan import host_memory_for_layers
 from lightseq.memory.planner.run import planned_run
@@ -33,13 +29,13 @@ def build_engine(config: TrainConfig, inputs: Inputs, world: World, watchdog: Wa
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
     if config.deterministic:
         make_deterministic()
-    meshes = on_all_ranks(world, lambda: make_meshes(world, inputs.sequence_size, config.fsdp_mode))
+    on_all_ranks(world, inputs.dims.make_meshes)
     memory, planned = choose_memory_settings(config, inputs, world)
     with out_of_memory_handler(config, inputs, world, memory.plan, watchdog):
         if inputs.deepspeed is None:
-            engine: Engine = FsdpEngine(planned, inputs, world, meshes, memory)
+            engine: Engine = FsdpEngine(planned, inputs, memory)
         else:
-            engine = DeepSpeedEngine(planned, inputs, world, meshes, memory)
+            engine = DeepSpeedEngine(planned, inputs, memory)
     resume_engine(engine, config, inputs, world, watchdog)
     return engine
 

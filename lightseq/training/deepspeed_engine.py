@@ -21,7 +21,9 @@ from torch import Tensor, nn
 from lightseq.checkpoint.checkpoints import STATE
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.pickles import PICKLE_ERRORS
-from lightseq.distributed.mesh import Meshes, World, on_all_ranks, set_deepspeed_environment, use_host_cores
+from lightseq.distributed.agreement import on_all_ranks
+from lightseq.distributed.environment import set_deepspeed_environment
+from lightseq.distributed.world import World, use_host_cores
 from lightseq.models import weights
 from lightseq.parallelize import MemorySettings, apply_techniques
 from lightseq.training.engine import Update, fill_weights
@@ -45,13 +47,12 @@ ALLOWED_CLASSES: Final = frozenset(  # that DeepSpeed saves besides tensors
 class DeepSpeedEngine:
     """DeepSpeed engine that fills float32 master weights from files and exports them."""
 
-    def __init__(
-        self, config: TrainConfig, inputs: Inputs, world: World, meshes: Meshes, memory: MemorySettings
-    ) -> None:
+    def __init__(self, config: TrainConfig, inputs: Inputs, memory: MemorySettings) -> None:
         assert inputs.deepspeed is not None
+        dims, world = inputs.dims, inputs.dims.world
         self._deepspeed = _import(world)
         self._settings, self._world = inputs.deepspeed, world
-        self.config, self.meshes, self.memory = config, meshes, memory
+        self.config, self.dims, self.memory = config, dims, memory
         settings = self._settings
         on_all_ranks(world, lambda: self._check_settings(config))
         devices = {part: settings.device_of(part) for part in ("offload_optimizer", "offload_param")}
@@ -60,7 +61,7 @@ class DeepSpeedEngine:
             use_host_cores(world)
         self.sharding_description = ", ".join([f"{settings.name} over all ranks", *offloads])
         self.model = weights.build_on_meta(inputs.model_config)
-        inner, self.context = on_all_ranks(world, lambda: apply_techniques(self.model, config, world, meshes, memory))
+        inner, self.context = on_all_ranks(world, lambda: apply_techniques(self.model, config, dims, memory))
         self.offload, self.stopwatch = inner.offload, inner.stopwatch
         for parameter in self.model.parameters():
             parameter.data = parameter.data.to(getattr(torch, config.compute_dtype))
@@ -211,7 +212,7 @@ def check_harmless(state: Path) -> None:
 
 def _import(world: World) -> Any:
     """Imports DeepSpeed for this device. Ranks other than 0 log only errors."""
-    set_deepspeed_environment(world)
+    set_deepspeed_environment(world.device.type, world.local_rank)
     import deepspeed
     from deepspeed.runtime.zero.config import ZeroStageEnum
 

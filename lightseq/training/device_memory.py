@@ -6,10 +6,8 @@ import torch
 
 from lightseq.attention.context import SequenceContext
 from lightseq.config.train_config import TrainConfig
-from lightseq.distributed.mesh import (
-    World,
-)
 from lightseq.distributed.watchdog import Watchdog
+from lightseq.distributed.world import World
 from lightseq.memory.planner.advice import out_of_memory
 from lightseq.memory.planner.breakdown import Breakdown, loss_bytes, measured_state_bytes, stored_activations
 from lightseq.memory.planner.plan import Plan

@@ -10,9 +10,7 @@ from transformers import PreTrainedModel
 
 from lightseq.attention.context import SequenceContext
 from lightseq.config.train_config import TrainConfig
-from lightseq.distributed.mesh import (
-    Meshes,
-)
+from lightseq.distributed.parallel_dims import ParallelDims
 from lightseq.distributed.stopwatch import Stopwatch
 from lightseq.memory.offload import Offload
 from lightseq.models import adapters, weights
@@ -36,7 +34,7 @@ class Engine(Protocol):
     loss_model: nn.Module  # ids, positions, labels -> this rank's sum of losses
     context: SequenceContext
     optimizer: Any  # its groups hold the learning rate
-    meshes: Meshes
+    dims: ParallelDims
     config: TrainConfig  # the flags, with the planner's choices
     memory: MemorySettings
     sharding_description: str  # sharding and location of the parameters, for display

@@ -10,9 +10,10 @@ from pathlib import Path
 import torch
 
 from lightseq.checkpoint.checkpoints import list_checkpoints
+from lightseq.distributed.agreement import is_first_to, mark_done, wait_until_done
 from lightseq.distributed.error_report import report_error
-from lightseq.distributed.mesh import World, exit_process, is_first_to, mark_done, wait_until_done
 from lightseq.distributed.watchdog import RankNotResponding
+from lightseq.distributed.world import World, exit_process
 from lightseq.training.terminal import Terminal
 from lightseq.utils.formatting import first_line
 

@@ -3,8 +3,9 @@
 import sys
 
 from lightseq.config.train_config import TrainConfig
-from lightseq.distributed.mesh import World, is_first_to
+from lightseq.distributed.agreement import is_first_to
 from lightseq.distributed.watchdog import Watchdog
+from lightseq.distributed.world import World
 from lightseq.memory.planner.advice import RETRY_SHARE
 from lightseq.memory.planner.choice import make_plan
 from lightseq.memory.planner.plan import Plan, on_smaller_gpus

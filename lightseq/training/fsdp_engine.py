@@ -10,13 +10,9 @@ from torch import Tensor, nn
 from lightseq.checkpoint import checkpoints, resume, state_files
 from lightseq.config.optimizers import EIGHT_BIT
 from lightseq.config.train_config import TrainConfig
-from lightseq.distributed.mesh import (
-    Meshes,
-    World,
-    local_part,
-    on_all_ranks,
-    use_host_cores,
-)
+from lightseq.distributed.agreement import on_all_ranks
+from lightseq.distributed.parallel_dims import local_part
+from lightseq.distributed.world import use_host_cores
 from lightseq.memory.host_adamw import compute_updates_on
 from lightseq.memory.pinned import PinnedMemory
 from lightseq.models import adapters, weights
@@ -44,18 +40,15 @@ SHARDING = {
 class FsdpEngine:
     """FSDP2 or DDP engine with optimizers from torch and torchao."""
 
-    def __init__(
-        self, config: TrainConfig, inputs: Inputs, world: World, meshes: Meshes, memory: MemorySettings
-    ) -> None:
-        self.config, self.meshes, self.memory, self._world = config, meshes, memory, world
+    def __init__(self, config: TrainConfig, inputs: Inputs, memory: MemorySettings) -> None:
+        dims, world = inputs.dims, inputs.dims.world
+        self.config, self.dims, self.memory, self._world = config, dims, memory, world
         self.sharding_description = _describe_sharding(config, memory)
         self._max_grad_norm = config.max_grad_norm
-        self._shard_group = meshes.parameters["shard"].get_group()
-        names = meshes.parameters.mesh_dim_names or ()
-        self._replica = meshes.parameters.get_local_rank("replicate") if "replicate" in names else 0
+        self._shard_group = dims.parameter_mesh["shard"].get_group()
         self.model = weights.build_on_meta(inputs.model_config)
         adapters.add_adapters(self.model, inputs.lora, getattr(torch, config.compute_dtype))
-        loss_model, self.context = on_all_ranks(world, lambda: parallelize(self.model, config, world, meshes, memory))
+        loss_model, self.context = on_all_ranks(world, lambda: parallelize(self.model, config, dims, memory))
         self.loss_model: nn.Module = loss_model
         self.offload, self.stopwatch = loss_model.offload, loss_model.stopwatch
         if memory.state_on_host or self.offload is not None:
@@ -123,7 +116,7 @@ class FsdpEngine:
 
     def tensors(self) -> dict[str, Tensor] | None:
         """Returns the tensors to save. Only the first replica saves any."""
-        return {} if self._replica else state_files.state_tensors(self.model, self.optimizer)
+        return {} if self.dims.replica else state_files.state_tensors(self.model, self.optimizer)
 
     def save_state(self, directory: Path) -> None:
         raise AssertionError("the saver writes the tensors")

@@ -22,7 +22,8 @@ from lightseq.data.examples import Examples
 from lightseq.data.packing import PackedExamples, open_packed
 from lightseq.data.sources import ReadOptions, holds_rows, split_columns
 from lightseq.data.tokenizer import ByteTokenizer, read_chat_template
-from lightseq.distributed.mesh import World, check_devices, check_sequence_size
+from lightseq.distributed.parallel_dims import ParallelDims, parallel_dims
+from lightseq.distributed.world import World, check_devices
 from lightseq.memory.planner.packed_documents import PackedDocuments, documents_of
 from lightseq.models import weights
 from lightseq.models.adapters import Lora, count_adapter_parameters, lora_from_config
@@ -58,8 +59,7 @@ class Inputs:
     stream: BatchStream
     eval_stream: BatchStream | None
     total_steps: int
-    sequence_size: int  # ranks that share a sequence
-    data_rank: int  # index of this rank's group of them
+    dims: ParallelDims
     deepspeed: DeepSpeedSettings | None  # None: FSDP2
     notes: Notes  # lines to print at the start
     resume_point: ResumePoint = FRESH_START
@@ -76,12 +76,12 @@ class Inputs:
 
 @dataclass(frozen=True)
 class FoundModel:
-    """Model that was checked for groups of `sequence_size` ranks. Its weights may not be downloaded yet."""
+    """Model that was checked for a split of the ranks. Its weights may not be downloaded yet."""
 
     config: PreTrainedConfig
     weights: Path | str | None  # directory, or Hub id; None: random
     tokenizer: str | None  # directory, Hub id or `byte`
-    sequence_size: int
+    dims: ParallelDims
     warnings: Notes
     lora: Lora | None = None
     unscaled: PreTrainedConfig | None = None  # the config without --rope_scaling, if that was given
@@ -122,8 +122,7 @@ def prepare(config: TrainConfig, family: ModelFamily, world: World, resume_point
         stream=stream,
         eval_stream=streams.evaluation,
         total_steps=total_steps,
-        sequence_size=model.sequence_size,
-        data_rank=world.rank // model.sequence_size,
+        dims=model.dims,
         deepspeed=deepspeed,
         notes=_collect_notes(config, model, streams, resume_point, check_notes, documents),
         resume_point=resume_point,
@@ -161,7 +160,7 @@ def _find_deepspeed(config: TrainConfig, world: World, model: FoundModel) -> Dee
         raise ValueError(
             f"--deepspeed {config.deepspeed} needs DeepSpeed, which is not installed; pip install deepspeed"
         )
-    return deepspeed_settings(config, world.size // model.sequence_size, model.config.hidden_size)
+    return deepspeed_settings(config, model.dims.data_ranks, model.config.hidden_size)
 
 
 def _check_checkpoint(
@@ -176,7 +175,7 @@ def _check_checkpoint(
 
 def _open_streams(config: TrainConfig, world: World, model: FoundModel, resume_from: Path | None) -> _Streams:
     """Opens the data at the run's position. Raises ValueError if it does not fit the run."""
-    data_ranks = world.size // model.sequence_size
+    data_ranks = model.dims.data_ranks
     stream, notes = _resume_stream(_training_stream(config, world, model, data_ranks), resume_from)
     if world.is_main and resume_from is not None and stream.content is None:
         notes += (compared_note(f"{config.data_path} was written without hashes; make it again"),)
@@ -255,7 +254,7 @@ def _collect_notes(
 def find_model(config: TrainConfig, family: ModelFamily, world: World) -> FoundModel:
     """Finds the model that the flags name. Raises ValueError if there is none, or it cannot run with these flags."""
     check_devices(world)
-    sequence_size = check_sequence_size(world, config.sequence_parallel_size)
+    dims = parallel_dims(world, config.sequence_parallel_size, config.fsdp_mode)
     source = resolve(family, config.model_name, config.random_init)
     model_config = apply_rope(source.config, config.rope_theta, config.rope_scaling, config.model_max_length)
     check_layers(config, inspect_architecture(model_config))
@@ -270,10 +269,10 @@ def find_model(config: TrainConfig, family: ModelFamily, world: World) -> FoundM
     if config.packing == "none":  # else the longest document counts, and `prepare` warns
         context = context_warning(model_config, config.model_max_length, unscaled)
         lines += [context] if context else []
-    lines += flag_warnings(config.resolve_memory_flags(world.device.type == "cuda"), sequence_size)
+    lines += flag_warnings(config.resolve_memory_flags(world.device.type == "cuda"), dims.sequence)
     warnings = tuple(f"warning: {line}" for line in lines)
     lora = lora_from_config(config, model_config)
-    return FoundModel(model_config, source.weights, tokenizer, sequence_size, warnings, lora, unscaled)
+    return FoundModel(model_config, source.weights, tokenizer, dims, warnings, lora, unscaled)
 
 
 def find_examples(path: str, model: FoundModel, config: TrainConfig, world: World, evaluates: bool = False) -> Examples:

@@ -73,7 +73,7 @@ class TrainingLoop:
             if done % config.logging_steps == 0 or saves or ends:
                 self.journal.record(pending)  # one step late, so that the device stays busy while the host reads
                 pending = stats.close(
-                    done, counts_group=trainer.context.rank == 0, own_seconds=trainer.engine.stopwatch.seconds()
+                    done, counts_group=trainer.engine.dims.counts_batch, own_seconds=trainer.engine.stopwatch.seconds()
                 )
                 stats = self._new_stats()
             evaluates = self._due(done, config.eval_strategy, config.eval_steps) or (saves and config.keep_best)

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from lightseq.config.optimizers import EIGHT_BIT
 from lightseq.config.train_config import TrainConfig, warmup_steps
-from lightseq.distributed.mesh import local_part
+from lightseq.distributed.parallel_dims import local_part
 from lightseq.models.weights import global_shape
 from lightseq.utils.versions import source_digest
 

@@ -16,7 +16,8 @@ from typing import Final, TextIO, TypeGuard
 from lightseq.checkpoint import checkpoints, resume
 from lightseq.checkpoint.resume import ResumePoint
 from lightseq.config.train_config import TrainConfig
-from lightseq.distributed.mesh import World, from_rank_0
+from lightseq.distributed.agreement import from_rank_0
+from lightseq.distributed.world import World
 from lightseq.training.metrics import EVENTS, METRICS, RUN, damaged_lines
 from lightseq.utils.files import CONFIG_BYTES, open_regular, read_bytes, read_json
 

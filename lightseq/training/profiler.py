@@ -16,7 +16,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from lightseq.config.train_config import TrainConfig
-from lightseq.distributed.mesh import World
+from lightseq.distributed.world import World
 from lightseq.memory.planner.breakdown import Breakdown
 from lightseq.profiling.trace import read_trace, summary
 

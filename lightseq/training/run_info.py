@@ -44,8 +44,8 @@ def run_facts(trainer: Trainer, command: str, notes: Sequence[str]) -> dict[str,
         "parameters": engine.sharding_description,
         "deepspeed": trainer.inputs.deepspeed.settings if trainer.inputs.deepspeed else None,
         "world_size": trainer.world.size,
-        "data_ranks": engine.meshes.data_ranks,
-        "sequence_ranks": trainer.inputs.sequence_size,
+        "data_ranks": engine.dims.data_ranks,
+        "sequence_ranks": trainer.inputs.dims.sequence,
         "batch_lengths": trainer.batch_lengths,
         "total_steps": trainer.inputs.total_steps,
         "first_step": trainer.first_step + 1,  # counted from 1, as in metrics.jsonl
@@ -68,7 +68,7 @@ def describe_run(trainer: Trainer) -> dict[str, Any]:
     return {
         "model": f"{c.model_name}, {total_parameters(m):,} parameters, {weights}",
         "data": f"{c.data_path}, {plural(len(trainer.inputs.stream.examples), 'example')}",
-        "ranks": f"{world.size} ({trainer.engine.meshes.data_ranks} data x {trainer.inputs.sequence_size} sequence) on "
+        "ranks": f"{world.size} ({trainer.engine.dims.data_ranks} data x {trainer.inputs.dims.sequence} sequence) on "
         f"{hardware(world.device)['device']}",
         "sequence": f"{c.model_max_length:,} tokens, {trainer.inputs.stream.sequences_per_step} a step",
         "precision": f"{c.compute_dtype} compute, {_fp8(c)}float32 master weights",

@@ -21,7 +21,8 @@ from lightseq.data.examples import Examples, WindowExamples
 from lightseq.data.packing import PackedExamples
 from lightseq.data.sources import holds_rows
 from lightseq.data.targets import CHAT, PAIR
-from lightseq.distributed.mesh import World, on_all_ranks
+from lightseq.distributed.agreement import on_all_ranks
+from lightseq.distributed.world import World
 from lightseq.kernels import KernelSpec, compute_capability, select
 from lightseq.models.architecture import (
     LENGTH_DEPENDENT_ROPE,

@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from lightseq.comm.transport import Transport
-from lightseq.distributed.mesh import World
 from lightseq.distributed.stopwatch import DeviceTimestamp
+from lightseq.distributed.world import World
 from lightseq.memory.offload import Offload
 from lightseq.models.flops import mfu, model_flops, peak_flops_per_second, recompute_flops
 from lightseq.training.machine import hardware, process_memory

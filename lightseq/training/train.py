@@ -8,8 +8,9 @@ from typing import TextIO
 from lightseq.checkpoint import checkpoints, resume
 from lightseq.config.command_line import parse
 from lightseq.config.train_config import TrainConfig
+from lightseq.distributed.agreement import from_rank_0, on_all_ranks
 from lightseq.distributed.environment import launcher_note, secrets
-from lightseq.distributed.mesh import from_rank_0, init_distributed, on_all_ranks
+from lightseq.distributed.start import init_distributed
 from lightseq.distributed.watchdog import Watchdog
 from lightseq.models.presets import ModelFamily
 from lightseq.training.build import build_engine, resume_engine

@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
@@ -15,8 +14,8 @@ from lightseq.attention.context import SequenceContext
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import Batch, bucket_lengths, padding_batch, trim_padding
 from lightseq.data.shard_batch import local_batch, local_positions, packed_positions
-from lightseq.distributed.mesh import World
 from lightseq.distributed.watchdog import Watchdog
+from lightseq.distributed.world import World
 from lightseq.memory.planner.advice import plan_notes
 from lightseq.memory.planner.breakdown import Breakdown
 from lightseq.models.adapters import count_adapter_parameters
@@ -31,7 +30,7 @@ from lightseq.training.optimization import LearningRate
 from lightseq.training.step_stats import StepResult
 from lightseq.training.terminal import Terminal
 from lightseq.utils.progress import progress_bar
-from lightseq.utils.upload import scalar, upload
+from lightseq.utils.upload import upload
 
 
 class Trainer:
@@ -67,7 +66,7 @@ class Trainer:
         batches = self._batches(step)
         data_seconds = time.perf_counter() - begin
         valid = sum(batch.valid_tokens for batch in batches)
-        targets = self._over_data_ranks(valid)
+        targets = self.engine.dims.sum_over_batches(valid)
         divisor = targets.clamp_min(1)
         loss, imbalance = torch.zeros((), dtype=torch.float32, device=self.world.device), 0.0
         for batch in batches:
@@ -110,7 +109,7 @@ class Trainer:
 
     def evaluate(self, bin_starts: Sequence[int] = (0,), shows_progress: bool = False) -> Perplexity:
         """Returns the mean loss over all valid tokens of the evaluation data, overall and by position."""
-        stream, data_rank = self.inputs.eval_stream, self.inputs.data_rank
+        stream, data_rank = self.inputs.eval_stream, self.inputs.dims.data_rank
         assert stream is not None, "checked with the flags"
 
         def shards() -> Iterator[Shard]:
@@ -152,18 +151,10 @@ class Trainer:
         """Returns this rank's batches of a step, padded to the same lengths as on other data ranks."""
         with exit_on_data_error(self.world, self.terminal):
             batches = [
-                self.inputs.stream.batch(step, a, self.inputs.data_rank)
+                self.inputs.stream.batch(step, a, self.inputs.dims.data_rank)
                 for a in range(self.config.gradient_accumulation_steps)
             ]
-        return trim_padding(batches, self.batch_lengths, self.engine.meshes.data_ranks)
-
-    def _over_data_ranks(self, count: int) -> Tensor:
-        """Sums a sequence-parallel group's count over all groups, on the device."""
-        if self.engine.meshes.data_ranks == 1:
-            return scalar(count, torch.int64, self.world.device)
-        total = scalar(count if self.context.rank == 0 else 0, torch.int64, self.world.device)
-        dist.all_reduce(total)
-        return total
+        return trim_padding(batches, self.batch_lengths, self.engine.dims.data_ranks)
 
 
 def _choose_batch_lengths(
@@ -177,7 +168,7 @@ def _choose_batch_lengths(
         note = "all batches are padded to --model_max_length, because the model's RoPE depends on the length"
         return (longest,), (note,)
     # Every rank's part has to be a multiple of the tokens that FP8 needs.
-    multiple = math.lcm(MULTIPLE * inputs.sequence_size, engine.context.layout.chunk_count)
+    multiple = math.lcm(MULTIPLE * inputs.dims.sequence, engine.context.layout.chunk_count)
     return bucket_lengths(longest, multiple), ()
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from lightseq.config.train_config import TrainConfig
-from lightseq.distributed.mesh import World
+from lightseq.distributed.world import World
 from lightseq.memory.planner.breakdown import GIB
 from lightseq.memory.planner.choice import can_fit, make_plan
 from lightseq.memory.planner.packed_documents import PackedDocuments

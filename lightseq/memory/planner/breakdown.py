@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 from lightseq.config.optimizers import OPTIMIZERS
 from lightseq.config.remat_policies import STORE_LINEARS, STORES_MLP
 from lightseq.config.train_config import TrainConfig
-from lightseq.distributed.mesh import local_part
+from lightseq.distributed.parallel_dims import local_part
 from lightseq.memory.planner.rates import GIB, SAVED_WITHOUT_REMAT, Widths
 from lightseq.models.architecture import inspect_architecture
 from lightseq.models.layers import Layer

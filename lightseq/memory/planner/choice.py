@@ -13,7 +13,9 @@ from transformers import PreTrainedConfig
 
 from lightseq.config.remat_policies import STORE_LINEARS, STORE_MLP
 from lightseq.config.train_config import TrainConfig
-from lightseq.distributed.mesh import World, free_host_memory, from_rank_0, on_all_ranks
+from lightseq.distributed.agreement import from_rank_0, on_all_ranks
+from lightseq.distributed.host_memory import free_host_memory
+from lightseq.distributed.world import World
 from lightseq.memory.planner.packed_documents import PackedDocuments
 from lightseq.memory.planner.placement import ACTIONS, KEEP, RECOMPUTED, Placement
 from lightseq.memory.planner.plan import (

@@ -11,7 +11,8 @@ from typing import Any, Final
 
 from lightseq.config.deepspeed import DeepSpeedSettings
 from lightseq.config.train_config import TrainConfig
-from lightseq.distributed.mesh import World, free_host_memory, host_bytes_for_layers
+from lightseq.distributed.host_memory import free_host_memory, host_bytes_for_layers
+from lightseq.distributed.world import World
 from lightseq.memory.planner.breakdown import GIB, Breakdown
 from lightseq.memory.planner.deepspeed_memory import deepspeed_bytes_on_host
 from lightseq.memory.planner.memory import (

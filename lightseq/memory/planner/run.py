@@ -15,7 +15,7 @@ from lightseq.comm.transport import base_transport_name
 from lightseq.config.remat_policies import may_keep_gathered
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.host_memory import host_memory
-from lightseq.distributed.mesh import World
+from lightseq.distributed.world import World
 from lightseq.memory.planner.packed_documents import PackedDocuments
 from lightseq.memory.planner.rates import CHIPS, DEFAULT_CORES, Chip, chip_of_device
 from lightseq.models.adapters import count_adapter_parameters, lora_from_config

@@ -11,8 +11,10 @@ from typing import Any, Final
 from lightseq.config.checks import ADAM_FLAGS
 from lightseq.config.flags import GROUPS
 from lightseq.config.train_config import TrainConfig
+from lightseq.distributed.agreement import on_all_ranks
 from lightseq.distributed.environment import secrets
-from lightseq.distributed.mesh import World, init_distributed, on_all_ranks
+from lightseq.distributed.start import init_distributed
+from lightseq.distributed.world import World
 from lightseq.models.presets import ModelFamily
 from lightseq.tools.evaluate.loss import loss_task
 from lightseq.tools.evaluate.options import PROGRAM, Options, flags
@@ -129,7 +131,7 @@ def _about(config: TrainConfig, trainer: Trainer, command: str, seconds: float) 
     """Returns the facts needed to repeat the evaluation."""
     about = {
         "model": config.model_name_or_path, "data": config.data_path or None, "length": config.model_max_length,
-        "ranks": trainer.world.size, "sequence_ranks": trainer.inputs.sequence_size,
+        "ranks": trainer.world.size, "sequence_ranks": trainer.inputs.dims.sequence,
         "schedule": trainer.context.schedule.name, "kernel": trainer.context.selection.kernel.name,
         "transport": trainer.context.transport.name, "seconds": seconds, "command": command,
         "hardware": hardware(trainer.world.device), "versions": versions(), "config": recorded_flags(config),

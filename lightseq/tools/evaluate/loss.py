@@ -4,7 +4,7 @@ from dataclasses import asdict
 
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import require_target
-from lightseq.distributed.mesh import World
+from lightseq.distributed.world import World
 from lightseq.tools.evaluate.options import Options
 from lightseq.tools.evaluate.task import Result, Task, inputs_for
 from lightseq.training.evaluation import POWERS, Bin, Perplexity, bin_starts, perplexity
@@ -19,7 +19,7 @@ def loss_task(options: Options, config: TrainConfig, model: FoundModel, world: W
     examples = find_examples(config.data_path, model, config, world, evaluates=True)
     require_target(examples, config.data_path)
     require_chats(config, [examples])
-    stream = evaluation_stream(examples, config.model_max_length, config, world.size // model.sequence_size)
+    stream = evaluation_stream(examples, config.model_max_length, config, model.dims.data_ranks)
 
     def run(trainer: Trainer) -> Result:
         found = trainer.evaluate(starts, shows_progress=True)

@@ -17,7 +17,7 @@ from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import BatchStream
 from lightseq.data.examples import Example, Examples, WindowExamples, window
 from lightseq.data.tokenizer import Tokenizer, load_tokenizer
-from lightseq.distributed.mesh import World
+from lightseq.distributed.world import World
 from lightseq.models.weights import has_tokenizer
 from lightseq.modules.loss import likeliest_tokens, token_losses
 from lightseq.parallelize import HeadReader
@@ -83,7 +83,7 @@ def needle_task(options: Options, config: TrainConfig, model: FoundModel, world:
     search = make_search(needles, hay, trials, choices or 1, config.seed, lengths, model.config.vocab_size)
 
     def stream(texts: Examples, length: int) -> BatchStream:
-        return evaluation_stream(texts, length, config, world.size // model.sequence_size)
+        return evaluation_stream(texts, length, config, model.dims.data_ranks)
 
     judge = by_likelihood if score == "likelihood" else partial(by_decoding, show=needles.show)
 
@@ -229,9 +229,9 @@ def _sums(trainer: Trainer, stream: BatchStream, read: HeadReader, description: 
     out = torch.zeros(stream.steps * stream.sequences_per_step, dtype=torch.float64, device=trainer.world.device)
     with evaluating(trainer.loss_model):
         for step in progress_bar(range(stream.steps), None, trainer.world.is_main, description):
-            batch = stream.batch(step, 0, trainer.inputs.data_rank)
+            batch = stream.batch(step, 0, trainer.inputs.dims.data_rank)
             values = trainer.loss_model(*trainer.shard(batch), read)
-            first = (step * stream.data_ranks + trainer.inputs.data_rank) * stream.batch_size
+            first = (step * stream.data_ranks + trainer.inputs.dims.data_rank) * stream.batch_size
             out[first : first + stream.batch_size] = values.double().sum(-1)
     dist.all_reduce(out)
     return out[: len(stream.examples)].cpu().numpy()

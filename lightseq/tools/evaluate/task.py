@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightseq.data.batches import BatchStream
-from lightseq.distributed.mesh import World
+from lightseq.distributed.world import World
 from lightseq.training.inputs import FoundModel, Inputs, fetch_weights
 from lightseq.training.trainer import Trainer
 
@@ -36,8 +36,7 @@ def inputs_for(model: FoundModel, stream: BatchStream, world: World) -> Inputs:
         stream=stream,
         eval_stream=stream,
         total_steps=0,
-        sequence_size=model.sequence_size,
-        data_rank=world.rank // model.sequence_size,
+        dims=model.dims,
         deepspeed=None,
         notes=stream.examples.notes + model.warnings,
     )

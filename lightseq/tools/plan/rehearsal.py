@@ -28,8 +28,11 @@ from lightseq.attention import context
 from lightseq.attention.context import SequenceContext
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.token_directory import write_token_directory
+from lightseq.distributed.agreement import from_rank_0, on_all_ranks
 from lightseq.distributed.environment import secrets
-from lightseq.distributed.mesh import World, free_host_memory, from_rank_0, init_distributed, on_all_ranks
+from lightseq.distributed.host_memory import free_host_memory
+from lightseq.distributed.start import init_distributed
+from lightseq.distributed.world import World
 from lightseq.kernels import KernelSpec, Selection, select
 from lightseq.kernels.elided import Elided
 from lightseq.memory.offload import HostBufferPool
@@ -103,7 +106,7 @@ def main(family: ModelFamily, argv: Sequence[str]) -> int:
         finally:
             if world.local_rank == 0:
                 shutil.rmtree(folder, ignore_errors=True)
-        with rehearsal_patches(config.model_max_length, inputs.sequence_size):
+        with rehearsal_patches(config.model_max_length, inputs.dims.sequence):
             engine = build_engine(config, inputs, world)
             trainer = Trainer(config, inputs, world, engine)
             if world.is_main:

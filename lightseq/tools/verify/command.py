@@ -22,8 +22,11 @@ from rich.console import Console
 from lightseq.config.checks import ADAM_FLAGS
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.sources import holds_rows
+from lightseq.distributed.agreement import from_rank_0, on_all_ranks
 from lightseq.distributed.environment import secrets
-from lightseq.distributed.mesh import World, check_sequence_size, from_rank_0, init_distributed, on_all_ranks
+from lightseq.distributed.parallel_dims import parallel_dims
+from lightseq.distributed.start import init_distributed
+from lightseq.distributed.world import World
 from lightseq.kernels import compute_capability
 from lightseq.memory.planner.choice import plan_on_all_ranks
 from lightseq.memory.planner.packed_documents import read_documents
@@ -143,7 +146,7 @@ def shorten_run(config: TrainConfig, folder: Path, world: World) -> TrainConfig:
     )  # fmt: skip
     kind, sequences = world.device.type, _sequences(short, world)
     most = min(config.model_max_length, MAX_TOKENS[kind], MAX_STEP_TOKENS[kind] // sequences)
-    ranks = check_sequence_size(world, config.sequence_parallel_size)
+    ranks = parallel_dims(world, config.sequence_parallel_size).sequence
     return dataclasses.replace(short, model_max_length=length_not_divisible_by_chunks(most, ranks))
 
 
@@ -198,5 +201,5 @@ def _refuse_adapters(config: TrainConfig) -> None:
 
 def _sequences(config: TrainConfig, world: World) -> int:
     """Returns the number of sequences of one step over all ranks."""
-    data_ranks = world.size // check_sequence_size(world, config.sequence_parallel_size)
+    data_ranks = parallel_dims(world, config.sequence_parallel_size).data_ranks
     return config.gradient_accumulation_steps * config.per_device_train_batch_size * data_ranks

@@ -98,11 +98,11 @@ def data_row(trainer: Trainer, sequences: Sequence[Sequence[Sample]]) -> Row:
     The figure `positions_right` tells whether attention can run without a deadlock.
     """
     config, inputs, world = trainer.config, trainer.inputs, trainer.world
-    batches = [inputs.stream.batch(0, a, inputs.data_rank) for a in range(config.gradient_accumulation_steps)]
+    batches = [inputs.stream.batch(0, a, inputs.dims.data_rank) for a in range(config.gradient_accumulation_steps)]
     mine = [[x.cpu() for x in trainer.shard(batch)[:3]] for batch in batches]
     everyone = all_gather_object((mine, [batch.valid_tokens for batch in batches]))
     wrong, positions_right = list[str](), True
-    size, count, packed = inputs.sequence_size, config.per_device_train_batch_size, config.packing != "none"
+    size, count, packed = inputs.dims.sequence, config.per_device_train_batch_size, config.packing != "none"
     for first in range(0, world.size, size):
         for a in range(config.gradient_accumulation_steps):
             start = (a * (world.size // size) + first // size) * count

@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig
 
 from lightseq.comm.transport import Transport
 from lightseq.config.train_config import TrainConfig
-from lightseq.distributed.mesh import World
+from lightseq.distributed.world import World
 from lightseq.models import weights
 from lightseq.models.architecture import LENGTH_DEPENDENT_ROPE, rope_types
 from lightseq.schedule.proof import validate

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightseq.attention.pass_spec import REGIONS
 from lightseq.comm.transport import Exchange, Receive, Send, Transport
-from lightseq.distributed.mesh import World
+from lightseq.distributed.world import World
 from lightseq.tools.verify.report import FAIL, PASS, WARN, Row, all_gather_object, result_row, span
 
 OUTBOXES, EXCHANGES, PATTERN_BYTES = 4, 6, 1 << 16  # outboxes; exchanges per outbox; bytes per pair and exchange

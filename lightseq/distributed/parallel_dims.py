@@ -1,0 +1,107 @@
+"""Split of a run's ranks: which share a sequence, which hold shards of the parameters, which hold copies."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from lightseq.distributed.world import World
+from lightseq.utils.formatting import divisors, plural
+from lightseq.utils.upload import scalar
+
+
+@dataclass(frozen=True)
+class ParallelDims:
+    """Sizes of a run's dimensions, and this rank's place in them.
+
+    Ranks form a (data x sequence) grid for batches: neighbouring ranks share a sequence, so that its blocks stay inside
+    a host if possible. For parameters they form a (replicate x shard) grid.
+    """
+
+    world: World
+    sequence: int  # ranks that share a sequence
+    replicate: int  # copies of the parameters
+    shard: int  # ranks that share a copy
+    fsdp_mode: str = "full_shard"  # or hybrid_shard, or ddp
+
+    @property
+    def data_ranks(self) -> int:
+        """Returns the number of groups of ranks that share a sequence."""
+        return self.world.size // self.sequence
+
+    @property
+    def data_rank(self) -> int:
+        """Returns the number of this rank's group."""
+        return self.world.rank // self.sequence
+
+    @property
+    def counts_batch(self) -> bool:
+        """Returns whether this rank counts its group's batch in sums over all ranks: one of each group does."""
+        return self.world.rank % self.sequence == 0
+
+    def sum_over_batches(self, count: int) -> Tensor:
+        """Returns the sum of a group's count over all groups, on the device and without waiting for it."""
+        if self.data_ranks == 1:
+            return scalar(count, torch.int64, self.world.device)
+        total = scalar(count if self.counts_batch else 0, torch.int64, self.world.device)
+        dist.all_reduce(total)
+        return total
+
+    def make_meshes(self) -> None:
+        """Makes the meshes, which takes all ranks. Raises ValueError on all if hosts differ where they must not."""
+        sizes = [self.world.local_size] * self.world.size
+        if self.fsdp_mode == "hybrid_shard" and self.world.size > 1:
+            dist.all_gather_object(sizes, self.world.local_size)
+        if len(set(sizes)) > 1:
+            raise ValueError(
+                f"--fsdp hybrid_shard needs equally many ranks on every host, but they have {min(sizes)} to "
+                f"{max(sizes)}; start as many on each, or use --fsdp full_shard"
+            )
+        _ = self.sequence_mesh, self.parameter_mesh
+
+    @cached_property
+    def sequence_mesh(self) -> DeviceMesh:
+        """Returns the ranks that share a sequence with this one."""
+        sizes, names = (self.data_ranks, self.sequence), ("data", "sequence")
+        return init_device_mesh(self.world.device.type, sizes, mesh_dim_names=names)["sequence"]
+
+    @cached_property
+    def parameter_mesh(self) -> DeviceMesh:
+        """Returns the mesh over which FSDP2 shards; of two dimensions if there are copies (hybrid sharding)."""
+        kind = self.world.device.type
+        if self.fsdp_mode == "full_shard":
+            return init_device_mesh(kind, (self.shard,), mesh_dim_names=("shard",))
+        return init_device_mesh(kind, (self.replicate, self.shard), mesh_dim_names=("replicate", "shard"))
+
+    def mesh_of(self, parameter: Tensor) -> DeviceMesh:
+        """Returns the mesh over which a parameter's gradient is reduced."""
+        return parameter.device_mesh if isinstance(parameter, DTensor) else self.parameter_mesh
+
+    @property
+    def replica(self) -> int:
+        """Returns the number of this rank's copy of the parameters."""
+        return self.world.rank // self.shard
+
+
+def parallel_dims(world: World, sequence_size: int | None = None, fsdp_mode: str = "full_shard") -> ParallelDims:
+    """Returns the split of a run's ranks. All ranks share a sequence unless `sequence_size` says otherwise.
+
+    full_shard splits parameters over all ranks; hybrid_shard over the ranks of a host, with copies across hosts; ddp
+    keeps a copy on every rank. Raises ValueError if the sequence's ranks do not divide the world.
+    """
+    size = sequence_size or world.size
+    if world.size % size:
+        raise ValueError(
+            f"--sequence_parallel_size {size} does not divide {plural(world.size, 'rank')}; use {divisors(world.size)}"
+        )
+    shard = {"full_shard": world.size, "hybrid_shard": world.local_size, "ddp": 1}[fsdp_mode]
+    return ParallelDims(world, size, world.size // shard, shard, fsdp_mode)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Returns this rank's part of a tensor, sharing its memory; a plain tensor is returned unchanged."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
