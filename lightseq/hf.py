@@ -74,6 +74,7 @@ from lightseq.models.architecture import (
 )
 from lightseq.models.heads import heads_of
 from lightseq.schedule.cost import AttentionShape
+from lightseq.sequence_parallel import process_group
 from lightseq.utils.formatting import check_names
 from lightseq.utils.labels import IGNORE_INDEX
 from lightseq.utils.upload import upload
@@ -131,7 +132,7 @@ def enable(
         softcap=config.softcap or caps_scores(model.config),
     )
     shape = AttentionShape(config.length, heads.query, heads.key_value, heads.dim)
-    context = make_context(_process_group(group), shape, config)
+    context = make_context(process_group(group), shape, config)
     context.forward_pass.roll_call = RollCall(context.group)
     slow = config.kernel == "auto" and device.type == "cuda" and context.selection.kernel.name.startswith("reference")
     if slow and context.rank == 0:
@@ -257,18 +258,6 @@ def shard_batch(
         valid = (labels != IGNORE_INDEX).sum().clamp_min(1)  # without a target the loss is 0, not NaN
         batch |= {"labels": local, "shift_labels": local, "num_items_in_batch": valid}
     return batch
-
-
-def _process_group(group: DeviceMesh | dist.ProcessGroup | None) -> dist.ProcessGroup:
-    if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            raise ValueError(f"the mesh has {group.ndim} axes {group.mesh_dim_names}; pass only the sequence axis")
-        return group.get_group()
-    if group is None:
-        if dist.group.WORLD is None:
-            raise ValueError("torch.distributed is not initialised; call init_process_group before hf.enable")
-        return dist.group.WORLD
-    return group
 
 
 def _attach(model: PreTrainedModel, context: SequenceContext) -> None:

@@ -1,0 +1,116 @@
+"""Distributed attention for models of your own, without transformers. This interface is stable.
+
+group = sequence_parallel.make_group(heads=32, kv_heads=8, head_dim=128, length=2**17)
+ids, targets = sequence_parallel.shard(group, input_ids), sequence_parallel.shard(group, shifted, fill=-100)
+positions = sequence_parallel.positions(group, length)       # for RoPE
+out = sequence_parallel.attention(q, k, v, group)            # in every layer, on this rank's tokens
+
+Everything but attention runs on a rank's own tokens. Shift labels on the whole sequence, before it is split. Divide the
+sum of losses by the targets of the whole sequence, and sum losses and gradients over the ranks of the group:
+examples/plain_torch.py is a whole training loop.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightseq.attention import operator
+from lightseq.attention.context import AttentionConfig, Documents, SequenceContext, make_context, release
+from lightseq.attention.context import pack as pack_documents
+from lightseq.data.shard_batch import local_positions, packed_positions
+from lightseq.schedule.cost import AttentionShape
+from lightseq.schedule.layout import shard as shard_tensor
+
+__all__ = ["attention", "make_group", "pack", "positions", "release", "shard"]
+
+
+def make_group(
+    ranks: DeviceMesh | dist.ProcessGroup | None = None,
+    *,
+    heads: int,
+    head_dim: int,
+    length: int,
+    kv_heads: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str | None = None,
+    **options: Any,
+) -> SequenceContext:
+    """Makes a group of ranks that share a sequence (default: all ranks); every rank of it passes the same arguments.
+
+    `heads`, `kv_heads` (default: as many) and `head_dim` are those of the model's attention. The schedule is chosen for
+    sequences of `length` tokens, but other lengths run too. `device` (default: the current GPU, else the CPU) and
+    `dtype` are those of q, k and v. `options` are fields of `AttentionConfig`, such as `schedule`, `packed` (most
+    sequences hold several documents) or `windows` (some layers have a sliding window).
+
+    Raises TypeError for an unknown option, and ValueError for heads or ranks that the schedule does not support.
+    """
+    if device is None:
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
+    config = AttentionConfig(dtype=dtype, device=torch.device(device), length=length, **options)
+    shape = AttentionShape(length, heads, kv_heads or heads, head_dim, element_bytes=dtype.itemsize)
+    return make_context(process_group(ranks), shape, config)
+
+
+def process_group(ranks: DeviceMesh | dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """Returns the process group of a mesh with one axis, or of all ranks for None. Raises ValueError for more axes."""
+    if isinstance(ranks, DeviceMesh):
+        if ranks.ndim != 1:
+            raise ValueError(f"the mesh has {ranks.ndim} axes {ranks.mesh_dim_names}; pass only the sequence axis")
+        return ranks.get_group()
+    if ranks is None:
+        if dist.group.WORLD is None:
+            raise ValueError("torch.distributed is not initialised; call init_process_group first")
+        return dist.group.WORLD
+    return ranks
+
+
+def shard(group: SequenceContext, x: Tensor, fill: float = 0, documents: Documents | None = None) -> Tensor:
+    """Returns this rank's part of a whole tensor (batch, length, ...), padded with `fill`: (batch, local, ...)."""
+    if documents is not None:
+        return documents.shard(x, group.rank, fill)
+    return shard_tensor(x, group.layout, group.rank, fill=fill)
+
+
+def positions(
+    group: SequenceContext,
+    length: int,
+    documents: Documents | None = None,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """Returns the position of each of this rank's tokens in the sequence, or in its document: int64 (1, local)."""
+    if documents is not None:
+        return packed_positions(group, documents).to(device)
+    return local_positions(group, length, torch.device(device))
+
+
+def pack(group: SequenceContext, boundaries: Sequence[int], length: int | None = None) -> Documents:
+    """Packs documents into one sequence of `length` tokens (default: the end of the last document).
+
+    `boundaries` are the first token of each document and the end of the last. Pass the result to `shard`, `positions`
+    and `attention`; documents then do not attend to each other. Raises ValueError if boundaries do not rise from 0.
+    """
+    return pack_documents(group, boundaries, length)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: SequenceContext,
+    scale: float | None = None,
+    documents: Documents | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """Computes causal attention of this rank's queries over the whole sequence.
+
+    q is (batch, local, heads, head_dim); k and v are (batch, local, kv_heads, head_dim), with positions already rotated
+    in. Returns (batch, local, heads, head_dim) in q's dtype. `scale` defaults to head_dim ** -0.5. With `window` a
+    query sees that many keys, its own included. Every rank of the group must call it, forward and backward. Raises
+    ValueError for shapes that do not fit together.
+    """
+    out, _ = operator.attention(q, k, v, group, scale, documents, window)
+    return out
