@@ -16,4 +16,6 @@ def upload(x: Tensor, device: torch.device) -> Tensor:
 
 def scalar(x: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Creates a scalar on the device with a kernel. A copy from the host would wait for all queued work."""
+    import torch
+
     return torch.full((), x, dtype=dtype, device=device)
