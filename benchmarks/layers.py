@@ -11,7 +11,8 @@ from torch import Tensor
 
 from benchmarks.attention_flags import Choice
 from benchmarks.measure import Case, Layer
-from lightseq.attention.context import AttentionConfig, Documents, SequenceContext, make_context, pack, release
+from lightseq.attention.config import AttentionConfig
+from lightseq.attention.context import Documents, SequenceContext, make_context, pack, release
 from lightseq.attention.operator import attention
 from lightseq.comm.transport import BLOCKING, WITHOUT_CUDA_GRAPHS
 from lightseq.kernels import Kernel, Saved, backward_tile, forward_tile, select

@@ -33,7 +33,8 @@ from lightseq.utils import quiet_transformers  # noqa: F401  first, because the 
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from lightseq.attention.context import AttentionConfig, SequenceContext, make_context, release
+from lightseq.attention.config import AttentionConfig
+from lightseq.attention.context import SequenceContext, make_context, release
 from lightseq.attention.module_attention import attention_function
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.input_checks import (

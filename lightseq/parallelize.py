@@ -17,8 +17,9 @@ from lightseq.utils import quiet_transformers  # noqa: F401  first, because the 
 from transformers import PreTrainedModel
 
 from lightseq import hf
+from lightseq.attention.config import AttentionConfig
 from lightseq.attention.context import Documents, SequenceContext
-from lightseq.config.remat_policies import STORE_LINEARS, STORES_MLP, may_keep_gathered
+from lightseq.config.remat_policies import STORE_LINEARS, STORES_MLP
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.environment import has_expandable_segments
 from lightseq.distributed.parallel_dims import ParallelDims
@@ -129,22 +130,7 @@ def apply_techniques(
     """Applies every technique except sharding, which DeepSpeed does itself."""
     layers: Any = model.model.layers
     device = dims.world.device
-    context = hf.enable(
-        model,
-        dims.sequence_mesh,
-        schedule=config.schedule,
-        kernel=config.kernel_name,
-        transport=config.transport,
-        ulysses_size=config.ulysses_size,
-        dtype=getattr(torch, config.compute_dtype),
-        device=device,
-        length=config.model_max_length,
-        deterministic=config.deterministic,
-        gpus_per_host=dims.world.local_size,
-        packed=config.packing != "none",
-        keep_gathered=may_keep_gathered(config.remat_policy),
-        layers_slice_heads=config.slices_heads,
-    )
+    context = hf.enable(model, dims.sequence_mesh, AttentionConfig.from_flags(config, device, dims.world.local_size))
     if config.fp8 is not None:
         tokens = local_tokens(context.schedule, config.model_max_length, config.packing != "none")
         to_fp8(layers, config.fp8, config.fp8_emulate, tokens)

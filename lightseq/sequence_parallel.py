@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightseq.attention import operator
-from lightseq.attention.context import AttentionConfig, Documents, SequenceContext, make_context, release
+from lightseq.attention.config import AttentionConfig
+from lightseq.attention.context import Documents, SequenceContext, make_context, release
 from lightseq.attention.context import pack as pack_documents
 from lightseq.data.shard_batch import local_positions, packed_positions
 from lightseq.schedule.cost import AttentionShape

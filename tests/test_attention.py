@@ -20,7 +20,8 @@ from torch.profiler import profile
 from worlds import GPU_WORLDS, NCCL_WORLDS, spawn
 
 from lightseq.attention import executor
-from lightseq.attention.context import AttentionConfig, Progress, SequenceContext, make_context
+from lightseq.attention.config import AttentionConfig
+from lightseq.attention.context import Progress, SequenceContext, make_context
 from lightseq.attention.operator import LONG_FLOPS, _advance, attention
 from lightseq.comm.select import NoTransport
 from lightseq.comm.transport import Exchange, Outbox, Receive, SendRecvTransport

@@ -16,7 +16,8 @@ from schedules import fitting
 from torch import Tensor
 from worlds import GPU_WORLDS, NCCL_WORLDS, gpu_of, spawn
 
-from lightseq.attention.context import AttentionConfig, SequenceContext, make_context, pack
+from lightseq.attention.config import AttentionConfig
+from lightseq.attention.context import SequenceContext, make_context, pack
 from lightseq.attention.operator import attention
 from lightseq.kernels import KERNELS, KernelSpec, Saved, VarlenKernel, backward_tile, forward_tile
 from lightseq.kernels.reference import ReferenceKernel

@@ -579,7 +579,7 @@ def test_state_that_need_not_wait_on_the_host_comes_back() -> None:
 def test_hopeless_numbers_of_gpus_are_ruled_out_without_their_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks: list[int] = []
     monkeypatch.setattr(
-        "lightseq.memory.planner.run.choose_by_time",
+        "lightseq.schedule.choice.choose_by_time",
         lambda world, *a, **k: ranks.append(world) or choose_by_time(world, *a, **k),
     )
     run = planned_run(LLAMA, "--bf16 --model_max_length 65536", 8, gpu=1 * GIB)

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from worlds import spawn
 
 from lightseq import hf
-from lightseq.attention.context import AttentionConfig, make_context
+from lightseq.attention.config import AttentionConfig
+from lightseq.attention.context import make_context
 from lightseq.attention.operator import attention
 from lightseq.cli import BOTH
 from lightseq.config.command_line import parse

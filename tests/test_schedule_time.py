@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from lightseq.attention import context
-from lightseq.attention.context import AttentionConfig
+from lightseq.attention.config import AttentionConfig
 from lightseq.schedule.algorithms import SCHEDULES, make_schedule, schedule_without_steps
 from lightseq.schedule.auto import ScheduleChoice, choose_by_counts, choose_by_time, possible_choices, why_impossible
+from lightseq.schedule.choice import choose
 from lightseq.schedule.cost import AttentionShape, tile_flops
 from lightseq.schedule.table import Schedule, Step, Tile
 from lightseq.schedule.timing import H200_NCCL, H200_SYMMETRIC, estimate, kernel_seconds
@@ -274,7 +275,7 @@ def test_an_outline_is_its_schedule_without_steps() -> None:
 def _choose(world: int, shape: AttentionShape, transport: str, per_host: int, asked: ScheduleChoice) -> ScheduleChoice:
     options = {"schedule": asked.schedule, "ulysses_size": asked.ulysses_size, "head_groups": asked.head_groups}
     config = AttentionConfig(**options, gpus_per_host=per_host, keep_gathered=False)
-    return context._choose(world, shape, transport, config)
+    return choose(context.schedule_request(config, world, shape, transport))
 
 
 def test_a_context_chooses_what_was_left_open() -> None:

@@ -67,10 +67,7 @@ def packed(rank: int, window: int | None) -> None:
     out = sequence_parallel.attention(q, k, v, group, documents=documents, window=window)
     out.backward(dout)
     alone = [x.clone().requires_grad_() for x in whole[:3]]
-    parts = [
-        whole_attention(*(x[:, first:end] for x in alone), window)
-        for first, end in pairwise(BOUNDARIES)
-    ]
+    parts = [whole_attention(*(x[:, first:end] for x in alone), window) for first, end in pairwise(BOUNDARIES)]
     wanted = torch.cat(parts, 1)
     wanted.backward(whole[3])
     real = sequence_parallel.shard(group, torch.ones(1, BOUNDARIES[-1], dtype=torch.bool), documents=documents)[0]

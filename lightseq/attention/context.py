@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightseq.attention.config import AttentionConfig
 from lightseq.comm.select import make_transport
 from lightseq.comm.transport import Transport, base_transport_name
 from lightseq.distributed.environment import cache_compiled_kernels, disable_multicast
@@ -16,13 +17,12 @@ from lightseq.distributed.roll_call import RollCall
 from lightseq.kernels import KernelSpec, Selection, compute_capability, select
 from lightseq.kernels.selection import why_unsupported
 from lightseq.schedule.algorithms import SCHEDULES, check_heads, make_schedule
-from lightseq.schedule.auto import ScheduleChoice, choose_by_counts, choose_by_time, choose_packed, choose_windowed
+from lightseq.schedule.auto import ScheduleChoice
+from lightseq.schedule.choice import ScheduleRequest, choose
 from lightseq.schedule.cost import AttentionShape
 from lightseq.schedule.documents import balance, check_boundaries, packed_schedule, pad_boundaries, padded_length
-from lightseq.schedule.head_slices import with_fewer_head_groups
 from lightseq.schedule.layout import Layout, shard
 from lightseq.schedule.table import Schedule
-from lightseq.schedule.timing import H200_SYMMETRIC, RATES
 
 
 @dataclass
@@ -146,33 +146,6 @@ _CONTEXTS: dict[str, SequenceContext] = {}
 _context_numbers = count()
 
 
-@dataclass(frozen=True)
-class AttentionConfig:
-    """Options of distributed attention. `lightseq train --help` lists schedules, kernels and transports."""
-
-    schedule: str = "auto"
-    kernel: str = "auto"
-    transport: str = "auto"
-    # Ranks in a Ulysses group, which split its heads; divides the ranks (default: set by the schedule).
-    ulysses_size: int | None = None
-    # Groups of heads that a rank computes one after the other (default: chosen by predicted time).
-    head_groups: int | None = None
-    dtype: torch.dtype | None = None  # of q, k and v (default: the parameters'; set it under autocast)
-    device: torch.device | None = None  # of q, k and v (default: the parameters')
-    # Sequence length in tokens for which `schedule="auto"` chooses.
-    length: int = 65536
-    deterministic: bool = False  # bit-identical gradients in every run
-    gpus_per_host: int | None = None  # neighbouring ranks of the group that share a host (default: all)
-    packed: bool = False  # most sequences hold several documents; `auto` is then prefix, which balances them
-    windows: bool = False  # some layers have a window shorter than `length`; `auto` is then prefix
-    softcap: bool = False  # some layers cap their scores softly, which few kernels support
-    # Under ulysses, save gathered q, k and v for the backward pass instead of the rank's own, so that they travel once.
-    # Set it to False if a checkpoint recomputes q, k and v.
-    keep_gathered: bool = True
-    # Layers pass their heads in slices, one after the other (`tile_layers`); a schedule then needs fewer head groups.
-    layers_slice_heads: bool = False
-
-
 def make_context(group: dist.ProcessGroup, shape: AttentionShape, config: AttentionConfig) -> SequenceContext:
     """Makes the context of one sequence-parallel group. Every rank of the group passes the same arguments.
 
@@ -184,25 +157,14 @@ def make_context(group: dist.ProcessGroup, shape: AttentionShape, config: Attent
     assert device is not None and dtype is not None, "the caller sets both"
     if config.schedule not in ("auto", *SCHEDULES):
         raise ValueError(f"schedule {config.schedule!r} is unknown; choose auto or one of {', '.join(SCHEDULES)}")
-    spec = KernelSpec(
-        device.type,
-        compute_capability(device),
-        dtype,
-        shape.head_dim,
-        deterministic=config.deterministic,
-        packed=config.packed,
-        windows=config.windows,
-        softcap=config.softcap,
-    )
+    spec = kernel_spec(config, shape.head_dim, compute_capability(device))
     if device.type == "cuda" and config.transport.startswith(("auto", "symmetric")):
         disable_multicast()
     if config.kernel in ("auto", "fa4") and why_unsupported("fa4", spec) is None:
         cache_compiled_kernels()
     transport = make_transport(config.transport, group, device)
     world = dist.get_world_size(group)
-    chosen = _choose(world, shape, base_transport_name(transport.name), config)
-    if config.layers_slice_heads:
-        chosen = with_fewer_head_groups(chosen, world, shape)
+    chosen = choose(schedule_request(config, world, shape, base_transport_name(transport.name)))
     schedule = make_schedule(chosen.schedule, world, chosen.head_groups or 1, chosen.ulysses_size)
     check_heads(schedule, shape.heads, shape.kv_heads)
     keeps_gathered = config.keep_gathered and schedule.can_keep_gathered
@@ -221,23 +183,34 @@ def make_context(group: dist.ProcessGroup, shape: AttentionShape, config: Attent
     return _CONTEXTS[name]
 
 
-def _choose(world: int, shape: AttentionShape, transport: str, config: AttentionConfig) -> ScheduleChoice:
-    """Chooses the options that the config leaves open: by predicted time on GPUs, by counts on CPU.
+def kernel_spec(config: AttentionConfig, head_dim: int, capability: tuple[int, int]) -> KernelSpec:
+    """Returns what a kernel has to support, on a device of this CUDA compute capability."""
+    assert config.device is not None and config.dtype is not None, "the caller sets both"
+    return KernelSpec(
+        config.device.type,
+        capability,
+        config.dtype,
+        head_dim,
+        deterministic=config.deterministic,
+        packed=config.packed,
+        windows=config.windows,
+        softcap=config.softcap,
+    )
 
-    `transport` is a name without suffixes.
-    """
-    requested = ScheduleChoice(config.schedule, config.ulysses_size, config.head_groups)
-    if config.windows:
-        requested = choose_windowed(requested)
-    if config.packed:
-        requested = choose_packed(world, shape, requested)
-    if transport == "gloo":
-        return choose_by_counts(world, shape, requested) if requested.schedule == "auto" else requested
-    if None not in (requested.head_groups, requested.ulysses_size) and requested.schedule != "auto":
-        return requested
-    rates = RATES.get(transport, H200_SYMMETRIC)
-    per_host, keep = config.gpus_per_host or world, config.keep_gathered
-    return choose_by_time(world, shape, rates, per_host, requested, keep_gathered=keep)
+
+def schedule_request(config: AttentionConfig, world: int, shape: AttentionShape, transport: str) -> ScheduleRequest:
+    """Returns what a schedule is chosen for. `transport` is a name without suffixes."""
+    return ScheduleRequest(
+        world,
+        shape,
+        transport,
+        ScheduleChoice(config.schedule, config.ulysses_size, config.head_groups),
+        gpus_per_host=config.gpus_per_host or world,
+        keep_gathered=config.keep_gathered,
+        packed=config.packed,
+        windows=config.windows,
+        slices_heads=config.layers_slice_heads,
+    )
 
 
 def release(context: SequenceContext) -> None:

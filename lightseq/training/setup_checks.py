@@ -5,6 +5,7 @@ A check raises ValueError with one line, or returns notes to print at the start.
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedConfig
 
+from lightseq.attention.config import AttentionConfig
+from lightseq.attention.context import kernel_spec as attention_kernel_spec
 from lightseq.checkpoint.checkpoints import check_disk, list_checkpoints, saved_bytes, saves_left
 from lightseq.config.lr_schedules import stable_decay_warning
 from lightseq.config.remat_policies import STORE_LINEARS, STORES_MLP
@@ -139,16 +142,12 @@ def kernel_spec(
     config: TrainConfig, model_config: PreTrainedConfig, device_type: str, capability: tuple[int, int]
 ) -> KernelSpec:
     """Returns what a run's attention kernel has to support, on a device of this type and CUDA compute capability."""
-    return KernelSpec(
-        device_type,
-        capability,
-        getattr(torch, config.compute_dtype),
-        heads_of(model_config).dim,
-        deterministic=config.deterministic,
-        packed=config.packing != "none",
+    options = replace(
+        AttentionConfig.from_flags(config, torch.device(device_type)),
         windows=inspect_architecture(model_config).has_windows(config.model_max_length),
         softcap=caps_scores(model_config),
     )
+    return attention_kernel_spec(options, heads_of(model_config).dim, capability)
 
 
 def flag_warnings(config: TrainConfig, sequence_size: int) -> list[str]:

@@ -22,12 +22,13 @@ from lightseq.models.adapters import count_adapter_parameters, lora_from_config
 from lightseq.models.architecture import Architecture, inspect_architecture
 from lightseq.models.layers import Layer
 from lightseq.schedule.algorithms import schedule_without_steps
-from lightseq.schedule.auto import ScheduleChoice, choose_by_time, choose_packed, choose_windowed
+from lightseq.schedule.auto import ScheduleChoice
+from lightseq.schedule.choice import ScheduleRequest, choose
 from lightseq.schedule.cost import AttentionShape
 from lightseq.schedule.documents import local_tokens
-from lightseq.schedule.head_slices import count_head_slices, with_fewer_head_groups
+from lightseq.schedule.head_slices import count_head_slices
 from lightseq.schedule.table import Schedule
-from lightseq.schedule.timing import FLOAT32_BYTES, RATES
+from lightseq.schedule.timing import FLOAT32_BYTES
 from lightseq.utils.formatting import divisors
 
 
@@ -149,16 +150,19 @@ class PlannedRun:
     @cached_property
     def choice(self) -> ScheduleChoice:
         """Returns the schedule that training would choose, for one sequence and by the same rates."""
-        heads, requested = self.architecture.heads, ScheduleChoice(self.config.schedule, self.config.ulysses_size)
-        one = AttentionShape(self.config.model_max_length, heads.query, heads.key_value, heads.dim)
-        if self.architecture.has_windows(self.config.model_max_length):
-            requested = choose_windowed(requested)
-        if self.config.packing != "none":
-            requested = choose_packed(self.sequence_ranks, one, requested)
-        rates, per_host = RATES[self.transport], self.hardware.gpus_per_host
-        keep = may_keep_gathered(self.config.remat_policy)
-        found = choose_by_time(self.sequence_ranks, one, rates, per_host, requested, keep_gathered=keep)
-        return with_fewer_head_groups(found, self.sequence_ranks, one) if self.config.slices_heads else found
+        heads, length = self.architecture.heads, self.config.model_max_length
+        request = ScheduleRequest(
+            self.sequence_ranks,
+            AttentionShape(length, heads.query, heads.key_value, heads.dim),
+            self.transport,
+            ScheduleChoice(self.config.schedule, self.config.ulysses_size),
+            gpus_per_host=self.hardware.gpus_per_host,
+            keep_gathered=may_keep_gathered(self.config.remat_policy),
+            packed=self.config.packing != "none",
+            windows=self.architecture.has_windows(length),
+            slices_heads=self.config.slices_heads,
+        )
+        return choose(request)
 
     @cached_property
     def schedule(self) -> Schedule:

@@ -1,0 +1,55 @@
+"""Options of distributed attention."""
+
+from dataclasses import dataclass
+
+import torch
+
+from lightseq.config.remat_policies import may_keep_gathered
+from lightseq.config.train_config import TrainConfig
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """Options of distributed attention. `lightseq train --help` lists schedules, kernels and transports."""
+
+    schedule: str = "auto"
+    kernel: str = "auto"
+    transport: str = "auto"
+    # Ranks in a Ulysses group, which split its heads; divides the ranks (default: set by the schedule).
+    ulysses_size: int | None = None
+    # Groups of heads that a rank computes one after the other (default: chosen by predicted time).
+    head_groups: int | None = None
+    dtype: torch.dtype | None = None  # of q, k and v (default: the parameters'; set it under autocast)
+    device: torch.device | None = None  # of q, k and v (default: the parameters')
+    # Sequence length in tokens for which `schedule="auto"` chooses.
+    length: int = 65536
+    deterministic: bool = False  # bit-identical gradients in every run
+    gpus_per_host: int | None = None  # neighbouring ranks of the group that share a host (default: all)
+    packed: bool = False  # most sequences hold several documents; `auto` is then prefix, which balances them
+    windows: bool = False  # some layers have a window shorter than `length`; `auto` is then prefix
+    softcap: bool = False  # some layers cap their scores softly, which few kernels support
+    # Under ulysses, save gathered q, k and v for the backward pass instead of the rank's own, so that they travel once.
+    # Set it to False if a checkpoint recomputes q, k and v.
+    keep_gathered: bool = True
+    # Layers pass their heads in slices, one after the other (`tile_layers`); a schedule then needs fewer head groups.
+    layers_slice_heads: bool = False
+
+    @classmethod
+    def from_flags(
+        cls, flags: TrainConfig, device: torch.device, gpus_per_host: int | None = None
+    ) -> "AttentionConfig":
+        """Returns the options that the flags of a run ask for, apart from what the model's layers need."""
+        return cls(
+            schedule=flags.schedule,
+            kernel=flags.kernel_name,
+            transport=flags.transport,
+            ulysses_size=flags.ulysses_size,
+            dtype=getattr(torch, flags.compute_dtype),
+            device=device,
+            length=flags.model_max_length,
+            deterministic=flags.deterministic,
+            gpus_per_host=gpus_per_host,
+            packed=flags.packing != "none",
+            keep_gathered=may_keep_gathered(flags.remat_policy),
+            layers_slice_heads=flags.slices_heads,
+        )
