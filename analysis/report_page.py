@@ -34,7 +34,7 @@ from .drawing import (
 )
 from .evaluate import Evaluation, needle_figure, needle_rows, perplexity_figure, position_rows
 from .records import Record, read_lines
-from .report import BENCHMARKS, CHECK_KEYS, Found
+from .results import BENCHMARKS, CHECK_KEYS, Found
 from .run_settings import setting_text
 from .runs import Run, column, describe, section, smooth
 

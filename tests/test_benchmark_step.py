@@ -382,9 +382,9 @@ def test_gemma_is_trained_by_lightseq_train_and_cut_with_its_windows(tmp_path: P
     assert " -m lightseq train --model_name_or_path " in " ".join(trials(setting)[0].command)
     _, config = model_of("gemma3-4b")
     found = inspect_architecture(config)
-    assert (found.name, found.layers, found.heads.dim) == ("Gemma3ForCausalLM", 34, 256)
+    assert (found.name, len(found.layers), found.heads.dim) == ("Gemma3ForCausalLM", 34, 256)
     assert found.total == 3_880_263_168  # google/gemma-3-4b-pt without its vision tower
-    assert [layer for layer, window in enumerate(found.windows) if window is None] == [5, 11, 17, 23, 29]
+    assert [layer for layer, mixer in enumerate(found.mixers) if mixer.window is None] == [5, 11, 17, 23, 29]
 
 
 def test_peers_share_a_row_and_run_cudnn_only_where_these_take_the_model(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from worlds import spawn
 
 from lightseq.checkpoint.checkpoints import read_trainer_state
 from lightseq.config.train_config import TrainConfig
-from lightseq.distributed import mesh
+from lightseq.distributed import host_memory
 from lightseq.distributed.host_memory import MemoryBytes
 from lightseq.memory import offload
 from lightseq.memory.planner import deepspeed_memory
@@ -121,7 +121,7 @@ def holding_on_the_host(rank: int, files: Path, runs: list[str]) -> list[tuple[f
             engines.append(self)
 
     build.DeepSpeedEngine = Kept  # type: ignore[misc]
-    mesh.host_memory = lambda: MemoryBytes(HOST_BYTES, HOST_BYTES)  # type: ignore[assignment]
+    host_memory.host_memory = lambda: MemoryBytes(HOST_BYTES, HOST_BYTES)  # type: ignore[assignment]
     deepspeed_memory.pinned_by_torch = lambda size: size  # type: ignore[assignment]  # as where nothing is pinned
     found = []
     for name in runs:
@@ -131,7 +131,9 @@ def holding_on_the_host(rank: int, files: Path, runs: list[str]) -> list[tuple[f
         limit = json.loads((files / name / "run.json").read_text())["host_memory_bytes"]
         optimizer = engines[-1].optimizer
         held = [getattr(optimizer, buffers, None) for buffers in HOST_BUFFERS]
-        found.append((HOST_BYTES / 2 - limit / mesh.FREE_SHARE, storage([*held, dict(optimizer.optimizer.state)])))
+        found.append(
+            (HOST_BYTES / 2 - limit / host_memory.FREE_SHARE, storage([*held, dict(optimizer.optimizer.state)]))
+        )
     return found
 
 

@@ -22,7 +22,7 @@ from torch.distributed.run import get_args_parser
 
 from lightseq.config.checks import CHOICES
 from lightseq.config.command_line import parse
-from lightseq.tools.evaluate import command as evaluate
+from lightseq.tools.evaluate import options as evaluate
 from lightseq.tools.plan import command as plan
 
 ROOT = Path(__file__).resolve().parent.parent

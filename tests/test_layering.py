@@ -227,7 +227,7 @@ def test_llama2_and_llama3_share_no_line_of_code() -> None:
 
 
 def test_imports_are_seen_wherever_they_stand() -> None:
-    source = "import torch.distributed as dist\ndef f():\n    from .mesh import World\n    from lightseq import data\n"
+    source = "import torch.distributed as dist\ndef f():\n    from .world import World\n    from lightseq import data\n"
     module = Module("lightseq.distributed.watchdog", source)
     assert imports(module) == {"torch.distributed", "lightseq.distributed.world.World", "lightseq.data"}
     assert packages(module) == {"torch", "lightseq.data"}

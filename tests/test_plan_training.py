@@ -111,7 +111,7 @@ def _train(rank: int, commands: list[str], device: str = "cpu") -> None:
 def _tight(model: LlamaConfig) -> str:
     """Budgets that hold what four layers keep less than all of it, and on the host what three layers keep."""
     run = planned_run(model, f"--model_max_length {LENGTH} {ADAPTERS}", 2)
-    layer = saved_by_layer(run, KEEP)
+    layer = saved_by_layer(run, run.layers[0], KEEP)
     device, host = (plan_as_given(run).parts.total - 3.9 * layer) / GIB, 3.05 * layer / GIB
     return f"--offload auto --device_memory_budget {device:.12f} --host_memory_budget {host:.12f}"
 
@@ -242,7 +242,7 @@ def test_layers_hand_over_what_weights_will_leave_of_the_host(monkeypatch: pytes
     model = LlamaConfig(num_hidden_layers=2, tie_word_embeddings=False)
     monkeypatch.setattr("lightseq.distributed.host_memory.host_memory", lambda: MemoryBytes(80 * GIB, 64 * GIB))
     run = planned_run(model, "--offload both", 4)
-    states = host_bytes(run, placement_of(run)) - PROCESS_BYTES - saved_by_layer(run, OFFLOAD)
+    states = host_bytes(run, placement_of(run)) - PROCESS_BYTES - saved_by_layer(run, run.layers[0], OFFLOAD)
     assert states > 16 * total_parameters(model) / 4  # weights, gradients and two snapshots
     assert bytes_of("--offload activations") == pytest.approx(FREE_SHARE * 16 * GIB)
     assert bytes_of("--offload both") == pytest.approx(FREE_SHARE * (16 * GIB - states))

@@ -26,7 +26,7 @@ NOT_COMPARED: Final = ("hidden_states", "attention_mask")  # among layers; atten
 
 @dataclass
 class LayerRun:
-    """What one layer did in a forward pass on the meta device."""
+    """Record of one layer in a forward pass on the meta device."""
 
     mixers: list[Attention] = field(default_factory=list)
     linears: list[nn.Linear] = field(default_factory=list)  # in the order in which they ran

@@ -17,7 +17,7 @@ from lightseq.schedule.timing import H200_SYMMETRIC, RATES
 
 @dataclass(frozen=True)
 class ScheduleRequest:
-    """What a schedule is chosen for. `requested` holds the options that are given."""
+    """Conditions for which a schedule is chosen. `requested` holds the options that are given."""
 
     world: int
     shape: AttentionShape
