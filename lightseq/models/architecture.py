@@ -9,7 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Final, cast
 
 import numpy as np
@@ -20,8 +20,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from lightseq.kernels.logit_transform import LogitTransform
 from lightseq.models.heads import Heads, heads_of
-from lightseq.models.layers import Attention, Layer
-from lightseq.models.meta_run import TOKENS, LayerRun, find_logit_transform, linears_of, run_on_meta
+from lightseq.models.layers import Attention, Layer, distinct
+from lightseq.models.meta_run import TOKENS, LayerRun, MetaRun, find_logit_transform, linears_of, run_on_meta
 from lightseq.models.weights import build_on_meta, constructed_buffers
 from lightseq.modules.identity import hook_of, is_known_code, linear_change
 from lightseq.modules.mlp import is_gated
@@ -48,17 +48,17 @@ class Architecture:
     head: int  # weights of the LM head, tied or not
     outside_linears: tuple[str, ...]  # weights of layers that no linear has, such as those of experts
 
-    @property
-    def mixers(self) -> list[Attention]:
+    @cached_property
+    def mixers(self) -> tuple[Attention, ...]:
         """Returns the mixers of all layers."""
-        return [mixer for layer in self.layers for mixer in layer.mixers]
+        return tuple(mixer for layer in self.layers for mixer in layer.mixers)
 
-    @property
+    @cached_property
     def linears(self) -> int:
         """Returns the weights of the linears in all layers."""
         return sum(layer.linears for layer in self.layers)
 
-    @property
+    @cached_property
     def heads(self) -> Heads:
         """Returns the heads of every layer. Raises ValueError if layers differ."""
         if len(kinds := {mixer.heads for mixer in self.mixers}) != 1:
@@ -69,7 +69,8 @@ class Architecture:
 
     def has_windows(self, length: int) -> bool:
         """Returns whether some layer does not see a whole sequence of this length."""
-        return any(mixer.window is not None and mixer.window < length for mixer in self.mixers)
+        windows = [mixer.window for layer in distinct(self.layers) for mixer in layer.mixers]
+        return any(window is not None and window < length for window in windows)
 
     def attention_area(self, sizes: ArrayLike) -> float:
         """Returns twice the visible (query, key) pairs in documents of these sizes, the mean over all mixers.
@@ -77,10 +78,13 @@ class Architecture:
         A mixer's weight in the mean is the FLOPs of one of its pairs. Without windows the area is the sum of the
         squared sizes.
         """
+        return sum(share * mixer.area(sizes) for mixer, share in self._shares_of_mixers.items())
+
+    @cached_property
+    def _shares_of_mixers(self) -> dict[Attention, float]:
         kinds = Counter(self.mixers)
         whole = sum(count * mixer.pair_flops for mixer, count in kinds.items())
-        shares = {mixer: count * mixer.pair_flops / whole for mixer, count in kinds.items()}
-        return sum(share * mixer.area(sizes) for mixer, share in shares.items())
+        return {mixer: count * mixer.pair_flops / whole for mixer, count in kinds.items()}
 
     def attention_share(self, length: int) -> float:
         """Returns the FLOPs of attention to one sequence over those of full causal attention in all layers."""
@@ -306,7 +310,7 @@ def _inspect(kind: Any, text: str) -> Architecture:
     known = {id(linear.weight) for linear in linears_of(layers)}
     return Architecture(
         name=name,
-        layers=tuple(_layer(layer, did, config.hidden_size) for layer, did in zip(layers, ran.layers, strict=True)),
+        layers=_facts(layers, ran, config.hidden_size),
         layers_share_inputs=ran.layers_share_inputs,
         layers_share_keys=ran.layers_share_keys,
         passes_documents=ran.passes_documents,
@@ -316,6 +320,13 @@ def _inspect(kind: Any, text: str) -> Architecture:
         head=head.weight.numel(),
         outside_linears=tuple(n for n, p in layers.named_parameters() if p.ndim > 1 and id(p) not in known),
     )
+
+
+def _facts(layers: nn.ModuleList, ran: MetaRun, hidden: int) -> tuple[Layer, ...]:
+    """Returns the facts about each layer that ran on the meta device; equal ones are one object."""
+    known: dict[Layer, Layer] = {}
+    found = [_layer(layer, did, hidden) for layer, did in zip(layers, ran.layers, strict=True)]
+    return tuple(known.setdefault(facts, facts) for facts in found)
 
 
 def _layer(layer: nn.Module, did: LayerRun, hidden: int) -> Layer:

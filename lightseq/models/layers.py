@@ -73,6 +73,11 @@ class Layer:
         return self.hidden * sum(mixer.width + 2 * mixer.key_value_width for mixer in self.mixers)
 
 
+def distinct(layers: Iterable[Layer]) -> list[Layer]:
+    """Returns one of each kind of layers, in order of first appearance. Equal layers of a model are one object."""
+    return list({id(layer): layer for layer in layers}.values())
+
+
 def names_of_kinds(layers: Iterable[Layer]) -> list[str]:
     """Returns the classes of layers, each once, in order of first appearance."""
-    return list(dict.fromkeys(layer.kind for layer in layers))
+    return list(dict.fromkeys(layer.kind for layer in distinct(layers)))

@@ -36,7 +36,7 @@ from lightseq.models.architecture import (
     rope_types,
 )
 from lightseq.models.heads import heads_of
-from lightseq.models.layers import names_of_kinds
+from lightseq.models.layers import distinct, names_of_kinds
 from lightseq.modules.tiled import check_layer_class
 from lightseq.schedule.algorithms import SCHEDULES
 from lightseq.schedule.auto import ScheduleChoice, choose_windowed
@@ -89,7 +89,7 @@ def check_layers(config: TrainConfig, architecture: Architecture) -> None:
         )
     if architecture.has_windows(config.model_max_length):
         choose_windowed(ScheduleChoice(config.schedule))
-    for layer in dict.fromkeys(architecture.layers):
+    for layer in distinct(architecture.layers):
         if len(layer.mixers) != 1:
             raise ValueError(
                 f"{architecture.name} has a layer ({layer.kind}) with {len(layer.mixers)} calls of attention, not one; "

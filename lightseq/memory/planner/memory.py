@@ -30,7 +30,7 @@ from lightseq.memory.planner.rates import (
 )
 from lightseq.memory.planner.run import PlannedRun
 from lightseq.models.heads import Heads
-from lightseq.models.layers import Attention, Layer
+from lightseq.models.layers import Attention, Layer, distinct
 from lightseq.modules.mlp import TILE_TOKENS
 from lightseq.schedule.timing import FLOAT32_BYTES
 
@@ -55,11 +55,11 @@ def snapshots(run: PlannedRun, placement: Placement) -> Iterator[Snapshot]:
     saved = _Saved(run, placement)
     yield _loss(run, saved)
     last, groups = run.groups - 1, set(range(run.groups))
-    if max(saved.lifetimes) <= IN_FLIGHT and len(set(run.layers)) == 1:  # no layer stays between offloaded ones
+    if max(saved.lifetimes) <= IN_FLIGHT and len(distinct(run.layers)) == 1:  # no layer stays between offloaded ones
         # Memory changes linearly from the second to the second-to-last group.
         groups &= {0, 1, last // 2, last - 1, last}
     for group in sorted(groups):
-        for layer in dict.fromkeys(run.layers_of(group)):
+        for layer in distinct(run.layers_of(group)):
             for name in backward_points(run):
                 yield _backward(run, saved, group, layer, name)
     yield _end_of_backward(run)
@@ -101,10 +101,10 @@ class _Saved:
     def __init__(self, run: PlannedRun, placement: Placement) -> None:
         self.placement, self.actions = placement, placement.layers[:: run.group_size]
         self.lifetimes = lifetimes_of(run, placement)
-        known: dict[tuple[Layer, str], float] = {}
+        known: dict[tuple[int, str], float] = {}
         self.sizes = []
-        for group, action in enumerate(self.actions):
-            key = run.layers_of(group)[0], action
+        for group, (first, action) in enumerate(zip(run.layers[:: run.group_size], self.actions, strict=True)):
+            key = id(first), action
             if key not in known:
                 known[key] = saved_by_group(run, group, action)
             self.sizes.append(known[key])
@@ -180,8 +180,9 @@ def _snapshot(
     state, on_gpu = _state_bytes(run), 1 - run.host_share
     all_gradients = state.gradients * on_gpu
     accumulates = run.config.gradient_accumulation_steps > 1
-    buffers = max(attention_of(run, layer).buffers for layer in dict.fromkeys(run.layers)) * run.tokens
-    rope = 2 * max(mixer.heads.dim for mixer in run.architecture.mixers) * run.itemsize
+    buffers = max(attention_of(run, layer).buffers for layer in distinct(run.layers)) * run.tokens
+    dims = [mixer.heads.dim for layer in distinct(run.layers) for mixer in layer.mixers]
+    rope = 2 * max(dims) * run.itemsize
     working += (rope + TOKEN_BYTES) * run.tokens + (buffers if run.transport != "symmetric" else 0.0)
     parts = Breakdown(
         parameters=int(state.parameters * on_gpu),
@@ -245,6 +246,12 @@ def _tiled_mlp_bytes(run: PlannedRun, layer: Layer) -> float:
 
 def attention_of(run: PlannedRun, layer: Layer) -> AttentionMemory:
     """Returns the memory of a layer's attention, over one slice of heads: of the mixer that needs most."""
+    if id(layer) not in run.attention_memories:
+        run.attention_memories[id(layer)] = _count_attention(run, layer)
+    return run.attention_memories[id(layer)]
+
+
+def _count_attention(run: PlannedRun, layer: Layer) -> AttentionMemory:
     found = [_memory_of_mixer(run, mixer) for mixer in layer.mixers]
     return AttentionMemory(
         max((memory.buffers for memory in found), default=0.0), max((memory.backward for memory in found), default=0.0)

@@ -43,7 +43,7 @@ from lightseq.memory.planner.step_time import (
     step_seconds,
 )
 from lightseq.models.flops import mfu, model_flops
-from lightseq.models.layers import Layer
+from lightseq.models.layers import Layer, distinct
 
 PLANNED_FLAGS: Final = ("torch_compile", "remat", "layers_per_checkpoint", "tile_layers", "offload")
 PROHIBITIVE_SECONDS = 1e6  # per layer; more than any step takes
@@ -223,8 +223,8 @@ def layer_costs(run: PlannedRun) -> list[dict[str, LayerCost]]:
     # Under other policies more than attention is recomputed, and its time is not known. `place` then recomputes only if
     # nothing else fits, and the search for a plan (choice.py) drops such a placement.
     again = attention_seconds(run)[0] if run.config.remat_policy == "attention" else PROHIBITIVE_SECONDS
-    known = {layer: _costs_of(run, layer, again) for layer in dict.fromkeys(run.layers)}
-    return [known[layer] for layer in run.layers]
+    known = {id(layer): _costs_of(run, layer, again) for layer in distinct(run.layers)}
+    return [known[id(layer)] for layer in run.layers]
 
 
 def _costs_of(run: PlannedRun, layer: Layer, again: float) -> dict[str, LayerCost]:

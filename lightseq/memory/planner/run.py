@@ -16,6 +16,7 @@ from lightseq.config.remat_policies import may_keep_gathered
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.host_memory import host_memory
 from lightseq.distributed.world import World
+from lightseq.memory.planner.attention_memory import AttentionMemory
 from lightseq.memory.planner.packed_documents import PackedDocuments
 from lightseq.memory.planner.rates import CHIPS, DEFAULT_CORES, Chip, chip_of_device
 from lightseq.models.adapters import count_adapter_parameters, lora_from_config
@@ -197,6 +198,11 @@ class PlannedRun:
     @property
     def layers(self) -> tuple[Layer, ...]:
         return self.architecture.layers
+
+    @cached_property
+    def attention_memories(self) -> dict[int, AttentionMemory]:
+        """Returns the memory of attention by layer, as far as it was counted."""
+        return {}
 
     @cached_property
     def parameters_before(self) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from lightseq.memory.planner.memory import lifetimes_of, saved_by_group
 from lightseq.memory.planner.placement import OFFLOADED, RECOMPUTED, Placement
 from lightseq.memory.planner.run import PlannedRun
 from lightseq.models.flops import recompute_flops
-from lightseq.models.layers import Layer
+from lightseq.models.layers import Layer, distinct
 from lightseq.modules.mlp import TILE_TOKENS
 from lightseq.schedule.auto import estimate_choice
 from lightseq.schedule.cost import BACKWARD_FLOPS
@@ -105,8 +105,9 @@ def matrix_seconds(run: PlannedRun) -> float:
 
 def _elementwise_bytes(run: PlannedRun) -> Iterator[float]:
     """Yields the bytes that elementwise kernels move per token in each layer, forward and backward."""
-    for layer, count in Counter(run.layers).items():
-        yield count * _elementwise_bytes_of(run, layer)
+    counts = Counter(map(id, run.layers))
+    for layer in distinct(run.layers):
+        yield counts[id(layer)] * _elementwise_bytes_of(run, layer)
 
 
 def _elementwise_bytes_of(run: PlannedRun, layer: Layer) -> float:
