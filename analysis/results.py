@@ -14,20 +14,12 @@ from .records import Record, json_object, read_lines
 from .runs import Run, read_run
 
 LINE_LIMIT, FIRST_LINES = 2**20, 8  # characters and lines read to tell kinds of files apart
-
-
 SKIPPED = re.compile(r"^(\..*|checkpoint-\d+.*|__pycache__)$")
-
-
 CHECK_KEYS = ("check", "status", "detail")
-
-
 PLAN_KEYS = (
     *("command", "config", "hardware", "fits", "peak_bytes", "usable_gpu_bytes", "host_bytes", "step_seconds"),
     *("tokens_per_second", "mfu", "longest_length", "schedule", "to_fit", "faster", "notes"),
 )
-
-
 BENCHMARKS: tuple[Benchmark[Any], ...] = (attention.BENCHMARK, step.BENCHMARK, largest.BENCHMARK, needle.BENCHMARK)
 
 

@@ -7,11 +7,12 @@ out = sequence_parallel.attention(q, k, v, group)            # in every layer, o
 
 Everything but attention runs on a rank's own tokens. Shift labels on the whole sequence, before it is split. Divide the
 sum of losses by the targets of the whole sequence, and sum losses and gradients over the ranks of the group:
-examples/plain_torch.py is a whole training loop.
+examples/plain_torch.py is a whole training loop. To pack documents into one sequence, pass what `pack(group,
+boundaries)` returns to `shard`, `positions` and `attention`.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from dataclasses import fields
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -20,12 +21,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightseq.attention import operator
 from lightseq.attention.config import AttentionConfig
-from lightseq.attention.context import Documents, SequenceContext, make_context, release
-from lightseq.attention.context import pack as pack_documents
+from lightseq.attention.context import Documents, SequenceContext, make_context, pack, release
 from lightseq.data.shard_batch import local_positions, packed_positions
 from lightseq.schedule.cost import AttentionShape
 from lightseq.schedule.layout import shard as shard_tensor
+from lightseq.utils.formatting import check_names
 
+OPTIONS: Final = tuple(f.name for f in fields(AttentionConfig) if f.name not in ("dtype", "device", "length"))
 __all__ = ["attention", "make_group", "pack", "positions", "release", "shard"]
 
 
@@ -51,6 +53,7 @@ def make_group(
     """
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
+    check_names("make_group", options, OPTIONS)
     config = AttentionConfig(dtype=dtype, device=torch.device(device), length=length, **options)
     shape = AttentionShape(length, heads, kv_heads or heads, head_dim, element_bytes=dtype.itemsize)
     return make_context(process_group(ranks), shape, config)
@@ -86,15 +89,6 @@ def positions(
     if documents is not None:
         return packed_positions(group, documents).to(device)
     return local_positions(group, length, torch.device(device))
-
-
-def pack(group: SequenceContext, boundaries: Sequence[int], length: int | None = None) -> Documents:
-    """Packs documents into one sequence of `length` tokens (default: the end of the last document).
-
-    `boundaries` are the first token of each document and the end of the last. Pass the result to `shard`, `positions`
-    and `attention`; documents then do not attend to each other. Raises ValueError if boundaries do not rise from 0.
-    """
-    return pack_documents(group, boundaries, length)
 
 
 def attention(

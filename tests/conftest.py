@@ -27,7 +27,8 @@ LONGEST = (
     "buckets", "benchmark_attention", "weights", "token_cache", "documents", "quiet",
 )  # fmt: skip
 
-# Tests, and cases of tests, that only `make test-all` runs, beside those marked slow: others check nearly the same.
+# Tests, and cases of tests, that take longest. Only `make test-all` runs them, beside those marked slow. Most differ
+# little from a case that stays; those of rendezvous, saving and quiet are the only ones of their kind.
 SLOW = (
     "faults::test_a_run_that_loses_a_rank_resumes_to_the_result_of_one_that_does_not[1]",
     "refusals::test_the_launcher_shows_the_line_of_its_workers_once[1]",

@@ -9,6 +9,7 @@ import pytest
 from byte_level import CHATML, byte_level, open_path, published, read_path, read_rows, write_rows
 
 USER, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}
+USER_SAYS = {"from": "human", "value": "hi"}  # as ShareGPT writes it
 AGAIN, WELL = {"role": "user", "content": "and?"}, {"role": "assistant", "content": "well"}
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
 CALL = {"function": {"name": "weather", "arguments": {"city": "Paris", "days": 2}}, "type": "function"}
@@ -213,6 +214,11 @@ def test_a_null_in_json_text_stays_and_one_that_arrow_fills_in_goes(tmp_path: Pa
         return found.text
 
     assert '{"x": null}' in calls('{"x": null}') and '{"y": 1}' in calls({"x": None, "y": 1})
+    call = '{"name": "f", "arguments": {"x": null}}'
+    (found,) = read_rows(
+        tmp_path, byte_level(), {"conversations": [USER_SAYS, {"from": "function_call", "value": call}]}
+    )
+    assert '{"x": null}' in found.text
     row = {"messages": [USER, ANSWER], "tools": '[{"name": "f", "default": null}]'}
     assert '"default": null' in read_rows(tmp_path, byte_level(), row)[0].text
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from programs import Ended, program
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaForCausalLM, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaForCausalLM, LlamaModel, PreTrainedConfig
 from worlds import spawn
 
 from lightseq.config.remat_policies import STORES_MLP
@@ -28,6 +28,7 @@ from lightseq.training.metrics import read_records
 from lightseq.training.setup_checks import check_layers
 
 LENGTH, VOCABULARY, STEPS = 43, 64, 3
+STANDS_IN = {"position_embeddings": (torch.zeros(1, 4, 8, device="meta", dtype=torch.bfloat16),) * 2}
 TINY: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "pad_token_id": 0,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.1,
@@ -242,6 +243,18 @@ def test_groups_of_layers_are_refused_and_not_planned_where_layers_have_their_ow
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
 def test_a_layer_that_ends_with_its_mlp_may_keep_gate_and_up(model_type: str) -> None:
     assert all(layer.can_store_mlp for layer in inspect_architecture(config_of(model_type)).layers)
+
+
+def test_a_layer_that_is_called_twice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = LlamaModel.forward
+
+    def twice(model: LlamaModel, *args: Any, **kwargs: Any) -> Any:
+        model.layers[0](torch.zeros(1, 4, 32, device="meta", dtype=torch.bfloat16), **STANDS_IN)
+        return forward(model, *args, **kwargs)
+
+    monkeypatch.setattr(LlamaModel, "forward", twice)
+    with pytest.raises(ValueError, match="has 2 layers and calls 3; use a model that calls each once"):
+        inspect_architecture(config_of("llama", calls_twice=True))
 
 
 @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])

@@ -269,7 +269,7 @@ def behind_torch(model: Any, scale: float) -> None:
     [
         (lambda model: vars(model).update(logit_scale=torch.tensor(0.5)), in_place),
         (lambda model: with_buffer(model), behind_torch),
-        (lambda model: None, lambda model, scale: setattr(model, "logit_scale", np.float64(scale))),
+        (lambda model: None, lambda model, scale: setattr(model, "logit_scale", np.float32(scale))),
     ],
 )
 def test_a_number_that_changes_without_a_trace_changes_the_next_loss(

@@ -92,7 +92,7 @@ def test_it_loads_without_transformers() -> None:
 
 
 def test_wrong_requests_are_one_line(alone: None) -> None:
-    with pytest.raises(TypeError, match="shedule"):
+    with pytest.raises(TypeError, match="no option shedule; did you mean schedule"):
         sequence_parallel.make_group(heads=4, head_dim=8, length=64, shedule="prefix")
     with pytest.raises(ValueError, match="schedule 'no' is unknown; choose auto or one of"):
         sequence_parallel.make_group(heads=4, head_dim=8, length=64, dtype=torch.float32, schedule="no")

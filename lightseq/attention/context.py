@@ -201,10 +201,10 @@ def kernel_spec(config: AttentionConfig, head_dim: int, capability: tuple[int, i
 def schedule_request(config: AttentionConfig, world: int, shape: AttentionShape, transport: str) -> ScheduleRequest:
     """Returns what a schedule is chosen for. `transport` is a name without suffixes."""
     return ScheduleRequest(
-        world,
-        shape,
-        transport,
-        ScheduleChoice(config.schedule, config.ulysses_size, config.head_groups),
+        world=world,
+        shape=shape,
+        transport=transport,
+        requested=ScheduleChoice(config.schedule, config.ulysses_size, config.head_groups),
         gpus_per_host=config.gpus_per_host or world,
         keep_gathered=config.keep_gathered,
         packed=config.packed,

@@ -134,8 +134,8 @@ class _Renderer:
         where the text differs from one with another answer.
         """
         question, answers = {"role": "user", "content": "?"}, [{"role": "assistant", "content": x} for x in "AB"]
-        as_parts = isinstance(self.turns[0].get("content"), list)
-        asked, *others = ([with_parts([turn])[0] if as_parts else turn] for turn in (question, *answers))
+        form = with_parts if isinstance(self.turns[0].get("content"), list) else list
+        asked, *others = (form([turn]) for turn in (question, *answers))
         with suppress(_NotWritten):
             prompt = self._write(asked, True).removeprefix(self._write(asked, False))
             if prompt.strip() and prompt in text:

@@ -95,18 +95,20 @@ def _function_schema(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _json_column(row: Row, name: str, kind: type, where: str) -> Any:
-    """Returns a list or an object of a column, which may also be its JSON text, without nulls; None if it is blank."""
-    value: Any = row.get(name)
-    is_text = isinstance(value, str)
-    if is_text and value.strip():
-        value = parse_json(value, default=value)
+    """Returns a list or an object of a column, which may also be its JSON text; None if it is blank."""
+    value = _value_of(row.get(name))
     if is_blank(value) or (isinstance(value, str) and not value.strip()):
         return None
     items = value if isinstance(value, list) else [value]
     if not isinstance(value, kind) or not all(isinstance(item, dict) for item in items):
         wanted = "a list of objects" if kind is list else "an object"
         raise ValueError(f"{where}: {name!r} is {row[name]!r:.60}, not {wanted} or its JSON text; correct it")
-    return value if is_text else drop_nulls(value)  # a null in JSON text stands for itself
+    return value
+
+
+def _value_of(value: Any) -> Any:
+    """Returns the value of a JSON text, whose nulls stand for themselves, or another value without Arrow's nulls."""
+    return parse_json(value, default=value) if isinstance(value, str) else drop_nulls(value)
 
 
 def parse_json(text: str, default: Any = None) -> Any:
@@ -232,13 +234,10 @@ def _read_part(part: Mapping[str, Any], where: str) -> str:
 
 def _tool_calls(turn: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     """Returns the calls of a turn, with arguments as objects where they are JSON."""
-    calls = turn.get("tool_calls")
-    if isinstance(calls, str) and calls.strip():
-        calls = parse_json(calls, default=calls)
-    calls = drop_nulls(calls or [])
+    calls = _value_of(turn.get("tool_calls") or [])
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise ValueError(f"{where} has tool_calls {calls!r:.60}, not a list of calls; correct it")
-    legacy = drop_nulls(turn.get("function_call"))
+    legacy = turn.get("function_call")
     return [_parse_arguments(call) for call in calls] + (_calls_in_text(legacy, where) if legacy else [])
 
 
@@ -254,11 +253,11 @@ def _parse_arguments(call: dict[str, Any]) -> dict[str, Any]:
 
 def _calls_in_text(content: Any, where: str) -> list[dict[str, Any]]:
     """Returns calls written as one JSON object or a list of them, each with name and arguments."""
-    value = parse_json(content) if isinstance(content, str) else content
+    value = _value_of(content)
     calls = value if isinstance(value, list) else [value]
     if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
         raise ValueError(f"{where} is a function call, but {content!r:.60} is not JSON with name and arguments")
-    return [_parse_arguments({"type": "function", "function": {"arguments": {}, **drop_nulls(call)}}) for call in calls]
+    return [_parse_arguments({"type": "function", "function": {"arguments": {}, **call}}) for call in calls]
 
 
 def _check_keys(turn: Turn, names: TemplateNames, template: str, where: str) -> None:

@@ -160,9 +160,8 @@ class PretrainedTokenizer:
     @property
     def _settings(self) -> tuple[Any, ...]:
         """Settings that are not in the tokenizer's own file: a chat template may read the special tokens by name."""
-        return bool(getattr(self.backend, "split_special_tokens", False)), sorted(
-            self.backend.special_tokens_map.items()
-        )
+        splits = bool(getattr(self.backend, "split_special_tokens", False))
+        return splits, sorted(self.backend.special_tokens_map.items())
 
     @property
     def vocabulary_fingerprint(self) -> str:

@@ -38,8 +38,8 @@ def find_averaging(model: nn.Module) -> Averaging | None:
     """
     ddp = DistributedDataParallel._get_active_ddp_module()
     for name, module in model.named_modules():
-        kinds = {"DDP": isinstance(module, DistributedDataParallel), "replicate": "replicate" in _contracts(module)}
-        if wrapper := next((kind for kind, wraps in kinds.items() if wraps), None):
+        wrapper = "DDP" if isinstance(module, DistributedDataParallel) else "replicate"
+        if wrapper == "DDP" or "replicate" in (_get_registry(module) or ()):
             whose = f"the part {name}" if name else "the model"
             raise ValueError(
                 f"{wrapper} around {whose} averages gradients, which lightseq cannot scale; wrap the whole model in DDP"
@@ -99,11 +99,6 @@ def trainer_scales_loss() -> bool:
             own = frame.f_locals
             return own["num_items_in_batch"] is not None and bool(own["self"].args.average_tokens_across_devices)
     return False
-
-
-def _contracts(module: nn.Module) -> Any:
-    """Returns the names of torch's composable wrappers, such as `replicate`, that were applied to a module."""
-    return _get_registry(module) or ()
 
 
 def _parameter_groups(unit: FSDPModule) -> list[Any]:

@@ -24,14 +24,18 @@ class ParallelDims:
 
     world: World
     sequence: int  # ranks that share a sequence
-    replicate: int  # copies of the parameters
-    shard: int  # ranks that share a copy
+    shard: int  # ranks that share a copy of the parameters
     fsdp_mode: str = "full_shard"  # or hybrid_shard, or ddp
 
     @property
     def data_ranks(self) -> int:
         """Returns the number of groups of ranks that share a sequence."""
         return self.world.size // self.sequence
+
+    @property
+    def replicate(self) -> int:
+        """Returns the number of copies of the parameters."""
+        return self.world.size // self.shard
 
     @property
     def data_rank(self) -> int:
@@ -77,10 +81,6 @@ class ParallelDims:
             return init_device_mesh(kind, (self.shard,), mesh_dim_names=("shard",))
         return init_device_mesh(kind, (self.replicate, self.shard), mesh_dim_names=("replicate", "shard"))
 
-    def mesh_of(self, parameter: Tensor) -> DeviceMesh:
-        """Returns the mesh over which a parameter's gradient is reduced."""
-        return parameter.device_mesh if isinstance(parameter, DTensor) else self.parameter_mesh
-
     @property
     def replica(self) -> int:
         """Returns the number of this rank's copy of the parameters."""
@@ -99,7 +99,7 @@ def parallel_dims(world: World, sequence_size: int | None = None, fsdp_mode: str
             f"--sequence_parallel_size {size} does not divide {plural(world.size, 'rank')}; use {divisors(world.size)}"
         )
     shard = {"full_shard": world.size, "hybrid_shard": world.local_size, "ddp": 1}[fsdp_mode]
-    return ParallelDims(world, size, world.size // shard, shard, fsdp_mode)
+    return ParallelDims(world, sequence=size, shard=shard, fsdp_mode=fsdp_mode)
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -331,16 +331,16 @@ def _facts(layers: nn.ModuleList, ran: MetaRun, hidden: int) -> tuple[Layer, ...
 
 def _layer(layer: nn.Module, did: LayerRun, hidden: int) -> Layer:
     """Returns the facts about a layer that ran on the meta device."""
-    mlp, last = getattr(layer, "mlp", None), did.linears[-1] if did.linears else None
-    ends_mlp = last is not None and mlp is not None and any(module is last for module in mlp.modules())
+    mlp: Any = getattr(layer, "mlp", None)
+    in_mlp = set(mlp.modules()) if mlp is not None else set()
     return Layer(
         kind=type(layer).__name__,
         mixers=tuple(did.mixers),
         hidden=hidden,
-        intermediate=last.in_features if last is not None and ends_mlp else 0,
+        intermediate=next((linear.in_features for linear in reversed(did.linears) if linear in in_mlp), 0),
         parameters=sum(p.numel() for p in layer.parameters()),
         linears=sum(linear.weight.numel() for linear in linears_of(layer)),
-        last_linear=0 if last is None else last.weight.numel(),
+        last_linear=did.linears[-1].weight.numel() if did.linears else 0,
         gated_mlp=is_gated(mlp),
         mlp_is_last=not did.saved_after_mlp,
         plain_projections=has_projections(layer),

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -72,24 +73,27 @@ def run_on_meta(model: PreTrainedModel, layers: nn.ModuleList) -> MetaRun:
         running[-1].mixers.append(Attention(heads, others.get("sliding_window")))
         return q.transpose(1, 2).contiguous(), None
 
-    def enter(place: int, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        running.append(ran[place])
+    def enter(layer_run: LayerRun, _layer: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        running.append(layer_run)
         given = {str(i): value for i, value in enumerate(args) if i > 0} | keywords
-        ran[place].arguments = {key: value for key, value in given.items() if key not in NOT_COMPARED}
+        layer_run.arguments = {key: value for key, value in given.items() if key not in NOT_COMPARED}
+
+    def leave(*_: Any) -> None:
+        running.pop()
+
+    def note_linear(linear: nn.Module, *_: Any) -> None:
+        running[-1].linears.append(linear)  # type: ignore[arg-type]
 
     def note_norm(_norm: nn.Module, _args: Any, output: Tensor) -> None:
         running[-1].normalized += output.numel()
 
     hooks: list[Any] = []
-    for place, layer in enumerate(layers):
-        hooks.append(
-            layer.register_forward_pre_hook(lambda _, args, kw, i=place: enter(i, args, kw), with_kwargs=True)  # type: ignore[misc]
-        )
-        for linear in linears_of(layer):
-            hooks.append(linear.register_forward_hook(lambda linear, *_: running[-1].linears.append(linear)))
-        for norm in (module for module in layer.modules() if "Norm" in type(module).__name__):
-            hooks.append(norm.register_forward_hook(note_norm))
-        hooks.append(layer.register_forward_hook(lambda *_: running.pop() and None))
+    for layer, layer_run in zip(layers, ran, strict=True):
+        norms = [module for module in layer.modules() if "Norm" in type(module).__name__]
+        hooks.append(layer.register_forward_pre_hook(partial(enter, layer_run), with_kwargs=True))
+        hooks += [linear.register_forward_hook(note_linear) for linear in linears_of(layer)]
+        hooks += [norm.register_forward_hook(note_norm) for norm in norms]
+        hooks.append(layer.register_forward_hook(leave))
     for rope in [
         m for m in model.modules() if hasattr(m, "inv_freq") or isinstance(getattr(m, "rope_type", None), dict)
     ]:
@@ -100,6 +104,8 @@ def run_on_meta(model: PreTrainedModel, layers: nn.ModuleList) -> MetaRun:
         model(input_ids=ids, position_ids=ids, use_cache=False, documents=documents)
     for hook in hooks:
         hook.remove()
+    if len(saved) != len(ran):
+        raise ValueError(f"{name} has {len(ran)} layers and calls {len(saved)}; use a model that calls each once")
     for layer_run, count in zip(ran, saved, strict=True):
         layer_run.saved_after_mlp = count
     first = ran[0].arguments

@@ -16,11 +16,7 @@ from lightseq.training.trainer import Trainer
 from lightseq.utils.formatting import plural
 
 MAX_SKIPPED_STEPS = 20  # consecutive steps with a non-finite gradient
-
-
 PADDING_NOTE_STEPS = 10  # steps after which the share of padding is representative
-
-
 LEAST_PACKED = 10  # sequences that packed data must fill to be worth packing
 
 

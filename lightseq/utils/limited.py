@@ -57,11 +57,12 @@ def limited_map(function: Callable[[T], R], batches: Iterable[Sequence[T]]) -> I
 
 
 def _send(connection: Connection, batch: Sequence[T] | None) -> None:
+    if batch is None:
+        return
     try:
-        if batch is not None:
-            connection.send(batch)
+        connection.send(batch)
     except RecursionError:
-        item = next(item for item in batch or () if _is_too_deep(item))
+        item = next(filter(_is_too_deep, batch), batch[0])
         raise LimitError(item, "fails, because it is nested too deeply") from None
 
 

@@ -127,6 +127,12 @@ def _saved_by_rerun(run: PlannedRun, saved: _Saved, group: int) -> float:
     return sum(sizes) - layer_input  # the input is counted already
 
 
+def offloaded_by_rerun(run: PlannedRun, action: str) -> float:
+    """Returns the bytes that the largest group of layers offloads while it runs again: of all its layers but one."""
+    groups = map(run.layers_of, range(run.groups))
+    return max(sum(saved_by_layer(run, layer, action) for layer in group[1:]) for group in groups)
+
+
 # ---- points of a step -----------------------------------------------------------------------------------------------
 
 
@@ -246,15 +252,10 @@ def _tiled_mlp_bytes(run: PlannedRun, layer: Layer) -> float:
 
 def attention_of(run: PlannedRun, layer: Layer) -> AttentionMemory:
     """Returns the memory of a layer's attention, over one slice of heads: of the mixer that needs most."""
-    if id(layer) not in run.attention_memories:
-        run.attention_memories[id(layer)] = _count_attention(run, layer)
-    return run.attention_memories[id(layer)]
-
-
-def _count_attention(run: PlannedRun, layer: Layer) -> AttentionMemory:
     found = [_memory_of_mixer(run, mixer) for mixer in layer.mixers]
     return AttentionMemory(
-        max((memory.buffers for memory in found), default=0.0), max((memory.backward for memory in found), default=0.0)
+        buffers=max((memory.buffers for memory in found), default=0.0),
+        backward=max((memory.backward for memory in found), default=0.0),
     )
 
 
@@ -282,9 +283,7 @@ def host_bytes(run: PlannedRun, placement: Placement) -> float:
     actions = enumerate(placement.layers[:: run.group_size])
     activations = sum(saved_by_group(run, group, action) for group, action in actions if action in OFFLOADED)
     if run.group_size > 1 and placement.offloads:  # the group that runs again
-        activations += max(
-            sum(saved_by_layer(run, layer, KEEP) for layer in run.layers_of(group)[1:]) for group in range(run.groups)
-        )
+        activations += offloaded_by_rerun(run, KEEP)
     return PROCESS_BYTES + activations + state_bytes_on_host(run)
 
 

@@ -18,6 +18,7 @@ from lightseq.memory.planner.deepspeed_memory import deepspeed_bytes_on_host
 from lightseq.memory.planner.memory import (
     host_bytes,
     in_flight,
+    offloaded_by_rerun,
     peak,
     saved_by_group,
     saved_by_layer,
@@ -209,10 +210,7 @@ def _offload_first_layers(run: PlannedRun, resident: str, offloaded: str) -> Pla
     """Offloads as many groups of layers as host memory allows, starting at the first; the last is never offloaded."""
     room, groups = _host_budget(run), 0
     if run.group_size > 1:  # offloaded while a group runs again
-        room -= max(
-            sum(saved_by_layer(run, layer, offloaded) for layer in run.layers_of(group)[1:])
-            for group in range(run.groups)
-        )
+        room -= offloaded_by_rerun(run, offloaded)
     while groups < run.groups - 1 and (room := room - saved_by_group(run, groups, offloaded)) >= 0:
         groups += 1
     return Placement(tuple(offloaded if i // run.group_size < groups else resident for i in range(len(run.layers))))

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
+from lightseq.attention.config import AttentionConfig
+from lightseq.attention.context import schedule_request
 from lightseq.comm.transport import base_transport_name
 from lightseq.config.remat_policies import may_keep_gathered
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.host_memory import host_memory
 from lightseq.distributed.world import World
-from lightseq.memory.planner.attention_memory import AttentionMemory
 from lightseq.memory.planner.packed_documents import PackedDocuments
 from lightseq.memory.planner.rates import CHIPS, DEFAULT_CORES, Chip, chip_of_device
 from lightseq.models.adapters import count_adapter_parameters, lora_from_config
@@ -24,7 +25,7 @@ from lightseq.models.architecture import Architecture, inspect_architecture
 from lightseq.models.layers import Layer
 from lightseq.schedule.algorithms import schedule_without_steps
 from lightseq.schedule.auto import ScheduleChoice
-from lightseq.schedule.choice import ScheduleRequest, choose
+from lightseq.schedule.choice import choose
 from lightseq.schedule.cost import AttentionShape
 from lightseq.schedule.documents import local_tokens
 from lightseq.schedule.head_slices import count_head_slices
@@ -152,18 +153,10 @@ class PlannedRun:
     def choice(self) -> ScheduleChoice:
         """Returns the schedule that training would choose, for one sequence and by the same rates."""
         heads, length = self.architecture.heads, self.config.model_max_length
-        request = ScheduleRequest(
-            self.sequence_ranks,
-            AttentionShape(length, heads.query, heads.key_value, heads.dim),
-            self.transport,
-            ScheduleChoice(self.config.schedule, self.config.ulysses_size),
-            gpus_per_host=self.hardware.gpus_per_host,
-            keep_gathered=may_keep_gathered(self.config.remat_policy),
-            packed=self.config.packing != "none",
-            windows=self.architecture.has_windows(length),
-            slices_heads=self.config.slices_heads,
-        )
-        return choose(request)
+        options = AttentionConfig.from_flags(self.config, torch.device("cuda"), self.hardware.gpus_per_host)
+        options = replace(options, windows=self.architecture.has_windows(length))
+        shape = AttentionShape(length, heads.query, heads.key_value, heads.dim)
+        return choose(schedule_request(options, self.sequence_ranks, shape, self.transport))
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -198,11 +191,6 @@ class PlannedRun:
     @property
     def layers(self) -> tuple[Layer, ...]:
         return self.architecture.layers
-
-    @cached_property
-    def attention_memories(self) -> dict[int, AttentionMemory]:
-        """Returns the memory of attention by layer, as far as it was counted."""
-        return {}
 
     @cached_property
     def parameters_before(self) -> tuple[int, ...]:

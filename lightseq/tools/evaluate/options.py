@@ -12,14 +12,8 @@ from lightseq.config.parser import Parser, count_flag
 from lightseq.config.train_config import TrainConfig
 
 PROGRAM: Final = "lightseq evaluate"
-
-
 TASK_FLAGS: Final = {"loss": ("bins",), "needle": ("score", "depths", "lengths", "trials", "choices")}
-
-
 DEPTHS, TRIALS, CHOICES = "0,0.25,0.5,0.75,1", 4, 8
-
-
 SCORES: Final = ("likelihood", "greedy")
 
 
