@@ -74,18 +74,13 @@ def test_counts_are_those_of_the_model_and_of_torch(model_type: str) -> None:
     assert counter.get_total_flops() - sum(rotary.values()) == model_flops(config, 16, 1) + masked
 
 
-@pytest.mark.parametrize(
-    ("model_type", "extra"),
-    [
-        ("mistral", 0),
-        ("olmo2", 4 * 8 + 2 * 8),  # of all queries and all keys
-        ("qwen3", 4 * 16 + 2 * 16),
-        ("gemma3_text", 2 * 32 + 4 * 8 + 2 * 8),  # behind attention and the MLP, of queries and keys
-    ],
-)
-def test_norms_beyond_those_of_llama_are_counted(model_type: str, extra: int) -> None:
-    config = CONFIG_MAPPING[model_type](**TINY | MODELS[model_type])
-    assert {layer.extra_normalized for layer in inspect_architecture(config).layers} == {extra}
+def test_what_linears_read_and_write_is_counted() -> None:
+    config = config_of("qwen3")
+    (layer,) = set(inspect_architecture(config).layers)
+    hidden, inner = config.hidden_size, config.intermediate_size
+    q, kv = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
+    assert layer.linear_inputs == 3 * hidden + q + 2 * hidden + inner and layer.last_linear_input == inner
+    assert layer.linear_outputs == q + 2 * kv + hidden + 2 * inner + hidden
 
 
 def test_a_config_that_was_changed_is_inspected_again() -> None:

@@ -15,14 +15,23 @@ from unittest.mock import patch
 
 import pytest
 from test_plan_training import planned_run
-from transformers import LlamaConfig, MistralConfig, Phi3Config, PreTrainedConfig, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    Qwen2Config,
+)
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from lightseq.cli import BOTH, main
 from lightseq.distributed.host_memory import FREE_SHARE
 from lightseq.memory.offload import device_lifetimes
 from lightseq.memory.planner.advice import changes_to_fit, faster_change, longest, one_sequence_per_gpu
 from lightseq.memory.planner.attention_memory import AttentionMemory, attention_memory
-from lightseq.memory.planner.breakdown import FLOAT32_BYTES, GIB, Breakdown, saved_bytes
+from lightseq.memory.planner.breakdown import FLOAT32_BYTES, GIB, Breakdown
 from lightseq.memory.planner.choice import SAME_SPEED, fast_options, frugal_options, make_plan, plan_from_earlier
 from lightseq.memory.planner.memory import attention_of, saved_by_layer, snapshots, state_bytes_on_host
 from lightseq.memory.planner.placement import (
@@ -53,7 +62,7 @@ from lightseq.memory.planner.step_time import exposed_copies, host_link
 from lightseq.models.family import preset_config
 from lightseq.models.flops import total_parameters
 from lightseq.models.heads import Heads
-from lightseq.models.layers import Layer
+from lightseq.models.layers import distinct
 from lightseq.schedule.auto import MAX_GATHERED_BYTES, ScheduleChoice, choose_by_time, estimate_choice, possible_choices
 from lightseq.schedule.cost import AttentionShape
 from lightseq.schedule.timing import RATES
@@ -347,27 +356,49 @@ def test_a_layer_with_a_window_takes_less_memory_for_attention() -> None:
     assert memory(half, "128K", 0) == memory(every, "4K", 0) == full and memory(half, "128K", 31) == windowed
 
 
-def test_layers_that_differ_are_planned_one_by_one() -> None:
-    """Layers of another MLP, of two mixers and of none stand for models whose layers are not alike."""
+class HalfNarrowConfig(LlamaConfig):
+    model_type = "half_narrow"
+
+
+class HalfNarrowForCausalLM(LlamaForCausalLM):
+    """A Llama whose second half of layers has MLPs of half the width."""
+
+    config_class = HalfNarrowConfig
+
+    def __init__(self, config: HalfNarrowConfig) -> None:
+        super().__init__(config)
+        narrow = copy.copy(config)
+        narrow.intermediate_size //= 2
+        for layer in self.model.layers[config.num_hidden_layers // 2 :]:
+            layer.mlp = LlamaMLP(narrow)
+
+
+AutoModelForCausalLM.register(HalfNarrowConfig, HalfNarrowForCausalLM)
+
+
+@pytest.mark.parametrize("remat", ["none", "attention"])
+def test_layers_that_differ_are_planned_one_by_one(remat: str) -> None:
+    flags = f"--bf16 --torch_compile --remat {remat} --offload none --model_max_length 32K"
+    models = LLAMA, HalfNarrowConfig(**{name: getattr(LLAMA, name) for name in SIZES})
+    wide, half = (plan_as_given(planned_run(model, flags, 2)) for model in models)
+    layers = half.run.layers
+    assert [layer.place for layer in distinct(layers)] == [0, 16]
+    first, second = (half.run.costs(layer) for layer in distinct(layers))
+    # Compiled layers save three tensors of the MLP's width, and checkpoints none.
+    assert first.saved - second.saved == (3 * 2 * LLAMA.intermediate_size / 2 if remat == "none" else 0)
+    assert first.moved_backward - second.moved_backward > (remat == "none") * 4 * LLAMA.intermediate_size
+    saved = half.run.tokens * 16 * (first.saved - second.saved)
+    assert wide.parts.stored_activations - half.parts.stored_activations == pytest.approx(saved)
+    assert wide.parts.total > half.parts.total and wide.step_seconds > half.step_seconds
+
+
+def test_attention_of_layers_with_two_mixers_and_with_none_is_planned() -> None:
     run = planned_run(LLAMA, "--bf16 --remat none --offload none --model_max_length 32K", 2)
-    alike = plan_as_given(run)
-    layer = run.layers[0]
-    narrow = replace(layer, intermediate=layer.intermediate // 2, parameters=layer.parameters - 10**7)
-    mixers = (replace(layer, mixers=()), replace(layer, mixers=layer.mixers * 2))
-
-    def planned(layers: Sequence[Layer]) -> Plan:
-        found = replace(run.architecture, layers=tuple(layers))
-        with patch.object(PlannedRun, "architecture", found):
-            return plan_as_given(replace(run))
-
-    assert planned(run.layers).parts == alike.parts and planned(run.layers).seconds == alike.seconds
-    half = planned([*run.layers[:16], *[narrow] * 16])
-    saved = run.tokens * (saved_bytes(layer, run.config) - saved_bytes(narrow, run.config))
-    assert alike.parts.stored_activations - half.parts.stored_activations == pytest.approx(16 * saved)
+    mixers = (replace(run.layers[0], mixers=()), replace(run.layers[0], mixers=run.layers[0].mixers * 2))
+    with patch.object(PlannedRun, "architecture", replace(run.architecture, layers=mixers * 16)):
+        found = plan_as_given(replace(run))
     # As much attention in all, though no layer has one mixer.
-    assert planned([*mixers * 16]).seconds["attention"] == pytest.approx(alike.seconds["attention"])
-    heavy = planned([*run.layers[:5], replace(layer, intermediate=4 * layer.intermediate), *run.layers[6:]])
-    assert heavy.parts.total > alike.parts.total
+    assert found.seconds["attention"] == pytest.approx(plan_as_given(run).seconds["attention"])
 
 
 @pytest.mark.parametrize("gpus, heads, kv_heads, length", [

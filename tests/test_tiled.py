@@ -35,9 +35,11 @@ from lightseq.kernels import Saved
 from lightseq.memory import offload
 from lightseq.memory.offload import HostBufferPool, Offload
 from lightseq.memory.planner.attention_memory import LiveBytes
-from lightseq.memory.planner.rates import Widths, tiled_points
+from lightseq.memory.planner.memory import tiled_elements
 from lightseq.memory.remat import apply_remat, capture_forwards, checkpoint_groups
+from lightseq.models.architecture import inspect_architecture
 from lightseq.models.flops import attention_forward_flops, recompute_flops
+from lightseq.models.layers import distinct
 from lightseq.modules import mlp
 from lightseq.modules.low_rank import LinearWeights, concatenate_outputs
 from lightseq.modules.tiled import _ParameterGradients, tile_layers
@@ -323,10 +325,9 @@ def test_the_input_of_a_group_is_freed_when_its_layers_have_run_again(
 
 
 def planned_widths() -> float:
-    widths: float = tiled_points(GROUPS, runs_again=False)["attention"].widths.dot(
-        Widths(HIDDEN, ATTENTION, KEY_VALUE, 24)
-    )
-    return widths + (ATTENTION + 2 * KEY_VALUE) / GROUPS  # what the plan counts with attention itself
+    (layer,) = distinct(inspect_architecture(build("llama").config).layers)
+    elements = tiled_elements(layer, GROUPS, runs_again=False)["attention"]
+    return elements + (ATTENTION + 2 * KEY_VALUE) / GROUPS  # what the plan counts with attention itself
 
 
 def held_by_backward(

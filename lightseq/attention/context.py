@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import count
 from typing import Any
 
@@ -211,6 +212,15 @@ def schedule_request(config: AttentionConfig, world: int, shape: AttentionShape,
         windows=config.windows,
         slices_heads=config.layers_slice_heads,
     )
+
+
+@cache
+def one_rank_context() -> SequenceContext:
+    """Returns a context of one rank without a process group, for tracing layers. It computes nothing."""
+    ring = make_schedule("ring", 1)
+    context = SequenceContext("one-rank", ring, 0, None, None, None)  # type: ignore[arg-type]
+    _CONTEXTS[context.name] = context
+    return context
 
 
 def release(context: SequenceContext) -> None:

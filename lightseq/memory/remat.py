@@ -25,6 +25,7 @@ from lightseq.modules.projections import STORED_LINEAR_OP
 
 Contexts = tuple[AbstractContextManager[None], AbstractContextManager[None]]
 Forward = Callable[..., Tensor]
+STORED = (ATTENTION_OP, STORED_MLP_OP, STORED_LINEAR_OP)  # operators whose results a checkpoint may store
 
 
 def apply_remat(
@@ -161,9 +162,13 @@ def _identity(hidden: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
     return hidden
 
 
+def stored_operators(policy: str) -> tuple[torch._ops.OpOverload, ...]:
+    """Returns the operators whose results a checkpoint stores under a policy, if the layer has them."""
+    return () if policy == "full" else STORED
+
+
 def _store_results(_ctx: Any, op: torch._ops.OpOverload, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    stored = op in (ATTENTION_OP, STORED_MLP_OP, STORED_LINEAR_OP)
-    return CheckpointPolicy.MUST_SAVE if stored else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if op in STORED else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 _selective_contexts = partial(create_selective_checkpoint_contexts, _store_results)

@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from lightseq.kernels.logit_transform import LogitTransform
 from lightseq.models.heads import Heads, heads_of
 from lightseq.models.layers import Attention, Layer, distinct
-from lightseq.models.meta_run import TOKENS, LayerRun, MetaRun, find_logit_transform, linears_of, run_on_meta
+from lightseq.models.meta_run import LayerRun, MetaRun, find_logit_transform, linears_of, run_on_meta
 from lightseq.models.weights import build_on_meta, constructed_buffers
 from lightseq.modules.identity import hook_of, is_known_code, linear_change
 from lightseq.modules.mlp import is_gated
@@ -325,11 +325,11 @@ def _inspect(kind: Any, text: str) -> Architecture:
 def _facts(layers: nn.ModuleList, ran: MetaRun, hidden: int) -> tuple[Layer, ...]:
     """Returns the facts about each layer that ran on the meta device; equal ones are one object."""
     known: dict[Layer, Layer] = {}
-    found = [_layer(layer, did, hidden) for layer, did in zip(layers, ran.layers, strict=True)]
+    found = [_layer(place, layer, ran.layers[place], hidden) for place, layer in enumerate(layers)]
     return tuple(known.setdefault(facts, facts) for facts in found)
 
 
-def _layer(layer: nn.Module, did: LayerRun, hidden: int) -> Layer:
+def _layer(place: int, layer: nn.Module, did: LayerRun, hidden: int) -> Layer:
     """Returns the facts about a layer that ran on the meta device."""
     mlp: Any = getattr(layer, "mlp", None)
     in_mlp = set(mlp.modules()) if mlp is not None else set()
@@ -344,7 +344,10 @@ def _layer(layer: nn.Module, did: LayerRun, hidden: int) -> Layer:
         gated_mlp=is_gated(mlp),
         mlp_is_last=not did.saved_after_mlp,
         plain_projections=has_projections(layer),
-        normalized=did.normalized // TOKENS,
+        linear_inputs=sum(linear.in_features for linear in did.linears),
+        linear_outputs=sum(linear.out_features for linear in did.linears),
+        last_linear_input=did.linears[-1].in_features if did.linears else 0,
+        place=place,
     )
 
 

@@ -1,7 +1,7 @@
 """Facts about the decoder layers of a model. Nothing here assumes that layers are alike."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -55,17 +55,15 @@ class Layer:
     gated_mlp: bool  # down(silu(gate) * up) of plain linears
     mlp_is_last: bool  # only the residual sum follows the MLP, so no backward pass needs its output
     plain_projections: bool  # of attention: four linears without bias
-    normalized: int  # elements per token that its norms take
+    linear_inputs: int  # elements per token that its linears read
+    linear_outputs: int  # elements per token that they write
+    last_linear_input: int  # part of `linear_inputs`: that of the linear that runs last
+    place: int = field(compare=False)  # of the first layer like it in the model
 
     @property
     def can_store_mlp(self) -> bool:
         """Returns whether a checkpoint can store gate and up of the MLP, so that no product of it is recomputed."""
         return self.gated_mlp and self.mlp_is_last
-
-    @property
-    def extra_normalized(self) -> int:
-        """Returns the elements per token that its norms take beyond Llama's two of the hidden size."""
-        return max(0, self.normalized - 2 * self.hidden)
 
     @property
     def projections(self) -> int:

@@ -31,7 +31,6 @@ class LayerRun:
 
     mixers: list[Attention] = field(default_factory=list)
     linears: list[nn.Linear] = field(default_factory=list)  # in the order in which they ran
-    normalized: int = 0  # elements that its norms took
     saved_after_mlp: int = 0  # tensors saved for backward after its MLP, or at all if it has none
     arguments: dict[str, Any] = field(default_factory=dict)  # apart from the hidden states
 
@@ -84,24 +83,13 @@ def run_on_meta(model: PreTrainedModel, layers: nn.ModuleList) -> MetaRun:
     def note_linear(linear: nn.Module, *_: Any) -> None:
         running[-1].linears.append(linear)  # type: ignore[arg-type]
 
-    def note_norm(_norm: nn.Module, _args: Any, output: Tensor) -> None:
-        running[-1].normalized += output.numel()
-
     hooks: list[Any] = []
     for layer, layer_run in zip(layers, ran, strict=True):
-        norms = [module for module in layer.modules() if "Norm" in type(module).__name__]
         hooks.append(layer.register_forward_pre_hook(partial(enter, layer_run), with_kwargs=True))
         hooks += [linear.register_forward_hook(note_linear) for linear in linears_of(layer)]
-        hooks += [norm.register_forward_hook(note_norm) for norm in norms]
         hooks.append(layer.register_forward_hook(leave))
-    for rope in [
-        m for m in model.modules() if hasattr(m, "inv_freq") or isinstance(getattr(m, "rope_type", None), dict)
-    ]:
-        kinds: Any = getattr(rope, "rope_type", None)  # other types read position values, which meta tensors lack
-        rope.rope_type = dict.fromkeys(kinds, "default") if isinstance(kinds, dict) else "default"  # type: ignore[assignment]
-    ids = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
     with _attention_replaced(model, probe), _count_saved_after_mlps(layers) as saved:
-        model(input_ids=ids, position_ids=ids, use_cache=False, documents=documents)
+        _run(model, TOKENS, documents=documents)
     for hook in hooks:
         hook.remove()
     if len(saved) != len(ran):
@@ -115,6 +103,35 @@ def run_on_meta(model: PreTrainedModel, layers: nn.ModuleList) -> MetaRun:
         layers_share_keys=bool(shared),
         passes_documents=all(passed),
     )
+
+
+def _run(model: nn.Module, tokens: int, **keywords: Any) -> None:
+    for rope in model.modules():
+        kinds: Any = getattr(rope, "rope_type", None)
+        if hasattr(rope, "inv_freq") or isinstance(kinds, dict):  # other types read positions, which have no values
+            rope.rope_type = dict.fromkeys(kinds, "default") if isinstance(kinds, dict) else "default"  # type: ignore[assignment]
+    ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
+    model(input_ids=ids, position_ids=ids, use_cache=False, **keywords)
+
+
+def layer_inputs(
+    model: PreTrainedModel, layers: nn.ModuleList, tokens: int
+) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Returns the arguments with which a model on the meta device calls each layer, on a sequence of this length."""
+    found: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def note(_layer: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        found.append((args, keywords))
+
+    def pass_on(_module: nn.Module, q: Tensor, *_: Any, **__: Any) -> Any:
+        return q.transpose(1, 2).contiguous(), None
+
+    hooks = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
+    with _attention_replaced(model, pass_on), torch.no_grad():
+        _run(model.base_model, tokens)
+    for hook in hooks:
+        hook.remove()
+    return found
 
 
 def _are_same(x: Mapping[str, Any], y: Mapping[str, Any]) -> bool:

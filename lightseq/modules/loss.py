@@ -195,6 +195,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             logits = F.linear(hidden_ND[chunk], weight_VD, bias_V)
             total += _cross_entropy_(logits, labels_N[chunk], with_gradient, transform).sum()
             gradients.add(chunk, logits)
+            del logits  # before the next chunk's are allocated
         _save(ctx, gradients, weight_VD, bias_V)
         return total
 
@@ -224,6 +225,7 @@ class _TokenMetrics(torch.autograd.Function):
             logits = F.linear(hidden_ND[chunk], weight_VD, bias_V)
             _token_metrics_(logits, labels_N[chunk], values_N[:, chunk], bool(gradients), transform)
             gradients.add(chunk, logits)
+            del logits  # before the next chunk's are allocated
         ctx.equal, ctx.chunk_tokens, ctx.transform = equal, chunk_tokens, transform
         if equal:
             _save(ctx, gradients, weight_VD, bias_V, labels)

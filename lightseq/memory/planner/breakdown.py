@@ -7,12 +7,11 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from lightseq.config.optimizers import OPTIMIZERS
-from lightseq.config.remat_policies import STORE_LINEARS, STORES_MLP
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.parallel_dims import local_part
-from lightseq.memory.planner.rates import GIB, SAVED_WITHOUT_REMAT, Widths
+from lightseq.memory.planner.layer_costs import layer_costs
+from lightseq.memory.planner.rates import GIB
 from lightseq.models.architecture import inspect_architecture
-from lightseq.models.layers import Layer
 from lightseq.modules.loss import CHUNK_TOKENS
 from lightseq.schedule.timing import FLOAT32_BYTES
 
@@ -80,41 +79,12 @@ def moments_of(config: TrainConfig) -> float:
 def stored_activations(model: PreTrainedConfig, config: TrainConfig, tokens: int) -> int:
     """Returns the bytes that all layers save for the backward pass of `tokens` local tokens, on GPU or host."""
     layers, group = inspect_architecture(model).layers, config.group_size
-    saved = [saved_bytes(layer, config) for layer in layers]
+    saved = [layer_costs(model, layer, config, tokens).saved for layer in layers]
     if group == 1:
         return int(tokens * sum(saved))
-    inputs = sum(saved_bytes(layer, config, "full") for layer in layers[::group])
+    inputs = sum(layer_costs(model, layer, config, tokens, "full").saved for layer in layers[::group])
     largest = max(sum(saved[first : first + group]) for first in range(0, len(layers), group))
     return int(tokens * (inputs + largest))
-
-
-def widths_of(layer: Layer) -> Widths:
-    """Returns a layer's own sizes, in elements per token."""
-    attention = sum(mixer.width for mixer in layer.mixers)
-    key_value = sum(mixer.key_value_width for mixer in layer.mixers)
-    return Widths(layer.hidden, attention, key_value, layer.intermediate)
-
-
-def saved_bytes(layer: Layer, config: TrainConfig, policy: str | None = None) -> float:
-    """Returns the bytes per token that a layer saves under a remat policy (default: the config's).
-
-    `full` saves the layer's input, `attention` also attention's output and log-sum-exp, `attention+mlp` also gate and
-    up, `attention+linears` also attention's four projections, and `none` everything.
-    """
-    policy, sizes = policy or config.remat_policy, widths_of(layer)
-    itemsize = config.itemsize
-    log_sum_exp = FLOAT32_BYTES * sum(mixer.heads.query for mixer in layer.mixers)
-    if policy == "none":
-        elements = SAVED_WITHOUT_REMAT[config.compiles].dot(sizes) + layer.extra_normalized
-        return itemsize * elements + log_sum_exp
-    elements = sizes.hidden
-    if policy != "full":
-        elements += sizes.attention
-    if policy in STORES_MLP:
-        elements += 2 * sizes.intermediate
-    if policy == STORE_LINEARS:
-        elements += sizes.attention + 2 * sizes.key_value + sizes.hidden
-    return float(itemsize * elements + (0 if policy == "full" else log_sum_exp))
 
 
 def loss_bytes(model: PreTrainedConfig, config: TrainConfig, tokens: int) -> tuple[int, int]:

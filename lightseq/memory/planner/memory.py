@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
 
-from lightseq.config.remat_policies import STORE_MLP, STORES_MLP
+from lightseq.config.remat_policies import STORES_MLP
 from lightseq.memory.offload import IN_FLIGHT, device_lifetimes, layers_in_flight
 from lightseq.memory.planner.attention_memory import AttentionMemory, attention_memory
 from lightseq.memory.planner.breakdown import (
@@ -13,21 +13,10 @@ from lightseq.memory.planner.breakdown import (
     StateBytes,
     loss_bytes,
     moments_of,
-    saved_bytes,
-    widths_of,
 )
+from lightseq.memory.planner.layer_costs import ATTENTION, MLP
 from lightseq.memory.planner.placement import KEEP, OFFLOADED, RECOMPUTE, RECOMPUTED, Placement
-from lightseq.memory.planner.rates import (
-    BACKWARD_POINTS,
-    LAST_NORM,
-    POINTS_WITHOUT_REMAT,
-    PROCESS_BYTES,
-    TILE_HIDDEN,
-    UNTILED_MLP_BUFFERS,
-    BackwardPoint,
-    Widths,
-    tiled_points,
-)
+from lightseq.memory.planner.rates import LAST_NORM, PROCESS_BYTES
 from lightseq.memory.planner.run import PlannedRun
 from lightseq.models.heads import Heads
 from lightseq.models.layers import Attention, Layer, distinct
@@ -60,16 +49,32 @@ def snapshots(run: PlannedRun, placement: Placement) -> Iterator[Snapshot]:
         groups &= {0, 1, last // 2, last - 1, last}
     for group in sorted(groups):
         for layer in distinct(run.layers_of(group)):
-            for name in backward_points(run):
-                yield _backward(run, saved, group, layer, name)
+            for name, working in working_bytes(run, layer, saved.actions[group]).items():
+                yield _backward(run, saved, group, layer, name, run.tokens * working)
     yield _end_of_backward(run)
 
 
-def backward_points(run: PlannedRun) -> Mapping[str, BackwardPoint]:
+def working_bytes(run: PlannedRun, layer: Layer, action: str) -> Mapping[str, float]:
+    """Returns a layer's temporaries per token at each point of its backward pass, apart from operators' own memory."""
     if run.config.tiles_layers:
-        return tiled_points(run.head_slices, runs_again=run.group_size > 1)
-    table = POINTS_WITHOUT_REMAT if run.config.remat_policy == "none" else BACKWARD_POINTS
-    return table[run.config.compiles]
+        elements = tiled_elements(layer, run.head_slices, runs_again=run.group_size > 1)
+        return {name: run.itemsize * count for name, count in elements.items()}
+    return run.costs(layer, "full" if action in RECOMPUTED else None).working
+
+
+def tiled_elements(layer: Layer, head_slices: int, runs_again: bool) -> Mapping[str, float]:
+    """Returns the temporaries of a layer under --tile_layers, in elements per token (counted).
+
+    All points hold the gradient of the layer's output. Attention also holds q, k, v and the gradient of its output for
+    one slice of heads, and the gradients of k and v of the slices before it. If a group of layers first runs forward
+    again (`runs_again`), the output of a layer is there too.
+    """
+    width = sum(mixer.width for mixer in layer.mixers)
+    key_value = sum(mixer.key_value_width for mixer in layer.mixers)
+    return {
+        MLP: layer.hidden * (1 + runs_again),
+        ATTENTION: layer.hidden + 2 * width / head_slices + 2 * key_value,
+    }
 
 
 def in_flight(run: PlannedRun) -> int:
@@ -87,7 +92,7 @@ def lifetimes_of(run: PlannedRun, placement: Placement) -> list[int]:
 
 def saved_by_layer(run: PlannedRun, layer: Layer, action: str) -> float:
     """Returns the bytes that a layer saves between its forward and backward pass, on GPU or host."""
-    return run.tokens * saved_bytes(layer, run.config, "full" if action in RECOMPUTED else None)
+    return run.tokens * run.costs(layer, "full" if action in RECOMPUTED else None).saved
 
 
 def saved_by_group(run: PlannedRun, group: int, action: str) -> float:
@@ -141,34 +146,32 @@ def _loss(run: PlannedRun, saved: _Saved) -> Snapshot:
     logits, gradients = loss_bytes(run.model, run.config, run.tokens)
     last = run.groups - 1
     gathered = run.architecture.head + run.parameters_of(last if run.reshard_after_forward else 0, last)
-    working = gathered * run.itemsize + _bytes(run, run.layers[-1], LAST_NORM[run.config.compiles])
+    last_norm = LAST_NORM[run.config.compiles] * run.tokens * run.model.hidden_size
+    working = (gathered + last_norm) * run.itemsize
     return _snapshot(run, "loss", saved=saved.on_gpu(last), loss=logits + gradients, working=working)
 
 
-def _backward(run: PlannedRun, saved: _Saved, group: int, layer: Layer, name: str) -> Snapshot:
-    point, action = backward_points(run)[name], saved.actions[group]
-    working = _bytes(run, layer, point.widths) + _weights_and_gradients(run, group, layer)
-    if run.config.remat_policy != "none":  # the inputs of these norms are recomputed
-        working += run.tokens * run.itemsize * layer.extra_normalized
-    if point.in_mlp:
+def _backward(run: PlannedRun, saved: _Saved, group: int, layer: Layer, name: str, working: float) -> Snapshot:
+    """Returns memory at a point of a layer's backward pass, with so many bytes of temporaries."""
+    action = saved.actions[group]
+    working += _weights_and_gradients(run, group, layer)
+    if name == MLP:
         working += _tiled_mlp_bytes(run, layer)
-    if point.in_attention:
+    if name == ATTENTION:
         working += attention_of(run, layer).backward * run.tokens
 
     def saves(policy: str) -> float:
-        return run.tokens * saved_bytes(layer, run.config, policy)
+        return run.tokens * run.costs(layer, policy).saved
 
-    if (point.in_attention or run.config.tiles_layers) and action in RECOMPUTED:  # output and log-sum-exp, recomputed
+    if run.config.tiles_layers and action in RECOMPUTED:  # output and log-sum-exp, recomputed
         working += saves("attention") - saves("full")
-    on_gpu, rerun = saved.on_gpu(group), _saved_by_rerun(run, saved, group)
     was_offloaded = action in OFFLOADED if run.group_size == 1 else saved.placement.offloads
-    if point.in_attention and not was_offloaded and run.config.remat_policy in STORES_MLP:
-        # The MLP's backward pass has freed gate and up. Fetched tensors live until the layer's end.
-        freed = saves(STORE_MLP) - saves("attention")
-        on_gpu, rerun = (on_gpu, rerun - freed) if run.group_size > 1 else (on_gpu - freed, rerun)
+    if name == ATTENTION and was_offloaded and run.config.remat_policy in STORES_MLP:
+        working += saves(run.config.remat_policy) - saves("attention")  # what was fetched lives until the layer's end
     gradients = 0.0 if run.adapter_parameters else _finished_gradients(run, group)
     when = f"backward of layer {group * run.group_size}, {name}"
-    return _snapshot(run, when, saved=on_gpu, working=working + rerun, gradients=gradients)
+    working += _saved_by_rerun(run, saved, group)
+    return _snapshot(run, when, saved=saved.on_gpu(group), working=working, gradients=gradients)
 
 
 def _end_of_backward(run: PlannedRun) -> Snapshot:
@@ -240,11 +243,8 @@ def _tiled_mlp_bytes(run: PlannedRun, layer: Layer) -> float:
     With adapters there are no such gradients, but the inputs and weights of the widest product side by side.
     """
     hidden, intermediate = layer.hidden, layer.intermediate
-    untiled = intermediate * UNTILED_MLP_BUFFERS[run.config.compiles]
-    if run.config.tiles_layers:  # the MLP, and hidden-wide buffers around it
-        return min(run.tokens, TILE_TOKENS) * run.itemsize * (untiled + TILE_HIDDEN * hidden)
-    if run.tokens <= TILE_TOKENS or run.config.fp8:
-        return run.tokens * run.itemsize * untiled
+    if run.config.tiles_layers:  # a tile's own forward and backward pass
+        return min(run.tokens, TILE_TOKENS) * max(run.costs(layer, "full").working.values())
     if run.adapter_parameters:
         return (4 * TILE_TOKENS + hidden) * intermediate * run.itemsize
     return 3 * TILE_TOKENS * intermediate * run.itemsize + 3 * hidden * intermediate * FLOAT32_BYTES
@@ -269,10 +269,6 @@ def _memory_of_mixer(run: PlannedRun, mixer: Attention) -> AttentionMemory:
         keep_gathered=run.keeps_gathered,
         window_share=mixer.window / length if mixer.window is not None and mixer.window < length else None,
     )
-
-
-def _bytes(run: PlannedRun, layer: Layer, widths: Widths) -> float:
-    return run.tokens * run.itemsize * widths.dot(widths_of(layer))
 
 
 # ---- host memory ----------------------------------------------------------------------------------------------------

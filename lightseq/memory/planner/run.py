@@ -18,6 +18,7 @@ from lightseq.config.remat_policies import may_keep_gathered
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.host_memory import host_memory
 from lightseq.distributed.world import World
+from lightseq.memory.planner.layer_costs import LayerCosts, layer_costs
 from lightseq.memory.planner.packed_documents import PackedDocuments
 from lightseq.memory.planner.rates import CHIPS, DEFAULT_CORES, Chip, chip_of_device
 from lightseq.models.adapters import count_adapter_parameters, lora_from_config
@@ -191,6 +192,10 @@ class PlannedRun:
     @property
     def layers(self) -> tuple[Layer, ...]:
         return self.architecture.layers
+
+    def costs(self, layer: Layer, policy: str | None = None) -> LayerCosts:
+        """Returns a layer's costs under a remat policy (default: the config's)."""
+        return layer_costs(self.model, layer, self.config, self.tokens, policy)
 
     @cached_property
     def parameters_before(self) -> tuple[int, ...]:

@@ -6,8 +6,9 @@ from dataclasses import replace
 from functools import lru_cache
 from math import ceil
 
+from lightseq.config.remat_policies import STORE_LINEARS, STORE_MLP
 from lightseq.memory.planner import rates
-from lightseq.memory.planner.breakdown import widths_of
+from lightseq.memory.planner.layer_costs import tiles_mlp
 from lightseq.memory.planner.memory import lifetimes_of, saved_by_group
 from lightseq.memory.planner.placement import OFFLOADED, RECOMPUTED, Placement
 from lightseq.memory.planner.run import PlannedRun
@@ -95,7 +96,7 @@ def matrix_seconds(run: PlannedRun) -> float:
         run.model, run.tokens, 1, config.remat_policy, run.group_size, config.tiles_layers, attention_share=0.0
     )
     for layer in run.layers:
-        if _tiles_mlp(run, layer) and not (config.compiles or layer.mlp_is_last):
+        if tiles_mlp(layer, config, run.tokens) and not (config.compiles or layer.mlp_is_last):
             # The tiled MLP runs again for the modules that follow it.
             layers += 2 * run.tokens * 3 * layer.hidden * layer.intermediate
     flops = layers * rates.FP8_TIME[config.fp8] + 2 * run.tokens * passes * architecture.head
@@ -111,19 +112,15 @@ def _elementwise_bytes(run: PlannedRun) -> Iterator[float]:
 
 
 def _elementwise_bytes_of(run: PlannedRun, layer: Layer) -> float:
-    always, repeated = rates.ELEMENTWISE[run.config.compiles]
-    if _tiles_mlp(run, layer) and not run.config.compiles:  # a third is the forward pass, which a group repeats
-        mlp = rates.EAGER_TILED_MLP * (4 / 3 if run.group_size > 1 else 1)
-        always, repeated = replace(always, intermediate=mlp), replace(repeated, intermediate=0)
-    repeats = 0 if run.config.remat_policy == "none" else 2 if run.group_size > 1 else 1
-    widths = widths_of(layer)
-    elements = always.dot(widths) + repeats * repeated.dot(widths)
-    norm = rates.NORM[run.config.compiles].hidden  # forward; backward takes about twice as much
-    elements += (3 + repeats) * norm * layer.extra_normalized
-    if run.head_slices > 1:  # forward, backward, and when a checkpoint runs a group of layers or attention again
-        passes = 2 + (run.group_size > 1) + (run.config.remat_policy == "full")
-        elements += passes * (run.head_slices - 1) * rates.NORM[run.config.compiles].dot(widths)
-    return elements * run.itemsize + rates.FP8_CAST_BYTES[run.config.fp8] * rates.LINEAR_ENDS.dot(widths)
+    costs, compiled, reruns = run.costs(layer), run.config.compiles, run.group_size > 1
+    moved = costs.moved_forward * (1 + reruns) + costs.moved_backward
+    moved *= rates.ELEMENTWISE_TRAFFIC[compiled]
+    if tiles_mlp(layer, run.config, run.tokens):  # a third is the forward pass, which a group repeats
+        moved += rates.TILED_MLP[compiled] * layer.intermediate * run.itemsize * (4 / 3 if reruns else 1)
+    if run.head_slices > 1:  # norms forward, backward, and when a checkpoint runs a group of layers or attention again
+        passes = 2 + reruns + (run.config.remat_policy == "full")
+        moved += passes * (run.head_slices - 1) * rates.NORM[compiled] * layer.hidden * run.itemsize
+    return moved + rates.FP8_CAST_BYTES[run.config.fp8] * (layer.linear_inputs + layer.linear_outputs)
 
 
 def _adapter_bytes(run: PlannedRun) -> float:
@@ -138,12 +135,11 @@ def _adapter_bytes(run: PlannedRun) -> float:
         weights *= tiles
     per_token = ends = 0.0
     for layer in run.layers:
-        widths = widths_of(layer)
-        repeated = rates.REPEATED_INPUTS.get(policy, rates.Widths()).dot(widths)
-        repeated += rates.LINEAR_INPUTS.dot(widths) if run.group_size > 1 else 0
-        ends += rates.LINEAR_ENDS.dot(widths)
-        per_token += rates.ADAPTER_ENDS * rates.LINEAR_ENDS.dot(widths) + rates.ADAPTER_REPEATS * repeated
-        if _tiles_mlp(run, layer):
+        repeated = _repeated_inputs(layer, policy) + (layer.linear_inputs if run.group_size > 1 else 0)
+        of_layer = layer.linear_inputs + layer.linear_outputs
+        ends += of_layer
+        per_token += rates.ADAPTER_ENDS * of_layer + rates.ADAPTER_REPEATS * repeated
+        if tiles_mlp(layer, config, run.tokens):
             products = 8 if policy in ("attention", "full") else 6
             weights += (tiles - 1) * layer.hidden * layer.intermediate * products
     adapted = run.adapter_parameters / (rank * ends)
@@ -155,11 +151,11 @@ def _weight_copies(run: PlannedRun) -> float:
     return rates.GATHER_COPIES * (1 + run.reshard_after_forward) + rates.REDUCE_COPIES
 
 
-def _tiles_mlp(run: PlannedRun, layer: Layer) -> bool:
-    """Returns whether the tiled MLP operator replaces the forward of a layer's MLP (`tile_mlps`)."""
-    config = run.config
-    other = config.remat_policy == "none" or config.tiles_layers or config.fp8 is not None
-    return layer.gated_mlp and run.tokens > TILE_TOKENS and not other
+def _repeated_inputs(layer: Layer, policy: str) -> int:
+    """Returns the elements per token that linears read when a checkpoint runs them again."""
+    if policy in ("none", STORE_LINEARS):
+        return 0
+    return layer.linear_inputs - layer.last_linear_input - (2 * layer.hidden if policy == STORE_MLP else 0)
 
 
 def _memory_rate(run: PlannedRun) -> float:

@@ -1,0 +1,148 @@
+"""Memory and traffic of a layer under each checkpointing policy, read from the layer itself."""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Final
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from lightseq.attention.context import one_rank_context
+from lightseq.attention.module_attention import attention_function
+from lightseq.config.remat_policies import STORE_LINEARS, STORES_MLP
+from lightseq.config.train_config import TrainConfig
+from lightseq.memory.planner.layer_graph import LAYER_INPUT, TOKENS, LayerGraph, Pass
+from lightseq.memory.remat import stored_operators
+from lightseq.models.architecture import attention_modules
+from lightseq.models.layers import Layer
+from lightseq.models.meta_run import layer_inputs
+from lightseq.models.weights import build_on_meta
+from lightseq.modules.mlp import TILE_TOKENS, tile_mlps
+from lightseq.modules.projections import store_projections
+
+# Points of a layer's backward pass. The memory of the operators that run at the first two is counted elsewhere.
+ATTENTION: Final = "attention"
+MLP: Final = "MLP"
+OTHERS: Final = "norms and linears"
+POINTS: Final[Mapping[Any, str]] = {
+    torch.ops.lightseq.attention_backward.default: ATTENTION,
+    torch.ops.lightseq.gated_mlp_backward.default: MLP,
+}
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """Bytes per token of a layer under one checkpointing policy.
+
+    `working` holds the most beyond what is saved at each point of the backward pass: temporaries, the gradient of the
+    layer's output and what is recomputed. It leaves out the memory of the operators in POINTS, and attention's
+    gradients. `moved` is the traffic of element-wise work forward and backward.
+    """
+
+    saved: float
+    working: Mapping[str, float]
+    moved_forward: float
+    moved_backward: float
+
+
+@dataclass(frozen=True)
+class Treatment:
+    """How training treats a layer."""
+
+    policy: str  # of --remat
+    compiled: bool
+    tiles_mlp: bool  # its MLP runs over tiles of tokens
+
+    @property
+    def stores_mlp(self) -> bool:
+        return self.policy in STORES_MLP
+
+    @property
+    def stores_linears(self) -> bool:
+        return self.policy == STORE_LINEARS
+
+
+def layer_costs(
+    model: PreTrainedConfig, layer: Layer, config: TrainConfig, tokens: int, policy: str | None = None
+) -> LayerCosts:
+    """Returns a layer's costs for a rank with so many tokens, under a remat policy (default: the config's)."""
+    policy = policy or config.remat_policy
+    tiles = policy != "none" and tiles_mlp(layer, config, tokens)
+    treatment = Treatment(policy, config.compiles, tiles)
+    key = type(model), repr(vars(model)), config.compute_dtype
+    if key not in _tables:
+        _tables[key] = LayerTable(model, getattr(torch, config.compute_dtype))
+    return _tables[key].costs(layer.place, treatment)
+
+
+def tiles_mlp(layer: Layer, config: TrainConfig, tokens: int) -> bool:
+    """Returns whether the tiled MLP operator replaces the forward of a layer's MLP (`tile_mlps`)."""
+    other = config.remat_policy == "none" or config.tiles_layers or config.fp8 is not None
+    return layer.gated_mlp and tokens > TILE_TOKENS and not other
+
+
+class LayerTable:
+    """Costs of a model's layers in one dtype, each traced when it is first asked for."""
+
+    def __init__(self, config: PreTrainedConfig, dtype: torch.dtype) -> None:
+        self._config, self._dtype = config, dtype
+        self._graphs: dict[tuple[int, bool, bool, bool], LayerGraph] = {}
+        self._costs: dict[tuple[int, Treatment], LayerCosts] = {}
+
+    def costs(self, place: int, treatment: Treatment) -> LayerCosts:
+        """Returns the costs of the layer at this place in the model."""
+        key = place, treatment
+        if key not in self._costs:
+            graph, compiled = self._graph(place, treatment), treatment.compiled
+            if treatment.policy == "none":
+                backward = graph.backward(compiled)
+            else:
+                backward = graph.backward_of_checkpoint(stored_operators(treatment.policy), compiled)
+            self._costs[key] = _costs(graph.forward(compiled), backward, compiled)
+        return self._costs[key]
+
+    def _graph(self, place: int, treatment: Treatment) -> LayerGraph:
+        tiles = treatment.tiles_mlp or treatment.stores_mlp
+        key = place, tiles, treatment.stores_mlp, treatment.stores_linears
+        if key not in self._graphs:
+            layers, inputs = self._layers
+            layer = nn.ModuleList([copy.deepcopy(layers[place])])
+            if tiles:
+                tile_mlps(layer, store=treatment.stores_mlp)
+            if treatment.stores_linears:
+                store_projections(layer)
+            self._graphs[key] = LayerGraph(layer[0], *inputs[place])
+        return self._graphs[key]
+
+    @cached_property
+    def _layers(self) -> tuple[nn.ModuleList, list[tuple[tuple[Any, ...], dict[str, Any]]]]:
+        """Returns the layers of the model on the meta device, and the arguments with which the model calls each."""
+        model: PreTrainedModel = build_on_meta(self._config)
+        layers: Any = model.base_model.layers
+        inputs = layer_inputs(model.to(self._dtype), layers, TOKENS)
+        ALL_ATTENTION_FUNCTIONS.register("lightseq_traced", attention_function)
+        model.set_attn_implementation("lightseq_traced")
+        for module in attention_modules(model):
+            module.sequence_context = one_rank_context()  # type: ignore[assignment]
+        return layers, inputs
+
+
+_tables: dict[tuple[type, str, str], LayerTable] = {}
+
+
+def _costs(forward: Pass, backward: Pass, compiled: bool) -> LayerCosts:
+    gradients = [value for name, value in backward.inputs.items() if name.startswith("tangents")]
+    saved = sum(value.bytes for value in backward.inputs.values()) - sum(value.bytes for value in gradients)
+    working: dict[str, float] = {}
+    # Autograd holds the gradient of a compiled layer's output, and a checkpoint its input, until the pass is over.
+    held = gradients if compiled else [x for name, x in backward.inputs.items() if name == LAYER_INPUT]
+    for kernel, live in backward.live_bytes(held):
+        point = POINTS.get(kernel.op, OTHERS)
+        own = sum(value.bytes for value in kernel.writes) if point == ATTENTION else 0
+        working[point] = max(working.get(point, -saved), live - own - saved)
+    moved = [sum(kernel.moved for kernel in each.kernels if kernel.is_elementwise) for each in (forward, backward)]
+    return LayerCosts(float(saved), working, *map(float, moved))

@@ -1,0 +1,335 @@
+"""Kernels of a layer's forward and backward pass, found by tracing the layer on fake tensors.
+
+Nothing here knows what a layer consists of. AOT autograd traces it once, with the operators that training puts into it.
+The compiler's own partitioner splits the graph of a compiled layer, whose element-wise nodes are fused into the kernels
+that read them. An eager layer runs every node.
+"""
+
+import operator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from functorch.compile import aot_function, min_cut_rematerialization_partition
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+from torch.fx.traceback import preserve_node_meta
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+TOKENS: Final = 16_381  # a prime: only tensors with rows for tokens have a size that is a multiple of it
+LAYER_INPUT: Final = "primals_1"  # as AOT autograd names it
+VIEWS: Final = (torch.ops.aten._unsafe_view.default, torch.ops.aten.detach.default)  # their schemas do not say so
+
+
+@dataclass(eq=False)
+class Value:
+    """Memory that a kernel writes, or that a pass begins with."""
+
+    bytes: int  # per token; 0 if the size does not depend on the tokens, as that of weights
+
+
+@dataclass(eq=False)
+class Kernel:
+    """A kernel of a pass, which computes the operator `op`."""
+
+    op: Any
+    reads: list[Value]
+    writes: list[Value]
+    is_elementwise: bool  # or a reduction: work that a compiler fuses
+    reduces: bool = False  # some of that work is a reduction
+    function: int | None = None  # the autograd function that runs it, which frees its temporaries when it returns
+
+    @property
+    def moved(self) -> int:
+        """Returns the bytes per token that the kernel reads and writes."""
+        return sum(value.bytes for value in (*self.reads, *self.writes))
+
+
+@dataclass
+class Pass:
+    """Kernels of a pass in order, with the values that exist before it and those that it returns."""
+
+    compiled: bool
+    kernels: list[Kernel]
+    inputs: dict[str, Value]  # by the names of their nodes
+    outputs: list[Value]
+
+    def live_bytes(self, held: Collection[Value]) -> Iterator[tuple[Kernel, int]]:
+        """Yields each kernel with the bytes per token that are live while it runs, its results included.
+
+        A value is freed after the last kernel that reads it, unless it is `held` or returned. An element-wise
+        kernel of a compiled pass writes one result over what the forward pass saved, if it is the last to read that.
+        """
+        last = {
+            x: self._freed_after(i) for i, kernel in enumerate(self.kernels) for x in (*kernel.writes, *kernel.reads)
+        }
+        dying: dict[int, list[Value]] = {}
+        for value in last.keys() - {*held, *self.outputs}:
+            dying.setdefault(last[value], []).append(value)
+        saved = {value for name, value in self.inputs.items() if name != LAYER_INPUT}
+        live = sum(value.bytes for value in {*self.inputs.values(), *held})
+        for i, kernel in enumerate(self.kernels):
+            freed = [value.bytes for value in dying.get(i, ())]
+            over = self.compiled and kernel.is_elementwise
+            reusable = [value.bytes for value in dying.get(i, ()) if over and value in saved]
+            reused = max((value.bytes for value in kernel.writes if value.bytes in reusable), default=0)
+            live += sum(value.bytes for value in kernel.writes) - reused
+            yield kernel, live
+            live -= sum(freed) - reused
+
+    def _freed_after(self, i: int) -> int:
+        """Returns the kernel after which memory is freed that kernel i is the last to read."""
+        function = self.kernels[i].function
+        while not self.compiled and function is not None and i + 1 < len(self.kernels):
+            if self.kernels[i + 1].function != function:
+                break
+            i += 1
+        return i
+
+
+class LayerGraph:
+    """Forward and backward pass of a layer in one graph of aten operators."""
+
+    def __init__(self, layer: nn.Module, args: Sequence[Any], keywords: dict[str, Any]) -> None:
+        """Traces a layer on the meta device with these arguments, of which the first tensor needs a gradient.
+
+        The first tensor that the layer returns is its output.
+        """
+        leaves, shape = tree_flatten((tuple(args), keywords))
+
+        def run(tensors: Sequence[Tensor], *state: Tensor) -> Tensor:
+            given = iter(tensors)
+            filled = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            args, keywords = tree_unflatten(filled, shape)
+            output = functional_call(layer, dict(zip(names, state, strict=True)), args, keywords)
+            return tree_leaves(output)[0]  # type: ignore[no-any-return]
+
+        with FakeTensorMode(allow_non_fake_inputs=True), preserve_node_meta():
+            tensors = [_fake(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
+            tensors[0].requires_grad_()
+            parameters = {name: _fake(x).requires_grad_() for name, x in layer.named_parameters()}
+            buffers = {name: _fake(x) for name, x in layer.named_buffers()}
+            names = [*parameters, *buffers]
+            aot_function(run, fw_compiler=_return_graph, bw_compiler=_return_graph, partition_fn=self._partition)(
+                tensors, *parameters.values(), *buffers.values()
+            )
+
+    def _partition(self, joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
+        graph = fx.Graph()  # a copy, because the partitioner changes its own
+        results = [x if isinstance(x, fx.Node) else None for x in tree_leaves(graph.graph_copy(joint.graph, {}))]
+        self._outputs = [x for x in results[:num_fwd_outputs] if x is not None]
+        self._gradients = [x for x in results[num_fwd_outputs:] if x is not None]
+        self._forward = _with_what_they_read(self._outputs)
+        end = 1 + max(i for i, node in enumerate(graph.nodes) if node in self._forward)
+        self._forward, self._backward = list(graph.nodes)[:end], list(graph.nodes)[end:]
+        graphs = min_cut_rematerialization_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **options)
+        self._compiled = [
+            _read(list(graph.graph.nodes)[:-1], list(graph.graph.nodes)[-1].all_input_nodes, fuses=True)
+            for graph in graphs
+        ]
+        return graphs
+
+    def forward(self, compiled: bool) -> Pass:
+        """Returns the forward pass, with the work that a checkpoint does not avoid."""
+        return _read(self._forward, self._outputs, fuses=compiled)
+
+    def backward(self, compiled: bool) -> Pass:
+        """Returns the backward pass outside a checkpoint, which begins with what the forward pass saved."""
+        if compiled:
+            return _scheduled(self._compiled[1])
+        whole = _read([*self._forward, *self._backward], self._gradients, fuses=False)
+        kernels = whole.kernels[len(self.forward(compiled=False).kernels) :]
+        written = {value for kernel in kernels for value in kernel.writes}
+        saved = dict.fromkeys(value for kernel in kernels for value in kernel.reads if value not in written)
+        names = {value: name for name, value in whole.inputs.items()}
+        return Pass(False, kernels, {names.get(x, f"saved {i}"): x for i, x in enumerate(saved)}, whole.outputs)
+
+    def backward_of_checkpoint(self, stored: Collection[Any], compiled: bool) -> Pass:
+        """Returns the backward pass of a checkpoint, which stores the layer's input and the results of some operators.
+
+        It computes the others again if they are read: autograd all at its beginning, a compiler each in its turn.
+        """
+        nodes = _with_what_they_read([*self._backward, *self._gradients], stored)
+        if not compiled:
+            nodes = [*(node for node in self._forward if node in nodes), *self._backward]
+        found = _read(nodes, self._gradients, compiled, stored)
+        return _scheduled(found) if compiled else found
+
+
+def _with_what_they_read(nodes: Iterable[fx.Node], stored: Collection[Any] = ()) -> list[fx.Node]:
+    """Returns nodes in order, each after those that it reads. Leaves out what results of `stored` operators need."""
+    found: dict[fx.Node, None] = {}
+    for node in nodes:
+        pending = [node]
+        while pending:
+            reads = () if pending[-1].target in stored else pending[-1].all_input_nodes
+            missing = [read for read in reads if read not in found]
+            if missing:
+                pending += reversed(missing)
+            else:
+                found[pending.pop()] = None
+    return list(found)
+
+
+# ---- what a compiler does with kernels ------------------------------------------------------------------------------
+
+
+def _scheduled(found: Pass) -> Pass:
+    """Returns a compiled pass with its kernels as the compiler arranges them.
+
+    Element-wise kernels of one size that share something they read run as one, as soon as all that they read is there.
+    Reductions that only the caller reads, such as gradients of norms, run at the end.
+    """
+    merged = _merged(found.kernels)
+    ordered = _in_order_of_need(merged)
+    if len(ordered) < len(merged):  # groups wait for each other
+        ordered = _in_order_of_need(found.kernels)
+    return Pass(True, ordered, found.inputs, found.outputs)
+
+
+def _in_order_of_need(kernels: Sequence[Kernel]) -> list[Kernel]:
+    read = {value for kernel in kernels for value in kernel.reads}
+    waiting = sorted(kernels, key=lambda kernel: kernel.is_elementwise and not read.intersection(kernel.writes))
+    missing = {value for kernel in kernels for value in kernel.writes}
+    ordered: list[Kernel] = []
+    while (ready := next((kernel for kernel in waiting if missing.isdisjoint(kernel.reads)), None)) is not None:
+        waiting.remove(ready)
+        missing.difference_update(ready.writes)
+        ordered.append(ready)
+    return ordered
+
+
+def _merged(kernels: Sequence[Kernel]) -> list[Kernel]:
+    groups, after = list[list[Kernel]](), _dependencies(kernels)
+    readers: dict[Value, list[list[Kernel]]] = {}  # groups that read a value
+    for kernel in kernels:
+        near = (group for value in kernel.reads for group in readers.get(value, ()))
+        group = next((group for group in near if all(_can_merge(kernel, other, after) for other in group)), None)
+        if group is None:
+            groups.append(group := [])
+        group.append(kernel)
+        for value in kernel.reads:
+            readers.setdefault(value, []).append(group)
+    return [
+        Kernel(
+            op=group[0].op,
+            reads=list(dict.fromkeys(value for kernel in group for value in kernel.reads)),
+            writes=[value for kernel in group for value in kernel.writes],
+            is_elementwise=group[0].is_elementwise,
+        )
+        for group in groups
+    ]
+
+
+def _can_merge(x: Kernel, y: Kernel, after: Mapping[Kernel, set[Kernel]]) -> bool:
+    shared = {value.bytes for value in x.reads if value in y.reads}
+    same_size = shared & {value.bytes for value in x.writes} & {value.bytes for value in y.writes} - {0}
+    alike = x.is_elementwise and y.is_elementwise and not (x.reduces or y.reduces)
+    return alike and bool(same_size) and x not in after[y] and y not in after[x]
+
+
+def _dependencies(kernels: Sequence[Kernel]) -> dict[Kernel, set[Kernel]]:
+    """Returns the kernels that each kernel waits for."""
+    makers = {value: kernel for kernel in kernels for value in kernel.writes}
+    found: dict[Kernel, set[Kernel]] = {}
+    for kernel in kernels:
+        direct = {makers[value] for value in kernel.reads if value in makers}
+        found[kernel] = direct.union(*(found[other] for other in direct))
+    return found
+
+
+def _return_graph(graph: fx.GraphModule, _inputs: Any) -> fx.GraphModule:
+    return graph
+
+
+def _fake(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype)
+
+
+# ---- from nodes to kernels ------------------------------------------------------------------------------------------
+
+
+def _read(nodes: Sequence[fx.Node], returned: Sequence[fx.Node], fuses: bool, stored: Collection[Any] = ()) -> Pass:
+    """Returns the kernels that run nodes. With `fuses`, element-wise nodes are part of the kernels that read them.
+
+    The results of `stored` operators exist before the pass.
+    """
+    whole = _nodes_read_whole(nodes, returned)
+    found = Pass(fuses, [], {}, [])
+    sources: dict[fx.Node, list[Value]] = {}  # what a kernel that reads a node reads
+    makers: dict[fx.Node, Kernel] = {}  # of nodes with several results
+    reducing = set[fx.Node]()  # fused nodes with a reduction among what they compute
+    for node in nodes:
+        if node.op != "call_function":
+            shared = node.name.startswith("primals_") and node.name != LAYER_INPUT  # weights, and inputs of all layers
+            found.inputs[node.name] = value = Value(0 if shared else _bytes_per_token(node))
+            sources[node] = [value]
+        elif _is_view(node):
+            sources[node] = sources[node.all_input_nodes[0]]
+            reducing |= {node} if node.all_input_nodes[0] in reducing else set()
+        elif node.target is operator.getitem:
+            maker = node.all_input_nodes[0]
+            sources[node] = [Value(_bytes_per_token(node))]
+            if maker.target in stored:
+                found.inputs[node.name] = sources[node][0]
+            else:
+                makers[maker].writes += sources[node]
+        elif node.target in stored:
+            sources[node] = [Value(0 if isinstance(node.meta["val"], tuple | list) else _bytes_per_token(node))]
+            found.inputs[node.name] = sources[node][0]
+        else:
+            reads = list(dict.fromkeys(value for x in node.all_input_nodes for value in sources[x]))
+            kernel = Kernel(node.target, reads, [], _is_elementwise(node), function=node.meta.get("seq_nr"))
+            kernel.reduces = kernel.is_elementwise and (_is_reduction(node) or bool(reducing & {*node.all_input_nodes}))
+            if isinstance(node.meta["val"], tuple | list):
+                makers[node], sources[node] = kernel, []
+            elif fuses and kernel.is_elementwise and node not in whole:
+                sources[node] = reads
+                reducing |= {node} if kernel.reduces else set()
+                continue
+            else:
+                sources[node] = [Value(_bytes_per_token(node))]
+                kernel.writes += sources[node]
+            found.kernels.append(kernel)
+    found.outputs += [value for node in returned for value in sources[node]]
+    return found
+
+
+def _nodes_read_whole(nodes: Sequence[fx.Node], returned: Sequence[fx.Node]) -> set[fx.Node]:
+    """Returns the nodes whose results exist in memory, because the caller or a kernel that fuses nothing reads them."""
+    readers = [x for x in nodes if x.op == "call_function" and not (_is_view(x) or _is_elementwise(x))]
+    found = set[fx.Node]()
+    for read in (*returned, *(read for reader in readers for read in reader.all_input_nodes)):
+        while _is_view(read):
+            read = read.all_input_nodes[0]
+        found.add(read)
+    return found
+
+
+def _is_view(node: fx.Node) -> bool:
+    if node.target is operator.getitem:
+        return _is_view(node.all_input_nodes[0])
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    aliases = [result.alias_info for result in node.target._schema.returns]
+    return node.target in VIEWS or any(alias is not None and not alias.is_write for alias in aliases)
+
+
+def _is_elementwise(node: fx.Node) -> bool:
+    """Returns whether a node computes element by element or a reduction, rather than products or an own operator."""
+    if node.target is operator.getitem:
+        return False
+    op = node.target
+    assert isinstance(op, torch._ops.OpOverload), op
+    return op.namespace == "aten" and not any(part in op._opname for part in ("mm", "convolution", "attention"))
+
+
+def _is_reduction(node: fx.Node) -> bool:
+    return any(part in node.target._opname for part in ("sum", "mean", "amax", "softmax", "var"))  # type: ignore[union-attr]
+
+
+def _bytes_per_token(node: fx.Node) -> int:
+    values = [x for x in tree_leaves(node.meta.get("val")) if isinstance(x, Tensor)]
+    return sum(x.numel() // TOKENS * x.element_size() for x in values if x.numel() % TOKENS == 0)
