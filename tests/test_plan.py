@@ -384,9 +384,9 @@ def test_layers_that_differ_are_planned_one_by_one(remat: str) -> None:
     layers = half.run.layers
     assert [layer.place for layer in distinct(layers)] == [0, 16]
     first, second = (half.run.costs(layer) for layer in distinct(layers))
-    # Compiled layers save three tensors of the MLP's width, and checkpoints none.
+    # Compiled layers save three tensors of the MLP's width, and checkpoints none. There the MLP is one operator.
     assert first.saved - second.saved == (3 * 2 * LLAMA.intermediate_size / 2 if remat == "none" else 0)
-    assert first.moved_backward - second.moved_backward > (remat == "none") * 4 * LLAMA.intermediate_size
+    assert (first.moved_backward > second.moved_backward) == (remat == "none")
     saved = half.run.tokens * 16 * (first.saved - second.saved)
     assert wide.parts.stored_activations - half.parts.stored_activations == pytest.approx(saved)
     assert wide.parts.total > half.parts.total and wide.step_seconds > half.step_seconds
