@@ -1,13 +1,13 @@
 """Parallelization of a Hugging Face model: every technique, in order, on one page."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -18,33 +18,27 @@ from transformers import PreTrainedModel
 
 from lightseq import hf
 from lightseq.attention.config import AttentionConfig
-from lightseq.attention.context import Documents, SequenceContext
+from lightseq.attention.context import SequenceContext
 from lightseq.config.remat_policies import STORE_LINEARS, STORES_MLP
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.environment import has_expandable_segments
 from lightseq.distributed.parallel_dims import ParallelDims
 from lightseq.distributed.stopwatch import Stopwatch
-from lightseq.kernels.logit_transform import LogitTransform
 from lightseq.memory.gradient_memory import ReduceScatterIntoSharedPool
 from lightseq.memory.offload import HostBufferPool, Offload, layers_in_flight
 from lightseq.memory.planner.placement import KEEP, OFFLOAD, OFFLOADED, RECOMPUTED, Placement
 from lightseq.memory.planner.plan import Plan
 from lightseq.memory.remat import apply_remat, capture_forwards, checkpoint_groups
 from lightseq.memory.weight_prefetch import WeightPrefetch
-from lightseq.models.architecture import head_change, inspect_architecture, known_logit_transform
+from lightseq.models.architecture import inspect_architecture, required_logit_transform
 from lightseq.modules.compilation import allow_graphs_per_length
 from lightseq.modules.fp8 import FP8_COMPILE_OPTIONS, to_fp8
-from lightseq.modules.identity import hook_of
-from lightseq.modules.loss import cross_entropy_sum
+from lightseq.modules.loss_model import LossModel
 from lightseq.modules.mlp import tile_mlps
 from lightseq.modules.projections import store_projections
 from lightseq.modules.tiled import tile_layers
 from lightseq.schedule.documents import local_tokens
 from lightseq.utils.versions import source_digest
-
-# Computes values per token in place of the loss, from hidden states, the head's weight, labels, the transform of the
-# logits, and the head's bias. `modules.loss.token_losses` is one.
-HeadReader = Callable[[Tensor, Tensor, Tensor, LogitTransform, Tensor | None], Tensor]
 
 
 @dataclass(frozen=True)
@@ -59,74 +53,31 @@ class MemorySettings:
     plan: Plan | None = None  # which the settings come from; None: no planner decided, as on CPUs
 
 
-class LossModel(nn.Module):
-    """Causal language model that returns its loss; its forward is the whole forward pass of a step."""
+@dataclass(frozen=True)
+class ParallelModel:
+    """A model with every technique applied."""
 
-    def __init__(self, model: PreTrainedModel, stopwatch: Stopwatch, offload: Offload | None = None) -> None:
-        super().__init__()
-        self.model = model
-        self.offload = offload
-        self.stopwatch = stopwatch  # times the loss, which is equal work on every rank
-        head: Any = model.lm_head
-        # Only `forward` is replaced, so that FSDP's hooks still run around the loss.
-        head.forward = partial(_head_loss, head, stopwatch, _logit_transform(model))
-
-    def forward(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        labels: Tensor,
-        documents: Documents | None = None,
-        read: HeadReader | None = None,
-    ) -> Tensor:
-        """Returns the sum of -log p(label) over this rank's valid labels.
-
-        ids, positions and labels are (batch, local sequence), labels shifted. `documents` are those of a packed
-        sequence. With `read`, as in evaluations, its result is returned instead.
-        """
-        packed = {} if documents is None else {"documents": documents}  # only some models take the argument
-        output = self.model.model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **packed)
-        return self.model.lm_head(output.last_hidden_state, labels, read)
-
-
-def _logit_transform(model: PreTrainedModel) -> LogitTransform:
-    """Returns the function that makes logits of the head's product. Raises ValueError for a model that does more."""
-    name = type(model).__name__
-    change = head_change(model) or ((hook := hook_of(model)) and f"{name} {hook}")
-    if change:
-        raise ValueError(f"{change}, which the chunked loss would leave out; use your own loop around hf.enable")
-    found = known_logit_transform(model)
-    if found is None:
-        raise ValueError(f"{name} makes its logits in an unknown way; use your own loop around hf.enable")
-    return found
-
-
-def _head_loss(
-    head: nn.Linear, stopwatch: Stopwatch, transform: LogitTransform, hidden: Tensor, labels: Tensor,
-    read: HeadReader | None,
-) -> Tensor:  # fmt: skip
-    if read is not None:
-        return read(hidden, head.weight, labels, transform, head.bias)
-    with stopwatch.lap():
-        return cross_entropy_sum(hidden, head.weight, labels, transform=transform, bias=head.bias)
+    loss_model: LossModel
+    context: SequenceContext
+    offload: Offload | None  # of activations
 
 
 def parallelize(
     model: PreTrainedModel, config: TrainConfig, dims: ParallelDims, memory: MemorySettings
-) -> tuple[LossModel, SequenceContext]:
+) -> ParallelModel:
     """Applies every technique to a model, which may be on the meta device, and shards it with FSDP2."""
-    loss_model, context = apply_techniques(model, config, dims, memory)
+    parallel = apply_techniques(model, config, dims, memory)
     groups = layer_groups(model, config)
     dtype = getattr(torch, config.compute_dtype)
-    shard_parameters(loss_model, model, dims.parameter_mesh, dtype, groups, memory)
+    shard_parameters(parallel.loss_model, model, dims.parameter_mesh, dtype, groups, memory)
     if memory.state_on_host and dims.shard == 1 and not config.tiles_layers:
         WeightPrefetch(groups, dims.world.device.type)  # tiled layers run for seconds, and need no prefetch
-    return loss_model, context
+    return parallel
 
 
 def apply_techniques(
     model: PreTrainedModel, config: TrainConfig, dims: ParallelDims, memory: MemorySettings
-) -> tuple[LossModel, SequenceContext]:
+) -> ParallelModel:
     """Applies every technique except sharding, which DeepSpeed does itself."""
     layers: Any = model.model.layers
     device = dims.world.device
@@ -140,7 +91,8 @@ def apply_techniques(
     if config.remat_policy == STORE_LINEARS:
         store_projections(layers)
     offload = apply_recomputation(model, config, device, memory)
-    return LossModel(model, Stopwatch(device), offload), context
+    loss_model = LossModel(model, required_logit_transform(model), Stopwatch(device))
+    return ParallelModel(loss_model, context, offload)
 
 
 def apply_recomputation(

@@ -241,6 +241,18 @@ def known_logit_transform(model: PreTrainedModel) -> LogitTransform | None:
         return None
 
 
+def required_logit_transform(model: PreTrainedModel) -> LogitTransform:
+    """Returns what `known_logit_transform` does. Raises ValueError for a model that does more to its logits."""
+    name = type(model).__name__
+    change = head_change(model) or ((hook := hook_of(model)) and f"{name} {hook}")
+    if change:
+        raise ValueError(f"{change}, which the chunked loss would leave out; use your own loop around hf.enable")
+    found = known_logit_transform(model)
+    if found is None:
+        raise ValueError(f"{name} makes its logits in an unknown way; use your own loop around hf.enable")
+    return found
+
+
 def logit_state(model: PreTrainedModel) -> tuple[Any, ...] | None:
     """Returns the numbers that a known model's code may read when it makes logits; equal ones give equal logits.
 

@@ -61,8 +61,9 @@ class DeepSpeedEngine:
             use_host_cores(world)
         self.sharding_description = ", ".join([f"{settings.name} over all ranks", *offloads])
         self.model = weights.build_on_meta(inputs.model_config)
-        inner, self.context = on_all_ranks(world, lambda: apply_techniques(self.model, config, dims, memory))
-        self.offload, self.stopwatch = inner.offload, inner.stopwatch
+        parallel = on_all_ranks(world, lambda: apply_techniques(self.model, config, dims, memory))
+        inner, self.context, self.offload = parallel.loss_model, parallel.context, parallel.offload
+        self.stopwatch = inner.stopwatch
         for parameter in self.model.parameters():
             parameter.data = parameter.data.to(getattr(torch, config.compute_dtype))
         self._materialize()

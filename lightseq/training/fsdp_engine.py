@@ -48,9 +48,10 @@ class FsdpEngine:
         self._shard_group = dims.parameter_mesh["shard"].get_group()
         self.model = weights.build_on_meta(inputs.model_config)
         adapters.add_adapters(self.model, inputs.lora, getattr(torch, config.compute_dtype))
-        loss_model, self.context = on_all_ranks(world, lambda: parallelize(self.model, config, dims, memory))
-        self.loss_model: nn.Module = loss_model
-        self.offload, self.stopwatch = loss_model.offload, loss_model.stopwatch
+        parallel = on_all_ranks(world, lambda: parallelize(self.model, config, dims, memory))
+        self.loss_model: nn.Module = parallel.loss_model
+        self.context, self.offload = parallel.context, parallel.offload
+        self.stopwatch = parallel.loss_model.stopwatch
         if memory.state_on_host or self.offload is not None:
             use_host_cores(world)
         self._locked = PinnedMemory()
