@@ -39,9 +39,10 @@ from lightseq.attention.context import release
 from lightseq.config.command_line import parse
 from lightseq.distributed.parallel_dims import parallel_dims
 from lightseq.distributed.world import World
+from lightseq.memory.settings import MemorySettings
 from lightseq.models import weights
 from lightseq.models.architecture import inspect_architecture
-from lightseq.parallelize import MemorySettings, parallelize
+from lightseq.parallelize import parallelize
 from lightseq.training.setup_checks import check_layers, check_packing
 
 LENGTH, VOCABULARY = 50, 64

@@ -50,11 +50,12 @@ from lightseq.distributed.world import World
 from lightseq.memory import offload
 from lightseq.memory.planner.rates import CHIPS
 from lightseq.memory.planner.run import Hardware
+from lightseq.memory.settings import MemorySettings
 from lightseq.models import weights
 from lightseq.models.family import preset_config
 from lightseq.modules import mlp
 from lightseq.modules.loss_model import LossModel
-from lightseq.parallelize import MemorySettings, parallelize
+from lightseq.parallelize import parallelize
 from lightseq.schedule.layout import Layout, shard, unshard
 
 VOCABULARY, LENGTH = 61, 50  # 50 divides by no number of chunks here but 1 and 2

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
+from lightseq.models.decoder import head_weight_name
 from lightseq.utils.files import read_json
 from lightseq.utils.formatting import first_line, is_plain_name
 
@@ -164,7 +165,7 @@ def load(model: PreTrainedModel, source: Path | str, fill: FillParameter = fill)
     files = tensor_files(directory, "save the model as safetensors, or add --random_init")
     tied = model.config.tie_word_embeddings
     parameters = base_parameters(model)
-    aliases = {"lm_head.weight"} if tied else set()
+    aliases = {head_weight_name(model)} if tied else set()
     buffers = {name for name, _ in model.named_buffers()}  # computed from the config, whether a file has them or not
     known = (*parameters, *aliases, *buffers)
     extra = [n for n in files if n not in known and not n.endswith("rotary_emb.inv_freq")]
@@ -173,7 +174,7 @@ def load(model: PreTrainedModel, source: Path | str, fill: FillParameter = fill)
         found = (("missing", missing), ("unknown", extra))
         listed = ", ".join(f"{kind} tensors {names[:3]}" for kind, names in found if names)
         raise ValueError(f"{directory} does not match the model: {listed}")
-    if tied and "lm_head.weight" in files:
+    if aliases & set(files):
         _check_tied_head(model, files, directory)
     with ExitStack() as stack:
         opened: dict[Path, Any] = {}
@@ -191,17 +192,17 @@ def load(model: PreTrainedModel, source: Path | str, fill: FillParameter = fill)
 
 def _check_tied_head(model: PreTrainedModel, files: dict[str, Path], directory: Path) -> None:
     """Raises ValueError if the files have an LM head that differs from the embeddings the config ties it to."""
-    embeddings = model.get_input_embeddings().weight
+    embeddings, alias = model.get_input_embeddings().weight, head_weight_name(model)
     name = next(name for name, parameter in base_parameters(model).items() if parameter is embeddings)
-    with safe_open(files["lm_head.weight"], framework="pt") as one, safe_open(files[name], framework="pt") as other:
-        head, table = one.get_slice("lm_head.weight"), other.get_slice(name)
+    with safe_open(files[alias], framework="pt") as one, safe_open(files[name], framework="pt") as other:
+        head, table = one.get_slice(alias), other.get_slice(name)
         same = head.get_shape() == table.get_shape() and all(
             bool((head[start : start + ROWS_AT_ONCE] == table[start : start + ROWS_AT_ONCE]).all())
             for start in range(0, head.get_shape()[0], ROWS_AT_ONCE)
         )
     if not same:
         raise ValueError(
-            f"{directory}: lm_head.weight differs from {name}, though config.json ties them; set tie_word_embeddings "
+            f"{directory}: {alias} differs from {name}, though config.json ties them; set tie_word_embeddings "
             "to false to train both"
         )
 

@@ -24,8 +24,9 @@ from lightseq.data.pickles import PICKLE_ERRORS
 from lightseq.distributed.agreement import on_all_ranks
 from lightseq.distributed.environment import set_deepspeed_environment
 from lightseq.distributed.world import World, use_host_cores
+from lightseq.memory.settings import MemorySettings
 from lightseq.models import weights
-from lightseq.parallelize import MemorySettings, apply_techniques
+from lightseq.parallelize import apply_techniques, layer_groups
 from lightseq.training.engine import Update, fill_weights
 from lightseq.training.inputs import Inputs
 from lightseq.training.optimization import UNKNOWN_PARAMETER, make_optimizer
@@ -63,7 +64,7 @@ class DeepSpeedEngine:
         self.model = weights.build_on_meta(inputs.model_config)
         parallel = on_all_ranks(world, lambda: apply_techniques(self.model, config, dims, memory))
         inner, self.context, self.offload = parallel.loss_model, parallel.context, parallel.offload
-        self.stopwatch = inner.stopwatch
+        self.stopwatch, self._units = inner.stopwatch, parallel.units
         for parameter in self.model.parameters():
             parameter.data = parameter.data.to(getattr(torch, config.compute_dtype))
         self._materialize()
@@ -92,24 +93,23 @@ class DeepSpeedEngine:
             ) from error
 
     def _materialize(self) -> None:
-        """Allocates the weights: in full for ZeRO-1 and 2, sharded layer by layer for ZeRO-3."""
+        """Allocates the weights: in full for ZeRO-1 and 2, sharded unit by unit for ZeRO-3."""
         if self._settings.stage < 3:
             weights.materialize(self.model, self._world.device)
             return
-        ends: list[Any] = [self.model.get_input_embeddings(), self.model.get_output_embeddings()]
-        tied = self.model.config.tie_word_embeddings
-        for unit in [ends[0], *self.model.model.layers, self.model.model.norm, *([] if tied else ends[1:])]:
-            unit.to_empty(device=self._world.device)
-            self._deepspeed.zero.Init(module=unit, config_dict_or_path=self._settings_copy())
-        if tied:
-            ends[1].weight = ends[0].weight
+        for module in (module for unit in self._units for module in unit.modules):
+            module.to_empty(device=self._world.device)
+            self._deepspeed.zero.Init(module=module, config_dict_or_path=self._settings_copy())
+        if self.model.config.tie_word_embeddings:
+            self.model.get_output_embeddings().weight = self.model.get_input_embeddings().weight
         weights.rebuild_buffers(self.model, self._world.device)
 
     def _initialize(self, inner: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
         if self._settings.stage == 3:
             # Gathers a layer's weights before its forward and backward pass. Gathering inside a layer would add
             # operators, and recomputation must run the same ones as the forward pass.
-            self._deepspeed.utils.set_z3_leaf_modules(self.model, [type(self.model.model.layers[0])])
+            classes = {type(layer) for group in layer_groups(self._units) for layer in group}
+            self._deepspeed.utils.set_z3_leaf_modules(self.model, list(classes))
         engine, *_ = self._deepspeed.initialize(
             model=inner, optimizer=optimizer, config=self._settings_copy(), dist_init_required=False
         )

@@ -13,8 +13,8 @@ from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.parallel_dims import ParallelDims
 from lightseq.distributed.stopwatch import Stopwatch
 from lightseq.memory.offload import Offload
+from lightseq.memory.settings import MemorySettings
 from lightseq.models import adapters, weights
-from lightseq.parallelize import MemorySettings
 from lightseq.training.inputs import Inputs
 
 

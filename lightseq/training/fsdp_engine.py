@@ -15,8 +15,9 @@ from lightseq.distributed.parallel_dims import local_part
 from lightseq.distributed.world import use_host_cores
 from lightseq.memory.host_adamw import compute_updates_on
 from lightseq.memory.pinned import PinnedMemory
+from lightseq.memory.settings import MemorySettings
 from lightseq.models import adapters, weights
-from lightseq.parallelize import MemorySettings, parallelize
+from lightseq.parallelize import parallelize
 from lightseq.training.engine import Update, fill_weights
 from lightseq.training.inputs import Inputs
 from lightseq.training.optimization import (
@@ -50,7 +51,7 @@ class FsdpEngine:
         adapters.add_adapters(self.model, inputs.lora, getattr(torch, config.compute_dtype))
         parallel = on_all_ranks(world, lambda: parallelize(self.model, config, dims, memory))
         self.loss_model: nn.Module = parallel.loss_model
-        self.context, self.offload = parallel.context, parallel.offload
+        self.context, self.offload, self._units = parallel.context, parallel.offload, parallel.units
         self.stopwatch = parallel.loss_model.stopwatch
         if memory.state_on_host or self.offload is not None:
             use_host_cores(world)
@@ -68,8 +69,8 @@ class FsdpEngine:
         FSDP2 would copy each of them into an allocation rounded up to a power of two.
         """
         device, host = self._world.device, torch.device("cpu")
-        layers: Any = self.model.model.layers
-        on_gpu = {id(p) for layer in layers[: self.memory.layers_with_state_on_gpu] for p in layer.parameters()}
+        modules = [module for unit in self._units if not unit.state_on_host for module in unit.modules]
+        on_gpu = {id(parameter) for module in modules for parameter in module.parameters()}
 
         def place(parameter: Tensor) -> torch.device:
             return host if self.memory.state_on_host and id(parameter) not in on_gpu else device
