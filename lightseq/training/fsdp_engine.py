@@ -11,7 +11,7 @@ from lightseq.checkpoint import checkpoints, resume, state_files
 from lightseq.config.optimizers import EIGHT_BIT
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.agreement import on_all_ranks
-from lightseq.distributed.parallel_dims import local_part
+from lightseq.distributed.parallel_dims import local_part, shard_groups
 from lightseq.distributed.world import use_host_cores
 from lightseq.memory.host_adamw import compute_updates_on
 from lightseq.memory.pinned import PinnedMemory
@@ -25,7 +25,6 @@ from lightseq.training.optimization import (
     clip,
     first_nonfinite,
     gradient_norms,
-    local_gradients,
     make_optimizer,
     make_state,
     step_if_finite,
@@ -46,7 +45,6 @@ class FsdpEngine:
         self.config, self.dims, self.memory, self._world = config, dims, memory, world
         self.sharding_description = _describe_sharding(config, memory)
         self._max_grad_norm = config.max_grad_norm
-        self._shard_group = dims.parameter_mesh["shard"].get_group()
         self.model = weights.build_on_meta(inputs.model_config)
         adapters.add_adapters(self.model, inputs.lora, getattr(torch, config.compute_dtype))
         parallel = on_all_ranks(world, lambda: parallelize(self.model, config, dims, memory))
@@ -93,8 +91,9 @@ class FsdpEngine:
         (share * (self._scaler.scale if self._scaler else 1.0)).backward()
 
     def update(self) -> Update:
-        grads = local_gradients(self.model.parameters())
-        norms = gradient_norms(grads, self._shard_group)
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        grads = [local_part(gradient) for gradient in gradients]
+        norms = gradient_norms(grads, [shard_groups(gradient) for gradient in gradients])
         norm, take = norms.norm(), True
         if self._scaler is not None:
             norm, take = self._scaler.unscale(grads, norm)
