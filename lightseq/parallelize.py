@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -29,6 +29,7 @@ from lightseq.memory.settings import MemorySettings
 from lightseq.memory.weight_prefetch import WeightPrefetch
 from lightseq.models.architecture import inspect_architecture, required_logit_transform
 from lightseq.models.decoder import decoder_layers, final_norm, text_decoder
+from lightseq.models.weights import stored_buffers
 from lightseq.modules.fp8 import to_fp8
 from lightseq.modules.loss_model import LossModel
 from lightseq.modules.mlp import tile_mlps
@@ -54,6 +55,11 @@ class Unit:
     modules: tuple[nn.Module, ...]  # in the order in which they run
     mesh: DeviceMesh  # over which the parameters are sharded
     policy: FsdpPolicy
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """Returns the buffers that the model's files store. Every rank holds them whole."""
+        return [buffer for module in self.modules for buffer in stored_buffers(module).values()]
 
     @property
     def state_on_host(self) -> bool:

@@ -49,7 +49,7 @@ class FsdpEngine:
         adapters.add_adapters(self.model, inputs.lora, getattr(torch, config.compute_dtype))
         parallel = on_all_ranks(world, lambda: parallelize(self.model, config, dims, memory))
         self.loss_model: nn.Module = parallel.loss_model
-        self.context, self.offload, self._units = parallel.context, parallel.offload, parallel.units
+        self.context, self.offload, self.units = parallel.context, parallel.offload, parallel.units
         self.stopwatch = parallel.loss_model.stopwatch
         if memory.state_on_host or self.offload is not None:
             use_host_cores(world)
@@ -67,7 +67,7 @@ class FsdpEngine:
         FSDP2 would copy each of them into an allocation rounded up to a power of two.
         """
         device, host = self._world.device, torch.device("cpu")
-        modules = [module for unit in self._units if not unit.state_on_host for module in unit.modules]
+        modules = [module for unit in self.units if not unit.state_on_host for module in unit.modules]
         on_gpu = {id(parameter) for module in modules for parameter in module.parameters()}
 
         def place(parameter: Tensor) -> torch.device:
@@ -77,7 +77,8 @@ class FsdpEngine:
             if local.device.type != device.type:
                 self._locked.lock_new(local)
 
-        weights.materialize(self.model, device, place, lock_on_host, self.loss_model)
+        dtype = getattr(torch, self.config.compute_dtype)
+        weights.materialize(self.model, device, place, lock_on_host, self.loss_model, dtype)
         self._locked.retain_only(local_part(p) for p in self.model.parameters())
 
     def backward(self, share: Tensor, last: bool) -> None:
