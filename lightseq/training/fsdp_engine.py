@@ -56,6 +56,7 @@ class FsdpEngine:
         self._locked = PinnedMemory()
         on_all_ranks(world, self._materialize)
         on_all_ranks(world, lambda: fill_weights(self.model, inputs, config.seed, device=world.device))
+        self._trained = [(p, shard_groups(p)) for p in self.model.parameters() if p.requires_grad]
         self.optimizer: Any = make_optimizer(self.model, config)
         if memory.state_on_host and world.device.type == "cuda" and config.optim in EIGHT_BIT:
             compute_updates_on(world.device, self.optimizer)
@@ -92,9 +93,9 @@ class FsdpEngine:
         (share * (self._scaler.scale if self._scaler else 1.0)).backward()
 
     def update(self) -> Update:
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        grads = [local_part(gradient) for gradient in gradients]
-        norms = gradient_norms(grads, [shard_groups(gradient) for gradient in gradients])
+        found = [(local_part(p.grad), shards) for p, shards in self._trained if p.grad is not None]
+        grads = [gradient for gradient, _ in found]
+        norms = gradient_norms(grads, [shards for _, shards in found])
         norm, take = norms.norm(), True
         if self._scaler is not None:
             norm, take = self._scaler.unscale(grads, norm)
