@@ -39,9 +39,10 @@ from lightseq.attention.context import release
 from lightseq.config.command_line import parse
 from lightseq.distributed.parallel_dims import parallel_dims
 from lightseq.distributed.world import World
+from lightseq.memory.settings import MemorySettings
 from lightseq.models import weights
 from lightseq.models.architecture import inspect_architecture
-from lightseq.parallelize import MemorySettings, parallelize
+from lightseq.parallelize import parallelize
 from lightseq.training.setup_checks import check_layers, check_packing
 
 LENGTH, VOCABULARY = 50, 64
@@ -326,16 +327,16 @@ def compare_training(config: PreTrainedConfig, packed: bool, flags: Sequence[str
     want = plain_model(config)
     world = World(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size(), CPU)
     model = weights.build_on_meta(copy.deepcopy(config)).eval()
-    loss_model, context = parallelize(model, run, parallel_dims(world), MemorySettings())
+    parallel = parallelize(model, run, parallel_dims(world), MemorySettings())
     weights.materialize(model, CPU)
     state = want.state_dict()
     for name, parameter in weights.base_parameters(model).items():
         weights.fill(parameter, state[name].__getitem__)
-    batch = hf.shard_batch(context, ids(), ids(), cu_seqlens=DOCUMENTS if packed else None)
-    loss = loss_model(batch["input_ids"], batch["position_ids"], batch["labels"], batch.get("documents"))
+    batch = hf.shard_batch(parallel.context, ids(), ids(), cu_seqlens=DOCUMENTS if packed else None)
+    loss = parallel.loss_model(batch["input_ids"], batch["position_ids"], batch["labels"], batch.get("documents"))
     loss = loss / batch["num_items_in_batch"]
     loss.backward()
-    release(context)
+    release(parallel.context)
     total = loss.detach().clone()
     dist.all_reduce(total)
     gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}

@@ -24,7 +24,7 @@ LONGEST = (
     "evaluate", "faults", "plan", "refusals", "streams", "packaging", "checkpoint", "schedule", "rendezvous",
     "tiled", "examples", "saving", "attention", "watchdog", "plan_training", "log_probs", "packing", "input_checks",
     "search", "rehearsal", "analysis_report", "integrations_trainer", "integrations_trl", "windows", "optim_8bit",
-    "buckets", "benchmark_attention", "weights", "token_cache", "documents", "quiet",
+    "buckets", "benchmark_attention", "stored_buffers", "weights", "token_cache", "units", "documents", "quiet",
 )  # fmt: skip
 
 # Tests, and cases of tests, that take longest. Only `make test-all` runs them, beside those marked slow. Most differ
@@ -47,6 +47,7 @@ SLOW = (
     "packing::test_training_on_packed_documents_equals_training_on_each_alone[1]",
     "packing::test_packed_documents_in_a_loop_have_the_loss_and_gradients_of_each_alone[4]",
     "packing::test_a_compiled_layer_is_not_compiled_again_for_other_documents",
+    "stored_buffers::test_deepspeed_loads_and_saves_buffers[1]",
     "offload::test_attention_outputs_are_offloaded_too",
     "search::test_a_search_begins_where_the_plan_says_that_memory_ends",
     "hf::test_a_whole_model_may_be_compiled",

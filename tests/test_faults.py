@@ -21,7 +21,6 @@ from transformers import LlamaForCausalLM
 from worlds import spawn
 
 import llama2
-from lightseq import parallelize
 from lightseq.checkpoint.checkpoints import STATE, TRAINER_STATE, list_checkpoints, read_trainer_state
 from lightseq.checkpoint.manifest import describe, find_damage
 from lightseq.checkpoint.state_files import restore_rng
@@ -30,6 +29,7 @@ from lightseq.data.batches import open_examples
 from lightseq.data.token_directory import write_token_directory
 from lightseq.models import weights
 from lightseq.models.family import resolve
+from lightseq.modules import loss_model
 from lightseq.training.metrics import read_records
 
 STEPS, SAVE_STEPS = 12, 3
@@ -192,13 +192,13 @@ def test_host_memory_does_not_grow_with_the_steps(tmp_path: Path) -> None:
 
 
 def slowed(rank: int, line: str) -> Ended:
-    head_loss = parallelize.cross_entropy_sum
+    head_loss = loss_model.cross_entropy_sum
 
     def slower(*args: Any, **kwargs: Any) -> Any:
         time.sleep(0.1 * rank)
         return head_loss(*args, **kwargs)
 
-    parallelize.cross_entropy_sum = slower  # type: ignore[assignment]
+    loss_model.cross_entropy_sum = slower  # type: ignore[assignment]
     return program(rank, "llama3", line)
 
 

@@ -14,6 +14,7 @@ from lightseq import parallelize
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.parallel_dims import parallel_dims
 from lightseq.distributed.world import World
+from lightseq.memory.settings import MemorySettings
 from lightseq.models.architecture import matrix_sizes
 from lightseq.models.weights import build_on_meta
 from lightseq.modules.fp8 import check_fp8, check_hardware, to_fp8
@@ -92,7 +93,7 @@ def gradients(rank: int, recipe: str, kind: str, hidden: int, tokens: int) -> li
             model_name_or_path="m", data_path="d", output_dir="o", model_max_length=tokens, bf16=True, fp8=recipe,
             fp8_emulate=kind == "cpu", torch_compile=compiled,
         )  # fmt: skip
-        loss_model, _ = parallelize.parallelize(model, asked, dims, parallelize.MemorySettings())
+        loss_model = parallelize.parallelize(model, asked, dims, MemorySettings()).loss_model
         ids = torch.randint(0, 512, (1, tokens), device=device)
         (loss_model(ids, torch.arange(tokens, device=device)[None], ids.roll(-1, 1)) / tokens).backward()
         found.append({name: p.grad.to_local() for name, p in model.named_parameters()})  # type: ignore[union-attr]

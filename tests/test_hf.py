@@ -50,10 +50,12 @@ from lightseq.distributed.world import World
 from lightseq.memory import offload
 from lightseq.memory.planner.rates import CHIPS
 from lightseq.memory.planner.run import Hardware
+from lightseq.memory.settings import MemorySettings
 from lightseq.models import weights
 from lightseq.models.family import preset_config
 from lightseq.modules import mlp
-from lightseq.parallelize import LossModel, MemorySettings, parallelize
+from lightseq.modules.loss_model import LossModel
+from lightseq.parallelize import parallelize
 from lightseq.schedule.layout import Layout, shard, unshard
 
 VOCABULARY, LENGTH = 61, 50  # 50 divides by no number of chunks here but 1 and 2
@@ -679,11 +681,11 @@ def prepared(remat: str, **flags: Any) -> tuple[LossModel, tuple[Tensor, ...]]:
     asked = {"model_name_or_path": "m", "data_path": "d", "output_dir": "o", "model_max_length": LENGTH}
     config = TrainConfig(**asked, remat=remat, **flags)  # type: ignore[arg-type]
     memory = MemorySettings(state_on_host=config.state_on_host)
-    loss_model, context = parallelize(model, config, parallel_dims(world), memory)
+    parallel = parallelize(model, config, parallel_dims(world), memory)
     weights.materialize(model, CPU)
     weights.initialize(model, seed=3)
-    batch = hf.shard_batch(context, ids(), ids())
-    return loss_model, (batch["input_ids"], batch["position_ids"], batch["labels"])
+    batch = hf.shard_batch(parallel.context, ids(), ids())
+    return parallel.loss_model, (batch["input_ids"], batch["position_ids"], batch["labels"])
 
 
 def mlps_made(_: int, policy: str = "attention", group: int = 1) -> tuple[list[int], list[int]]:

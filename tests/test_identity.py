@@ -30,12 +30,12 @@ from transformers.models.bitnet.modeling_bitnet import BitNetMLP
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP
 from worlds import spawn
 
-from lightseq import hf, parallelize
-from lightseq.distributed.stopwatch import Stopwatch
+from lightseq import hf
 from lightseq.integrations import whole_batches
 from lightseq.integrations.whole_batches import WholeBatches
 from lightseq.memory.remat import checkpoint_groups
 from lightseq.models.adapters import Lora, add_adapters
+from lightseq.models.architecture import required_logit_transform
 from lightseq.modules import loss, mlp
 from lightseq.modules.fp8 import to_fp8
 from lightseq.modules.low_rank import is_linear
@@ -340,7 +340,7 @@ def test_changes_that_the_fused_head_of_trl_would_ignore_are_refused(alone: None
 def test_training_refuses_a_changed_head(alone: None, name: str) -> None:
     model = built(*HEADS[name])
     with pytest.raises(ValueError, match=r"use your own loop around hf\.enable"):
-        parallelize.LossModel(model, Stopwatch(torch.device("cpu")))
+        required_logit_transform(model)
 
 
 # ---- modules in the layers -----------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from small import write_inputs
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import get_scheduler
@@ -26,6 +26,7 @@ from worlds import spawn
 from lightseq.config.checks import CHOICES
 from lightseq.config.lr_schedules import DEFAULT_LR_END, FOLLOW_A_METRIC, LR_SCHEDULES, stable_decay_warning
 from lightseq.config.train_config import TrainConfig
+from lightseq.distributed.parallel_dims import local_part, shard_groups
 from lightseq.distributed.world import World, use_host_cores
 from lightseq.training.fsdp_engine import FsdpEngine
 from lightseq.training.metrics import read_records
@@ -209,19 +210,19 @@ def test_the_norm_of_a_large_gradient_on_the_host_is_right() -> None:
 
 
 def _norm_of(rank: int, x: torch.Tensor) -> float:
-    return gradient_norms([x], dist.group.WORLD).item()
+    return gradient_norms([x], [(dist.group.WORLD,)]).item()
 
 
 def _norms(rank: int) -> float:
     """Every rank holds other gradients; the last one may hold none at all."""
     g = torch.Generator().manual_seed(rank)
     grads = [torch.randn(5, generator=g), torch.randn(0 if rank else 3, 2, generator=g)]
-    norm = gradient_norms(grads, dist.group.WORLD).norm()
+    norm = gradient_norms(grads, [(dist.group.WORLD,)] * 2).norm()
     everything = [None] * dist.get_world_size()
     dist.all_gather_object(everything, torch.cat([x.flatten() for x in grads]))
     assert norm.item() == pytest.approx(torch.cat(everything).norm().item(), rel=1e-6)
     clip(grads, norm, 0.5)
-    assert gradient_norms(grads, dist.group.WORLD).norm().item() == pytest.approx(0.5, rel=1e-5)
+    assert gradient_norms(grads, [(dist.group.WORLD,)] * 2).norm().item() == pytest.approx(0.5, rel=1e-5)
     return norm.item()
 
 
@@ -242,6 +243,37 @@ def test_an_update_on_the_host_has_a_ranks_share_of_its_cores(
 
 def test_the_norm_spans_all_ranks_and_clipping_reaches_it() -> None:
     assert len(set(spawn(3, _norms))) == 1
+
+
+def _norms_over_meshes(rank: int) -> tuple[list[float], list[Any]]:
+    """Norms and clipped gradients of tensors on three meshes, two that share a mesh among them, and of a plain one."""
+    flat = init_device_mesh("cpu", (4,), mesh_dim_names=("shard",))
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    split = init_device_mesh("cpu", (2, 2), mesh_dim_names=("expert", "shard"))
+    placed = [
+        *((flat, [Shard(0)]), (grid, [Replicate(), Shard(0)]), (flat, [Shard(0)])),
+        *((split, [Shard(0), Shard(1)]), (grid, [Replicate(), Shard(0)])),
+    ]
+    gradients = [distribute_tensor(x, *place) for x, place in zip(_whole_gradients(), placed, strict=False)]
+    gradients.append(_whole_gradients()[-1])
+    grads = [local_part(x) for x in gradients]
+    norms = gradient_norms(grads, [shard_groups(x) for x in gradients])
+    clip(grads, norms.norm(), 0.5)
+    return norms.tolist(), [(x.full_tensor() if isinstance(x, DTensor) else x).tolist() for x in gradients]
+
+
+def _whole_gradients() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(shape, generator=generator) for shape in ((7, 3), (5, 3), (2, 6), (4, 4), (3,), (6,))]
+
+
+def test_the_norm_and_the_clipped_gradients_of_several_meshes_are_those_of_one_process() -> None:
+    want = _whole_gradients()
+    norms = torch.stack([x.norm() for x in want])
+    for got, clipped in spawn(4, _norms_over_meshes):
+        assert got == pytest.approx(norms.tolist(), rel=1e-6)
+        for x, whole in zip(clipped, want, strict=True):
+            torch.testing.assert_close(torch.tensor(x), whole * (0.5 / norms.norm()), rtol=1e-5, atol=0)
 
 
 def test_clipping_leaves_small_gradients_and_a_limit_of_zero_alone() -> None:

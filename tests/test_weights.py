@@ -17,10 +17,12 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from worlds import spawn
 
+from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.parallel_dims import parallel_dims
 from lightseq.distributed.world import World
+from lightseq.memory.settings import MemorySettings
 from lightseq.models import weights
-from lightseq.parallelize import MemorySettings, shard_parameters
+from lightseq.parallelize import shard_parameters, units
 
 WORLDS = [1, 2, 3]
 FSDP_MODES = ["full_shard", "hybrid_shard", "ddp"]
@@ -46,11 +48,8 @@ def empty(config: LlamaConfig, fsdp: str | None = "full_shard") -> PreTrainedMod
     model = weights.build_on_meta(config)
     if fsdp is not None:
         world = World(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size(), CPU)
-        layers: Any = model.model.layers
-        groups = [[layer] for layer in layers]
-        shard_parameters(
-            model, model, parallel_dims(world, None, fsdp).parameter_mesh, torch.float32, groups, MemorySettings()
-        )
+        run = TrainConfig(model_name_or_path="m", data_path="d", output_dir="o")
+        shard_parameters(model, units(model, run, parallel_dims(world, None, fsdp), MemorySettings()))
     weights.materialize(model, CPU)
     for parameter in model.parameters():
         torch.nn.init.constant_(parameter, math.nan)

@@ -234,7 +234,11 @@ def restore(directory: Path, model: PreTrainedModel, optimizer: torch.optim.Opti
     saved = state_files.tensor_shapes(reader)
     if _lacks_optimizer_state(directory, saved):
         optimizer.state.clear()
-    tensors = state_files.state_tensors(model, optimizer)
+    tensors = {
+        name: tensor
+        for name, tensor in state_files.state_tensors(model, optimizer).items()
+        if name in saved or not name.startswith(state_files.BUFFER)  # a missing buffer keeps its value
+    }
     _check_fit(directory, saved, tensors)
     try:
         dcp.load(tensors, storage_reader=reader)

@@ -29,9 +29,11 @@ from torch.futures import Future
 from transformers import PreTrainedModel
 
 from lightseq.checkpoint.tensor_index import read_index
+from lightseq.models.weights import stored_buffers
 from lightseq.utils.files import read_json
 from lightseq.utils.formatting import first_line
 
+PARAMETER, BUFFER = "model.", "buffer."  # prefixes of names
 # Each thread alternates between hashing and writing, so four threads keep a disk busy.
 THREADS, BYTES_FOR_A_THREAD = 4, 256 << 20
 
@@ -218,9 +220,10 @@ def restore_rng(path: Path, device: torch.device) -> None:
 
 
 def state_tensors(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Returns trained parameters and optimizer state by name. Tied parameters appear once."""
+    """Returns trained parameters, stored buffers and optimizer state by name. Tied parameters appear once."""
     names = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    found: dict[str, Tensor] = {f"model.{n}": p.detach() for n, p in model.named_parameters() if p.requires_grad}
+    found: dict[str, Tensor] = {f"{PARAMETER}{n}": p.detach() for n, p in model.named_parameters() if p.requires_grad}
+    found |= {f"{BUFFER}{name}": buffer for name, buffer in stored_buffers(model).items()}
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             found[f"optimizer.{names[id(parameter)]}.{key}"] = value

@@ -105,3 +105,14 @@ def parallel_dims(world: World, sequence_size: int | None = None, fsdp_mode: str
 def local_part(tensor: Tensor) -> Tensor:
     """Returns this rank's part of a tensor, sharing its memory; a plain tensor is returned unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def shard_groups(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """Returns the groups of ranks that hold the parts of a tensor, one per sharded mesh dimension.
+
+    A plain tensor, and one of which every rank holds a copy, has none.
+    """
+    if not isinstance(tensor, DTensor):
+        return ()
+    mesh = tensor.device_mesh
+    return tuple(mesh.get_group(dim) for dim, placement in enumerate(tensor.placements) if placement.is_shard())

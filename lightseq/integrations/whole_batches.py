@@ -33,6 +33,7 @@ from lightseq.models.architecture import (
     logit_state,
     transformers_model,
 )
+from lightseq.models.decoder import decoder_layers
 from lightseq.modules.compilation import allow_graphs_per_length
 from lightseq.modules.identity import is_known_code, product_change
 from lightseq.modules.loss import TokenMetrics, cross_entropy_sum, token_metrics
@@ -138,7 +139,7 @@ class WholeBatches:
 
     def change_layers(self, recompute: bool, compile_each: bool) -> None:
         """Lets layers recompute all but attention, and compiles each. A second call changes nothing."""
-        layers: Any = self.model.base_model.layers
+        layers: Any = decoder_layers(self.model)
         if self._changed_layers:
             return
         self._changed_layers = [(layer, vars(layer).get("forward")) for layer in layers]

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lightseq.config.train_config import TrainConfig
+from lightseq.models.decoder import decoder_layers
 from lightseq.models.weights import (
     LORA_INFIX,
     FillParameter,
@@ -115,8 +116,7 @@ def _cached_linear_sizes(kind: Any, text: str) -> list[tuple[str, int]]:
 
 
 def _linears(model: PreTrainedModel) -> list[tuple[str, nn.Linear]]:
-    layers: Any = model.base_model.layers
-    return [(name, module) for name, module in layers.named_modules() if isinstance(module, nn.Linear)]
+    return [(name, module) for name, module in decoder_layers(model).named_modules() if isinstance(module, nn.Linear)]
 
 
 def add_adapters(model: PreTrainedModel, lora: Lora | None, dtype: torch.dtype) -> None:

@@ -19,6 +19,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lightseq.kernels.logit_transform import LogitTransform
+from lightseq.models.decoder import decoder_layers, has_known_parts
 from lightseq.models.heads import Heads, heads_of
 from lightseq.models.layers import Attention, Layer, distinct
 from lightseq.models.meta_run import LayerRun, MetaRun, find_logit_transform, linears_of, run_on_meta
@@ -241,6 +242,18 @@ def known_logit_transform(model: PreTrainedModel) -> LogitTransform | None:
         return None
 
 
+def required_logit_transform(model: PreTrainedModel) -> LogitTransform:
+    """Returns what `known_logit_transform` does. Raises ValueError for a model that does more to its logits."""
+    name = type(model).__name__
+    change = head_change(model) or ((hook := hook_of(model)) and f"{name} {hook}")
+    if change:
+        raise ValueError(f"{change}, which the chunked loss would leave out; use your own loop around hf.enable")
+    found = known_logit_transform(model)
+    if found is None:
+        raise ValueError(f"{name} makes its logits in an unknown way; use your own loop around hf.enable")
+    return found
+
+
 def logit_state(model: PreTrainedModel) -> tuple[Any, ...] | None:
     """Returns the numbers that a known model's code may read when it makes logits; equal ones give equal logits.
 
@@ -292,13 +305,13 @@ def _inspect(kind: Any, text: str) -> Architecture:
             f"{kind.model_type!r} cannot be built as a causal language model: {first_line(error)}"
         ) from error
     _check_kind_of_attention(model)
-    name, base = type(model).__name__, model.base_model
-    layers, head = getattr(base, "layers", None), model.get_output_embeddings()
-    if not isinstance(layers, nn.ModuleList) or not hasattr(base, "norm") or not isinstance(head, nn.Linear):
+    name = type(model).__name__
+    if not has_known_parts(model):
         raise ValueError(f"{name} does not consist of embeddings, layers, a norm and a linear head; {OWN_LOOP}")
     _check_attention_dropout(model)
     _check_dropout(model)
     _check_buffers(model)
+    layers, head = decoder_layers(model), model.get_output_embeddings()
     try:
         ran = run_on_meta(model, layers)
         logit_transform = find_logit_transform(model)

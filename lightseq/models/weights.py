@@ -7,6 +7,7 @@ import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
+from lightseq.models.decoder import head_weight_name
 from lightseq.utils.files import read_json
 from lightseq.utils.formatting import first_line, is_plain_name
 
@@ -70,12 +72,13 @@ def materialize(
     parameters_on: Callable[[Tensor], torch.device] | None = None,
     made: Callable[[Tensor], object] | None = None,
     root: nn.Module | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> None:
     """Allocates this rank's part of every parameter, uninitialized, and computes every buffer.
 
     `parameters_on` chooses the device of each parameter; the default is `device`. `made` receives each allocated part
     before FSDP2 sees it, because FSDP2 copies parts that should be page-locked and are not. `root` is the module around
-    the model that FSDP2 was applied to, if any.
+    the model that FSDP2 was applied to, if any. Layers compute in `dtype` (`rebuild_buffers`).
     """
 
     def empty(like: Tensor) -> Tensor:
@@ -89,23 +92,38 @@ def materialize(
     (root or model)._apply(empty)
     if model.config.tie_word_embeddings:  # `_apply` gave tied parameters separate memory
         model.get_output_embeddings().weight = model.get_input_embeddings().weight
-    rebuild_buffers(model, device)
+    rebuild_buffers(model, device, dtype)
 
 
-def rebuild_buffers(model: PreTrainedModel, device: torch.device) -> None:
+def rebuild_buffers(model: PreTrainedModel, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
     """Computes the buffers of a model that was built on the meta device, as its own constructor does.
 
-    Raises ValueError if the constructor makes other buffers than the model has.
+    Layers compute in `dtype`. Buffers that the model's files store get the values of a model built in it. Others, such
+    as RoPE's frequencies, get those of a float32 model. Raises ValueError if the constructor makes other buffers than
+    the model has.
     """
     made = constructed_buffers(model.config)
     if left := [name for name, _ in model.named_buffers() if name not in made]:
         raise ValueError(f"the model has buffers that cannot be rebuilt: {', '.join(left)}")
+    if (stored := stored_buffers(model)) and dtype is not torch.float32:
+        computed = constructed_buffers(model.config, dtype)
+        made |= {name: computed[name] for name in stored}
     for name, buffer in made.items():  # their modules may be patched, so only the buffers are replaced
         module, _, last = name.rpartition(".")
         setattr(model.get_submodule(module), last, buffer.to(device))
 
 
-def constructed_buffers(config: PreTrainedConfig) -> dict[str, Tensor]:
+def stored_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Returns the persistent buffers of a model or of a part of it, which its files store, by name."""
+    return {
+        f"{prefix}.{name}".removeprefix("."): buffer
+        for prefix, owner in module.named_modules(remove_duplicate=False)
+        for name, buffer in owner._buffers.items()
+        if buffer is not None and name not in owner._non_persistent_buffers_set
+    }
+
+
+def constructed_buffers(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """Returns the buffers of a new model on the CPU, by name. Its parameters take no memory."""
     register = nn.Module.register_parameter
 
@@ -116,7 +134,7 @@ def constructed_buffers(config: PreTrainedConfig) -> dict[str, Tensor]:
 
     nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
     try:
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
     return {name: buffer.detach().clone() for name, buffer in model.named_buffers(remove_duplicate=False)}
@@ -158,50 +176,57 @@ def named_generator(name: str, seed: int, device: torch.device) -> torch.Generat
 def load(model: PreTrainedModel, source: Path | str, fill: FillParameter = fill) -> None:
     """Loads this rank's part of every parameter from a local directory, or from the hub with one download per host.
 
-    Raises ValueError naming tensors that are missing, unknown to the model, or of another shape.
+    Buffers that the files store are loaded whole; one that is missing keeps its value. Raises ValueError naming tensors
+    that are missing, unknown to the model, or of another shape.
     """
     directory = source if isinstance(source, Path) else download(source)
     files = tensor_files(directory, "save the model as safetensors, or add --random_init")
     tied = model.config.tie_word_embeddings
     parameters = base_parameters(model)
-    aliases = {"lm_head.weight"} if tied else set()
-    buffers = {name for name, _ in model.named_buffers()}  # computed from the config, whether a file has them or not
-    known = (*parameters, *aliases, *buffers)
+    aliases = {head_weight_name(model)} if tied else set()
+    known = (*parameters, *aliases, *(name for name, _ in model.named_buffers()))
     extra = [n for n in files if n not in known and not n.endswith("rotary_emb.inv_freq")]
     missing = [n for n in parameters if n not in files]
     if missing or extra:
         found = (("missing", missing), ("unknown", extra))
         listed = ", ".join(f"{kind} tensors {names[:3]}" for kind, names in found if names)
         raise ValueError(f"{directory} does not match the model: {listed}")
-    if tied and "lm_head.weight" in files:
+    if aliases & set(files):
         _check_tied_head(model, files, directory)
     with ExitStack() as stack:
         opened: dict[Path, Any] = {}
-        for name, parameter in parameters.items():
+
+        def read(name: str, tensor: Tensor) -> Any:
             file = files[name]
             if file not in opened:
                 opened[file] = stack.enter_context(safe_open(file, framework="pt"))
-            part = opened[file].get_slice(name)
-            if tuple(part.get_shape()) != global_shape(parameter):
+            stored = opened[file].get_slice(name)
+            if tuple(stored.get_shape()) != global_shape(tensor):
                 raise ValueError(
-                    f"{file}: {name} has shape {part.get_shape()}, not the model's {list(global_shape(parameter))}"
+                    f"{file}: {name} has shape {stored.get_shape()}, not the model's {list(global_shape(tensor))}"
                 )
-            fill(parameter, part.__getitem__)
+            return stored
+
+        for name, parameter in parameters.items():
+            fill(parameter, read(name, parameter).__getitem__)
+        for name, buffer in stored_buffers(model).items():
+            if name in files:
+                buffer.copy_(read(name, buffer)[...])
 
 
 def _check_tied_head(model: PreTrainedModel, files: dict[str, Path], directory: Path) -> None:
     """Raises ValueError if the files have an LM head that differs from the embeddings the config ties it to."""
-    embeddings = model.get_input_embeddings().weight
+    embeddings, alias = model.get_input_embeddings().weight, head_weight_name(model)
     name = next(name for name, parameter in base_parameters(model).items() if parameter is embeddings)
-    with safe_open(files["lm_head.weight"], framework="pt") as one, safe_open(files[name], framework="pt") as other:
-        head, table = one.get_slice("lm_head.weight"), other.get_slice(name)
+    with safe_open(files[alias], framework="pt") as one, safe_open(files[name], framework="pt") as other:
+        head, table = one.get_slice(alias), other.get_slice(name)
         same = head.get_shape() == table.get_shape() and all(
             bool((head[start : start + ROWS_AT_ONCE] == table[start : start + ROWS_AT_ONCE]).all())
             for start in range(0, head.get_shape()[0], ROWS_AT_ONCE)
         )
     if not same:
         raise ValueError(
-            f"{directory}: lm_head.weight differs from {name}, though config.json ties them; set tie_word_embeddings "
+            f"{directory}: {alias} differs from {name}, though config.json ties them; set tie_word_embeddings "
             "to false to train both"
         )
 
@@ -244,15 +269,16 @@ def save_pretrained(
     directory: Path,
     dtype: torch.dtype,
     tokenizer_from: Path | None = None,
-    parameters: Iterable[tuple[str, Tensor]] | None = None,
+    tensors: Iterable[tuple[str, Tensor]] | None = None,
     trained_from: Path | None = None,
 ) -> None:
     """Writes a directory for `AutoModelForCausalLM.from_pretrained`. Every rank must call it; rank 0 writes.
 
-    `parameters` are whole tensors by name; by default the model's own are gathered. `trained_from` is the directory of
-    the weights that training began with, whose settings for generation the new one gets.
+    `tensors` are whole parameters and stored buffers by name; by default the model's own are gathered. Parameters are
+    cast to `dtype`, buffers keep theirs. `trained_from` is the directory of the weights that training began with, whose
+    settings for generation the new one gets.
     """
-    main = dist.get_rank() == 0
+    main, buffers = dist.get_rank() == 0, stored_buffers(model)
     written: dict[str, str] = {}
     pending: dict[str, Tensor] = {}
     if main:
@@ -266,14 +292,13 @@ def save_pretrained(
         written.update(dict.fromkeys(pending, file))
         pending.clear()
 
-    for name, whole in full_parameters(model) if parameters is None else parameters:
+    for name, whole in chain(full_parameters(model), buffers.items()) if tensors is None else tensors:
         if main:
-            pending[name] = whole.to(device="cpu", dtype=dtype, copy=True).contiguous()
+            kept = whole.dtype if name in buffers else dtype
+            pending[name] = whole.to(device="cpu", dtype=kept, copy=True).contiguous()
             if sum(x.numel() * x.element_size() for x in pending.values()) >= SHARD_BYTES:
                 flush()
     if main:
-        for name, buffer in _persistent_buffers(model):
-            pending[name] = buffer.to(dtype)
         if pending:
             flush()
         _write_index(directory, written)
@@ -286,19 +311,6 @@ def save_pretrained(
             GenerationConfig.from_model_config(config).save_pretrained(directory)
         if tokenizer_from is not None:
             copy_tokenizer(tokenizer_from, directory)
-
-
-def _persistent_buffers(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yields the buffers that transformers expects in a model's files."""
-    owners = ((prefix, module) for prefix, module in model.named_modules(remove_duplicate=False) if module._buffers)
-    names = [
-        f"{prefix}.{name}".removeprefix(".")
-        for prefix, module in owners
-        for name in module._buffers
-        if name not in module._non_persistent_buffers_set
-    ]
-    made = constructed_buffers(model.config) if names else {}
-    yield from ((name, made[name]) for name in names)
 
 
 def full_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -24,8 +24,9 @@ from lightseq.data.pickles import PICKLE_ERRORS
 from lightseq.distributed.agreement import on_all_ranks
 from lightseq.distributed.environment import set_deepspeed_environment
 from lightseq.distributed.world import World, use_host_cores
+from lightseq.memory.settings import MemorySettings
 from lightseq.models import weights
-from lightseq.parallelize import MemorySettings, apply_techniques
+from lightseq.parallelize import apply_techniques, layer_groups
 from lightseq.training.engine import Update, fill_weights
 from lightseq.training.inputs import Inputs
 from lightseq.training.optimization import UNKNOWN_PARAMETER, make_optimizer
@@ -61,8 +62,9 @@ class DeepSpeedEngine:
             use_host_cores(world)
         self.sharding_description = ", ".join([f"{settings.name} over all ranks", *offloads])
         self.model = weights.build_on_meta(inputs.model_config)
-        inner, self.context = on_all_ranks(world, lambda: apply_techniques(self.model, config, dims, memory))
-        self.offload, self.stopwatch = inner.offload, inner.stopwatch
+        parallel = on_all_ranks(world, lambda: apply_techniques(self.model, config, dims, memory))
+        inner, self.context, self.offload = parallel.loss_model, parallel.context, parallel.offload
+        self.stopwatch, self.units = inner.stopwatch, parallel.units
         for parameter in self.model.parameters():
             parameter.data = parameter.data.to(getattr(torch, config.compute_dtype))
         self._materialize()
@@ -91,28 +93,29 @@ class DeepSpeedEngine:
             ) from error
 
     def _materialize(self) -> None:
-        """Allocates the weights: in full for ZeRO-1 and 2, sharded layer by layer for ZeRO-3."""
+        """Allocates the weights: in full for ZeRO-1 and 2, sharded unit by unit for ZeRO-3."""
+        dtype = getattr(torch, self.config.compute_dtype)
         if self._settings.stage < 3:
-            weights.materialize(self.model, self._world.device)
+            weights.materialize(self.model, self._world.device, dtype=dtype)
             return
-        ends: list[Any] = [self.model.get_input_embeddings(), self.model.get_output_embeddings()]
-        tied = self.model.config.tie_word_embeddings
-        for unit in [ends[0], *self.model.model.layers, self.model.model.norm, *([] if tied else ends[1:])]:
-            unit.to_empty(device=self._world.device)
-            self._deepspeed.zero.Init(module=unit, config_dict_or_path=self._settings_copy())
-        if tied:
-            ends[1].weight = ends[0].weight
-        weights.rebuild_buffers(self.model, self._world.device)
+        for module in (module for unit in self.units for module in unit.modules):
+            module.to_empty(device=self._world.device)
+            self._deepspeed.zero.Init(module=module, config_dict_or_path=self._settings_copy())
+        if self.model.config.tie_word_embeddings:
+            self.model.get_output_embeddings().weight = self.model.get_input_embeddings().weight
+        weights.rebuild_buffers(self.model, self._world.device, dtype)
 
     def _initialize(self, inner: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
         if self._settings.stage == 3:
             # Gathers a layer's weights before its forward and backward pass. Gathering inside a layer would add
             # operators, and recomputation must run the same ones as the forward pass.
-            self._deepspeed.utils.set_z3_leaf_modules(self.model, [type(self.model.model.layers[0])])
+            classes = {type(layer) for group in layer_groups(self.units) for layer in group}
+            self._deepspeed.utils.set_z3_leaf_modules(self.model, list(classes))
+        dtypes = {name: buffer.dtype for name, buffer in inner.named_buffers()}
         engine, *_ = self._deepspeed.initialize(
             model=inner, optimizer=optimizer, config=self._settings_copy(), dist_init_required=False
         )
-        cast = [name for name, buffer in inner.named_buffers() if buffer.dtype != torch.float32]
+        cast = [name for name, buffer in inner.named_buffers() if buffer.dtype != dtypes[name]]
         assert not cast, f"RoPE needs float32 frequencies, but DeepSpeed cast {cast}"
         return engine
 

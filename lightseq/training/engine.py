@@ -13,8 +13,9 @@ from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.parallel_dims import ParallelDims
 from lightseq.distributed.stopwatch import Stopwatch
 from lightseq.memory.offload import Offload
+from lightseq.memory.settings import MemorySettings
 from lightseq.models import adapters, weights
-from lightseq.parallelize import MemorySettings
+from lightseq.parallelize import Unit
 from lightseq.training.inputs import Inputs
 
 
@@ -33,6 +34,7 @@ class Engine(Protocol):
     model: PreTrainedModel
     loss_model: nn.Module  # ids, positions, labels -> this rank's sum of losses
     context: SequenceContext
+    units: list[Unit]
     optimizer: Any  # its groups hold the learning rate
     dims: ParallelDims
     config: TrainConfig  # the flags, with the planner's choices

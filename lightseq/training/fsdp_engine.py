@@ -11,12 +11,13 @@ from lightseq.checkpoint import checkpoints, resume, state_files
 from lightseq.config.optimizers import EIGHT_BIT
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.agreement import on_all_ranks
-from lightseq.distributed.parallel_dims import local_part
+from lightseq.distributed.parallel_dims import local_part, shard_groups
 from lightseq.distributed.world import use_host_cores
 from lightseq.memory.host_adamw import compute_updates_on
 from lightseq.memory.pinned import PinnedMemory
+from lightseq.memory.settings import MemorySettings
 from lightseq.models import adapters, weights
-from lightseq.parallelize import MemorySettings, parallelize
+from lightseq.parallelize import parallelize
 from lightseq.training.engine import Update, fill_weights
 from lightseq.training.inputs import Inputs
 from lightseq.training.optimization import (
@@ -24,7 +25,6 @@ from lightseq.training.optimization import (
     clip,
     first_nonfinite,
     gradient_norms,
-    local_gradients,
     make_optimizer,
     make_state,
     step_if_finite,
@@ -45,17 +45,18 @@ class FsdpEngine:
         self.config, self.dims, self.memory, self._world = config, dims, memory, world
         self.sharding_description = _describe_sharding(config, memory)
         self._max_grad_norm = config.max_grad_norm
-        self._shard_group = dims.parameter_mesh["shard"].get_group()
         self.model = weights.build_on_meta(inputs.model_config)
         adapters.add_adapters(self.model, inputs.lora, getattr(torch, config.compute_dtype))
-        loss_model, self.context = on_all_ranks(world, lambda: parallelize(self.model, config, dims, memory))
-        self.loss_model: nn.Module = loss_model
-        self.offload, self.stopwatch = loss_model.offload, loss_model.stopwatch
+        parallel = on_all_ranks(world, lambda: parallelize(self.model, config, dims, memory))
+        self.loss_model: nn.Module = parallel.loss_model
+        self.context, self.offload, self.units = parallel.context, parallel.offload, parallel.units
+        self.stopwatch = parallel.loss_model.stopwatch
         if memory.state_on_host or self.offload is not None:
             use_host_cores(world)
         self._locked = PinnedMemory()
         on_all_ranks(world, self._materialize)
         on_all_ranks(world, lambda: fill_weights(self.model, inputs, config.seed, device=world.device))
+        self._trained = [(p, shard_groups(p)) for p in self.model.parameters() if p.requires_grad]
         self.optimizer: Any = make_optimizer(self.model, config)
         if memory.state_on_host and world.device.type == "cuda" and config.optim in EIGHT_BIT:
             compute_updates_on(world.device, self.optimizer)
@@ -67,8 +68,8 @@ class FsdpEngine:
         FSDP2 would copy each of them into an allocation rounded up to a power of two.
         """
         device, host = self._world.device, torch.device("cpu")
-        layers: Any = self.model.model.layers
-        on_gpu = {id(p) for layer in layers[: self.memory.layers_with_state_on_gpu] for p in layer.parameters()}
+        modules = [module for unit in self.units if not unit.state_on_host for module in unit.modules]
+        on_gpu = {id(parameter) for module in modules for parameter in module.parameters()}
 
         def place(parameter: Tensor) -> torch.device:
             return host if self.memory.state_on_host and id(parameter) not in on_gpu else device
@@ -77,7 +78,8 @@ class FsdpEngine:
             if local.device.type != device.type:
                 self._locked.lock_new(local)
 
-        weights.materialize(self.model, device, place, lock_on_host, self.loss_model)
+        dtype = getattr(torch, self.config.compute_dtype)
+        weights.materialize(self.model, device, place, lock_on_host, self.loss_model, dtype)
         self._locked.retain_only(local_part(p) for p in self.model.parameters())
 
     def backward(self, share: Tensor, last: bool) -> None:
@@ -91,8 +93,9 @@ class FsdpEngine:
         (share * (self._scaler.scale if self._scaler else 1.0)).backward()
 
     def update(self) -> Update:
-        grads = local_gradients(self.model.parameters())
-        norms = gradient_norms(grads, self._shard_group)
+        found = [(local_part(p.grad), shards) for p, shards in self._trained if p.grad is not None]
+        grads = [gradient for gradient, _ in found]
+        norms = gradient_norms(grads, [shards for _, shards in found])
         norm, take = norms.norm(), True
         if self._scaler is not None:
             norm, take = self._scaler.unscale(grads, norm)

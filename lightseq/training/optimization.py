@@ -1,6 +1,6 @@
 """Optimizer step: parameter groups, learning rate, global gradient clipping, float16 loss scaling."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -137,15 +137,11 @@ class LearningRate:
         return rate
 
 
-def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """Returns this rank's part of every gradient as plain tensors that share memory with it."""
-    return [local_part(p.grad) for p in parameters if p.grad is not None]
-
-
-def gradient_norms(grads: list[Tensor], shards: dist.ProcessGroup) -> Tensor:
+def gradient_norms(grads: Sequence[Tensor], shards: Sequence[tuple[dist.ProcessGroup, ...]]) -> Tensor:
     """Returns the L2 norm of each parameter's gradient over all ranks. The norm of these norms is the global norm.
 
-    The result is on the device, or on the host if any gradient is there.
+    `grads` are this rank's parts, and `shards` the groups of ranks that hold the others (`shard_groups`). The result is
+    on the device, or on the host if any gradient is there.
     """
     on_device = [grad for grad in grads if grad.device.type != "cpu"]
     norms = torch.stack(torch._foreach_norm(on_device)) if on_device else torch.empty(0)
@@ -153,9 +149,27 @@ def gradient_norms(grads: list[Tensor], shards: dist.ProcessGroup) -> Tensor:
         on_host = [_norm_on_host(grad) for grad in grads if grad.device.type == "cpu"]
         both = {False: iter(on_host), True: iter(norms.cpu())}
         norms = torch.stack([next(both[grad.device.type != "cpu"]) for grad in grads])
-    squared = norms.square()
-    dist.all_reduce(squared, group=shards)
-    return squared.sqrt()
+    return _sum_over_shards(norms.square(), shards).sqrt()
+
+
+def _sum_over_shards(values: Tensor, shards: Sequence[tuple[dist.ProcessGroup, ...]]) -> Tensor:
+    """Sums each value over its own groups of ranks, with one reduction per group for all values that share it."""
+    kinds = dict.fromkeys(shards)
+    if len(kinds) == 1:
+        return _sum_over(shards[0], values)
+    each = list(values.unbind())  # not indexed by a list, which would wait for the device
+    for groups in kinds:
+        places = [place for place, other in enumerate(shards) if other == groups]
+        summed = _sum_over(groups, torch.stack([each[place] for place in places]))
+        for place, value in zip(places, summed.unbind(), strict=True):
+            each[place] = value
+    return torch.stack(each)
+
+
+def _sum_over(groups: Iterable[dist.ProcessGroup], values: Tensor) -> Tensor:
+    for group in groups:
+        dist.all_reduce(values, group=group)
+    return values
 
 
 def _norm_on_host(x: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import time
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -112,7 +113,7 @@ class Saving:
     def _write_gathered(self, directory: Path) -> None:
         whole = self._engine.full_parameters()
         try:
-            self._write_pretrained(directory, whole)
+            self._write_pretrained(directory, chain(whole, weights.stored_buffers(self._engine.model).items()))
             self._write_chat_template(directory)
         finally:
             for _ in whole:  # after a failed write, still takes part in the collectives of the other ranks
@@ -122,12 +123,13 @@ class Saving:
         self._engine.save_state(directory / checkpoints.STATE)
 
     def _write_model(self, directory: Path, state: Path) -> None:
-        whole = state_files.read_full_tensors(state, "model.")
+        whole = state_files.read_full_tensors(state, state_files.PARAMETER)
         if self._inputs.lora is not None:
             base, rope = self._config.model_name_or_path, adapters.changed_rope(self._config, self._inputs.model_config)
             adapters.save(whole, directory, self._inputs.lora, base, self._inputs.tokenizer, rope)
         else:
-            self._write_pretrained(directory, whole)
+            buffers = state_files.read_full_tensors(state, state_files.BUFFER)
+            self._write_pretrained(directory, chain(whole, buffers))
         self._write_chat_template(directory)
 
     def _write_pretrained(self, directory: Path, whole: Iterable[tuple[str, Tensor]]) -> None:

@@ -105,7 +105,11 @@ class Trainer:
         if self._batches(self.first_step)[0].length < self.batch_lengths[-1]:
             self.mark(self.first_step, "forward")
             blank = padding_batch(self.config.per_device_train_batch_size, self.batch_lengths[-1])
+            buffers = [buffer for unit in self.engine.units for buffer in unit.buffers]
+            before = [buffer.clone() for buffer in buffers]
             self.engine.try_memory(lambda: self.loss_model(*self.shard(blank)))
+            for buffer, value in zip(buffers, before, strict=True):  # a layer may count its passes, for example
+                buffer.copy_(value)
 
     def evaluate(self, bin_starts: Sequence[int] = (0,), shows_progress: bool = False) -> Perplexity:
         """Returns the mean loss over all valid tokens of the evaluation data, overall and by position."""

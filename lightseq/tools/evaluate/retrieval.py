@@ -20,7 +20,7 @@ from lightseq.data.tokenizer import Tokenizer, load_tokenizer
 from lightseq.distributed.world import World
 from lightseq.models.weights import has_tokenizer
 from lightseq.modules.loss import likeliest_tokens, token_losses
-from lightseq.parallelize import HeadReader
+from lightseq.modules.loss_model import HeadReader
 from lightseq.tools.evaluate.needle import IdNeedles, Ids, Search, TextNeedles, make_search
 from lightseq.tools.evaluate.options import CHOICES, DEPTHS, SCORES, TRIALS, Options, lengths_of
 from lightseq.tools.evaluate.task import Result, Task, inputs_for

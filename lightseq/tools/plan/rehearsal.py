@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightseq import hf, parallelize
+from lightseq import hf
 from lightseq.attention import context
 from lightseq.attention.context import SequenceContext
 from lightseq.config.train_config import TrainConfig
@@ -35,6 +35,7 @@ from lightseq.distributed.start import init_distributed
 from lightseq.distributed.world import World
 from lightseq.kernels import KernelSpec, Selection, select
 from lightseq.kernels.elided import Elided
+from lightseq.memory import recomputation
 from lightseq.memory.offload import HostBufferPool
 from lightseq.memory.planner.breakdown import GIB, Breakdown
 from lightseq.memory.planner.packed_documents import read_documents
@@ -164,7 +165,7 @@ def rehearsal_patches(length: int, sequence_ranks: int) -> Iterator[None]:
         if length > MAX_WHOLE_TOKENS * sequence_ranks:
             stack.enter_context(patch.object(mlp, "tiles", first_tile))  # of MLPs, and of layers over tiles
             stack.enter_context(patch.object(loss, "chunks", first_tile))
-            stack.enter_context(patch.object(parallelize, "HostBufferPool", CountedMemory))
+            stack.enter_context(patch.object(recomputation, "HostBufferPool", CountedMemory))
         yield
 
 

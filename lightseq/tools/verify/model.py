@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from lightseq.comm.transport import Transport
 from lightseq.config.train_config import TrainConfig
@@ -155,7 +155,7 @@ def _distributed_step(trainer: Trainer) -> Step:
     return Step(float(loss), gradients, scaler["scale"] if scaler else 1.0)
 
 
-def _plain_model(config: PreTrainedConfig, seed: int, device: torch.device) -> nn.Module:
+def _plain_model(config: PreTrainedConfig, seed: int, device: torch.device) -> PreTrainedModel:
     """Returns the transformers model in float32 with the random weights that a run draws from the seed."""
     model = weights.build_on_meta(config)
     weights.materialize(model, device)
@@ -208,7 +208,7 @@ def _plain_inputs(model: nn.Module, sample: Sample, length: int, device: torch.d
 
 
 def _compare(
-    step: Step, plain: nn.Module, samples: Sequence[Sample], config: TrainConfig, rough: torch.dtype | None
+    step: Step, plain: PreTrainedModel, samples: Sequence[Sample], config: TrainConfig, rough: torch.dtype | None
 ) -> list[Row]:
     """Compares a step with the plain model in float32.
 
@@ -220,8 +220,11 @@ def _compare(
     allowed, allowed_loss, how = dict.fromkeys(want.gradients, EXACT), EXACT * abs(want.loss), "float32"
     if rough is not None:
         torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
-        for parameter in plain.parameters():  # not buffers: RoPE frequencies stay float32 in any loaded model
+        for parameter in plain.parameters():  # RoPE frequencies stay float32 in any loaded model
             parameter.data = parameter.data.to(rough)
+        rounded = weights.constructed_buffers(plain.config, rough)
+        for name, buffer in weights.stored_buffers(plain).items():
+            buffer.data = rounded[name].to(buffer.device)
         own = _plain_step(plain, samples, length, step.loss_scale)
         errors = gradient_errors(own.gradients, want.gradients)
         allowed = {name: max(EXACT, 2 * error) for name, error in errors.items()}

@@ -1,0 +1,61 @@
+"""Causal language model that returns its loss, computed in place of the head."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightseq.utils import quiet_transformers  # noqa: F401  first, because the modules below import transformers
+
+# isort: split
+from transformers import PreTrainedModel
+
+from lightseq.attention.context import Documents
+from lightseq.distributed.stopwatch import Stopwatch
+from lightseq.kernels.logit_transform import LogitTransform
+from lightseq.modules.loss import cross_entropy_sum
+from lightseq.modules.replaced_head import ReplacedHead
+
+# Computes values per token in place of the loss, from hidden states, the head's weight, labels, the transform of the
+# logits, and the head's bias. `modules.loss.token_losses` is one.
+HeadReader = Callable[[Tensor, Tensor, Tensor, LogitTransform, Tensor | None], Tensor]
+
+
+class LossModel(nn.Module):
+    """Causal language model that returns its loss; its forward is the whole forward pass of a step."""
+
+    def __init__(self, model: PreTrainedModel, transform: LogitTransform, stopwatch: Stopwatch) -> None:
+        super().__init__()
+        self.model = model
+        self.transform = transform  # makes logits of the head's result
+        self.stopwatch = stopwatch  # times the loss, which is equal work on every rank
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        labels: Tensor,
+        documents: Documents | None = None,
+        read: HeadReader | None = None,
+    ) -> Tensor:
+        """Returns the sum of -log p(label) over this rank's valid labels.
+
+        ids, positions and labels are (batch, local sequence), labels shifted. `documents` are those of a packed
+        sequence. With `read`, as in evaluations, its result is returned instead.
+        """
+        packed = {} if documents is None else {"documents": documents}  # only some models take the argument
+        output = self.model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **packed)
+        head: Any = self.model.get_output_embeddings()
+        replaced = ReplacedHead(head, partial(self._read, labels, read) if read else partial(self._loss, labels))
+        try:
+            return head(output.last_hidden_state)  # type: ignore[no-any-return]
+        finally:
+            replaced.restore()
+
+    def _read(self, labels: Tensor, read: HeadReader, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return read(hidden, weight, labels, self.transform, bias)
+
+    def _loss(self, labels: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        with self.stopwatch.lap():
+            return cross_entropy_sum(hidden, weight, labels, transform=self.transform, bias=bias)
