@@ -36,6 +36,7 @@ from transformers import (
 )
 from worlds import spawn
 
+import lightseq
 from lightseq import hf
 from lightseq.attention.context import SequenceContext, find
 from lightseq.attention.executor import Executor
@@ -43,10 +44,10 @@ from lightseq.attention.operator import attention
 from lightseq.cli import BOTH
 from lightseq.config.remat_policies import POLICIES, STORES_MLP
 from lightseq.config.train_config import TrainConfig
-from lightseq.data.input_checks import check_positions
 from lightseq.data.shard_batch import local_positions
 from lightseq.distributed.parallel_dims import parallel_dims
 from lightseq.distributed.world import World
+from lightseq.hf.checks import check_positions
 from lightseq.memory import offload
 from lightseq.memory.planner.rates import CHIPS
 from lightseq.memory.planner.run import Hardware
@@ -58,7 +59,7 @@ from lightseq.schedule.layout import Layout, shard, unshard
 
 VOCABULARY, LENGTH = 61, 50  # 50 divides by no number of chunks here but 1 and 2
 CPU = torch.device("cpu")
-PACKAGE = Path(hf.__file__).parent
+PACKAGE = Path(lightseq.__file__).parent
 LAYOUTS = [Layout("contiguous", 4), Layout("contiguous", 8, 2), Layout("zigzag", 4, 2), Layout("striped", 4)]
 # Weights this large make attention sharp, so that a wrong position or a lost key shows.
 SIZES: dict[str, Any] = {
@@ -342,11 +343,11 @@ def enabled_twice(rank: int) -> None:
     second = hf.enable(model, schedule="zigzag")
     check_training(model, want, second, ids(), ids())
     reduced: list[int] = []
-    original = hf.dist.all_reduce
-    hf.dist.all_reduce = lambda *args, **kwargs: (reduced.append(1), original(*args, **kwargs))[1]
+    original = dist.all_reduce
+    dist.all_reduce = lambda *args, **kwargs: (reduced.append(1), original(*args, **kwargs))[1]
     with torch.no_grad():
         model(**hf.shard_batch(second, ids()))
-    hf.dist.all_reduce = original
+    dist.all_reduce = original
     assert len(reduced) == 1, "the whole length is asked for once"
     assert hooks == [len(x) for m in (model, model.base_model) for x in (m._forward_pre_hooks, m._forward_hooks)]
     refused(lambda: model(**hf.shard_batch(first, ids())), "25 local tokens do not split into 2 chunks")

@@ -22,7 +22,7 @@ FLOORS = (
     ("lightseq.modules",),
     ("lightseq.models",),
     ("lightseq.data",),
-    ("lightseq.memory", "lightseq.log_probs", "lightseq.sequence_parallel"),
+    ("lightseq.memory", "lightseq.sequence_parallel"),
     ("lightseq.hf",),
     ("lightseq.checkpoint", "lightseq.parallelize", "lightseq.integrations"),
     ("lightseq.training",),

@@ -21,8 +21,9 @@ from transformers.utils import ModelOutput
 
 from lightseq import hf
 from lightseq.attention.context import SequenceContext
-from lightseq.data.input_checks import announce_pass, has_fused_loss, loss_function_of
-from lightseq.data.shard_batch import check_right_padding
+from lightseq.hf.agreement import announce_pass
+from lightseq.hf.checks import has_fused_loss, loss_function_of
+from lightseq.hf.shard_batch import check_right_padding
 from lightseq.integrations.lazy_logits import with_lazy_logits, without_logits
 from lightseq.kernels.logit_transform import LogitTransform
 from lightseq.memory.remat import apply_remat

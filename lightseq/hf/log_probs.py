@@ -15,7 +15,7 @@ from lightseq.utils import quiet_transformers  # noqa: F401  first, because the 
 from transformers import PreTrainedModel
 
 from lightseq.attention.context import SequenceContext
-from lightseq.data.input_checks import BATCH_FACTS
+from lightseq.hf.agreement import BATCH_FACTS
 from lightseq.kernels.logit_transform import LogitTransform
 from lightseq.models.architecture import head_change, known_logit_transform, transformers_model
 from lightseq.modules import loss

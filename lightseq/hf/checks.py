@@ -1,43 +1,27 @@
 """Checks of a patched model's inputs and outputs for mistakes that would silently train on wrong data."""
 
-import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from lightseq.attention.context import Documents, ForwardPass, SequenceContext
 from lightseq.comm.transport import base_transport_name
 from lightseq.data.shard_batch import packed_positions
-from lightseq.distributed.averaging import find_averaging, trainer_scales_loss
+from lightseq.hf.agreement import (
+    BATCH_FACTS,
+    announce_pass,
+    begin_comparing_documents,
+    compare_batches,
+    finish_comparing_documents,
+)
+from lightseq.hf.gradient_scale import find_gradient_factor, scale_gradients
 from lightseq.models.architecture import transformers_model, windows_of_masks
 from lightseq.modules.replaced_head import tensor_version
 from lightseq.utils.labels import IGNORE_INDEX
-
-BATCHES_BETWEEN_COMPARISONS: Final = 100
-BATCH_FACTS: Final = "batch_facts"  # key of `batch_facts` in a batch
-
-
-def batch_facts(input_ids: Tensor, shifted_labels: Tensor | None) -> Tensor:
-    """Returns the values that ranks sharing a batch must agree on, int64 (4,): its shape, targets and a checksum.
-
-    The result stays on the ids' device, so nothing synchronizes.
-    """
-    # A checksum may overflow. The odd factors make it depend on the order of the ids.
-    factors = torch.arange(1, 2 * input_ids.numel(), 2, device=input_ids.device) * 0x9E3779B1
-    checksum = (input_ids.flatten() * factors).sum()
-    targets = checksum.new_zeros(())
-    if shifted_labels is not None:
-        targets = (shifted_labels != IGNORE_INDEX).sum()
-        checksum = checksum * 31 + (shifted_labels.flatten() * factors).sum()
-    batch, length = input_ids.shape
-    return torch.stack([torch.full_like(checksum, batch), torch.full_like(checksum, length), targets, checksum])
 
 
 def install_checks(model: PreTrainedModel, length_dependent_rope: bool) -> None:
@@ -59,7 +43,7 @@ def install_checks(model: PreTrainedModel, length_dependent_rope: bool) -> None:
             hooks.append(module.register_forward_pre_hook(_check_labels, with_kwargs=True))
             # FSDP's hook casts the loss to another tensor, so this one runs first.
             hooks.append(module.register_forward_hook(_check_loss, prepend=True, with_kwargs=True))
-        hooks.append(module.register_forward_hook(_scale_gradients))
+        hooks.append(module.register_forward_hook(scale_gradients))
         hooks.append(module.register_forward_hook(partial(_check_pass, layers), always_call=True))
         module.check_hooks = hooks  # type: ignore[assignment]
 
@@ -122,14 +106,14 @@ def _check_inputs(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tupl
         local = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
         announce_pass(context, (local.shape[0], local.shape[1] * context.layout.world), model.training)
         context.forward_pass.announced = False
-        _find_gradient_factor(model, context, facts, kwargs.get("num_items_in_batch"))
+        find_gradient_factor(model, context, facts, kwargs.get("num_items_in_batch"))
     if facts is not None and facts.shape == (4,):  # wrappers that split a batch change the shape
-        _compare_batches(context, facts, kwargs.get("labels"), kwargs.get("num_items_in_batch"))
+        compare_batches(context, facts, kwargs.get("labels"), kwargs.get("num_items_in_batch"))
         if documents is not None:
-            _begin_comparing_documents(context, documents)
+            begin_comparing_documents(context, documents)
             # With gloo, attention waits for the other ranks on the host, so different documents would hang there.
             if base_transport_name(context.transport.name) == "gloo":
-                _finish_comparing_documents(context.forward_pass)
+                finish_comparing_documents(context.forward_pass)
     state = context.forward_pass
     if state.outermost is None:  # the model around the layers may not forward `documents` to them
         state.outermost, state.packed = model, documents is not None
@@ -198,7 +182,7 @@ def _check_pass(layers: int, model: nn.Module, _args: tuple, output: Any) -> Non
     assert isinstance(context, SequenceContext)
     if state.outermost is model:
         state.outermost, state.packed = None, False
-        _finish_comparing_documents(state)
+        finish_comparing_documents(state)
     if output is None or model is not transformers_model(model).base_model:
         return
     ran = context.progress.passes - state.attention_passes
@@ -208,151 +192,6 @@ def _check_pass(layers: int, model: nn.Module, _args: tuple, output: Any) -> Non
             "do not call set_attn_implementation after hf.enable, and use a model whose layers all use transformers' "
             "attention interface"
         )
-
-
-# ---- agreement between ranks ---------------------------------------------------------------------------------------
-
-
-def announce_pass(context: SequenceContext, shape: tuple[int, int], training: bool) -> None:
-    """Raises ValueError if ranks that share a sequence make different calls, such as one rank that samples alone.
-
-    A second announcement of the same pass does nothing. `shape` is that of the batch; passes that compare whole batches
-    leave it to the comparison.
-    """
-    state = context.forward_pass
-    if state.announced or state.roll_call is None:
-        return
-    state.announced = True
-    is_step = training and torch.is_grad_enabled()
-    what = "trains" if is_step else "runs the model without training it"
-    compares = state.batches % BATCHES_BETWEEN_COMPARISONS == 0
-    state.roll_call.make(what if compares else f"{what} on {shape[0]} x {shape[1]} tokens", is_step)
-
-
-def _compare_batches(
-    context: SequenceContext, facts: Tensor, labels: Tensor | None, num_items: Tensor | float | None
-) -> None:
-    """Raises ValueError on every rank if ranks that share a sequence got different batches or divisors.
-
-    Compares the first batch and every hundredth after it, because a comparison waits for the other ranks.
-    """
-    state = context.forward_pass
-    state.batches += 1
-    if state.batches % BATCHES_BETWEEN_COMPARISONS != 1:
-        return
-    batch, length, targets, checksum = facts.tolist()
-    rows = (batch, length, targets, checksum)
-    divisor = None if num_items is None else float(num_items)
-    own_targets = None if labels is None else float((labels != IGNORE_INDEX).sum())
-    everyone: list[Any] = [None] * context.layout.world
-    dist.all_gather_object(everyone, (rows, divisor, own_targets), group=context.group)
-    other = next((rank for rank, (theirs, _, _) in enumerate(everyone) if theirs != rows), None)
-    if other is not None:
-        sizes = [f"{batch} x {length} tokens" for batch, length, *_ in (rows, everyone[other][0])]
-        what = "other rows or labels" if sizes[0] == sizes[1] else " and ".join(sizes)
-        raise ValueError(
-            f"ranks {context.rank} and {other} share a sequence but got different batches ({what}); give every rank of "
-            "a sequence the same rows; lightseq.integrations does so in Trainer, TRL and accelerate (docs/trainers.md)"
-        )
-    divisors = [divisor for _, divisor, _ in everyone]
-    counted_alone = len(divisors) > 1 and divisors == [count for *_, count in everyone] != [None] * len(divisors)
-    if len(set(divisors)) > 1 or counted_alone:
-        found = ", ".join(f"{divisor:g}" if divisor is not None else "missing" for divisor in divisors)
-        raise ValueError(
-            f"num_items_in_batch is {found} on the ranks, but the whole batch has {targets} targets; pass the value of "
-            "shard_batch, or leave Trainer's average_tokens_across_devices on"
-        )
-
-
-def _begin_comparing_documents(context: SequenceContext, documents: Documents) -> None:
-    """Starts exchanging a hash of the documents on the host, for every batch.
-
-    Ranks with different documents would wait for each other forever. If the group has no CPU backend, attention
-    compares documents once per shape instead.
-    """
-    if "cpu" not in dist.get_backend_config(context.group):
-        return
-    mine = torch.tensor([hash(documents.padded_boundaries)])
-    everyone = [torch.empty_like(mine) for _ in range(context.layout.world)]
-    work = dist.all_gather(everyone, mine, group=context.group, async_op=True)
-    context.forward_pass.comparison = (work, everyone)
-
-
-def _finish_comparing_documents(state: ForwardPass) -> None:
-    """Raises ValueError on every rank if the ranks got different documents."""
-    if state.comparison is None:
-        return
-    (work, everyone), state.comparison = state.comparison, None
-    work.wait()
-    if len({int(theirs) for theirs in everyone}) > 1:
-        raise ValueError("the ranks got different documents; pass the same packed sequence on every rank")
-
-
-# ---- wrappers that average gradients --------------------------------------------------------------------------------
-
-
-def _find_gradient_factor(
-    model: nn.Module, context: SequenceContext, facts: Tensor, num_items: Tensor | float | None
-) -> None:
-    """Sets the factor of gradients with which a wrapper's average over ranks is the sum that a sequence needs.
-
-    The ranks of a sequence are summed. Over several sequences DDP and FSDP2 then still average, as they do for plain
-    models, unless the loss is divided by the targets of all sequences.
-    """
-    state = context.forward_pass
-    compares = state.batches % BATCHES_BETWEEN_COMPARISONS == 0
-    ddp = DistributedDataParallel._get_active_ddp_module()
-    hooks = tuple(id(hook) for hook, _ in ddp._comm_hooks) if ddp is not None else ()
-    wrappers = (type(model), id(ddp), hooks, num_items is None)
-    if state.gradients_are_averaged_outside or not torch.is_grad_enabled():
-        return
-    if wrappers == state.averaging_checked and not compares:
-        return
-    is_new, state.averaging_checked = wrappers != state.averaging_checked, wrappers
-    state.gradient_factor = 1
-    averaging = find_averaging(model)
-    if averaging is None or trainer_scales_loss():
-        return
-    ranks, wrapper = dist.get_process_group_ranks(context.group), averaging.wrapper
-    if missing := sorted(set(ranks) - set(averaging.ranks)):
-        raise ValueError(
-            f"{wrapper} averages gradients over ranks {', '.join(map(str, averaging.ranks))} without rank "
-            f"{missing[0]}, which shares their sequence; let {wrapper} span all ranks, or sum gradients without it"
-        )
-    factor = len(ranks)
-    if len(averaging.ranks) > factor and num_items is not None and facts.shape == (4,):
-        own_targets = max(int(facts[2]), 1)
-        if float(num_items) != own_targets:
-            factor = len(averaging.ranks)
-    state.gradient_factor = factor
-    if is_new and factor > 1 and dist.get_rank() == averaging.ranks[0]:
-        warnings.warn(
-            f"{wrapper} averages gradients over {len(averaging.ranks)} ranks, which share sequences: lightseq "
-            f"multiplies them by {factor}; do not scale the loss for that yourself",
-            stacklevel=2,
-        )
-
-
-@torch.compiler.disable
-def _scale_gradients(model: nn.Module, _args: tuple, output: Any) -> Any:
-    """Multiplies the gradients of the outermost module's outputs, from which parameters get theirs."""
-    state = _forward_pass(model)
-    if state.outermost is not model or state.gradient_factor == 1 or not torch.is_grad_enabled():
-        return output
-    return tree_map_only(Tensor, lambda x: _Scaled.apply(x, state.gradient_factor) if x.requires_grad else x, output)
-
-
-class _Scaled(torch.autograd.Function):
-    """Identity with a scaled gradient. A hook on a tensor would also scale what reaches it from other outputs."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: int) -> Tensor:  # type: ignore[override]
-        ctx.factor = factor
-        return x.detach()  # no view, of which FSDP2 warns
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return gradient * ctx.factor, None
 
 
 # ---- labels and loss -----------------------------------------------------------------------------------------------
