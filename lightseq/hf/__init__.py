@@ -14,6 +14,9 @@ in_order = hf.gather_tokens(context, log_probs, batch)     # of all tokens, the 
 hf.disable(model)   # the plain model again, to generate for example
 """
 
+from importlib import import_module
+from typing import Any
+
 from lightseq.hf.enable import ENABLE_OPTIONS, IMPLEMENTATION, disable, enable
 from lightseq.hf.log_probs import (
     gather_padded_tokens,
@@ -22,7 +25,6 @@ from lightseq.hf.log_probs import (
     sum_over_ranks,
     token_log_probs,
 )
-from lightseq.hf.plan_memory import plan_memory
 from lightseq.hf.shard_batch import shard_batch
 
 __all__ = [
@@ -38,3 +40,10 @@ __all__ = [
     "sum_over_ranks",
     "token_log_probs",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports the memory planner when it is asked for, because nothing else here needs it."""
+    if name == "plan_memory":
+        return import_module("lightseq.memory.planner.for_model").plan_memory
+    raise AttributeError(f"module {__name__} has no attribute {name}")

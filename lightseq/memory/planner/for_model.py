@@ -1,4 +1,4 @@
-"""The memory plan of a model in a user's own loop."""
+"""Memory plan of a model in a user's own loop, who calls it as `hf.plan_memory`."""
 
 import dataclasses
 from typing import Any
