@@ -1,6 +1,5 @@
-"""Checks of a patched model's inputs and outputs for mistakes that would silently train on wrong data."""
+"""Checks of a patched model's inputs and passes for mistakes that would silently train on wrong data."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -8,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lightseq.attention.context import Documents, ForwardPass, SequenceContext
+from lightseq.attention.context import Documents, SequenceContext
 from lightseq.comm.transport import base_transport_name
 from lightseq.data.shard_batch import packed_positions
 from lightseq.hf.agreement import (
@@ -18,65 +17,123 @@ from lightseq.hf.agreement import (
     compare_batches,
     finish_comparing_documents,
 )
+from lightseq.hf.changes import EnabledModel
 from lightseq.hf.gradient_scale import find_gradient_factor, scale_gradients
+from lightseq.hf.loss_checks import check_labels, check_loss, restore_loss_function
 from lightseq.models.architecture import transformers_model, windows_of_masks
-from lightseq.modules.replaced_head import tensor_version
 from lightseq.utils.labels import IGNORE_INDEX
 
 
-def install_checks(model: PreTrainedModel, length_dependent_rope: bool) -> None:
+def install_checks(model: PreTrainedModel, record: EnabledModel, length_dependent_rope: bool) -> None:
     """Installs hooks that check every forward pass of a model and of its base model without the head.
 
-    Both a wrapper such as PEFT's and the model inside it are checked, because either may be called. The hooks read the
-    module's `sequence_context`. A second call, for a new context, installs no second hook.
+    Both a wrapper such as PEFT's and the model inside it are checked, because either may be called.
     """
-    inner = transformers_model(model)
-    base, layers = inner.base_model, inner.config.num_hidden_layers
-    for module in {model, inner, base}:
-        installed = "checked_shapes" in vars(module)  # `hasattr` would find a wrapped module's attribute
-        module.checked_shapes = set()  # type: ignore[assignment]
-        module.length_dependent_rope = length_dependent_rope  # type: ignore[assignment]
-        if installed:
-            continue
-        hooks = [module.register_forward_pre_hook(_check_inputs, with_kwargs=True)]
-        if module is not base:
-            hooks.append(module.register_forward_pre_hook(_check_labels, with_kwargs=True))
+    inner, context, changes = transformers_model(model), record.context, record.changes
+    for module in {model, inner, inner.base_model}:
+        checks = Checks(context, inner, length_dependent_rope)
+        hooks = [module.register_forward_pre_hook(checks.check_inputs, with_kwargs=True)]
+        if module is not inner.base_model:
+            hooks.append(module.register_forward_pre_hook(partial(check_labels, context), with_kwargs=True))
             # FSDP's hook casts the loss to another tensor, so this one runs first.
-            hooks.append(module.register_forward_hook(_check_loss, prepend=True, with_kwargs=True))
-        hooks.append(module.register_forward_hook(scale_gradients))
-        hooks.append(module.register_forward_hook(partial(_check_pass, layers), always_call=True))
-        module.check_hooks = hooks  # type: ignore[assignment]
+            hook = partial(check_loss, context)
+            hooks.append(module.register_forward_hook(hook, prepend=True, with_kwargs=True))
+        hooks.append(module.register_forward_hook(partial(scale_gradients, context)))
+        hooks.append(module.register_forward_hook(checks.check_pass, always_call=True))
+        for hook in hooks:
+            changes.add_hook(hook)
+    changes.call_later(partial(restore_loss_function, inner))
 
 
-def remove_checks(model: nn.Module) -> None:
-    """Removes the hooks of `install_checks` from a model and all modules inside it, and restores its loss function."""
-    for module in model.modules():
-        for hook in vars(module).pop("check_hooks", ()):
-            hook.remove()
-        for name in ("checked_shapes", "length_dependent_rope", "mask_windows"):
-            vars(module).pop(name, None)
-    inner = transformers_model(model)
-    before = loss_function_of(inner)
-    if inner.loss_function is not before:
-        del inner._loss_function
-        if inner.loss_function is not before:  # not the default of the model's class
-            inner.loss_function = before
+class Checks:
+    """Hooks of one module: the model, a wrapper around it, or its base model without the head."""
+
+    def __init__(self, context: SequenceContext, model: PreTrainedModel, length_dependent_rope: bool) -> None:
+        self._context = context
+        self._layers = model.config.num_hidden_layers
+        self._windows = windows_of_masks(model)
+        self._length_dependent_rope = length_dependent_rope
+        self._shapes = set[tuple[Any, ...]]()  # of positions that were right
+
+    @torch.compiler.disable  # reads tensor values and communicates, which cannot be compiled
+    def check_inputs(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Raises ValueError for inputs that attention over ranks does not support. Returns the inputs for the model."""
+        context, state = self._context, self._context.forward_pass
+        kwargs = _supported_arguments(model, args, kwargs)
+        documents, facts = kwargs.get("documents"), kwargs.pop(BATCH_FACTS, None)
+        self._check_positions_and_documents(kwargs.get("position_ids"), documents)
+        if facts is not None:
+            local = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
+            announce_pass(context, (local.shape[0], local.shape[1] * context.layout.world), model.training)
+            state.announced = False
+            find_gradient_factor(model, context, facts, kwargs.get("num_items_in_batch"))
+        if facts is not None and facts.shape == (4,):  # wrappers that split a batch change the shape
+            compare_batches(context, facts, kwargs.get("labels"), kwargs.get("num_items_in_batch"))
+            if documents is not None:
+                begin_comparing_documents(context, documents)
+                # With gloo, attention waits for the other ranks on the host, so different documents would hang there.
+                if base_transport_name(context.transport.name) == "gloo":
+                    finish_comparing_documents(state)
+        if state.outermost is None:  # the model around the layers may not forward `documents` to them
+            state.outermost, state.packed = model, documents is not None
+        if model is (inner := transformers_model(model)).base_model:
+            if windows_of_masks(inner) != self._windows:
+                raise ValueError("the windows in the model's config changed after hf.enable; call hf.enable again")
+            state.attention_passes = context.progress.passes
+        return args, kwargs
+
+    def _check_positions_and_documents(self, positions: Tensor | None, documents: Documents | None) -> None:
+        context = self._context
+        if documents is not None:
+            if self._length_dependent_rope:
+                raise ValueError(
+                    "the model's RoPE depends on the sequence length, and packed documents have different lengths; "
+                    "turn packing off, or use another rope_type"
+                )
+            if not documents.match(context):
+                raise ValueError(
+                    "the packed batch belongs to another context; call shard_batch with this model's context"
+                )
+            if positions is None:
+                raise ValueError("position_ids are missing for packed documents; pass those that shard_batch returns")
+        elif positions is None:
+            if context.layout.world > 1:
+                raise ValueError(
+                    "position_ids are missing; make the batch with shard_batch and pass all that it returns"
+                )
+            return
+        shape = (documents is None, *positions.shape)
+        if positions.is_cpu or shape not in self._shapes:  # reading a GPU tensor synchronizes
+            if documents is None:
+                check_positions(context, positions)
+            elif not torch.equal(positions.cpu(), packed_positions(context, documents)):
+                raise ValueError(f"position_ids do not match the documents on rank {context.rank}; use shard_batch")
+            self._shapes.add(shape)
+
+    @torch.compiler.disable
+    def check_pass(self, model: nn.Module, _args: tuple, output: Any) -> None:
+        """Raises ValueError after a forward pass in which a layer's attention did not run over all ranks.
+
+        After an exception in the forward pass, `output` is None.
+        """
+        state = self._context.forward_pass
+        if state.outermost is model:
+            state.outermost, state.packed = None, False
+            finish_comparing_documents(state)
+        if output is None or model is not transformers_model(model).base_model:
+            return
+        ran = self._context.progress.passes - state.attention_passes
+        if not ran or ran % self._layers:  # some models call attention, or their layers, more than once
+            raise ValueError(
+                f"attention over all ranks ran {ran} times in {self._layers} layers, so some attended only within a "
+                "shard; do not call set_attn_implementation after hf.enable, and use a model whose layers all use "
+                "transformers' attention interface"
+            )
 
 
-def loss_function_of(model: PreTrainedModel) -> Callable[..., Tensor]:
-    """Returns the model's own loss function, without the checks around it."""
-    function: Any = model.loss_function
-    checked = getattr(function, "func", None) is _sharded_loss
-    own: Callable[..., Tensor] = function.args[-1] if checked else function
-    return own
-
-
-@torch.compiler.disable  # reads tensor values and communicates, which cannot be compiled
-def _check_inputs(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Raises ValueError for inputs that attention over ranks does not support. Returns the inputs for the model."""
-    context, config = model.sequence_context, model.config
-    assert isinstance(context, SequenceContext)
-    kwargs = dict(kwargs)
+def _supported_arguments(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Returns the model's keyword arguments without a mask of ones. Raises ValueError for unsupported ones."""
+    config, kwargs = model.config, dict(kwargs)
     if len(args) > 1:
         raise ValueError(f"{len(args)} positional arguments; pass all but the first by keyword, as shard_batch does")
     if kwargs.get("use_cache") or kwargs.get("past_key_values") is not None:
@@ -99,57 +156,7 @@ def _check_inputs(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tupl
         if not isinstance(mask, Tensor) or mask.ndim != 2 or not bool((mask == 1).all()):
             raise ValueError("attention_mask masks tokens of a shard; pass the whole mask to shard_batch instead")
         kwargs["attention_mask"] = None
-    documents = kwargs.get("documents")
-    facts = kwargs.pop(BATCH_FACTS, None)
-    _check_positions_and_documents(model, context, kwargs.get("position_ids"), documents)
-    if facts is not None:
-        local = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
-        announce_pass(context, (local.shape[0], local.shape[1] * context.layout.world), model.training)
-        context.forward_pass.announced = False
-        find_gradient_factor(model, context, facts, kwargs.get("num_items_in_batch"))
-    if facts is not None and facts.shape == (4,):  # wrappers that split a batch change the shape
-        compare_batches(context, facts, kwargs.get("labels"), kwargs.get("num_items_in_batch"))
-        if documents is not None:
-            begin_comparing_documents(context, documents)
-            # With gloo, attention waits for the other ranks on the host, so different documents would hang there.
-            if base_transport_name(context.transport.name) == "gloo":
-                finish_comparing_documents(context.forward_pass)
-    state = context.forward_pass
-    if state.outermost is None:  # the model around the layers may not forward `documents` to them
-        state.outermost, state.packed = model, documents is not None
-    if model is (inner := transformers_model(model)).base_model:
-        if windows_of_masks(inner) != model.mask_windows:
-            raise ValueError("the windows in the model's config changed after hf.enable; call hf.enable again")
-        state.attention_passes = context.progress.passes
-    return args, kwargs
-
-
-def _check_positions_and_documents(
-    model: nn.Module, context: SequenceContext, positions: Tensor | None, documents: Documents | None
-) -> None:
-    checked = model.checked_shapes
-    assert isinstance(checked, set)
-    if documents is not None:
-        if model.length_dependent_rope:
-            raise ValueError(
-                "the model's RoPE depends on the sequence length, and packed documents have different lengths; turn "
-                "packing off, or use another rope_type"
-            )
-        if not documents.match(context):
-            raise ValueError("the packed batch belongs to another context; call shard_batch with this model's context")
-        if positions is None:
-            raise ValueError("position_ids are missing for packed documents; pass those that shard_batch returns")
-    elif positions is None:
-        if context.layout.world > 1:
-            raise ValueError("position_ids are missing; make the batch with shard_batch and pass all that it returns")
-        return
-    shape = (documents is None, *positions.shape)
-    if positions.is_cpu or shape not in checked:  # reading a GPU tensor synchronizes
-        if documents is None:
-            check_positions(context, positions)
-        elif not torch.equal(positions.cpu(), packed_positions(context, documents)):
-            raise ValueError(f"position_ids do not match the documents on rank {context.rank}; use shard_batch")
-        checked.add(shape)
+    return kwargs
 
 
 def check_positions(context: SequenceContext, positions: Tensor) -> None:
@@ -164,97 +171,3 @@ def check_positions(context: SequenceContext, positions: Tensor) -> None:
             f"position_ids do not match the {layout.kind} layout on rank {context.rank}; use shard_batch, with "
             "cu_seqlens for packed documents"
         )
-
-
-def _forward_pass(model: nn.Module) -> ForwardPass:
-    context = model.sequence_context
-    assert isinstance(context, SequenceContext)
-    return context.forward_pass
-
-
-@torch.compiler.disable
-def _check_pass(layers: int, model: nn.Module, _args: tuple, output: Any) -> None:
-    """Raises ValueError after a forward pass in which a layer's attention did not run over all ranks.
-
-    After an exception in the forward pass, `output` is None.
-    """
-    context, state = model.sequence_context, _forward_pass(model)
-    assert isinstance(context, SequenceContext)
-    if state.outermost is model:
-        state.outermost, state.packed = None, False
-        finish_comparing_documents(state)
-    if output is None or model is not transformers_model(model).base_model:
-        return
-    ran = context.progress.passes - state.attention_passes
-    if not ran or ran % layers:  # some models call attention, or their layers, more than once
-        raise ValueError(
-            f"attention over all ranks ran {ran} times in {layers} layers, so some attended only within a shard; "
-            "do not call set_attn_implementation after hf.enable, and use a model whose layers all use transformers' "
-            "attention interface"
-        )
-
-
-# ---- labels and loss -----------------------------------------------------------------------------------------------
-
-
-@torch.compiler.disable
-def _check_labels(model: nn.Module, _args: tuple, kwargs: dict[str, Any]) -> None:
-    if _forward_pass(model).outermost is not model:  # the wrapper around the model was checked
-        return
-    labels, shifted = kwargs.get("labels"), kwargs.get("shift_labels")
-    if labels is not None and shifted is None:
-        raise ValueError("labels without shift_labels would lose targets at the shard's border; use shard_batch")
-    if labels is None and shifted is not None:
-        raise ValueError(
-            "shift_labels without labels: Trainer's label_smoothing_factor and compute_loss_func would shift labels "
-            "a second time; leave them out. For your own loss, remove shift_labels from the batch before the model call"
-        )
-    _forward_pass(model).loss = None
-    inner = transformers_model(model)
-    if getattr(inner.loss_function, "func", None) is not _sharded_loss:  # new, or replaced by the user
-        inner.loss_function = partial(_sharded_loss, inner, inner.loss_function)
-
-
-def _sharded_loss(model: nn.Module, loss_function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """Calls the model's loss function. Raises ValueError without shifted labels or the whole batch's divisor."""
-    for name in ("shift_labels", "num_items_in_batch"):
-        if kwargs.get(name) is None:
-            raise ValueError(
-                f"the loss of a shard needs {name}, which {type(model).__name__} did not get or does not pass to its "
-                "loss; pass all that shard_batch returns, or use another model"
-            )
-    loss = loss_function(*args, **kwargs)
-    _record_loss(model, loss)
-    return loss
-
-
-@torch.compiler.disable
-def _record_loss(model: nn.Module, loss: Tensor) -> None:
-    _forward_pass(model).loss = (loss, tensor_version(loss))
-
-
-@torch.compiler.disable
-def _check_loss(model: nn.Module, _args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-    """Raises ValueError for a loss that is not the loss function's result, such as one with a router loss added."""
-    state = _forward_pass(model)
-    if state.outermost is not model:
-        return
-    noted, state.loss = state.loss, None
-    if kwargs.get("labels") is None:
-        return
-    returned = output[0] if isinstance(output, tuple) else output.loss
-    if noted is None and has_fused_loss(model):
-        return  # the fused loss takes shift_labels and num_items_in_batch itself
-    if noted is None or returned is not noted[0] or tensor_version(returned) != noted[1]:
-        raise ValueError(
-            f"{type(model).__name__} returns a loss that is not its loss function's result, such as one with a router "
-            "loss added; turn that term off, or use another model"
-        )
-
-
-def has_fused_loss(model: nn.Module) -> bool:
-    """Returns whether Liger replaced the forward pass with one that computes the loss without logits."""
-    forward: Any = transformers_model(model).forward
-    while hasattr(forward, "__wrapped__"):
-        forward = forward.__wrapped__
-    return str(forward.__module__).startswith("liger_kernel")

@@ -23,13 +23,13 @@ from lightseq.attention.config import AttentionConfig
 from lightseq.attention.context import SequenceContext, make_context, release
 from lightseq.attention.module_attention import attention_function
 from lightseq.distributed.roll_call import RollCall
-from lightseq.hf.checks import install_checks, remove_checks
+from lightseq.hf.changes import RECORD, EnabledModel, record_of
+from lightseq.hf.checks import install_checks
 from lightseq.models.architecture import (
-    LENGTH_DEPENDENT_ROPE,
     attention_modules,
     caps_scores,
     check_attention,
-    rope_types,
+    length_dependent_ropes,
     sliding_window,
     transformers_model,
     windows_of_masks,
@@ -93,11 +93,9 @@ def enable(
         for line in untested_versions():
             warnings.warn(line, UntestedVersionWarning, stacklevel=2)
     ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, attention_function)
-    inner = transformers_model(model)
-    if (before := inner.config._attn_implementation) != IMPLEMENTATION:
-        inner.plain_attention = before  # type: ignore[assignment]
-    model.set_attn_implementation(IMPLEMENTATION)
-    _attach(model, context)
+    if (before := record_of(model)) is not None:
+        before.changes.undo()
+    _install(model, EnabledModel(context))
     return context
 
 
@@ -107,52 +105,49 @@ def disable(model: PreTrainedModel) -> None:
     Pass the module that was enabled, or one around it. The context is released, except for deep copies of the model;
     call it when no backward pass is pending. The model may be enabled again. Raises ValueError if it is not enabled.
     """
-    inner = transformers_model(model)
-    context = vars(inner).get("sequence_context")
-    if not isinstance(context, SequenceContext):
-        raise ValueError(f"{type(inner).__name__} is not enabled; hf.disable takes the model that hf.enable took")
-    if (function := vars(inner).get("disabled_by")) is not None:  # set by what called `enable` and added to it
-        raise ValueError(f"{type(inner).__name__} is split inside a trainer or accelerate; call {function} instead")
-    remove_checks(model)
-    for module in model.modules():
-        vars(module).pop("sequence_context", None)
-        vars(module).pop("window_of_mask", None)
-        forward = vars(module).get("forward")
-        if isinstance(forward, partial) and forward.func is _rope_forward:
-            del module.forward
-            if forward.args[1] != module.forward:  # another library's
-                module.forward = forward.args[1]
+    record, name = record_of(model), type(transformers_model(model)).__name__
+    if record is None:
+        raise ValueError(f"{name} is not enabled; hf.disable takes the model that hf.enable took")
+    if (function := record.disabled_by) is not None:
+        raise ValueError(f"{name} is split inside a trainer or accelerate; call {function} instead")
+    record.changes.undo()
+
+
+def _install(model: PreTrainedModel, record: EnabledModel) -> None:
+    """Changes the modules of a model, and notes each change in its record."""
+    inner, context, changes = transformers_model(model), record.context, record.changes
+    changes.call_later(partial(release, context))
+    changes.set_attribute(inner, RECORD, record)
+    plain = inner.config._attn_implementation
     # A model whose config an enabled one shares was never plain; None is the default of transformers.
-    inner.set_attn_implementation(vars(inner).pop("plain_attention", None))  # type: ignore[arg-type]
-    release(context)
-
-
-def _attach(model: PreTrainedModel, context: SequenceContext) -> None:
-    """Gives the context to every module that reads it. Hooks are installed once, however often a model is enabled."""
+    changes.call_later(partial(_restore_attention, inner, None if plain == IMPLEMENTATION else plain))
+    model.set_attn_implementation(IMPLEMENTATION)
     # RoPE that scales with the length must see the length of the whole sequence on every rank, not the local one.
-    ropes = [m for m in model.modules() if hasattr(m, "rope_type") and rope_types(m) & LENGTH_DEPENDENT_ROPE]
-    inner = transformers_model(model)
-    if isinstance(before := vars(inner).get("sequence_context"), SequenceContext):
-        release(before)
+    ropes = length_dependent_ropes(model)
     for rope in ropes:
-        if "sequence_context" not in vars(rope):
-            rope.forward = partial(_rope_forward, rope, rope.forward)  # type: ignore[method-assign]
-    for module in (model, inner, inner.base_model, *ropes, *attention_modules(model)):
-        module.sequence_context = context  # type: ignore[assignment]
-    windows = inner.base_model.mask_windows = windows_of_masks(inner)  # type: ignore[assignment]
+        changes.set_attribute(rope, "sequence_context", context)
+        changes.replace_forward(rope, partial(_rope_forward, context))
+    windows = windows_of_masks(inner)
     for module in attention_modules(model):
-        module.window_of_mask = windows[module.layer_idx]  # type: ignore[index, assignment]
-    install_checks(model, length_dependent_rope=bool(ropes))
+        changes.set_attribute(module, "sequence_context", context)
+        changes.set_attribute(module, "window_of_mask", windows[module.layer_idx])  # type: ignore[index]
+    install_checks(model, record, length_dependent_rope=bool(ropes))
+
+
+def _restore_attention(model: PreTrainedModel, plain: str | None) -> None:
+    """Lets a model attend as before it was enabled, unless the user has chosen another implementation since."""
+    if model.config._attn_implementation == IMPLEMENTATION:
+        model.set_attn_implementation(plain)  # type: ignore[arg-type]
 
 
 def _rope_forward(
-    rope: nn.Module, forward: Callable[..., tuple[Tensor, Tensor]], *args: Any, **kwargs: Any
+    context: SequenceContext, rope: nn.Module, forward: Callable[..., tuple[Tensor, Tensor]], *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor]:
     """Returns cosines and sines of this rank's positions, scaled for the length of the whole sequence."""
-    context = rope.sequence_context
-    assert isinstance(context, SequenceContext)
-    # Models pass positions with or without a name, and some also the layer type.
-    call = signature(forward).bind(*args, **kwargs)
+    if getattr(rope, "sequence_context", None) is not context:  # disabled under the wrapper of another library
+        return forward(*args, **kwargs)
+    # Models pass positions with or without a name, and some also the layer type. Wrappers may hide the signature.
+    call = signature(type(rope).forward).bind(rope, *args, **kwargs)
     position_ids = call.arguments["position_ids"]
     if position_ids.ndim != 2:
         raise ValueError(
@@ -162,5 +157,5 @@ def _rope_forward(
     last = position_ids.max()
     dist.all_reduce(last, op=dist.ReduceOp.MAX, group=context.group)
     call.arguments["position_ids"] = torch.cat([position_ids, last.expand(len(position_ids), 1)], 1)
-    cos, sin = forward(*call.args, **call.kwargs)
+    cos, sin = forward(*call.args[1:], **call.kwargs)
     return cos[:, :-1], sin[:, :-1]

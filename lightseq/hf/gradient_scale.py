@@ -57,10 +57,8 @@ def find_gradient_factor(
 
 
 @torch.compiler.disable
-def scale_gradients(model: nn.Module, _args: tuple, output: Any) -> Any:
+def scale_gradients(context: SequenceContext, model: nn.Module, _args: tuple, output: Any) -> Any:
     """Multiplies the gradients of the outermost module's outputs, from which parameters get theirs."""
-    context = model.sequence_context
-    assert isinstance(context, SequenceContext)
     state = context.forward_pass
     if state.outermost is not model or state.gradient_factor == 1 or not torch.is_grad_enabled():
         return output

@@ -22,7 +22,7 @@ from transformers.utils import ModelOutput
 from lightseq import hf
 from lightseq.attention.context import SequenceContext
 from lightseq.hf.agreement import announce_pass
-from lightseq.hf.checks import has_fused_loss, loss_function_of
+from lightseq.hf.loss_checks import has_fused_loss, loss_function_of
 from lightseq.hf.shard_batch import check_right_padding
 from lightseq.integrations.lazy_logits import with_lazy_logits, without_logits
 from lightseq.kernels.logit_transform import LogitTransform

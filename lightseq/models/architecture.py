@@ -127,6 +127,11 @@ def rope_types(source: object) -> set[str]:
     return {str(each["rope_type"]) for each in all_layers if "rope_type" in each}
 
 
+def length_dependent_ropes(model: nn.Module) -> list[nn.Module]:
+    """Returns the RoPE modules that scale with the length of the sequence."""
+    return [m for m in model.modules() if hasattr(m, "rope_type") and rope_types(m) & LENGTH_DEPENDENT_ROPE]
+
+
 def transformers_model(model: nn.Module) -> PreTrainedModel:
     """Returns the transformers model, which may be inside a wrapper such as PEFT's. Raises ValueError without one."""
     modules = model.modules() if isinstance(model, nn.Module) else ()
