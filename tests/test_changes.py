@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightseq import hf
 from lightseq.hf.changes import Changes, record_of
+from lightseq.integrations.whole_batches import WholeBatches
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 
@@ -82,6 +83,21 @@ def test_a_disabled_model_runs_beneath_the_wrapper_that_another_library_put_on(a
         assert torch.allclose(model(**hf.shard_batch(context, ids)).logits, want(ids).logits, atol=1e-6)
     hf.disable(model)
     assert rope.forward is theirs and torch.equal(model(ids).logits, want(ids).logits)
+
+
+def test_disabling_removes_what_was_added_for_whole_batches(alone: None) -> None:
+    model, ids = llama(), torch.arange(8)[None]
+
+    def found() -> dict[str, dict[str, int]]:
+        return {name: {key: len(x) for key, x in vars(module).items() if "hooks" in key} | {"own": len(vars(module))}
+                for name, module in model.named_modules()}  # fmt: skip
+
+    before, expected = found(), model(ids).logits
+    whole = WholeBatches(model, hf.enable(model))
+    whole.change_layers(recompute=True, compile_each=False)
+    assert torch.allclose(model(input_ids=ids, labels=ids).logits, expected, atol=1e-6)
+    hf.disable(model)
+    assert found() == before and torch.equal(model(ids).logits, expected)
 
 
 def test_an_attention_implementation_chosen_after_enabling_stays(alone: None) -> None:
