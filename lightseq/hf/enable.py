@@ -26,7 +26,6 @@ from lightseq.distributed.roll_call import RollCall
 from lightseq.hf.changes import RECORD, EnabledModel, record_of
 from lightseq.hf.checks import install_checks
 from lightseq.models.architecture import (
-    attention_modules,
     caps_scores,
     check_attention,
     length_dependent_ropes,
@@ -34,6 +33,7 @@ from lightseq.models.architecture import (
     transformers_model,
     windows_of_masks,
 )
+from lightseq.models.attention_modules import attention_modules
 from lightseq.models.heads import heads_of
 from lightseq.schedule.cost import AttentionShape
 from lightseq.sequence_parallel import process_group

@@ -19,6 +19,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lightseq.kernels.logit_transform import LogitTransform
+from lightseq.models.attention_modules import attention_modules
 from lightseq.models.heads import Heads, heads_of
 from lightseq.models.layers import Attention, Layer, distinct
 from lightseq.models.meta_run import TOKENS, LayerRun, MetaRun, find_logit_transform, linears_of, run_on_meta
@@ -139,11 +140,6 @@ def transformers_model(model: nn.Module) -> PreTrainedModel:
     if found is None:
         raise ValueError(f"{type(model).__name__} is no transformers model, and holds none; pass a PreTrainedModel")
     return found
-
-
-def attention_modules(model: nn.Module) -> list[nn.Module]:
-    """Returns the attention modules of a model."""
-    return [m for m in model.modules() if hasattr(m, "layer_idx") and "Attention" in type(m).__name__]
 
 
 def check_attention(model: PreTrainedModel) -> None:
