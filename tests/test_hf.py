@@ -37,7 +37,7 @@ from transformers import (
 from worlds import spawn
 
 import lightseq
-from lightseq import hf
+from lightseq import hf, sequence_parallel
 from lightseq.attention.context import SequenceContext, find
 from lightseq.attention.executor import Executor
 from lightseq.attention.operator import attention
@@ -308,6 +308,17 @@ def groups(rank: int) -> None:
 
 def test_a_mesh_axis_or_a_group_holds_the_sequence() -> None:
     spawn(4, groups)
+
+
+def schedules(rank: int) -> None:
+    heads = {"heads": 4, "kv_heads": 2, "head_dim": 16}
+    for dtype, name in ((torch.bfloat16, "striped"), (torch.float32, "zigzag")):
+        assert hf.enable(llama(), length=LENGTH, dtype=dtype).schedule.name == name
+        assert sequence_parallel.make_group(length=LENGTH, dtype=dtype, **heads).schedule.name == name
+
+
+def test_a_schedule_is_chosen_for_the_bytes_of_the_dtype() -> None:
+    spawn(3, schedules)
 
 
 def frames_to_the_kernel(rank: int) -> list[str]:

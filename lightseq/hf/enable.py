@@ -70,20 +70,14 @@ def enable(
     if config.length < 1:
         raise ValueError(f"length is {config.length}; give the tokens of a sequence")
     check_attention(model)
-    heads, parameter = heads_of(model.config), next(model.parameters())
-    device, window = torch.device(config.device or parameter.device), sliding_window(model.config)
-    config = dataclasses.replace(
-        config,
-        device=device,
-        dtype=config.dtype or parameter.dtype,
-        windows=config.windows or (window is not None and window < config.length),
-        softcap=config.softcap or caps_scores(model.config),
-    )
-    shape = AttentionShape(config.length, heads.query, heads.key_value, heads.dim)
+    config = _completed(config, model)
+    assert config.device is not None and config.dtype is not None
+    heads = heads_of(model.config)
+    shape = AttentionShape(config.length, heads.query, heads.key_value, heads.dim, element_bytes=config.dtype.itemsize)
     context = make_context(process_group(group), shape, config)
     context.forward_pass.roll_call = RollCall(context.group)
-    slow = config.kernel == "auto" and device.type == "cuda" and context.selection.kernel.name.startswith("reference")
-    if slow and context.rank == 0:
+    is_reference = context.selection.kernel.name.startswith("reference")
+    if is_reference and config.kernel == "auto" and config.device.type == "cuda" and context.rank == 0:
         warnings.warn(
             f"attention runs with quadratic memory on kernel {context.selection}; pass dtype=torch.bfloat16 if the "
             "model computes in bfloat16, as under autocast",
@@ -111,6 +105,18 @@ def disable(model: PreTrainedModel) -> None:
     if (function := record.disabled_by) is not None:
         raise ValueError(f"{name} is split inside a trainer or accelerate; call {function} instead")
     record.changes.undo()
+
+
+def _completed(config: AttentionConfig, model: PreTrainedModel) -> AttentionConfig:
+    """Returns a config with the device, dtype, windows and softcap of a model where they are left open."""
+    parameter, window = next(model.parameters()), sliding_window(model.config)
+    return dataclasses.replace(
+        config,
+        device=torch.device(config.device or parameter.device),
+        dtype=config.dtype or parameter.dtype,
+        windows=config.windows or (window is not None and window < config.length),
+        softcap=config.softcap or caps_scores(model.config),
+    )
 
 
 def _install(model: PreTrainedModel, record: EnabledModel) -> None:
