@@ -22,7 +22,7 @@ gc.disable()
 LONGEST = (
     "train_cli", "parity", "sweep", "hf", "goldens", "fallback", "benchmark_step", "deepspeed", "verify",
     "evaluate", "faults", "plan", "refusals", "streams", "packaging", "checkpoint", "schedule", "rendezvous",
-    "tiled", "examples", "saving", "attention", "watchdog", "plan_training", "log_probs", "packing", "input_checks",
+    "tiled", "examples", "saving", "attention", "watchdog", "plan_training", "log_probs", "packing", "hf_checks",
     "search", "rehearsal", "analysis_report", "integrations_trainer", "integrations_trl", "windows", "optim_8bit",
     "buckets", "benchmark_attention", "stored_buffers", "weights", "token_cache", "units", "documents", "quiet",
 )  # fmt: skip

@@ -95,7 +95,7 @@ def test_the_sweep_notices_a_planted_fault(alone: None, monkeypatch: pytest.Monk
             del batch["documents"]
             batch["position_ids"] = local_positions(context, architectures.LENGTH, architectures.CPU)
         elif fault == "positions":
-            monkeypatch.setattr("lightseq.data.input_checks.check_positions", lambda *_: None)
+            monkeypatch.setattr("lightseq.hf.checks.check_positions", lambda *_: None)
             batch["position_ids"] = batch["position_ids"] * 3
         return batch
 

@@ -36,17 +36,18 @@ from transformers import (
 )
 from worlds import spawn
 
-from lightseq import hf
+import lightseq
+from lightseq import hf, sequence_parallel
 from lightseq.attention.context import SequenceContext, find
 from lightseq.attention.executor import Executor
 from lightseq.attention.operator import attention
 from lightseq.cli import BOTH
 from lightseq.config.remat_policies import POLICIES, STORES_MLP
 from lightseq.config.train_config import TrainConfig
-from lightseq.data.input_checks import check_positions
 from lightseq.data.shard_batch import local_positions
 from lightseq.distributed.parallel_dims import parallel_dims
 from lightseq.distributed.world import World
+from lightseq.hf.checks import check_positions
 from lightseq.memory import offload
 from lightseq.memory.planner.rates import CHIPS
 from lightseq.memory.planner.run import Hardware
@@ -60,7 +61,7 @@ from lightseq.schedule.layout import Layout, shard, unshard
 
 VOCABULARY, LENGTH = 61, 50  # 50 divides by no number of chunks here but 1 and 2
 CPU = torch.device("cpu")
-PACKAGE = Path(hf.__file__).parent
+PACKAGE = Path(lightseq.__file__).parent
 LAYOUTS = [Layout("contiguous", 4), Layout("contiguous", 8, 2), Layout("zigzag", 4, 2), Layout("striped", 4)]
 # Weights this large make attention sharp, so that a wrong position or a lost key shows.
 SIZES: dict[str, Any] = {
@@ -311,6 +312,17 @@ def test_a_mesh_axis_or_a_group_holds_the_sequence() -> None:
     spawn(4, groups)
 
 
+def schedules(rank: int) -> None:
+    heads = {"heads": 4, "kv_heads": 2, "head_dim": 16}
+    for dtype, name in ((torch.bfloat16, "striped"), (torch.float32, "zigzag")):
+        assert hf.enable(llama(), length=LENGTH, dtype=dtype).schedule.name == name
+        assert sequence_parallel.make_group(length=LENGTH, dtype=dtype, **heads).schedule.name == name
+
+
+def test_a_schedule_is_chosen_for_the_bytes_of_the_dtype() -> None:
+    spawn(3, schedules)
+
+
 def frames_to_the_kernel(rank: int) -> list[str]:
     """Functions of this project between a model's attention module and its kernel, in the forward pass."""
     model, found = llama(), list[str]()
@@ -344,11 +356,11 @@ def enabled_twice(rank: int) -> None:
     second = hf.enable(model, schedule="zigzag")
     check_training(model, want, second, ids(), ids())
     reduced: list[int] = []
-    original = hf.dist.all_reduce
-    hf.dist.all_reduce = lambda *args, **kwargs: (reduced.append(1), original(*args, **kwargs))[1]
+    original = dist.all_reduce
+    dist.all_reduce = lambda *args, **kwargs: (reduced.append(1), original(*args, **kwargs))[1]
     with torch.no_grad():
         model(**hf.shard_batch(second, ids()))
-    hf.dist.all_reduce = original
+    dist.all_reduce = original
     assert len(reduced) == 1, "the whole length is asked for once"
     assert hooks == [len(x) for m in (model, model.base_model) for x in (m._forward_pre_hooks, m._forward_hooks)]
     refused(lambda: model(**hf.shard_batch(first, ids())), "25 local tokens do not split into 2 chunks")

@@ -52,6 +52,14 @@ def test_importing_lightseq_prints_nothing() -> None:
     assert run("from lightseq import hf; import lightseq.parallelize") == ("", "")
 
 
+def test_importing_hf_loads_neither_the_planner_nor_the_flags() -> None:
+    loaded = "print([x for x in ('lightseq.memory', 'lightseq.config.train_config') if x in sys.modules])"
+    assert run(f"import sys; from lightseq import hf; {loaded}; hf.plan_memory; {loaded}")[0].splitlines() == [
+        "[]",
+        "['lightseq.memory', 'lightseq.config.train_config']",
+    ]
+
+
 @pytest.mark.slow
 def test_lightseq_leaves_environment_loggers_and_warnings_of_a_script_alone() -> None:
     assert [text.partition("begin\n")[2] for text in run(SNAPSHOT)] == ["", ""]

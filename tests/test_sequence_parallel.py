@@ -85,8 +85,9 @@ def test_packed_documents_and_windows_equal_each_document_alone(window: int | No
         spawn(world, packed, window)
 
 
-def test_it_loads_without_transformers() -> None:
-    code = "import sys; from lightseq import sequence_parallel; assert 'transformers' not in sys.modules"
+def test_it_loads_without_transformers_and_the_flags() -> None:
+    others = "{'transformers', 'lightseq.config.train_config'}"
+    code = f"import sys; from lightseq import sequence_parallel; assert not {others} & sys.modules.keys()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
 

@@ -1,11 +1,14 @@
 """Options of distributed attention."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from lightseq.config.remat_policies import may_keep_gathered
-from lightseq.config.train_config import TrainConfig
+
+if TYPE_CHECKING:
+    from lightseq.config.train_config import TrainConfig
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class AttentionConfig:
 
     @classmethod
     def from_flags(
-        cls, flags: TrainConfig, device: torch.device, gpus_per_host: int | None = None
+        cls, flags: "TrainConfig", device: torch.device, gpus_per_host: int | None = None
     ) -> "AttentionConfig":
         """Returns the options that the flags of a run ask for, apart from what the model's layers need."""
         return cls(

@@ -21,7 +21,8 @@ from transformers import PreTrainedModel
 
 from lightseq import hf
 from lightseq.distributed.environment import ranks_per_host
-from lightseq.integrations.whole_batches import WholeBatches
+from lightseq.hf.changes import record_of
+from lightseq.integrations.whole_batches import WHOLE_BATCHES, WholeBatches, whole_batches_of
 from lightseq.models.architecture import transformers_model
 from lightseq.utils.formatting import check_names, divisors
 
@@ -103,25 +104,24 @@ def enable(model: nn.Module, mesh: DeviceMesh, accelerator: Accelerator, **optio
         raise ValueError(
             f"{type(inner).__name__} has no LM head, which sequence_parallel_size > 1 needs; use a causal LM"
         )
-    if isinstance(found := vars(inner).get("whole_batches"), WholeBatches):
+    if (found := whole_batches_of(inner)) is not None:
         return found
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}  # of autocast; fp8 has no other attention than bf16
     mixed = accelerator.mixed_precision
     dtype = dtypes.get(mixed, torch.bfloat16 if mixed == "fp8" else inner.dtype)
     here = {"device": accelerator.device, "dtype": dtype, "gpus_per_host": _ranks_per_host(mesh)}
-    context = hf.enable(inner, mesh[SEQUENCE], **{**here, **options})
-    inner.whole_batches = WholeBatches(unwrapped, context)  # type: ignore[assignment]
-    inner.disabled_by = "lightseq.integrations.accelerate.disable"  # type: ignore[assignment]  # hf.disable reads it
-    return inner.whole_batches  # type: ignore[return-value]
+    whole = WholeBatches(unwrapped, hf.enable(inner, mesh[SEQUENCE], **{**here, **options}))
+    record = record_of(inner)
+    assert record is not None
+    record.changes.set_attribute(inner, WHOLE_BATCHES, whole)
+    record.disabled_by = f"{__name__}.disable"
+    return whole
 
 
 def disable(model: nn.Module) -> None:
     """Undoes `enable`, so that the model generates. Does nothing for a model whose sequences are not split."""
-    inner = transformers_model(model)
-    if isinstance(found := vars(inner).pop("whole_batches", None), WholeBatches):
-        found.remove()
-        del inner.disabled_by
-        hf.disable(inner)
+    if whole_batches_of(model) is not None and (record := record_of(model)) is not None:
+        record.changes.undo()
 
 
 def _check_adapters(model: nn.Module) -> None:
@@ -185,8 +185,8 @@ def _prepare_model(accelerator: Accelerator, model: nn.Module, *args: Any, **kwa
     """Prepares a model as accelerate does. Outputs of a wrapper around it, such as DDP's, then have logits."""
     prepared: nn.Module = type(accelerator).prepare_model(accelerator, model, *args, **kwargs)
     holds_transformer = any(isinstance(module, PreTrainedModel) for module in model.modules())
-    whole = vars(transformers_model(model)).get("whole_batches") if holds_transformer else None
-    if prepared is not model and isinstance(whole, WholeBatches):
+    whole = whole_batches_of(model) if holds_transformer else None
+    if prepared is not model and whole is not None:
         whole.watch(prepared)
     return prepared
 

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments, __version__
 
 from lightseq.integrations.accelerate import ATTENTION_OPTIONS, enable, share_batches
-from lightseq.integrations.whole_batches import WholeBatches
-from lightseq.models.architecture import transformers_model
+from lightseq.integrations.whole_batches import WholeBatches, whole_batches_of
 from lightseq.utils.formatting import check_names
 
 OLDEST_TRANSFORMERS = "5.19"  # whose losses count ranks with the same batch once
@@ -167,7 +166,7 @@ class SequenceParallel:
             # An evaluation marks the model as prepared, but without DDP, and Trainer would not prepare it again.
             self.model._is_accelerate_prepared = False
         with_remat = self._sequence_mesh is not None and self.args.gradient_checkpointing
-        if isinstance(whole := getattr(transformers_model(self.model), "whole_batches", None), WholeBatches):
+        if (whole := whole_batches_of(self.model)) is not None:
             self.accelerator.print(self._split_line(whole))
             whole.change_layers(with_remat, self._compiles())
             if self.accelerator.device.type == "cuda":  # ranks hold different tokens, so dropout must differ
@@ -190,8 +189,8 @@ class SequenceParallel:
 
     def _announce(self, call: str) -> None:
         """Raises ValueError if other ranks do not make this call, before a loader waits for them."""
-        whole = vars(transformers_model(self.model)).get("whole_batches")
-        if isinstance(whole, WholeBatches) and (roll_call := whole.context.forward_pass.roll_call) is not None:
+        whole = whole_batches_of(self.model)
+        if whole is not None and (roll_call := whole.context.forward_pass.roll_call) is not None:
             roll_call.make(f"calls {call}", is_training_step=False)
 
 

@@ -21,8 +21,10 @@ from transformers.utils import ModelOutput
 
 from lightseq import hf
 from lightseq.attention.context import SequenceContext
-from lightseq.data.input_checks import announce_pass, has_fused_loss, loss_function_of
-from lightseq.data.shard_batch import check_right_padding
+from lightseq.hf.agreement import announce_pass
+from lightseq.hf.changes import Changes, record_of
+from lightseq.hf.loss_checks import has_fused_loss, loss_function_of
+from lightseq.hf.shard_batch import check_right_padding
 from lightseq.integrations.lazy_logits import with_lazy_logits, without_logits
 from lightseq.kernels.logit_transform import LogitTransform
 from lightseq.memory.remat import apply_remat
@@ -51,6 +53,7 @@ REFUSED = {
     "output_hidden_states": "each rank has only those of its tokens",
     "logits_to_keep": "a rank cannot tell which of its logits these are",
 }
+WHOLE_BATCHES = "whole_batches"  # attribute of the transformers model
 CONFIGURED = ("output_hidden_states",)  # refused in the model's config, too
 
 
@@ -111,14 +114,20 @@ class WholeBatches:
         self._logit_transform: LogitTransform | None = None  # of the model in the latest pass
         self._logit_state: tuple[Any, ...] | None = None  # for which it was found
         self._configured_logit_transform = configured_logit_transform(self.model.config)  # None: not a known model
-        self._changed_layers: list[tuple[nn.Module, Any]] = []
+        self._layers_are_changed = False
         self._pass: _Pass | None = None
-        self._hooks = [
+        self._changes = Changes()
+        for hook in (
             self.model.register_forward_pre_hook(self._shard, with_kwargs=True, prepend=True),
             self.model.register_forward_pre_hook(self._pass_labels_to_trl, with_kwargs=True),
             self.model.register_forward_hook(self._gather, with_kwargs=True, always_call=True),
-        ]
+        ):
+            self._changes.add_hook(hook)
+        self._changes.call_later(self._stop_ending)
         self.watch(model)
+        record = record_of(model)
+        assert record is not None, "its context comes from hf.enable"
+        record.changes.call_later(self.remove)
 
     def configure(self, *, pad_to: int | None, replaces_trl_head: bool, weighs_tokens_equally: bool) -> None:
         """Sets what a trainer knows of its batches and loss.
@@ -135,14 +144,16 @@ class WholeBatches:
 
         Wrappers look at all tensors of an output, which would gather the logits of every pass.
         """
-        self._hooks.append(outermost.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True))
+        self._changes.add_hook(outermost.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True))
 
     def change_layers(self, recompute: bool, compile_each: bool) -> None:
         """Lets layers recompute all but attention, and compiles each. A second call changes nothing."""
         layers: Any = decoder_layers(self.model)
-        if self._changed_layers:
+        if self._layers_are_changed:
             return
-        self._changed_layers = [(layer, vars(layer).get("forward")) for layer in layers]
+        self._layers_are_changed = True
+        for layer in layers:
+            self._changes.restore_later(layer, "forward")
         if recompute:
             apply_remat(layers, "attention", compile_each, has_dropout=True)
         if compile_each:
@@ -151,13 +162,8 @@ class WholeBatches:
                 layer.forward = torch.compile(layer.forward)
 
     def remove(self) -> None:
-        """Removes the hooks, and restores the layers."""
-        for hook in self._hooks:
-            hook.remove()
-        for layer, forward in self._changed_layers:
-            if "forward" in vars(layer):
-                _restore_forward(layer, forward)
-        self._changed_layers = []
+        """Removes the hooks, and restores the layers. Disabling the model does so, too."""
+        self._changes.undo()
 
     # ---- before the model --------------------------------------------------------------------------------------------
 
@@ -316,9 +322,12 @@ class WholeBatches:
         ids = kwargs.get("input_ids", args[0] if args else None)
         if isinstance(ids, Tensor) and ids.ndim == 2:  # before DDP communicates
             announce_pass(self.context, (ids.shape[0], ids.shape[1]), outermost.training)
-        if self._ending is not None:
-            self._ending.remove()  # registered anew in every pass, so that it runs after hooks that wrappers added
+        self._stop_ending()  # registered anew in every pass, so that it runs after hooks that wrappers added
         self._ending = outermost.register_forward_hook(self._end, always_call=True)
+
+    def _stop_ending(self) -> None:
+        if self._ending is not None:
+            self._ending.remove()
 
     @torch.compiler.disable
     def _end(self, _outermost: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
@@ -388,6 +397,11 @@ class WholeBatches:
         return hf.sum_over_ranks(self.context, share, gradient_factor=self._ranks)
 
 
+def whole_batches_of(model: nn.Module) -> WholeBatches | None:
+    """Returns the hooks of a model, which may be inside wrappers; None if its sequences are not split here."""
+    return vars(transformers_model(model)).get(WHOLE_BATCHES)
+
+
 @contextmanager
 def gathered_weight(model: nn.Module, head: nn.Module) -> Iterator[None]:
     """Gathers an LM head's weight where FSDP2 has sharded it; with gradients, the backward pass shards it again."""
@@ -418,14 +432,6 @@ def _padded(batch: dict[str, Tensor | None], length: int) -> dict[str, Tensor | 
         tail = torch.arange(missing, device=positions.device, dtype=positions.dtype).expand(len(positions), -1)
         positions = torch.cat([positions, tail], dim=1)
     return {**padded, "position_ids": positions}
-
-
-def _restore_forward(module: Any, forward: Any) -> None:
-    """Sets a module's own forward again, or that of its class if it had none."""
-    if forward is None:
-        del module.forward
-    else:
-        module.forward = forward
 
 
 def _at_least_one(divisor: Tensor | None) -> Tensor | None:

@@ -19,6 +19,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lightseq.kernels.logit_transform import LogitTransform
+from lightseq.models.attention_modules import attention_modules
 from lightseq.models.decoder import decoder_layers, has_known_parts
 from lightseq.models.heads import Heads, heads_of
 from lightseq.models.layers import Attention, Layer, distinct
@@ -128,6 +129,11 @@ def rope_types(source: object) -> set[str]:
     return {str(each["rope_type"]) for each in all_layers if "rope_type" in each}
 
 
+def length_dependent_ropes(model: nn.Module) -> list[nn.Module]:
+    """Returns the RoPE modules that scale with the length of the sequence."""
+    return [m for m in model.modules() if hasattr(m, "rope_type") and rope_types(m) & LENGTH_DEPENDENT_ROPE]
+
+
 def transformers_model(model: nn.Module) -> PreTrainedModel:
     """Returns the transformers model, which may be inside a wrapper such as PEFT's. Raises ValueError without one."""
     modules = model.modules() if isinstance(model, nn.Module) else ()
@@ -135,11 +141,6 @@ def transformers_model(model: nn.Module) -> PreTrainedModel:
     if found is None:
         raise ValueError(f"{type(model).__name__} is no transformers model, and holds none; pass a PreTrainedModel")
     return found
-
-
-def attention_modules(model: nn.Module) -> list[nn.Module]:
-    """Returns the attention modules of a model."""
-    return [m for m in model.modules() if hasattr(m, "layer_idx") and "Attention" in type(m).__name__]
 
 
 def check_attention(model: PreTrainedModel) -> None:

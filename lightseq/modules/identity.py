@@ -1,6 +1,6 @@
 """Tests that a module still computes what a replacement of it knows, and not what somebody has made of it."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from inspect import unwrap
 from types import FunctionType, MethodType
@@ -76,16 +76,19 @@ def is_known_code(function: Any, packages: Iterable[str] = KNOWN_CODE) -> bool:
 
     Reads where functions were compiled, because `functools.wraps` copies the name of the module.
     """
+    return all(_is_in(_written_in(one), packages) for one in functions_inside(function))
+
+
+def functions_inside(function: Any) -> Iterator[Any]:
+    """Yields a function, and all functions that it wraps or holds in another way."""
     pending, seen = [function], set[int]()
     while pending:
         one = pending.pop()
         if id(one) in seen:
             continue
         seen.add(id(one))
-        if not _is_in(_written_in(one), packages):
-            return False
+        yield one
         pending += filter(_is_function, _wrapped(one))
-    return True
 
 
 def twin_forward(module: nn.Module, children: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:

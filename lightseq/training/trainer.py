@@ -19,7 +19,7 @@ from lightseq.distributed.world import World
 from lightseq.memory.planner.advice import plan_notes
 from lightseq.memory.planner.breakdown import Breakdown
 from lightseq.models.adapters import count_adapter_parameters
-from lightseq.models.architecture import inspect_architecture
+from lightseq.models.architecture import inspect_architecture, length_dependent_ropes
 from lightseq.modules.fp8 import MULTIPLE
 from lightseq.training.device_memory import memory_parts, out_of_memory_handler, tokens_per_forward
 from lightseq.training.engine import Engine
@@ -168,7 +168,7 @@ def _choose_batch_lengths(
     longest = config.model_max_length
     if config.packing != "none":  # packed sequences are full
         return (longest,), ()
-    if engine.model.length_dependent_rope:
+    if length_dependent_ropes(engine.model):
         note = "all batches are padded to --model_max_length, because the model's RoPE depends on the length"
         return (longest,), (note,)
     # Every rank's part has to be a multiple of the tokens that FP8 needs.

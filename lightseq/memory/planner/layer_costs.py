@@ -17,7 +17,7 @@ from lightseq.config.remat_policies import STORE_LINEARS, STORES_MLP
 from lightseq.config.train_config import TrainConfig
 from lightseq.memory.planner.layer_graph import LAYER_INPUT, TOKENS, LayerGraph, Pass
 from lightseq.memory.remat import stored_operators
-from lightseq.models.architecture import attention_modules
+from lightseq.models.attention_modules import attention_modules
 from lightseq.models.layers import Layer
 from lightseq.models.meta_run import layer_inputs
 from lightseq.models.weights import build_on_meta

@@ -156,7 +156,7 @@ class PlannedRun:
         heads, length = self.architecture.heads, self.config.model_max_length
         options = AttentionConfig.from_flags(self.config, torch.device("cuda"), self.hardware.gpus_per_host)
         options = replace(options, windows=self.architecture.has_windows(length))
-        shape = AttentionShape(length, heads.query, heads.key_value, heads.dim)
+        shape = AttentionShape(length, heads.query, heads.key_value, heads.dim, element_bytes=self.itemsize)
         return choose(schedule_request(options, self.sequence_ranks, shape, self.transport))
 
     @cached_property

@@ -15,7 +15,8 @@ from lightseq.utils import quiet_transformers  # noqa: F401  first, because the 
 from transformers import PreTrainedModel
 
 from lightseq.attention.context import SequenceContext
-from lightseq.data.input_checks import BATCH_FACTS
+from lightseq.hf.agreement import BATCH_FACTS
+from lightseq.hf.changes import record_of
 from lightseq.kernels.logit_transform import LogitTransform
 from lightseq.models.architecture import head_change, known_logit_transform, transformers_model
 from lightseq.modules import loss
@@ -39,7 +40,7 @@ def token_log_probs(
     Raises ValueError for a model that is not enabled with this context.
     """
     inner, labels = transformers_model(model), _shifted_labels(batch)
-    if vars(inner).get("sequence_context") is not context:
+    if (record := record_of(inner)) is None or record.context is not context:
         raise ValueError(f"{type(inner).__name__} is not enabled with this context; pass that of its hf.enable")
     if not temperature > 0:
         raise ValueError(f"temperature is {temperature}; give a number above 0")

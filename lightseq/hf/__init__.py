@@ -1,0 +1,49 @@
+"""Distributed attention for Hugging Face causal language models, in three lines of a user's own script.
+
+context = hf.enable(model, group)
+batch = hf.shard_batch(context, input_ids, labels)
+loss = model(**batch).loss   # this rank's share: losses are summed over ranks
+loss.backward()              # so are gradients: all-reduce them, or wrap the model in DDP or FSDP2
+
+Losses of log-probabilities, such as DPO and GRPO, take these lines instead of the last one:
+
+log_probs = hf.token_log_probs(context, model, batch)      # of this rank's tokens; logits never exist whole
+sums = hf.sequence_sums(context, log_probs, batch)         # of whole sequences, the same on every rank
+in_order = hf.gather_tokens(context, log_probs, batch)     # of all tokens, the same on every rank
+
+hf.disable(model)   # the plain model again, to generate for example
+"""
+
+from importlib import import_module
+from typing import Any
+
+from lightseq.hf.enable import ENABLE_OPTIONS, IMPLEMENTATION, disable, enable
+from lightseq.hf.log_probs import (
+    gather_padded_tokens,
+    gather_tokens,
+    sequence_sums,
+    sum_over_ranks,
+    token_log_probs,
+)
+from lightseq.hf.shard_batch import shard_batch
+
+__all__ = [
+    "ENABLE_OPTIONS",
+    "IMPLEMENTATION",
+    "disable",
+    "enable",
+    "gather_padded_tokens",
+    "gather_tokens",
+    "plan_memory",
+    "sequence_sums",
+    "shard_batch",
+    "sum_over_ranks",
+    "token_log_probs",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports the memory planner when it is asked for, because nothing else here needs it."""
+    if name == "plan_memory":
+        return import_module("lightseq.memory.planner.for_model").plan_memory
+    raise AttributeError(f"module {__name__} has no attribute {name}")

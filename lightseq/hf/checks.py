@@ -1,0 +1,173 @@
+"""Checks of a patched model's inputs and passes for mistakes that would silently train on wrong data."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lightseq.attention.context import Documents, SequenceContext
+from lightseq.comm.transport import base_transport_name
+from lightseq.data.shard_batch import packed_positions
+from lightseq.hf.agreement import (
+    BATCH_FACTS,
+    announce_pass,
+    begin_comparing_documents,
+    compare_batches,
+    finish_comparing_documents,
+)
+from lightseq.hf.changes import EnabledModel
+from lightseq.hf.gradient_scale import find_gradient_factor, scale_gradients
+from lightseq.hf.loss_checks import check_labels, check_loss, restore_loss_function
+from lightseq.models.architecture import transformers_model, windows_of_masks
+from lightseq.utils.labels import IGNORE_INDEX
+
+
+def install_checks(model: PreTrainedModel, record: EnabledModel, length_dependent_rope: bool) -> None:
+    """Installs hooks that check every forward pass of a model and of its base model without the head.
+
+    Both a wrapper such as PEFT's and the model inside it are checked, because either may be called.
+    """
+    inner, context, changes = transformers_model(model), record.context, record.changes
+    for module in {model, inner, inner.base_model}:
+        checks = Checks(context, inner, length_dependent_rope)
+        hooks = [module.register_forward_pre_hook(checks.check_inputs, with_kwargs=True)]
+        if module is not inner.base_model:
+            hooks.append(module.register_forward_pre_hook(partial(check_labels, context), with_kwargs=True))
+            # FSDP's hook casts the loss to another tensor, so this one runs first.
+            hook = partial(check_loss, context)
+            hooks.append(module.register_forward_hook(hook, prepend=True, with_kwargs=True))
+        hooks.append(module.register_forward_hook(partial(scale_gradients, context)))
+        hooks.append(module.register_forward_hook(checks.check_pass, always_call=True))
+        for hook in hooks:
+            changes.add_hook(hook)
+    changes.call_later(partial(restore_loss_function, inner))
+
+
+class Checks:
+    """Hooks of one module: the model, a wrapper around it, or its base model without the head."""
+
+    def __init__(self, context: SequenceContext, model: PreTrainedModel, length_dependent_rope: bool) -> None:
+        self._context = context
+        self._layers = model.config.num_hidden_layers
+        self._windows = windows_of_masks(model)
+        self._length_dependent_rope = length_dependent_rope
+        self._shapes = set[tuple[Any, ...]]()  # of positions that were right
+
+    @torch.compiler.disable  # reads tensor values and communicates, which cannot be compiled
+    def check_inputs(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Raises ValueError for inputs that attention over ranks does not support. Returns the inputs for the model."""
+        context, state = self._context, self._context.forward_pass
+        kwargs = _supported_arguments(model, args, kwargs)
+        documents, facts = kwargs.get("documents"), kwargs.pop(BATCH_FACTS, None)
+        self._check_positions_and_documents(kwargs.get("position_ids"), documents)
+        if facts is not None:
+            local = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
+            announce_pass(context, (local.shape[0], local.shape[1] * context.layout.world), model.training)
+            state.announced = False
+            find_gradient_factor(model, context, facts, kwargs.get("num_items_in_batch"))
+        if facts is not None and facts.shape == (4,):  # wrappers that split a batch change the shape
+            compare_batches(context, facts, kwargs.get("labels"), kwargs.get("num_items_in_batch"))
+            if documents is not None:
+                begin_comparing_documents(context, documents)
+                # With gloo, attention waits for the other ranks on the host, so different documents would hang there.
+                if base_transport_name(context.transport.name) == "gloo":
+                    finish_comparing_documents(state)
+        if state.outermost is None:  # the model around the layers may not forward `documents` to them
+            state.outermost, state.packed = model, documents is not None
+        if model is (inner := transformers_model(model)).base_model:
+            if windows_of_masks(inner) != self._windows:
+                raise ValueError("the windows in the model's config changed after hf.enable; call hf.enable again")
+            state.attention_passes = context.progress.passes
+        return args, kwargs
+
+    def _check_positions_and_documents(self, positions: Tensor | None, documents: Documents | None) -> None:
+        context = self._context
+        if documents is not None:
+            if self._length_dependent_rope:
+                raise ValueError(
+                    "the model's RoPE depends on the sequence length, and packed documents have different lengths; "
+                    "turn packing off, or use another rope_type"
+                )
+            if not documents.match(context):
+                raise ValueError(
+                    "the packed batch belongs to another context; call shard_batch with this model's context"
+                )
+            if positions is None:
+                raise ValueError("position_ids are missing for packed documents; pass those that shard_batch returns")
+        elif positions is None:
+            if context.layout.world > 1:
+                raise ValueError(
+                    "position_ids are missing; make the batch with shard_batch and pass all that it returns"
+                )
+            return
+        shape = (documents is None, *positions.shape)
+        if positions.is_cpu or shape not in self._shapes:  # reading a GPU tensor synchronizes
+            if documents is None:
+                check_positions(context, positions)
+            elif not torch.equal(positions.cpu(), packed_positions(context, documents)):
+                raise ValueError(f"position_ids do not match the documents on rank {context.rank}; use shard_batch")
+            self._shapes.add(shape)
+
+    @torch.compiler.disable
+    def check_pass(self, model: nn.Module, _args: tuple, output: Any) -> None:
+        """Raises ValueError after a forward pass in which a layer's attention did not run over all ranks.
+
+        After an exception in the forward pass, `output` is None.
+        """
+        state = self._context.forward_pass
+        if state.outermost is model:
+            state.outermost, state.packed = None, False
+            finish_comparing_documents(state)
+        if output is None or model is not transformers_model(model).base_model:
+            return
+        ran = self._context.progress.passes - state.attention_passes
+        if not ran or ran % self._layers:  # some models call attention, or their layers, more than once
+            raise ValueError(
+                f"attention over all ranks ran {ran} times in {self._layers} layers, so some attended only within a "
+                "shard; do not call set_attn_implementation after hf.enable, and use a model whose layers all use "
+                "transformers' attention interface"
+            )
+
+
+def _supported_arguments(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Returns the model's keyword arguments without a mask of ones. Raises ValueError for unsupported ones."""
+    config, kwargs = model.config, dict(kwargs)
+    if len(args) > 1:
+        raise ValueError(f"{len(args)} positional arguments; pass all but the first by keyword, as shard_batch does")
+    if kwargs.get("use_cache") or kwargs.get("past_key_values") is not None:
+        raise ValueError(
+            "a key/value cache is not supported; to generate, call hf.disable(model), or load the saved model in plain "
+            "transformers"
+        )
+    if getattr(config, "use_cache", False):
+        kwargs["use_cache"] = False
+    for flag, reason in (
+        ("output_attentions", "attention never materializes the score matrix"),
+        ("output_router_logits", "the router's loss would see only one shard"),
+    ):
+        if kwargs.get(flag) or (kwargs.get(flag) is None and getattr(config, flag, False)):
+            raise ValueError(f"{flag}=True is not supported: {reason}; set it to False")
+    if (ignored := kwargs.get("ignore_index")) not in (None, IGNORE_INDEX):
+        raise ValueError(f"ignore_index={ignored} is not supported; set labels without a target to {IGNORE_INDEX}")
+    mask = kwargs.get("attention_mask")
+    if mask is not None:
+        if not isinstance(mask, Tensor) or mask.ndim != 2 or not bool((mask == 1).all()):
+            raise ValueError("attention_mask masks tokens of a shard; pass the whole mask to shard_batch instead")
+        kwargs["attention_mask"] = None
+    return kwargs
+
+
+def check_positions(context: SequenceContext, positions: Tensor) -> None:
+    """Raises ValueError unless `positions` are the global positions of this rank's tokens."""
+    layout, local = context.layout, positions.shape[-1]
+    if local % layout.chunks_per_rank:
+        raise ValueError(f"{local} local tokens do not split into {layout.chunks_per_rank} chunks; use shard_batch")
+    want, got = layout.positions(context.rank, local * layout.world), positions.cpu()
+    padded = want.clamp_max(int(got.max()))  # padding has the position of the last token
+    if not torch.equal(got, padded.expand_as(got)):
+        raise ValueError(
+            f"position_ids do not match the {layout.kind} layout on rank {context.rank}; use shard_batch, with "
+            "cu_seqlens for packed documents"
+        )

@@ -1,0 +1,167 @@
+"""Turns distributed attention on and off in a Hugging Face model."""
+
+import dataclasses
+import warnings
+from collections.abc import Callable
+from functools import partial
+from inspect import signature
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from lightseq.utils import quiet_transformers  # noqa: F401  first, because the modules below import transformers
+
+# isort: split
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from lightseq.attention.config import AttentionConfig
+from lightseq.attention.context import SequenceContext, make_context, release
+from lightseq.attention.module_attention import attention_function
+from lightseq.distributed.roll_call import RollCall
+from lightseq.hf.changes import RECORD, EnabledModel, record_of
+from lightseq.hf.checks import install_checks
+from lightseq.models.architecture import (
+    caps_scores,
+    check_attention,
+    length_dependent_ropes,
+    sliding_window,
+    transformers_model,
+    windows_of_masks,
+)
+from lightseq.models.attention_modules import attention_modules
+from lightseq.models.heads import heads_of
+from lightseq.schedule.cost import AttentionShape
+from lightseq.sequence_parallel import process_group
+from lightseq.utils.formatting import check_names
+from lightseq.utils.versions import UntestedVersionWarning, untested_versions
+
+IMPLEMENTATION: Final = "lightseq"
+ENABLE_OPTIONS: Final = tuple(field.name for field in dataclasses.fields(AttentionConfig))
+
+
+def enable(
+    model: PreTrainedModel,
+    group: DeviceMesh | dist.ProcessGroup | None = None,
+    config: AttentionConfig | None = None,
+    **options: Any,
+) -> SequenceContext:
+    """Patches the model's attention to span the ranks of a group or one-dimensional mesh (default: all ranks).
+
+    `options` are fields of `AttentionConfig` that override those of `config`.
+
+    Raises TypeError for an unknown option, and ValueError for an unsupported model: attention dropout, an architecture
+    without the attention interface; also for a schedule without windows if the model has them. The patched model
+    refuses masks, inputs without global positions, a key/value cache, and labels that it would shift inside a shard.
+    In DDP and FSDP2, which average gradients over ranks, it scales them so that those of a sequence are summed.
+    Enabling a model again replaces its context. A deep copy of the model shares it.
+    """
+    check_names("hf.enable", options, ENABLE_OPTIONS)
+    config = dataclasses.replace(config or AttentionConfig(), **options)
+    if isinstance(model, DistributedDataParallel):
+        model = model.module
+    transformers_model(model)
+    if not hasattr(model, "set_attn_implementation"):
+        raise ValueError(f"hf.enable takes a transformers model, not a {type(model).__name__}; pass the one inside it")
+    if config.length < 1:
+        raise ValueError(f"length is {config.length}; give the tokens of a sequence")
+    check_attention(model)
+    config = _completed(config, model)
+    assert config.device is not None and config.dtype is not None
+    heads = heads_of(model.config)
+    shape = AttentionShape(config.length, heads.query, heads.key_value, heads.dim, element_bytes=config.dtype.itemsize)
+    context = make_context(process_group(group), shape, config)
+    context.forward_pass.roll_call = RollCall(context.group)
+    is_reference = context.selection.kernel.name.startswith("reference")
+    if is_reference and config.kernel == "auto" and config.device.type == "cuda" and context.rank == 0:
+        warnings.warn(
+            f"attention runs with quadratic memory on kernel {context.selection}; pass dtype=torch.bfloat16 if the "
+            "model computes in bfloat16, as under autocast",
+            stacklevel=2,
+        )
+    if dist.get_rank() == 0:
+        for line in untested_versions():
+            warnings.warn(line, UntestedVersionWarning, stacklevel=2)
+    ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, attention_function)
+    if (before := record_of(model)) is not None:
+        before.changes.undo()
+    _install(model, EnabledModel(context))
+    return context
+
+
+def disable(model: PreTrainedModel) -> None:
+    """Undoes `enable`: the model attends, checks its inputs and generates as before, with the weights it has now.
+
+    Pass the module that was enabled, or one around it. The context is released, except for deep copies of the model;
+    call it when no backward pass is pending. The model may be enabled again. Raises ValueError if it is not enabled.
+    """
+    record, name = record_of(model), type(transformers_model(model)).__name__
+    if record is None:
+        raise ValueError(f"{name} is not enabled; hf.disable takes the model that hf.enable took")
+    if (function := record.disabled_by) is not None:
+        raise ValueError(f"{name} is split inside a trainer or accelerate; call {function} instead")
+    record.changes.undo()
+
+
+def _completed(config: AttentionConfig, model: PreTrainedModel) -> AttentionConfig:
+    """Returns a config with the device, dtype, windows and softcap of a model where they are left open."""
+    parameter, window = next(model.parameters()), sliding_window(model.config)
+    return dataclasses.replace(
+        config,
+        device=torch.device(config.device or parameter.device),
+        dtype=config.dtype or parameter.dtype,
+        windows=config.windows or (window is not None and window < config.length),
+        softcap=config.softcap or caps_scores(model.config),
+    )
+
+
+def _install(model: PreTrainedModel, record: EnabledModel) -> None:
+    """Changes the modules of a model, and notes each change in its record."""
+    inner, context, changes = transformers_model(model), record.context, record.changes
+    changes.call_later(partial(release, context))
+    changes.set_attribute(inner, RECORD, record)
+    plain = inner.config._attn_implementation
+    # A model whose config an enabled one shares was never plain; None is the default of transformers.
+    changes.call_later(partial(_restore_attention, inner, None if plain == IMPLEMENTATION else plain))
+    model.set_attn_implementation(IMPLEMENTATION)
+    # RoPE that scales with the length must see the length of the whole sequence on every rank, not the local one.
+    ropes = length_dependent_ropes(model)
+    for rope in ropes:
+        changes.set_attribute(rope, "sequence_context", context)
+        changes.replace_forward(rope, partial(_rope_forward, context))
+    windows = windows_of_masks(inner)
+    for module in attention_modules(model):
+        changes.set_attribute(module, "sequence_context", context)
+        changes.set_attribute(module, "window_of_mask", windows[module.layer_idx])  # type: ignore[index]
+    install_checks(model, record, length_dependent_rope=bool(ropes))
+
+
+def _restore_attention(model: PreTrainedModel, plain: str | None) -> None:
+    """Lets a model attend as before it was enabled, unless the user has chosen another implementation since."""
+    if model.config._attn_implementation == IMPLEMENTATION:
+        model.set_attn_implementation(plain)  # type: ignore[arg-type]
+
+
+def _rope_forward(
+    context: SequenceContext, rope: nn.Module, forward: Callable[..., tuple[Tensor, Tensor]], *args: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor]:
+    """Returns cosines and sines of this rank's positions, scaled for the length of the whole sequence."""
+    if getattr(rope, "sequence_context", None) is not context:  # disabled under the wrapper of another library
+        return forward(*args, **kwargs)
+    # Models pass positions with or without a name, and some also the layer type. Wrappers may hide the signature.
+    call = signature(type(rope).forward).bind(rope, *args, **kwargs)
+    position_ids = call.arguments["position_ids"]
+    if position_ids.ndim != 2:
+        raise ValueError(
+            f"RoPE that depends on the length needs positions of 2 dimensions, not {position_ids.ndim}; set another "
+            "rope_type in the model's config"
+        )
+    last = position_ids.max()
+    dist.all_reduce(last, op=dist.ReduceOp.MAX, group=context.group)
+    call.arguments["position_ids"] = torch.cat([position_ids, last.expand(len(position_ids), 1)], 1)
+    cos, sin = forward(*call.args[1:], **call.kwargs)
+    return cos[:, :-1], sin[:, :-1]

@@ -1,0 +1,78 @@
+"""Scale of gradients in wrappers that average them over ranks, such as DDP and FSDP2."""
+
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
+
+from lightseq.attention.context import SequenceContext
+from lightseq.distributed.averaging import find_averaging, trainer_scales_loss
+from lightseq.hf.agreement import BATCHES_BETWEEN_COMPARISONS
+
+
+def find_gradient_factor(
+    model: nn.Module, context: SequenceContext, facts: Tensor, num_items: Tensor | float | None
+) -> None:
+    """Sets the factor of gradients with which a wrapper's average over ranks is the sum that a sequence needs.
+
+    The ranks of a sequence are summed. Over several sequences DDP and FSDP2 then still average, as they do for plain
+    models, unless the loss is divided by the targets of all sequences.
+    """
+    state = context.forward_pass
+    compares = state.batches % BATCHES_BETWEEN_COMPARISONS == 0
+    ddp = DistributedDataParallel._get_active_ddp_module()
+    hooks = tuple(id(hook) for hook, _ in ddp._comm_hooks) if ddp is not None else ()
+    wrappers = (type(model), id(ddp), hooks, num_items is None)
+    if state.gradients_are_averaged_outside or not torch.is_grad_enabled():
+        return
+    if wrappers == state.averaging_checked and not compares:
+        return
+    is_new, state.averaging_checked = wrappers != state.averaging_checked, wrappers
+    state.gradient_factor = 1
+    averaging = find_averaging(model)
+    if averaging is None or trainer_scales_loss():
+        return
+    ranks, wrapper = dist.get_process_group_ranks(context.group), averaging.wrapper
+    if missing := sorted(set(ranks) - set(averaging.ranks)):
+        raise ValueError(
+            f"{wrapper} averages gradients over ranks {', '.join(map(str, averaging.ranks))} without rank "
+            f"{missing[0]}, which shares their sequence; let {wrapper} span all ranks, or sum gradients without it"
+        )
+    factor = len(ranks)
+    if len(averaging.ranks) > factor and num_items is not None and facts.shape == (4,):
+        own_targets = max(int(facts[2]), 1)
+        if float(num_items) != own_targets:
+            factor = len(averaging.ranks)
+    state.gradient_factor = factor
+    if is_new and factor > 1 and dist.get_rank() == averaging.ranks[0]:
+        warnings.warn(
+            f"{wrapper} averages gradients over {len(averaging.ranks)} ranks, which share sequences: lightseq "
+            f"multiplies them by {factor}; do not scale the loss for that yourself",
+            stacklevel=2,
+        )
+
+
+@torch.compiler.disable
+def scale_gradients(context: SequenceContext, model: nn.Module, _args: tuple, output: Any) -> Any:
+    """Multiplies the gradients of the outermost module's outputs, from which parameters get theirs."""
+    state = context.forward_pass
+    if state.outermost is not model or state.gradient_factor == 1 or not torch.is_grad_enabled():
+        return output
+    return tree_map_only(Tensor, lambda x: _Scaled.apply(x, state.gradient_factor) if x.requires_grad else x, output)
+
+
+class _Scaled(torch.autograd.Function):
+    """Identity with a scaled gradient. A hook on a tensor would also scale what reaches it from other outputs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: int) -> Tensor:  # type: ignore[override]
+        ctx.factor = factor
+        return x.detach()  # no view, of which FSDP2 warns
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient * ctx.factor, None

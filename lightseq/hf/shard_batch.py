@@ -1,0 +1,156 @@
+"""A rank's part of a batch in the form of Hugging Face: ids, labels, masks, positions and packed documents."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightseq.attention.context import SequenceContext
+from lightseq.data.shard_batch import local_batch, local_positions, packed_positions
+from lightseq.hf.agreement import BATCH_FACTS, batch_facts
+from lightseq.schedule.documents import check_boundaries, document_positions
+from lightseq.utils.labels import IGNORE_INDEX
+from lightseq.utils.upload import upload
+
+
+def shard_batch(
+    context: SequenceContext,
+    input_ids: Tensor,
+    labels: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+    position_ids: Tensor | None = None,
+    shift_labels: Tensor | None = None,
+) -> dict[str, Any]:
+    """Returns this rank's part of a whole batch (batch, length), as keyword arguments of the patched model.
+
+    Labels are aligned with the ids, as in Hugging Face; they are shifted here, on the whole sequence, unless
+    `shift_labels` are given instead, which already are. Every rank of the group passes the same batch.
+    `num_items_in_batch` counts the valid labels of this group's batch: with data parallelism or accumulation, replace
+    it with the sum over all. Masked tokens are not targets.
+
+    A batch of one may hold several packed documents: `cu_seqlens` gives the first token of each and the end of the
+    last, or `position_ids` restart at each. Documents neither attend to each other nor predict each other's tokens,
+    unless `shift_labels` say so.
+    Raises ValueError for a mask other than right padding, and for positions of neither kind.
+    """
+    check_right_padding(attention_mask)
+    if not isinstance(input_ids, Tensor):
+        raise ValueError(f"input_ids are a {type(input_ids).__name__}; give a tensor (batch, length)")
+    if input_ids.ndim != 2 or not input_ids.numel():
+        raise ValueError(f"input_ids are {tuple(input_ids.shape)}; give (batch, length) with at least one token")
+    given = {"labels": labels, "shift_labels": shift_labels, "attention_mask": attention_mask}
+    for name, x in given.items():
+        if x is not None and x.shape != input_ids.shape:
+            shapes = f"{name} {tuple(x.shape)} and input_ids {tuple(input_ids.shape)}"
+            raise ValueError(f"{shapes} differ in shape; give one value per token")
+    length = input_ids.shape[1]
+    boundaries = find_boundaries(input_ids, cu_seqlens, position_ids)
+    if shift_labels is not None:
+        labels = shift_labels
+        if attention_mask is not None:
+            labels = without_masked(labels, attention_mask)
+    elif labels is not None:
+        if attention_mask is not None:
+            labels = labels.masked_fill(attention_mask == 0, IGNORE_INDEX)
+        labels = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+        if boundaries is not None:
+            labels[:, [end - 1 for end in boundaries[1:]]] = IGNORE_INDEX
+            labels[:, boundaries[-1] :] = IGNORE_INDEX
+    if labels is not None:
+        check_labels(labels)
+    ids, local, documents = local_batch(context, input_ids, labels, boundaries)
+    if documents is None:
+        positions = local_positions(context, length, input_ids.device).expand(len(input_ids), -1)
+        batch: dict[str, Any] = {"input_ids": ids, "position_ids": positions}
+    else:
+        positions = upload(packed_positions(context, documents), input_ids.device)
+        batch = {"input_ids": ids, "position_ids": positions, "documents": documents}
+    batch[BATCH_FACTS] = batch_facts(input_ids, labels)
+    if labels is not None:
+        valid = (labels != IGNORE_INDEX).sum().clamp_min(1)  # without a target the loss is 0, not NaN
+        batch |= {"labels": local, "shift_labels": local, "num_items_in_batch": valid}
+    return batch
+
+
+def find_boundaries(
+    input_ids: Tensor, cu_seqlens: Tensor | Sequence[int] | None, position_ids: Tensor | None
+) -> tuple[int, ...] | None:
+    """Returns the start of each document and the last end, for a batch of one; None for one document per sequence."""
+    batch, length = input_ids.shape
+    if position_ids is not None:
+        if not isinstance(position_ids, Tensor) or position_ids.shape[-1:] != (length,):
+            given = tuple(position_ids.shape) if isinstance(position_ids, Tensor) else type(position_ids).__name__
+            raise ValueError(f"position_ids are {given}; give a tensor with one for each of {length} tokens")
+        position_ids = position_ids.cpu()  # once, because the host waits for a device
+    if cu_seqlens is None:
+        if position_ids is None or bool((position_ids == torch.arange(length, dtype=position_ids.dtype)).all()):
+            return None
+        cu_seqlens = [*(position_ids.reshape(-1)[:length] == 0).nonzero().flatten().tolist(), length]
+    if batch != 1:
+        raise ValueError(f"packed documents in a batch of {batch}; pack all documents into one sequence")
+    if isinstance(cu_seqlens, Tensor):
+        cu_seqlens = cu_seqlens.flatten().tolist()  # collators add a batch dimension
+    if fractions := [x for x in cu_seqlens if x % 1 != 0]:
+        raise ValueError(f"cu_seqlens has {fractions[0]}; give whole numbers of tokens")
+    try:
+        found = check_boundaries([int(x) for x in cu_seqlens], length)
+        fit = position_ids is None or _restarts(position_ids, found)
+    except ValueError:
+        if position_ids is None:
+            raise
+        fit = False
+    if not fit:
+        raise ValueError("position_ids do not count up from 0 in each document; leave them out")
+    return found
+
+
+def _restarts(position_ids: Tensor, boundaries: tuple[int, ...]) -> bool:
+    got = position_ids.reshape(-1)[: boundaries[-1]]
+    return torch.equal(got, torch.from_numpy(document_positions(boundaries)).to(got.dtype))
+
+
+def without_masked(shift_labels: Tensor, attention_mask: Tensor) -> Tensor:
+    """Returns shifted labels without those of masked tokens, and without those whose target is masked."""
+    targets = torch.nn.functional.pad(attention_mask[:, 1:], (0, 1), value=1)  # of the last, nothing is known
+    return shift_labels.masked_fill((attention_mask == 0) | (targets == 0), IGNORE_INDEX)
+
+
+def check_labels(labels: Tensor) -> None:
+    """Raises ValueError for negative labels other than -100. Those on a GPU are checked there, as torch's loss does."""
+    valid = ((labels >= 0) | (labels == IGNORE_INDEX)).all()
+    if labels.device.type != "cpu":
+        torch._assert_async(valid, f"a label is negative, but not {IGNORE_INDEX}")
+    elif not valid:
+        raise ValueError(f"a label is {int(labels[labels != IGNORE_INDEX].min())}; tokens without a target have -100")
+
+
+def check_right_padding(
+    attention_mask: Tensor | None, labels: Tensor | None = None, shift_labels: Tensor | None = None
+) -> None:
+    """Raises ValueError unless each row of a mask is ones, then zeros; causal attention ignores right padding.
+
+    If labels or shifted labels are given, those of masked tokens must be -100: one process would train on others.
+    """
+    if attention_mask is None:
+        return
+    if not isinstance(attention_mask, Tensor):
+        raise ValueError(f"attention_mask is a {type(attention_mask).__name__}; give a tensor (batch, length)")
+    if attention_mask.ndim != 2:
+        raise ValueError(f"attention_mask has {attention_mask.ndim} dimensions; give one of shape (batch, sequence)")
+    there = (attention_mask != 0).int()  # bool and uint8 have no negative differences
+    empty, rises = ~there.any(dim=1).all(), (there.diff(dim=1) > 0).any()
+    masked_labels = there.new_zeros(())
+    if labels is not None and labels.shape == there.shape:
+        masked_labels = ((there == 0) & (labels != IGNORE_INDEX)).sum()
+    if shift_labels is not None and shift_labels.shape == there.shape:
+        masked_labels = (without_masked(shift_labels, there) != shift_labels).sum()
+    # Together, because the host waits for a device.
+    empty_row, not_right, masked = torch.stack([empty.int(), rises.int(), masked_labels.int()]).tolist()
+    if empty_row:
+        raise ValueError("attention_mask has a row without tokens; remove the row")
+    if not_right:
+        raise ValueError("attention_mask has padding on the left, or holes; pad on the right (padding_side='right')")
+    if masked:
+        raise ValueError(f"{masked} masked tokens have labels; set the labels of padding to {IGNORE_INDEX}")

@@ -1,0 +1,120 @@
+"""Changes of an enabled model's modules: undone the latest first, and only where nobody has changed them since."""
+
+import copy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from lightseq import hf
+from lightseq.hf.changes import Changes, record_of
+from lightseq.integrations.whole_batches import WholeBatches
+
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+
+
+def llama(**changes: Any) -> LlamaForCausalLM:
+    torch.manual_seed(1)
+    sizes: dict[str, Any] = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 8}
+    return LlamaForCausalLM(LlamaConfig(**sizes | heads | changes)).eval()
+
+
+def twice(module: nn.Module, forward: Any, x: Tensor) -> Tensor:
+    return 2 * forward(x)
+
+
+def test_undoing_restores_attributes_forwards_and_hooks_once() -> None:
+    module, x, changes, order = nn.Linear(2, 2), torch.ones(1, 2), Changes(), list[str]()
+    before, expected = dict(vars(module)), module(x)
+    module.mark = "before"  # type: ignore[assignment]
+    for value in ("first", "second"):
+        changes.set_attribute(module, "mark", value)
+        changes.call_later(partial(order.append, value))
+    changes.set_attribute(module, "new", 1)
+    changes.replace_forward(module, twice)
+    changes.replace_forward(module, twice)
+    changes.add_hook(module.register_forward_hook(lambda *_: order.append("called")))
+    assert torch.equal(module(x), 4 * expected)
+    for _ in range(2):
+        changes.undo()
+        assert torch.equal(module(x), expected) and order == ["called", "second", "first"]
+    assert module.mark == "before"
+    del module.mark
+    assert vars(module) == before
+
+
+def test_what_another_library_has_set_since_stays_unless_it_was_to_be_restored() -> None:
+    module, x, changes = nn.Linear(2, 2), torch.ones(1, 2), Changes()
+    changes.set_attribute(module, "mark", "ours")
+    changes.replace_forward(module, twice)
+    changes.restore_later(module, "other")
+    module.mark, module.other, module.forward = "theirs", 1, partial(twice, module, module.forward)  # type: ignore
+    theirs = module.forward
+    changes.undo()
+    assert module.mark == "theirs" and module.forward is theirs and not hasattr(module, "other")
+    assert torch.equal(module(x), 4 * nn.functional.linear(x, module.weight, module.bias))
+
+
+def test_a_deep_copy_undoes_its_own_changes() -> None:
+    module, x = nn.Linear(2, 2), torch.ones(1, 2)
+    expected = module(x)
+    changes = Changes()
+    changes.set_attribute(module, "changes", changes)
+    changes.replace_forward(module, twice)
+    changes.add_hook(module.register_forward_hook(lambda _module, _args, output: output + 1))
+    other = copy.deepcopy(module)
+    other.changes.undo()
+    assert torch.equal(other(x), expected) and "forward" not in vars(other) and not hasattr(other, "changes")
+    assert torch.equal(module(x), 2 * expected + 1)
+
+
+def test_a_disabled_model_runs_beneath_the_wrapper_that_another_library_put_on(alone: None) -> None:
+    ids = torch.arange(24)[None]
+    model, want = (llama(rope_parameters=DYNAMIC) for _ in range(2))
+    hf.enable(model)
+    rope = model.model.rotary_emb
+    rope.forward = theirs = partial(lambda forward, *args, **kwargs: forward(*args, **kwargs), rope.forward)
+    for _ in range(2):  # enabled again, it asks for the whole length once
+        context = hf.enable(model)
+        assert torch.allclose(model(**hf.shard_batch(context, ids)).logits, want(ids).logits, atol=1e-6)
+    hf.disable(model)
+    assert rope.forward is theirs and torch.equal(model(ids).logits, want(ids).logits)
+
+
+def test_disabling_removes_what_was_added_for_whole_batches(alone: None) -> None:
+    model, ids = llama(), torch.arange(8)[None]
+
+    def found() -> dict[str, dict[str, int]]:
+        return {name: {key: len(x) for key, x in vars(module).items() if "hooks" in key} | {"own": len(vars(module))}
+                for name, module in model.named_modules()}  # fmt: skip
+
+    before, expected = found(), model(ids).logits
+    whole = WholeBatches(model, hf.enable(model))
+    whole.change_layers(recompute=True, compile_each=False)
+    assert torch.allclose(model(input_ids=ids, labels=ids).logits, expected, atol=1e-6)
+    hf.disable(model)
+    assert found() == before and torch.equal(model(ids).logits, expected)
+
+
+def test_an_attention_implementation_chosen_after_enabling_stays(alone: None) -> None:
+    model = llama(attn_implementation="eager")
+    hf.enable(model)
+    model.set_attn_implementation("sdpa")
+    hf.disable(model)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_model_holds_one_record_and_its_layers_no_reference_to_the_whole(alone: None) -> None:
+    model = llama()
+    context = hf.enable(model)
+    record = record_of(model)
+    assert record is not None and record.context is context
+    assert [name for name, module in model.named_modules() if record in vars(module).values()] == [""]
+    base = copy.deepcopy(model.model)
+    assert all(x is not base for x in copy.deepcopy(model.model.layers[0]).modules())
+    with pytest.raises(ValueError, match="is not enabled"):
+        hf.disable(base)
