@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from lightseq import hf
 from lightseq.attention.config import AttentionConfig
-from lightseq.attention.context import Documents, SequenceContext
+from lightseq.attention.context import SequenceContext
 from lightseq.config.remat_policies import STORE_LINEARS, STORES_MLP
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.environment import has_expandable_segments
@@ -40,6 +40,7 @@ from lightseq.modules.mlp import tile_mlps
 from lightseq.modules.projections import store_projections
 from lightseq.modules.tiled import tile_layers
 from lightseq.schedule.documents import local_tokens
+from lightseq.sequence.documents import Documents
 from lightseq.utils.versions import source_digest
 
 # Computes values per token in place of the loss, from hidden states, the head's weight, labels, the transform of the

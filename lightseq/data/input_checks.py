@@ -12,12 +12,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
-from lightseq.attention.context import Documents, ForwardPass, SequenceContext
+from lightseq.attention.context import SequenceContext
+from lightseq.attention.forward_pass import ForwardPass
 from lightseq.comm.transport import base_transport_name
-from lightseq.data.shard_batch import packed_positions
 from lightseq.distributed.averaging import find_averaging, trainer_scales_loss
 from lightseq.models.architecture import transformers_model, windows_of_masks
 from lightseq.modules.replaced_head import tensor_version
+from lightseq.sequence.documents import Documents
 from lightseq.utils.labels import IGNORE_INDEX
 
 BATCHES_BETWEEN_COMPARISONS: Final = 100
@@ -151,7 +152,7 @@ def _check_positions_and_documents(
                 "the model's RoPE depends on the sequence length, and packed documents have different lengths; turn "
                 "packing off, or use another rope_type"
             )
-        if not documents.match(context):
+        if not context.sequence.match(documents):
             raise ValueError("the packed batch belongs to another context; call shard_batch with this model's context")
         if positions is None:
             raise ValueError("position_ids are missing for packed documents; pass those that shard_batch returns")
@@ -163,7 +164,7 @@ def _check_positions_and_documents(
     if positions.is_cpu or shape not in checked:  # reading a GPU tensor synchronizes
         if documents is None:
             check_positions(context, positions)
-        elif not torch.equal(positions.cpu(), packed_positions(context, documents)):
+        elif not torch.equal(positions.cpu(), documents.positions(context.rank)):
             raise ValueError(f"position_ids do not match the documents on rank {context.rank}; use shard_batch")
         checked.add(shape)
 
