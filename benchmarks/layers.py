@@ -12,16 +12,17 @@ from torch import Tensor
 from benchmarks.attention_flags import Choice
 from benchmarks.measure import Case, Layer
 from lightseq.attention.config import AttentionConfig
-from lightseq.attention.context import Documents, SequenceContext, make_context, pack, release
+from lightseq.attention.context import SequenceContext, make_context, release
 from lightseq.attention.operator import attention
 from lightseq.comm.transport import BLOCKING, WITHOUT_CUDA_GRAPHS
 from lightseq.kernels import Kernel, Saved, backward_tile, forward_tile, select
 from lightseq.schedule.algorithms import make_schedule
 from lightseq.schedule.cost import AttentionShape
-from lightseq.schedule.documents import packed_schedule
+from lightseq.schedule.documents import balance, packed_schedule
 from lightseq.schedule.segments import Segments
 from lightseq.schedule.table import Mask
 from lightseq.schedule.windows import windowed_schedule
+from lightseq.sequence.documents import Documents
 
 
 def without_exchange(layer: Layer) -> Choice:
@@ -44,7 +45,7 @@ def lightseq_layer(case: Case, choice: Choice) -> Iterator[Layer]:
         keep_gathered=choice.keep_gathered, windows=case.spec.windows,
     )  # fmt: skip
     context = make_context(case.group, shape, config)
-    documents = pack(context, case.boundaries, case.length) if case.boundaries else None
+    documents = context.sequence.pack(case.boundaries, case.length) if case.boundaries else None
     layout = documents.layout if documents else context.layout
     padded = documents.padded_boundaries[-1] if documents else layout.padded_length(case.length)
     try:
@@ -76,7 +77,7 @@ def packing(context: SequenceContext, documents: Documents, tokens: int) -> dict
     fetched = Counter(m.dst for step in table.forward for m in step.moves if m.item == "kv")
     return {
         "chunks_per_rank": table.layout.chunks_per_rank,
-        "area_balance": documents.balance,
+        "area_balance": balance(table),
         "padding_tokens": boundaries[-1] - tokens,
         "fetched_tokens": max(fetched.values(), default=0) * rows // table.total_head_groups,
     }

@@ -11,6 +11,7 @@ examples/plain_torch.py is a whole training loop. To pack documents into one seq
 boundaries)` returns to `shard`, `positions` and `attention`.
 """
 
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, Final
 
@@ -21,10 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightseq.attention import operator
 from lightseq.attention.config import AttentionConfig
-from lightseq.attention.context import Documents, SequenceContext, make_context, pack, release
-from lightseq.data.shard_batch import local_positions, packed_positions
+from lightseq.attention.context import SequenceContext, make_context, release
 from lightseq.schedule.cost import AttentionShape
-from lightseq.schedule.layout import shard as shard_tensor
+from lightseq.sequence.documents import Documents
 from lightseq.utils.formatting import check_names
 
 OPTIONS: Final = tuple(f.name for f in fields(AttentionConfig) if f.name not in ("dtype", "device", "length"))
@@ -74,9 +74,16 @@ def process_group(ranks: DeviceMesh | dist.ProcessGroup | None) -> dist.ProcessG
 
 def shard(group: SequenceContext, x: Tensor, fill: float = 0, documents: Documents | None = None) -> Tensor:
     """Returns this rank's part of a whole tensor (batch, length, ...), padded with `fill`: (batch, local, ...)."""
-    if documents is not None:
-        return documents.shard(x, group.rank, fill)
-    return shard_tensor(x, group.layout, group.rank, fill=fill)
+    return group.sequence.shard(x, fill, documents)
+
+
+def pack(group: SequenceContext, boundaries: Sequence[int], length: int | None = None) -> Documents:
+    """Packs documents into a sequence of `length` tokens (default: the end of the last document).
+
+    `boundaries` are the first token of each document and the end of the last. The sequence is padded to `length`, and
+    further if the schedule needs it. Raises ValueError if boundaries do not rise from 0, or exceed `length`.
+    """
+    return group.sequence.pack(boundaries, length)
 
 
 def positions(
@@ -87,8 +94,8 @@ def positions(
 ) -> Tensor:
     """Returns the position of each of this rank's tokens in the sequence, or in its document: int64 (1, local)."""
     if documents is not None:
-        return packed_positions(group, documents).to(device)
-    return local_positions(group, length, torch.device(device))
+        return documents.positions(group.rank).to(device)
+    return group.sequence.positions(length, torch.device(device))
 
 
 def attention(

@@ -14,7 +14,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks import architectures
 from benchmarks.architectures import Outcome
 from lightseq import hf
-from lightseq.data.shard_batch import local_positions
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "models.md"
@@ -93,7 +92,7 @@ def test_the_sweep_notices_a_planted_fault(alone: None, monkeypatch: pytest.Monk
             batch["shift_labels"] = batch["labels"].roll(1, -1)
         elif fault == "documents" and "documents" in batch:
             del batch["documents"]
-            batch["position_ids"] = local_positions(context, architectures.LENGTH, architectures.CPU)
+            batch["position_ids"] = context.sequence.positions(architectures.LENGTH, architectures.CPU)
         elif fault == "positions":
             monkeypatch.setattr("lightseq.hf.checks.check_positions", lambda *_: None)
             batch["position_ids"] = batch["position_ids"] * 3

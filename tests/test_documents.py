@@ -17,7 +17,7 @@ from torch import Tensor
 from worlds import GPU_WORLDS, NCCL_WORLDS, gpu_of, spawn
 
 from lightseq.attention.config import AttentionConfig
-from lightseq.attention.context import SequenceContext, make_context, pack
+from lightseq.attention.context import SequenceContext, make_context
 from lightseq.attention.operator import attention
 from lightseq.kernels import KERNELS, KernelSpec, Saved, VarlenKernel, backward_tile, forward_tile
 from lightseq.kernels.reference import ReferenceKernel
@@ -281,7 +281,7 @@ def _each_alone(inputs: list[Tensor], boundaries: tuple[int, ...]) -> list[Tenso
 
 def _packed(context: SequenceContext, inputs: list[Tensor], boundaries: tuple[int, ...]) -> list[Tensor]:
     """The same by all ranks together, padding cut off."""
-    documents = pack(context, boundaries, inputs[0].shape[1])
+    documents = context.sequence.pack(boundaries, inputs[0].shape[1])
     q, k, v, dout = (documents.shard(x, context.rank) for x in inputs)
     q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
     out, lse = attention(q, k, v, context, documents=documents)

@@ -44,7 +44,6 @@ from lightseq.attention.operator import attention
 from lightseq.cli import BOTH
 from lightseq.config.remat_policies import POLICIES, STORES_MLP
 from lightseq.config.train_config import TrainConfig
-from lightseq.data.shard_batch import local_positions
 from lightseq.distributed.parallel_dims import parallel_dims
 from lightseq.distributed.world import World
 from lightseq.hf.checks import check_positions
@@ -58,6 +57,7 @@ from lightseq.modules import mlp
 from lightseq.modules.loss_model import LossModel
 from lightseq.parallelize import parallelize
 from lightseq.schedule.layout import Layout, shard, unshard
+from lightseq.sequence.group import SequenceGroup
 
 VOCABULARY, LENGTH = 61, 50  # 50 divides by no number of chunks here but 1 and 2
 CPU = torch.device("cpu")
@@ -201,7 +201,7 @@ def test_every_length_has_positions_that_are_taken_and_unsharded_ones_are_not() 
     for layout in LAYOUTS:
         for length, rank in itertools.product(range(1, 81), range(layout.world)):
             context: Any = SimpleNamespace(layout=layout, rank=rank)
-            own = local_positions(context, length, CPU)
+            own = SequenceGroup.positions(context, length, CPU)
             check_positions(context, own)
             if rank and own.shape[1] > 1:
                 with pytest.raises(ValueError, match="use shard_batch"):
@@ -284,7 +284,7 @@ def double_precision(rank: int) -> None:
             got = whole(context, model(**hf.shard_batch(context, batch)).logits, LENGTH)
         assert got.dtype == torch.float64
         assert relative(got, expected) < 1e-10, schedule
-        positions = local_positions(context, context.layout.padded_length(LENGTH), CPU)
+        positions = context.sequence.positions(context.layout.padded_length(LENGTH), CPU)
         logits = model.train()(**hf.shard_batch(context, batch)).logits
         (logits.square() * (positions < LENGTH).unsqueeze(-1)).sum().div(expected.numel()).backward()
         for p, q in zip(model.parameters(), want.parameters(), strict=True):

@@ -16,6 +16,7 @@ PACKAGES = ("lightseq", "llama2", "llama3", "data_gen", "launch", "analysis")
 FLOORS = (
     ("lightseq.utils",),
     ("lightseq.profiling", "lightseq.schedule", "lightseq.comm"),
+    ("lightseq.sequence",),
     ("lightseq.distributed", "lightseq.kernels"),
     ("lightseq.config",),
     ("lightseq.attention",),

@@ -24,11 +24,9 @@ from worlds import spawn
 
 from lightseq.attention import buffers, context
 from lightseq.attention import operator as attention
-from lightseq.attention.context import SequenceContext
 from lightseq.cli import BOTH
 from lightseq.comm import transport as comm
 from lightseq.config.command_line import parse
-from lightseq.data import shard_batch
 from lightseq.data.token_directory import write_token_directory
 from lightseq.distributed.parallel_dims import ParallelDims
 from lightseq.distributed.world import World
@@ -39,6 +37,7 @@ from lightseq.modules import mlp
 from lightseq.schedule.algorithms import make_schedule
 from lightseq.schedule.layout import Layout
 from lightseq.schedule.table import Schedule
+from lightseq.sequence.group import SequenceGroup
 from lightseq.tools.verify import command as verify
 from lightseq.tools.verify import model as verify_model
 from lightseq.tools.verify.data import cut, misplaced, synthetic_samples
@@ -168,19 +167,19 @@ def _shift_labels(rank: int) -> Any:
 
 
 def _restart_positions(rank: int) -> Any:
-    def wrong(context: SequenceContext, length: int, device: torch.device) -> Tensor:
-        return torch.arange(context.layout.padded_length(length) // context.layout.world).unsqueeze(0)
+    def wrong(group: SequenceGroup, length: int, device: torch.device) -> Tensor:
+        return torch.arange(group.layout.padded_length(length) // group.layout.world).unsqueeze(0)
 
-    return mock.patch.object(trainer, "local_positions", wrong)
+    return mock.patch.object(SequenceGroup, "positions", wrong)
 
 
 def _run_documents_together(rank: int) -> Any:
-    right = shard_batch.pack
+    right = SequenceGroup.pack
 
-    def wrong(context: Any, boundaries: Any, length: int) -> Any:
-        return right(context, (0, boundaries[-1]), length)
+    def wrong(group: SequenceGroup, boundaries: Any, length: int) -> Any:
+        return right(group, (0, boundaries[-1]), length)
 
-    return mock.patch.object(shard_batch, "pack", wrong)
+    return mock.patch.object(SequenceGroup, "pack", wrong)
 
 
 def _forget_where_documents_begin(rank: int) -> Any:

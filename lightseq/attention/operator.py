@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from lightseq.attention.context import Documents, SequenceContext, find, without_repeats
+from lightseq.attention.context import SequenceContext, find
 from lightseq.attention.executor import Executor
 from lightseq.attention.gathered import Gathered, gathered_elements
 from lightseq.comm.transport import base_transport_name
@@ -23,6 +23,7 @@ from lightseq.schedule.algorithms import check_heads
 from lightseq.schedule.documents import packed_schedule
 from lightseq.schedule.table import Schedule
 from lightseq.schedule.windows import windowed_schedule
+from lightseq.sequence.documents import Documents, without_repeats
 
 LONG_FLOPS = 1e15  # of one attention pass on one rank: one to two seconds
 
@@ -85,8 +86,8 @@ def _scale_and_cap(scale: float | LogitTransform | None, q: Tensor) -> list[floa
 
 
 def _executor(context: SequenceContext, table: Schedule, scale_and_cap: Sequence[float]) -> Executor:
-    scale, *softcap = scale_and_cap
-    return Executor(table, context.rank, with_softcap(context.selection.kernel, *softcap), context.transport, scale)
+    (scale, *softcap), sequence = scale_and_cap, context.sequence
+    return Executor(table, sequence.rank, with_softcap(context.selection.kernel, *softcap), sequence.transport, scale)
 
 
 def _is_watched(x: Tensor) -> bool:

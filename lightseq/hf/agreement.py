@@ -6,7 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightseq.attention.context import Documents, ForwardPass, SequenceContext
+from lightseq.attention.context import SequenceContext
+from lightseq.attention.forward_pass import ForwardPass
+from lightseq.sequence.documents import Documents
 from lightseq.utils.labels import IGNORE_INDEX
 
 BATCHES_BETWEEN_COMPARISONS: Final = 100

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lightseq.attention.context import Documents, SequenceContext
+from lightseq.attention.context import SequenceContext
 from lightseq.comm.transport import base_transport_name
-from lightseq.data.shard_batch import packed_positions
 from lightseq.hf.agreement import (
     BATCH_FACTS,
     announce_pass,
@@ -21,6 +20,7 @@ from lightseq.hf.changes import EnabledModel
 from lightseq.hf.gradient_scale import find_gradient_factor, scale_gradients
 from lightseq.hf.loss_checks import check_labels, check_loss, restore_loss_function
 from lightseq.models.architecture import transformers_model, windows_of_masks
+from lightseq.sequence.documents import Documents
 from lightseq.utils.labels import IGNORE_INDEX
 
 
@@ -90,7 +90,7 @@ class Checks:
                     "the model's RoPE depends on the sequence length, and packed documents have different lengths; "
                     "turn packing off, or use another rope_type"
                 )
-            if not documents.match(context):
+            if not context.sequence.match(documents):
                 raise ValueError(
                     "the packed batch belongs to another context; call shard_batch with this model's context"
                 )
@@ -106,7 +106,7 @@ class Checks:
         if positions.is_cpu or shape not in self._shapes:  # reading a GPU tensor synchronizes
             if documents is None:
                 check_positions(context, positions)
-            elif not torch.equal(positions.cpu(), packed_positions(context, documents)):
+            elif not torch.equal(positions.cpu(), documents.positions(context.rank)):
                 raise ValueError(f"position_ids do not match the documents on rank {context.rank}; use shard_batch")
             self._shapes.add(shape)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightseq.attention.context import SequenceContext
-from lightseq.data.shard_batch import local_batch, local_positions, packed_positions
+from lightseq.data.shard_batch import local_batch
 from lightseq.hf.agreement import BATCH_FACTS, batch_facts
 from lightseq.schedule.documents import check_boundaries, document_positions
 from lightseq.utils.labels import IGNORE_INDEX
@@ -60,12 +60,12 @@ def shard_batch(
             labels[:, boundaries[-1] :] = IGNORE_INDEX
     if labels is not None:
         check_labels(labels)
-    ids, local, documents = local_batch(context, input_ids, labels, boundaries)
+    ids, local, documents = local_batch(context.sequence, input_ids, labels, boundaries)
     if documents is None:
-        positions = local_positions(context, length, input_ids.device).expand(len(input_ids), -1)
+        positions = context.sequence.positions(length, input_ids.device).expand(len(input_ids), -1)
         batch: dict[str, Any] = {"input_ids": ids, "position_ids": positions}
     else:
-        positions = upload(packed_positions(context, documents), input_ids.device)
+        positions = upload(documents.positions(context.rank), input_ids.device)
         batch = {"input_ids": ids, "position_ids": positions, "documents": documents}
     batch[BATCH_FACTS] = batch_facts(input_ids, labels)
     if labels is not None:

@@ -11,11 +11,11 @@ from lightseq.utils import quiet_transformers  # noqa: F401  first, because the 
 # isort: split
 from transformers import PreTrainedModel
 
-from lightseq.attention.context import Documents
 from lightseq.distributed.stopwatch import Stopwatch
 from lightseq.kernels.logit_transform import LogitTransform
 from lightseq.modules.loss import cross_entropy_sum
 from lightseq.modules.replaced_head import ReplacedHead
+from lightseq.sequence.documents import Documents
 
 # Computes values per token in place of the loss, from hidden states, the head's weight, labels, the transform of the
 # logits, and the head's bias. `modules.loss.token_losses` is one.

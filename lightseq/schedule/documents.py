@@ -133,16 +133,29 @@ def balanced_layout(boundaries: Sequence[int], world: int, ulysses: int = 1) -> 
     return best[1]
 
 
+@lru_cache(maxsize=MAX_PACKED_TABLES)
+def packed_layout(layout: Layout, balanced: bool, boundaries: tuple[int, ...]) -> Layout:
+    """Returns the layout of a packed sequence on the ranks of `layout`: that one, or one that balances its documents.
+
+    The end of `boundaries` is a `packed_length`.
+    """
+    return balanced_layout(boundaries, layout.world, layout.ulysses) if balanced else layout
+
+
+def packed_length(layout: Layout, balanced: bool, length: int) -> int:
+    """Returns the padded length of a packed sequence on the ranks of `layout`; see `packed_layout`."""
+    if not balanced:
+        return layout.padded_length(length)
+    unit = layout.world * max_chunks_per_rank(length, layout.group_layout.world)
+    return -(-length // unit) * unit
+
+
 # ---- tables ----------------------------------------------------------------------------------------------------------
 
 
 def padded_length(schedule: Schedule, length: int) -> int:
     """Returns the padded length of a packed sequence, which does not depend on where its documents begin."""
-    layout = schedule.layout
-    if not _has_own_layouts(schedule):
-        return layout.padded_length(length)
-    unit = layout.world * max_chunks_per_rank(length, layout.group_layout.world)
-    return -(-length // unit) * unit
+    return packed_length(schedule.layout, has_own_layouts(schedule), length)
 
 
 def local_tokens(schedule: Schedule, length: int, packed: bool) -> int:
@@ -157,9 +170,7 @@ def packed_schedule(schedule: Schedule, boundaries: tuple[int, ...]) -> Schedule
 
     The end of `boundaries` is a `padded_length`.
     """
-    layout = schedule.layout
-    if _has_own_layouts(schedule):
-        layout = balanced_layout(boundaries, layout.world, layout.ulysses)
+    layout = packed_layout(schedule.layout, has_own_layouts(schedule), boundaries)
     limited = limit_to_documents(assign_packed_tiles(schedule, layout), layout.group_layout, boundaries)
     if layout.ulysses > 1:
         limited = with_ulysses(limited, layout.ulysses)
@@ -171,7 +182,7 @@ def packed_schedule(schedule: Schedule, boundaries: tuple[int, ...]) -> Schedule
 
 def assign_packed_tiles(schedule: Schedule, layout: Layout) -> Assignment:
     """Assigns tiles to the Ulysses groups of a packed sequence in this layout."""
-    if _has_own_layouts(schedule):
+    if has_own_layouts(schedule):
         return one_tile_per_step(prefix(layout.group_layout, schedule.head_groups_per_rank))
     return assign_tiles(schedule)
 
@@ -195,7 +206,7 @@ def _area(tile: Tile) -> int:
     return tile.mask.area
 
 
-def _has_own_layouts(schedule: Schedule) -> bool:
+def has_own_layouts(schedule: Schedule) -> bool:
     """Returns whether every batch of packed documents gets a layout of its own."""
     return SCHEDULES[schedule.name].packed_work == "own_layout"
 

@@ -109,6 +109,11 @@ class Layout:
         size = length // self.chunk_count
         return (chunk, self.world, size) if self.kind == "striped" else (chunk * size, 1, size)
 
+    def fragments_per_rank(self, local: int) -> int:
+        """Returns how many runs of neighbouring tokens a rank's `local` tokens form: chunks, or tokens if striped."""
+        is_scattered = self.kind == "striped" and self.world > self.ulysses
+        return local if is_scattered else self.chunks_per_rank
+
     def positions(self, rank: int, length: int) -> Tensor:
         """Returns the global position of every local token, int64 (length / world,).
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from lightseq.attention.context import Documents
 from lightseq.modules.loss import losses_and_hits
+from lightseq.sequence.documents import Documents
 from lightseq.utils.labels import IGNORE_INDEX
 
 POWERS: Final = "powers"

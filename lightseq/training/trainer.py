@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from lightseq.attention.context import SequenceContext
+from lightseq.attention.context import SequenceContext, area_balance
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import Batch, bucket_lengths, padding_batch, trim_padding
-from lightseq.data.shard_batch import local_batch, local_positions, packed_positions
+from lightseq.data.shard_batch import local_batch
 from lightseq.distributed.watchdog import Watchdog
 from lightseq.distributed.world import World
 from lightseq.memory.planner.advice import plan_notes
@@ -72,7 +72,8 @@ class Trainer:
         for batch in batches:
             with self.phase(step, "forward"):
                 shard = self.shard(batch)
-                imbalance = max(imbalance, 1 / shard.documents.balance if shard.documents else 0.0)
+                if shard.documents is not None:
+                    imbalance = max(imbalance, 1 / area_balance(self.context, shard.documents))
                 share = self.loss_model(*shard) / divisor
             with self.phase(step, "backward"):
                 self.engine.backward(share, last=batch is batches[-1])
@@ -184,16 +185,16 @@ class Sharding:
         self._positions: dict[int, Tensor] = {}  # by length; the same for every batch that is not packed
 
     def __call__(self, batch: Batch) -> Shard:
-        ids, labels, documents = local_batch(self._context, batch.input_ids, batch.labels, batch.boundaries)
+        ids, labels, documents = local_batch(self._context.sequence, batch.input_ids, batch.labels, batch.boundaries)
         if documents is not None:
-            positions = self._to_device(packed_positions(self._context, documents))
+            positions = self._to_device(documents.positions(self._context.rank))
         else:
             positions = self._global_positions(batch.input_ids.shape[1]).expand(len(ids), -1)
         return Shard(self._to_device(ids), positions, self._to_device(labels), documents)
 
     def _global_positions(self, length: int) -> Tensor:
         if length not in self._positions:
-            self._positions[length] = local_positions(self._context, length, self._device)
+            self._positions[length] = self._context.sequence.positions(length, self._device)
         return self._positions[length]
 
     def _to_device(self, x: Tensor) -> Tensor:

@@ -1,0 +1,27 @@
+"""State of a patched model's forward pass, for the checks of its inputs, its loss and its next pass."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from lightseq.distributed.roll_call import RollCall
+
+
+@dataclass
+class ForwardPass:
+    """State that a model's forward pass leaves for the checks of attention, of the loss and of the next pass."""
+
+    outermost: object = None  # the module that the user called
+    packed: bool = False  # the batch holds documents
+    attention_passes: int = 0  # launched before this forward pass
+    loss: tuple[Tensor, int] | None = None  # result of the loss function, and its tensor version
+    batches: int = 0  # batches passed to the model so far
+    comparison: tuple[dist.Work, list[Tensor]] | None = None  # all-gather of every rank's documents
+    shared: bool = False  # a deep copy of the model uses the context too; never reset
+    gradients_are_averaged_outside: bool = False  # as in trainers, which scale gradients themselves
+    gradient_factor: int = 1  # of the outputs' gradients, where a wrapper such as DDP averages those of parameters
+    averaging_checked: tuple[Any, ...] | None = None  # the wrappers for which `gradient_factor` was found
+    announced: bool = False  # the call is in `roll_call` already, from a module around the model
+    roll_call: RollCall | None = None  # calls of the ranks; set by `hf.enable`

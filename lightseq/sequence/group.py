@@ -1,0 +1,115 @@
+"""The ranks that share a sequence: their layout, their transport, and the part of a sequence that each one holds."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightseq.comm.transport import Transport
+from lightseq.schedule.documents import check_boundaries, packed_layout, packed_length, pad_boundaries
+from lightseq.schedule.layout import Layout, shard
+from lightseq.sequence.documents import Documents, boundary_tensor, without_repeats
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceGroup:
+    """Ranks that share a sequence, as seen by one of them; made by `make_group`.
+
+    A custom operator takes only tensors, numbers and strings, so it gets `name`, and `find_group` returns the group.
+    """
+
+    name: str
+    process_group: dist.ProcessGroup
+    rank: int  # in the group
+    layout: Layout  # of sequences that are not packed
+    transport: Transport
+    balances_documents: bool  # every packed sequence gets a layout that balances the work on its documents
+
+    def shard(self, x: Tensor, fill: float = 0, documents: Documents | None = None) -> Tensor:
+        """Returns this rank's part of a whole tensor (batch, length, ...), padded with `fill`: (batch, local, ...)."""
+        if documents is not None:
+            return documents.shard(x, self.rank, fill)
+        return shard(x, self.layout, self.rank, fill=fill)
+
+    def positions(self, length: int, device: torch.device) -> Tensor:
+        """Returns the global positions of this rank's tokens, int64 (1, local). Padding gets the last position."""
+        padded = self.layout.padded_length(length)
+        return self.layout.positions_on(device, self.rank, padded).clamp_max(length - 1).unsqueeze(0)
+
+    def pack(self, boundaries: Sequence[int], length: int | None = None) -> Documents:
+        """Packs documents into a sequence of `length` tokens (default: the end of the last document).
+
+        `boundaries` are the first token of each document and the end of the last. The sequence is padded to `length`,
+        and further if the layout needs it. Raises ValueError if boundaries do not rise from 0, or exceed `length`.
+        """
+        length = int(boundaries[-1]) if length is None else length
+        real = check_boundaries(boundaries, length)
+        whole = pad_boundaries(real, packed_length(self.layout, self.balances_documents, length))
+        return Documents(boundary_tensor(whole), self.packed_layout(whole), len(real) - 1)
+
+    def packed_layout(self, boundaries: tuple[int, ...]) -> Layout:
+        """Returns the layout of a packed sequence with these padded boundaries."""
+        return packed_layout(self.layout, self.balances_documents, boundaries)
+
+    def match(self, documents: Documents) -> bool:
+        """Returns whether the documents were packed for ranks that hold the same parts of a sequence."""
+        whole = without_repeats(documents.boundaries)
+        if whole[-1] != packed_length(self.layout, self.balances_documents, whole[-1]):
+            return False
+        return self.packed_layout(whole) == documents.layout
+
+
+_GROUPS: dict[str, SequenceGroup] = {}
+_numbers = count()
+
+
+def make_group(
+    process_group: dist.ProcessGroup,
+    layout: Layout,
+    transport: Transport,
+    balances_documents: bool = False,
+    stem: str | None = None,
+) -> SequenceGroup:
+    """Makes the group of a process group's ranks, and registers it under a new name until `release_group`.
+
+    Every rank of the group passes the same arguments. Ranks that make the same groups in the same order give them the
+    same names. Compiled graphs contain the name and torch's disk cache looks them up by it, so `stem`, its beginning,
+    must determine all shapes of operators (default: those of the layout).
+    """
+    stem = stem or f"{layout.kind}-{layout.world}-{layout.ulysses}x{layout.chunks_per_rank}"
+    group = SequenceGroup(
+        name=f"{stem}-{next(_numbers)}",
+        process_group=process_group,
+        rank=dist.get_rank(process_group),
+        layout=layout,
+        transport=transport,
+        balances_documents=balances_documents,
+    )
+    _GROUPS[group.name] = group
+    return group
+
+
+def trace_group(layout: Layout) -> SequenceGroup:
+    """Returns a group of one rank without a process group or transport, for tracing operators on fake tensors."""
+    group = SequenceGroup(
+        name=f"traced-{layout.kind}",
+        process_group=None,  # type: ignore[arg-type]
+        rank=0,
+        layout=layout,
+        transport=None,  # type: ignore[arg-type]
+        balances_documents=False,
+    )
+    return _GROUPS.setdefault(group.name, group)
+
+
+def find_group(name: str) -> SequenceGroup:
+    """Returns the group with this name. Raises KeyError after `release_group`."""
+    return _GROUPS[name]
+
+
+def release_group(group: SequenceGroup) -> None:
+    """Drops a group, so that the memory of its transport is freed with the last user. Operators must not use it."""
+    _GROUPS.pop(group.name, None)

@@ -1,0 +1,208 @@
+"""Tokens before those that a rank holds, for layers that look a few tokens back, such as short convolutions.
+
+A rank holds its part of a sequence in fragments, runs of neighbouring tokens: the chunks of the layout. The tokens
+before a fragment are mostly on another rank. Which rows travel where follows from the layout, on every rank alike.
+
+Shape suffixes: B batch, S local sequence, F fragments, C count; further dims are left as they are.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightseq.schedule.layout import Layout
+from lightseq.sequence.documents import Documents, without_repeats
+from lightseq.sequence.group import SequenceGroup, find_group
+from lightseq.utils.upload import upload
+
+MAX_PLANS = 16  # cached; each keeps index tensors on the device, and packed sequences rarely repeat
+
+
+def tokens_before(group: SequenceGroup, x_BS: Tensor, count: int, documents: Documents | None = None) -> Tensor:
+    """Returns the `count` tokens directly before each of this rank's fragments: (B, F, C, ...).
+
+    x is this rank's part (B, S, ...) of a sequence in the group's layout, or in that of the documents. Tokens before
+    the start of the sequence, or before that of the document in which a fragment starts, are zeros. Every rank of the
+    group must call it, forward and backward. Raises ValueError for a part that does not fit the layout.
+    """
+    _check(group, x_BS, count, documents)
+    layout = group.layout if documents is None else documents.layout
+    return _look_back(x_BS, group.name, _boundaries(documents), count, layout.fragments_per_rank(x_BS.shape[1]))
+
+
+def previous_tokens(group: SequenceGroup, x_BS: Tensor, count: int, documents: Documents | None = None) -> Tensor:
+    """Returns the `count` tokens before each of this rank's tokens, without the token itself: (B, S, C, ...).
+
+    Like `tokens_before`, with every token as a fragment of its own. The result takes `count` times the memory of x.
+    """
+    _check(group, x_BS, count, documents)
+    return _look_back(x_BS, group.name, _boundaries(documents), count, x_BS.shape[1])
+
+
+def _check(group: SequenceGroup, x: Tensor, count: int, documents: Documents | None) -> None:
+    if count < 0:
+        raise ValueError(f"count is {count}; give the tokens to look back")
+    layout = group.layout
+    if x.ndim < 2 or (documents is None and x.shape[1] % layout.chunks_per_rank):
+        raise ValueError(
+            f"{tuple(x.shape)} is no part of a sequence in {layout.chunks_per_rank} chunks; shard (batch, length, ...)"
+        )
+    if documents is not None and not torch.compiler.is_compiling():
+        whole, found = int(documents.boundaries[-1]), x.shape[1] * layout.world
+        if whole != found:
+            raise ValueError(f"the documents have {whole} tokens, but the ranks hold {found}; shard x with them")
+
+
+def _boundaries(documents: Documents | None) -> Tensor | None:
+    return None if documents is None else documents.boundaries
+
+
+# ---- plan ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Rows that travel between ranks, and where rows go in the result, whose slots are (token looking back, C).
+
+    Received rows are in the order of their rank and position, and so are sent ones.
+    """
+
+    own_slots: Tensor  # of the result
+    own_rows: Tensor  # of x, one for each slot
+    received_slots: Tensor
+    received_rows: Tensor  # of the received rows, one for each slot
+    sent_rows: Tensor  # of x
+    sent_counts: list[int]  # by rank
+    received_counts: list[int]
+    communicates: bool  # the same on all ranks
+
+    @property
+    def received(self) -> int:
+        return sum(self.received_counts)
+
+    def exchange(self, rows: Tensor, group: SequenceGroup) -> Tensor:
+        """Sends rows (B, sent, ...), and returns the received ones."""
+        return self._exchange(rows, group, self.sent_counts, self.received_counts)
+
+    def exchange_back(self, rows: Tensor, group: SequenceGroup) -> Tensor:
+        """Sends the gradients of received rows (B, received, ...), and returns those of sent ones."""
+        return self._exchange(rows, group, self.received_counts, self.sent_counts)
+
+    def _exchange(self, rows: Tensor, group: SequenceGroup, sends: list[int], receives: list[int]) -> Tensor:
+        if not self.communicates:
+            return rows
+        sent = rows.transpose(0, 1).contiguous()
+        received = sent.new_empty(sum(receives), *sent.shape[1:])
+        dist.all_to_all_single(received, sent, receives, sends, group=group.process_group)
+        return received.transpose(0, 1)
+
+
+def _plan_for(group: SequenceGroup, x: Tensor, boundaries: Tensor | None, count: int, lookers: int) -> _Plan:
+    if boundaries is None:
+        edges: tuple[int, ...] = (0, x.shape[1] * group.layout.world)
+        layout = group.layout
+    else:
+        edges = without_repeats(boundaries)
+        layout = group.packed_layout(edges)
+    return _plan(layout, group.rank, edges, count, lookers, x.device)
+
+
+@lru_cache(maxsize=MAX_PLANS)  # serves all layers, forward and backward
+def _plan(
+    layout: Layout, rank: int, boundaries: tuple[int, ...], count: int, lookers: int, device: torch.device
+) -> _Plan:
+    """Makes the plan of one rank. `lookers` of its tokens look back, evenly spaced; the first token is one of them."""
+    length, world = boundaries[-1], layout.world
+    edges = torch.tensor(boundaries)
+    positions = torch.stack([layout.positions(r, length) for r in range(world)])
+    local = positions.shape[1]
+    home, row = torch.empty(length, dtype=torch.int64), torch.empty(length, dtype=torch.int64)
+    home[positions], row[positions] = torch.arange(world)[:, None], torch.arange(local)
+
+    # Only tokens before a fragment are ever needed from another rank.
+    first = positions.unflatten(1, (layout.fragments_per_rank(local), -1))[:, :, 0].contiguous()
+    wanted = _positions_before(first, count, edges).flatten(1)  # (rank, F x C), -1 for none
+    homes = torch.where(wanted < 0, torch.arange(world)[:, None], home[wanted])
+    sent = [wanted[r][homes[r] == rank].unique() if r != rank else wanted.new_empty(0) for r in range(world)]
+    received = [wanted[rank][homes[rank] == r].unique() if r != rank else wanted.new_empty(0) for r in range(world)]
+    sent_rows, arrivals = row[torch.cat(sent)], torch.cat(received)
+    row[arrivals] = torch.arange(len(arrivals))  # from here on, a row of another rank is a received one
+
+    looking = positions[rank].unflatten(0, (lookers, -1))[:, 0].contiguous()
+    slots = _positions_before(looking, count, edges).flatten()
+    own = (slots >= 0) & (home[slots] == rank)
+    other = (slots >= 0) & (home[slots] != rank)
+    return _Plan(
+        own_slots=upload(own.nonzero().flatten(), device),
+        own_rows=upload(row[slots[own]], device),
+        received_slots=upload(other.nonzero().flatten(), device),
+        received_rows=upload(row[slots[other]], device),
+        sent_rows=upload(sent_rows, device),
+        sent_counts=[len(x) for x in sent],
+        received_counts=[len(x) for x in received],
+        communicates=bool((homes != torch.arange(world)[:, None]).any()),
+    )
+
+
+def _positions_before(tokens: Tensor, count: int, edges: Tensor) -> Tensor:
+    """Returns the `count` positions before each token, in rising order; -1 for those of another document."""
+    before = tokens.unsqueeze(-1) - torch.arange(count, 0, -1)
+    starts = edges[torch.searchsorted(edges, tokens, right=True) - 1]
+    return before.masked_fill(before < starts.unsqueeze(-1), -1)
+
+
+# ---- operators -------------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("lightseq::look_back", mutates_args=())
+def _look_back(x: Tensor, group_name: str, boundaries: Tensor | None, count: int, lookers: int) -> Tensor:
+    """Returns the `count` tokens before each of `lookers` evenly spaced local tokens: (B, lookers, C, ...)."""
+    group = find_group(group_name)
+    plan = _plan_for(group, x, boundaries, count, lookers)
+    received = plan.exchange(x.index_select(1, plan.sent_rows), group)
+    out = x.new_zeros(len(x), lookers * count, *x.shape[2:])
+    out.index_copy_(1, plan.own_slots, x.index_select(1, plan.own_rows))
+    out.index_copy_(1, plan.received_slots, received.index_select(1, plan.received_rows))
+    return out.view(len(x), lookers, count, *x.shape[2:])
+
+
+@_look_back.register_fake
+def _(x: Tensor, group_name: str, boundaries: Tensor | None, count: int, lookers: int) -> Tensor:
+    return x.new_empty(len(x), lookers, count, *x.shape[2:])
+
+
+@torch.library.custom_op("lightseq::look_back_backward", mutates_args=())
+def _look_back_backward(dout: Tensor, group_name: str, boundaries: Tensor | None, local: int) -> Tensor:
+    """Returns the gradient of x (B, S, ...): each token's gradients, from all ranks, added in float32."""
+    group, (batch, lookers, count, *rest) = find_group(group_name), dout.shape
+    dtype = torch.promote_types(dout.dtype, torch.float32)
+    dx = dout.new_zeros(batch, local, *rest, dtype=dtype)
+    plan = _plan_for(group, dx, boundaries, count, lookers)
+    flat = dout.flatten(1, 2).to(dtype)
+    dreceived = flat.new_zeros(batch, plan.received, *rest)
+    dreceived.index_add_(1, plan.received_rows, flat.index_select(1, plan.received_slots))
+    dx.index_add_(1, plan.own_rows, flat.index_select(1, plan.own_slots))
+    dx.index_add_(1, plan.sent_rows, plan.exchange_back(dreceived, group))
+    return dx.to(dout.dtype)
+
+
+@_look_back_backward.register_fake
+def _(dout: Tensor, group_name: str, boundaries: Tensor | None, local: int) -> Tensor:
+    return dout.new_empty(len(dout), local, *dout.shape[3:])
+
+
+def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    x, ctx.group_name, boundaries, _, _ = inputs
+    ctx.local = x.shape[1]
+    ctx.save_for_backward(boundaries)
+
+
+def _backward(ctx, dout: Tensor):  # type: ignore[no-untyped-def]
+    (boundaries,) = ctx.saved_tensors
+    return _look_back_backward(dout, ctx.group_name, boundaries, ctx.local), None, None, None, None
+
+
+_look_back.register_autograd(_backward, setup_context=_setup_context)
