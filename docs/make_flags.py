@@ -80,8 +80,8 @@ it. The same holds for `--ulysses_size`.
 
 ## Transports
 `symmetric` lets the GPUs of a host read each other's memory; it needs peer access, as over NVLink. `nccl` works between
-all GPUs, `gloo` between CPUs. On GPUs `auto` takes `symmetric` if every rank can map the others' memory, else `nccl`,
-and the run prints which.
+all GPUs, `gloo` between CPUs. On GPUs `auto` takes `symmetric` between the ranks of a host if they can map each other's
+memory, and `nccl` between others. The run prints which: `symmetric+nccl` if it takes both.
 
 ## Kernels
 A kernel computes one tile. `run.json` names the kernel that `auto` chose, and why faster ones could not run.

@@ -384,7 +384,7 @@ def test_gemma_is_trained_by_lightseq_train_and_cut_with_its_windows(tmp_path: P
     found = inspect_architecture(config)
     assert (found.name, len(found.layers), found.heads.dim) == ("Gemma3ForCausalLM", 34, 256)
     assert found.total == 3_880_263_168  # google/gemma-3-4b-pt without its vision tower
-    assert [layer for layer, mixer in enumerate(found.mixers) if mixer.window is None] == [5, 11, 17, 23, 29]
+    assert [layer for layer, mixer in enumerate(found.attentions) if mixer.window is None] == [5, 11, 17, 23, 29]
 
 
 def test_peers_share_a_row_and_run_cudnn_only_where_these_take_the_model(tmp_path: Path) -> None:

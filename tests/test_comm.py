@@ -45,7 +45,7 @@ class _Files:
 
     def rendezvous(self, memory: Tensor, group: dist.ProcessGroup) -> SimpleNamespace:
         dist.barrier(group)
-        mapped = {rank: self._open(rank, memory.numel()) for rank in range(dist.get_world_size(group))}
+        mapped = [self._open(rank, memory.numel()) for rank in dist.get_process_group_ranks(group)]
         return SimpleNamespace(get_buffer=lambda rank, *_: mapped[rank], barrier=lambda: dist.barrier(group))
 
 
@@ -61,13 +61,20 @@ class _Stream:
 
 
 @contextmanager
-def _symmetric(folder: Path) -> Iterator[SymmetricTransport]:
+def mapped_files(folder: Path) -> Iterator[None]:
+    """Lets symmetric transports run without a GPU: their memory is files, and streams do at once what they are told."""
     files = _Files(folder)
     streams = {"Stream": _Stream, "current_stream": _Stream, "synchronize": id}
     with (
         patch.object(symmetric, "symmetric_memory", files),
         patch.multiple("torch.cuda", **streams, empty_cache=files.empty_cache),
     ):
+        yield
+
+
+@contextmanager
+def _symmetric(folder: Path) -> Iterator[SymmetricTransport]:
+    with mapped_files(folder):
         yield SymmetricTransport(dist.group.WORLD, torch.device("cpu"))
 
 

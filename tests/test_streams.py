@@ -23,6 +23,7 @@ from lightseq.attention.executor import Executor
 from lightseq.attention.gathered import Gathered, gathered_elements
 from lightseq.attention.pass_spec import PassSpec
 from lightseq.comm import symmetric
+from lightseq.comm.routed import Hosts, RoutedTransport, make_routed
 from lightseq.comm.symmetric import SymmetricTransport
 from lightseq.kernels import Launches
 from lightseq.memory import offload, streamed_update
@@ -102,8 +103,17 @@ class _ReplaysSome(_Replays):
             super().run(asked, places, run, *more)
 
 
+def _transport(hosts: Hosts) -> SymmetricTransport | RoutedTransport:
+    if not hosts:
+        return SymmetricTransport(dist.group.WORLD, torch.device("cpu"))
+    assert dist.group.WORLD is not None
+    transport, reason = make_routed(dist.group.WORLD, torch.device("cpu", 0), hosts)
+    assert transport is not None, reason
+    return transport
+
+
 def _attention(
-    rank: int, folder: Path, without: str, recordings: type[_Replays] | None = None
+    rank: int, folder: Path, without: str, recordings: type[_Replays] | None = None, hosts: Hosts = ()
 ) -> dict[str, tuple[set[str], set[str]]]:
     """By schedule, what races and what is freed early in three passes forward and backward, of two lengths."""
     from test_attention import _context, _whole
@@ -115,7 +125,7 @@ def _attention(
         with ExitStack() as stack:
             stack.enter_context(emulated(streams))
             stack.enter_context(patch.object(symmetric, "symmetric_memory", _Mapped(folder, streams)))
-            transport = SymmetricTransport(dist.group.WORLD, torch.device("cpu"))
+            transport = _transport(hosts)
             transport.supports_graphs = recordings is not None
             stack.enter_context(patch.object(executor, "GraphCache", recordings))
             stack.enter_context(patch.object(executor, "is_short", lambda asked: all(asked.in_final_dtype.values())))
@@ -146,6 +156,22 @@ def _attention(
 def test_exchanges_between_ranks_are_ordered_on_every_stream(tmp_path: Path) -> None:
     for found in spawn(3, _attention, tmp_path, ""):
         assert all(bad == NONE for bad in found.values()), found
+
+
+def _on_two_hosts(rank: int, folder: Path, forgets: bool) -> Any:
+    if forgets:
+        SymmetricTransport.after_replay = lambda *_: None  # type: ignore[method-assign]
+    return _attention(rank, folder, "", hosts=[(0,), (1, 2)])
+
+
+def test_exchanges_inside_and_between_hosts_are_ordered_on_every_stream(tmp_path: Path) -> None:
+    for found in spawn(3, _on_two_hosts, tmp_path, False):
+        assert all(bad == NONE for bad in found.values()), found
+
+
+def test_an_outbox_that_closes_before_its_last_results_are_read_is_seen(tmp_path: Path) -> None:
+    (_, found, _) = spawn(3, _on_two_hosts, tmp_path, True)
+    assert any(bad[0] for bad in found.values()), found
 
 
 def _recorded(rank: int, folder: Path, recordings: type[_Replays], forgets: bool) -> tuple[Any, int]:

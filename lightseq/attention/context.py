@@ -1,6 +1,6 @@
 """Distributed attention on one rank: a sequence group with a schedule and a kernel."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -96,8 +96,10 @@ def make_context(group: dist.ProcessGroup, shape: AttentionShape, config: Attent
     if config.kernel in ("auto", "fa4") and why_unsupported("fa4", spec) is None:
         cache_compiled_kernels()
     transport = make_transport(config.transport, group, device)
-    world = dist.get_world_size(group)
-    chosen = choose(schedule_request(config, world, shape, base_transport_name(transport.name)))
+    world, rated = dist.get_world_size(group), base_transport_name(transport.name)
+    if config.gpus_per_host is not None and rated == "nccl":
+        config = replace(config, gpus_per_host=_smallest(group, config.gpus_per_host))
+    chosen = choose(schedule_request(config, world, shape, rated))
     schedule = make_schedule(chosen.schedule, world, chosen.head_groups or 1, chosen.ulysses_size)
     check_heads(schedule, shape.heads, shape.kv_heads)
     selection = select(config.kernel, spec)
@@ -114,6 +116,13 @@ def make_context(group: dist.ProcessGroup, shape: AttentionShape, config: Attent
     context = SequenceContext(sequence, schedule, selection, keeps_gathered=keeps_gathered)
     _CONTEXTS[context.name] = context
     return context
+
+
+def _smallest(group: dist.ProcessGroup, size: int) -> int:
+    """Returns the smallest of all ranks' sizes. Hosts may differ in size, but all ranks must choose one schedule."""
+    sizes = [size] * dist.get_world_size(group)
+    dist.all_gather_object(sizes, size, group=group)
+    return min(sizes)
 
 
 def kernel_spec(config: AttentionConfig, head_dim: int, capability: tuple[int, int]) -> KernelSpec:

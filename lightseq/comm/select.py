@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightseq.comm.routed import make_routed, ranks_by_host
 from lightseq.comm.symmetric import make_symmetric
 from lightseq.comm.transport import BLOCKING, WITHOUT_CUDA_GRAPHS, Exchange, Outbox, SendRecvTransport, Transport
 
@@ -122,8 +123,8 @@ def _copy_once(into: Tensor, remote: Tensor) -> None:
 def make_transport(name: str, group: dist.ProcessGroup, device: torch.device) -> Transport:
     """Makes a transport by name. Raises ValueError for one that cannot work here.
 
-    `auto` is gloo on CPU, symmetric if every rank can map the others' memory, else nccl. `none` moves nothing. The
-    suffix `-blocking` turns off overlap, `-unrecorded` CUDA graphs of passes.
+    `auto` is gloo on CPU. On GPUs it is symmetric between ranks that can map each other's memory, and nccl between
+    others. `none` moves nothing. The suffix `-blocking` turns off overlap, `-unrecorded` CUDA graphs of passes.
     """
     for suffix, change in ((BLOCKING, Blocking), (WITHOUT_CUDA_GRAPHS, WithoutCudaGraphs)):
         if name.endswith(suffix):
@@ -135,7 +136,10 @@ def make_transport(name: str, group: dist.ProcessGroup, device: torch.device) ->
         raise ValueError(f"transport {name} does not run on {device.type}; use {' or '.join(here)}, or auto")
     if device.type == "cpu" or name == "nccl":
         return SendRecvTransport(here[0], group, device)
+    made: Transport | None
     made, reason = make_symmetric(group, device)
+    if made is None and name == "auto" and 1 < len(hosts := ranks_by_host(group)) < dist.get_world_size(group):
+        made, reason = make_routed(group, device, hosts)
     if made is not None:
         return made
     if name == "symmetric":

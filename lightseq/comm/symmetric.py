@@ -124,14 +124,14 @@ def _fetch(receives: list[Receive], copy: Copy | None) -> None:
 
 def make_symmetric(group: dist.ProcessGroup, device: torch.device) -> tuple[SymmetricTransport | None, str]:
     """Makes the transport. Returns None and a reason, the same on every rank, if it cannot work here."""
-    reason = _first_reason(group, _why_no_peers(group, device)) or _first_reason(group, _why_no_memory(device))
+    reason = first_reason(group, _why_no_peers(group, device)) or first_reason(group, _why_no_memory(device))
     made = None
     if not reason:
         try:
             made = SymmetricTransport(group, device)
         except RuntimeError as error:  # a container or a driver may forbid it
             reason = str(error).splitlines()[0]
-        reason = _first_reason(group, reason)
+        reason = first_reason(group, reason)
     return (None, reason) if reason else (made, "")
 
 
@@ -157,7 +157,7 @@ def _why_no_memory(device: torch.device) -> str:
     return ""
 
 
-def _first_reason(group: dist.ProcessGroup, reason: str) -> str:
+def first_reason(group: dist.ProcessGroup, reason: str) -> str:
     """Returns the reason of the first rank that has one, the same on every rank."""
     reasons = [""] * dist.get_world_size(group)
     dist.all_gather_object(reasons, reason, group=group)

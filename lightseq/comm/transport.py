@@ -22,10 +22,10 @@ Copy = Callable[[Hashable, Callable[[], Sequence[tuple[Tensor, Tensor]]]], None]
 
 
 def base_transport_name(name: str) -> str:
-    """Returns a transport's name without its suffixes."""
+    """Returns a transport's name without its suffixes; for a routed one the slower of the two, whose rates decide."""
     while name.endswith((BLOCKING, WITHOUT_CUDA_GRAPHS)):
         name = name.rsplit("-", 1)[0]
-    return name
+    return name.rsplit("+", 1)[-1]
 
 
 class Send(NamedTuple):

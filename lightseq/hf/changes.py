@@ -25,7 +25,7 @@ class Changes:
         self._undo: list[Callable[[], object]] = []
 
     def set_attribute(self, module: nn.Module, name: str, value: Any) -> None:
-        """Sets an attribute of a module."""
+        """Sets an attribute of a module, or its class by the name of `__class__`."""
         before = _own_value(module, name)
         setattr(module, name, value)
         self._undo.append(partial(_replace, module, name, value, before))
@@ -71,11 +71,13 @@ def record_of(model: nn.Module) -> EnabledModel | None:
 
 def _own_value(module: nn.Module, name: str) -> tuple[Any, ...]:
     """Returns a module's own attribute in a tuple; empty if only its class has one."""
+    if name == "__class__":
+        return (type(module),)
     return (vars(module)[name],) if name in vars(module) else ()
 
 
 def _replace(module: nn.Module, name: str, value: Any, before: tuple[Any, ...]) -> None:
-    if vars(module).get(name) is value:
+    if _own_value(module, name) and _own_value(module, name)[0] is value:
         _restore(module, name, before)
 
 

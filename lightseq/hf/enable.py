@@ -35,6 +35,7 @@ from lightseq.models.architecture import (
 )
 from lightseq.models.attention_modules import attention_modules
 from lightseq.models.heads import heads_of
+from lightseq.models.mixers import distribute_mixer, mixer_modules
 from lightseq.schedule.cost import AttentionShape
 from lightseq.sequence_parallel import process_group
 from lightseq.utils.formatting import check_names
@@ -137,6 +138,8 @@ def _install(model: PreTrainedModel, record: EnabledModel) -> None:
     for module in attention_modules(model):
         changes.set_attribute(module, "sequence_context", context)
         changes.set_attribute(module, "window_of_mask", windows[module.layer_idx])  # type: ignore[index]
+    for module, kind in mixer_modules(model):
+        distribute_mixer(module, kind, context.sequence, changes.set_attribute)
     install_checks(model, record, length_dependent_rope=bool(ropes))
 
 

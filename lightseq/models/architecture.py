@@ -23,7 +23,8 @@ from lightseq.models.attention_modules import attention_modules
 from lightseq.models.decoder import decoder_layers, has_known_parts
 from lightseq.models.heads import Heads, heads_of
 from lightseq.models.layers import Attention, Layer, distinct
-from lightseq.models.meta_run import LayerRun, MetaRun, find_logit_transform, linears_of, run_on_meta
+from lightseq.models.meta_run import TOKENS, LayerRun, MetaRun, find_logit_transform, linears_of, run_on_meta
+from lightseq.models.mixers import mixer_layer_types
 from lightseq.models.weights import build_on_meta, constructed_buffers
 from lightseq.modules.identity import hook_of, is_known_code, linear_change
 from lightseq.modules.mlp import is_gated
@@ -51,9 +52,9 @@ class Architecture:
     outside_linears: tuple[str, ...]  # weights of layers that no linear has, such as those of experts
 
     @cached_property
-    def mixers(self) -> tuple[Attention, ...]:
-        """Returns the mixers of all layers."""
-        return tuple(mixer for layer in self.layers for mixer in layer.mixers)
+    def attentions(self) -> tuple[Attention, ...]:
+        """Returns the softmax attention of all layers."""
+        return tuple(attention for layer in self.layers for attention in layer.attentions)
 
     @cached_property
     def linears(self) -> int:
@@ -61,9 +62,14 @@ class Architecture:
         return sum(layer.linears for layer in self.layers)
 
     @cached_property
+    def active(self) -> int:
+        """Returns the weights in all layers that a token is multiplied by."""
+        return sum(layer.active for layer in self.layers)
+
+    @cached_property
     def heads(self) -> Heads:
         """Returns the heads of every layer. Raises ValueError if layers differ."""
-        if len(kinds := {mixer.heads for mixer in self.mixers}) != 1:
+        if len(kinds := {mixer.heads for mixer in self.attentions}) != 1:
             raise ValueError(
                 f"{self.name} has layers with {'different' if kinds else 'no'} attention heads; {OWN_LOOP}"
             )
@@ -71,7 +77,7 @@ class Architecture:
 
     def has_windows(self, length: int) -> bool:
         """Returns whether some layer does not see a whole sequence of this length."""
-        windows = [mixer.window for layer in distinct(self.layers) for mixer in layer.mixers]
+        windows = [mixer.window for layer in distinct(self.layers) for mixer in layer.attentions]
         return any(window is not None and window < length for window in windows)
 
     def attention_area(self, sizes: ArrayLike) -> float:
@@ -84,7 +90,7 @@ class Architecture:
 
     @cached_property
     def _shares_of_mixers(self) -> dict[Attention, float]:
-        kinds = Counter(self.mixers)
+        kinds = Counter(self.attentions)
         whole = sum(count * mixer.pair_flops for mixer, count in kinds.items())
         return {mixer: count * mixer.pair_flops / whole for mixer, count in kinds.items()}
 
@@ -160,7 +166,7 @@ def _check_kind_of_attention(model: PreTrainedModel) -> None:
     if not all(getattr(x, "is_causal", True) for x in (config, *attention_modules(model))):
         raise ValueError(f"{name} attends in both directions (is_causal is False); use a causal model")
     window = sliding_window(config)
-    known = {"full_attention", *(["sliding_attention"] if window else [])}
+    known = {"full_attention", *(["sliding_attention"] if window else []), *mixer_layer_types()}
     if kinds := sorted(set(getattr(config, "layer_types", None) or ()) - known):
         raise ValueError(f"{name} has {kinds[0]} layers, which no kernel supports; use a full-attention model")
 
@@ -353,6 +359,7 @@ def _layer(place: int, layer: nn.Module, did: LayerRun, hidden: int) -> Layer:
         hidden=hidden,
         intermediate=next((linear.in_features for linear in reversed(did.linears) if linear in in_mlp), 0),
         parameters=sum(p.numel() for p in layer.parameters()),
+        active=did.products // TOKENS,
         linears=sum(linear.weight.numel() for linear in linears_of(layer)),
         last_linear=did.linears[-1].weight.numel() if did.linears else 0,
         gated_mlp=is_gated(mlp),

@@ -31,9 +31,9 @@ PEAKS: Final[tuple[tuple[str, float, float | None], ...]] = (
 
 
 def matmul_parameters(config: PreTrainedConfig) -> int:
-    """Returns N, the weights of the layers' linears and of the LM head, tied or not."""
+    """Returns N, the weights that a token is multiplied by in the layers and in the LM head, tied or not."""
     found = inspect_architecture(config)
-    return found.linears + found.head
+    return found.active + found.head
 
 
 def total_parameters(config: PreTrainedConfig) -> int:
@@ -50,7 +50,7 @@ def attention_forward_flops(config: PreTrainedConfig, length: int, attention_sha
     """
     found = inspect_architecture(config)
     share = found.attention_share(length) if attention_share is None else attention_share
-    return _attention_flops(found.mixers, length, share)
+    return _attention_flops(found.attentions, length, share)
 
 
 def _attention_flops(mixers: Iterable[Attention], length: int, share: float) -> int:
@@ -63,10 +63,11 @@ def model_flops(
 ) -> int:
     """Returns the FLOPs of one training step without recomputation: 6·N per token, plus attention.
 
-    The backward pass of attention takes twice the forward. With `adapters`, frozen weights take 4·N per token, because
-    they get no gradient. `attention_share` is that of `attention_forward_flops`.
+    The backward pass of attention and of other mixers takes twice the forward. With `adapters`, frozen weights take
+    4·N per token, because they get no gradient. `attention_share` is that of `attention_forward_flops`.
     """
     linears = (4 if adapters else 6) * matmul_parameters(config) + 6 * adapters
+    linears += 3 * sum(layer.linear_mixer_flops for layer in inspect_architecture(config).layers)
     attention = 3 * attention_forward_flops(config, length, attention_share)
     return sequences * (linears * length + attention)
 
@@ -92,7 +93,8 @@ def recompute_flops(
     assert remat in POLICIES, remat
     found = inspect_architecture(config)
     share = found.attention_share(length) if attention_share is None else attention_share
-    products, attended = 0, list[Attention]()  # weights of repeated products, mixers that run again
+    products, attended = 0, list[Attention]()  # weights of repeated products, attention that runs again
+    mixed = 0  # FLOPs per token of other mixers that run again
     for place, layer in enumerate(found.layers):
         ends_group = group == 1 or place % group == group - 1 or place == len(found.layers) - 1
         attends_again = remat == "full" and (group == 1 or not ends_group)
@@ -104,8 +106,10 @@ def recompute_flops(
             products += layer.last_linear + (1 + attends_again) * layer.projections
         if group > 1:
             products += layer.linears - (skipped_products(layer, remat, tiled) if ends_group else 0)
-        attended += layer.mixers * (attends_again + (group > 1))
-    return sequences * (2 * products * length + _attention_flops(attended, length, share))
+        if remat != "none":  # no policy stores what other mixers return
+            mixed += layer.linear_mixer_flops * (1 + (group > 1))
+        attended += layer.attentions * (attends_again + (group > 1))
+    return sequences * ((2 * products + mixed) * length + _attention_flops(attended, length, share))
 
 
 def skipped_products(layer: Layer, remat: str, tiled: bool) -> int:

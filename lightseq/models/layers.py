@@ -11,7 +11,7 @@ from lightseq.models.heads import Heads
 
 @dataclass(frozen=True)
 class Attention:
-    """Softmax attention, one of the mixers of a layer. A mixer lets a token read others."""
+    """Softmax attention, one of the mixers of a layer."""
 
     heads: Heads
     window: int | None  # sliding window in tokens, the query's own included; None: full attention
@@ -42,14 +42,26 @@ class Attention:
 
 
 @dataclass(frozen=True)
+class LinearMixer:
+    """A mixer whose work grows with the tokens, such as a recurrence or a short convolution."""
+
+    kind: str  # the class of its module
+    token_flops: int  # of a token in the forward pass, beside the layer's linears
+
+
+Mixer = Attention | LinearMixer  # what lets a token read others
+
+
+@dataclass(frozen=True)
 class Layer:
     """Facts about one decoder layer. Counts are of weights."""
 
     kind: str  # the class of its module
-    mixers: tuple[Attention, ...]  # in the order in which they run; none if the layer is only an MLP
+    mixers: tuple[Mixer, ...]  # in the order in which they run; none if the layer is only an MLP
     hidden: int  # elements per token of its input and output
     intermediate: int  # elements per token between the linears of its MLP; 0 without an MLP
     parameters: int
+    active: int  # weights that a token is multiplied by: those of linears, and of the experts that it chooses
     linears: int  # weights of its linears
     last_linear: int  # part of `linears`: the one that runs last, whose output no backward pass needs
     gated_mlp: bool  # down(silu(gate) * up) of plain linears
@@ -61,6 +73,16 @@ class Layer:
     place: int = field(compare=False)  # of the first layer like it in the model
 
     @property
+    def attentions(self) -> tuple[Attention, ...]:
+        """Returns the mixers that are softmax attention."""
+        return tuple(mixer for mixer in self.mixers if isinstance(mixer, Attention))
+
+    @property
+    def linear_mixer_flops(self) -> int:
+        """Returns the FLOPs per token of the other mixers in the forward pass."""
+        return sum(mixer.token_flops for mixer in self.mixers if isinstance(mixer, LinearMixer))
+
+    @property
     def can_store_mlp(self) -> bool:
         """Returns whether a checkpoint can store gate and up of the MLP, so that no product of it is recomputed."""
         return self.gated_mlp and self.mlp_is_last
@@ -68,7 +90,7 @@ class Layer:
     @property
     def projections(self) -> int:
         """Returns the weights of the q, k and v projections."""
-        return self.hidden * sum(mixer.width + 2 * mixer.key_value_width for mixer in self.mixers)
+        return self.hidden * sum(mixer.width + 2 * mixer.key_value_width for mixer in self.attentions)
 
 
 def distinct(layers: Iterable[Layer]) -> list[Layer]:

@@ -10,6 +10,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -17,7 +18,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from lightseq.attention.module_attention import unhonoured_argument
 from lightseq.kernels.logit_transform import LogitTransform
 from lightseq.models.heads import Heads
-from lightseq.models.layers import Attention
+from lightseq.models.layers import Attention, Mixer
+from lightseq.models.mixers import MixerKind, mixer_modules
 from lightseq.modules.identity import StandIn, twin_forward
 
 PROBE: Final = "lightseq_probe"
@@ -29,8 +31,9 @@ NOT_COMPARED: Final = ("hidden_states", "attention_mask")  # among layers; atten
 class LayerRun:
     """Record of one layer in a forward pass on the meta device."""
 
-    mixers: list[Attention] = field(default_factory=list)
+    mixers: list[Mixer] = field(default_factory=list)
     linears: list[nn.Linear] = field(default_factory=list)  # in the order in which they ran
+    products: int = 0  # multiplications of matrix products
     saved_after_mlp: int = 0  # tensors saved for backward after its MLP, or at all if it has none
     arguments: dict[str, Any] = field(default_factory=dict)  # apart from the hidden states
 
@@ -74,21 +77,28 @@ def run_on_meta(model: PreTrainedModel, layers: nn.ModuleList) -> MetaRun:
 
     def enter(layer_run: LayerRun, _layer: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         running.append(layer_run)
+        products.take()
         given = {str(i): value for i, value in enumerate(args) if i > 0} | keywords
         layer_run.arguments = {key: value for key, value in given.items() if key not in NOT_COMPARED}
 
     def leave(*_: Any) -> None:
-        running.pop()
+        running.pop().products = products.take()
 
     def note_linear(linear: nn.Module, *_: Any) -> None:
         running[-1].linears.append(linear)  # type: ignore[arg-type]
 
-    hooks: list[Any] = []
+    def note_mixer(kind: MixerKind, module: nn.Module, *_: Any) -> None:
+        running[-1].mixers.append(kind.facts(module))
+
+    hooks: list[Any] = [
+        module.register_forward_hook(partial(note_mixer, kind)) for module, kind in mixer_modules(layers)
+    ]
     for layer, layer_run in zip(layers, ran, strict=True):
         hooks.append(layer.register_forward_pre_hook(partial(enter, layer_run), with_kwargs=True))
         hooks += [linear.register_forward_hook(note_linear) for linear in linears_of(layer)]
         hooks.append(layer.register_forward_hook(leave))
-    with _attention_replaced(model, probe), _count_saved_after_mlps(layers) as saved:
+    products = _Products()
+    with _attention_replaced(model, probe), _count_saved_after_mlps(layers) as saved, products:
         _run(model, TOKENS, documents=documents)
     for hook in hooks:
         hook.remove()
@@ -103,6 +113,26 @@ def run_on_meta(model: PreTrainedModel, layers: nn.ModuleList) -> MetaRun:
         layers_share_keys=bool(shared),
         passes_documents=all(passed),
     )
+
+
+class _Products(TorchDispatchMode):
+    """Counter of the multiplications of matrix products, those of grouped products of experts included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._count = 0
+
+    def take(self) -> int:
+        """Returns the multiplications since the last call."""
+        count, self._count = self._count, 0
+        return count
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = op(*args, **(kwargs or {}))
+        if "mm" in op._opname:  # mm, addmm, bmm, baddbmm, _grouped_mm: (..., rows, inner) x (..., inner, columns)
+            left = args[1 if "add" in op._opname else 0]
+            self._count += result.numel() * left.shape[-1]
+        return result
 
 
 def _run(model: nn.Module, tokens: int, **keywords: Any) -> None:

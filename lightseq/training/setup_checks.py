@@ -90,10 +90,10 @@ def check_layers(config: TrainConfig, architecture: Architecture) -> None:
     if architecture.has_windows(config.model_max_length):
         choose_windowed(ScheduleChoice(config.schedule))
     for layer in distinct(architecture.layers):
-        if len(layer.mixers) != 1:
+        calls = len(layer.attentions)
+        if calls > 1 or not layer.mixers:  # without a mixer, nothing here knows how tokens read others
             raise ValueError(
-                f"{architecture.name} has a layer ({layer.kind}) with {len(layer.mixers)} calls of attention, not one; "
-                f"{OWN_LOOP}"
+                f"{architecture.name} has a layer ({layer.kind}) with {calls} calls of attention, not one; {OWN_LOOP}"
             )
         if policy in STORES_MLP and not layer.gated_mlp:
             raise ValueError(

@@ -18,8 +18,10 @@ from lightseq.config.train_config import TrainConfig
 from lightseq.memory.planner.layer_graph import LAYER_INPUT, TOKENS, LayerGraph, Pass
 from lightseq.memory.remat import stored_operators
 from lightseq.models.attention_modules import attention_modules
+from lightseq.models.decoder import decoder_layers
 from lightseq.models.layers import Layer
 from lightseq.models.meta_run import layer_inputs
+from lightseq.models.mixers import distribute_mixer, mixer_modules
 from lightseq.models.weights import build_on_meta
 from lightseq.modules.mlp import TILE_TOKENS, tile_mlps
 from lightseq.modules.projections import store_projections
@@ -122,12 +124,15 @@ class LayerTable:
     def _layers(self) -> tuple[nn.ModuleList, list[tuple[tuple[Any, ...], dict[str, Any]]]]:
         """Returns the layers of the model on the meta device, and the arguments with which the model calls each."""
         model: PreTrainedModel = build_on_meta(self._config)
-        layers: Any = model.base_model.layers
+        layers = decoder_layers(model)
         inputs = layer_inputs(model.to(self._dtype), layers, TOKENS)
         ALL_ATTENTION_FUNCTIONS.register("lightseq_traced", attention_function)
         model.set_attn_implementation("lightseq_traced")
+        context = one_rank_context()
         for module in attention_modules(model):
-            module.sequence_context = one_rank_context()  # type: ignore[assignment]
+            module.sequence_context = context  # type: ignore[assignment]
+        for module, kind in mixer_modules(model):
+            distribute_mixer(module, kind, context.sequence, setattr)
         return layers, inputs
 
 

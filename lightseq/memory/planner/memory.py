@@ -69,8 +69,8 @@ def tiled_elements(layer: Layer, head_slices: int, runs_again: bool) -> Mapping[
     one slice of heads, and the gradients of k and v of the slices before it. If a group of layers first runs forward
     again (`runs_again`), the output of a layer is there too.
     """
-    width = sum(mixer.width for mixer in layer.mixers)
-    key_value = sum(mixer.key_value_width for mixer in layer.mixers)
+    width = sum(mixer.width for mixer in layer.attentions)
+    key_value = sum(mixer.key_value_width for mixer in layer.attentions)
     return {
         MLP: layer.hidden * (1 + runs_again),
         ATTENTION: layer.hidden + 2 * width / head_slices + 2 * key_value,
@@ -190,7 +190,7 @@ def _snapshot(
     all_gradients = state.gradients * on_gpu
     accumulates = run.config.gradient_accumulation_steps > 1
     buffers = max(attention_of(run, layer).buffers for layer in distinct(run.layers)) * run.tokens
-    dims = [mixer.heads.dim for layer in distinct(run.layers) for mixer in layer.mixers]
+    dims = [mixer.heads.dim for layer in distinct(run.layers) for mixer in layer.attentions]
     rope = 2 * max(dims) * run.itemsize
     working += (rope + TOKEN_BYTES) * run.tokens + (buffers if run.transport != "symmetric" else 0.0)
     parts = Breakdown(
@@ -252,7 +252,7 @@ def _tiled_mlp_bytes(run: PlannedRun, layer: Layer) -> float:
 
 def attention_of(run: PlannedRun, layer: Layer) -> AttentionMemory:
     """Returns the memory of a layer's attention, over one slice of heads: of the mixer that needs most."""
-    found = [_memory_of_mixer(run, mixer) for mixer in layer.mixers]
+    found = [_memory_of_mixer(run, mixer) for mixer in layer.attentions]
     return AttentionMemory(
         buffers=max((memory.buffers for memory in found), default=0.0),
         backward=max((memory.backward for memory in found), default=0.0),

@@ -228,7 +228,7 @@ def layer_costs(run: PlannedRun) -> list[dict[str, LayerCost]]:
 def _costs_of(run: PlannedRun, layer: Layer, again: float) -> dict[str, LayerCost]:
     everything, layer_input = saved_by_layer(run, layer, KEEP), saved_by_layer(run, layer, RECOMPUTE)
     copy, copy_input = everything / host_link(run), layer_input / host_link(run)
-    again *= len(layer.mixers)
+    again *= len(layer.attentions)
     return {
         KEEP: LayerCost(device_bytes=everything, host_bytes=0.0, seconds=0.0),
         OFFLOAD: LayerCost(device_bytes=0.0, host_bytes=everything, seconds=0.0, copy_seconds=copy),

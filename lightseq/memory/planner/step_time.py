@@ -50,7 +50,8 @@ def _compute_seconds(run: PlannedRun, placement: Placement) -> dict[str, float]:
     logits = run.tokens * run.model.vocab_size * run.itemsize
     return {
         "matrix products": matrix_seconds(run),
-        "attention": len(run.architecture.mixers) * (forward + backward) + _attentions_again(run, placement) * forward,
+        "attention": len(run.architecture.attentions) * (forward + backward)
+        + _attentions_again(run, placement) * forward,
         "norms, rotation, activation": run.tokens * sum(_elementwise_bytes(run)) / _memory_rate(run),
         "adapters: joined to inputs and weights": _adapter_bytes(run) / _memory_rate(run),
         "loss": logits * rates.LOGIT_PASSES / _memory_rate(run),
@@ -80,9 +81,9 @@ def _attentions_again(run: PlannedRun, placement: Placement) -> int:
 
     All layers that share a checkpoint run again, and under `full` all but the last of each group a second time.
     """
-    mixers = [len(layer.mixers) for layer in run.layers]
+    mixers = [len(layer.attentions) for layer in run.layers]
     if run.group_size > 1:
-        lasts = sum(len(run.layers_of(group)[-1].mixers) for group in range(run.groups))
+        lasts = sum(len(run.layers_of(group)[-1].attentions) for group in range(run.groups))
         return sum(mixers) + (sum(mixers) - lasts if run.config.remat_policy == "full" else 0)
     return sum(n for n, action in zip(mixers, placement.layers, strict=True) if action in RECOMPUTED)
 
