@@ -20,6 +20,7 @@ from lightseq.hf.changes import EnabledModel
 from lightseq.hf.gradient_scale import find_gradient_factor, scale_gradients
 from lightseq.hf.loss_checks import check_labels, check_loss, restore_loss_function
 from lightseq.models.architecture import transformers_model, windows_of_masks
+from lightseq.models.mixers import attending_layers
 from lightseq.sequence.documents import Documents
 from lightseq.utils.labels import IGNORE_INDEX
 
@@ -30,8 +31,9 @@ def install_checks(model: PreTrainedModel, record: EnabledModel, length_dependen
     Both a wrapper such as PEFT's and the model inside it are checked, because either may be called.
     """
     inner, context, changes = transformers_model(model), record.context, record.changes
+    attending = attending_layers(inner)
     for module in {model, inner, inner.base_model}:
-        checks = Checks(context, inner, length_dependent_rope)
+        checks = Checks(context, inner, attending, length_dependent_rope)
         hooks = [module.register_forward_pre_hook(checks.check_inputs, with_kwargs=True)]
         if module is not inner.base_model:
             hooks.append(module.register_forward_pre_hook(partial(check_labels, context), with_kwargs=True))
@@ -48,9 +50,11 @@ def install_checks(model: PreTrainedModel, record: EnabledModel, length_dependen
 class Checks:
     """Hooks of one module: the model, a wrapper around it, or its base model without the head."""
 
-    def __init__(self, context: SequenceContext, model: PreTrainedModel, length_dependent_rope: bool) -> None:
+    def __init__(
+        self, context: SequenceContext, model: PreTrainedModel, attending_layers: int, length_dependent_rope: bool
+    ) -> None:
         self._context = context
-        self._layers = model.config.num_hidden_layers
+        self._layers = attending_layers
         self._windows = windows_of_masks(model)
         self._length_dependent_rope = length_dependent_rope
         self._shapes = set[tuple[Any, ...]]()  # of positions that were right
@@ -123,7 +127,8 @@ class Checks:
         if output is None or model is not transformers_model(model).base_model:
             return
         ran = self._context.progress.passes - state.attention_passes
-        if not ran or ran % self._layers:  # some models call attention, or their layers, more than once
+        # Some models call attention, or their layers, more than once.
+        if (not ran or ran % self._layers) if self._layers else ran:
             raise ValueError(
                 f"attention over all ranks ran {ran} times in {self._layers} layers, so some attended only within a "
                 "shard; do not call set_attn_implementation after hf.enable, and use a model whose layers all use "

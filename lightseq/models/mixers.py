@@ -11,7 +11,10 @@ from functools import cache
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
+from lightseq.models.attention_modules import attention_modules
+from lightseq.models.decoder import decoder_layers
 from lightseq.models.layers import LinearMixer
 from lightseq.sequence.group import SequenceGroup
 
@@ -51,6 +54,15 @@ def unregister_mixer(module: type[nn.Module]) -> None:
 def mixer_modules(model: nn.Module) -> list[tuple[nn.Module, MixerKind]]:
     """Returns the modules of registered kinds in a model, in its order."""
     return [(module, _KINDS[type(module)]) for module in model.modules() if type(module) in _KINDS]
+
+
+def attending_layers(model: PreTrainedModel) -> int:
+    """Returns the number of layers that attend: all but those with modules of registered kinds and no attention."""
+    others = 0
+    if mixer_modules(model):
+        layers = decoder_layers(model)
+        others = sum(bool(mixer_modules(layer)) and not attention_modules(layer) for layer in layers)
+    return int(model.config.num_hidden_layers - others)
 
 
 def mixer_layer_types() -> set[str]:
