@@ -122,7 +122,7 @@ def _room_for_state(model: LlamaConfig, layers: int, ranks: int, flags: str = ""
     runs = [replace(run, state_offloaded=True, layers_with_state_on_gpu=n) for n in (layers, layers + 1)]
     less, more = (plan_as_given(x).parts.total for x in runs)
     assert less < more < plan_as_given(run).parts.total
-    return f"--offload auto --device_memory_budget {less / GIB:.12f}"
+    return f"--offload auto --device_memory_budget {(less + 1) / GIB:.12f}"  # not rounded below it
 
 
 def _no_room_for_state(model: LlamaConfig) -> str:

@@ -53,7 +53,7 @@ class LayerCosts:
 
 @dataclass(frozen=True)
 class Treatment:
-    """How training treats a layer."""
+    """Treatment of a layer in training."""
 
     policy: str  # of --remat
     compiled: bool
@@ -117,7 +117,7 @@ class LayerTable:
                 tile_mlps(layer, store=treatment.stores_mlp)
             if treatment.stores_linears:
                 store_projections(layer)
-            self._graphs[key] = LayerGraph(layer[0], *inputs[place])
+            self._graphs[key] = LayerGraph(layer[0], *inputs[place], only_in_checkpoint=tiles)
         return self._graphs[key]
 
     @cached_property

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from functorch.compile import aot_function, min_cut_rematerialization_partition
+from functorch.compile import aot_function, default_partition, min_cut_rematerialization_partition
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
@@ -92,11 +92,15 @@ class Pass:
 class LayerGraph:
     """Forward and backward pass of a layer in one graph of aten operators."""
 
-    def __init__(self, layer: nn.Module, args: Sequence[Any], keywords: dict[str, Any]) -> None:
+    def __init__(
+        self, layer: nn.Module, args: Sequence[Any], keywords: dict[str, Any], only_in_checkpoint: bool
+    ) -> None:
         """Traces a layer on the meta device with these arguments, of which the first tensor needs a gradient.
 
-        The first tensor that the layer returns is its output.
+        The first tensor that the layer returns is its output. With `only_in_checkpoint`, `backward` cannot be asked
+        for the compiled layer, and the time to partition its graph is saved.
         """
+        self._partitioner = default_partition if only_in_checkpoint else min_cut_rematerialization_partition
         leaves, shape = tree_flatten((tuple(args), keywords))
 
         def run(tensors: Sequence[Tensor], *state: Tensor) -> Tensor:
@@ -124,7 +128,7 @@ class LayerGraph:
         self._forward = _with_what_they_read(self._outputs)
         end = 1 + max(i for i, node in enumerate(graph.nodes) if node in self._forward)
         self._forward, self._backward = list(graph.nodes)[:end], list(graph.nodes)[end:]
-        graphs = min_cut_rematerialization_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **options)
+        graphs = self._partitioner(joint, inputs, num_fwd_outputs=num_fwd_outputs, **options)
         self._compiled = [
             _read(list(graph.graph.nodes)[:-1], list(graph.graph.nodes)[-1].all_input_nodes, fuses=True)
             for graph in graphs
@@ -138,6 +142,7 @@ class LayerGraph:
     def backward(self, compiled: bool) -> Pass:
         """Returns the backward pass outside a checkpoint, which begins with what the forward pass saved."""
         if compiled:
+            assert self._partitioner is min_cut_rematerialization_partition
             return _scheduled(self._compiled[1])
         whole = _read([*self._forward, *self._backward], self._gradients, fuses=False)
         kernels = whole.kernels[len(self.forward(compiled=False).kernels) :]
