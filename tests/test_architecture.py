@@ -323,3 +323,22 @@ def test_other_models_train_as_one_process_does(tmp_path: Path, names: list[str]
         assert not any(notes.values()) and type(model).__name__ == inspect_architecture(config_of(name)).name
         ids = torch.tensor([data[permutation(len(data), 42, 0)[STEPS]]])
         assert model(input_ids=ids, labels=ids).loss.item() == pytest.approx(expected[-1], abs=1e-5), name
+
+
+def test_latent_attention_and_experts_are_facts_and_training_refuses_them() -> None:
+    """DeepSeek V3: values narrower than keys; of four experts a token is multiplied by two, and by a shared one."""
+    config = CONFIG_MAPPING["deepseek_v3"](
+        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, q_lora_rank=32, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16,
+        n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1, moe_intermediate_size=32,
+        first_k_dense_replace=1, n_group=2, topk_group=1,
+    )  # fmt: skip
+    found = inspect_architecture(config)
+    dense, experts = found.layers
+    assert [(a.heads.dim, a.value_dim) for a in found.attentions] == [(24, 16)] * 2
+    assert found.attentions[0].pair_flops == 2 * 4 * (24 + 16)
+    expert, router = 3 * 64 * 32, 64 * 4
+    assert experts.parameters - experts.active == 2 * expert + (dense.parameters - dense.active)  # the norms
+    assert experts.active - dense.active == 3 * expert + router - 3 * 64 * 96
+    with pytest.raises(ValueError, match="keys of 24 and values of 16 dimensions; use a model where they agree"):
+        _ = found.heads

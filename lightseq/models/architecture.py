@@ -73,7 +73,17 @@ class Architecture:
             raise ValueError(
                 f"{self.name} has layers with {'different' if kinds else 'no'} attention heads; {OWN_LOOP}"
             )
+        self.check_values()
         return next(iter(kinds))
+
+    def check_values(self) -> None:
+        """Raises ValueError if some attention has values of other dimensions than its keys."""
+        for attention in self.attentions:
+            if attention.value_dim != attention.heads.dim:
+                raise ValueError(
+                    f"{self.name} has keys of {attention.heads.dim} and values of {attention.value_dim} dimensions; "
+                    "use a model where they agree"
+                )
 
     def has_windows(self, length: int) -> bool:
         """Returns whether some layer does not see a whole sequence of this length."""

@@ -15,21 +15,27 @@ class Attention:
 
     heads: Heads
     window: int | None  # sliding window in tokens, the query's own included; None: full attention
+    value_dim: int  # of a head's values and results; that of queries and keys is in `heads`
 
     @property
     def width(self) -> int:
-        """Returns the elements per token of the queries, and of the output where values are as wide as keys."""
+        """Returns the elements per token of the queries."""
         return self.heads.query * self.heads.dim
 
     @property
-    def key_value_width(self) -> int:
-        """Returns the elements per token of the keys, and of the values where these are as wide."""
+    def key_width(self) -> int:
+        """Returns the elements per token of the keys."""
         return self.heads.key_value * self.heads.dim
+
+    @property
+    def value_width(self) -> int:
+        """Returns the elements per token of the values."""
+        return self.heads.key_value * self.value_dim
 
     @property
     def pair_flops(self) -> int:
         """Returns the FLOPs of one visible (query, key) pair in the forward pass: a row of QKᵀ and one of PV."""
-        return 4 * self.width
+        return 2 * self.heads.query * (self.heads.dim + self.value_dim)
 
     def area(self, sizes: ArrayLike) -> float:
         """Returns twice the visible (query, key) pairs in documents of these sizes, without half of the diagonal.
@@ -90,7 +96,7 @@ class Layer:
     @property
     def projections(self) -> int:
         """Returns the weights of the q, k and v projections."""
-        return self.hidden * sum(mixer.width + 2 * mixer.key_value_width for mixer in self.attentions)
+        return self.hidden * sum(x.width + x.key_width + x.value_width for x in self.attentions)
 
 
 def distinct(layers: Iterable[Layer]) -> list[Layer]:

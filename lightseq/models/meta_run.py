@@ -62,18 +62,14 @@ def run_on_meta(model: PreTrainedModel, layers: nn.ModuleList) -> MetaRun:
     def probe(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any = None, **others: Any) -> Any:
         if dropped := unhonoured_argument({"attention_mask": attention_mask} | others):
             raise ValueError(f"{name} passes {dropped} to attention, which no kernel supports; use another model")
-        if q.shape[-1] != v.shape[-1]:
-            raise ValueError(
-                f"{name} has keys of {q.shape[-1]} and values of {v.shape[-1]} dimensions; use a model where they agree"
-            )
         if not running:
             raise ValueError(f"{name} attends outside its layers, which no schedule supports; use another model")
         shared.extend(module for owner, other in keys if k is other and module is not owner)
         keys.append((module, k))
         passed.append(others.get("documents") is documents)
         heads = Heads(q.shape[1], k.shape[1], q.shape[-1])
-        running[-1].mixers.append(Attention(heads, others.get("sliding_window")))
-        return q.transpose(1, 2).contiguous(), None
+        running[-1].mixers.append(Attention(heads, others.get("sliding_window"), value_dim=v.shape[-1]))
+        return _attend_to_nothing(q, k, v), None
 
     def enter(layer_run: LayerRun, _layer: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         running.append(layer_run)
@@ -153,8 +149,8 @@ def layer_inputs(
     def note(_layer: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         found.append((args, keywords))
 
-    def pass_on(_module: nn.Module, q: Tensor, *_: Any, **__: Any) -> Any:
-        return q.transpose(1, 2).contiguous(), None
+    def pass_on(_module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Any:
+        return _attend_to_nothing(q, k, v), None
 
     hooks = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
     with _attention_replaced(model, pass_on), torch.no_grad():
@@ -162,6 +158,12 @@ def layer_inputs(
     for hook in hooks:
         hook.remove()
     return found
+
+
+def _attend_to_nothing(q: Tensor, _k: Tensor, v: Tensor) -> Tensor:
+    """Returns a tensor of the shape of attention's result, (B, S, H, D of the values)."""
+    same = q.shape[-1] == v.shape[-1]
+    return (q if same else q[..., :1].expand(*q.shape[:-1], v.shape[-1])).transpose(1, 2).contiguous()
 
 
 def _are_same(x: Mapping[str, Any], y: Mapping[str, Any]) -> bool:

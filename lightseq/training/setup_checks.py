@@ -72,6 +72,7 @@ def check_same_flags(config: TrainConfig, world: World) -> None:
 def check_layers(config: TrainConfig, architecture: Architecture) -> None:
     """Raises ValueError if the flags need something that the model's layers do not support."""
     kinds, policy = names_of_kinds(architecture.layers), config.remat_policy
+    architecture.check_values()
     if architecture.outside_linears:
         raise ValueError(
             f"{architecture.name} has weights outside linear layers, as a mixture of experts does "

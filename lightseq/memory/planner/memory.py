@@ -70,10 +70,10 @@ def tiled_elements(layer: Layer, head_slices: int, runs_again: bool) -> Mapping[
     again (`runs_again`), the output of a layer is there too.
     """
     width = sum(mixer.width for mixer in layer.attentions)
-    key_value = sum(mixer.key_value_width for mixer in layer.attentions)
+    key_value = sum(mixer.key_width + mixer.value_width for mixer in layer.attentions)
     return {
         MLP: layer.hidden * (1 + runs_again),
-        ATTENTION: layer.hidden + 2 * width / head_slices + 2 * key_value,
+        ATTENTION: layer.hidden + 2 * width / head_slices + key_value,
     }
 
 
