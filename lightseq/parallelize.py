@@ -53,7 +53,7 @@ class Unit:
 
     kind: Literal["layers", "end", "root"]  # neighbouring layers, the embeddings or the head, or all that is left
     modules: tuple[nn.Module, ...]  # in the order in which they run
-    mesh: DeviceMesh  # over which the parameters are sharded
+    mesh: DeviceMesh  # over which the parameters are sharded; experts may get one of their own
     policy: FsdpPolicy
 
     @property
@@ -87,13 +87,15 @@ def units(model: PreTrainedModel, config: TrainConfig, dims: ParallelDims, memor
     precision = MixedPrecisionPolicy(
         param_dtype=getattr(torch, config.compute_dtype), reduce_dtype=torch.float32, cast_forward_inputs=False
     )
-    place = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if memory.state_on_host else OffloadPolicy()
-    policy = FsdpPolicy(precision, place)
+    offload_policy = (
+        CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if memory.state_on_host else OffloadPolicy()
+    )
+    policy = FsdpPolicy(precision, offload_policy)
     groups = []
     for start in range(0, len(layers), config.group_size):
-        offload = OffloadPolicy() if start < memory.layers_with_state_on_gpu else place
-        of_group = replace(policy, offload=offload, reshard_after_forward=memory.reshard_after_forward)
-        groups.append(Unit("layers", tuple(layers[start : start + config.group_size]), mesh, of_group))
+        offload = OffloadPolicy() if start < memory.layers_with_state_on_gpu else offload_policy
+        group_policy = replace(policy, offload=offload, reshard_after_forward=memory.reshard_after_forward)
+        groups.append(Unit("layers", tuple(layers[start : start + config.group_size]), mesh, group_policy))
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     others = tuple(module for module in decoder.children() if module is not embeddings and module is not layers)
     if embeddings.weight is head.weight:
@@ -120,7 +122,7 @@ def apply_techniques(
     model: PreTrainedModel, config: TrainConfig, dims: ParallelDims, memory: MemorySettings
 ) -> ParallelModel:
     """Applies every technique except sharding, which DeepSpeed does itself."""
-    parts, layers, device = units(model, config, dims, memory), decoder_layers(model), dims.world.device
+    found, layers, device = units(model, config, dims, memory), decoder_layers(model), dims.world.device
     context = hf.enable(model, dims.sequence_mesh, AttentionConfig.from_flags(config, device, dims.world.local_size))
     if config.fp8 is not None:
         tokens = local_tokens(context.schedule, config.model_max_length, config.packing != "none")
@@ -130,9 +132,9 @@ def apply_techniques(
         tile_mlps(layers, config.remat_policy in STORES_MLP, ends_layer=last)
     if config.remat_policy == STORE_LINEARS:
         store_projections(layers)
-    offload = apply_recomputation(layer_groups(parts), final_norm(model), config, device, memory)
+    offload = apply_recomputation(layer_groups(found), final_norm(model), config, device, memory)
     loss_model = LossModel(model, required_logit_transform(model), Stopwatch(device))
-    return ParallelModel(loss_model, context, parts, offload)
+    return ParallelModel(loss_model, context, found, offload)
 
 
 def layer_groups(units: Sequence[Unit]) -> list[tuple[nn.Module, ...]]:

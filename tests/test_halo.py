@@ -13,7 +13,7 @@ from worlds import spawn
 from lightseq.comm.select import make_transport
 from lightseq.schedule.layout import Layout, unshard
 from lightseq.sequence.documents import Documents
-from lightseq.sequence.group import SequenceGroup, find_group, make_group, release_group
+from lightseq.sequence.group import SequenceGroup, find_group, make_sequence_group, release_group
 from lightseq.sequence.halo import previous_tokens, tokens_before
 
 BATCH, WIDTH, CPU = 2, 3, torch.device("cpu")
@@ -36,7 +36,9 @@ def layouts(world: int) -> dict[str, Layout]:
 
 def group_of(layout: Layout, balances_documents: bool = False) -> SequenceGroup:
     assert dist.group.WORLD is not None
-    return make_group(dist.group.WORLD, layout, make_transport("auto", dist.group.WORLD, CPU), balances_documents)
+    return make_sequence_group(
+        dist.group.WORLD, layout, make_transport("auto", dist.group.WORLD, CPU), balances_documents
+    )
 
 
 def whole_previous(x: Tensor, count: int, boundaries: Sequence[int]) -> Tensor:

@@ -140,4 +140,25 @@ def test_enabling_is_undone(files: Path) -> None:
 
 def test_a_class_has_one_kind() -> None:
     with pytest.raises(ValueError, match="CausalMean is registered already"):
-        register_mixer(MixerKind(toy_mixer.CausalMean, toy_mixer.distributed_mean, toy_mixer.facts))
+        register_mixer(MixerKind(toy_mixer.CausalMean, toy_mixer.distributed_mean, toy_mixer.facts, "other"))
+    register_mixer(MixerKind(toy_mixer.CausalMean, forward=toy_mixer.distributed_mean, facts=toy_mixer.facts))
+
+
+def test_facts_follow_a_registration() -> None:
+    class OtherMean(toy_mixer.CausalMean):
+        pass
+
+    config = toy_mixer.ToyConfig(**SIZES)
+    before = inspect_architecture(config)
+    register_mixer(MixerKind(OtherMean, toy_mixer.distributed_mean, toy_mixer.facts, layer_type="other_mean"))
+    after = inspect_architecture(config)
+    assert after is not before and after.layers == before.layers
+
+
+def test_a_model_without_attention_is_refused() -> None:
+    config = toy_mixer.ToyConfig(**SIZES)
+    model = toy_mixer.ToyForCausalLM(config)
+    for layer in model.model.layers:
+        layer.self_attn = toy_mixer.CausalMean(config)
+    with pytest.raises(ValueError, match="no layer with softmax attention"), one_process():
+        hf.enable(model)

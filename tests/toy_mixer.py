@@ -1,7 +1,4 @@
-"""A model of another kind: every second layer takes a causal mean over three tokens instead of attending.
-
-Registering its `MixerKind` is all that it takes to train it.
-"""
+"""Toy model in which every second layer takes a causal mean over three tokens instead of attending."""
 
 from typing import Any
 

@@ -21,7 +21,7 @@ from lightseq.schedule.documents import balance, has_own_layouts, packed_schedul
 from lightseq.schedule.layout import Layout
 from lightseq.schedule.table import Schedule
 from lightseq.sequence.documents import Documents
-from lightseq.sequence.group import SequenceGroup, make_group, release_group, trace_group
+from lightseq.sequence.group import SequenceGroup, make_sequence_group, release_group, traced_group
 
 
 @dataclass
@@ -106,7 +106,7 @@ def make_context(group: dist.ProcessGroup, shape: AttentionShape, config: Attent
     keeps_gathered = config.keep_gathered and schedule.can_keep_gathered
     # Compiled graphs contain the name and torch's disk cache looks them up by it, so it must determine all shapes.
     sizes = f"{schedule.ulysses_size}x{schedule.head_groups_per_rank}{'-keeps' if keeps_gathered else ''}"
-    sequence = make_group(
+    sequence = make_sequence_group(
         group,
         schedule.layout,
         transport,
@@ -159,7 +159,7 @@ def schedule_request(config: AttentionConfig, world: int, shape: AttentionShape,
 def one_rank_context() -> SequenceContext:
     """Returns a context of one rank without a process group, for tracing layers on fake tensors."""
     ring = make_schedule("ring", 1)
-    sequence = trace_group(ring.layout)
+    sequence = traced_group(ring.layout)
     context = SequenceContext(sequence, ring, selection=None)  # type: ignore[arg-type]
     _CONTEXTS[context.name] = context
     return context

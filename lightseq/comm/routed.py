@@ -11,12 +11,14 @@ from torch import Tensor
 from lightseq.comm.symmetric import SymmetricTransport, first_reason, make_symmetric
 from lightseq.comm.transport import Exchange, Outbox, SendRecvTransport
 
+Hosts = Sequence[tuple[int, ...]]  # the ranks of each
+
 
 class RoutedTransport:
-    """Transport that splits every exchange by peer between two others.
+    """Transport that uses symmetric memory inside a host and send and recv between hosts.
 
-    `near` reaches the ranks of this host, each under its number in `near_ranks`; `far` reaches all others. Both send
-    from the outbox of `near`. A rank that is alone on its host has only `far`.
+    `near_ranks` maps a rank of this host to its number in `near`. Both transports send from the outbox of `near`. A
+    rank alone on its host has no `near`, and sends from the outbox of `far`.
     """
 
     supports_graphs = False  # send and recv cannot be replayed
@@ -49,7 +51,7 @@ class RoutedTransport:
         with self._near.outbox(size) as outbox:
             yield outbox
             # `exchange` reads near ranks' outboxes on the current stream, so closing them has to wait for it.
-            self._near.after_replay(0, 0)
+            self._near.after_replay(bytes_sent=0, graph_bytes=0)
 
     def peer_view(self, rank: int, here: Tensor) -> Tensor:
         if self._near is not None and rank in self._near_ranks:
@@ -68,8 +70,9 @@ class RoutedTransport:
             for wait_for_part in waits:
                 wait_for_part()
             if exchange.on_received is not None:
-                parts = {True: iter(from_near), False: iter(from_far)}
-                exchange.on_received([next(parts[r.src in self._near_ranks]) for r in exchange.receives])
+                nears, fars = iter(from_near), iter(from_far)
+                received = [next(nears if r.src in self._near_ranks else fars) for r in exchange.receives]
+                exchange.on_received(received)
 
         return wait
 
@@ -88,9 +91,6 @@ class RoutedTransport:
 
     def after_replay(self, bytes_sent: int, graph_bytes: int) -> None:
         raise AssertionError("a pass over send and recv is never a CUDA graph")
-
-
-Hosts = Sequence[tuple[int, ...]]  # the ranks of each
 
 
 def ranks_by_host(group: dist.ProcessGroup) -> Hosts:

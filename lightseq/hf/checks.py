@@ -127,12 +127,11 @@ class Checks:
         if output is None or model is not transformers_model(model).base_model:
             return
         ran = self._context.progress.passes - state.attention_passes
-        # Some models call attention, or their layers, more than once.
-        if (not ran or ran % self._layers) if self._layers else ran:
+        if not ran or ran % self._layers:  # some models call attention, or their layers, more than once
             raise ValueError(
                 f"attention over all ranks ran {ran} times in {self._layers} layers, so some attended only within a "
                 "shard; do not call set_attn_implementation after hf.enable, and use a model whose layers all use "
-                "transformers' attention interface"
+                "transformers' attention interface or a registered mixer"
             )
 
 

@@ -138,6 +138,7 @@ def _install(model: PreTrainedModel, record: EnabledModel) -> None:
     for module in attention_modules(model):
         changes.set_attribute(module, "sequence_context", context)
         changes.set_attribute(module, "window_of_mask", windows[module.layer_idx])  # type: ignore[index]
+    # First, because it finds mixers by their classes, which the next lines replace.
     install_checks(model, record, length_dependent_rope=bool(ropes))
     for module, kind in mixer_modules(model):
         distribute_mixer(module, kind, context.sequence, changes.set_attribute)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightseq.attention.context import SequenceContext
-from lightseq.data.shard_batch import local_batch
+from lightseq.data.local_batch import local_batch
 from lightseq.hf.agreement import BATCH_FACTS, batch_facts
 from lightseq.schedule.documents import check_boundaries, document_positions
 from lightseq.utils.labels import IGNORE_INDEX

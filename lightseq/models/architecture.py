@@ -24,7 +24,7 @@ from lightseq.models.decoder import decoder_layers, has_known_parts
 from lightseq.models.heads import Heads, heads_of
 from lightseq.models.layers import Attention, Layer, distinct
 from lightseq.models.meta_run import TOKENS, LayerRun, MetaRun, find_logit_transform, linears_of, run_on_meta
-from lightseq.models.mixers import mixer_layer_types
+from lightseq.models.mixers import MixerKind, mixer_layer_types, mixer_modules, registered_mixers
 from lightseq.models.weights import build_on_meta, constructed_buffers
 from lightseq.modules.identity import hook_of, is_known_code, linear_change
 from lightseq.modules.mlp import is_gated
@@ -169,6 +169,8 @@ def _check_kind_of_attention(model: PreTrainedModel) -> None:
     config, name = model.config, type(model).__name__
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"{name} has an encoder and a decoder; use a causal language model, which has a decoder only")
+    if not attention_modules(model) and mixer_modules(model):
+        raise ValueError(f"{name} has no layer with softmax attention; use a model with at least one")
     if not attention_modules(model) or not getattr(model, "_supports_attention_backend", False):
         raise ValueError(f"{name} does not use the attention interface of transformers")
     if config.get_text_config(decoder=True) is not config:
@@ -231,11 +233,11 @@ def windows_of_masks(model: PreTrainedModel) -> tuple[int | None, ...]:
 
 def inspect_architecture(config: PreTrainedConfig) -> Architecture:
     """Returns the architecture of a config. Raises ValueError if it cannot be trained."""
-    key = (type(config), repr(vars(config)))
+    key = (type(config), repr(vars(config)), registered_mixers())
     if key not in _inspected:  # the planner asks thousands of times, and a config takes long to serialize
         facts = {name: value for name, value in config.to_diff_dict().items() if name not in ("dtype", "use_cache")}
         try:
-            _inspected[key] = _inspect(cast(Hashable, type(config)), json.dumps(facts, sort_keys=True))
+            _inspected[key] = _inspect(cast(Hashable, type(config)), json.dumps(facts, sort_keys=True), key[-1])
         except ValueError as error:
             _inspected[key] = error
     if isinstance(found := _inspected[key], ValueError):
@@ -243,7 +245,7 @@ def inspect_architecture(config: PreTrainedConfig) -> Architecture:
     return found
 
 
-_inspected: dict[tuple[type, str], Architecture | ValueError] = {}
+_inspected: dict[tuple[type, str, tuple[MixerKind, ...]], Architecture | ValueError] = {}
 
 
 def known_logit_transform(model: PreTrainedModel) -> LogitTransform | None:
@@ -311,7 +313,7 @@ def head_change(model: PreTrainedModel) -> str | None:
 
 
 @lru_cache(maxsize=64)
-def _inspect(kind: Any, text: str) -> Architecture:
+def _inspect(kind: Any, text: str, _mixers: tuple[MixerKind, ...]) -> Architecture:
     try:
         config = kind.from_dict(json.loads(text))
         if config.num_hidden_layers > MAX_LAYERS:

@@ -1,8 +1,7 @@
-"""Kinds of layers that let tokens read others, beside softmax attention: how each is found and split across ranks.
+"""Registry of modules that mix tokens without softmax attention, such as recurrences and short convolutions.
 
-Softmax attention needs no entry here: it is what calls transformers' attention interface. A recurrence or a short
-convolution registers a `MixerKind`. Everything else, the plan, FLOPs, checkpoints, compilation and saving, reads the
-layer itself.
+Softmax attention needs no entry: it is what calls transformers' attention interface. The plan, FLOPs, checkpoints,
+compilation and saving read the layer itself.
 """
 
 from collections.abc import Callable
@@ -21,16 +20,15 @@ from lightseq.sequence.group import SequenceGroup
 
 @dataclass(frozen=True)
 class MixerKind:
-    """A kind of module whose tokens read others.
+    """Class of modules that mix tokens without softmax attention.
 
-    `forward` computes what the forward pass of the module's class does, on this rank's part of a sequence. It is a
-    method of the module, whose attribute `sequence_group` holds the ranks. If layers pass keywords on, packed
-    `documents` are among them.
+    `forward` replaces the class's forward and gets this rank's part of the sequence; `self.sequence_group` is the group
+    of ranks. Packed batches also pass `documents`, if the layers forward keywords.
     """
 
-    module: type[nn.Module]  # the class of the modules; subclasses are other kinds
+    module: type[nn.Module]  # its subclasses are other kinds
     forward: Callable[..., Any]
-    facts: Callable[[nn.Module], LinearMixer]  # what the plan and FLOPs need of one module
+    facts: Callable[[nn.Module], LinearMixer]  # returns what the plan and FLOPs need of one module
     layer_type: str | None = None  # its name in a config's `layer_types`
 
 
@@ -38,17 +36,14 @@ _KINDS: dict[type[nn.Module], MixerKind] = {}
 
 
 def register_mixer(kind: MixerKind) -> None:
-    """Lets models with modules of this kind be trained. Raises ValueError if the class has a kind already."""
-    if kind.module in _KINDS:
-        raise ValueError(
-            f"{kind.module.__name__} is registered already; unregister_mixer({kind.module.__name__}) first"
-        )
-    _KINDS[kind.module] = kind
+    """Registers a kind of mixer. Raises ValueError if its class has another kind already."""
+    if _KINDS.setdefault(kind.module, kind) != kind:
+        raise ValueError(f"{kind.module.__name__} is registered already, with another forward or other facts")
 
 
-def unregister_mixer(module: type[nn.Module]) -> None:
-    """Forgets the kind of a class of modules. Enabled models keep it."""
-    del _KINDS[module]
+def registered_mixers() -> tuple[MixerKind, ...]:
+    """Returns the registered kinds, on which facts about a model depend."""
+    return tuple(_KINDS.values())
 
 
 def mixer_modules(model: nn.Module) -> list[tuple[nn.Module, MixerKind]]:
@@ -57,7 +52,7 @@ def mixer_modules(model: nn.Module) -> list[tuple[nn.Module, MixerKind]]:
 
 
 def attending_layers(model: PreTrainedModel) -> int:
-    """Returns the number of layers that attend: all but those with modules of registered kinds and no attention."""
+    """Returns the number of layers with attention. Layers that have only a registered mixer do not count."""
     others = 0
     if mixer_modules(model):
         layers = decoder_layers(model)
@@ -73,7 +68,10 @@ def mixer_layer_types() -> set[str]:
 def distribute_mixer(
     module: nn.Module, kind: MixerKind, group: SequenceGroup, set_attribute: Callable[[nn.Module, str, Any], None]
 ) -> None:
-    """Lets a module span the ranks of a group. `set_attribute` takes module, name and value, as `setattr` does."""
+    """Replaces a module's forward by its kind's, and gives it the group.
+
+    `set_attribute` is `setattr`, or records the change so that it can be undone.
+    """
     set_attribute(module, "sequence_group", group)
     set_attribute(module, "__class__", _distributed_class(kind))
 

@@ -1,1 +1,1 @@
-"""Ranks that share a sequence, and what each of them holds. Knows neither attention nor models."""
+"""Ranks that share a sequence and the part that each holds. Depends on neither attention nor models."""

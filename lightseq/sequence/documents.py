@@ -25,7 +25,7 @@ class Documents:
 
     @property
     def padded_boundaries(self) -> tuple[int, ...]:
-        """First position of every document, those of padding included, and the end: `boundaries` without repeats."""
+        """Returns the start of every document, padding included, and the end: `boundaries` without repeats."""
         return without_repeats(self.boundaries)
 
     def shard(self, x: Tensor, rank: int, fill: float = 0) -> Tensor:

@@ -16,7 +16,7 @@ from lightseq.sequence.documents import Documents, boundary_tensor, without_repe
 
 @dataclass(frozen=True, eq=False)
 class SequenceGroup:
-    """Ranks that share a sequence, as seen by one of them; made by `make_group`.
+    """Ranks that share a sequence, as seen by one of them; made by `make_sequence_group`.
 
     A custom operator takes only tensors, numbers and strings, so it gets `name`, and `find_group` returns the group.
     """
@@ -62,11 +62,15 @@ class SequenceGroup:
         return self.packed_layout(whole) == documents.layout
 
 
+def _stem(layout: Layout) -> str:
+    return f"{layout.kind}-{layout.world}-{layout.ulysses}x{layout.chunks_per_rank}"
+
+
 _GROUPS: dict[str, SequenceGroup] = {}
 _numbers = count()
 
 
-def make_group(
+def make_sequence_group(
     process_group: dist.ProcessGroup,
     layout: Layout,
     transport: Transport,
@@ -79,7 +83,7 @@ def make_group(
     same names. Compiled graphs contain the name and torch's disk cache looks them up by it, so `stem`, its beginning,
     must determine all shapes of operators (default: those of the layout).
     """
-    stem = stem or f"{layout.kind}-{layout.world}-{layout.ulysses}x{layout.chunks_per_rank}"
+    stem = stem or _stem(layout)
     group = SequenceGroup(
         name=f"{stem}-{next(_numbers)}",
         process_group=process_group,
@@ -92,10 +96,10 @@ def make_group(
     return group
 
 
-def trace_group(layout: Layout) -> SequenceGroup:
+def traced_group(layout: Layout) -> SequenceGroup:
     """Returns a group of one rank without a process group or transport, for tracing operators on fake tensors."""
     group = SequenceGroup(
-        name=f"traced-{layout.kind}",
+        name=f"traced-{_stem(layout)}",
         process_group=None,  # type: ignore[arg-type]
         rank=0,
         layout=layout,
@@ -111,5 +115,5 @@ def find_group(name: str) -> SequenceGroup:
 
 
 def release_group(group: SequenceGroup) -> None:
-    """Drops a group, so that the memory of its transport is freed with the last user. Operators must not use it."""
+    """Drops a group. The memory of its transport is freed with the last user; operators must not use the group."""
     _GROUPS.pop(group.name, None)

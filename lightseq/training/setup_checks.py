@@ -91,8 +91,11 @@ def check_layers(config: TrainConfig, architecture: Architecture) -> None:
     if architecture.has_windows(config.model_max_length):
         choose_windowed(ScheduleChoice(config.schedule))
     for layer in distinct(architecture.layers):
-        calls = len(layer.attentions)
-        if calls > 1 or not layer.mixers:  # without a mixer, nothing here knows how tokens read others
+        if not layer.mixers:  # nothing here knows whether and how its tokens read others
+            raise ValueError(
+                f"{architecture.name} has a layer ({layer.kind}) without attention or a registered mixer; {OWN_LOOP}"
+            )
+        if (calls := len(layer.attentions)) > 1:
             raise ValueError(
                 f"{architecture.name} has a layer ({layer.kind}) with {calls} calls of attention, not one; {OWN_LOOP}"
             )

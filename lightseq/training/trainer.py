@@ -13,7 +13,7 @@ from torch.profiler import record_function
 from lightseq.attention.context import SequenceContext, area_balance
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import Batch, bucket_lengths, padding_batch, trim_padding
-from lightseq.data.shard_batch import local_batch
+from lightseq.data.local_batch import local_batch
 from lightseq.distributed.watchdog import Watchdog
 from lightseq.distributed.world import World
 from lightseq.memory.planner.advice import plan_notes

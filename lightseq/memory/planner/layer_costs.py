@@ -21,7 +21,7 @@ from lightseq.models.attention_modules import attention_modules
 from lightseq.models.decoder import decoder_layers
 from lightseq.models.layers import Layer
 from lightseq.models.meta_run import layer_inputs
-from lightseq.models.mixers import distribute_mixer, mixer_modules
+from lightseq.models.mixers import distribute_mixer, mixer_modules, registered_mixers
 from lightseq.models.weights import build_on_meta
 from lightseq.modules.mlp import TILE_TOKENS, tile_mlps
 from lightseq.modules.projections import store_projections
@@ -40,9 +40,9 @@ POINTS: Final[Mapping[Any, str]] = {
 class LayerCosts:
     """Bytes per token of a layer under one checkpointing policy.
 
-    `working` holds the most beyond what is saved at each point of the backward pass: temporaries, the gradient of the
-    layer's output and what is recomputed. It leaves out the memory of the operators in POINTS, and attention's
-    gradients. `moved` is the traffic of element-wise work forward and backward.
+    `working` holds, for each point of the backward pass, the peak beyond `saved`: temporaries, the gradient of the
+    layer's output and what is recomputed. Operators in POINTS and attention's gradients are counted elsewhere.
+    `moved_forward` and `moved_backward` are the traffic of element-wise work.
     """
 
     saved: float
@@ -75,7 +75,7 @@ def layer_costs(
     policy = policy or config.remat_policy
     tiles = policy != "none" and tiles_mlp(layer, config, tokens)
     treatment = Treatment(policy, config.compiles, tiles)
-    key = type(model), repr(vars(model)), config.compute_dtype
+    key = type(model), repr(vars(model)), config.compute_dtype, registered_mixers()
     if key not in _tables:
         _tables[key] = LayerTable(model, getattr(torch, config.compute_dtype))
     return _tables[key].costs(layer.place, treatment)
@@ -136,7 +136,7 @@ class LayerTable:
         return layers, inputs
 
 
-_tables: dict[tuple[type, str, str], LayerTable] = {}
+_tables: dict[tuple[Any, ...], LayerTable] = {}
 
 
 def _costs(forward: Pass, backward: Pass, compiled: bool) -> LayerCosts:

@@ -125,26 +125,26 @@ class LayerGraph:
         results = [x if isinstance(x, fx.Node) else None for x in tree_leaves(graph.graph_copy(joint.graph, {}))]
         self._outputs = [x for x in results[:num_fwd_outputs] if x is not None]
         self._gradients = [x for x in results[num_fwd_outputs:] if x is not None]
-        self._forward = _with_what_they_read(self._outputs)
+        self._forward = _with_dependencies(self._outputs)
         end = 1 + max(i for i, node in enumerate(graph.nodes) if node in self._forward)
         self._forward, self._backward = list(graph.nodes)[:end], list(graph.nodes)[end:]
         graphs = self._partitioner(joint, inputs, num_fwd_outputs=num_fwd_outputs, **options)
         self._compiled = [
-            _read(list(graph.graph.nodes)[:-1], list(graph.graph.nodes)[-1].all_input_nodes, fuses=True)
+            _pass_of(list(graph.graph.nodes)[:-1], list(graph.graph.nodes)[-1].all_input_nodes, fuses=True)
             for graph in graphs
         ]
         return graphs
 
     def forward(self, compiled: bool) -> Pass:
         """Returns the forward pass, with the work that a checkpoint does not avoid."""
-        return _read(self._forward, self._outputs, fuses=compiled)
+        return _pass_of(self._forward, self._outputs, fuses=compiled)
 
     def backward(self, compiled: bool) -> Pass:
         """Returns the backward pass outside a checkpoint, which begins with what the forward pass saved."""
         if compiled:
             assert self._partitioner is min_cut_rematerialization_partition
             return _scheduled(self._compiled[1])
-        whole = _read([*self._forward, *self._backward], self._gradients, fuses=False)
+        whole = _pass_of([*self._forward, *self._backward], self._gradients, fuses=False)
         kernels = whole.kernels[len(self.forward(compiled=False).kernels) :]
         written = {value for kernel in kernels for value in kernel.writes}
         saved = dict.fromkeys(value for kernel in kernels for value in kernel.reads if value not in written)
@@ -156,14 +156,14 @@ class LayerGraph:
 
         It computes the others again if they are read: autograd all at its beginning, a compiler each in its turn.
         """
-        nodes = _with_what_they_read([*self._backward, *self._gradients], stored)
+        nodes = _with_dependencies([*self._backward, *self._gradients], stored)
         if not compiled:
             nodes = [*(node for node in self._forward if node in nodes), *self._backward]
-        found = _read(nodes, self._gradients, compiled, stored)
+        found = _pass_of(nodes, self._gradients, compiled, stored)
         return _scheduled(found) if compiled else found
 
 
-def _with_what_they_read(nodes: Iterable[fx.Node], stored: Collection[Any] = ()) -> list[fx.Node]:
+def _with_dependencies(nodes: Iterable[fx.Node], stored: Collection[Any] = ()) -> list[fx.Node]:
     """Returns nodes in order, each after those that it reads. Leaves out what results of `stored` operators need."""
     found: dict[fx.Node, None] = {}
     for node in nodes:
@@ -195,6 +195,7 @@ def _scheduled(found: Pass) -> Pass:
 
 
 def _in_order_of_need(kernels: Sequence[Kernel]) -> list[Kernel]:
+    """Orders kernels by what they read. Returns fewer if some wait for each other."""
     read = {value for kernel in kernels for value in kernel.reads}
     waiting = sorted(kernels, key=lambda kernel: kernel.is_elementwise and not read.intersection(kernel.writes))
     missing = {value for kernel in kernels for value in kernel.writes}
@@ -207,6 +208,7 @@ def _in_order_of_need(kernels: Sequence[Kernel]) -> list[Kernel]:
 
 
 def _merged(kernels: Sequence[Kernel]) -> list[Kernel]:
+    """Merges element-wise kernels of one size that share something they read."""
     groups, after = list[list[Kernel]](), _dependencies(kernels)
     readers: dict[Value, list[list[Kernel]]] = {}  # groups that read a value
     for kernel in kernels:
@@ -256,12 +258,12 @@ def _fake(x: Tensor) -> Tensor:
 # ---- from nodes to kernels ------------------------------------------------------------------------------------------
 
 
-def _read(nodes: Sequence[fx.Node], returned: Sequence[fx.Node], fuses: bool, stored: Collection[Any] = ()) -> Pass:
+def _pass_of(nodes: Sequence[fx.Node], returned: Sequence[fx.Node], fuses: bool, stored: Collection[Any] = ()) -> Pass:
     """Returns the kernels that run nodes. With `fuses`, element-wise nodes are part of the kernels that read them.
 
     The results of `stored` operators exist before the pass.
     """
-    whole = _nodes_read_whole(nodes, returned)
+    whole = _materialized_nodes(nodes, returned)
     found = Pass(fuses, [], {}, [])
     sources: dict[fx.Node, list[Value]] = {}  # what a kernel that reads a node reads
     makers: dict[fx.Node, Kernel] = {}  # of nodes with several results
@@ -302,7 +304,7 @@ def _read(nodes: Sequence[fx.Node], returned: Sequence[fx.Node], fuses: bool, st
     return found
 
 
-def _nodes_read_whole(nodes: Sequence[fx.Node], returned: Sequence[fx.Node]) -> set[fx.Node]:
+def _materialized_nodes(nodes: Sequence[fx.Node], returned: Sequence[fx.Node]) -> set[fx.Node]:
     """Returns the nodes whose results exist in memory, because the caller or a kernel that fuses nothing reads them."""
     readers = [x for x in nodes if x.op == "call_function" and not (_is_view(x) or _is_elementwise(x))]
     found = set[fx.Node]()

@@ -152,7 +152,7 @@ def _loss(run: PlannedRun, saved: _Saved) -> Snapshot:
 
 
 def _backward(run: PlannedRun, saved: _Saved, group: int, layer: Layer, name: str, working: float) -> Snapshot:
-    """Returns memory at a point of a layer's backward pass, with so many bytes of temporaries."""
+    """Returns memory at a point of a layer's backward pass, with `working` bytes of temporaries."""
     action = saved.actions[group]
     working += _weights_and_gradients(run, group, layer)
     if name == MLP:
