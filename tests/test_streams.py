@@ -160,7 +160,7 @@ def test_exchanges_between_ranks_are_ordered_on_every_stream(tmp_path: Path) -> 
 
 def _on_two_hosts(rank: int, folder: Path, forgets: bool) -> Any:
     if forgets:
-        SymmetricTransport.after_replay = lambda *_: None  # type: ignore[method-assign]
+        SymmetricTransport.after_replay = lambda *_, **__: None  # type: ignore[method-assign]
     return _attention(rank, folder, "", hosts=[(0,), (1, 2)])
 
 
@@ -176,7 +176,7 @@ def test_an_outbox_that_closes_before_its_last_results_are_read_is_seen(tmp_path
 
 def _recorded(rank: int, folder: Path, recordings: type[_Replays], forgets: bool) -> tuple[Any, int]:
     if forgets:
-        SymmetricTransport.after_replay = lambda *_: None  # type: ignore[method-assign]
+        SymmetricTransport.after_replay = lambda *_, **__: None  # type: ignore[method-assign]
     return _attention(rank, folder, "", recordings), _Replays.runs
 
 
