@@ -1,4 +1,4 @@
-"""What a layer saves, holds and moves, read from the layer, is what it does when it runs."""
+"""Costs of layers read from the layers are those of layers that run."""
 
 from collections.abc import Iterator
 from typing import Any

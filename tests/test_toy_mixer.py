@@ -2,6 +2,7 @@
 
 import pickle
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,10 +16,11 @@ from worlds import one_process, spawn
 
 from lightseq import hf
 from lightseq.memory.planner.plan import plan_as_given
+from lightseq.models import mixers
 from lightseq.models.architecture import inspect_architecture
 from lightseq.models.flops import model_flops, recompute_flops
 from lightseq.models.layers import Attention, LinearMixer, distinct
-from lightseq.models.mixers import MixerKind, register_mixer
+from lightseq.models.mixers import MixerKind, mixer_modules, register_mixer
 from lightseq.training.metrics import read_records
 
 RATE, STEPS = 0.1, 2
@@ -116,9 +118,10 @@ def test_it_is_planned_and_counted() -> None:
     assert again == 16 * (2 * 2 * 48 * 64 + mixer.token_flops)
     run = planned_run(config, "--bf16 --torch_compile --remat none --offload none --model_max_length 32K", 2)
     attending, toy = (run.costs(layer) for layer in distinct(layers))
-    # The mean saves the sum over its tokens instead of q, k, v, what attention returns and its log-sum-exp.
+    # Attention saves q, k, v, out and log-sum-exp, its normed input and what its last linear returns, the mean only
+    # the sum over its tokens.
     attention, hidden = 2 * 4 * 48 + 4 * 6, 2 * 48
-    assert attending.saved - toy.saved == pytest.approx(attention, abs=hidden)
+    assert attending.saved - toy.saved == attention + 2 * hidden - hidden
     assert plan_as_given(run).parts.stored_activations == pytest.approx(run.tokens * 2 * (attending.saved + toy.saved))
 
 
@@ -149,10 +152,14 @@ def test_facts_follow_a_registration() -> None:
         pass
 
     config = toy_mixer.ToyConfig(**SIZES)
+    model = toy_mixer.ToyForCausalLM(config)
+    model.model.layers[1].self_attn = OtherMean(config)
     before = inspect_architecture(config)
-    register_mixer(MixerKind(OtherMean, toy_mixer.distributed_mean, toy_mixer.facts, layer_type="other_mean"))
-    after = inspect_architecture(config)
-    assert after is not before and after.layers == before.layers
+    assert len(mixer_modules(model)) == 1
+    with patch.dict(mixers._KINDS):
+        register_mixer(MixerKind(OtherMean, toy_mixer.distributed_mean, toy_mixer.facts))
+        assert len(mixer_modules(model)) == 2 and inspect_architecture(config) is not before
+    assert inspect_architecture(config) is before
 
 
 def test_a_model_without_attention_is_refused() -> None:

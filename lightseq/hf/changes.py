@@ -77,7 +77,8 @@ def _own_value(module: nn.Module, name: str) -> tuple[Any, ...]:
 
 
 def _replace(module: nn.Module, name: str, value: Any, before: tuple[Any, ...]) -> None:
-    if _own_value(module, name) and _own_value(module, name)[0] is value:
+    own = _own_value(module, name)
+    if own and own[0] is value:
         _restore(module, name, before)
 
 

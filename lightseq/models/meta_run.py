@@ -69,7 +69,7 @@ def run_on_meta(model: PreTrainedModel, layers: nn.ModuleList) -> MetaRun:
         passed.append(others.get("documents") is documents)
         heads = Heads(q.shape[1], k.shape[1], q.shape[-1])
         running[-1].mixers.append(Attention(heads, others.get("sliding_window"), value_dim=v.shape[-1]))
-        return _attend_to_nothing(q, k, v), None
+        return _shaped_as_output(q, v), None
 
     def enter(layer_run: LayerRun, _layer: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         running.append(layer_run)
@@ -150,7 +150,7 @@ def layer_inputs(
         found.append((args, keywords))
 
     def pass_on(_module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Any:
-        return _attend_to_nothing(q, k, v), None
+        return _shaped_as_output(q, v), None
 
     hooks = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
     with _attention_replaced(model, pass_on), torch.no_grad():
@@ -160,8 +160,8 @@ def layer_inputs(
     return found
 
 
-def _attend_to_nothing(q: Tensor, _k: Tensor, v: Tensor) -> Tensor:
-    """Returns a tensor of the shape of attention's result, (B, S, H, D of the values)."""
+def _shaped_as_output(q: Tensor, v: Tensor) -> Tensor:
+    """Returns a tensor of the shape of attention's result, (B, S, H, D of the values), that depends on q."""
     same = q.shape[-1] == v.shape[-1]
     return (q if same else q[..., :1].expand(*q.shape[:-1], v.shape[-1])).transpose(1, 2).contiguous()
 

@@ -3,15 +3,17 @@
 from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple
 
+import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
 from lightseq.config.optimizers import OPTIMIZERS
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.parallel_dims import local_part
-from lightseq.memory.planner.layer_costs import layer_costs
+from lightseq.memory.planner.layer_costs import layer_table, treatment_of
 from lightseq.memory.planner.rates import GIB
 from lightseq.models.architecture import inspect_architecture
+from lightseq.models.layers import Layer
 from lightseq.modules.loss import CHUNK_TOKENS
 from lightseq.schedule.timing import FLOAT32_BYTES
 
@@ -79,10 +81,15 @@ def moments_of(config: TrainConfig) -> float:
 def stored_activations(model: PreTrainedConfig, config: TrainConfig, tokens: int) -> int:
     """Returns the bytes that all layers save for the backward pass of `tokens` local tokens, on GPU or host."""
     layers, group = inspect_architecture(model).layers, config.group_size
-    saved = [layer_costs(model, layer, config, tokens).saved for layer in layers]
+    table = layer_table(model, getattr(torch, config.compute_dtype))
+
+    def saved_by(layer: Layer, policy: str | None = None) -> float:
+        return table.costs(layer.place, treatment_of(layer, config, tokens, policy)).saved
+
+    saved = [saved_by(layer) for layer in layers]
     if group == 1:
         return int(tokens * sum(saved))
-    inputs = sum(layer_costs(model, layer, config, tokens, "full").saved for layer in layers[::group])
+    inputs = sum(saved_by(layer, "full") for layer in layers[::group])
     largest = max(sum(saved[first : first + group]) for first in range(0, len(layers), group))
     return int(tokens * (inputs + largest))
 

@@ -53,32 +53,17 @@ class LayerCosts:
 
 @dataclass(frozen=True)
 class Treatment:
-    """Treatment of a layer in training."""
+    """Choices of training that change what a layer saves and computes."""
 
     policy: str  # of --remat
     compiled: bool
     tiles_mlp: bool  # its MLP runs over tiles of tokens
 
-    @property
-    def stores_mlp(self) -> bool:
-        return self.policy in STORES_MLP
 
-    @property
-    def stores_linears(self) -> bool:
-        return self.policy == STORE_LINEARS
-
-
-def layer_costs(
-    model: PreTrainedConfig, layer: Layer, config: TrainConfig, tokens: int, policy: str | None = None
-) -> LayerCosts:
-    """Returns a layer's costs for a rank with so many tokens, under a remat policy (default: the config's)."""
+def treatment_of(layer: Layer, config: TrainConfig, tokens: int, policy: str | None = None) -> Treatment:
+    """Returns how a rank with so many tokens treats a layer, under a remat policy (default: the config's)."""
     policy = policy or config.remat_policy
-    tiles = policy != "none" and tiles_mlp(layer, config, tokens)
-    treatment = Treatment(policy, config.compiles, tiles)
-    key = type(model), repr(vars(model)), config.compute_dtype, registered_mixers()
-    if key not in _tables:
-        _tables[key] = LayerTable(model, getattr(torch, config.compute_dtype))
-    return _tables[key].costs(layer.place, treatment)
+    return Treatment(policy, config.compiles, tiles_mlp=policy != "none" and tiles_mlp(layer, config, tokens))
 
 
 def tiles_mlp(layer: Layer, config: TrainConfig, tokens: int) -> bool:
@@ -92,8 +77,12 @@ class LayerTable:
 
     def __init__(self, config: PreTrainedConfig, dtype: torch.dtype) -> None:
         self._config, self._dtype = config, dtype
-        self._graphs: dict[tuple[int, bool, bool, bool], LayerGraph] = {}
+        self._graphs: dict[tuple[int, bool, str | None], LayerGraph] = {}
         self._costs: dict[tuple[int, Treatment], LayerCosts] = {}
+
+    def __reduce__(self) -> Any:
+        """Sends only the config to another process, which traces layers itself if it asks for them."""
+        return layer_table, (self._config, self._dtype)
 
     def costs(self, place: int, treatment: Treatment) -> LayerCosts:
         """Returns the costs of the layer at this place in the model."""
@@ -104,18 +93,19 @@ class LayerTable:
                 backward = graph.backward(compiled)
             else:
                 backward = graph.backward_of_checkpoint(stored_operators(treatment.policy), compiled)
-            self._costs[key] = _costs(graph.forward(compiled), backward, compiled)
+            self._costs[key] = _costs(graph.forward(compiled), backward)
         return self._costs[key]
 
     def _graph(self, place: int, treatment: Treatment) -> LayerGraph:
-        tiles = treatment.tiles_mlp or treatment.stores_mlp
-        key = place, tiles, treatment.stores_mlp, treatment.stores_linears
+        stores = treatment.policy if treatment.policy in STORES_MLP else None
+        tiles = treatment.tiles_mlp or stores is not None  # the tiled operator also stores gate and up
+        key = place, tiles, stores
         if key not in self._graphs:
             layers, inputs = self._layers
             layer = nn.ModuleList([copy.deepcopy(layers[place])])
             if tiles:
-                tile_mlps(layer, store=treatment.stores_mlp)
-            if treatment.stores_linears:
+                tile_mlps(layer, store=stores is not None)
+            if stores == STORE_LINEARS:
                 store_projections(layer)
             self._graphs[key] = LayerGraph(layer[0], *inputs[place], only_in_checkpoint=tiles)
         return self._graphs[key]
@@ -139,12 +129,20 @@ class LayerTable:
 _tables: dict[tuple[Any, ...], LayerTable] = {}
 
 
-def _costs(forward: Pass, backward: Pass, compiled: bool) -> LayerCosts:
+def layer_table(model: PreTrainedConfig, dtype: torch.dtype) -> LayerTable:
+    """Returns the costs of a model's layers in a dtype; equal configs share a table."""
+    key = type(model), repr(vars(model)), dtype, registered_mixers()
+    if key not in _tables:
+        _tables[key] = LayerTable(model, dtype)
+    return _tables[key]
+
+
+def _costs(forward: Pass, backward: Pass) -> LayerCosts:
     gradients = [value for name, value in backward.inputs.items() if name.startswith("tangents")]
     saved = sum(value.bytes for value in backward.inputs.values()) - sum(value.bytes for value in gradients)
     working: dict[str, float] = {}
     # Autograd holds the gradient of a compiled layer's output, and a checkpoint its input, until the pass is over.
-    held = gradients if compiled else [x for name, x in backward.inputs.items() if name == LAYER_INPUT]
+    held = gradients if backward.compiled else [x for name, x in backward.inputs.items() if name == LAYER_INPUT]
     for kernel, live in backward.live_bytes(held):
         point = POINTS.get(kernel.op, OTHERS)
         own = sum(value.bytes for value in kernel.writes) if point == ATTENTION else 0

@@ -7,7 +7,7 @@ that read them. An eager layer runs every node.
 
 import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -71,13 +71,13 @@ class Pass:
         saved = {value for name, value in self.inputs.items() if name != LAYER_INPUT}
         live = sum(value.bytes for value in {*self.inputs.values(), *held})
         for i, kernel in enumerate(self.kernels):
-            freed = [value.bytes for value in dying.get(i, ())]
-            over = self.compiled and kernel.is_elementwise
-            reusable = [value.bytes for value in dying.get(i, ()) if over and value in saved]
-            reused = max((value.bytes for value in kernel.writes if value.bytes in reusable), default=0)
+            reused = 0
+            if self.compiled and kernel.is_elementwise:
+                free = {value.bytes for value in dying.get(i, ()) if value in saved}
+                reused = max((value.bytes for value in kernel.writes if value.bytes in free), default=0)
             live += sum(value.bytes for value in kernel.writes) - reused
             yield kernel, live
-            live -= sum(freed) - reused
+            live -= sum(value.bytes for value in dying.get(i, ())) - reused
 
     def _freed_after(self, i: int) -> int:
         """Returns the kernel after which memory is freed that kernel i is the last to read."""
@@ -100,7 +100,7 @@ class LayerGraph:
         The first tensor that the layer returns is its output. With `only_in_checkpoint`, `backward` cannot be asked
         for the compiled layer, and the time to partition its graph is saved.
         """
-        self._partitioner = default_partition if only_in_checkpoint else min_cut_rematerialization_partition
+        self._only_in_checkpoint = only_in_checkpoint
         leaves, shape = tree_flatten((tuple(args), keywords))
 
         def run(tensors: Sequence[Tensor], *state: Tensor) -> Tensor:
@@ -125,31 +125,31 @@ class LayerGraph:
         results = [x if isinstance(x, fx.Node) else None for x in tree_leaves(graph.graph_copy(joint.graph, {}))]
         self._outputs = [x for x in results[:num_fwd_outputs] if x is not None]
         self._gradients = [x for x in results[num_fwd_outputs:] if x is not None]
-        self._forward = _with_dependencies(self._outputs)
-        end = 1 + max(i for i, node in enumerate(graph.nodes) if node in self._forward)
-        self._forward, self._backward = list(graph.nodes)[:end], list(graph.nodes)[end:]
-        graphs = self._partitioner(joint, inputs, num_fwd_outputs=num_fwd_outputs, **options)
-        self._compiled = [
-            _pass_of(list(graph.graph.nodes)[:-1], list(graph.graph.nodes)[-1].all_input_nodes, fuses=True)
-            for graph in graphs
-        ]
+        nodes, needed = list(graph.nodes), set(_with_dependencies(self._outputs))
+        end = 1 + max(i for i, node in enumerate(nodes) if node in needed)
+        self._forward, self._backward = nodes[:end], nodes[end:]
+        partition = default_partition if self._only_in_checkpoint else min_cut_rematerialization_partition
+        graphs = partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **options)
+        *nodes, output = graphs[1].graph.nodes
+        self._partitioned_backward = _pass_of(nodes, output.all_input_nodes, fuses=True)
         return graphs
 
     def forward(self, compiled: bool) -> Pass:
-        """Returns the forward pass, with the work that a checkpoint does not avoid."""
+        """Returns the forward pass, which is the same in a checkpoint."""
         return _pass_of(self._forward, self._outputs, fuses=compiled)
 
     def backward(self, compiled: bool) -> Pass:
         """Returns the backward pass outside a checkpoint, which begins with what the forward pass saved."""
         if compiled:
-            assert self._partitioner is min_cut_rematerialization_partition
-            return _scheduled(self._compiled[1])
+            assert not self._only_in_checkpoint
+            return _scheduled(self._partitioned_backward)
         whole = _pass_of([*self._forward, *self._backward], self._gradients, fuses=False)
         kernels = whole.kernels[len(self.forward(compiled=False).kernels) :]
         written = {value for kernel in kernels for value in kernel.writes}
         saved = dict.fromkeys(value for kernel in kernels for value in kernel.reads if value not in written)
         names = {value: name for name, value in whole.inputs.items()}
-        return Pass(False, kernels, {names.get(x, f"saved {i}"): x for i, x in enumerate(saved)}, whole.outputs)
+        inputs = {names.get(x, f"saved {i}"): x for i, x in enumerate(saved)}
+        return Pass(compiled=False, kernels=kernels, inputs=inputs, outputs=whole.outputs)
 
     def backward_of_checkpoint(self, stored: Collection[Any], compiled: bool) -> Pass:
         """Returns the backward pass of a checkpoint, which stores the layer's input and the results of some operators.
@@ -158,7 +158,8 @@ class LayerGraph:
         """
         nodes = _with_dependencies([*self._backward, *self._gradients], stored)
         if not compiled:
-            nodes = [*(node for node in self._forward if node in nodes), *self._backward]
+            needed = set(nodes)
+            nodes = [*(node for node in self._forward if node in needed), *self._backward]
         found = _pass_of(nodes, self._gradients, compiled, stored)
         return _scheduled(found) if compiled else found
 
@@ -191,7 +192,7 @@ def _scheduled(found: Pass) -> Pass:
     ordered = _in_order_of_need(merged)
     if len(ordered) < len(merged):  # groups wait for each other
         ordered = _in_order_of_need(found.kernels)
-    return Pass(True, ordered, found.inputs, found.outputs)
+    return replace(found, kernels=ordered)
 
 
 def _in_order_of_need(kernels: Sequence[Kernel]) -> list[Kernel]:
@@ -264,7 +265,7 @@ def _pass_of(nodes: Sequence[fx.Node], returned: Sequence[fx.Node], fuses: bool,
     The results of `stored` operators exist before the pass.
     """
     whole = _materialized_nodes(nodes, returned)
-    found = Pass(fuses, [], {}, [])
+    found = Pass(compiled=fuses, kernels=[], inputs={}, outputs=[])
     sources: dict[fx.Node, list[Value]] = {}  # what a kernel that reads a node reads
     makers: dict[fx.Node, Kernel] = {}  # of nodes with several results
     reducing = set[fx.Node]()  # fused nodes with a reduction among what they compute

@@ -18,7 +18,7 @@ from lightseq.config.remat_policies import may_keep_gathered
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.host_memory import host_memory
 from lightseq.distributed.world import World
-from lightseq.memory.planner.layer_costs import LayerCosts, layer_costs
+from lightseq.memory.planner.layer_costs import LayerCosts, LayerTable, layer_table, treatment_of
 from lightseq.memory.planner.packed_documents import PackedDocuments
 from lightseq.memory.planner.rates import CHIPS, DEFAULT_CORES, Chip, chip_of_device
 from lightseq.models.adapters import count_adapter_parameters, lora_from_config
@@ -87,9 +87,9 @@ class PlannedRun:
         return self.changed(config=replace(self.config, model_max_length=length))
 
     def changed(self, **changes: Any) -> "PlannedRun":
-        """Returns the run with other fields, but the same model and adapters, which are not inspected again."""
+        """Returns the run with other fields, but the same model, dtype and adapters, which are not inspected again."""
         other = replace(self, **changes)
-        for name in ("architecture", "parameters_before", "adapter_parameters"):
+        for name in ("architecture", "layer_table", "parameters_before", "adapter_parameters"):
             if name in vars(self):
                 vars(other)[name] = vars(self)[name]
         return other
@@ -195,7 +195,11 @@ class PlannedRun:
 
     def costs(self, layer: Layer, policy: str | None = None) -> LayerCosts:
         """Returns a layer's costs under a remat policy (default: the config's)."""
-        return layer_costs(self.model, layer, self.config, self.tokens, policy)
+        return self.layer_table.costs(layer.place, treatment_of(layer, self.config, self.tokens, policy))
+
+    @cached_property
+    def layer_table(self) -> LayerTable:
+        return layer_table(self.model, getattr(torch, self.config.compute_dtype))
 
     @cached_property
     def parameters_before(self) -> tuple[int, ...]:
