@@ -24,7 +24,7 @@ from lightseq.config.lengths import format_tokens
 from lightseq.distributed.agreement import on_all_ranks
 from lightseq.distributed.start import init_distributed
 from lightseq.distributed.world import World, check_devices
-from lightseq.kernels import KERNELS
+from lightseq.kernels.attention.registry import KERNELS
 
 TIMEOUT_SECONDS = 600.0  # until ranks stop waiting for a dead rank
 TIMES = ("seconds_median", "seconds_min", "seconds_max", "repeats", "tflops_per_gpu", "peak_memory_bytes")

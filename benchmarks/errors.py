@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.measure import Case, Layer, clear, gathered, together
-from lightseq.kernels import Saved
-from lightseq.kernels.reference import ReferenceKernel
+from lightseq.kernels.attention.base import Saved
+from lightseq.kernels.attention.reference import ReferenceKernel
 
 RESULTS = ("out", "dq", "dk", "dv")
 

@@ -15,7 +15,9 @@ from lightseq.attention.config import AttentionConfig
 from lightseq.attention.context import SequenceContext, make_context, release
 from lightseq.attention.operator import attention
 from lightseq.comm.transport import BLOCKING, WITHOUT_CUDA_GRAPHS
-from lightseq.kernels import Kernel, Saved, backward_tile, forward_tile, select
+from lightseq.kernels.attention.base import Kernel, Saved
+from lightseq.kernels.attention.selection import select
+from lightseq.kernels.attention.tile import backward_tile, forward_tile
 from lightseq.schedule.algorithms import make_schedule
 from lightseq.schedule.cost import AttentionShape
 from lightseq.schedule.documents import balance, packed_schedule

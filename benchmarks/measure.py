@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightseq.distributed.stopwatch import DeviceTimestamp
-from lightseq.kernels import KernelSpec, compute_capability
+from lightseq.kernels.attention.base import KernelSpec, compute_capability
 from lightseq.schedule.layout import Layout
 from lightseq.training.loop import synchronized_gc
 

@@ -25,7 +25,9 @@ from lightseq.attention.context import Progress, SequenceContext, make_context
 from lightseq.attention.operator import LONG_FLOPS, _advance, attention
 from lightseq.comm.select import NoTransport
 from lightseq.comm.transport import Exchange, Outbox, Receive, SendRecvTransport
-from lightseq.kernels import KERNELS, Kernel, KernelSpec, Saved, backward_tile, forward_tile
+from lightseq.kernels.attention.base import Kernel, KernelSpec, Saved
+from lightseq.kernels.attention.registry import KERNELS
+from lightseq.kernels.attention.tile import backward_tile, forward_tile
 from lightseq.schedule.algorithms import SCHEDULES, make_schedule
 from lightseq.schedule.cost import AttentionShape
 from lightseq.schedule.layout import shard, unshard
@@ -448,7 +450,7 @@ def _opcheck(rank: int, schedule: str) -> None:
     q = torch.randn(1, 4, 4, 8, requires_grad=True)
     kv = torch.randn(1, 4, 2, 8, requires_grad=True)
     torch.library.opcheck(
-        torch.ops.lightseq.attention.default, (q, kv, kv.clone(), [0.3, 5.0], context.name),
+        torch.ops.lightseq.attention.default, (q, kv, kv.clone(), None, None, f"{context.name}|0.3|5.0|None"),
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
     )  # fmt: skip
 

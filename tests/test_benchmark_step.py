@@ -26,7 +26,7 @@ from benchmarks.step_peers.worker import PEERS, stream_of
 from benchmarks.step_trials import Trial, setting_of, trials, write_inputs
 from lightseq.data.batches import BatchStream, open_examples
 from lightseq.distributed.world import World
-from lightseq.kernels.torch_native import CpuKernel
+from lightseq.kernels.attention.torch_native import CpuKernel
 from lightseq.models.architecture import inspect_architecture, layer_windows
 from lightseq.models.flops import model_flops
 

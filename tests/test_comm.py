@@ -18,7 +18,7 @@ from lightseq.comm import symmetric
 from lightseq.comm.select import Blocking
 from lightseq.comm.symmetric import SymmetricTransport
 from lightseq.comm.transport import Exchange, Receive, Send
-from lightseq.kernels import Launches
+from lightseq.kernels.fused.launches import Launches
 
 
 class _Files:

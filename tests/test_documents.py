@@ -19,11 +19,11 @@ from worlds import GPU_WORLDS, NCCL_WORLDS, gpu_of, spawn
 from lightseq.attention.config import AttentionConfig
 from lightseq.attention.context import SequenceContext, make_context
 from lightseq.attention.operator import attention
-from lightseq.kernels import KERNELS, KernelSpec, Saved, VarlenKernel, backward_tile, forward_tile
-from lightseq.kernels.reference import ReferenceKernel
-from lightseq.kernels.registry import RegisteredKernel
-from lightseq.kernels.selection import _order
-from lightseq.kernels.tile import Lengths
+from lightseq.kernels.attention.base import KernelSpec, Saved
+from lightseq.kernels.attention.reference import ReferenceKernel
+from lightseq.kernels.attention.registry import KERNELS, RegisteredKernel
+from lightseq.kernels.attention.selection import _order
+from lightseq.kernels.attention.tile import Lengths, VarlenKernel, backward_tile, forward_tile
 from lightseq.schedule.algorithms import SCHEDULES, Algorithm, make_schedule, ring
 from lightseq.schedule.auto import ScheduleChoice, choose_packed, why_impossible
 from lightseq.schedule.cost import AttentionShape

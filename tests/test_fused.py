@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightseq.kernels import launches
-from lightseq.kernels.launches import Launch, Launches, addresses
-from lightseq.kernels.lse_merge import merge
+from lightseq.kernels.attention.lse_merge import merge
+from lightseq.kernels.fused import launches
+from lightseq.kernels.fused.launches import Launch, Launches, addresses
 
 BATCH, LENGTH = 2, 3
 WIDTHS = [(3, 20), (2, 24), (17, 64)]  # heads and head dim, never a power of two together; the last: two programs a row
@@ -50,7 +50,7 @@ def _totals(count: int, heads: int, dim: int, dtype: torch.dtype, device: str) -
 def _launches() -> Launches:
     """Without anything prepared; in the interpreter's process with the Triton kernels on a CPU too."""
     if os.environ.get("TRITON_INTERPRET"):
-        from lightseq.kernels import fused
+        from lightseq.kernels.fused import copies as fused
 
         launches.fused_kernels = lambda x: fused
     return Launches()
@@ -142,7 +142,7 @@ def check_repeated_launches(device: str) -> None:
 
 
 def check_merges(device: str) -> None:
-    from lightseq.kernels import fused
+    from lightseq.kernels.fused import copies as fused
 
     for (heads, dim), dtype, seed in product(WIDTHS, DTYPES, range(4)):
         around, (out,) = _totals(1, heads, dim, torch.float32, device)
@@ -228,9 +228,9 @@ def test_a_prepared_launch_looks_for_what_to_compile_once() -> None:
 @pytest.mark.parametrize(
     ("file", "prepared_by", "kernel"),
     [
-        ("fused", "copy_launch", "_copy"),
-        ("fused", "add_launch", "_add"),
-        ("fused", "_merge_launch", "_merge"),
+        ("copies", "copy_launch", "_copy"),
+        ("copies", "add_launch", "_add"),
+        ("copies", "_merge_launch", "_merge"),
     ],
 )
 def test_constants_are_named_in_the_order_of_the_kernels_signature(file: str, prepared_by: str, kernel: str) -> None:

@@ -17,7 +17,7 @@ from worlds import spawn
 
 from lightseq.attention.executor import Executor
 from lightseq.attention.gathered import Gathered, gathered_elements
-from lightseq.kernels.base import gradient_memory
+from lightseq.kernels.attention.base import gradient_memory
 from lightseq.schedule.algorithms import make_schedule
 
 HEADS, KEY_VALUE_HEADS, DIM, LENGTH = 16, 8, 64, 256
@@ -70,7 +70,7 @@ def _counted(rank: int, folder: Path, name: str, head_groups: int) -> Counter[st
 
     with ExitStack() as stack:
         transport = stack.enter_context(_symmetric(folder))
-        for module in ("launches", "lse_merge"):
+        for module in ("fused.launches", "attention.lse_merge"):
             kernels = sys.modules[f"lightseq.kernels.{module}"]
             stack.enter_context(patch.object(kernels, "fused_kernels", lambda *_: PREPARED))
         for _ in range(3):

@@ -11,9 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightseq.kernels import KERNELS, KernelSpec, Saved, backward_tile, forward_tile, merge, select, torch_native
-from lightseq.kernels.flash_attn import FlashAttention4
-from lightseq.kernels.reference import ReferenceKernel
+from lightseq.kernels.attention import torch_native
+from lightseq.kernels.attention.base import KernelSpec, Saved
+from lightseq.kernels.attention.flash_attn import FlashAttention4
+from lightseq.kernels.attention.lse_merge import merge
+from lightseq.kernels.attention.reference import ReferenceKernel
+from lightseq.kernels.attention.registry import KERNELS
+from lightseq.kernels.attention.selection import select
+from lightseq.kernels.attention.tile import backward_tile, forward_tile
 from lightseq.schedule.segments import Segments
 from lightseq.schedule.table import Mask
 

@@ -25,7 +25,9 @@ from lightseq.attention.gathered import Gathered, gathered_elements
 from lightseq.attention.operator import attention
 from lightseq.comm.select import Blocking, WithoutCudaGraphs, make_transport
 from lightseq.comm.transport import Exchange, Outbox, base_transport_name
-from lightseq.kernels import KERNELS, KernelSpec, Launches
+from lightseq.kernels.attention.base import KernelSpec
+from lightseq.kernels.attention.registry import KERNELS
+from lightseq.kernels.fused.launches import Launches
 from lightseq.schedule.algorithms import make_schedule
 from lightseq.schedule.documents import packed_schedule
 from lightseq.schedule.layout import shard

@@ -16,12 +16,13 @@ from worlds import spawn
 
 from lightseq import hf
 from lightseq.attention.operator import attention
-from lightseq.kernels import KERNELS, KernelSpec, Saved, backward_tile, forward_tile, select
-from lightseq.kernels.base import SoftCapKernel
-from lightseq.kernels.flash_attn import FlashAttention2, FlashAttention3, FlashAttention4
+from lightseq.kernels.attention.base import KernelSpec, Saved, SoftCapKernel
+from lightseq.kernels.attention.flash_attn import FlashAttention2, FlashAttention3, FlashAttention4
+from lightseq.kernels.attention.reference import ReferenceKernel
+from lightseq.kernels.attention.registry import KERNELS
+from lightseq.kernels.attention.selection import select, with_softcap
+from lightseq.kernels.attention.tile import backward_tile, forward_tile
 from lightseq.kernels.logit_transform import LogitTransform
-from lightseq.kernels.reference import ReferenceKernel
-from lightseq.kernels.selection import with_softcap
 from lightseq.schedule.table import Mask
 
 LENGTH, CAP, BOUNDARIES = 50, 1.5, [0, 4, 31, 50]

@@ -25,7 +25,7 @@ from lightseq.attention.pass_spec import PassSpec
 from lightseq.comm import symmetric
 from lightseq.comm.routed import Hosts, RoutedTransport, make_routed
 from lightseq.comm.symmetric import SymmetricTransport
-from lightseq.kernels import Launches
+from lightseq.kernels.fused.launches import Launches
 from lightseq.memory import offload, streamed_update
 from lightseq.memory.gradient_memory import ReduceScatterIntoSharedPool
 from lightseq.memory.offload import HostBufferPool, Offload

@@ -31,7 +31,7 @@ from worlds import one_process
 from lightseq import hf
 from lightseq.attention.module_attention import attend
 from lightseq.attention.operator import attention_backward
-from lightseq.kernels import Saved
+from lightseq.kernels.attention.base import Saved
 from lightseq.memory import offload
 from lightseq.memory.offload import HostBufferPool, Offload
 from lightseq.memory.planner.attention_memory import LiveBytes

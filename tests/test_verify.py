@@ -30,7 +30,7 @@ from lightseq.config.command_line import parse
 from lightseq.data.token_directory import write_token_directory
 from lightseq.distributed.parallel_dims import ParallelDims
 from lightseq.distributed.world import World
-from lightseq.kernels.torch_native import CpuKernel
+from lightseq.kernels.attention.torch_native import CpuKernel
 from lightseq.memory import offload
 from lightseq.models import weights
 from lightseq.modules import mlp

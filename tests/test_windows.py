@@ -29,9 +29,10 @@ from transformers import (
 from worlds import one_process, spawn
 
 from lightseq import hf
-from lightseq.kernels import Saved, backward_tile, forward_tile
-from lightseq.kernels.reference import ReferenceKernel
-from lightseq.kernels.torch_native import CpuKernel
+from lightseq.kernels.attention.base import Saved
+from lightseq.kernels.attention.reference import ReferenceKernel
+from lightseq.kernels.attention.tile import backward_tile, forward_tile
+from lightseq.kernels.attention.torch_native import CpuKernel
 from lightseq.schedule.algorithms import make_schedule
 from lightseq.schedule.cost import AttentionShape, move_bytes
 from lightseq.schedule.documents import pad_boundaries, padded_length

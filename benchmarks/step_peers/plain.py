@@ -22,7 +22,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from benchmarks.attention_peers.ulysses import exchange
 from benchmarks.step_peers.peer import CLIP_NORM, Job, Peer, StepOutcome, plain_tensor
 from lightseq.data.batches import Batch
-from lightseq.kernels import KERNELS, Kernel, KernelSpec, Saved, compute_capability, select
+from lightseq.kernels.attention.base import Kernel, KernelSpec, Saved, compute_capability
+from lightseq.kernels.attention.registry import KERNELS
+from lightseq.kernels.attention.selection import select
 
 NAME = "plain_ulysses"
 LOSS_TOKENS = 4096

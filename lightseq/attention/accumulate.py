@@ -9,7 +9,8 @@ from torch import Tensor
 from lightseq.attention.buffers import Buffer, BufferLayout
 from lightseq.attention.pass_spec import ChunkSlot
 from lightseq.attention.program import Parts, Reduction
-from lightseq.kernels import Launches, addresses, merge_into
+from lightseq.kernels.attention.lse_merge import merge_into
+from lightseq.kernels.fused.launches import Launches, addresses
 
 
 class Accumulator(ABC):

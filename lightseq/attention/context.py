@@ -11,8 +11,8 @@ from lightseq.attention.forward_pass import ForwardPass
 from lightseq.comm.select import make_transport
 from lightseq.comm.transport import Transport, base_transport_name
 from lightseq.distributed.environment import cache_compiled_kernels, disable_multicast
-from lightseq.kernels import KernelSpec, Selection, compute_capability, select
-from lightseq.kernels.selection import why_unsupported
+from lightseq.kernels.attention.base import KernelSpec, compute_capability
+from lightseq.kernels.attention.selection import Selection, select, why_unsupported
 from lightseq.schedule.algorithms import SCHEDULES, check_heads, make_schedule
 from lightseq.schedule.auto import ScheduleChoice
 from lightseq.schedule.choice import ScheduleRequest, choose

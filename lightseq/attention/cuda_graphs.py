@@ -15,7 +15,7 @@ import torch
 
 from lightseq.attention.pass_spec import PassSpec
 from lightseq.comm.transport import Transport
-from lightseq.kernels.launches import Launch, Launches
+from lightseq.kernels.fused.launches import Launch, Launches
 from lightseq.utils.gc_control import without_collection
 
 MAX_FLOPS = 2e12  # of a pass: about three milliseconds on an H100, long enough to hide the launches of the next pass

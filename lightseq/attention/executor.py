@@ -19,7 +19,9 @@ from lightseq.attention.pass_spec import ChunkSlot, PassSpec, make_spec
 from lightseq.attention.program import ChunkRange, OutputSlot, Program, Reduction, StepProgram, reductions_of
 from lightseq.attention.tile_streams import CURRENT_STREAM, second_stream
 from lightseq.comm.transport import Exchange, Outbox, Receive, Transport
-from lightseq.kernels import Kernel, Launches, Saved, addresses, backward_tile, forward_tile
+from lightseq.kernels.attention.base import Kernel, Saved
+from lightseq.kernels.attention.tile import backward_tile, forward_tile
+from lightseq.kernels.fused.launches import Launches, addresses
 from lightseq.schedule.documents import MAX_PACKED_TABLES
 from lightseq.schedule.table import Schedule
 

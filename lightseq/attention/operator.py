@@ -4,7 +4,8 @@ Shape suffixes: B batch, S local sequence, H query heads, K key/value heads, D h
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,15 +16,15 @@ from lightseq.attention.context import SequenceContext, find
 from lightseq.attention.executor import Executor
 from lightseq.attention.gathered import Gathered, gathered_elements
 from lightseq.comm.transport import base_transport_name
-from lightseq.kernels import Saved
-from lightseq.kernels.checkpoint_context import operator_wrapper, reuse_or_compute
+from lightseq.kernels.attention.base import Saved
+from lightseq.kernels.attention.selection import with_softcap
 from lightseq.kernels.logit_transform import LogitTransform
-from lightseq.kernels.selection import with_softcap
 from lightseq.schedule.algorithms import check_heads
 from lightseq.schedule.documents import packed_schedule
 from lightseq.schedule.table import Schedule
 from lightseq.schedule.windows import windowed_schedule
 from lightseq.sequence.documents import Documents, without_repeats
+from lightseq.utils.checkpoint_context import operator_wrapper, reuse_or_compute
 
 LONG_FLOPS = 1e15  # of one attention pass on one rank: one to two seconds
 
@@ -49,11 +50,10 @@ def attention(
     together, and for a schedule without windows or a kernel without caps.
     """
     _check_shapes(q_BSHD, k_BSKD, v_BSKD, context, documents)
-    scale_and_cap = _scale_and_cap(scale, q_BSHD)
     q, k, v = map(_last_dim_contiguous, (q_BSHD, k_BSKD, v_BSKD))
     call = _attention if _is_watched(q) else _Attention.apply
     boundaries = None if documents is None else documents.boundaries
-    out, lse, _ = call(q, k, v, scale_and_cap, context.name, boundaries, window, sinks)
+    out, lse, _ = call(q, k, v, boundaries, sinks, _options(context, scale, window, q))
     return out, lse
 
 
@@ -72,22 +72,43 @@ def attention_backward(
     q, k, v, out, lse = saved
     boundaries = None if documents is None else documents.boundaries
     qkv = [*map(_last_dim_contiguous, (q, k, v))]
+    options = _options(context, scale, window, q)
     return _gradient_function(dout_BSHD)(
-        _last_dim_contiguous(dout_BSHD), qkv, k.shape[2], (out, lse), _scale_and_cap(scale, q), context.name,
-        boundaries, window,
-    )  # fmt: skip
+        _last_dim_contiguous(dout_BSHD), qkv, k.shape[2], (out, lse), boundaries, options
+    )
 
 
-def _scale_and_cap(scale: float | LogitTransform | None, q: Tensor) -> list[float]:
-    """Returns the scale of the scores, and their soft cap if there is one: custom operators take only numbers."""
+class _Options(NamedTuple):
+    """Options of one call of attention, besides its tensors."""
+
+    context: SequenceContext
+    scale: float
+    softcap: float | None
+    window: int | None
+
+    def executor(self, table: Schedule) -> Executor:
+        sequence, kernel = self.context.sequence, with_softcap(self.context.selection.kernel, self.softcap)
+        return Executor(table, sequence.rank, kernel, sequence.transport, self.scale)
+
+
+def _options(context: SequenceContext, scale: float | LogitTransform | None, window: int | None, q: Tensor) -> str:
+    """Returns the options as a string that `_read_options` reads, because a custom operator takes no objects.
+
+    Compiled graphs contain the string and torch's disk cache keeps it, so it means the same in every process.
+    """
     if isinstance(scale, LogitTransform):
-        return [scale.scale] if scale.cap is None else [scale.scale, scale.cap]
-    return [q.shape[-1] ** -0.5 if scale is None else scale]
+        return f"{context.name}|{scale.scale}|{scale.cap}|{window}"
+    return f"{context.name}|{q.shape[-1] ** -0.5 if scale is None else scale}|None|{window}"
 
 
-def _executor(context: SequenceContext, table: Schedule, scale_and_cap: Sequence[float]) -> Executor:
-    (scale, *softcap), sequence = scale_and_cap, context.sequence
-    return Executor(table, sequence.rank, with_softcap(context.selection.kernel, *softcap), sequence.transport, scale)
+def _read_options(text: str) -> _Options:
+    name, *numbers = text.split("|")
+    return _Options(find(name), *_numbers(*numbers))
+
+
+@cache
+def _numbers(scale: str, softcap: str, window: str) -> tuple[float, float | None, int | None]:
+    return float(scale), None if softcap == "None" else float(softcap), None if window == "None" else int(window)
 
 
 def _is_watched(x: Tensor) -> bool:
@@ -187,14 +208,14 @@ def _advance(context: SequenceContext, q: Tensor) -> None:
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, scale_and_cap: Sequence[float], context_name: str,
-    boundaries: Tensor | None = None, window: int | None = None, sinks: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor | None, sinks: Tensor | None, options: str
+) -> tuple[Tensor, Tensor, Tensor]:
     """Returns out, its log-sum-exp, and gathered operands for the backward pass (empty if not kept)."""
     if torch.is_inference_mode_enabled():  # buffers made in inference mode cannot be used in training later
         with torch.inference_mode(False), torch.no_grad():
-            return _forward(q, k, v, scale_and_cap, context_name, boundaries, window, sinks)
-    context = find(context_name)
+            return _forward(q, k, v, boundaries, sinks, options)
+    call = _read_options(options)
+    context = call.context
     if boundaries is None and context.forward_pass.packed:
         raise ValueError(
             "the batch holds packed documents, but the model's layers do not pass them to attention; train without "
@@ -202,9 +223,8 @@ def _forward(
         )
     _compare_shapes(context, q, k, boundaries)
     gathered = Gathered(_gathered_memory(context, q, k), k.shape[2])
-    out, lse = _executor(context, _table(context, q, boundaries, window), scale_and_cap).forward(
-        q, k, v, gathered if context.keeps_gathered else None
-    )
+    executor = call.executor(_table(context, q, boundaries, call.window))
+    out, lse = executor.forward(q, k, v, gathered if context.keeps_gathered else None)
     if sinks is not None:
         out, lse = _with_sinks(out, lse, sinks)
     _advance(context, q)
@@ -226,12 +246,10 @@ def _sink_gradients(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Te
 
 
 def _forward_in_checkpoint(
-    q: Tensor, k: Tensor, v: Tensor, scale_and_cap: Sequence[float], context_name: str,
-    boundaries: Tensor | None = None, window: int | None = None, sinks: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor | None, sinks: Tensor | None, options: str
+) -> tuple[Tensor, Tensor, Tensor]:
     """Runs `_forward`, unless a checkpoint around the operator has stored its results."""
-    compute = partial(_forward, q, k, v, scale_and_cap, context_name, boundaries, window, sinks)
-    out, lse, gathered = reuse_or_compute(compute)
+    out, lse, gathered = reuse_or_compute(partial(_forward, q, k, v, boundaries, sinks, options))
     return out, lse, gathered
 
 
@@ -244,11 +262,10 @@ _attention = torch.library.custom_op("lightseq::attention", _forward_in_checkpoi
 
 @_attention.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, scale_and_cap: Sequence[float], context_name: str,
-    boundaries: Tensor | None = None, window: int | None = None, sinks: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor | None, sinks: Tensor | None, options: str
+) -> tuple[Tensor, Tensor, Tensor]:
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32))
-    return q.new_empty(q.shape), lse, _gathered_memory(find(context_name), q, k)
+    return q.new_empty(q.shape), lse, _gathered_memory(_read_options(options).context, q, k)
 
 
 def _gradients(
@@ -256,24 +273,22 @@ def _gradients(
     tensors: Sequence[Tensor],
     kv_heads: int,
     results: Sequence[Tensor],
-    scale_and_cap: Sequence[float],
-    context_name: str,
     boundaries: Tensor | None,
-    window: int | None,
+    options: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns dq, dk and dv from the forward pass's `results`, out and its log-sum-exp.
 
     `tensors` are the rank's own q, k and v, or one tensor that the forward pass gathered.
     """
-    context, (out, lse) = find(context_name), results
-    table = _table(context, dout, boundaries, window)
+    call, (out, lse) = _read_options(options), results
+    table = _table(call.context, dout, boundaries, call.window)
     qkv: tuple[Tensor, Tensor, Tensor] | Gathered
     if len(tensors) == 1:
         table, qkv = table.with_gathered_backward, Gathered(tensors[0], kv_heads)
     else:
         qkv = (tensors[0], tensors[1], tensors[2])
-    gradients = _executor(context, table, scale_and_cap).backward(dout, qkv, out, lse)
-    _advance(context, dout)
+    gradients = call.executor(table).backward(dout, qkv, out, lse)
+    _advance(call.context, dout)
     return gradients
 
 
@@ -286,20 +301,18 @@ def _(
     tensors: Sequence[Tensor],
     kv_heads: int,
     results: Sequence[Tensor],
-    scale_and_cap: Sequence[float],
-    context_name: str,
     boundaries: Tensor | None,
-    window: int | None,
+    options: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     kv_shape = (*dout.shape[:2], kv_heads, dout.shape[3])
     return dout.new_empty(dout.shape), dout.new_empty(kv_shape), dout.new_empty(kv_shape)
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    q, k, v, ctx.scale_and_cap, ctx.context_name, boundaries, ctx.window, sinks = inputs
+    q, k, v, boundaries, sinks, ctx.options = inputs
     out, lse, gathered = output
     ctx.kv_heads = k.shape[2]
-    tensors = (gathered,) if find(ctx.context_name).keeps_gathered else (q, k, v)
+    tensors = (gathered,) if _read_options(ctx.options).context.keeps_gathered else (q, k, v)
     ctx.save_for_backward(boundaries, sinks, out, lse, *tensors)
     ctx.set_materialize_grads(False)
 
@@ -310,11 +323,10 @@ def _backward(ctx, dout: Tensor | None, dlse: Tensor | None, _dgathered: None): 
     assert dout is not None, "autograd calls the backward only if a gradient arrives"
     boundaries, sinks, out, lse, *tensors = ctx.saved_tensors
     gradients = _gradient_function(dout)(
-        _last_dim_contiguous(dout), tensors, ctx.kv_heads, (out, lse), ctx.scale_and_cap, ctx.context_name, boundaries,
-        ctx.window,
-    )  # fmt: skip
+        _last_dim_contiguous(dout), tensors, ctx.kv_heads, (out, lse), boundaries, ctx.options
+    )
     dsinks = None if sinks is None else _sink_gradients(dout, out, lse, sinks)
-    return (*gradients, None, None, None, None, dsinks)
+    return (*gradients, None, dsinks, None)
 
 
 def _gradient_function(dout: Tensor) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:

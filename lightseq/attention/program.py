@@ -12,7 +12,7 @@ from typing import NamedTuple
 from lightseq.attention.buffers import Buffer
 from lightseq.attention.pass_spec import ChunkSlot
 from lightseq.comm.transport import Receive, Send
-from lightseq.kernels.launches import addresses
+from lightseq.kernels.fused.launches import addresses
 from lightseq.schedule.arenas import Arena
 from lightseq.schedule.table import Tile
 

@@ -10,7 +10,7 @@ from lightseq.config.lengths import MAX_TOKENS
 from lightseq.config.lr_schedules import FOLLOW_A_METRIC, LR_SCHEDULES, check_lr_schedule
 from lightseq.config.optimizers import OPTIMIZERS
 from lightseq.config.remat_policies import POLICIES, STORES_MLP
-from lightseq.kernels.registry import KERNELS
+from lightseq.kernels.attention.registry import KERNELS
 from lightseq.schedule.algorithms import SCHEDULES
 
 AUTO: Final[dict[str, Any]] = {"auto": None}  # extends the names of a registry, which may grow at run time

@@ -17,11 +17,11 @@ from torch.utils.checkpoint import (
 
 from lightseq.attention.operator import ATTENTION_OP
 from lightseq.config.remat_policies import POLICIES
-from lightseq.kernels.checkpoint_context import Results, checkpoint_pass, free_memory, is_recomputing
 from lightseq.memory.offload import Offload
 from lightseq.modules.identity import hook_of
 from lightseq.modules.mlp import STORED_MLP_OP
 from lightseq.modules.projections import STORED_LINEAR_OP
+from lightseq.utils.checkpoint_context import Results, checkpoint_pass, free_memory, is_recomputing
 
 Contexts = tuple[AbstractContextManager[None], AbstractContextManager[None]]
 Forward = Callable[..., Tensor]

@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from lightseq.kernels import compute_capability
+from lightseq.kernels.attention.base import compute_capability
 from lightseq.modules.identity import linear_change
 
 MULTIPLE = 16  # torch._scaled_mm needs sizes that are multiples of it

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightseq.kernels.launches import fused_kernels
+from lightseq.kernels.fused.launches import fused_kernels
+from lightseq.kernels.fused.products import add_product
 from lightseq.kernels.logit_transform import UNCHANGED, LogitTransform
-from lightseq.kernels.products import add_product
 from lightseq.utils.labels import IGNORE_INDEX
 
 CHUNK_TOKENS = 2048  # 128256 logits of 2048 tokens are half a GiB in bfloat16
@@ -317,7 +317,7 @@ def _token_metrics_(
 ) -> None:
     """Writes log p(label), entropy and hit of every row into `values_3N`, and gradients as `_cross_entropy_` does."""
     log_probs, entropy, hits = values_3N
-    if fused := fused_kernels(logits_NV, "fused_cross_entropy"):
+    if fused := fused_kernels(logits_NV, "cross_entropy"):
         losses = fused.cross_entropy_(
             logits_NV, labels_N, IGNORE_INDEX, with_gradient, transform, metrics=(entropy, hits)
         )
@@ -339,7 +339,7 @@ def _cross_entropy_(
 
     Optionally overwrites the logits with the gradient of their row's loss, times the row's factor if there are factors.
     """
-    if fused := fused_kernels(logits_NV, "fused_cross_entropy"):
+    if fused := fused_kernels(logits_NV, "cross_entropy"):
         return fused.cross_entropy_(logits_NV, labels_N, IGNORE_INDEX, with_gradient, transform, factors_N)
     wide = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     wide = transform.logits(wide)  # not in place: `wide` may be the logits themselves
@@ -357,6 +357,6 @@ def _cross_entropy_(
 
 def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns x * factor, rounded once. On a GPU a 0-dimensional factor would first be rounded to x's dtype."""
-    if fused := fused_kernels(x, "fused_cross_entropy"):
+    if fused := fused_kernels(x, "cross_entropy"):
         return fused.scaled(x, factor, dtype)
     return torch.mul(x, factor.reshape([1] * x.ndim), out=torch.empty_like(x, dtype=dtype))

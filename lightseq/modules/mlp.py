@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
-from lightseq.kernels.checkpoint_context import is_recomputing, reuse_or_compute
-from lightseq.kernels.launches import fused_kernels
-from lightseq.kernels.products import add_product, write_product
+from lightseq.kernels.fused.launches import fused_kernels
+from lightseq.kernels.fused.products import add_product, write_product
 from lightseq.modules.identity import change_of, is_known_code, plain_class, twin_forward
 from lightseq.modules.low_rank import LinearWeights, input_gradient, is_linear, linear_weights
+from lightseq.utils.checkpoint_context import is_recomputing, reuse_or_compute
 
 TILE_TOKENS = 8192  # three bfloat16 buffers 14336 wide take 0.7 GiB; smaller tiles do not fill a GPU's last wave
 LINEARS = ("gate_proj", "up_proj", "down_proj")
@@ -272,7 +272,7 @@ def tiles(tokens: int, size: int) -> Iterator[slice]:
 
 
 def _silu_mul(gate: Tensor, up: Tensor, out: Tensor) -> None:
-    if fused := fused_kernels(gate, "fused_swiglu"):
+    if fused := fused_kernels(gate, "swiglu"):
         fused.silu_mul(gate, up, out)
         return
     g, u = _wide(gate), _wide(up)
@@ -281,7 +281,7 @@ def _silu_mul(gate: Tensor, up: Tensor, out: Tensor) -> None:
 
 def _silu_mul_backward(gate: Tensor, up: Tensor, dact: Tensor, dgate: Tensor, dup: Tensor) -> None:
     """Writes the gradients of gate and up, which may overwrite them, and overwrites dact with the product."""
-    if fused := fused_kernels(gate, "fused_swiglu"):
+    if fused := fused_kernels(gate, "swiglu"):
         fused.silu_mul_backward(gate, up, dact, dgate, dup)
         return
     g, u, d = _wide(gate), _wide(up), _wide(dact)

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightseq.kernels.checkpoint_context import reuse_or_compute
 from lightseq.modules.low_rank import LinearWeights, is_linear, linear_weights
+from lightseq.utils.checkpoint_context import reuse_or_compute
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 

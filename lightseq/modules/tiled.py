@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from lightseq.attention.module_attention import attend, context_of
 from lightseq.attention.operator import attention_backward
-from lightseq.kernels import Saved
-from lightseq.kernels.checkpoint_context import is_recomputing, take_memory
+from lightseq.kernels.attention.base import Saved
 from lightseq.modules import mlp
 from lightseq.modules.fp8 import MULTIPLE
 from lightseq.modules.identity import change_of, is_known_code, plain_class
@@ -35,6 +34,7 @@ from lightseq.modules.low_rank import (
 )
 from lightseq.modules.projections import PROJECTIONS
 from lightseq.schedule.head_slices import count_head_slices
+from lightseq.utils.checkpoint_context import is_recomputing, take_memory
 
 # Layers of norm, attention, residual, norm, MLP, residual, in which q and k may have norms of their own.
 TILEABLE_LAYER_CLASSES: Final = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")

@@ -26,7 +26,8 @@ from lightseq.data.sources import holds_rows
 from lightseq.data.targets import CHAT, PAIR
 from lightseq.distributed.agreement import on_all_ranks
 from lightseq.distributed.world import World
-from lightseq.kernels import KernelSpec, compute_capability, select
+from lightseq.kernels.attention.base import KernelSpec, compute_capability
+from lightseq.kernels.attention.selection import select
 from lightseq.models.architecture import (
     LENGTH_DEPENDENT_ROPE,
     OWN_LOOP,

@@ -19,9 +19,9 @@ from lightseq.attention.executor import Executor
 from lightseq.attention.gathered import Gathered, gathered_elements
 from lightseq.comm.select import NoTransport
 from lightseq.comm.transport import Outbox
-from lightseq.kernels.elided import Elided
-from lightseq.kernels.flash_attn import FlashAttention4
-from lightseq.kernels.launches import Launches
+from lightseq.kernels.attention.elided import Elided
+from lightseq.kernels.attention.flash_attn import FlashAttention4
+from lightseq.kernels.fused.launches import Launches
 from lightseq.models.heads import Heads
 from lightseq.schedule.algorithms import make_schedule, ulysses_group_size
 from lightseq.schedule.auto import ScheduleChoice

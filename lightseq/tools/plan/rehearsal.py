@@ -33,8 +33,9 @@ from lightseq.distributed.environment import secrets
 from lightseq.distributed.host_memory import free_host_memory
 from lightseq.distributed.start import init_distributed
 from lightseq.distributed.world import World
-from lightseq.kernels import KernelSpec, Selection, select
-from lightseq.kernels.elided import Elided
+from lightseq.kernels.attention.base import KernelSpec
+from lightseq.kernels.attention.elided import Elided
+from lightseq.kernels.attention.selection import Selection, select
 from lightseq.memory import recomputation
 from lightseq.memory.offload import HostBufferPool
 from lightseq.memory.planner.breakdown import GIB, Breakdown

@@ -11,7 +11,7 @@ from rich.console import Console
 from transformers import PreTrainedConfig
 
 from lightseq.config.train_config import TrainConfig
-from lightseq.kernels.selection import why_unsupported
+from lightseq.kernels.attention.selection import why_unsupported
 from lightseq.memory.planner.advice import changes_to_fit, faster_change, longest
 from lightseq.memory.planner.breakdown import GIB
 from lightseq.memory.planner.choice import make_plan

@@ -27,7 +27,7 @@ from lightseq.distributed.environment import secrets
 from lightseq.distributed.parallel_dims import parallel_dims
 from lightseq.distributed.start import init_distributed
 from lightseq.distributed.world import World
-from lightseq.kernels import compute_capability
+from lightseq.kernels.attention.base import compute_capability
 from lightseq.memory.planner.choice import plan_on_all_ranks
 from lightseq.memory.planner.packed_documents import read_documents
 from lightseq.models.architecture import with_layers

@@ -9,7 +9,9 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from lightseq.kernels import KERNELS, Kernel, KernelSpec, Saved, backward_tile, forward_tile
+from lightseq.kernels.attention.base import Kernel, KernelSpec, Saved
+from lightseq.kernels.attention.registry import KERNELS
+from lightseq.kernels.attention.tile import backward_tile, forward_tile
 from lightseq.schedule.table import Mask
 from lightseq.tools.verify.report import SKIP, Row, all_gather_object, relative_error, result_row
 from lightseq.utils.formatting import first_line

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightseq.kernels.base import GradientMemory, Kernel, Saved, gradient_memory
-from lightseq.kernels.lse_merge import merge_into
-from lightseq.kernels.reference import ReferenceKernel
+from lightseq.kernels.attention.base import GradientMemory, Kernel, Saved, gradient_memory
+from lightseq.kernels.attention.lse_merge import merge_into
+from lightseq.kernels.attention.reference import ReferenceKernel
 from lightseq.schedule.segments import KEYS, QUERIES, Segments, VarlenCall
 from lightseq.schedule.table import Mask
 from lightseq.utils.upload import upload

@@ -14,9 +14,9 @@ from typing import Any, ClassVar, Literal, Self
 
 from torch import Tensor
 
-from lightseq.kernels.base import GradientMemory, KernelSpec, Saved, gradient_memory
-from lightseq.kernels.tile import Lengths
-from lightseq.kernels.torch_native import NO_SOFTCAP, why_no_flash_kernel
+from lightseq.kernels.attention.base import GradientMemory, KernelSpec, Saved, gradient_memory
+from lightseq.kernels.attention.tile import Lengths
+from lightseq.kernels.attention.torch_native import NO_SOFTCAP, why_no_flash_kernel
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from lightseq.kernels.base import GradientMemory, KernelSpec, Saved
-from lightseq.kernels.reference import ReferenceKernel
-from lightseq.kernels.tile import Lengths
+from lightseq.kernels.attention.base import GradientMemory, KernelSpec, Saved
+from lightseq.kernels.attention.reference import ReferenceKernel
+from lightseq.kernels.attention.tile import Lengths
 
 aten = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightseq.kernels.launches import Launch, alignments
+from lightseq.kernels.fused.launches import Launch, alignments
 from lightseq.utils.upload import upload
 
 COPY_WORDS = 2048  # of 8 bytes, for one program of a copy

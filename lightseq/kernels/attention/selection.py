@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import cast
 
-from lightseq.kernels.base import Kernel, KernelSpec, SoftCapKernel
-from lightseq.kernels.registry import KERNELS
+from lightseq.kernels.attention.base import Kernel, KernelSpec, SoftCapKernel
+from lightseq.kernels.attention.registry import KERNELS
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ def select(name: str, spec: KernelSpec) -> Selection:
     raise AssertionError("the reference kernel runs everywhere")
 
 
-def with_softcap(kernel: Kernel, softcap: float | None = None) -> Kernel:
-    """Returns the kernel that caps its scores. Raises ValueError for one that cannot."""
+def with_softcap(kernel: Kernel, softcap: float | None) -> Kernel:
+    """Returns the kernel that caps its scores at `softcap` (None: not at all). Raises ValueError if it cannot."""
     if softcap is None:
         return kernel
     if not isinstance(kernel, SoftCapKernel):

@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightseq.kernels.base import GradientMemory, Kernel, KernelSpec, Saved, gradient_memory
+from lightseq.kernels.attention.base import GradientMemory, Kernel, KernelSpec, Saved, gradient_memory
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from lightseq.kernels.launches import fused_kernels
+from lightseq.kernels.fused.launches import fused_kernels
 
 
 def merge(out_BSHD: Tensor, lse_BHS: Tensor, other_out_BSHD: Tensor, other_lse_BHS: Tensor) -> tuple[Tensor, Tensor]:

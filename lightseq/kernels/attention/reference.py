@@ -7,7 +7,7 @@ import torch
 from einops import rearrange, reduce, repeat
 from torch import Tensor
 
-from lightseq.kernels.base import GradientMemory, KernelSpec, Saved
+from lightseq.kernels.attention.base import GradientMemory, KernelSpec, Saved
 from lightseq.kernels.logit_transform import LogitTransform
 
 

@@ -8,11 +8,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightseq.kernels.base import Kernel, KernelSpec
+    from lightseq.kernels.attention.base import Kernel, KernelSpec
 
 
 def _class(module: str, name: str) -> Any:
-    return getattr(import_module(f"lightseq.kernels.{module}"), name)
+    return getattr(import_module(f"lightseq.kernels.attention.{module}"), name)
 
 
 @dataclass(frozen=True)

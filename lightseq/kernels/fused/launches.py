@@ -114,11 +114,11 @@ def alignments(tensors: Sequence[Tensor]) -> tuple[bool, ...]:
     return tuple(x.data_ptr() % 16 == 0 for x in tensors)
 
 
-def fused_kernels(x: Tensor, module: str = "fused") -> ModuleType | None:
-    """Imports a module of Triton kernels beside this one; returns None if they cannot run on such a tensor."""
+def fused_kernels(x: Tensor, module: str = "copies") -> ModuleType | None:
+    """Imports a module of Triton kernels in this package; returns None if they cannot run on such a tensor."""
     return _with_triton(module) if x.is_cuda and x.dtype is not torch.float64 else None
 
 
 @cache  # find_spec searches the file system
 def _with_triton(module: str) -> ModuleType | None:
-    return import_module(f"lightseq.kernels.{module}") if find_spec("triton") else None
+    return import_module(f"lightseq.kernels.fused.{module}") if find_spec("triton") else None

@@ -1,0 +1,1 @@
+"""Attention kernels behind one interface. They compute tiles and know nothing of ranks."""

@@ -1,0 +1,1 @@
+"""Triton kernels around attention, and plain torch where they cannot run."""
