@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from lightseq.config.checks import CHOICES
 from lightseq.config.command_line import REQUIRED
 from lightseq.config.flags import GROUPS
-from lightseq.kernels.registry import KERNELS
+from lightseq.kernels.attention.registry import KERNELS
 from lightseq.schedule.algorithms import SCHEDULES, make_schedule
 from lightseq.schedule.cost import AttentionShape, cost
 
