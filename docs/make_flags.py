@@ -23,12 +23,9 @@ PAGE = """\
 <!-- Made by docs/make_flags.py. Change the help texts in lightseq/config/flags.py, or this text there. -->
 # Flags
 
-Look up a training flag and its default (in parentheses), a schedule or a kernel. This command prints the flags:
-```
-python3 llama3/train.py --help
-```
-`lightseq train`, `verify`, `rehearse`, `plan` and `evaluate` take them too. Names follow the Hugging Face `Trainer`.
-`--bf16` alone means `--bf16 True`.
+Look up a training flag and its default (in parentheses), a schedule or a kernel. `python3 llama3/train.py --help`
+prints the flags; `lightseq train`, `verify`, `plan` and `evaluate` take them too. Names follow the Hugging Face
+`Trainer`. `--bf16` alone means `--bf16 True`.
 
 ## Flags in a file
 `--config FILE` reads flags from a YAML or JSON file. Flags on the command line win over the file.
@@ -53,10 +50,9 @@ logging:
 python3 -m torch.distributed.run --nproc_per_node=4 llama3/train.py --config run.yaml --learning_rate 1e-5
 ```
 
-- A value is the text that would follow the flag: `no`, `10:12`, `128K` and `2e-5` need no quotes. `rope_scaling` and
-  `lr_scheduler_kwargs` may be mappings, and `profile_steps` a list of two steps.
-- `null`, or no value, leaves a flag unset. It is an error for a flag that has a default.
-- `verify` and `rehearse` take `--data_path` and `--output_dir` from the command line only.
+A value is the text that would follow the flag: `no`, `10:12`, `128K` and `2e-5` need no quotes. `rope_scaling` and
+`lr_scheduler_kwargs` may be mappings, and `profile_steps` a list of two steps. `null`, or no value, leaves a flag
+without a default unset. `verify` takes `--data_path` and `--output_dir` from the command line only.
 
 The file may also be the `run.json` of an earlier run, to continue or repeat it:
 ```
@@ -80,8 +76,8 @@ it. The same holds for `--ulysses_size`.
 
 ## Transports
 `symmetric` lets the GPUs of a host read each other's memory; it needs peer access, as over NVLink. `nccl` works between
-all GPUs, `gloo` between CPUs. On GPUs `auto` takes `symmetric` between the ranks of a host if they can map each other's
-memory, and `nccl` between others. The run prints which: `symmetric+nccl` if it takes both.
+all GPUs, `gloo` between CPUs. On GPUs `auto` takes `symmetric` inside a host where it can, and `nccl` elsewhere. The
+run prints which: `symmetric+nccl` if it takes both.
 
 ## Kernels
 A kernel computes one tile. `run.json` names the kernel that `auto` chose, and why faster ones could not run.
