@@ -1,5 +1,6 @@
 """The examples in examples/ are run as their readers will, and train as plain transformers does."""
 
+import math
 import subprocess
 import sys
 import tempfile
@@ -24,35 +25,48 @@ import with_trainer  # noqa: E402
 
 from lightseq.distributed.world import World  # noqa: E402
 
+Batch = dict[str, torch.Tensor]
+
+
+def fresh_model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(train_loop.CONFIG)
+
+
+def plain_steps(
+    model: LlamaForCausalLM, steps: Sequence[Sequence[Batch]], optimizer: torch.optim.Optimizer, clip: float = math.inf,
+    decays: bool = False,
+) -> Iterator[float]:  # fmt: skip
+    """Plain torch on whole batches: a step's loss is the sum over its targets, of all its batches, over their count."""
+    peak = optimizer.param_groups[0]["lr"]
+    for number, batches in enumerate(steps):
+        targets = sum((batch["labels"][:, 1:] != -100).sum() for batch in batches)
+        optimizer.param_groups[0]["lr"] = peak * (1 - number / len(steps) if decays else 1)
+        shares = [model(**batch, num_items_in_batch=targets).loss for batch in batches]
+        sum(shares).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        yield sum(shares).item()
+
 
 def loops(rank: int, size: int) -> list[list[float]]:
     world = World(rank, size, rank, size, torch.device("cpu"))
     return [train_loop.train(world), with_fsdp2.train(world)]
 
 
-def plain(optimizer_class: type[torch.optim.Optimizer], learning_rate: float) -> list[float]:
-    """The same loop without lightseq: the same seed draws the same weights, then the same batch."""
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(train_loop.CONFIG)
-    optimizer = optimizer_class(model.parameters(), lr=learning_rate)
-    input_ids = torch.randint(train_loop.CONFIG.vocab_size, (train_loop.BATCH, train_loop.LENGTH))
-    losses = []
-    for _ in range(train_loop.STEPS):
-        loss = model(input_ids=input_ids, labels=input_ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
 @pytest.fixture(scope="module")
 def expected() -> list[list[float]]:
+    """Losses of both loops without lightseq: the same seed draws the same weights, then the same batch."""
+    found = []
     # SGD, because AdamW would hide gradients of another scale, as FSDP2's mean in place of a sum.
-    by_loop = [plain(torch.optim.AdamW, 3e-3), plain(torch.optim.SGD, with_fsdp2.LEARNING_RATE)]
-    for losses in by_loop:
-        assert losses[-1] < losses[0] - 0.3, "a loop that learns nothing would agree with anything"
-    return by_loop
+    for optimizer, learning_rate in ((torch.optim.AdamW, 3e-3), (torch.optim.SGD, with_fsdp2.LEARNING_RATE)):
+        model = fresh_model()
+        ids = torch.randint(train_loop.CONFIG.vocab_size, (train_loop.BATCH, train_loop.LENGTH))
+        steps = [[{"input_ids": ids, "labels": ids}]] * train_loop.STEPS
+        found.append([*plain_steps(model, steps, optimizer(model.parameters(), lr=learning_rate))])
+        assert found[-1][-1] < found[-1][0] - 0.3, "a loop that learns nothing would agree with anything"
+    return found
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -76,30 +90,12 @@ def others(rank: int) -> dict[str, list[float]]:
         }
 
 
-Batch = dict[str, torch.Tensor]
-
-
-def plain_steps(model: LlamaForCausalLM, steps: Sequence[Sequence[Batch]], decays: bool) -> Iterator[float]:
-    """Plain torch on whole batches: a step's loss is the sum over its targets, of all its batches, over their count."""
-    optimizer = torch.optim.SGD(model.parameters())  # not AdamW: it would hide gradients of another scale
-    for number, batches in enumerate(steps):
-        targets = sum((batch["labels"][:, 1:] != -100).sum() for batch in batches)
-        optimizer.param_groups[0]["lr"] = with_trainer.LEARNING_RATE * (1 - number / len(steps) if decays else 1)
-        shares = [model(**batch, num_items_in_batch=targets).loss for batch in batches]
-        sum(shares).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        yield sum(shares).item()
+def sgd(model: LlamaForCausalLM) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=with_trainer.LEARNING_RATE)
 
 
 def loader(**options: object) -> DataLoader:
     return DataLoader(with_trainer.documents(), 2, collate_fn=with_trainer.collate, **options)
-
-
-def fresh_model() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    return LlamaForCausalLM(train_loop.CONFIG)
 
 
 def in_order_of_trainer() -> Iterator[Batch]:
@@ -112,12 +108,14 @@ def in_order_of_trainer() -> Iterator[Batch]:
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_the_other_examples_equal_one_process_on_every_rank(world: int) -> None:
     batches = [*in_order_of_trainer()]
+    pairs = list(zip(batches[::2], batches[1::2], strict=True))
     model = fresh_model()
-    by_trainer = [*plain_steps(model, list(zip(batches[::2], batches[1::2], strict=True)), decays=True)]
+    by_trainer = [*plain_steps(model, pairs, sgd(model), clip=1.0, decays=True)]
     with torch.no_grad():
         by_trainer.append(model(**next(iter(loader()))).loss.item())
     in_order = [[batch] for _ in range(with_accelerate.EPOCHS) for batch in loader()]
-    by_accelerate = [*plain_steps(fresh_model(), in_order, decays=False)]
+    model = fresh_model()
+    by_accelerate = [*plain_steps(model, in_order, sgd(model), clip=1.0)]
     (wanted,) = spawn(1, others)
     assert wanted["Trainer"] == pytest.approx(by_trainer, abs=1e-5)
     assert wanted["accelerate"] == pytest.approx(by_accelerate, abs=1e-5)
@@ -129,7 +127,6 @@ def test_the_other_examples_equal_one_process_on_every_rank(world: int) -> None:
 
 
 # ---- as scripts -----------------------------------------------------------------------------------------------------
-
 
 LAUNCHER = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 
