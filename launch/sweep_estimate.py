@@ -8,6 +8,7 @@ from typing import Final
 
 from launch.sweep_cells import Cell
 from launch.sweep_records import Record, median_step
+from lightseq.models.presets import FAMILIES
 
 # Assumptions without measurements: the share of its peak that a busy GPU reaches, and the time to start processes.
 SHARE_OF_PEAK: Final = 0.4
@@ -90,11 +91,9 @@ def step_flops(cell: Cell) -> float | None:
 
 @functools.cache
 def _model_config(family: str, name: str):  # type: ignore[no-untyped-def]  # of transformers, which is not imported yet
-    import llama2
-    import llama3
     from lightseq.models.family import preset_config
 
-    known = {"llama2": llama2.FAMILY, "llama3": llama3.FAMILY}[family]
+    known = next(each for each in FAMILIES if each.name == family)
     preset = known.aliases.get(name, name)
     return preset_config(known, preset) if known.preset(preset) else None
 

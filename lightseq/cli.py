@@ -8,22 +8,22 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import NamedTuple
 
-import llama2
-import llama3
 from lightseq.config.command_line import help_text, print_help_if_asked
 from lightseq.config.parser import print_error
 from lightseq.distributed.environment import is_main_process, set_up_process
-from lightseq.models.presets import ModelFamily
+from lightseq.models.presets import LLAMA2, LLAMA3, ModelFamily
 from lightseq.utils.gc_control import without_collection
 from lightseq.utils.versions import check_transformers
 
 BOTH = ModelFamily(
     "llama2 or llama3",
-    {**llama2.FAMILY.presets, **llama3.FAMILY.presets},
-    {**llama2.FAMILY.aliases, **llama3.FAMILY.aliases},
-    llama3.FAMILY.scaled_preset,
+    {**LLAMA2.presets, **LLAMA3.presets},
+    {**LLAMA2.aliases, **LLAMA3.aliases},
+    LLAMA3.scaled_preset,
     program="python3 -m lightseq train",
 )
 
@@ -58,6 +58,17 @@ COMMANDS: Mapping[str, Command] = {
 }
 
 
+class Folder(NamedTuple):
+    name: str  # its __main__.py has a `main` that takes the rest of the command line
+    about: str
+
+
+FOLDERS: Mapping[str, Folder] = {
+    "data": Folder("data_gen", "writes training data: synthetic tokens, or tokenized text"),
+    "analyze": Folder("analysis", "draws and tabulates training runs and benchmarks"),
+}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command given by its name and flags. Returns its exit status."""
     set_up_process()
@@ -73,12 +84,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         with without_collection():
             module = import_module(command.module)
         return module.main(BOTH, words[1:])
+    if words and (folder := FOLDERS.get(words[0])):
+        return run_folder(folder.name, words[1:])
     if print_help_if_asked(words, overview):
         return 0
     if not is_main_process():
         return 2
     given = f"unknown command {words[0]!r}" if words else "no command given"
-    return print_error(f"{given}; choose one of {', '.join(COMMANDS)} (--help describes them)")
+    return print_error(f"{given}; choose one of {', '.join([*COMMANDS, *FOLDERS])} (--help describes them)")
+
+
+def run_folder(name: str, words: Sequence[str]) -> int:
+    """Runs data_gen or analysis, which a wheel has inside lightseq and the repository beside it."""
+    package = f"lightseq.{name}"
+    if find_spec(package) is None:
+        package = name
+        sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # before the user's own folder of that name
+    return import_module(f"{package}.__main__").main(words)
 
 
 def overview() -> str:
@@ -86,4 +108,5 @@ def overview() -> str:
     about, _, *usages = (__doc__ or "").strip().splitlines()
     lines = ["usage: " + "\n       ".join(usages), "", about, ""]
     lines += [f"  {name:<10} {command.about}" for name, command in COMMANDS.items()]
+    lines += [f"  {name:<10} {folder.about}" for name, folder in FOLDERS.items()]
     return "\n".join([*lines, "", "python3 -m lightseq COMMAND --help lists its flags."])

@@ -1,9 +1,5 @@
 """Llama 3: published architectures and their hub ids."""
 
-from lightseq.models.presets import ModelFamily
-
-from .presets import ALIASES, PRESETS, scaled_preset
-
-FAMILY = ModelFamily("llama3", PRESETS, ALIASES, scaled_preset, sibling="llama2")
+from .presets import FAMILY
 
 __all__ = ["FAMILY"]

@@ -5,7 +5,6 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,7 +13,7 @@ from transformers import AutoConfig, LlamaConfig, PreTrainedConfig
 from lightseq.models.architecture import inspect_architecture
 from lightseq.models.heads import heads_of
 from lightseq.models.hub import hub_error
-from lightseq.models.presets import ModelFamily
+from lightseq.models.presets import FAMILIES, ModelFamily
 
 ROPE_TYPES: Final = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional")
 WITH_ORIGINAL_LENGTH: Final = (
@@ -240,16 +239,17 @@ def _check_hub(family: ModelFamily, hub_id: str) -> None:
 
 
 def _unknown_name(family: ModelFamily, name: str) -> str:
-    other: ModelFamily | None = import_module(family.sibling).FAMILY if family.sibling else None
-    if other is not None and other.preset(name) is not None:
+    other = next((each for each in FAMILIES if each.preset(name) is not None), None)
+    if other is not None:
         return f"--model_name_or_path {name} is a preset of {other.name}: use {other.name}/train.py"
-    known = [*family.presets, *(other.presets if other else ())]
+    elsewhere = {preset: each for each in FAMILIES for preset in each.presets if preset not in family.presets}
+    known = [*family.presets, *elsewhere]
     nearest = max(  # prefer this family
         difflib.get_close_matches(name, known, n=len(known)),
         key=lambda preset: (difflib.SequenceMatcher(None, preset, name).ratio(), preset in family.presets),
         default=None,
     )
-    elsewhere = f", of {other.name}/train.py" if other and nearest in other.presets else ""
-    guess = f"; did you mean {nearest}{elsewhere}?" if nearest else ""
+    of_other = f", of {elsewhere[nearest].name}/train.py" if nearest in elsewhere else ""
+    guess = f"; did you mean {nearest}{of_other}?" if nearest else ""
     presets = ", ".join(family.presets)
     return f"--model_name_or_path {name} is not a directory, hub id or preset of {family.name} ({presets}){guess}"
