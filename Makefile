@@ -44,12 +44,12 @@ help:
 
 PIP = .venv/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
-# What training needs; what tests need comes on top.
+# What training and its curves need; what tests need comes on top.
 .venv/.base: constraints.txt pyproject.toml
-	@echo "install: torch, transformers and the rest of the base into .venv (two to ten minutes; pyproject.toml lists it)"
+	@echo "install: torch, transformers, matplotlib and the rest of the base into .venv (two to ten minutes; pyproject.toml lists it)"
 	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 11) and "lightseq needs Python 3.11 or newer; name one with PYTHON=PATH")'
 	@python3 -m venv .venv
-	@$(PIP) -e .
+	@$(PIP) -e ".[analysis]"
 	@$(installed)
 	@touch $@
 

@@ -4,7 +4,11 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-import matplotlib
+try:
+    import matplotlib
+except ModuleNotFoundError:
+    print("analysis: error: matplotlib is not installed; pip install matplotlib", file=sys.stderr)
+    sys.exit(2)
 
 from . import attention, cluster, compare, curves, evaluate, largest, needle, plots, profile, report, step, watch
 from .drawing import STYLE

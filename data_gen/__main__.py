@@ -1,7 +1,4 @@
-"""Writes training data: synthetic tokens, or tokenized text.
-
-python3 -m data_gen synthetic --kind needle --documents 100 --length 4096 --output data/needle
-"""
+"""Writes training data: synthetic tokens, or tokenized text."""
 
 from __future__ import annotations
 
@@ -12,9 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from data_gen.output import limit_tokens, write
-from data_gen.sources import SkippedTexts, expand_sources, read_texts
-from data_gen.synthetic import KINDS, Synthetic, answer_targets, check_spec, draw_document, needle_depths
 from lightseq.config.lengths import length_flag
 from lightseq.config.parser import whole_number
 from lightseq.data.sources import split_columns
@@ -22,6 +16,11 @@ from lightseq.data.token_cache import tokenizer_batches
 from lightseq.data.tokenizer import load_tokenizer
 from lightseq.utils.formatting import first_line
 from lightseq.utils.progress import progress_bar
+
+from . import PROGRAM
+from .output import limit_tokens, write
+from .sources import SkippedTexts, expand_sources, read_texts
+from .synthetic import KINDS, Synthetic, answer_targets, check_spec, draw_document, needle_depths
 
 TEXT_HELP = (
     "SOURCE is a file (one document), a .jsonl, .jsonl.gz, .ndjson, .arrow or .parquet file (one document per "
@@ -48,7 +47,8 @@ class _Raw(argparse.RawDescriptionHelpFormatter):
 
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of both commands."""
-    root = Parser(prog="python3 -m data_gen", description=__doc__, formatter_class=_Raw)
+    example = f"{PROGRAM} synthetic --kind needle --documents 100 --length 4096 --output data/needle"
+    root = Parser(prog=PROGRAM, description=f"{__doc__}\n{example}", formatter_class=_Raw)
     commands = root.add_subparsers(dest="command", required=True)
     described = "\n".join(
         textwrap.fill(f"{name}: {kind.help}", 80, initial_indent="  ", subsequent_indent="    ")

@@ -17,7 +17,7 @@ PROGRAMS = (
 )
 # These take a tenth of a second longer for rich, or a third for matplotlib.
 PROGRAMS_WITH_TABLES = (
-    *("launch.sweep", "data_gen", "data_gen synthetic", "data_gen text"),
+    *("launch.sweep", "data_gen", "data_gen synthetic", "data_gen text", "lightseq data", "lightseq analyze"),
     *("analysis", *(f"analysis {name}" for name in ANALYSES)),
 )
 # One process runs programs one after the other, because starting Python for each would take seconds.

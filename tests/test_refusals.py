@@ -39,15 +39,15 @@ RANDOM = "--random_init --model_name_or_path"
 # Name of the case, what it adds to GOOD, what its line has to say: the value, and the remedy.
 REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     # the data
-    "no data": ("--data_path {files}/gone", ("{files}/gone does not exist", "data_gen")),
-    "data of no known kind": ("--data_path {files}/file.tsv", ("file.tsv is not a token directory", "data_gen")),
-    "a directory without tokens": ("--data_path {files}/model", ("(no meta.json)", "data_gen")),
+    "no data": ("--data_path {files}/gone", ("{files}/gone does not exist", "lightseq data")),
+    "data of no known kind": ("--data_path {files}/file.tsv", ("file.tsv is not a token directory", "lightseq data")),
+    "a directory without tokens": ("--data_path {files}/model", ("(no meta.json)", "lightseq data")),
     "a pickle that runs code": ("--data_path {files}/hostile.pkl", ("posix.system", "plain lists")),
     "a pickle cut short": ("--data_path {files}/cut.pkl", ("cut.pkl cannot be read", "write it again")),
     "ids outside the vocabulary": ("--data_path {files}/outside.pkl", ("token id 64", "vocabulary of 64", "tokenize")),
     "no evaluation data": (
         "--eval_data_path {files}/gone --eval_strategy steps",
-        ("{files}/gone does not exist", "data_gen"),
+        ("{files}/gone does not exist", "lightseq data"),
     ),
     "a limit without evaluation data": (
         "--max_eval_samples 3",

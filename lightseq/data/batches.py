@@ -65,7 +65,7 @@ def open_examples(
     read_options = read_options or ReadOptions()
     if holds_rows(path):
         if not str(path).startswith(HUB_PREFIX) and not Path(path).exists():
-            raise ValueError(f"{path} does not exist; make it with python3 -m data_gen, or give another path")
+            raise ValueError(f"{path} does not exist; make it with python3 -m lightseq data, or give another path")
         if _is_tokenized(path, read_options, has_tokenizer=tokenizer is not None):
             return open_rows(path, length, vocab_size, placeholder_tokenizer(vocab_size), read_options, progress)
         if tokenizer is None:
@@ -79,7 +79,7 @@ def open_examples(
         return open_rows(path, length, vocab_size, loaded, read_options, progress)
     path = Path(path)
     if not path.exists():
-        raise ValueError(f"{path} does not exist; make it with python3 -m data_gen, or give another path")
+        raise ValueError(f"{path} does not exist; make it with python3 -m lightseq data, or give another path")
     limits_rows = read_options.limit is not None and not read_options.limits_documents
     given = f"--max_train_samples {read_options.limit}" if limits_rows else None
     if read_options.text_column != "text":
@@ -92,7 +92,7 @@ def open_examples(
         holds = ", ".join(ignored_files(path)[:MAX_NAMED]) or "nothing"
         raise ValueError(
             f"{path} is neither a token directory (no {META}) nor a folder of {alternatives(FOLDER_SUFFIXES)} files; "
-            f"it holds {holds}; name a file, or make tokens with python3 -m data_gen"
+            f"it holds {holds}; name a file, or make tokens with python3 -m lightseq data"
         )
     if path.is_dir():
         opened = open_windows(path, length, vocab_size, read_options.limit)
@@ -103,7 +103,7 @@ def open_examples(
     kinds = alternatives(["a token directory", ".pkl", *READERS])
     raise ValueError(
         f"{path} is not {kinds}; write chats and other rows as .jsonl, or make tokens of a text with python3 "
-        "-m data_gen text"
+        "-m lightseq data text"
     )
 
 

@@ -182,7 +182,7 @@ def open_token_directory(path: Path) -> TokenDirectory:
 def _read_meta(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(
-            f"{path.parent} has no {META}, so it is not a token directory; make one with python3 -m data_gen"
+            f"{path.parent} has no {META}, so it is not a token directory; make one with python3 -m lightseq data"
         )
     try:
         meta = read_json(path)
@@ -190,7 +190,7 @@ def _read_meta(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is corrupt: {first_line(error)}; make it again") from error
     if not isinstance(meta, dict) or meta.get("format_version") != FORMAT_VERSION:
         raise ValueError(
-            f"{path} does not have format version {FORMAT_VERSION}; make it again with python3 -m data_gen"
+            f"{path} does not have format version {FORMAT_VERSION}; make it again with python3 -m lightseq data"
         )
     told = (
         matches_schema(meta, REQUIRED_META) and meta["dtype"] in DTYPES and min(meta["tokens"], meta["documents"]) > 0
