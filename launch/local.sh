@@ -15,14 +15,6 @@ refuse() {
     exit 2
 }
 
-# Prints "; did you mean WORD?" if one of the words after the first is close to it.
-suggest() {
-    python3 -c '
-import difflib, sys
-for word in difflib.get_close_matches(sys.argv[1].lower(), sys.argv[2:], n=1, cutoff=0.8):
-    print(f"; did you mean {word}?")' "$@" 2>/dev/null
-}
-
 case "${1:-}" in
 llama2 | llama3) program=("$root/$1/train.py") && shift ;;
 train | verify | rehearse | evaluate)
@@ -32,7 +24,7 @@ train | verify | rehearse | evaluate)
 -h | --help) echo "$usage" && exit ;;
 "") refuse "name a model family or a command first" ;;
 plan | merge) refuse "'$1' runs in one process: use python3 -m lightseq $1" ;;
-*) refuse "'$1' is neither a model family nor a command$(suggest "$1" llama2 llama3 train verify rehearse evaluate)" ;;
+*) refuse "'$1' is neither a model family nor a command" ;;
 esac
 
 python=${PYTHON:-}

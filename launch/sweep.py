@@ -23,7 +23,6 @@ from dataclasses import dataclass, replace
 from rich.console import Console
 
 from launch import sweep_table
-from launch.host_gpus import gpus_here
 from launch.sweep_cells import Cell, expand
 from launch.sweep_estimate import assumed, check_device, estimate, measured
 from launch.sweep_file import Sweep, read_sweep
@@ -34,6 +33,7 @@ from launch.sweep_run import (
     as_typed,
     end,
     ended,
+    gpus_here,
     local_command,
     make_data,
     slurm_command,

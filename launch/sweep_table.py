@@ -6,31 +6,27 @@ from collections.abc import Mapping, Sequence
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from launch.sweep_cells import Cell, label, varying
 from launch.sweep_file import Sweep
 from launch.sweep_records import FAILED, Record
 from lightseq.config.lengths import format_tokens
+from lightseq.utils.formatting import plural
 
-DAY = 86400.0
-YEAR = 365 * DAY
-BAR = 20
-BESIDE = len("sweep ") + BAR + len("  0:00:00 ")  # the fixed part of the progress line
 STYLES = {"done": "green", "failed": "red", "timeout": "red", "stopped": "yellow", "submitted": "cyan"}
 
 
 def shown_seconds(seconds: float) -> str:
-    """Formats seconds: 12 s, 3 min, 2.5 h, 480 days, or 3.4 years."""
+    """Formats seconds: 12 s, 3 min, 2.5 h or 480 days."""
     if seconds < 99.5:
         return f"{seconds:.0f} s"
     if seconds < 99.5 * 60:
         return f"{seconds / 60:.0f} min"
     if seconds < 48 * 3600:
         return f"{seconds / 3600:.1f} h"
-    years = seconds / YEAR
-    return f"{seconds / DAY:.0f} days" if years < 2 else f"{years:.1f} years" if years < 9.95 else f"{years:,.0f} years"
+    return f"{seconds / 86400:,.0f} days"
 
 
 def shown_value(setting: str, value: str | None) -> str:
@@ -69,19 +65,15 @@ def total(cells: Sequence[Cell], records: Mapping[str, Record], times: Mapping[s
     left = [cell for cell in cells if records[cell.name].status != "done"]
     if not left:
         spent = sum(records[cell.name].seconds or 0.0 for cell in cells)
-        return f"{counted(len(cells), 'cell')}, all done, in {shown_seconds(spent)}"
+        return f"{plural(len(cells), 'cell')}, all done, in {shown_seconds(spent)}"
     known = [seconds for cell in left if (seconds := times[cell.name]) is not None]
     unknown = len(left) - len(known)
-    words = [f"{counted(len(cells), 'cell')}, {len(left)} not done"]
+    words = [f"{plural(len(cells), 'cell')}, {len(left)} not done"]
     if known:
         words.append(f"about {shown_seconds(sum(known))}{f' and {unknown} of unknown time' if unknown else ''}")
     else:
         words.append("time unknown")
     return ", ".join(words) + (f"; {source}" if known else "")
-
-
-def counted(count: int, noun: str) -> str:
-    return f"{count} {noun}" + ("" if count == 1 else "s")
 
 
 def fixed_line(cells: Sequence[Cell]) -> str:
@@ -95,17 +87,6 @@ def failures(cells: Sequence[Cell], records: Mapping[str, Record]) -> list[str]:
     return [f"{cell.name}: {r.error}" for cell in cells if (r := records[cell.name]).status in FAILED]
 
 
-def doing(running: Sequence[tuple[Cell, int]], width: int) -> str:
-    """Formats running cells and their steps within `width`. Long names lose their front: they differ at the end."""
-    counts = [f"  step {done}/{cell.config.max_steps or '?'}" for cell, done in running]
-    room = (width - sum(len(count) + len(" | ") for count in counts)) // max(1, len(running))
-    return " | ".join(f"{ending(cell.name, room)}{count}" for (cell, _), count in zip(running, counts, strict=True))
-
-
-def ending(name: str, room: int) -> str:
-    return name if len(name) <= room else f"…{name[len(name) + 1 - max(1, room) :]}"
-
-
 class Terminal:
     """Progress bar on a terminal; in a log one line per cell."""
 
@@ -116,17 +97,22 @@ class Terminal:
         self._bar: Progress | None = None
         if self.console.is_terminal:
             self._bar = Progress(
-                TextColumn("sweep"), BarColumn(bar_width=BAR), MofNCompleteColumn(), TimeElapsedColumn(),
-                TextColumn("{task.fields[doing]}"), console=self.console,
-            )  # fmt: skip
-            self._task = self._bar.add_task("sweep", total=cells, doing="")
+                TextColumn("sweep"),
+                BarColumn(bar_width=20),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1)),
+                console=self.console,
+                expand=True,
+            )
+            self._task = self._bar.add_task("", total=cells)
             self._bar.start()
 
     def show(self, running: Sequence[tuple[Cell, int]]) -> None:
         """Updates the progress bar with the running cells and their steps."""
         if self._bar is not None:
-            counts = f"{self.cells}/{self.cells}"
-            self._bar.update(self._task, doing=doing(running, self.console.width - len(counts) - BESIDE))
+            doing = (f"step {done}/{cell.config.max_steps or '?'} of {cell.name}" for cell, done in running)
+            self._bar.update(self._task, description=" | ".join(doing))
 
     def say(self, record: Record) -> None:
         """Prints a cell's outcome above the progress bar."""

@@ -75,9 +75,8 @@ else:
 
 
 class Job(NamedTuple):
-    """The outcome of a submission: sbatch's own words, the job's exit status and the output of the batch script."""
+    """Outcome of a submission: the job's exit status and the output of the batch script."""
 
-    submitted: str
     status: int
     out: str
 
@@ -99,7 +98,7 @@ class Cluster(NamedTuple):
         }
 
     def submit(self, command: str, timeout: float = 120, **environment: str) -> Job:
-        """A line as typed in the folder to submit from; `sbatch` in it waits for the job to end."""
+        """Runs a line as typed in the folder to submit from; `sbatch` in it waits for the job to end."""
         (self.home / "slurm-4242.status").unlink(missing_ok=True)
         status, out = self.home / "slurm-4242.status", self.home / "slurm-4242.out"
         with subprocess.Popen(
@@ -111,14 +110,14 @@ class Cluster(NamedTuple):
             text=True,
         ) as process:
             try:
-                submitted, said = process.communicate(timeout=timeout)
+                _, said = process.communicate(timeout=timeout)
             except subprocess.TimeoutExpired:  # every process of the job, whatever session it is in
                 for child in psutil.Process(process.pid).children(recursive=True):
                     child.kill()
                 process.kill()
                 raise
         assert status.is_file(), said
-        return Job(submitted, int(status.read_text()), out.read_text())
+        return Job(int(status.read_text()), out.read_text())
 
 
 def make_cluster(directory: Path) -> Cluster:

@@ -1,5 +1,5 @@
-"""Knows how launch/sweep.py runs cells: they fail, time out, stop and go on as they should, and are not run twice. A
-stand-in for the trainer writes a run's files at once; one cell trains for real."""
+"""Running of sweeps: cells fail, time out, stop and continue, and never run twice. A stand-in for the trainer writes a
+run's files at once; one cell trains for real."""
 
 import json
 import os
@@ -16,10 +16,9 @@ import psutil
 import pytest
 from executables import write_python_program
 
-from launch.host_gpus import HostGPUs, gpus_here
 from launch.sweep import main
 from launch.sweep_estimate import check_device
-from launch.sweep_run import OF_ONE_RUN, cause, make_data
+from launch.sweep_run import OF_ONE_RUN, HostGPUs, cause, gpus_here, make_data
 from launch.sweep_run import environment as environment_of_cell
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -52,21 +51,21 @@ about = {{"config": config.to_json(), "total_steps": config.max_steps, "world_si
 """
 
 
-def write(directory: Path, text: str) -> Path:
-    path = directory / "sweep.yaml"
-    path.write_text(text)
-    return path
-
-
 @pytest.fixture
 def sweep_dir(tmp_path: Path) -> Path:
     write_python_program(tmp_path / "python", TRAINER)
     return tmp_path
 
 
-def sweep(directory: Path, text: str) -> Path:
-    output, fixed = directory / "out", FIXED
-    return write(directory, f"output_dir: {output}\nfixed: {{{fixed}}}\n{text}")
+def sweep(directory: Path, text: str, fixed: str = FIXED) -> Path:
+    path = directory / "sweep.yaml"
+    path.write_text(f"output_dir: {directory}/out\nfixed: {{{fixed}}}\n{text}")
+    return path
+
+
+def program(path: Path, source: str) -> None:
+    path.write_text(f"#!/usr/bin/env bash\n{source}\n")
+    path.chmod(0o755)
 
 
 def environment(directory: Path, **more: str) -> dict[str, str]:
@@ -74,10 +73,24 @@ def environment(directory: Path, **more: str) -> dict[str, str]:
 
 
 def launch(directory: Path, path: Path, *options: str, **more: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "launch" / "sweep.py"), "--config", str(path), *options]
+    words = [sys.executable, ROOT / "launch" / "sweep.py", "--config", path, *options]
     return subprocess.run(
-        command, cwd=directory, env=environment(directory, **more), capture_output=True, text=True, timeout=120
+        words, cwd=directory, env=environment(directory, **more), capture_output=True, text=True, timeout=120
     )
+
+
+def started(directory: Path, path: Path, *options: str, workers: int = 1) -> tuple[subprocess.Popen[str], list[int]]:
+    """Starts a sweep whose cells of seed 2 never end. Returns it and the processes of `workers` such cells."""
+    words = [sys.executable, ROOT / "launch" / "sweep.py", "--config", path, *options]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(words, env=environment(directory), stdout=pipe, stderr=pipe, text=True)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        noted = [path.read_text() for path in (directory / "out").glob("*/worker")]
+        if sum(text.endswith("\n") for text in noted) == workers:
+            break
+        time.sleep(0.05)
+    return process, [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
 
 
 @pytest.fixture
@@ -150,7 +163,7 @@ def test_a_sweep_goes_on_after_failures_and_runs_nothing_twice(sweep_dir: Path) 
     assert list(records(sweep_dir)) == list(found), "cells that were not asked for keep their records"
 
 
-def test_a_cell_is_done_only_with_all_steps_of_these_very_flags(sweep_dir: Path) -> None:
+def test_a_cell_is_done_only_with_all_steps_of_the_same_flags(sweep_dir: Path) -> None:
     first = "grid: {seed: [5, 6]}"
     assert launch(sweep_dir, sweep(sweep_dir, first)).returncode == 0
     assert len(ran(sweep_dir)) == 2
@@ -159,56 +172,50 @@ def test_a_cell_is_done_only_with_all_steps_of_these_very_flags(sweep_dir: Path)
     assert launch(sweep_dir, sweep(sweep_dir, first)).returncode == 0
     assert ran(sweep_dir) == ["seed-5"]
 
-    changed = sweep(sweep_dir, first + "\ninclude: [{seed: 6, lr_scheduler_type: cosine}]")
-    assert launch(sweep_dir, changed).returncode == 0
-    assert ran(sweep_dir) == ["seed-6_lr_scheduler_type-cosine"]
-    other = write(sweep_dir, changed.read_text().replace("max_steps: 2", "max_steps: 3"))
+    other = sweep(sweep_dir, first, FIXED.replace("max_steps: 2", "max_steps: 3"))
     assert launch(sweep_dir, other).returncode == 0
-    assert len(ran(sweep_dir)) == 3
+    assert len(ran(sweep_dir)) == 2
     (sweep_dir / "out" / "sweep.jsonl").unlink()
     assert launch(sweep_dir, other).returncode == 0
     assert ran(sweep_dir) == [], "a run's own files say that it is done"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_stopping_kills_every_process_and_the_next_call_goes_on(number: signal.Signals, sweep_dir: Path) -> None:
+def test_a_stopped_sweep_leaves_no_process_and_continues(number: signal.Signals, sweep_dir: Path) -> None:
     path = sweep(sweep_dir, "grid: {seed: [4, 2, 5]}")
-    command = [sys.executable, str(ROOT / "launch" / "sweep.py"), "--config", str(path)]
-    process = subprocess.Popen(command, env=environment(sweep_dir), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    noted = sweep_dir / "out" / "seed-2" / "worker"
-    deadline = time.monotonic() + 30
-    while not (noted.exists() and noted.read_text()) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    worker = int(noted.read_text())
-    below = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
+    process, below = started(sweep_dir, path)
     process.send_signal(number)
-    _, said = process.communicate(timeout=30)
-    assert process.returncode == 130 and said.decode().splitlines() == [
-        "launch/sweep.py: stopped; run the same command again to continue"
-    ]
-    assert worker in below and not [pid for pid in below if lives(pid)]
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert said == "launch/sweep.py: stopped; run the same command again to continue\n"
+    worker = int((sweep_dir / "out" / "seed-2" / "worker").read_text())
+    assert worker in below and not any(map(lives, below))
     assert [r["status"] for r in records(sweep_dir).values()] == ["done", "stopped", "pending"]
     ran(sweep_dir)
     assert launch(sweep_dir, path, "--timeout", "3").returncode == 1
     assert ran(sweep_dir) == ["seed-2", "seed-5"]
 
 
-def test_a_sweep_is_run_by_one_call_and_leaves_alone_what_a_killed_one_left_running(
+def test_stopping_ends_every_cell_that_runs(sweep_dir: Path) -> None:
+    path = sweep(sweep_dir, "grid: {seed: 2, learning_rate: [1e-3, 1e-4, 1e-5]}")
+    process, below = started(sweep_dir, path, "--at_once", "2", workers=2)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 130 and not any(map(lives, below))
+    assert [r["status"] for r in records(sweep_dir).values()] == ["stopped", "stopped", "pending"]
+
+
+def test_a_running_sweep_and_what_a_killed_one_left_are_not_disturbed(
     sweep_dir: Path, listed: Callable[..., tuple[int, str, str]]
 ) -> None:
     path = sweep(sweep_dir, "grid: {seed: [4, 2]}")
-    command = [sys.executable, str(ROOT / "launch" / "sweep.py"), "--config", str(path)]
-    process = subprocess.Popen(command, env=environment(sweep_dir), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    log, worker = (sweep_dir / "out" / "seed-2" / name for name in ("log.txt", "worker"))
-    deadline = time.monotonic() + 30
-    while not (worker.exists() and worker.read_text()) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    left = psutil.Process(process.pid).children(recursive=True)
+    process, left = started(sweep_dir, path)
+    log = sweep_dir / "out" / "seed-2" / "log.txt"
     try:
         said, noted = log.read_text(), records(sweep_dir)
         beside = launch(sweep_dir, sweep(sweep_dir, "grid: {seed: [5]}"))
         assert beside.returncode == 2 and "out is in use by another call of launch/sweep.py" in beside.stderr
-        assert listed(path)[0] == 0, "which writes nothing"
+        assert listed(path)[0] == 0, "listing writes nothing"
         process.kill()
         process.communicate()
         again = launch(sweep_dir, sweep(sweep_dir, "grid: {seed: [2, 5]}"))
@@ -216,13 +223,13 @@ def test_a_sweep_is_run_by_one_call_and_leaves_alone_what_a_killed_one_left_runn
         assert len(again.stderr.splitlines()) == 1
         assert (log.read_text(), records(sweep_dir)) == (said, noted) and said
     finally:
-        for child in left:
-            child.kill()
+        for pid in filter(lives, left):
+            os.kill(pid, signal.SIGKILL)
     assert ran(sweep_dir) == ["seed-4", "seed-2"]
     assert launch(sweep_dir, sweep(sweep_dir, "grid: {seed: [4, 5]}")).returncode == 0 and ran(sweep_dir) == ["seed-5"]
 
 
-def test_listing_runs_nothing_and_says_what_is_known(
+def test_listing_runs_nothing_and_shows_status_and_times(
     sweep_dir: Path, listed: Callable[..., tuple[int, str, str]]
 ) -> None:
     path = sweep(sweep_dir, "grid: {seed: [1, 4, 5]}")
@@ -243,7 +250,7 @@ def test_listing_runs_nothing_and_says_what_is_known(
     assert "2 not done, about" in shown and "estimated from the cells that ran" in shown
 
 
-def test_a_garbled_record_is_named_and_its_cell_is_what_its_files_say(
+def test_the_files_of_a_cell_replace_a_garbled_record(
     sweep_dir: Path, listed: Callable[..., tuple[int, str, str]]
 ) -> None:
     path = sweep(sweep_dir, "grid: {seed: [1, 4, 5]}")
@@ -265,7 +272,7 @@ def test_a_garbled_record_is_named_and_its_cell_is_what_its_files_say(
     assert noted.read_text().startswith("step,loss")
 
 
-def test_input_that_cannot_be_met_is_one_line_and_status_2(sweep_dir: Path) -> None:
+def test_invalid_options_are_one_line_and_status_2(sweep_dir: Path) -> None:
     path = sweep(sweep_dir, "grid: {seed: [4]}")
     refused = (("--only", "nothing"), ("--timeout", "0"), ("--config", "nowhere.yaml"), ("--submit",))
     for options in (*refused, ("--submit", "--at_once", "2"), ("--at_once", "0")):
@@ -274,15 +281,9 @@ def test_input_that_cannot_be_met_is_one_line_and_status_2(sweep_dir: Path) -> N
         assert len(done.stderr.splitlines()) == 1
 
 
-def test_cells_are_handed_to_sbatch_once_and_followed(
-    sweep_dir: Path, listed: Callable[..., tuple[int, str, str]]
-) -> None:
-    for name, source in {
-        "sbatch": 'printf "%s\\n" "$*" >> "$JOBS"; echo Submitted batch job "$(wc -l < "$JOBS")"',
-        "squeue": 'echo "${ALIVE-}"',
-    }.items():
-        (sweep_dir / name).write_text(f"#!/usr/bin/env bash\n{source}\n")
-        (sweep_dir / name).chmod(0o755)
+def test_each_cell_is_submitted_once_and_followed(sweep_dir: Path, listed: Callable[..., tuple[int, str, str]]) -> None:
+    program(sweep_dir / "sbatch", 'echo "$*" >> "$JOBS"; echo Submitted batch job "$(wc -l < "$JOBS")"')
+    program(sweep_dir / "squeue", 'echo "${ALIVE-}"')
     jobs = sweep_dir / "jobs"
     path = sweep(sweep_dir, "gpus_per_node: 2\ntimeout_seconds: 90\ngrid: {ranks: [1, 4]}")
     done = launch(sweep_dir, path, "--submit", JOBS=str(jobs))
@@ -298,8 +299,12 @@ def test_cells_are_handed_to_sbatch_once_and_followed(
     assert len(jobs.read_text().splitlines()) == 2, "not twice"
     assert "failed: ranks-1: job 1 ended without all steps" in listed(path, JOBS=str(jobs), ALIVE="2")[1]
 
+    refused = launch(sweep_dir, sweep(sweep_dir, "gpus_per_node: 2\ngrid: {ranks: [2, 3]}"), "--submit", JOBS=str(jobs))
+    assert refused.returncode == 2 and "ranks: 3 do not fill nodes of 2 GPUs" in refused.stderr
+    assert len(jobs.read_text().splitlines()) == 2, "all or none are submitted"
 
-def test_the_shells_variables_of_another_run_do_not_reach_a_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+
+def test_variables_of_another_run_do_not_reach_a_cell(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each variable that job.sh reads is either kept from the cells, or about the host they run on."""
     read = set(re.findall(r"\$\{([A-Z_]+):-", (ROOT / "launch" / "slurm" / "job.sh").read_text()))
     own = {name for name in read if not name.startswith(("SLURM_", "OMP_", "TORCH_", "PET_"))}
@@ -307,15 +312,6 @@ def test_the_shells_variables_of_another_run_do_not_reach_a_cell(monkeypatch: py
         monkeypatch.setenv(name, "7")
     of_host = {"NPROC", "PYTHON", "CONTAINER", "REQUEUE"}
     assert own - of_host == {*OF_ONE_RUN} and own & environment_of_cell(2).keys() == of_host
-
-
-def test_ranks_that_do_not_fill_nodes_are_refused(sweep_dir: Path) -> None:
-    path = sweep(sweep_dir, "gpus_per_node: 2\ngrid: {ranks: [2, 3]}")
-    (sweep_dir / "sbatch").write_text('#!/usr/bin/env bash\ntouch "$JOBS"\n')
-    (sweep_dir / "sbatch").chmod(0o755)
-    done = launch(sweep_dir, path, "--submit", JOBS=str(sweep_dir / "jobs"))
-    assert not (sweep_dir / "jobs").exists(), "nothing is submitted where not all can be"
-    assert done.returncode == 2 and "ranks: 3 do not fill nodes of 2 GPUs" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -335,10 +331,11 @@ def test_the_cause_of_a_failure_is_found_in_its_log(log: str, said: str | None) 
 
 @pytest.mark.slow
 def test_the_tiny_sweep_trains_for_real(tmp_path: Path) -> None:
-    tiny = (ROOT / "launch" / "sweeps" / "tiny.yaml").read_text()
-    text = tiny.replace("data/sweep-tiny", str(tmp_path / "data")) + f"output_dir: {tmp_path / 'out'}\n"
+    options = (f"output_dir={tmp_path}/out", f"data.output={tmp_path}/data")
+    changes = [word for option in options for word in ("--set", option)]
+    path = ROOT / "launch" / "sweeps" / "tiny.yaml"
     python = {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
-    done = launch(tmp_path, write(tmp_path, text), "--only", "length-256_ranks-2_schedule-zigzag", **python)
+    done = launch(tmp_path, path, *changes, "--only", "length-256_ranks-2_schedule-zigzag", **python)
     assert done.returncode == 0, done.stdout + done.stderr
     (record,) = [r for r in records(tmp_path).values() if r["status"] == "done"]
     run = json.loads((Path(record["output_dir"]) / "run.json").read_text())
@@ -346,7 +343,7 @@ def test_the_tiny_sweep_trains_for_real(tmp_path: Path) -> None:
     assert len((Path(record["output_dir"]) / "metrics.jsonl").read_text().splitlines()) == 5
 
 
-def test_data_that_was_made_otherwise_is_neither_trained_on_nor_replaced(tmp_path: Path) -> None:
+def test_data_made_with_other_flags_is_refused(tmp_path: Path) -> None:
     flags = {"kind": "zipf", "documents": "2", "length": "8", "vocab_size": "1_6", "seed": "0"}
     flags["output"] = str(tmp_path / "data")
     make_data(flags)
@@ -370,6 +367,9 @@ def test_data_that_was_made_otherwise_is_neither_trained_on_nor_replaced(tmp_pat
         make_data(flags)
 
 
+NVIDIA_SMI = r"printf '0, NVIDIA H200\n1, NVIDIA H200\n2, NVIDIA H200\n'"
+
+
 @pytest.mark.parametrize(
     ("visible", "devices"),
     [(None, "0 1 2"), ("", ""), ("-1", ""), ("2, 1", "2 1"), ("0,-1,1", "0"), ("GPU-a1,GPU-b2", "GPU-a1 GPU-b2")],
@@ -377,8 +377,7 @@ def test_data_that_was_made_otherwise_is_neither_trained_on_nor_replaced(tmp_pat
 def test_gpus_are_those_that_cuda_will_see(
     visible: str | None, devices: str, sweep_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (sweep_dir / "nvidia-smi").write_text(NVIDIA_SMI)
-    (sweep_dir / "nvidia-smi").chmod(0o755)
+    program(sweep_dir / "nvidia-smi", NVIDIA_SMI)
     monkeypatch.setenv("PATH", f"{sweep_dir}:{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
@@ -386,33 +385,8 @@ def test_gpus_are_those_that_cuda_will_see(
     assert gpus_here() == HostGPUs("NVIDIA H200", tuple(devices.split()))
 
 
-def written_numbers(folder: Path, pattern: str) -> list[int]:
-    """Returns the numbers in the files that are written completely, with a line break at the end."""
-    texts = [path.read_text() for path in folder.glob(pattern)]
-    return [int(text) for text in texts if text.endswith("\n")]
-
-
-def test_stopping_cells_that_run_at_once_ends_all_of_them(sweep_dir: Path) -> None:
-    path = sweep(sweep_dir, "grid: {seed: 2, learning_rate: [1e-3, 1e-4, 1e-5]}")
-    command = [sys.executable, str(ROOT / "launch" / "sweep.py"), "--config", str(path), "--at_once", "2"]
-    process = subprocess.Popen(command, env=environment(sweep_dir), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    deadline = time.monotonic() + 60
-    while len(pids := written_numbers(sweep_dir / "out", "*/worker")) < 2 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
-    assert process.returncode == 130 and len(pids) == 2 and not any(map(lives, pids))
-    assert [r["status"] for r in records(sweep_dir).values()] == ["stopped", "stopped", "pending"]
-
-
-NVIDIA_SMI = """#!/bin/sh
-printf '0, NVIDIA H200\\n1, NVIDIA H200\\n2, NVIDIA H200\\n'
-"""
-
-
-def test_cells_at_once_have_gpus_of_their_own_and_those_too_wide_wait_for_a_larger_host(sweep_dir: Path) -> None:
-    (sweep_dir / "nvidia-smi").write_text(NVIDIA_SMI)
-    (sweep_dir / "nvidia-smi").chmod(0o755)
+def test_cells_at_once_share_no_gpu(sweep_dir: Path) -> None:
+    program(sweep_dir / "nvidia-smi", NVIDIA_SMI)
     write_python_program(sweep_dir / "python", TRAINER.replace("steps = range", SEEN + "steps = range"))
     path = sweep(sweep_dir, "grid: {ranks: [1, 2, 4], seed: [4, 5]}")
     done = launch(sweep_dir, path, "--at_once", "3")
@@ -425,8 +399,6 @@ def test_cells_at_once_have_gpus_of_their_own_and_those_too_wide_wait_for_a_larg
     assert beside, "some ran side by side"
     assert not [1 for a, b in beside if set(a[0].split(",")) & set(b[0].split(","))], "and shared no GPU"
 
-    left = launch(sweep_dir, path)
-    assert left.returncode == 0 and "4 done, 2 need more than the 3 GPUs here, 0 to run" in left.stdout
     (sweep_dir / "out" / "seen").unlink()
     assert launch(sweep_dir, path, "--set", "seed=6", "--only", "ranks-1").returncode == 0
     [(gpus, *_)] = [json.loads(line) for line in (sweep_dir / "out" / "seen").read_text().splitlines()]
@@ -442,7 +414,7 @@ with (output.parent / "seen").open("a") as seen:
 """
 
 
-def test_a_gpu_to_estimate_for_may_be_spelt_short_and_must_be_known() -> None:
+def test_device_takes_short_and_full_names_of_known_gpus() -> None:
     assert check_device("h100") == "H100" and check_device("NVIDIA H200") == "NVIDIA H200"
     with pytest.raises(ValueError, match="--device h300 is unknown; give a GPU as h100"):
         check_device("h300")
