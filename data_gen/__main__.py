@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import textwrap
+from argparse import Namespace, RawDescriptionHelpFormatter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from lightseq.config.lengths import length_flag
-from lightseq.config.parser import whole_number
+from lightseq.config.parser import Parser, whole_number
 from lightseq.data.sources import split_columns
 from lightseq.data.token_cache import tokenizer_batches
 from lightseq.data.tokenizer import load_tokenizer
@@ -29,33 +28,23 @@ TEXT_HELP = (
     "streamed), or stdlib (the modules of the running Python's standard library, without its tests). Each document "
     "ends with the tokenizer's end-of-document id. Files and rows that cannot be read are left out and counted."
 )
-
-
 TARGETS = ("all", "answer")
 
 
-class Parser(argparse.ArgumentParser):
-    """Argument parser that raises ValueError instead of exiting."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message}; see {self.prog} --help")
-
-
-class _Raw(argparse.RawDescriptionHelpFormatter):
-    """Help formatter that keeps the line breaks of descriptions."""
-
-
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """Returns the parser of both commands."""
     example = f"{PROGRAM} synthetic --kind needle --documents 100 --length 4096 --output data/needle"
-    root = Parser(prog=PROGRAM, description=f"{__doc__}\n{example}", formatter_class=_Raw)
+    root = Parser(prog=PROGRAM, description=f"{__doc__}\n{example}", formatter_class=RawDescriptionHelpFormatter)
     commands = root.add_subparsers(dest="command", required=True)
     described = "\n".join(
         textwrap.fill(f"{name}: {kind.help}", 80, initial_indent="  ", subsequent_indent="    ")
         for name, kind in KINDS.items()
     )
     synthetic = commands.add_parser(
-        "synthetic", help="random tokens", description=f"kinds:\n{described}", formatter_class=_Raw
+        "synthetic",
+        help="random tokens",
+        description=f"kinds:\n{described}",
+        formatter_class=RawDescriptionHelpFormatter,
     )
     synthetic.add_argument("--kind", choices=list(KINDS), required=True, help="structure of the documents, see above")
     synthetic.add_argument("--documents", type=whole_number, required=True, help="number of documents")
@@ -99,7 +88,7 @@ def parser() -> argparse.ArgumentParser:
     return root
 
 
-def make_synthetic(arguments: argparse.Namespace) -> str:
+def make_synthetic(arguments: Namespace) -> str:
     """Writes synthetic documents and returns the closing line."""
     spec = Synthetic(
         kind=arguments.kind,
@@ -127,7 +116,7 @@ def make_synthetic(arguments: argparse.Namespace) -> str:
     return write(arguments.output, drawn, spec.vocab_size, lambda: extra_meta, extra, arguments.force, targets)
 
 
-def make_text(arguments: argparse.Namespace) -> str:
+def make_text(arguments: Namespace) -> str:
     """Writes tokenized texts and returns the closing line."""
     if arguments.max_tokens is not None and arguments.max_tokens < 1:
         raise ValueError(f"--max_tokens {arguments.max_tokens} is too small; give 1 or more, or leave it out")

@@ -1,4 +1,4 @@
-"""Facts about data_gen: each kind has the structure it promises, and what is written is what lightseq reads."""
+"""data_gen: every kind has its structure, and lightseq reads what is written."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pickle
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +18,8 @@ from data_gen.synthetic import KINDS, Synthetic, draw_document, needle_depths
 from lightseq.data.batches import open_examples
 from lightseq.data.token_directory import open_token_directory
 from lightseq.data.tokenizer import ByteTokenizer
+
+NEEDLES = ("synthetic", "--kind", "needle", "--documents", 3, "--length", 10)
 
 
 def run(*arguments: object) -> int:
@@ -30,14 +32,10 @@ def drawn(kind: str, length: int, vocab_size: int, count: int = 20, seed: int = 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_fills_its_length_with_ids_of_its_vocabulary(kind: str) -> None:
+def test_a_document_depends_on_seed_and_index_and_fills_its_length(kind: str) -> None:
     for length in (5, 8, 101):
         for ids in drawn(kind, length, vocab_size=11):
             assert ids.shape == (length,) and ids.min() >= 0 and ids.max() < 11
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_seed_and_the_index_alone_decide_a_document(kind: str) -> None:
     few, many = drawn(kind, 64, 100, count=3), drawn(kind, 64, 100, count=9)
     assert all((a == b).all() for a, b in zip(few, many, strict=False))
     assert (many[0] != many[1]).any() and (many[0] != drawn(kind, 64, 100, seed=1)[0]).any()
@@ -57,7 +55,7 @@ def test_uniform_is_flat_and_zipf_falls_with_the_id() -> None:
     assert np.abs(zipf - 1 / np.arange(1, 5) / harmonic).max() < 0.01
 
 
-def test_a_needle_stands_once_in_the_hay_at_its_depth_and_is_asked_for_at_the_end() -> None:
+def test_a_needle_stands_at_its_depth_and_at_the_end() -> None:
     spec = Synthetic("needle", 200, 16, 40, 5)
     depths = needle_depths(spec)
     for index in range(spec.documents):
@@ -67,9 +65,11 @@ def test_a_needle_stands_once_in_the_hay_at_its_depth_and_is_asked_for_at_the_en
         hay = np.delete(ids, [position, position + 1, 14, 15])
         assert hay.max() < 20 <= min(ids[-2:])
     assert min(depths) == 0.0 and max(depths) == 1.0
+    for ids in drawn("needle", 5, 4):  # the smallest sizes
+        assert ids[-2:].tolist() in (ids[0:2].tolist(), ids[1:3].tolist())
 
 
-def test_lengths_double_from_the_shortest_and_share_the_tokens() -> None:
+def test_lengths_double_from_the_shortest_with_equal_tokens() -> None:
     spec = Synthetic("needle", 6000, 256, 40, 5, shortest=16)
     documents = [draw_document(spec, index) for index in range(spec.documents)]
     for ids, depth in zip(documents, needle_depths(spec), strict=True):
@@ -81,55 +81,27 @@ def test_lengths_double_from_the_shortest_and_share_the_tokens() -> None:
     assert np.abs(tokens / tokens.sum() - 1 / 5).max() < 0.03
 
 
-def test_only_the_answer_is_a_target_if_asked(tmp_path: Path) -> None:
-    made = ["synthetic", "--kind", "needle", "--documents", 3, "--length", 10, "--targets", "answer"]
-    assert run(*made, "--output", tmp_path / "data") == 0
+def test_targets_answer_trains_on_the_answer_only(tmp_path: Path) -> None:
+    assert run(*NEEDLES, "--targets", "answer", "--output", tmp_path / "data") == 0
     examples = open_examples(tmp_path / "data", 10, 512)
     for index in range(3):
         ids, labels = examples[index].input_ids, examples[index].labels
         assert labels.tolist() == [-100] * 8 + [ids[9], -100]
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("--kind zipf --length 8 --targets answer", "--targets answer needs --kind needle, not zipf"),
-        ("--kind needle --length 8 --targets answer --output {}.pkl", "--targets answer needs a directory, but"),
-        ("--kind needle --length 24 --shortest 8", "--length 24 is not --shortest 8 times a power of two"),
-        ("--kind needle --length 8 --shortest 16", "--length 8 is not --shortest 16 times a power of two"),
-        ("--kind needle --length 8 --shortest 4", "--shortest 4 is too small for needle; give 5 or more"),
-    ],
-)
-def test_lengths_and_targets_that_do_not_fit_are_refused(
-    words: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    output = tmp_path / "data"
-    assert run("synthetic", "--documents", 3, "--output", output, *words.format(output).split()) == 2
-    assert said in capsys.readouterr().err and not list(tmp_path.iterdir())
-
-
-def test_a_needle_fits_the_shortest_document() -> None:
-    for ids in drawn("needle", 5, 4):
-        assert ids[-2:].tolist() in (ids[0:2].tolist(), ids[1:3].tolist())
-
-
-def test_a_token_directory_is_read_as_it_was_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    output = tmp_path / "needle"
-    made = ["synthetic", "--kind", "needle", "--documents", 4, "--length", 10, "--vocab_size", 70_000, "--seed", 3]
+def test_both_formats_hold_what_was_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made, output = (*NEEDLES, "--vocab_size", 70_000, "--seed", 3), tmp_path / "needle"
     assert run(*made, "--output", output) == 0
-    assert capsys.readouterr().out == f"4 documents, 40 tokens (uint32) in {output}\n"
-    spec, source = Synthetic("needle", 4, 10, 70_000, 3), open_token_directory(output)
-    assert all((source.document(i) == draw_document(spec, i)).all() for i in range(4))
+    assert capsys.readouterr().out == f"3 documents, 30 tokens (uint32) in {output}\n"
+    spec, source = Synthetic("needle", 3, 10, 70_000, 3), open_token_directory(output)
+    assert all((source.document(i) == draw_document(spec, i)).all() for i in range(3))
     assert source.meta["seed"] == 3 and source.meta["needle_depth"] == needle_depths(spec)
 
-
-def test_a_pickle_has_the_form_of_the_original_and_the_same_tokens(tmp_path: Path) -> None:
-    made = ["synthetic", "--kind", "needle", "--documents", 3, "--length", 10]
-    assert run(*made, "--output", tmp_path / "data.pkl") == run(*made, "--output", tmp_path / "data") == 0
-    content, source = pickle.loads((tmp_path / "data.pkl").read_bytes()), open_token_directory(tmp_path / "data")
+    assert run(*made, "--output", tmp_path / "data.pkl") == 0
+    content = pickle.loads((tmp_path / "data.pkl").read_bytes())
     assert content["input_ids"] == [source.document(i).tolist() for i in range(3)]
     assert content["needle_depth"] == source.meta["needle_depth"]
-    assert len(open_examples(tmp_path / "data.pkl", 8, 512)) == 3
+    assert len(open_examples(tmp_path / "data.pkl", 8, 70_000)) == 3
 
 
 def corpus(folder: Path) -> Path:
@@ -144,7 +116,7 @@ def corpus(folder: Path) -> Path:
     return folder
 
 
-def test_a_folder_is_read_in_name_order_and_what_is_left_out_is_said(
+def test_a_folder_is_read_in_name_order_and_skipped_files_are_listed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, output = corpus(tmp_path / "corpus"), tmp_path / "out"
@@ -159,7 +131,7 @@ def test_a_folder_is_read_in_name_order_and_what_is_left_out_is_said(
     assert shown.out.endswith("left out: 2 empty, 1 not UTF-8\n") and "picture.png" in shown.err
 
 
-def test_a_bad_row_is_left_out_and_those_after_it_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_rows_are_skipped_and_later_rows_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, rows = tmp_path / "rows.jsonl", ['{"text": "one"}', '{"text": 3}', '{"text": "tw', "[]", '{"text": "two"}']
     path.write_text("\n".join(rows))
     assert run("text", path, "--output", tmp_path / "out") == 0
@@ -170,9 +142,7 @@ def test_a_bad_row_is_left_out_and_those_after_it_are_kept(tmp_path: Path, capsy
     assert "line 2: 'text' is 3, not text" in shown.err and shown.out.endswith("; left out: 3 unreadable\n")
 
 
-def test_a_file_that_breaks_off_keeps_the_rows_before_and_says_that_the_rest_was_not_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_truncated_file_keeps_its_first_rows_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "rows.parquet"
     pq.write_table(pa.table({"text": ["one"] * 257}), path, row_group_size=256)
@@ -186,15 +156,11 @@ def test_a_file_that_breaks_off_keeps_the_rows_before_and_says_that_the_rest_was
     assert "past row 256: " in shown.err and "; the rest of the file, after 256 rows, was not read\n" in shown.err
 
 
-def test_globs_and_columns_choose_what_is_read(tmp_path: Path) -> None:
+def test_globs_columns_and_max_tokens_choose_what_is_read(tmp_path: Path) -> None:
     folder = corpus(tmp_path / "corpus")
     assert expand_sources([f"{folder}/**/*.md", f"{folder}/a.*"]) == [folder / "sub" / "b.md", folder / "a.txt"]
     (tmp_path / "rows.jsonl").write_text('{"text": "no", "body": "yes"}\n')
     assert list(read_texts(tmp_path / "rows.jsonl", "body", SkippedTexts())) == ["yes"]
-
-
-def test_max_tokens_is_met_exactly(tmp_path: Path) -> None:
-    folder = corpus(tmp_path / "corpus")
     assert run("text", folder, "--max_tokens", 8, "--output", tmp_path / "out") == 0
     source = open_token_directory(tmp_path / "out")
     assert [source.document(i).tolist() for i in range(2)] == [[*b"alpha", 256], [*b"on"]]
@@ -209,31 +175,22 @@ def test_the_standard_library_is_read_without_its_tests(tmp_path: Path) -> None:
     assert len(open_examples(tmp_path / "out", 4096, 512)) > 40
 
 
-def test_a_data_set_of_the_hub_is_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_data_set_of_the_hub_is_streamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     asked = []
 
     def load_dataset(name: str, split: str, streaming: bool) -> Iterator[dict[str, str]]:
         asked.append((name, split, streaming))
         return iter([{"text": "one"}, {"text": "two"}])
 
-    fake = ModuleType("datasets")
-    fake.load_dataset = load_dataset  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "datasets", fake)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert run("text", "hf:org/name", "--output", tmp_path / "out") == 2
+    assert "pip install datasets" in capsys.readouterr().err and list(tmp_path.iterdir()) == []
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
     assert run("text", "hf:org/name:validation", "hf:other", "--output", tmp_path / "out") == 0
     assert asked == [("org/name", "validation", True), ("other", "train", True)]
     assert open_token_directory(tmp_path / "out").meta["documents"] == 4
-
-
-def test_a_hub_set_without_the_datasets_package_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    assert run("text", "hf:org/name", "--output", tmp_path / "out") == 2
-    assert "pip install datasets" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
-
-
-SYNTHETIC = ("synthetic", "--kind", "needle", "--documents", 2, "--length", 8)
 
 
 @pytest.mark.parametrize(
@@ -241,20 +198,31 @@ SYNTHETIC = ("synthetic", "--kind", "needle", "--documents", 2, "--length", 8)
     [
         ((), "required: command"),
         (("synthetic", "--kind", "haystack"), "haystack"),
-        ((*SYNTHETIC, "--documents", 0), "--documents 0"),
-        ((*SYNTHETIC, "--length", 4), "--length 4"),
-        ((*SYNTHETIC, "--vocab_size", 3), "--vocab_size 3"),
-        ((*SYNTHETIC, "--vocab_size", 1 << 40), "32-bit"),
-        ((*SYNTHETIC, "--seed", -1), "--seed -1"),
+        ((*NEEDLES, "--documents", 0), "--documents 0"),
+        ((*NEEDLES, "--length", 4), "--length 4"),
+        ((*NEEDLES, "--vocab_size", 3), "--vocab_size 3"),
+        ((*NEEDLES, "--vocab_size", 1 << 40), "32-bit"),
+        ((*NEEDLES, "--seed", -1), "--seed -1"),
+        ((*NEEDLES, "--kind", "zipf", "--targets", "answer"), "--targets answer needs --kind needle, not zipf"),
+        ((*NEEDLES, "--targets", "answer", "--output", "x.pkl"), "--targets answer needs a directory, but"),
+        ((*NEEDLES, "--length", 24, "--shortest", 8), "--length 24 is not --shortest 8 times a power of two"),
+        ((*NEEDLES, "--shortest", 16), "--length 10 is not --shortest 16 times a power of two"),
+        ((*NEEDLES, "--shortest", 4), "--shortest 4 is too small for needle; give 5 or more"),
         (("text", "nowhere/at/all"), "nowhere/at/all"),
         (("text", "stdlib", "--max_tokens", 0), "--max_tokens 0"),
         (("text", "stdlib", "--colunm", "x"), "--colunm"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_status_2(
-    arguments: tuple[object, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: tuple[object, ...],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert run(*arguments, "--output", tmp_path / "out") == 2 if arguments else run() == 2
+    monkeypatch.chdir(tmp_path)
+    where = () if not arguments or "--output" in arguments else ("--output", tmp_path / "out")
+    assert run(*arguments, *where) == 2
     shown = capsys.readouterr()
     assert shown.out == "" and shown.err.startswith("data_gen: error: ") and shown.err.count("\n") == 1
     assert said in shown.err and list(tmp_path.iterdir()) == []
@@ -262,15 +230,15 @@ def test_bad_input_is_one_line_and_exit_status_2(
 
 def test_an_output_that_exists_is_kept_unless_forced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for output in (tmp_path / "data", tmp_path / "data.pkl"):
-        assert run(*SYNTHETIC, "--output", output) == 0
-        assert run(*SYNTHETIC, "--output", output) == 2
+        assert run(*NEEDLES, "--output", output) == 0
+        assert run(*NEEDLES, "--output", output) == 2
         assert "--force" in capsys.readouterr().err
-        assert run(*SYNTHETIC, "--documents", 3, "--output", output, "--force") == 0
-        assert len(open_examples(output, 8, 512)) == 3
+        assert run(*NEEDLES, "--documents", 4, "--output", output, "--force") == 0
+        assert len(open_examples(output, 10, 512)) == 4
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["data", "data.pkl"]
 
 
-def test_sources_without_any_text_write_nothing_and_say_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sources_without_text_write_nothing_and_say_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps({"body": "a"}))
     assert run("text", tmp_path / "rows.jsonl", "--output", tmp_path / "out") == 2
     shown = capsys.readouterr().err
