@@ -1,4 +1,4 @@
-"""Knows what can be seen of the container files without a container: they parse, and what they name is here."""
+"""Container files: they parse, and the files that they name exist."""
 
 import re
 import shlex
@@ -11,15 +11,11 @@ ENVIRONMENT = ROOT / "launch" / "lightseq.toml"
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
-def instructions() -> list[tuple[str, str]]:
-    """(instruction, arguments) of the Dockerfile, continued lines joined, comments left out."""
+def arguments(instruction: str) -> list[str]:
+    """Returns the arguments of an instruction of the Dockerfile; continued lines are joined."""
     lines = [line for line in DOCKERFILE.read_text().splitlines() if not line.lstrip().startswith("#")]
     joined = re.sub(r"\\\n\s*", "", "\n".join(lines))
-    return [(word, rest) for word, _, rest in (line.partition(" ") for line in joined.splitlines() if line)]
-
-
-def arguments(instruction: str) -> list[str]:
-    return [rest for word, rest in instructions() if word == instruction]
+    return [rest for word, _, rest in (line.partition(" ") for line in joined.splitlines()) if word == instruction]
 
 
 def test_the_image_starts_from_a_named_version_of_python_that_the_project_supports() -> None:
@@ -30,25 +26,15 @@ def test_the_image_starts_from_a_named_version_of_python_that_the_project_suppor
     assert tuple(map(int, version.split("."))) >= tuple(map(int, least.split(".")))
 
 
-def test_instructions_are_those_of_dockerfiles() -> None:
-    known = {"FROM", "RUN", "COPY", "WORKDIR", "ENV", "CMD"}
-    assert {word for word, _ in instructions()} <= known
-    assert instructions()[0][0] == "FROM"
-
-
 def test_the_image_copies_files_that_exist_and_ignores_heavy_ones() -> None:
     for rest in arguments("COPY"):
         *sources, _ = rest.split()
         assert all((ROOT / source).exists() for source in sources), rest
+    (command,) = arguments("CMD")
+    program, script, _ = shlex.split(command.strip("[]").replace(",", " "))
+    assert program == "python3" and (ROOT / script).is_file()
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
     assert {".git", ".venv", "data", "outputs", "logs"} <= set(ignored)
-
-
-def test_system_packages_leave_no_lists_and_nothing_that_was_not_asked_for() -> None:
-    (command,) = [rest for rest in arguments("RUN") if "apt-get" in rest]
-    assert "--no-install-recommends" in command and "--yes" in command
-    assert command.endswith("rm -rf /var/lib/apt/lists/*")
-    assert "upgrade" not in command
 
 
 def test_python_packages_are_the_requirements_and_the_gpu_extra_under_the_tested_versions() -> None:
@@ -56,12 +42,6 @@ def test_python_packages_are_the_requirements_and_the_gpu_extra_under_the_tested
     extra = PYPROJECT["project"]["optional-dependencies"]["gpu"]
     tested = ["--constraint", "constraints.txt", "--requirement", "requirements.txt"]
     assert words == ["pip", "install", "--no-cache-dir", *tested, *extra]
-
-
-def test_the_command_of_the_image_names_a_program_that_is_here() -> None:
-    (command,) = arguments("CMD")
-    words = shlex.split(command.strip("[]").replace(",", " "))
-    assert words[0] == "python3" and (ROOT / words[1]).is_file()
 
 
 def test_the_environment_file_mounts_the_folder_that_it_works_in() -> None:
