@@ -7,14 +7,17 @@ from typing import Any, Final
 
 from lightseq.config.flags import FSDP_MODES, Flags, fsdp_words
 from lightseq.config.lengths import MAX_TOKENS
-from lightseq.config.lr_schedules import FOLLOW_A_METRIC, LR_SCHEDULES, check_lr_schedule
 from lightseq.config.optimizers import OPTIMIZERS
 from lightseq.config.remat_policies import POLICIES, STORES_MLP
 from lightseq.kernels.attention.registry import KERNELS
 from lightseq.schedule.algorithms import SCHEDULES
 
 AUTO: Final[dict[str, Any]] = {"auto": None}  # extends the names of a registry, which may grow at run time
-
+LR_SCHEDULES: Final = (  # of transformers, which takes seconds to import
+    *("linear", "cosine", "constant", "constant_with_warmup", "cosine_with_restarts", "polynomial", "inverse_sqrt"),
+    *("cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay"),
+)
+FOLLOW_A_METRIC: Final = ("reduce_lr_on_plateau", "greedy")  # schedules of transformers without a rate per step
 
 CHOICES: Final[Mapping[str, Collection[str]]] = {
     "eval_strategy": ("no", "steps", "epoch"),
@@ -162,7 +165,6 @@ def _check_learning_rate(config: Flags) -> None:
         raise ValueError(f"{given} both set the warm-up; give one")
     if config.lr_scheduler_type == "constant" and (config.warmup_ratio or config.warmup_steps):
         raise ValueError("--lr_scheduler_type constant has no warm-up; choose constant_with_warmup, or leave it out")
-    check_lr_schedule(config.lr_scheduler_type, config.lr_scheduler_kwargs or {}, config.learning_rate)
 
 
 def _check_fsdp(config: Flags) -> None:

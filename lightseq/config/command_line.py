@@ -10,7 +10,7 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from lightseq.config.checks import CHOICES
 from lightseq.config.flag_names import FLAGS_OF_OTHER_PROGRAMS, OLDER_SPELLINGS, WITHOUT_COUNTERPART, normalize_flag
@@ -140,12 +140,17 @@ def _number(text: str) -> float:
 def _json_object(text: str, example: str = '{"rope_type": "linear", "factor": 4.0}') -> dict[str, Any]:
     remedy = f"give a JSON object such as '{example}'"
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise argparse.ArgumentTypeError(f"{text!r:.200} is not JSON ({error}); {remedy}") from None
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"{text!r:.200} is not a JSON object; {remedy}")
     return value
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    """Refuses NaN and Infinity, which Python's parser takes and no setting means."""
+    raise ValueError(f"{name} is not a number")
 
 
 def _span(text: str) -> tuple[int, int]:

@@ -33,7 +33,7 @@ from lightseq.models.flops import total_parameters
 from lightseq.models.presets import ModelFamily
 from lightseq.modules.fp8 import check_fp8
 from lightseq.training.metrics import check_tracker
-from lightseq.training.optimization import check_optimizer
+from lightseq.training.optimization import check_lr_schedule, check_optimizer
 from lightseq.training.output_directory import check_output_dir
 from lightseq.training.setup_checks import (
     Notes,
@@ -109,6 +109,7 @@ def prepare(config: TrainConfig, family: ModelFamily, world: World, resume_point
     checkpoint_notes = _check_checkpoint(config, world, model, deepspeed, resume_point.path)
     streams = _open_streams(config, world, model, resume_point.path)
     stream, total_steps = streams.training, streams.total_steps
+    check_lr_schedule(config, total_steps)
     profile_notes = check_profiled(config, world.device, stream.first_step, total_steps)
     trained = count_adapter_parameters(model.lora, model.config) or total_parameters(model.config)
     disk_notes = check_disk_space(config, trained, stream, total_steps)
@@ -139,7 +140,7 @@ def _check_flags(config: TrainConfig, world: World, resume_point: ResumePoint) -
         given = f"--max_eval_samples {config.max_eval_samples} limits evaluation data, but there is none"
         raise ValueError(f"{given}; add --eval_data_path and --eval_strategy, or leave it out")
     check_tracker(config.report_to)
-    check_optimizer(config.optim, world.device)
+    check_optimizer(config.optim)
     if world.is_main:  # another host may see an older state of a shared directory
         check_output_dir(Path(config.output_dir), config, resume_point, world)
 

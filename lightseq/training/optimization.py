@@ -1,8 +1,10 @@
 """Optimizer step: parameter groups, learning rate, global gradient clipping, float16 loss scaling."""
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from inspect import signature
 from typing import Any
 
 import torch
@@ -14,36 +16,19 @@ from lightseq.config.optimizers import EIGHT_BIT
 from lightseq.config.train_config import TrainConfig, warmup_steps
 from lightseq.distributed.parallel_dims import local_part
 from lightseq.models.weights import global_shape
+from lightseq.utils.formatting import first_line
 from lightseq.utils.versions import source_digest
 
 NORM_ROW = 1 << 14  # values per partial sum of squares
+NOT_SETTINGS = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}  # of a schedule, set by flags
+CHECKED_STEPS = 1000  # of a schedule, evenly spaced
 UNKNOWN_PARAMETER = 2**31  # stands for a parameter's index if some gradient is not finite, but not known which
 
 
-def check_optimizer(name: str, device: torch.device) -> None:
-    """Raises ValueError if a package or compiler that the optimizer needs is missing."""
-    if name not in EIGHT_BIT:
-        return
-    if find_spec("torchao") is None:
+def check_optimizer(name: str) -> None:
+    """Raises ValueError if the optimizer's package is missing."""
+    if name in EIGHT_BIT and find_spec("torchao") is None:
         raise ValueError(f"--optim {name} needs torchao, which is not installed; pip install torchao")
-    if missing := _missing_compiler(device):
-        raise ValueError(
-            f"--optim {name} needs {missing}, which was not found; install it, or use --optim adamw_torch_fused"
-        )
-
-
-def _missing_compiler(device: torch.device) -> str | None:
-    """Returns the name of the compiler that torch.compile needs on this device but does not find, or None."""
-    from torch._inductor import cpp_builder, exc  # takes a second to import
-    from torch.utils._triton import has_triton
-
-    if device.type == "cuda":
-        return None if has_triton() else "Triton"
-    try:
-        cpp_builder.get_cpp_compiler()
-    except exc.InvalidCxxCompiler:
-        return "a C++ compiler"
-    return None
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
@@ -127,14 +112,36 @@ class LearningRate:
             scheduler_specific_kwargs=kwargs,
         )
         assert isinstance(schedule, LambdaLR)
-        self._peak, self._factor = config.learning_rate, schedule.lr_lambdas[0]  # factor by step
+        self._peak, self.factor = config.learning_rate, schedule.lr_lambdas[0]  # factor by step
 
     def apply(self, optimizer: torch.optim.Optimizer, step: int) -> float:
         """Sets and returns the learning rate of optimizer step `step`, counted from 0."""
-        rate = self._peak * self._factor(step)
+        rate = self._peak * self.factor(step)
         for group in optimizer.param_groups:
             set_rate(group, rate)
         return rate
+
+
+def check_lr_schedule(config: TrainConfig, total_steps: int) -> None:
+    """Raises ValueError if transformers cannot make a schedule of the flags, or its rates leave 0 to the peak."""
+    from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION, SchedulerType
+
+    name, kwargs = config.lr_scheduler_type, config.lr_scheduler_kwargs or {}
+    given = f"--lr_scheduler_type {name} with --lr_scheduler_kwargs {json.dumps(kwargs)}"
+    known = signature(TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(name)]).parameters.keys() - NOT_SETTINGS
+    if unknown := kwargs.keys() - known:
+        remedy = f"choose from {', '.join(sorted(known))}" if known else "leave it out"
+        raise ValueError(f"{given}: {min(unknown)} is unknown; {remedy}")
+    try:
+        factor = LearningRate(config, total_steps).factor
+        factors = [factor(step) for step in range(0, total_steps, max(1, total_steps // CHECKED_STEPS))]
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise ValueError(f"{given}: {first_line(error)}") from error
+    if outside := [x for x in factors if not 0 <= x <= 1]:
+        raise ValueError(
+            f"{given} has a rate of {config.learning_rate * outside[0]:g}, outside of 0 to --learning_rate "
+            f"{config.learning_rate:g}; give other settings"
+        )
 
 
 def gradient_norms(grads: Sequence[Tensor], shards: Sequence[tuple[dist.ProcessGroup, ...]]) -> Tensor:

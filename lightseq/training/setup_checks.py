@@ -16,9 +16,8 @@ from transformers import PreTrainedConfig
 from lightseq.attention.config import AttentionConfig
 from lightseq.attention.context import kernel_spec as attention_kernel_spec
 from lightseq.checkpoint.checkpoints import check_disk, list_checkpoints, saved_bytes, saves_left
-from lightseq.config.lr_schedules import stable_decay_warning
 from lightseq.config.remat_policies import STORE_LINEARS, STORES_MLP
-from lightseq.config.train_config import TrainConfig, warmup_steps
+from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import BatchStream
 from lightseq.data.examples import Examples, WindowExamples
 from lightseq.data.packing import PackedExamples
@@ -217,9 +216,6 @@ def warn_unreached(config: TrainConfig, stream: BatchStream, total_steps: int) -
             f"warning: --warmup_steps {config.warmup_steps} is past the last step, {total_steps}, so the learning rate "
             "never reaches its peak"
         )
-    if config.lr_scheduler_type == "warmup_stable_decay":
-        warning = stable_decay_warning(config.lr_scheduler_kwargs or {}, warmup_steps(config, total_steps), total_steps)
-        found += [warning] if warning else []
     return tuple(found)
 
 
