@@ -20,7 +20,7 @@ gc.disable()
 
 # The files that take longest, in order: begun last, one would leave every worker but its own without work.
 LONGEST = (
-    "train_cli", "parity", "sweep", "hf", "goldens", "fallback", "benchmark_step", "deepspeed", "verify",
+    "train_cli", "parity", "sweep", "hf", "goldens", "device_memory", "benchmark_step", "deepspeed", "verify",
     "evaluate", "faults", "plan", "refusals", "streams", "packaging", "checkpoint", "schedule", "rendezvous",
     "tiled", "examples", "saving", "attention", "watchdog", "plan_training", "log_probs", "packing", "hf_checks",
     "search", "rehearsal", "analysis_report", "integrations_trainer", "integrations_trl", "windows", "optim_8bit",
@@ -85,7 +85,6 @@ SLOW = (
     "evaluate::test_a_limit_evaluates_as_a_file_cut_to_it_does[none]",
     "documents::test_packed_documents_equal_each_one_alone[4]",
     "streams::test_recordings_are_in_order_with_all_others[_ReplaysSome]",
-    "checkpoint::test_saves_closer_together_than_the_disk_writes_are_warned_of_once",
     "rehearsal::test_out_of_memory_ends_with_the_parts_and_the_knob",
     "presets::test_scaled_models_have_any_size[scaled-n_layers-24-shape2-48185937920]",
     "data_gen::test_the_standard_library_is_read_without_its_tests",

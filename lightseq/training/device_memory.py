@@ -1,20 +1,22 @@
 """Peak device memory of a run by purpose, and what happens when it runs out."""
 
+import sys
 from contextlib import AbstractContextManager
 
 import torch
 
 from lightseq.attention.context import SequenceContext
 from lightseq.config.train_config import TrainConfig
+from lightseq.distributed.agreement import is_first_to
 from lightseq.distributed.watchdog import Watchdog
 from lightseq.distributed.world import World
-from lightseq.memory.planner.advice import out_of_memory
+from lightseq.memory.planner.advice import RETRY_SHARE, out_of_memory
 from lightseq.memory.planner.breakdown import Breakdown, loss_bytes, measured_state_bytes, stored_activations
-from lightseq.memory.planner.plan import Plan
+from lightseq.memory.planner.choice import make_plan
+from lightseq.memory.planner.plan import Plan, on_smaller_gpus
 from lightseq.schedule.documents import local_tokens
 from lightseq.training.engine import Engine
 from lightseq.training.errors import exit_on_out_of_memory
-from lightseq.training.fallback import fall_back
 from lightseq.training.inputs import Inputs
 from lightseq.training.terminal import Terminal
 
@@ -39,6 +41,29 @@ def out_of_memory_handler(
     return exit_on_out_of_memory(
         world, terminal, lambda: out_of_memory(config, inputs.model_config, world, inputs.documents), next_plan
     )
+
+
+def fall_back(plan: Plan, config: TrainConfig, world: World, watchdog: Watchdog, reason: str) -> None:
+    """Starts all ranks over with a plan that takes a tenth less memory. Returns if there is none.
+
+    The new attempt resumes from the newest complete checkpoint of this launch, or begins anew without one. `config` has
+    the flags as given: the planner obeys them again.
+    """
+    limit = RETRY_SHARE * plan.parts.total
+    # Takes back what the planner chose beside the flags.
+    unplanned = plan.run.changed(
+        config=config.resolve_memory_flags(on_gpu=world.device.type == "cuda"),
+        state_offloaded=False,
+        layers_with_state_on_gpu=0,
+        reshard_after_forward=True,
+    )
+    following = make_plan(on_smaller_gpus(unplanned, limit))
+    if not following.fits:
+        return
+    if is_first_to("fall back"):
+        restart = f"starting over with the next memory plan: {following}"
+        print(f"rank {world.rank}: {reason}; {restart}", file=sys.stderr, flush=True)
+    watchdog.start_over(limit)
 
 
 def tokens_per_forward(config: TrainConfig, context: SequenceContext) -> int:
