@@ -7,10 +7,8 @@ the global number of valid tokens, so gradients must be summed: the loss is mult
 import copy
 import copyreg
 import logging
-import shutil
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
@@ -69,6 +67,9 @@ class DeepSpeedEngine:
             parameter.data = parameter.data.to(getattr(torch, config.compute_dtype))
         self._materialize()
         self._engine = on_all_ranks(world, lambda: self._initialize(inner, make_optimizer(self.model, config)))
+        self._files = CheckpointFiles(self._engine.checkpoint_engine)
+        self._engine.checkpoint_engine = self._files
+        self._engine._copy_recovery_script = lambda _: None  # deepspeed.utils.zero_to_fp32 reads the files too
         self.loss_model: nn.Module = self._engine
         self.optimizer: Any = self._engine.optimizer
         on_all_ranks(world, lambda: fill_weights(self.model, inputs, config.seed, self._fill))
@@ -164,7 +165,13 @@ class DeepSpeedEngine:
         return None
 
     def save_state(self, directory: Path) -> None:
-        save_together(self._engine, directory, TAG)
+        """Writes DeepSpeed's files on every rank. Raises this rank's first failure after all ranks are done."""
+        self._files.failure = None
+        self._engine.save_checkpoint(str(directory), tag=TAG, save_latest=False)
+        if self._files.failure is not None:
+            raise self._files.failure
+        if self._world.is_main:
+            (directory / "latest").write_text(TAG)  # written here because a failure in save_checkpoint hangs the others
 
     def restore(self, checkpoint_directory: Path) -> None:
         if (checkpoint_directory / STATE / TAG / "offloaded_tensors").is_dir():
@@ -173,7 +180,6 @@ class DeepSpeedEngine:
                 "not supported; start from its weights with --model_name_or_path"
             )
         check_harmless(checkpoint_directory / STATE)  # DeepSpeed would unpickle any class
-        self._engine.checkpoint_engine.load = load_restricted
         flags = [{name: group[name] for name in FROM_FLAGS if name in group} for group in self.optimizer.param_groups]
         found, _ = self._engine.load_checkpoint(str(checkpoint_directory / STATE), tag=TAG)
         # DeepSpeed replaces the settings of the parameter groups with those of the checkpoint.
@@ -230,53 +236,39 @@ def _import(world: World) -> Any:
     return deepspeed
 
 
-def save_together(engine: Any, directory: Path, tag: str) -> None:
-    """Writes DeepSpeed's checkpoint on every rank. Raises this rank's first failure after all ranks are done.
+class CheckpointFiles:
+    """DeepSpeed's checkpoint engine with restricted reading. Writing remembers its first failure and then does nothing.
 
     Ranks wait for each other inside `save_checkpoint`, so a rank that raised there would hang the others.
     """
-    failures: list[Exception] = []
-    files, scripts = engine.checkpoint_engine, "_copy_recovery_script"
-    parts = ((files, "makedirs"), (files, "save"), (engine, scripts), (shutil, "copytree"))
-    with ExitStack() as stack:
-        for owner, name in parts:
-            stack.enter_context(_failing_later(owner, name, failures))
-        engine.save_checkpoint(str(directory), tag=tag, save_latest=False)
-    if failures:
-        raise failures[0]
-    if engine.global_rank == 0:
-        (directory / "latest").write_text(tag)  # written here because a failure inside save_checkpoint hangs the others
 
+    def __init__(self, files: Any) -> None:
+        self._files = files
+        self.failure: Exception | None = None
 
-@contextmanager
-def _failing_later(owner: Any, name: str, failures: list[Exception]) -> Iterator[None]:
-    """Patches a method to append its exception to `failures` instead of raising it, and to do nothing afterwards."""
-    method = getattr(owner, name)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._files, name)
 
-    def attempt(*arguments: Any, **named: Any) -> None:
-        if failures:
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        self._attempt(lambda: self._files.makedirs(path, exist_ok=exist_ok), path)
+
+    def save(self, state_dict: Any, path: str) -> None:
+        self._attempt(lambda: self._files.save(state_dict, path), path)
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        return load_restricted(path, map_location)
+
+    def _attempt(self, write: Callable[[], object], path: str) -> None:
+        if self.failure is not None:
             return
         try:
-            method(*arguments, **named)
+            write()
         except Exception as failure:
-            paths = [x for x in (*arguments, *named.values()) if isinstance(x, str | Path)]
-            failures.append(_cause(failure, paths[-1]))
-
-    is_own_attribute = name in vars(owner)  # as opposed to its class's
-    setattr(owner, name, attempt)
-    try:
-        yield
-    finally:
-        if is_own_attribute:
-            setattr(owner, name, method)
-        else:
-            delattr(owner, name)
+            self.failure = _cause(failure, path)
 
 
-def _cause(failure: Exception, path: Any) -> Exception:
+def _cause(failure: Exception, path: str) -> Exception:
     """Returns the OSError behind a failed write. torch hides it, so a plain write to the same path reproduces it."""
-    if isinstance(failure, shutil.Error):  # a list of files with their reasons
-        return OSError(failure.args[0][0][-1])
     if isinstance(failure, OSError):
         return failure
     try:
