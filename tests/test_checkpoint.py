@@ -36,7 +36,7 @@ from lightseq.memory import staging
 from lightseq.memory.pinned import CannotPin
 from lightseq.models import weights
 from lightseq.models.flops import total_parameters
-from lightseq.training import journal, loop, saving, trainer
+from lightseq.training import journal, saving, trainer
 from lightseq.training.optimization import LocalAdamW, LossScaler
 
 SAVED = "--max_steps 4 --save_steps 1"
@@ -372,24 +372,6 @@ def test_the_training_goes_on_while_a_checkpoint_of_before_is_written(files: Pat
     assert losses(files, "beside") == losses(files, "inline")
 
 
-def with_slow_writing(rank: int, run: str) -> Ended:
-    """A program that saves before what it saved has been written."""
-    write = state_files.write
-
-    def slow(*args: Any) -> Any:
-        time.sleep(1.0)
-        return write(*args)
-
-    state_files.write, saving.NOTED_SECONDS = slow, 0.3
-    return program(rank, "llama3", run)
-
-
-def test_saves_closer_together_than_the_disk_writes_are_warned_of_once(files: Path) -> None:
-    ends = spawn(2, with_slow_writing, words(files, "close", "--max_steps 3 --save_steps 1"))
-    said = [line for line in ends[0].out.splitlines() if "for the previous checkpoint to be written" in line]
-    assert len(said) == 1 and said[0].startswith("warning: saving step 2 waited ") and ends[1].out == ""
-
-
 def in_order(rank: int, run: str) -> list[str]:
     """The steps recorded and saved, in the order in which the training came to them."""
     seen, record = [], journal.Journal.record
@@ -399,9 +381,9 @@ def in_order(rank: int, run: str) -> list[str]:
         seen.extend([f"record {closed.step}"] if closed is not None else [])
         record(self, closed)
 
-    def queued(self: saving.Saving, step: int) -> Any:
-        seen.append(f"copy {step}")
-        return queue_copies(self, step)
+    def queued(self: saving.Saving) -> Any:
+        seen.append("copy")
+        return queue_copies(self)
 
     def saved(self: saving.Saving, step: int, *others: Any) -> Path:
         seen.append(f"save {step}")
@@ -416,7 +398,7 @@ def in_order(rank: int, run: str) -> list[str]:
 def test_copies_are_queued_before_a_step_is_recorded_and_written_after(files: Path) -> None:
     """To read a step's figures the host waits for the device, which would then wait for the copies to begin."""
     (seen,) = spawn(1, in_order, words(files, "order", "--max_steps 5 --save_steps 3"))
-    steps = ["record 1", "record 2", "copy 3", "record 3", "save 3", "record 4", "record 5", "copy 5", "save 5"]
+    steps = ["record 1", "record 2", "copy", "record 3", "save 3", "record 4", "record 5", "copy", "save 5"]
     assert seen == steps
 
 
@@ -563,15 +545,6 @@ def test_a_run_goes_on_from_before_its_first_update(files: Path, monkeypatch: py
     assert end.status == 0 and len(losses(files, "early")) == 3, end.err
     other = alone(words(files, "early", f"{on.replace('3', '4')} --optim sgd"))
     assert other.status == 2 and "has the state of --optim adamw_torch_fused, not of sgd; give" in other.err
-
-
-def test_a_step_longer_than_a_launcher_waits_is_warned_of_once(
-    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loop, "launcher_shutdown_seconds", lambda: 0.0)
-    flags = f"--max_steps 3 --output_dir {tmp_path}/run"
-    ends = [alone(words(files, "run", flags + more)) for more in ("", "-unsaved --save_strategy no")]
-    assert [out.count("export a higher TORCH_ELASTIC_SHUTDOWN_TIMEOUT") for out in (end.out for end in ends)] == [1, 0]
 
 
 # ---- going on elsewhere ----------------------------------------------------------------------------------------------

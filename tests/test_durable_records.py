@@ -9,7 +9,7 @@ from programs import program
 from small import losses, words, write_inputs
 from worlds import spawn
 
-from lightseq.training.metrics import MetricsFile, read_records
+from lightseq.training.metrics import read_records
 
 # Dies as soon as a checkpoint has its final name, after naming the files that were flushed to the disk before.
 PROGRAM = """
@@ -78,34 +78,3 @@ def test_a_run_killed_right_after_a_save_has_the_records_of_all_saved_steps(case
     assert "missing" not in ends[0].out
     if stopped_at < 0:  # a signal records its step, too
         assert losses(files, output) == losses(files, f"whole-{output}")
-
-
-def records_in(directory: Path, *steps: int, **run: object) -> tuple[str, ...]:
-    """Returns the notes of a run that resumes after step 8."""
-    (directory / "metrics.jsonl").write_text("".join(f'{{"step": {step}, "loss": 1.0}}\n' for step in steps))
-    if run:
-        (directory / "run.json").write_text(json.dumps(run))
-    return MetricsFile(directory, 8, resumes=True).notes
-
-
-def test_a_resumed_run_names_the_steps_whose_records_are_missing(tmp_path: Path) -> None:
-    assert records_in(tmp_path, 1, 2, 3, 4, 5, 6, 7, 8) == ()
-    assert records_in(tmp_path, 4, 8, config={"logging_steps": 4}, first_step=1) == ()
-    assert records_in(tmp_path, 5, 8, config={"logging_steps": 5}, first_step=1) == ()
-    assert records_in(tmp_path, 3, 7, 8, config={"logging_steps": 1}, first_step=3) == (
-        f"warning: {tmp_path}/metrics.jsonl has no record of steps 4 to 6",
-    )
-    assert records_in(tmp_path, 3, 5, 7, 8, config={"logging_steps": 1}, first_step=3) == (
-        f"warning: {tmp_path}/metrics.jsonl has no record of 2 of the steps 4 to 6",
-    )
-    assert records_in(tmp_path, 2, 8, config={"logging_steps": 5}, first_step=3) == (
-        f"warning: {tmp_path}/metrics.jsonl has no record of steps 3 to 5",
-    )
-    lost = f"warning: {tmp_path}/metrics.jsonl has no record of steps 6 to 8"
-    assert records_in(tmp_path, 5, config={"logging_steps": 5}, first_step=1) == (lost,)
-    (tmp_path / "run.json").unlink()
-    assert records_in(tmp_path, 1, 2, 3, 4, 5) == (lost,)
-    assert records_in(tmp_path, 1, 2, 3, 4, 5, 6, 7) == (f"warning: {tmp_path}/metrics.jsonl has no record of step 8",)
-    assert records_in(tmp_path) == (f"warning: {tmp_path}/metrics.jsonl has no record of steps 1 to 8",)
-    (tmp_path / "run.json").write_text("[" * 100_000)
-    assert records_in(tmp_path, 1, 8) == ()

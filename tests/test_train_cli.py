@@ -50,7 +50,6 @@ from lightseq.training.metrics import MetricsFile, read_records
 from lightseq.training.output_directory import continues_after_restart, lock_directory, mark_begun
 from lightseq.training.profiler import StepProfile
 from lightseq.training.run_info import commit
-from lightseq.training.setup_checks import warn_unused_lazy
 from lightseq.training.terminal import Terminal
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -128,7 +127,6 @@ def test_the_original_command_lines_run(files: Files, family: str) -> None:
     output = f"original-{family}"
     end = train(2, family, files.words(family, output, ORIGINAL, "--max_steps 2 --model_max_length 48"))[0]
     assert "float16 compute" in end.out and "step 2/2" in end.out
-    assert "--lazy_preprocess True has no effect: " in end.out
     assert list(files.losses(output)) == [1, 2]
     assert files.checkpoints(output) == ["checkpoint-2"]
 
@@ -706,21 +704,6 @@ def test_the_checkpoint_of_the_lowest_evaluation_loss_is_kept_besides_the_newest
     assert files.checkpoints("best") == [f"checkpoint-{first}", f"checkpoint-{last}"]
     assert f"best        {files.root / 'best' / f'checkpoint-{first}'} (lowest evaluation loss)" in ends[1].out
     assert read_trainer_state(files.root / "best" / f"checkpoint-{first}")["eval_loss"] == saved[first]
-
-
-def test_lazy_preprocess_is_said_not_to_be_used_where_no_text_waits_to_be_tokenised(tmp_path: Path) -> None:
-    (tmp_path / "rows").mkdir()
-    for name in ("text.jsonl", "rows/text.jsonl"):
-        (tmp_path / name).touch()
-    words = f"--model_name_or_path m --output_dir o --lazy_preprocess True --data_path {tmp_path}"
-
-    def said(more: str) -> tuple[str, ...]:
-        return warn_unused_lazy(parse(f"{words}/{more}".split(), ""))
-
-    assert said("tokens") == (f"--lazy_preprocess True has no effect: {tmp_path}/tokens contains tokens already",)
-    assert said("text.jsonl") == said(f"tokens --eval_strategy steps --eval_data_path {tmp_path}/text.jsonl") == ()
-    assert len(said("rows")) == 1 and "rows is not a single file" in said("rows")[0]
-    assert said("tokens --lazy_preprocess False") == ()
 
 
 def test_a_model_is_evaluated_after_every_epoch(files: Files) -> None:

@@ -81,7 +81,9 @@ class DataConfig:
         "none: one example per sequence. best_fit: packs whole documents into a sequence, without attention between "
         "them. Documents longer than a sequence are split without losing a target.",
     )
-    lazy_preprocess: bool = flag(False, "Tokenize text on access instead of beforehand. No effect on token data.")
+    lazy_preprocess: bool = flag(
+        False, "Tokenize the texts of a file of rows on access instead of beforehand. No effect on other data."
+    )
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,6 @@ from lightseq.training.setup_checks import (
     flag_warnings,
     require_chats,
     warn_unreached,
-    warn_unused_lazy,
 )
 from lightseq.utils.versions import UntestedVersionWarning, untested_versions
 
@@ -115,7 +114,7 @@ def prepare(config: TrainConfig, family: ModelFamily, world: World, resume_point
     disk_notes = check_disk_space(config, trained, stream, total_steps)
     # Last, because a download can take hours and all other checks should come first.
     directory = fetch_weights(model, world, verified=resume_point.path)
-    check_notes = checkpoint_notes + streams.notes + profile_notes + warn_unused_lazy(config) + disk_notes
+    check_notes = checkpoint_notes + streams.notes + profile_notes + disk_notes
     documents = documents_of(stream.examples, config.model_max_length, inspect_architecture(model.config))
     return Inputs(
         model_config=model.config,

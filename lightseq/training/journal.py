@@ -7,7 +7,6 @@ from dataclasses import asdict
 from typing import Any
 
 from lightseq.data.batches import PADDING_WARNING_SHARE
-from lightseq.distributed.environment import SHUTDOWN_TIMEOUT
 from lightseq.training.errors import end_for_skipped_steps, exit_on_write_error
 from lightseq.training.metrics import MetricsFile, StepRecord
 from lightseq.training.optimization import UNKNOWN_PARAMETER
@@ -26,11 +25,9 @@ class Journal:
     Every rank reads the same numbers, so that all end together. Only the rank with `metrics` writes and shows them.
     """
 
-    def __init__(self, trainer: Trainer, metrics: MetricsFile | None, shutdown_seconds: float | None = None) -> None:
-        """Prepares the journal. `shutdown_seconds`: time from SIGTERM until the launcher kills the ranks."""
+    def __init__(self, trainer: Trainer, metrics: MetricsFile | None) -> None:
         self._metrics, self._terminal, self._world = metrics, trainer.terminal, trainer.world
         self._output_dir, self._last_step = trainer.output_dir, trainer.inputs.total_steps
-        self._shutdown_seconds = shutdown_seconds
         self._trained = [name for name, p in trainer.model.named_parameters() if p.requires_grad]
         self._saves = trainer.config.save_strategy != "no"
         self._scales_loss = trainer.config.fp16  # skipped steps are normal while the loss scale is still too high
@@ -51,7 +48,6 @@ class Journal:
         if record.loss is not None:
             self.losses.append(record.loss)
         self.log(asdict(record))
-        self._warn_if_slower_than_shutdown(record.step_seconds)
         if record.steps_without_target:
             which = f"{record.steps_without_target:,} of {plural(pending.steps, 'step')} up to step {record.step:,}"
             self._note(f"{which} had no target; only momentum and weight decay change the weights in such a step")
@@ -96,17 +92,6 @@ class Journal:
             with exit_on_write_error(self._metrics.path, self._world, self._terminal, saves=self._saves):
                 self._metrics.write(record)
             self._terminal.show(record)
-
-    def _warn_if_slower_than_shutdown(self, step_seconds: float) -> None:
-        """Warns once if a step takes longer than the launcher waits after SIGTERM."""
-        shutdown_seconds = self._shutdown_seconds
-        if shutdown_seconds is None or step_seconds <= shutdown_seconds:
-            return
-        self._shutdown_seconds = None
-        self._note(
-            f"warning: a step takes {step_seconds:.0f} s, but torch's launcher kills the ranks "
-            f"{shutdown_seconds:.0f} s after SIGTERM; before starting it, export a higher {SHUTDOWN_TIMEOUT}"
-        )
 
     def _note(self, line: str) -> None:
         if self._world.is_main:

@@ -8,7 +8,6 @@ from pathlib import Path
 from torch.profiler import record_function
 
 from lightseq.checkpoint import checkpoints
-from lightseq.distributed.environment import launcher_shutdown_seconds
 from lightseq.distributed.preemption import StopRequest
 from lightseq.training.evaluation import Perplexity
 from lightseq.training.journal import Journal
@@ -26,11 +25,10 @@ class TrainingLoop:
 
     def __init__(self, trainer: Trainer, metrics: MetricsFile | None) -> None:
         """Prepares the loop. `metrics` is None except on rank 0."""
-        saves = trainer.config.save_strategy != "no"
         self.trainer, self._metrics = trainer, metrics
-        self._saving = Saving(trainer) if saves else None
+        self._saving = Saving(trainer) if trainer.config.save_strategy != "no" else None
         self._flops = _flop_counter(trainer)
-        self.journal = Journal(trainer, metrics, shutdown_seconds=launcher_shutdown_seconds() if saves else None)
+        self.journal = Journal(trainer, metrics)
 
     def run(self) -> None:
         """Runs until the last step or until a signal stops the run after a step."""
@@ -89,7 +87,7 @@ class TrainingLoop:
             if saves and saving is not None:
                 trainer.mark(done, "saving")
                 with stats.paused(saves=True):
-                    copies = saving.queue_copies(done)
+                    copies = saving.queue_copies()
                 self.journal.record(pending)  # waits for the device, so the copies are queued first
                 pending = None
                 with stats.paused(saves=True):

@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -65,7 +64,7 @@ class Tracker(Protocol):
 class MetricsFile:
     """Writer of metrics.jsonl: one JSON object per line, flushed after each. A resumed run drops later steps.
 
-    Invalid lines of an earlier run are moved to another file. `notes` reports that, and missing records.
+    Invalid lines of an earlier run are moved to another file. `notes` reports that, and a missing file.
     """
 
     def __init__(
@@ -79,11 +78,9 @@ class MetricsFile:
         damaged = damaged_lines(self.path)
         if damaged:
             self.notes = (_set_damaged_aside(self.path, damaged),)
-        kept = [(line, record) for line, record in _records(self.path) if record["step"] <= first_step]
-        if resumes and self.path.exists():
-            self.notes += _note_missing(self.path, [record for _, record in kept], first_step)
+        kept = [line for line, record in _records(self.path) if record["step"] <= first_step]
         partial = self.path.with_name(f"{METRICS}.partial")  # no record is lost if the run is killed here
-        partial.write_bytes(b"".join(line + b"\n" for line, _ in kept))
+        partial.write_bytes(b"".join(line + b"\n" for line in kept))
         partial.replace(self.path)
         self._file = self.path.open("a")
 
@@ -92,27 +89,6 @@ class MetricsFile:
         self._file.flush()
         for tracker in self._trackers:
             tracker.write(record)
-
-
-def _note_missing(path: Path, records: Sequence[Mapping[str, Any]], last: int) -> tuple[str, ...]:
-    """Returns a warning if steps up to `last` have no record.
-
-    run.json tells how often the latest run logged and where it began; earlier runs may have logged less often.
-    """
-    about = read_run(path.parent)
-    config, first = about.get("config"), about.get("first_step")
-    every = config.get("logging_steps") if isinstance(config, dict) else None
-    if not (type(every) is int and type(first) is int and every > 0 and first > 0):
-        every, first = max(1, last), 1
-    recorded = {record["step"] for record in records if "eval_loss" not in record}
-    ends = [first - 1, *sorted(step for step in recorded if step >= first)]
-    gaps = [(before + 1, (step - 1) // every * every) for before, step in pairwise(ends)]
-    gaps = [(begin, end) for begin, end in [*gaps, (ends[-1] + 1, last)] if begin <= end]
-    if not gaps:
-        return ()
-    begin, end, count = gaps[0][0], gaps[-1][1], sum(end - begin + 1 for begin, end in gaps)
-    which = f"{count:,} of the steps {begin} to {end}" if count <= end - begin else f"steps {begin} to {end}"
-    return (f"warning: {path} has no record of {which if count > 1 else f'step {end}'}",)
 
 
 def _line(record: Mapping[str, Any]) -> str:

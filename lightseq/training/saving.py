@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -23,7 +22,6 @@ from lightseq.training.metrics import METRICS
 from lightseq.training.trainer import Trainer
 from lightseq.utils.masking import mask_secrets
 
-NOTED_SECONDS = 1.0  # a longer wait for the previous save is worth a warning
 FINISH_SECONDS = 60.0  # a failing rank waits this long for a running save
 
 
@@ -44,7 +42,6 @@ class Saving:
             timeout_seconds=2 * config.step_timeout,
         )
         self._prepared = False
-        self._warned = False  # about saves that are too frequent for the disk
 
     @property
     def failed(self) -> bool:
@@ -77,12 +74,12 @@ class Saving:
         if note is not None and self._world.is_main:
             self._terminal.note(note)
 
-    def queue_copies(self, step: int) -> dict[str, Tensor] | None:
-        """Starts copying the tensors of step `step` to the host, and returns the copies for `save`.
+    def queue_copies(self) -> dict[str, Tensor] | None:
+        """Starts copying the tensors to the host, and returns the copies for `save`.
 
-        Does not wait for the device. Returns None if the engine writes its own files. Raises SaveError.
+        Waits for the previous save but not for the device. Returns None if the engine writes its own files. Raises
+        SaveError.
         """
-        self._wait_for_previous_save(step)
         tensors = self._engine.tensors()
         return self._saver.queue_copies(tensors) if tensors is not None else None
 
@@ -97,18 +94,6 @@ class Saving:
         if copies is None:
             return self._saver.save_now(step, facts, self._write_gathered, self._write_state)
         return self._saver.save(step, facts, copies, self._write_model)
-
-    def _wait_for_previous_save(self, step: int) -> None:
-        """Waits for the previous save, since memory holds one set of copies. Warns once if saves are too frequent."""
-        begin = time.monotonic()
-        self._saver.wait()
-        waited = time.monotonic() - begin
-        if waited > NOTED_SECONDS and self._world.is_main and not self._warned:
-            self._warned = True
-            self._terminal.note(
-                f"warning: saving step {step} waited {waited:.1f} s for the previous checkpoint to be written; "
-                "save less often, or to a faster disk"
-            )
 
     def _write_gathered(self, directory: Path) -> None:
         whole = self._engine.full_parameters()

@@ -21,7 +21,6 @@ from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import BatchStream
 from lightseq.data.examples import Examples, WindowExamples
 from lightseq.data.packing import PackedExamples
-from lightseq.data.sources import holds_rows
 from lightseq.data.targets import CHAT, PAIR
 from lightseq.distributed.agreement import on_all_ranks
 from lightseq.distributed.world import World
@@ -185,15 +184,6 @@ def require_chats(config: TrainConfig, opened: Sequence[Examples]) -> None:
         raise ValueError(
             "--chat_template applies to chats and to prompts with answers, which the data does not hold; leave it out"
         )
-
-
-def warn_unused_lazy(config: TrainConfig) -> Notes:
-    """Returns a note if --lazy_preprocess has no effect. Not an error, so that scripts can always pass it."""
-    rows = [path for path in (config.data_path, config.eval_data_path) if path and holds_rows(path)]
-    if not config.lazy_preprocess or any(Path(path).is_file() for path in rows):
-        return ()
-    reason = f"{', '.join(rows)} is not a single file" if rows else f"{config.data_path} contains tokens already"
-    return (f"--lazy_preprocess True has no effect: {reason}",)
 
 
 # ---- steps and disk --------------------------------------------------------------------------------------------------
