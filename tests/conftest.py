@@ -21,7 +21,7 @@ gc.disable()
 # The files that take longest, in order: begun last, one would leave every worker but its own without work.
 LONGEST = (
     "train_cli", "parity", "sweep", "hf", "goldens", "device_memory", "benchmark_step", "deepspeed", "verify",
-    "evaluate", "faults", "plan", "refusals", "streams", "packaging", "checkpoint", "schedule", "rendezvous",
+    "evaluate", "faults", "plan", "refusals", "streams", "packaging", "checkpoint", "schedule", "start",
     "tiled", "examples", "saving", "attention", "watchdog", "plan_training", "log_probs", "packing", "hf_checks",
     "search", "rehearsal", "analysis_report", "integrations_trainer", "integrations_trl", "windows", "optim_8bit",
     "buckets", "benchmark_attention", "stored_buffers", "weights", "token_cache", "units", "documents", "quiet",
@@ -37,7 +37,6 @@ SLOW = (
     "parity::test_training_equals_one_process[1]",
     "parity::test_training_equals_one_process[2]",
     "parity::test_several_steps_equal_one_process[4]",
-    "rendezvous::test_ranks_that_never_came_are_named_and_the_others_end",
     "saving::test_a_rank_that_ends_over_the_last_save_is_named",
     "saving::test_the_run_goes_on_from_the_checkpoint_before",
     "quiet::test_importing_lightseq_prints_nothing",

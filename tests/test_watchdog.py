@@ -207,3 +207,7 @@ def test_a_verdict_names_who_is_to_blame() -> None:
         [beat(0, 5, "update"), beat(1, 5, "update")], []
     )
     assert stalled_ranks_message([beat(0, 6, "data"), beat(1, 5, "update")], []).startswith("rank 1")
+    meeting = stalled_ranks_message([beat(0, 0, "rendezvous"), beat(1, 0, "rendezvous")], [])
+    assert meeting.startswith(
+        "all 2 ranks are there, but could not connect to each other within 12 s: check for a fire"
+    )

@@ -5,6 +5,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -12,7 +13,6 @@ import torch.distributed as dist
 
 from lightseq.distributed.environment import cache_compiled_kernels, refuse_variable, whole_number_in
 from lightseq.distributed.error_report import report_error
-from lightseq.distributed.rendezvous import RendezvousMonitor
 from lightseq.distributed.start_over import (
     MOST_PORT,
     RESTARTS_PER_ATTEMPT,
@@ -21,7 +21,8 @@ from lightseq.distributed.start_over import (
     launch_id,
     memory_limit,
 )
-from lightseq.distributed.world import World, exit_process
+from lightseq.distributed.watchdog import RENDEZVOUS, Watchdog, own_connection
+from lightseq.distributed.world import World
 from lightseq.utils.formatting import first_line
 
 GLOO_RELEASE_SECONDS = 0.1
@@ -47,9 +48,11 @@ def init_distributed(timeout_seconds: float) -> Iterator[World]:
     restarts = whole_number_in("TORCHELASTIC_RESTART_COUNT", 0) + RESTARTS_PER_ATTEMPT * attempt()
     timeout, launch = timedelta(seconds=timeout_seconds), launch_id() or uuid.uuid4().hex
     memory_limit()  # refuses an invalid one before the ranks meet
-    with RendezvousMonitor(rank, size, timeout_seconds / 2, restarts, exit_process) as monitor:
+    world = World(rank, size, local_rank, local_size, device, restarts)
+    with Watchdog(world, timeout_seconds / 2, stacks=None, phase=RENDEZVOUS) as watchdog:
         store = _store(timeout)
-        monitor.connect(store)
+        if size > 1:
+            watchdog.connect(own_connection(store, world, RENDEZVOUS))
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             timeout=timeout,
@@ -59,8 +62,7 @@ def init_distributed(timeout_seconds: float) -> Iterator[World]:
         )
     try:
         # The launcher's own run id is "none" by default.
-        launch = store.compare_set("lightseq: launch", "", launch).decode()
-        yield World(rank, size, local_rank, local_size, device, restarts, launch)
+        yield replace(world, launch=store.compare_set("lightseq: launch", "", launch).decode())
     except Exception as error:  # Python prints the traceback
         report_error(f"rank {rank}: {type(error).__name__}: {first_line(error)}", prints=False)
         raise

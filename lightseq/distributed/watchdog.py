@@ -1,9 +1,11 @@
-"""Watchdog that names the rank that died, froze or fell behind, and ends all ranks, so that no run waits forever.
+"""Watchdog that names the rank that never came, died, froze or fell behind, and ends all ranks: no run waits forever.
 
 Every rank reports its step and phase to a shared store once a second, from a thread that keeps running while the main
 one waits in a collective. A rank whose heartbeat stops is dead or frozen; among the others, the furthest behind is the
 one they wait for. If a rank's death breaks a connection, the other ranks' main threads get an error that does not name
 it: they wait for its heartbeat to stop, and name it.
+
+Another watchdog guards the rendezvous, where torch's own timeout does not say who is missing.
 """
 
 import faulthandler
@@ -24,11 +26,13 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from lightseq.distributed.error_report import report_error
-from lightseq.distributed.rendezvous import EXIT_STATUS, STORE_NAME
 from lightseq.distributed.start_over import is_store_of_launcher, start_over
 from lightseq.distributed.world import World, exit_process
 
-PHASES = ("start", "data", "forward", "backward", "update", "evaluation", "saving", "end")  # phases of a step, in order
+EXIT_STATUS = 70  # exit status of a process that ends because of another rank (EX_SOFTWARE)
+STORE_NAME = "the rendezvous store"
+RENDEZVOUS = "rendezvous"
+PHASES = (RENDEZVOUS, "start", "data", "forward", "backward", "update", "evaluation", "saving", "end")  # in order
 SILENT_BEATS, SILENT_SECONDS = 5, 60.0  # more than a busy interpreter may lose
 START_OVER, LEAVING_SECONDS = "start over", 30.0  # key in the store; ranks leave together, or after this time
 # Messages of gloo, NCCL and sockets when a peer is gone.
@@ -61,38 +65,46 @@ class Heartbeat:
 class Watchdog:
     """Watchdog of one rank, active inside a `with`.
 
-    `end` receives the verdict on every rank; by default it ends the process.
+    `end` receives the verdict on every rank; by default it writes `stacks`, if given, and ends the process. In the
+    phase "rendezvous" there is no store yet: call `connect`.
     """
 
     def __init__(
         self,
         world: World,
         timeout_seconds: float,
-        stacks: Path,
+        stacks: Path | None,
         end: Callable[[str], None] | None = None,
         store: dist.Store | None = None,
+        phase: str = "start",
     ) -> None:
         self._world, self._timeout, self._stacks = world, timeout_seconds, stacks
         self._end = end or self._give_up
         self._interval = min(1.0, timeout_seconds / 20)
         self._host = socket.gethostname()
-        self._at = (0, "start", time.monotonic())
+        self._at = (0, phase, time.monotonic())
         self._progress: Callable[[], int] = lambda: 0
         self._counted = (0, 0.0)  # last value, and when it changed
         self._began = time.monotonic()
         self._heard: dict[int, tuple[int, float]] = {}  # by rank: number of its last heartbeat, and when it came
         self._closed = threading.Event()
-        self._store = store or (_own_store_connection(world.restarts) if world.size > 1 else None)
-        if self._store is not None:
-            self._publish(self._heartbeat(0))
-        self._request_began: float | None = None  # when the unanswered request to the store began
+        self._store: dist.Store | None = None
+        self._request_began: float | None = time.monotonic()  # when the unanswered request to the store began
         self._error: Exception | None = None  # the error that ended the main thread's work
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._beats = threading.Thread(target=self._beat, name="watchdog's beat", daemon=True)
         self._thread.start()
-        if self._store is not None:
-            self._beats.start()
+        if world.size > 1:
             threading.Thread(target=self._guard, name="watchdog's guard", daemon=True).start()
+            if phase != RENDEZVOUS:
+                self.connect(store or own_connection(dist.distributed_c10d._get_default_store(), world, phase))
+
+    def connect(self, store: dist.Store) -> None:
+        """Takes a connection to the store for this watchdog alone, and starts the heartbeat."""
+        self._store = store
+        self._publish(self._heartbeat(0))
+        self._request_began = None
+        self._beats.start()
 
     def mark(self, step: int | None, phase: str) -> None:
         """Records the main thread's step (None: the same) and phase. Costs nothing measurable."""
@@ -150,6 +162,8 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._closed.wait(self._interval):
+            if self._store is None and self._world.size > 1:
+                continue  # not connected yet
             self._request_began = time.monotonic()
             try:
                 if self._store is not None and self._store.check([START_OVER]):
@@ -180,7 +194,7 @@ class Watchdog:
             if began is not None and time.monotonic() - began > self._timeout:
                 self._store = None  # do not ask it again
                 waited = f"has not answered {self._heartbeat(0)} within {self._timeout:.0f} s"
-                self._end(f"{STORE_NAME} {waited}: rank 0 or the launcher that hosts it is frozen, "
+                self._end(f"{STORE_NAME} {waited}: rank 0 or the launcher that hosts it is frozen or was not started, "
                           "or its host is unreachable")  # fmt: skip
                 return
 
@@ -230,9 +244,10 @@ class Watchdog:
             for beat in beats
             if beat.phase != "end" and unheard[beat.rank] > patience
         ]
-        if (seconds := now - self._began) > patience:  # the rendezvous is over, so all ranks start within moments
+        # After the rendezvous all ranks start within moments.
+        if (seconds := now - self._began) > (self._timeout if self._at[1] == RENDEZVOUS else patience):
             missing = set(range(self._world.size)) - {beat.rank for beat in beats}
-            silent += [Heartbeat(rank, "an unknown host", 0, 0, "start", seconds) for rank in sorted(missing)]
+            silent += [Heartbeat(rank, "an unknown host", 0, 0, self._at[1], seconds) for rank in sorted(missing)]
         return silent
 
     def _give_up(self, text: str) -> None:
@@ -245,36 +260,43 @@ class Watchdog:
             text, remedy = f"{self._error}: {text}", "; go on with --resume_from_checkpoint auto"
         elif self._error is not None and not PEER_GONE.search(str(self._error)):
             traceback.print_exception(self._error)
-        try:
-            self._write_stacks(text)
-            where = f"the stacks of all ranks are in {self._stacks}"
-        except OSError as error:
-            where = f"the stacks of rank {self._world.rank} could not be written to {self._stacks} ({error.strerror})"
+        if self._stacks is not None:
+            text += f"; {self._write_stacks(text, self._stacks)}"
         first = True
         with suppress(RuntimeError):  # the store may be gone
             first = self._store is None or self._store.add("said", 1) == 1
         # The launcher sees a rank's end before its heartbeat is missed, which takes up to two intervals.
         unheard = max((time.monotonic() - at for _, at in self._heard.values()), default=0.0)
-        report_error(f"{text}; {where}{remedy}", prints=first, seconds_ago=unheard + 2 * self._interval)
+        report_error(text + remedy, prints=first, seconds_ago=unheard + 2 * self._interval)
         time.sleep(2 * self._interval)  # a launcher ends all ranks as soon as one ends: let them write first
         exit_process(EXIT_STATUS)
 
-    def _write_stacks(self, text: str) -> None:
-        self._stacks.mkdir(parents=True, exist_ok=True)
-        with (self._stacks / f"rank{self._world.rank}.txt").open("w") as file:
-            file.write(text + "\n")
-            file.writelines(traceback.format_exception(self._error) if self._error is not None else ())
-            file.flush()
-            faulthandler.dump_traceback(file)
+    def _write_stacks(self, text: str, directory: Path) -> str:
+        """Writes the verdict, this rank's error and the stacks of its threads. Returns where they are."""
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            with (directory / f"rank{self._world.rank}.txt").open("w") as file:
+                file.write(text + "\n")
+                file.writelines(traceback.format_exception(self._error) if self._error is not None else ())
+                file.flush()
+                faulthandler.dump_traceback(file)
+        except OSError as error:
+            return f"the stacks of rank {self._world.rank} could not be written to {directory} ({error.strerror})"
+        return f"the stacks of all ranks are in {directory}"
 
 
 def stalled_ranks_message(beats: Sequence[Heartbeat], silent: Sequence[Heartbeat]) -> str:
     """Returns one line that names the rank to look at."""
     if silent:
         names = ", ".join(map(str, silent))
-        return f"no sign of life from {names}: the process is dead or frozen, or its host is unreachable"
+        return f"no sign of life from {names}: the process is dead, frozen or not started, or its host is unreachable"
     last = min(beats, key=lambda beat: beat.position)
     ahead = [beat for beat in beats if beat.position > last.position]
+    if not ahead and last.phase == RENDEZVOUS:
+        return (
+            f"all {len(beats)} ranks are there, but could not connect to each other within {last.seconds:.0f} s: check "
+            "for a firewall, and the network interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)"
+        )
     if not ahead:
         return f"no rank makes progress, and all are in the same phase as {last}: a collective or a kernel does not end"
     behind = [beat for beat in beats if beat.position == last.position]
@@ -282,11 +304,10 @@ def stalled_ranks_message(beats: Sequence[Heartbeat], silent: Sequence[Heartbeat
     return f"{', '.join(map(str, behind))} fell behind: others are at step {furthest.step}, {furthest.phase}"
 
 
-def _own_store_connection(restarts: int) -> dist.Store:
+def own_connection(store: dist.Store, world: World, phase: str) -> dist.Store:
     """Returns a second connection to the store, as the main thread may wait on the first, with keys of this restart."""
-    store = dist.distributed_c10d._get_default_store()
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     own: dist.Store = store.clone()  # type: ignore[attr-defined]
     own.set_timeout(timedelta(seconds=30))
-    return dist.PrefixStore(f"watchdog {restarts}", own)
+    return dist.PrefixStore(f"watchdog {phase} {world.restarts}", own)
