@@ -224,26 +224,6 @@ def test_the_printed_rate_counts_no_padding_and_its_share_is_shown(files: Path) 
         assert record["padding_percent"] == pytest.approx(100 * 8 / 128)
         assert record["tokens_per_second"] == pytest.approx(120 / record["step_seconds"])
         assert f"{record['tokens_per_second']:,.0f} tokens/s, 6% padding" in out
-    assert "best_fit" not in out
-
-
-@pytest.mark.parametrize(
-    ("sizes", "flags", "named"),
-    [
-        ((33,) * 80, "", True),
-        ((33,) * 8, "", False),  # fills one or two sequences
-        ((LENGTH,) * 12, "", False),
-        ((33,) * 80, "--packing best_fit", False),
-    ],
-)
-def test_packing_is_named_where_a_third_or_more_of_enough_data_is_padding(
-    files: Path, sizes: tuple[int, ...], flags: str, named: bool
-) -> None:
-    write_rows(files / "data.pkl", sizes)
-    out = spawn(1, said, files, f"--max_steps 2 {flags}")[0]
-    note = "48% of the positions so far are padding; --packing best_fit with a batch size of 1"
-    note += " avoids most of it"
-    assert out.count(note) == named and ("padding;" in out) == named
 
 
 def test_rope_that_scales_with_the_length_of_a_sequence_sees_full_padding(files: Path) -> None:

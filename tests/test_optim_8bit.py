@@ -15,7 +15,6 @@ from worlds import spawn
 from lightseq.config.train_config import TrainConfig
 from lightseq.memory.host_adamw import compute_updates_on
 from lightseq.training import fsdp_engine, optimization
-from lightseq.training.optimization import check_optimizer
 
 pytest.importorskip("torchao")
 # States of fewer than 4096 values on a rank stay as they are.
@@ -135,11 +134,3 @@ def test_states_go_to_other_numbers_of_ranks_unless_a_block_would_be_cut(files: 
     said = "".join(end.err for end in ends)
     assert [end.status for end in ends] == [2] * 3 and said.count("\n") == 1
     assert "whose blocks cannot be split over 3 ranks; resume on as many ranks as it was saved on" in said
-
-
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_optimizer("adamw_8bit")
-    monkeypatch.setattr(optimization, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"^--optim adamw_8bit needs torchao, .*; pip install torchao$"):
-        check_optimizer("adamw_8bit")
-    check_optimizer("adamw_torch_fused")

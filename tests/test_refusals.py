@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import traceback
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,9 @@ from programs import Ended, program, programs
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 from worlds import spawn
+
+from lightseq.config.command_line import parse
+from lightseq.training import setup_checks
 
 ROOT = Path(__file__).resolve().parent.parent
 VOCABULARY = 64
@@ -147,8 +151,14 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
         "--output_dir {files}/run",
         ("{files}/run already holds a run", "--resume_from_checkpoint True", "--overwrite_output_dir"),
     ),
-    "output that is a file": ("--output_dir {files}/data.pkl", ("data.pkl is a file", "name a directory")),
-    "output below a file": ("--output_dir {files}/data.pkl/out", ("lies below the file", "name another")),
+    "output that is a file": (
+        "--output_dir {files}/data.pkl",
+        ("data.pkl cannot be written (Not a directory)", "name another"),
+    ),
+    "output below a file": (
+        "--output_dir {files}/data.pkl/out",
+        ("out cannot be created in {files}/data.pkl (Not a directory)", "name another"),
+    ),
     "output whose name is too long": ("--output_dir {files}/" + 300 * "x", ("File name too long",)),
     "output that cannot be made": (
         "--save_strategy steps --output_dir /proc/no/such",
@@ -375,3 +385,18 @@ def test_a_single_process_refuses_what_its_world_cannot_do(files: Path, tmp_path
     done = forked.run(f"{program} {GOOD} --sequence_parallel_size 2".format(files=files), tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "error: --sequence_parallel_size 2 does not divide 1 rank; use 1\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "package"),
+    [("--report_to wandb", "wandb"), ("--optim adamw_8bit", "torchao"), ("--deepspeed zero.json", "deepspeed")],
+)
+def test_a_missing_package_is_named(flags: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(setup_checks, "version", missing)
+    line = f"^{flags} needs {package}, which is not installed; pip install {package}$"
+    with pytest.raises(ValueError, match=line):
+        setup_checks.check_packages(parse(f"{GOOD} {flags}".split(), "program"))
+    setup_checks.check_packages(parse(GOOD.split(), "program"))

@@ -4,7 +4,6 @@ setup_checks.py has the checks of flags.
 """
 
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from warnings import filterwarnings
@@ -32,14 +31,14 @@ from lightseq.models.family import apply_rope, context_warning, resolve
 from lightseq.models.flops import total_parameters
 from lightseq.models.presets import ModelFamily
 from lightseq.modules.fp8 import check_fp8
-from lightseq.training.metrics import check_tracker
-from lightseq.training.optimization import check_lr_schedule, check_optimizer
+from lightseq.training.optimization import check_lr_schedule
 from lightseq.training.output_directory import check_output_dir
 from lightseq.training.setup_checks import (
     Notes,
     check_disk_space,
     check_kernel,
     check_layers,
+    check_packages,
     check_packing,
     check_profiled,
     flag_warnings,
@@ -104,7 +103,7 @@ def prepare(config: TrainConfig, family: ModelFamily, world: World, resume_point
     _check_flags(config, world, resume_point)
     model = find_model(config, family, world)
     _check_adapters(config, model)
-    deepspeed = _find_deepspeed(config, world, model)
+    deepspeed = deepspeed_settings(config, model.dims.data_ranks, model.config.hidden_size)
     checkpoint_notes = _check_checkpoint(config, world, model, deepspeed, resume_point.path)
     streams = _open_streams(config, world, model, resume_point.path)
     stream, total_steps = streams.training, streams.total_steps
@@ -138,8 +137,7 @@ def _check_flags(config: TrainConfig, world: World, resume_point: ResumePoint) -
     if config.max_eval_samples is not None and config.eval_data_path is None:
         given = f"--max_eval_samples {config.max_eval_samples} limits evaluation data, but there is none"
         raise ValueError(f"{given}; add --eval_data_path and --eval_strategy, or leave it out")
-    check_tracker(config.report_to)
-    check_optimizer(config.optim)
+    check_packages(config)
     if world.is_main:  # another host may see an older state of a shared directory
         check_output_dir(Path(config.output_dir), config, resume_point, world)
 
@@ -152,15 +150,6 @@ def _check_adapters(config: TrainConfig, model: FoundModel) -> None:
             f"{given} saves only adapters, and the weights of --random_init would be lost; leave one of them out, "
             "or add --save_strategy no"
         )
-
-
-def _find_deepspeed(config: TrainConfig, world: World, model: FoundModel) -> DeepSpeedSettings | None:
-    """Returns the settings of DeepSpeed, or None for FSDP2. Raises ValueError if it is missing or they are invalid."""
-    if config.deepspeed is not None and find_spec("deepspeed") is None:
-        raise ValueError(
-            f"--deepspeed {config.deepspeed} needs DeepSpeed, which is not installed; pip install deepspeed"
-        )
-    return deepspeed_settings(config, model.dims.data_ranks, model.config.hidden_size)
 
 
 def _check_checkpoint(

@@ -6,17 +6,14 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from lightseq.data.batches import PADDING_WARNING_SHARE
 from lightseq.training.errors import end_for_skipped_steps, exit_on_write_error
-from lightseq.training.metrics import MetricsFile, StepRecord
+from lightseq.training.metrics import MetricsFile
 from lightseq.training.optimization import UNKNOWN_PARAMETER
 from lightseq.training.step_stats import PendingRecord
 from lightseq.training.trainer import Trainer
 from lightseq.utils.formatting import plural
 
 MAX_SKIPPED_STEPS = 20  # consecutive steps with a non-finite gradient
-PADDING_NOTE_STEPS = 10  # steps after which the share of padding is representative
-LEAST_PACKED = 10  # sequences that packed data must fill to be worth packing
 
 
 class Journal:
@@ -27,18 +24,12 @@ class Journal:
 
     def __init__(self, trainer: Trainer, metrics: MetricsFile | None) -> None:
         self._metrics, self._terminal, self._world = metrics, trainer.terminal, trainer.world
-        self._output_dir, self._last_step = trainer.output_dir, trainer.inputs.total_steps
+        self._output_dir = trainer.output_dir
         self._trained = [name for name, p in trainer.model.named_parameters() if p.requires_grad]
         self._saves = trainer.config.save_strategy != "no"
         self._scales_loss = trainer.config.fp16  # skipped steps are normal while the loss scale is still too high
-        self._suggests_packing = len(trainer.batch_lengths) > 1
         self.losses: list[float] = []
         self._skipped = 0  # consecutive steps, up to the last record
-        self._steps = self._positions = 0  # recorded so far
-        self._padding = 0.0  # positions that are padding
-        stream = trainer.inputs.stream
-        self._steps_per_epoch = len(stream.examples) / stream.sequences_per_step
-        self._length = trainer.config.model_max_length
 
     def record(self, pending: PendingRecord | None) -> None:
         """Reports a record, if there is one, after waiting for the device to finish its steps."""
@@ -51,7 +42,6 @@ class Journal:
         if record.steps_without_target:
             which = f"{record.steps_without_target:,} of {plural(pending.steps, 'step')} up to step {record.step:,}"
             self._note(f"{which} had no target; only momentum and weight decay change the weights in such a step")
-        self._note_padding(record, pending.steps)
         nonfinite = pending.nonfinite_parameters()
         for step in range(record.step - pending.steps + 1, record.step + 1):
             self._skipped = self._skipped + 1 if step in nonfinite else 0
@@ -67,24 +57,6 @@ class Journal:
             self._note(f"step {step}: {reason}; the step was skipped")
             if self._skipped >= MAX_SKIPPED_STEPS:
                 end_for_skipped_steps(step, self._skipped, reason, self._output_dir, self._world, self._terminal)
-
-    def _note_padding(self, record: StepRecord, steps: int) -> None:
-        """Suggests packing once, after enough steps or at the end of the run, if much of the data is padding.
-
-        Not for data that fills a few sequences: packed, it would make a few steps.
-        """
-        self._steps += steps
-        self._positions += steps * record.tokens
-        self._padding += steps * record.tokens * record.padding_percent / 100
-        is_representative = self._steps >= PADDING_NOTE_STEPS or record.step == self._last_step
-        if not self._suggests_packing or not is_representative:
-            return
-        tokens_per_epoch = (self._positions - self._padding) / self._steps * self._steps_per_epoch
-        is_large = tokens_per_epoch >= LEAST_PACKED * self._length
-        if is_large and self._padding >= PADDING_WARNING_SHARE * self._positions:
-            self._suggests_packing = False
-            share = f"{100 * self._padding / self._positions:.0f}% of the positions so far are padding"
-            self._note(f"{share}; --packing best_fit with a batch size of 1 avoids most of it")
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Writes a record to the metrics and shows it, on the rank with `metrics`. Ends the run if it cannot write."""

@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -160,15 +159,6 @@ class WeightsAndBiases:
 
 
 TRACKERS: Final[dict[str, Callable[[Path], Tracker]]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
-
-
-def check_tracker(name: str) -> None:
-    """Raises ValueError if the package for --report_to is not installed."""
-    try:
-        if name != "none":
-            version(name)
-    except PackageNotFoundError:
-        raise ValueError(f"--report_to {name}: the package is not installed; pip install {name}") from None
 
 
 def write_run(directory: Path, facts: Mapping[str, Any], secrets: Collection[str]) -> None:

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from inspect import signature
 from typing import Any
 
@@ -23,12 +22,6 @@ NORM_ROW = 1 << 14  # values per partial sum of squares
 NOT_SETTINGS = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}  # of a schedule, set by flags
 CHECKED_STEPS = 1000  # of a schedule, evenly spaced
 UNKNOWN_PARAMETER = 2**31  # stands for a parameter's index if some gradient is not finite, but not known which
-
-
-def check_optimizer(name: str) -> None:
-    """Raises ValueError if the optimizer's package is missing."""
-    if name in EIGHT_BIT and find_spec("torchao") is None:
-        raise ValueError(f"--optim {name} needs torchao, which is not installed; pip install torchao")
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:

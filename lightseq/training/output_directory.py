@@ -33,21 +33,12 @@ WRITTEN: Final = {
 
 def create_output_dir(output_dir: Path) -> None:
     """Creates a directory and its parents. Raises ValueError with the reason if it cannot."""
-    try:
+    with name_unwritable(output_dir, "created"):
         output_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"--output_dir {output_dir} cannot be created ({error.strerror}); name another directory"
-        ) from error
 
 
 def check_output_dir(output_dir: Path, config: TrainConfig, resume_point: ResumePoint, world: World) -> None:
     """Raises ValueError if the directory cannot be created, or holds a run that this one does not resume or replace."""
-    if output_dir.exists() and not output_dir.is_dir():
-        raise ValueError(f"--output_dir {output_dir} is a file; name a directory")
-    parent = next(p for p in (output_dir, *output_dir.absolute().parents) if p.exists())
-    if not parent.is_dir():
-        raise ValueError(f"--output_dir {output_dir} lies below the file {parent}; name another directory")
     resume_from = resume_point.path
     if resumes_in_place(resume_from, output_dir):
         newest = checkpoints.list_checkpoints(output_dir)[-1]
@@ -70,19 +61,9 @@ def check_output_dir(output_dir: Path, config: TrainConfig, resume_point: Resume
             f"--output_dir {output_dir} already holds a run; name another, continue it with "
             "--resume_from_checkpoint True, or replace it with --overwrite_output_dir"
         )
-    _check_writable(parent, output_dir)
-
-
-def _check_writable(parent: Path, output_dir: Path) -> None:
-    """Raises ValueError if no file can be created in a directory. Leaves nothing behind."""
-    try:
-        with TemporaryDirectory(prefix=".lightseq-", dir=parent):
-            pass
-    except OSError as error:
-        problem = "written" if parent == output_dir else f"created in {parent}"
-        raise ValueError(
-            f"--output_dir {output_dir} cannot be {problem} ({error.strerror}); name another directory"
-        ) from error
+    parent = next(p for p in (output_dir, *output_dir.absolute().parents) if p.exists())
+    with name_unwritable(output_dir, "written" if parent == output_dir else f"created in {parent}"):
+        TemporaryDirectory(prefix=".lightseq-", dir=parent).cleanup()
 
 
 def _check_inputs_survive(output_dir: Path, config: TrainConfig) -> None:
@@ -164,14 +145,14 @@ def lock_directory(output_dir: Path, world: World) -> TextIO:
 
 
 @contextmanager
-def name_unwritable(output_dir: Path) -> Iterator[None]:
-    """Raises ValueError, with the directory and a remedy, for a file in it that cannot be written."""
+def name_unwritable(output_dir: Path, action: str = "written") -> Iterator[None]:
+    """Raises ValueError, with the directory and a remedy, if the block cannot write in it."""
     try:
         yield
     except OSError as error:
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         remedy = "free some space, or name another one" if is_full else "name another directory"
-        raise ValueError(f"--output_dir {output_dir} cannot be written ({error.strerror}); {remedy}") from error
+        raise ValueError(f"--output_dir {output_dir} cannot be {action} ({error.strerror}); {remedy}") from error
 
 
 def check_shared(output_dir: Path, owner: str, seconds: float) -> None:

@@ -6,6 +6,7 @@ A check raises ValueError with one line, or returns notes to print at the start.
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers import PreTrainedConfig
 from lightseq.attention.config import AttentionConfig
 from lightseq.attention.context import kernel_spec as attention_kernel_spec
 from lightseq.checkpoint.checkpoints import check_disk, list_checkpoints, saved_bytes, saves_left
+from lightseq.config.optimizers import EIGHT_BIT
 from lightseq.config.remat_policies import STORE_LINEARS, STORES_MLP
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import BatchStream
@@ -63,6 +65,21 @@ def check_same_flags(config: TrainConfig, world: World) -> None:
             raise ValueError(f"--{'; --'.join(found)}; start every host with the same command")
 
     on_all_ranks(world, compare)
+
+
+def check_packages(config: TrainConfig) -> None:
+    """Raises ValueError if a flag needs a package that is not installed."""
+    needed = {
+        f"--report_to {config.report_to}": config.report_to if config.report_to != "none" else None,
+        f"--optim {config.optim}": "torchao" if config.optim in EIGHT_BIT else None,
+        f"--deepspeed {config.deepspeed}": "deepspeed" if config.deepspeed is not None else None,
+    }
+    for flag, package in needed.items():
+        try:
+            if package is not None:
+                version(package)
+        except PackageNotFoundError:
+            raise ValueError(f"{flag} needs {package}, which is not installed; pip install {package}") from None
 
 
 # ---- model and device ------------------------------------------------------------------------------------------------
