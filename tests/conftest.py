@@ -28,7 +28,7 @@ LONGEST = (
 )  # fmt: skip
 
 # Tests, and cases of tests, that take longest. Only `make test-all` runs them, beside those marked slow. Most differ
-# little from a case that stays; those of rendezvous, saving and quiet are the only ones of their kind.
+# little from a case that stays.
 SLOW = (
     "faults::test_a_run_that_loses_a_rank_resumes_to_the_result_of_one_that_does_not[1]",
     "refusals::test_the_launcher_shows_the_line_of_its_workers_once[1]",
@@ -37,9 +37,6 @@ SLOW = (
     "parity::test_training_equals_one_process[1]",
     "parity::test_training_equals_one_process[2]",
     "parity::test_several_steps_equal_one_process[4]",
-    "saving::test_a_rank_that_ends_over_the_last_save_is_named",
-    "saving::test_the_run_goes_on_from_the_checkpoint_before",
-    "quiet::test_importing_lightseq_prints_nothing",
     "benchmark_attention::test_the_program_alone_refuses_in_one_line_and_exits_2",
     "benchmark_attention::test_a_run_on_two_ranks_records_every_point_under_a_header",
     "token_cache::test_steps_without_a_target_are_counted_and_no_part_of_the_loss",

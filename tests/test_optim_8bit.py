@@ -79,6 +79,15 @@ def plain(states: Iterable[Tensor]) -> Iterable[Tensor]:
         yield from (local.codes, local.scale) if hasattr(local, "codes") else (local,)
 
 
+def test_a_resumed_run_of_one_rank_equals_one_that_never_stopped(tmp_path: Path) -> None:
+    folder, flags = write_inputs(tmp_path), "--optim adamw_8bit --max_steps 3 --save_steps 2"
+    lines = [words(folder, "whole", flags)]
+    lines += [words(folder, "rest", f"{flags} --resume_from_checkpoint {folder}/whole/checkpoint-2")]
+    ((ends, _),) = spawn(1, run, lines)
+    assert [end.status for end in ends] == [0, 0], ends[-1].err
+    assert losses(folder, "rest") == losses(folder, "whole")[2:]  # to the bit
+
+
 @pytest.mark.slow
 def test_losses_are_those_of_adamw_and_states_take_a_byte(files: Path) -> None:
     expected, got = losses(files, "wide"), losses(files, "narrow")

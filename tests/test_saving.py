@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import forked
 import pytest
-from forked import Done
 from programs import program
 from small import losses, words, write_inputs
 from worlds import spawn
@@ -51,41 +50,28 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Done]]:
-    """By case, the folder and how the other rank ended; all at once, for they wait most of the time."""
-    started = {}
-    for name, (what, culprit, more) in CASES.items():
-        folder = write_inputs(tmp_path_factory.mktemp("saving"))
-        (folder / "program.py").write_text(PROGRAM)
-        line = words(folder, "run", f"{FLAGS} {more}")
-        started[name] = (folder, forked.World(2, f"{folder}/program.py {what} {culprit} {line}", folder))
-    until = time.monotonic() + 120
-    found = {name: (folder, w.ranks[1 - CASES[name].culprit].end(until)) for name, (folder, w) in started.items()}
-    for _, world in started.values():
-        world.end(0)
-    return found
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_rank_that_ends_over_the_last_save_is_named(name: str, ends: dict[str, tuple[Path, Done]]) -> None:
-    folder, end = ends[name]
+@pytest.mark.parametrize(
+    "name", [name if name == "rank 1 dies" else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
+def test_a_rank_that_ends_over_the_last_save_is_named_and_the_run_resumes(name: str, tmp_path: Path) -> None:
+    what, culprit, more = CASES[name]
+    files = write_inputs(tmp_path)
+    (files / "program.py").write_text(PROGRAM)
+    line = words(files, "run", f"{FLAGS} {more}")
+    world = forked.World(2, f"{files}/program.py {what} {culprit} {line}", files)
+    end = world.ranks[1 - culprit].end(time.monotonic() + 120)
+    world.end(0)
     assert end.returncode == EXIT_STATUS and "Traceback" not in end.stderr, end
-    (line,) = [line for line in end.stderr.splitlines() if line.startswith("error: ")]
-    assert f"no sign of life from rank {CASES[name].culprit} on " in line and "(step 4, saving, for " in line
-    if CASES[name].what == "dies":  # over a frozen one the others still wait, and nothing has failed yet
-        assert line.startswith(f"error: {folder}/run/checkpoint-4 could not be saved: no sign of life")
-        assert line.endswith("; go on with --resume_from_checkpoint auto")
-    assert [path.name for path in list_checkpoints(folder / "run")] == ["checkpoint-2"]
-
-
-def test_the_run_goes_on_from_the_checkpoint_before(ends: dict[str, tuple[Path, Done]]) -> None:
-    folder, _ = ends["rank 1 dies"]
-    before = losses(folder, "run")
-    line = words(folder, "run", f"{FLAGS} --resume_from_checkpoint auto")
-    assert [end.status for end in spawn(2, program, "llama3", line)] == [0, 0]
-    assert sorted(path.name for path in (folder / "run").glob("checkpoint*")) == ["checkpoint-2", "checkpoint-4"]
-    assert losses(folder, "run") == before
+    (error,) = [line for line in end.stderr.splitlines() if line.startswith("error: ")]
+    assert f"no sign of life from rank {culprit} on " in error and "(step 4, saving, for " in error
+    if what == "dies":  # over a frozen one the others still wait, and nothing has failed yet
+        assert error.startswith(f"error: {files}/run/checkpoint-4 could not be saved: no sign of life")
+        assert error.endswith("; go on with --resume_from_checkpoint auto")
+    assert [path.name for path in list_checkpoints(files / "run")] == ["checkpoint-2"]
+    before = losses(files, "run")
+    assert [end.status for end in spawn(2, program, "llama3", f"{line} --resume_from_checkpoint auto")] == [0, 0]
+    assert sorted(path.name for path in (files / "run").glob("checkpoint*")) == ["checkpoint-2", "checkpoint-4"]
+    assert losses(files, "run") == before
 
 
 def silent(error: Exception | None) -> Any:
