@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import small
 import torch
 import torch.distributed as dist
-from programs import alone, program
-from small import write_inputs
+from programs import program
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -27,7 +25,6 @@ from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.parallel_dims import local_part, shard_groups
 from lightseq.distributed.world import World, use_host_cores
 from lightseq.training.fsdp_engine import FsdpEngine
-from lightseq.training.metrics import read_records
 from lightseq.training.optimization import (
     LearningRate,
     LocalAdamW,
@@ -114,20 +111,6 @@ def test_rates_are_those_of_transformers_and_need_no_history(name: str, kwargs: 
     for step in reversed(range(20)):  # in any order
         assert ours.apply(optimizer, step) == pytest.approx(expected[step])
         assert all(group["lr"] == pytest.approx(expected[step]) for group in optimizer.param_groups)
-
-
-def test_a_resumed_run_continues_its_schedule(tmp_path: Path) -> None:
-    files = write_inputs(tmp_path)
-    kwargs = '{"num_decay_steps": 3, "decay_type": "linear", "min_lr_ratio": 0.1}'
-    flags = "--max_steps 6 --save_steps 4 --warmup_steps 2 --lr_scheduler_type warmup_stable_decay"
-    flags += f" --lr_scheduler_kwargs '{kwargs}'"
-    resume = f" --resume_from_checkpoint {files}/whole/checkpoint-4"
-    for words in (small.words(files, "whole", flags), small.words(files, "resumed", flags + resume)):
-        end = alone(words)
-        assert end.status == 0, end.err
-    rates = [record["learning_rate"] for record in read_records(files / "whole" / "metrics.jsonl")]
-    assert rates == pytest.approx([1e-4, 5.5e-4, 1e-3, 1e-3, 7e-4, 4e-4])
-    assert [r["learning_rate"] for r in read_records(files / "resumed" / "metrics.jsonl")] == rates[4:]
 
 
 def test_only_matrices_decay() -> None:

@@ -1,5 +1,6 @@
-"""A rank that dies over the last save is named, tears no checkpoint, and the run goes on from the one before."""
+"""Saves that a run, or one of its ranks, does not survive: what is named, what is kept, and from where it resumes."""
 
+import json
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from worlds import spawn
 from lightseq.checkpoint.checkpoints import list_checkpoints
 from lightseq.distributed.watchdog import EXIT_STATUS, RankNotResponding
 from lightseq.training import errors
+from lightseq.training.metrics import read_records
 
 FLAGS = "--max_steps 4 --save_steps 2 --step_timeout 20"
 
@@ -89,3 +91,62 @@ def test_a_silence_of_ranks_that_live_is_one_line(
         "error: checkpoint-4 could not be saved: timed out after 60000 ms; resume with --resume_from_checkpoint auto"
     )
     assert end.value.code == 1 and capsys.readouterr().err == f"{expected}\n"
+
+
+# Dies as soon as a checkpoint has its final name, after naming the files that were flushed to the disk before.
+KILLED_AFTER_SAVE = """
+import os, signal, sys
+import llama3
+from lightseq.checkpoint import checkpoints
+from lightseq.training import command, trainer
+name, stopped_at = sys.argv[1], int(sys.argv[2])
+fsync, prune, step, flushed = os.fsync, checkpoints.prune, trainer.Trainer.step, []
+def noted(descriptor):
+    flushed.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
+    fsync(descriptor)
+def killed(output_dir, *arguments):
+    if (output_dir / name).is_dir():
+        print(*flushed[:flushed.index(name + ".partial") + 1], file=sys.stderr, flush=True)
+        os._exit(9)
+    prune(output_dir, *arguments)
+def stopped(self, number):
+    if number == stopped_at:
+        signal.raise_signal(signal.SIGTERM)
+    return step(self, number)
+os.fsync, checkpoints.prune, trainer.Trainer.step = noted, killed, stopped
+command.main(llama3.FAMILY, sys.argv[3:])
+"""
+EVALUATION = "--eval_data_path {files}/data.pkl --eval_strategy steps --eval_steps 3"
+SAVES = {  # the checkpoint after which the run dies, the step that gets a signal, and flags
+    "training waits": (2, -1, "--save_steps 2 --async_save False"),
+    "between two records": (3, -1, "--save_steps 3 --logging_steps 5"),
+    "the best checkpoint": (3, -1, f"--save_steps 3 --logging_steps 5 --keep_best {EVALUATION}"),
+    "a signal": (4, 3, "--save_steps 100 --logging_steps 3"),
+    "DeepSpeed": (3, -1, "--save_steps 3 --logging_steps 5 --optim adamw_torch --deepspeed {files}/zero.json"),
+}
+
+QUICK_SAVES = ("training waits", "between two records")
+
+
+@pytest.mark.parametrize(
+    "case", [case if case in QUICK_SAVES else pytest.param(case, marks=pytest.mark.slow) for case in SAVES]
+)
+def test_a_run_killed_right_after_a_save_has_the_records_of_all_saved_steps(case: str, tmp_path: Path) -> None:
+    """A checkpoint becomes visible only after the records of its steps."""
+    step, stopped_at, flags = SAVES[case]
+    files = write_inputs(tmp_path)
+    (files / "zero.json").write_text(json.dumps({"zero_optimization": {"stage": 2}}))
+    (files / "killed.py").write_text(KILLED_AFTER_SAVE)
+    given = f"--max_steps 6 {flags.format(files=files)}"
+    line = words(files, "run", given)
+    end = forked.run(f"{files}/killed.py checkpoint-{step} {stopped_at} {line}", files)
+    assert end.returncode == 9, end.stderr
+    *_, flushed = end.stderr.splitlines()
+    assert "metrics.jsonl" in flushed.split(), "a power failure may keep the checkpoint and lose the records"
+    records = [record["step"] for record in read_records(files / "run" / "metrics.jsonl") if "loss" in record]
+    assert step in records
+    for one in (f"{line} --resume_from_checkpoint True", words(files, "whole", given)):
+        (end,) = spawn(1, program, "llama3", one)
+        assert end.status == 0 and "missing" not in end.out, end
+    if stopped_at < 0:  # a signal records its step, too
+        assert losses(files, "run") == losses(files, "whole")

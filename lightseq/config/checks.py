@@ -185,20 +185,18 @@ def _check_deepspeed(config: Flags) -> None:
         raise ValueError(f"--deepspeed {config.deepspeed} and --fsdp {config.fsdp!r} both shard the weights; give one")
     if config.optim not in ("adamw_torch", "adamw_torch_fused", "sgd"):
         raise ValueError(f"--optim {config.optim} does not run under --deepspeed; use adamw_torch_fused")
-    if config.fp8:
-        raise ValueError(f"--fp8 {config.fp8} does not run under --deepspeed; leave one of them out")
+    grouped = config.layers_per_checkpoint if config.group_size > 1 else None
+    for flag, value in {
+        "fp8": config.fp8, "lora_rank": config.lora_rank, "tile_layers": config.tile_layers,
+        "layers_per_checkpoint": grouped,
+    }.items():  # fmt: skip
+        if value:
+            raise ValueError(f"--{flag} {value} does not run under --deepspeed; leave one of them out")
     if config.offload in ("optimizer", "both"):
         raise ValueError(
             f"--offload {config.offload} does not run under --deepspeed; set offload_optimizer in {config.deepspeed}, "
             "and use --offload activations for activations"
         )
-    if config.group_size > 1:
-        raise ValueError(
-            f"--layers_per_checkpoint {config.group_size} does not run under --deepspeed, which gathers "
-            "weights layer by layer; leave one of them out"
-        )
-    if config.tiles_layers:
-        raise ValueError("--tile_layers does not run under --deepspeed; leave one of them out")
 
 
 def _check_lora(config: Flags) -> None:
@@ -207,11 +205,9 @@ def _check_lora(config: Flags) -> None:
             if getattr(config, flag) != _default(config, flag):
                 raise ValueError(f"--{flag} {getattr(config, flag)} needs adapters; add --lora_rank")
         return
-    given = f"--lora_rank {config.lora_rank}"
-    if config.deepspeed:
-        raise ValueError(f"{given} does not run under --deepspeed; leave one of them out")
     if config.fp8:
-        raise ValueError(f"{given} and --fp8 {config.fp8} both replace the linear layers; leave one of them out")
+        given = f"--lora_rank {config.lora_rank} and --fp8 {config.fp8}"
+        raise ValueError(f"{given} both replace the linear layers; leave one of them out")
 
 
 def _check_remat(config: Flags) -> None:
@@ -219,13 +215,9 @@ def _check_remat(config: Flags) -> None:
     if config.remat is not None and config.remat != implied:
         given = f"--gradient_checkpointing {config.gradient_checkpointing}"
         raise ValueError(f"{given} means --remat {implied}, but --remat {config.remat} was given too; give one")
-    if config.group_size > 1 and config.remat_policy == "none":
-        given = f"--layers_per_checkpoint {config.group_size} recomputes layers"
-        raise ValueError(f"{given}, but --remat none was given too; give --remat attention or full")
-    if config.tiles_layers and config.remat_policy == "none":
-        raise ValueError(
-            "--tile_layers recomputes layers, but --remat none was given too; give --remat attention or full"
-        )
+    if config.remat_policy == "none" and (config.group_size > 1 or config.tiles_layers):
+        given = "--tile_layers" if config.tiles_layers else f"--layers_per_checkpoint {config.group_size}"
+        raise ValueError(f"{given} recomputes layers, but --remat none was given too; give --remat attention or full")
     if config.remat in STORES_MLP and (config.tiles_layers or config.fp8):
         given = "--tile_layers" if config.tiles_layers else f"--fp8 {config.fp8}"
         raise ValueError(
