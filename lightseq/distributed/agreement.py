@@ -7,8 +7,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from lightseq.distributed.error_report import report_error
-from lightseq.distributed.world import World
+from lightseq.distributed.world import World, report_error
 from lightseq.utils.formatting import first_line
 
 T = TypeVar("T")

@@ -90,24 +90,15 @@ def launcher_note() -> tuple[str, ...]:
     return (warning,) if missing else ()
 
 
-def launcher_error_file() -> Path:
-    """Returns the file in which torch's launcher looks for the cause of a failure; /dev/null without a launcher."""
-    return Path(os.environ.get("TORCHELASTIC_ERROR_FILE") or os.devnull)
-
-
 def set_up_process(expandable_segments: bool = True) -> None:
     """Configures torch and its libraries before they are imported. Only for programs that lightseq starts."""
     silence_loggers()
-    skip_last_collection()
-    use_large_pages()
+    atexit.register(gc.freeze)  # skips the last collection, which visits all of torch and transformers for 1 s
+    # Host tensors in 2 MiB pages are allocated faster, and AdamW on the CPU runs 10% faster.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     lock_pages_in_parallel()
     if expandable_segments:
         use_expandable_segments()
-
-
-def skip_last_collection() -> None:
-    """Makes the process end without a last garbage collection, which visits all of torch and transformers for 1 s."""
-    atexit.register(gc.freeze)
 
 
 def disable_multicast() -> None:
@@ -116,15 +107,6 @@ def disable_multicast() -> None:
     Call it before symmetric memory is allocated.
     """
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-
-
-def use_large_pages() -> None:
-    """Makes torch put host tensors in 2 MiB pages if Linux offers them.
-
-    They are allocated faster, and AdamW on the CPU runs 10% faster. torch reads the setting at its first tensor; the
-    user's own setting wins.
-    """
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 def lock_pages_in_parallel() -> None:

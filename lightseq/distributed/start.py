@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from lightseq.distributed.environment import cache_compiled_kernels, refuse_variable, whole_number_in
-from lightseq.distributed.error_report import report_error
 from lightseq.distributed.start_over import (
     MOST_PORT,
     RESTARTS_PER_ATTEMPT,
@@ -22,7 +21,7 @@ from lightseq.distributed.start_over import (
     memory_limit,
 )
 from lightseq.distributed.watchdog import RENDEZVOUS, Watchdog, own_connection
-from lightseq.distributed.world import World
+from lightseq.distributed.world import World, report_error
 from lightseq.utils.formatting import first_line
 
 GLOO_RELEASE_SECONDS = 0.1

@@ -25,9 +25,8 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from lightseq.distributed.error_report import report_error
 from lightseq.distributed.start_over import is_store_of_launcher, start_over
-from lightseq.distributed.world import World, exit_process
+from lightseq.distributed.world import World, exit_process, report_error
 
 EXIT_STATUS = 70  # exit status of a process that ends because of another rank (EX_SOFTWARE)
 STORE_NAME = "the rendezvous store"

@@ -1,8 +1,12 @@
 """Rank and device of this process, and what it does alone."""
 
+import json
 import os
 import sys
+import time
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NoReturn
 
 import torch
@@ -46,6 +50,25 @@ def set_device(world: World) -> None:
     """Makes the world's GPU the current device of this thread; new threads start with GPU 0."""
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
+
+
+def report_error(line: str, prints: bool = True, seconds_ago: float = 0.0) -> None:
+    """Prints the error that ends a run, and writes it to the file in which torch's launcher looks for the root cause.
+
+    The launcher picks the earliest failure, with a resolution of one second. `seconds_ago` is the age of this failure,
+    and the rank that prints makes its own a second older. The first error written to the file stays. Ranks that do not
+    print call this too, for the launcher of their own host.
+    """
+    if prints:
+        print(f"error: {line}", file=sys.stderr, flush=True)
+    path = Path(os.environ.get("TORCHELASTIC_ERROR_FILE") or os.devnull)
+    if path.exists():
+        return
+    extra = {"timestamp": str(int(time.time() - seconds_ago - prints))}
+    with suppress(OSError):
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text(json.dumps({"message": {"message": f"error: {line}", "extraInfo": extra}}))
+        partial.replace(path)
 
 
 def exit_process(status: int) -> NoReturn:

@@ -11,9 +11,8 @@ import torch
 
 from lightseq.checkpoint.checkpoints import list_checkpoints
 from lightseq.distributed.agreement import is_first_to, mark_done, wait_until_done
-from lightseq.distributed.error_report import report_error
 from lightseq.distributed.watchdog import RankNotResponding
-from lightseq.distributed.world import World, exit_process
+from lightseq.distributed.world import World, exit_process, report_error
 from lightseq.training.terminal import Terminal
 from lightseq.utils.formatting import first_line
 

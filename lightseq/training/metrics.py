@@ -77,7 +77,7 @@ class MetricsFile:
         damaged = damaged_lines(self.path)
         if damaged:
             self.notes = (_set_damaged_aside(self.path, damaged),)
-        kept = [line for line, record in _records(self.path) if record["step"] <= first_step]
+        kept = [x for x in _lines(self.path) if (record := _record(x)) is not None and record["step"] <= first_step]
         partial = self.path.with_name(f"{METRICS}.partial")  # no record is lost if the run is killed here
         partial.write_bytes(b"".join(line + b"\n" for line in kept))
         partial.replace(self.path)
@@ -97,16 +97,12 @@ def _line(record: Mapping[str, Any]) -> str:
 
 def read_records(path: Path) -> list[dict[str, Any]]:
     """Returns the records of a metrics.jsonl. Skips lines damaged by a killed run or a full disk."""
-    return [record for _, record in _records(path)]
+    return [record for record in map(_record, _lines(path)) if record is not None]
 
 
 def damaged_lines(path: Path) -> list[bytes]:
     """Returns the lines of a metrics.jsonl that are not records: truncated, garbled, or from another program."""
     return [line for line in _lines(path) if _record(line) is None]
-
-
-def _records(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
-    return [(line, record) for line in _lines(path) if (record := _record(line)) is not None]
 
 
 def _lines(path: Path) -> list[bytes]:

@@ -15,8 +15,7 @@ from lightseq.checkpoint import checkpoints, state_files
 from lightseq.checkpoint.saver import CheckpointSaver, SaveError
 from lightseq.config.optimizers import NO_STATE, OPTIMIZERS
 from lightseq.distributed.environment import secrets
-from lightseq.distributed.error_report import report_error
-from lightseq.distributed.world import exit_process
+from lightseq.distributed.world import exit_process, report_error
 from lightseq.models import adapters, weights
 from lightseq.training.metrics import METRICS
 from lightseq.training.trainer import Trainer
