@@ -141,7 +141,7 @@ def test_an_attempt_that_saved_nothing_is_repeated_from_the_checkpoint_that_was_
     assert end.status == 2 and "already holds a run" in end.err
 
 
-def test_a_run_goes_on_from_before_the_damage_and_keeps_what_is_whole(files: Path, tmp_path: Path) -> None:
+def test_a_run_resumes_from_before_the_damage_and_retains_whole_checkpoints(files: Path, tmp_path: Path) -> None:
     shutil.copytree(files / "whole", tmp_path / "run")
     flip(tmp_path / "run" / "checkpoint-4" / "model.safetensors")
     cut(tmp_path / "run" / "checkpoint-3" / TRAINER_STATE)
@@ -155,7 +155,7 @@ def test_a_run_goes_on_from_before_the_damage_and_keeps_what_is_whole(files: Pat
     assert find_damage(tmp_path / "run" / "checkpoint-4") is None
 
 
-def test_only_damaged_checkpoints_are_no_reason_to_begin_anew(files: Path, tmp_path: Path) -> None:
+def test_auto_does_not_start_over_if_all_checkpoints_are_damaged(files: Path, tmp_path: Path) -> None:
     shutil.copytree(files / "whole" / "checkpoint-4", tmp_path / "run" / "checkpoint-4")
     flip(tmp_path / "run" / "checkpoint-4" / "model.safetensors")
     named = f"--resume_from_checkpoint {tmp_path}/run/checkpoint-4 --output_dir {tmp_path}/other"
@@ -165,7 +165,7 @@ def test_only_damaged_checkpoints_are_no_reason_to_begin_anew(files: Path, tmp_p
         assert "checkpoint-4" in end.err and "the SHA-256 of model.safetensors differs" in end.err
 
 
-def test_auto_begins_anew_where_nothing_was_saved(files: Path, tmp_path: Path) -> None:
+def test_auto_starts_a_new_run_if_nothing_was_saved(files: Path, tmp_path: Path) -> None:
     flags = f"--max_steps 2 --save_strategy no --output_dir {tmp_path}/run --resume_from_checkpoint auto"
     assert [alone(words(files, "run", flags)).status for _ in range(2)] == [0, 0]
     assert losses(tmp_path, "run") == pytest.approx(losses(files, "whole")[:2], abs=1e-5)
@@ -426,7 +426,7 @@ def test_a_failed_save_on_one_rank_ends_all_in_one_line_and_harms_no_checkpoint(
     assert find_damage(files / output / "checkpoint-1") is None
 
 
-def test_a_disk_without_room_for_a_directory_ends_the_run_in_one_line(
+def test_a_directory_that_a_full_disk_refuses_ends_the_run_in_one_line(
     files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(directory: Path) -> None:
@@ -439,9 +439,7 @@ def test_a_disk_without_room_for_a_directory_ends_the_run_in_one_line(
     assert "checkpoint-1 could not be saved: [Errno 28] No space" in end.err
 
 
-def test_much_goes_into_several_files_of_which_each_is_hashed_and_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_states_are_written_to_several_hashed_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state_files, "BYTES_FOR_A_THREAD", 4 * 300)
     tensors = {f"model.{i}": torch.randn(100, i + 1) for i in range(7)}
     with one_process():
@@ -486,7 +484,9 @@ def test_a_file_that_reads_back_differently_ends_the_run_without_a_checkpoint(
     assert not list((files / "lying").glob("checkpoint-*"))
 
 
-def test_a_host_without_room_for_copies_lets_the_training_wait(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_waits_for_saves_on_a_host_without_memory_for_copies(
+    files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(saver, "free_host_memory", lambda world: 1000.0)
     run = words(files, "tight", "--max_steps 2 --save_steps 1")
     end = alone(run)
@@ -494,7 +494,9 @@ def test_a_host_without_room_for_copies_lets_the_training_wait(files: Path, monk
     assert find_damage(files / "tight" / "checkpoint-2") is None
 
 
-def test_room_for_copies_is_made_once_the_optimizer_has_its_state(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_for_copies_is_allocated_once_the_optimizer_has_state(
+    files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Skips the first updates, as float16 does on overflow; a save may precede the first real one."""
     unscale, prepare, scales, prepared = LossScaler.unscale, saver.CheckpointSaver.prepare, [], []
 
@@ -514,7 +516,7 @@ def test_room_for_copies_is_made_once_the_optimizer_has_its_state(files: Path, m
     assert find_damage(files / "overflows" / "checkpoint-4") is None
 
 
-def test_a_run_goes_on_from_before_its_first_update(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_resumes_from_before_its_first_update(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     unscale = LossScaler.unscale
     infinite = lambda self, grads, norm: unscale(self, grads, norm * torch.inf)  # noqa: E731
     monkeypatch.setattr(LossScaler, "unscale", infinite)
@@ -530,7 +532,7 @@ def test_a_run_goes_on_from_before_its_first_update(files: Path, monkeypatch: py
 # ---- going on elsewhere ----------------------------------------------------------------------------------------------
 
 
-def test_the_data_go_on_where_they_were_however_a_step_is_cut(files: Path) -> None:
+def test_data_resume_at_their_position_with_any_batch_size(files: Path) -> None:
     examples = open_pickle(files / "data.pkl", 48, 64)
 
     def read(stream: BatchStream, steps: range) -> list[list[int]]:
@@ -564,7 +566,7 @@ def draws(rank: int, runs: list[str]) -> list[Any]:
     return drawn
 
 
-def test_random_states_go_on_too(files: Path) -> None:
+def test_random_states_resume(files: Path) -> None:
     resumed = "--resume_from_checkpoint auto"
     parts = [("drawn", 4, ""), ("drawn2", 2, ""), ("drawn2", 4, resumed)]
     runs = [words(files, output, f"--max_steps {steps} --save_steps 2 {more}") for output, steps, more in parts]
@@ -587,7 +589,7 @@ def one_cannot_lock(rank: int, run: str) -> Ended:
     return program(rank, "llama3", run)
 
 
-def test_a_rank_that_finds_no_room_for_its_state_ends_all(files: Path) -> None:
+def test_a_rank_without_memory_for_its_state_ends_all(files: Path) -> None:
     train(2, words(files, "pinned", "--max_steps 2 --save_steps 1"))
     flags = f"--max_steps 3 --resume_from_checkpoint {files / 'pinned' / 'checkpoint-2'}"
     ends = spawn(2, one_cannot_lock, words(files, "pinned", flags))
@@ -664,7 +666,7 @@ def test_checkpoints_that_will_not_fit_are_refused_or_warned_of(
     assert warns(4, there=0) and not warns(4, there=1), "one of the three is there already"
 
 
-def test_the_reckoning_is_close_to_what_a_checkpoint_takes(files: Path) -> None:
+def test_the_estimated_size_of_a_checkpoint_is_close(files: Path) -> None:
     asked = TrainConfig(model_name_or_path="m", data_path="d", output_dir="o")
     taken = sum(file.bytes for file in manifest.read(files / "whole" / "checkpoint-4").values())
     assert checkpoints.saved_bytes(total_parameters(CONFIG), asked) == pytest.approx(taken, rel=0.1)

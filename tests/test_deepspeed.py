@@ -255,7 +255,7 @@ def assert_fresh(masters: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_a_step_that_zero_skips_is_counted_and_said(files: Path, stage: int) -> None:
+def test_a_step_that_zero_skips_is_counted_and_noted(files: Path, stage: int) -> None:
     line = words(files, f"sick{stage}", f"{COMMON} --deepspeed {files}/zero{stage}.json")
     ends = spawn(2, with_a_sick_second_step, line)
     assert [end.status for end in ends] == [0, 0], ends[0].err

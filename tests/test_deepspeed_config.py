@@ -146,7 +146,7 @@ def test_a_file_that_is_no_json_is_refused(tmp_path: Path) -> None:
         deepspeed_settings(config, DATA_RANKS, HIDDEN)
 
 
-def test_a_checkpoint_goes_on_under_the_engine_and_the_ranks_that_saved_it(tmp_path: Path) -> None:
+def test_a_checkpoint_resumes_under_the_engine_and_ranks_that_saved_it(tmp_path: Path) -> None:
     (tmp_path / TRAINER_STATE).write_text(json.dumps({"step": 1, "engine": "DeepSpeed ZeRO-2", "ranks": 2}))
     check_engine(tmp_path, "DeepSpeed ZeRO-2", 2)
     for engine, ranks, this in (

@@ -33,7 +33,7 @@ def model(scaling: dict[str, Any] | None = None, theta: float | None = None, **c
 
 
 @pytest.mark.parametrize("scaling", SCALINGS, ids=str)
-def test_a_checkpoint_goes_on_in_its_own_model(scaling: dict[str, Any] | None, tmp_path: Path) -> None:
+def test_a_checkpoint_resumes_in_its_own_model(scaling: dict[str, Any] | None, tmp_path: Path) -> None:
     model(scaling).save_pretrained(tmp_path)
     assert check_model(tmp_path, CONFIG, model(scaling), None) == ()
     assert check_model(tmp_path / "of an engine", CONFIG, model(scaling), None) == ()
@@ -48,7 +48,7 @@ def test_a_checkpoint_goes_on_in_its_own_model(scaling: dict[str, Any] | None, t
         (model({"rope_type": "yarn", "factor": 16}, rms_norm_eps=0.5), "rms_norm_eps 1e-05, but this run has 0.5"),
     ],
 )
-def test_in_another_it_is_refused(now: PreTrainedConfig, named: str, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_model_is_refused(now: PreTrainedConfig, named: str, tmp_path: Path) -> None:
     model({"rope_type": "yarn", "factor": 16}).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="was trained with ") as refused:
         check_model(tmp_path, CONFIG, now, None)
@@ -71,7 +71,7 @@ def test_a_model_of_another_kind_is_refused_and_a_factor_of_fewer_digits_is_not(
         check_model(tmp_path, CONFIG, Gemma2Config(sliding_window=32), None)
 
 
-def test_an_adapter_goes_on_at_its_scale_and_beside_its_model(tmp_path: Path) -> None:
+def test_an_adapter_resumes_with_its_scale_and_base_model(tmp_path: Path) -> None:
     lora, other = Lora(4, 8.0, ("q_proj",)), Lora(4, 99.0, ("q_proj",))
     yarn = {"rope_scaling": {"rope_type": "yarn", "factor": 16}}
     scaled = TrainConfig(model_name_or_path="base", data_path="d", output_dir="o", **yarn)

@@ -81,7 +81,7 @@ def silent(error: Exception | None) -> Any:
         raise RankNotResponding("checkpoint-4 could not be saved") from error
 
 
-def test_a_silence_of_ranks_that_live_is_one_line(
+def test_live_ranks_that_do_not_respond_are_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(errors, "is_first_to", lambda do: True)

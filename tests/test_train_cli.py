@@ -168,7 +168,7 @@ def dying(rank: int, family: str, words: str, last_step: int) -> Ended:
     return program(rank, family, words)
 
 
-def test_a_run_that_was_killed_goes_on_from_its_checkpoint(files: Files) -> None:
+def test_a_killed_run_resumes_from_its_checkpoint(files: Files) -> None:
     flags = "--max_steps 6 --save_steps 3 --warmup_steps 2 --lr_scheduler_type cosine"
     words = files.words("llama2", "killed", flags)
     assert [end.status for end in spawn(2, dying, "llama2", words, 5)] == [9, 9]
@@ -298,7 +298,7 @@ def with_a_full_disk(rank: int, family: str, words: str) -> Ended:
     return program(rank, family, words)
 
 
-def test_metrics_that_find_no_room_end_the_run_in_one_line(files: Files) -> None:
+def test_metrics_on_a_full_disk_end_the_run_in_one_line(files: Files) -> None:
     (end,) = spawn(1, with_a_full_disk, "llama2", files.words("llama2", "full", "--max_steps 5 --save_steps 2"))
     said = f"error: rank 0: {files.root}/full/metrics.jsonl cannot be written: No space left on device; free some"
     assert end.status == 1 and said in end.err and "Traceback" not in end.err
@@ -380,7 +380,7 @@ def test_a_tokenizer_is_that_of_the_flag_else_of_the_weights(tmp_path: Path, mon
     assert of(tmp_path, "byte") is None and of(None, None) is None
 
 
-def test_a_run_killed_while_it_goes_on_keeps_its_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_killed_while_it_resumes_keeps_its_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     MetricsFile(tmp_path, 0).write({"step": 1, "loss": 2.0})
     before = (tmp_path / "metrics.jsonl").read_text()
     with monkeypatch.context() as patched:
@@ -417,7 +417,7 @@ def test_data_that_one_host_lacks_is_not_called_another_flag(files: Files) -> No
     assert not any("start every host with the same command" in end.err for end in ends)
 
 
-def test_a_launch_that_dies_while_it_clears_an_old_run_begins_anew(tmp_path: Path) -> None:
+def test_a_launch_that_dies_while_it_removes_an_old_run_starts_over(tmp_path: Path) -> None:
     launch = World(0, 1, 0, 1, torch.device("cpu"), 0, "new")
     again = dataclasses.replace(launch, restarts=1)
     (tmp_path / "checkpoint-4").mkdir()
@@ -451,7 +451,7 @@ with preemption.StopRequest() as stop:
 @pytest.mark.parametrize(
     ("first", "last", "ends"), [("SIGTERM", "SIGINT", True), ("SIGINT", "SIGTERM", True), ("SIGTERM", "SIGTERM", False)]
 )
-def test_a_signal_is_answered_at_once_and_a_later_ctrl_c_ends_the_process(
+def test_a_signal_is_acknowledged_and_a_later_ctrl_c_ends_the_process(
     first: str, last: str, ends: bool, tmp_path: Path
 ) -> None:
     """A launcher makes a SIGTERM of the second; a scheduler may send several."""
@@ -462,7 +462,7 @@ def test_a_signal_is_answered_at_once_and_a_later_ctrl_c_ends_the_process(
     assert done.stdout == "goes on\n" + "still\n" * (not ends) and done.stderr == f"\n{first}: {answer}\n"
 
 
-def test_a_run_that_its_launcher_started_again_goes_on(files: Files) -> None:
+def test_a_run_that_its_launcher_restarts_resumes(files: Files) -> None:
     flags = "--max_steps 4 --save_steps 2"
     words = files.words("llama2", "again", flags)
     assert [end.status for end in spawn(2, program, "llama2", words, 1)] == [0, 0]  # before its first checkpoint
@@ -648,7 +648,7 @@ def test_evaluation_during_training_is_limited_to_the_first_documents(files: Fil
     assert losses["limited"] == losses["cut"] != losses["whole"]
 
 
-def test_checkpoints_are_kept_and_taken_as_asked(files: Files) -> None:
+def test_checkpoints_are_saved_and_retained_as_the_flags_say(files: Files) -> None:
     epochs = "--per_device_train_batch_size 4 --num_train_epochs 2"  # of 8 examples: 4 steps
     ends = train(
         2,
@@ -796,7 +796,7 @@ def with_secrets(rank: int, family: str, words: str) -> Ended:
     return program(rank, family, words)
 
 
-def test_a_run_says_what_it_was_and_keeps_secrets(files: Files) -> None:
+def test_run_json_describes_the_run_without_secrets(files: Files) -> None:
     words = files.words(
         "llama3", "told", "--max_steps 2 --seed 7 --schedule balanced --data_cache secret-4:secret-5:secret-6"
     )

@@ -153,7 +153,7 @@ class Unreachable:
         raise RuntimeError("closed")
 
 
-def test_a_store_that_no_longer_answers_ends_who_asks_it(tmp_path: Path) -> None:
+def test_a_store_that_does_not_answer_ends_the_ranks_that_ask_it(tmp_path: Path) -> None:
     ends: list[str] = []
     store = Unreachable()
     watchdog = Watchdog(World(1, 2, 1, 2, torch.device("cpu")), 0.5, tmp_path, ends.append, store)  # type: ignore
@@ -196,7 +196,7 @@ def test_a_rank_without_store_and_file_still_reports_and_ends(
     assert f"; {where} {stacks}" in line
 
 
-def test_a_verdict_names_who_is_to_blame() -> None:
+def test_a_verdict_names_the_stalled_ranks() -> None:
     beats = [beat(0, 5, "backward"), beat(1, 5, "data"), beat(2, 5, "forward"), beat(3, 5, "data")]
     behind = "rank 1 on node (step 5, data, for 12 s), rank 3 on node (step 5, data, for 12 s) fell behind"
     assert stalled_ranks_message(beats, []) == f"{behind}: others are at step 5, backward"
