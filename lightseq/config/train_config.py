@@ -44,9 +44,9 @@ class TrainConfig(Flags):
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Returns every flag as a plain JSON value, with secrets masked."""
+        """Returns every flag as a plain JSON value, with secrets masked. Paths that tools do not need may be None."""
         plain: dict[str, Any] = mask_secrets(json.loads(json.dumps(asdict(self))))
-        return plain
+        return plain | {name: plain[name] or None for name in ("data_path", "output_dir")}
 
 
 @cache

@@ -3,23 +3,27 @@
 python3 -m torch.distributed.run --nproc_per_node=4 -m lightseq verify --model_name_or_path llama3-8b --bf16 \\
     --model_max_length 1000000 --schedule prefix
 
-Compares loss and gradients of a few layers with transformers on one process, every kernel with float64, and every byte
-of a transfer. Checks that all ranks have the same hardware and software. The exit status is 0 if everything passes.
+Compares loss and gradients of a few layers with transformers on one process, the attention kernel with float64, and
+every byte of a transfer. Checks that all ranks have the same hardware and software. The exit status is 0 if everything
+passes.
 """
 
-import dataclasses
+import pickle
 import shlex
-import shutil
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import fields, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from lightseq.config.checks import ADAM_FLAGS
+from lightseq.config.command_line import REQUIRED_BY_TOOLS, parse
+from lightseq.config.flags import DataConfig, MemoryConfig, ModelConfig, ParallelismConfig
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.sources import holds_rows
 from lightseq.distributed.agreement import from_rank_0, on_all_ranks
@@ -34,15 +38,12 @@ from lightseq.models.architecture import with_layers
 from lightseq.models.family import resolve
 from lightseq.models.heads import heads_of
 from lightseq.models.presets import ModelFamily
-from lightseq.tools.plan.rehearsal import scaled_down, shared_folder
-from lightseq.tools.training_flags import parse_with_optional_paths, recorded_flags
-from lightseq.tools.verify.data import Sample, cut, documents_of, synthetic_samples
-from lightseq.tools.verify.data import write as write_samples
-from lightseq.tools.verify.kernels import kernel_rows
-from lightseq.tools.verify.machines import flags_row, machine, machine_row, software, software_row
+from lightseq.tools.verify.data import Document, first_step, synthetic_rows
+from lightseq.tools.verify.kernels import kernel_row
+from lightseq.tools.verify.machines import machine_rows, software
 from lightseq.tools.verify.model import model_rows
 from lightseq.tools.verify.report import SKIP, Row, all_passed, table, write
-from lightseq.tools.verify.transport import transport_rows
+from lightseq.tools.verify.transport import transport_row
 from lightseq.training.inputs import Inputs, prepare
 from lightseq.training.output_directory import create_output_dir
 from lightseq.training.setup_checks import kernel_spec
@@ -55,6 +56,10 @@ MAX_TOKENS = {"cuda": 4096, "cpu": 256}  # per sequence
 MAX_STEP_TOKENS = {"cuda": 32768, "cpu": 1024}  # over all sequences, which the plain model runs one by one
 MIN_CHUNK = 4  # tokens
 DOCUMENTS = 5  # per packed sequence of synthetic data, each up to a third of its length
+UNSUPPORTED: Final = ("deepspeed", "fp8", "lora_rank")
+# Flags that a verified step takes from the command line: these groups, and a few about training.
+GROUPS: Final = (ModelConfig, DataConfig, ParallelismConfig, MemoryConfig)
+TRAINING_FLAGS: Final = ("bf16", "fp16", "tf32", "torch_compile", "seed", "deterministic")
 
 
 def main(family: ModelFamily, argv: Sequence[str]) -> int:
@@ -66,10 +71,11 @@ def main(family: ModelFamily, argv: Sequence[str]) -> int:
 def verify(family: ModelFamily, argv: Sequence[str], world: World) -> int:
     """Runs all checks. Returns the exit status, the same on every rank: 0 if everything passed."""
     begin, command = time.perf_counter(), f"{PROGRAM} {shlex.join(argv)}"
-    config = on_all_ranks(world, lambda: parse_with_optional_paths(argv, PROGRAM))
-    path = on_all_ranks(world, lambda: _record_path(config, world))
-    versions = software(world.device)
-    rows = [flags_row(config.to_json()), software_row(versions), machine_row(machine(world.device))]
+    config = on_all_ranks(world, lambda: _parse(argv))
+    path = Path(config.output_dir) / RECORD if config.output_dir else None
+    if path is not None:  # now, so that an unusable path fails early
+        on_all_ranks(world, lambda: create_output_dir(path.parent) if world.is_main else None)
+    rows = machine_rows(config, world.device)
     if all_passed(rows[:1]):
         rows += _rows_of_run(config, family, world)
     else:
@@ -81,73 +87,57 @@ def verify(family: ModelFamily, argv: Sequence[str], world: World) -> int:
         print(f"{'all passed' if not status else 'FAILED'} in {seconds:.0f} s" + (f"  {path}" if path else ""))
         if path is not None:
             header = {"command": command, "seconds": seconds, "passed": not status}
-            write(path, header | {"config": recorded_flags(config), "versions": versions}, rows, secrets())
+            facts = {"config": config.to_json(), "versions": software(world.device)}
+            write(path, header | facts, rows, secrets())
         sys.stdout.flush()
     dist.barrier()  # the launcher may kill all ranks once one has ended, so wait for the table
     return status
 
 
+def _parse(argv: Sequence[str]) -> TrainConfig:
+    config = parse(argv, PROGRAM, REQUIRED_BY_TOOLS)
+    for flag in UNSUPPORTED:
+        if (value := getattr(config, flag)) is not None:
+            raise ValueError(f"--{flag} {value} is not supported by verify; leave it out")
+    return config
+
+
 def _rows_of_run(config: TrainConfig, family: ModelFamily, world: World) -> list[Row]:
-    folder = shared_folder(world, "lightseq-verify-")
-    try:
-        config = _as_trained(config, family, world)
-        short = on_all_ranks(world, lambda: shorten_run(config, folder, world))
-        inputs, samples = _prepare_inputs(config, short, family, world)
-        model = inputs.model_config
-        with scaled_down(short.model_max_length, config.model_max_length):
-            rows, transport, group = model_rows(short, inputs, world, samples, synthetic=not config.data_path)
-    finally:
-        if world.local_rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
+    with TemporaryDirectory(prefix="lightseq-verify-") as folder:
+        step = one_step(_with_memory_plan(config, family, world), Path(folder))
+        inputs, sequences = _prepare_inputs(step, not config.data_path, family, world)
+        rows, context = model_rows(step, inputs, world, sequences)
     if world.device.type == "cuda":
         torch.cuda.empty_cache()
-    rows += transport_rows(transport, group, world)
-    heads, kv_heads = heads_of(model).query, heads_of(model).key_value
-    spec = kernel_spec(config, model, world.device.type, compute_capability(world.device))
-    return rows + kernel_rows(spec, heads, kv_heads, world.device)
+    heads, device = heads_of(inputs.model_config), world.device
+    spec = kernel_spec(config, inputs.model_config, device.type, compute_capability(device))
+    kernel = kernel_row(context.selection.kernel, spec, heads.query // heads.key_value, device)
+    return [*rows, transport_row(context.transport, context.group, device), kernel]
 
 
-def _as_trained(config: TrainConfig, family: ModelFamily, world: World) -> TrainConfig:
-    """Returns the config with the memory plan of training at the whole length, which the short run verifies."""
+def _with_memory_plan(config: TrainConfig, family: ModelFamily, world: World) -> TrainConfig:
+    """Returns the config with the memory plan of training, for all layers."""
     if world.device.type != "cuda":
         return config.with_default_memory_flags()
     model = on_all_ranks(world, lambda: resolve(family, config.model_name, random_init=True).config)
     return plan_on_all_ranks(config, model, world, documents=read_documents(config, model)).run.config
 
 
-def _record_path(config: TrainConfig, world: World) -> Path | None:
-    """Returns the path of the record, if any. Creates its directory now, so that an unusable path fails early."""
-    if not config.output_dir:
-        return None
-    if world.is_main:
-        create_output_dir(Path(config.output_dir))
-    return Path(config.output_dir) / RECORD
-
-
-def shorten_run(config: TrainConfig, folder: Path, world: World) -> TrainConfig:
-    """Returns the config of a single step on short sequences that changes no weights and writes no files."""
-    for flag, value in (("--deepspeed", config.deepspeed), ("--fp8", config.fp8)):
-        if value:
-            raise ValueError(f"{flag} {value} is not supported by verify; leave it out")
-    made = not config.data_path
-    from_model = None if made or config.random_init or not holds_rows(config.data_path) else config.model_name_or_path
-    short = dataclasses.replace(
-        config, random_init=True, tokenizer=config.tokenizer or from_model, max_steps=1,
-        data_path=str(folder / "data.pkl") if made else config.data_path, output_dir=str(folder / "run"),
-        gradient_accumulation_steps=min(2, config.gradient_accumulation_steps),
-        per_device_train_batch_size=min(2, config.per_device_train_batch_size),
-        layers_per_checkpoint=min(2, config.group_size), optim="sgd", learning_rate=0.0, max_grad_norm=0.0,
-        lr_scheduler_type="constant", lr_scheduler_kwargs=None, warmup_ratio=0.0, warmup_steps=0,
-        eval_strategy="no", eval_data_path=None, max_eval_samples=None,
-        save_strategy="no", report_to="none", profile_steps=None, profile_memory=False, resume_from_checkpoint=None,
-        chat_template=None if made else config.chat_template,
-        ignore_columns=None if made else config.ignore_columns,
-        **{flag: getattr(TrainConfig, flag) for flag in ADAM_FLAGS},
-    )  # fmt: skip
-    kind, sequences = world.device.type, _sequences(short, world)
-    most = min(config.model_max_length, MAX_TOKENS[kind], MAX_STEP_TOKENS[kind] // sequences)
-    ranks = parallel_dims(world, config.sequence_parallel_size).sequence
-    return dataclasses.replace(short, model_max_length=length_not_divisible_by_chunks(most, ranks))
+def one_step(config: TrainConfig, folder: Path) -> TrainConfig:
+    """Returns the config of a step that draws random weights, and writes nothing outside `folder`."""
+    names = [field.name for group in GROUPS for field in fields(group)]
+    flags: dict[str, Any] = {name: getattr(config, name) for name in (*names, *TRAINING_FLAGS)}
+    for name in ("gradient_accumulation_steps", "per_device_train_batch_size"):
+        flags[name] = min(2, getattr(config, name))
+    flags["layers_per_checkpoint"] = min(2, config.group_size)
+    flags |= {"random_init": True, "eval_data_path": None, "max_eval_samples": None}
+    if not config.data_path:
+        flags |= {"data_path": str(folder / "synthetic.pkl"), "chat_template": None, "ignore_columns": None}
+        flags |= {"text_column": TrainConfig.text_column, "max_train_samples": None}
+    elif not config.random_init and holds_rows(config.data_path):
+        flags["tokenizer"] = config.tokenizer or config.model_name_or_path
+    flags |= {"output_dir": str(folder / "run"), "max_steps": 1, "save_strategy": "no"}
+    return TrainConfig(**flags, optim="sgd", max_grad_norm=0.0)
 
 
 def length_not_divisible_by_chunks(most: int, ranks: int) -> int:
@@ -157,49 +147,34 @@ def length_not_divisible_by_chunks(most: int, ranks: int) -> int:
 
 
 def _prepare_inputs(
-    config: TrainConfig, short: TrainConfig, family: ModelFamily, world: World
-) -> tuple[Inputs, list[list[Sample]]]:
+    config: TrainConfig, synthetic: bool, family: ModelFamily, world: World
+) -> tuple[Inputs, list[list[Document]]]:
     """Returns the inputs for a model of a few layers, and the documents of each sequence of its first step."""
-    if config.lora_rank is not None:
-        on_all_ranks(world, lambda: _refuse_adapters(config))
-    made, length = not config.data_path, short.model_max_length
-    samples: list[Sample] = []
-    if made:
-        model = on_all_ranks(world, lambda: resolve(family, short.model_name, True).config)
-        packed = short.packing != "none"
-        count = _sequences(short, world) * (DOCUMENTS if packed else 1)
-        samples = synthetic_samples(count, length // 3 if packed else length, model.vocab_size)
-        if world.local_rank == 0:
-            write_samples(Path(short.data_path), samples)
-        dist.barrier()
-    inputs = on_all_ranks(world, lambda: prepare(short, family, world))
-    stream = dataclasses.replace(inputs.stream, shuffle=False)
-    few = with_layers(inputs.model_config, LAYERS * short.group_size)
+    dims, kind = on_all_ranks(world, lambda: parallel_dims(world, config.sequence_parallel_size)), world.device.type
+    count = config.gradient_accumulation_steps * config.per_device_train_batch_size * dims.data_ranks
+    most = min(config.model_max_length, MAX_TOKENS[kind], MAX_STEP_TOKENS[kind] // count)
+    length = length_not_divisible_by_chunks(most, dims.sequence)
+    if synthetic:
+        model = on_all_ranks(world, lambda: resolve(family, config.model_name, random_init=True).config)
+        packed = config.packing != "none"
+        rows = synthetic_rows(count * (DOCUMENTS if packed else 1), length // 3 if packed else length, model.vocab_size)
+        Path(config.data_path).write_bytes(pickle.dumps(rows))
+    inputs = on_all_ranks(world, lambda: prepare(replace(config, model_max_length=length), family, world))
+    stream = replace(inputs.stream, shuffle=False)
+    few = with_layers(inputs.model_config, LAYERS * config.group_size)
     few.initializer_range = few.hidden_size**-0.5  # large enough to detect a wrong mask in narrow models
-    summary = f"verifies {few.num_hidden_layers} layers and {length:,} of {config.model_max_length:,} tokens"
-    notes = (f"{summary}, synthetic data",) if made else (summary, *inputs.notes)
-    inputs = dataclasses.replace(inputs, model_config=few, stream=stream, notes=notes)
-    if made and short.packing == "none":
-        return inputs, [[sample] for sample in cut(samples, length)]
-    sequences = documents_of(stream)
-    on_all_ranks(world, lambda: _check_targets(short, sequences))
-    return inputs, sequences
+    note = f"verifies {few.num_hidden_layers} layers and {length:,} of {config.model_max_length:,} tokens"
+    sequences = first_step(stream)
+    on_all_ranks(world, lambda: _check_targets(config, length, sequences))
+    return replace(
+        inputs, model_config=few, stream=stream, notes=(note, *(() if synthetic else inputs.notes))
+    ), sequences
 
 
-def _check_targets(config: TrainConfig, sequences: Sequence[Sequence[Sample]]) -> None:
-    if not any(sample.valid_tokens for sequence in sequences for sample in sequence):
-        compared = f"{plural(len(sequences), 'sequence')} of {config.model_max_length:,} tokens"
+def _check_targets(config: TrainConfig, length: int, sequences: Sequence[Sequence[Document]]) -> None:
+    if not any(document.valid_tokens for sequence in sequences for document in sequence):
+        compared = f"{plural(len(sequences), 'sequence')} of {length:,} tokens"
         raise ValueError(
             f"--data_path {config.data_path} has no target in the {compared} that verify compares; "
             "leave it out to use synthetic data"
         )
-
-
-def _refuse_adapters(config: TrainConfig) -> None:
-    raise ValueError(f"--lora_rank {config.lora_rank} is not supported by verify; leave it out")
-
-
-def _sequences(config: TrainConfig, world: World) -> int:
-    """Returns the number of sequences of one step over all ranks."""
-    data_ranks = parallel_dims(world, config.sequence_parallel_size).data_ranks
-    return config.gradient_accumulation_steps * config.per_device_train_batch_size * data_ranks

@@ -15,13 +15,13 @@ from torch import Tensor
 from lightseq.utils.masking import mask_secrets
 
 T = TypeVar("T")
-PASS, FAIL, WARN, SKIP = "pass", "FAIL", "warn", "-"
-STYLES: Final[Mapping[str, str]] = {PASS: "green", FAIL: "bold red", WARN: "yellow", SKIP: "dim"}
+PASS, FAIL, SKIP = "pass", "FAIL", "-"
+STYLES: Final[Mapping[str, str]] = {PASS: "green", FAIL: "bold red", SKIP: "dim"}
 
 
 @dataclass(frozen=True)
 class Row:
-    """Result of one check. Status: pass, FAIL, warn (not a failure) or `-` (not run)."""
+    """Result of one check. Status: pass, FAIL or `-` (not run)."""
 
     check: str
     status: str
@@ -67,9 +67,3 @@ def relative_error(got: Tensor, want: Tensor, least_norm: float = 1e-30) -> floa
     """Returns the L2 error relative to the norm of `want`, or to `least_norm` if that is larger."""
     wide = want.double()
     return float((got.to(wide.device).double() - wide).norm() / wide.norm().clamp_min(least_norm))
-
-
-def span(values: Sequence[float], digits: int = 1) -> str:
-    """Formats the lowest and the highest value: `1.0 to 2.5`."""
-    low, high = (f"{x:,.{digits}f}" for x in (min(values), max(values)))
-    return low if low == high else f"{low} to {high}"
