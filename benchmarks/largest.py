@@ -3,8 +3,8 @@
 python3 benchmarks/largest.py --nproc_per_node 1 --what weights,training --strategies all,n_layers
 python3 benchmarks/largest.py --nproc_per_node 4 --what training --flags "--offload activations"
 
-`weights` allocates bfloat16 parameters on one GPU. `training` rehearses a step with FSDP2 over all GPUs. Every size
-runs in separate processes and is recorded when it ends. The same command continues an unfinished search.
+`weights` allocates bfloat16 parameters on one GPU. `training` takes two steps with FSDP2 over all GPUs. Every size runs
+in separate processes and is recorded when it ends. The same command continues an unfinished search.
 """
 
 import sys
@@ -19,11 +19,13 @@ import argparse
 import json
 import shlex
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 
@@ -34,6 +36,7 @@ from benchmarks.records import append, provenance, read_lines
 from benchmarks.step_flags import NEEDED
 from lightseq.config.command_line import parse
 from lightseq.config.parser import run_command
+from lightseq.data.token_directory import write_token_directory
 from lightseq.memory.planner.choice import make_plan
 from lightseq.memory.planner.rates import CHIPS, GIB, chip_of_device
 from lightseq.memory.planner.run import Hardware, PlannedRun
@@ -41,13 +44,14 @@ from lightseq.models.architecture import with_layers
 from lightseq.models.family import preset_config
 from lightseq.models.flops import total_parameters
 from lightseq.models.weights import build_on_meta
-from lightseq.tools.plan.rehearsal import RECORD
+from lightseq.training.metrics import METRICS, read_records
 
 WHAT, STRATEGIES = ("weights", "training"), ("all", "n_layers")
 WEIGHT_BYTES = 2  # bfloat16
+TOKEN_IDS = 32  # different token ids in the data
 HOLD = "--hold"  # first argument of a process that allocates one model
 MAX_SCALE = 512  # largest scale, beyond any GPU
-ENDS = ("out of memory", "killed", "no end within")  # of rehearsals that do not fit; any other reason is an error
+ENDS = ("out of memory", "killed", "no end within")  # of runs that do not fit; any other reason is an error
 FIRST_STEP = 0.05  # share of the first guess, about the error of a plan; steps double until the limit is bracketed
 
 
@@ -124,22 +128,26 @@ class LargestSearch:
         return max((scale for scale, fitting in known.items() if fitting), default=1)
 
     def attempt(self, scale: int, timeout: float) -> Probe:
-        return self.rehearse(scale, timeout) if self.what == "training" else self.hold_weights(scale, timeout)
+        return self.train(scale, timeout) if self.what == "training" else self.hold_weights(scale, timeout)
 
-    def rehearse(self, scale: int, timeout: float) -> Probe:
-        """Rehearses a step. Raises ValueError if it fails for any reason other than size."""
+    def train(self, scale: int, timeout: float) -> Probe:
+        """Takes two training steps. Raises ValueError if they fail for any reason other than size."""
+        begin = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
-            command = [*torchrun(self.gpus), "-m", "lightseq", "rehearse", *self.words(scale), "--output_dir", folder]
+            data, output = Path(folder) / "data", Path(folder) / "run"
+            write_token_directory(data, [np.arange(self.tokens) % TOKEN_IDS], TOKEN_IDS, dict)
+            paths = ["--data_path", str(data), "--output_dir", str(output)]
+            command = [*torchrun(self.gpus), "-m", "lightseq", "train", *self.words(scale), *paths]
             try:
-                run(command, timeout, Path(folder) / "log.txt")
+                run([*command, "--max_steps", "2", "--save_strategy", "no"], timeout, Path(folder) / "log.txt")
             except Failed as why:
                 if not any(end in str(why).lower() for end in ENDS):
                     raise ValueError(f"{self.describe(scale)}: {why}") from None
                 return Probe(scale, False, str(why))
-            record = json.loads((Path(folder) / RECORD).read_text())
-        peak = record["peak_bytes"] or sum(record["parts"].values())  # without a GPU, the parts that can be counted
+            last = read_records(output / METRICS)[-1]
+        peak = last["peak_memory_allocated_bytes"] or last["host_rss_bytes"]  # of the process, without a GPU
         too_much = self.takes_too_much(peak)
-        return Probe(scale, too_much is None, too_much, peak, record["offloaded_bytes"], record["seconds"])
+        return Probe(scale, too_much is None, too_much, peak, last["offloaded_bytes"], time.monotonic() - begin)
 
     def hold_weights(self, scale: int, timeout: float) -> Probe:
         taken = WEIGHT_BYTES * parameters(self.name(scale))

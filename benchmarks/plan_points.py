@@ -16,7 +16,6 @@ if __name__ == "__main__":
 import json
 import os
 import shlex
-import shutil
 import statistics
 import tempfile
 import time
@@ -24,9 +23,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from benchmarks.command_line import Parser, listed, positive
 from benchmarks.processes import Failed, run, torchrun
@@ -34,20 +35,22 @@ from benchmarks.records import append, provenance, read_lines
 from benchmarks.step_models import model_of
 from benchmarks.step_peers.peer import measure
 from lightseq.cli import BOTH
+from lightseq.config.command_line import parse
 from lightseq.config.lengths import format_tokens
 from lightseq.config.parser import print_error
 from lightseq.config.train_config import TrainConfig
+from lightseq.data.token_directory import write_token_directory
 from lightseq.distributed.agreement import on_all_ranks
 from lightseq.distributed.start import init_distributed
 from lightseq.distributed.world import World
 from lightseq.memory.planner.rates import GIB
-from lightseq.tools.plan.rehearsal import ForwardMemory, rehearsal_config, shared_folder, synthetic_inputs
-from lightseq.tools.training_flags import parse_with_optional_paths
 from lightseq.training.build import build_engine
+from lightseq.training.inputs import prepare
 from lightseq.training.trainer import Trainer
 
 TIMEOUT_SECONDS = 600.0  # per point
 FIXED = "--remat attention --layers_per_checkpoint 1 --tile_layers False --offload none"  # the planner decides nothing
+TOKEN_IDS = 32  # different token ids in the data
 WORKER = "--worker"  # first argument of a rank's process
 
 
@@ -150,6 +153,9 @@ def take(point: Point, about: Mapping[str, Any], timeout: float) -> dict[str, An
     skipped: str | None = None
     with tempfile.TemporaryDirectory() as folder:
         flags = point.flags(model_directory(point, Path(folder)), about["hardware"]["device"] != "cpu")
+        flags += ["--data_path", f"{folder}/data", "--output_dir", f"{folder}/run", "--save_strategy", "no"]
+        flags += ["--max_steps", str(point.warmup + point.steps)]
+        write_token_directory(Path(folder) / "data", [np.arange(point.length) % TOKEN_IDS], TOKEN_IDS, dict)
         result, log = Path(folder) / "result.json", Path(folder) / "log.txt"
         worker = [str(Path(__file__).resolve()), WORKER, str(result), str(point.warmup), str(point.steps)]
         try:
@@ -185,21 +191,26 @@ def line(record: Mapping[str, Any]) -> str:
 def one_rank(words: Sequence[str]) -> int:
     result, warmup, steps, *flags = words
     with init_distributed(TrainConfig.step_timeout) as world:
-        asked = on_all_ranks(world, lambda: parse_with_optional_paths(flags, "plan_points"))
-        folder = shared_folder(world, "lightseq-point-")
-        try:
-            config = rehearsal_config(asked, folder)
-            inputs = on_all_ranks(world, lambda: synthetic_inputs(config, BOTH, world, folder))
-            measured = measure_steps(
-                Trainer(config, inputs, world, build_engine(config, inputs, world)), int(warmup), int(steps)
-            )
-            if world.is_main:
-                Path(result).write_text(json.dumps(measured) + "\n")
-            dist.barrier()
-        finally:
-            if world.local_rank == 0:
-                shutil.rmtree(folder, ignore_errors=True)
+        config = on_all_ranks(world, lambda: parse(flags, "plan_points"))
+        inputs = on_all_ranks(world, lambda: prepare(config, BOTH, world))
+        trainer = Trainer(config, inputs, world, build_engine(config, inputs, world))
+        measured = measure_steps(trainer, int(warmup), int(steps))
+        if world.is_main:
+            Path(result).write_text(json.dumps(measured) + "\n")
+        dist.barrier()
     return 0
+
+
+class ForwardMemory:
+    """Measurement of the device memory that a forward pass leaves allocated for the backward pass."""
+
+    def __init__(self, loss_model: nn.Module, on_gpu: bool) -> None:
+        self.bytes = self._before = 0
+        if on_gpu:
+            loss_model.register_forward_pre_hook(lambda *_: setattr(self, "_before", torch.cuda.memory_allocated()))
+            loss_model.register_forward_hook(
+                lambda *_: setattr(self, "bytes", torch.cuda.memory_allocated() - self._before)
+            )
 
 
 def measure_steps(trainer: Trainer, warmup: int, steps: int) -> dict[str, Any]:

@@ -8,7 +8,7 @@ set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
-usage="usage: [NPROC=N] [PYTHON=PATH] launch/local.sh llama2|llama3|train|verify|rehearse|evaluate FLAG..."
+usage="usage: [NPROC=N] [PYTHON=PATH] launch/local.sh llama2|llama3|train|verify|evaluate FLAG..."
 
 refuse() {
     printf 'launch/local.sh: error: %s\n%s\n' "$1" "$usage" >&2
@@ -17,7 +17,7 @@ refuse() {
 
 case "${1:-}" in
 llama2 | llama3) program=("$root/$1/train.py") && shift ;;
-train | verify | rehearse | evaluate)
+train | verify | evaluate)
     program=(-m lightseq "$1") && shift
     export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
     ;;

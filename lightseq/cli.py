@@ -43,18 +43,15 @@ COMMANDS: Mapping[str, Command] = {
         "Compares loss and gradients of a few layers with one process, each kernel with float64, and every transfer "
         "byte by byte. Takes the flags of training; without --data_path it uses synthetic data.",
     ),
-    "rehearse": Command(
-        "lightseq.tools.plan.rehearsal",
-        "runs a step without the attention computation to see whether a length fits",
-        "Runs a step without the attention computation to see whether a length fits. Takes the flags of training and "
-        "uses synthetic data.",
-    ),
     "plan": Command(
         "lightseq.tools.plan.command", "predicts memory and step time; with --attention, for one attention layer"
     ),
     "evaluate": Command("lightseq.tools.evaluate.command", "measures loss by position, or retrieval"),
     "merge": Command("lightseq.tools.merge", "merges a LoRA adapter (trained with --lora_rank) into its model"),
     "schedule": Command("lightseq.tools.schedule", "validates an attention schedule and draws its table"),
+}
+REMOVED: Mapping[str, str] = {
+    "rehearse": "plan predicts whether a run fits, and train --max_steps 2 --save_strategy no tries it",
 }
 
 
@@ -90,6 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if not is_main_process():
         return 2
+    if words and words[0] in REMOVED:
+        return print_error(f"{words[0]} was removed; {REMOVED[words[0]]}")
     given = f"unknown command {words[0]!r}" if words else "no command given"
     return print_error(f"{given}; choose one of {', '.join([*COMMANDS, *FOLDERS])} (--help describes them)")
 

@@ -23,7 +23,7 @@ LONGEST = (
     "train_cli", "parity", "sweep", "hf", "goldens", "device_memory", "benchmark_step", "deepspeed", "verify",
     "evaluate", "faults", "plan", "refusals", "streams", "packaging", "checkpoint", "schedule", "start",
     "tiled", "examples", "saving", "attention", "watchdog", "plan_training", "log_probs", "packing", "hf_checks",
-    "search", "rehearsal", "analysis_report", "integrations_trainer", "integrations_trl", "windows", "optim_8bit",
+    "search", "errors", "analysis_report", "integrations_trainer", "integrations_trl", "windows", "optim_8bit",
     "buckets", "benchmark_attention", "stored_buffers", "weights", "token_cache", "units", "documents", "quiet",
 )  # fmt: skip
 
@@ -80,7 +80,7 @@ SLOW = (
     "evaluate::test_a_limit_evaluates_as_a_file_cut_to_it_does[none]",
     "documents::test_packed_documents_equal_each_one_alone[4]",
     "streams::test_recordings_are_in_order_with_all_others[_ReplaysSome]",
-    "rehearsal::test_out_of_memory_ends_with_the_parts_and_the_knob",
+    "errors::test_running_out_of_memory_ends_with_the_breakdown_and_a_remedy[trainer.Trainer.step-2]",
     "presets::test_scaled_models_have_any_size[scaled-n_layers-24-shape2-48185937920]",
     "data_gen::test_the_standard_library_is_read_without_its_tests",
     "packaging::test_an_extra_is_added_without_replacing_the_clone",

@@ -83,6 +83,14 @@ def test_an_unknown_command_is_one_line_and_help_lists_all_commands(capsys: pyte
     assert shown.startswith("usage: python3 -m lightseq COMMAND ") and all(f"  {name} " in shown for name in COMMANDS)
 
 
+def test_a_removed_command_names_its_replacement(capsys: pytest.CaptureFixture[str]) -> None:
+    assert lightseq_main(["rehearse", "--model_name_or_path", "tiny-llama3"]) == 2
+    assert capsys.readouterr().err == (
+        "error: rehearse was removed; plan predicts whether a run fits, and train --max_steps 2 --save_strategy no "
+        "tries it\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("words", "expected"), [("", False), ("--bf16", True), ("--bf16 True", True), ("--bf16 false", False)]
 )

@@ -289,7 +289,7 @@ def test_a_full_disk_is_named_with_its_directory(tmp_path: Path, monkeypatch: py
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("tool", ["verify", "rehearse", "evaluate --task needle"])
+@pytest.mark.parametrize("tool", ["verify", "evaluate --task needle"])
 def test_a_tool_says_at_once_why_its_output_directory_cannot_be_made(tool: str, tmp_path: Path) -> None:
     model = "--model_name_or_path tiny-llama3 --random_init --model_max_length 64"
     done = forked.run(f"-m lightseq {tool} {model} --output_dir /proc/nowhere", tmp_path)

@@ -35,7 +35,6 @@ from lightseq.memory.planner.rates import CHIPS, MARGIN, PROCESS_BYTES
 from lightseq.memory.planner.run import Hardware, PlannedRun
 from lightseq.memory.planner.run import planned_run as run_on_this_machine
 from lightseq.models.flops import total_parameters
-from lightseq.tools.plan.rehearsal import within_free_memory
 from lightseq.tools.verify.machines import machine
 from lightseq.training.metrics import read_records
 from lightseq.training.setup_checks import warn_unreached
@@ -247,8 +246,6 @@ def test_layers_hand_over_what_weights_will_leave_of_the_host(monkeypatch: pytes
     assert bytes_of("--offload activations") == pytest.approx(FREE_SHARE * 16 * GIB)
     assert bytes_of("--offload both") == pytest.approx(FREE_SHARE * (16 * GIB - states))
     assert bytes_of("--offload both --host_memory_budget 20") == 20 * GIB
-    rehearsed = within_free_memory(planned_run(model, "--offload both --host_memory_budget 20", 4).config, world)
-    assert rehearsed.host_memory_budget == 16
 
 
 @pytest.mark.parametrize("pins", [True, False])

@@ -32,14 +32,14 @@ def test_the_largest_scale_is_found_from_any_guess(limit: int, guess: int) -> No
 def test_a_search_continues_where_it_was_cut_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[int] = []
 
-    def rehearsed(search: LargestSearch, scale: int, timeout: float) -> Probe:
+    def trained(search: LargestSearch, scale: int, timeout: float) -> Probe:
         assert " ".join(search.words(scale)).endswith("--remat full --model_max_length 2048")
         asked.append(scale)
         if len(asked) == 3:
             raise KeyboardInterrupt
         return Probe(scale, True, None, scale * GIB) if scale <= 5 else Probe(scale, False, "out of memory")
 
-    monkeypatch.setattr(LargestSearch, "rehearse", rehearsed)
+    monkeypatch.setattr(LargestSearch, "train", trained)
     monkeypatch.setattr(LargestSearch, "planned", lambda search, hardware: 7)  # plans take seconds
     file = tmp_path / "new" / "largest.jsonl"
     words = f"--what training --strategies n_layers --nproc_per_node 4 --length 2K --output {file}".split()
@@ -112,6 +112,6 @@ def test_a_search_begins_where_the_plan_says_that_memory_ends() -> None:
 
 
 @pytest.mark.slow
-def test_real_rehearsals_count_what_a_given_memory_holds() -> None:
-    assert LargestSearch("training", "all", 256, "", 1, gpu_memory=2.0).attempt(1, 120.0).fits
+def test_real_steps_count_what_a_given_memory_holds() -> None:
+    assert LargestSearch("training", "all", 256, "", 1, gpu_memory=64.0).attempt(1, 120.0).fits
     assert not LargestSearch("training", "all", 256, "", 1, gpu_memory=0.1).attempt(1, 120.0).fits

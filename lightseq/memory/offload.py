@@ -75,10 +75,6 @@ class HostBufferPool:
         if self.allocated_bytes + size > self.limit_bytes:
             return None
         self.allocated_bytes += size
-        return self.make(elements, dtype)
-
-    def make(self, elements: int, dtype: torch.dtype) -> Tensor:
-        """Returns a new buffer."""
         return self._make((elements,), dtype)
 
     def release(self, buffer: Tensor) -> None:

@@ -1,1 +1,1 @@
-"""Commands that look at a run from outside: plan, rehearse, verify, evaluate, merge, schedule."""
+"""Commands that look at a run from outside: plan, verify, evaluate, merge, schedule."""

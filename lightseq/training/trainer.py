@@ -21,7 +21,7 @@ from lightseq.memory.planner.breakdown import Breakdown
 from lightseq.models.adapters import count_adapter_parameters
 from lightseq.models.architecture import inspect_architecture, length_dependent_ropes
 from lightseq.modules.fp8 import MULTIPLE
-from lightseq.training.device_memory import memory_parts, out_of_memory_handler, tokens_per_forward
+from lightseq.training.device_memory import memory_parts, out_of_memory_handler
 from lightseq.training.engine import Engine
 from lightseq.training.errors import exit_on_data_error
 from lightseq.training.evaluation import Perplexity, Shard, measure
@@ -137,11 +137,6 @@ class Trainer:
         self.mark(step + 1, name)
         with record_function(name):
             yield
-
-    @property
-    def local_tokens(self) -> int:
-        """This rank's tokens in a forward pass of the longest batch."""
-        return tokens_per_forward(self.config, self.context)
 
     def memory_parts(self, taken_by_forward: int | None = None) -> Breakdown:
         """Returns the breakdown of the peak device memory so far."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,8 +19,7 @@ from lightseq.attention.executor import Executor
 from lightseq.attention.gathered import Gathered, gathered_elements
 from lightseq.comm.select import NoTransport
 from lightseq.comm.transport import Outbox
-from lightseq.kernels.attention.elided import Elided
-from lightseq.kernels.attention.flash_attn import FlashAttention4
+from lightseq.kernels.attention.base import GradientMemory, KernelSpec, Saved, gradient_memory
 from lightseq.kernels.fused.launches import Launches
 from lightseq.models.heads import Heads
 from lightseq.schedule.algorithms import make_schedule, ulysses_group_size
@@ -77,7 +76,7 @@ def _count(
     if keep_gathered and table.can_keep_gathered:
         memory = torch.empty(gathered_elements(table, q, heads.key_value), dtype=dtype, device="meta")
         table, gathered = table.with_gathered_backward, Gathered(memory, heads.key_value)
-    kernel, counts = Elided(FlashAttention4()), []
+    kernel, counts = _MetaKernel(), []
     for rank in sorted({0, world // 2, world - 1}):
         transport = _MetaTransport()
         Executor(table, rank, kernel, transport, 1.0).forward(q, k, v, gathered)
@@ -109,6 +108,39 @@ class LiveBytes(TorchDispatchMode):
     def _freed(self, key: int, size: int) -> None:
         self._seen.discard(key)
         self.now -= size
+
+
+class _MetaKernel:
+    """Kernel without arithmetic, which allocates what flash kernels do.
+
+    Their backward pass has a workspace in float32: dq, and dk and dv too if query heads share key/value heads.
+    """
+
+    name = "meta"
+    causal_alignment: Literal["bottom_right"] = "bottom_right"
+    has_windows = True
+
+    def why_unavailable(self, spec: KernelSpec) -> str | None:
+        return None
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, into: Tensor | None = None,
+        window: int | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        batch, length, heads, _ = q.shape
+        out = torch.empty_like(q, memory_format=torch.contiguous_format) if into is None else into
+        return out, torch.empty(batch, heads, length, device="meta")
+
+    def backward(
+        self, dout: Tensor, saved: Saved, causal: bool, scale: float, into: GradientMemory = (None, None, None),
+        window: int | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        q, k, v, *_ = saved
+        in_float32 = [q] if q.shape[2] == k.shape[2] else [q, k, v]
+        workspace = [torch.empty(x.shape, dtype=torch.float32, device="meta") for x in in_float32]
+        dq, dk, dv = gradient_memory(into, saved)
+        del workspace
+        return dq, dk, dv
 
 
 class _NoLaunches(Launches):

@@ -1,1 +1,1 @@
-"""Predictions of memory and step time without a GPU, and rehearsals on one."""
+"""Predictions of memory and step time without a GPU."""

@@ -61,7 +61,7 @@ def _planned_run(family: ModelFamily, own: argparse.Namespace, training: Sequenc
     """Parses the flags. Raises ValueError for flags that training refuses, and for impossible hardware."""
     config = parse_with_optional_paths(training, PROGRAM)
     if config.deepspeed:
-        raise ValueError(f"--deepspeed {config.deepspeed}: only FSDP2 can be planned; use rehearse instead")
+        raise ValueError(f"--deepspeed {config.deepspeed}: only FSDP2 can be planned; run train --max_steps 2 instead")
     source = resolve(family, config.model_name, random_init=True)  # the architecture is enough
     model = apply_rope(source.config, config.rope_theta, config.rope_scaling, config.model_max_length)
     check_layers(config, inspect_architecture(model))

@@ -1,0 +1,25 @@
+"""The breakdown of memory by purpose, against numbers by hand."""
+
+from lightseq.cli import BOTH
+from lightseq.config.command_line import parse
+from lightseq.config.train_config import TrainConfig
+from lightseq.memory.planner.breakdown import loss_bytes, stored_activations
+from lightseq.models.family import preset_config
+
+
+def given(words: str = "") -> TrainConfig:
+    return parse(f"--model_name_or_path m --data_path d --output_dir o {words}".split(), "")
+
+
+def test_stored_activations_of_layers_by_hand() -> None:
+    model = preset_config(BOTH, "llama3-8b")  # 32 layers, hidden 4096, 32 heads of 128
+    layer_input, out, lse = 4096 * 2, 4096 * 2, 32 * 4
+    assert stored_activations(model, given("--bf16 --remat full"), 10) == 10 * 32 * layer_input
+    assert stored_activations(model, given("--bf16"), 10) == 10 * 32 * (layer_input + out + lse)
+    products = 2 * 14336 * 2
+    keeping = given("--bf16 --remat attention+mlp")
+    assert stored_activations(model, keeping, 10) == 10 * 32 * (layer_input + out + lse + products)
+    grouped = given("--bf16 --layers_per_checkpoint 5")
+    assert stored_activations(model, grouped, 10) == 10 * (7 * layer_input + 5 * (layer_input + out + lse))
+    logits, gradients = loss_bytes(model, given("--bf16"), 10_000)
+    assert (logits, gradients) == (2048 * 128256 * 2, 128256 * 4096 * 4 + 10_000 * 4096 * 2)
