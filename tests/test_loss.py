@@ -1,6 +1,5 @@
 """The chunked cross entropy against that of torch: value and gradients, whatever the chunks, labels and dtype."""
 
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
@@ -14,10 +13,8 @@ from lightseq.kernels.logit_transform import UNCHANGED, LogitTransform
 from lightseq.modules.loss import (
     IGNORE_INDEX,
     cross_entropy_sum,
-    likeliest_tokens,
     losses_and_hits,
     token_log_probs,
-    token_losses,
     token_metrics,
 )
 
@@ -174,9 +171,9 @@ def test_logits_never_exist_whole() -> None:
 
 
 @pytest.mark.parametrize("chunk_tokens", CHUNKS)
-def test_token_losses_are_those_of_torch_and_add_up_to_the_sum(chunk_tokens: int) -> None:
+def test_losses_of_tokens_equal_torch_and_add_up_to_the_sum(chunk_tokens: int) -> None:
     hidden, weight, labels = inputs()
-    got = token_losses(hidden, weight, labels, chunk_tokens=chunk_tokens)
+    got, _ = losses_and_hits(hidden, weight, labels, chunk_tokens=chunk_tokens)
     logits = F.linear(hidden, weight).flatten(0, 1)
     want = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="none").view(labels.shape)
     torch.testing.assert_close(got, want.detach(), rtol=1e-12, atol=1e-13)
@@ -185,29 +182,20 @@ def test_token_losses_are_those_of_torch_and_add_up_to_the_sum(chunk_tokens: int
     torch.testing.assert_close(got.sum(), total.detach(), rtol=1e-12, atol=0)
 
 
-def test_the_likeliest_token_is_found_where_there_is_a_label() -> None:
-    hidden, weight, labels = inputs()
-    found = likeliest_tokens(hidden, weight, labels)
-    want = F.linear(hidden, weight).argmax(-1)
-    assert torch.equal(found, torch.where(labels == IGNORE_INDEX, 0, want)) and found.any()
-
-
 @pytest.mark.parametrize("chunk_tokens", CHUNKS)
 def test_hits_are_the_labels_that_are_likeliest(chunk_tokens: int) -> None:
     hidden, weight, labels = inputs()
     likeliest = F.linear(hidden, weight).argmax(-1)
     labels[0, ::2] = likeliest[0, ::2]
-    losses, hits = losses_and_hits(hidden, weight, labels, chunk_tokens=chunk_tokens)
-    assert torch.equal(losses, token_losses(hidden, weight, labels, chunk_tokens=chunk_tokens))
+    _, hits = losses_and_hits(hidden, weight, labels, chunk_tokens=chunk_tokens)
     assert torch.equal(hits.bool(), labels == likeliest) and hits.any() and not hits.all()
 
 
-@pytest.mark.parametrize("read", [token_losses, losses_and_hits])
-def test_logits_never_exist_whole_where_token_losses_are_wanted(read: Callable[..., torch.Tensor]) -> None:
+def test_logits_never_exist_whole_where_losses_of_tokens_are_wanted() -> None:
     tokens, words, chunk = 512, 400, 32
     hidden, weight = torch.randn(tokens, HIDDEN), torch.randn(words, HIDDEN)
     with LargestResult() as ours:
-        read(hidden, weight, torch.randint(words, (tokens,)), chunk_tokens=chunk)
+        losses_and_hits(hidden, weight, torch.randint(words, (tokens,)), chunk_tokens=chunk)
     assert ours.elements == chunk * words
 
 
@@ -253,8 +241,6 @@ def test_transformed_logits_and_a_bias_have_the_gradients_of_torch(transform: Lo
         torch.testing.assert_close(losses, -wanted.detach(), rtol=1e-12, atol=1e-13)
         likeliest = F.linear(hidden, weight, bias).argmax(-1)
         assert torch.equal(hits.bool(), labels == likeliest)
-        assert torch.equal(token_losses(hidden, weight, labels, transform, bias, chunk), losses)
-    assert torch.equal(likeliest_tokens(hidden, weight, labels, transform, bias)[labels >= 0], likeliest[labels >= 0])
 
 
 def grads(x: Tensor, leaves: list[Tensor], given: Tensor | None = None) -> tuple[Tensor, ...]:

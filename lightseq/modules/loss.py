@@ -107,23 +107,15 @@ def chunks(tokens: int, size: int) -> Iterator[slice]:
 
 
 @torch.no_grad()
-def token_losses(
-    hidden: Tensor, weight: Tensor, labels: Tensor, transform: LogitTransform = UNCHANGED, bias: Tensor | None = None,
-    chunk_tokens: int = CHUNK_TOKENS,
-) -> Tensor:  # fmt: skip
-    """Returns -log p(label) of every token, 0 without a target, without gradients: the terms of `cross_entropy_sum`.
-
-    Shaped as the labels, float32 (float64 for float64 inputs).
-    """
-    return losses_and_hits(hidden, weight, labels, transform, bias, chunk_tokens)[0]
-
-
-@torch.no_grad()
 def losses_and_hits(
     hidden: Tensor, weight: Tensor, labels: Tensor, transform: LogitTransform = UNCHANGED, bias: Tensor | None = None,
     chunk_tokens: int = CHUNK_TOKENS,
 ) -> Tensor:  # fmt: skip
-    """Returns `token_losses`, and 1 for every token whose label is the most probable one, stacked in this order."""
+    """Returns -log p(label) of every token, and 1 if the label is the most probable one, stacked in this order.
+
+    Both are 0 without a target. -log p(label) are the terms of `cross_entropy_sum`, without gradients. Shaped as the
+    labels, float32 (float64 for float64 inputs).
+    """
     rows, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     both = []
     for chunk in chunks(len(rows), chunk_tokens):
@@ -132,20 +124,6 @@ def losses_and_hits(
         losses = _cross_entropy_(logits, targets[chunk], with_gradient=False, transform=transform)
         both.append(torch.stack([losses, hits.to(losses.dtype)]))
     return torch.cat(both, dim=1).view(2, *labels.shape)
-
-
-@torch.no_grad()
-def likeliest_tokens(
-    hidden: Tensor, weight: Tensor, labels: Tensor, _transform: LogitTransform = UNCHANGED, bias: Tensor | None = None
-) -> Tensor:
-    """Returns the most probable next token of every row with a label, 0 for others; meant for few labels.
-
-    Transforms rise with the product, and so change nothing.
-    """
-    found = torch.zeros_like(labels)
-    marked = labels != IGNORE_INDEX
-    found[marked] = F.linear(hidden[marked], weight, bias).argmax(-1)
-    return found
 
 
 class _HeadGradients:

@@ -18,7 +18,7 @@ from lightseq.modules.replaced_head import ReplacedHead
 from lightseq.sequence.documents import Documents
 
 # Computes values per token in place of the loss, from hidden states, the head's weight, labels, the transform of the
-# logits, and the head's bias. `modules.loss.token_losses` is one.
+# logits, and the head's bias. `modules.loss.losses_and_hits` is one.
 HeadReader = Callable[[Tensor, Tensor, Tensor, LogitTransform, Tensor | None], Tensor]
 
 

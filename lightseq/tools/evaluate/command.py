@@ -13,7 +13,7 @@ from lightseq.utils.gc_control import without_collection
 
 
 def main(family: ModelFamily, words: Sequence[str]) -> int:
-    """Runs `python3 -m lightseq evaluate` with its own flags and those of training."""
+    """Runs `python3 -m lightseq evaluate` with its own flags and the flags of training."""
     if print_help_if_asked(words, parser().format_help):
         return 0
     with without_collection():

@@ -1,26 +1,23 @@
 """Evaluation on all ranks: finds inputs, builds the model, runs the task and writes the records."""
 
-import dataclasses
 import json
 import shlex
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final
 
-from lightseq.config.checks import ADAM_FLAGS
-from lightseq.config.flags import GROUPS
+from lightseq.config.flags import DataConfig, ModelConfig, ParallelismConfig
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.agreement import on_all_ranks
 from lightseq.distributed.environment import secrets
 from lightseq.distributed.start import init_distributed
 from lightseq.distributed.world import World
 from lightseq.models.presets import ModelFamily
-from lightseq.tools.evaluate.loss import loss_task
 from lightseq.tools.evaluate.options import PROGRAM, Options, flags
 from lightseq.tools.evaluate.retrieval import needle_task
-from lightseq.tools.evaluate.task import Task
-from lightseq.tools.training_flags import recorded_flags
+from lightseq.tools.evaluate.tasks import Task, loss_task
 from lightseq.training.build import build_engine
 from lightseq.training.errors import exit_on_out_of_memory
 from lightseq.training.inputs import find_model
@@ -32,13 +29,12 @@ from lightseq.utils.masking import mask_secrets
 
 RECORD: Final = "evaluation.jsonl"
 TASKS: Final = {"loss": loss_task, "needle": needle_task}
-# Flags of training that an evaluation ignores. A note names those that were given.
-UNUSED: Final = (
-    "eval_data_path", "resume_from_checkpoint", "num_train_epochs", "max_steps", "per_device_train_batch_size",
-    "gradient_accumulation_steps", "optim", *ADAM_FLAGS, "learning_rate", "weight_decay", "max_grad_norm",
-    "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_ratio", "warmup_steps", "deepspeed",
-    *(field.name for title in ("adapters", "memory", "logging") for field in dataclasses.fields(GROUPS[title])
-      if field.name != "offload"),
+# Flags of training that an evaluation uses; a note names others that were given.
+USED: Final = (
+    *(field.name for group in (ModelConfig, DataConfig, ParallelismConfig) for field in fields(group)
+      if field.name not in ("eval_data_path", "deepspeed")),
+    "output_dir", "overwrite_output_dir", "per_device_eval_batch_size", "bf16", "fp16", "tf32", "fp8", "fp8_emulate",
+    "seed", "deterministic",
 )  # fmt: skip
 
 
@@ -74,14 +70,12 @@ def _timeout(words: Sequence[str]) -> float:
 
 def _without_training(config: TrainConfig) -> TrainConfig:
     """Resets flags that only affect the backward pass and the update."""
-    offload = "optimizer" if config.state_on_host else "none"
-    return dataclasses.replace(
-        config, torch_compile=config.compiles, remat="attention", gradient_checkpointing=None, layers_per_checkpoint=1,
-        tile_layers=config.tiles_layers, offload=offload,
-        profile_steps=None, profile_memory=False, host_memory_budget=None, device_memory_budget=None,
-        lora_rank=None, lora_alpha=None,
-        lora_target_modules=TrainConfig.lora_target_modules, optim=TrainConfig.optim, deepspeed=None,
-        lr_scheduler_type=TrainConfig.lr_scheduler_type, lr_scheduler_kwargs=None,
+    used = {name: getattr(config, name) for name in USED}
+    if config.max_eval_samples is not None:
+        used["max_train_samples"] = None  # without the other limit, this one limits the rows
+    return TrainConfig(
+        **used, torch_compile=config.compiles, remat="attention", layers_per_checkpoint=1,
+        tile_layers=config.tiles_layers, offload="optimizer" if config.state_on_host else "none",
     )  # fmt: skip
 
 
@@ -93,12 +87,11 @@ def _to_fit(config: TrainConfig) -> str:
 
 
 def _notes(given: TrainConfig, config: TrainConfig) -> list[str]:
-    defaults = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
-    unused = [f"--{flag}" for flag in UNUSED if getattr(given, flag) != defaults[flag]]
-    if given.max_eval_samples is not None and given.max_train_samples is not None:  # alone it limits rows
-        unused.append("--max_train_samples")
-    if given.offload in ("activations", "both"):  # weights may still be on the host
-        unused.append("--offload activations")
+    unused = [
+        f"--{field.name}" for field in fields(TrainConfig)
+        if getattr(given, field.name) not in (field.default, getattr(config, field.name)) and field.name != "offload"
+    ]  # fmt: skip
+    unused += ["--offload activations"] if given.offload in ("activations", "both") else []
     return [f"flags that only affect training are ignored: {', '.join(unused)}"] if unused else []
 
 
@@ -134,7 +127,7 @@ def _about(config: TrainConfig, trainer: Trainer, command: str, seconds: float) 
         "ranks": trainer.world.size, "sequence_ranks": trainer.inputs.dims.sequence,
         "schedule": trainer.context.schedule.name, "kernel": trainer.context.selection.kernel.name,
         "transport": trainer.context.transport.name, "seconds": seconds, "command": command,
-        "hardware": hardware(trainer.world.device), "versions": versions(), "config": recorded_flags(config),
+        "hardware": hardware(trainer.world.device), "versions": versions(), "config": config.to_json(),
     }  # fmt: skip
     return mask_secrets(about, secrets())  # type: ignore[no-any-return]
 

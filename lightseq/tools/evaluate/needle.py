@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,19 +29,6 @@ class Needle:
     question: Ids
     answers: tuple[Ids, ...]
     absent: Ids  # tokens to remove from the haystack, so that only the needle has the answer
-
-
-class Needles(Protocol):
-    """Source of needles, hay and readable answers for a model's vocabulary."""
-
-    @property
-    def begin(self) -> Ids: ...
-
-    def draw(self, generator: np.random.Generator, choices: int) -> Needle: ...
-
-    def hay(self, generator: np.random.Generator, count: int) -> Ids: ...
-
-    def show(self, ids: Sequence[int]) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -73,9 +60,6 @@ class TextNeedles:
 
     def hay(self, generator: np.random.Generator, count: int) -> Ids:
         return self._ids(FILLER * 8)
-
-    def show(self, ids: Sequence[int]) -> str:
-        return self.tokenizer.decode(ids).strip()
 
     def _ending(self, number: int) -> tuple[Ids, Ids]:
         """Encodes question and answer as one text and splits the tokens where the number begins."""
@@ -113,53 +97,51 @@ class IdNeedles:
     def hay(self, generator: np.random.Generator, count: int) -> Ids:
         return generator.integers(0, max(1, self.vocab_size // 2), count)
 
-    def show(self, ids: Sequence[int]) -> str:
-        return " ".join(map(str, ids))
-
 
 @dataclass(frozen=True)
 class Search:
     """Needles and their haystack. A trial has the same needle and hay at every depth and length."""
 
+    source: TextNeedles | IdNeedles
     needles: tuple[Needle, ...]
     hay: Ids
-    begin: Ids
     seed: int
 
     def text(self, trial: int, depth: float, length: int) -> Ids:
         """Returns a text that has `length` tokens with its answer, and the needle at `depth` (0 to 1) of the hay."""
         needle = self.needles[trial]
         hay = self.hay[~np.isin(self.hay, needle.absent)]
-        around = length - self._least(needle)
+        around = length - self.least_length(needle)
         first = int(np.random.default_rng((self.seed, trial, 1)).integers(len(hay)))
         hay = hay.take(np.arange(first, first + around), mode="wrap")
         before = round(depth * around)
-        return np.concatenate([self.begin, hay[:before], needle.sentence, hay[before:], needle.question])
+        return np.concatenate([self.source.begin, hay[:before], needle.sentence, hay[before:], needle.question])
 
-    @property
-    def least_length(self) -> int:
-        """Returns the smallest length that fits every needle with its question and answer."""
-        return max(map(self._least, self.needles))
-
-    def _least(self, needle: Needle) -> int:
-        return sum(map(len, (self.begin, needle.sentence, needle.question, needle.answers[0])))
+    def least_length(self, needle: Needle) -> int:
+        """Returns the tokens of a text without hay."""
+        return sum(map(len, (self.source.begin, needle.sentence, needle.question, needle.answers[0])))
 
 
 def make_search(
-    needles: Needles, hay: Ids | None, trials: int, choices: int, seed: int, lengths: Sequence[int], vocab_size: int
+    source: TextNeedles | IdNeedles,
+    hay: Ids | None,
+    trials: int,
+    choices: int,
+    seed: int,
+    lengths: Sequence[int],
+    vocab_size: int,
 ) -> Search:
     """Draws needles. Raises ValueError if they do not fit into the lengths or the model's vocabulary."""
-    drawn = tuple(needles.draw(np.random.default_rng((seed, trial)), choices) for trial in range(trials))
+    drawn = tuple(source.draw(np.random.default_rng((seed, trial)), choices) for trial in range(trials))
     if hay is None:
-        hay = needles.hay(np.random.default_rng((seed, trials)), max(lengths))
-    search = Search(drawn, hay, needles.begin, seed)
+        hay = source.hay(np.random.default_rng((seed, trials)), max(lengths))
+    search = Search(source, drawn, hay, seed)
     for needle in drawn:
-        for ids in (needle.sentence, needle.question, *needle.answers, search.begin):
+        for ids in (needle.sentence, needle.question, *needle.answers, source.begin):
             check_ids(ids, vocab_size, "the needle")
         if np.isin(hay, needle.absent).all():
             raise ValueError("the haystack has only keys and values; give another --data_path, or leave it out")
     check_ids(hay, vocab_size, "the haystack")
-    if min(lengths) < search.least_length:
-        least = search.least_length
+    if min(lengths) < (least := max(map(search.least_length, drawn))):
         raise ValueError(f"--lengths {min(lengths)}: the needle and its question take {least} tokens; give {least}")
     return search

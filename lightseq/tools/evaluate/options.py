@@ -1,4 +1,4 @@
-"""Flags of `lightseq evaluate`: its own and those of training."""
+"""Flags of `lightseq evaluate`: its own and those of training. Imports no torch, so that --help is instant."""
 
 import argparse
 import dataclasses
@@ -12,9 +12,8 @@ from lightseq.config.parser import Parser, count_flag
 from lightseq.config.train_config import TrainConfig
 
 PROGRAM: Final = "lightseq evaluate"
-TASK_FLAGS: Final = {"loss": ("bins",), "needle": ("score", "depths", "lengths", "trials", "choices")}
+TASK_FLAGS: Final = {"loss": ("bins",), "needle": ("depths", "lengths", "trials", "choices")}
 DEPTHS, TRIALS, CHOICES = "0,0.25,0.5,0.75,1", 4, 8
-SCORES: Final = ("likelihood", "greedy")
 
 
 @dataclass(frozen=True)
@@ -23,7 +22,6 @@ class Options:
 
     task: str
     bins: str | None
-    score: str | None
     depths: str | None
     lengths: str | None
     trials: int | None
@@ -43,18 +41,17 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--task", default="loss", help=f"{' or '.join(TASK_FLAGS)} (default: loss)")
     loss, needle = (out.add_argument_group(f"--task {task}") for task in TASK_FLAGS)
     loss.add_argument("--bins", help="position bins: powers (of two), or a number of equal bins (default: powers)")
-    needle.add_argument("--score", help=f"scoring of answers: {' or '.join(SCORES)} (default: likelihood)")
     needle.add_argument("--depths", help=f"needle positions from 0 (start) to 1 (end) (default: {DEPTHS})")
     needle.add_argument(
         "--lengths", help="tokens per text, such as 1K,2K (default: 1/4, 1/2 and 1 of --model_max_length)"
     )
     needle.add_argument("--trials", type=count_flag, help=f"texts per length and depth (default: {TRIALS})")
-    needle.add_argument("--choices", type=count_flag, help=f"candidate answers for likelihood (default: {CHOICES})")
+    needle.add_argument("--choices", type=count_flag, help=f"answers to choose from (default: {CHOICES})")
     return out
 
 
 def flags(words: Sequence[str]) -> tuple[Options, TrainConfig]:
-    """Parses the command's own flags and those of training. Raises ValueError for invalid flags."""
+    """Parses the flags of this command and of training. Raises ValueError for invalid flags."""
     own, rest = parser().parse_known_args(list(words))
     options = Options(**vars(own))
     if options.task not in TASK_FLAGS:

@@ -1,11 +1,11 @@
-"""Evaluation task: needle-in-a-haystack retrieval, scored by likelihood or by greedy decoding.
+"""Evaluation task: needle-in-a-haystack retrieval.
 
-Each candidate answer, and each decoded token, takes a sequence-parallel forward pass over the whole text.
+A needle is found if the right answer is likelier than every wrong one. Each answer takes a sequence-parallel forward
+pass over the whole text. Greedy decoding finds it if every token of the right answer is the likeliest one.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,16 +14,14 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from lightseq.config.train_config import TrainConfig
-from lightseq.data.batches import BatchStream
 from lightseq.data.examples import Example, Examples, WindowExamples, window
 from lightseq.data.tokenizer import Tokenizer, load_tokenizer
 from lightseq.distributed.world import World
 from lightseq.models.weights import has_tokenizer
-from lightseq.modules.loss import likeliest_tokens, token_losses
-from lightseq.modules.loss_model import HeadReader
+from lightseq.modules.loss import losses_and_hits
 from lightseq.tools.evaluate.needle import IdNeedles, Ids, Search, TextNeedles, make_search
-from lightseq.tools.evaluate.options import CHOICES, DEPTHS, SCORES, TRIALS, Options, lengths_of
-from lightseq.tools.evaluate.task import Result, Task, inputs_for
+from lightseq.tools.evaluate.options import CHOICES, DEPTHS, TRIALS, Options, lengths_of
+from lightseq.tools.evaluate.tasks import Result, Task, inputs_for
 from lightseq.training.evaluation import evaluating
 from lightseq.training.inputs import FoundModel, evaluation_stream, find_examples
 from lightseq.training.setup_checks import require_chats
@@ -35,23 +33,12 @@ from lightseq.utils.progress import progress_bar
 HAYSTACKS = 4  # the haystack is this many times the longest text, so that texts differ
 
 
-@dataclass(frozen=True)
-class Cell:
-    """Score at one length and depth."""
-
-    length: int
-    depth: float
-    accuracy: float
-    trials: int
-    log_probability: float | None = None  # mean over trials, of the right answer
-    margin: float | None = None  # mean difference to the likeliest wrong answer
-    answers: tuple[str, ...] | None = None  # decoded
-    wanted: tuple[str, ...] | None = None
+Row = dict[str, Any]  # score at one length and depth, for evaluation.jsonl
 
 
 @dataclass(frozen=True)
 class LazyExamples:
-    """Examples that are created on access."""
+    """Examples that are made on access."""
 
     count: int
     make: Callable[[int], Example]
@@ -64,65 +51,41 @@ class LazyExamples:
         return self.make(index)
 
 
-Stream = Callable[[Examples, int], BatchStream]  # texts, length -> batches
-
-
-# ---- the task -------------------------------------------------------------------------------------------------------
-
-
 def needle_task(options: Options, config: TrainConfig, model: FoundModel, world: World) -> Task:
-    score, trials, choices = _checked(options)
+    trials = TRIALS if options.trials is None else options.trials
+    choices = CHOICES if options.choices is None else options.choices
+    if trials < 1 or choices < 2:
+        raise ValueError(f"--trials {trials} --choices {choices}: give at least 1 trial and 2 choices")
     depths, lengths = _depths(options), lengths_of(options, config)
     examples = find_examples(config.data_path, model, config, world) if config.data_path else None
     require_chats(config, [] if examples is None else [examples])
-    tokenizer = _tokenizer(config, model, examples)
-    needles = TextNeedles(tokenizer) if tokenizer else IdNeedles(model.config.vocab_size)
+    tokenizer, vocab_size = _tokenizer(config, model, examples), model.config.vocab_size
     hay = None
     if examples is not None:
         hay = haystack(examples, HAYSTACKS * max(lengths), tokenizer.special_ids if tokenizer else ())
-    search = make_search(needles, hay, trials, choices or 1, config.seed, lengths, model.config.vocab_size)
-
-    def stream(texts: Examples, length: int) -> BatchStream:
-        return evaluation_stream(texts, length, config, model.dims.data_ranks)
-
-    judge = by_likelihood if score == "likelihood" else partial(by_decoding, show=needles.show)
+    source = TextNeedles(tokenizer) if tokenizer else IdNeedles(vocab_size)
+    search = make_search(source, hay, trials, choices, config.seed, lengths, vocab_size)
+    chance, texts = 1 / choices, trials * len(depths) * len(lengths)
 
     def run(trainer: Trainer) -> Result:
-        cells = [cell for length in lengths for cell in judge(trainer, search, length, depths, stream)]
-        accuracy = sum(cell.accuracy for cell in cells) / len(cells)
+        rows = [row for length in lengths for row in _judge(trainer, search, length, depths)]
+        accuracy, greedy = (float(np.mean([row[key] for row in rows])) for key in ("accuracy", "greedy_accuracy"))
         counts = {"texts": texts, "trials": trials, "choices": choices}
-        summary: dict[str, Any] = {"score": score, "accuracy": accuracy, "chance": chance, **counts}
-        rows = [{key: value for key, value in asdict(cell).items() if value is not None} for cell in cells]
-        return Result(summary, rows, [*_table(cells), f"found {accuracy:.1%} of {searched}"])
+        summary = {"score": "likelihood", "accuracy": accuracy, "greedy_accuracy": greedy, "chance": chance, **counts}
+        span = f"{lengths[0]:,}" if len(lengths) == 1 else f"{lengths[0]:,} to {lengths[-1]:,}"
+        searched = f"{plural(texts, 'text')} of {span} tokens, {trials} per length and depth"
+        others = f"chance finds {chance:.1%} ({choices} answers), greedy decoding {greedy:.1%}"
+        return Result(summary, rows, [*_table(rows), f"found {accuracy:.1%} of {searched}; {others}"])
 
-    # Greedy decoding chooses among all tokens, so its chance is near zero.
-    chance = 1 / choices if choices else None
-    texts = trials * len(depths) * len(lengths)
-    searched = f"{plural(texts, 'text')} of {_span(lengths)} tokens, {trials} per length and depth"
-    if choices:
-        searched += f"; chance finds {chance:.1%} ({choices} answers)"
-    source = "synthetic" if examples is None else config.data_path
     repeats = ", repeated" if hay is not None and len(hay) < max(lengths) else ""
     header = {
-        "haystack": f"{source}, {len(search.hay):,} tokens{repeats}",
+        "haystack": f"{config.data_path or 'synthetic'}, {len(search.hay):,} tokens{repeats}",
         "needle": f"text, tokenizer {tokenizer.name}" if tokenizer else "token ids, no tokenizer",
-        "score": f"{score}, {trials} texts per length and depth",
+        "score": f"likelihood, {trials} texts per length and depth",
     }
-    no_texts = stream(LazyExamples(0, lambda index: _example(search.begin, search.begin)), max(lengths))
-    return Task(inputs_for(model, no_texts, world), header, run)
-
-
-def _checked(options: Options) -> tuple[str, int, int | None]:
-    """Returns score, trials and choices (None for greedy decoding). Raises ValueError for invalid flags."""
-    score, trials = options.score or "likelihood", TRIALS if options.trials is None else options.trials
-    choices = CHOICES if options.choices is None else options.choices
-    if score not in SCORES:
-        raise ValueError(f"--score {score!r} is unknown; choose from {', '.join(SCORES)}")
-    if score == "greedy" and options.choices is not None:
-        raise ValueError("--choices belongs to --score likelihood, but the score is greedy; leave it out")
-    if trials < 1 or choices < 2:
-        raise ValueError(f"--trials {trials} --choices {choices}: give at least 1 trial and 2 choices")
-    return score, trials, choices if score == "likelihood" else None
+    no_texts = LazyExamples(0, lambda index: _example(source.begin, source.begin))
+    stream = evaluation_stream(no_texts, max(lengths), config, model.dims.data_ranks)
+    return Task(inputs_for(model, stream, world), header, run)
 
 
 def _depths(options: Options) -> list[float]:
@@ -156,24 +119,16 @@ def haystack(examples: Examples, count: int, special_ids: Sequence[int]) -> Ids:
     return np.concatenate(parts)[:count]
 
 
-def _span(lengths: Sequence[int]) -> str:
-    return f"{lengths[0]:,}" if len(lengths) == 1 else f"{lengths[0]:,} to {lengths[-1]:,}"
-
-
-def _table(cells: Sequence[Cell]) -> list[str]:
+def _table(rows: Sequence[Row]) -> list[str]:
     """Returns the lines of a table of accuracy by depth and length."""
-    lengths, depths = ({getattr(cell, key): None for cell in cells} for key in ("length", "depth"))
-    scores = {(cell.depth, cell.length): f"{cell.accuracy:.2f}" for cell in cells}
-    rows = [["depth", *(f"{length:,}" for length in lengths)]]
-    rows += [[f"{depth:.0%}", *(scores[depth, length] for length in lengths)] for depth in depths]
-    return aligned(rows)
+    lengths, depths = (list(dict.fromkeys(row[key] for row in rows)) for key in ("length", "depth"))
+    scores = {(row["depth"], row["length"]): f"{row['accuracy']:.2f}" for row in rows}
+    cells = [[f"{depth:.0%}", *(scores[depth, length] for length in lengths)] for depth in depths]
+    return aligned([["depth", *(f"{length:,}" for length in lengths)], *cells])
 
 
-# ---- scores ---------------------------------------------------------------------------------------------------------
-
-
-def by_likelihood(trainer: Trainer, search: Search, length: int, depths: Sequence[float], stream: Stream) -> list[Cell]:
-    """Scores needles by likelihood: found if the right answer is likelier than every wrong one."""
+def _judge(trainer: Trainer, search: Search, length: int, depths: Sequence[float]) -> list[Row]:
+    """Returns a row for every depth."""
     trials, choices = len(search.needles), len(search.needles[0].answers)
 
     def make(index: int) -> Example:
@@ -181,57 +136,40 @@ def by_likelihood(trainer: Trainer, search: Search, length: int, depths: Sequenc
         depth, trial = divmod(text, trials)
         return _example(search.text(trial, depths[depth], length), search.needles[trial].answers[choice])
 
-    texts = stream(LazyExamples(len(depths) * trials * choices, make), length)
-    losses = _sums(trainer, texts, token_losses, f"needle, {length:,} tokens")
-    log_p = -losses.reshape(len(depths), trials, choices)
+    texts = LazyExamples(len(depths) * trials * choices, make)
+    losses, hits = _sums(trainer, texts, length).reshape(2, len(depths), trials, choices)
+    log_p, is_greedy = -losses, hits[..., 0] == [len(needle.answers[0]) for needle in search.needles]
     margins = log_p[..., 0] - log_p[..., 1:].max(-1)
     return [
-        Cell(length, depth, float((margin > 0).mean()), trials, float(right.mean()), float(margin.mean()))
-        for depth, right, margin in zip(depths, log_p[..., 0], margins, strict=True)
+        {
+            "length": length,
+            "depth": depth,
+            "accuracy": float((margin > 0).mean()),
+            "greedy_accuracy": float(greedy.mean()),
+            "trials": trials,
+            "log_probability": float(right.mean()),
+            "margin": float(margin.mean()),
+        }
+        for depth, right, margin, greedy in zip(depths, log_p[..., 0], margins, is_greedy, strict=True)
     ]
 
 
-def by_decoding(
-    trainer: Trainer, search: Search, length: int, depths: Sequence[float], stream: Stream, show: Callable[..., str]
-) -> list[Cell]:
-    """Scores needles by greedy decoding: found if the decoded tokens equal the right answer."""
-    trials, right = len(search.needles), [needle.answers[0] for needle in search.needles]
-    decoded = np.zeros((len(depths) * trials, max(map(len, right))), dtype=np.int64)
-    for known in range(decoded.shape[1]):
-
-        def make(index: int, known: int = known) -> Example:
-            depth, trial = divmod(index, trials)
-            text = search.text(trial, depths[depth], length)
-            size = len(right[trial])  # a shorter answer may be complete already
-            given = decoded[index, : min(known, size)]
-            return _example(np.concatenate([text, given]), np.zeros(int(known < size), np.int64))
-
-        step = f"needle, {length:,} tokens, answer's token {known + 1}"
-        decoded[:, known] = _sums(trainer, stream(LazyExamples(len(decoded), make), length), likeliest_tokens, step)
-    cells = []
-    for depth, rows in zip(depths, decoded.reshape(len(depths), trials, -1), strict=True):
-        answers = [row[: len(ids)] for row, ids in zip(rows, right, strict=True)]
-        found = [np.array_equal(a, b) for a, b in zip(answers, right, strict=True)]
-        shown, wanted = (tuple(show(ids.tolist()) for ids in these) for these in (answers, right))
-        cells.append(Cell(length, depth, float(np.mean(found)), trials, answers=shown, wanted=wanted))
-    return cells
-
-
-def _example(text: Ids, wanted: Ids) -> Example:
-    """Returns an example of a text and the tokens to predict, which are the only targets."""
-    ids = np.concatenate([text, wanted])
+def _example(text: Ids, answer: Ids) -> Example:
+    """Returns an example of a text and its answer, whose tokens are the only targets."""
+    ids = np.concatenate([text, answer])
     labels = np.where(np.arange(len(ids)) < len(text), IGNORE_INDEX, ids)
     return window(ids, labels, 0, len(ids))
 
 
-def _sums(trainer: Trainer, stream: BatchStream, read: HeadReader, description: str) -> NDArray[np.float64]:
-    """Sums the results of `read` over the targets of each text. The result is the same on every rank."""
-    out = torch.zeros(stream.steps * stream.sequences_per_step, dtype=torch.float64, device=trainer.world.device)
+def _sums(trainer: Trainer, texts: LazyExamples, length: int) -> NDArray[np.float64]:
+    """Returns the loss and the number of likeliest tokens of each text's targets, the same on every rank."""
+    dims = trainer.inputs.dims
+    stream = evaluation_stream(texts, length, trainer.config, dims.data_ranks)
+    out = torch.zeros(2, stream.steps * stream.sequences_per_step, dtype=torch.float64, device=trainer.world.device)
     with evaluating(trainer.loss_model):
-        for step in progress_bar(range(stream.steps), None, trainer.world.is_main, description):
-            batch = stream.batch(step, 0, trainer.inputs.dims.data_rank)
-            values = trainer.loss_model(*trainer.shard(batch), read)
-            first = (step * stream.data_ranks + trainer.inputs.dims.data_rank) * stream.batch_size
-            out[first : first + stream.batch_size] = values.double().sum(-1)
+        for step in progress_bar(range(stream.steps), None, trainer.world.is_main, f"needle, {length:,} tokens"):
+            values = trainer.loss_model(*trainer.shard(stream.batch(step, 0, dims.data_rank)), losses_and_hits)
+            first = (step * stream.data_ranks + dims.data_rank) * stream.batch_size
+            out[:, first : first + stream.batch_size] = values.double().sum(-1)
     dist.all_reduce(out)
-    return out[: len(stream.examples)].cpu().numpy()
+    return out[:, : len(texts)].cpu().numpy()

@@ -1,17 +1,50 @@
-"""Evaluation task: loss by position in the sequence."""
+"""Interface of evaluation tasks, and the task of loss by position in the sequence."""
 
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from lightseq.config.train_config import TrainConfig
-from lightseq.data.batches import require_target
+from lightseq.data.batches import BatchStream, require_target
 from lightseq.distributed.world import World
 from lightseq.tools.evaluate.options import Options
-from lightseq.tools.evaluate.task import Result, Task, inputs_for
 from lightseq.training.evaluation import POWERS, Bin, Perplexity, bin_starts, perplexity
-from lightseq.training.inputs import FoundModel, evaluation_stream, find_examples
+from lightseq.training.inputs import FoundModel, Inputs, evaluation_stream, fetch_weights, find_examples
 from lightseq.training.setup_checks import require_chats
 from lightseq.training.trainer import Trainer
 from lightseq.utils.formatting import aligned, four_significant_digits, plural
+
+
+@dataclass(frozen=True)
+class Result:
+    """Result of a task: a summary, a row per bin or cell, and the lines to print."""
+
+    summary: Mapping[str, Any]
+    rows: Sequence[Mapping[str, Any]]
+    lines: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Task:
+    """Evaluation with checked inputs. `run` evaluates a trainer's model."""
+
+    inputs: Inputs
+    header: Mapping[str, str]
+    run: Callable[[Trainer], Result]
+
+
+def inputs_for(model: FoundModel, stream: BatchStream, world: World) -> Inputs:
+    """Returns the inputs of a trainer that takes no steps."""
+    return Inputs(
+        model_config=model.config,
+        weights=fetch_weights(model, world),
+        stream=stream,
+        eval_stream=stream,
+        total_steps=0,
+        dims=model.dims,
+        deepspeed=None,
+        notes=stream.examples.notes + model.warnings,
+    )
 
 
 def loss_task(options: Options, config: TrainConfig, model: FoundModel, world: World) -> Task:
