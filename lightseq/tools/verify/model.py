@@ -20,9 +20,8 @@ from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.world import World
 from lightseq.models import weights
 from lightseq.models.flops import total_parameters
-from lightseq.schedule.proof import validate
 from lightseq.tools.verify.data import Document, data_row
-from lightseq.tools.verify.report import FAIL, SKIP, Row, all_gather_object, all_passed, relative_error, result_row
+from lightseq.tools.verify.report import FAIL, SKIP, Row, relative_error, result_row
 from lightseq.training.build import build_engine
 from lightseq.training.inputs import Inputs
 from lightseq.training.run_info import describe_run
@@ -66,10 +65,10 @@ def model_rows(
         size = f"{total_parameters(plain_config):,} parameters in {plural(plain_config.num_hidden_layers, 'layer')}"
         model = f"architecture of {config.model_name}, {size}, random weights"
         trainer.terminal.header({**describe_run(trainer), "model": model}, trainer.notes)
-    context = trainer.context
-    rows = [_schedule_row(context), data_row(trainer, sequences)]
-    if not all_passed(rows):  # ranks could wait for each other for ever
-        return rows + [Row(name, SKIP, "not run: see above") for name in ("loss", "gradients")], context
+    context, row = trainer.context, data_row(trainer, sequences)
+    if row.status == FAIL:  # ranks could wait for each other for ever
+        return [row, *(Row(name, SKIP, "not run: see above") for name in ("loss", "gradients"))], context
+    rows = [row]
     step = _distributed_step(trainer)
     del trainer
     gc.collect()  # frees reference cycles of hooks and modules
@@ -82,22 +81,6 @@ def model_rows(
             rows += [Row(name, FAIL, reason) for name in ("loss", "gradients")]
     dist.barrier()
     return rows, context
-
-
-def _schedule_row(context: SequenceContext) -> Row:
-    """Validates the schedule and checks that all ranks have the same one."""
-    schedule, wrong = context.schedule, []
-    try:
-        validate(schedule)
-    except ValueError as error:
-        wrong.append(str(error))
-    everyone = all_gather_object(repr((schedule.name, schedule.layout, schedule.forward, schedule.backward)))
-    differing = [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]
-    wrong += [f"the schedule of rank {rank} differs from the one of rank 0" for rank in differing]
-    moves = sum(len(step.moves) for step in (*schedule.forward, *schedule.backward))
-    right = f"{schedule}: every visible pair computed once, {moves} moves"
-    facts = {"schedule": schedule.name, "turns": schedule.head_groups_per_rank, "ulysses_size": schedule.ulysses_size}
-    return result_row("schedule", wrong, right, facts)
 
 
 # ---- the two steps --------------------------------------------------------------------------------------------------
