@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from transformers import PreTrainedConfig
 
+from lightseq.config.command_line import REQUIRED_BY_TOOLS, parse
 from lightseq.config.train_config import TrainConfig
 from lightseq.kernels.attention.selection import why_unsupported
 from lightseq.memory.planner.advice import changes_to_fit, faster_change, longest
@@ -24,7 +25,6 @@ from lightseq.models.presets import ModelFamily
 from lightseq.modules.fp8 import check_hardware
 from lightseq.tools.plan.attention import MAX_SEQUENCE_RANKS
 from lightseq.tools.plan.report import record, tables
-from lightseq.tools.training_flags import parse_with_optional_paths
 from lightseq.training.setup_checks import check_layers, kernel_spec
 from lightseq.utils.files import open_output
 
@@ -59,7 +59,7 @@ def _append(path: Path, found: dict[str, Any]) -> None:
 
 def _planned_run(family: ModelFamily, own: argparse.Namespace, training: Sequence[str]) -> PlannedRun:
     """Parses the flags. Raises ValueError for flags that training refuses, and for impossible hardware."""
-    config = parse_with_optional_paths(training, PROGRAM)
+    config = parse(training, PROGRAM, REQUIRED_BY_TOOLS)
     if config.deepspeed:
         raise ValueError(f"--deepspeed {config.deepspeed}: only FSDP2 can be planned; run train --max_steps 2 instead")
     source = resolve(family, config.model_name, random_init=True)  # the architecture is enough
