@@ -10,7 +10,7 @@ except ModuleNotFoundError:
     print("analysis: error: matplotlib is not installed; pip install matplotlib", file=sys.stderr)
     sys.exit(2)
 
-from . import attention, cluster, compare, curves, evaluate, largest, needle, plots, profile, report, step, watch
+from . import attention, cluster, compare, curves, evaluate, largest, needle, plots, profile, report, step
 from .drawing import STYLE
 
 
@@ -30,8 +30,11 @@ COMMANDS: Mapping[str, Command] = {
     "plots": Command(plots.main, "--config FILE", "draws the figures that a YAML file describes"),
     "compare": Command(compare.main, "A B", "compares two runs"),
     "profile": Command(profile.main, "OUTPUT_DIR", "shows where the time of profiled steps went"),
-    "watch": Command(watch.main, "OUTPUT_DIR", "shows a run while it trains"),
     "report": Command(report.main, "DIR", "writes an HTML page of all results in DIR"),
+}
+
+REMOVED: Mapping[str, str] = {
+    "watch": "watch a run in TensorBoard (train with --report_to tensorboard) or read its log",
 }
 
 
@@ -40,6 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     name = words[0] if words and words[0] in COMMANDS else None
     try:
+        if words and words[0] in REMOVED:
+            raise ValueError(f"there is no command {words[0]!r} any more; {REMOVED[words[0]]}")
         with matplotlib.rc_context(dict(STYLE)):
             return COMMANDS[name].main(words[1:]) if name else curves.main(words, command_help())
     except (ValueError, OSError) as error:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from analysis_files import record, write_run
 
-from analysis.__main__ import COMMANDS, main
+from analysis.__main__ import COMMANDS, REMOVED, main
 from analysis.curves import figures, loss_figure
 from analysis.drawing import COLORS, colors, log_ticks
 from analysis.runs import Run, describe, labels, median, read_run, read_runs, smooth, warmup_records
@@ -43,6 +43,13 @@ def test_help_names_every_command_on_a_line_of_its_own(
             lines = shown.splitlines()
             assert max(map(len, lines)) <= 80
             assert [line.split()[0] for line in lines[-len(COMMANDS) :]] == list(COMMANDS)
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_a_removed_command_names_its_replacement(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name, "outputs/run"]) == 2
+    error = f"analysis: error: there is no command {name!r} any more; {REMOVED[name]}\n"
+    assert capsys.readouterr() == ("", error)
 
 
 def test_the_program_runs_without_torch(tmp_path: Path) -> None:
@@ -146,7 +153,7 @@ def test_lines_that_are_no_records_are_one_note(tmp_path: Path, capsys: pytest.C
 
 
 @pytest.mark.parametrize("line", ["[" * 100_000, f'{{"step": 6, "loss": {10**400}}}', '{"step": true}'])
-@pytest.mark.parametrize("command", [[], ["watch", "--once"], ["report"]])
+@pytest.mark.parametrize("command", [[], ["report"]])
 def test_a_line_that_no_program_should_write_is_left_out(tmp_path: Path, command: list[str], line: str) -> None:
     run = make_run(tmp_path / "run", steps=5, tail=line + "\n")
     assert main([*command, str(run)]) == 0
