@@ -1,4 +1,4 @@
-"""The plan of attention over clusters: its file, its table, its refusals, and its picture."""
+"""The plan of attention over clusters: its file, its table and its refusals."""
 
 import json
 from itertools import product
@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-from analysis.__main__ import main as analyse
-from analysis.cluster import figure, read
 from lightseq.cli import main
 from lightseq.config.lengths import format_tokens, parse_tokens
 from lightseq.schedule.algorithms import SCHEDULES
@@ -127,38 +125,3 @@ def test_lengths_and_numbers_are_read_as_people_write_them() -> None:
     with pytest.raises(ValueError, match=r"--length 3\.4M is 3,565,158\.4 tokens, not a whole number; write 3565158"):
         parse_tokens("3.4M", "--length")
     assert [format_tokens(length) for length in (2**17, 2**20, 1000)] == ["128K", "1M", "1000"]
-
-
-# ---- the picture -----------------------------------------------------------------------------------------------------
-
-
-def test_the_picture_has_a_line_a_schedule_and_its_values(planned: Path) -> None:
-    about, records = read(planned, [])
-    (axes,) = figure(about, records).axes
-    lines = {line.get_label(): line for line in axes.get_lines()}
-    assert {"zigzag", "prefix", "ulysses", "usp", "fastest"} <= {*lines}
-    for name in ("prefix", "usp"):
-        mine = [r for r in records if r["schedule"] == name and r["efficiency"]]
-        assert lines[name].get_xydata().tolist() == [[r["gpus"], r["efficiency"]] for r in mine]
-    assert lines["fastest"].get_xdata().tolist() == [1, 3, 4, 64]
-    assert axes.get_xscale() == "log" and [t.get_text() for t in axes.get_xticklabels()] == ["1", "3", "4", "64"]
-    assert {text.get_text() for text in axes.texts} >= {"×2", "×8", "several hosts →"}
-
-
-def test_the_command_draws_the_picture(planned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert analyse(["cluster", str(planned), "--output", str(tmp_path / "new")]) == 0
-    assert (tmp_path / "new" / "cluster.png").read_bytes().startswith(b"\x89PNG")
-    assert capsys.readouterr().out == f"{tmp_path / 'new' / 'cluster.png'}\n"
-
-
-@pytest.mark.parametrize(
-    "text, words",
-    [("", "is not an attention plan"), ("{", "is cut off"), ('{"step": 1}\n', "is not an attention plan")],
-)
-def test_a_file_that_is_no_plan_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, words: str
-) -> None:
-    (tmp_path / "a.jsonl").write_text(text, encoding="utf-8")
-    assert analyse(["cluster", str(tmp_path / "a.jsonl")]) == 2
-    error = capsys.readouterr().err
-    assert words in error and error.count("\n") == 1

@@ -44,9 +44,7 @@ def parser() -> Parser:
     out.add_argument("--kv_heads", type=count_flag, default=8, help="key/value heads (default: 8)")
     out.add_argument("--head_dim", type=count_flag, default=128, help="head dimension (default: 128)")
     out.add_argument("--schedules", default="all", help=f"all, or a list of {', '.join(SCHEDULES)}")
-    out.add_argument(
-        "--output", type=Path, required=True, metavar="FILE", help="JSONL file for python3 -m analysis cluster"
-    )
+    out.add_argument("--output", type=Path, required=True, metavar="FILE", help="JSONL file for the predictions")
     return out
 
 
