@@ -1,4 +1,4 @@
-"""Time of profiled steps: `python3 -m analysis profile OUTPUT_DIR` prints tables and draws a timeline."""
+"""Time of profiled steps: `python3 -m analysis profile OUTPUT_DIR` prints tables."""
 
 import argparse
 from collections import defaultdict
@@ -20,10 +20,9 @@ from lightseq.profiling.trace import (
 )
 from lightseq.profiling.transfers import Transfers, transfers_by_kind
 
-from .drawing import GIB, print_rich, save
+from .drawing import GIB, print_rich
 from .records import Record
 from .runs import read_json_object, section
-from .timeline import figure
 
 LARGE = 2**20  # bytes; smaller transfers have no meaningful rate
 
@@ -31,27 +30,20 @@ LARGE = 2**20  # bytes; smaller transfers have no meaningful rate
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="analysis profile",
-        usage="python3 -m analysis profile OUTPUT_DIR [--rank N] [--kernels N] [--timeline]",
+        usage="python3 -m analysis profile OUTPUT_DIR [--rank N] [--kernels N]",
         description="Shows where the time of steps traced with --profile_steps went. Each millisecond counts once: as "
         "computation, or as communication that no kernel hides. Traces of a CPU are split by phase.",
     )
     parser.add_argument("run", metavar="OUTPUT_DIR", type=Path, help="directory of a run, or a trace file")
     parser.add_argument("--rank", type=whole_number, default=0, help="rank whose trace is read (default: 0)")
     parser.add_argument("--kernels", type=whole_number, default=0, metavar="N", help="list the N slowest kernels")
-    parser.add_argument("--timeline", action="store_true", help="also draw a timeline of one layer's attention")
-    parser.add_argument(
-        "--output", metavar="DIR", type=Path, help="directory for the timeline (default: that of the trace)"
-    )
     arguments = parser.parse_args(argv)
     path = arguments.run
     if path.is_dir():
         path = path / "profile" / f"rank{arguments.rank}.json.gz"
     events = read_trace(path)
     spans, moved = device_spans(events)[0], transfers_by_kind(events)
-    if arguments.timeline and not spans:
-        raise ValueError(f"{path} has no GPU activity for --timeline; leave the flag out")
     account = gpu_breakdown(events) if spans else phase_breakdown(events)
-    picture = figure(spans, str(path)) if arguments.timeline else None
     print_rich(time_table(account))
     if moved:
         print_rich(traffic_table(moved, account.steps))
@@ -60,8 +52,6 @@ def main(argv: Sequence[str]) -> int:
     summary = read_json_object(path.with_name(f"summary-{path.name.partition('.')[0]}.json"))
     if memory := section(summary, "memory"):
         print_rich(memory_table(memory))
-    if picture is not None:
-        print(save(picture, arguments.output or path.parent, "timeline"))
     return 0
 
 

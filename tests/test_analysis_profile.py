@@ -1,4 +1,4 @@
-"""Traces of steps: the account of every millisecond, data transfers and how fast, and the timeline of a layer."""
+"""Traces of steps: the account of every millisecond, and data transfers and how fast."""
 
 import gzip
 import json
@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 
-from analysis import timeline
 from analysis.__main__ import main
-from analysis.timeline import COMMUNICATION, WAITS, Window, attention_layers, busy_ms, windows
-from lightseq.profiling.trace import IDLE, KINDS, Span, device_spans, gpu_breakdown, kind_of, read_trace, summary
+from lightseq.profiling.trace import IDLE, KINDS, gpu_breakdown, kind_of, summary
 from lightseq.profiling.transfers import transfers_by_kind
 
 KERNELS = {
@@ -130,8 +128,6 @@ def test_a_trace_of_a_cpu_is_told_by_phase(tmp_path: Path, capsys: pytest.Captur
     out = capsys.readouterr().out
     assert "11.0 ms per step, mean of 2" in out and "hidden" not in out
     assert ["host", "6.0", "4.0", "10.0", "90.9"] in [s.split() for s in out.splitlines()]
-    assert main(["profile", str(tmp_path), "--timeline"]) == 2
-    assert "has no GPU activity for --timeline" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -210,70 +206,3 @@ def test_large_movements_have_rates(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main(["profile", str(tmp_path)]) == 0
     large, small = [line.split() for line in capsys.readouterr().out.splitlines() if "copies" in line]
     assert large[-5:] == ["1", "400", "400", "419", "419"] and small[-3:] == ["1", "0.00", "0.00"]
-
-
-# ---- the timeline --------------------------------------------------------------------------------------------------
-
-FORWARD, BACKWARD, PRODUCT = "FlashAttentionForward", "FlashAttentionBackward", "nvjet_sm90"
-COPY, WAIT, GATHER = "Memcpy PtoP (Device -> Device)", "symmetric_memory::barrier_kernel", "ncclDevKernel_AllGather"
-
-
-def spans(*given: tuple[str, float, float]) -> list[Span]:
-    """Makes spans of (name, start, end) in ms, in order of time."""
-    found = [Span(kind_of(name), name, "", start * 1e3, end * 1e3) for name, start, end in given]
-    return sorted(found, key=lambda span: span.start)
-
-
-def events(*given: tuple[str, float, float]) -> list[dict[str, Any]]:
-    return [event(name, start, end - start) for name, start, end in given]
-
-
-LAYERS = (
-    (PRODUCT, 0, 1), (FORWARD, 1, 3), (FORWARD, 3, 4), (PRODUCT, 4, 6), (FORWARD, 6, 9), (PRODUCT, 9, 10),
-    (PRODUCT, 10, 11), (BACKWARD, 11, 13), (BACKWARD, 14, 16), (PRODUCT, 16, 17), (BACKWARD, 17, 20), (PRODUCT, 20, 21),
-)  # fmt: skip
-
-
-def test_calls_with_no_product_between_them_are_one_layers() -> None:
-    found = spans(*LAYERS)
-    assert attention_layers(found, kind_of(FORWARD), [kind_of(PRODUCT)]) == [(1e3, 4e3), (6e3, 9e3)]
-    assert attention_layers(spans((FORWARD, 1, 5), (FORWARD, 2, 3)), kind_of(FORWARD), []) == [(1e3, 5e3)], (
-        "side by side"
-    )
-    assert attention_layers(found, kind_of(BACKWARD), [kind_of(PRODUCT)]) == [(11e3, 16e3), (17e3, 20e3)]
-    assert [(w.start, w.end) for w in windows(found)] == [(5.85e3, 9.15e3), (16.85e3, 20.15e3)], "one in the middle"
-
-
-def test_a_picture_reaches_from_one_matrix_product_to_the_next() -> None:
-    alone = spans((COPY, 0, 1), (FORWARD, 2, 4))
-    assert [(w.start, w.end) for w in windows(alone)] == [(1.9e3, 4.1e3)], "no product"
-    among = spans((PRODUCT, 0, 1), (PRODUCT, 1, 2), (COPY, 5, 6), (FORWARD, 7, 11), (COPY, 11, 12), (PRODUCT, 12, 13))
-    assert [(w.start, w.end) for w in windows(among)] == [(1.5e3, 12.5e3)]
-
-
-def test_passes_of_attention_alone_end_where_the_others_begin() -> None:
-    layers = [(FORWARD, 0, 3), (BACKWARD, 3, 9), (COPY, 9, 10), (FORWARD, 10, 13), (COPY, 13, 14), (BACKWARD, 14, 20)]
-    assert [(w.start, w.end) for w in windows(spans(*layers))] == [(8.75e3, 14.25e3), (12.65e3, 20.35e3)]
-
-
-def test_communication_counts_once_and_bare_only_where_no_kernel_runs() -> None:
-    window = Window("", 0, 10e3)
-    found = spans(
-        (FORWARD, 1, 5), (COPY, 0, 3), (COPY, 2, 4), (GATHER, 4.5, 7), (WAIT, 8, 9), (PRODUCT, 6, 8.5), (COPY, 9, 12)
-    )
-    assert busy_ms(found, window, COMMUNICATION) == (pytest.approx(4 + 2.5 + 1), pytest.approx(1 + 1 + 1))
-    assert busy_ms(found, window, [WAITS]) == (pytest.approx(1), pytest.approx(0.5))
-
-
-def test_the_picture_lies_beside_the_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write(tmp_path, events(*LAYERS, (COPY, 7, 8), (WAIT, 8, 9)))
-    assert main(["profile", str(tmp_path), "--timeline"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == str(path.parent / "timeline.png")
-    titles = [axes.get_title("right") for axes in timeline.figure(device_spans(read_trace(path))[0], "").axes]
-    assert any("1.0 ms of communication, 0.0 ms of it exposed" in title for title in titles)
-
-
-def test_a_trace_without_attention_draws_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write(tmp_path, events((PRODUCT, 0, 1)))
-    assert main(["profile", str(tmp_path), "--timeline"]) == 2
-    assert "no known attention kernel" in capsys.readouterr().err and sorted(path.parent.iterdir()) == [path]
