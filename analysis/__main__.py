@@ -10,7 +10,7 @@ except ModuleNotFoundError:
     print("analysis: error: matplotlib is not installed; pip install matplotlib", file=sys.stderr)
     sys.exit(2)
 
-from . import attention, compare, curves, evaluate, largest, needle, plots, profile, report, step
+from . import attention, compare, curves, evaluate, largest, plots, profile, report, step
 from .drawing import STYLE
 
 
@@ -24,7 +24,6 @@ COMMANDS: Mapping[str, Command] = {
     "attention": Command(attention.BENCHMARK.main, "FILE...", "plots results of benchmarks/attention.py"),
     "step": Command(step.BENCHMARK.main, "FILE...", "plots results of benchmarks/step.py"),
     "largest": Command(largest.BENCHMARK.main, "FILE...", "plots results of benchmarks/largest.py"),
-    "needle": Command(needle.BENCHMARK.main, "FILE...", "plots results of benchmarks/needle.py"),
     "evaluate": Command(evaluate.main, "OUT...", "plots results of lightseq evaluate"),
     "plots": Command(plots.main, "--config FILE", "draws the figures that a YAML file describes"),
     "compare": Command(compare.main, "A B", "compares two runs"),
@@ -34,6 +33,7 @@ COMMANDS: Mapping[str, Command] = {
 
 REMOVED: Mapping[str, str] = {
     "cluster": "python3 -m lightseq plan --attention prints the efficiency of every schedule",
+    "needle": "python3 -m analysis evaluate draws the needle searches of lightseq evaluate",
     "watch": "watch a run in TensorBoard (train with --report_to tensorboard) or read its log",
 }
 

@@ -1,4 +1,4 @@
-"""Plots and tables of benchmark results: `python3 -m analysis attention|step|largest|needle FILE...`."""
+"""Plots and tables of benchmark results: `python3 -m analysis attention|step|largest FILE...`."""
 
 import argparse
 from collections.abc import Callable, Iterable, Mapping, Sequence

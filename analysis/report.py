@@ -7,9 +7,7 @@ from pathlib import Path
 from .records import print_notes
 from .results import find
 
-SHOWN = (
-    "runs, sweeps, evaluations, verifications, plans of training, and benchmarks of attention, step, largest and needle"
-)
+SHOWN = "runs, sweeps, evaluations, verifications, plans of training, and benchmarks of attention, step and largest"
 TITLE = "Results: "  # begins the title of every page
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from . import attention, evaluate, largest, needle, step
+from . import attention, evaluate, largest, step
 from .benchmark import Benchmark
 from .evaluate import Evaluation
 from .records import Record, json_object, read_lines
@@ -20,7 +20,7 @@ PLAN_KEYS = (
     *("command", "config", "hardware", "fits", "peak_bytes", "usable_gpu_bytes", "host_bytes", "step_seconds"),
     *("tokens_per_second", "mfu", "longest_length", "schedule", "to_fit", "faster", "notes"),
 )
-BENCHMARKS: tuple[Benchmark[Any], ...] = (attention.BENCHMARK, step.BENCHMARK, largest.BENCHMARK, needle.BENCHMARK)
+BENCHMARKS: tuple[Benchmark[Any], ...] = (attention.BENCHMARK, step.BENCHMARK, largest.BENCHMARK)
 
 
 @dataclass
