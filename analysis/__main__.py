@@ -1,39 +1,40 @@
 """Tables and plots of runs and benchmarks: `python3 -m analysis [COMMAND] ...`."""
 
+import argparse
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from functools import partial
+from importlib import import_module
+from pathlib import Path
 
-try:
-    import matplotlib
-except ModuleNotFoundError:
-    print("analysis: error: matplotlib is not installed; pip install matplotlib", file=sys.stderr)
-    sys.exit(2)
+from lightseq.config.parser import Parser, whole_number
+from lightseq.profiling.trace import MAX_KERNELS
 
-from . import attention, compare, curves, evaluate, largest, plots, profile, report, step
-from .drawing import STYLE
+from .output import SHARED_OUTPUT
 
-
-class Command(NamedTuple):
-    main: Callable[[Sequence[str]], int]
-    operands: str
-    help: str
-
-
-COMMANDS: Mapping[str, Command] = {
-    "attention": Command(attention.BENCHMARK.main, "FILE...", "plots results of benchmarks/attention.py"),
-    "step": Command(step.BENCHMARK.main, "FILE...", "plots results of benchmarks/step.py"),
-    "largest": Command(largest.BENCHMARK.main, "FILE...", "plots results of benchmarks/largest.py"),
-    "evaluate": Command(evaluate.main, "OUT...", "plots results of lightseq evaluate"),
-    "plots": Command(plots.main, "--config FILE", "draws the figures that a YAML file describes"),
-    "compare": Command(compare.main, "A B", "compares two runs"),
-    "profile": Command(profile.main, "OUTPUT_DIR", "shows where the time of profiled steps went"),
-    "report": Command(report.main, "DIR", "writes an HTML page of all results in DIR"),
+PROGRAM = f"python3 -m {__package__}"
+# Packages of the extra `analysis`, and what to install for the command that lacks one.
+EXTRA = {"matplotlib": "matplotlib", "jinja2": "jinja2 plotly", "plotly": "jinja2 plotly"}
+CURVES = "curves"  # the command without a name
+# Descriptions of the commands. The first sentence is in the overview. A module is imported when its command runs,
+# because matplotlib takes long.
+COMMANDS: Mapping[str, str] = {
+    "attention": "Plots TFLOP/s per GPU from records of benchmarks/attention.py. Prints a Markdown table, too.",
+    "step": "Plots tokens per second and memory from benchmarks/step.py. Prints a Markdown table, too.",
+    "largest": "Plots the largest models that fit, from benchmarks/largest.py. Prints a Markdown table, too.",
+    "evaluate": "Plots results of lightseq evaluate. Draws perplexity.png and needle.png from evaluation.jsonl files, "
+    "and prints Markdown tables.",
+    "plots": "Draws the figures that a YAML file describes. Takes all runs below a directory.",
+    "compare": "Compares two runs. They should have the same losses, such as with and without FSDP. Prints the largest "
+    "loss difference, means after warm-up and differing flags, and draws compare.png.",
+    "profile": "Shows where the time of profiled steps went. Trace them with --profile_steps. Each millisecond counts "
+    "once: as computation, or as communication that no kernel hides. Traces of a CPU are split by phase.",
+    "report": "Writes an HTML page of all results below a directory. It is one self-contained file with training runs, "
+    "sweeps, evaluations, verifications, plans and benchmarks. Needs jinja2 and plotly.",
 }
-
 REMOVED: Mapping[str, str] = {
     "cluster": "python3 -m lightseq plan --attention prints the efficiency of every schedule",
-    "needle": "python3 -m analysis evaluate draws the needle searches of lightseq evaluate",
+    "needle": f"{PROGRAM} evaluate draws the needle searches of lightseq evaluate",
     "watch": "watch a run in TensorBoard (train with --report_to tensorboard) or read its log",
 }
 
@@ -41,20 +42,67 @@ REMOVED: Mapping[str, str] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command, or plots runs. Prints refused input as one line and returns 2."""
     words = list(sys.argv[1:] if argv is None else argv)
-    name = words[0] if words and words[0] in COMMANDS else None
+    name = words.pop(0) if words and words[0] in {*COMMANDS, *REMOVED} else CURVES
     try:
-        if words and words[0] in REMOVED:
-            raise ValueError(f"there is no command {words[0]!r} any more; {REMOVED[words[0]]}")
-        with matplotlib.rc_context(dict(STYLE)):
-            return COMMANDS[name].main(words[1:]) if name else curves.main(words, command_help())
+        if name in REMOVED:
+            raise ValueError(f"there is no command {name!r} any more; {REMOVED[name]}")
+        arguments = parser(name).parse_args(words)
+        return int(import_module(f".{name}", __package__).main(arguments))
+    except ImportError as error:
+        package = str(error.name).split(".")[0]
+        if package not in EXTRA:
+            raise
+        problem = f"{package} is not installed; pip install {EXTRA[package]}"
     except (ValueError, OSError) as error:
-        print(f"analysis: error: {error}", file=sys.stderr)
-        return 2
+        problem = str(error)
+    print(f"analysis: error: {problem}", file=sys.stderr)
+    return 2
 
 
-def command_help() -> str:
-    lines = [f"  {f'{name} {command.operands}':<22} {command.help}" for name, command in COMMANDS.items()]
-    return "\n".join(("commands (python3 -m analysis COMMAND -h lists their flags):", *lines))
+def parser(name: str) -> Parser:
+    """Returns the parser of a command."""
+    if name == CURVES:
+        lines = [f"  {name:<11} {text.partition('. ')[0]}" for name, text in COMMANDS.items()]
+        out = Parser(
+            prog=PROGRAM,
+            description="Draws loss, throughput, memory and MFU from the metrics.jsonl of runs.",
+            epilog="\n".join((f"commands ({PROGRAM} COMMAND -h lists their flags):", *lines)),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+    else:
+        out = Parser(prog=f"{PROGRAM} {name}", description=COMMANDS[name])
+    path = partial(out.add_argument, type=Path)
+    output = f"{SHARED_OUTPUT} for several"
+    match name:
+        case "curves":
+            path("runs", metavar="OUTPUT_DIR", nargs="+", help="the --output_dir of a training run")
+            output = f"OUTPUT_DIR; {output}"
+        case "attention" | "step" | "largest":
+            later = "JSONL records; later files replace earlier ones point by point"
+            path("files", metavar="FILE", nargs="+", help=later)
+            output = f"beside FILE; {output}"
+        case "evaluate":
+            path("paths", metavar="OUT", nargs="+", help="the --output_dir of an evaluation")
+            output = f"OUT; {output}"
+        case "plots":
+            path("--config", metavar="FILE", required=True, help="YAML file, such as analysis/configs/flash.yaml")
+            path("--runs", metavar="DIR", nargs="+", help="directories of runs, instead of `runs` in the file")
+            output = f"DIR; {output}"
+        case "compare":
+            path("first", metavar="A", help="the --output_dir of a training run")
+            path("second", metavar="B", help="the run to compare with A")
+            output = str(SHARED_OUTPUT)
+        case "report":
+            path("directory", metavar="DIR", help="directory to search, subdirectories too")
+            path("--output", metavar="FILE", help="the HTML file (default: DIR/report.html)")
+        case "profile":
+            path("run", metavar="OUTPUT_DIR", help="directory of a run, or a trace file")
+            out.add_argument("--rank", type=whole_number, default=0, help="rank whose trace is read (default: 0)")
+            most = f"list the N slowest kernels, at most {MAX_KERNELS}"
+            out.add_argument("--kernels", type=whole_number, default=0, metavar="N", help=most)
+    if name not in ("profile", "report"):
+        path("--output", metavar="DIR", help=f"directory for the plots (default: {output})")
+    return out
 
 
 if __name__ == "__main__":

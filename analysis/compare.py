@@ -3,42 +3,36 @@
 import argparse
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
-from rich import box
 from rich.table import Table
-from rich.text import Text
 
-from .curves import limit_to_usual
+from .curves import THROUGHPUT, limit_to_usual, losses
 from .drawing import (
     COLORS,
-    GIB,
     GREY,
     SMALL_TITLE,
-    add_output_flag,
-    format_number,
-    marker,
+    draw_curve,
     new_figure,
-    output_dir,
     plain_ticks,
-    print_rich,
     save,
     span_of,
+    step_axis,
+    widths,
 )
-from .records import print_notes
-from .run_settings import Difference, differing_flags, differing_machines
-from .runs import Run, describe, highest, labels, past_warmup, read_run
+from .output import GIB, format_number, number_table, output_dir, print_lines, print_tables
+from .records import Record, print_notes
+from .runs import Run, describe, highest, labels, past_warmup, read_run, section, setting_text
 
 Pair = tuple[Run, Run]
 LEGEND_LETTERS = 100  # per line of the legend
-# Flags without effect on training. Differences are listed but do not count as causes.
-HARMLESS = ("save_strategy", "save_steps", "save_total_limit", "eval_strategy", "eval_steps", "report_to")
+PATHS = ("output_dir", "overwrite_output_dir")  # without effect on results
+# Settings without effect on training. Differences are listed but do not count as causes.
+HARMLESS = ("commit", "save_strategy", "save_steps", "save_total_limit", "eval_strategy", "eval_steps", "report_to")
 # Flags that change the losses.
 DETERMINE_LOSS = ("seed", "data_path", "model_name_or_path", "random_init", "model_max_length")
 # Means past the warm-up: name, column, factor into the unit, and format.
@@ -73,31 +67,20 @@ class LossDifference:
         return f"{largest}; mean {np.abs(known).mean():.2g} over {len(known)} steps."
 
 
-def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="analysis compare",
-        usage="python3 -m analysis compare A B [--output DIR]",
-        description="Compares two runs that should have the same losses, such as with and without FSDP. Prints the "
-        "largest loss difference, means after warm-up and differing flags, and draws compare.png.",
-    )
-    parser.add_argument("first", metavar="A", type=Path, help="the --output_dir of a training run")
-    parser.add_argument("second", metavar="B", type=Path, help="the run to compare with A")
-    add_output_flag(parser, None)
-    arguments = parser.parse_args(argv)
+def main(arguments: argparse.Namespace) -> int:
     directories = [arguments.first, arguments.second]
     first, second = (read_run(path, label) for path, label in zip(directories, labels(directories), strict=True))
     runs = (first, second)
     difference = loss_difference(runs)
-    output = output_dir(arguments.output, directories)
-    picture = save(figure(runs, difference), output, "compare")
+    picture = save(figure(runs, difference), output_dir(arguments.output, directories), "compare")
     print_notes([*first.notes, *second.notes])
     for letter, run in zip("AB", runs, strict=True):
         print(f"{letter}  {run.label}: {describe(run) or 'no run.json'}")
-    for setting in differences(runs):
-        print(f"differs  {setting}")
+    changed = differing(flags_of(first.info), flags_of(second.info))
+    print_lines(f"differs  {values}" for values in changed.values())
     print(difference)
-    print_rich(table(runs))
-    for warning in warnings(runs):
+    print_tables(table(runs))
+    for warning in warnings(runs, changed):
         print(f"analysis: warning: {warning}", file=sys.stderr)
     print(picture)
     return 0
@@ -108,9 +91,9 @@ def main(argv: Sequence[str]) -> int:
 
 def loss_difference(runs: Pair) -> LossDifference:
     """Returns the differences at common steps. Raises ValueError if no step has a loss in both runs."""
-    losses = [dict(zip(run.column("step"), run.column("loss"), strict=True)) for run in runs]
-    steps = np.array(sorted(losses[0].keys() & losses[1].keys()))
-    values = np.array([losses[1][step] - losses[0][step] for step in steps], dtype=np.float64)
+    one, other = (dict(zip(run.column("step"), run.column("loss"), strict=True)) for run in runs)
+    steps = np.array(sorted(one.keys() & other.keys()))
+    values = np.array([other[step] - one[step] for step in steps], dtype=np.float64)
     if not np.isfinite(values).any():
         ends = " and ".join(f"{int(run.column('step')[0])} to {run.last_step}" for run in runs)
         raise ValueError(f"no step has a known loss in both runs (they logged steps {ends}); nothing to compare")
@@ -120,11 +103,7 @@ def loss_difference(runs: Pair) -> LossDifference:
 def table(runs: Pair) -> Table:
     """Returns a table of means after warm-up, peak memory and their ratios."""
     caption = "means leave out the warm-up: the first tenth, at most 10, of the logged steps"
-    out = Table(box=box.SIMPLE_HEAD, caption=caption, caption_justify="left")
-    out.add_column("", no_wrap=True)
-    for letter, run in zip("AB", runs, strict=True):
-        out.add_column(Text(f"{letter}  {run.label}"), justify="right", overflow="fold")
-    out.add_column("B ÷ A", justify="right", no_wrap=True)
+    out = number_table([f"A  {runs[0].label}", f"B  {runs[1].label}", "B ÷ A"], caption=caption)
     rows = [(name, form, [scale * mean(run, key) for run in runs]) for name, key, scale, form in MEANS]
     rows += [(name, "{:.2f} GiB", [highest(run, key) / GIB for run in runs]) for name, key in PEAKS]
     for name, form, (first, second) in rows:
@@ -142,28 +121,40 @@ def mean(run: Run, key: str) -> float:
 # ---- what else differs ----------------------------------------------------------------------------------------------
 
 
-def differences(runs: Pair) -> list[Difference]:
-    """Returns differing flags, number of ranks and commit."""
-    first, second = (run.info for run in runs)
-    commits = Difference("commit", first.get("commit"), second.get("commit"))
-    known = commits.first and commits.second and commits.first != commits.second
-    return [*differing_flags(first, second), *([commits] if known else [])]
+def differing(first: Record, second: Record) -> dict[str, str]:
+    """Returns both values of the settings that both have with different values, as `name: value and value`."""
+    return {
+        name: f"{name}: {setting_text(name, first[name])} and {setting_text(name, second[name])}"
+        for name in first
+        if name in second and first[name] != second[name]
+    }
 
 
-def warnings(runs: Pair) -> list[str]:
+def flags_of(info: Record) -> Record:
+    """Returns the flags of a run.json, its number of ranks and its commit."""
+    flags = {name: value for name, value in section(info, "config").items() if name not in PATHS}
+    others = {"ranks": info.get("world_size"), "commit": info.get("commit")}
+    return {**flags, **{name: value for name, value in others.items() if value is not None}}
+
+
+def machine_of(info: Record) -> Record:
+    """Returns the device and the software versions of a run.json."""
+    return {"device": section(info, "hardware").get("device"), **section(info, "versions")} if info else {}
+
+
+def warnings(runs: Pair, changed: Mapping[str, str]) -> list[str]:
     """Returns reasons why the comparison may mislead."""
     out = []
     first, second = (run.info for run in runs)
     if not (first and second):
         out.append("a run.json is missing; other differences are unknown")
-    flags = differing_flags(first, second)
-    if course := [flag for flag in flags if flag.name in DETERMINE_LOSS]:
-        out.append(f"flags that change the losses differ ({'; '.join(map(str, course))})")
-    causes = [flag.name for flag in flags if flag.name not in HARMLESS]
+    if course := [changed[flag] for flag in DETERMINE_LOSS if flag in changed]:
+        out.append(f"flags that change the losses differ ({'; '.join(course)})")
+    causes = [flag for flag in changed if flag not in HARMLESS]
     if len(causes) > 1:
         out.append(f"several flags differ ({', '.join(causes)}); a difference has no single cause")
-    if machines := differing_machines(first, second):
-        out.append(f"the machines differ ({'; '.join(map(str, machines))})")
+    if machines := differing(machine_of(first), machine_of(second)):
+        out.append(f"the machines differ ({'; '.join(machines.values())})")
     return [*out, *unmatched_steps(runs)]
 
 
@@ -177,11 +168,9 @@ def unmatched_steps(runs: Pair) -> list[str]:
             out.append(
                 f"{letter} logged {len(alone)} steps that {other} did not (in {span}); the comparison skips them"
             )
-    tokens = [past_warmup(run.column("valid_tokens")) for run in runs]
-    if all(values.size for values in tokens) and tokens[0][-1] != tokens[1][-1]:
-        out.append(
-            f"a step has {tokens[0][-1]:,.0f} targets in A and {tokens[1][-1]:,.0f} in B; losses are not comparable"
-        )
+    one, two = (past_warmup(run.column("valid_tokens")) for run in runs)
+    if one.size and two.size and one[-1] != two[-1]:
+        out.append(f"a step has {one[-1]:,.0f} targets in A and {two[-1]:,.0f} in B; losses are not comparable")
     for letter, run in zip("AB", runs, strict=True):
         if unknown := int((~np.isfinite(run.column("loss"))).sum()):
             out.append(f"{letter}'s loss is not finite at {unknown} steps")
@@ -194,43 +183,29 @@ def unmatched_steps(runs: Pair) -> list[str]:
 def figure(runs: Pair, difference: LossDifference) -> Figure:
     """Plots losses, their difference and tokens per second by step."""
     out = new_figure(9, 9)
-    losses, apart, speed = out.subplots(3, 1, sharex=True, height_ratios=(3, 2, 2))
-    draw_both(losses, runs, "loss", first_width=4.0)
-    losses.set_title("Training loss", loc="left")
-    losses.set_ylabel("nats per token")
-    losses.set_ylim(*span_of([run.column("loss") for run in runs]))
-    plain_ticks(losses.yaxis)
+    loss, apart, speed = out.subplots(3, 1, sharex=True, height_ratios=(3, 2, 2))
+    loss.set(title="Training loss", ylabel="nats per token", ylim=span_of(losses(runs)))
+    speed.set(title=THROUGHPUT.title, ylabel=THROUGHPUT.unit)
+    for letter, run, color, width in zip("AB", runs, COLORS, widths(2), strict=False):
+        steps, alpha = run.column("step"), 0.55 if letter == "A" else 1.0
+        label = textwrap.fill(f"{letter}  {run.label}", LEGEND_LETTERS, break_on_hyphens=False, drop_whitespace=False)
+        draw_curve(loss, steps, run.column("loss"), color=color, linewidth=width, alpha=alpha, label=label)
+        draw_curve(speed, steps, run.column("tokens_per_second"), color=color)
+    plain_ticks(loss.yaxis)
     draw_difference(apart, difference)
-    draw_both(speed, runs, "tokens_per_second", first_width=1.6)
-    speed.set_title("Throughput", loc="left")
-    speed.set(ylabel="tokens per second", xlabel="training step")
-    speed.xaxis.set_major_locator(MaxNLocator(integer=True))
+    step_axis(speed)
     if any(run.has("tokens_per_second") for run in runs):
         limit_to_usual(speed, [run.column("tokens_per_second") for run in runs])
-    handles, names = losses.get_legend_handles_labels()
-    side_by_side = sum(map(len, names)) <= LEGEND_LETTERS - 10
-    lines = [
-        "\n     ".join(textwrap.wrap(name, LEGEND_LETTERS, break_on_hyphens=False, drop_whitespace=False))
-        for name in names
-    ]
-    out.legend(handles, lines, loc="outside upper left", ncols=2 if side_by_side else 1)
+    side_by_side = sum(len(run.label) for run in runs) <= LEGEND_LETTERS - 16
+    out.legend(handles=loss.lines, loc="outside upper left", ncols=2 if side_by_side else 1)
     return out
 
 
-def draw_both(axes: Axes, runs: Pair, key: str, first_width: float) -> None:
-    """Plots both runs. The first line is wider, so it stays visible where the runs coincide."""
-    for letter, run, color, width in zip("AB", runs, COLORS, (first_width, 1.6), strict=False):
-        values, alpha = run.column(key), 0.55 if width > 1.6 else 1.0
-        look = {"color": color, "linewidth": width, "alpha": alpha, "marker": marker(values), "markersize": 4}
-        axes.plot(run.column("step"), values, label=f"{letter}  {run.label}", **look)
-
-
 def draw_difference(axes: Axes, difference: LossDifference) -> None:
-    look = {"color": COLORS[2], "linewidth": 1.4, "marker": marker(difference.values), "markersize": 4}
     axes.axhline(0, color=GREY, linewidth=0.8)
-    axes.plot(difference.steps, difference.values, **look)
+    draw_curve(axes, difference.steps, difference.values, color=COLORS[2])
     step, value = difference.worst
     axes.plot(step, value, "o", markersize=9, markerfacecolor="none", markeredgecolor=GREY, markeredgewidth=1.4)
-    axes.set_title("Loss difference", loc="left")
+    axes.set_title("Loss difference")
     axes.set_title(f"largest {value:+.3g} at step {step}", **SMALL_TITLE)
     axes.set_ylabel("B − A, nats per token")

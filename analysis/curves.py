@@ -1,38 +1,32 @@
 """Plots of training runs: `python3 -m analysis OUTPUT_DIR...` draws loss, throughput, memory and MFU."""
 
 import argparse
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator, StrMethodFormatter
-from rich import box
 from rich.table import Table
-from rich.text import Text
 
 from .drawing import (
     FEW,
-    GIB,
     GREY,
     SMALL_TITLE,
-    add_output_flag,
+    THINNEST,
     colors,
-    format_number,
-    marker,
+    draw_curve,
+    legend_below,
     new_figure,
-    output_dir,
     plain_ticks,
-    print_lines,
-    print_rich,
     save,
     span_of,
+    step_axis,
     subtitle,
+    widths,
 )
+from .output import GIB, format_number, number_table, output_dir, print_lines, print_tables
 from .records import print_notes
 from .runs import Run, column, describe, median, past_warmup, peak_memory, read_runs, smooth
 
@@ -47,6 +41,9 @@ class Curve:
     scale: float = 1.0
     dash: str = "-"
     name: str = ""
+
+    def of(self, run: Run) -> np.ndarray:
+        return self.scale * run.column(self.key)
 
 
 @dataclass(frozen=True)
@@ -83,48 +80,24 @@ LEARNING_RATE = Panel("Learning rate", "", (Curve("learning_rate"),))
 PANELS = (THROUGHPUT, MFU, TFLOPS, GPU_MEMORY, HOST_MEMORY, STEP_TIME, GRADIENT_NORM, LEARNING_RATE)
 
 
-def main(argv: Sequence[str], commands: str) -> int:
-    arguments = parser(commands).parse_args(argv)
+def main(arguments: argparse.Namespace) -> int:
     notes: list[str] = []
     runs = read_runs(arguments.runs, notes)
     output = output_dir(arguments.output, [run.directory for run in runs])
     pictures = [save(figure, output, name) for name, figure in figures(runs).items()]
     print_notes([*notes, *(note for run in runs for note in run.notes)])
-    for run in runs:
-        if text := describe(run):
-            print(f"{run.label}: {text}")
-    print_rich(*tables(runs))
+    print_lines(f"{run.label}: {text}" for run in runs if (text := describe(run)))
+    print_tables(*(table(runs[first : first + RUNS_PER_TABLE]) for first in range(0, len(runs), RUNS_PER_TABLE)))
     print_lines(pictures)
     return 0
-
-
-def parser(commands: str) -> argparse.ArgumentParser:
-    out = argparse.ArgumentParser(
-        prog="analysis",
-        usage="python3 -m analysis OUTPUT_DIR... [--output DIR]",
-        description="Draws loss, throughput, memory and MFU from the metrics.jsonl of runs.",
-        epilog=commands,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    out.add_argument("runs", metavar="OUTPUT_DIR", nargs="+", type=Path, help="the --output_dir of a training run")
-    add_output_flag(out, "OUTPUT_DIR")
-    return out
 
 
 # ---- the table ------------------------------------------------------------------------------------------------------
 
 
-def tables(runs: Sequence[Run]) -> list[Table]:
-    """Returns tables of up to three runs, one column per run."""
-    return [table(runs[first : first + RUNS_PER_TABLE]) for first in range(0, len(runs), RUNS_PER_TABLE)]
-
-
 def table(runs: Sequence[Run]) -> Table:
     caption = "medians skip the warm-up: the first 10% of logged steps, at most 10"
-    out = Table(box=box.SIMPLE_HEAD, caption=caption, caption_justify="left")
-    out.add_column("", no_wrap=True)
-    for run in runs:
-        out.add_column(Text(run.label), justify="right", overflow="fold")
+    out = number_table([run.label for run in runs], caption=caption)
     columns = [table_cells(run) for run in runs]
     for name in columns[0]:
         out.add_row(name, *(cells[name] for cells in columns))
@@ -167,20 +140,18 @@ def figures(runs: Sequence[Run]) -> dict[str, Figure]:
 
 def loss_figure(runs: Sequence[Run]) -> Figure:
     """Plots each loss and its running mean, or only the loss of short runs. Evaluations are diamonds."""
-    figure, (axes,) = figure_of_panels(1)
+    figure = new_figure(8, 5)
+    axes = figure.subplots()
     label_axes(axes, "Training loss", "cross-entropy, nats per token", runs)
     for run, color in zip(runs, colors(len(runs)), strict=True):
-        steps, loss = run.column("step"), run.column("loss")
-        if len(run.steps) > FEW:
-            axes.plot(steps, loss, color=color, linewidth=1.0, alpha=0.4)
-            axes.plot(steps, smooth(loss), color=color, linewidth=2.0)
-        else:
-            axes.plot(steps, loss, color=color, linewidth=1.6, marker=marker(loss), markersize=4)
+        steps, loss, is_long = run.column("step"), run.column("loss"), len(run.steps) > FEW
+        draw_curve(axes, steps, loss, color=color, linewidth=1.0 if is_long else THINNEST, alpha=0.4 if is_long else 1)
+        if is_long:
+            draw_curve(axes, steps, smooth(loss), color=color, linewidth=2.0)
         if run.evaluations:
             points = column(run.evaluations, "step"), column(run.evaluations, "eval_loss")
             axes.plot(*points, "D", color=color, markersize=7, markeredgecolor="white", zorder=3)
-    losses = [run.column("loss") for run in runs] + [column(run.evaluations, "eval_loss") for run in runs]
-    axes.set_ylim(*span_of(losses))
+    axes.set_ylim(*span_of(losses(runs)))
     plain_ticks(axes.yaxis)
     forms = []
     if any(len(run.steps) > FEW for run in runs):
@@ -190,22 +161,22 @@ def loss_figure(runs: Sequence[Run]) -> Figure:
         ]
     if any(run.evaluations for run in runs):
         forms.append(Line2D([], [], color=GREY, marker="D", linestyle="", markersize=7, label="evaluation"))
-    add_legend(figure, runs, forms)
+    add_legends(figure, runs, forms)
     return figure
+
+
+def losses(runs: Sequence[Run]) -> list[np.ndarray]:
+    """Returns the training and evaluation losses of runs."""
+    return [run.column("loss") for run in runs] + [column(run.evaluations, "eval_loss") for run in runs]
 
 
 def panel_figure(runs: Sequence[Run], panels: Sequence[Panel]) -> Figure:
-    figure, every_axes = figure_of_panels(len(panels))
-    for axes, panel in zip(every_axes, panels, strict=True):
+    figure = new_figure(8 if len(panels) == 1 else 11, 5)
+    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         draw_panel(axes, panel, runs)
     named = [curve for panel in panels for curve in panel.curves if curve.name]
-    add_legend(figure, runs, [Line2D([], [], color=GREY, linestyle=c.dash, label=c.name) for c in named])
+    add_legends(figure, runs, [Line2D([], [], color=GREY, linestyle=c.dash, label=c.name) for c in named])
     return figure
-
-
-def figure_of_panels(panels: int) -> tuple[Figure, list[Axes]]:
-    figure = new_figure(8 if panels == 1 else 11, 5)
-    return figure, list(figure.subplots(1, panels, squeeze=False)[0])
 
 
 def draw_panel(axes: Axes, panel: Panel, runs: Sequence[Run]) -> None:
@@ -213,28 +184,24 @@ def draw_panel(axes: Axes, panel: Panel, runs: Sequence[Run]) -> None:
     if not panel.is_known(runs):
         axes.text(0.5, 0.5, "not recorded", transform=axes.transAxes, ha="center", color=GREY)
         return
-    wider = min(2.0, 4.0 / max(1, len(runs) - 1))  # than the next line, but not too wide for many runs
-    for place, (run, color) in enumerate(zip(runs, colors(len(runs)), strict=True), 1):
-        width = 1.6 + (wider * (len(runs) - place) if panel.coincide else 0.0)
+    every_width = widths(len(runs)) if panel.coincide else [THINNEST] * len(runs)
+    for run, color, width in zip(runs, colors(len(runs)), every_width, strict=True):
         for curve in panel.curves:
-            values = curve.scale * run.column(curve.key)
-            look = {"color": color, "linewidth": width, "marker": marker(values), "markersize": 4}
-            axes.plot(run.column("step"), values, curve.dash, **look)
-    limit_to_usual(axes, [curve.scale * run.column(curve.key) for run in runs for curve in panel.curves])
+            draw_curve(axes, run.column("step"), curve.of(run), curve.dash, color=color, linewidth=width)
+    limit_to_usual(axes, [curve.of(run) for run in runs for curve in panel.curves])
 
 
 def label_axes(axes: Axes, title: str, unit: str, runs: Sequence[Run]) -> None:
-    axes.set_title(title, loc="left")
-    axes.set(xlabel="training step", ylabel=unit, xlim=(0, 1.02 * max(1, *(run.last_step for run in runs))))
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    step_axis(axes)
+    axes.set_title(title)
+    axes.set(ylabel=unit, xlim=(0, 1.02 * max(1, *(run.last_step for run in runs))))
 
 
 def limit_to_usual(axes: Axes, columns: Sequence[np.ndarray]) -> None:
     """Starts the axis at zero and cuts off rare high values, such as a first step that compiles. A note counts them."""
     top = usual_top(columns)
     axes.set_ylim(0, top)
-    if top >= 1000:
-        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    plain_ticks(axes.yaxis)
     if above := sum(int((values > top).sum()) for values in columns):
         largest = max(np.nanmax(values) for values in columns if np.isfinite(values).any())
         text = f"not shown: {above} higher {'point' if above == 1 else 'points'}, up to {largest:,.3g}"
@@ -250,17 +217,11 @@ def usual_top(columns: Sequence[np.ndarray]) -> float:
     return float(top) if top > 0 else 1.0
 
 
-def add_legend(figure: Figure, runs: Sequence[Run], forms: Sequence[Line2D]) -> None:
+def add_legends(figure: Figure, runs: Sequence[Run], forms: Sequence[Line2D]) -> None:
     """Adds legends of colors and line styles below the axes, and the runs' common setting above."""
-    lines = [
-        Line2D([], [], color=color, linewidth=3, label=run.label)
-        for run, color in zip(runs, colors(len(runs)), strict=True)
-    ]
-    letters = (50 if forms else 90) * figure.get_figwidth() / 8
-    columns = max(1, min(len(runs), int(letters / (8 + max(len(run.label) for run in runs)))))
-    rows = max(math.ceil(len(runs) / columns), len(forms))
-    figure.set_figheight(figure.get_figheight() + 0.22 * rows)
-    figure.legend(handles=lines, loc="outside lower left", ncols=columns)
+    shades = zip(runs, colors(len(runs)), strict=True)
+    lines = [Line2D([], [], color=color, linewidth=3, label=run.label) for run, color in shades]
+    legend_below(figure, lines, share=0.6 if forms else 1.0)
     if forms:
         figure.legend(handles=forms, loc="outside lower right")
     settings = {describe(run) for run in runs}

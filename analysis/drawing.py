@@ -1,67 +1,54 @@
-"""Style, ticks and files of figures, and Markdown tables."""
+"""Style of all figures, and the axes, curves, bars and legends that several of them share."""
 
-import argparse
 import math
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedFormatter, FixedLocator, MaxNLocator, NullLocator, ScalarFormatter
-from rich.console import Console, RenderableType
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
 
 from lightseq.config.lengths import format_tokens
-
-GIB = 2.0**30
 
 # Okabe and Ito's palette for color-blind readers, without yellow, which is too pale on white.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 GREY = "#555555"
-MAX_TICKS, TICK_STEPS = 7, (1, 2, 5, 10)
 SMALLEST_SPAN = 1e-3  # of the value; a loss that barely changes fills no axis with its last digits
 FEW = 20  # lines with at most this many points have markers
-STYLE: Mapping[str, Any] = {
-    "font.size": 11,
-    "axes.titlesize": 13,
-    "axes.titleweight": "bold",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#DDDDDD",
-    "grid.linewidth": 0.8,
-    "lines.scale_dashes": False,
-    "lines.dashed_pattern": (8, 4),
-    "legend.frameon": False,
-    "legend.fontsize": 10.5,
-    "figure.dpi": 110,
-    "savefig.dpi": 110,
-}
+THINNEST = 1.6  # points; width of a line above all others
+LOG_FROM, BARS_LOG_FROM = 8.0, 20.0  # highest over lowest value from which an axis is logarithmic
 SMALL_TITLE: Mapping[str, Any] = {"loc": "right", "fontsize": 9.5, "fontweight": "normal"}
-LETTERS_PER_INCH = 12  # in a figure's subtitle
+LETTERS_PER_INCH = 11.5  # in a legend or a subtitle
+matplotlib.rcParams.update(
+    {
+        "font.size": 11,
+        "axes.titlesize": 13,
+        "axes.titleweight": "bold",
+        "axes.titlelocation": "left",
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "axes.formatter.useoffset": False,
+        "grid.color": "#DDDDDD",
+        "grid.linewidth": 0.8,
+        "lines.scale_dashes": False,
+        "lines.dashed_pattern": (8, 4),
+        "legend.frameon": False,
+        "legend.fontsize": 10.5,
+        "figure.dpi": 110,
+    }
+)
 
-SHARED_OUTPUT = Path("outputs/compare")  # for plots of several results
 
-
-# ---- flags and files ------------------------------------------------------------------------------------------------
-
-
-def add_output_flag(parser: argparse.ArgumentParser, beside: str | None) -> None:
-    default = f"{beside}; {SHARED_OUTPUT} for several" if beside else f"{SHARED_OUTPUT}"
-    text = f"directory for the plots (default: {default})"
-    parser.add_argument("--output", metavar="DIR", type=Path, help=text)
-
-
-def output_dir(asked: Path | None, results: Sequence[Path]) -> Path:
-    """Returns the directory for plots: that of a single result, or a shared one for several."""
-    if asked is not None:
-        return asked
-    return results[0] if len(results) == 1 else SHARED_OUTPUT
+def new_figure(width: float, height: float) -> Figure:
+    return Figure(figsize=(width, height), layout="constrained")
 
 
 def save(figure: Figure, output: Path, name: str) -> Path:
@@ -72,18 +59,14 @@ def save(figure: Figure, output: Path, name: str) -> Path:
     return path
 
 
-# ---- figures --------------------------------------------------------------------------------------------------------
-
-
-def new_figure(width: float, height: float) -> Figure:
-    return Figure(figsize=(width, height), layout="constrained")
-
-
 def colors(count: int) -> list[str]:
     """Returns `count` colors. More than seven come from a sequential colormap."""
     if count <= len(COLORS):
         return list(COLORS[:count])
     return [matplotlib.colors.to_hex(shade) for shade in matplotlib.colormaps["viridis"](np.linspace(0.0, 0.9, count))]
+
+
+# ---- text around the axes -------------------------------------------------------------------------------------------
 
 
 def subtitle(figure: Figure, text: str) -> None:
@@ -92,23 +75,57 @@ def subtitle(figure: Figure, text: str) -> None:
     figure.suptitle(lines, x=0.01, ha="left", fontsize=10.5, color=GREY)
 
 
-def marker(values: np.ndarray) -> str:
-    """Returns a dot for short lines, because a line with one point is invisible."""
-    return "o" if np.isfinite(values).sum() <= FEW else ""
+def legend_below(figure: Figure, handles: Sequence[Artist] | None = None, share: float = 1.0) -> None:
+    """Adds a legend below the axes, in as many columns as fit into a share of the width, and makes room for its rows.
+
+    The default are the handles of the first axes.
+    """
+    handles = handles or figure.axes[0].get_legend_handles_labels()[0]
+    letters = share * LETTERS_PER_INCH * figure.get_figwidth()
+    columns = max(1, int(letters / (8 + max(len(str(handle.get_label())) for handle in handles))))
+    figure.set_figheight(figure.get_figheight() + 0.22 * math.ceil(len(handles) / columns))
+    figure.legend(handles=handles, loc="outside lower left", ncols=min(columns, len(handles)))
 
 
-def log2_axis(axes: Axes, numbers: Sequence[float], labels: Sequence[str]) -> None:
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(numbers, labels)
-    axes.xaxis.set_minor_locator(NullLocator())
+# ---- axes -----------------------------------------------------------------------------------------------------------
+
+
+def step_axis(axes: Axes) -> None:
+    axes.set_xlabel("training step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def length_axis(axes: Axes, lengths: Sequence[int]) -> None:
-    log2_axis(axes, lengths, [format_tokens(length) for length in lengths])
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, [format_tokens(length) for length in lengths])
+    axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xlabel("tokens in the sequence")
 
 
-# ---- ticks ----------------------------------------------------------------------------------------------------------
+def value_axis(axes: Axes, values: np.ndarray, may_be_logarithmic: bool) -> None:
+    """Starts the vertical axis at zero, or makes it logarithmic if the finite values are far apart."""
+    lowest, highest = (values.min(), values.max()) if values.size else (0.0, 0.0)
+    factor = BARS_LOG_FROM if axes.patches else LOG_FROM
+    if may_be_logarithmic and lowest > 0 and highest >= factor * lowest:
+        axes.set_yscale("log")
+        if axes.patches:  # bars start at zero, which a logarithmic axis cannot show
+            axes.set_ylim(lowest / 3, 2 * highest)
+    else:
+        axes.set_ylim(0, max(axes.get_ylim()[1], 1.05 * highest))  # close points are not at the edge
+    plain_ticks(axes.yaxis)
+
+
+def plain_ticks(axis: Axis) -> None:
+    """Puts few round numbers on an axis whose limits are final. Long ones have commas and no power of ten."""
+    low, high = axis.get_view_interval()
+    is_log = axis.get_scale() == "log"
+    if is_log and high >= 10 * low:
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 1000 * low else (1,)))
+    else:
+        axis.set_major_locator(MaxNLocator(7, steps=(1, 2, 5, 10)))
+    if is_log or high >= 1000:
+        axis.set_major_formatter(StrMethodFormatter("{x:,.10g}"))
+    axis.set_minor_locator(NullLocator())
 
 
 def span_of(columns: Iterable[np.ndarray]) -> tuple[float, float]:
@@ -123,61 +140,64 @@ def span_of(columns: Iterable[np.ndarray]) -> tuple[float, float]:
     return middle - 0.55 * span, middle + 0.55 * span
 
 
-def plain_ticks(axis: Axis) -> None:
-    """Puts at most seven round numbers on a linear axis, written in full instead of as offsets from one value."""
-    axis.set_major_locator(MaxNLocator(MAX_TICKS - 1, steps=TICK_STEPS))
-    axis.set_major_formatter(ScalarFormatter(useOffset=False))
+# ---- curves, lines and bars -----------------------------------------------------------------------------------------
 
 
-def log_ticks(low: float, high: float) -> list[float]:
-    """Returns at most seven round numbers between two positive numbers, for a logarithmic axis."""
-    if high < 10 * low:
-        ticks = MaxNLocator(MAX_TICKS - 1, steps=TICK_STEPS).tick_values(low, high)
-        return [float(tick) for tick in ticks if low <= tick <= high]
-    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    for digits, stride in ((1, 2, 5), 1), ((1, 3), 1), *(((1,), stride) for stride in range(1, len(decades) + 1)):
-        ticks = [digit * 10.0**power for power in decades[::stride] for digit in digits]
-        shown = [tick for tick in ticks if low <= tick <= high]
-        if len(shown) <= MAX_TICKS:
-            break
-    return shown
+def widths(count: int) -> list[float]:
+    """Returns widths of lines, the first the widest, so that it stays visible where lines coincide."""
+    return [float(width) for width in np.linspace(THINNEST + min(4.0, 2.0 * (count - 1)), THINNEST, count)]
 
 
-def round_log_ticks(axis: Axis, text: Callable[[float], str]) -> None:
-    """Puts `log_ticks` on a logarithmic axis whose limits are final."""
-    ticks = log_ticks(*sorted(axis.get_view_interval()))
-    axis.set_major_locator(FixedLocator(ticks))
-    axis.set_major_formatter(FixedFormatter([text(tick) for tick in ticks]))
-    axis.set_minor_locator(NullLocator())
+def draw_curve(axes: Axes, x: np.ndarray, y: np.ndarray, style: str = "-", **look: Any) -> None:
+    """Plots a line, with dots if it is short, because a line with one point is invisible."""
+    marker = "o" if np.isfinite(y).sum() <= FEW else ""
+    axes.plot(x, y, style, **{"marker": marker, "markersize": 4, "linewidth": THINNEST, **look})
 
 
-# ---- tables ---------------------------------------------------------------------------------------------------------
+class Point(NamedTuple):
+    """A value with its range, or a note where there is no value."""
+
+    x: Any
+    value: float
+    low: float
+    high: float
+    note: str = ""
 
 
-def markdown_table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Returns the lines of a Markdown table with aligned columns. The first row is the header."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-
-    def line(cells: Sequence[str]) -> str:
-        numbers = [text.rjust(width) for text, width in zip(cells[1:], widths[1:], strict=True)]
-        return f"| {' | '.join((cells[0].ljust(widths[0]), *numbers))} |"
-
-    rule = f"|{'|'.join(['-' * (widths[0] + 2), *('-' * (width + 1) + ':' for width in widths[1:])])}|"
-    return [line(rows[0]), rule, *map(line, rows[1:])]
+def ranges(points: Sequence[Point]) -> list[list[float]]:
+    """Returns the lengths of error bars below and above the values."""
+    return [[point.value - point.low for point in points], [point.high - point.value for point in points]]
 
 
-def print_lines(lines: Iterable[object]) -> None:
-    for line in lines:
-        print(line)
+def draw_line(axes: Axes, points: Sequence[Point], label: str, **look: Any) -> None:
+    """Plots a line with a bar from the lowest to the highest value of each point."""
+    x, y = [point.x for point in points], [point.value for point in points]
+    line, *_ = axes.errorbar(x, y, ranges(points), capsize=3, elinewidth=1.0, **look)
+    line.set_label(label)  # not of the error bars, which the legend would repeat
 
 
-def print_rich(*parts: RenderableType) -> None:
-    """Prints tables as wide as the terminal, without trailing spaces."""
-    console = Console(highlight=False)
-    with console.capture() as capture:
-        console.print(*parts)
-    print_lines(line.rstrip() for line in capture.get().splitlines())
+def draw_bars(
+    axes: Axes, ticks: Mapping[Any, str], groups: Mapping[str, Sequence[Point]], shades: Sequence[Any]
+) -> None:
+    """Draws a group of labeled bars at each tick: one bar per name and color. `ticks` has the text at each x."""
+    width = 0.86 / len(groups)
+    for i, ((name, points), color) in enumerate(zip(groups.items(), shades, strict=True)):
+        at = [list(ticks).index(point.x) + (i - (len(groups) - 1) / 2) * width for point in points]
+        error = {"yerr": ranges(points), "capsize": 3} if np.nansum(ranges(points)) > 0 else {}
+        bars = axes.bar(at, [point.value for point in points], 0.94 * width, color=color, label=name, **error)
+        axes.bar_label(bars, [three_digits(point.value) for point in points], padding=3, fontsize=9, color=GREY)
+        for x, point in zip(at, points, strict=True):
+            if point.note:
+                look = {"rotation": 90, "ha": "center", "va": "bottom", "fontsize": 8.5, "color": GREY}
+                axes.text(x, 0.02, point.note, transform=axes.get_xaxis_transform(), **look)
+    axes.margins(y=0.1)  # room for the label of the highest bar
+    axes.set_xticks(range(len(ticks)), list(ticks.values()))
+    axes.grid(visible=False, axis="x")
 
 
-def format_number(form: str, value: float) -> str:
-    return form.format(value) if np.isfinite(value) else "-"
+def three_digits(value: float) -> str:
+    """Formats 50800 as 50.8k and 7 as 7.00."""
+    if not np.isfinite(value):
+        return ""
+    thousands = value >= 1000
+    return f"{value / 1000 if thousands else value:#.3g}".removesuffix(".") + ("k" if thousands else "")

@@ -15,18 +15,8 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 
 from lightseq.config.lengths import format_tokens
 
-from .drawing import (
-    GREY,
-    SMALL_TITLE,
-    add_output_flag,
-    colors,
-    markdown_table,
-    new_figure,
-    output_dir,
-    print_lines,
-    round_log_ticks,
-    save,
-)
+from .drawing import GREY, SMALL_TITLE, colors, new_figure, plain_ticks, save
+from .output import markdown_table, output_dir, print_lines
 from .records import Record, print_notes, read_each, read_lines
 from .runs import labels
 
@@ -35,7 +25,6 @@ SCORES = {
     "likelihood": "share of texts where the right answer ranks first of {choices} (chance {chance:.3g})",
     "greedy": "share of texts whose greedy answer is right",
 }
-PANEL_COLUMNS = 2
 LITTLE_CONTEXT = 64  # tokens; higher perplexities before this position may be cut off
 DARK = 0.6  # cells with higher scores have white text
 
@@ -66,15 +55,7 @@ class Evaluation:
         return f"{text}; {self.summary['trials']} texts per cell"
 
 
-def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="analysis evaluate",
-        usage="python3 -m analysis evaluate OUT... [--output DIR]",
-        description="Draws perplexity.png and needle.png from evaluation.jsonl files and prints Markdown tables.",
-    )
-    parser.add_argument("paths", metavar="OUT", nargs="+", type=Path, help="the --output_dir of an evaluation")
-    add_output_flag(parser, "OUT")
-    arguments = parser.parse_args(argv)
+def main(arguments: argparse.Namespace) -> int:
     notes: list[str] = []
     named = zip(arguments.paths, labels(arguments.paths), strict=True)
     found = read_each(named, lambda pair: read(*pair, notes), notes)
@@ -149,13 +130,12 @@ def perplexity_figure(found: Sequence[Evaluation]) -> Figure:
         points = [row["last"] + 1 for row in known], [row["perplexity"] for row in known]
         label = f"{one.label}: {number(one.summary['perplexity'])} over all"
         axes.plot(*points, "o-", color=color, markersize=5, markeredgecolor="white", label=label)
-    axes.set_title("Perplexity by position", loc="left")
-    axes.set(xlabel="tokens of context, up to", ylabel="perplexity of the next token")
+    axes.set(title="Perplexity by position", xlabel="tokens of context, up to", ylabel="perplexity of the next token")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.xaxis.set_major_formatter(FuncFormatter(lambda tokens, _: format_tokens(round(tokens)) if tokens >= 1 else ""))
     cut_off_first_positions(axes, found)
-    round_log_ticks(axes.yaxis, "{:,g}".format)
+    plain_ticks(axes.yaxis)
     axes.xaxis.set_minor_locator(NullLocator())
     axes.legend(loc="best")
     return out
@@ -173,39 +153,31 @@ def cut_off_first_positions(axes: Axes, found: Sequence[Evaluation]) -> None:
 
 
 def needle_figure(found: Sequence[Evaluation]) -> Figure:
-    """Draws a map per search, with one color scale from 0 to 1."""
-    columns = min(PANEL_COLUMNS, len(found))
-    rows = -(-len(found) // columns)
+    """Draws a map per search, one below the other, with one color scale from 0 to 1."""
     widest = max(len(one.values("length")) for one in found)
     tallest = max(len(one.values("depth")) for one in found)
-    out = new_figure(max(6.5, 2.2 + 0.9 * widest) * columns, (1.9 + 0.5 * tallest) * rows)
-    panels = out.subplots(rows, columns, squeeze=False).flatten()
-    for axes, one in zip(panels, found, strict=False):
+    out = new_figure(max(6.5, 2.2 + 0.9 * widest), (1.9 + 0.5 * tallest) * len(found))
+    for axes, one in zip(out.subplots(len(found), squeeze=False)[:, 0], found, strict=True):
         draw_map(axes, one)
-    for axes in panels[len(found) :]:
-        axes.set_visible(False)
     return out
 
 
 def draw_map(axes: Axes, found: Evaluation) -> None:
     lengths, depths = found.values("length"), found.values("depth")
     scores = [[found.accuracy(length, depth) for length in lengths] for depth in depths]
-    axes.imshow(np.array(scores, dtype=float), cmap="Blues", vmin=0.0, vmax=1.0, aspect="auto")
+    axes.pcolormesh(np.array(scores, dtype=float), cmap="Blues", vmin=0.0, vmax=1.0, edgecolors="white", linewidth=2)
     for y, row in enumerate(scores):
         for x, score in enumerate(row):
             if score is not None:
                 color = "white" if score > DARK else "black"
-                axes.text(x, y, f"{score:.2f}", ha="center", va="center", color=color)
-    axes.set_xticks(range(len(lengths)), [format_tokens(int(length)) for length in lengths])
-    axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
+                axes.text(x + 0.5, y + 0.5, f"{score:.2f}", ha="center", va="center", color=color)
+    axes.set_xticks(np.arange(len(lengths)) + 0.5, [format_tokens(int(length)) for length in lengths])
+    axes.set_yticks(np.arange(len(depths)) + 0.5, [f"{depth:.0%}" for depth in depths])
     axes.set(xlabel="tokens in the text", ylabel="depth of the needle")
-    axes.set_xticks([x + 0.5 for x in range(len(lengths) - 1)], minor=True)
-    axes.set_yticks([y + 0.5 for y in range(len(depths) - 1)], minor=True)
-    axes.set_axisbelow(False)
+    axes.invert_yaxis()
     axes.grid(visible=False)
-    axes.grid(visible=True, which="minor", color="white", linewidth=2)
-    axes.tick_params(which="both", length=0)
+    axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
-    axes.set_title(found.label, loc="left", pad=38)
+    axes.set_title(found.label, pad=38)
     above = {"xycoords": "axes fraction", "xytext": (0, 6), "textcoords": "offset points"}
     axes.annotate(found.score.replace("; ", ";\n"), (0, 1), **above, fontsize=9.5, color=GREY)

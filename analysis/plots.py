@@ -1,12 +1,11 @@
 """Figures of an experiment: `python3 -m analysis plots --config FILE` draws the figures that a YAML file describes.
 
 A figure shows speed, memory, MFU, training time, loss or any key of metrics.jsonl by setting or by step, with a line or
-bars for each combination of differing settings. `analysis/configs/` has a file for each sweep.
+bars for each combination of the settings in `series`. `analysis/configs/` has a file for each sweep.
 """
 
 import argparse
 import difflib
-import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +13,8 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from .drawing import add_output_flag, new_figure, output_dir, print_lines, save, subtitle
+from .drawing import legend_below, new_figure, save, subtitle
+from .output import output_dir, print_lines
 from .plots_figure import (
     HOST_MEMORY,
     Metric,
@@ -23,22 +23,13 @@ from .plots_figure import (
     is_number,
     metric_of,
     number_first,
-    point_of,
     set_vertical_scale,
     tick,
 )
 from .plots_file import STEP, Plot, read_plots, short_name
 from .records import print_notes, read_each
-from .run_settings import hardware_and_versions, setting_text
-from .runs import Run, past_warmup, read_run, section
+from .runs import Run, hardware_and_versions, past_warmup, read_run, section, setting_text
 
-HEIGHT = 5.0  # inches, for up to three legend rows
-ROW_HEIGHT = 0.22
-# Keys of run.json that are not settings: they always differ, or follow from the flags.
-NOT_SETTINGS = (
-    *("output_dir", "overwrite_output_dir", "command", "commit", "launch", "date", "total_steps", "data_ranks"),
-    *("first_step", "sequence_ranks", "attention_buffer_bytes", "tokens_per_rank"),
-)
 LENGTHS = ("model_max_length", "tokens_per_rank")
 
 
@@ -46,20 +37,7 @@ class NothingToDraw(ValueError):
     """Error for a figure without runs. The other figures are still drawn."""
 
 
-def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="analysis plots",
-        usage="python3 -m analysis plots --config FILE [--runs DIR...] [--output DIR]",
-        description="Draws the figures that a YAML file describes from all runs below a directory.",
-    )
-    parser.add_argument(
-        "--config", metavar="FILE", type=Path, required=True, help="YAML file, such as analysis/configs/flash.yaml"
-    )
-    parser.add_argument(
-        "--runs", metavar="DIR", type=Path, nargs="+", help="directories of runs, instead of `runs` in the file"
-    )
-    add_output_flag(parser, "DIR")
-    arguments = parser.parse_args(argv)
+def main(arguments: argparse.Namespace) -> int:
     notes: list[str] = []
     file = read_plots(arguments.config)
     directories = arguments.runs or file.runs
@@ -75,11 +53,11 @@ def main(argv: Sequence[str]) -> int:
     if not pictures:
         raise ValueError(left_out[0])
     print_lines(pictures)
-    timed = "; its training time is not drawn" if any(is_training_time(plot) for plot in file.plots) else ""
+    timed = "; its training time is not drawn" if any(each.metric == "time" for each in file.plots) else ""
     print_notes(notes)
     for run in runs:
         print_notes(run.notes)
-        if not is_finished(run):
+        if not run.is_finished:
             print_notes([f"{run.label}: only {run.last_step} of {run.info['total_steps']} steps exist{timed}"])
     for line in left_out:
         print(f"analysis: left out, {line}", file=sys.stderr)
@@ -100,15 +78,6 @@ def find_runs(directories: Sequence[Path], notes: list[str]) -> list[Run]:
     return list(runs.values())
 
 
-def is_finished(run: Run) -> bool:
-    total = run.info.get("total_steps")
-    return not isinstance(total, int) or run.last_step >= total
-
-
-def is_training_time(plot: Plot) -> bool:
-    return plot.metric == "time" and plot.x != STEP
-
-
 def settings(run: Run) -> Mapping[str, str]:
     """Returns a run's flags and automatic choices as strings."""
     known = {**section(run.info, "config"), **run.info}
@@ -126,28 +95,21 @@ def is_one_of(value: str | None, words: Sequence[str]) -> bool:
 
 def drawable_runs(plot: Plot, metric: Metric, runs: Sequence[Run]) -> list[Run]:
     """Returns the runs that have the metric. Raises NothingToDraw if there are none."""
-    if metric.of_profile is not None:
-        if plot.x == STEP:
-            raise ValueError(f"figure {plot.name}: {plot.metric} covers all traced steps together; set x to a setting")
-        found = [run for run in runs if run.profile and np.isfinite(metric.of_profile(run.profile))]
-        if not found:
-            why = f"no run has {plot.metric} from traced steps (--profile_steps, on GPUs)"
-            raise NothingToDraw(f"figure {plot.name}: {why}")
-        return found
-    if not any(run.has(metric.key) for run in runs):
-        raise NothingToDraw(f"figure {plot.name}: no run has {metric.key}; choose another metric")
-    if not is_training_time(plot):
-        return list(runs)
-    found = [run for run in runs if is_finished(run)]
+    if plot.x != STEP:
+        found = [run for run in runs if np.isfinite(metric.point(run, "").value)]
+    elif metric.key:
+        found = [run for run in runs if run.has(metric.key)]
+    else:
+        raise ValueError(f"figure {plot.name}: {plot.metric} covers all traced steps together; set x to a setting")
     if not found:
-        raise NothingToDraw(f"figure {plot.name}: no run is finished; the time would be incomplete")
+        raise NothingToDraw(f"figure {plot.name}: no run has {plot.metric}; {metric.remedy}")
     return found
 
 
 def check_settings(plot: Plot, runs: Sequence[Run]) -> None:
     """Raises ValueError for a setting that no run has, such as a misspelled one."""
     known = {short_name(key) for run in runs for key in settings(run)} | {STEP}
-    for place, key in (("x", plot.x), *(("series", key) for key in plot.series or ())):
+    for place, key in (("x", plot.x), *(("series", key) for key in plot.series)):
         if short_name(key) not in known:
             like = difflib.get_close_matches(short_name(key), known, n=1)
             remedy = f"did you mean {like[0]}?" if like else "give a key of run.json or of its config"
@@ -156,16 +118,13 @@ def check_settings(plot: Plot, runs: Sequence[Run]) -> None:
 
 def group_runs(plot: Plot, runs: Sequence[Run]) -> dict[str, list[Run]]:
     """Returns the runs of each line by legend label. Raises ValueError if two runs are the same point."""
-    every = [settings(run) for run in runs]
-    differing = [key for key in every[0] if key not in (plot.x, *NOT_SETTINGS) and is_varied(key, every)]
-    series = plot.series if plot.series is not None else tuple(differing)
-    named = [key for key in series if is_varied(key, every)] or series
-    pairs = list(zip(every, runs, strict=True))
-    pairs.sort(key=lambda pair: [number_first(pair[0].get(key, "")) for key in series])
+    pairs = [(settings(run), run) for run in runs]
+    pairs.sort(key=lambda pair: [number_first(pair[0].get(key, "")) for key in plot.series])
+    varied = [key for key in plot.series if len({known.get(key) for known, _ in pairs}) > 1]
     groups: dict[str, list[Run]] = {}
-    for each, run in pairs:
-        name = ", ".join(f"{short_name(key)} {legend_text(key, each.get(key))}" for key in named) or run.label
-        groups.setdefault(name if series else "all", []).append(run)
+    for known, run in pairs:
+        name = ", ".join(f"{short_name(key)} {legend_text(key, known.get(key))}" for key in varied or plot.series)
+        groups.setdefault(name or (run.label if plot.x == STEP else "all"), []).append(run)
     for name, mine in groups.items() if plot.x != STEP else ():
         places = [settings(run).get(plot.x) for run in mine]
         if twice := [place for place in places if places.count(place) > 1]:
@@ -174,10 +133,6 @@ def group_runs(plot: Plot, runs: Sequence[Run]) -> dict[str, list[Run]]:
                 "add the setting that differs to `series`, or select runs with `where`"
             )
     return groups
-
-
-def is_varied(key: str, every: Sequence[Mapping[str, str]]) -> bool:
-    return len({each.get(key) for each in every}) > 1
 
 
 def legend_text(key: str, value: str | None) -> str:
@@ -199,17 +154,15 @@ def figure(plot: Plot, runs: Sequence[Run]) -> Figure:
         metric = HOST_MEMORY
     chosen = drawable_runs(plot, metric, chosen)
     groups = group_runs(plot, chosen)
-    columns = max(1, 90 // (8 + max(map(len, groups))))
-    out = new_figure(8, HEIGHT + ROW_HEIGHT * max(0, math.ceil(len(groups) / columns) - 3))
+    out = new_figure(8, 4.8)
     axes = out.subplots()
-    axes.set_title(plot.title or metric.title, loc="left")
-    axes.set_ylabel(metric.unit)
+    axes.set(title=plot.title or metric.title, ylabel=metric.unit)
     if plot.x == STEP:
         draw_steps(axes, groups, metric)
-        values = np.concatenate([past_warmup(metric.scale * run.column(metric.key)) for run in chosen])
+        values = np.concatenate([past_warmup(metric.column(run)) for run in chosen])
     else:
         points = {
-            name: [point_of(run, settings(run).get(plot.x, "none"), metric) for run in mine]
+            name: [metric.point(run, settings(run).get(plot.x, "none")) for run in mine]
             for name, mine in groups.items()
         }
         draw_over_setting(axes, plot.x, points)
@@ -218,5 +171,5 @@ def figure(plot: Plot, runs: Sequence[Run]) -> Figure:
     if text := hardware_and_versions([run.info for run in chosen]):
         subtitle(out, text)
     if len(groups) > 1:
-        out.legend(loc="outside lower left", ncols=columns)
+        legend_below(out)
     return out

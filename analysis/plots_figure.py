@@ -5,33 +5,28 @@ from dataclasses import dataclass
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import (
-    FixedFormatter,
-    FixedLocator,
-    MaxNLocator,
-    NullLocator,
-    StrMethodFormatter,
-)
+from matplotlib.ticker import NullLocator
 
 from lightseq.config.lengths import format_tokens
 from lightseq.profiling.trace import ON_HOST
 
 from .drawing import (
-    GIB,
-    GREY,
+    LOG_FROM,
+    Point,
     colors,
-    marker,
+    draw_bars,
+    draw_curve,
+    draw_line,
     plain_ticks,
-    round_log_ticks,
     span_of,
+    step_axis,
+    value_axis,
+    widths,
 )
+from .output import GIB
 from .plots_file import STEP, Plot, short_name
 from .records import Record
-from .run_settings import setting_text
-from .runs import Run, past_warmup, smooth
-
-LOG_FROM = 8.0  # highest over lowest value from which an axis is logarithmic
-
+from .runs import Run, past_warmup, setting_text, smooth
 
 # ---- metrics --------------------------------------------------------------------------------------------------------
 
@@ -40,8 +35,8 @@ LOG_FROM = 8.0  # highest over lowest value from which an axis is logarithmic
 class Metric:
     """A key of metrics.jsonl with its title and unit.
 
-    `whole` reduces a run to one number; the default is the median after warm-up, drawn with its range.
-    `of_profile` reads the summary of a trace instead of `key`.
+    `whole` reduces a run to one number, NaN if it has none; the default is the median after warm-up, drawn with its
+    range. A metric without a key is of the traced steps as a whole.
     """
 
     key: str
@@ -49,13 +44,38 @@ class Metric:
     unit: str
     scale: float = 1.0
     from_zero: bool = True
-    logarithmic: bool = False  # by setting, if the values differ by LOG_FROM
+    logarithmic: bool = False  # by setting, if the values are far apart
     whole: Callable[[Run, np.ndarray], float] | None = None
-    of_profile: Callable[[Record], float] | None = None
+    remedy: str = "choose another metric"  # where no run has it
+
+    def column(self, run: Run) -> np.ndarray:
+        return self.scale * run.column(self.key)
+
+    def point(self, run: Run, x: str) -> Point:
+        """Returns a run's value at a setting."""
+        if self.whole is not None:
+            value = self.whole(run, self.column(run))
+            return Point(x, value, value, value)
+        known = past_warmup(self.scale * run.unprofiled(self.key))
+        if not known.size:
+            return Point(x, np.nan, np.nan, np.nan)
+        return Point(x, float(np.median(known)), float(known.min()), float(known.max()))
 
 
-def phase_ms(phase: str) -> Callable[[Record], float]:
-    return lambda profile: sum(part["ms"] for part in profile.get("spent", ()) if part["phase"] == phase)
+def traced(title: str, unit: str, value: Callable[[Record], float], **options: bool) -> Metric:
+    """Returns a metric that `value` reads from the summary of a trace."""
+
+    def whole(run: Run, column: np.ndarray) -> float:
+        return value(run.profile) if run.profile else np.nan
+
+    return Metric("", title, unit, whole=whole, remedy="train on GPUs with --profile_steps", **options)
+
+
+def phase_metric(phase: str, title: str, **options: bool) -> Metric:
+    def milliseconds(profile: Record) -> float:
+        return float(sum(part["ms"] for part in profile.get("spent", ()) if part["phase"] == phase))
+
+    return traced(title, "ms per step", milliseconds, **options)
 
 
 def exposed_ms(profile: Record) -> float:
@@ -63,7 +83,7 @@ def exposed_ms(profile: Record) -> float:
     spent = profile.get("spent", ())
     if any(part["kind"] == ON_HOST for part in spent):
         return np.nan
-    return sum(part["ms"] for part in spent if part["kind"] in ("attention's exchange", "collectives"))
+    return float(sum(part["ms"] for part in spent if part["kind"] in ("attention's exchange", "collectives")))
 
 
 def bandwidth(profile: Record) -> float:
@@ -74,17 +94,21 @@ def bandwidth(profile: Record) -> float:
 
 
 def total_seconds(run: Run, step_seconds: np.ndarray) -> float:
-    """Returns the time of all steps. A record has the mean over the steps since the previous record."""
-    return float(np.nansum(step_seconds * np.diff(run.column("step"), prepend=run.steps_before)))
+    """Returns the time of all steps, NaN if the run is not finished.
 
-
-def phase_metric(phase: str) -> Metric:
-    title = f"{phase.capitalize()} pass"
-    return Metric(phase, title, "ms per step", from_zero=False, logarithmic=True, of_profile=phase_ms(phase))
+    A record has the mean over the steps since the previous record.
+    """
+    steps = np.diff(run.column("step"), prepend=run.steps_before)
+    return float(np.nansum(step_seconds * steps)) if run.is_finished else np.nan
 
 
 def peak(run: Run, values: np.ndarray) -> float:
-    return float(np.nanmax(values))
+    known = values[np.isfinite(values)]
+    return float(known.max()) if known.size else np.nan
+
+
+def last_smoothed(run: Run, values: np.ndarray) -> float:
+    return float(smooth(values)[-1])
 
 
 HOST_MEMORY = Metric("host_rss_bytes", "Peak memory", "GiB resident per process", 1 / GIB, whole=peak)
@@ -95,15 +119,13 @@ METRICS: Mapping[str, Metric] = {
     "model_tflops_per_gpu": Metric("model_tflops_per_gpu", "Model FLOP/s", "model TFLOP/s per GPU (or CPU process)"),
     "latency": Metric("step_seconds", "Step time", "seconds", from_zero=False, logarithmic=True),
     "sent": Metric("comm_bytes", "Sent by attention", "GB per step, all ranks", 1e-9),
-    "time": Metric("step_seconds", "Training time", "seconds, all steps", whole=total_seconds),
-    "loss": Metric(
-        "loss", "Training loss", "nats per token", from_zero=False, whole=lambda run, values: float(smooth(values)[-1])
-    ),
-    "forward": phase_metric("forward"),
-    "backward": phase_metric("backward"),
-    "update": Metric("update", "Optimizer update", "ms per step", of_profile=phase_ms("update")),
-    "communication": Metric("communication", "Exposed communication", "ms per step", of_profile=exposed_ms),
-    "bandwidth": Metric("bandwidth", "Bandwidth between GPUs during transfers", "GB/s", of_profile=bandwidth),
+    "time": Metric("step_seconds", "Training time", "seconds, all steps", whole=total_seconds, remedy="finish a run"),
+    "loss": Metric("loss", "Training loss", "nats per token", from_zero=False, whole=last_smoothed),
+    "forward": phase_metric("forward", "Forward pass", from_zero=False, logarithmic=True),
+    "backward": phase_metric("backward", "Backward pass", from_zero=False, logarithmic=True),
+    "update": phase_metric("update", "Optimizer update"),
+    "communication": traced("Exposed communication", "ms per step", exposed_ms),
+    "bandwidth": traced("Bandwidth between GPUs during transfers", "GB/s", bandwidth),
 }
 # Last word of a metrics.jsonl key, with its axis label and factor.
 UNITS: Mapping[str, tuple[str, float]] = {"bytes": ("GB", 1e-9), "seconds": ("seconds", 1.0), "percent": ("%", 1.0)}
@@ -118,115 +140,47 @@ def metric_of(word: str) -> Metric:
     return Metric(word, (name if unit else word).replace("_", " "), unit or word.replace("_", " "), scale)
 
 
-# ---- points ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Point:
-    """One run in a figure: setting, value, and range over steps."""
-
-    x: str
-    value: float
-    low: float
-    high: float
-
-
-def point_of(run: Run, x: str, metric: Metric) -> Point:
-    if metric.of_profile is not None:
-        value = metric.of_profile(run.profile)
-        return Point(x, value, value, value)
-    if metric.whole is not None:
-        value = metric.whole(run, metric.scale * run.column(metric.key)) if run.has(metric.key) else np.nan
-        return Point(x, value, value, value)
-    known = past_warmup(metric.scale * run.unprofiled(metric.key))
-    if not known.size:
-        return Point(x, np.nan, np.nan, np.nan)
-    return Point(x, float(np.median(known)), float(known.min()), float(known.max()))
-
-
-def spread(points: Sequence[Point]) -> list[list[float]]:
-    return [[p.value - p.low for p in points], [p.high - p.value for p in points]]
-
-
 # ---- axes -----------------------------------------------------------------------------------------------------------
 
 
 def draw_steps(axes: Axes, groups: Mapping[str, Sequence[Run]], metric: Metric) -> None:
     """Plots a curve per run. Earlier groups have wider lines, so they stay visible where runs coincide."""
-    axes.set_xlabel("training step")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    for i, ((name, runs), color) in enumerate(zip(groups.items(), colors(len(groups)), strict=True)):
-        width = 1.6 + min(5.0, 0.9 * (len(groups) - 1 - i))
+    step_axis(axes)
+    shades = zip(groups.items(), colors(len(groups)), widths(len(groups)), strict=True)
+    for (name, runs), color, width in shades:
         for run in runs:
-            values = metric.scale * run.column(metric.key)
-            look = {"color": color, "linewidth": width, "marker": marker(values), "markersize": 4}
-            axes.plot(run.column("step"), values, label=name if run is runs[0] else None, **look)
+            values, label = metric.column(run), name if run is runs[0] else None
+            draw_curve(axes, run.column("step"), values, color=color, linewidth=width, label=label)
 
 
 def draw_over_setting(axes: Axes, key: str, groups: Mapping[str, Sequence[Point]]) -> None:
     """Plots lines over a numeric setting, and bars otherwise."""
     places = sorted({point.x for points in groups.values() for point in points}, key=number_first)
+    ticks = {place: tick(place) if is_number(place) else setting_text(key, place) for place in places}
     axes.set_xlabel({"model_max_length": "tokens in the sequence", "world_size": "ranks"}.get(key, short_name(key)))
-    if len(places) > 1 and all(is_number(place) for place in places):
-        draw_lines(axes, places, groups)
-    else:
-        draw_bars(axes, key, places, groups)
-
-
-def draw_lines(axes: Axes, places: Sequence[str], groups: Mapping[str, Sequence[Point]]) -> None:
+    if len(places) == 1 or not all(map(is_number, places)):
+        draw_bars(axes, ticks, groups, colors(len(groups)))
+        return
     for (name, points), color in zip(groups.items(), colors(len(groups)), strict=True):
-        points = sorted(points, key=lambda p: float(p.x))
-        x, y = [float(p.x) for p in points], [p.value for p in points]
-        axes.errorbar(x, y, yerr=spread(points), color=color, marker="o", markersize=5, capsize=3, label=name)
-    numbers = [float(place) for place in places]
-    if min(numbers) > 0 and max(numbers) >= LOG_FROM * min(numbers):
+        numbers = sorted(point._replace(x=float(point.x)) for point in points)
+        draw_line(axes, numbers, name, color=color, marker="o", markersize=5)
+    if 0 < LOG_FROM * float(places[0]) <= float(places[-1]):
         axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_locator(FixedLocator(numbers))
+    axes.set_xticks([float(place) for place in places], list(ticks.values()))
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FixedFormatter([tick(place) for place in places]))
-
-
-def draw_bars(axes: Axes, key: str, places: Sequence[str], groups: Mapping[str, Sequence[Point]]) -> None:
-    width = 0.8 / len(groups)
-    for i, ((name, points), color) in enumerate(zip(groups.items(), colors(len(groups)), strict=True)):
-        at = [places.index(p.x) + (i - (len(groups) - 1) / 2) * width for p in points]
-        ranges = spread(points) if np.nanmax(spread(points)) > 0 else None
-        values = [p.value for p in points]
-        bars = axes.bar(at, values, 0.92 * width, yerr=ranges, color=color, ecolor=GREY, capsize=3, label=name)
-        axes.bar_label(bars, [number(p.value) for p in points], padding=2, fontsize=9, color=GREY)
-    axes.margins(y=0.1)  # room for the label of the highest bar
-    axes.set_xticks(
-        range(len(places)), [tick(place) if is_number(place) else setting_text(key, place) for place in places]
-    )
-    axes.grid(axis="x", visible=False)
 
 
 def set_vertical_scale(axes: Axes, plot: Plot, metric: Metric, values: np.ndarray) -> None:
     """Sets limits, scale and ticks of the y axis.
 
-    It is logarithmic if values by setting are far apart. Curves by step stay linear: a first step that compiles would
-    always make them logarithmic.
+    Curves by step are never logarithmic: a first step that compiles would always make them so.
     """
-    positive = values[values > 0]
-    wide = positive.size == values.size > 0 and values.max() >= LOG_FROM * values.min()
-    if metric.logarithmic and wide and plot.x != STEP:
-        axes.set_yscale("log")
-        if axes.patches:  # bars start at zero, which a logarithmic axis cannot show
-            axes.set_ylim(positive.min() / 3, 2 * positive.max())
-        round_log_ticks(axes.yaxis, number)
-        return
-    if metric.from_zero or metric.logarithmic:
-        highest = float(values.max()) if values.size else 0.0
-        axes.set_ylim(0, max(axes.get_ylim()[1], 1.05 * highest))  # close points are not at the edge
-    elif values.size and not axes.patches:
+    by_setting = plot.x != STEP
+    if metric.from_zero or metric.logarithmic or axes.patches or not values.size:
+        value_axis(axes, values, may_be_logarithmic=metric.logarithmic and by_setting)
+    else:
         axes.set_ylim(*span_of([axes.dataLim.intervaly]))
-    plain_ticks(axes.yaxis)
-    if axes.get_ylim()[1] >= 1000:
-        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-
-
-def number(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+        plain_ticks(axes.yaxis)
 
 
 def tick(place: str) -> str:

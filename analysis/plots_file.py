@@ -24,12 +24,12 @@ SHORT_NAMES: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True)
 class Plot:
-    """One figure. Lines differ in the settings `series`; None means all differing settings except `x`."""
+    """One figure, with a line or bars for each combination of the settings in `series`."""
 
     name: str
     metric: str
     x: str
-    series: tuple[str, ...] | None
+    series: tuple[str, ...]
     where: Mapping[str, tuple[str, ...]]
     title: str | None
 
@@ -44,13 +44,16 @@ class PlotsFile:
 
 def read_plots(path: Path) -> PlotsFile:
     """Reads the figures of a file. Raises ValueError with file and key for invalid content."""
-    top = _load(path)
-    _check_keys(path, "", top, KEYS)
-    figures = top.get("figures")
-    if not isinstance(figures, dict) or not figures:
-        raise ValueError(f"{path}: figures: give `name: {{metric: …, x: …}}` lines")
-    runs = _words(path, "runs", top.get("runs"))
-    return PlotsFile(tuple(map(Path, runs)), tuple(_plot(path, str(name), spec) for name, spec in figures.items()))
+    top = read_file(path, partial(yaml.load, Loader=TextLoader))  # 4096 stays text, for comparison with run.json
+    try:
+        _check_keys("", top, KEYS)
+        figures = top.get("figures")
+        if not isinstance(figures, dict) or not figures:
+            raise ValueError("figures: give `name: {metric: …, x: …}` lines")
+        runs = _words("runs", top.get("runs"))
+        return PlotsFile(tuple(map(Path, runs)), tuple(_plot(name, spec) for name, spec in figures.items()))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def setting(word: str) -> str:
@@ -63,46 +66,36 @@ def short_name(key: str) -> str:
     return next((word for word, name in SHORT_NAMES.items() if name == key), key)
 
 
-def _plot(path: Path, name: str, spec: Any) -> Plot:
-    where = f"figures.{name}"
-    if not isinstance(spec, dict):
-        raise ValueError(f"{path}: {where}: give {{metric: …, x: …}}")
-    _check_keys(path, where, spec, FIGURE_KEYS)
+def _plot(name: str, spec: Any) -> Plot:
+    place = f"figures.{name}"
+    _check_keys(place, spec, FIGURE_KEYS)
     for key in ("metric", "x"):
         if not isinstance(spec.get(key), str):
-            raise ValueError(f"{path}: {where}.{key}: {'is missing' if key not in spec else 'give one word'}")
-    only = spec.get("where", {})
-    if not isinstance(only, dict):
-        raise ValueError(f"{path}: {where}.where: give `setting: [value, …]` lines")
-    series = _words(path, f"{where}.series", spec["series"]) if "series" in spec else None
+            raise ValueError(f"{place}.{key}: {'is missing' if key not in spec else 'give one word'}")
+    where = spec.get("where", {})
+    if not isinstance(where, dict):
+        raise ValueError(f"{place}.where: give `setting: [value, …]` lines")
     return Plot(
         name=name,
         metric=spec["metric"],
         x=setting(spec["x"]),
-        series=None if series is None else tuple(map(setting, series)),
-        where={setting(key): _words(path, f"{where}.where.{key}", values) for key, values in only.items()},
+        series=tuple(map(setting, _words(f"{place}.series", spec["series"]))) if "series" in spec else (),
+        where={setting(key): _words(f"{place}.where.{key}", values) for key, values in where.items()},
         title=spec.get("title"),
     )
 
 
-def _words(path: Path, key: str, value: Any) -> tuple[str, ...]:
+def _words(place: str, value: Any) -> tuple[str, ...]:
     """Returns one word or a list of words as a tuple."""
     words = value if isinstance(value, list) else [value]
     if not all(isinstance(word, str) for word in words) or not words:
-        raise ValueError(f"{path}: {key}: give one word or a list of words")
+        raise ValueError(f"{place}: give one word or a list of words")
     return tuple(words)
 
 
-def _check_keys(path: Path, where: str, found: Mapping[str, Any], known: Sequence[str]) -> None:
+def _check_keys(place: str, found: Any, known: Sequence[str]) -> None:
+    if not isinstance(found, dict):
+        raise ValueError(f"{place}: give `key: value` lines; keys are {', '.join(known)}".removeprefix(": "))
     for key in found:
         if key not in known:
-            place = f"{where}.{key}".lstrip(".")
-            raise ValueError(f"{path}: {place}: unknown; keys are {', '.join(known)}")
-
-
-def _load(path: Path) -> Mapping[str, Any]:
-    # 4096 and True stay strings, for comparison with run.json.
-    top = read_file(path, partial(yaml.load, Loader=TextLoader))
-    if not isinstance(top, dict):
-        raise ValueError(f"{path}: give `key: value` lines; keys are {', '.join(KEYS)}")
-    return top
+            raise ValueError(f"{place}.{key}: unknown; keys are {', '.join(known)}".removeprefix("."))

@@ -1,40 +1,89 @@
-"""One HTML page of all results below a directory: `python3 -m analysis report DIR [--output FILE]`."""
+"""One HTML page of all results below a directory: `python3 -m analysis report DIR [--output FILE]`.
+
+Makes sections, tables and plotly charts for the template report.html.
+"""
 
 import argparse
-from collections.abc import Sequence
+import html
+import re
+from base64 import b64encode
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from io import BytesIO
+from itertools import count
 from pathlib import Path
+from typing import Any
 
-from .records import print_notes
-from .results import find
+import numpy as np
+import plotly.graph_objects as go
+import yaml
+from jinja2 import Environment, FileSystemLoader
+from markupsafe import Markup
+from matplotlib.figure import Figure
+from plotly.offline import get_plotlyjs
+from plotly.subplots import make_subplots
+
+from lightseq.config.lengths import format_tokens
+
+from .benchmark import Benchmark
+from .curves import PANELS, TFLOPS, losses, table_cells, usual_top
+from .drawing import COLORS, FEW, span_of
+from .evaluate import needle_figure, needle_rows, perplexity_figure, position_rows
+from .output import GIB
+from .records import Record, print_notes
+from .results import BENCHMARKS, CHECK_KEYS, Found, find
+from .runs import Run, column, describe, section, setting_text, smooth
 
 SHOWN = "runs, sweeps, evaluations, verifications, plans of training, and benchmarks of attention, step and largest"
 TITLE = "Results: "  # begins the title of every page
+POINTS = 1000  # at most, per curve; a page of many long runs stays small
+MAX_TICKS = 7
+DASHES = ("solid", "dash", "dot", "dashdot")
+# Keys of a record that are shown beside its command, as far as it has them.
+DETAIL_KEYS = ("lacks", "to_fit", "faster", "notes", "seconds", "config", "commit", "date", "hardware", "versions")
+NUMBER = re.compile(r"[-+\d.,→ ]+(e[-+]\d+)?(K|M|%|s|GiB GPU|GiB host)?|–?")
 
 
-def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="analysis report",
-        usage="python3 -m analysis report RESULTS_DIR [--output FILE.html]",
-        description="Writes one self-contained HTML page of all training runs, sweeps, evaluations, verifications, "
-        "plans and benchmarks below a directory. Needs jinja2 and plotly.",
-    )
-    parser.add_argument("directory", metavar="RESULTS_DIR", type=Path, help="directory to search, subdirectories too")
-    parser.add_argument("--output", metavar="FILE", type=Path, help="the HTML file (default: RESULTS_DIR/report.html)")
-    arguments = parser.parse_args(argv)
-    try:
-        from .report_page import render
-    except ImportError as error:
-        package = str(error.name).split(".")[0]
-        if package not in ("jinja2", "plotly"):
-            raise
-        raise ValueError(f"the page needs {package}; pip install jinja2 plotly") from None
+@dataclass(frozen=True)
+class Table:
+    """Rows of text; the first is the header."""
+
+    rows: Sequence[Sequence[str]]
+    notes: Sequence[str] = ()
+
+    @property
+    def numeric(self) -> list[bool]:
+        """Flags of the columns that contain only numbers."""
+        return [all(NUMBER.fullmatch(text) for text in cells) for cells in zip(*self.rows[1:], strict=True)]
+
+
+@dataclass(frozen=True)
+class Details:
+    """Texts that expand on a click, such as commands."""
+
+    title: str
+    texts: Sequence[str]
+    about: str = ""
+
+
+Block = Any  # a heading, a plotly or matplotlib figure, a Table or Details
+
+
+@dataclass(frozen=True)
+class Section:
+    title: str
+    blocks: Sequence[Block]
+
+
+def main(arguments: argparse.Namespace) -> int:
     directory = arguments.directory
     output = arguments.output or directory / "report.html"
     if not directory.is_dir():
         raise ValueError(f"{directory} is not a directory; give one with runs or benchmarks")
     found = find(directory)
     if not found.summary:
-        raise ValueError(f"nothing to show below {directory}: {reason(found.left_out)}")
+        raise ValueError(f"nothing to show below {directory}: {[*found.left_out, f'it shows {SHOWN}'][0]}")
     if output.is_file() and TITLE not in output.read_text(encoding="utf-8", errors="replace"):
         raise ValueError(f"{output} exists and was not written by analysis report; give another file with --output")
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -47,8 +96,268 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def reason(left_out: Sequence[str]) -> str:
-    if not left_out:
-        return f"it shows {SHOWN}"
-    more = f" (and {len(left_out) - 1} more files)" if len(left_out) > 1 else ""
-    return f"{left_out[0]}{more}"
+def render(found: Found, title: str) -> str:
+    """Returns the HTML page. It is self-contained: plotly.js, data and tables are inside."""
+    environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True)
+    charts = count()
+
+    def chart_html(figure: go.Figure) -> Markup:
+        options = {"displaylogo": False, "responsive": True}
+        name = f"chart-{next(charts)}"
+        return Markup(figure.to_html(full_html=False, include_plotlyjs=False, div_id=name, config=options))
+
+    environment.filters.update(chart=chart_html, png=png)
+    environment.tests.update(
+        chart=lambda block: isinstance(block, go.Figure),
+        picture=lambda block: isinstance(block, Figure),
+        table=lambda block: isinstance(block, Table),
+    )
+    return environment.get_template("report.html").render(
+        title=title,
+        made=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
+        sections=sections_of(found),
+        left_out=[*found.left_out, *(f"{found.name(path)} is another kind of file" for path in found.others)],
+        notes=found.notes,
+        plotlyjs=Markup(get_plotlyjs()),
+    )
+
+
+def png(figure: Figure) -> str:
+    """Returns a data URL of a figure as PNG."""
+    file = BytesIO()
+    figure.savefig(file)
+    return f"data:image/png;base64,{b64encode(file.getvalue()).decode()}"
+
+
+def sections_of(found: Found) -> list[Section]:
+    """Returns a section per kind of result. Runs of a sweep are in the sweep's section."""
+    sweeps = {path: runs_of_cells(cells, path.parent, found.runs) for path, cells in found.sweeps.items()}
+    in_sweeps = [run.directory for runs in sweeps.values() for run in runs.values()]
+    alone = [run for run in found.runs if run.directory not in in_sweeps]
+    out = [runs_section(alone)] if alone else []
+    out += [sweep_section(found.name(path.parent), found.sweeps[path], runs) for path, runs in sweeps.items()]
+    out += [evaluations_section(found)] if found.evaluations else []
+    out += [verifications_section(found)] if found.verifications else []
+    out += [plans_section(found)] if found.plans else []
+    return out + [benchmark_section(each, found) for each in BENCHMARKS if each.name in found.benchmarks]
+
+
+def details(title: str, records: Iterable[Record], about: str = "", keys: Iterable[str] = DETAIL_KEYS) -> Details:
+    """Returns the commands of records, and the settings and machines beside their numbers."""
+    texts: list[str] = []
+    for record in records:
+        settings = {key: record[key] for key in keys if record.get(key) not in (None, "", [], {})}
+        texts += [str(record.get("command") or "No command"), as_yaml(settings) if settings else ""]
+    return Details(title, [text for text in dict.fromkeys(texts) if text], about)
+
+
+def as_yaml(values: Mapping[str, Any]) -> str:
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120).rstrip()
+
+
+def words(values: Iterable[object]) -> list[str]:
+    """Returns the cells of a row; unknown values are empty."""
+    return ["" if value is None else str(value) for value in values]
+
+
+# ---- training runs and sweeps ---------------------------------------------------------------------------------------
+
+
+def runs_section(runs: Sequence[Run]) -> Section:
+    head = ["run", "model", "ranks", "tokens", *table_cells(runs[0]), "schedule", "kernel", "remat", "device"]
+    notes = ["Numbers are medians after the warm-up, which is the first 10% of logged steps, at most 10."]
+    return Section("Training runs", [Table([head, *map(run_row, runs)], notes), curves(runs), *map(run_details, runs)])
+
+
+def run_row(run: Run) -> list[str]:
+    info, config = run.info, section(run.info, "config")
+    length = config.get("model_max_length")
+    facts = [run.label, config.get("model_name_or_path") or "not recorded", info.get("world_size")]
+    facts += [format_tokens(length) if isinstance(length, int) else None, *table_cells(run).values()]
+    facts += [*map(info.get, ("schedule", "kernel", "remat"))]
+    return words([*facts, section(info, "hardware").get("device") or "not recorded"])
+
+
+def run_details(run: Run) -> Details:
+    """Returns the run's command and its run.json."""
+    if not run.info:
+        return Details(run.label, ["No run.json beside the metrics: flags, hardware and versions are unknown."])
+    return details(run.label, [run.info], describe(run), keys=[key for key in run.info if key != "command"])
+
+
+def sweep_section(name: str, cells: Sequence[Record], runs: Mapping[str, Run]) -> Section:
+    """Returns a table of the cells with the varying flags, and the curves of the runs."""
+    flags = list(dict.fromkeys(flag for cell in cells for flag in cell["flags"]))
+    varying = [flag for flag in flags if len({cell["flags"].get(flag) for cell in cells}) > 1 and flag != "output_dir"]
+    measured = list(table_cells(next(iter(runs.values())))) if runs else []
+    rows = [["cell", "status", "ranks", *varying, *measured, "seconds", "error"]]
+    for cell in cells:
+        run, status = runs.get(cell["name"]), cell.get("status") or "not run"
+        if run is None and status == "done":
+            status = "done; run not found below this directory"
+        settings = [setting_text(flag, cell["flags"][flag]) if flag in cell["flags"] else None for flag in varying]
+        numbers = table_cells(run).values() if run else [""] * len(measured)
+        seconds = None if cell.get("seconds") is None else f"{cell['seconds']:,.0f}"
+        rows.append(words([cell["name"], status, cell.get("ranks"), *settings, *numbers, seconds, cell.get("error")]))
+    commands = Details("Commands", words(cell.get("command") for cell in cells))
+    charts = [curves(list(runs.values()))] if runs else []
+    return Section(f"Sweep: {name}", [Table(rows), *charts, commands, *map(run_details, runs.values())])
+
+
+def runs_of_cells(cells: Sequence[Record], folder: Path, runs: Sequence[Run]) -> dict[str, Run]:
+    """Returns the run of each cell. Matches directory names, because recorded paths start at the sweep's directory."""
+    below = {run.directory.name: run for run in runs if folder in run.directory.parents}
+    names = {cell["name"]: Path(str(cell.get("output_dir"))).name for cell in cells}
+    return {cell: replace(below[name], label=name) for cell, name in names.items() if name in below}
+
+
+def curves(runs: Sequence[Run]) -> go.Figure:
+    """Returns a chart per metric with one legend. A click on a run hides it in all charts."""
+    panels = [panel for panel in PANELS if any(run.has(panel.curves[0].key) for run in runs)]
+    if all(run.has("mfu") for run in runs):
+        panels.remove(TFLOPS)
+    rows = -(-(1 + len(panels)) // 2)
+    titles = ["Training loss", *(panel.title for panel in panels)]
+    out = make_subplots(rows, 2, subplot_titles=titles, vertical_spacing=0.3 / rows, shared_xaxes="all")
+    for place, run in enumerate(runs):
+        out.add_traces(loss_traces(run, place), rows=1, cols=1)
+    out.update_yaxes(title_text="nats per token", range=span_of(losses(runs)), row=1, col=1)
+    for i, panel in enumerate(panels, 1):
+        at, curve = {"row": i // 2 + 1, "col": i % 2 + 1}, panel.curves[0]
+        for place, run in enumerate(runs):
+            if run.has(curve.key):
+                out.add_trace(line(run, place, curve.of(run), showlegend=False), **at)
+        top = usual_top([curve.of(run) for run in runs])
+        out.update_yaxes(title_text=panel.unit.partition(" (")[0], range=[0, top], **at)
+    out.update_yaxes(nticks=MAX_TICKS, exponentformat="none", separatethousands=True)
+    out.update_xaxes(title_text="training step", showticklabels=True, nticks=MAX_TICKS, ticklabelstandoff=4)
+    lengths = [run.last_step for run in runs]
+    if max(lengths) > 20 * min(lengths):
+        out.update_xaxes(type="log", dtick=1, exponentformat="none")
+    legend_rows = -(-len(runs) // max(1, 150 // (8 + max(len(run.label) for run in runs))))
+    return out.update_layout(
+        template="plotly_white",
+        height=320 * rows + 20 * legend_rows,
+        margin={"l": 60, "r": 40, "t": 40, "b": 60},
+        legend={"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom", "x": 0},
+        modebar={"orientation": "v"},
+        hoverlabel={"namelength": -1},
+    )
+
+
+def loss_traces(run: Run, place: int) -> list[go.Scatter]:
+    """Returns a run's loss, with its running mean if the run is long, and its evaluations as diamonds."""
+    loss = run.column("loss")
+    is_long = len(run.steps) > FEW
+    out = [line(run, place, smooth(loss) if is_long else loss)]
+    if is_long:
+        out.append(line(run, place, loss, opacity=0.3, showlegend=False))
+    if run.evaluations:
+        x, y = column(run.evaluations, "step"), column(run.evaluations, "eval_loss")
+        diamonds = {"symbol": "diamond", "size": 9, "color": COLORS[place % len(COLORS)]}
+        name = f"{html.escape(run.label)}, evaluation"
+        look = {"mode": "markers", "marker": diamonds, "name": name, "legendgroup": place, "showlegend": False}
+        out.append(go.Scatter(x=numbers(x), y=numbers(y), **look))
+    return out
+
+
+def line(run: Run, place: int, values: np.ndarray, **options: Any) -> go.Scatter:
+    """Returns a line over a run's steps, in the color of the run's place in the legend."""
+    total = len(run.steps)
+    shown = np.unique(np.linspace(0, total - 1, min(total, POINTS)).round().astype(int))
+    return go.Scatter(
+        x=numbers(run.column("step")[shown]),
+        y=numbers(values[shown]),
+        mode="lines" if total > FEW else "lines+markers",
+        name=html.escape(run.label),
+        legendgroup=place,
+        line={"color": COLORS[place % len(COLORS)], "dash": DASHES[place // len(COLORS) % len(DASHES)]},
+        **options,
+    )
+
+
+def numbers(values: Iterable[float]) -> list[float | None]:
+    """Rounds to six digits; unknown numbers become None."""
+    return [float(f"{value:.6g}") if np.isfinite(value) else None for value in values]
+
+
+# ---- evaluations, verifications, plans ------------------------------------------------------------------------------
+
+
+def evaluations_section(found: Found) -> Section:
+    """Returns the pictures and tables of `analysis evaluate`: one for all perplexities, one per needle search."""
+    losses = [one for one in found.evaluations if one.kind == "loss"]
+    blocks: list[Block] = []
+    if losses:
+        blocks += ["Perplexity by position", perplexity_figure(losses), Table(position_rows(losses))]
+    for one in found.evaluations:
+        if one.kind == "needle":
+            note = f"{one.score[0].upper()}{one.score[1:]}."
+            blocks += [f"Needle: {one.label}", needle_figure([one]), Table(needle_rows(one), [note])]
+    for one in found.evaluations:
+        facts = [str(one.summary[key]) for key in ("model", "schedule", "kernel") if one.summary.get(key)]
+        blocks.append(details(one.label, [one.summary], ", ".join(facts)))
+    return Section("Evaluations", blocks)
+
+
+def verifications_section(found: Found) -> Section:
+    """Returns a table of checks per verification, the name of its directory above it."""
+    blocks: list[Block] = []
+    for path, (header, *checks) in found.verifications.items():
+        rows = [CHECK_KEYS, *(words(row[key] for key in CHECK_KEYS) for row in checks)]
+        blocks.append(f"{found.name(path.parent)}: {'passed' if header['passed'] else 'FAILED'}")
+        blocks += [Table(rows), details("Command", [header])]
+    return Section("Verifications", blocks)
+
+
+def plans_section(found: Found) -> Section:
+    """Returns a row per planned run, and its command with what the planner suggests and notes."""
+    plans = [(found.name(path), plan) for path, plans in found.plans.items() for plan in plans]
+    head = [
+        "plan",
+        "model",
+        "tokens",
+        "GPUs",
+        "device",
+        "schedule",
+        "fits",
+        "GiB per GPU",
+        "usable GiB",
+        "GiB per host",
+    ]
+    head += ["step", "tokens per second", "MFU", "longest that fits"]
+    rows = [plan_row(name, plan) for name, plan in plans]
+    commands = [details(row[0], [plan], ", ".join(row[1:6])) for row, (_, plan) in zip(rows, plans, strict=True)]
+    return Section("Plans", [Table([head, *rows], ["Predicted by lightseq plan, not measured."]), *commands])
+
+
+def plan_row(name: str, plan: Record) -> list[str]:
+    config, hardware = plan["config"], plan["hardware"]
+    length, longest = config.get("model_max_length"), plan["longest_length"]
+    sizes = [f"{plan[key] / GIB:,.1f}" for key in ("peak_bytes", "usable_gpu_bytes", "host_bytes")]
+    facts = [name, config.get("model_name_or_path"), length and format_tokens(length), hardware["gpus"]]
+    facts += [section(hardware, "chip").get("device"), plan["schedule"], "yes" if plan["fits"] else "no", *sizes]
+    facts += [f"{plan['step_seconds']:,.3g} s", f"{plan['tokens_per_second']:,.0f}", f"{plan['mfu']:.1%}"]
+    return words([*facts, longest and f"{longest:,}"])
+
+
+# ---- benchmarks -----------------------------------------------------------------------------------------------------
+
+
+def benchmark_section(benchmark: Benchmark, found: Found) -> Section:
+    """Returns the plots and tables of a benchmark, and the commands that measured them."""
+    files = found.benchmarks[benchmark.name]
+
+    def date(path: Path) -> str:
+        return max(str(record["header"].get("date", "")) for record in files[path])
+
+    by_date = sorted(files, key=lambda path: (date(path), path))  # later measurements replace earlier ones
+    blocks: list[Block] = []
+    for group in benchmark.group(record for path in by_date for record in files[path]):
+        picture = group.figure()
+        blocks += [group.title, *([picture] if picture is not None else [])]
+        blocks.append(Table(group.table_rows(), group.remarks()))
+    for path, records in files.items():
+        headers = {record["header"].get("command"): record["header"] for record in records}
+        blocks.append(details(found.name(path), headers.values()))
+    return Section(benchmark.title, blocks)

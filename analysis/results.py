@@ -20,7 +20,7 @@ PLAN_KEYS = (
     *("command", "config", "hardware", "fits", "peak_bytes", "usable_gpu_bytes", "host_bytes", "step_seconds"),
     *("tokens_per_second", "mfu", "longest_length", "schedule", "to_fit", "faster", "notes"),
 )
-BENCHMARKS: tuple[Benchmark[Any], ...] = (attention.BENCHMARK, step.BENCHMARK, largest.BENCHMARK)
+BENCHMARKS: tuple[Benchmark, ...] = (attention.BENCHMARK, step.BENCHMARK, largest.BENCHMARK)
 
 
 @dataclass
@@ -101,7 +101,7 @@ def add(path: Path, found: Found) -> None:
         found.others.append(path)
 
 
-def benchmark_of(path: Path) -> Benchmark[Any] | None:
+def benchmark_of(path: Path) -> Benchmark | None:
     """Returns the benchmark that wrote a file, judging by the file's first object."""
     first = first_object(path)
     kind = first.get("benchmark") or ("attention" if "tflops_per_gpu" in first else None)

@@ -1,17 +1,18 @@
-"""Training runs: steps from `metrics.jsonl`, configuration from `run.json`, and summary statistics."""
+"""Training runs: steps from `metrics.jsonl`, settings from `run.json`, and summary statistics."""
 
-import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
-from lightseq.utils.files import read_bytes
+from lightseq.utils.files import read_json
 
 from .records import Record, read_each, read_lines
 
+SOFTWARE = {"torch": "torch", "cuda": "CUDA", "transformers": "transformers", "flash-attn-4": "flash-attn-4"}
+COMMIT_LETTERS = 10
 SMOOTHED_SHARE = 0.05  # of a run's steps, per running mean
 
 
@@ -37,6 +38,11 @@ class Run:
     @property
     def last_step(self) -> int:
         return int(self.steps[-1]["step"])
+
+    @property
+    def is_finished(self) -> bool:
+        total = self.info.get("total_steps")
+        return not isinstance(total, int) or self.last_step >= total
 
     @property
     def steps_before(self) -> int:
@@ -125,15 +131,9 @@ def read_json_object(path: Path) -> Record:
     if not path.is_file():
         return {}
     try:
-        value = json.loads(read_bytes(path).decode(errors="replace"))
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read ({error.strerror}); remove it to draw without it") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{path} is not JSON ({error.msg}, line {error.lineno}); remove it to draw without it"
-        ) from None
-    except RecursionError:
-        raise ValueError(f"{path} is nested too deep; remove it to draw without it") from None
+        value = read_json(path)
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}); remove it to draw without it") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path} is not a JSON object; remove it to draw without it")
     return value
@@ -149,6 +149,9 @@ def section(info: Record, name: str) -> Record:
     return value if isinstance(value, dict) else {}
 
 
+# ---- settings as text ----------------------------------------------------------------------------------------------
+
+
 def describe(run: Run) -> str:
     """Describes a run in one line. Automatic choices replace the flag's value."""
     known = {**section(run.info, "config"), **run.info}
@@ -162,6 +165,38 @@ def describe(run: Run) -> str:
     }
     found = [(form, known[key]) for key, form in words.items() if isinstance(known.get(key), str | int)]
     return ", ".join(form.format(value, s="" if value == 1 else "s") for form, value in found)
+
+
+def setting_text(name: str, value: object) -> str:
+    """Returns a flag's value as text; an empty `--fsdp` means DDP."""
+    if name == "fsdp" and value == "":
+        return "off (DDP)"
+    return {"": '""', "None": "none", "True": "yes", "False": "no"}.get(str(value), str(value))
+
+
+def hardware_and_versions(infos: Sequence[Record]) -> str:
+    """Returns one line with the device, versions and commit that all runs share."""
+
+    def shared(values: Iterable[object]) -> str:
+        found = {str(value) if value is not None else "" for value in values}
+        return found.pop() if len(found) == 1 else ""
+
+    device = shared(section(info, "hardware").get("device") for info in infos)
+    ranks = shared(info.get("world_size") for info in infos)
+    if device == "cpu":
+        hardware = f"CPU, {ranks} process{'es' if ranks != '1' else ''}" if ranks else "CPU"
+    else:
+        hardware = f"{ranks} × {device}" if ranks and device else device
+    versions = {name: shared(section(info, "versions").get(key) for info in infos) for key, name in SOFTWARE.items()}
+    commit = shared(info.get("commit") for info in infos)
+    words = [hardware, *(f"{name} {version}" for name, version in versions.items() if version not in ("", "none"))]
+    return ", ".join(word for word in (*words, f"commit {short_commit(commit)}" if commit else "") if word)
+
+
+def short_commit(commit: str) -> str:
+    """Returns the first ten letters of a commit, with `(changed)` if the work tree had changes."""
+    letters, _, changed = commit.partition("-")
+    return f"{letters[:COMMIT_LETTERS]} ({changed})" if changed else letters[:COMMIT_LETTERS]
 
 
 # ---- numbers of a run -----------------------------------------------------------------------------------------------

@@ -1,26 +1,18 @@
 """Benchmark of training steps: `python3 -m analysis step FILE...` plots tokens/s and memory by length."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterable
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
-from matplotlib.ticker import StrMethodFormatter
 
 from lightseq.config.lengths import format_tokens
 
-from .benchmark import Benchmark
-from .drawing import (
-    GIB,
-    GREY,
-    new_figure,
-    round_log_ticks,
-    subtitle,
-)
-from .records import Record, read_lines
+from .benchmark import Benchmark, LengthTable, group_by, place
+from .drawing import Point, draw_bars, legend_below, new_figure, subtitle, value_axis
+from .output import GIB
+from .records import Record
 
 OURS = "lightseq"
 BASELINE = "plain"
@@ -42,16 +34,11 @@ COLORS = {
     "unsloth": "#D55E00",
 }
 OTHER_COLOR = "#7A5195"
-GROUP_WIDTH = 0.86  # of the space between two lengths
-WIDE_RANGE = 20.0  # highest over lowest value from which the axis is logarithmic
+LONGEST_REASON = 20  # letters beside a bar
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Comparable records by length: within a length the fastest first, skipped ones last."""
-
-    setting: Mapping[str, Any]
-    steps: Sequence[Record]
+class StepTable(LengthTable):
+    """Records of one setting by length: within a length the fastest first, skipped ones last."""
 
     @property
     def title(self) -> str:
@@ -64,218 +51,123 @@ class Comparison:
         return ", ".join(parts)
 
     @property
-    def lengths(self) -> list[int]:
-        return sorted({step["length"] for step in self.steps})
-
-    @property
-    def labels(self) -> list[str]:
-        """Labels in the order of bars: lightseq, the baseline, the others."""
-        names = {step["label"]: step["implementation"] for step in self.steps}
+    def implementations(self) -> dict[str, str]:
+        """Implementations by label, in the order of bars: lightseq, the baseline, the others."""
+        names = {record["label"]: record["implementation"] for record in self.records}
         rank = {OURS: 0, BASELINE: 1}
-        return sorted(names, key=lambda label: (rank.get(names[label], 2), names[label], len(label), label))
+        labels = sorted(names, key=lambda label: (rank.get(names[label], 2), names[label], len(label), label))
+        return {label: names[label] for label in labels}
 
-    def at(self, length: int, label: str) -> Record | None:
-        return next((step for step in self.steps if (step["length"], step["label"]) == (length, label)), None)
+    def spread(self, record: Record) -> float:
+        rates = [record[f"tokens_per_second{end}"] for end in ("_highest", "_lowest", "")]
+        return float((rates[0] - rates[1]) / rates[2])
 
-    def speedup(self, step: Record) -> float | None:
+    def speedup(self, record: Record) -> float | None:
         """Returns tokens per second divided by the baseline's."""
-        baseline = self.at(step["length"], BASELINE)
-        rate, reference = step["tokens_per_second"], baseline["tokens_per_second"] if baseline else None
+        baseline = self.at(record["length"], BASELINE)
+        rate, reference = record["tokens_per_second"], baseline["tokens_per_second"] if baseline else None
         return rate / reference if rate and reference else None
 
+    def table_rows(self) -> list[list[str]]:
+        """Returns a header row and a row per record, the fastest of a length first."""
+        on_gpu = any(record["mfu"] is not None for record in self.records)
+        rows = [["", "tokens", "tokens/s", f"÷ {BASELINE}", "MFU" if on_gpu else "model TFLOP/s per GPU", "peak GiB"]]
+        for record in self.records:
+            cells = ["–", "", "", ""]
+            if record["tokens_per_second"] is not None:
+                speedup, memory = self.speedup(record), record["peak_memory_allocated_bytes"]
+                mfu = f"{record['mfu']:.1%}" if record["mfu"] is not None else ""
+                cells = [
+                    f"{record['tokens_per_second']:,.0f}",
+                    "" if speedup is None else f"{speedup:.2f}",
+                    mfu if on_gpu else f"{record['model_tflops_per_gpu'] or 0.0:.2g}",
+                    f"{memory / GIB:.1f}" if memory else "",
+                ]
+            rows.append([record["label"], format_tokens(record["length"]), *cells])
+        return rows
 
-# ---- the records ----------------------------------------------------------------------------------------------------
+    def remarks_on_losses(self) -> list[str]:
+        """Returns the range of the last losses, and losses that are not finite."""
+        out = []
+        for length in self.lengths:
+            losses = [record["last_loss"] for record in self.measured if record["length"] == length]
+            known = [loss for loss in losses if loss is not None]
+            if len(known) > 1:
+                out.append(f"Last losses at {format_tokens(length)}: {min(known):.4f} to {max(known):.4f}.")
+        broken = [record for record in self.measured if record["losses_finite"] is False]
+        return out + [f"Not finite: losses of {place(record)}. Ignore its numbers." for record in broken]
 
+    def figure(self) -> Figure:
+        """Plots tokens per second by length, and peak memory if it is known."""
+        panels = 1 + any(record["peak_memory_allocated_bytes"] for record in self.records)
+        bars = len(self.implementations) * len(self.lengths)
+        out = new_figure(max(5.5, 2.0 + 0.5 * bars) * panels, 5)
+        left, *right = out.subplots(1, panels, squeeze=False)[0]
+        left.set(title="Whole training steps", ylabel="tokens per second, all GPUs")
+        self.draw(left, throughput)
+        for axes in right:
+            axes.set(title="Peak memory", ylabel="GiB per GPU")
+            self.draw(axes, memory)
+        legend_below(out)
+        subtitle(out, self.title)
+        return out
 
-def read_steps(path: Path, notes: list[str]) -> list[Record]:
-    return read_lines(path, check_record, notes)
-
-
-def check_record(record: Record) -> Record:
-    if record.get("benchmark") != "step":
-        raise ValueError("is not a record of benchmarks/step.py")
-    device = dict(record.get("hardware") or {}).get("device", "unknown device")
-    record = {"device": device, "packed_rows": None, "lora_rank": None, **record}  # older records lack the last two
-    if missing := [key for key in (*SETTING, *KEYS) if key not in record]:
-        raise ValueError(f"has no {missing[0]!r}; it should be a record of benchmarks/step.py")
-    return record
-
-
-def compare(records: Iterable[Record]) -> list[Comparison]:
-    """Returns one comparison per setting. Later records replace earlier ones of the same label and length."""
-    found: dict[tuple[Any, ...], dict[tuple[int, str], Record]] = {}
-    for record in records:
-        setting = tuple(record[key] for key in SETTING)
-        found.setdefault(setting, {})[record["length"], record["label"]] = record
-
-    def order(step: Record) -> tuple[int, float, str]:
-        return step["length"], -(step["tokens_per_second"] or 0.0), step["label"]
-
-    return [
-        Comparison(dict(zip(SETTING, setting, strict=True)), sorted(found[setting].values(), key=order))
-        for setting in sorted(found, key=lambda setting: [value or 0 for value in setting])
-    ]
-
-
-def memory_gib(step: Record) -> float | None:
-    size = step["peak_memory_allocated_bytes"]
-    return size / GIB if size else None
-
-
-def error_bar(step: Record) -> tuple[float, float]:
-    """Returns the distances of the slowest and fastest steps from the median, in tokens per second."""
-    rate = step["tokens_per_second"]
-    return rate - step["tokens_per_second_lowest"], step["tokens_per_second_highest"] - rate
-
-
-def spread(step: Record) -> float:
-    """Returns fastest minus slowest, as a share of the median."""
-    return sum(error_bar(step)) / float(step["tokens_per_second"])
-
-
-# ---- the table ------------------------------------------------------------------------------------------------------
-
-
-def table_rows(comparison: Comparison) -> list[list[str]]:
-    """Returns a header row and a row per record, the fastest of a length first."""
-    on_gpu = any(step["mfu"] is not None for step in comparison.steps)
-    rows = [["", "tokens", "tokens/s", f"÷ {BASELINE}", "MFU" if on_gpu else "model TFLOP/s per GPU", "peak GiB"]]
-    for step in comparison.steps:
-        cells = ["–", "", "", ""]
-        if step["tokens_per_second"] is not None:
-            speedup, memory = comparison.speedup(step), memory_gib(step)
-            mfu = f"{step['mfu']:.1%}" if step["mfu"] is not None else ""
-            cells = [
-                f"{step['tokens_per_second']:,.0f}",
-                "" if speedup is None else f"{speedup:.2f}",
-                mfu if on_gpu else f"{step['model_tflops_per_gpu'] or 0.0:.2g}",
-                "" if memory is None else f"{memory:.1f}",
-            ]
-        rows.append([step["label"], format_tokens(step["length"]), *cells])
-    return rows
+    def draw(self, axes: Axes, point: Callable[[Record], Point]) -> None:
+        """Plots a group of bars per length. A skipped record shows its reason."""
+        groups = {
+            label: [point(record) for record in self.records if record["label"] == label]
+            for label in self.implementations
+        }
+        ticks = {length: format_tokens(length) for length in self.lengths}
+        draw_bars(axes, ticks, groups, colors(self.implementations.values()))
+        axes.set_xlabel("tokens in the sequence")
+        values = np.array([each.value for points in groups.values() for each in points])
+        value_axis(axes, values[np.isfinite(values)], may_be_logarithmic=True)
 
 
-def remarks(comparison: Comparison) -> list[str]:
-    """Returns the spread of times, the range of losses, and reasons for missing numbers."""
-    measured = [step for step in comparison.steps if step["tokens_per_second"] is not None]
-    out = []
-    if measured:
-        widest = max(measured, key=spread)
-        out.append(f"Medians. Widest spread: {spread(widest):.1%} of the median ({place(widest)}).")
-    for length in comparison.lengths:
-        losses = [step["last_loss"] for step in measured if step["length"] == length]
-        known = [loss for loss in losses if loss is not None]
-        if len(known) > 1:
-            out.append(f"Last losses at {format_tokens(length)}: {min(known):.4f} to {max(known):.4f}.")
-    for step in measured:
-        if step["losses_finite"] is False:
-            out.append(f"Not finite: losses of {place(step)}. Ignore its numbers.")
-    return out + [f"– {place(step)}: {step['skipped']}" for step in comparison.steps if step["skipped"]]
+def throughput(record: Record) -> Point:
+    if record["skipped"]:
+        note = record["skipped"] if len(record["skipped"]) < LONGEST_REASON else "skipped"
+        return Point(record["length"], np.nan, np.nan, np.nan, note)
+    rates = [record[f"tokens_per_second{end}"] for end in ("", "_lowest", "_highest")]
+    return Point(record["length"], *rates)
 
 
-def place(step: Record) -> str:
-    return f"{step['label']}, {format_tokens(step['length'])}"
+def memory(record: Record) -> Point:
+    size = (record["peak_memory_allocated_bytes"] or np.nan) / GIB
+    return throughput(record)._replace(value=size, low=size, high=size)
 
 
-# ---- the figure -----------------------------------------------------------------------------------------------------
+def tables_of(records: Iterable[Record]) -> list[StepTable]:
+    """Returns one table per setting. Later records replace earlier ones of the same label and length."""
+
+    def order(record: Record) -> tuple[int, float, str]:
+        return record["length"], -(record["tokens_per_second"] or 0.0), record["label"]
+
+    found = group_by(records, SETTING)
+    tables = []
+    for key in sorted(found, key=lambda key: [value or 0 for value in key]):
+        points = {(record["label"], record["length"]): record for record in found[key]}
+        tables.append(StepTable(dict(zip(SETTING, key, strict=True)), sorted(points.values(), key=order)))
+    return tables
 
 
-def figure(comparison: Comparison) -> Figure:
-    """Plots tokens per second by length, and peak memory if it is known."""
-    panels = 1 + any(map(memory_gib, comparison.steps))
-    bars = len(comparison.labels) * len(comparison.lengths)
-    out = new_figure(max(5.5, 2.0 + 0.5 * bars) * panels, 5.2)
-    throughput, *memory = out.subplots(1, panels, squeeze=False)[0]
-    throughput.set_title("Whole training steps", loc="left")
-    throughput.set_ylabel("tokens per second, all GPUs")
-    draw_bars(throughput, comparison, lambda step: step["tokens_per_second"], error_bar)
-    for axes in memory:
-        axes.set_title("Peak memory", loc="left")
-        axes.set_ylabel("GiB per GPU")
-        draw_bars(axes, comparison, memory_gib, lambda step: (0.0, 0.0))
-    handles, labels = throughput.get_legend_handles_labels()
-    out.legend(handles, labels, loc="outside lower left", ncols=min(len(labels), 4))
-    subtitle(out, comparison.title)
-    return out
-
-
-def draw_bars(
-    axes: Axes,
-    comparison: Comparison,
-    value: Callable[[Record], float | None],
-    error: Callable[[Record], tuple[float, float]],
-) -> None:
-    """Plots a group of bars per length. A skipped record shows its reason."""
-    labels, lengths = comparison.labels, comparison.lengths
-    width = GROUP_WIDTH / len(labels)
-    logarithmic = set_scale(axes, [v for step in comparison.steps if (v := value(step))])
-    for i, (label, color) in enumerate(zip(labels, colors(comparison), strict=True)):
-        for group, length in enumerate(lengths):
-            x = group + (i - (len(labels) - 1) / 2) * width
-            step = comparison.at(length, label)
-            height = value(step) if step else None
-            axes.bar(x, height or 0.0, 0.94 * width, color=color, label=label if group == 0 else None)
-            if step and height:
-                label_bar(axes, x, height, *error(step))
-            elif step and step["skipped"]:
-                reason = step["skipped"] if len(step["skipped"]) < 20 else "skipped"
-                foot = axes.get_ylim()[0]
-                axes.text(x, foot, f"  {reason}", rotation=90, ha="center", va="bottom", fontsize=8.5, color=GREY)
-    axes.set_xlabel("tokens in the sequence")
-    axes.set_xticks(range(len(lengths)), [format_tokens(length) for length in lengths])
-    axes.grid(axis="x", visible=False)
-    if not logarithmic and axes.get_ylim()[1] >= 1000:
-        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-
-
-def set_scale(axes: Axes, known: Sequence[float]) -> bool:
-    """Starts the axis at zero, or makes it logarithmic if the lowest bars would vanish. Returns True if logarithmic."""
-    if not known:
-        return False
-    logarithmic = max(known) > WIDE_RANGE * min(known)
-    if logarithmic:
-        axes.set_yscale("log")
-        axes.set_ylim(min(known) / 3, 2 * max(known))
-        round_log_ticks(axes.yaxis, "{:,g}".format)
-    else:
-        axes.set_ylim(0, 1.15 * max(known))
-    return logarithmic
-
-
-def label_bar(axes: Axes, x: float, height: float, below: float, above: float) -> None:
-    """Labels a bar with its value and adds an error bar from the slowest to the fastest step."""
-    if below + above > 0:
-        axes.errorbar(x, height, [[below], [above]], fmt="none", ecolor="black", elinewidth=1.0, capsize=2)
-    top = (x, height + above)
-    axes.annotate(number(height), top, (0, 4), textcoords="offset points", ha="center", fontsize=8.5)
-
-
-def number(value: float) -> str:
-    """Returns three digits, such as 50.8k."""
-    thousands = value >= 1000
-    return f"{value / 1000 if thousands else value:#.3g}".removesuffix(".") + ("k" if thousands else "")
-
-
-def colors(comparison: Comparison) -> list[tuple[float, float, float]]:
-    """Returns a color per label: that of its implementation, paler for each further label."""
-    implementations = {step["label"]: step["implementation"] for step in comparison.steps}
+def colors(implementations: Iterable[str]) -> list[tuple[float, ...]]:
+    """Returns the color of each implementation, paler for each further bar of the same one."""
     counts: dict[str, int] = {}
     out = []
-    for label in comparison.labels:
-        implementation = implementations[label]
-        i = counts[implementation] = counts.get(implementation, -1) + 1
-        red, green, blue = (x + (1 - x) * (1 - 0.7**i) for x in to_rgb(COLORS.get(implementation, OTHER_COLOR)))
-        out.append((red, green, blue))
+    for name in implementations:
+        i = counts[name] = counts.get(name, -1) + 1
+        out.append(tuple(x + (1 - x) * (1 - 0.7**i) for x in to_rgb(COLORS.get(name, OTHER_COLOR))))
     return out
 
 
 BENCHMARK = Benchmark(
     name="step",
     title="Whole training steps",
-    description="Plots tokens per second and peak memory by length",
-    read=read_steps,
-    group=compare,
-    figure=figure,
-    table_rows=table_rows,
-    remarks=remarks,
+    program="benchmarks/step.py",
+    keys={"step": (*SETTING, *KEYS)},
+    group=tables_of,
+    defaults={"packed_rows": None, "lora_rank": None},
 )
+main = BENCHMARK.main

@@ -51,3 +51,33 @@ def write_lines(path: Path, values: list[dict[str, Any]]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(value) + "\n" for value in values))
     return path
+
+
+def event(name: str, start_ms: float, ms: float, category: str = "kernel", launch: int = 0) -> dict[str, Any]:
+    """An event of a trace. `launch` connects a kernel with the call that launched it."""
+    arguments = {"correlation": launch} if launch else {}
+    return {"ph": "X", "cat": category, "name": name, "ts": start_ms * 1e3, "dur": ms * 1e3, "args": arguments}
+
+
+def two_steps() -> list[dict[str, Any]]:
+    """Each: 2 ms of forward attention, a collective of 3 ms beside its second half, 1 ms of nothing, 4 ms of update."""
+    events = []
+    for i, begin in enumerate((0.0, 9.0)):
+        first = 10 * i
+        events += [
+            event(f"step {i + 4}", begin, 0.9, "user_annotation"),
+            event("forward", begin, 0.4, "user_annotation"),
+            event("update", begin + 0.5, 0.3, "user_annotation"),
+            event("cudaLaunchKernel", begin + 0.1, 0.01, "cuda_runtime", first + 1),
+            event("cudaLaunchKernel", begin + 0.2, 0.01, "cuda_runtime", first + 2),
+            event("cudaLaunchKernel", begin + 0.6, 0.01, "cuda_runtime", first + 3),
+            event("flash_fwd_kernel", begin, 2, launch=first + 1),
+            event("ncclDevKernel_AllGather", begin + 1, 3, launch=first + 2),
+            event("FusedAdam", begin + 5, 4, launch=first + 3),
+        ]
+    return events
+
+
+def copy(name: str, size: int, ms: float) -> dict[str, Any]:
+    """A copy of `size` bytes in a trace."""
+    return event(f"Memcpy {name} (a -> b)", 0, ms, "gpu_memcpy") | {"args": {"bytes": size}}

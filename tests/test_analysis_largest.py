@@ -7,7 +7,7 @@ import pytest
 from analysis_files import write_lines
 
 from analysis.__main__ import main
-from analysis.largest import figure, limits_of, read_searches
+from analysis.largest import BENCHMARK
 
 SEARCH: dict[str, Any] = {
     "what": "weights", "strategy": "all", "tokens": 0, "flags": "", "gpus": 1, "gpu_memory": None, "commit": "154d5c1",
@@ -52,22 +52,13 @@ def test_the_table_and_the_picture_say_what_fits_and_what_is_too_large(
 
 
 def test_bars_are_billions_of_parameters_up_to_the_next_size(file: Path) -> None:
-    (one,) = limits_of(read_searches(file, []))
-    out = figure(one)
-    (axes,) = out.axes
-    widths = [bar.get_width() for bar in axes.patches]
-    assert widths == pytest.approx([82.426353152, 71.46803328, 11.0, 9.0])
-    assert axes.get_xlabel().startswith("parameters, billions")
-    assert out.get_suptitle() == "1 × NVIDIA H200, torch 2.11.0, commit 154d5c1"
-
-
-def test_several_numbers_of_gpus_are_a_line_a_search(tmp_path: Path) -> None:
-    found = [limit(n * 10**10, n * 12 * 10**9, what="training", gpus=n) for n in (4, 1, 2)]
-    (one,) = limits_of(read_searches(write_lines(tmp_path / "a.jsonl", found), []))
-    (axes,) = figure(one).axes
-    assert list(axes.get_lines()[0].get_xdata()) == [1, 2, 4]
-    assert list(axes.get_lines()[0].get_ydata()) == [10.0, 20.0, 40.0]
-    assert axes.get_xlabel() == "GPUs" and axes.get_ylabel().startswith("parameters, billions")
+    (limits,) = BENCHMARK.group(BENCHMARK.read(file, []))
+    picture = limits.figure()
+    assert picture is not None
+    (axes,) = picture.axes
+    assert [bar.get_width() for bar in axes.patches] == pytest.approx([82.426353152, 71.46803328, 11.0, 9.0])
+    assert [label.get_text().split()[-2:] for label in axes.get_yticklabels()] == [["1", "GPU"]] * 2
+    assert picture.get_suptitle() == "1 × NVIDIA H200, torch 2.11.0, commit 154d5c1"
 
 
 def test_a_repeated_search_counts_as_it_ended_last_and_devices_stay_apart(

@@ -12,10 +12,9 @@ from matplotlib.figure import Figure
 
 from analysis.__main__ import main
 from analysis.plots import figure, find_runs
-from analysis.plots_figure import METRICS, point_of
+from analysis.plots_figure import METRICS
 from analysis.plots_file import read_plots
-from analysis.run_settings import short_commit
-from analysis.runs import median, read_run
+from analysis.runs import median, read_run, short_commit
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = sorted((ROOT / "analysis" / "configs").glob("*.yaml"))
@@ -74,8 +73,8 @@ def plots(results: Path, capsys: pytest.CaptureFixture[str], *words: str) -> tup
 # ---- points, lines and bars -----------------------------------------------------------------------------------------
 
 
-def test_a_line_for_every_combination_of_the_settings_that_differ(results: Path) -> None:
-    drawn = draw(results, "{metric: speed, x: length}")
+def test_a_line_for_every_combination_of_the_series(results: Path) -> None:
+    drawn = draw(results, "{metric: speed, x: length, series: [kernel, schedule]}")
     assert sorted(legend_of(drawn)) == ["kernel cudnn", "kernel fa4"]
     (axes,) = drawn.axes
     assert axes.get_xscale() == "log" and [t.get_text() for t in axes.get_xticklabels()] == ["4K", "8K", "64K"]
@@ -110,13 +109,6 @@ def test_weak_scaling_is_a_line_of_the_same_tokens_on_every_rank(tmp_path: Path)
     assert legend_of(strong) == ["length 32K", "length 64K", "length 128K"]
 
 
-def test_the_step_at_which_a_run_began_does_not_tell_lines_apart(tmp_path: Path) -> None:
-    for length, begin in ((4096, 1), (8192, 6)):
-        info = about(config={"model_max_length": length}, first_step=begin)
-        write_run(tmp_path / "runs" / str(length), [record(step) for step in range(begin, 13)], info)
-    assert legend_of(draw(tmp_path, "{metric: speed, x: length}")) == []
-
-
 @pytest.mark.parametrize(
     ("logged", "info", "steps"),
     [
@@ -131,9 +123,10 @@ def test_training_time_counts_the_steps_that_a_run_made_itself(
     tmp_path: Path, logged: range, info: dict[str, int], steps: int
 ) -> None:
     records = [record(step, step_seconds=0.5) for step in logged]
+    info = {**info, "total_steps": logged[-1]}
     config = {"logging_steps": 10, "profile_steps": [900, 901]}
     run = read_run(write_run(tmp_path, records, about(config=config, **info)), "run")
-    assert point_of(run, "", METRICS["time"]).value == 0.5 * steps
+    assert METRICS["time"].point(run, "").value == 0.5 * steps
     assert np.isfinite(run.unprofiled("step_seconds")).all(), "it traced none of them"
 
 
@@ -157,7 +150,7 @@ def test_profiled_steps_and_their_neighbours_do_not_count(tmp_path: Path, every:
     run = read_run(write_run(tmp_path, records, about(config={"profile_steps": [7, 8]})), "run")
     assert set(run.column("step")[np.isnan(run.unprofiled("tokens_per_second"))]) == slowed
     assert median(run.unprofiled("tokens_per_second")) == 100.0
-    spread = point_of(run, "", METRICS["speed"])
+    spread = METRICS["speed"].point(run, "")
     assert (spread.low, spread.high) == (100.0, 100.0)
 
 
@@ -167,10 +160,10 @@ def test_profiled_steps_and_their_neighbours_do_not_count(tmp_path: Path, every:
 @pytest.mark.parametrize(
     ("spec", "scale"),
     [
-        ("{metric: speed, x: length}", "log"),  # 4096 to 131072
-        ("{metric: speed, x: length, where: {length: [4096, 8192]}}", "linear"),
+        ("{metric: speed, x: length, series: kernel}", "log"),  # 4096 to 131072
+        ("{metric: speed, x: length, series: kernel, where: {length: [4096, 8192]}}", "linear"),
         ("{metric: speed, x: step, where: {kernel: fa4, length: 4096}}", "linear"),
-        ("{metric: latency, x: length}", "linear"),
+        ("{metric: latency, x: length, series: kernel}", "linear"),
         ("{metric: speed, x: dtype, series: [kernel, length]}", "log"),  # of bars, with a foot below the lowest
     ],
 )
@@ -194,7 +187,7 @@ def test_keys_are_drawn_in_the_unit_that_they_end_in(results: Path) -> None:
 
 
 def test_a_figure_names_the_hardware_and_versions_that_all_its_runs_share(results: Path) -> None:
-    spec = "{metric: speed, x: length}"
+    spec = "{metric: speed, x: length, series: kernel}"
     assert draw(results, spec).get_suptitle() == "2 × NVIDIA H200, torch 2.11.0, commit 0123abcd"
     write_run(results / "runs" / "b", [record(1)], about(world_size=4, commit=None, config={"model_max_length": 1024}))
     assert draw(results, spec).get_suptitle() == "torch 2.11.0"
@@ -260,7 +253,7 @@ def test_numbers_of_traced_steps_are_drawn_over_a_setting(
 ) -> None:
     for length in LENGTHS[:2]:
         write_profile(results / "runs" / f"fa4-{length}", PROFILE)
-    axes = axes_of(results, f"{{metric: {word}, x: length}}")
+    axes = axes_of(results, f"{{metric: {word}, x: length, series: kernel}}")
     assert [[*LENGTHS[:2]], pytest.approx([value, value])] in numbered_lines(axes)
     others = f"{{metric: {word}, x: length, where: {{kernel: cudnn}}}}"
     write_config(results, f"{others}\n  two: {{metric: memory, x: kernel, where: {{length: 4096}}}}")
@@ -288,7 +281,9 @@ def test_the_command_writes_every_figure_and_notes_unreadable_runs(
     write_run(results / "runs" / "torn", [record(1)]).joinpath("run.json").write_text("{")
     path = results / "runs" / "fa4-8192" / "metrics.jsonl"
     path.write_text("garbled\n" + path.read_text())
-    write_config(results, "{metric: speed, x: length}\n  two: {metric: memory, x: kernel, where: {length: 4096}}")
+    write_config(
+        results, "{metric: speed, x: length, series: kernel}\n  two: {metric: memory, x: kernel, where: {length: 4096}}"
+    )
     status, names, err = plots(results, capsys)
     assert (status, names) == (0, ["one.png", "two.png"])
     assert all((results / name).stat().st_size for name in names)
@@ -309,7 +304,7 @@ def test_the_command_writes_every_figure_and_notes_unreadable_runs(
         ("{metric: speed, x: length, series: [qqq]}", "figure one: series: no run has a setting qqq; give a key"),
         ("{x: length}", "figures.one.metric: is missing"),
         ("{metric: speed, x: length, serie: kernel}", "figures.one.serie: unknown; keys are metric, x, series"),
-        ("speed", "figures.one: give {metric: …, x: …}"),
+        ("speed", "figures.one: give `key: value` lines; keys are metric, x, series"),
     ],
 )
 def test_a_wrong_figure_is_one_line_and_exit_2(

@@ -330,7 +330,7 @@ def test_without_the_extra_only_the_page_is_refused(tmp_path: Path, module: str)
 
     done = analyse("report", str(tmp_path))
     assert done.returncode == 2
-    assert done.stderr == f"analysis: error: the page needs {module}; pip install jinja2 plotly\n"
+    assert done.stderr == f"analysis: error: {module} is not installed; pip install jinja2 plotly\n"
     assert analyse(str(run)).returncode == 0 and (run / "loss.png").exists()
 
 

@@ -1,4 +1,4 @@
-"""Curves of training runs: which files are read or refused, what is printed and what is drawn."""
+"""Curves of training runs: files that are read or refused, the printed table, and the figures."""
 
 import json
 import subprocess
@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 from analysis_files import record, write_run
+from matplotlib.figure import Figure
 
 from analysis.__main__ import COMMANDS, REMOVED, main
 from analysis.curves import figures, loss_figure
-from analysis.drawing import COLORS, colors, log_ticks
+from analysis.drawing import COLORS, colors, plain_ticks
 from analysis.runs import Run, describe, labels, median, read_run, read_runs, smooth, warmup_records
 
 PICTURES = ["loss.png", "throughput.png", "memory.png", "mfu.png"]
@@ -24,10 +25,6 @@ def make_run(directory: Path, steps: int = 40, gpu: bool = False, tail: str = ""
 
 def runs_of(*directories: Path) -> list[Run]:
     return read_runs(directories, [])
-
-
-def derive_steps(directory: Path) -> list[float]:
-    return list(read_run(directory, "run").column("step"))
 
 
 def test_help_names_every_command_on_a_line_of_its_own(
@@ -82,14 +79,6 @@ def test_pictures_of_several_runs_are_in_a_folder_of_their_own(
     assert not list(runs[0].glob("*.png")) and not list(runs[1].glob("*.png"))
 
 
-def test_pictures_go_where_output_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run, output = make_run(tmp_path / "run", steps=3), tmp_path / "new" / "folder"
-    assert main([str(run), "--output", str(output)]) == 0
-    paths, lines = [output / name for name in PICTURES], capsys.readouterr().out.splitlines()
-    assert lines[-len(paths) :] == [str(path) for path in paths] and sorted(output.iterdir()) == sorted(paths)
-    assert not [line for line in lines if line.endswith(" ")] and not list(run.glob("*.png"))
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -135,13 +124,6 @@ def test_a_run_given_twice_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "is given twice" in capsys.readouterr().err
 
 
-def test_a_last_line_cut_off_is_left_out_and_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = make_run(tmp_path / "run", steps=5, tail='{"step": 6, "lo')
-    assert main([str(run)]) == 0
-    assert "line 6 is cut off, as when a run is killed while writing; it is left out" in capsys.readouterr().err
-    assert derive_steps(run) == [1, 2, 3, 4, 5]
-
-
 def test_lines_that_are_no_records_are_one_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path / "run", steps=5)
     path = run / "metrics.jsonl"
@@ -149,15 +131,23 @@ def test_lines_that_are_no_records_are_one_note(tmp_path: Path, capsys: pytest.C
     assert main([str(run)]) == 0
     (note,) = capsys.readouterr().err.splitlines()
     assert note.startswith(f"analysis: note: {path} lines 1, 7, 8 and 1 more are left out: line 1 is not")
-    assert derive_steps(run) == [1, 2, 3, 4, 5]
+    assert list(read_run(run, "run").column("step")) == [1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize("line", ["[" * 100_000, f'{{"step": 6, "loss": {10**400}}}', '{"step": true}'])
-@pytest.mark.parametrize("command", [[], ["report"]])
-def test_a_line_that_no_program_should_write_is_left_out(tmp_path: Path, command: list[str], line: str) -> None:
-    run = make_run(tmp_path / "run", steps=5, tail=line + "\n")
-    assert main([*command, str(run)]) == 0
-    assert derive_steps(run) == [1, 2, 3, 4, 5]
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("[" * 100_000, "is nested too deep"),
+        (f'{{"step": 6, "loss": {10**400}}}', "is too large"),
+        ('{"step": true}', "is not a record"),
+        ('{"step": 6, "lo', "is cut off, as when a run is killed while writing; it is left out"),
+    ],
+)
+def test_a_line_that_is_no_record_is_left_out(tmp_path: Path, line: str, reason: str) -> None:
+    run = read_run(make_run(tmp_path / "run", steps=5, tail=line), "run")
+    assert list(run.column("step")) == [1, 2, 3, 4, 5]
+    (note,) = run.notes
+    assert "metrics.jsonl line 6 " in note and reason in note
 
 
 def test_a_run_that_cannot_be_read_is_noted_and_the_others_are_drawn(
@@ -175,13 +165,11 @@ def test_a_run_that_cannot_be_read_is_noted_and_the_others_are_drawn(
     assert capsys.readouterr().err.endswith("(and 1 more like it)\n")
 
 
-def test_steps_repeated_after_a_resume_count_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    again = "\n".join(json.dumps(record(step, loss=1.0)) for step in (4, 5, 6))
-    directory = make_run(tmp_path / "run", steps=5, tail=again)
-    assert main([str(directory)]) == 0
-    assert "2 steps were logged twice" in capsys.readouterr().err
-    run = read_run(directory, "run")
-    assert derive_steps(directory) == [1, 2, 3, 4, 5, 6] and list(run.column("loss")[3:]) == [1.0, 1.0, 1.0]
+def test_steps_repeated_after_a_resume_count_once(tmp_path: Path) -> None:
+    again = "\n".join(json.dumps(record(step, loss=1.0)) for step in (4, 5, 6)) + "\n"
+    run = read_run(make_run(tmp_path / "run", steps=5, tail=again), "run")
+    assert list(run.column("step")) == [1, 2, 3, 4, 5, 6] and list(run.column("loss")[3:]) == [1.0, 1.0, 1.0]
+    assert run.notes == ("run: 2 steps were logged twice, as in a resumed run; the later records count",)
 
 
 def test_equal_names_take_as_many_parents_as_they_need() -> None:
@@ -215,8 +203,12 @@ def test_smoothing_keeps_a_straight_line_and_skips_unknown_values() -> None:
 
 def test_tables_have_a_column_for_each_of_up_to_three_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = [make_run(tmp_path / "gpu", gpu=True), *(make_run(tmp_path / f"cpu{i}") for i in range(3))]
-    assert main([*map(str, runs), "--output", str(tmp_path)]) == 0
-    lines = [line.split("  ") for line in capsys.readouterr().out.splitlines()]
+    output = tmp_path / "new" / "folder"
+    assert main([*map(str, runs), "--output", str(output)]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[-4:] == [str(output / name) for name in PICTURES] and {p.name for p in output.iterdir()} == {*PICTURES}
+    assert not [line for line in shown if line.endswith(" ")]
+    lines = [line.split("  ") for line in shown]
     rows = [[cell.strip() for cell in line if cell.strip()] for line in lines]
     first = {row[0]: row[1:] for row in reversed(rows) if len(row) == 4}
     assert first["steps"] == ["40"] * 3
@@ -280,7 +272,7 @@ def test_a_metric_that_no_run_logged_is_missing_on_the_picture(tmp_path: Path) -
             assert [text.get_text() for text in axes.texts] == ["not recorded"]
 
 
-def test_every_run_has_its_own_colour() -> None:
+def test_every_run_has_its_own_color() -> None:
     assert colors(3) == list(COLORS[:3]) and len(set(colors(20))) == 20
 
 
@@ -293,14 +285,17 @@ def test_runs_that_coincide_show_beneath_each_other(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("low", "high", "ticks"),
     [
-        (9.965, 10.035, [9.98, 10.0, 10.02]),
-        (2, 40, [2, 5, 10, 20]),
-        (1, 1000, [1, 3, 10, 30, 100, 300, 1000]),
-        (0.5, 5e8, [10, 1e3, 1e5, 1e7]),
+        (9.965, 10.035, ["9.98", "10", "10.02"]),
+        (2, 40, ["2", "5", "10", "20"]),
+        (90, 120_000, ["100", "1,000", "10,000", "100,000"]),
     ],
 )
-def test_logarithmic_axes_have_few_round_ticks(low: float, high: float, ticks: list[float]) -> None:
-    assert log_ticks(low, high) == pytest.approx(ticks)
+def test_logarithmic_axes_have_few_round_ticks(low: float, high: float, ticks: list[str]) -> None:
+    axes = Figure().subplots()
+    axes.set(yscale="log", ylim=(low, high))
+    plain_ticks(axes.yaxis)
+    places = [place for place in axes.yaxis.get_majorticklocs() if low <= place <= high]
+    assert axes.yaxis.get_major_formatter().format_ticks(places) == ticks
 
 
 @pytest.mark.parametrize(("first", "change"), [(10.448, 1e-6), (10.448, 0.0), (11.9, 9.0)])
