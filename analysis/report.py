@@ -276,9 +276,9 @@ def line(run: Run, place: int, values: np.ndarray, **options: Any) -> go.Scatter
     )
 
 
-def numbers(values: Iterable[float]) -> list[float | None]:
-    """Rounds to six digits; unknown numbers become None."""
-    return [float(f"{value:.6g}") if np.isfinite(value) else None for value in values]
+def numbers(values: Iterable[float]) -> list[float]:
+    """Rounds to six digits, because a page of many long runs should stay small."""
+    return [float(f"{value:.6g}") for value in values]
 
 
 # ---- evaluations, verifications, plans ------------------------------------------------------------------------------

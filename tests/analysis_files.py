@@ -1,4 +1,4 @@
-"""Writes the files of a run as the trainer does, with numbers that a test chose."""
+"""Files of runs, benchmarks and traces, with numbers that a test chose."""
 
 import json
 from pathlib import Path
@@ -81,3 +81,54 @@ def two_steps() -> list[dict[str, Any]]:
 def copy(name: str, size: int, ms: float) -> dict[str, Any]:
     """A copy of `size` bytes in a trace."""
     return event(f"Memcpy {name} (a -> b)", 0, ms, "gpu_memcpy") | {"args": {"bytes": size}}
+
+
+def attention_point(
+    implementation: str, request: str, length: int, tflops: float | None, **changes: Any
+) -> dict[str, Any]:
+    """A point whose slowest repeat took a tenth longer than the median, the fastest a twentieth less."""
+    world = 1 if implementation == "single-gpu" else 4
+    seconds = 3.5 * 4 * length**2 * 4096 / 2 / world / tflops / 1e12 if tflops else None
+    times = {"min": 0.95, "median": 1.0, "max": 1.1}
+    return {
+        "length": length, "world": world, "heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": "bfloat16", "batch": 1,
+        "implementation": implementation, "request": request, "kernel": "fa4", "transport": None,
+        **{f"seconds_{which}": seconds and seconds * share for which, share in times.items()},
+        "tflops_per_gpu": tflops, "peak_memory_bytes": 3 * 2**30 if tflops else None,
+        "exposed_communication_seconds": None, "skipped": None if tflops else "out of memory",
+    } | changes  # fmt: skip
+
+
+def step_point(label: str, length: int, measured: tuple[float, float] | None, **changes: Any) -> dict[str, Any]:
+    """A point whose slowest step took a tenth longer than the median, the fastest a twentieth less."""
+    rate, gib = measured or (None, None)
+    return {
+        "benchmark": "step", "implementation": label.split()[0], "label": label, "model": "llama3.2-1b", "layers": 16,
+        "length": length, "world": 4, "dtype": "bfloat16", "tokens_per_second": rate,
+        "tokens_per_second_lowest": rate and rate / 1.1, "tokens_per_second_highest": rate and rate / 0.95,
+        "mfu": rate and rate / 250_000, "model_tflops_per_gpu": rate and rate / 250,
+        "peak_memory_allocated_bytes": gib and int(gib * GIB),
+        "first_loss": rate and 11.9, "last_loss": rate and 11.8 + length / 1e7, "losses_finite": rate and True,
+        "skipped": None if rate else "out of memory", "hardware": {"device": "NVIDIA H200"},
+    } | changes  # fmt: skip
+
+
+SEARCH: dict[str, Any] = {
+    "what": "weights", "strategy": "all", "tokens": 0, "flags": "", "gpus": 1, "gpu_memory": None, "commit": "154d5c1",
+    "hardware": {"device": "NVIDIA H200", "memory_bytes": 150_000_000_000}, "versions": {"torch": "2.11.0"},
+}  # fmt: skip
+
+
+def probe(scale: int, fits: bool, **changes: Any) -> dict[str, Any]:
+    tried = {"benchmark": "largest-probe", "length": scale, "fits": fits, "peak_bytes": scale * 2**30 if fits else None}
+    return SEARCH | tried | changes
+
+
+def limit(parameters: int, above: int | None, **changes: Any) -> dict[str, Any]:
+    found = {"benchmark": "largest", "largest": 21, "parameters": parameters, "peak_bytes": 134 * 2**30}
+    end = {
+        "too_large": 22 if above else None,
+        "too_many_parameters": above,
+        "reason": "out of memory" if above else None,
+    }
+    return SEARCH | found | end | changes

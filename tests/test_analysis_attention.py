@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from analysis_files import write_lines
+from analysis_files import attention_point, write_lines
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 
@@ -22,21 +22,9 @@ LENGTHS = (16384, 131072)
 HEADER = {"benchmark": "attention", "hardware": {"device": "NVIDIA H200"}}
 
 
-def record(implementation: str, request: str, length: int, tflops: float | None, **changes: Any) -> dict[str, Any]:
-    """A point whose slowest repeat took a tenth longer than the median, the fastest a twentieth less."""
-    world = 1 if implementation == "single-gpu" else 4
-    seconds = 3.5 * 4 * length**2 * 4096 / 2 / world / tflops / 1e12 if tflops else None
-    times = {"min": 0.95, "median": 1.0, "max": 1.1}
-    return {
-        "length": length, "world": world, "heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": "bfloat16", "batch": 1,
-        "implementation": implementation, "request": request, "kernel": "fa4", "transport": None,
-        **{f"seconds_{which}": seconds and seconds * share for which, share in times.items()},
-        "tflops_per_gpu": tflops, "peak_memory_bytes": 3 * 2**30 if tflops else None,
-        "exposed_communication_seconds": None, "skipped": None if tflops else "out of memory",
-    } | changes  # fmt: skip
-
-
-POINTS = [record(*key, n, rate) for key, rates in RATES.items() for n, rate in zip(LENGTHS, rates, strict=True)]
+POINTS = [
+    attention_point(*key, n, rate) for key, rates in RATES.items() for n, rate in zip(LENGTHS, rates, strict=True)
+]
 
 
 def write(path: Path, points: list[dict[str, Any]]) -> Path:
@@ -109,10 +97,10 @@ def test_every_setting_has_its_own_table_and_the_ceiling_is_in_all(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     more = [
-        record("lightseq", "prefix", 16384, 470.0, world=2),
-        record("lightseq", "prefix", 16384, 450.0, kv_heads=32),
-        record("lightseq", "prefix", 16384, 440.0, documents="lognormal:0"),
-        record("lightseq", "prefix", 16384, 300.0, window=4096),
+        attention_point("lightseq", "prefix", 16384, 470.0, world=2),
+        attention_point("lightseq", "prefix", 16384, 450.0, kv_heads=32),
+        attention_point("lightseq", "prefix", 16384, 440.0, documents="lognormal:0"),
+        attention_point("lightseq", "prefix", 16384, 300.0, window=4096),
     ]
     lines = printed(capsys, write(tmp_path / "a.jsonl", [*POINTS, *more]), "--output", tmp_path / "new")
     assert [line for line in lines if "NVIDIA H200" in line] == [
@@ -131,7 +119,7 @@ def test_later_files_replace_points_and_several_are_drawn_into_a_shared_folder(
     tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    again = write(tmp_path / "b.jsonl", [record("lightseq", "ring", LENGTHS[1], 333.0)])
+    again = write(tmp_path / "b.jsonl", [attention_point("lightseq", "ring", LENGTHS[1], 333.0)])
     lines = printed(capsys, file, again)
     assert "| lightseq ring   | 240 |  333 |" in lines and lines[-1] == "outputs/compare/attention.png"
     assert list(tmp_path.rglob("*.png")) == [tmp_path / "outputs" / "compare" / "attention.png"]
@@ -139,7 +127,7 @@ def test_later_files_replace_points_and_several_are_drawn_into_a_shared_folder(
 
 def test_kernels_and_transports_are_named_if_they_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ways = (480.0, "fa4", "symmetric"), (400.0, "cudnn", "symmetric"), (440.0, "fa4", "nccl")
-    both = [record("lightseq", "prefix", 16384, rate, kernel=k, transport=t) for rate, k, t in ways]
+    both = [attention_point("lightseq", "prefix", 16384, rate, kernel=k, transport=t) for rate, k, t in ways]
     lines = printed(capsys, write(tmp_path / "a.jsonl", both))
     assert [line.split("|")[1].strip() for line in lines if line.startswith("| light")] == [
         "lightseq prefix, fa4, symmetric",

@@ -1,33 +1,12 @@
 """The largest models that fit, the next sizes beside them, and unfinished searches."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-from analysis_files import write_lines
+from analysis_files import limit, probe, write_lines
 
 from analysis.__main__ import main
 from analysis.largest import BENCHMARK
-
-SEARCH: dict[str, Any] = {
-    "what": "weights", "strategy": "all", "tokens": 0, "flags": "", "gpus": 1, "gpu_memory": None, "commit": "154d5c1",
-    "hardware": {"device": "NVIDIA H200", "memory_bytes": 150_000_000_000}, "versions": {"torch": "2.11.0"},
-}  # fmt: skip
-
-
-def probe(scale: int, fits: bool, **changes: Any) -> dict[str, Any]:
-    tried = {"benchmark": "largest-probe", "length": scale, "fits": fits, "peak_bytes": scale * 2**30 if fits else None}
-    return SEARCH | tried | changes
-
-
-def limit(parameters: int, above: int | None, **changes: Any) -> dict[str, Any]:
-    found = {"benchmark": "largest", "largest": 21, "parameters": parameters, "peak_bytes": 134 * 2**30}
-    end = {
-        "too_large": 22 if above else None,
-        "too_many_parameters": above,
-        "reason": "out of memory" if above else None,
-    }
-    return SEARCH | found | end | changes
 
 
 @pytest.fixture

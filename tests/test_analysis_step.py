@@ -1,16 +1,14 @@
 """Records of the benchmark of whole steps as a table and a picture."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-from analysis_files import write_lines
+from analysis_files import step_point, write_lines
 from matplotlib.axes import Axes
 
 from analysis.__main__ import main
 from analysis.step import BENCHMARK
 
-GIB = 2**30
 # label, length: tokens per second, GiB; None where it ran out of memory
 RATES: dict[tuple[str, int], tuple[float, float] | None] = {
     ("lightseq", 32768): (108_000.0, 11.5),
@@ -23,23 +21,9 @@ RATES: dict[tuple[str, int], tuple[float, float] | None] = {
 }
 
 
-def record(label: str, length: int, measured: tuple[float, float] | None, **changes: Any) -> dict[str, Any]:
-    """A point whose slowest step took a tenth longer than the median, the fastest a twentieth less."""
-    rate, gib = measured or (None, None)
-    return {
-        "benchmark": "step", "implementation": label.split()[0], "label": label, "model": "llama3.2-1b", "layers": 16,
-        "length": length, "world": 4, "dtype": "bfloat16", "tokens_per_second": rate,
-        "tokens_per_second_lowest": rate and rate / 1.1, "tokens_per_second_highest": rate and rate / 0.95,
-        "mfu": rate and rate / 250_000, "model_tflops_per_gpu": rate and rate / 250,
-        "peak_memory_allocated_bytes": gib and int(gib * GIB),
-        "first_loss": rate and 11.9, "last_loss": rate and 11.8 + length / 1e7, "losses_finite": rate and True,
-        "skipped": None if rate else "out of memory", "hardware": {"device": "NVIDIA H200"},
-    } | changes  # fmt: skip
-
-
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    return write_lines(tmp_path / "step.jsonl", [record(*key, measured) for key, measured in RATES.items()])
+    return write_lines(tmp_path / "step.jsonl", [step_point(*key, measured) for key, measured in RATES.items()])
 
 
 def axes_of(file: Path) -> list[Axes]:
@@ -91,7 +75,7 @@ def test_without_gpus_there_is_no_memory_and_tflops_take_the_place_of_mfu(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     changes = {"mfu": None, "peak_memory_allocated_bytes": None, "last_loss": None, "losses_finite": False}
-    file = write_lines(tmp_path / "a.jsonl", [record("plain", 1024, (500.0, 1.0), **changes)])
+    file = write_lines(tmp_path / "a.jsonl", [step_point("plain", 1024, (500.0, 1.0), **changes)])
     assert main(["step", str(file)]) == 0
     out = capsys.readouterr().out
     assert "model TFLOP/s per GPU" in out and "Not finite: losses of plain, 1K. Ignore its numbers." in out
@@ -99,15 +83,15 @@ def test_without_gpus_there_is_no_memory_and_tflops_take_the_place_of_mfu(
 
 
 def test_a_wide_range_is_drawn_on_a_logarithmic_axis(tmp_path: Path) -> None:
-    points = [record("plain", n, (rate, 1.0)) for n, rate in ((32768, 100_000.0), (1 << 20, 3_000.0))]
+    points = [step_point("plain", n, (rate, 1.0)) for n, rate in ((32768, 100_000.0), (1 << 20, 3_000.0))]
     assert axes_of(write_lines(tmp_path / "a.jsonl", points))[0].get_yscale() == "log"
 
 
 def test_a_later_record_replaces_an_earlier_one_and_settings_stay_apart(
     tmp_path: Path, file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    again = record("plain", 32768, (90_000.0, 11.0))
-    deeper = record("plain", 131072, (47_500.0, 24.3), model="llama3-8b", layers=8)
+    again = step_point("plain", 32768, (90_000.0, 11.0))
+    deeper = step_point("plain", 131072, (47_500.0, 24.3), model="llama3-8b", layers=8)
     other = write_lines(tmp_path / "b.jsonl", [again, deeper])
     assert main(["step", str(file), str(other), "--output", str(tmp_path / "new")]) == 0
     out = capsys.readouterr().out
@@ -119,7 +103,7 @@ def test_a_later_record_replaces_an_earlier_one_and_settings_stay_apart(
 def test_packed_rows_and_adapters_have_tables_of_their_own(
     tmp_path: Path, file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    packed = record("lightseq", 32768, (90_000.0, 11.0), packed_rows=8192, lora_rank=16)
+    packed = step_point("lightseq", 32768, (90_000.0, 11.0), packed_rows=8192, lora_rank=16)
     assert main(["step", str(file), str(write_lines(tmp_path / "b.jsonl", [packed])), "--output", str(tmp_path)]) == 0
     plain, own = capsys.readouterr().out.split("bfloat16, packed documents of 8K, LoRA of rank 16\n")
     assert "| 108,000 |" in plain.replace("  ", " ") and "90,000" not in plain
