@@ -60,6 +60,7 @@ class LengthTable(Measurements):
         """Returns the range of the repeats as a share of the median."""
 
     def remarks_on_losses(self) -> list[str]:
+        """Returns sentences about the losses, if the benchmark has any."""
         return []
 
     def remarks(self) -> list[str]:
@@ -75,9 +76,8 @@ class LengthTable(Measurements):
                 reasons.setdefault((record["label"], record["skipped"]), []).append(record["length"])
         for (label, reason), lengths in reasons.items():
             is_everywhere = len(lengths) == len(self.lengths) > 1
-            out.append(
-                f"– {label}, {'everywhere' if is_everywhere else ', '.join(map(format_tokens, lengths))}: {reason}"
-            )
+            where = "everywhere" if is_everywhere else ", ".join(map(format_tokens, lengths))
+            out.append(f"– {label}, {where}: {reason}")
         return out
 
 

@@ -54,7 +54,7 @@ class Metric:
     def point(self, run: Run, x: str) -> Point:
         """Returns a run's value at a setting."""
         if self.whole is not None:
-            value = self.whole(run, self.column(run))
+            value = self.whole(run, self.column(run)) if not self.key or run.has(self.key) else np.nan
             return Point(x, value, value, value)
         known = past_warmup(self.scale * run.unprofiled(self.key))
         if not known.size:
@@ -103,8 +103,7 @@ def total_seconds(run: Run, step_seconds: np.ndarray) -> float:
 
 
 def peak(run: Run, values: np.ndarray) -> float:
-    known = values[np.isfinite(values)]
-    return float(known.max()) if known.size else np.nan
+    return float(np.nanmax(values))
 
 
 def last_smoothed(run: Run, values: np.ndarray) -> float:

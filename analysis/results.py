@@ -94,18 +94,17 @@ def add(path: Path, found: Found) -> None:
         found.verifications[path] = read_verification(path, found.notes)
     elif first_object(path).get("plan") == "training":
         found.plans[path] = not_empty(path, read_lines(path, check_plan, found.notes))
-    elif (benchmark := benchmark_of(path)) is not None:
+    elif (benchmark := benchmark_of(first_object(path))) is not None:
         records = not_empty(path, benchmark.read(path, found.notes))
         found.benchmarks.setdefault(benchmark.name, {})[path] = records
     else:
         found.others.append(path)
 
 
-def benchmark_of(path: Path) -> Benchmark | None:
+def benchmark_of(first: Record) -> Benchmark | None:
     """Returns the benchmark that wrote a file, judging by the file's first object."""
-    first = first_object(path)
-    kind = first.get("benchmark") or ("attention" if "tflops_per_gpu" in first else None)
-    return next((b for b in BENCHMARKS if kind in (b.name, f"{b.name}-probe")), None)
+    kind = first.get("benchmark", "attention" if "tflops_per_gpu" in first else "")
+    return next((each for each in BENCHMARKS if kind in each.keys), None)
 
 
 def first_object(path: Path) -> Record:
