@@ -42,7 +42,7 @@ from launch.sweep_run import (
     with_job_status,
 )
 from lightseq.config.parser import count_flag
-from lightseq.utils.quiet import silence_loggers
+from lightseq.utils.process import silence_loggers
 
 ROOT = Path(__file__).resolve().parent.parent
 INTERRUPTED = 130

@@ -19,7 +19,7 @@ from lightseq.data.sources import ReadOptions
 from lightseq.data.token_directory import open_token_directory, write_token_directory
 from lightseq.data.tokenizer import ByteTokenizer, load_tokenizer
 from lightseq.models import hub
-from lightseq.utils.labels import IGNORE_INDEX
+from lightseq.utils.tensors import IGNORE_INDEX
 
 
 def token_directory(path: Path, *documents: Sequence[int], vocab_size: int = 1000) -> Path:

@@ -23,7 +23,7 @@ from lightseq.memory.remat import apply_remat
 from lightseq.modules import mlp as tiled
 from lightseq.modules.low_rank import LinearWeights, input_gradient, is_linear
 from lightseq.modules.mlp import LINEARS, gated_mlp, tile_mlps
-from lightseq.utils.quiet import silenced_loggers
+from lightseq.utils.process import silenced_loggers
 
 TOKENS, HIDDEN, INTERMEDIATE = 50, 16, 40
 TILES = [1, 7, 25, 49, 50, 51]

@@ -28,7 +28,7 @@ from lightseq.schedule.documents import balance, packed_schedule
 from lightseq.training.build import build_engine
 from lightseq.training.inputs import prepare
 from lightseq.training.trainer import Trainer
-from lightseq.utils.labels import IGNORE_INDEX
+from lightseq.utils.tensors import IGNORE_INDEX
 
 CPU = torch.device("cpu")
 LENGTH, SIZES = 150, (149, 3, 2, 40, 1, 90, 301, 17, 152, 60, 33, 151, 4, 75)  # of documents; four are longer

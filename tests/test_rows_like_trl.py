@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from byte_level import byte_level, published, read_rows
 
-from lightseq.utils.labels import IGNORE_INDEX
+from lightseq.utils.tensors import IGNORE_INDEX
 
 pytest.importorskip("trl")
 

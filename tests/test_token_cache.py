@@ -30,7 +30,7 @@ from lightseq.data.token_directory import write_token_directory
 from lightseq.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from lightseq.training.inputs import find_examples
 from lightseq.training.metrics import read_records
-from lightseq.utils.labels import IGNORE_INDEX
+from lightseq.utils.tensors import IGNORE_INDEX
 
 # As Mistral's and Llama 3's models have them.
 MISTRAL = (

@@ -42,7 +42,7 @@ from lightseq.tools.verify.data import misplaced, synthetic_rows
 from lightseq.tools.verify.model import gradient_errors
 from lightseq.tools.verify.report import PASS, Row, write
 from lightseq.training import trainer
-from lightseq.utils.differences import differences
+from lightseq.utils.formatting import differences
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")

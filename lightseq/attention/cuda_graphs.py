@@ -16,7 +16,7 @@ import torch
 from lightseq.attention.pass_spec import PassSpec
 from lightseq.comm.transport import Transport
 from lightseq.kernels.fused.launches import Launch, Launches
-from lightseq.utils.gc_control import without_collection
+from lightseq.utils.process import without_collection
 
 MAX_FLOPS = 2e12  # of a pass: about three milliseconds on an H100, long enough to hide the launches of the next pass
 MAX_OUTBOX_BYTES = 2**28  # a pass needs about twice as much temporary memory

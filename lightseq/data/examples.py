@@ -17,7 +17,7 @@ from lightseq.data.targets import EMPTY, text_of_row
 from lightseq.data.token_directory import META, IntArray, TokenDirectory, open_token_directory
 from lightseq.data.tokenizer import Tokenizer
 from lightseq.utils.formatting import plural
-from lightseq.utils.labels import IGNORE_INDEX
+from lightseq.utils.tensors import IGNORE_INDEX
 
 SCAN_TOKENS = 1 << 24  # tokens per chunk of a scan
 IdsAndLabels = tuple[IntArray, IntArray]  # ids and labels, not yet shifted; one array twice if all are targets

@@ -38,7 +38,7 @@ from lightseq.data.columns import (
 from lightseq.data.sources import Row, get_column, get_text, join_names
 from lightseq.data.token_directory import IntArray
 from lightseq.data.tokenizer import TargetMask, TextPart, Tokenizer
-from lightseq.utils.labels import IGNORE_INDEX
+from lightseq.utils.tensors import IGNORE_INDEX
 
 EMPTY, NO_ANSWER = "empty", "without an answer"
 UNENDED: Final = (

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from lightseq.utils.masking import is_secret_name
-from lightseq.utils.quiet import silence_loggers
+from lightseq.utils.process import silence_loggers
 
 # Settings of torch's launcher: seconds that ranks may take to end, and signals to forward.
 SHUTDOWN_TIMEOUT, SIGNALS = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "PET_SIGNALS_TO_HANDLE"

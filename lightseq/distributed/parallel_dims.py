@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from lightseq.distributed.world import World
 from lightseq.utils.formatting import divisors, plural
-from lightseq.utils.upload import scalar
+from lightseq.utils.tensors import scalar
 
 
 @dataclass(frozen=True)

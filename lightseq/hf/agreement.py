@@ -9,7 +9,7 @@ from torch import Tensor
 from lightseq.attention.context import SequenceContext
 from lightseq.attention.forward_pass import ForwardPass
 from lightseq.sequence.documents import Documents
-from lightseq.utils.labels import IGNORE_INDEX
+from lightseq.utils.tensors import IGNORE_INDEX
 
 BATCHES_BETWEEN_COMPARISONS: Final = 100
 BATCH_FACTS: Final = "batch_facts"  # key of `batch_facts` in a batch

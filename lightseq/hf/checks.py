@@ -22,7 +22,7 @@ from lightseq.hf.loss_checks import check_labels, check_loss, restore_loss_funct
 from lightseq.models.architecture import transformers_model, windows_of_masks
 from lightseq.models.mixers import attending_layers
 from lightseq.sequence.documents import Documents
-from lightseq.utils.labels import IGNORE_INDEX
+from lightseq.utils.tensors import IGNORE_INDEX
 
 
 def install_checks(model: PreTrainedModel, record: EnabledModel, length_dependent_rope: bool) -> None:

@@ -21,7 +21,7 @@ from lightseq.kernels.logit_transform import LogitTransform
 from lightseq.models.architecture import head_change, known_logit_transform, transformers_model
 from lightseq.modules import loss
 from lightseq.modules.replaced_head import ReplacedHead
-from lightseq.utils.labels import IGNORE_INDEX
+from lightseq.utils.tensors import IGNORE_INDEX
 
 
 def token_log_probs(

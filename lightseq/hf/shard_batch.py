@@ -1,17 +1,19 @@
 """A rank's part of a batch in the form of Hugging Face: ids, labels, masks, positions and packed documents."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from lightseq.attention.context import SequenceContext
-from lightseq.data.local_batch import local_batch
 from lightseq.hf.agreement import BATCH_FACTS, batch_facts
 from lightseq.schedule.documents import check_boundaries, document_positions
-from lightseq.utils.labels import IGNORE_INDEX
-from lightseq.utils.upload import upload
+from lightseq.sequence.documents import Documents
+from lightseq.sequence.group import SequenceGroup
+from lightseq.utils.tensors import IGNORE_INDEX, upload
+
+Labels = TypeVar("Labels", bound=Tensor | None)
 
 
 def shard_batch(
@@ -72,6 +74,15 @@ def shard_batch(
         valid = (labels != IGNORE_INDEX).sum().clamp_min(1)  # without a target the loss is 0, not NaN
         batch |= {"labels": local, "shift_labels": local, "num_items_in_batch": valid}
     return batch
+
+
+def local_batch(
+    group: SequenceGroup, input_ids: Tensor, labels: Labels, boundaries: Sequence[int] | None
+) -> tuple[Tensor, Labels, Documents | None]:
+    """Returns this rank's shard of a batch's ids and shifted labels, and the documents if `boundaries` are given."""
+    documents = None if boundaries is None else group.pack(boundaries, input_ids.shape[1])
+    local: Any = labels if labels is None else group.shard(labels, IGNORE_INDEX, documents)
+    return group.shard(input_ids, documents=documents), local, documents
 
 
 def find_boundaries(

@@ -40,7 +40,7 @@ from lightseq.modules.compilation import allow_graphs_per_length
 from lightseq.modules.identity import is_known_code, product_change
 from lightseq.modules.loss import TokenMetrics, cross_entropy_sum, token_metrics
 from lightseq.modules.replaced_head import ReplacedHead, tensor_version
-from lightseq.utils.labels import IGNORE_INDEX
+from lightseq.utils.tensors import IGNORE_INDEX
 
 PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")  # of TRL's outputs
 PER_BATCH = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids")

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from lightseq.kernels.fused.launches import fused_kernels
 from lightseq.kernels.fused.products import add_product
 from lightseq.kernels.logit_transform import UNCHANGED, LogitTransform
-from lightseq.utils.labels import IGNORE_INDEX
+from lightseq.utils.tensors import IGNORE_INDEX
 
 CHUNK_TOKENS = 2048  # 128256 logits of 2048 tokens are half a GiB in bfloat16
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, get_args
 
-from lightseq.utils.upload import upload
+from lightseq.utils.tensors import upload
 
 if TYPE_CHECKING:
     import torch

@@ -16,7 +16,7 @@ from torch import Tensor
 from lightseq.schedule.layout import Layout
 from lightseq.sequence.documents import Documents, without_repeats
 from lightseq.sequence.group import SequenceGroup, find_group
-from lightseq.utils.upload import upload
+from lightseq.utils.tensors import upload
 
 MAX_PLANS = 16  # cached; each keeps index tensors on the device, and packed sequences rarely repeat
 

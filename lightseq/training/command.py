@@ -7,7 +7,7 @@ from lightseq.config.command_line import help_text, print_help_if_asked
 from lightseq.config.parser import print_error
 from lightseq.distributed.environment import is_main_process, set_up_process
 from lightseq.models.presets import ModelFamily
-from lightseq.utils.gc_control import without_collection
+from lightseq.utils.process import without_collection
 from lightseq.utils.versions import check_transformers
 
 

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightseq.modules.loss import losses_and_hits
 from lightseq.sequence.documents import Documents
-from lightseq.utils.labels import IGNORE_INDEX
+from lightseq.utils.tensors import IGNORE_INDEX
 
 POWERS: Final = "powers"
 

@@ -41,7 +41,7 @@ from lightseq.models.layers import distinct, names_of_kinds
 from lightseq.modules.tiled import check_layer_class
 from lightseq.schedule.algorithms import SCHEDULES
 from lightseq.schedule.auto import ScheduleChoice, choose_windowed
-from lightseq.utils.differences import differences
+from lightseq.utils.formatting import differences
 
 Notes = tuple[str, ...]
 # Hosts may keep copies of these in different places.

@@ -17,7 +17,7 @@ from lightseq.memory.offload import Offload
 from lightseq.models.flops import mfu, model_flops, peak_flops_per_second, recompute_flops
 from lightseq.training.machine import hardware, process_memory
 from lightseq.training.metrics import StepRecord
-from lightseq.utils.upload import scalar
+from lightseq.utils.tensors import scalar
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from torch.profiler import record_function
 from lightseq.attention.context import SequenceContext, area_balance
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import Batch, bucket_lengths, padding_batch, trim_padding
-from lightseq.data.local_batch import local_batch
 from lightseq.distributed.watchdog import Watchdog
 from lightseq.distributed.world import World
+from lightseq.hf.shard_batch import local_batch
 from lightseq.memory.planner.advice import plan_notes
 from lightseq.memory.planner.breakdown import Breakdown
 from lightseq.models.adapters import count_adapter_parameters
@@ -30,7 +30,7 @@ from lightseq.training.optimization import LearningRate
 from lightseq.training.step_stats import StepResult
 from lightseq.training.terminal import Terminal
 from lightseq.utils.progress import progress_bar
-from lightseq.utils.upload import upload
+from lightseq.utils.tensors import upload
 
 
 class Trainer:

@@ -1,7 +1,8 @@
-"""Formatting of errors, counts and tables, and a check of file names."""
+"""Formatting of errors, counts, tables and differences, and a check of file names."""
 
 import difflib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 
 def first_line(error: BaseException) -> str:
@@ -44,8 +45,7 @@ def plural(count: int, noun: str) -> str:
 
 def divisors(count: int) -> str:
     """Returns the divisors of a count as a choice, such as `1, 2 or 4`."""
-    *others, last = [str(n) for n in range(1, count + 1) if count % n == 0]
-    return f"{', '.join(others)} or {last}" if others else last
+    return alternatives([str(n) for n in range(1, count + 1) if count % n == 0])
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
@@ -57,4 +57,17 @@ def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows
+    ]
+
+
+def differences(everyone: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Describes entries that differ from those of rank 0, with the ranks."""
+    found: dict[tuple[str, str, str], list[int]] = {}
+    for rank, theirs in enumerate(everyone):
+        for name in sorted({*theirs, *everyone[0]}):
+            a, b = theirs.get(name, "none"), everyone[0].get(name, "none")
+            if a != b:
+                found.setdefault((name, str(a), str(b)), []).append(rank)
+    return [
+        f"{name} is {a} on rank {', '.join(map(str, ranks))} and {b} on rank 0" for (name, a, b), ranks in found.items()
     ]

@@ -1,6 +1,6 @@
 """Quiet import of transformers (and with it torchao), for modules that a user's own script imports."""
 
-from lightseq.utils.quiet import silenced_loggers
+from lightseq.utils.process import silenced_loggers
 from lightseq.utils.versions import check_transformers
 
 check_transformers()

@@ -19,7 +19,7 @@ from lightseq.kernels.attention.lse_merge import merge_into
 from lightseq.kernels.attention.reference import ReferenceKernel
 from lightseq.schedule.segments import KEYS, QUERIES, Segments, VarlenCall
 from lightseq.schedule.table import Mask
-from lightseq.utils.upload import upload
+from lightseq.utils.tensors import upload
 
 REFERENCE = ReferenceKernel()
 MIN_BLOCK_QUERIES = 64  # in a block of a window that the reference kernel computes

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightseq.kernels.fused.launches import Launch, alignments
-from lightseq.utils.upload import upload
+from lightseq.utils.tensors import upload
 
 COPY_WORDS = 2048  # of 8 bytes, for one program of a copy
 SUM_ELEMENTS = 2048  # for one program of a sum

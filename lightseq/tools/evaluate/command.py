@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from lightseq.config.command_line import print_help_if_asked
 from lightseq.models.presets import ModelFamily
 from lightseq.tools.evaluate.options import parser
-from lightseq.utils.gc_control import without_collection
+from lightseq.utils.process import without_collection
 
 
 def main(family: ModelFamily, words: Sequence[str]) -> int:

@@ -27,8 +27,8 @@ from lightseq.training.inputs import FoundModel, evaluation_stream, find_example
 from lightseq.training.setup_checks import require_chats
 from lightseq.training.trainer import Trainer
 from lightseq.utils.formatting import aligned, plural
-from lightseq.utils.labels import IGNORE_INDEX
 from lightseq.utils.progress import progress_bar
+from lightseq.utils.tensors import IGNORE_INDEX
 
 HAYSTACKS = 4  # the haystack is this many times the longest text, so that texts differ
 

@@ -13,7 +13,7 @@ from lightseq.config.parser import Parser, count_flag, print_error
 from lightseq.memory.planner.rates import CHIPS, DEFAULT_CORES
 from lightseq.models.presets import ModelFamily
 from lightseq.tools.plan import attention
-from lightseq.utils.gc_control import without_collection
+from lightseq.utils.process import without_collection
 
 
 def parser() -> argparse.ArgumentParser:

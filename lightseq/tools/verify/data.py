@@ -13,7 +13,7 @@ from torch import Tensor
 from lightseq.data.batches import BatchStream
 from lightseq.tools.verify.report import Row, all_gather_object, result_row
 from lightseq.training.trainer import Trainer
-from lightseq.utils.labels import IGNORE_INDEX
+from lightseq.utils.tensors import IGNORE_INDEX
 
 PROMPT, HOLES = 0.4, 0.1  # shares of a synthetic row with ignored labels: at the beginning, and anywhere
 

@@ -9,8 +9,7 @@ from lightseq.distributed.host_memory import host_memory
 from lightseq.memory.planner.breakdown import GIB
 from lightseq.tools.verify.report import Row, all_gather_object, result_row
 from lightseq.training.machine import hardware, versions
-from lightseq.utils.differences import differences
-from lightseq.utils.formatting import plural
+from lightseq.utils.formatting import differences, plural
 from lightseq.utils.versions import source_digest
 
 

@@ -27,7 +27,7 @@ from lightseq.training.inputs import Inputs
 from lightseq.training.run_info import describe_run
 from lightseq.training.trainer import Trainer
 from lightseq.utils.formatting import plural
-from lightseq.utils.labels import IGNORE_INDEX
+from lightseq.utils.tensors import IGNORE_INDEX
 
 EXACT: Final = 1e-5  # allowed relative error in float32
 ZERO: Final = 0.1  # gradients below this share of the root mean square are measured against it

@@ -1,12 +1,14 @@
-"""Copies from host to device that do not make the host wait."""
+"""Copies from host to device that do not make the host wait, and the label of tokens without a target."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-if TYPE_CHECKING:  # schedules import this module, and load without torch
+if TYPE_CHECKING:  # schedules and data import this module, and load without torch
     import torch
     from torch import Tensor
+
+IGNORE_INDEX: Final = -100  # as in torch.nn.functional.cross_entropy
 
 
 def upload(x: Tensor, device: torch.device) -> Tensor:

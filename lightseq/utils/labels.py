@@ -1,3 +1,0 @@
-"""The label of tokens without a target."""
-
-IGNORE_INDEX = -100  # as in torch.nn.functional.cross_entropy
