@@ -161,10 +161,9 @@ def test_a_chat_that_the_assistant_begins_teaches_from_its_content_on(tmp_path: 
     [
         ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "takes more than 1 s"),
         ("{% set ns = namespace(x='a') %}{% for i in range(40) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}", "GiB"),
-        ("{{ 'a' * 29999999 }}", "the chat template writes 30,000,064 characters for this row"),
     ],
 )
-def test_a_template_that_runs_or_writes_without_end_is_one_line(
+def test_a_template_that_runs_without_end_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, reason: str
 ) -> None:
     monkeypatch.setattr("lightseq.utils.limited.MAX_SECONDS", 1.0 if "1 s" in reason else 60.0)

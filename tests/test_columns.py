@@ -13,7 +13,7 @@ import pytest
 from byte_level import Document, byte_level, open_path, read_path, read_rows, write_rows
 
 from lightseq.data.columns import ROLES, UNSUPPORTED
-from lightseq.data.pickles import read_pickle
+from lightseq.data.sequences import read_pickle
 from lightseq.data.tokenizer import ByteTokenizer
 
 USER, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}

@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 
 from lightseq.data.batches import BatchStream, open_examples
-from lightseq.data.pickles import load_plain_pickle, read_pickle
+from lightseq.data.sequences import read_pickle
 from lightseq.data.sources import ReadOptions
 from lightseq.data.token_directory import open_token_directory, write_token_directory
 from lightseq.data.tokenizer import ByteTokenizer, load_tokenizer
 from lightseq.models import hub
+from lightseq.utils.pickles import load_plain
 from lightseq.utils.tensors import IGNORE_INDEX
 
 
@@ -139,7 +140,7 @@ def test_ids_outside_the_vocabulary_are_refused_at_opening(tmp_path: Path) -> No
     negative = pickle_file(tmp_path / "n.pkl", {"input_ids": [[1, -5, 2]]})
     labels = pickle_file(tmp_path / "l.pkl", {"input_ids": [[1, 2]], "labels": [[-100, 99]]})
     text = jsonl_file(tmp_path / "text.jsonl", "ab")
-    assert f"{directory} document 1 has token id 99" in refusal(directory, 4, 99)
+    assert f"{directory} has token id 99" in refusal(directory, 4, 99)
     assert "sequence 1 has token id 99" in refusal(lists, 4, 99)
     assert "token id -5" in refusal(negative, 4, 99)
     assert "labels 0 has token id 99" in refusal(labels, 4, 99)
@@ -256,7 +257,7 @@ def test_a_pickle_of_any_protocol_is_read(tmp_path: Path, protocol: int) -> None
             content.pop("source", None)
         path = pickle_file(tmp_path / "data.pkl", content, protocol)
         assert [ids.tolist() for ids, _ in read_pickle(path)] == rows
-        assert load_plain_pickle(path) == content
+        assert load_plain(path) == content
 
 
 def test_a_pickle_of_arrays_is_refused_by_name(tmp_path: Path) -> None:

@@ -230,7 +230,7 @@ def test_padding_is_cut_off_as_the_attention_mask_says_and_counted(tmp_path: Pat
     examples = opened(lines(tmp_path / "a.jsonl", padded, whole, padded, hidden))
     assert [examples[i].input_ids.tolist() for i in range(3)] == [[5, 6, 7], [8, 9], [5, 6, 7]]
     assert any("cut 4 tokens of padding off 2 rows, by attention_mask" in n for n in examples.notes)
-    assert examples.source.meta["padding"] == {"rows": 2, "tokens": 4} and examples.source.meta["skipped"]["empty"] == 1
+    assert examples.source.meta["skipped"]["empty"] == 1
     labelled = {**padded, "labels": [-100, 6, 7, -100, -100]}
     assert opened(lines(tmp_path / "b.jsonl", labelled))[0].labels.tolist() == [6, 7, IGNORE_INDEX]
     for mask in ([0, 0, 1, 1, 1], [1, 1, 0, 1, 0], [1, 1, 1]):
@@ -380,7 +380,6 @@ def test_files_of_a_folder_that_are_not_read_are_said(tmp_path: Path) -> None:
     examples = opened(folder)
     said = f"{folder}: skipped 6 files (b.json, c.json.gz, d.txt, e.zst, f.JSONL, …)"
     assert any(note.startswith(said) for note in examples.notes)
-    assert examples.source.meta["passed_over"]["files"] == 6
     (folder / "a.jsonl").unlink()
     assert ".ndjson, .parquet or .arrow files; it holds b.json, c.json.gz, d.txt" in refusal(folder)
 
@@ -634,19 +633,6 @@ def test_steps_without_a_target_are_counted_and_no_part_of_the_loss(tmp_path: Pa
 def test_a_malformed_hub_name_is_refused_before_the_hub_is_asked(source: str) -> None:
     with pytest.raises(ValueError, match=f"{source} is not the name of a data set; give hf:NAME"):
         source_identity(source)
-
-
-@pytest.mark.parametrize(
-    "odd", [{"kind": 3}, {"kind": None}, {"skipped": []}, {"skipped": {"empty": "1"}}, {"skipped_rows": [3]},
-            {"padding": 1}, {"padding": {"rows": 1}}, {"passed_over": {"files": 1, "first": 2}}, {"tokenizer": [1]}],
-    ids=str,
-)  # fmt: skip
-def test_kept_tokens_whose_meta_file_is_of_odd_types_are_one_line(tmp_path: Path, odd: dict[str, Any]) -> None:
-    path = lines(tmp_path / "rows.jsonl", {"text": "abcdef"}, {"text": ""})
-    kept = opened(path).source.path / "meta.json"
-    kept.write_text(json.dumps(json.loads(kept.read_text()) | odd))
-    with pytest.raises(ValueError, match=r"meta\.json is corrupt: \w+ is"):
-        opened(path)
 
 
 # ---- training and evaluation data -----------------------------------------------------------------------------------

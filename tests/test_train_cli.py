@@ -35,7 +35,7 @@ from worlds import spawn
 from data_gen.__main__ import main as data_gen
 from lightseq.checkpoint.checkpoints import read_trainer_state
 from lightseq.config.command_line import parse
-from lightseq.data.pickles import read_pickle
+from lightseq.data.sequences import read_pickle
 from lightseq.distributed.parallel_dims import parallel_dims
 from lightseq.distributed.preemption import STOP_MESSAGE, StopRequest
 from lightseq.distributed.world import World

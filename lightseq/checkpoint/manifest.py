@@ -8,9 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
 
-from lightseq.utils.files import open_regular, read_text
+from lightseq.utils.files import open_regular, parse_json, read_text
 
 MANIFEST, VERSION = "manifest.json", 1
 STATE, TRAINER_STATE = "state", "trainer_state.json"
@@ -68,7 +67,7 @@ def read(directory: Path) -> dict[str, File]:
 
 
 def _parse(text: str) -> dict[str, File]:
-    content = json.loads(text, object_pairs_hook=_without_repeats)
+    content = parse_json(text, unique_keys=True)
     files = {name: File(**file) for name, file in content["files"].items()}
     for file in files.values():
         if (
@@ -80,12 +79,6 @@ def _parse(text: str) -> dict[str, File]:
     if content["version"] != VERSION or not files:
         raise ValueError("another version, or no files")
     return files
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(found := dict(pairs)) < len(pairs):
-        raise ValueError("a name is given twice")
-    return found
 
 
 def find_damage(directory: Path, share: int = 0, shares: int = 1) -> str | None:

@@ -21,9 +21,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from lightseq.data import pickles
-from lightseq.data.pickles import PICKLE_ERRORS, PickledGlobal, PickledObject
 from lightseq.utils.formatting import first_line, is_plain_name
+from lightseq.utils.pickles import PICKLE_ERRORS, PickledGlobal, PickledObject, load_described
 
 INDEX: Final = ".metadata"
 DTYPES: Final = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
@@ -45,7 +44,7 @@ def read_index(directory: Path) -> Metadata:
     """Reads the index of a directory. Raises ValueError if it is invalid or does not match the files."""
     path = directory / INDEX
     try:
-        found = pickles.load(path, _check_name)
+        found = load_described(path, _check_name)
     except FileNotFoundError as error:
         raise ValueError(f"{path} is missing; name another checkpoint") from error
     except (*PICKLE_ERRORS, OSError) as error:

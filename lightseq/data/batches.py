@@ -22,9 +22,9 @@ from lightseq.data.examples import (
     Example,
     Examples,
     open_lazy_texts,
-    open_pickle,
     open_windows,
 )
+from lightseq.data.sequences import open_pickle
 from lightseq.data.sources import (
     FOLDER_SUFFIXES,
     HUB_PREFIX,

@@ -8,8 +8,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
-from lightseq.data.examples import Examples, IdsAndLabels, LazyTextExamples, SequenceExamples, WindowExamples
-from lightseq.data.packing import InMemoryWindows, PackedExamples
+from lightseq.data.examples import Examples, LazyTextExamples, WindowExamples
+from lightseq.data.packing import PackedExamples
+from lightseq.data.sequences import IdsAndLabels, SequenceExamples
 from lightseq.data.token_directory import META, SHA256, TokenDirectory
 from lightseq.utils.files import open_regular
 
@@ -29,7 +30,7 @@ def hash_content(examples: Examples) -> str | None:
         return f"{kind}:{_hash([digest.encode(), examples.order.tobytes(), examples.offsets.tobytes()])}"
     if isinstance(examples, WindowExamples):
         return _hash_directory(examples.source)
-    if isinstance(examples, SequenceExamples | InMemoryWindows):
+    if isinstance(examples, SequenceExamples):
         return f"sequences:{_hash(part for pair in examples.sequences for part in _parts(pair))}"
     assert isinstance(examples, LazyTextExamples), type(examples)
     return f"texts:{_hash(text.encode() for _, text in examples.texts)}"

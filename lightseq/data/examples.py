@@ -1,26 +1,21 @@
-"""Training examples with shifted labels: windows of documents, whole sequences, or texts tokenized on access."""
+"""Training examples with shifted labels: windows of documents, or texts tokenized on access."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightseq.data.pickles import read_pickle
-from lightseq.data.sources import MAX_NAMED, ReadOptions, SkippedRows, read_rows, skipped_notes
+from lightseq.data.sources import MAX_NAMED, ReadOptions, SkippedRows, read_rows
 from lightseq.data.targets import EMPTY, text_of_row
-from lightseq.data.token_directory import META, IntArray, TokenDirectory, open_token_directory
+from lightseq.data.token_directory import IntArray, TokenDirectory, open_token_directory
 from lightseq.data.tokenizer import Tokenizer
 from lightseq.utils.formatting import plural
 from lightseq.utils.tensors import IGNORE_INDEX
-
-SCAN_TOKENS = 1 << 24  # tokens per chunk of a scan
-IdsAndLabels = tuple[IntArray, IntArray]  # ids and labels, not yet shifted; one array twice if all are targets
 
 
 @dataclass(frozen=True)
@@ -110,8 +105,13 @@ class WindowExamples:
         return int(self.first_windows[-1])
 
     @property
+    def tokens(self) -> NDArray[np.int64]:
+        """The number of tokens of each document."""
+        return np.diff(self.source.offsets)
+
+    @property
     def sizes(self) -> NDArray[np.int64]:
-        return window_sizes(np.diff(self.source.offsets), self.length)
+        return window_sizes(self.tokens, self.length)
 
     def __getitem__(self, index: int) -> Example:
         document, start = locate_window(self.first_windows, index, self.length)
@@ -120,18 +120,6 @@ class WindowExamples:
         check_ids(ids, self.vocab_size, f"{self.source.path} document {document}")
         labels = ids if targets is None else np.where(targets[here], ids.astype(np.int64), IGNORE_INDEX)
         return window(ids, labels, 0, self.length)
-
-
-def _check_vocabulary(source: TokenDirectory, vocab_size: int) -> None:
-    """Raises ValueError naming the first document with an id outside the vocabulary, if meta.json reports one."""
-    if source.meta["max_token_id"] < vocab_size:
-        return
-    for start in range(0, len(source.tokens), SCAN_TOKENS):
-        outside = np.flatnonzero(source.tokens[start : start + SCAN_TOKENS] >= vocab_size)
-        if outside.size:
-            document = int(np.searchsorted(source.offsets, start + outside[0], side="right")) - 1
-            check_ids(source.document(document), vocab_size, f"{source.path} document {document}")
-    check_ids(np.asarray([source.meta["max_token_id"]]), vocab_size, f"{source.path / META}: the corpus")
 
 
 def count_targetless_windows(
@@ -169,7 +157,7 @@ def open_windows(path: Path, length: int, vocab_size: int, limit: int | None = N
     source = open_token_directory(path)
     if limit is not None:
         source = source.first(limit)
-    _check_vocabulary(source, vocab_size)
+    check_ids(np.asarray([source.meta["max_token_id"]]), vocab_size, str(path))
     sizes = np.diff(source.offsets)
     first_windows = window_offsets(sizes, length)
     short = int((sizes < 2).sum())
@@ -179,69 +167,6 @@ def open_windows(path: Path, length: int, vocab_size: int, limit: int | None = N
     return WindowExamples(
         source, length, vocab_size, first_windows, (*notes, *targetless_notes(source, first_windows, length))
     )
-
-
-@dataclass(frozen=True)
-class SequenceExamples:
-    """One example per sequence, truncated to `length` tokens."""
-
-    sequences: Sequence[IdsAndLabels]
-    length: int
-    notes: tuple[str, ...]
-
-    def __len__(self) -> int:
-        return len(self.sequences)
-
-    def __getitem__(self, index: int) -> Example:
-        ids, labels = self.sequences[index]
-        return window(ids, labels, 0, self.length)
-
-
-def truncate_sequences(path: Path, pairs: Iterable[IdsAndLabels], length: int) -> SequenceExamples:
-    """Drops sequences without targets and truncates the others to `length` tokens; notes count both."""
-    kept: list[IdsAndLabels] = []
-    short = targetless = cut_sequence_count = cut_token_count = 0
-    for ids, labels in pairs:
-        if len(ids) < 2:
-            short += 1
-            continue
-        if labels is not ids and not bool((labels[1 : length + 1] != IGNORE_INDEX).any()):
-            targetless += 1
-            continue
-        cut_sequence_count += len(ids) > length
-        cut_token_count += max(0, len(ids) - length)
-        kept_ids = ids[: length + 1].astype(np.int32)  # a copy, so that the cut tokens are freed
-        kept.append((kept_ids, kept_ids if labels is ids else labels[: length + 1].astype(np.int32)))
-    if not kept and targetless:
-        raise ValueError(
-            f"{path} has no target in the first {length:,} tokens of a sequence: every label is {IGNORE_INDEX}; "
-            "give data with other labels"
-        )
-    if not kept:
-        raise ValueError(f"{path} has no sequence of at least two tokens; give longer sequences")
-    notes = []
-    if short:
-        notes.append(f"{path}: skipped {plural(short, 'sequence')} of fewer than two tokens")
-    if targetless:
-        notes.append(
-            f"{path}: skipped {plural(targetless, 'sequence')} without a target in the first {length:,} tokens"
-        )
-    if cut_sequence_count:
-        cut = f"truncated {plural(cut_sequence_count, 'sequence')} of {len(kept):,} to {length:,} tokens"
-        notes.append(f"{path}: {cut}, {plural(cut_token_count, 'token')} dropped")
-    return SequenceExamples(kept, length, tuple(notes))
-
-
-def open_pickle(path: Path, length: int, vocab_size: int, limit: int | None = None) -> SequenceExamples:
-    """Opens the first `limit` sequences of a .pkl file. Raises ValueError for ids outside the vocabulary."""
-
-    def checked() -> Iterator[IdsAndLabels]:
-        for index, (ids, labels) in enumerate(islice(read_pickle(path), limit)):
-            check_ids(ids, vocab_size, f"{path} sequence {index}")
-            check_ids(labels[labels != IGNORE_INDEX], vocab_size, f"{path} labels {index}")
-            yield ids, labels
-
-    return truncate_sequences(path, checked(), length)
 
 
 @dataclass(frozen=True)
@@ -278,7 +203,7 @@ def open_lazy_texts(
     if not texts:
         raise ValueError(f"{path} holds no text; give a file with text")
     cut = f"{path}: tokenized on access and truncated to {length:,} tokens; --lazy_preprocess False splits longer texts"
-    notes = (*skipped_notes(str(path), skipped.facts()), cut)
+    notes = (*(f"{path}: {note}" for note in skipped.notes), cut)
     examples = LazyTextExamples(texts, tokenizer, length, vocab_size, notes)
     examples[0]  # fails early if the tokenizer is too large for the model
     return examples

@@ -3,29 +3,15 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightseq.data.batches import PADDING_WARNING_SHARE, open_examples
-from lightseq.data.examples import (
-    Example,
-    Examples,
-    IdsAndLabels,
-    SequenceExamples,
-    WindowExamples,
-    locate_window,
-    open_pickle,
-    window,
-    window_counts,
-    window_offsets,
-    window_sizes,
-)
+from lightseq.data.examples import Example, WindowExamples, window_counts, window_sizes
+from lightseq.data.sequences import SequenceExamples, open_pickle
 from lightseq.data.sources import ReadOptions
 from lightseq.data.token_directory import META, open_token_directory
 from lightseq.data.tokenizer import Tokenizer
@@ -34,46 +20,11 @@ from lightseq.utils.formatting import plural
 NO_LIMIT = 1 << 62  # longer than any sequence
 
 
-class SizedExamples(Examples, Protocol):
-    """Examples within one document each, whose sizes are known without reading them."""
-
-    @property
-    def sizes(self) -> NDArray[np.int64]: ...
-
-
-@dataclass(frozen=True)
-class InMemoryWindows:
-    """Windows of sequences in memory; the first token of a window is the last target of the window before."""
-
-    sequences: Sequence[IdsAndLabels]
-    length: int
-    notes: tuple[str, ...]
-
-    def __len__(self) -> int:
-        return int(self._offsets[-1])
-
-    def __getitem__(self, index: int) -> Example:
-        sequence, start = locate_window(self._offsets, index, self.length)
-        return window(*self.sequences[sequence], start, self.length)
-
-    @cached_property
-    def sizes(self) -> NDArray[np.int64]:
-        return window_sizes(self._sizes, self.length)
-
-    @cached_property
-    def _sizes(self) -> NDArray[np.int64]:
-        return np.array([len(ids) for ids, _ in self.sequences])
-
-    @cached_property
-    def _offsets(self) -> NDArray[np.int64]:
-        return window_offsets(self._sizes, self.length)
-
-
 @dataclass(frozen=True)
 class PackedExamples:
     """Examples of several windows each; example i has the windows `order[offsets[i] : offsets[i + 1]]`."""
 
-    windows: SizedExamples
+    windows: WindowExamples | SequenceExamples
     order: NDArray[np.int64]
     offsets: NDArray[np.int64]
     notes: tuple[str, ...]
@@ -132,18 +83,16 @@ def open_packed(
     """Opens the data of `open_examples`, packed. Raises ValueError if lengths are not known beforehand."""
     first_cut = NO_LIMIT if Path(path).suffix == ".pkl" else length  # other sources are split, never truncated
     opened = open_examples(path, first_cut, vocab_size, tokenizer, lazy, progress, read_options)
-    windows: SizedExamples
     if isinstance(opened, SequenceExamples):
-        windows = InMemoryWindows(opened.sequences, length, opened.notes)
-        documents = windows._sizes
+        windows: WindowExamples | SequenceExamples = replace(opened, length=length)
     elif isinstance(opened, WindowExamples):
-        windows, documents = opened, np.diff(opened.source.offsets)
+        windows = opened
     else:
         raise ValueError(
             f"--packing best_fit needs the length of every text in {path} beforehand; leave --lazy_preprocess out"
         )
     order, offsets = best_fit(windows.sizes, length)
-    notes = _notes(path, windows.sizes, documents, offsets, length)
+    notes = _notes(path, windows, offsets)
     return PackedExamples(windows, order, offsets, (*windows.notes, *notes))
 
 
@@ -153,19 +102,17 @@ def read_window_sizes(path: Path, length: int, vocab_size: int, limit: int | Non
     `limit` is the number of rows or documents. Returns None for data that is not tokenized.
     """
     if path.suffix == ".pkl":
-        opened = open_pickle(path, NO_LIMIT, vocab_size, limit)
-        return InMemoryWindows(opened.sequences, length, ()).sizes
+        return window_sizes(open_pickle(path, NO_LIMIT, vocab_size, limit).tokens, length)
     if not (path / META).exists():
         return None
     documents = np.diff(open_token_directory(path).offsets)
     return window_sizes(documents[:limit], length)
 
 
-def _notes(
-    path: str | Path, sizes: NDArray[np.int64], documents: NDArray[np.int64], offsets: NDArray[np.int64], length: int
-) -> list[str]:
+def _notes(path: str | Path, windows: WindowExamples | SequenceExamples, offsets: NDArray[np.int64]) -> list[str]:
     """Returns notes on packed documents, padding and split documents."""
-    sequences, tokens = len(offsets) - 1, int(sizes.sum())
+    length, documents = windows.length, windows.tokens
+    sequences, tokens = len(offsets) - 1, int(windows.sizes.sum())
     empty = sequences * length - tokens
     share = f"{100 * empty / (sequences * length):.2f}%"
     kept = int((documents > 1).sum())

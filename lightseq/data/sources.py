@@ -8,17 +8,18 @@ from __future__ import annotations
 import codecs
 import csv
 import gzip
-import json
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from itertools import islice
+from json import JSONDecodeError
 from pathlib import Path
 from typing import Any, Final
 
 from lightseq.data.token_directory import META
-from lightseq.utils.files import open_regular
+from lightseq.utils.files import open_regular, parse_json, read_bytes
 from lightseq.utils.formatting import first_line
 
 HUB_PREFIX: Final = "hf:"
@@ -113,7 +114,7 @@ def source_identity(source: str | Path) -> list[str]:
     if str(source).startswith(HUB_PREFIX):
         names, split = _parse_hub_name(str(source))
         try:
-            return [*names, split, str(_import_datasets(source).load_dataset_builder(*names).hash)]
+            return [*names, split, str(_import("datasets", source).load_dataset_builder(*names).hash)]
         except (OSError, ValueError, RuntimeError) as error:
             raise ValueError(f"{source}: {first_line(error)}; check the name and the network") from error
     path = Path(source).resolve()
@@ -189,27 +190,14 @@ def _next_line(file: Any, where: str) -> bytes:
     return line
 
 
-def _load_json(text: str | bytes) -> Any:
-    """Parses JSON. Raises ValueError for an object with two members of one name, of which one would be lost."""
-
-    def members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            names = [name for name, _ in pairs]
-            raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is given twice")
-        return found
-
-    return json.loads(text, object_pairs_hook=members)
-
-
 def parse_row(line: bytes, where: str) -> Row:
     """Parses a line of JSON. Raises ValueError if it is not an object."""
     try:
-        value = _load_json(line)
-    except json.JSONDecodeError as error:  # str(error) would say line 1
-        raise ValueError(f"{where} is not JSON: {error.msg} in column {error.colno}; {CORRECT_LINE}") from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} is not JSON: {first_line(error)}; {CORRECT_LINE}") from error
+        value = parse_json(line, unique_keys=True)
+    except ValueError as error:
+        # The text of a JSONDecodeError would say line 1.
+        reason = f"{error.msg} in column {error.colno}" if isinstance(error, JSONDecodeError) else first_line(error)
+        raise ValueError(f"{where} is not JSON: {reason}; {CORRECT_LINE}") from error
     return _as_row(value, where)
 
 
@@ -224,36 +212,27 @@ def _read_json(path: Path) -> Iterator[NamedRow]:
     if opens != b"[":
         yield from _read_jsonl(path)
         return
-    if path.stat().st_size > MAX_JSON_BYTES:
-        raise ValueError(f"{path} is a JSON array of more than {MAX_JSON_BYTES >> 30} GiB; write its rows as .jsonl")
     try:
-        values = _load_json(path.read_text(encoding="utf-8-sig"))
-    except (ValueError, RecursionError) as error:
+        values = parse_json(read_bytes(path, MAX_JSON_BYTES).decode("utf-8-sig"), unique_keys=True)
+    except (OSError, ValueError) as error:
         raise ValueError(f"{path} is not JSON: {first_line(error)}; write its rows as .jsonl") from error
     for number, value in enumerate(values):
         yield f"{path} row {number}", _as_row(value, f"{path} row {number}")
 
 
 def _read_parquet(path: Path) -> Iterator[NamedRow]:
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-    except ImportError as error:
-        raise ValueError(f"{path}: reading Parquet needs pyarrow; pip install pyarrow") from error
+    pq = _import("pyarrow.parquet", path)
 
     def batches() -> Iterator[Any]:
         with pq.ParquetFile(path) as file:
             yield from file.iter_batches(batch_size=256)
 
-    yield from _rows_of_batches(path, "Parquet", batches(), pa.ArrowException)
+    yield from _rows_of_batches(path, "Parquet", batches())
 
 
 def _read_arrow(path: Path) -> Iterator[NamedRow]:
     """Yields the rows of an Arrow file, in the format for files or for streams."""
-    try:
-        import pyarrow as pa
-    except ImportError as error:
-        raise ValueError(f"{path}: reading Arrow needs pyarrow; pip install pyarrow") from error
+    pa = _import("pyarrow", path)
 
     def batches() -> Iterator[Any]:
         with pa.memory_map(str(path)) as file:
@@ -265,10 +244,10 @@ def _read_arrow(path: Path) -> Iterator[NamedRow]:
             else:
                 yield from map(opened.get_batch, range(opened.num_record_batches))
 
-    yield from _rows_of_batches(path, "Arrow", batches(), pa.ArrowException)
+    yield from _rows_of_batches(path, "Arrow", batches())
 
 
-def _rows_of_batches(path: Path, kind: str, batches: Iterator[Any], failure: type[Exception]) -> Iterator[NamedRow]:
+def _rows_of_batches(path: Path, kind: str, batches: Iterator[Any]) -> Iterator[NamedRow]:
     """Yields the rows of Arrow's record batches. Raises ValueError with the number of rows before a damaged one."""
     number = 0
     try:
@@ -277,7 +256,7 @@ def _rows_of_batches(path: Path, kind: str, batches: Iterator[Any], failure: typ
             for value in batch.to_pylist(maps_as_pydicts="strict"):
                 yield f"{path} row {number}", value
                 number += 1
-    except (OSError, failure, ValueError, KeyError) as error:
+    except (OSError, _import("pyarrow", path).ArrowException, ValueError, KeyError) as error:
         raise ValueError(f"{path} cannot be read as {kind} past row {number}: {first_line(error)}") from error
 
 
@@ -294,12 +273,10 @@ def _read_csv(path: Path) -> Iterator[NamedRow]:
                     raise ValueError("it has more cells than columns; quote cells that hold commas")
                 yield f"{path} row {number}", value
                 number += 1
-    except csv.Error as error:
+    except (csv.Error, ValueError) as error:
         raise ValueError(
-            f'{path} cannot be read as CSV past row {number}: {error}; separate cells by commas, and quote with "'
+            f"{path} cannot be read as CSV past row {number}: {first_line(error)}; separate cells by commas"
         ) from error
-    except ValueError as error:
-        raise ValueError(f"{path} cannot be read as CSV past row {number}: {first_line(error)}") from error
 
 
 def _check_names(columns: Sequence[str]) -> None:
@@ -319,12 +296,13 @@ READERS: Final[Mapping[str, Callable[[Path], Iterator[NamedRow]]]] = {  # by suf
 }
 
 
-def _import_datasets(source: str | Path) -> Any:
+def _import(module: str, source: str | Path) -> Any:
+    """Imports a module of an optional package. Raises ValueError if it is not installed."""
     try:
-        import datasets
+        return import_module(module)
     except ImportError as error:
-        raise ValueError(f"{source} needs the datasets package; pip install datasets") from error
-    return datasets
+        package = module.partition(".")[0]
+        raise ValueError(f"reading {source} needs {package}; pip install {package}") from error
 
 
 def _parse_hub_name(source: str) -> tuple[list[str], str]:
@@ -340,7 +318,7 @@ def _hub_rows(source: str) -> Iterator[NamedRow]:
     names, split = _parse_hub_name(source)
     number = -1
     try:
-        for number, value in enumerate(_import_datasets(source).load_dataset(*names, split=split, streaming=True)):
+        for number, value in enumerate(_import("datasets", source).load_dataset(*names, split=split, streaming=True)):
             yield f"{source} row {number}", value
     except (OSError, ValueError, RuntimeError) as error:
         raise ValueError(f"{source} cannot be read past row {number + 1}: {first_line(error)}") from error
@@ -348,7 +326,7 @@ def _hub_rows(source: str) -> Iterator[NamedRow]:
 
 def _saved_rows(path: Path) -> Iterator[NamedRow]:
     try:
-        found = _import_datasets(path).load_from_disk(str(path))
+        found = _import("datasets", path).load_from_disk(str(path))
     except (OSError, ValueError, RuntimeError) as error:
         raise ValueError(f"{path} cannot be read as a saved data set: {first_line(error)}") from error
     if (path / SAVED_DATASET_FILES[1]).is_file():
@@ -375,9 +353,9 @@ class SkippedRows:
         """Returns the counts for meta.json."""
         return {"skipped": dict(self.counts), "skipped_rows": self.rows}
 
-
-def skipped_notes(source: str, meta: Mapping[str, Any]) -> list[str]:
-    """Returns a note on skipped rows, from the counts in meta.json."""
-    counts = ", ".join(f"{count:,} {reason}" for reason, count in sorted(meta["skipped"].items()))
-    shown = f" ({'; '.join(meta['skipped_rows'])}{'; …' if sum(meta['skipped'].values()) > MAX_NAMED else ''})"
-    return [f"{source}: skipped rows: {counts}{shown}"] if counts else []
+    @property
+    def notes(self) -> list[str]:
+        """A note on the skipped rows, if there are any."""
+        counts = ", ".join(f"{count:,} {reason}" for reason, count in sorted(self.counts.items()))
+        shown = f" ({'; '.join(self.rows)}{'; …' if self.counts.total() > MAX_NAMED else ''})"
+        return [f"skipped rows: {counts}{shown}"] if counts else []

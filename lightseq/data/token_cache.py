@@ -14,8 +14,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-import numpy as np
-
 from lightseq.data.answers import REWRITES
 from lightseq.data.examples import MAX_NAMED, WindowExamples, check_ids, open_windows
 from lightseq.data.sources import (
@@ -25,17 +23,10 @@ from lightseq.data.sources import (
     SkippedRows,
     ignored_files,
     read_rows,
-    skipped_notes,
     source_identity,
 )
 from lightseq.data.targets import PACKED, RowFormat, Sample, detect_row_format, encode_samples
-from lightseq.data.token_directory import (
-    META,
-    IntArray,
-    matches_schema,
-    remove_partials,
-    write_token_directory,
-)
+from lightseq.data.token_directory import IntArray, remove_partials, write_token_directory
 from lightseq.data.tokenizer import TargetMask, Tokenizer
 from lightseq.utils.formatting import alternatives, plural
 from lightseq.utils.limited import LimitError, limited_map
@@ -44,20 +35,7 @@ from lightseq.utils.progress import progress_bar
 T = TypeVar("T")
 TOKENIZER_ROWS: Final = 256  # rows per call of the tokenizer
 HEAD_START_SECONDS: Final = 0.5  # of the process with a progress bar
-CACHE_VERSION: Final = 5  # increase it when tokenization changes
-MAX_GROWTH: Final = 16  # characters that a chat template may write per character of a row
-MIN_ROW_SIZE: Final = 1 << 20  # characters; shorter rows may grow as if they had as many
-META_FIELDS: Final = {  # fields of meta.json in the cache only
-    "tokenizer": (str, type(None)),
-    "kind": str,
-    "skipped": {str: int},
-    "skipped_rows": [str],
-    "rows": int,
-    "remarks": {str: {"rows": int, "first": str}},
-    "repeated_tokens": int,
-    "padding": {"rows": int, "tokens": int},
-    "passed_over": {"files": int, "first": [str]},
-}
+CACHE_VERSION: Final = 6  # increase it when tokenization changes
 
 
 def open_rows(
@@ -66,36 +44,13 @@ def open_rows(
     """Opens windows of the tokenized rows, from the cache if possible. Raises ValueError naming a bad row."""
     directory = ensure_tokenized(source, vocab_size, tokenizer, read_options, progress)
     examples = open_windows(directory, length, vocab_size)
-    meta, sizes = examples.source.meta, np.diff(examples.source.offsets)
-    if wrong := [key for key, shape in META_FIELDS.items() if not matches_schema(meta.get(key), shape)]:
-        raise ValueError(
-            f"{directory / META} is corrupt: {wrong[0]} is missing or wrong; remove {directory} to tokenize again"
-        )
-    notes = [_tokens_note(source, meta, directory)]
-    notes += skipped_notes(str(source), meta)
-    notes += _remark_notes(str(source), meta)
-    notes += _ignored_files_and_padding_notes(str(source), meta)
-    if long := int((sizes > length + 1).sum()):
+    meta = examples.source.meta
+    held = f"{meta['held']} as tokens in {directory}" + ("" if meta["tokenizer"] else ", without a tokenizer")
+    notes = [f"{source}: {note}" for note in (held, *meta["notes"])]
+    if long := int((examples.tokens > length + 1).sum()):
         split = f"{plural(long, 'row')} of more than {length:,} tokens split into windows"
         notes.append(f"{source}: {split}; no target is lost at a border")
     return dataclasses.replace(examples, notes=(*notes, *examples.notes))
-
-
-def _tokens_note(source: str | Path, meta: Mapping[str, Any], directory: Path) -> str:
-    """Returns a note on the number of rows, and of examples where a row holds several."""
-    held = plural(meta["documents"], meta["kind"] + " row")
-    if meta["remarks"].keys() & {REWRITES, PACKED}:
-        held = f"{plural(meta['documents'], 'example')} of {plural(meta['rows'], meta['kind'] + ' row')}"
-    return f"{source}: {held} as tokens in {directory}" + ("" if meta["tokenizer"] else ", without a tokenizer")
-
-
-def _remark_notes(source: str, meta: Mapping[str, Any]) -> list[str]:
-    """Returns notes on what is unusual about rows, with the number of rows and the first of them."""
-    notes = []
-    for remark, found in sorted(meta["remarks"].items()):
-        repeated = f"; {meta['repeated_tokens']:,} tokens are repeated as context" if remark == REWRITES else ""
-        notes.append(f"{source}: {remark}{repeated} ({plural(found['rows'], 'row')}, the first {found['first']})")
-    return notes
 
 
 def format_and_rows(source: str | Path, options: ReadOptions) -> tuple[RowFormat, Iterator[NamedRow]]:
@@ -108,30 +63,17 @@ def format_and_rows(source: str | Path, options: ReadOptions) -> tuple[RowFormat
     return row_format, itertools.chain([first], rows)
 
 
-def _ignored_files_and_padding_notes(source: str, meta: Mapping[str, Any]) -> list[str]:
-    """Returns notes on files in a folder that are not read, and on padding."""
-    notes = []
-    if files := meta["passed_over"]["files"]:
-        shown = ", ".join(meta["passed_over"]["first"]) + (", …" if files > MAX_NAMED else "")
-        notes.append(
-            f"{source}: skipped {plural(files, 'file')} ({shown}); of a folder, only {alternatives(FOLDER_SUFFIXES)} "
-            "files are read"
-        )
-    if meta["padding"]["rows"]:
-        padded, padding = plural(meta["padding"]["rows"], "row"), plural(meta["padding"]["tokens"], "token")
-        notes.append(f"{source}: cut {padding} of padding off {padded}, by attention_mask")
-    return notes
-
-
 @dataclasses.dataclass
 class RowReport:
-    """Counts of unusual rows of a source: skipped ones, padded ones, and remarks with their first row."""
+    """Counts of rows of a source: skipped ones, padded ones, and remarks with their first row."""
 
+    format_name: str
     rows: int = 0
+    examples: int = 0
     skipped: SkippedRows = dataclasses.field(default_factory=SkippedRows)
     padded_rows: int = 0
     padding_tokens: int = 0
-    remarks: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    remarks: dict[str, tuple[int, str]] = dataclasses.field(default_factory=dict)  # number of rows, and the first
     repeated_tokens: int = 0  # of earlier turns, in examples of one answer each
 
     def count(self, where: str, samples: Sequence[Sample]) -> None:
@@ -143,17 +85,35 @@ class RowReport:
             self.padded_rows += sample.padding > 0
             self.padding_tokens += sample.padding
         for remark in {remark for sample in samples for remark in sample.remarks}:
-            self.remarks.setdefault(remark, {"rows": 0, "first": where})["rows"] += 1
+            count, first = self.remarks.get(remark, (0, where))
+            self.remarks[remark] = (count + 1, first)
 
-    def facts(self) -> dict[str, object]:
-        """Returns the counts for meta.json."""
-        return {
-            "rows": self.rows,
-            **self.skipped.facts(),
-            "padding": {"rows": self.padded_rows, "tokens": self.padding_tokens},
-            "remarks": self.remarks,
-            "repeated_tokens": self.repeated_tokens,
-        }
+    @property
+    def held(self) -> str:
+        """The number of rows, and of examples where a row holds several."""
+        if self.remarks.keys() & {REWRITES, PACKED}:
+            return f"{plural(self.examples, 'example')} of {plural(self.rows, self.format_name + ' row')}"
+        return plural(self.examples, self.format_name + " row")
+
+    @property
+    def notes(self) -> list[str]:
+        """Notes on what is unusual about the rows."""
+        notes = self.skipped.notes
+        for remark, (count, first) in sorted(self.remarks.items()):
+            repeated = f"; {self.repeated_tokens:,} tokens are repeated as context" if remark == REWRITES else ""
+            notes.append(f"{remark}{repeated} ({plural(count, 'row')}, the first {first})")
+        if self.padded_rows:
+            cut = f"cut {plural(self.padding_tokens, 'token')} of padding off {plural(self.padded_rows, 'row')}"
+            notes.append(f"{cut}, by attention_mask")
+        return notes
+
+
+def _ignored_files_notes(source: str | Path) -> list[str]:
+    """Returns a note on the files in a folder that are not read."""
+    files = ignored_files(source)
+    shown = ", ".join(files[:MAX_NAMED]) + (", …" if len(files) > MAX_NAMED else "")
+    read = f"of a folder, only {alternatives(FOLDER_SUFFIXES)} files are read"
+    return [f"skipped {plural(len(files), 'file')} ({shown}); {read}"] if files else []
 
 
 def ensure_tokenized(
@@ -175,45 +135,32 @@ def ensure_tokenized(
     directory = read_options.cache / fingerprint
     if not directory.exists():
         time.sleep(0 if progress else HEAD_START_SECONDS)
-        with _lock(read_options.cache, fingerprint), _name_full_disk(read_options.cache):
+        with _lock(read_options.cache, fingerprint):
             if not directory.exists():
                 remove_partials(directory)
-                _write(
-                    directory,
-                    source,
-                    vocab_size,
-                    tokenizer,
-                    read_options,
-                    {**key, "fingerprint": fingerprint},
-                    progress,
-                )
+                made = {**key, "fingerprint": fingerprint}
+                _write(directory, source, vocab_size, tokenizer, read_options, made, progress)
     return directory
 
 
 @contextmanager
-def _name_full_disk(cache: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise ValueError(f"--data_cache {cache} is full ({error.strerror}); name another directory") from error
-
-
-@contextmanager
 def _lock(cache: Path, fingerprint: str) -> Iterator[None]:
-    if cache.exists() and not cache.is_dir():
-        raise ValueError(f"--data_cache {cache} is a file; name a directory")
+    """Holds a lock of the cache. Raises ValueError if the cache cannot be written, or becomes full in the block."""
     try:
         cache.mkdir(parents=True, exist_ok=True)
         held = (cache / f"{fingerprint}.lock").open("w")
     except OSError as error:
         raise ValueError(
-            f"--data_cache {cache} cannot be written ({error.strerror}); name another directory"
+            f"--data_cache {cache} cannot be written ({error.strerror}); give another directory"
         ) from error
     with held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        yield
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise ValueError(f"--data_cache {cache} is full ({error.strerror}); give another directory") from error
 
 
 def _write(
@@ -226,8 +173,7 @@ def _write(
     progress: bool,
 ) -> None:
     row_format, rows = format_and_rows(source, read_options)
-    report = RowReport()
-    ignored = ignored_files(source)
+    report, file_notes = RowReport(row_format.name), _ignored_files_notes(source)
 
     def extra_meta() -> dict[str, object]:
         return {
@@ -236,20 +182,19 @@ def _write(
             "source": str(source),
             "seed": None,
             "kind": row_format.name,
-            **report.facts(),
-            "passed_over": {"files": len(ignored), "first": ignored[:MAX_NAMED]},
+            **report.skipped.facts(),
+            "held": report.held,
+            "notes": [*report.notes, *file_notes],
             "made": provenance,
         }
 
-    documents = _tokenize(rows, row_format, vocab_size, tokenizer, report)
-    shown = progress_bar(documents, progress=progress)
-    try:
-        write_token_directory(directory, shown, tokenizer.vocab_size, extra_meta, with_targets=row_format.masked)
-    except ValueError as error:
-        if report.skipped.counts and "no document to write" in str(error):
-            notes = skipped_notes(str(source), report.skipped.facts())[0]
-            raise ValueError(f"{source} has no row with a target; {notes}") from error
-        raise
+    def documents() -> Iterator[tuple[IntArray, TargetMask | None]]:
+        yield from _tokenize(rows, row_format, vocab_size, tokenizer, report)
+        if not report.examples:
+            raise ValueError(f"{source} has no row with a target; {report.skipped.notes[0]}")
+
+    shown = progress_bar(documents(), progress=progress)
+    write_token_directory(directory, shown, tokenizer.vocab_size, extra_meta, with_targets=row_format.masked)
 
 
 def _tokenize(
@@ -270,6 +215,7 @@ def _tokenize(
                 if len(ids) < 2:
                     report.skipped.add("of one token", where)
                 else:
+                    report.examples += 1
                     yield ids, targets
             if len(sizes) > 1 and row_format.renders:
                 report.repeated_tokens += sum(sizes) - max(sizes)
@@ -282,11 +228,7 @@ def _read_batches(
 
     def read(named: NamedRow) -> tuple[str, list[Sample]]:
         where, row = named
-        samples = row_format.read(row, where, tokenizer)
-        written = max(sum(len(text) for text, _ in sample.parts) for sample in samples)
-        if row_format.renders and written > MAX_GROWTH * max(MIN_ROW_SIZE, len(str(row))):
-            raise ValueError(f"{where}: the chat template writes {written:,} characters for this row; give another")
-        return where, samples
+        return where, row_format.read(row, where, tokenizer)
 
     batches = tokenizer_batches(rows)
     if not row_format.renders:

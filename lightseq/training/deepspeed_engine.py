@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from lightseq.checkpoint.checkpoints import STATE
 from lightseq.config.train_config import TrainConfig
-from lightseq.data.pickles import PICKLE_ERRORS
 from lightseq.distributed.agreement import on_all_ranks
 from lightseq.distributed.environment import set_deepspeed_environment
 from lightseq.distributed.world import World, use_host_cores
@@ -29,6 +28,7 @@ from lightseq.training.engine import Update, fill_weights
 from lightseq.training.inputs import Inputs
 from lightseq.training.optimization import UNKNOWN_PARAMETER, make_optimizer
 from lightseq.utils.formatting import first_line
+from lightseq.utils.pickles import PICKLE_ERRORS
 
 TAG = "deepspeed"
 FROM_FLAGS: Final = ("betas", "eps", "weight_decay")  # settings of a parameter group

@@ -1,1 +1,1 @@
-"""Helpers for any package: text formatting, progress bars, masking of secrets, versions, quiet imports."""
+"""Helpers for any package: text formatting, files, pickles, progress, masking of secrets, versions, processes."""

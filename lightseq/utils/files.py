@@ -52,12 +52,23 @@ def record_lines(path: Path, limit: int = RECORDS_BYTES) -> list[str]:
     return read_bytes(path, limit).decode(errors="replace").split("\n")
 
 
-def parse_json(text: str | bytes) -> Any:
-    """Parses JSON. Raises ValueError for invalid text, whatever is wrong with it."""
+def parse_json(text: str | bytes, unique_keys: bool = False) -> Any:
+    """Parses JSON. Raises ValueError for invalid text, whatever is wrong with it.
+
+    `unique_keys` refuses objects that have a key twice, of which one value would be lost.
+    """
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_without_repeats if unique_keys else None)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is given twice")
+    return found
 
 
 def read_json(path: Path, limit: int = JSON_BYTES) -> Any:
