@@ -15,7 +15,6 @@ from worlds import spawn
 
 from data_gen.__main__ import main as data_gen
 from lightseq.checkpoint import manifest
-from lightseq.data import content
 from lightseq.data.batches import BatchStream, open_examples
 from lightseq.data.content import hash_content
 from lightseq.data.packing import open_packed
@@ -122,11 +121,7 @@ def edit(path: Path, index: int = 75) -> None:
     tokens.flush()
 
 
-@pytest.mark.parametrize("always_read", [content.ALWAYS_READ_BYTES, 0])
-def test_a_token_directory_that_was_edited_is_refused(
-    always_read: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(content, "ALWAYS_READ_BYTES", always_read)
+def test_a_token_directory_that_was_edited_is_refused(tmp_path: Path) -> None:
     path = as_directory(tmp_path / "a", rows_of_ids())
     before, copy = stream(path), shutil.copytree(path, tmp_path / "copy")
     assert resumes(before, stream(copy)) == ()
@@ -155,13 +150,10 @@ def without_hashes(path: Path) -> Path:
     return path
 
 
-def test_a_directory_without_hashes_is_read_if_it_is_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_without_hashes_is_read(tmp_path: Path) -> None:
     path = as_directory(tmp_path / "a", rows_of_ids())
     before = stream(path)
     assert resumes(before, stream(without_hashes(path))) == ()
-    monkeypatch.setattr(content, "ALWAYS_READ_BYTES", 0)
-    assert stream(path).content is None
-    assert resumes(before, stream(path)) == (), "setup names the reason"
 
 
 def test_data_read_in_another_way_and_old_checkpoints_are_compared_by_examples(tmp_path: Path) -> None:

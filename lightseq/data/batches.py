@@ -63,9 +63,9 @@ def open_examples(
     """
     assert length > 0, length
     read_options = read_options or ReadOptions()
+    if not str(path).startswith(HUB_PREFIX) and not Path(path).exists():
+        raise ValueError(f"{path} does not exist; make it with python3 -m lightseq data, or give another path")
     if holds_rows(path):
-        if not str(path).startswith(HUB_PREFIX) and not Path(path).exists():
-            raise ValueError(f"{path} does not exist; make it with python3 -m lightseq data, or give another path")
         if _is_tokenized(path, read_options, has_tokenizer=tokenizer is not None):
             return open_rows(path, length, vocab_size, placeholder_tokenizer(vocab_size), read_options, progress)
         if tokenizer is None:
@@ -78,8 +78,6 @@ def open_examples(
             return open_lazy_texts(Path(path), length, vocab_size, loaded, read_options)
         return open_rows(path, length, vocab_size, loaded, read_options, progress)
     path = Path(path)
-    if not path.exists():
-        raise ValueError(f"{path} does not exist; make it with python3 -m lightseq data, or give another path")
     limits_rows = read_options.limit is not None and not read_options.limits_documents
     given = f"--max_train_samples {read_options.limit}" if limits_rows else None
     if read_options.text_column != "text":
@@ -204,11 +202,6 @@ def permutation(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
     return order
 
 
-def compared_note(reason: str) -> str:
-    """Returns a note that a resumed run compared only some examples with those of its checkpoint."""
-    return f"compared {FINGERPRINT_EXAMPLES} examples with those of the checkpoint, not all the data: {reason}"
-
-
 def _kind(content: str | None) -> str | None:
     """Returns the kind in a result of `hash_content`. Hashes of different kinds cannot be compared."""
     return content.partition(":")[0] if content is not None else None
@@ -293,7 +286,8 @@ class BatchStream:
                 "and the same --packing, or start from its weights with --model_name_or_path"
             )
         reason = "the data was read in another way" if "content" in state else "the checkpoint has no hash of it"
-        notes = () if comparable or self.content is None else (compared_note(reason),)
+        compared = f"compared {FINGERPRINT_EXAMPLES} examples with those of the checkpoint, not all the data: {reason}"
+        notes = () if comparable or self.content is None else (compared,)
         stream = replace(self, first_step=step, first_sample=state["places"])
         before = state.get("sequences_per_step", state["places"] / max(1, step))  # older checkpoints lack it
         if before == self.sequences_per_step:

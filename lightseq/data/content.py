@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Final
 
 from lightseq.data.examples import Examples, LazyTextExamples, WindowExamples
 from lightseq.data.packing import PackedExamples
@@ -14,19 +13,11 @@ from lightseq.data.sequences import IdsAndLabels, SequenceExamples
 from lightseq.data.token_directory import META, SHA256, TokenDirectory
 from lightseq.utils.files import open_regular
 
-ALWAYS_READ_BYTES: Final = 1 << 30  # a token directory up to this size is always read, in one or two seconds
 
-
-def hash_content(examples: Examples) -> str | None:
-    """Returns the kind and SHA-256 of the data that the examples are drawn from, in its order.
-
-    Returns None for a token directory that is large and was written without hashes.
-    """
+def hash_content(examples: Examples) -> str:
+    """Returns the kind and SHA-256 of the data that the examples are drawn from, in its order."""
     if isinstance(examples, PackedExamples):
-        inner = hash_content(examples.windows)
-        if inner is None:
-            return None
-        kind, _, digest = inner.partition(":")
+        kind, _, digest = hash_content(examples.windows).partition(":")
         return f"{kind}:{_hash([digest.encode(), examples.order.tobytes(), examples.offsets.tobytes()])}"
     if isinstance(examples, WindowExamples):
         return _hash_directory(examples.source)
@@ -49,14 +40,12 @@ def _parts(pair: IdsAndLabels) -> list[bytes]:
     return [ids.tobytes(), b"" if labels is ids else labels.tobytes()]
 
 
-def _hash_directory(directory: TokenDirectory) -> str | None:
-    """Hashes the files of a token directory, or takes the hashes of meta.json if it is large and was not edited."""
+def _hash_directory(directory: TokenDirectory) -> str:
+    """Takes the hashes that stand in meta.json, or reads the files if there are none or a file was edited since."""
     files = [directory.path / name for name in directory.files]
-    recorded: Any = directory.meta.get(SHA256)
-    if sum(file.stat().st_size for file in files) <= ALWAYS_READ_BYTES or (recorded and _edited(directory.path, files)):
+    recorded = directory.meta.get(SHA256)
+    if recorded is None or _edited(directory.path, files):
         recorded = {file.name: _hash_file(file) for file in files}
-    if recorded is None:
-        return None
     ordered = json.dumps({file.name: recorded.get(file.name) for file in files})
     return f"{directory.meta['dtype']} tokens:{hashlib.sha256(ordered.encode()).hexdigest()}"
 

@@ -15,7 +15,7 @@ from lightseq.checkpoint.manifest import check_weights
 from lightseq.checkpoint.resume import FRESH_START, ResumePoint, changed_length_note, check_flags, check_model
 from lightseq.config.deepspeed import DeepSpeedSettings, deepspeed_settings
 from lightseq.config.train_config import TrainConfig
-from lightseq.data.batches import BatchStream, compared_note, open_examples, require_target
+from lightseq.data.batches import BatchStream, open_examples, require_target
 from lightseq.data.content import hash_content
 from lightseq.data.examples import Examples
 from lightseq.data.packing import PackedExamples, open_packed
@@ -166,8 +166,6 @@ def _open_streams(config: TrainConfig, world: World, model: FoundModel, resume_f
     """Opens the data at the run's position. Raises ValueError if it does not fit the run."""
     data_ranks = model.dims.data_ranks
     stream, notes = _resume_stream(_training_stream(config, world, model, data_ranks), resume_from)
-    if world.is_main and resume_from is not None and stream.content is None:
-        notes += (compared_note(f"{config.data_path} was written without hashes; make it again"),)
     eval_stream = _evaluation_stream(config, world, model, data_ranks)
     require_chats(config, [stream.examples, *([eval_stream.examples] if eval_stream else [])])
     total_steps = config.max_steps or stream.steps
