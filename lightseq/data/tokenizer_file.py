@@ -19,7 +19,6 @@ OBJECTS: Final = (
     "vocab.json",
     "added_tokens.json",
 )
-MODELS: Final = ("BPE", "Unigram", "WordPiece", "WordLevel")
 # Tokenizers may leave ids out, but memory and time grow with the largest one.
 GAPS, IDS_PER_TOKEN = 1 << 18, 4
 
@@ -35,7 +34,8 @@ def readable_tokenizer(name: str) -> Iterator[None]:
     except BaseException as error:  # tokenizers raises Exception, or for a panic a BaseException of its own
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise ValueError(f"tokenizer {name}: {first_line(error)}; give a directory, a hub id, or byte") from error
+        kind = "" if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: "
+        raise ValueError(f"tokenizer {name}: {kind}{first_line(error)}; give a directory, a hub id, or byte") from error
 
 
 def check_tokenizer(directory: Path) -> None:
@@ -46,14 +46,13 @@ def check_tokenizer(directory: Path) -> None:
         if path.stat().st_size > limit:
             raise ValueError(f"{path} has more than {limit:,} bytes")
     found = {name: _read_object(directory / name) for name in OBJECTS if (directory / name).exists()}
-    vocabulary: dict[str, Any] = {}
-    if "tokenizer.json" in found:
-        vocabulary = _check_model(directory / "tokenizer.json", found["tokenizer.json"])
-    vocabulary = {**found.get("vocab.json", {}), **vocabulary}
-    added = _added_ids(directory, found)
-    count = len(vocabulary) + len(added)
-    for ids in (vocabulary, added):
-        _check_ids(directory, ids, GAPS + IDS_PER_TOKEN * count)
+    ids = _ids(found)
+    limit = GAPS + IDS_PER_TOKEN * len(ids)
+    for token, number in ids:
+        if type(number) is not int or not 0 <= number < limit:
+            raise ValueError(
+                f"{directory}: {token!r:.80} has the id {number!r:.80}, not a whole number from 0 to {limit - 1:,}"
+            )
 
 
 def _read_object(path: Path) -> dict[str, Any]:
@@ -66,39 +65,19 @@ def _read_object(path: Path) -> dict[str, Any]:
     return value
 
 
-def _check_model(path: Path, content: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the ids of a tokenizer.json's model by token. Raises ValueError if it has none."""
-    model = content.get("model")
-    if not isinstance(model, dict):
-        raise ValueError(f"{path} has no model")
-    if model.get("type", "BPE") not in MODELS:
-        raise ValueError(f"{path}: the model's type {model['type']!r:.80} is unknown; it is one of {', '.join(MODELS)}")
-    vocabulary = model.get("vocab")
+def _ids(found: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, Any]]:
+    """Returns the tokens and ids of all files. Values of other types are left to the parsers."""
+    tokenizer = found.get("tokenizer.json", {})
+    model, listed = tokenizer.get("model"), tokenizer.get("added_tokens")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
     if isinstance(vocabulary, list):  # of Unigram: the id is the place
-        return {str(place): place for place in range(len(vocabulary))}
-    if not isinstance(vocabulary, dict):
-        raise ValueError(f"{path} has no vocabulary")
-    return vocabulary
-
-
-def _added_ids(directory: Path, found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the ids of added tokens, which stand in three files, by a name for errors."""
-    listed = found.get("tokenizer.json", {}).get("added_tokens") or []
-    decoder = found.get("tokenizer_config.json", {}).get("added_tokens_decoder") or {}
-    if not isinstance(listed, list) or not all(isinstance(token, dict) for token in listed):
-        raise ValueError(f"{directory / 'tokenizer.json'}: added_tokens is not a list of objects")
-    if not isinstance(decoder, dict) or not all(key.isascii() and key.isdigit() and len(key) < 20 for key in decoder):
-        raise ValueError(
-            f"{directory / 'tokenizer_config.json'}: added_tokens_decoder is not an object with ids as keys"
-        )
-    by_name = {f"added token {place}": token.get("id") for place, token in enumerate(listed)}
-    by_name |= {f"added token {key}": int(key) for key in decoder}
-    return {**by_name, **found.get("added_tokens.json", {})}
-
-
-def _check_ids(path: Path, ids: Mapping[str, Any], limit: int) -> None:
-    for token, number in ids.items():
-        if type(number) is not int or not 0 <= number < limit:
-            raise ValueError(
-                f"{path}: {token!r:.80} has the id {number!r:.80}, not a whole number from 0 to {limit - 1:,}"
-            )
+        vocabulary = {str(place): place for place in range(len(vocabulary))}
+    decoder = found.get("tokenizer_config.json", {}).get("added_tokens_decoder")
+    ids = [*found.get("vocab.json", {}).items(), *found.get("added_tokens.json", {}).items()]
+    if isinstance(vocabulary, dict):
+        ids += vocabulary.items()
+    if isinstance(listed, list):
+        ids += [(f"added token {i}", token.get("id")) for i, token in enumerate(listed) if isinstance(token, dict)]
+    if isinstance(decoder, dict):
+        ids += [(f"added token {key}", int(key) if key.isdecimal() else key) for key in decoder]
+    return ids
