@@ -16,7 +16,7 @@ from itertools import takewhile
 from typing import Any, Final
 
 from lightseq.data.chat_template import ChatTemplate, Span, Turn
-from lightseq.data.chats import Chat, is_answer, with_parts, with_text_arguments, without_empty_contents
+from lightseq.data.chats import Chat, function_of, is_answer, with_parts, with_text_arguments, without_empty_contents
 from lightseq.data.columns import REASONING_KEYS, squeeze
 from lightseq.data.sources import check_encodable
 from lightseq.utils.formatting import first_line
@@ -141,7 +141,7 @@ class _Renderer:
             if prompt.strip() and prompt in text:
                 return text.index(prompt) + len(prompt)
         first, second = (self._write(turns, False) for turns in others)
-        return min(_shared_length(first, second), _shared_length(first, text))
+        return _shared_length(first, second, text)
 
     def _check_answer(self, number: int, text: str, begin: int, end: int) -> None:
         """Raises _NotWritten if a part of an answer is not in text[begin:end], whitespace aside.
@@ -174,9 +174,9 @@ class _Renderer:
         return written
 
 
-def _shared_length(a: str, b: str) -> int:
-    """Returns the number of characters at the beginning that two texts share."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
+def _shared_length(*texts: str) -> int:
+    """Returns the number of characters at the beginning that all texts share."""
+    return sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, zip(*texts, strict=False)))
 
 
 def _parts_of(turn: Turn) -> list[str]:
@@ -184,15 +184,14 @@ def _parts_of(turn: Turn) -> list[str]:
     reasoning = next((turn[key] for key in REASONING_KEYS if turn.get(key)), None)
     parts = [turn.get("content"), reasoning]
     for call in turn.get("tool_calls", ()):
-        holder = call.get("function", call)
-        parts += [holder.get("name"), *_leaves(holder.get("arguments"))] if isinstance(holder, dict) else []
+        holder = function_of(call)
+        parts += [holder.get("name"), *_leaves(holder.get("arguments"))]
     return [part for part in parts if isinstance(part, str) and part.strip()]
 
 
 def _python_forms(turn: Turn) -> list[str]:
     """Returns the arguments of calls as Python prints them, where JSON differs."""
-    holders = [call.get("function", call) for call in turn.get("tool_calls", ())]
-    values = [holder.get("arguments") for holder in holders if isinstance(holder, dict)]
+    values = [function_of(call).get("arguments") for call in turn.get("tool_calls", ())]
     return [str(value) for value in values if isinstance(value, dict) and value]
 
 

@@ -23,6 +23,7 @@ from lightseq.data.columns import (
     is_blank,
 )
 from lightseq.data.sources import Row, join_names
+from lightseq.utils.files import parse_json
 from lightseq.utils.formatting import first_line
 
 # Parameters of transformers' apply_chat_template, which a row cannot set.
@@ -108,14 +109,14 @@ def _json_column(row: Row, name: str, kind: type, where: str) -> Any:
 
 def _value_of(value: Any) -> Any:
     """Returns the value of a JSON text, whose nulls stand for themselves, or another value without Arrow's nulls."""
-    return parse_json(value, default=value) if isinstance(value, str) else drop_nulls(value)
+    return _json_or(value, value) if isinstance(value, str) else drop_nulls(value)
 
 
-def parse_json(text: str, default: Any = None) -> Any:
+def _json_or(text: str, default: Any) -> Any:
     """Returns the value of a JSON text; the default if it is not JSON."""
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return parse_json(text, unique_keys=True)
+    except ValueError:
         return default
 
 
@@ -159,7 +160,7 @@ def read_turns(value: Any, column: str, where: str, learns: bool = True) -> list
     `learns` False: none of them is a target.
     """
     if isinstance(value, str) and value.lstrip().startswith("["):
-        value = parse_json(value, default=value)
+        value = _json_or(value, value)
     if not isinstance(value, list | None) or not all(isinstance(turn, dict) for turn in value or ()):
         raise ValueError(f"{where}: {column!r} is {value!r:.40}, not a list of turns with role and content; correct it")
     turns = [_read_turn(turn, f"{where}: a turn of {column!r}") for turn in value or ()]
@@ -241,14 +242,21 @@ def _tool_calls(turn: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     return [_parse_arguments(call) for call in calls] + (_calls_in_text(legacy, where) if legacy else [])
 
 
-def _parse_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    holder = call["function"] if isinstance(call.get("function"), dict) else call
-    given = holder.get("arguments")
-    parsed = parse_json(given) if isinstance(given, str) else None
-    if not isinstance(parsed, dict):
-        return call
-    holder = {**holder, "arguments": parsed}  # a null in JSON text stands for itself
+def function_of(call: dict[str, Any]) -> dict[str, Any]:
+    """Returns the object of a call that holds its name and arguments: its function, or the call itself."""
+    function = call.get("function")
+    return function if isinstance(function, dict) else call
+
+
+def _with_arguments(call: dict[str, Any], arguments: Any) -> dict[str, Any]:
+    holder = {**function_of(call), "arguments": arguments}
     return {**call, "function": holder} if "function" in call else holder
+
+
+def _parse_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    given = function_of(call).get("arguments")
+    parsed = _json_or(given, None) if isinstance(given, str) else None
+    return _with_arguments(call, parsed) if isinstance(parsed, dict) else call  # a null in JSON text stands for itself
 
 
 def _calls_in_text(content: Any, where: str) -> list[dict[str, Any]]:
@@ -263,8 +271,7 @@ def _calls_in_text(content: Any, where: str) -> list[dict[str, Any]]:
 def _check_keys(turn: Turn, names: TemplateNames, template: str, where: str) -> None:
     """Drops the harmless keys of a turn that the template does not read. Raises ValueError for other unread keys."""
     for call in turn.get("tool_calls", ()):
-        holder = call["function"] if isinstance(call.get("function"), dict) else {}
-        for key, value in (*call.items(), *holder.items()):
+        for key, value in (*call.items(), *function_of(call).items()):
             if key not in CALL_KEYS and key not in names.keys and not is_blank(value):
                 raise ValueError(f"{where}: {template} does not read {key!r} of a call{OR_LOST}")
     reasoning = any(key in names.keys for key in REASONING_KEYS)
@@ -285,11 +292,8 @@ def with_text_arguments(turns: Sequence[Turn]) -> list[Turn]:
     """Returns the turns with the arguments of calls as JSON text, which some templates expect."""
 
     def as_text(call: dict[str, Any]) -> dict[str, Any]:
-        holder = call["function"] if isinstance(call.get("function"), dict) else call
-        if not isinstance(holder.get("arguments"), dict):
-            return call
-        holder = {**holder, "arguments": json.dumps(holder["arguments"], ensure_ascii=False)}
-        return {**call, "function": holder} if "function" in call else holder
+        arguments = function_of(call).get("arguments")
+        return _with_arguments(call, json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else call
 
     return [
         {**turn, "tool_calls": [as_text(call) for call in turn["tool_calls"]]} if "tool_calls" in turn else turn

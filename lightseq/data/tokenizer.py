@@ -229,27 +229,13 @@ def _concatenate(pieces: list[tuple[IntArray, bool]]) -> tuple[IntArray, TargetM
 
 
 def _target_mask(encoding: Any, parts: tuple[TextPart, ...]) -> TargetMask:
-    """Returns a mask of the ids whose character spans overlap a target part."""
-    found, end = np.zeros(len(encoding.ids), dtype=np.bool_), 0
+    """Returns a mask of the ids whose character spans overlap a target part. Several ids can share one character."""
+    starts, ends = np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
+    found, end = np.zeros(len(starts), dtype=np.bool_), 0
     for text, target in parts:
         start, end = end, end + len(text)
-        if target and (ids := _overlapping_ids(encoding, start, end)) is not None:
-            found[ids] = True
+        found[np.searchsorted(ends, start, side="right") : np.searchsorted(starts, end)] |= target
     return found
-
-
-def _overlapping_ids(encoding: Any, start: int, end: int) -> slice | None:
-    """Returns the ids that overlap the characters [start, end). Several ids can share one character."""
-    covered = (encoding.char_to_token(at) for at in range(start, end))
-    first = next((index for index in covered if index is not None), None)
-    if first is None:
-        return None
-    last = next(index for at in range(end - 1, start - 1, -1) if (index := encoding.char_to_token(at)) is not None)
-    while first > 0 and encoding.token_to_chars(first - 1)[1] > start:
-        first -= 1
-    while last + 1 < len(encoding.ids) and encoding.token_to_chars(last + 1)[0] < end:
-        last += 1
-    return slice(first, last + 1)
 
 
 def read_chat_template(given: str) -> str:
