@@ -21,7 +21,7 @@ gc.disable()
 # The files that take longest, in order: begun last, one would leave every worker but its own without work.
 LONGEST = (
     "train_cli", "parity", "sweep", "hf", "goldens", "device_memory", "benchmark_step", "deepspeed", "verify",
-    "evaluate", "faults", "plan", "refusals", "streams", "packaging", "checkpoint", "schedule", "start",
+    "evaluate", "faults", "plan", "refusals", "happens_before", "packaging", "checkpoint", "schedule", "start",
     "tiled", "examples", "saving", "attention", "watchdog", "plan_training", "log_probs", "packing", "hf_checks",
     "search", "errors", "analysis_report", "integrations_trainer", "integrations_trl", "windows", "optim_8bit",
     "buckets", "benchmark_attention", "stored_buffers", "weights", "token_cache", "units", "documents", "quiet",
@@ -79,7 +79,7 @@ SLOW = (
     "analysis_report::test_another_page_is_not_replaced",
     "evaluate::test_a_limit_equals_a_file_that_is_cut_to_it[none]",
     "documents::test_packed_documents_equal_each_one_alone[4]",
-    "streams::test_recordings_are_in_order_with_all_others[_ReplaysSome]",
+    "happens_before::test_recordings_are_in_order_with_all_others[_ReplaysSome]",
     "errors::test_running_out_of_memory_ends_with_the_breakdown_and_a_remedy[trainer.Trainer.step-2]",
     "presets::test_scaled_models_have_any_size[scaled-n_layers-24-shape2-48185937920]",
     "data_gen::test_the_standard_library_is_read_without_its_tests",
@@ -97,7 +97,7 @@ SLOW = (
     "hf::test_a_compiled_layer_runs_attention_once[aot_eager]",
     "toy_schedule::test_a_schedule_of_ten_lines_trains[4]",
     "host_calls::test_a_layer_asks_little_of_the_host[prefix-4]",
-    "streams::test_exchanges_between_ranks_are_ordered_on_every_stream",
+    "happens_before::test_exchanges_between_ranks_are_ordered_on_every_stream",
     "tiled::test_bfloat16_errs_at_most_twice_as_much_as_whole_layers[cpu-False]",
     "host_adamw::test_pieces_become_what_the_optimizer_makes_of_the_whole[1024]",
     "schedule_time::test_the_load_is_that_of_the_table[8-32]",

@@ -94,8 +94,10 @@ def _as_text(call: dict[str, Any]) -> dict[str, Any]:
 
 def test_arguments_are_written_as_json_where_the_template_prints_them_as_they_are(tmp_path: Path) -> None:
     template = CHATML.replace("c.function.arguments | tojson", "c.function.arguments")
-    (found,) = read_rows(tmp_path, byte_level(template), {"messages": CALLED})
-    assert '<tool_call>weather {"city": "Paris", "days": 2}</tool_call>' in found.targets[0]
+    for nothing in ({"content": ""}, {"content": None}, {}):
+        messages = [USER, {"role": "assistant", "tool_calls": [CALL], **nothing}, *CALLED[2:]]
+        (found,) = read_rows(tmp_path, byte_level(template), {"messages": messages})
+        assert '<tool_call>weather {"city": "Paris", "days": 2}</tool_call>' in found.targets[0]
 
 
 def test_an_answer_that_the_template_leaves_out_is_refused_with_both_texts(tmp_path: Path) -> None:
@@ -130,45 +132,30 @@ def test_what_the_template_does_not_read_is_refused_by_name(tmp_path: Path) -> N
     assert found.targets == ["yo<|im_end|>\n"], "the generation prompt holds the empty thought then"
 
 
-def test_notes_name_answers_that_end_without_a_special_token(tmp_path: Path) -> None:
-    template = "{% for m in messages %}{{ '\n' ~ m.role ~ ': ' ~ m.content }}{% endfor %}" + (
-        "{% if add_generation_prompt %}{{ '\nassistant: ' }}{% endif %}"
-    )
-    path = write_rows(tmp_path / "a.jsonl", {"messages": [USER, ANSWER, AGAIN, WELL]})
-    assert any(
-        "an answer ends in text instead of a special token" in x for x in open_path(path, byte_level(template)).notes
-    )
-    ended = template.replace("m.content", "m.content ~ eos_token")
-    assert not any("special token" in note for note in open_path(path, byte_level(ended)).notes)
-
-
-def test_notes_name_prompts_that_the_template_shortens(tmp_path: Path) -> None:
-    deaf = "{% for m in messages if m.role != 'system' %}" + CHATML.split("{% for m in messages %}")[1]
-    path = write_rows(tmp_path / "a.jsonl", {"messages": [{"role": "system", "content": "Be terse."}, USER, ANSWER]})
-    assert any(
-        "leaves out text of a turn that is no answer (1 row" in x for x in open_path(path, byte_level(deaf)).notes
-    )
-    assert not any("leaves out" in note for note in open_path(path, byte_level()).notes)
-
-
-def test_a_chat_that_the_assistant_begins_teaches_from_its_content_on(tmp_path: Path) -> None:
-    (found,) = read_rows(tmp_path, byte_level(), {"messages": [ANSWER, AGAIN, WELL]})
-    assert found.targets == ["yo<|im_end|>\n", "well<|im_end|>\n"]
+PLAIN = "{% for m in messages %}{{ '\n' ~ m.role ~ ': ' ~ m.content }}{% endfor %}" + (
+    "{% if add_generation_prompt %}{{ '\nassistant: ' }}{% endif %}"
+)
 
 
 @pytest.mark.parametrize(
-    ("template", "reason"),
+    ("template", "without_note", "note"),
     [
-        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "takes more than 1 s"),
-        ("{% set ns = namespace(x='a') %}{% for i in range(40) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}", "GiB"),
+        (PLAIN, PLAIN.replace("m.content", "m.content ~ eos_token"), "ends in text instead of a special token"),
+        (CHATML.replace("in messages", "in messages if m.role != 'system'"), CHATML, "leaves out text of a turn"),
     ],
 )
-def test_a_template_that_runs_without_end_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, reason: str
+def test_notes_name_answers_without_an_end_and_turns_that_the_template_leaves_out(
+    tmp_path: Path, template: str, without_note: str, note: str
 ) -> None:
-    monkeypatch.setattr("lightseq.utils.limited.MAX_SECONDS", 1.0 if "1 s" in reason else 60.0)
-    monkeypatch.setattr("lightseq.utils.limited.MAX_BYTES", 1 << 30)
-    assert reason in refusal(tmp_path, template + CHATML, {"messages": [USER, ANSWER]})
+    path = write_rows(tmp_path / "a.jsonl", {"messages": [{"role": "system", "content": "Be terse."}, USER, ANSWER]})
+    assert any(note in x and "(1 row" in x for x in open_path(path, byte_level(template)).notes)
+    assert not any(note in x for x in open_path(path, byte_level(without_note)).notes)
+
+
+def test_a_template_that_runs_without_end_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightseq.utils.limited.MAX_SECONDS", 1.0)
+    endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    assert "takes more than 1 s" in refusal(tmp_path, endless + CHATML, {"messages": [USER, ANSWER]})
 
 
 @pytest.mark.parametrize("generates", [True, False])
@@ -186,8 +173,9 @@ def test_a_chat_that_the_assistant_begins_teaches_no_prompt(
     template = "<|im_start|>system\nYou are a default prompt.<|im_end|>\n" + CHATML
     if not generates:
         template = template.partition("{% if add_generation_prompt %}")[0]
-    (found,) = read_rows(tmp_path, byte_level(template), {"messages": [first]})
-    assert found.targets[0].startswith(learnt) and len(found.targets) == 1
+    for more in ([], [AGAIN, WELL]) if generates else ([],):
+        (found,) = read_rows(tmp_path, byte_level(template), {"messages": [first, *more]})
+        assert found.targets[0].startswith(learnt) and len(found.targets) == 1 + bool(more)
 
 
 @pytest.mark.parametrize(

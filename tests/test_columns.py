@@ -13,7 +13,6 @@ import pytest
 from byte_level import Document, byte_level, open_path, read_path, read_rows, write_rows
 
 from lightseq.data.columns import ROLES, UNSUPPORTED
-from lightseq.data.sequences import read_pickle
 from lightseq.data.tokenizer import ByteTokenizer
 
 USER, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}
@@ -109,13 +108,8 @@ def test_an_answer_that_a_turn_masks_is_context(tmp_path: Path, key: str) -> Non
     assert f"has {key} 0.5; give 1" in refusal(tmp_path, {"messages": [USER, {**ANSWER, key: 0.5}]})
     assert "its role is user; only answers are learnt" in refusal(tmp_path, {"messages": [{**USER, key: 1}, ANSWER]})
     sharegpt = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "BAD", key: False}]
-    assert "no row with a target" in str(_error(tmp_path, {"conversations": sharegpt}))
-
-
-def _error(folder: Path, row: dict[str, Any]) -> ValueError:
-    with pytest.raises(ValueError) as caught:
-        one(folder, row)
-    return caught.value
+    with pytest.raises(ValueError, match="no row with a target"):
+        one(tmp_path, {"conversations": sharegpt})
 
 
 def test_answers_inside_a_prompt_are_no_targets(tmp_path: Path) -> None:
@@ -225,15 +219,6 @@ def test_columns_that_divide_a_row_differently_are_refused(tmp_path: Path) -> No
     assert "'token_type_ids' are not all zero" in refusal(tmp_path, {**plain, "token_type_ids": [0, 0, 1]})
 
 
-def test_a_pickle_with_other_columns_is_refused_by_name(tmp_path: Path) -> None:
-    import pickle
-
-    for column in ("loss_mask", "position_ids", "mystery"):
-        (tmp_path / "a.pkl").write_bytes(pickle.dumps({"input_ids": [[5, 6]], column: [[0, 1]], "source": "web"}))
-        with pytest.raises(ValueError, match=f"column '{column}' is not known beside input_ids, labels"):
-            list(read_pickle(tmp_path / "a.pkl"))
-
-
 # ---- files ----------------------------------------------------------------------------------------------------------
 
 
@@ -272,6 +257,14 @@ def test_the_same_rows_give_the_same_tokens_from_every_kind_of_file(tmp_path: Pa
         assert read_path(tmp_path / name, byte_level()) == want, name
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "b.json"])
+def test_pipes_and_devices_are_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "a.jsonl").symlink_to("/dev/zero")
+    os.mkfifo(tmp_path / "b.json")
+    with pytest.raises(ValueError, match=r"cannot be read \(not a regular file\); give a regular file"):
+        read_path(tmp_path / name, byte_level())
+
+
 def test_a_table_of_text_is_read_and_a_broken_one_named(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text('prompt,completion,id\n"hi",yo,1\n"a, b","two\nlines",2\n')
@@ -280,14 +273,6 @@ def test_a_table_of_text_is_read_and_a_broken_one_named(tmp_path: Path) -> None:
     path.write_text("text,id\nyo,1,2\n")
     with pytest.raises(ValueError, match=r"a\.csv cannot be read as CSV past row 0: it has more cells than columns"):
         read_path(path, byte_level())
-
-
-def test_files_that_never_end_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").symlink_to("/dev/zero")
-    os.mkfifo(tmp_path / "b.json")
-    for name in ("a.jsonl", "b.json"):
-        with pytest.raises(ValueError, match=r"cannot be read \(not a regular file\); give a regular file"):
-            read_path(tmp_path / name, byte_level())
 
 
 def test_masks_of_long_answers_follow_the_text(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_every_window_is_in_one_sequence_and_none_overflows(seed: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["directory", "pickle"])
-def test_every_target_of_every_document_is_kept_once_and_none_is_of_another(tmp_path: Path, kind: str) -> None:
+def test_every_target_is_kept_once_in_its_document_and_what_is_cut_is_counted(tmp_path: Path, kind: str) -> None:
     packed, found = _opened(tmp_path, kind), []
     for i in range(len(packed)):
         example = packed[i]
@@ -82,24 +82,27 @@ def test_every_target_of_every_document_is_kept_once_and_none_is_of_another(tmp_
             found += zip(ids.tolist(), labels.tolist(), strict=True)
     pairs = [pair for ids in _documents() for pair in zip(ids[:-1].tolist(), ids[1:].tolist(), strict=True)]
     assert sorted(pair for pair in found if pair[1] != IGNORE_INDEX) == sorted(pairs)
-
-
-@pytest.mark.parametrize("kind", ["directory", "pickle"])
-def test_cut_padded_and_dropped_tokens_are_counted(tmp_path: Path, kind: str) -> None:
-    said = " ".join(_opened(tmp_path, kind).notes)
+    said = " ".join(packed.notes)
     tokens = sum(SIZES) - 1 - 2  # a document of one token has no target, the last of 301 and 151 are targets alone
     assert "of fewer than two tokens" in said and "13 documents packed into 8 sequences" in said
     assert f"{8 * LENGTH - tokens} tokens of padding" in said
     assert "2 documents longer than that split into 4 pieces; no target is lost" in said
 
 
-def test_sequences_of_which_a_third_is_padding_are_warned_of(tmp_path: Path) -> None:
+def test_padding_of_a_third_of_the_tokens_is_warned_of(tmp_path: Path) -> None:
     path = tmp_path / "one.pkl"
     for size, warned in ((5, True), (10, True), (11, False)):
         path.write_bytes(pickle.dumps({"input_ids": [list(range(size))]}))
         (note,) = open_packed(path, 16, 61).notes
         assert f"{path}: 1 document packed into 1 sequence of 16 tokens, " in note
         assert (note.startswith("warning: "), note.endswith("%); give a lower --model_max_length")) == (warned, warned)
+
+
+def test_texts_that_are_tokenized_on_access_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "ab"}\n')
+    assert len(open_packed(tmp_path / "a.jsonl", 8, 300, "byte")) == 1
+    with pytest.raises(ValueError, match="leave --lazy_preprocess out"):
+        open_packed(tmp_path / "a.jsonl", 8, 300, "byte", lazy=True)
 
 
 def test_a_batch_carries_boundaries_and_one_past_the_end_is_padding(tmp_path: Path) -> None:
@@ -109,13 +112,6 @@ def test_a_batch_carries_boundaries_and_one_past_the_end_is_padding(tmp_path: Pa
     assert batch.boundaries == packed[1].boundaries and batch.input_ids.shape == (1, LENGTH)
     past = stream.batch(2, 0, 2)
     assert (past.boundaries, past.valid_tokens) == ((0, 1), 0)
-
-
-def test_texts_that_are_not_tokenised_beforehand_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": "ab"}\n')
-    assert len(open_packed(tmp_path / "a.jsonl", 8, 300, "byte")) == 1
-    with pytest.raises(ValueError, match="leave --lazy_preprocess out"):
-        open_packed(tmp_path / "a.jsonl", 8, 300, "byte", lazy=True)
 
 
 # ---- a user's own loop -----------------------------------------------------------------------------------------------
@@ -289,45 +285,38 @@ def _train(rank: int, folder: str, cases: list[dict[str, Any]], steps: int) -> l
     return wrong
 
 
-def test_packing_is_refused_where_it_could_not_be_honoured(tmp_path: Path) -> None:
-    (tmp_path / "data.pkl").write_bytes(pickle.dumps({"input_ids": [[1, 2, 3]]}))
+def _notes(folder: Path, ranks: int = 1, sequence: tuple[int, ...] = (1, 2, 3), **flags: Any) -> tuple[str, ...]:
+    """Returns the notes of a run on a long sequence and a short one."""
+    (folder / "data.pkl").write_bytes(pickle.dumps({"input_ids": [sequence, [1, 2, 3]]}))
+    flags = {"packing": "best_fit", "max_steps": 1} | flags
     config = TrainConfig(
-        model_name_or_path=MODEL, random_init=True, data_path=f"{tmp_path}/data.pkl", packing="best_fit",
-        output_dir=f"{tmp_path}/run", rope_scaling={"rope_type": "dynamic", "factor": 2.0},
-    )  # fmt: skip
-    world = World(0, 1, 0, 1, CPU)
+        model_name_or_path=MODEL, random_init=True, data_path=f"{folder}/data.pkl", output_dir=f"{folder}/run", **flags
+    )
+    return prepare(config, llama3.FAMILY, World(0, ranks, 0, ranks, CPU)).notes
+
+
+def test_packing_is_refused_where_positions_depend_on_the_length(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="does not work with RoPE dynamic, which depends on a document's length"):
-        prepare(config, llama3.FAMILY, world)
+        _notes(tmp_path, rope_scaling={"rope_type": "dynamic", "factor": 2.0})
 
 
 @pytest.mark.parametrize("tokens, warned", [(8192, False), (8193, True)])
 def test_positions_of_packed_rows_are_those_of_their_documents(tokens: int, warned: bool, tmp_path: Path) -> None:
-    (tmp_path / "data.pkl").write_bytes(pickle.dumps({"input_ids": [[1] * tokens, [1, 2, 3]]}))
-    config = TrainConfig(
-        model_name_or_path=MODEL, random_init=True, data_path=f"{tmp_path}/data.pkl", packing="best_fit",
-        output_dir=f"{tmp_path}/run", model_max_length=16384, max_steps=1,
-    )  # fmt: skip
-    notes = prepare(config, llama3.FAMILY, World(0, 1, 0, 1, CPU)).notes
+    notes = _notes(tmp_path, sequence=(1,) * tokens, model_max_length=16384)
     assert any(f"sequences of {tokens} tokens exceed the 8192 positions" in note for note in notes) == warned
 
 
-def test_a_schedule_that_packed_documents_make_uneven_is_warned_of(tmp_path: Path) -> None:
-    (tmp_path / "data.pkl").write_bytes(pickle.dumps({"input_ids": [[1, 2, 3]]}))
-
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_schedule_that_packed_documents_make_uneven_is_warned_of(schedule: str, tmp_path: Path) -> None:
     def warned(schedule: str, ranks: int, packing: str = "best_fit") -> bool:
-        config = TrainConfig(
-            model_name_or_path=MODEL, random_init=True, data_path=f"{tmp_path}/data.pkl", packing=packing,
-            output_dir=f"{tmp_path}/run", schedule=schedule, max_steps=1,
-        )  # fmt: skip
-        notes = prepare(config, llama3.FAMILY, World(0, ranks, 0, ranks, CPU)).notes
+        notes = _notes(tmp_path, ranks, schedule=schedule, packing=packing)
         return any(
             note.startswith(f"warning: --schedule {schedule} does not balance packed documents") for note in notes
         )
 
-    for schedule in SCHEDULES:
-        table = packed_schedule(make_schedule(schedule, 8), (0, 100, 700, 720, 724, 1024))
-        assert warned(schedule, 8) == (balance(table) < 0.9), f"{schedule}: {balance(table)}"
-    assert not warned("ring", 1) and not warned("ring", 8, "none") and not warned("auto", 8)
+    table = packed_schedule(make_schedule(schedule, 8), (0, 100, 700, 720, 724, 1024))
+    assert warned(schedule, 8) == (balance(table) < 0.9), balance(table)
+    assert not warned(schedule, 1) and not warned(schedule, 8, "none") and not warned("auto", 8)
 
 
 @pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])

@@ -1,9 +1,11 @@
-"""Rows made tokens: chats and answers, real tokenizers, the cache, every source, and what is said of bad data."""
+"""Rows as tokens: real tokenizers, the cache, every source, and errors and notes about bad data."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,20 +30,17 @@ from lightseq.data.examples import WindowExamples
 from lightseq.data.sources import ReadOptions, source_identity
 from lightseq.data.token_directory import write_token_directory
 from lightseq.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from lightseq.models import hub
 from lightseq.training.inputs import find_examples
 from lightseq.training.metrics import read_records
 from lightseq.utils.tensors import IGNORE_INDEX
 
-# As Mistral's and Llama 3's models have them.
+datasets, pa, pq = map(pytest.importorskip, ("datasets", "pyarrow", "pyarrow.parquet"))
+
+# As Mistral's models have it.
 MISTRAL = (
     "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}"
     "{% else %}{{ ' ' + m['content'] + eos_token }}{% endif %}{% endfor %}"
-)
-LLAMA3 = (
-    "{{ bos_token }}{% for m in messages %}{{ '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n' + "
-    "m['content'] + '<|eot_id|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}"
-    "{% endif %}"
 )
 CHAT = [
     {"role": "user", "content": "Best move?"},
@@ -59,23 +58,6 @@ def mistral(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     shutil.copy(found, folder / "tokenizer.model")
     settings = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "chat_template": MISTRAL}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return load_tokenizer(str(folder))
-
-
-@pytest.fixture(scope="module")
-def llama3(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    package, folder = pytest.importorskip("llama_models"), tmp_path_factory.mktemp("llama3")
-    pytest.importorskip("tiktoken")
-    from transformers import PreTrainedTokenizerFast
-    from transformers.convert_slow_tokenizer import TikTokenConverter
-
-    words = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+"
-    special = ["<|begin_of_text|>", "<|end_of_text|>", "<|r0|>", "<|r1|>", "<|r2|>", "<|r3|>", "<|start_header_id|>"]
-    special += ["<|end_header_id|>", "<|r4|>", "<|eot_id|>"]
-    file = str(Path(package.__path__[0]) / "llama3" / "tokenizer.model")
-    made = TikTokenConverter(vocab_file=file, pattern=words, extra_special_tokens=special).converted()
-    ends = {"bos_token": special[0], "eos_token": special[1], "chat_template": LLAMA3}
-    PreTrainedTokenizerFast(tokenizer_object=made, **ends).save_pretrained(folder)
     return load_tokenizer(str(folder))
 
 
@@ -133,95 +115,39 @@ def refusal(source: str | Path, tokenizer: Tokenizer | None = None, **how: Any) 
 # ---- what is learnt -------------------------------------------------------------------------------------------------
 
 
-def test_only_the_answers_of_a_chat_are_learnt(tmp_path: Path, mistral: Tokenizer) -> None:
-    sharegpt = [{"from": {"user": "human", "assistant": "gpt"}[t["role"]], "value": t["content"]} for t in CHAT]
-    for name, row in (("a", {"messages": CHAT}), ("b", {"conversations": sharegpt})):
-        examples = opened(lines(tmp_path / f"{name}.jsonl", row), mistral)
-        assert [run.strip() for run in learnt(examples, mistral)] == ["Nf3, surely.</s>", "Castle.</s>"]
-        assert mistral.backend.decode(examples[0].input_ids).count("[INST]") == 2
-        whole = mistral.backend.apply_chat_template(CHAT, tokenize=True)["input_ids"]
-        assert examples[0].input_ids.tolist() == whole and whole.count(1) == 1, "with one beginning"
-
-
-def test_calls_of_tools_are_learnt(tmp_path: Path, mistral: Tokenizer) -> None:
-    with_calls = MISTRAL.replace(
-        "m['content'] + eos_token", "(m.tool_calls | string if m.tool_calls else m.content) + eos_token"
-    )
-    tokenizer = load_tokenizer(mistral.name, with_calls)
-    for nothing in ({"content": ""}, {"content": None}, {}):
-        chat = [CHAT[0], {"role": "assistant", "tool_calls": [{"name": "engine"}], **nothing}, CHAT[2], CHAT[3]]
-        examples = opened(lines(tmp_path / f"{len(nothing)}.jsonl", {"messages": chat}), tokenizer)
-        assert [run.strip() for run in learnt(examples, tokenizer)] == ["[{'name': 'engine'}]</s>", "Castle.</s>"]
-
-
-@pytest.mark.parametrize(
-    "row", [{"prompt": ["a"], "completion": ["b"]}, {"conversations": [{"from": ["a"], "value": "b"}]}]
-)
-def test_rows_that_are_no_chats_are_refused(tmp_path: Path, mistral: Tokenizer, row: dict[str, Any]) -> None:
-    assert "row" in refusal(lines(tmp_path / "a.jsonl", row), mistral)
-
-
-def test_a_mark_of_byte_order_before_a_json_array_is_skipped(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text('\ufeff[{"text": "x"}, {"text": "y"}]', encoding="utf-8")
-    assert len(opened(tmp_path / "a.json")) == 2
-
-
-@pytest.mark.slow
-def test_llama3s_own_tokenizer_reads_a_chat_as_its_template_writes_it(tmp_path: Path, llama3: Tokenizer) -> None:
-    examples = opened(lines(tmp_path / "a.jsonl", {"messages": CHAT}), llama3)
-    assert learnt(examples, llama3) == ["Nf3, surely.<|eot_id|>", "Castle.<|eot_id|>"]
-    whole = llama3.backend.apply_chat_template(CHAT, tokenize=True)["input_ids"]
-    assert examples[0].input_ids.tolist() == whole, "in parts as in one piece"
-    assert llama3.vocab_size > 128_000 and examples[0].input_ids[0] == 128_000
-
-
-def test_only_the_answer_to_a_prompt_is_learnt(tmp_path: Path, mistral: Tokenizer) -> None:
+def test_only_answers_are_learnt(tmp_path: Path, mistral: Tokenizer) -> None:
+    examples = opened(lines(tmp_path / "a.jsonl", {"messages": CHAT}), mistral)
+    assert [run.strip() for run in learnt(examples, mistral)] == ["Nf3, surely.</s>", "Castle.</s>"]
+    whole = mistral.backend.apply_chat_template(CHAT, tokenize=True)["input_ids"]
+    assert examples[0].input_ids.tolist() == whole and whole.count(1) == 1, "with one beginning"
     for number, row in enumerate(({"prompt": "2+2=", "completion": "4"}, {"instruction": "2+2=", "output": "4"})):
         path = lines(tmp_path / f"{number}.jsonl", row)
         assert learnt(opened(path), ByteTokenizer()) == ["4"]
         assert opened(path)[0].labels[-2:].tolist() == [256, IGNORE_INDEX], "the end is learnt too"
         assert [run.strip() for run in learnt(opened(path, mistral), mistral)] == ["4</s>"]
-    turns = {"prompt": CHAT[:3], "completion": CHAT[3:]}
-    answers = learnt(opened(lines(tmp_path / "c.jsonl", turns), mistral), mistral)
-    assert [answer.strip() for answer in answers] == ["Castle.</s>"], "answers within the prompt are no targets"
-
-
-def test_ids_are_taken_as_they_are(tmp_path: Path) -> None:
-    path = lines(tmp_path / "a.jsonl", {"input_ids": [5, 6, 7, 8], "labels": [-100, -100, 7, 8]})
-    assert opened(path)[0].labels.tolist() == [IGNORE_INDEX, 7, 8, IGNORE_INDEX]
-    assert "'labels' differ from input_ids" in refusal(lines(tmp_path / "b.jsonl", {"input_ids": [5], "labels": [6]}))
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json"])
 def test_rows_of_ids_ask_for_no_tokenizer(tmp_path: Path, suffix: str) -> None:
-    path, read_options = (
-        lines(tmp_path / f"a{suffix}", {"input_ids": [5, 299, 7]}),
-        ReadOptions(cache=tmp_path / "cache"),
-    )
+    path, options = lines(tmp_path / f"a{suffix}", {"input_ids": [5, 299, 7]}), ReadOptions(cache=tmp_path / "cache")
     for lazy in (True, False):
-        examples = open_examples(path, 8, 300, None, lazy, read_options=read_options)
+        examples = open_examples(path, 8, 300, None, lazy, read_options=options)
         assert isinstance(examples, WindowExamples) and examples[0].input_ids.tolist() == [5, 299, 7]
         assert examples.source.meta["tokenizer"] is None and "without a tokenizer" in examples.notes[0]
-    if suffix == ".jsonl":
-        assert len(open_examples(path, 8, 300, str(tmp_path), read_options=read_options)) == 1, (
-            "a model's directory without one"
-        )
+    if suffix == ".jsonl":  # a model's directory may have no tokenizer
+        assert len(open_examples(path, 8, 300, str(tmp_path), read_options=options)) == 1
 
 
-def test_rows_that_teach_nothing_are_named_before_a_tokenizer_is_asked_for(tmp_path: Path) -> None:
-    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+def test_text_without_a_tokenizer_is_refused_and_rows_that_teach_nothing_before_that(tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "a.parquet")
-    for name, content in (("a.jsonl", ""), ("b.json", "{}"), ("c.jsonl", '{"body": 1}'), ("d.jsonl", '{"text": "a"}')):
-        (tmp_path / name).write_text(content)
-    for name, said in (
-        ("a.jsonl", "a.jsonl holds no row"),
-        ("a.parquet", "a.parquet holds no row"),
-        ("b.json", "b.json line 1 has no columns; give it 'text', messages"),
-        ("c.jsonl", "it has: body; name the text with --text_column"),
-        ("d.jsonl", "d.jsonl holds text, which needs a tokenizer; give --tokenizer"),
+    for path, said in (
+        (tmp_path / "a.parquet", "a.parquet holds no row"),
+        (lines(tmp_path / "b.jsonl"), "b.jsonl holds no row"),
+        (lines(tmp_path / "c.jsonl", {"body": 1}), "it has: body"),
+        (lines(tmp_path / "d.jsonl", {"text": "a"}), "d.jsonl holds text, which needs a tokenizer; give --tokenizer"),
     ):
         with pytest.raises(ValueError, match=said):
-            open_examples(tmp_path / name, 8, 300)
+            open_examples(path, 8, 300)
 
 
 def test_padding_is_cut_off_as_the_attention_mask_says_and_counted(tmp_path: Path) -> None:
@@ -233,9 +159,28 @@ def test_padding_is_cut_off_as_the_attention_mask_says_and_counted(tmp_path: Pat
     assert examples.source.meta["skipped"]["empty"] == 1
     labelled = {**padded, "labels": [-100, 6, 7, -100, -100]}
     assert opened(lines(tmp_path / "b.jsonl", labelled))[0].labels.tolist() == [6, 7, IGNORE_INDEX]
-    for mask in ([0, 0, 1, 1, 1], [1, 1, 0, 1, 0], [1, 1, 1]):
-        said = refusal(lines(tmp_path / "c.jsonl", padded, {**padded, "attention_mask": mask}))
-        assert said.startswith(f"{tmp_path}/c.jsonl line 2: 'attention_mask' ") and "pad on the right" in said
+
+
+@pytest.mark.parametrize("lazy", [True, False])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_text_is_cut_on_access_or_split_into_windows_beforehand(tmp_path: Path, lazy: bool, kind: str) -> None:
+    path, texts = tmp_path / f"text.{kind}", ["abcd", None, "", "e"]
+    if kind == "parquet":
+        pq.write_table(pa.table({"text": texts}), path)
+    else:
+        lines(path, *({"text": text} for text in texts))
+    examples = open_examples(path, 3, 300, "byte", lazy, read_options=ReadOptions(cache=tmp_path / "cache"))
+    found = [
+        (bytes(x.input_ids[x.input_ids < 256].tolist()), x.labels.tolist())
+        for x in map(examples.__getitem__, range(len(examples)))
+    ]
+    assert found[0] == (b"abc", [*b"bcd"]) and found[-1] == (b"e", [256, IGNORE_INDEX])
+    notes = "\n".join(examples.notes)
+    assert "skipped rows: 2 empty (" in notes and f"{path} {'row 1' if kind == 'parquet' else 'line 2'}: empty" in notes
+    if lazy:
+        assert len(found) == 2 and "tokenized on access" in notes
+    else:
+        assert found[1] == (b"d", [256, IGNORE_INDEX]) and "1 row of more than 3 tokens split into windows" in notes
 
 
 def test_a_long_row_is_split_and_loses_no_target(tmp_path: Path) -> None:
@@ -299,18 +244,40 @@ def test_tokens_of_another_tokenizer_are_refused_with_both_names(
             assert "made by an older version with tokenizer" in reopened(tokens, other).notes[-1]
 
 
+def test_a_hugging_face_tokenizer_ends_every_document(small: str, tmp_path: Path) -> None:
+    tokenizer, byte = load_tokenizer(small), ByteTokenizer()
+    ids = tokenizer.encode("a b")
+    assert tokenizer.vocab_size == 97 and ids[-1] == 1 and tokenizer.decode(ids) == "a b"
+    assert byte.encode("naïve ∑")[-1] == 256 and byte.decode(byte.encode("naïve ∑")) == "naïve ∑"
+    with pytest.raises(ValueError, match="nowhere"):
+        load_tokenizer(str(tmp_path / "nowhere"))
+
+
+def test_a_hub_that_does_not_answer_for_a_tokenizer_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unanswered(url: str, timeout: float) -> None:
+        raise RuntimeError("Name or service not known.\nRetrying.")
+
+    monkeypatch.setattr(hub, "get_hf_file_metadata", unanswered)
+    with pytest.raises(ValueError, match=r"^tokenizer a/b .*\(RuntimeError: Name or service not known\); .*byte$"):
+        load_tokenizer("a/b")
+
+
 # ---- the cache ------------------------------------------------------------------------------------------------------
 
 
-def test_rows_are_tokenised_once_and_again_when_anything_changes(
-    tmp_path: Path, mistral: Tokenizer, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Directories that the cache writes."""
+    found: list[Path] = []
+    write = token_cache._write
+    monkeypatch.setattr(token_cache, "_write", lambda path, *rest: (found.append(path), write(path, *rest)))
+    return found
+
+
+def test_rows_are_tokenized_once_and_again_when_anything_changes(
+    tmp_path: Path, mistral: Tokenizer, written: list[Path]
 ) -> None:
     path = lines(tmp_path / "a.jsonl", {"text": "one", "title": "1"}, {"text": "two", "title": "22"})
-    written: list[Path] = []
-    write = token_cache._write
-    monkeypatch.setattr(
-        token_cache, "_write", lambda directory, *rest: (written.append(directory), write(directory, *rest))
-    )
     first = opened(path)
     assert opened(path, length=2).source.path == first.source.path and len(written) == 1
     opened(path, mistral)
@@ -322,15 +289,8 @@ def test_rows_are_tokenised_once_and_again_when_anything_changes(
     assert meta["source"] == str(path) and meta["kind"] == "text" and meta["skipped"] == {}
 
 
-def test_one_of_several_readers_writes_the_tokens_that_all_want(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_of_several_readers_writes_the_tokens_that_all_want(tmp_path: Path, written: list[Path]) -> None:
     path = lines(tmp_path / "a.jsonl", *({"text": f"text {i}"} for i in range(600)))
-    written: list[Path] = []
-    write = token_cache._write
-    monkeypatch.setattr(
-        token_cache, "_write", lambda directory, *rest: (written.append(directory), write(directory, *rest))
-    )
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda _: opened(path)[599].input_ids.tolist(), range(4)))
     assert len(written) == 1 and found == [[*b"text 599", 256]] * 4
@@ -357,7 +317,6 @@ def test_leftovers_of_a_killed_process_are_removed_and_stop_nobody(tmp_path: Pat
 
 
 def test_a_folder_is_read_file_by_file(tmp_path: Path) -> None:
-    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     folder = tmp_path / "rows"
     (folder / "more").mkdir(parents=True)
     lines(folder / "a.jsonl", {"text": "a"})
@@ -387,7 +346,6 @@ def test_files_of_a_folder_that_are_not_read_are_said(tmp_path: Path) -> None:
 def test_data_sets_are_read_from_disk_and_streamed_from_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    datasets = pytest.importorskip("datasets")
     rows = datasets.Dataset.from_list([{"messages": CHAT, "prompt": "x"}, {"messages": CHAT[:2], "prompt": "y"}])
     rows.select_columns(["prompt"]).rename_column("prompt", "text").save_to_disk(str(tmp_path / "saved"))
     assert bytes(int(opened(tmp_path / "saved")[i].input_ids[0]) for i in range(2)) == b"xy"
@@ -429,15 +387,19 @@ def test_skipped_rows_are_counted_named_and_recorded(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "line"),
     [
-        ('{"text": "a"}\n{oops\n', "line 2 is not JSON"),
+        ('{"text": "a"}\n{"text": "bc\\ud800"}', "line 2: character 2 is \\ud800, an unpaired surrogate"),
         ('{"text": "a"}\n{"text":\n', "line 2 is not JSON: Expecting value in column 9"),
-        ('{"body": 1}', "line 1 has no column 'text', messages, or prompt and completion; it has: body"),
+        (
+            '{"body": 1}',
+            "line 1 has no column 'text', messages, or prompt and completion; it has: body; name the text with --text_",
+        ),
         ('{"text": "a"}\n{"body": "b"}', "line 2 has no column 'text'; it has: body"),
         ('{"text": 3}', "line 1: 'text' is 3, not text"),
         ("[1]", "is a list, not an object"),
         ("", "holds no row"),
         ('{"text": ""}\n{"text": null}', "no row with a target"),
         ('{"text": "naïve"}\n', "line 1 has token id 256, outside the model's vocabulary of 256"),
+        ("{}", "line 1 has no columns; give it 'text', messages"),
         ('{"messages": [{"role": "user", "content": "a"}]}', "is a chat, but tokenizer byte has no chat template"),
         ('{"input_ids": [1, "2"]}', "not a list of integers"),
         ('{"input_ids": [[1, 2], [3]]}', "line 1: 'input_ids' is [[1, 2], [3]], not a list of integers"),
@@ -456,37 +418,46 @@ def test_bad_rows_are_one_line_with_file_and_row(tmp_path: Path, content: str, l
     path.write_text(content)
     said = refusal(path, vocab_size=256)
     assert said.startswith(str(path)) and line in said
+    if '"text"' in content and "target" not in line and "token id" not in line:
+        with pytest.raises(ValueError, match=re.escape(line)):
+            open_examples(path, 8, 256, "byte", lazy=True)
 
 
-def test_a_corrupt_shard_is_named(tmp_path: Path) -> None:
-    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    folder = tmp_path / "rows"
-    folder.mkdir()
-    pq.write_table(pa.table({"text": ["a"]}), folder / "a.parquet")
-    (folder / "b.parquet").write_bytes((folder / "a.parquet").read_bytes()[:-9])
-    assert f"{folder}/b.parquet cannot be read as Parquet past row 0" in refusal(folder)
+def test_a_text_read_on_access_is_named_by_its_line(tmp_path: Path) -> None:
+    path = lines(tmp_path / "text.jsonl", {"text": "abc"}, {"text": None}, {"text": ""}, {"text": "naïve"})
+    ascii_alone = dataclasses.replace(ByteTokenizer(), vocab_size=300, end_of_document=0)
+    with pytest.raises(ValueError, match=f"{path} line 4 has token id 195"):
+        open_examples(path, 9, 128, ascii_alone)[1]
 
 
-def test_bad_chats_are_one_line(tmp_path: Path, mistral: Tokenizer) -> None:
-    forgets = dict(MISTRAL=MISTRAL.replace("'[INST] '", "'[INST] ' + (messages|length|string)"))["MISTRAL"]
-    cases = [
-        ({"messages": "hello"}, "'messages' is 'hello', not a list of turns"),
-        ({"messages": [{"role": "user"}]}, "has no role or content"),
-        (
-            {"messages": [*CHAT[:1], {"role": "assistant", "content": "\ud800"}]},
-            "line 1, rendered by the chat template of ",
-        ),
-    ]
-    for number, (row, line) in enumerate(cases):
-        assert line in refusal(lines(tmp_path / f"{number}.jsonl", row), mistral)
-    template = mistral.backend.chat_template
-    try:
-        mistral.backend.chat_template = forgets
-        path = lines(tmp_path / "forgets.jsonl", {"messages": CHAT})
-        said = refusal(path, mistral)
-        assert "line 1: the chat template" in said and "so the answer cannot be located" in said
-    finally:
-        mistral.backend.chat_template = template
+def test_a_damaged_parquet_file_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "text.parquet"
+    path.write_bytes(b"PAR1 and then nothing")
+    assert f"{path} cannot be read as Parquet past row 0" in refusal(path)
+    pq.write_table(pa.table({"text": [1], "title": ["a"]}), path)
+    assert "row 0: 'text' is 1, not text" in refusal(path)
+    offsets = pa.py_buffer(np.array([0, 2, 3], np.int32).tobytes())
+    pq.write_table(pa.table({"text": pa.StringArray.from_buffers(2, offsets, pa.py_buffer(b"ab\xff"))}), path)
+    assert f"{path} cannot be read as Parquet past row 0: 'utf-8' codec" in refusal(path)
+
+
+def test_a_path_that_is_no_data_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "data.csv.zst").write_text("a,b")
+    assert "does not exist" in refusal(tmp_path / "nothing")
+    assert "is not a token directory" in refusal(tmp_path / "data.csv.zst")
+    assert "neither a token directory" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("chat", "line"),
+    [
+        ("hello", "'messages' is 'hello', not a list of turns"),
+        ([{"role": "user"}], "has no role or content"),
+        ([CHAT[0], {"role": "assistant", "content": "\ud800"}], "line 1, rendered by the chat template of "),
+    ],
+)
+def test_bad_chats_are_one_line(tmp_path: Path, mistral: Tokenizer, chat: Any, line: str) -> None:
+    assert line in refusal(lines(tmp_path / "a.jsonl", {"messages": chat}), mistral)
 
 
 TEMPLATE = "{% for m in messages %}{{ m['role'] ~ ': ' ~ m['content'] ~ eos_token }}{% endfor %}" + (
@@ -507,6 +478,8 @@ def test_a_chat_template_replaces_the_tokenizers_and_has_tokens_of_its_own(tmp_p
     (tmp_path / "mine.jinja").write_text(TEMPLATE)
     decode = load_tokenizer(small)
     for source, answers in ((chats, ["Nf3, surely.</s>", "Castle.</s>"]), (pairs, ["Castle.</s>"])):
+        with pytest.raises(ValueError, match="--chat_template needs a tokenizer with tokens that end a turn, not byte"):
+            with_template(source, "byte", TEMPLATE)
         own, text = opened(source, decode), with_template(source, small, TEMPLATE)
         assert learnt(own, decode) == ["!" + answer for answer in answers]
         assert learnt(text, decode) == answers
@@ -545,11 +518,6 @@ def test_a_chat_template_that_does_not_render_is_refused_in_one_line(
     assert line in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_bytes_have_no_chat_template(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"^--chat_template needs a tokenizer with tokens that end a turn, not byte"):
-        with_template(lines(tmp_path / "chats.jsonl", {"messages": CHAT}), "byte", TEMPLATE)
-
-
 # ---- in a run ------------------------------------------------------------------------------------------------------
 
 
@@ -574,46 +542,14 @@ def test_checkpoints_save_the_chat_template_that_they_were_trained_with(tmp_path
     assert (refused.status, refused.err) == (2, f"{line}leave it out\n") and not (tmp_path / "text").exists()
 
 
-@pytest.mark.slow
-def test_a_run_reads_rows_once_and_goes_on_with_the_next_on_other_ranks(tmp_path: Path) -> None:
-    rows = [{"prompt": "p" * (40 if i == 5 else 3), "completion": "answer"[: 1 + i % 6]} for i in range(8)]
-    path = lines(tmp_path / "a.jsonl", *rows, {"prompt": "p", "completion": ""})
-    common = (
-        "--model_name_or_path tiny-llama3 --random_init --tokenizer byte --model_max_length 16 --learning_rate 1e-3 "
-        f"--data_path {path} --data_cache {tmp_path}/cache --num_train_epochs 1 --lr_scheduler_type constant"
-    )
-    runs = [
-        f"{common} --output_dir {tmp_path}/whole",
-        f"{common} --output_dir {tmp_path}/parts --sequence_parallel_size 1 --max_steps 3",
-        f"{common} --output_dir {tmp_path}/parts --resume_from_checkpoint True",
-        f"{common} --output_dir {tmp_path}/parts --resume_from_checkpoint True --seed 1 --num_train_epochs 2",
-    ]
-    ends = spawn(2, programs, "llama3", runs)[0]
-    assert [end.status for end in ends] == [0, 0, 0, 2], [end.err for end in ends]
-    said = [" ".join(end.out.split()) for end in ends]
-    whole, parts = (read_records(tmp_path / run / "metrics.jsonl") for run in ("whole", "parts"))
-    targets = sum(2 + i % 6 for i in range(8))
-    assert [sum(record["valid_tokens"] for record in records) for records in (whole, parts)] == [targets, targets]
-    assert f"skipped rows: 1 without an answer ({path} line 9" in said[0]
-    assert "2 windows of 10 without a target (document 5: 2)" in said[0]
-    assert "1 from example 6 on, none skipped or repeated" in said[2]
-    assert len(whole) == 10 and len(parts) == 3 + 4
-    assert "was trained with --seed 42, not with --seed 1" in ends[3].err
-    assert len([p for p in (tmp_path / "cache").iterdir() if p.is_dir()]) == 1
-
-
 def test_steps_without_a_target_are_counted_and_no_part_of_the_loss(tmp_path: Path) -> None:
     path = lines(tmp_path / "a.jsonl", {"prompt": "p" * 100, "completion": "ab"}, {"prompt": "p", "completion": "no"})
     common = (
         "--model_name_or_path tiny-llama3 --random_init --tokenizer byte --model_max_length 16 --learning_rate 1e-3 "
         f"--data_path {path} --data_cache {tmp_path}/cache --num_train_epochs 1 --save_strategy no"
     )
-    runs = [
-        f"{common} --output_dir {tmp_path}/{name} {more}"
-        for name, more in (
-            ("each", ""), ("all", "--logging_steps 8"), ("ranks", "--logging_steps 4 --sequence_parallel_size 1")
-        )
-    ]  # fmt: skip
+    flags = {"each": "", "all": "--logging_steps 8", "ranks": "--logging_steps 4 --sequence_parallel_size 1"}
+    runs = [f"{common} --output_dir {tmp_path}/{name} {more}" for name, more in flags.items()]
     ends = spawn(2, programs, "llama3", runs)[0]
     assert [end.status for end in ends] == [0, 0, 0], [end.err for end in ends]
     each, whole, ranks = (read_records(tmp_path / run / "metrics.jsonl") for run in ("each", "all", "ranks"))

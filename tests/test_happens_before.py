@@ -1,7 +1,8 @@
-"""Whatever two streams touch is put in order by a wait, and nothing is freed while another stream is at it."""
+"""Memory that two streams touch is ordered by a wait, and none is freed while another stream uses it."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -158,20 +159,9 @@ def test_exchanges_between_ranks_are_ordered_on_every_stream(tmp_path: Path) -> 
         assert all(bad == NONE for bad in found.values()), found
 
 
-def _on_two_hosts(rank: int, folder: Path, forgets: bool) -> Any:
-    if forgets:
-        SymmetricTransport.after_replay = lambda *_, **__: None  # type: ignore[method-assign]
-    return _attention(rank, folder, "", hosts=[(0,), (1, 2)])
-
-
 def test_exchanges_inside_and_between_hosts_are_ordered_on_every_stream(tmp_path: Path) -> None:
-    for found in spawn(3, _on_two_hosts, tmp_path, False):
+    for found in spawn(3, partial(_attention, hosts=[(0,), (1, 2)]), tmp_path, ""):
         assert all(bad == NONE for bad in found.values()), found
-
-
-def test_an_outbox_that_closes_before_its_last_results_are_read_is_seen(tmp_path: Path) -> None:
-    (_, found, _) = spawn(3, _on_two_hosts, tmp_path, True)
-    assert any(bad[0] for bad in found.values()), found
 
 
 def _recorded(rank: int, folder: Path, recordings: type[_Replays], forgets: bool) -> tuple[Any, int]:

@@ -1,0 +1,171 @@
+"""Pickles of token ids: read in every protocol, and refused in one line if damaged, hostile or of another shape."""
+
+import os
+import pickle
+import resource
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lightseq.data.batches import open_examples
+from lightseq.data.sequences import read_pickle
+from lightseq.utils.pickles import load_plain
+from lightseq.utils.tensors import IGNORE_INDEX
+
+PROTOCOLS = range(pickle.HIGHEST_PROTOCOL + 1)
+
+
+def pickle_file(path: Path, content: object, protocol: int | None = None) -> Path:
+    path.write_bytes(pickle.dumps(content, protocol))
+    return path
+
+
+def refusal(path: Path, length: int = 4, vocab_size: int = 10) -> str:
+    with pytest.raises(ValueError) as caught:
+        open_examples(path, length, vocab_size)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# ---- what is read ----------------------------------------------------------------------------------------------------
+
+
+def test_a_pickle_is_one_example_a_sequence_cut_and_counted(tmp_path: Path) -> None:
+    ids = [[1, 2, 3, 4, 5], [6, 7], [8]]
+    content = {"input_ids": ids, "source": "somewhere", "attention_mask": [[1] * len(row) for row in ids]}
+    path = pickle_file(tmp_path / "data.pkl", content)
+    examples = open_examples(path, length=3, vocab_size=10)
+    found = [(examples[i].input_ids.tolist(), examples[i].labels.tolist()) for i in range(len(examples))]
+    assert found == [([1, 2, 3], [2, 3, 4]), ([6, 7], [7, IGNORE_INDEX])]  # 4 is no input, but still a target
+    assert examples.notes == (
+        f"{path}: skipped 1 sequence of fewer than two tokens",
+        f"{path}: truncated 1 sequence of 2 to 3 tokens, 2 tokens dropped",
+    )
+
+
+def test_labels_are_shifted_once_and_sequences_without_a_target_left_out(tmp_path: Path) -> None:
+    content = {"input_ids": [[1, 2, 3], [4, 5, 6]], "labels": [[-100, -100, -100], [-100, -100, 6]]}
+    path = pickle_file(tmp_path / "p.pkl", content)
+    examples = open_examples(path, 3, 10)
+    assert len(examples) == 1 and examples[0].labels.tolist() == [IGNORE_INDEX, 6, IGNORE_INDEX]
+    assert "skipped 1 sequence without a target in the first 3 tokens" in examples.notes[0]
+    assert "every label is -100" in refusal(path, length=1)
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_every_protocol_is_read_and_cut_short_it_is_one_line(tmp_path: Path, protocol: int) -> None:
+    rows = [[1, 300, 70_000, 2], [5] * 3000, [], [-1, 2**40]]
+    others = {"ids": ["ä", "x" * 300], "notes": [0.5, None, True, False], "seed": 2**70, "source": b"\x00r"}
+    if protocol < 3:
+        del others["source"]
+    for content in (
+        {"input_ids": rows, **others},
+        {"input_ids": tuple(map(tuple, rows)), "meta": [{"a": 1}, {"a": (2, 3, 4, 5)}]},
+    ):
+        path = pickle_file(tmp_path / "data.pkl", content, protocol)
+        assert [ids.tolist() for ids, _ in read_pickle(path)] == rows
+        assert load_plain(path) == content
+    whole = pickle.dumps({"input_ids": [[1, 2, 300, 70000]], "s": "text", "f": 0.5}, protocol)
+    for cut in range(len(whole) - 1):
+        path.write_bytes(whole[:cut])
+        refusal(path, vocab_size=100_000)
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+class Malicious:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_a_pickle_runs_no_code(tmp_path: Path, protocol: int) -> None:
+    trap = tmp_path / "trap"
+    path = pickle_file(tmp_path / "data.pkl", {"input_ids": [[1, 2]], "x": Malicious(trap)}, protocol)
+    assert "it builds" in refusal(path) and not trap.exists()
+    pickle.loads(path.read_bytes())  # the trap works
+    assert trap.exists()
+
+
+def nested_lists() -> bytes:
+    row = [1]
+    for _ in range(40):
+        row = [row, row]  # type: ignore[list-item]
+    return pickle.dumps({"input_ids": [row]})
+
+
+NO_PICKLE = "cannot be read as a pickle"
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"cos\nsystem\n(S'true'\ntR.", NO_PICKLE),  # GLOBAL, REDUCE
+        (b"(S'true'\nios\nsystem\n.", NO_PICKLE),  # INST
+        (b"\x80\x04\x8c\x02os\x8c\x06system\x93.", NO_PICKLE),  # STACK_GLOBAL
+        (b"\x82\x01.", NO_PICKLE),  # EXT1: a registered extension
+        (b"P1\n.", NO_PICKLE),  # PERSID: an object outside the file
+        (b"K\x01K\x02R.", NO_PICKLE),  # REDUCE of a number
+        (b"S'int'\n)\x81.", NO_PICKLE),  # NEWOBJ of a string
+        (b"]}S'a'\nK\x01sb.", NO_PICKLE),  # BUILD of a list
+        (b"}]K\x01s.", NO_PICKLE),  # a list as a key
+        (b"h\x07.", NO_PICKLE),  # a memo that was never set
+        (b"Xtoo little.", NO_PICKLE),
+        (b"not a pickle", NO_PICKLE),
+        (pickle.dumps({"input_ids": [np.array([1, 2])]}), "numpy"),
+        # Python's unpickler would allocate 64 GiB for the memo.
+        (b"}r" + (2**32 - 1).to_bytes(4, "little") + b".", "is not a dict with"),
+        (b"}p4294967295\n.", "is not a dict with"),
+        # The hash of the first would overflow the stack, the hash of the second never end.
+        (b"\x80\x04})" + b"\x85" * 300_000 + b"Ns.", "a dict key is a tuple"),
+        (b"\x80\x04})" + b"q\x00h\x00\x86" * 60 + b"Ns.", "a dict key is a tuple"),
+        (nested_lists(), "is not a list of integers"),
+    ],
+    ids=lambda x: repr(x[:20]),
+)
+def test_a_damaged_or_hostile_pickle_is_one_line_at_once(tmp_path: Path, content: bytes, reason: str) -> None:
+    path = tmp_path / "data.pkl"
+    path.write_bytes(content)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert reason in refusal(path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**18  # KiB
+
+
+def test_a_pipe_is_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "data.pkl")
+    assert "not a regular file" in refusal(tmp_path / "data.pkl")
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ([[1, 2]], "is not a dict with 'input_ids'"),
+        ({"ids": [[1, 2]]}, "is not a dict with 'input_ids'"),
+        ({"input_ids": [1, 2]}, "sequence 0 is not a list of integers"),
+        ({"input_ids": ["text"]}, "sequence 0 is not a list of integers"),
+        ({"input_ids": [[1.5, 2.0]]}, "sequence 0 is not a list of integers"),
+        ({"input_ids": [[True, False]]}, "sequence 0 is not a list of integers"),
+        ({"input_ids": [[[1, 2], [3]]]}, "sequence 0 is not a list of integers"),
+        ({"input_ids": [[1, 1 << 70]]}, "sequence 0 is not a list of integers"),
+        ({"input_ids": [[1, 2]], "labels": [[1, 2], [3]]}, "'labels' is not a list with one entry for each of 1"),
+        ({"input_ids": [[1, 2]], "labels": [[1]]}, "2 input_ids but 1 labels"),
+        ({"input_ids": [[1, 2]], "attention_mask": [[1, 1], [1]]}, "'attention_mask' is not a list with one entry"),
+        ({"input_ids": [[3, 4], [1, 0]], "attention_mask": [[1, 1], [1, 0]]}, "its attention_mask masks tokens"),
+        ({"input_ids": []}, "has no sequence of at least two tokens"),
+        ({"input_ids": [[], [1]]}, "has no sequence of at least two tokens"),
+        ({"input_ids": [[1, 2], [3, 99]]}, "sequence 1 has token id 99"),
+        ({"input_ids": [[1, -5, 2]]}, "token id -5"),
+        ({"input_ids": [[1, 2]], "labels": [[-100, 99]]}, "labels 0 has token id 99"),
+        *(
+            ({"input_ids": [[5, 6]], column: [[0, 1]], "source": "web"}, f"column '{column}' is not known beside inp")
+            for column in ("loss_mask", "position_ids", "mystery")
+        ),
+    ],
+)
+def test_a_pickle_of_another_shape_is_one_line(tmp_path: Path, content: object, reason: str) -> None:
+    assert reason in refusal(pickle_file(tmp_path / "data.pkl", content))
