@@ -5,6 +5,7 @@ Tensor files are hashed while they are written, and read without unpickling (ten
 
 import hashlib
 import io
+import math
 import random
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -20,9 +21,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystem, _item_size, _split_by_size_and_type
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from transformers import PreTrainedModel
@@ -109,15 +110,25 @@ class HashingWriter(dcp.FileSystemWriter):
 
 def _parts(plan: SavePlan) -> list[SavePlan]:
     """Splits one rank's plan into parts of about equal size, one per file."""
-    size = sum(_item_size(item) for item in plan.items if item.tensor_data is not None)
-    count = min(THREADS, 1 + size // BYTES_FOR_A_THREAD)
-    if count == 1:
+    sizes = {item.index: _bytes_of(item) for item in plan.items}
+    parts: list[list[WriteItem]] = [[] for _ in range(min(THREADS, 1 + sum(sizes.values()) // BYTES_FOR_A_THREAD))]
+    if len(parts) == 1:
         return [plan]
-    parts, names = _split_by_size_and_type(count, plan.items), plan.storage_data
+    filled = [0] * len(parts)
+    for item in sorted(plan.items, key=lambda item: sizes[item.index], reverse=True):
+        least = filled.index(min(filled))
+        parts[least].append(item)
+        filled[least] += sizes[item.index]
+    names = plan.storage_data
     return [
         replace(plan, items=part, storage_data=replace(names, prefix=f"{names.prefix}{i}_"))
         for i, part in enumerate(parts)
     ]
+
+
+def _bytes_of(item: WriteItem) -> int:
+    data = item.tensor_data
+    return math.prod(data.chunk.sizes) * data.properties.dtype.itemsize if data is not None else 0
 
 
 class TensorReader(dcp.FileSystemReader):
