@@ -69,7 +69,10 @@ class DeepSpeedEngine:
         self._engine = on_all_ranks(world, lambda: self._initialize(inner, make_optimizer(self.model, config)))
         self._files = CheckpointFiles(self._engine.checkpoint_engine)
         self._engine.checkpoint_engine = self._files
-        self._engine._copy_recovery_script = lambda _: None  # deepspeed.utils.zero_to_fp32 reads the files too
+        copy_script = self._engine._copy_recovery_script
+        self._engine._copy_recovery_script = lambda directory: self._files.attempt(
+            lambda: copy_script(directory), f"{directory}/zero_to_fp32.py"
+        )
         self.loss_model: nn.Module = self._engine
         self.optimizer: Any = self._engine.optimizer
         on_all_ranks(world, lambda: fill_weights(self.model, inputs, config.seed, self._fill))
@@ -250,15 +253,16 @@ class CheckpointFiles:
         return getattr(self._files, name)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        self._attempt(lambda: self._files.makedirs(path, exist_ok=exist_ok), path)
+        self.attempt(lambda: self._files.makedirs(path, exist_ok=exist_ok), path)
 
     def save(self, state_dict: Any, path: str) -> None:
-        self._attempt(lambda: self._files.save(state_dict, path), path)
+        self.attempt(lambda: self._files.save(state_dict, path), path)
 
     def load(self, path: str, map_location: Any = None) -> Any:
         return load_restricted(path, map_location)
 
-    def _attempt(self, write: Callable[[], object], path: str) -> None:
+    def attempt(self, write: Callable[[], object], path: str) -> None:
+        """Writes a file, unless an earlier write has failed."""
         if self.failure is not None:
             return
         try:
