@@ -175,7 +175,7 @@ def test_a_quantized_base_model_is_refused(
     weights = load_file(base / "model.safetensors")
     save_file({name: x.to(dtype) for name, x in weights.items()}, quantized / "model.safetensors")
     said = refusal(adapter, capsys, "--model_name_or_path", str(quantized))
-    assert f"is {dtype}, which is quantized; name a model in" in said
+    assert f"is {dtype}, which is quantized; give a model in" in said
 
 
 def test_a_run_does_not_resume_an_adapter_that_is_not_plain_lora(base: Path, adapter: Path) -> None:

@@ -113,7 +113,7 @@ def test_a_plan_takes_the_place_of_a_plan_alone(tmp_path: Path, capsys: pytest.C
     assert main(words) == main(words) == 0
     file.write_text('{"step": 1, "loss": 2.0}\n')
     assert main(words) == 2
-    assert "a.jsonl exists and is not an attention plan; name another" in capsys.readouterr().err
+    assert "a.jsonl exists and is not an attention plan; give another" in capsys.readouterr().err
     assert file.read_text() == '{"step": 1, "loss": 2.0}\n'
 
 

@@ -40,12 +40,12 @@ def merge(adapter: Path, output_dir: Path, model_name_or_path: str | None) -> st
         raise ValueError(f"{adapter / CONFIG} does not name its base model; give --model_name_or_path")
     if model_name_or_path is None and revision not in (None, "main"):
         raise ValueError(
-            f"{adapter / CONFIG}: revision is {revision!r}; download that revision of {base} and name its directory "
+            f"{adapter / CONFIG}: revision is {revision!r}; download that revision of {base} and give its directory "
             "with --model_name_or_path"
         )
     source = Path(base) if Path(base).is_dir() else download(base, "give a local directory")
     if output_dir.exists() and any(output_dir.iterdir()):
-        raise ValueError(f"--output_dir {output_dir} is not empty; name another directory")
+        raise ValueError(f"--output_dir {output_dir} is not empty; give another directory")
     pairs = _pairs(adapter / ADAPTER_WEIGHTS, settings["r"])
     _check_orientation(source, pairs)
     for directory in (adapter, source):
@@ -108,13 +108,13 @@ def _merge_weights(
     source: Path, output_dir: Path, pairs: Mapping[str, tuple[Tensor, Tensor]], scale: float, adapter: Path
 ) -> None:
     with _readable(source):
-        names = tensor_files(source, "name the model with --model_name_or_path")
+        names = tensor_files(source, "give the model with --model_name_or_path")
     left = set(pairs)
     for file in sorted(set(names.values())):
         left -= _merge_file(file, output_dir / file.name, pairs, scale)
     if left:
         raise ValueError(
-            f"{source} has no {min(left)}, which {adapter} adapts; name its base model with --model_name_or_path"
+            f"{source} has no {min(left)}, which {adapter} adapts; give its base model with --model_name_or_path"
         )
 
 
@@ -129,11 +129,11 @@ def _merge_file(source: Path, target: Path, pairs: Mapping[str, tuple[Tensor, Te
                 if (len(b), a.shape[1]) != tuple(weight.shape):
                     raise ValueError(
                         f"{source}: {name} has the shape {list(weight.shape)}, but the adapter's is "
-                        f"{[len(b), a.shape[1]]}; name its base model with --model_name_or_path"
+                        f"{[len(b), a.shape[1]]}; give its base model with --model_name_or_path"
                     )
                 if weight.dtype not in MERGED_DTYPES:
                     raise ValueError(
-                        f"{source}: {name} is {weight.dtype}, which is quantized; name a model in float32, bfloat16 or "
+                        f"{source}: {name} is {weight.dtype}, which is quantized; give a model in float32, bfloat16 or "
                         "float16 with --model_name_or_path"
                     )
                 weight = (weight.to(torch.float32) + scale * (b @ a)).to(weight.dtype)
@@ -141,7 +141,7 @@ def _merge_file(source: Path, target: Path, pairs: Mapping[str, tuple[Tensor, Te
     try:
         save_tensors(merged, target)
     except SafetensorError as error:
-        raise ValueError(f"{target} cannot be written ({first_line(error)}); name another --output_dir") from error
+        raise ValueError(f"{target} cannot be written ({first_line(error)}); give another --output_dir") from error
     return set(merged) & set(pairs)
 
 

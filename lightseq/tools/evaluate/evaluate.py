@@ -99,7 +99,7 @@ def _prepare(options: Options, config: TrainConfig, family: ModelFamily, world: 
     """Finds and checks all inputs before any rank waits for another and before anything is written."""
     record = Path(config.output_dir) / RECORD
     if record.exists() and not config.overwrite_output_dir:
-        raise ValueError(f"{record} exists; name another --output_dir, or replace it with --overwrite_output_dir")
+        raise ValueError(f"{record} exists; give an empty --output_dir, or replace it with --overwrite_output_dir")
     model = find_model(config, family, world)
     task = TASKS[options.task](options, config, model, world)
     create_output_dir(Path(config.output_dir))

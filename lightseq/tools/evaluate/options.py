@@ -1,4 +1,4 @@
-"""Flags of `lightseq evaluate`: its own and those of training. Imports no torch, so that --help is instant."""
+"""Flags of `lightseq evaluate`: its own, and the flags of training. Imports no torch, so that --help is instant."""
 
 import argparse
 import dataclasses
@@ -34,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
         usage=f"python3 -m {PROGRAM} --model_name_or_path DIR --output_dir DIR [--data_path DATA] [--flag value ...]",
         description="Evaluates a model under sequence parallelism and writes evaluation.jsonl. --task loss needs "
         "--data_path. launch/local.sh evaluate runs it on all GPUs of a host.",
-        epilog="All other flags are those of training (llama3/train.py --help): model, data, precision, parallelism.",
+        epilog="Also takes the flags of training (llama3/train.py --help): model, data, precision, parallelism.",
         allow_abbrev=False,
         add_help=False,
     )

@@ -143,7 +143,7 @@ def _cells(r: Mapping[str, Any]) -> list[str]:
 def _write(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
     """Replaces an earlier plan. Raises ValueError for any other file."""
     if path.is_file() and path.stat().st_size and not record_lines(path)[0].startswith('{"plan": '):
-        raise ValueError(f"--output {path} exists and is not an attention plan; name another file")
+        raise ValueError(f"--output {path} exists and is not an attention plan; give another file")
     path.parent.mkdir(parents=True, exist_ok=True)
     with open_output(path) as file:
         file.writelines(json.dumps(record) + "\n" for record in records)

@@ -28,7 +28,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--gpus", type=count_flag, required=True, help="number of GPUs")
     out.add_argument("--gpus_per_host", type=count_flag, default=8, help="GPUs per host (default: %(default)s)")
     out.add_argument("--chip", default="h200", help=f"one of {', '.join(CHIPS)} (default: %(default)s)")
-    out.add_argument("--gpu_memory", type=float, metavar="GIB", help="memory per GPU (default: that of the chip)")
+    out.add_argument("--gpu_memory", type=float, metavar="GIB", help="memory per GPU (default: the chip's)")
     out.add_argument("--host_memory", type=float, metavar="GIB", help="memory per host (default: unlimited)")
     out.add_argument(
         "--host_cores", type=count_flag, metavar="N", help=f"CPU cores per host (default: {DEFAULT_CORES} per rank)"

@@ -54,7 +54,7 @@ def _append(path: Path, found: dict[str, Any]) -> None:
         with open_output(path, appends=True) as file:
             file.write(json.dumps(found) + "\n")
     except OSError as error:
-        raise ValueError(f"--output {path} cannot be written ({error.strerror}); name another file") from error
+        raise ValueError(f"--output {path} cannot be written ({error.strerror}); give another file") from error
 
 
 def _planned_run(family: ModelFamily, own: argparse.Namespace, training: Sequence[str]) -> PlannedRun:
@@ -111,9 +111,7 @@ def _notes(family: ModelFamily, run: PlannedRun) -> list[str]:
         "the reference kernel needs memory and time quadratic in a tile's length, which is not counted": (
             config.kernel_name == "reference"
         ),
-        "gloo copies tensors through the host, which was not measured: times are those of nccl": (
-            config.transport == "gloo"
-        ),
+        "gloo copies tensors through the host, which was not measured: times assume nccl": (config.transport == "gloo"),
         f"the update on the host is planned with {DEFAULT_CORES} cores per rank; --host_cores changes that": (
             run.state_on_host and hardware.host_cores is None
         ),

@@ -15,7 +15,7 @@ from lightseq.schedule.table import Mask
 from lightseq.tools.verify.report import Row, all_gather_object, relative_error, result_row
 from lightseq.utils.formatting import first_line
 
-EXACT: Final = 1e-5  # allowed relative L2 error in float32; in half precision, twice that of plain attention
+EXACT: Final = 1e-5  # allowed relative L2 error in float32; in half precision, twice the error of plain attention
 BATCH, REST = 2, 56  # sequences; keys of earlier tiles
 
 
@@ -65,7 +65,7 @@ def _share(error: Error) -> float:
 def _errors(kernel: Kernel, case: Case, spec: KernelSpec, shared: int, device: torch.device) -> list[Error]:
     """Returns the error of each result, for random inputs with two key/value heads.
 
-    The forward pass is that of the tile; the backward pass takes out and lse over all keys.
+    The forward pass computes the tile alone; the backward pass takes out and lse over all keys.
     """
     g, scale = torch.Generator().manual_seed(case.queries + case.keys), spec.head_dim**-0.5
 
