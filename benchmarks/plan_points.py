@@ -1,6 +1,6 @@
 """Measures training steps that test the predictions of `python3 -m lightseq plan`.
 
-python3 benchmarks/plan_points.py --gpus 1,2 --output benchmarks/results/plan-2xh200.jsonl --minutes 9
+python3 benchmarks/plan_points.py --gpus 1,2 --output outputs/plan-points.jsonl --minutes 9
 
 Every point runs in separate processes. The same command continues with the points that are not in the file.
 """

@@ -1,7 +1,7 @@
 """Constants of the planner: chips from datasheets, and measured memory and speed.
 
-Measured on NVIDIA H200 (benchmarks/results/plan-*.jsonl, docs/log.md). Other chips are assumed to reach the same shares
-of their peaks.
+Measured on NVIDIA H200 (benchmarks/results/plan-steps.jsonl, dev/LOG.md). Other chips are assumed to reach the same
+shares of their peaks.
 """
 
 import re
@@ -55,8 +55,8 @@ PROCESS_BYTES = 2.5 * GIB  # host memory of a rank's Python, torch and CUDA (hos
 MARGIN = 0.08  # share of a GPU left to drivers, libraries and fragmentation (memory is planned within 5%)
 
 # ---- time -----------------------------------------------------------------------------------------------------------
-# Shares of the datasheet's peaks. `points`: benchmarks/results/plan-2xh200.jsonl. `traces`: 1B at 32K and 8 layers of
-# 8B at 128K on two H200, read with `python3 -m analysis profile` (docs/log.md has the first).
+# Shares of the datasheet's peaks. `points`: benchmarks/results/plan-steps.jsonl. `traces`: 1B at 32K and 8 layers of
+# 8B at 128K on two H200, read with `python3 -m analysis profile` (dev/LOG.md has the first).
 MATRIX_SHARE = 0.70  # matrix products of layers and loss (points; traces: 0.68 and 0.73)
 ATTENTION_SHARE = 0.97  # of the isolated layer's speed (schedule/timing.py) inside a step (points)
 MEMORY_SHARE = 0.75  # GPU memory traffic (traces: compiled elementwise 0.80, AdamW 0.71)
@@ -89,7 +89,7 @@ ADAPTER_ENDS, ADAPTER_REPEATS = 5, 3
 ADAPTER_WEIGHTS = 2  # per weight, read and written to join it with B, for every product
 # Launch time per tensor of optimizers that update one at a time (one run: torchao's 8-bit AdamW on 1B at 32K).
 UPDATE_LAUNCH_SECONDS = {"adamw_8bit": 0.55e-3, "adamw_torch_8bit": 0.55e-3}
-# Launch time of a layer, forward and backward. Eager: 2,048 tokens, four GPUs (docs/log.md); compiled:
+# Launch time of a layer, forward and backward. Eager: 2,048 tokens, four GPUs (dev/LOG.md); compiled:
 # assumed.
 LAYER_LAUNCH_SECONDS: Mapping[bool, float] = {False: 14e-3, True: 4e-3}
 # Speed relative to fa4 with heads of 128: benchmarks/results/attention-*.jsonl from 64K on (fa2: taken as aten).
