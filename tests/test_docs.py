@@ -98,7 +98,7 @@ def source_of(path: str) -> str:
 
 # ---- commands ------------------------------------------------------------------------------------------------------
 
-GUIDES = [page for page in PAGES if page.parent in (ROOT, ROOT / "docs") and page.name != "log.md"]
+GUIDES = [page for page in PAGES if page.parent in (ROOT, ROOT / "docs")]
 # Programs of others, and words of the shell. What they start may be ours: `podman run lightseq launch/local.sh ...`.
 OTHERS = ("pip", "podman", "enroot", "sbatch", "envsubst", "source", "export", "printf", "for", "done")
 LAUNCHER = re.compile(r"launch/(\w+\.sh|slurm/\w+\.sbatch)")

@@ -182,7 +182,7 @@ def test_a_manifest_with_an_infinite_size_is_damaged(well_formed: Path, tmp_path
 
 @pytest.mark.slow
 def test_host_memory_does_not_grow_with_the_steps(tmp_path: Path) -> None:
-    """Steps, records, checkpoints and evaluations leave nothing behind. `docs/log.md` shows 2,000 steps."""
+    """Steps, records, checkpoints and evaluations leave nothing behind. `dev/LOG.md` shows 2,000 steps."""
     write_inputs(tmp_path)
     evaluated = f"--eval_data_path {tmp_path}/data.pkl --eval_strategy steps --eval_steps 50"
     flags = f"--max_steps 400 --save_steps 20 --save_total_limit 2 {evaluated}"

@@ -110,7 +110,7 @@ def disable_multicast() -> None:
 
 
 def lock_pages_in_parallel() -> None:
-    """Makes torch page-lock memory with eight threads, in a quarter of the time (docs/log.md).
+    """Makes torch page-lock memory with eight threads, in a quarter of the time (dev/LOG.md).
 
     torch reads the setting at its first page-locked tensor; the user's own setting wins.
     """
@@ -120,7 +120,7 @@ def lock_pages_in_parallel() -> None:
 def use_expandable_segments() -> None:
     """Makes torch map GPU memory into one growing range of addresses per stream, where freed neighbours merge.
 
-    Together with `memory/gradient_memory.py` it makes steps near the limit of a GPU 5% faster (docs/log.md). torch
+    Together with `memory/gradient_memory.py` it makes steps near the limit of a GPU 5% faster (dev/LOG.md). torch
     reads the setting at its first GPU tensor; the user's own setting wins.
     """
     _set_allocator_default("expandable_segments", "expandable_segments:True")
