@@ -4,8 +4,8 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,17 +14,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.attention_flags import CEILING, Choice, bounds, parse
+from benchmarks.attention import CEILING, Choice, bounds, parse
 from benchmarks.attention_peers import PACKED_PEERS, PEERS, WINDOWED_PEERS
-from benchmarks.errors import RESULTS, check_layer
-from benchmarks.layers import lightseq_layer, single_gpu_layer, without_exchange
+from benchmarks.layers import lightseq_layer, single_gpu_layer
 from benchmarks.measure import FLOPS, Case, Disagreement, Layer, Skipped, time_layer, together
 from benchmarks.records import append, provenance
 from lightseq.config.lengths import format_tokens
 from lightseq.distributed.agreement import on_all_ranks
 from lightseq.distributed.start import init_distributed
 from lightseq.distributed.world import World, check_devices
-from lightseq.kernels.attention.registry import KERNELS
 
 TIMEOUT_SECONDS = 600.0  # until ranks stop waiting for a dead rank
 TIMES = ("seconds_median", "seconds_min", "seconds_max", "repeats", "tflops_per_gpu", "peak_memory_bytes")
@@ -128,49 +126,19 @@ def measure(point: Point, case: Case, flags: argparse.Namespace) -> tuple[dict[s
         "request": point.request,
         **dict.fromkeys(Choice.__dataclass_fields__),
         **(asdict(point.choice) if point.choice else {}),
-        **({} if flags.check else dict.fromkeys((*TIMES, "exposed_communication_seconds"))),
+        **dict.fromkeys(TIMES),
         "skipped": None,
-        **({"documents": flags.documents, "boundaries": list(case.boundaries)} if flags.documents else {}),
+        **({"documents": flags.documents} if flags.documents else {}),
         **({"window": case.window} if case.window else {}),
     }
     try:
-        return record | (errors if flags.check else times)(point, case, flags), False
+        with ExitStack() as stack:
+            layer = together(case, lambda: stack.enter_context(point.set_up(case)))
+            return {**record, **layer.facts, **time_layer(layer, case, flags)}, False
     except Skipped as why:
         return record | {"skipped": str(why)}, False
     except Disagreement as why:
         return record | {"skipped": f"run stopped: {why}"}, True
-
-
-def times(point: Point, case: Case, flags: argparse.Namespace) -> dict[str, Any]:
-    with set_up(point.set_up, case) as layer:
-        numbers = {**layer.facts, **time_layer(layer, case, flags)}
-        silent = without_exchange(layer) if point.choice and case.world > 1 and flags.exposed else None
-    if silent is None:
-        return numbers
-    try:
-        with set_up(partial(lightseq_layer, choice=silent), case) as layer:
-            seconds_silent = time_layer(layer, case, flags)["seconds_median"]
-    except Skipped as why:  # out of memory, for example
-        return {**numbers, "exposed_communication_note": f"not measured: {why}"}
-    return {**numbers, "exposed_communication_seconds": numbers["seconds_median"] - seconds_silent}
-
-
-def errors(point: Point, case: Case, flags: argparse.Namespace) -> dict[str, Any]:
-    """Returns errors against float64, and the largest ratio to the error of the same kernel on one GPU."""
-    with set_up(point.set_up, case) as layer:
-        facts, own = dict(layer.facts), check_layer(layer, case)
-    if facts["kernel"] not in KERNELS:
-        return {**facts, **own}
-    with set_up(partial(single_gpu_layer, kernel=facts["kernel"]), case) as layer:
-        alone = check_layer(layer, case)
-    return {**facts, **own, "worst_error_over_single_gpu": max(own[name] / alone[name] for name in own)}
-
-
-@contextmanager
-def set_up(make: Callable[[Case], AbstractContextManager[Layer]], case: Case) -> Iterator[Layer]:
-    """Yields a layer. Raises Skipped on all ranks if any rank cannot set it up."""
-    with ExitStack() as stack:
-        yield together(case, lambda: stack.enter_context(make(case)))
 
 
 # ---- the records ----------------------------------------------------------------------------------------------------
@@ -183,14 +151,8 @@ def header(world: World, words: Sequence[str], flags: argparse.Namespace) -> dic
         "command": f"python3 {launch}benchmarks/attention.py {shlex.join(words)}".strip(),
         "world": world.size,
         **provenance(flags.commit, world.device),
-        "flops": FLOPS.format(_area_in_words(flags)),
+        "flops": FLOPS,
     }
-
-
-def _area_in_words(flags: argparse.Namespace) -> str:
-    if flags.window:
-        return f"(2 * {flags.window} * length - {flags.window}^2)"
-    return "(sum of document lengths^2)" if flags.documents else "length^2"
 
 
 def line(record: Mapping[str, Any]) -> str:
@@ -202,15 +164,10 @@ def line(record: Mapping[str, Any]) -> str:
     head = f"{format_tokens(record['length']):>6}  {where}:"
     if record["skipped"]:
         return f"{head} skipped: {record['skipped']}"
-    if "relative_error_out" in record:
-        found = [f"{name} {record[f'relative_error_{name}']:.1e}" for name in RESULTS]
-        ratio = record.get("worst_error_over_single_gpu")
-        return f"{head} {', '.join(found)}" + (f", {ratio:.2f} times one GPU's" if ratio is not None else "")
     median, least, most = (1e3 * record[f"seconds_{which}"] for which in ("median", "min", "max"))
-    peak, exposed = record["peak_memory_bytes"], record["exposed_communication_seconds"]
+    peak = record["peak_memory_bytes"]
     memory = f", {peak / 2**30:.2f} GiB" if peak is not None else ""
-    waits = f", {1e3 * exposed:.2f} ms exposed" if exposed is not None else ""
     return (
         f"{head} {record['tflops_per_gpu']:.3g} TFLOP/s, {median:.2f} ms [{least:.2f}, {most:.2f}] "
-        f"in {record['repeats']} runs{memory}{waits}"
+        f"in {record['repeats']} runs{memory}"
     )

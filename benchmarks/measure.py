@@ -22,7 +22,9 @@ from lightseq.training.loop import synchronized_gc
 
 T = TypeVar("T")
 MIN_REPEATS = 3
-FLOPS = "3.5 * 4 * {} * heads * head_dim / 2 / world: the causal half once, the backward 2.5 forwards"
+FLOPS = (
+    "3.5 * 4 * visible pairs * heads * head_dim / world: the causal half or the window once, the backward 2.5 forwards"
+)
 
 
 @dataclass(frozen=True)

@@ -28,28 +28,18 @@ def _peer(module: str, function: str = "layer", /, **settings: Any) -> Peer:
 
 
 PEERS: dict[str, Peer] = {
-    **{f"ulysses-{kernel}": _peer("ulysses", inner=kernel) for kernel in ("fa4", "cudnn", "sdpa")},
-    "ulysses-flex": _peer("ulysses_flex"),
+    **{f"ulysses-{kernel}": _peer("ulysses", inner=kernel) for kernel in ("fa4", "sdpa")},
     **{
-        f"torch-cp-{rotation}-{backend}": _peer("torch_context_parallel", rotation=rotation, backend=backend)
+        f"torch-cp-{rotation}-cudnn": _peer("torch_context_parallel", rotation=rotation)
         for rotation in ("allgather", "alltoall")
-        for backend in ("cudnn", "flash")
     },
-    "ring-flash-attn-ring": _peer("ring_flash_attn", function="ring_flash_attn_func", layout="contiguous"),
-    "ring-flash-attn-zigzag": _peer("ring_flash_attn", function="zigzag_ring_flash_attn_func", layout="zigzag"),
-    "ring-flash-attn-stripe": _peer("ring_flash_attn", function="stripe_flash_attn_func", layout="striped"),
-    "ringmaster-zigzag": _peer("ringmaster", module="zigzag", layout="zigzag"),
-    "ringmaster-distflash": _peer("ringmaster", module="distflash", layout="contiguous"),
 }
 WINDOWED_PEERS = ("ulysses-fa4",)  # which take --window
 VARLEN = "ring-flash-attn-varlen"
 PACKED_PEERS: dict[str, Peer] = {
-    f"{VARLEN}-ring": _peer("ring_flash_attn", "varlen_layer", function="ring_flash_attn_varlen_func", pieces=1),
-    f"{VARLEN}-zigzag": _peer(
-        "ring_flash_attn", "varlen_layer", function="zigzag_ring_flash_attn_varlen_func", pieces=2
-    ),
-    f"{VARLEN}-llama3": _peer(
-        "ring_flash_attn", "llama3_varlen_layer", all_heads=False
-    ),  # one key/value head at a time
-    f"{VARLEN}-llama3-all": _peer("ring_flash_attn", "llama3_varlen_layer", all_heads=True),
+    f"{VARLEN}-ring": _peer("ring_flash_attn", function="ring_flash_attn_varlen_func", pieces=1),
+    f"{VARLEN}-zigzag": _peer("ring_flash_attn", function="zigzag_ring_flash_attn_varlen_func", pieces=2),
+    # llama3 gathers one key/value head at a time, llama3-all all of them.
+    f"{VARLEN}-llama3": _peer("ring_flash_attn", "llama3_layer", all_heads=False),
+    f"{VARLEN}-llama3-all": _peer("ring_flash_attn", "llama3_layer", all_heads=True),
 }

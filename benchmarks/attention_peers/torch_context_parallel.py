@@ -1,4 +1,4 @@
-"""torch.distributed.tensor.experimental.context_parallel: SDPA with torch's own zigzag layout."""
+"""torch.distributed.tensor.experimental.context_parallel: SDPA by cuDNN with torch's own zigzag layout."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,14 +6,14 @@ from functools import partial
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.attention import sdpa_kernel
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.attention_peers.ulysses import KERNEL_NAMES, SDPA_BACKENDS, sdpa
+from benchmarks.attention_peers.ulysses import sdpa
 from benchmarks.measure import Case, Layer
 
 
 @contextmanager
-def layer(case: Case, rotation: str, backend: str) -> Iterator[Layer]:
+def layer(case: Case, rotation: str) -> Iterator[Layer]:
     case.needs_cuda("torch's context parallel")
     from torch.distributed.tensor.experimental import context_parallel
     from torch.distributed.tensor.experimental._attention import set_rotate_method
@@ -25,11 +25,11 @@ def layer(case: Case, rotation: str, backend: str) -> Iterator[Layer]:
     marker = torch.zeros(1, 1, len(local) * case.world, 1, device=case.device)
     mesh = DeviceMesh.from_group(case.group, "cuda")
     sharded = context_parallel(mesh, buffers=[marker], buffer_seq_dims=[2], no_restore_buffers={marker})
-    with sdpa_kernel(SDPA_BACKENDS[backend]), sharded:
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION), sharded:
         yield Layer(
             attend=partial(sdpa, case),
             positions=local,
             ranks=case.world,
-            facts={"kernel": KERNEL_NAMES[backend], "transport": "nccl"},
+            facts={"kernel": "cudnn", "transport": "nccl"},
             heads_first=True,
         )

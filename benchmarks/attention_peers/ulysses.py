@@ -3,51 +3,35 @@
 import importlib
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.measure import Case, Layer
-
-SDPA_BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
-KERNEL_NAMES = {"flash": "aten", "cudnn": "cudnn", "sdpa": "sdpa", "fa4": "fa4"}  # lightseq's names of the kernels
 
 
 @contextmanager
 def layer(case: Case, inner: str) -> Iterator[Layer]:
-    check_heads(case)
-    if inner != "sdpa":
-        case.needs_cuda(f"{inner} attention")
-    attend = (
-        fa4(case.window)
-        if inner == "fa4"
-        else lambda *qkv: sdpa(case, *(x.transpose(1, 2) for x in qkv)).transpose(1, 2)
-    )
+    if case.heads % case.world or case.kv_heads % case.world:
+        raise ValueError(
+            f"{case.heads} query and {case.kv_heads} key/value heads are not divisible by {case.world} ranks"
+        )
+    attend = fa4(case) if inner == "fa4" else lambda *qkv: sdpa(case, *(x.transpose(1, 2) for x in qkv)).transpose(1, 2)
 
     def around(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (AllToAll.apply(x, case.group, True) for x in (q, k, v))
         return AllToAll.apply(attend(q, k, v), case.group, False)
 
-    with sdpa_kernel(SDPA_BACKENDS[inner]) if inner in SDPA_BACKENDS else nullcontext():
-        yield Layer(
-            attend=around,
-            positions=case.positions("contiguous"),
-            ranks=case.world,
-            facts={"kernel": KERNEL_NAMES[inner], "transport": "nccl" if case.on_gpu else "gloo"},
-        )
-
-
-def check_heads(case: Case) -> None:
-    """Raises ValueError if the heads are not divisible by the ranks."""
-    if case.heads % case.world or case.kv_heads % case.world:
-        raise ValueError(
-            f"{case.heads} query and {case.kv_heads} key/value heads are not divisible by {case.world} ranks"
-        )
+    yield Layer(
+        attend=around,
+        positions=case.positions("contiguous"),
+        ranks=case.world,
+        facts={"kernel": inner, "transport": "nccl" if case.on_gpu else "gloo"},
+    )
 
 
 def sdpa(case: Case, q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor) -> Tensor:
@@ -55,13 +39,15 @@ def sdpa(case: Case, q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q_BHSD, k_BKSD, v_BKSD, is_causal=True, enable_gqa=grouped)
 
 
-def fa4(window: int | None = None) -> Callable[..., Tensor]:
+def fa4(case: Case) -> Callable[..., Tensor]:
+    case.needs_cuda("fa4 attention")
+    window = None if case.window is None else case.window - 1
     # Compilation prints pages of harmless warnings on every rank.
     warnings.filterwarnings("ignore", message="Argument aux_data .* cannot be converted", category=UserWarning)
     function = importlib.import_module("flash_attn.cute.interface").flash_attn_func
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = function(q, k, v, causal=True, window_size=(None if window is None else window - 1, None))
+        out = function(q, k, v, causal=True, window_size=(window, None))
         return out[0] if isinstance(out, tuple) else out
 
     return attend
