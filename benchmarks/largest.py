@@ -11,9 +11,8 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    sys.path[0] = str(
-        Path(__file__).resolve().parent.parent
-    )  # instead of this folder, whose modules would hide packages
+    # Instead of this folder, whose modules would hide packages.
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import argparse
 import json
@@ -26,20 +25,15 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 
 import llama3
 from benchmarks.command_line import Parser, length, listed, one_of, positive
 from benchmarks.processes import Failed, run, torchrun
 from benchmarks.records import append, provenance, read_lines
-from benchmarks.step_flags import NEEDED
-from lightseq.config.command_line import parse
 from lightseq.config.parser import run_command
 from lightseq.data.token_directory import write_token_directory
-from lightseq.memory.planner.choice import make_plan
-from lightseq.memory.planner.rates import CHIPS, GIB, chip_of_device
-from lightseq.memory.planner.run import Hardware, PlannedRun
+from lightseq.memory.planner.rates import GIB
 from lightseq.models.architecture import with_layers
 from lightseq.models.family import preset_config
 from lightseq.models.flops import total_parameters
@@ -52,7 +46,7 @@ TOKEN_IDS = 32  # different token ids in the data
 HOLD = "--hold"  # first argument of a process that allocates one model
 MAX_SCALE = 512  # largest scale, beyond any GPU
 ENDS = ("out of memory", "killed", "no end within")  # of runs that do not fit; any other reason is an error
-FIRST_STEP = 0.05  # share of the first guess, about the error of a plan; steps double until the limit is bracketed
+FIRST_SCALE = 8
 
 
 @dataclass(frozen=True)
@@ -67,19 +61,13 @@ class Probe:
     seconds: float | None = None
 
 
-def next_scale(known: Mapping[int, bool], guess: int) -> int | None:
+def next_scale(known: Mapping[int, bool]) -> int | None:
     """Returns the scale to try next; None when the largest that fits is known."""
-    if not known:
-        return guess
     low = max((n for n, fits in known.items() if fits), default=0)
     high = min((n for n, fits in known.items() if not fits), default=None)
-    stride = int(max(1, FIRST_STEP * max(known), 2 * (max(known) - min(known))))
     if high is None:
-        return low + stride
-    if high - low <= 1:
-        return None
-    middle = (low + high) // 2
-    return max(middle, high - stride) if low == 0 else middle
+        return 2 * low or FIRST_SCALE
+    return None if high - low <= 1 else (low + high) // 2
 
 
 @lru_cache
@@ -109,23 +97,6 @@ class LargestSearch:
         precision = ["--bf16"] if torch.cuda.is_available() else []
         words = ["--model_name_or_path", self.name(scale), "--random_init", *precision, *shlex.split(self.flags)]
         return [*words, "--model_max_length", str(self.tokens)]
-
-    def planned(self, hardware: Mapping[str, Any]) -> int:
-        """Returns the largest scale that fits according to the planner."""
-        chip = chip_of_device(hardware.get("device") or "") or CHIPS["h200"]
-        gpu_memory = chip.memory_bytes if self.gpu_memory is None else self.gpu_memory * GIB
-        host = Hardware(chip, self.gpus, self.gpus, gpu_memory, psutil.virtual_memory().total)
-
-        def fits(scale: int) -> bool:
-            if self.what == "weights":
-                return WEIGHT_BYTES * parameters(self.name(scale)) <= host.gpu_memory
-            config = parse([*NEEDED, *self.words(scale)], "")
-            return make_plan(PlannedRun(preset_config(llama3.FAMILY, self.name(scale)), config, host)).fits
-
-        known: dict[int, bool] = {}
-        while (scale := next_scale(known, 8)) is not None and scale <= MAX_SCALE:
-            known[scale] = fits(scale)
-        return max((scale for scale, fitting in known.items() if fitting), default=1)
 
     def attempt(self, scale: int, timeout: float) -> Probe:
         return self.train(scale, timeout) if self.what == "training" else self.hold_weights(scale, timeout)
@@ -191,8 +162,7 @@ def find(search: LargestSearch, flags: argparse.Namespace, about: Mapping[str, A
     found = [r for r in old if r["benchmark"] == "largest"]
     if not found:
         probes = [Probe(**{name: r[name] for name in Probe.__dataclass_fields__}) for r in old]
-        first = search.planned(about["hardware"])
-        while (scale := next_scale({p.length: p.fits for p in probes}, first)) is not None and scale <= MAX_SCALE:
+        while (scale := next_scale({p.length: p.fits for p in probes})) is not None and scale <= MAX_SCALE:
             probes.append(search.attempt(scale, flags.timeout))
             append(flags.output, {"benchmark": "largest-probe", **key, **asdict(probes[-1]), **about})
             print(line(search, probes[-1]), flush=True)

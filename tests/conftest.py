@@ -23,8 +23,9 @@ LONGEST = (
     "train_cli", "parity", "sweep", "hf", "goldens", "device_memory", "benchmark_step", "deepspeed", "verify",
     "evaluate", "faults", "plan", "refusals", "happens_before", "packaging", "checkpoint", "schedule", "start",
     "tiled", "examples", "saving", "attention", "watchdog", "plan_training", "log_probs", "packing", "hf_checks",
-    "search", "errors", "analysis_report", "integrations_trainer", "integrations_trl", "windows", "optim_8bit",
-    "buckets", "benchmark_attention", "stored_buffers", "weights", "token_cache", "units", "documents", "quiet",
+    "benchmark_largest", "errors", "analysis_report", "integrations_trainer", "integrations_trl", "windows",
+    "optim_8bit", "buckets", "benchmark_attention", "stored_buffers", "weights", "token_cache", "units", "documents",
+    "quiet",
 )  # fmt: skip
 
 # Tests, and cases of tests, that take longest. Only `make test-all` runs them, beside those marked slow. Most differ
@@ -45,7 +46,6 @@ SLOW = (
     "packing::test_a_compiled_layer_is_not_compiled_again_for_other_documents",
     "stored_buffers::test_deepspeed_loads_and_saves_buffers[1]",
     "offload::test_attention_outputs_are_offloaded_too",
-    "search::test_a_search_begins_where_the_plan_says_that_memory_ends",
     "hf::test_a_whole_model_may_be_compiled",
     "hf::test_the_last_layer_of_a_recomputed_group_keeps_its_attention_output[full-8-techniques3]",
     "hf::test_the_last_layer_of_a_recomputed_group_keeps_its_attention_output[attention-5-techniques3]",

@@ -20,13 +20,12 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("limit", [*range(1, 9), 21, 38, 300])
-@pytest.mark.parametrize("guess", [1, 8, 40, 400])
-def test_the_largest_scale_is_found_from_any_guess(limit: int, guess: int) -> None:
+def test_the_largest_scale_is_found(limit: int) -> None:
     known: dict[int, bool] = {}
-    while (scale := next_scale(known, guess)) is not None and scale not in known:
+    while (scale := next_scale(known)) is not None and scale not in known:
         known[scale] = scale <= limit
     assert scale is None and known[limit] and not known[limit + 1]
-    assert len(known) <= 10 if 0.8 < guess / limit < 1.25 else len(known) < 20
+    assert len(known) < 16
 
 
 def test_a_search_continues_where_it_was_cut_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -40,7 +39,6 @@ def test_a_search_continues_where_it_was_cut_off(monkeypatch: pytest.MonkeyPatch
         return Probe(scale, True, None, scale * GIB) if scale <= 5 else Probe(scale, False, "out of memory")
 
     monkeypatch.setattr(LargestSearch, "train", trained)
-    monkeypatch.setattr(LargestSearch, "planned", lambda search, hardware: 7)  # plans take seconds
     file = tmp_path / "new" / "largest.jsonl"
     words = f"--what training --strategies n_layers --nproc_per_node 4 --length 2K --output {file}".split()
     words += ["--flags", "--remat full"]
@@ -48,7 +46,7 @@ def test_a_search_continues_where_it_was_cut_off(monkeypatch: pytest.MonkeyPatch
         largest.main(words)
     assert largest.main(words) == largest.main(words) == 0
     again = [scale for i, scale in enumerate(asked) if i != 2]
-    assert len(set(again)) == len(again) and asked[2] == asked[3] and asked[0] == 7
+    assert len(set(again)) == len(again) and asked[2] == asked[3]
     (found,) = [r for r in read_lines(file) if r["benchmark"] == "largest"]
     assert (found["largest"], found["too_large"], found["gpus"], found["reason"]) == (5, 6, 4, "out of memory")
 
@@ -80,7 +78,7 @@ def test_the_weights_of_94_gb_hold_the_model_that_was_found_for_them(tmp_path: P
     assert depth["peak_bytes"] == 2 * 48_185_937_920 and depth["too_large"] == 25
     assert width["parameters"] == parameters("scaled-all-18") < 93 * GIB / 2 < parameters("scaled-all-19")
     sizes = [(p["strategy"], p["length"]) for p in probes if p["benchmark"] == "largest-probe"]
-    assert sorted(sizes) == [("all", 18), ("all", 19), ("n_layers", 24), ("n_layers", 25)], "what fits is known before"
+    assert len(set(sizes)) == len(sizes) and {("all", 18), ("all", 19), ("n_layers", 24), ("n_layers", 25)} <= {*sizes}
     assert largest.main(words) == 0 and len(read_lines(file)) == len(probes) + 1, "what is known is not tried again"
 
 
@@ -100,15 +98,6 @@ def test_a_garbled_line_is_named_and_the_search_goes_on(tmp_path: Path, capsys: 
     assert largest.main(words) == 0
     assert f"{file} line 1 is not JSON" in capsys.readouterr().err
     assert len(read_lines(file)) == len(lines) - 1, "the limit was found before"
-
-
-def test_a_search_begins_where_the_plan_says_that_memory_ends() -> None:
-    """Weights, gradients, and two states of Adam in float32: 16 bytes a parameter that ranks share."""
-    for gpus in (1, 2):
-        first = LargestSearch("training", "all", 256, "--remat full", gpus, 32.0).planned({})
-        fits, larger = (16 * parameters(f"scaled-all-{scale}") / gpus for scale in (first, first + 1))
-        assert fits < 32 * GIB < 1.35 * larger, "beside the weights there are activations and gathered layers"
-    assert LargestSearch("training", "all", 256, "", 1, 0.5).planned({}) == 1, "nothing fits"
 
 
 @pytest.mark.slow
