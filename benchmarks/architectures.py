@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from benchmarks.step_flags import NEEDED
+from benchmarks.command_line import NEEDED
 from lightseq import hf
 from lightseq.attention.context import release
 from lightseq.config.command_line import parse

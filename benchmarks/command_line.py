@@ -8,6 +8,8 @@ from typing import Any, NoReturn
 from lightseq.config.lengths import parse_tokens
 from lightseq.config.parser import whole_number
 
+NEEDED = ("--model_name_or_path=m", "--data_path=d", "--output_dir=o")  # required by lightseq's trainer
+
 
 class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
     """Help formatter that shows defaults and leaves the description as written."""

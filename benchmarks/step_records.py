@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.processes import Failed, run
 from benchmarks.records import append, provenance
-from benchmarks.step_flags import OURS
+from benchmarks.step import OURS
 from benchmarks.step_trials import Trial, setting_of, trials, write_inputs
 from lightseq.config.lengths import format_tokens
 from lightseq.models.adapters import count_adapter_parameters
@@ -20,11 +20,21 @@ from lightseq.models.architecture import inspect_architecture
 from lightseq.models.flops import mfu, model_flops, peak_flops_per_second
 from lightseq.training.metrics import METRICS, RUN, read_records
 
-FACTS = ("schedule", "head_groups", "ulysses_size", "kernel", "transport", "remat", "compile", "note")
+FACTS = ("schedule", "head_groups", "ulysses_size", "kernel", "transport", "remat", "placement", "compile", "note")
 MEMORY = ("peak_memory_allocated_bytes", "peak_memory_reserved_bytes")  # of the fullest rank
+HOST_MEMORY = ("host_rss_bytes", "offloaded_bytes")  # of lightseq
 MEASURED = (
     *("tokens_per_second", "tokens_per_second_lowest", "tokens_per_second_highest", "step_seconds"),
-    *("model_tflops_per_gpu", "mfu", *MEMORY, "first_loss", "last_loss", "losses_finite", "first_grad_norm"),
+    *(
+        "model_tflops_per_gpu",
+        "mfu",
+        *MEMORY,
+        *HOST_MEMORY,
+        "first_loss",
+        "last_loss",
+        "losses_finite",
+        "first_grad_norm",
+    ),
 )
 
 
@@ -97,7 +107,7 @@ def read_run(trial: Trial) -> dict[str, Any]:
         "step_seconds": [step["step_seconds"] for step in steps],
         "losses": [step["loss"] for step in steps],
         "grad_norms": [step["grad_norm"] for step in steps],
-        **{name: steps[-1][name] for name in MEMORY},
+        **{name: steps[-1][name] for name in (*MEMORY, *HOST_MEMORY)},
         "facts": {**about, "compile": bool((about["memory_plan"] or about["config"])["torch_compile"])},
         "sequences": steps[-1]["tokens"] // trial.length,
     }
@@ -120,7 +130,7 @@ def numbers(trial: Trial, outcome: Mapping[str, Any], device: str) -> dict[str, 
         "step_seconds": median,
         "model_tflops_per_gpu": flops / median / world / 1e12,
         "mfu": mfu(flops, median, world, peak_flops_per_second(device)),
-        **{name: outcome[name] for name in MEMORY},
+        **{name: outcome.get(name) for name in (*MEMORY, *HOST_MEMORY)},
         "first_loss": losses[0],
         "last_loss": losses[-1],
         "losses_finite": None not in losses,

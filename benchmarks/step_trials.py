@@ -11,7 +11,7 @@ from pathlib import Path
 from transformers import PreTrainedConfig
 
 from benchmarks.processes import torchrun
-from benchmarks.step_flags import OURS, TRAINER
+from benchmarks.step import OURS
 from benchmarks.step_models import model_of
 from benchmarks.step_peers.peer import LEARNING_RATE, SEED
 from data_gen.synthetic import Synthetic, draw_document
@@ -23,11 +23,8 @@ from lightseq.models.adapters import Lora, lora_from_config
 from lightseq.models.presets import ModelFamily
 
 ROOT = Path(__file__).resolve().parent.parent
-TRAINERS = (
-    "trl",
-    "lightseq-sft",
-    "unsloth",
-)  # on one process, accelerate takes a launcher as a sign to wrap the model in DDP
+# On one process they run without a launcher, which accelerate takes as a sign to wrap the model in DDP.
+TRAINERS = ("trl", "lightseq-sft", "unsloth")
 
 
 @dataclass(frozen=True)
@@ -58,7 +55,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Trial:
-    """One implementation at one length. `words` are extra flags of lightseq's trainer, or of the worker."""
+    """One implementation at one length. `words` are extra flags of lightseq's trainer."""
 
     setting: Setting
     implementation: str
@@ -134,15 +131,13 @@ class Trial:
     @property
     def worker_words(self) -> list[str]:
         s, flags = self.setting, self.setting.flags
-        worker = "unsloth_worker.py" if self.implementation == "unsloth" else "worker.py"
         return [
-            relpath(ROOT / "benchmarks" / "step_peers" / worker),
+            relpath(ROOT / "benchmarks" / "step_peers" / "worker.py"),
             *(self.implementation, "--model", str(s.model_directory), "--data", str(s.data_directory(self.length))),
             *("--length", str(self.length), "--steps", str(s.all_steps)),
             *("--timeout", str(flags.timeout), "--result", str(self.result)),
             *(["--packed_rows", str(flags.packed_rows)] if flags.packed_rows else []),
             *(["--lora_rank", str(s.lora.rank)] if s.lora else []),
-            *self.words,
         ]
 
 
@@ -156,11 +151,9 @@ def setting_of(flags: argparse.Namespace, on_gpu: bool) -> Setting:
 def trials(setting: Setting) -> list[Trial]:
     """Returns trials by length, so that an interrupted run compares all implementations at finished lengths."""
     flags = setting.flags
-    rows: list[tuple[str, tuple[str, ...]]] = [(name, ()) for name in flags.implementations if name != OURS]
-    if flags.gradient_checkpointing:
-        rows.append((TRAINER, ("--gradient_checkpointing",)))
     ours = [(OURS, tuple(shlex.split(words))) for words in ("", *flags.lightseq_flags) if OURS in flags.implementations]
-    return [Trial(setting, name, tokens, words) for tokens in flags.lengths for name, words in [*ours, *rows]]
+    others: list[tuple[str, tuple[str, ...]]] = [(name, ()) for name in flags.implementations if name != OURS]
+    return [Trial(setting, name, tokens, words) for tokens in flags.lengths for name, words in [*ours, *others]]
 
 
 def write_inputs(setting: Setting) -> None:

@@ -1,4 +1,4 @@
-"""The sweep over every causal language model class of transformers, and the page that is made of it."""
+"""Every causal language model class of transformers over ranks, and the page that lists them."""
 
 import json
 import subprocess

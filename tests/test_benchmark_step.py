@@ -15,14 +15,16 @@ import torch.distributed as dist
 from transformers import Gemma3TextConfig, LlamaConfig
 from worlds import spawn
 
+from analysis import step as step_analysis
 from benchmarks import step, step_records
 from benchmarks.processes import Failed, reason, run
-from benchmarks.step_flags import parse
+from benchmarks.step import parse
 from benchmarks.step_models import model_of
 from benchmarks.step_peers import worker
+from benchmarks.step_peers.accelerate_context_parallel import fsdp2
 from benchmarks.step_peers.peer import Job, TrainerPeer, measure
-from benchmarks.step_peers.trl_sft import fully_sharded, own_row_reason
-from benchmarks.step_peers.worker import PEERS, stream_of
+from benchmarks.step_peers.sft import fully_sharded, own_row_reason
+from benchmarks.step_peers.worker import prepare_of, stream_of
 from benchmarks.step_trials import Trial, setting_of, trials, write_inputs
 from lightseq.data.batches import BatchStream, open_examples
 from lightseq.distributed.world import World
@@ -32,13 +34,6 @@ from lightseq.models.flops import model_flops
 
 LENGTH, STEPS = 64, 3
 ON_H200 = {"commit": "c", "date": "d", "hardware": {"device": "NVIDIA H200"}, "versions": {"torch": "2"}}
-KEYS = {
-    "benchmark", "implementation", "label", "model", "layers", "length", "world", "tokens_per_second", "step_seconds",
-    "tokens_per_second_lowest", "tokens_per_second_highest", "mfu", "model_tflops_per_gpu", "losses_finite",
-    "peak_memory_allocated_bytes", "peak_memory_reserved_bytes", "first_loss", "last_loss", "warmup", "steps",
-    "command", "commit", "hardware", "versions", "kernel", "schedule", "transport", "remat", "compile", "note",
-    "skipped",
-}  # fmt: skip
 
 
 @pytest.fixture
@@ -80,15 +75,11 @@ def read(tmp_path: Path) -> list[dict[str, Any]]:
 def test_lightseq_and_the_plain_step_run_for_real_and_train_alike(model: Path, tmp_path: Path) -> None:
     assert step.main(flags(model, tmp_path, "--implementations lightseq,plain --layers 2 --timeout 120")) == 0
     ours, plain = read(tmp_path)
-    assert all(point.keys() >= KEYS and point["skipped"] is None for point in (ours, plain))
-    assert [point["label"] for point in (ours, plain)] == ["lightseq", "plain"]
-    assert plain["first_loss"] == pytest.approx(ours["first_loss"], rel=1e-5)
-    assert plain["last_loss"] == pytest.approx(ours["last_loss"], rel=1e-5)
-    assert plain["first_grad_norm"] == pytest.approx(ours["first_grad_norm"], rel=1e-4)
+    check_alike(ours, plain, layers=2)
+    assert ours.keys() == plain.keys() >= {*step_analysis.KEYS, *step_analysis.SETTING} - {"device"}
     config = LlamaConfig.from_pretrained(model, num_hidden_layers=2)
-    for point in (ours, plain):
-        assert (point["layers"], point["world"], point["losses_finite"]) == (2, 2, True)
-        assert (point["remat"], point["compile"]) == ("attention", False)
+    for point, label in ((ours, "lightseq"), (plain, "plain")):
+        assert (point["label"], point["world"], point["remat"], point["compile"]) == (label, 2, "attention", False)
         assert (point["hardware"]["device"], point["versions"]["torch"]) == ("cpu", torch.__version__)
         assert point["tokens_per_second"] == pytest.approx(LENGTH / point["step_seconds"])
         flops = model_flops(config, LENGTH, 1) / point["step_seconds"] / 2
@@ -101,25 +92,18 @@ def train(rank: int, peer: str, tmp_path: Path, model: Path) -> tuple[dict[str, 
     calls: list[int] = []
     forward = CpuKernel.forward
     CpuKernel.forward = lambda *args: calls.append(1) or forward(*args)  # type: ignore[assignment, method-assign]
-    config = LlamaConfig.from_pretrained(model)
-    world = World(rank, dist.get_world_size(), rank, dist.get_world_size(), torch.device("cpu"))
-    job = Job(config, LENGTH, world, learning_rate=1e-3)
-    module = importlib.import_module(PEERS.get(peer, PEERS["accelerate"]))
-    prepared = module.fsdp2(job, context_ranks=1) if peer == "fsdp2" else module.prepare(job)
+    config, size = LlamaConfig.from_pretrained(model), dist.get_world_size()
+    job = Job(config, LENGTH, World(rank, size, rank, size, torch.device("cpu")), learning_rate=1e-3)
+    prepared = fsdp2(job, context_ranks=1) if peer == "fsdp2" else prepare_of(peer)(job)
     batches = stream(tmp_path, config)
     if isinstance(prepared, TrainerPeer):
         return prepared.train([batches.batch(index) for index in range(STEPS)]), 0
-    outcome = measure(lambda index: prepared.step(batches.batch(index)), range(STEPS), world.device)
+    outcome = measure(lambda index: prepared.step(batches.batch(index)), range(STEPS), job.world.device)
     return outcome, len(calls) // STEPS
 
 
 def stream(tmp_path: Path, config: LlamaConfig) -> BatchStream:
     return BatchStream(open_examples(tmp_path / "out" / "s" / f"data-{LENGTH}", LENGTH, config.vocab_size), LENGTH, 1)
-
-
-def write_data(model: Path, tmp_path: Path) -> None:
-    asked = parse(flags(model, tmp_path))
-    write_inputs(setting_of(asked, on_gpu=False))
 
 
 def first_by_hand(model: Path, tmp_path: Path, last_target: bool = True) -> tuple[float, float]:
@@ -133,7 +117,7 @@ def first_by_hand(model: Path, tmp_path: Path, last_target: bool = True) -> tupl
     return loss.item(), torch.nn.utils.get_total_norm([p.grad for p in net.parameters()]).item()
 
 
-PACKAGES = {"plain": "torch", "fsdp2": "accelerate", "autosp": "deepspeed", "deepspeed-offload": "deepspeed"}
+PACKAGES = {"plain": "torch", "fsdp2": "accelerate", "deepspeed-offload": "deepspeed"}
 
 
 @pytest.mark.parametrize(
@@ -141,96 +125,76 @@ PACKAGES = {"plain": "torch", "fsdp2": "accelerate", "autosp": "deepspeed", "dee
     [
         ("plain", True),
         ("fsdp2", False),
-        *(pytest.param("deepspeed", tied, marks=pytest.mark.slow) for tied in (True, False)),
-        *(pytest.param("autosp", tied, marks=pytest.mark.slow) for tied in (True, False)),
+        ("trl", True),
+        ("trl", False),
+        pytest.param("deepspeed", True, marks=pytest.mark.slow),
+        pytest.param("deepspeed", False, marks=pytest.mark.slow),
         pytest.param("deepspeed-offload", False, marks=pytest.mark.slow),
     ],
 )
 def test_every_peer_takes_the_step_that_one_process_takes(tmp_path: Path, peer: str, tied: bool) -> None:
     pytest.importorskip(PACKAGES.get(peer, peer))
     model = save_model(tmp_path / "m", tied)
-    write_data(model, tmp_path)
+    write_inputs(setting_of(parse(flags(model, tmp_path)), on_gpu=False))
     loss, norm = first_by_hand(model, tmp_path)
-    (outcome, calls), (other, _) = spawn(2, train, peer, tmp_path, model)
-    assert outcome["losses"][0] == pytest.approx(loss, rel=1e-5)
-    assert outcome["grad_norms"][0] == pytest.approx(norm, rel=1e-4)
-    assert outcome["losses"][-1] < outcome["losses"][0]  # some learning: the steps are taken
-    assert (other["losses"], len(outcome["step_seconds"])) == (outcome["losses"], STEPS)
-    if peer == "plain":
-        assert calls == 3  # once a layer: the backward pass keeps what it computed
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_trl_takes_the_step_that_one_process_takes(tmp_path: Path, tied: bool) -> None:
-    pytest.importorskip("trl")
-    model = save_model(tmp_path / "m", tied)
-    write_data(model, tmp_path)
-    loss, norm = first_by_hand(model, tmp_path)
-    [(outcome, _)] = spawn(1, train, "trl", tmp_path, model)
+    (outcome, calls), *others = spawn(1 if peer == "trl" else 2, train, peer, tmp_path, model)
     assert outcome["losses"][0] == pytest.approx(loss, rel=1e-5)
     assert outcome["grad_norms"][0] == pytest.approx(norm, rel=1e-4)
     assert outcome["losses"][-1] < outcome["losses"][0]  # some learning: the steps are taken
     assert len(outcome["losses"]) == len(outcome["step_seconds"]) == STEPS
+    assert all(other["losses"] == outcome["losses"] for other, _ in others)
+    if peer == "plain":
+        assert calls == 3  # once a layer: the backward pass keeps what it computed
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
-def test_trl_trains_on_the_weights_and_tokens_of_lightseq(model: Path, tmp_path: Path, processes: int) -> None:
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--implementations lightseq,trl --nproc_per_node 1",
+        "--implementations lightseq,trl",
+        "--implementations lightseq,lightseq-sft --packed_rows 16",
+    ],
+)
+def test_trainers_train_on_the_weights_and_tokens_of_lightseq(model: Path, tmp_path: Path, words: str) -> None:
     pytest.importorskip("trl")
-    words = f"--implementations lightseq,trl --nproc_per_node {processes} --timeout 120"
-    assert step.main(flags(model, tmp_path, words)) == 0
-    ours, trl = read(tmp_path)
-    assert (ours["skipped"], trl["skipped"]) == (None, None)
-    assert trl["first_loss"] == pytest.approx(ours["first_loss"], abs=1e-4)
-    assert trl["last_loss"] == pytest.approx(ours["last_loss"], abs=1e-4)
-    assert trl["first_grad_norm"] == pytest.approx(ours["first_grad_norm"], rel=1e-4)
-    assert "without Liger, which needs a GPU" in trl["note"]
+    assert step.main(flags(model, tmp_path, f"{words} --timeout 120")) == 0
+    ours, trainer = read(tmp_path)
+    check_alike(ours, trainer)
+    if trainer["label"] == "trl":
+        assert "without Liger, which needs a GPU" in trainer["note"]
+
+
+def check_alike(ours: dict[str, Any], *others: dict[str, Any], layers: int = 3) -> None:
+    for point in (ours, *others):
+        assert (point["skipped"], point["layers"], point["losses_finite"]) == (None, layers, True)
+        assert point["first_loss"] == pytest.approx(ours["first_loss"], abs=5e-5)
+        assert point["last_loss"] == pytest.approx(ours["last_loss"], abs=5e-5)
+        assert point["first_grad_norm"] == pytest.approx(ours["first_grad_norm"], rel=1e-4)
 
 
 @pytest.mark.slow
 def test_a_model_with_windows_trains_alike_in_every_implementation_that_takes_it(tmp_path: Path) -> None:
     pytest.importorskip("trl")
-    model = save_gemma(tmp_path / "gemma")
-    words = "--lengths 256 --implementations lightseq,trl,accelerate,plain,lightseq-sft --gradient_checkpointing"
-    assert step.main(flags(model, tmp_path, f"{words} --timeout 120")) == 0
-    ours, trl, accelerate, plain, *trainers = read(tmp_path)
-    assert [(point["label"], point["remat"]) for point in trainers] == [
-        ("lightseq-sft", "none"), ("lightseq-sft (gradient_checkpointing)", "attention"),
-    ]  # fmt: skip
+    words = "--lengths 256 --implementations lightseq,trl,accelerate,plain,lightseq-sft --timeout 120"
+    assert step.main(flags(save_gemma(tmp_path / "gemma"), tmp_path, words)) == 0
+    ours, trl, accelerate, plain, trainer = read(tmp_path)
     assert accelerate["skipped"] == "context parallel drops masks, so it has no sliding windows"
     assert plain["skipped"] == "plain is measured with Llama only, not with gemma3_text"
-    for point in (ours, trl, *trainers):
-        assert (point["skipped"], point["layers"], point["losses_finite"]) == (None, 3, True)
-        assert point["first_loss"] == pytest.approx(ours["first_loss"], abs=1e-4)
-        assert point["last_loss"] == pytest.approx(ours["last_loss"], abs=1e-4)
-        assert point["first_grad_norm"] == pytest.approx(ours["first_grad_norm"], rel=1e-4)
-        flops = model_flops(Gemma3TextConfig.from_pretrained(model), 256, 1) / point["step_seconds"] / 2
-        assert point["model_tflops_per_gpu"] == pytest.approx(flops / 1e12)
+    check_alike(ours, trl, trainer)
     assert ours["trial_command"].split()[5:8] == ["-m", "lightseq", "train"]
 
 
 @pytest.mark.slow
-def test_unsloth_takes_the_step_that_one_process_takes_or_says_that_it_is_missing(model: Path, tmp_path: Path) -> None:
+def test_unsloth_takes_the_step_that_one_process_takes_or_is_missing(model: Path, tmp_path: Path) -> None:
     assert step.main(flags(model, tmp_path, "--implementations unsloth --nproc_per_node 1 --timeout 120")) == 0
     [unsloth] = read(tmp_path)
     if importlib.util.find_spec("unsloth") is None:
         assert unsloth["skipped"] == "No module named 'unsloth'"
         return
     loss, norm = first_by_hand(model, tmp_path, last_target=False)
-    assert unsloth["skipped"] is None
     assert unsloth["first_loss"] == pytest.approx(loss, abs=1e-4)
     assert unsloth["first_grad_norm"] == pytest.approx(norm, rel=1e-3)
-
-
-@pytest.mark.slow
-def test_the_trainer_class_takes_lightseqs_steps(model: Path, tmp_path: Path) -> None:
-    pytest.importorskip("trl")
-    words = "--implementations lightseq,lightseq-sft --packed_rows 16 --nproc_per_node 2 --timeout 120"
-    assert step.main(flags(model, tmp_path, words)) == 0
-    ours, trainer = read(tmp_path)
-    assert (ours["skipped"], trainer["skipped"]) == (None, None)
-    assert trainer["last_loss"] == pytest.approx(ours["last_loss"], abs=1e-4)
-    assert trainer["first_grad_norm"] == pytest.approx(ours["first_grad_norm"], rel=1e-4)
 
 
 @pytest.mark.slow
@@ -289,20 +253,13 @@ def test_one_that_dies_or_hangs_is_skipped_with_its_reason_and_the_rest_go_on(
     assert "started at" in out and "skipped: no end within 1 s" in out
 
 
-def test_an_earlier_benchmark_s_numbers_do_not_count_and_other_files_stay(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_numbers_of_an_earlier_run_do_not_count(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_records, "provenance", lambda commit: ON_H200)
-    words = flags(model, tmp_path, "--timeout 60 --implementations plain")
     for script, skipped in ((WRITES, None), ("pass", "ended without results (FileNotFoundError)")):
         monkeypatch.setattr(Trial, "command", property(lambda t, script=script: ["-c", script, str(t.result)]))
-        assert step.main(words) == 0
+        assert step.main(flags(model, tmp_path, "--timeout 60 --implementations plain")) == 0
         assert read(tmp_path)[-1]["skipped"] == skipped
         (tmp_path / "out" / "s.jsonl").unlink()
-        for log in tmp_path.rglob("log.txt"):
-            if skipped is None:
-                log.with_name("notes.txt").touch()
-    assert len(list(tmp_path.rglob("notes.txt"))) == 1
 
 
 def test_a_timeout_ends_the_processes_that_a_launcher_started(tmp_path: Path) -> None:
@@ -320,10 +277,7 @@ def test_a_timeout_ends_the_processes_that_a_launcher_started(tmp_path: Path) ->
         ("error: --kernel fa9 is unknown\nRuntimeError: later\n", "--kernel fa9 is unknown"),
         ("[rank0]: ValueError: 5 heads do not divide\n", "5 heads do not divide"),
         ("[rank2]: torch.distributed.DistBackendError: NCCL error\n", "torch.distributed.DistBackendError: NCCL error"),
-        (
-            "  RuntimeError is not a line of its own\n  traceback : Signal 9 (SIGKILL) received",
-            "killed: Signal 9 (SIGKILL)",
-        ),
+        ("  RuntimeError is within a line\n  traceback : Signal 9 (SIGKILL) received", "killed: Signal 9 (SIGKILL)"),
         ("", "ended with status 3"),
     ],
 )
@@ -351,29 +305,24 @@ def test_every_length_is_tried_by_lightseq_with_each_set_of_flags_and_by_the_pee
 def test_a_trainer_on_one_process_runs_without_a_launcher(model: Path, tmp_path: Path) -> None:
     words = f"--implementations trl,unsloth,plain --nproc_per_node 1 --unsloth_python {sys.executable}"
     trl, unsloth, plain = trials(setting_of(parse(flags(model, tmp_path, words)), on_gpu=False))
-    assert trl.command[0].endswith("/worker.py") and unsloth.command[0].endswith("/unsloth_worker.py")
+    assert trl.command[0].endswith("/worker.py") and unsloth.command[0].endswith("/worker.py")
     assert plain.command[:2] == ["-m", "torch.distributed.run"]
     assert (trl.python, unsloth.python, plain.python) == (None, sys.executable, None)
 
 
-def test_packed_rows_and_adapters_are_asked_of_every_implementation(model: Path, tmp_path: Path) -> None:
+def test_packed_rows_and_adapters_are_asked_of_every_implementation(tmp_path: Path) -> None:
     words = "--implementations lightseq,trl --packed_rows 16 --lora_rank 4"
-    ours, trl = trials(setting_of(parse(flags(model, tmp_path, words)), on_gpu=False))
+    ours, trl = trials(setting_of(parse(flags(Path("tiny-llama2"), tmp_path, words)), on_gpu=False))
+    assert "llama2/train.py" in " ".join(ours.command) and "--bf16" not in ours.command
     assert " --packing best_fit --lora_rank 4" in " ".join(ours.command)
     assert " ".join(trl.command).endswith("--packed_rows 16 --lora_rank 4")
 
 
-@pytest.mark.parametrize(("flag", "peer"), [("--packed_rows", "plain"), ("--lora_rank", "autosp")])
+@pytest.mark.parametrize(("flag", "peer"), [("--packed_rows", "plain"), ("--lora_rank", "deepspeed")])
 def test_a_peer_that_cannot_pack_or_adapt_says_so(flag: str, peer: str, tmp_path: Path) -> None:
     paths = f"--model {tmp_path} --data {tmp_path} --result {tmp_path / 'r'} --length 64 --steps 1 --timeout 9"
     with pytest.raises(ValueError, match=f"{peer} is not measured with {flag}"):
         worker.main([peer, *paths.split(), flag, "4"])
-
-
-def test_each_family_is_trained_by_its_own_program(tmp_path: Path) -> None:
-    asked = parse(flags(Path("tiny-llama2"), tmp_path))
-    (ours, *_) = trials(setting_of(asked, on_gpu=False))
-    assert "llama2/train.py" in " ".join(ours.command) and "--bf16" not in ours.command
 
 
 def test_gemma_is_trained_by_lightseq_train_and_cut_with_its_windows(tmp_path: Path) -> None:
@@ -392,12 +341,11 @@ def test_peers_share_a_row_and_run_cudnn_only_where_these_take_the_model(tmp_pat
     llama, gemma = LlamaConfig.from_pretrained(save_model(tmp_path / "l", tied=True)), model_of("gemma3-4b")[1]
     jobs = [Job(llama, LENGTH, world), Job(llama, LENGTH, world, packed_rows=16), Job(gemma, LENGTH, world)]
     assert [job.takes_cudnn for job in jobs] == [True, True, False]
-    wrapped = [fully_sharded(job)["fsdp_config"]["transformer_layer_cls_to_wrap"] for job in jobs[1:]]
+    wrapped = [fully_sharded(job, checkpoints=True)["fsdp_config"]["transformer_layer_cls_to_wrap"] for job in jobs[1:]]
     assert wrapped == [["LlamaDecoderLayer"], ["Gemma3DecoderLayer"]]
-    shared, packed, windows = map(own_row_reason, jobs)
-    assert shared is None
-    assert packed == "TRL refuses packing with context parallelism"
-    assert windows == "context parallelism has no sliding windows"
+    assert [own_row_reason(job) for job in jobs] == [
+        None, "TRL refuses packing with context parallelism", "context parallelism has no sliding windows",
+    ]  # fmt: skip
 
 
 def test_packed_documents_count_the_pairs_that_a_window_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -413,15 +361,10 @@ def test_packed_documents_count_the_pairs_that_a_window_leaves(tmp_path: Path, m
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (
-            "--implementations nobody",
-            "'nobody' is unknown; choose from lightseq, plain, accelerate, deepspeed, deepspeed-offload, autosp, trl, "
-            "lightseq-sft, unsloth",
-        ),
+        ("--implementations nobody", "'nobody' is unknown; choose from lightseq, plain, accelerate, deepspeed, "),
         ("--lengths 1X", "1X is not a number of tokens"),
         ("--steps 0", "'0' is not a positive whole number"),
         ("--lightseq_flags=--remat=some", "--lightseq_flags '--remat=some': --remat 'some' is unknown"),
-        ("--implementations plain --gradient_checkpointing", "needs lightseq-sft among the --implementations"),
         ("--implementations plain --lightseq_flags=--tf32", "needs lightseq among the --implementations"),
         ("--unsloth_python /no/such/python", "--unsloth_python /no/such/python is not a program"),
         ("--lengths 64,100 --packed_rows 16", "--packed_rows 16 does not divide --lengths 100"),

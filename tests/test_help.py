@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from analysis.__main__ import COMMANDS as ANALYSES
-from benchmarks.step_flags import parser
+from benchmarks.step import parser
 from lightseq.cli import COMMANDS
 
 ROOT = Path(__file__).resolve().parent.parent

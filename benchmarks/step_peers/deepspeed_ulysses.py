@@ -2,7 +2,10 @@
 
 bfloat16 with float32 master weights. UlyssesSPAttentionHF around SDPA with cuDNN. MLP tiles have as many tokens as the
 hidden size, loss tiles 1 GiB of float32 logits. Every layer is checkpointed by transformers. torch's fused AdamW,
-clipping by DeepSpeed. No compilation, and no offloading, which `deepspeed-offload` adds.
+clipping by DeepSpeed. No compilation.
+
+`deepspeed-offload` also offloads: weights, gradients and optimizer state are in host memory, where torch's fused AdamW
+updates them, and activations stay on the GPU.
 """
 
 import contextlib
@@ -26,14 +29,19 @@ from lightseq.models import weights
 LOGIT_BYTES = 2**30
 
 
+def prepare_offloaded(job: Job) -> Peer:
+    return prepare(job, offload=True)
+
+
 def prepare(job: Job, offload: bool = False) -> Peer:
-    """Prepares the peer. With `offload` weights, gradients and optimizer state are in host memory."""
     if job.world.size == 1:
         raise ValueError("DeepSpeed's Ulysses needs at least two ranks")
     job.check_heads("DeepSpeed's Ulysses")
     job.check_divides(job.world.size, "DeepSpeed's Ulysses")
     import deepspeed
 
+    if not job.on_gpu:  # avoids compiling a shared-memory all-reduce; gloo does that
+        deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
     deepspeed.init_distributed(dist_backend="nccl" if job.on_gpu else "gloo")
     settings = settings_of(job)
     if offload:

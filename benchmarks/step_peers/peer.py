@@ -36,7 +36,6 @@ class Job:
     learning_rate: float = LEARNING_RATE
     packed_rows: int | None = None  # length of the documents in each sequence; None: one document
     lora: Lora | None = None  # adapters to train; None: all weights
-    gradient_checkpointing: bool = False  # of lightseq-sft, which otherwise recomputes nothing
 
     @property
     def on_gpu(self) -> bool:

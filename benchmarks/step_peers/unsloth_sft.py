@@ -5,7 +5,7 @@ checkpointing, which offloads the layers' inputs, its kernels, its loss and its 
 the labels, so the last token of a sequence has no target.
 
 Unsloth needs older transformers and TRL than the peer `trl`, hence `--unsloth_python` of step.py. It is AGPL: it is no
-dependency, and only unsloth_worker.py imports it first, in a process of its own.
+dependency, and only worker.py imports it, before everything else, in a process of its own.
 """
 
 import tempfile
@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.step_peers.hf_trainer import (
+from benchmarks.step_peers.peer import SEED, Job, TrainerPeer
+from benchmarks.step_peers.sft import (
     StepRecorder,
     lora_arguments,
     packed_rows_of,
@@ -24,7 +25,6 @@ from benchmarks.step_peers.hf_trainer import (
     tokenizer_of,
     trainer_arguments,
 )
-from benchmarks.step_peers.peer import SEED, Job, TrainerPeer
 from lightseq.data.batches import Batch
 from lightseq.models.adapters import Lora, count_adapter_parameters
 

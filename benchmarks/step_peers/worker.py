@@ -7,22 +7,22 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    sys.path[0] = str(
-        Path(__file__).resolve().parent.parent.parent
-    )  # instead of this folder, whose modules would hide packages
+    # Instead of this folder, whose modules would hide packages.
+    sys.path[0] = str(Path(__file__).resolve().parent.parent.parent)
+    if sys.argv[1:2] == ["unsloth"]:
+        import unsloth  # noqa: F401  # patches packages imported after it
 
 import argparse
 import faulthandler
-import importlib
 import json
 import signal
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from importlib import import_module
 
 import torch.distributed as dist
 from transformers import AutoConfig, LlamaConfig
 
-from benchmarks.step_peers.peer import SEED, Job, Peer, StepOutcome, TrainerPeer, measure
+from benchmarks.step_peers.peer import SEED, Job, Peer, TrainerPeer, measure
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import BatchStream, open_examples
 from lightseq.data.examples import Examples
@@ -33,21 +33,25 @@ from lightseq.models.adapters import lora_from_config
 
 # Imported on demand, because each needs its own packages and patches others on import.
 PEERS = {
-    "plain": "benchmarks.step_peers.plain",
-    "accelerate": "benchmarks.step_peers.accelerate_context_parallel",
-    "deepspeed": "benchmarks.step_peers.deepspeed_ulysses",
-    "deepspeed-offload": "benchmarks.step_peers.deepspeed_offload",
-    "autosp": "benchmarks.step_peers.deepspeed_autosp",
-    "trl": "benchmarks.step_peers.trl_sft",
-    "lightseq-sft": "benchmarks.step_peers.lightseq_sft",
-    "unsloth": "benchmarks.step_peers.unsloth_sft",
+    "plain": ("plain", "prepare"),
+    "accelerate": ("accelerate_context_parallel", "prepare"),
+    "deepspeed": ("deepspeed_ulysses", "prepare"),
+    "deepspeed-offload": ("deepspeed_ulysses", "prepare_offloaded"),
+    "trl": ("sft", "prepare_trl"),
+    "lightseq-sft": ("sft", "prepare_lightseq"),
+    "unsloth": ("unsloth_sft", "prepare"),
 }
-
-
 # Peers that take packed rows and adapters.
 TRAINERS = ("trl", "lightseq-sft", "unsloth")
 # Peers that take other models than Llama.
 ANY_MODEL = ("trl", "lightseq-sft", "accelerate")
+
+
+def prepare_of(peer: str) -> Callable[[Job], Peer | TrainerPeer]:
+    """Returns the function that sets up a peer on this rank."""
+    module, function = PEERS[peer]
+    found: Callable[[Job], Peer | TrainerPeer] = getattr(import_module(f"benchmarks.step_peers.{module}"), function)
+    return found
 
 
 def parser() -> argparse.ArgumentParser:
@@ -59,7 +63,6 @@ def parser() -> argparse.ArgumentParser:
         out.add_argument(f"--{name}", type=kind, required=True)
     for name in ("packed_rows", "lora_rank"):
         out.add_argument(f"--{name}", type=int)
-    out.add_argument("--gradient_checkpointing", action="store_true")
     return out
 
 
@@ -77,14 +80,14 @@ def main(words: Sequence[str]) -> None:
             raise ValueError(f"{flags.peer} is measured with Llama only, not with {config.model_type}")
         asked = TrainConfig(model_name_or_path="", data_path="", output_dir="", lora_rank=flags.lora_rank)
         lora = lora_from_config(asked, config)
-        options = {name: getattr(flags, name) for name in ("packed_rows", "gradient_checkpointing")}
-        job = Job(config, flags.length, world, lora=lora, **options)
+        job = Job(config, flags.length, world, packed_rows=flags.packed_rows, lora=lora)
         stream = stream_of(flags.data, job)
-        peer: Peer | TrainerPeer = importlib.import_module(PEERS[flags.peer]).prepare(job)
+        peer = prepare_of(flags.peer)(job)
         if isinstance(peer, TrainerPeer):
             outcome = peer.train([stream.batch(step) for step in range(flags.steps)])
         else:
-            outcome = measure(partial(take_step, peer, stream), range(flags.steps), world.device)
+            step = peer.step
+            outcome = measure(lambda index: step(stream.batch(index)), range(flags.steps), world.device)
         if world.is_main:
             flags.result.write_text(json.dumps({**outcome, "facts": dict(peer.facts)}, indent=2) + "\n")
         dist.barrier()  # an early exit would close connections that other ranks still read from
@@ -95,10 +98,6 @@ def stream_of(data: Path, job: Job) -> BatchStream:
     packed = job.packed_rows is not None
     examples: Examples = (open_packed if packed else open_examples)(data, job.length, job.config.vocab_size)
     return BatchStream(examples, job.length, 1, seed=SEED, packed=packed)
-
-
-def take_step(peer: Peer, stream: BatchStream, index: int) -> StepOutcome:
-    return peer.step(stream.batch(index))
 
 
 if __name__ == "__main__":
