@@ -1,4 +1,4 @@
-"""Short passes of attention run as CUDA graphs where they come in the same memory again, to the same results."""
+"""Short attention passes run as CUDA graphs if they use the same memory again, with the same results."""
 
 import gc
 import warnings
@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
@@ -34,7 +34,7 @@ from lightseq.schedule.layout import shard
 
 
 class _Graph:
-    """Knows whether something is being recorded, and how often it ran again."""
+    """Stands in for a CUDA graph: knows whether something is being recorded, and counts replays."""
 
     recording = False
     refuses = False
@@ -101,24 +101,22 @@ def passes() -> Iterator[_Passes]:
         "get_allocator_backend": lambda: "native",
         "current_device": lambda: 0,
     }
-    _Graph.refuses, ended.calls = False, []
-    with patch.multiple("torch.cuda", **found), patch.object(torch._C, "_cuda_endAllocateToPool", ended, create=True):
+    _Graph.refuses = False
+    ended.clear()
+    end = patch.object(torch._C, "_cuda_endAllocateToPool", _end_allocation, create=True)
+    with patch.multiple("torch.cuda", **found), end:
         yield _Passes()
 
 
-class _Ended:
-    """Notes of what pools torch's allocator was told that nobody records into them any more."""
-
-    calls: ClassVar[list[tuple[int, tuple[int, int]]]] = []
-
-    def __call__(self, device: int, pool: tuple[int, int]) -> None:
-        self.calls.append((device, pool))
+def _end_allocation(device: int, pool: tuple[int, int]) -> None:
+    """Notes that torch's allocator was told that nobody records into a pool any more."""
+    ended.append((device, pool))
 
 
-ended = _Ended()
+ended: list[tuple[int, tuple[int, int]]] = []
 
 
-def test_a_pass_is_recorded_once_it_came_in_the_same_places_before(passes: _Passes) -> None:
+def test_a_pass_is_recorded_once_it_ran_in_the_same_memory(passes: _Passes) -> None:
     for _ in range(RUNS_BEFORE_CAPTURE):
         passes.run("here")
         passes.run("there")
@@ -134,19 +132,15 @@ def test_a_pass_is_recorded_once_it_came_in_the_same_places_before(passes: _Pass
     assert gc.isenabled()
 
 
-def test_passes_in_ever_other_places_are_never_recorded(passes: _Passes) -> None:
-    with patch.object(cuda_graphs, "MAX_SEEN", 8):
+def test_the_recordings_and_the_passes_that_are_remembered_are_limited(passes: _Passes) -> None:
+    with patch.object(cuda_graphs, "MAX_SEEN", 8), patch.object(cuda_graphs, "MAX_GRAPHS", 1):
         for number in range(20):
             passes.run(f"place {number}")
         assert passes.launched == 20 and len(passes.recordings._seen) <= 8
-
-
-def test_no_more_are_recorded_than_there_is_room_for(passes: _Passes) -> None:
-    with patch.object(cuda_graphs, "MAX_GRAPHS", 1):
         for place in ("here", "there"):
             for _ in range(RUNS_BEFORE_CAPTURE + 2):
                 passes.run(place)
-    assert len(passes.recordings.graphs) == 1 and passes.launched == 2 * RUNS_BEFORE_CAPTURE + 2
+    assert len(passes.recordings.graphs) == 1 and passes.launched == 20 + 2 * RUNS_BEFORE_CAPTURE + 2
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -157,7 +151,7 @@ def test_passes_that_cannot_be_recorded_are_launched_and_rank_0_warns_once(passe
             passes.run("here", rank)
     assert passes.launched == 2 * RUNS_BEFORE_CAPTURE + 2 and not passes.recordings.graphs
     assert passes.bytes_sent == 10 * passes.launched, "of a pass that was not recorded nothing counts"
-    assert ended.calls == [(0, (0, 0))], "or cached memory would never be given back again"
+    assert ended == [(0, (0, 0))], "or cached memory would never be given back again"
     if said is not None:
         assert [str(w.message).splitlines() for w in said] == [
             ["short attention passes run without CUDA graphs: recording one failed ("
@@ -187,7 +181,7 @@ def _failed(_: int) -> tuple[int, list[str], int, list[float]]:
 
 
 @pytest.mark.gpu(1)
-def test_after_a_recording_that_failed_passes_run_and_memory_goes_back() -> None:
+def test_after_a_failed_recording_passes_run_and_memory_is_freed() -> None:
     launched, said, reserved, read = spawn(1, _failed, device="cuda")[0]
     tries = 2 * RUNS_BEFORE_CAPTURE + 2
     assert launched == tries + 1 and read == [2.0**21] * tries
@@ -206,26 +200,18 @@ def _pass(name: str, tokens: int, backward: bool, boundaries: tuple[int, ...] = 
 
 
 @pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("name", ["ulysses", "prefix"])
-def test_passes_that_take_the_gpu_long_are_not_recorded(name: str, backward: bool) -> None:
-    assert is_short(_pass(name, 16384, backward))
-    assert not is_short(_pass(name, 65536, backward))
-    assert not is_short(_pass(name, 1024, backward, batch=512)), "there memory is not small"
-
-
-def test_passes_whose_results_are_merged_or_tables_differ_are_not_recorded() -> None:
+def test_only_short_passes_without_merged_results_are_recorded(backward: bool) -> None:
+    for name in ("ulysses", "prefix"):
+        assert is_short(_pass(name, 16384, backward))
+        assert not is_short(_pass(name, 65536, backward))
+        assert not is_short(_pass(name, 1024, backward, batch=512)), "there memory is not small"
     assert not is_short(_pass("zigzag", 16384, False))
     assert not is_short(_pass("prefix", 16384, False, boundaries=(0, 4096, 16384)))
+    causal_half = 4 * 16384**2 / 2 * 32 * 128
+    assert 4 * _pass("prefix", 16384, backward).flops == causal_half * (2.5 if backward else 1)
 
 
-@pytest.mark.parametrize("backward", [False, True])
-def test_flops_of_all_ranks_are_those_of_the_causal_half(backward: bool) -> None:
-    whole = 4 * 16384**2 / 2 * 32 * 128
-    assert 4 * _pass("prefix", 16384, backward).flops == whole * (2.5 if backward else 1)
-
-
-def test_the_cause_is_said_and_a_stop_is_none(passes: _Passes) -> None:
-    """Whatever the end of a recording that went wrong may say besides."""
+def test_the_first_error_of_a_recording_is_reported_and_an_interrupt_is_raised(passes: _Passes) -> None:
     _Graph.refuses, passes.breaks = True, KeyboardInterrupt
     for _ in range(RUNS_BEFORE_CAPTURE):
         passes.run("here")
@@ -236,7 +222,7 @@ def test_the_cause_is_said_and_a_stop_is_none(passes: _Passes) -> None:
         passes.run("here")
 
 
-def test_an_allocator_that_tells_nothing_of_pools_records_nothing(passes: _Passes) -> None:
+def test_nothing_is_recorded_with_an_allocator_without_pools(passes: _Passes) -> None:
     with patch("torch.cuda.get_allocator_backend", lambda: "cudaMallocAsync"):
         passes.recordings = GraphCache()
     for _ in range(RUNS_BEFORE_CAPTURE + 2):
@@ -247,29 +233,20 @@ def test_an_allocator_that_tells_nothing_of_pools_records_nothing(passes: _Passe
 def test_an_unrecorded_transport_differs_in_nothing_else() -> None:
     opened = nullcontext(Outbox(torch.empty(1)))
     carrier: Any = SimpleNamespace(
-        name="symmetric",
-        fallback_reason="",
-        supports_graphs=True,
-        peer_view=lambda *_: 1,
-        exchange=lambda _: 2,
+        name="symmetric", fallback_reason="", supports_graphs=True, peer_view=lambda *_: 1, exchange=lambda _: 2,
         outbox=lambda _: opened,
-    )
+    )  # fmt: skip
     changed, blocking = WithoutCudaGraphs(carrier), Blocking(carrier)
     assert (changed.name, changed.supports_graphs, blocking.supports_graphs) == ("symmetric-unrecorded", False, True)
     assert changed.outbox(1) is opened and changed.peer_view(0, torch.empty(0)) == 1
     assert changed.exchange(Exchange([], [])) == 2  # type: ignore[comparison-overlap]
-
-
-@pytest.mark.parametrize("name", ["auto", "auto-blocking", "auto-unrecorded", "auto-blocking-unrecorded"])
-def test_suffixes_are_no_part_of_a_transports_base_name(name: str) -> None:
-    assert base_transport_name(name) == "auto"
+    for name in ("auto", "auto-blocking", "auto-unrecorded", "auto-blocking-unrecorded"):
+        assert base_transport_name(name) == "auto"
 
 
 @pytest.mark.parametrize("name", ["gloo-blocking", "gloo-unrecorded"])
-def test_a_transport_goes_when_nobody_has_it(name: str) -> None:
-    """And with it what others map, without a search for cycles."""
-    gone = spawn(1, _made_and_let_go, name)[0]
-    assert gone
+def test_an_unused_transport_is_freed_without_a_search_for_cycles(name: str) -> None:
+    assert spawn(1, _made_and_let_go, name)[0]
 
 
 def _made_and_let_go(_rank: int, name: str) -> bool:
@@ -279,19 +256,10 @@ def _made_and_let_go(_rank: int, name: str) -> bool:
     return made() is None
 
 
-def run_forward(q: Any, k: Any, v: Any, kept: Any = None, **own: Any) -> Any:
-    return Executor(**own).forward(q, k, v, kept)
-
-
-def run_backward(dout: Any, own: Any, out: Any, lse: Any, **executor: Any) -> Any:
-    return Executor(**executor).backward(dout, own, out, lse)
-
-
 def _keys(_: int) -> dict[str, tuple[int, int]]:
-    """Changes one input of a pass after the other; results keep their place."""
+    """Changes one input of a pass after the other, and returns by which hashes each pass would be recorded."""
     from test_attention import _context
 
-    found: dict[str, tuple[int, int]] = {}
     context = _context("ulysses", "cpu", torch.float32, 8, heads=(4, 4))
     q, k, v, dout, out = (torch.randn(1, 8, 4, 8) for _ in range(5))
     lse, size = torch.randn(1, 4, 8), gathered_elements(context.schedule.with_gathered_backward, q, 4)
@@ -309,10 +277,18 @@ def _keys(_: int) -> dict[str, tuple[int, int]]:
             seen.append((hash(asked), hash(places)))
             run()
 
-    whole, lain = BufferLayout.whole, dict[Any, Any]()
+    whole, buffers = BufferLayout.whole, dict[Any, Any]()
 
-    def where_it_lay(form: BufferLayout, device: torch.device, dtype: torch.dtype) -> Any:
-        return lain.setdefault((form, dtype), whole(form, device, dtype))
+    def same_buffer(form: BufferLayout, device: torch.device, dtype: torch.dtype) -> Any:
+        return buffers.setdefault((form, dtype), whole(form, device, dtype))
+
+    def run_forward(q: Any, k: Any, v: Any, kept: Any = None, **own: Any) -> tuple[int, int]:
+        Executor(**own).forward(q, k, v, kept)
+        return seen.pop()
+
+    def run_backward(dout: Any, own: Any, out: Any, lse: Any, **executor: Any) -> tuple[int, int]:
+        Executor(**executor).backward(dout, own, out, lse)
+        return seen.pop()
 
     forward = {
         "forward": {}, "q": {"q": q.clone()}, "k": {"k": k.clone()}, "v": {"v": v.clone()}, "scale": {"scale": 0.25},
@@ -327,21 +303,15 @@ def _keys(_: int) -> dict[str, tuple[int, int]]:
         patch.object(executor, "GraphCache", Noting),
         patch.object(executor, "is_short", lambda _: True),
         patch.object(type(context.transport), "supports_graphs", True),
-        patch.object(BufferLayout, "whole", where_it_lay),
+        patch.object(BufferLayout, "whole", same_buffer),
     ):
-        for name, changed in forward.items():
-            run_forward(**same | changed)
-            found[name] = seen.pop()
-        for name, changed in backward.items():
-            run_backward(**back | changed)
-            found[name] = seen.pop()
-        lain.clear()
-        run_forward(**same)
-        found["results elsewhere"] = seen.pop()
-    return found
+        found = {name: run_forward(**same | changed) for name, changed in forward.items()}
+        found |= {name: run_backward(**back | changed) for name, changed in backward.items()}
+        buffers.clear()
+        return found | {"results elsewhere": run_forward(**same)}
 
 
-def test_passes_that_touch_or_do_something_else_are_told_apart() -> None:
+def test_passes_with_other_work_or_memory_are_recorded_apart() -> None:
     found = spawn(2, _keys)[0]
     assert found.pop("same") == found["forward"] and found.pop("back again") == found["backward"]
     assert len(set(found.values())) == len(found) == 17, found
@@ -405,7 +375,7 @@ def _repeated(rank: int) -> dict[str, tuple[int, float, list[str]]]:
 
 
 @pytest.mark.parametrize("world", [*GPU_WORLDS, pytest.param(3, marks=pytest.mark.gpu(1))])
-def test_recorded_passes_compute_with_what_lies_there_now(world: int) -> None:
+def test_recorded_passes_compute_with_the_present_values(world: int) -> None:
     for found in spawn(world, _repeated, device="cuda"):
         assert found["prefix"][0] and found["ulysses"][0], found
         for name, (_, error, bits) in found.items():
