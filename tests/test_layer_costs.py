@@ -110,7 +110,7 @@ def test_experts_are_read_like_any_other_layer(compiled: bool) -> None:
 
 def test_a_checkpoint_of_a_layer_saves_its_input_and_what_its_policy_stores() -> None:
     config = config_of("qwen3")
-    table = LayerTable(config, torch.float32)
+    before, table = repr(config), LayerTable(config, torch.float32)
 
     def saved(policy: str) -> float:
         found = {table.costs(0, Treatment(policy, compiled, tiles_mlp=False)).saved for compiled in (False, True)}
@@ -122,3 +122,4 @@ def test_a_checkpoint_of_a_layer_saves_its_input_and_what_its_policy_stores() ->
     assert saved("full") == hidden and saved("attention") == attention
     assert saved("attention+mlp") == attention + 2 * 48
     assert saved("attention+linears") == attention + 2 * 48 + width + 2 * key_value + hidden
+    assert repr(config) == before and config._attn_implementation is None, "reading a model's costs changes its config"

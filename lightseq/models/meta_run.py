@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
@@ -143,21 +143,27 @@ def _run(model: nn.Module, tokens: int, **keywords: Any) -> None:
 def layer_inputs(
     model: PreTrainedModel, layers: nn.ModuleList, tokens: int
 ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Returns the arguments with which a model on the meta device calls each layer, on a sequence of this length."""
+    """Returns the arguments with which a model on the meta device calls its first `layers`, on that many tokens."""
     found: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
     def note(_layer: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         found.append((args, keywords))
+        if len(found) == len(layers):
+            raise _AllFound
 
     def pass_on(_module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Any:
         return _shaped_as_output(q, v), None
 
     hooks = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
-    with _attention_replaced(model, pass_on), torch.no_grad():
+    with _attention_replaced(model, pass_on), torch.no_grad(), suppress(_AllFound):
         _run(model.base_model, tokens)
     for hook in hooks:
         hook.remove()
     return found
+
+
+class _AllFound(Exception):
+    """Ends a forward pass whose other layers nobody asks about."""
 
 
 def _shaped_as_output(q: Tensor, v: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from lightseq.config.remat_policies import STORE_LINEARS, STORES_MLP
 from lightseq.config.train_config import TrainConfig
 from lightseq.memory.planner.layer_graph import LAYER_INPUT, TOKENS, LayerGraph, Pass
 from lightseq.memory.remat import stored_operators
+from lightseq.models.architecture import inspect_architecture
 from lightseq.models.attention_modules import attention_modules
 from lightseq.models.decoder import decoder_layers
 from lightseq.models.layers import Layer
@@ -76,7 +77,7 @@ class LayerTable:
     """Costs of a model's layers in one dtype, each traced when it is first asked for."""
 
     def __init__(self, config: PreTrainedConfig, dtype: torch.dtype) -> None:
-        self._config, self._dtype = config, dtype
+        self._config, self._dtype = copy.deepcopy(config), dtype  # building a model changes its config
         self._graphs: dict[tuple[int, bool, str | None], LayerGraph] = {}
         self._costs: dict[tuple[int, Treatment], LayerCosts] = {}
 
@@ -107,14 +108,15 @@ class LayerTable:
                 tile_mlps(layer, store=stores is not None)
             if stores == STORE_LINEARS:
                 store_projections(layer)
-            self._graphs[key] = LayerGraph(layer[0], *inputs[place], only_in_checkpoint=tiles)
+            self._graphs[key] = LayerGraph(layer[0], *inputs[place])
         return self._graphs[key]
 
     @cached_property
     def _layers(self) -> tuple[nn.ModuleList, list[tuple[tuple[Any, ...], dict[str, Any]]]]:
-        """Returns the layers of the model on the meta device, and the arguments with which the model calls each."""
+        """Returns one layer of each kind and those before it on the meta device, with the arguments of their calls."""
+        last = max(layer.place for layer in inspect_architecture(self._config).layers)
         model: PreTrainedModel = build_on_meta(self._config)
-        layers = decoder_layers(model)
+        layers = decoder_layers(model)[: last + 1]
         inputs = layer_inputs(model.to(self._dtype), layers, TOKENS)
         ALL_ATTENTION_FUNCTIONS.register("lightseq_traced", attention_function)
         model.set_attn_implementation("lightseq_traced")

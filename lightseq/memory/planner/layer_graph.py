@@ -6,12 +6,13 @@ that read them. An eager layer runs every node.
 """
 
 import operator
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Final
 
 import torch
-from functorch.compile import aot_function, default_partition, min_cut_rematerialization_partition
+from functorch.compile import aot_function, min_cut_rematerialization_partition, nop
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
@@ -92,15 +93,11 @@ class Pass:
 class LayerGraph:
     """Forward and backward pass of a layer in one graph of aten operators."""
 
-    def __init__(
-        self, layer: nn.Module, args: Sequence[Any], keywords: dict[str, Any], only_in_checkpoint: bool
-    ) -> None:
+    def __init__(self, layer: nn.Module, args: Sequence[Any], keywords: dict[str, Any]) -> None:
         """Traces a layer on the meta device with these arguments, of which the first tensor needs a gradient.
 
-        The first tensor that the layer returns is its output. With `only_in_checkpoint`, `backward` cannot be asked
-        for the compiled layer, and the time to partition its graph is saved.
+        The first tensor that the layer returns is its output.
         """
-        self._only_in_checkpoint = only_in_checkpoint
         leaves, shape = tree_flatten((tuple(args), keywords))
 
         def run(tensors: Sequence[Tensor], *state: Tensor) -> Tensor:
@@ -116,23 +113,23 @@ class LayerGraph:
             parameters = {name: _fake(x).requires_grad_() for name, x in layer.named_parameters()}
             buffers = {name: _fake(x) for name, x in layer.named_buffers()}
             names = [*parameters, *buffers]
-            aot_function(run, fw_compiler=_return_graph, bw_compiler=_return_graph, partition_fn=self._partition)(
-                tensors, *parameters.values(), *buffers.values()
-            )
-
-    def _partition(self, joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
+            self._joint, count = _joint_graph(run, tensors, *parameters.values(), *buffers.values())
         graph = fx.Graph()  # a copy, because the partitioner changes its own
-        results = [x if isinstance(x, fx.Node) else None for x in tree_leaves(graph.graph_copy(joint.graph, {}))]
-        self._outputs = [x for x in results[:num_fwd_outputs] if x is not None]
-        self._gradients = [x for x in results[num_fwd_outputs:] if x is not None]
+        results = [x if isinstance(x, fx.Node) else None for x in tree_leaves(graph.graph_copy(self._joint.graph, {}))]
+        self._outputs, self._gradients = (
+            [x for x in part if x is not None] for part in (results[:count], results[count:])
+        )
+        self._output_count = count
         nodes, needed = list(graph.nodes), set(_with_dependencies(self._outputs))
         end = 1 + max(i for i, node in enumerate(nodes) if node in needed)
         self._forward, self._backward = nodes[:end], nodes[end:]
-        partition = default_partition if self._only_in_checkpoint else min_cut_rematerialization_partition
-        graphs = partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **options)
-        *nodes, output = graphs[1].graph.nodes
-        self._partitioned_backward = _pass_of(nodes, output.all_input_nodes, fuses=True)
-        return graphs
+
+    @cached_property
+    def _partitioned_backward(self) -> Pass:
+        """Returns the backward pass as the compiler's own partitioner cuts it."""
+        _, backward = min_cut_rematerialization_partition(self._joint, None, num_fwd_outputs=self._output_count)
+        *nodes, output = backward.graph.nodes
+        return _pass_of(nodes, output.all_input_nodes, fuses=True)
 
     def forward(self, compiled: bool) -> Pass:
         """Returns the forward pass, which is the same in a checkpoint."""
@@ -141,7 +138,6 @@ class LayerGraph:
     def backward(self, compiled: bool) -> Pass:
         """Returns the backward pass outside a checkpoint, which begins with what the forward pass saved."""
         if compiled:
-            assert not self._only_in_checkpoint
             return _scheduled(self._partitioned_backward)
         whole = _pass_of([*self._forward, *self._backward], self._gradients, fuses=False)
         kernels = whole.kernels[len(self.forward(compiled=False).kernels) :]
@@ -162,6 +158,23 @@ class LayerGraph:
             nodes = [*(node for node in self._forward if node in needed), *self._backward]
         found = _pass_of(nodes, self._gradients, compiled, stored)
         return _scheduled(found) if compiled else found
+
+
+def _joint_graph(function: Callable[..., Tensor], *inputs: Any) -> tuple[fx.GraphModule, int]:
+    """Returns the graph of a function's forward and backward pass, and the number of results of the forward pass."""
+
+    def stop(joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
+        raise _Traced(joint, num_fwd_outputs)
+
+    try:
+        aot_function(function, fw_compiler=nop, partition_fn=stop)(*inputs)
+    except _Traced as traced:
+        return traced.args[0], traced.args[1]
+    raise AssertionError("the function has no backward pass")
+
+
+class _Traced(Exception):
+    """Ends AOT autograd once it has traced a graph, which nothing runs."""
 
 
 def _with_dependencies(nodes: Iterable[fx.Node], stored: Collection[Any] = ()) -> list[fx.Node]:
@@ -248,10 +261,6 @@ def _dependencies(kernels: Sequence[Kernel]) -> dict[Kernel, set[Kernel]]:
     return found
 
 
-def _return_graph(graph: fx.GraphModule, _inputs: Any) -> fx.GraphModule:
-    return graph
-
-
 def _fake(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype)
 
@@ -267,40 +276,40 @@ def _pass_of(nodes: Sequence[fx.Node], returned: Sequence[fx.Node], fuses: bool,
     whole = _materialized_nodes(nodes, returned)
     found = Pass(compiled=fuses, kernels=[], inputs={}, outputs=[])
     sources: dict[fx.Node, list[Value]] = {}  # what a kernel that reads a node reads
-    makers: dict[fx.Node, Kernel] = {}  # of nodes with several results
     reducing = set[fx.Node]()  # fused nodes with a reduction among what they compute
+    here = set(nodes)
     for node in nodes:
-        if node.op != "call_function":
-            shared = node.name.startswith("primals_") and node.name != LAYER_INPUT  # weights, and inputs of all layers
-            found.inputs[node.name] = value = Value(0 if shared else _bytes_per_token(node))
-            sources[node] = [value]
-        elif _is_view(node):
+        if _is_view(node):
             sources[node] = sources[node.all_input_nodes[0]]
             reducing |= {node} if node.all_input_nodes[0] in reducing else set()
-        elif node.target is operator.getitem:
-            maker = node.all_input_nodes[0]
-            sources[node] = [Value(_bytes_per_token(node))]
-            if maker.target in stored:
-                found.inputs[node.name] = sources[node][0]
-            else:
-                makers[maker].writes += sources[node]
+            continue
+        if node.target is operator.getitem:  # one of several results of another node
+            continue
+        several = isinstance(node.meta["val"], tuple | list)
+        results = [x for x in node.users if x in here and x.target is operator.getitem] if several else [node]
+        values = {x: Value(_bytes_per_token(x)) for x in results}
+        if node.op != "call_function":
+            if node.name.startswith("primals_") and node.name != LAYER_INPUT:  # weights, and inputs of all layers
+                values[node].bytes = 0
+            found.inputs[node.name] = values[node]
         elif node.target in stored:
-            sources[node] = [Value(0 if isinstance(node.meta["val"], tuple | list) else _bytes_per_token(node))]
-            found.inputs[node.name] = sources[node][0]
+            found.inputs |= {x.name: value for x, value in values.items()}
         else:
             reads = list(dict.fromkeys(value for x in node.all_input_nodes for value in sources[x]))
-            kernel = Kernel(node.target, reads, [], _is_elementwise(node), function=node.meta.get("seq_nr"))
+            kernel = Kernel(
+                op=node.target,
+                reads=reads,
+                writes=[*values.values()],
+                is_elementwise=_is_elementwise(node),
+                function=node.meta.get("seq_nr"),
+            )
             kernel.reduces = kernel.is_elementwise and (_is_reduction(node) or bool(reducing & {*node.all_input_nodes}))
-            if isinstance(node.meta["val"], tuple | list):
-                makers[node], sources[node] = kernel, []
-            elif fuses and kernel.is_elementwise and node not in whole:
+            if fuses and kernel.is_elementwise and not several and node not in whole:
                 sources[node] = reads
                 reducing |= {node} if kernel.reduces else set()
                 continue
-            else:
-                sources[node] = [Value(_bytes_per_token(node))]
-                kernel.writes += sources[node]
             found.kernels.append(kernel)
+        sources |= {x: [value] for x, value in values.items()}
     found.outputs += [value for node in returned for value in sources[node]]
     return found
 
