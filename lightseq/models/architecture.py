@@ -52,6 +52,11 @@ class Architecture:
     outside_linears: tuple[str, ...]  # weights of layers that no linear has, such as those of experts
 
     @cached_property
+    def kinds(self) -> list[Layer]:
+        """Returns one of each kind of layers, in order of first appearance."""
+        return distinct(self.layers)
+
+    @cached_property
     def attentions(self) -> tuple[Attention, ...]:
         """Returns the softmax attention of all layers."""
         return tuple(attention for layer in self.layers for attention in layer.attentions)
@@ -87,7 +92,7 @@ class Architecture:
 
     def has_windows(self, length: int) -> bool:
         """Returns whether some layer does not see a whole sequence of this length."""
-        windows = [mixer.window for layer in distinct(self.layers) for mixer in layer.attentions]
+        windows = [mixer.window for layer in self.kinds for mixer in layer.attentions]
         return any(window is not None and window < length for window in windows)
 
     def attention_area(self, sizes: ArrayLike) -> float:

@@ -33,7 +33,7 @@ RETRY_SHARE = 0.9  # of the planned memory, for the next plan of a run that did 
 def longest(run: PlannedRun) -> int | None:
     """Returns the longest length that fits, a multiple of 1024 tokens from there on; None if no length fits."""
     step = K if can_fit(run.with_length(K)) else 1
-    if not can_fit(run.with_length(step)):
+    if step == 1 and not can_fit(run.with_length(1)):
         return None
     low = step
     while low < MAX_LENGTH and can_fit(run.with_length(2 * low)):

@@ -8,12 +8,7 @@ from math import ceil
 from lightseq.config.remat_policies import STORES_MLP
 from lightseq.memory.offload import IN_FLIGHT, device_lifetimes, layers_in_flight
 from lightseq.memory.planner.attention_memory import AttentionMemory, attention_memory
-from lightseq.memory.planner.breakdown import (
-    Breakdown,
-    StateBytes,
-    loss_bytes,
-    moments_of,
-)
+from lightseq.memory.planner.breakdown import Breakdown, StateBytes, loss_bytes, moments_of
 from lightseq.memory.planner.layer_costs import ATTENTION, MLP
 from lightseq.memory.planner.placement import KEEP, OFFLOADED, RECOMPUTE, RECOMPUTED, Placement
 from lightseq.memory.planner.rates import LAST_NORM, PROCESS_BYTES
@@ -41,17 +36,16 @@ def peak(run: PlannedRun, placement: Placement) -> Snapshot:
 
 def snapshots(run: PlannedRun, placement: Placement) -> Iterator[Snapshot]:
     """Yields the points of a step where memory may peak: the loss, each group's backward pass, and the embeddings'."""
-    saved = _Saved(run, placement)
-    yield _loss(run, saved)
+    step = _Step(run, placement)
+    yield step.loss()
     last, groups = run.groups - 1, set(range(run.groups))
-    if max(saved.lifetimes) <= IN_FLIGHT and len(distinct(run.layers)) == 1:  # no layer stays between offloaded ones
+    if max(step.lifetimes) <= IN_FLIGHT and len(run.architecture.kinds) == 1:  # no layer stays between offloaded ones
         # Memory changes linearly from the second to the second-to-last group.
         groups &= {0, 1, last // 2, last - 1, last}
     for group in sorted(groups):
         for layer in distinct(run.layers_of(group)):
-            for name, working in working_bytes(run, layer, saved.actions[group]).items():
-                yield _backward(run, saved, group, layer, name, run.tokens * working)
-    yield _end_of_backward(run)
+            yield from step.backward(group, layer)
+    yield step.end_of_backward()
 
 
 def working_bytes(run: PlannedRun, layer: Layer, action: str) -> Mapping[str, float]:
@@ -95,41 +89,16 @@ def saved_by_layer(run: PlannedRun, layer: Layer, action: str) -> float:
     return run.tokens * run.costs(layer, "full" if action in RECOMPUTED else None).saved
 
 
-def saved_by_group(run: PlannedRun, group: int, action: str) -> float:
-    """Returns the bytes saved for a group of layers: its input, or for a group of one all that the layer saves."""
-    return saved_by_layer(run, run.layers_of(group)[0], RECOMPUTE if run.group_size > 1 else action)
-
-
-class _Saved:
-    """Bytes that each group of layers saves under a placement, and the lifetimes of those that are offloaded."""
-
-    def __init__(self, run: PlannedRun, placement: Placement) -> None:
-        self.placement, self.actions = placement, placement.layers[:: run.group_size]
-        self.lifetimes = lifetimes_of(run, placement)
-        known: dict[tuple[int, str], float] = {}
-        self.sizes = []
-        for group, (first, action) in enumerate(zip(run.layers[:: run.group_size], self.actions, strict=True)):
-            key = id(first), action
-            if key not in known:
-                known[key] = saved_by_group(run, group, action)
-            self.sizes.append(known[key])
-
-    def on_gpu(self, last: int) -> float:
-        """Returns the bytes that groups up to `last` have on the GPU: those that stay, and offloaded ones in flight."""
-        lifetimes = enumerate(self.lifetimes[: last + 1])
-        return sum(self.sizes[i] for i, lifetime in lifetimes if not lifetime or i + lifetime > last)
-
-
-def _saved_by_rerun(run: PlannedRun, saved: _Saved, group: int) -> float:
-    """Returns the bytes that a group's layers save when they run forward again, less those of its input, if freed."""
-    if run.group_size == 1:
-        return 0.0
-    sizes = sorted((saved_by_layer(run, layer, KEEP) for layer in run.layers_of(group)), reverse=True)
-    layer_input = saved_by_group(run, group, RECOMPUTE)
-    if saved.placement.offloads:
-        stays = group == 0 and run.adapter_parameters  # the output of frozen embeddings is not freed
-        return sum(sizes[: in_flight(run)]) - (0.0 if stays else layer_input)
-    return sum(sizes) - layer_input  # the input is counted already
+def saved_by_groups(run: PlannedRun, placement: Placement) -> list[float]:
+    """Returns the bytes saved for each group of layers: its input, or for a group of one all that the layer saves."""
+    known: dict[tuple[int, str], float] = {}
+    sizes = []
+    for layer, action in zip(run.layers[:: run.group_size], placement.layers[:: run.group_size], strict=True):
+        key = layer.place, RECOMPUTE if run.group_size > 1 else action
+        if key not in known:
+            known[key] = saved_by_layer(run, layer, key[1])
+        sizes.append(known[key])
+    return sizes
 
 
 def offloaded_by_rerun(run: PlannedRun, action: str) -> float:
@@ -141,68 +110,93 @@ def offloaded_by_rerun(run: PlannedRun, action: str) -> float:
 # ---- points of a step -----------------------------------------------------------------------------------------------
 
 
-def _loss(run: PlannedRun, saved: _Saved) -> Snapshot:
-    """Returns memory during the loss: all activations are saved, and the head and last layer are gathered."""
-    logits, gradients = loss_bytes(run.model, run.config, run.tokens)
-    last = run.groups - 1
-    gathered = run.architecture.head + run.parameters_of(last if run.reshard_after_forward else 0, last)
-    last_norm = LAST_NORM[run.config.compiles] * run.tokens * run.model.hidden_size
-    working = (gathered + last_norm) * run.itemsize
-    return _snapshot(run, "loss", saved=saved.on_gpu(last), loss=logits + gradients, working=working)
+class _Step:
+    """Memory at the points of a step under a placement, and what is the same at all of them."""
 
+    def __init__(self, run: PlannedRun, placement: Placement) -> None:
+        self.run, self.offloads = run, placement.offloads
+        self.actions = placement.layers[:: run.group_size]
+        self.lifetimes, self.sizes = lifetimes_of(run, placement), saved_by_groups(run, placement)
+        state, on_gpu = _state_bytes(run), 1 - run.host_share
+        self.parameters, self.gradients, self.optimizer = (int(size * on_gpu) for size in state)
+        buffers = max(attention_of(run, layer).buffers for layer in run.architecture.kinds) * run.tokens
+        rope = 2 * max(mixer.heads.dim for mixer in run.architecture.attentions) * run.itemsize
+        mapped = run.transport == "symmetric"
+        self.attention_buffers = int(buffers if mapped else 0.0)
+        self.inputs = (rope + TOKEN_BYTES) * run.tokens + (0.0 if mapped else buffers)  # positions' cosines and sines
 
-def _backward(run: PlannedRun, saved: _Saved, group: int, layer: Layer, name: str, working: float) -> Snapshot:
-    """Returns memory at a point of a layer's backward pass, with `working` bytes of temporaries."""
-    action = saved.actions[group]
-    working += _weights_and_gradients(run, group, layer)
-    if name == MLP:
-        working += _tiled_mlp_bytes(run, layer)
-    if name == ATTENTION:
-        working += attention_of(run, layer).backward * run.tokens
+    def loss(self) -> Snapshot:
+        """Returns memory during the loss: all activations are saved, and the head and last layer are gathered."""
+        run, last = self.run, self.run.groups - 1
+        logits, gradients = loss_bytes(run.model, run.config, run.tokens)
+        gathered = run.architecture.head + run.parameters_of(last if run.reshard_after_forward else 0, last)
+        last_norm = LAST_NORM[run.config.compiles] * run.tokens * run.model.hidden_size
+        working = (gathered + last_norm) * run.itemsize
+        return self._snapshot("loss", saved=self._on_gpu(last), loss=logits + gradients, working=working)
 
-    def saves(policy: str) -> float:
-        return run.tokens * run.costs(layer, policy).saved
+    def backward(self, group: int, layer: Layer) -> Iterator[Snapshot]:
+        """Yields memory at each point of a layer's backward pass."""
+        run, action, saved = self.run, self.actions[group], self._on_gpu(group)
+        weights, rerun = _weights_and_gradients(run, group, layer), self._saved_by_rerun(group)
+        gradients = 0.0 if run.adapter_parameters else _finished_gradients(run, group)
 
-    if run.config.tiles_layers and action in RECOMPUTED:  # output and log-sum-exp, recomputed
-        working += saves("attention") - saves("full")
-    was_offloaded = action in OFFLOADED if run.group_size == 1 else saved.placement.offloads
-    if name == ATTENTION and was_offloaded and run.config.remat_policy in STORES_MLP:
-        working += saves(run.config.remat_policy) - saves("attention")  # what was fetched lives until the layer's end
-    gradients = 0.0 if run.adapter_parameters else _finished_gradients(run, group)
-    when = f"backward of layer {group * run.group_size}, {name}"
-    working += _saved_by_rerun(run, saved, group)
-    return _snapshot(run, when, saved=saved.on_gpu(group), working=working, gradients=gradients)
+        def saves(policy: str) -> float:
+            return run.tokens * run.costs(layer, policy).saved
 
+        for name, per_token in working_bytes(run, layer, action).items():
+            working = run.tokens * per_token + weights
+            if name == MLP:
+                working += _tiled_mlp_bytes(run, layer)
+            if name == ATTENTION:
+                working += attention_of(run, layer).backward * run.tokens
+            if run.config.tiles_layers and action in RECOMPUTED:  # output and log-sum-exp, recomputed
+                working += saves("attention") - saves("full")
+            was_offloaded = action in OFFLOADED if run.group_size == 1 else self.offloads
+            if name == ATTENTION and was_offloaded and run.config.remat_policy in STORES_MLP:
+                # What was fetched lives until the layer's end.
+                working += saves(run.config.remat_policy) - saves("attention")
+            when = f"backward of layer {group * run.group_size}, {name}"
+            yield self._snapshot(when, saved=saved, working=working + rerun, gradients=gradients)
 
-def _end_of_backward(run: PlannedRun) -> Snapshot:
-    """Returns memory at the end of the backward pass, before the embeddings' whole gradient is reduced to shards."""
-    working = run.tokens * run.model.hidden_size * run.itemsize
-    if not run.adapter_parameters:
-        working += run.architecture.head * (run.itemsize + FLOAT32_BYTES)
-    return _snapshot(run, "backward of the embeddings", working=working, gradients=FLOAT32_BYTES * run.local_trained)
+    def end_of_backward(self) -> Snapshot:
+        """Returns memory at the end of the backward pass, before the embeddings' whole gradient is sharded."""
+        run = self.run
+        working = run.tokens * run.model.hidden_size * run.itemsize
+        if not run.adapter_parameters:
+            working += run.architecture.head * (run.itemsize + FLOAT32_BYTES)
+        gradients = FLOAT32_BYTES * run.local_trained
+        return self._snapshot("backward of the embeddings", working=working, gradients=gradients)
 
+    def _snapshot(
+        self, when: str, *, working: float, saved: float = 0.0, loss: float = 0.0, gradients: float = 0.0
+    ) -> Snapshot:
+        accumulates = self.run.config.gradient_accumulation_steps > 1
+        parts = Breakdown(
+            parameters=self.parameters,
+            gradients=self.gradients if accumulates else min(int(gradients), self.gradients),
+            optimizer=self.optimizer,
+            stored_activations=int(saved),
+            loss=int(loss),
+            attention_buffers=self.attention_buffers,
+            working=int(working + self.inputs),
+        )
+        return Snapshot(when, parts)
 
-def _snapshot(
-    run: PlannedRun, when: str, *, working: float, saved: float = 0.0, loss: float = 0.0, gradients: float = 0.0
-) -> Snapshot:
-    """Returns a point's memory with the constant parts added: weights, optimizer, mapped buffers, tokens and RoPE."""
-    state, on_gpu = _state_bytes(run), 1 - run.host_share
-    all_gradients = state.gradients * on_gpu
-    accumulates = run.config.gradient_accumulation_steps > 1
-    buffers = max(attention_of(run, layer).buffers for layer in distinct(run.layers)) * run.tokens
-    dims = [mixer.heads.dim for layer in distinct(run.layers) for mixer in layer.attentions]
-    rope = 2 * max(dims) * run.itemsize
-    working += (rope + TOKEN_BYTES) * run.tokens + (buffers if run.transport != "symmetric" else 0.0)
-    parts = Breakdown(
-        parameters=int(state.parameters * on_gpu),
-        gradients=int(all_gradients if accumulates else min(gradients, all_gradients)),
-        optimizer=int(state.optimizer * on_gpu),
-        stored_activations=int(saved),
-        loss=int(loss),
-        attention_buffers=int(buffers if run.transport == "symmetric" else 0.0),
-        working=int(working),
-    )
-    return Snapshot(when, parts)
+    def _on_gpu(self, last: int) -> float:
+        """Returns the bytes that groups up to `last` have on the GPU: those that stay, and offloaded ones in flight."""
+        lifetimes = enumerate(self.lifetimes[: last + 1])
+        return sum(self.sizes[i] for i, lifetime in lifetimes if not lifetime or i + lifetime > last)
+
+    def _saved_by_rerun(self, group: int) -> float:
+        """Returns the bytes that a group's layers save when they run forward again, less their input, if freed."""
+        run = self.run
+        if run.group_size == 1:
+            return 0.0
+        sizes = sorted((saved_by_layer(run, layer, KEEP) for layer in run.layers_of(group)), reverse=True)
+        if self.offloads:
+            stays = group == 0 and run.adapter_parameters  # the output of frozen embeddings is not freed
+            return sum(sizes[: in_flight(run)]) - (0.0 if stays else self.sizes[group])
+        return sum(sizes) - self.sizes[group]  # the input is counted already
 
 
 def _weights_and_gradients(run: PlannedRun, group: int, layer: Layer) -> float:
@@ -276,8 +270,8 @@ def _memory_of_mixer(run: PlannedRun, mixer: Attention) -> AttentionMemory:
 
 def host_bytes(run: PlannedRun, placement: Placement) -> float:
     """Returns one rank's host memory: its process, offloaded activations, weights, gradients and optimizer state."""
-    actions = enumerate(placement.layers[:: run.group_size])
-    activations = sum(saved_by_group(run, group, action) for group, action in actions if action in OFFLOADED)
+    saved = zip(saved_by_groups(run, placement), placement.layers[:: run.group_size], strict=True)
+    activations = sum(size for size, action in saved if action in OFFLOADED)
     if run.group_size > 1 and placement.offloads:  # the group that runs again
         activations += offloaded_by_rerun(run, KEEP)
     return PROCESS_BYTES + activations + state_bytes_on_host(run)

@@ -20,7 +20,7 @@ from lightseq.memory.planner.memory import (
     in_flight,
     offloaded_by_rerun,
     peak,
-    saved_by_group,
+    saved_by_groups,
     saved_by_layer,
     state_bytes_on_host,
 )
@@ -44,7 +44,7 @@ from lightseq.memory.planner.step_time import (
     step_seconds,
 )
 from lightseq.models.flops import mfu, model_flops
-from lightseq.models.layers import Layer, distinct
+from lightseq.models.layers import Layer
 
 PLANNED_FLAGS: Final = ("torch_compile", "remat", "layers_per_checkpoint", "tile_layers", "offload")
 PROHIBITIVE_SECONDS = 1e6  # per layer; more than any step takes
@@ -209,9 +209,10 @@ def _fastest(run: PlannedRun) -> Placement:
 def _offload_first_layers(run: PlannedRun, resident: str, offloaded: str) -> Placement:
     """Offloads as many groups of layers as host memory allows, starting at the first; the last is never offloaded."""
     room, groups = _host_budget(run), 0
+    sizes = saved_by_groups(run, Placement((offloaded,) * len(run.layers)))
     if run.group_size > 1:  # offloaded while a group runs again
         room -= offloaded_by_rerun(run, offloaded)
-    while groups < run.groups - 1 and (room := room - saved_by_group(run, groups, offloaded)) >= 0:
+    while groups < run.groups - 1 and (room := room - sizes[groups]) >= 0:
         groups += 1
     return Placement(tuple(offloaded if i // run.group_size < groups else resident for i in range(len(run.layers))))
 
@@ -221,7 +222,7 @@ def layer_costs(run: PlannedRun) -> list[dict[str, LayerCost]]:
     # Under other policies more than attention is recomputed, and its time is not known. `place` then recomputes only if
     # nothing else fits, and the search for a plan (choice.py) drops such a placement.
     again = attention_seconds(run)[0] if run.config.remat_policy == "attention" else PROHIBITIVE_SECONDS
-    known = {id(layer): _costs_of(run, layer, again) for layer in distinct(run.layers)}
+    known = {id(layer): _costs_of(run, layer, again) for layer in run.architecture.kinds}
     return [known[id(layer)] for layer in run.layers]
 
 

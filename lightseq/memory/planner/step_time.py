@@ -1,7 +1,7 @@
 """Predicted seconds of a training step by part, on the slowest rank."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from math import ceil
@@ -9,11 +9,11 @@ from math import ceil
 from lightseq.config.remat_policies import STORE_LINEARS, STORE_MLP
 from lightseq.memory.planner import rates
 from lightseq.memory.planner.layer_costs import tiles_mlp
-from lightseq.memory.planner.memory import lifetimes_of, saved_by_group
+from lightseq.memory.planner.memory import lifetimes_of, saved_by_groups
 from lightseq.memory.planner.placement import OFFLOADED, RECOMPUTED, Placement
 from lightseq.memory.planner.run import PlannedRun
 from lightseq.models.flops import recompute_flops
-from lightseq.models.layers import Layer, distinct
+from lightseq.models.layers import Layer
 from lightseq.modules.mlp import TILE_TOKENS
 from lightseq.schedule.auto import estimate_choice
 from lightseq.schedule.cost import BACKWARD_FLOPS
@@ -52,7 +52,7 @@ def _compute_seconds(run: PlannedRun, placement: Placement) -> dict[str, float]:
         "matrix products": matrix_seconds(run),
         "attention": len(run.architecture.attentions) * (forward + backward)
         + _attentions_again(run, placement) * forward,
-        "norms, rotation, activation": run.tokens * sum(_elementwise_bytes(run)) / _memory_rate(run),
+        "norms, rotation, activation": run.tokens * _elementwise_bytes(run) / _memory_rate(run),
         "adapters: joined to inputs and weights": _adapter_bytes(run) / _memory_rate(run),
         "loss": logits * rates.LOGIT_PASSES / _memory_rate(run),
         "weights: cast and copied": _weight_copies(run) * run.architecture.total / _memory_rate(run),
@@ -105,11 +105,10 @@ def matrix_seconds(run: PlannedRun) -> float:
     return flops / (run.hardware.chip.peak_flops * rates.MATRIX_SHARE * precision)
 
 
-def _elementwise_bytes(run: PlannedRun) -> Iterator[float]:
-    """Yields the bytes that elementwise kernels move per token in each layer, forward and backward."""
+def _elementwise_bytes(run: PlannedRun) -> float:
+    """Returns the bytes that elementwise kernels move per token in all layers, forward and backward."""
     counts = Counter(map(id, run.layers))
-    for layer in distinct(run.layers):
-        yield counts[id(layer)] * _elementwise_bytes_of(run, layer)
+    return sum(counts[id(layer)] * _elementwise_bytes_of(run, layer) for layer in run.architecture.kinds)
 
 
 def _elementwise_bytes_of(run: PlannedRun, layer: Layer) -> float:
@@ -198,8 +197,8 @@ def _exposed_copies(run: PlannedRun, placement: Placement, layer_seconds: float)
     if not placement.offloads:
         return 0.0
     forward, backward = (share * run.group_size * layer_seconds for share in FORWARD_AND_BACKWARD)
-    actions = enumerate(placement.layers[:: run.group_size])
-    copies = [copy_seconds(run, group, action) if action in OFFLOADED else 0.0 for group, action in actions]
+    saved = zip(saved_by_groups(run, placement), placement.layers[:: run.group_size], strict=True)
+    copies = [size / host_link(run) if action in OFFLOADED else 0.0 for size, action in saved]
     return exposed_copies(copies, lifetimes_of(run, placement), forward, backward)
 
 
@@ -224,11 +223,6 @@ def exposed_copies(copies: Sequence[float], lifetimes: Sequence[int], forward: f
             copied[earlier] = link = max(link, now) + copies[earlier]
         now = max(now, copied[i]) + backward
     return max(0.0, exposed + now - layers * backward)
-
-
-def copy_seconds(run: PlannedRun, group: int, action: str) -> float:
-    """Returns the seconds of copying what a group of layers saves, in one direction."""
-    return saved_by_group(run, group, action) / host_link(run)
 
 
 def _exposed_weights(run: PlannedRun, layer_seconds: float) -> float:
