@@ -39,7 +39,7 @@ from lightseq.attention.context import release
 from lightseq.config.command_line import parse
 from lightseq.distributed.parallel_dims import parallel_dims
 from lightseq.distributed.world import World
-from lightseq.memory.settings import MemorySettings
+from lightseq.memory.recomputation import MemorySettings
 from lightseq.models import weights
 from lightseq.models.architecture import inspect_architecture
 from lightseq.parallelize import parallelize

@@ -22,11 +22,9 @@ from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.environment import has_expandable_segments
 from lightseq.distributed.parallel_dims import ParallelDims
 from lightseq.distributed.stopwatch import Stopwatch
-from lightseq.memory.gradient_memory import ReduceScatterIntoSharedPool
+from lightseq.memory.fsdp2 import ReduceScatterIntoSharedPool, WeightPrefetch
 from lightseq.memory.offload import Offload
-from lightseq.memory.recomputation import apply_recomputation
-from lightseq.memory.settings import MemorySettings
-from lightseq.memory.weight_prefetch import WeightPrefetch
+from lightseq.memory.recomputation import MemorySettings, apply_recomputation
 from lightseq.models.architecture import inspect_architecture, required_logit_transform
 from lightseq.models.decoder import decoder_layers, final_norm, text_decoder
 from lightseq.models.weights import stored_buffers

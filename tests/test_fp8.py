@@ -14,7 +14,7 @@ from lightseq import parallelize
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.parallel_dims import parallel_dims
 from lightseq.distributed.world import World
-from lightseq.memory.settings import MemorySettings
+from lightseq.memory.recomputation import MemorySettings
 from lightseq.models.architecture import matrix_sizes
 from lightseq.models.weights import build_on_meta
 from lightseq.modules.fp8 import check_fp8, check_hardware, to_fp8

@@ -28,7 +28,7 @@ from lightseq.comm.routed import Hosts, RoutedTransport, make_routed
 from lightseq.comm.symmetric import SymmetricTransport
 from lightseq.kernels.fused.launches import Launches
 from lightseq.memory import offload, streamed_update
-from lightseq.memory.gradient_memory import ReduceScatterIntoSharedPool
+from lightseq.memory.fsdp2 import ReduceScatterIntoSharedPool
 from lightseq.memory.offload import HostBufferPool, Offload
 from lightseq.memory.remat import apply_remat, checkpoint_groups
 from lightseq.memory.streamed_update import Piece, update_pieces

@@ -50,7 +50,7 @@ from lightseq.hf.checks import check_positions
 from lightseq.memory import offload
 from lightseq.memory.planner.rates import CHIPS
 from lightseq.memory.planner.run import Hardware
-from lightseq.memory.settings import MemorySettings
+from lightseq.memory.recomputation import MemorySettings
 from lightseq.models import weights
 from lightseq.models.family import preset_config
 from lightseq.modules import mlp

@@ -61,8 +61,7 @@ from lightseq.memory.planner.run import PlannedRun
 from lightseq.memory.planner.step_time import exposed_copies, host_link
 from lightseq.models.family import preset_config
 from lightseq.models.flops import total_parameters
-from lightseq.models.heads import Heads
-from lightseq.models.layers import distinct
+from lightseq.models.layers import Heads, distinct
 from lightseq.schedule.auto import MAX_GATHERED_BYTES, ScheduleChoice, choose_by_time, estimate_choice, possible_choices
 from lightseq.schedule.cost import AttentionShape
 from lightseq.schedule.timing import RATES

@@ -23,9 +23,9 @@ from lightseq.config.command_line import parse
 from lightseq.data.packing import open_packed
 from lightseq.data.token_directory import write_token_directory
 from lightseq.distributed.world import World
-from lightseq.memory.planner import packed_documents as planner_documents
+from lightseq.memory.planner import document_lengths
 from lightseq.memory.planner.choice import make_plan
-from lightseq.memory.planner.packed_documents import PackedDocuments, documents_of, read_documents
+from lightseq.memory.planner.document_lengths import DocumentLengths, document_lengths_of, read_document_lengths
 from lightseq.memory.planner.placement import KEEP, OFFLOAD, in_order
 from lightseq.memory.planner.plan import plan_as_given
 from lightseq.memory.planner.rates import CHIPS
@@ -37,7 +37,7 @@ from lightseq.training.inputs import prepare
 
 LENGTH, SIZES = 150, (149, 3, 2, 40, 1, 90, 301, 17, 152, 60, 33, 151, 4, 75)  # of documents; some are cut or dropped
 LLAMA = preset_config(BOTH, "llama3-8b")
-QUARTER = PackedDocuments(8192, 8192, 8192)
+QUARTER = DocumentLengths(8192, 8192, 8192)
 PLAN = "plan --model_name_or_path llama3-8b --bf16 --gpus 2 --model_max_length 32K"
 
 
@@ -81,31 +81,31 @@ def test_the_area_is_twice_the_visible_pairs_without_the_diagonals_half() -> Non
 def test_the_share_is_the_mean_of_all_rows_with_and_without_training(kind: str, tmp_path: Path) -> None:
     data = write_documents(tmp_path / kind, SIZES)
     rows = open_packed(data, LENGTH, CONFIG.vocab_size)
-    found = documents_of(rows, LENGTH, inspect_architecture(CONFIG))
+    found = document_lengths_of(rows, LENGTH, inspect_architecture(CONFIG))
     edges = [rows[i].boundaries or () for i in range(len(rows))]
     sizes = [[b - a for a, b in pairwise(row)] for row in edges]
-    assert found is not None and found == read_documents(config_of(data), CONFIG)
+    assert found is not None and found == read_document_lengths(config_of(data), CONFIG)
     assert found.attention_share(LENGTH) == pytest.approx(np.mean([sum(n * n for n in x) for x in sizes]) / LENGTH**2)
     assert found.mean_tokens == pytest.approx(np.mean([n for x in sizes for n in x]))
-    few = read_documents(config_of(data, "--packing best_fit --max_train_samples 2"), CONFIG)
-    assert few == PackedDocuments((149 + 3) / 2, (149**2 + 3**2) / (2 * LENGTH), 149)
+    few = read_document_lengths(config_of(data, "--packing best_fit --max_train_samples 2"), CONFIG)
+    assert few == DocumentLengths((149 + 3) / 2, (149**2 + 3**2) / (2 * LENGTH), 149)
 
 
 def test_documents_that_are_not_packed_or_not_known_beforehand_are_not_read(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"text": "ab"}\n')
     cases = [(tmp_path / "rows.jsonl", "--packing best_fit"), (tmp_path / "nowhere", "--packing best_fit")]
     cases += [(write_documents(tmp_path / "tokens", SIZES), ""), (write_documents(tmp_path / "one", (1,)), cases[0][1])]
-    assert [read_documents(config_of(data, flags), CONFIG) for data, flags in cases] == [None] * 4
+    assert [read_document_lengths(config_of(data, flags), CONFIG) for data, flags in cases] == [None] * 4
 
 
 def test_evenly_spaced_documents_stand_for_very_many(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     sizes = np.random.default_rng(0).integers(2, LENGTH + 1, 4000)
     data = write_documents(tmp_path / "tokens", tuple(sizes.tolist()))
-    every = read_documents(config_of(data), CONFIG)
-    monkeypatch.setattr(planner_documents, "MAX_READ", 1000)
-    some = read_documents(config_of(data), CONFIG)
+    every = read_document_lengths(config_of(data), CONFIG)
+    monkeypatch.setattr(document_lengths, "MAX_READ", 1000)
+    some = read_document_lengths(config_of(data), CONFIG)
     assert every is not None and some is not None and some != every
-    assert some == read_documents(config_of(data), CONFIG)
+    assert some == read_document_lengths(config_of(data), CONFIG)
     assert some.area_per_token == pytest.approx(every.area_per_token, rel=0.03)
     assert some.mean_tokens == sizes[::4].mean()
 
@@ -121,7 +121,7 @@ def test_documents_take_their_share_of_the_time_of_attention(flags: str) -> None
     assert packed.parts == whole.parts and packed.mfu < whole.mfu * whole.step_seconds / packed.step_seconds
     others = [{k: v for k, v in plan.seconds.items() if k != "attention"} for plan in (whole, packed)]
     assert others[0] == others[1]
-    full_rows = plan_as_given(run.changed(documents=PackedDocuments(32768, 32768, 32768)))
+    full_rows = plan_as_given(run.changed(documents=DocumentLengths(32768, 32768, 32768)))
     assert (full_rows.step_seconds, full_rows.mfu) == (whole.step_seconds, whole.mfu)
 
 
@@ -186,7 +186,7 @@ def test_plan_prints_and_records_the_documents_of_the_data(capsys: pytest.Captur
 # ---- training -------------------------------------------------------------------------------------------------------
 
 
-def _plan_on_rank(rank: int, command: str) -> tuple[PackedDocuments | None, float]:
+def _plan_on_rank(rank: int, command: str) -> tuple[DocumentLengths | None, float]:
     """Runs a program, and plans it again as if this rank had read other documents than the others."""
     size = dist.get_world_size()
     world = World(rank, size, rank, size, torch.device("cpu"))
@@ -196,7 +196,7 @@ def _plan_on_rank(rank: int, command: str) -> tuple[PackedDocuments | None, floa
     inputs = prepare(config, llama3.FAMILY, world)
     assert inputs.documents is not None
     memory, _ = choose_memory_settings(
-        config, replace(inputs, documents=PackedDocuments(10 + rank, 10 + rank, 10)), world
+        config, replace(inputs, documents=DocumentLengths(10 + rank, 10 + rank, 10)), world
     )
     assert memory.plan is not None
     return memory.plan.run.documents, memory.plan.step_seconds
@@ -206,9 +206,9 @@ def test_all_ranks_plan_with_the_same_documents_and_run_json_has_them(tmp_path: 
     files = write_inputs(tmp_path)
     more = "--packing best_fit --max_steps 1 --save_strategy no --offload auto --device_memory_budget 64"
     found = spawn(2, _plan_on_rank, words(files, "run", more))
-    assert found[0] == found[1] and found[0][0] == PackedDocuments(10, 10, 10)
+    assert found[0] == found[1] and found[0][0] == DocumentLengths(10, 10, 10)
     plan = json.loads((files / "run" / "run.json").read_text())["memory_plan"]
-    expected = read_documents(parse(words(files, "run", more).split(), ""), CONFIG)
+    expected = read_document_lengths(parse(words(files, "run", more).split(), ""), CONFIG)
     assert expected is not None
     share = expected.attention_share(48)
     assert plan["documents"] == {"mean_tokens": expected.mean_tokens, "attention_share": share} and 0.5 < share < 1

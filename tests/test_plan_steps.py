@@ -15,12 +15,12 @@ from benchmarks.step_models import model_of
 from lightseq.config.command_line import parse
 from lightseq.memory.planner.attention_memory import attention_memory
 from lightseq.memory.planner.choice import SAME_SPEED, make_plan
-from lightseq.memory.planner.packed_documents import PackedDocuments
+from lightseq.memory.planner.document_lengths import DocumentLengths
 from lightseq.memory.planner.placement import Placement, in_order
 from lightseq.memory.planner.plan import Plan, plan_as_given
 from lightseq.memory.planner.rates import GIB, PROCESS_BYTES, chip_of_device
 from lightseq.memory.planner.run import Hardware, PlannedRun
-from lightseq.models.heads import Heads
+from lightseq.models.layers import Heads
 from lightseq.schedule.auto import ScheduleChoice
 
 RESULTS = Path(records.__file__).parent / "results"
@@ -92,7 +92,7 @@ def test_packed_rows_are_planned_within_five_percent_and_ten(record: dict[str, A
     config = parse(words[words.index("llama3/train.py") + 1 :], "").resolve_memory_flags(on_gpu=True)
     size = record["packed_rows"]
     asked = PlannedRun(model_of(record["model"])[1], config, hardware_of(record, record["world"]))
-    documents = PackedDocuments(size, area_per_token=size, longest_tokens=size)
+    documents = DocumentLengths(size, area_per_token=size, longest_tokens=size)
     plan = best = make_plan(asked.changed(documents=documents))
     if record in IN_ORDER:
         before = make_plan(asked.changed(config=replace(config, remat=record["remat"])))

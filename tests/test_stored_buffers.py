@@ -20,7 +20,7 @@ from lightseq.checkpoint.checkpoints import STATE
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.parallel_dims import parallel_dims
 from lightseq.distributed.world import World
-from lightseq.memory.settings import MemorySettings
+from lightseq.memory.recomputation import MemorySettings
 from lightseq.models import adapters, weights
 from lightseq.models.decoder import decoder_layers
 from lightseq.parallelize import units

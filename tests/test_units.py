@@ -16,7 +16,7 @@ from lightseq import hf
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.parallel_dims import local_part, parallel_dims, shard_groups
 from lightseq.distributed.world import World
-from lightseq.memory.settings import MemorySettings
+from lightseq.memory.recomputation import MemorySettings
 from lightseq.models import weights
 from lightseq.models.decoder import decoder_layers, final_norm
 from lightseq.parallelize import Unit, apply_techniques, layer_groups, shard_parameters, units

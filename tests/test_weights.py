@@ -20,7 +20,7 @@ from worlds import spawn
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.parallel_dims import parallel_dims
 from lightseq.distributed.world import World
-from lightseq.memory.settings import MemorySettings
+from lightseq.memory.recomputation import MemorySettings
 from lightseq.models import weights
 from lightseq.parallelize import shard_parameters, units
 

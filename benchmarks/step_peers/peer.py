@@ -17,7 +17,7 @@ from lightseq.distributed.world import World
 from lightseq.models import adapters, weights
 from lightseq.models.adapters import Lora
 from lightseq.models.architecture import inspect_architecture, layer_windows
-from lightseq.models.heads import heads_of
+from lightseq.models.layers import heads_of
 from lightseq.training.step_stats import StepResult
 
 SEED = 0  # of weights and data

@@ -120,7 +120,7 @@ def lock_pages_in_parallel() -> None:
 def use_expandable_segments() -> None:
     """Makes torch map GPU memory into one growing range of addresses per stream, where freed neighbours merge.
 
-    Together with `memory/gradient_memory.py` it makes steps near the limit of a GPU 5% faster (dev/LOG.md). torch
+    Together with `memory/fsdp2.py` it makes steps near the limit of a GPU 5% faster (dev/LOG.md). torch
     reads the setting at its first GPU tensor; the user's own setting wins.
     """
     _set_allocator_default("expandable_segments", "expandable_segments:True")

@@ -34,7 +34,7 @@ from lightseq.models.architecture import (
     windows_of_masks,
 )
 from lightseq.models.attention_modules import attention_modules
-from lightseq.models.heads import heads_of
+from lightseq.models.layers import heads_of
 from lightseq.models.mixers import distribute_mixer, mixer_modules
 from lightseq.schedule.cost import AttentionShape
 from lightseq.sequence_parallel import process_group

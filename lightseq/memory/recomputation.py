@@ -1,6 +1,8 @@
 """Checkpoints, compilation and offload of a model's layers, each as its placement says."""
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -8,13 +10,25 @@ from torch import nn
 
 from lightseq.config.train_config import TrainConfig
 from lightseq.memory.offload import HostBufferPool, Offload, layers_in_flight
-from lightseq.memory.planner.placement import KEEP, OFFLOAD, OFFLOADED, RECOMPUTED
+from lightseq.memory.planner.placement import KEEP, OFFLOAD, OFFLOADED, RECOMPUTED, Placement
+from lightseq.memory.planner.plan import Plan
 from lightseq.memory.remat import apply_remat, capture_forwards, checkpoint_groups
-from lightseq.memory.settings import MemorySettings
 from lightseq.modules.compilation import allow_graphs_per_length
 from lightseq.modules.fp8 import FP8_COMPILE_OPTIONS
 from lightseq.modules.tiled import tile_layers
 from lightseq.utils.versions import source_digest
+
+
+@dataclass(frozen=True)
+class MemorySettings:
+    """Settings of weights, optimizer state and activations in host memory."""
+
+    state_on_host: bool = False  # weights, gradients and optimizer state
+    layers_with_state_on_gpu: int = 0  # the first layers, whose state stays on the device
+    reshard_after_forward: bool = True  # False keeps the layers' gathered weights for the backward pass
+    placement: Placement | None = None  # each layer's activations, with --offload auto
+    activation_bytes: float = math.inf  # limit of this rank's host memory for offloaded activations
+    plan: Plan | None = None  # which the settings come from; None: no planner decided, as on CPUs
 
 
 def apply_recomputation(

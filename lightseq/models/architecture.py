@@ -21,8 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from lightseq.kernels.logit_transform import LogitTransform
 from lightseq.models.attention_modules import attention_modules
 from lightseq.models.decoder import decoder_layers, has_known_parts
-from lightseq.models.heads import Heads, heads_of
-from lightseq.models.layers import Attention, Layer, distinct
+from lightseq.models.layers import Attention, Heads, Layer, distinct, heads_of
 from lightseq.models.meta_run import TOKENS, LayerRun, MetaRun, find_logit_transform, linears_of, run_on_meta
 from lightseq.models.mixers import MixerKind, mixer_layer_types, mixer_modules, registered_mixers
 from lightseq.models.weights import build_on_meta, constructed_buffers

@@ -5,8 +5,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import ArrayLike
+from transformers import PreTrainedConfig
 
-from lightseq.models.heads import Heads
+
+@dataclass(frozen=True)
+class Heads:
+    """Attention heads of a layer: query heads, key/value heads, and their dimension."""
+
+    query: int
+    key_value: int
+    dim: int
 
 
 @dataclass(frozen=True)
@@ -107,3 +115,13 @@ def distinct(layers: Iterable[Layer]) -> list[Layer]:
 def names_of_kinds(layers: Iterable[Layer]) -> list[str]:
     """Returns the classes of layers, each once, in order of first appearance."""
     return list(dict.fromkeys(layer.kind for layer in distinct(layers)))
+
+
+def heads_of(config: PreTrainedConfig) -> Heads:
+    """Returns the heads of each layer. Raises ValueError if layers differ or the config has no number of heads."""
+    try:
+        query = config.num_attention_heads
+        dim = getattr(config, "head_dim", None) or config.hidden_size // query
+        return Heads(query, getattr(config, "num_key_value_heads", None) or query, dim)
+    except (AttributeError, RuntimeError) as error:  # RuntimeError: the config has one number per layer
+        raise ValueError(f"{config.model_type} has no single number of attention heads for all layers") from error

@@ -17,8 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lightseq.attention.module_attention import unhonoured_argument
 from lightseq.kernels.logit_transform import LogitTransform
-from lightseq.models.heads import Heads
-from lightseq.models.layers import Attention, Mixer
+from lightseq.models.layers import Attention, Heads, Mixer
 from lightseq.models.mixers import MixerKind, mixer_modules
 from lightseq.modules.identity import StandIn, twin_forward
 

@@ -11,7 +11,7 @@ from lightseq.distributed.world import World, make_deterministic
 from lightseq.memory.planner.choice import plan_on_all_ranks
 from lightseq.memory.planner.plan import host_memory_for_layers
 from lightseq.memory.planner.run import planned_run
-from lightseq.memory.settings import MemorySettings
+from lightseq.memory.recomputation import MemorySettings
 from lightseq.training.deepspeed_engine import DeepSpeedEngine
 from lightseq.training.device_memory import out_of_memory_handler
 from lightseq.training.engine import Engine

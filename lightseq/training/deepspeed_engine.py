@@ -21,7 +21,7 @@ from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.agreement import on_all_ranks
 from lightseq.distributed.environment import set_deepspeed_environment
 from lightseq.distributed.world import World, use_host_cores
-from lightseq.memory.settings import MemorySettings
+from lightseq.memory.recomputation import MemorySettings
 from lightseq.models import weights
 from lightseq.parallelize import apply_techniques, layer_groups
 from lightseq.training.engine import Update, fill_weights

@@ -13,7 +13,7 @@ from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.parallel_dims import ParallelDims
 from lightseq.distributed.stopwatch import Stopwatch
 from lightseq.memory.offload import Offload
-from lightseq.memory.settings import MemorySettings
+from lightseq.memory.recomputation import MemorySettings
 from lightseq.models import adapters, weights
 from lightseq.parallelize import Unit
 from lightseq.training.inputs import Inputs

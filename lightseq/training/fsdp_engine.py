@@ -15,7 +15,7 @@ from lightseq.distributed.parallel_dims import local_part, shard_groups
 from lightseq.distributed.world import use_host_cores
 from lightseq.memory.host_adamw import compute_updates_on
 from lightseq.memory.pinned import PinnedMemory
-from lightseq.memory.settings import MemorySettings
+from lightseq.memory.recomputation import MemorySettings
 from lightseq.models import adapters, weights
 from lightseq.parallelize import parallelize
 from lightseq.training.engine import Update, fill_weights

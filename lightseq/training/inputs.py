@@ -23,7 +23,7 @@ from lightseq.data.sources import ReadOptions, holds_rows, split_columns
 from lightseq.data.tokenizer import ByteTokenizer, read_chat_template
 from lightseq.distributed.parallel_dims import ParallelDims, parallel_dims
 from lightseq.distributed.world import World, check_devices
-from lightseq.memory.planner.packed_documents import PackedDocuments, documents_of
+from lightseq.memory.planner.document_lengths import DocumentLengths, document_lengths_of
 from lightseq.models import weights
 from lightseq.models.adapters import Lora, count_adapter_parameters, lora_from_config
 from lightseq.models.architecture import inspect_architecture, matrix_sizes
@@ -62,7 +62,7 @@ class Inputs:
     notes: Notes  # lines to print at the start
     resume_point: ResumePoint = FRESH_START
     lora: Lora | None = None  # None: all weights are trained
-    documents: PackedDocuments | None = None  # None: rows are not packed
+    documents: DocumentLengths | None = None  # None: rows are not packed
     tokenizer: Path | None = None  # directory of the tokenizer to save with checkpoints
     chat_template: str | None = None  # to save instead of the tokenizer's
 
@@ -114,7 +114,7 @@ def prepare(config: TrainConfig, family: ModelFamily, world: World, resume_point
     # Last, because a download can take hours and all other checks should come first.
     directory = fetch_weights(model, world, verified=resume_point.path)
     check_notes = checkpoint_notes + streams.notes + profile_notes + disk_notes
-    documents = documents_of(stream.examples, config.model_max_length, inspect_architecture(model.config))
+    documents = document_lengths_of(stream.examples, config.model_max_length, inspect_architecture(model.config))
     return Inputs(
         model_config=model.config,
         weights=directory,
@@ -220,7 +220,7 @@ def _collect_notes(
     streams: _Streams,
     resume_point: ResumePoint,
     check_notes: Notes,
-    documents: PackedDocuments | None,
+    documents: DocumentLengths | None,
 ) -> Notes:
     """Returns the lines to print at the start. `check_notes` are those of the checks of flags and checkpoint."""
     stream, total_steps, resume_from = streams.training, streams.total_steps, resume_point.path

@@ -36,8 +36,7 @@ from lightseq.models.architecture import (
     inspect_architecture,
     rope_types,
 )
-from lightseq.models.heads import heads_of
-from lightseq.models.layers import distinct, names_of_kinds
+from lightseq.models.layers import distinct, heads_of, names_of_kinds
 from lightseq.modules.tiled import check_layer_class
 from lightseq.schedule.algorithms import SCHEDULES
 from lightseq.schedule.auto import ScheduleChoice, choose_windowed

@@ -13,7 +13,7 @@ from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.world import World
 from lightseq.memory.planner.breakdown import GIB
 from lightseq.memory.planner.choice import can_fit, make_plan
-from lightseq.memory.planner.packed_documents import PackedDocuments
+from lightseq.memory.planner.document_lengths import DocumentLengths
 from lightseq.memory.planner.plan import (
     PLANNED_FLAGS,
     Plan,
@@ -130,7 +130,7 @@ def plan_notes(plan: Plan) -> list[str]:
 
 
 def out_of_memory(
-    config: TrainConfig, model: PreTrainedConfig, world: World, documents: PackedDocuments | None = None
+    config: TrainConfig, model: PreTrainedConfig, world: World, documents: DocumentLengths | None = None
 ) -> list[str]:
     """Returns lines with the planned memory by purpose, and changes that would make the run fit.
 

@@ -21,7 +21,7 @@ from lightseq.comm.select import NoTransport
 from lightseq.comm.transport import Outbox
 from lightseq.kernels.attention.base import GradientMemory, KernelSpec, Saved, gradient_memory
 from lightseq.kernels.fused.launches import Launches
-from lightseq.models.heads import Heads
+from lightseq.models.layers import Heads
 from lightseq.schedule.algorithms import make_schedule, ulysses_group_size
 from lightseq.schedule.auto import ScheduleChoice
 from lightseq.schedule.windows import windowed_schedule

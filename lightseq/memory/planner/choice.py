@@ -3,20 +3,20 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import product
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from lightseq.config.remat_policies import STORE_LINEARS, STORE_MLP
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.agreement import from_rank_0, on_all_ranks
 from lightseq.distributed.host_memory import free_host_memory
 from lightseq.distributed.world import World
-from lightseq.memory.planner.packed_documents import PackedDocuments
+from lightseq.memory.planner.document_lengths import DocumentLengths
 from lightseq.memory.planner.placement import ACTIONS, KEEP, RECOMPUTED, Placement
 from lightseq.memory.planner.plan import (
     PLANNED_FLAGS,
@@ -27,9 +27,10 @@ from lightseq.memory.planner.plan import (
     without_device_budget,
 )
 from lightseq.memory.planner.rates import PROCESS_BYTES
-from lightseq.memory.planner.run import PlannedRun, planned_run
+from lightseq.memory.planner.run import Hardware, PlannedRun, hardware_here, planned_run
 from lightseq.memory.planner.step_time import WAITING
 from lightseq.modules.tiled import TILEABLE_LAYER_CLASSES
+from lightseq.utils.formatting import check_names
 
 STATE_STEPS = 8  # steps in the number of layers with state on the GPU that `--offload auto` tries first
 FRUGAL_GROUP = 4  # layers per checkpoint where memory is short
@@ -217,7 +218,7 @@ def plan_on_all_ranks(
     world: World,
     earlier: Mapping[str, Any] | None = None,
     gpu_bytes_limit: float = math.inf,
-    documents: PackedDocuments | None = None,
+    documents: DocumentLengths | None = None,
 ) -> Plan:
     """Returns the same plan on all ranks, for the one with the least memory.
 
@@ -234,3 +235,25 @@ def plan_on_all_ranks(
         run = on_smaller_gpus(run, gpu_bytes_limit)
     # Ranks that recompute different layers would wait for each other.
     return from_rank_0(on_all_ranks(world, lambda: plan_from_earlier(run, earlier or {}) or make_plan(run)))
+
+
+def plan_memory(
+    model: PreTrainedModel | PreTrainedConfig, length: int, hardware: Hardware | None = None, **flags: Any
+) -> Plan:
+    """Returns the fastest memory plan that fits for sequences of `length` tokens, as training would choose it.
+
+    Users call it as `hf.plan_memory`. `hardware` is by default this process group's. `flags` are training flags, such
+    as `bf16=True`, `remat="attention"` or `lora_rank=16`; the planner chooses only those that are not given. The plan
+    says in `run.config` what to compile, recompute and offload, in `parts` the bytes of a GPU, in `step_seconds` the
+    time, and in `fits` whether it fits; print it for one line. Raises ValueError without a GPU or `hardware`, and for
+    flags that exclude each other.
+    """
+    if hardware is None:
+        if not torch.cuda.is_available():
+            raise ValueError("there is no GPU here; pass hardware=Hardware(...) of lightseq.memory.planner.run")
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        per_host = min(ranks, torch.cuda.device_count())
+        hardware = hardware_here(ranks, per_host, torch.device("cuda", torch.cuda.current_device()))
+    check_names("hf.plan_memory", flags, [field.name for field in fields(TrainConfig)])
+    config = TrainConfig(model_max_length=length, **flags)
+    return make_plan(PlannedRun(model if isinstance(model, PreTrainedConfig) else model.config, config, hardware))

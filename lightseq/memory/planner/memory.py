@@ -13,8 +13,7 @@ from lightseq.memory.planner.layer_costs import ATTENTION, MLP
 from lightseq.memory.planner.placement import KEEP, OFFLOADED, RECOMPUTE, RECOMPUTED, Placement
 from lightseq.memory.planner.rates import LAST_NORM, PROCESS_BYTES
 from lightseq.memory.planner.run import PlannedRun
-from lightseq.models.heads import Heads
-from lightseq.models.layers import Attention, Layer, distinct
+from lightseq.models.layers import Attention, Heads, Layer, distinct
 from lightseq.modules.mlp import TILE_TOKENS
 from lightseq.schedule.timing import FLOAT32_BYTES
 

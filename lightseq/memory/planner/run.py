@@ -18,8 +18,8 @@ from lightseq.config.remat_policies import may_keep_gathered
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.host_memory import host_memory
 from lightseq.distributed.world import World
+from lightseq.memory.planner.document_lengths import DocumentLengths
 from lightseq.memory.planner.layer_costs import LayerCosts, LayerTable, layer_table, treatment_of
-from lightseq.memory.planner.packed_documents import PackedDocuments
 from lightseq.memory.planner.rates import CHIPS, DEFAULT_CORES, Chip, chip_of_device
 from lightseq.models.adapters import count_adapter_parameters, lora_from_config
 from lightseq.models.architecture import Architecture, inspect_architecture
@@ -73,7 +73,7 @@ class PlannedRun:
     state_offloaded: bool = False  # the planner moves weights, gradients and optimizer state to the host ...
     layers_with_state_on_gpu: int = 0  # ... except those of the first layers
     reshard_after_forward: bool = True  # FSDP2's option; False keeps gathered weights for the backward pass
-    documents: PackedDocuments | None = None  # None: a sequence is one document
+    documents: DocumentLengths | None = None  # None: a sequence is one document
 
     def __post_init__(self) -> None:
         if self.hardware.gpus % self.sequence_ranks:
@@ -264,7 +264,7 @@ class PlannedRun:
 
 
 def planned_run(
-    config: TrainConfig, model: PreTrainedConfig, world: World, documents: PackedDocuments | None = None
+    config: TrainConfig, model: PreTrainedConfig, world: World, documents: DocumentLengths | None = None
 ) -> PlannedRun:
     """Returns the planned run on this machine."""
     per_host = world.size if world.size % world.local_size else world.local_size  # hosts may differ

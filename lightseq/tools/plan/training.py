@@ -16,7 +16,7 @@ from lightseq.kernels.attention.selection import why_unsupported
 from lightseq.memory.planner.advice import changes_to_fit, faster_change, longest
 from lightseq.memory.planner.breakdown import GIB
 from lightseq.memory.planner.choice import make_plan
-from lightseq.memory.planner.packed_documents import read_documents
+from lightseq.memory.planner.document_lengths import read_document_lengths
 from lightseq.memory.planner.rates import DEFAULT_CORES, MEASURED_ON, Chip, chip_named
 from lightseq.memory.planner.run import Hardware, PlannedRun
 from lightseq.models.architecture import inspect_architecture
@@ -76,7 +76,7 @@ def _planned_run(family: ModelFamily, own: argparse.Namespace, training: Sequenc
     gpu = chip.memory_bytes if own.gpu_memory is None else own.gpu_memory * GIB
     host = math.inf if own.host_memory is None else own.host_memory * GIB
     hardware = Hardware(chip, own.gpus, own.gpus_per_host, gpu, host, own.host_cores)
-    run = PlannedRun(model, config, hardware, documents=read_documents(config, model))
+    run = PlannedRun(model, config, hardware, documents=read_document_lengths(config, model))
     if run.sequence_ranks > MAX_SEQUENCE_RANKS:
         raise ValueError(
             f"{run.sequence_ranks} ranks per sequence are too many to plan; "

@@ -33,10 +33,10 @@ from lightseq.distributed.start import init_distributed
 from lightseq.distributed.world import World
 from lightseq.kernels.attention.base import compute_capability
 from lightseq.memory.planner.choice import plan_on_all_ranks
-from lightseq.memory.planner.packed_documents import read_documents
+from lightseq.memory.planner.document_lengths import read_document_lengths
 from lightseq.models.architecture import with_layers
 from lightseq.models.family import resolve
-from lightseq.models.heads import heads_of
+from lightseq.models.layers import heads_of
 from lightseq.models.presets import ModelFamily
 from lightseq.tools.verify.data import Document, first_step, synthetic_rows
 from lightseq.tools.verify.kernels import kernel_row
@@ -120,7 +120,7 @@ def _with_memory_plan(config: TrainConfig, family: ModelFamily, world: World) ->
     if world.device.type != "cuda":
         return config.with_default_memory_flags()
     model = on_all_ranks(world, lambda: resolve(family, config.model_name, random_init=True).config)
-    return plan_on_all_ranks(config, model, world, documents=read_documents(config, model)).run.config
+    return plan_on_all_ranks(config, model, world, documents=read_document_lengths(config, model)).run.config
 
 
 def one_step(config: TrainConfig, folder: Path) -> TrainConfig:

@@ -16,7 +16,7 @@ MAX_READ = 2**17  # documents that are packed to plan without training; best fit
 
 
 @dataclass(frozen=True)
-class PackedDocuments:
+class DocumentLengths:
     """Documents of packed rows: their sizes, and the attention of a token of a row, padding included."""
 
     mean_tokens: float
@@ -28,14 +28,14 @@ class PackedDocuments:
         return self.area_per_token / length
 
 
-def documents_of(examples: Examples, length: int, architecture: Architecture) -> PackedDocuments | None:
+def document_lengths_of(examples: Examples, length: int, architecture: Architecture) -> DocumentLengths | None:
     """Returns the documents of packed rows of `length` tokens; None for rows that are not packed."""
     if not isinstance(examples, PackedExamples):
         return None
     return _documents(examples.windows.sizes, len(examples) * length, architecture)
 
 
-def read_documents(config: TrainConfig, model: PreTrainedConfig) -> PackedDocuments | None:
+def read_document_lengths(config: TrainConfig, model: PreTrainedConfig) -> DocumentLengths | None:
     """Returns the documents that a run would pack, from their lengths only.
 
     Evenly spaced ones stand for more than MAX_READ documents. Returns None without packing, for data that is not here,
@@ -52,5 +52,5 @@ def read_documents(config: TrainConfig, model: PreTrainedConfig) -> PackedDocume
     return _documents(sizes, (len(offsets) - 1) * length, inspect_architecture(model))
 
 
-def _documents(sizes: NDArray[np.int64], tokens: int, architecture: Architecture) -> PackedDocuments:
-    return PackedDocuments(float(sizes.mean()), architecture.attention_area(sizes) / tokens, int(sizes.max()))
+def _documents(sizes: NDArray[np.int64], tokens: int, architecture: Architecture) -> DocumentLengths:
+    return DocumentLengths(float(sizes.mean()), architecture.attention_area(sizes) / tokens, int(sizes.max()))
