@@ -32,7 +32,6 @@ from lightseq.models.architecture import (
     configured_logit_transform,
     head_change,
     known_logit_transform,
-    logit_state,
     transformers_model,
 )
 from lightseq.models.decoder import decoder_layers
@@ -50,8 +49,8 @@ REFUSED = {
     "past_key_values": "to generate, call lightseq.integrations.accelerate.disable(model) first",
     "use_cache": "to generate, call lightseq.integrations.accelerate.disable(model) first",
     "inputs_embeds": "pass input_ids",
-    "output_hidden_states": "each rank has only those of its tokens",
-    "logits_to_keep": "a rank cannot tell which of its logits these are",
+    "output_hidden_states": "each rank has hidden states of its own tokens only",
+    "logits_to_keep": "it counts from the end of the whole sequence; slice the gathered logits",
 }
 WHOLE_BATCHES = "whole_batches"  # attribute of the transformers model
 CONFIGURED = ("output_hidden_states",)  # refused in the model's config, too
@@ -83,7 +82,7 @@ class _Pass:
 
 @dataclass
 class TokenOutput(ModelOutput):
-    """Results that TRL's SFTTrainer reads, for the whole batch: those of its own fused head."""
+    """Results of the whole batch that TRL's SFTTrainer reads, as from its own fused head."""
 
     loss: Tensor | None = None
     log_probs: Tensor | None = None
@@ -95,10 +94,10 @@ class TokenOutput(ModelOutput):
 class WholeBatches:
     """The hooks of one enabled model.
 
-    Outputs replace those of the model: `loss` is that of the whole batch, per-token values of TRL's fused head are in
-    the order of the whole batch, and so are logits. With labels the loss is computed in chunks, and logits exist only
+    They replace the model's outputs: `loss` covers the whole batch, and per-token values of TRL's fused head, like
+    logits, are in the order of the whole batch. With labels the loss is computed in chunks, and logits exist only
     if they are read, which every rank must do. Gradients are right where the reduction over all ranks averages them, as
-    DDP and FSDP do: those of a rank's tokens are multiplied by the ranks of its group.
+    DDP and FSDP do: gradients of a rank's tokens are multiplied by the ranks of its group.
     """
 
     def __init__(self, model: nn.Module, context: SequenceContext) -> None:
@@ -112,7 +111,6 @@ class WholeBatches:
         self._pad_to: int | None = None
         self._ranks = context.layout.world
         self._logit_transform: LogitTransform | None = None  # of the model in the latest pass
-        self._logit_state: tuple[Any, ...] | None = None  # for which it was found
         self._configured_logit_transform = configured_logit_transform(self.model.config)  # None: not a known model
         self._layers_are_changed = False
         self._pass: _Pass | None = None
@@ -183,7 +181,7 @@ class WholeBatches:
             kwargs.pop(name, None)
         whole = {name: kwargs.pop(name, None) for name in PER_BATCH}
         if whole["input_ids"] is None:
-            raise ValueError("input_ids are missing; pass those of the whole batch")
+            raise ValueError("input_ids are missing; pass the whole batch")
         length, shifted_here = whole["input_ids"].shape[1], whole["shift_labels"] is None
         mask = whole["attention_mask"]
         check_right_padding(mask, whole["labels"] if shifted_here else None, whole["shift_labels"])
@@ -216,16 +214,10 @@ class WholeBatches:
         """Returns whether the loss of this pass can be computed in place of the logits, by the model as it is now."""
         if self._configured_logit_transform is None:
             return False
-        if self._find_logit_transform() is None and (change := head_change(self.model)) and self.context.rank == 0:
+        self._logit_transform = known_logit_transform(self.model)
+        if self._logit_transform is None and (change := head_change(self.model)) and self.context.rank == 0:
             warnings.warn(f"{change}, so the logits of a rank's tokens exist whole", stacklevel=2)
         return self._logit_transform is not None
-
-    def _find_logit_transform(self) -> LogitTransform | None:
-        """Returns the function of the model as it is now, which is found again only if something has changed."""
-        state = logit_state(self.model) if head_change(self.model) is None else None
-        if state is None or state != self._logit_state:
-            self._logit_state, self._logit_transform = state, known_logit_transform(self.model)
-        return self._logit_transform
 
     def _check_trl_reads_all(self) -> None:
         """Raises ValueError for a model of which TRL's fused head would leave something out, on one process too.
@@ -236,7 +228,7 @@ class WholeBatches:
         change = f"'s LM head {x}" if isinstance(head, nn.Linear) and (x := product_change(head)) else None
         if not is_known_code(self.model.forward) and is_known_code(type(self.model).forward):
             change = " has a forward of its own"
-        found, of_config = self._find_logit_transform(), self._configured_logit_transform
+        found, of_config = known_logit_transform(self.model), self._configured_logit_transform
         if change is None and None not in (found, of_config) and found != of_config:
             change = f" makes logits with {found}, not with its config's {of_config}"
         if change is not None:
@@ -280,7 +272,7 @@ class WholeBatches:
 
     @torch.compiler.disable
     def _gather(self, _model: nn.Module, _args: tuple, _kwargs: dict[str, Any], output: Any) -> Any:
-        """Replaces the results of a shard by those of the whole batch. After an exception, `output` is None."""
+        """Replaces a shard's results by the whole batch's. After an exception, `output` is None."""
         this, self._pass = self._pass, None
         if this is None:
             return output

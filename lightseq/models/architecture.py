@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Final, cast
 
-import numpy as np
 import torch
 from numpy.typing import ArrayLike
 from torch import nn
@@ -48,7 +47,7 @@ class Architecture:
     total: int  # tied parameters count once
     sizes: tuple[int, ...]  # elements of each parameter tensor
     head: int  # weights of the LM head, tied or not
-    outside_linears: tuple[str, ...]  # weights of layers that no linear has, such as those of experts
+    outside_linears: tuple[str, ...]  # weights of layers outside linears, such as experts' weights
 
     @cached_property
     def kinds(self) -> list[Layer]:
@@ -109,7 +108,7 @@ class Architecture:
         return {mixer: count * mixer.pair_flops / whole for mixer, count in kinds.items()}
 
     def attention_share(self, length: int) -> float:
-        """Returns the FLOPs of attention to one sequence over those of full causal attention in all layers."""
+        """Returns the FLOPs of attention to one sequence as a share of full causal attention in all layers."""
         return self.attention_area(length) / length**2
 
 
@@ -255,7 +254,7 @@ _inspected: dict[tuple[type, str, tuple[MixerKind, ...]], Architecture | ValueEr
 def known_logit_transform(model: PreTrainedModel) -> LogitTransform | None:
     """Returns the function that makes logits of the head's result, or None if the model is not known well enough.
 
-    It is that of the model as it is now, whose attributes and config may have changed since it was built.
+    It reads the model as it is now, whose attributes and config may have changed since it was built.
     """
     if head_change(model) is not None:
         return None
@@ -275,21 +274,6 @@ def required_logit_transform(model: PreTrainedModel) -> LogitTransform:
     if found is None:
         raise ValueError(f"{name} makes its logits in an unknown way; use your own loop around hf.enable")
     return found
-
-
-def logit_state(model: PreTrainedModel) -> tuple[Any, ...] | None:
-    """Returns the numbers that a known model's code may read when it makes logits; equal ones give equal logits.
-
-    They are attributes of the model and of its config. Reading them takes a tenth of the time of
-    `known_logit_transform`. Returns None if there are others, such as tensors, which may change without a trace.
-    """
-    found = [(name, value) for of in (model, model.config) for name, value in vars(of).items()]
-    own_tensors = [x for x in (*model._parameters.values(), *model._buffers.values()) if x is not None]
-    if own_tensors or any(isinstance(value, torch.Tensor | np.ndarray | np.generic) for _, value in found):
-        return None
-    plain = [(name, value) for name, value in found if isinstance(value, int | float | str | None)]
-    nested = [(name, repr(value)) for name, value in vars(model.config).items() if isinstance(value, list | dict)]
-    return *plain, *nested
 
 
 def configured_logit_transform(config: PreTrainedConfig) -> LogitTransform | None:
