@@ -34,8 +34,8 @@ def batch_facts(input_ids: Tensor, shifted_labels: Tensor | None) -> Tensor:
 def announce_pass(context: SequenceContext, shape: tuple[int, int], training: bool) -> None:
     """Raises ValueError if ranks that share a sequence make different calls, such as one rank that samples alone.
 
-    A second announcement of the same pass does nothing. `shape` is that of the batch; passes that compare whole batches
-    leave it to the comparison.
+    A second announcement of the same pass does nothing. `shape` is the batch's; passes that compare whole batches leave
+    it to the comparison.
     """
     state = context.forward_pass
     if state.announced or state.roll_call is None:

@@ -18,7 +18,7 @@ class Changes:
     """Changes of modules, which `undo` reverts, the latest first.
 
     An attribute that another library has replaced since stays as it is. In a deep copy of a model, a copy of the
-    changes reverts those of the copied modules.
+    changes reverts the changes of the copied modules.
     """
 
     def __init__(self) -> None:

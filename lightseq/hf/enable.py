@@ -53,12 +53,12 @@ def enable(
 ) -> SequenceContext:
     """Patches the model's attention to span the ranks of a group or one-dimensional mesh (default: all ranks).
 
-    `options` are fields of `AttentionConfig` that override those of `config`.
+    `options` are fields of `AttentionConfig` and override `config`.
 
     Raises TypeError for an unknown option, and ValueError for an unsupported model: attention dropout, an architecture
     without the attention interface; also for a schedule without windows if the model has them. The patched model
     refuses masks, inputs without global positions, a key/value cache, and labels that it would shift inside a shard.
-    In DDP and FSDP2, which average gradients over ranks, it scales them so that those of a sequence are summed.
+    In DDP and FSDP2, which average gradients over ranks, it scales them so that the gradients of a sequence are summed.
     Enabling a model again replaces its context. A deep copy of the model shares it.
     """
     check_names("hf.enable", options, ENABLE_OPTIONS)

@@ -29,7 +29,7 @@ def token_log_probs(
 ) -> Tensor:
     """Returns log p(target) of this rank's tokens, (batch, local) float32, with gradients; 0 without a target.
 
-    `batch` comes from `shard_batch`, with labels: the value of a token is that of the token after it. Logits are
+    `batch` comes from `shard_batch`, with labels: the value of a token belongs to the token after it. Logits are
     divided by `temperature`, and never exist whole. `model` is the outermost module, as wrapped by PEFT and FSDP2;
     inside PEFT's `disable_adapter` the base model answers. A loss that is a sum over this rank's values is its share:
     losses and gradients are summed over ranks. For any other loss see `sequence_sums`.
@@ -41,7 +41,7 @@ def token_log_probs(
     """
     inner, labels = transformers_model(model), _shifted_labels(batch)
     if (record := record_of(inner)) is None or record.context is not context:
-        raise ValueError(f"{type(inner).__name__} is not enabled with this context; pass that of its hf.enable")
+        raise ValueError(f"{type(inner).__name__} is not enabled with this context; pass the context of its hf.enable")
     if not temperature > 0:
         raise ValueError(f"temperature is {temperature}; give a number above 0")
     inputs = {key: x for key, x in batch.items() if key not in ("labels", "shift_labels", "num_items_in_batch")}
@@ -56,10 +56,10 @@ def token_log_probs(
 def sequence_sums(context: SequenceContext, values: Tensor, batch: Mapping[str, Any]) -> Tensor:
     """Returns the sums of per-token values over the targets of whole sequences: (batch,), or (documents,) if packed.
 
-    The sums are the same on every rank. Compute the same whole loss of them on every rank, and call `backward` on each:
-    the gradient of a value is that of the loss counted once, so parameter gradients summed over ranks are those of one
-    process. Do not sum this loss over ranks. A rank may add its share of a loss that is a sum over tokens; only such
-    shares are summed for display. `values` are (batch, local), such as log-probabilities, or ones to count targets.
+    The sums are the same on every rank. Every rank must compute the same loss and call `backward`; parameter gradients,
+    summed over ranks, then count the loss once, as on one process. Do not sum this loss over ranks. A rank may add its
+    share of a loss that is a sum over tokens; only such shares are summed for display. `values` are (batch, local),
+    such as log-probabilities, or ones to count targets.
     """
     labels, documents = _shifted_labels(batch), batch.get("documents")
     wide = values.to(torch.promote_types(values.dtype, torch.float32))
@@ -77,9 +77,9 @@ def gather_tokens(
 ) -> Tensor:
     """Returns per-token values (batch, local, ...) of all ranks in the order of the whole batch (batch, length, ...).
 
-    Log-probabilities at position t are those of token t + 1. Every rank gets the same tensor. A loss computed of it has
-    the contract of `sequence_sums`: the same whole loss on every rank, not summed over ranks. `gradient_factor` is that
-    of `sum_over_ranks`.
+    The log-probability at position t belongs to token t + 1. Every rank gets the same tensor. A loss computed from it
+    has the contract of `sequence_sums`: the same whole loss on every rank, not summed over ranks. `sum_over_ranks`
+    explains `gradient_factor`.
     """
     whole = gather_padded_tokens(context, values, batch, gradient_factor)
     return whole[:, : int(batch[BATCH_FACTS][1])]  # on GPUs the host waits for the length
@@ -100,9 +100,9 @@ def gather_padded_tokens(
 def sum_over_ranks(context: SequenceContext, x: Tensor, gradient_factor: float = 1.0) -> Tensor:
     """Returns the sum of a tensor over the ranks that share a sequence, for a loss that all of them compute.
 
-    The gradient of x is that of the loss counted once, so parameter gradients summed over ranks are those of one
-    process, also in DDP and FSDP2, for which the model scales its gradients. Where something else averages gradients
-    over ranks, pass the ranks of the sequence as `gradient_factor`, which multiplies the gradient.
+    Parameter gradients, summed over ranks, count the loss once, as on one process, also in DDP and FSDP2, for which the
+    model scales its gradients. Where something else averages gradients over ranks, pass the ranks of the sequence as
+    `gradient_factor`, which multiplies the gradient.
     """
     if gradient_factor != 1 and context.forward_pass.gradient_factor != 1:
         raise ValueError(

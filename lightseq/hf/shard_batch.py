@@ -123,7 +123,7 @@ def _restarts(position_ids: Tensor, boundaries: tuple[int, ...]) -> bool:
 
 
 def without_masked(shift_labels: Tensor, attention_mask: Tensor) -> Tensor:
-    """Returns shifted labels without those of masked tokens, and without those whose target is masked."""
+    """Removes the labels of masked tokens, and labels whose target is masked, from shifted labels."""
     targets = torch.nn.functional.pad(attention_mask[:, 1:], (0, 1), value=1)  # of the last, nothing is known
     return shift_labels.masked_fill((attention_mask == 0) | (targets == 0), IGNORE_INDEX)
 
@@ -142,7 +142,7 @@ def check_right_padding(
 ) -> None:
     """Raises ValueError unless each row of a mask is ones, then zeros; causal attention ignores right padding.
 
-    If labels or shifted labels are given, those of masked tokens must be -100: one process would train on others.
+    Labels of masked tokens, shifted or not, must be -100: one process would train on others.
     """
     if attention_mask is None:
         return

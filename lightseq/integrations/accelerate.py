@@ -37,7 +37,7 @@ def prepare(
 
     Ranks that share sequences, `sequence_parallel_size` neighbours (default: all), get the same batches. The model
     takes whole batches and returns the whole loss; `backward`, clipping, accumulation and `gather_for_metrics` work as
-    they do without sequence parallelism. `options` are those of `hf.enable`. Raises ValueError for what excludes it.
+    they do without sequence parallelism. `options` are passed to `hf.enable`. Raises ValueError for what excludes it.
     """
     check_names("prepare", options, [*ATTENTION_OPTIONS, "sequence_parallel_size"])
     mesh = share_batches(accelerator, sequence_parallel_size)

@@ -119,7 +119,7 @@ class SequenceParallel:
         )
 
     def _sft_loss(self) -> tuple[bool, bool]:
-        """Returns whether the loss is that of TRL's SFTTrainer, and whether that is the mean over all tokens.
+        """Returns whether TRL's SFTTrainer computes the loss, and whether it is the mean over all tokens.
 
         A subclass with another `compute_loss` may need gradients of entropies, which only TRL's fused head has.
         """

@@ -31,4 +31,4 @@ class SequenceParallelSFTTrainer(SequenceParallel, _ChecksTemplate, SFTTrainer):
 
 
 class SequenceParallelDPOTrainer(SequenceParallel, _ChecksTemplate, DPOTrainer):
-    """TRL's DPOTrainer with sequences split over ranks, those of the reference model too."""
+    """TRL's DPOTrainer with sequences split over ranks, in the reference model too."""

@@ -128,7 +128,7 @@ class Offload:
         self._owned_input: int | None = None  # storage of an input that only the layers read (`free_input_after_copy`)
 
     def wrap(self, layers: Sequence[nn.Module], after: nn.Module, staying: Sequence[nn.Module] = ()) -> None:
-        """Wraps the forward of `layers`, in model order, to offload saved tensors, except those of `staying` layers.
+        """Wraps the forward of `layers`, in model order, to offload saved tensors, except in `staying` layers.
 
         The module `after` them stores its tensors on the device, because the backward pass reaches it first.
         Parameters, and tensor arguments after the first, are shared between layers and stay on the device.

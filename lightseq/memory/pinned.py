@@ -46,7 +46,7 @@ class PinnedMemory:
         return buffer
 
     def retain_only(self, used: Iterable[Tensor]) -> None:
-        """Unlocks and drops all other buffers, such as those of shards that FSDP2 padded and copied."""
+        """Unlocks and drops all other buffers, such as shards that FSDP2 padded and copied."""
         places = {tensor.data_ptr() for tensor in used}
         _unlock([buffer for buffer in self._locked if buffer.data_ptr() not in places])
         self._locked[:] = [buffer for buffer in self._locked if buffer.data_ptr() in places]

@@ -64,7 +64,7 @@ def model_flops(
     """Returns the FLOPs of one training step without recomputation: 6·N per token, plus attention.
 
     The backward pass of attention and of other mixers takes twice the forward. With `adapters`, frozen weights take
-    4·N per token, because they get no gradient. `attention_share` is that of `attention_forward_flops`.
+    4·N per token, because they get no gradient. `attention_share` is explained at `attention_forward_flops`.
     """
     linears = (4 if adapters else 6) * matmul_parameters(config) + 6 * adapters
     linears += 3 * sum(layer.linear_mixer_flops for layer in inspect_architecture(config).layers)

@@ -23,7 +23,7 @@ class Attention:
 
     heads: Heads
     window: int | None  # sliding window in tokens, the query's own included; None: full attention
-    value_dim: int  # of a head's values and results; that of queries and keys is in `heads`
+    value_dim: int  # of a head's values and results; `heads` has the dimension of queries and keys
 
     @property
     def width(self) -> int:
@@ -75,7 +75,7 @@ class Layer:
     hidden: int  # elements per token of its input and output
     intermediate: int  # elements per token between the linears of its MLP; 0 without an MLP
     parameters: int
-    active: int  # weights that a token is multiplied by: those of linears, and of the experts that it chooses
+    active: int  # weights that a token is multiplied by: linears, and the experts that it chooses
     linears: int  # weights of its linears
     last_linear: int  # part of `linears`: the one that runs last, whose output no backward pass needs
     gated_mlp: bool  # down(silu(gate) * up) of plain linears
@@ -83,7 +83,7 @@ class Layer:
     plain_projections: bool  # of attention: four linears without bias
     linear_inputs: int  # elements per token that its linears read
     linear_outputs: int  # elements per token that they write
-    last_linear_input: int  # part of `linear_inputs`: that of the linear that runs last
+    last_linear_input: int  # part of `linear_inputs`: the linear that runs last
     place: int = field(compare=False)  # of the first layer like it in the model
 
     @property

@@ -111,7 +111,7 @@ def run_on_meta(model: PreTrainedModel, layers: nn.ModuleList) -> MetaRun:
 
 
 class _Products(TorchDispatchMode):
-    """Counter of the multiplications of matrix products, those of grouped products of experts included."""
+    """Counter of the multiplications of matrix products, grouped products of experts included."""
 
     def __init__(self) -> None:
         super().__init__()

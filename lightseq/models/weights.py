@@ -101,8 +101,8 @@ def rebuild_buffers(model: PreTrainedModel, device: torch.device, dtype: torch.d
     """Computes the buffers of a model that was built on the meta device, as its own constructor does.
 
     Layers compute in `dtype`. Buffers that the model's files store get the values of a model built in it. Others, such
-    as RoPE's frequencies, get those of a float32 model. Raises ValueError if the constructor makes other buffers than
-    the model has.
+    as RoPE's frequencies, get the values of a float32 model. Raises ValueError if the constructor makes other buffers
+    than the model has.
     """
     made = constructed_buffers(model.config)
     if left := [name for name, _ in model.named_buffers() if name not in made]:

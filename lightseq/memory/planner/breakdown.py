@@ -95,7 +95,7 @@ def stored_activations(model: PreTrainedConfig, config: TrainConfig, tokens: int
 
 
 def loss_bytes(model: PreTrainedConfig, config: TrainConfig, tokens: int) -> tuple[int, int]:
-    """Returns the bytes of a chunk's logits, and those of the gradients of the head (float32) and hidden states."""
+    """Returns the bytes of a chunk's logits, and of the gradients of the head (float32) and hidden states."""
     logits = min(tokens, CHUNK_TOKENS) * model.vocab_size * config.itemsize
     head = 0 if config.lora_rank else FLOAT32_BYTES * model.vocab_size * model.hidden_size
     return logits, head + tokens * model.hidden_size * config.itemsize

@@ -136,7 +136,7 @@ def _offloads(config: TrainConfig, policy: str, group: int, values: Sequence[str
     if config.offload != "auto":
         return [config.offload]
     if policy == "attention" and group == 1:
-        return ["auto"]  # its placements include those of the other values
+        return ["auto"]  # its placements include all that the other values give
     one_by_one = policy != "full" and group == 1
     return [value for value in values if value != "auto" or one_by_one]
 
@@ -223,7 +223,7 @@ def plan_on_all_ranks(
     """Returns the same plan on all ranks, for the one with the least memory.
 
     It fills at most `gpu_bytes_limit` of a GPU. `earlier` holds the choices of the run that this one resumes, if any.
-    `documents` are those of packed rows.
+    `documents` are the lengths of documents in packed rows.
     """
     run = planned_run(config, model, world, documents)
     least = torch.tensor([run.hardware.gpu_memory, free_host_memory(world, share=1.0)], dtype=torch.float64)

@@ -24,7 +24,7 @@ class DocumentLengths:
     longest_tokens: int  # of the longest document, whose positions the model has to cover
 
     def attention_share(self, length: int) -> float:
-        """Returns the attention of the documents over that of full rows of `length` tokens."""
+        """Returns the documents' attention as a share of full rows of `length` tokens."""
         return self.area_per_token / length
 
 

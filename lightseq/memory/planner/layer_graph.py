@@ -28,7 +28,7 @@ VIEWS: Final = (torch.ops.aten._unsafe_view.default, torch.ops.aten.detach.defau
 class Value:
     """Memory that a kernel writes, or that a pass begins with."""
 
-    bytes: int  # per token; 0 if the size does not depend on the tokens, as that of weights
+    bytes: int  # per token; 0 if the size does not depend on the tokens, as for weights
 
 
 @dataclass(eq=False)

@@ -201,7 +201,7 @@ class _Step:
 def _weights_and_gradients(run: PlannedRun, group: int, layer: Layer) -> float:
     """Returns the bytes of the gathered weights and the unreduced gradients in the backward pass of a group.
 
-    Besides the group's weights, those of the next group are gathered, or of all groups that are still to come.
+    Besides the group, the next one is gathered, or all groups that are still to come.
     """
     trains = run.adapter_parameters == 0  # gradients of adapters are too small to count
     unit = run.parameters_of(group)
@@ -222,7 +222,7 @@ def _weights_and_gradients(run: PlannedRun, group: int, layer: Layer) -> float:
 
 
 def _finished_gradients(run: PlannedRun, group: int) -> float:
-    """Returns the bytes of finished gradients on the GPU, those of the layers after a group."""
+    """Returns the bytes of finished gradients on the GPU, which belong to the layers after a group."""
     before, below = run.parameters_before, min(len(run.layers), (group + 1) * run.group_size)
     if run.state_on_host:
         return FLOAT32_BYTES * max(0, before[run.layers_with_state_on_gpu] - before[below]) / run.shards

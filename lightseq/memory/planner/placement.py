@@ -79,7 +79,7 @@ def place(
 
     Ties go to the least host memory, then the least GPU memory. `device_bytes` is the budget for saved activations
     only, with up to `in_flight` offloaded layers on the GPU at a time. If offloaded layers are spread among others, the
-    peak may exceed the budget a little, so callers check it. `layer_seconds` are those of the mean layer's compute,
+    peak may exceed the budget a little, so callers check it. `layer_seconds` are the mean layer's seconds of compute,
     forward and backward, which hide copies if two layers are in flight.
     """
     sums = _Sums(costs)

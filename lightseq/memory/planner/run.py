@@ -71,7 +71,7 @@ class PlannedRun:
     config: TrainConfig
     hardware: Hardware
     state_offloaded: bool = False  # the planner moves weights, gradients and optimizer state to the host ...
-    layers_with_state_on_gpu: int = 0  # ... except those of the first layers
+    layers_with_state_on_gpu: int = 0  # ... except for the first layers
     reshard_after_forward: bool = True  # FSDP2's option; False keeps gathered weights for the backward pass
     documents: DocumentLengths | None = None  # None: a sequence is one document
 
@@ -272,7 +272,7 @@ def planned_run(
 
 
 def hardware_here(gpus: int, gpus_per_host: int, device: torch.device) -> Hardware:
-    """Returns `gpus` GPUs like this machine's. Without a GPU of known rates, times are those of an H200."""
+    """Returns `gpus` GPUs like this machine's. Without a GPU of known rates, it plans with H200s."""
     chip, memory = CHIPS["h200"], math.inf
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)

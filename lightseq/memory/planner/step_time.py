@@ -168,7 +168,7 @@ def _memory_rate(run: PlannedRun) -> float:
 def _exposed_collectives(run: PlannedRun, layer_seconds: float) -> float:
     """Returns the seconds of gathers and reductions that compute does not hide.
 
-    Nothing hides the first gather, nor those of embeddings and head.
+    Nothing hides the first gather, nor the gathers of embeddings and head.
     """
     ends = run.architecture.head * (1 if run.tied else 2)
     layers = [_collective_seconds(run, layer.parameters) for layer in run.layers]
@@ -205,7 +205,7 @@ def _exposed_copies(run: PlannedRun, placement: Placement, layer_seconds: float)
 def exposed_copies(copies: Sequence[float], lifetimes: Sequence[int], forward: float, backward: float) -> float:
     """Returns the seconds for which layers wait for copies, forward and backward.
 
-    `copies` are each layer's seconds in one direction, `lifetimes` those of `device_lifetimes`. Copies run one after
+    `copies` are each layer's seconds in one direction, `lifetimes` come from `device_lifetimes`. Copies run one after
     another. One to the host begins after the layer's forward pass, and the first layer past the lifetime waits for it.
     One back begins with the backward pass of the lifetime's last layer, and the layer itself waits for it.
     """
