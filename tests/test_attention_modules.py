@@ -135,11 +135,3 @@ def test_a_model_in_which_nothing_calls_the_interface_is_refused(alone: None) ->
     line = "^LlamaForCausalLM does not use the attention interface of transformers$"
     with pytest.raises(ValueError, match=line):
         hf.enable(llama(FooAttention))
-
-
-def test_layers_that_attend_only_in_a_shard_are_refused(alone: None) -> None:
-    model, other = llama(LlamaMixer), llama(FooAttention)
-    model.model.layers[1] = other.model.layers[1]
-    context = hf.enable(model)
-    with pytest.raises(ValueError, match="attention over all ranks ran 1 times in 2 layers"):
-        model(**hf.shard_batch(context, torch.arange(LENGTH)[None]))

@@ -28,11 +28,7 @@ from transformers import (
     BertModel,
     LlamaConfig,
     LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
     PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
 )
 from worlds import spawn
 
@@ -619,18 +615,6 @@ def test_models_whose_attention_would_be_honoured_in_part_are_refused(
     with pytest.raises(ValueError, match=line):
         hf.enable(model)
     assert model.config._attn_implementation != hf.IMPLEMENTATION, "a refused model stays as it was"
-
-
-@pytest.mark.parametrize(
-    "kind, config, changes",
-    [(MistralForCausalLM, MistralConfig, {"sliding_window": None}), (Qwen2ForCausalLM, Qwen2Config, {})],
-)
-def test_full_attention_models_of_other_names_are_exact(alone: None, kind: type, config: type, changes: dict) -> None:
-    model = kind(config(**SIZES | changes)).eval()
-    with torch.no_grad():
-        expected = model(input_ids=ids()).logits
-        context = hf.enable(model)
-        assert relative(model(**hf.shard_batch(context, ids())).logits, expected) < 1e-5
 
 
 def trains_after_inference(rank: int) -> None:

@@ -206,17 +206,14 @@ def learning_rates_and_gathered(rank: int, size: int) -> tuple[list[float], list
     return rates, gathered
 
 
-def test_schedulers_and_objects_count_a_group_once() -> None:
+@pytest.mark.parametrize(
+    ("world", "expected"),  # accelerate steps once per batch of each group
+    [(2, [0.25, 0.125, 0.0625]), pytest.param(4, [0.125, 0.03125], marks=pytest.mark.slow)],
+)
+def test_schedulers_and_objects_count_a_group_once(world: int, expected: list[float]) -> None:
     firsts = [str(ids[0]) for ids in documents(5)]
-    for rates, gathered in spawn(2, learning_rates_and_gathered, 2):
-        assert rates == [0.25, 0.125, 0.0625] and gathered == firsts
-
-
-@pytest.mark.slow
-def test_schedulers_and_objects_of_two_groups() -> None:
-    firsts = [str(ids[0]) for ids in documents(5)]
-    for rates, gathered in spawn(4, learning_rates_and_gathered, 2):  # accelerate steps once per batch of each group
-        assert rates == [0.125, 0.03125] and gathered == firsts
+    for rates, gathered in spawn(world, learning_rates_and_gathered, 2):
+        assert rates == expected and gathered == firsts
 
 
 # ---- refused -------------------------------------------------------------------------------------------------------

@@ -194,12 +194,6 @@ def test_weights_and_what_all_layers_share_stay() -> None:
     )  # each layer's input, and what the sine was taken of
 
 
-def test_the_last_layer_keeps_its_own() -> None:
-    _, wrapped, host = make("cpu")
-    wrapped(*inputs("cpu"))
-    assert len(host._layers) == LAYERS - 1
-
-
 @pytest.mark.parametrize(
     ("offloaded", "lifetimes"),
     [
