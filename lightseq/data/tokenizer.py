@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from lightseq.data.chat_template import ChatTemplate, find_names
 from lightseq.data.token_directory import IntArray
 from lightseq.data.tokenizer_file import readable_tokenizer
-from lightseq.models.weights import hub_error
+from lightseq.models.hub import hub_error
 from lightseq.utils.files import read_text
 from lightseq.utils.formatting import first_line
 

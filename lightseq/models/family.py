@@ -11,9 +11,9 @@ from typing import Any, Final
 from transformers import AutoConfig, LlamaConfig, PreTrainedConfig
 
 from lightseq.models.architecture import inspect_architecture
+from lightseq.models.hub import hub_error
 from lightseq.models.layers import heads_of
 from lightseq.models.presets import FAMILIES, ModelFamily
-from lightseq.models.weights import hub_error
 
 ROPE_TYPES: Final = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional")
 WITH_ORIGINAL_LENGTH: Final = (

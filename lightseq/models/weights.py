@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from huggingface_hub import get_hf_file_metadata, hf_hub_url, snapshot_download, try_to_load_from_cache
-from huggingface_hub.errors import EntryNotFoundError, GatedRepoError
+from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -28,7 +27,6 @@ from lightseq.utils.formatting import first_line, is_plain_name
 
 SHARD_BYTES = 4 << 30  # of one file; rank 0 collects them in host memory
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-HUB_TIMEOUT_SECONDS = 10.0
 ROWS_AT_ONCE = 4096  # rows compared at a time
 LORA_INFIX = ".lora_"  # in the names of adapter parameters only
 CHAT_TEMPLATE = "chat_template.jinja"
@@ -264,24 +262,6 @@ def _download(hub_id: str, patterns: Sequence[str], what: str, remedy: str) -> P
         return Path(snapshot_download(hub_id, allow_patterns=list(patterns)))
     except Exception as error:  # OSError, ValueError, or an error of the HTTP client, which differs between versions
         raise ValueError(f"{what} cannot be fetched ({type(error).__name__}); {remedy}") from error
-
-
-def hub_error(hub_id: str, file: str) -> str | None:
-    """Returns the reason why a hub repository is unreachable; None if it is reachable or the file is cached.
-
-    transformers itself would retry for minutes.
-    """
-    try:
-        if try_to_load_from_cache(hub_id, file) is not None:  # cached file, or cached absence of it
-            return None
-        get_hf_file_metadata(hf_hub_url(hub_id, file), timeout=HUB_TIMEOUT_SECONDS)
-    except EntryNotFoundError:
-        return None  # the hub answers; the caller reports the missing file
-    except GatedRepoError:
-        return f"it is gated: accept its terms at https://huggingface.co/{hub_id}, then run `hf auth login`"
-    except Exception as error:  # OSError, ValueError, or an error of the HTTP client, which differs between versions
-        return f"{type(error).__name__}: {first_line(error)}"
-    return None
 
 
 def save_pretrained(
