@@ -33,7 +33,6 @@ from launch.sweep_run import (
     as_typed,
     end,
     ended,
-    gpus_here,
     local_command,
     make_data,
     slurm_command,
@@ -42,6 +41,7 @@ from launch.sweep_run import (
     with_job_status,
 )
 from lightseq.config.parser import count_flag
+from lightseq.distributed.rank_launcher import gpus_here
 from lightseq.utils.process import silence_loggers
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -1,7 +1,6 @@
 """Execution of cells as Slurm jobs, or as processes on this host that are always ended with the sweep."""
 
 import contextlib
-import itertools
 import os
 import re
 import shlex
@@ -37,35 +36,6 @@ CAUSES: Final = (
     re.compile(r"^.*OutOfMemoryError.*"),
     re.compile(r"^(?:\[rank\d+\]: ?)?(?!.*ChildFailedError)\w[\w.]*(?:Error|Exception)\b.*"),
 )
-
-
-@dataclass(frozen=True)
-class HostGPUs:
-    """GPUs that this program may use."""
-
-    name: str | None = None  # model of the first one
-    devices: tuple[str, ...] = ()  # as written in CUDA_VISIBLE_DEVICES
-
-
-def gpus_here() -> HostGPUs:
-    """Returns the GPUs that this program may use, without importing torch; none without a driver that answers."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return HostGPUs()
-    try:
-        command = [program, "--query-gpu=index,name", "--format=csv,noheader"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
-        return HostGPUs()
-    rows = [line.split(", ", 1) for line in done.stdout.splitlines() if ", " in line]
-    if done.returncode or not rows:
-        return HostGPUs()
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    devices = [word.strip() for word in visible.split(",")] if visible is not None else [index for index, _ in rows]
-    # CUDA ignores everything from the first invalid entry on, such as -1.
-    known = {index for index, _ in rows}
-    present = itertools.takewhile(lambda word: word in known or word.startswith(("GPU-", "MIG-")), devices)
-    return HostGPUs(rows[0][1].strip(), tuple(present))
 
 
 @dataclass(frozen=True)

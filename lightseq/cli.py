@@ -15,6 +15,7 @@ from typing import NamedTuple
 from lightseq.config.command_line import help_text, print_help_if_asked
 from lightseq.config.parser import print_error
 from lightseq.distributed.environment import is_main_process, set_up_process
+from lightseq.distributed.rank_launcher import start_ranks
 from lightseq.models.presets import LLAMA2, LLAMA3, ModelFamily
 from lightseq.utils.process import without_collection
 from lightseq.utils.versions import check_transformers
@@ -32,21 +33,25 @@ class Command(NamedTuple):
     module: str  # its `main` takes a family and the rest of the command line, and returns the exit status
     about: str
     details: str | None = None  # for commands with the flags of training: their help needs no import
+    on_ranks: bool = False  # the command starts one process per GPU, unless a launcher did
 
 
 # A module is imported when its command runs, because torch and transformers take seconds to import.
 COMMANDS: Mapping[str, Command] = {
-    "train": Command("lightseq.training.command", "trains a transformers causal language model across ranks"),
+    "train": Command(
+        "lightseq.training.command", "trains a transformers causal language model across ranks", on_ranks=True
+    ),
     "verify": Command(
         "lightseq.tools.verify.command",
         "compares distributed loss and gradients with one process",
         "Compares loss and gradients of a few layers with one process, each kernel with float64, and every transfer "
         "byte by byte. Takes the flags of training; without --data_path it uses synthetic data.",
+        on_ranks=True,
     ),
     "plan": Command(
         "lightseq.tools.plan.command", "predicts memory and step time; with --attention, for one attention layer"
     ),
-    "evaluate": Command("lightseq.tools.evaluate.command", "measures loss by position, or retrieval"),
+    "evaluate": Command("lightseq.tools.evaluate.command", "measures loss by position, or retrieval", on_ranks=True),
     "merge": Command("lightseq.tools.merge", "merges a LoRA adapter (trained with --lora_rank) into its model"),
     "schedule": Command("lightseq.tools.schedule", "validates an attention schedule and draws its table"),
 }
@@ -78,9 +83,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             check_transformers()
         except ImportError as error:
             return print_error(error) if is_main_process() else 2
+        words = words[1:]
+        if command.on_ranks:
+            try:
+                started = start_ranks(words)
+            except ValueError as error:
+                return print_error(error) if is_main_process() else 2
+            if isinstance(started, int):
+                return started
+            words = started
         with without_collection():
             module = import_module(command.module)
-        return module.main(BOTH, words[1:])
+        return module.main(BOTH, words)
     if words and (folder := FOLDERS.get(words[0])):
         return run_folder(folder.name, words[1:])
     if print_help_if_asked(words, overview):

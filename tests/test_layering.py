@@ -41,7 +41,7 @@ LATE_IMPORTS = {"lightseq.hf.__init__": {"lightseq.memory.planner.choice"}}  # h
 # The only places that may look at the environment.
 READ_ENVIRONMENT = (
     *("lightseq.distributed.environment", "lightseq.distributed.start", "lightseq.distributed.start_over"),
-    *("lightseq.distributed.world", "launch"),
+    *("lightseq.distributed.world", "lightseq.distributed.rank_launcher", "launch"),
 )
 
 

@@ -18,8 +18,9 @@ from executables import write_python_program
 
 from launch.sweep import main
 from launch.sweep_estimate import check_device
-from launch.sweep_run import OF_ONE_RUN, HostGPUs, cause, gpus_here, make_data
+from launch.sweep_run import OF_ONE_RUN, cause, make_data
 from launch.sweep_run import environment as environment_of_cell
+from lightseq.distributed.rank_launcher import HostGPUs, gpus_here
 
 ROOT = Path(__file__).resolve().parent.parent
 FIXED = "model: tiny-llama3, random_init: true, max_steps: 2, data_path: data/any"

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from lightseq.config.command_line import help_text, print_help_if_asked
 from lightseq.config.parser import print_error
 from lightseq.distributed.environment import is_main_process, set_up_process
+from lightseq.distributed.rank_launcher import adopt_launcher
 from lightseq.models.presets import ModelFamily
 from lightseq.utils.process import without_collection
 from lightseq.utils.versions import check_transformers
@@ -17,6 +18,7 @@ def main(family: ModelFamily, argv: Sequence[str] | None = None) -> int:
     Exits with status 2 and one line on invalid input.
     """
     set_up_process()
+    adopt_launcher()
     argv = list(sys.argv[1:] if argv is None else argv)
     program = family.program or f"{family.name}/train.py"
     if print_help_if_asked(argv, lambda: help_text(program)):

@@ -1,0 +1,283 @@
+"""Start of a command's ranks on this host, one process per GPU, and ranks that srun or mpirun has started.
+
+`lightseq train` alone is the whole command on one host. torch.distributed.run, srun, mpirun and Ray start processes
+themselves; each process is then one rank.
+"""
+
+import argparse
+import ctypes
+import itertools
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+from lightseq.distributed.environment import refuse_variable, whole_number_in
+
+FORWARDED: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+POLL_SECONDS = 0.05
+GRACE_SECONDS = 5.0  # in which the other ranks may end by themselves after one has failed
+REFUSED: Final = 2  # the status of a command that was given invalid input
+INTERRUPTED: Final = 130  # the status of a program that Ctrl-C has ended
+PR_SET_PDEATHSIG: Final = 1  # of prctl
+
+
+@dataclass(frozen=True)
+class HostGPUs:
+    """GPUs that this program may use."""
+
+    name: str | None = None  # model of the first one
+    devices: tuple[str, ...] = ()  # as written in CUDA_VISIBLE_DEVICES
+
+
+def gpus_here() -> HostGPUs:
+    """Returns the GPUs that this program may use, without importing torch; none without a driver that answers."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return HostGPUs()
+    try:
+        command = [program, "--query-gpu=index,name", "--format=csv,noheader"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return HostGPUs()
+    rows = [line.split(", ", 1) for line in done.stdout.splitlines() if ", " in line]
+    if done.returncode or not rows:
+        return HostGPUs()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = [word.strip() for word in visible.split(",")] if visible is not None else [index for index, _ in rows]
+    # CUDA ignores everything from the first invalid entry on, such as -1.
+    known = {index for index, _ in rows}
+    present = itertools.takewhile(lambda word: word in known or word.startswith(("GPU-", "MIG-")), devices)
+    return HostGPUs(rows[0][1].strip(), tuple(present))
+
+
+class _Launcher(NamedTuple):
+    """Variables in which a launcher tells a process its place."""
+
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str | None
+    job: str  # equal for all ranks of a job, and for no other job on the host
+
+
+SRUN = _Launcher("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", None, "SLURM_JOB_ID")
+MPIRUN = (
+    _Launcher(
+        "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
+        "PMIX_NAMESPACE",
+    ),
+    _Launcher("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_ID"),
+)  # fmt: skip
+
+
+def adopt_launcher() -> bool:
+    """Returns whether a launcher started this process as one of its ranks.
+
+    Translates the variables of srun and mpirun to torch's. A job of one task is not their rank: it may start ranks.
+    """
+    if "RANK" in os.environ:
+        return True
+    for launcher in (SRUN, *MPIRUN):
+        if launcher.rank in os.environ and whole_number_in(launcher.size, 1, least=1) > 1:
+            _translate(launcher)
+            return True
+    return "RAY_JOB_ID" in os.environ
+
+
+def _translate(launcher: _Launcher) -> None:
+    size, local_rank = whole_number_in(launcher.size, 1, least=1), whole_number_in(launcher.local_rank, 0)
+    if launcher is SRUN:
+        tasks = re.match(
+            r"\d+", os.environ.get("SLURM_STEP_TASKS_PER_NODE", os.environ.get("SLURM_TASKS_PER_NODE", ""))
+        )
+        hosts = whole_number_in("SLURM_STEP_NUM_NODES", whole_number_in("SLURM_NNODES", 1, least=1), least=1)
+        local_size = int(tasks.group()) if tasks else -(-size // hosts)
+    else:
+        local_size = whole_number_in(launcher.local_size or "", size, least=1)
+    found = {
+        "RANK": str(whole_number_in(launcher.rank, 0)),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(local_size),
+        # The same on all ranks of a job, and different for jobs that share a host.
+        "MASTER_PORT": str(20000 + zlib.crc32(os.environ.get(launcher.job, str(os.getppid())).encode()) % 20000),
+    }
+    if local_size == size:
+        found["MASTER_ADDR"] = "127.0.0.1"
+    elif launcher is SRUN:
+        found["MASTER_ADDR"] = _first_host(
+            os.environ.get("SLURM_STEP_NODELIST", os.environ.get("SLURM_JOB_NODELIST", ""))
+        )
+    elif "MASTER_ADDR" not in os.environ:
+        refuse_variable("MASTER_ADDR", "is not set; with mpirun on several hosts, set it to the name of the first")
+    for name, value in found.items():
+        os.environ.setdefault(name, value)
+
+
+def _first_host(nodes: str) -> str:
+    """Returns the first host of Slurm's list, such as node01 of node[01-04]."""
+    done = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=False)
+    names = done.stdout.split()
+    if not names:
+        refuse_variable("SLURM_JOB_NODELIST", "is not a list of hosts that scontrol knows; set MASTER_ADDR")
+    return names[0]
+
+
+@dataclass(frozen=True)
+class LauncherFlags:
+    """Flags of the launcher, as torch.distributed.run spells them, and the rest of the command line."""
+
+    processes: int  # default: one per GPU, 1 without any
+    max_restarts: int
+    rest: tuple[str, ...]
+
+
+def parse_launcher_flags(words: Sequence[str]) -> LauncherFlags:
+    """Takes --nproc_per_node and --max_restarts out of a command line. Raises ValueError for an invalid value."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--nproc_per_node", "--nproc-per-node")
+    parser.add_argument("--max_restarts", "--max-restarts", default="0")
+    try:
+        found, rest = parser.parse_known_args(list(words))
+    except argparse.ArgumentError as error:
+        raise ValueError(str(error)) from error
+    by_gpus = found.nproc_per_node in (None, "auto", "gpu")
+    processes = len(gpus_here().devices) or 1 if by_gpus else _count("nproc_per_node", found, 1)
+    return LauncherFlags(processes, _count("max_restarts", found, 0), tuple(rest))
+
+
+def _count(name: str, flags: argparse.Namespace, least: int) -> int:
+    text = getattr(flags, name)
+    if not text.isdecimal() or int(text) < least:
+        raise ValueError(f"--{name} {text!r:.80} is not a whole number from {least} on")
+    return int(text)
+
+
+@dataclass
+class Launch:
+    """Ranks of one command on this host, and the signals that arrived meanwhile."""
+
+    command: Sequence[str]  # of every rank
+    size: int
+    ranks: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    signals: list[int] = field(default_factory=list)
+
+    def run(self, max_restarts: int = 0) -> int:
+        """Runs the ranks until all have ended. Returns the exit status of the command.
+
+        That is 130 after Ctrl-C, otherwise the status of the first rank that failed, or 0. If a rank fails, the others
+        are ended, and all start again up to `max_restarts` times, unless the command was refused.
+        """
+        before = {number: signal.signal(number, self._forward) for number in FORWARDED}
+        status, restarts = 0, -1
+        try:
+            while restarts < max_restarts and not self.signals:
+                restarts += 1
+                self._start(restarts)
+                status = self._wait()
+                if status in (0, REFUSED):
+                    break
+        finally:
+            self._end()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        return INTERRUPTED if signal.SIGINT in self.signals else status
+
+    def _start(self, restarts: int) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        threads = max(len(os.sched_getaffinity(0)) // self.size, 1)
+        shared = {
+            "OMP_NUM_THREADS": str(threads),  # a variable of the user's wins
+            **os.environ,
+            "WORLD_SIZE": str(self.size),
+            "LOCAL_WORLD_SIZE": str(self.size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_RESTART_COUNT": str(restarts),
+        }
+        self.ranks = []
+        for rank in range(self.size):
+            self.ranks.append(
+                subprocess.Popen(
+                    self.command,
+                    env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    start_new_session=True,  # a terminal's Ctrl-C comes through this process alone, once
+                    preexec_fn=_end_with_parent,
+                )
+            )
+
+    def _wait(self) -> int:
+        """Waits for all ranks, ends them after a failure, and returns the status of the first that failed, or 0."""
+        while not any(self._statuses()):
+            if None not in self._statuses():
+                return 0
+            time.sleep(POLL_SECONDS)
+        status = next(code for code in self._statuses() if code)
+        self._wait_seconds(GRACE_SECONDS)
+        # A rank that a signal ended is the cause of what the others report, whoever was seen first.
+        ended = next((rank for rank, code in enumerate(self._statuses()) if code and code < 0), None)
+        self._end()
+        if ended is None:
+            return status
+        number = signal.Signals(-self.ranks[ended].returncode)
+        if not self.signals:
+            hint = "; the kernel does that when the host's memory runs out" if number == signal.SIGKILL else ""
+            print(f"error: rank {ended} was ended by {number.name}{hint}", file=sys.stderr, flush=True)
+        return 128 + number
+
+    def _wait_seconds(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while None in self._statuses() and time.monotonic() < end:
+            time.sleep(POLL_SECONDS)
+
+    def _statuses(self) -> list[int | None]:
+        """Returns the exit status of each rank, negative for a signal; None while it runs."""
+        return [rank.poll() for rank in self.ranks]
+
+    def _end(self) -> None:
+        """Kills the ranks that still run: they wait for one that has failed."""
+        for rank in self.ranks:
+            if rank.poll() is None:
+                rank.kill()
+        for rank in self.ranks:
+            rank.wait()
+
+    def _forward(self, number: int, _frame: Any) -> None:
+        self.signals.append(number)
+        for rank in self.ranks:
+            if rank.poll() is None:
+                rank.send_signal(number)
+
+
+_LIBC: Final = ctypes.CDLL(None, use_errno=True)
+
+
+def _end_with_parent() -> None:
+    """Makes the kernel end this process if the one that started it is killed."""
+    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def start_ranks(words: Sequence[str]) -> int | list[str]:
+    """Starts the ranks of a command, and returns its exit status when all have ended.
+
+    Returns the command line without the flags of a launcher if this process is to run the command itself: it is a rank
+    of a launcher, or the only one. Raises ValueError for an invalid flag.
+    """
+    is_rank = adopt_launcher()
+    flags = parse_launcher_flags(words)
+    if is_rank or (flags.processes == 1 and not flags.max_restarts):
+        return list(flags.rest)
+    # The way in which this program was started: as a module, or by the script that pip installs.
+    program = [sys.executable, *sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]]
+    return Launch([*program, *sys.argv[1:]], flags.processes).run(flags.max_restarts)

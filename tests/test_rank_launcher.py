@@ -1,0 +1,160 @@
+"""Ranks that a command starts on this host: their environment, how they end, and what their command returns."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lightseq.distributed import rank_launcher
+from lightseq.distributed.rank_launcher import Launch, adopt_launcher, parse_launcher_flags, start_ranks
+
+# Variables of any launcher, which a test run may have been started with.
+PREFIXES = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "MPI_", "RAY_")
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith(PREFIXES):
+            monkeypatch.delenv(name)
+    monkeypatch.setattr(rank_launcher, "GRACE_SECONDS", 0.5)
+
+
+def launch(size: int, code: str, max_restarts: int = 0) -> int:
+    return Launch(
+        [sys.executable, "-c", f"import os, signal, sys, time\nrank = int(os.environ['RANK'])\n{code}"], size
+    ).run(max_restarts)
+
+
+def test_each_rank_learns_its_place(tmp_path: Path) -> None:
+    names = ("LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RESTART_COUNT")
+    code = f"open(f'{tmp_path}/{{rank}}', 'w').write(' '.join(os.environ[name] for name in {names}))"
+    assert launch(3, code) == 0
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
+        str(rank): f"{rank} 3 3 127.0.0.1 0" for rank in range(3)
+    }
+
+
+def test_the_first_failure_ends_the_others(capfd: pytest.CaptureFixture[str]) -> None:
+    begin = time.monotonic()
+    assert launch(3, "sys.exit(7) if rank == 1 else time.sleep(60)") == 7
+    assert time.monotonic() - begin < 30
+    assert capfd.readouterr().err == ""  # the rank itself says why
+
+
+def test_a_killed_rank_is_named_though_another_failed_first(capfd: pytest.CaptureFixture[str]) -> None:
+    code = "sys.exit(1) if rank == 0 else (time.sleep(0.2), os.kill(os.getpid(), signal.SIGKILL))"
+    assert launch(2, code) == 137
+    assert capfd.readouterr().err == (
+        "error: rank 1 was ended by SIGKILL; the kernel does that when the host's memory runs out\n"
+    )
+
+
+@pytest.mark.parametrize(("status", "max_restarts", "starts"), [(1, 2, 3), (1, 0, 1), (2, 2, 1)])
+def test_failed_ranks_start_again_unless_they_were_refused(
+    tmp_path: Path, status: int, max_restarts: int, starts: int
+) -> None:
+    code = f"open('{tmp_path}/' + os.environ['TORCHELASTIC_RESTART_COUNT'], 'w'); sys.exit({status})"
+    assert launch(1, code, max_restarts) == status
+    assert sorted(path.name for path in tmp_path.iterdir()) == [str(i) for i in range(starts)]
+
+
+def test_a_restart_can_succeed() -> None:
+    assert launch(2, "sys.exit(int(os.environ['TORCHELASTIC_RESTART_COUNT']) == 0)", max_restarts=1) == 0
+
+
+DRIVER = """
+import sys
+from lightseq.distributed.rank_launcher import Launch
+code = '''
+import os, signal, sys, time
+signals = []
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, lambda number, _: signals.append(number))
+open(sys.argv[1] + "/" + os.environ["RANK"], "w").write(str(os.getpid()))
+while not signals:
+    time.sleep(0.01)
+time.sleep(0.3)
+open(sys.argv[1] + "/got" + os.environ["RANK"], "w").write(str(len(signals)))
+'''
+sys.exit(Launch([sys.executable, "-c", code, sys.argv[1]], 2).run())
+"""
+
+
+def started(folder: Path) -> tuple[subprocess.Popen[bytes], list[int]]:
+    """Returns a launcher of two ranks that wait for a signal, and their process ids."""
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, str(folder)], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    )
+    files = [folder / "0", folder / "1"]
+    while not all(file.exists() and file.read_text() for file in files):
+        assert driver.poll() is None
+        time.sleep(0.02)
+    return driver, [int(file.read_text()) for file in files]
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+def test_a_signal_reaches_each_rank_once(tmp_path: Path, number: int, status: int) -> None:
+    driver, _ = started(tmp_path)
+    driver.send_signal(number)
+    assert driver.wait(60) == status
+    assert [(tmp_path / f"got{rank}").read_text() for rank in range(2)] == ["1", "1"]
+
+
+def test_ranks_end_with_a_killed_launcher(tmp_path: Path) -> None:
+    driver, ranks = started(tmp_path)
+    driver.kill()
+    driver.wait()
+    assert not psutil.wait_procs([psutil.Process(pid) for pid in ranks if psutil.pid_exists(pid)], timeout=10)[1]
+
+
+def test_launcher_flags_are_taken_out() -> None:
+    flags = parse_launcher_flags(["--bf16", "--nproc-per-node=4", "--max_restarts", "2", "--seed", "1"])
+    assert (flags.processes, flags.max_restarts, flags.rest) == (4, 2, ("--bf16", "--seed", "1"))
+    for words in (["--nproc_per_node", "0"], ["--nproc_per_node=two"], ["--max_restarts", "-1"]):
+        with pytest.raises(ValueError, match=r"^--\w+ '.+' is not a whole number from [01] on"):
+            parse_launcher_flags(words)
+
+
+SLURM = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "42"}
+MPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+PMI = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+
+
+@pytest.mark.parametrize("variables", [SLURM, MPI, PMI], ids=["srun", "Open MPI", "PMI"])
+def test_tasks_of_other_launchers_are_ranks(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "environ", {**os.environ, **variables})
+        assert start_ranks(["--seed", "1"]) == ["--seed", "1"]
+        found = {
+            name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+        }
+        port = os.environ["MASTER_PORT"]
+    assert list(found.values()) == ["1", "2", "1", "2", "127.0.0.1"]
+    assert 20000 <= int(port) < 40000
+
+
+@pytest.mark.parametrize(
+    ("variables", "is_rank"),
+    [
+        ({}, False),
+        ({"RANK": "0"}, True),
+        ({**SLURM, "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, False),
+        ({"RAY_JOB_ID": "1"}, True),
+    ],
+)
+def test_a_launcher_is_known_by_its_variables(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], is_rank: bool
+) -> None:
+    monkeypatch.setattr(os, "environ", {**os.environ, **variables})
+    assert adopt_launcher() == is_rank
