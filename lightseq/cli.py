@@ -15,7 +15,7 @@ from typing import NamedTuple
 from lightseq.config.command_line import help_text, print_help_if_asked
 from lightseq.config.parser import print_error
 from lightseq.distributed.environment import is_main_process, set_up_process
-from lightseq.distributed.rank_launcher import start_ranks
+from lightseq.distributed.rank_launcher import end_at_once_on_ctrl_c, start_ranks
 from lightseq.models.presets import LLAMA2, LLAMA3, ModelFamily
 from lightseq.utils.process import without_collection
 from lightseq.utils.versions import check_transformers
@@ -85,6 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return print_error(error) if is_main_process() else 2
         words = words[1:]
         if command.on_ranks:
+            if argv is None:
+                end_at_once_on_ctrl_c()
             try:
                 started = start_ranks(words)
             except ValueError as error:

@@ -268,6 +268,17 @@ def _end_with_parent() -> None:
     _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def end_at_once_on_ctrl_c() -> None:
+    """Makes Ctrl-C end this process with one line, also in the middle of imports, until training handles it."""
+
+    def end(_number: int, _frame: Any) -> None:
+        if whole_number_in("RANK", 0) == 0:
+            os.write(2, b"\ninterrupted\n")
+        os._exit(INTERRUPTED)
+
+    signal.signal(signal.SIGINT, end)
+
+
 def start_ranks(words: Sequence[str]) -> int | list[str]:
     """Starts the ranks of a command, and returns its exit status when all have ended.
 

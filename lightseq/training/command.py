@@ -6,19 +6,20 @@ from collections.abc import Sequence
 from lightseq.config.command_line import help_text, print_help_if_asked
 from lightseq.config.parser import print_error
 from lightseq.distributed.environment import is_main_process, set_up_process
-from lightseq.distributed.rank_launcher import adopt_launcher
+from lightseq.distributed.rank_launcher import INTERRUPTED, adopt_launcher
 from lightseq.models.presets import ModelFamily
 from lightseq.utils.process import without_collection
 from lightseq.utils.versions import check_transformers
 
 
 def main(family: ModelFamily, argv: Sequence[str] | None = None) -> int:
-    """Runs `python3 -m lightseq train`, llama2/train.py and llama3/train.py.
+    """Runs `lightseq train`, llama2/train.py and llama3/train.py.
 
-    Exits with status 2 and one line on invalid input.
+    Returns 130 after Ctrl-C, but 0 if a launcher started this process: it would report a failure. Exits with status 2
+    and one line on invalid input.
     """
     set_up_process()
-    adopt_launcher()
+    is_rank = adopt_launcher()
     argv = list(sys.argv[1:] if argv is None else argv)
     program = family.program or f"{family.name}/train.py"
     if print_help_if_asked(argv, lambda: help_text(program)):
@@ -30,5 +31,5 @@ def main(family: ModelFamily, argv: Sequence[str] | None = None) -> int:
     with without_collection():
         from lightseq.training.train import train  # takes seconds to import
 
-    train(family, argv, program)
-    return 0
+    stopped_by = train(family, argv, program)
+    return INTERRUPTED if stopped_by == "SIGINT" and not is_rank else 0

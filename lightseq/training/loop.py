@@ -30,8 +30,8 @@ class TrainingLoop:
         self._flops = _flop_counter(trainer)
         self.journal = Journal(trainer, metrics)
 
-    def run(self) -> None:
-        """Runs until the last step or until a signal stops the run after a step."""
+    def run(self) -> str | None:
+        """Runs until the last step, or until a signal stops the run after a step. Returns the name of the signal."""
         trainer, config = self.trainer, self.trainer.config
         wait_for_saves = self._saving.wait_at_exit() if self._saving is not None else nullcontext()
         with StopRequest() as stop, trainer.out_of_memory_handler(), wait_for_saves, synchronized_gc() as collect:
@@ -43,6 +43,7 @@ class TrainingLoop:
         if self._metrics is not None:
             best = checkpoints.best_checkpoint(trainer.output_dir) if config.keep_best else None
             trainer.terminal.summary(saved, self._metrics.path, self.journal.losses, best, stopped_by)
+        return stopped_by
 
     def _run_steps(self, stop: StopRequest, collect: Callable[[int], None]) -> tuple[Path | None, str | None]:
         """Returns the newest checkpoint and the name of the signal that stopped the run, if any."""

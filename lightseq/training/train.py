@@ -35,8 +35,11 @@ from lightseq.training.setup_checks import check_same_flags
 from lightseq.training.trainer import Trainer
 
 
-def train(family: ModelFamily, argv: list[str], program: str) -> None:
-    """Trains with the flags in `argv`. Exits with status 2 and one line on invalid input."""
+def train(family: ModelFamily, argv: list[str], program: str) -> str | None:
+    """Trains with the flags in `argv`. Returns the name of the signal that stopped the run, if any.
+
+    Exits with status 2 and one line on invalid input.
+    """
     # Collectives time out later than the watchdog, which can name the rank at fault.
     timeout, stacks = _watchdog_settings(argv, program)
     with init_distributed(2 * timeout) as world, exit_on_no_response(), Watchdog(world, timeout, stacks) as watchdog:
@@ -65,9 +68,10 @@ def train(family: ModelFamily, argv: list[str], program: str) -> None:
             resume_engine(engine, config, inputs, world, watchdog)
         trainer = Trainer(config, inputs, world, engine, watchdog)
         metrics = open_output(trainer, lock_file, f"{program} {shlex.join(argv)}")
-        TrainingLoop(trainer, metrics).run()
+        stopped_by = TrainingLoop(trainer, metrics).run()
         if lock_file is not None:
             lock_file.close()
+        return stopped_by
 
 
 def _watchdog_settings(argv: list[str], program: str) -> tuple[float, Path]:
