@@ -1,7 +1,7 @@
 """Trains language models on long sequences, and plans, verifies and evaluates such runs.
 
-python3 -m lightseq COMMAND [--flag value ...]
-python3 -m torch.distributed.run --nproc_per_node=4 -m lightseq COMMAND [--flag value ...]
+lightseq COMMAND [--flag value ...]                     train, verify and evaluate use every GPU of this host
+lightseq COMMAND --nproc_per_node 4 [--flag value ...]
 """
 
 import sys
@@ -124,4 +124,4 @@ def overview() -> str:
     lines = ["usage: " + "\n       ".join(usages), "", about, ""]
     lines += [f"  {name:<10} {command.about}" for name, command in COMMANDS.items()]
     lines += [f"  {name:<10} {folder.about}" for name, folder in FOLDERS.items()]
-    return "\n".join([*lines, "", "python3 -m lightseq COMMAND --help lists its flags."])
+    return "\n".join([*lines, "", "lightseq COMMAND --help lists its flags."])

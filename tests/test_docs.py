@@ -23,6 +23,7 @@ from torch.distributed.run import get_args_parser
 from lightseq.cli import COMMANDS
 from lightseq.config.checks import CHOICES
 from lightseq.config.command_line import parse
+from lightseq.distributed.rank_launcher import parse_launcher_flags
 from lightseq.tools.evaluate import options as evaluate
 from lightseq.tools.plan import command as plan
 
@@ -228,7 +229,7 @@ def check_program(program: Sequence[str]) -> None:
 
 
 def check_tool(program: Sequence[str]) -> None:
-    name, words = program[2], program[3:]
+    name, words = program[2], parse_launcher_flags(program[3:]).rest
     assert name in COMMANDS, f"lightseq has no command {name}"
     if name == "evaluate":
         accepted_by(evaluate.flags, words)
