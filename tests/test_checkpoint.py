@@ -30,7 +30,7 @@ from lightseq.checkpoint.resume import find_checkpoint
 from lightseq.checkpoint.tensor_index import read_index
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import BatchStream
-from lightseq.data.examples import open_pickle
+from lightseq.data.sequences import open_pickle
 from lightseq.distributed.world import World
 from lightseq.memory import staging
 from lightseq.memory.pinned import CannotPin
