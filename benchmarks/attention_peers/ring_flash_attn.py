@@ -41,8 +41,8 @@ def import_package() -> ModuleType:
         return importlib.import_module("ring_flash_attn")
     interface = ModuleType("flash_attn.flash_attn_interface")
     interface.__dict__.update(
-        _flash_attn_varlen_forward=varlen_forward,
-        _flash_attn_varlen_backward=varlen_backward,
+        _flash_attn_varlen_forward=_varlen_forward,
+        _flash_attn_varlen_backward=_varlen_backward,
         _flash_attn_forward=None,  # imported, but called for single documents only
         _flash_attn_backward=None,
     )
@@ -53,7 +53,7 @@ def import_package() -> ModuleType:
         del sys.modules[interface.__name__]
 
 
-def varlen_forward(
+def _varlen_forward(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, max_seqlen_q: int,
     max_seqlen_k: int, dropout_p: float, softmax_scale: float, causal: bool, *_: Any, **__: Any,
 ) -> tuple[Tensor, Tensor, None, Tensor]:  # fmt: skip
@@ -64,7 +64,7 @@ def varlen_forward(
     return out, lse, None, random_state
 
 
-def varlen_backward(
+def _varlen_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor, dk: Tensor,
     dv: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, max_seqlen_q: int, max_seqlen_k: int,
     dropout_p: float, softmax_scale: float, causal: bool, *_: Any, **__: Any,
