@@ -150,7 +150,7 @@ def draw_bars(axes: Axes, lines: Mapping[str, Sequence[Record]]) -> None:
 
 
 def point(record: Record) -> Point:
-    """Returns the median rate, and those of the slowest and the fastest repeat."""
+    """Returns the median rate, and the rates of the slowest and the fastest repeat."""
     rate, median = record["tflops_per_gpu"], record["seconds_median"]
     return Point(record["length"], rate, rate * median / record["seconds_max"], rate * median / record["seconds_min"])
 

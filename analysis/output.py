@@ -14,7 +14,7 @@ SHARED_OUTPUT = Path("outputs/compare")  # for plots of several results
 
 
 def output_dir(asked: Path | None, results: Sequence[Path]) -> Path:
-    """Returns the directory for plots: that of a single result, or a shared one for several."""
+    """Returns the directory for plots: a single result's own, or a shared one for several."""
     if asked is not None:
         return asked
     return results[0] if len(results) == 1 else SHARED_OUTPUT

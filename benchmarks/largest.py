@@ -51,7 +51,7 @@ FIRST_SCALE = 8
 
 @dataclass(frozen=True)
 class Probe:
-    """One tried scale. Bytes are those of the fullest rank; None if it did not fit."""
+    """One tried scale. Bytes are the fullest rank's; None if it did not fit."""
 
     length: int  # the scale, under its key in the records
     fits: bool

@@ -113,7 +113,7 @@ def choose(cells: Sequence[Cell], patterns: Sequence[str] | None) -> list[Cell]:
 
 
 def current_records(sweep: Sweep, cells: Sequence[Cell]) -> dict[str, Record]:
-    """Returns the present records of all cells, and those of other sweep files in the same directory."""
+    """Returns the present records of all cells, and the records of other sweep files in the same directory."""
     notes: list[str] = []
     noted = read_records(sweep.output_dir, notes)
     for note in notes:

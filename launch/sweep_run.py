@@ -97,7 +97,7 @@ def make_data(flags: Settings) -> None:
 
 def check_data(output: Path, flags: Settings) -> None:
     """Raises ValueError if a token directory records other flags. Flags that it does not record are not checked."""
-    remedy = "name another output (--set data.output=DIR), or delete it to have it made again"
+    remedy = "give another output (--set data.output=DIR), or delete it to have it made again"
     try:
         recorded = made_with(read_json(output / "meta.json"))
     except (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:

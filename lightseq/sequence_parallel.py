@@ -44,9 +44,9 @@ def make_group(
 ) -> SequenceContext:
     """Makes a group of ranks that share a sequence (default: all ranks); every rank of it passes the same arguments.
 
-    `heads`, `kv_heads` (default: as many) and `head_dim` are those of the model's attention. The schedule is chosen for
+    `heads`, `kv_heads` (default: as many) and `head_dim` describe the model's attention. The schedule is chosen for
     sequences of `length` tokens, but other lengths run too. `device` (default: the current GPU, else the CPU) and
-    `dtype` are those of q, k and v. `options` are fields of `AttentionConfig`, such as `schedule`, `packed` (most
+    `dtype` describe q, k and v. `options` are fields of `AttentionConfig`, such as `schedule`, `packed` (most
     sequences hold several documents) or `windows` (some layers have a sliding window).
 
     Raises TypeError for an unknown option, and ValueError for heads or ranks that the schedule does not support.

@@ -649,7 +649,7 @@ def test_checkpoints_that_will_not_fit_are_refused_or_warned_of(
     assert "about 100.0 MiB, 3 of them 300.0 MiB; " in str(checkpoints.check_disk(output, 100 << 20, 3, 0, config))
     assert checkpoints.check_disk(output, 11 * gib, 0, 0, config) is None, "nothing will be saved"
     with pytest.raises(
-        ValueError, match=r"takes about 11\.0 GiB, but .* has 10\.0 GiB free; free some space, name another"
+        ValueError, match=r"takes about 11\.0 GiB, but .* has 10\.0 GiB free; free some space, give another"
     ):
         checkpoints.check_disk(output, 11 * gib, 1, 0, config)
     warning = checkpoints.check_disk(output, 2 * gib, 6, 0, config)

@@ -159,7 +159,7 @@ def test_a_directory_without_hashes_is_read(tmp_path: Path) -> None:
 def test_data_read_in_another_way_and_old_checkpoints_are_compared_by_examples(tmp_path: Path) -> None:
     path = as_texts(tmp_path / "a.jsonl", [ids[:-1] for ids in rows_of_ids()])
     beforehand, on_access = stream(path), stream(path, lazy=True)
-    told = "compared 16 examples with those of the checkpoint, not all the data: "
+    told = "compared 16 examples with the checkpoint's, not all the data: "
     assert resumes(beforehand, on_access) == (told + "the data was read in another way",)
     state = beforehand.state(1)
     del state["content"]

@@ -78,7 +78,7 @@ def test_overwriting_is_refused_where_it_would_delete_the_model_that_training_st
     model = tmp_path / "run" / "checkpoint-2"
     flags = f"--max_steps 1 --overwrite_output_dir --output_dir {tmp_path}/run --model_name_or_path {model}"
     end = alone(words(files, "run", flags))
-    assert end.status == 2 and "whose checkpoints --overwrite_output_dir deletes; name another" in end.err
+    assert end.status == 2 and "whose checkpoints --overwrite_output_dir deletes; give another" in end.err
     assert find_damage(model) is None
 
 
@@ -268,10 +268,12 @@ def test_a_run_goes_on_with_metrics_that_are_damaged_or_missing(files: Path, tmp
 
 
 def test_a_directory_that_is_not_shared_is_refused_and_a_late_view_is_waited_for(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=f"--output_dir {tmp_path} is not that of rank 0; name one on a file system"):
+    with pytest.raises(
+        ValueError, match=f"--output_dir {tmp_path} is not the directory of rank 0; give one on a file system"
+    ):
         check_shared(tmp_path, "process 1 on here", seconds=0.0)
     (tmp_path / "lock").write_text("process 7 on elsewhere\n")  # of an earlier run on this host
-    with pytest.raises(ValueError, match="is not that of rank 0"):
+    with pytest.raises(ValueError, match="is not rank 0's directory"):
         check_shared(tmp_path, "process 1 on here", seconds=0.0)
     Timer(0.2, (tmp_path / "lock").write_text, ["process 1 on here\nlaunch\n"]).start()
     check_shared(tmp_path, "process 1 on here", seconds=60.0)
@@ -293,5 +295,5 @@ def test_a_full_disk_is_named_with_its_directory(tmp_path: Path, monkeypatch: py
 def test_a_tool_says_at_once_why_its_output_directory_cannot_be_made(tool: str, tmp_path: Path) -> None:
     model = "--model_name_or_path tiny-llama3 --random_init --model_max_length 64"
     done = forked.run(f"-m lightseq {tool} {model} --output_dir /proc/nowhere", tmp_path)
-    line = "error: --output_dir /proc/nowhere cannot be created (No such file or directory); name another directory"
+    line = "error: --output_dir /proc/nowhere cannot be created (No such file or directory); give another directory"
     assert done.returncode == 2 and done.stderr.splitlines() == [line] and not done.stdout

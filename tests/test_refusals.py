@@ -153,16 +153,16 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "output that is a file": (
         "--output_dir {files}/data.pkl",
-        ("data.pkl cannot be written (Not a directory)", "name another"),
+        ("data.pkl cannot be written (Not a directory)", "give another"),
     ),
     "output below a file": (
         "--output_dir {files}/data.pkl/out",
-        ("out cannot be created in {files}/data.pkl (Not a directory)", "name another"),
+        ("out cannot be created in {files}/data.pkl (Not a directory)", "give another"),
     ),
     "output whose name is too long": ("--output_dir {files}/" + 300 * "x", ("File name too long",)),
     "output that cannot be made": (
         "--save_strategy steps --output_dir /proc/no/such",
-        ("/proc/no/such cannot be created in /proc (No such file or directory)", "name another"),
+        ("/proc/no/such cannot be created in /proc (No such file or directory)", "give another"),
     ),
     "nothing to resume": (
         "--output_dir {files}/empty --resume_from_checkpoint True",
@@ -194,7 +194,7 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "a checkpoint without its state": (
         "--resume_from_checkpoint {files}/stateless/checkpoint-1",
-        ("checkpoint-1 is damaged: state/__0_0.distcp is missing", "name another"),
+        ("checkpoint-1 is damaged: state/__0_0.distcp is missing", "give another"),
     ),
     "an optimizer that has no place for what was saved": (
         "--optim sgd --max_steps 3 --resume_from_checkpoint {files}/run/checkpoint-2",

@@ -364,7 +364,7 @@ def test_data_made_with_other_flags_is_refused(tmp_path: Path) -> None:
     meta.write_text('{"tokens": 16}')
     make_data({**flags, "seed": "7"})  # an older one, which does not say
     meta.write_text("[]")
-    with pytest.raises(ValueError, match=r"data: its meta.json cannot be read .*; name another output"):
+    with pytest.raises(ValueError, match=r"data: its meta.json cannot be read .*; give another output"):
         make_data(flags)
 
 

@@ -52,7 +52,7 @@ class BufferLayout:
 
     @property
     def staged_chunks(self) -> int:
-        """Chunks that `stage` writes: those of one rank, once for every head group."""
+        """Chunks that `stage` writes: one rank's, once for every head group."""
         return self.head_groups * self.chunk_count
 
     def packed_shape(self, chunks: int) -> tuple[int, int, int, int]:

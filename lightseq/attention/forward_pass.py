@@ -21,7 +21,7 @@ class ForwardPass:
     comparison: tuple[dist.Work, list[Tensor]] | None = None  # all-gather of every rank's documents
     shared: bool = False  # a deep copy of the model uses the context too; never reset
     gradients_are_averaged_outside: bool = False  # as in trainers, which scale gradients themselves
-    gradient_factor: int = 1  # of the outputs' gradients, where a wrapper such as DDP averages those of parameters
+    gradient_factor: int = 1  # of the outputs' gradients, where a wrapper such as DDP averages parameters' gradients
     averaging_checked: tuple[Any, ...] | None = None  # the wrappers for which `gradient_factor` was found
     announced: bool = False  # the call is in `roll_call` already, from a module around the model
     roll_call: RollCall | None = None  # calls of the ranks; set by `hf.enable`

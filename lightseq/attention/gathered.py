@@ -14,7 +14,7 @@ from lightseq.schedule.table import Schedule
 
 
 class Gathered(NamedTuple):
-    """Gathered q, k and v in one tensor of `gathered_elements`; `kv_heads` are those of k and v (K)."""
+    """Gathered q, k and v in one tensor of `gathered_elements`; k and v have `kv_heads` heads (K)."""
 
     memory: Tensor
     kv_heads: int
@@ -22,7 +22,7 @@ class Gathered(NamedTuple):
     def buffers(
         self, schedule: Schedule, rank: int, layouts: Mapping[str, BufferLayout]
     ) -> dict[tuple[str, int], Buffer]:
-        """Returns packed buffers by item and head group; `layouts` of "q" and "kv" are those of the forward pass."""
+        """Returns packed buffers by item and head group; `layouts` of "q" and "kv" are the forward pass's."""
         found = _arenas(schedule, rank)
         shapes = [layouts[arena.item].packed_shape(len(arena.chunks)) for arena in found]
         pieces = self.memory.split_with_sizes([math.prod(shape) for shape in shapes])

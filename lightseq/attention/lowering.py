@@ -37,7 +37,7 @@ def lower(spec: PassSpec, memory: Tensor, peer_view: Callable[[int, Tensor], Ten
 class _Lowering:
     """Lowering of one pass: finds the memory of everything that it touches.
 
-    `layout` is that of the sequence, `layouts` are those of the items' buffers. The outboxes of all ranks are laid out
+    `layout` is the sequence's, `layouts` are the items' buffers'. The outboxes of all ranks are laid out
     alike, so a view in this rank's outbox also says where data is in another's (`peer_view`).
     """
 

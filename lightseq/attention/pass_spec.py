@@ -23,7 +23,7 @@ BufferLayouts = Mapping[str, BufferLayout]  # by item
 class ChunkSlot(NamedTuple):
     """Place of a chunk and head group of an item in the tensors of the chunk's home rank."""
 
-    chunk: int  # index among those of its rank
+    chunk: int  # index among its rank's chunks
     head_group: int  # of the item
 
 
@@ -54,7 +54,7 @@ class PassSpec:
 
 
 def make_spec(schedule: Schedule, backward: bool, rank: int, layouts: BufferLayouts) -> PassSpec:
-    """Makes the specification of a pass; `layouts` are those of its operands and results."""
+    """Makes the specification of a pass; `layouts` describe its operands and results."""
     parts = _count_parts(schedule, backward, rank, layouts)
     operand_offsets, result_offsets, outbox_bytes = _outbox(schedule, backward, layouts)
     return PassSpec(

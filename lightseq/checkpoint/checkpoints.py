@@ -176,9 +176,9 @@ def read_trainer_state(directory: Path) -> dict[str, Any]:
     try:
         facts = read_json(directory / TRAINER_STATE)
     except ValueError as error:
-        raise ValueError(f"{directory / TRAINER_STATE} is damaged; name another checkpoint") from error
+        raise ValueError(f"{directory / TRAINER_STATE} is damaged; give another checkpoint") from error
     if not isinstance(facts, dict) or type(facts.get("step")) is not int or not 0 <= facts["step"] < 1 << 63:
-        raise ValueError(f"{directory / TRAINER_STATE} has no valid step; name another checkpoint")
+        raise ValueError(f"{directory / TRAINER_STATE} has no valid step; give another checkpoint")
     return facts
 
 
@@ -210,7 +210,7 @@ def check_disk(output_dir: Path, checkpoint_bytes: int, saves: int, existing: in
     if checkpoint_bytes > free:
         raise ValueError(
             f"a checkpoint in --output_dir {output_dir} takes about {_format_bytes(checkpoint_bytes)}, but "
-            f"{free_space}; free some space, name another disk, or give --save_strategy no"
+            f"{free_space}; free some space, give another disk, or give --save_strategy no"
         )
     limit = config.save_total_limit
     # An old checkpoint is deleted only after the new one is saved, so one more than the limit exists for a while.

@@ -76,7 +76,7 @@ def find_checkpoint(
             lambda: _require(is_checkpoint(Path(requested)), f"{requested} is not a checkpoint directory; name one"),
         )
         damage = _damage(Path(requested), world)
-        on_all_ranks(world, lambda: _require(damage is None, f"{requested} is damaged: {damage}; name another"))
+        on_all_ranks(world, lambda: _require(damage is None, f"{requested} is damaged: {damage}; give another"))
         return ResumePoint(Path(requested))
     damaged: tuple[tuple[Path, str], ...] = ()
     candidates = from_rank_0(on_all_ranks(world, lambda: list_checkpoints(output_dir)))
@@ -247,7 +247,7 @@ def restore(directory: Path, model: PreTrainedModel, optimizer: torch.optim.Opti
             rank, (failure, _) = next(iter(error.failures.items()))
             raise ValueError(
                 f"--resume_from_checkpoint {directory} cannot be read (rank {rank}: {first_line(failure)}); "
-                "name another checkpoint"
+                "give another checkpoint"
             ) from error
         raise ValueError(
             f"--resume_from_checkpoint {directory} has 8-bit optimizer states whose blocks cannot be split over "

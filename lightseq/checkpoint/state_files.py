@@ -216,7 +216,7 @@ def restore_rng(path: Path, device: torch.device) -> None:
         if device.type == "cuda" and state["device"] is not None:
             torch.cuda.set_rng_state(torch.tensor(state["device"], dtype=torch.uint8), device)
     except (OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, OverflowError) as error:
-        raise ValueError(f"{path} has no valid random states; name another checkpoint") from error
+        raise ValueError(f"{path} has no valid random states; give another checkpoint") from error
 
 
 def state_tensors(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -46,15 +46,15 @@ def read_index(directory: Path) -> Metadata:
     try:
         found = load_described(path, _check_name)
     except FileNotFoundError as error:
-        raise ValueError(f"{path} is missing; name another checkpoint") from error
+        raise ValueError(f"{path} is missing; give another checkpoint") from error
     except (*PICKLE_ERRORS, OSError) as error:
-        raise ValueError(f"{path} is not a tensor index: {first_line(error)}; name another checkpoint") from error
+        raise ValueError(f"{path} is not a tensor index: {first_line(error)}; give another checkpoint") from error
     try:
         return _rebuild(found, directory)
     except OSError as error:
-        raise ValueError(f"{path} names a missing file ({first_line(error)}); name another checkpoint") from error
+        raise ValueError(f"{path} names a missing file ({first_line(error)}); give another checkpoint") from error
     except ValueError as error:
-        raise ValueError(f"{path} {error}; name another checkpoint") from error
+        raise ValueError(f"{path} {error}; give another checkpoint") from error
 
 
 def _check_name(module: str, name: str) -> None:

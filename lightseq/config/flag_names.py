@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Final
 
 OLDER_SPELLINGS: Final[Mapping[str, str]] = {"evaluation_strategy": "eval_strategy", "set_seed": "seed"}
-# Our flags by those of other programs (transformers, TRL, axolotl, LLaMA-Factory), for suggestions.
+# Our flags by the names that other programs use (transformers, TRL, axolotl, LLaMA-Factory), for suggestions.
 FLAGS_OF_OTHER_PROGRAMS: Final[Mapping[str, str]] = {
     theirs: ours
     for ours, names in {

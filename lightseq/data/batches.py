@@ -269,7 +269,7 @@ class BatchStream:
     def resume_at(self, step: int, state: Mapping[str, Any], checkpoint: Path) -> tuple[BatchStream, tuple[str, ...]]:
         """Returns the stream that continues after `step` steps, and notes. Raises ValueError if the data differs.
 
-        `state` is that of the checkpoint; `checkpoint` names it in errors.
+        `state` comes from the checkpoint; `checkpoint` names it in errors.
         """
         now, flag = self.state(step), f"--resume_from_checkpoint {checkpoint}"
         if other := [key for key in MUST_MATCH if state[key] != now[key]]:
@@ -286,7 +286,7 @@ class BatchStream:
                 "and the same --packing, or start from its weights with --model_name_or_path"
             )
         reason = "the data was read in another way" if "content" in state else "the checkpoint has no hash of it"
-        compared = f"compared {FINGERPRINT_EXAMPLES} examples with those of the checkpoint, not all the data: {reason}"
+        compared = f"compared {FINGERPRINT_EXAMPLES} examples with the checkpoint's, not all the data: {reason}"
         notes = () if comparable or self.content is None else (compared,)
         stream = replace(self, first_step=step, first_sample=state["places"])
         before = state.get("sequences_per_step", state["places"] / max(1, step))  # older checkpoints lack it

@@ -137,7 +137,7 @@ def _allocator_variable() -> str:
 
 
 def _set_allocator_default(prefix: str, setting: str) -> None:
-    """Adds a setting to those of torch's allocators unless the user has given one that begins with `prefix`."""
+    """Adds a setting to torch's allocators unless the user has given one that begins with `prefix`."""
     name = _allocator_variable()
     given = os.environ.get(name, "")
     if prefix not in given:

@@ -1,4 +1,4 @@
-"""Scale and soft cap of logits: those of a language model's head, and the scores of attention."""
+"""Scale and soft cap of logits, in a language model's head and in the scores of attention."""
 
 from dataclasses import dataclass
 from typing import Final

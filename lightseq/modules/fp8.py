@@ -22,7 +22,7 @@ FP8_COMPILE_OPTIONS: Final[dict[str, Any]] = {"emulate_precision_casts": True}
 def check_fp8(recipe: str | None, emulate: bool, sizes: Mapping[str, int], device: torch.device) -> None:
     """Raises ValueError if the recipe cannot run here. Emulated, it runs everywhere.
 
-    `sizes` are those of the layers' weight matrices, by name.
+    `sizes` holds the shapes of the layers' weight matrices by name.
     """
     if recipe is None:
         return

@@ -52,7 +52,7 @@ def product_change(linear: nn.Linear) -> str | None:
     if kind.forward is not nn.Linear.forward:
         return f"is a {kind.__module__}.{kind.__qualname__}"
     if not is_known_code(nn.Linear.forward, ("torch",)):
-        return "has a forward that replaces that of nn.Linear"
+        return "has a forward that replaces nn.Linear's"
     function = nn.functional.linear
     if function is not TORCH_LINEAR and not is_known_code(function, (*KNOWN_CODE, "deepspeed")):  # ZeRO-3 replaces it
         return "calls a function that replaces torch.nn.functional.linear"

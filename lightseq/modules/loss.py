@@ -46,7 +46,7 @@ def token_log_probs(
 ) -> Tensor:  # fmt: skip
     """Returns log p(label) of every token, 0 without a target, with gradients, for logits divided by `temperature`.
 
-    Shaped as the labels, float32 (float64 for float64 inputs); arguments are those of `cross_entropy_sum`. Use that
+    Shaped as the labels, float32 (float64 for float64 inputs); arguments as in `cross_entropy_sum`. Use that
     for a plain sum: here the backward pass computes the logits of each chunk again.
     """
     device = hidden.device.type
@@ -85,7 +85,7 @@ def token_metrics(
 ) -> TokenMetrics:  # fmt: skip
     """Returns log-probabilities with gradients, entropies and hits of all tokens, as trainers log them.
 
-    Arguments are those of `cross_entropy_sum`. `equal_factors` promises that the loss weighs the log-probabilities of
+    Takes the arguments of `cross_entropy_sum`. `equal_factors` promises that the loss weighs the log-probabilities of
     all tokens with a target equally, as a mean does. Then the forward pass computes the gradients too, which saves the
     fourth matrix product of `token_log_probs`. A loss that breaks the promise gets NaN gradients.
     """

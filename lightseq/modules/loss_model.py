@@ -41,8 +41,8 @@ class LossModel(nn.Module):
     ) -> Tensor:
         """Returns the sum of -log p(label) over this rank's valid labels.
 
-        ids, positions and labels are (batch, local sequence), labels shifted. `documents` are those of a packed
-        sequence. With `read`, as in evaluations, its result is returned instead.
+        ids, positions and labels are (batch, local sequence), labels shifted. `documents`
+        describes a packed sequence. With `read`, as in evaluations, its result is returned instead.
         """
         packed = {} if documents is None else {"documents": documents}  # only some models take the argument
         output = self.model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **packed)

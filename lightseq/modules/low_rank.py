@@ -139,7 +139,7 @@ def adapter_in_use(module: Any) -> bool:
 
 
 class RoundedOnce:
-    """Mark of a class of peft's linears whose forward is that of `lora_linear`."""
+    """Mark of a class of peft's linears whose forward is `lora_linear`."""
 
 
 def bias_of(module: Any) -> Tensor | None:

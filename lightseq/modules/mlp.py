@@ -193,7 +193,7 @@ def _gated_mlp_backward(
     trains: Sequence[bool],
     tile_tokens: int,
 ) -> list[Tensor]:
-    """Returns the gradient of x and those of the tensors that train, in order. `stored` is gate and up, or empty."""
+    """Returns the gradients of x and of the tensors that train, in order. `stored` is gate and up, or empty."""
     linears = _unflatten_linears(tensors, scales)
     gate_IH, up_IH, down_HI = linears
     dx = torch.empty(x_NH.shape, dtype=x_NH.dtype, device=x_NH.device)

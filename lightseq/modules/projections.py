@@ -49,7 +49,7 @@ def _storing_class(kind: type[nn.Module]) -> type[nn.Module]:
 
 @torch.library.custom_op("lightseq::linear_stored", mutates_args=())
 def _linear_stored(x_NI: Tensor, tensors: Sequence[Tensor], scale: float) -> Tensor:
-    """Applies a linear; `tensors` are those of its LinearWeights."""
+    """Applies a linear; `tensors` are `LinearWeights.tensors`."""
     (y_NO,) = reuse_or_compute(lambda: (LinearWeights.from_tensors(tensors, scale).forward(x_NI),))
     return y_NO
 

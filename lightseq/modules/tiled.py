@@ -245,7 +245,7 @@ def heads_of_tile(slices: Sequence[Tensor], rows: slice) -> Tensor:
 
 
 def out_gradient(layer: Any, heads: HeadSlice | None, dresidual_BSH: Tensor, out_BSND: Tensor) -> Tensor:
-    """Returns the gradient of attention's output for a slice of heads, from that of the sum of residual and output."""
+    """Returns the gradient of attention's output for a slice of heads, from the gradient of residual plus output."""
     if heads is not None:
         dy_TH = dresidual_BSH.flatten(0, 1)
         dout_TI = dy_TH.new_empty(len(dy_TH), heads.output.weight.shape[1])
@@ -258,7 +258,7 @@ def out_gradient(layer: Any, heads: HeadSlice | None, dresidual_BSH: Tensor, out
 
 
 class _Layer(torch.autograd.Function):
-    """Tiled layer, whose backward pass runs tile by tile before and after that of attention."""
+    """Tiled layer. Its backward pass runs tile by tile before and after attention's."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tiled: _TiledCall, *_parameters: Tensor) -> Tensor:  # type: ignore[override]
@@ -300,7 +300,7 @@ class _ParameterGradients:
     def backward(
         self, function: Callable[..., Any], x: Tensor, constants: list[Tensor], gradients: list[Tensor]
     ) -> Tensor:
-        """Returns the gradient of x, and adds those of the parameters to the sums."""
+        """Returns the gradient of x, and adds the gradients of the parameters to the sums."""
         x = x.detach().requires_grad_()
         with torch.enable_grad():
             made = function(x, *constants)

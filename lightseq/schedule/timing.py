@@ -42,7 +42,7 @@ class Rates:
 # -512k.jsonl: layers of 32/8 heads of 128 in bfloat16, kernel fa4, four H200 of one host. Points bound by the host are
 # left out: at 16K all but ulysses and prefix with one head group. The points do not separate the link, memory and merge
 # rates: predicted times hold, single rates need not. The network (400 Gb/s per GPU, 90% used) and NCCL's are assumed.
-# The launches are those of striped at 4K on two H100 (benchmarks/results/attention-2xh100-schedules.jsonl).
+# The launches are measured for striped at 4K on two H100 (benchmarks/results/attention-2xh100-schedules.jsonl).
 H200_SYMMETRIC = Rates(
     flops_per_second=619e12,
     call_seconds=0.12e-3,

@@ -1,6 +1,6 @@
 """Work and traffic of a schedule, step by step, as counts that hold for any length and head size.
 
-The counts equal those of the table, but come from the tiles of Ulysses groups, without making moves: a table for a
+The counts equal the table's, but come from the tiles of Ulysses groups, without making moves: a table for a
 thousand ranks has millions of moves. Long runs of equal steps are sampled.
 """
 
@@ -179,7 +179,7 @@ class _TrafficCounter:
         return np.stack(gathered, axis=1)
 
     def add_results(self, t: int, count: int) -> None:
-        """Adds the results of `count` steps like step t to those of the groups that reduce them."""
+        """Counts step t's results `count` times, for the groups that reduce them."""
         row = self.row(t)
         for i, (_, chunk, heads) in enumerate((row.q, row.kv)):
             now = np.bincount(heads * self.chunks + chunk, minlength=self.head_groups * self.chunks)

@@ -27,7 +27,7 @@ MAX_EXCESS = 0.02  # of the tokens fetched, over those that the window needs
 def windowed_schedule(schedule: Schedule, boundaries: tuple[int, ...], window: int, *, packed: bool) -> Schedule:
     """Makes the schedule's table for one sequence whose layers have a window.
 
-    `boundaries` are those of documents, or (0, padded length). A `packed` sequence keeps the layout of its documents,
+    `boundaries` separate documents, or are (0, padded length). A `packed` sequence keeps the layout of its documents,
     also if there is only one. Raises ValueError for a schedule that computes parts of a query's keys in different
     tiles.
     """

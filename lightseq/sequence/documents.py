@@ -21,7 +21,7 @@ class Documents:
 
     boundaries: Tensor  # int64 on the CPU; the end repeats up to a few sizes, so that shapes rarely change
     layout: Layout
-    count: int  # documents without those of padding
+    count: int  # of documents, padding left out
 
     @property
     def padded_boundaries(self) -> tuple[int, ...]:

@@ -81,7 +81,7 @@ def make_sequence_group(
 
     Every rank of the group passes the same arguments. Ranks that make the same groups in the same order give them the
     same names. Compiled graphs contain the name and torch's disk cache looks them up by it, so `stem`, its beginning,
-    must determine all shapes of operators (default: those of the layout).
+    must determine all shapes of operators (default: the layout's).
     """
     stem = stem or _stem(layout)
     group = SequenceGroup(

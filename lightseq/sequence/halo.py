@@ -24,8 +24,8 @@ MAX_PLANS = 16  # cached; each keeps index tensors on the device, and packed seq
 def tokens_before(group: SequenceGroup, x_BS: Tensor, count: int, documents: Documents | None = None) -> Tensor:
     """Returns the `count` tokens directly before each of this rank's fragments: (B, F, C, ...).
 
-    x is this rank's part (B, S, ...) of a sequence in the group's layout, or in that of the documents. Tokens before
-    the start of the sequence, or before that of the document in which a fragment starts, are zeros. Every rank of the
+    x is this rank's part (B, S, ...) of a sequence in the group's layout, or in the documents' layout. Tokens before
+    the start of the sequence, or of the document in which a fragment starts, are zeros. Every rank of the
     group must call it, forward and backward. Raises ValueError for a part that does not fit the layout.
     """
     _check(group, x_BS, count, documents)
@@ -88,7 +88,7 @@ class _Plan:
         return self._exchange(rows, group, self.sent_counts, self.received_counts)
 
     def exchange_back(self, rows: Tensor, group: SequenceGroup) -> Tensor:
-        """Sends the gradients of received rows (B, received, ...), and returns those of sent ones."""
+        """Sends the gradients of received rows (B, received, ...), and returns the gradients of sent rows."""
         return self._exchange(rows, group, self.received_counts, self.sent_counts)
 
     def _exchange(self, rows: Tensor, group: SequenceGroup, sends: list[int], receives: list[int]) -> Tensor:
@@ -148,7 +148,7 @@ def _plan(
 
 
 def _positions_before(tokens: Tensor, count: int, edges: Tensor) -> Tensor:
-    """Returns the `count` positions before each token, in rising order; -1 for those of another document."""
+    """Returns the `count` positions before each token, in rising order; -1 for positions in another document."""
     before = tokens.unsqueeze(-1) - torch.arange(count, 0, -1)
     starts = edges[torch.searchsorted(edges, tokens, right=True) - 1]
     return before.masked_fill(before < starts.unsqueeze(-1), -1)

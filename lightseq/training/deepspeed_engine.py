@@ -151,7 +151,7 @@ class DeepSpeedEngine:
         skipped = self._engine.skipped_steps
         self._engine.step()
         norm, nonfinite = self._engine.get_global_grad_norm(), -1
-        if self._engine.skipped_steps > skipped:  # the norm is None or that of an earlier step
+        if self._engine.skipped_steps > skipped:  # the norm is None or an earlier step's
             norm, nonfinite = float("nan"), UNKNOWN_PARAMETER
         norm = torch.as_tensor(norm, device=self._world.device)
         return Update(norm, torch.full_like(norm, nonfinite, dtype=torch.int64))
@@ -185,12 +185,12 @@ class DeepSpeedEngine:
         check_harmless(checkpoint_directory / STATE)  # DeepSpeed would unpickle any class
         flags = [{name: group[name] for name in FROM_FLAGS if name in group} for group in self.optimizer.param_groups]
         found, _ = self._engine.load_checkpoint(str(checkpoint_directory / STATE), tag=TAG)
-        # DeepSpeed replaces the settings of the parameter groups with those of the checkpoint.
+        # DeepSpeed replaces the settings of the parameter groups with the checkpoint's.
         for group, values in zip(self.optimizer.param_groups, flags, strict=True):
             group.update(values)
         if found is None:
             raise ValueError(
-                f"--resume_from_checkpoint {checkpoint_directory}: {STATE}/ is missing; name another checkpoint"
+                f"--resume_from_checkpoint {checkpoint_directory}: {STATE}/ is missing; give another checkpoint"
             )
 
     def facts(self) -> dict[str, Any]:
@@ -204,7 +204,7 @@ def load_restricted(path: str, map_location: Any = None) -> Any:
         with torch.serialization.safe_globals(allowed):
             return torch.load(path, map_location=map_location, weights_only=True)
     except (*PICKLE_ERRORS, RuntimeError) as error:
-        raise ValueError(f"{path} cannot be read ({first_line(error)}); name another checkpoint") from error
+        raise ValueError(f"{path} cannot be read ({first_line(error)}); give another checkpoint") from error
 
 
 def check_harmless(state: Path) -> None:
@@ -215,10 +215,10 @@ def check_harmless(state: Path) -> None:
         try:
             unexpected = set(torch.serialization.get_unsafe_globals_in_checkpoint(path)) - ALLOWED_CLASSES
         except (*PICKLE_ERRORS, RuntimeError) as error:
-            raise ValueError(f"{path} cannot be read ({first_line(error)}); name another checkpoint") from error
+            raise ValueError(f"{path} cannot be read ({first_line(error)}); give another checkpoint") from error
         if unexpected:
             raise ValueError(
-                f"{path} contains {min(unexpected)}, which DeepSpeed does not save; name another checkpoint"
+                f"{path} contains {min(unexpected)}, which DeepSpeed does not save; give another checkpoint"
             )
 
 

@@ -210,7 +210,7 @@ def _resume_stream(stream: BatchStream, resume_from: Path | None) -> tuple[Batch
     data: dict[str, Any] = found if isinstance(found, dict) else {}
     needed = stream.state(0).keys() - {"sequences_per_step", "fingerprint", "content"}  # missing in older checkpoints
     if not all(isinstance(data.get(key), int) for key in needed) or not isinstance(data.get("content", ""), str):
-        raise ValueError(f"--resume_from_checkpoint {resume_from} has no position in the data; name another checkpoint")
+        raise ValueError(f"--resume_from_checkpoint {resume_from} has no position in the data; give another checkpoint")
     return stream.resume_at(facts["step"], data, resume_from)
 
 
@@ -222,7 +222,7 @@ def _collect_notes(
     check_notes: Notes,
     documents: DocumentLengths | None,
 ) -> Notes:
-    """Returns the lines to print at the start. `check_notes` are those of the checks of flags and checkpoint."""
+    """Returns the lines to print at the start. `check_notes` come from the checks of flags and checkpoint."""
     stream, total_steps, resume_from = streams.training, streams.total_steps, resume_point.path
     notes = stream.examples.notes + (streams.evaluation.examples.notes if streams.evaluation else ())
     notes += tuple(f"warning: passed over {path}: {damage}" for path, damage in resume_point.damaged)
@@ -306,7 +306,7 @@ def fetch_weights(model: FoundModel, world: World, verified: Path | None = None)
 
 
 def tokenizer_directory(model: FoundModel, directory: Path | None) -> Path | None:
-    """Returns the directory of the tokenizer: that of the weights, or the one given by --tokenizer; None for `byte`."""
+    """Returns the tokenizer's directory: the weights' own, or the one given by --tokenizer; None for `byte`."""
     named = model.tokenizer
     if named == ByteTokenizer.name or named is None:
         return None

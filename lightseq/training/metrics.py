@@ -21,7 +21,7 @@ EVENTS = ".lightseq"  # suffix of our TensorBoard files; other programs write in
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One logged step. Times and loss are means over the steps since the last record; memory is that of the worst rank.
+    """One logged step. Times and loss are means over the steps since the last record; memory is the worst rank's.
 
     The loss excludes steps without a target.
     """

@@ -58,7 +58,7 @@ def check_output_dir(output_dir: Path, config: TrainConfig, resume_point: Resume
         _check_inputs_survive(output_dir, config)
     if holds_run and not may_hold_run:
         raise ValueError(
-            f"--output_dir {output_dir} already holds a run; name another, continue it with "
+            f"--output_dir {output_dir} already holds a run; give another, continue it with "
             "--resume_from_checkpoint True, or replace it with --overwrite_output_dir"
         )
     parent = next(p for p in (output_dir, *output_dir.absolute().parents) if p.exists())
@@ -74,7 +74,7 @@ def _check_inputs_survive(output_dir: Path, config: TrainConfig) -> None:
         if value and any(Path(value).resolve().is_relative_to(path) for path in checkpoints_here):
             raise ValueError(
                 f"--{flag} {value} is in --output_dir {output_dir}, whose checkpoints --overwrite_output_dir deletes; "
-                "name another --output_dir"
+                "give another --output_dir"
             )
 
 
@@ -129,7 +129,7 @@ def lock_directory(output_dir: Path, world: World) -> TextIO:
     except BlockingIOError as error:
         owner = lock_owner(output_dir).strip() or "another run"
         lock_file.close()
-        raise ValueError(f"--output_dir {output_dir} is being written to by {owner}; name another directory") from error
+        raise ValueError(f"--output_dir {output_dir} is being written to by {owner}; give another directory") from error
     except OSError as error:
         raise ValueError(
             f"--output_dir {output_dir} cannot be locked ({error.strerror}), so two runs could write into it; name a "
@@ -151,7 +151,7 @@ def name_unwritable(output_dir: Path, action: str = "written") -> Iterator[None]
         yield
     except OSError as error:
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        remedy = "free some space, or name another one" if is_full else "name another directory"
+        remedy = "free some space, or give another one" if is_full else "give another directory"
         raise ValueError(f"--output_dir {output_dir} cannot be {action} ({error.strerror}); {remedy}") from error
 
 
@@ -163,8 +163,8 @@ def check_shared(output_dir: Path, owner: str, seconds: float) -> None:
     """
     if not checkpoints.wait_until(lambda: lock_owner(output_dir) == owner, output_dir, seconds):
         raise ValueError(
-            f"--output_dir {output_dir} is not that of rank 0; name one on a file system that all hosts share, or "
-            "give --save_strategy no"
+            f"--output_dir {output_dir} is not rank 0's directory; give one on a file system that all hosts share, "
+            "or --save_strategy no"
         )
 
 
@@ -195,7 +195,7 @@ def _check_lock(lock_file: TextIO, output_dir: Path) -> None:
     if first and not first.startswith("process "):
         lock_file.close()
         raise ValueError(
-            f"--output_dir {output_dir} has a file {LOCK} that no run wrote; move it, or name another directory"
+            f"--output_dir {output_dir} has a file {LOCK} that no run wrote; move it, or give another directory"
         )
 
 

@@ -93,7 +93,7 @@ def check_layers(config: TrainConfig, architecture: Architecture) -> None:
             f"{architecture.name} has weights outside linear layers, as a mixture of experts does "
             f"({architecture.outside_linears[0]}); {OWN_LOOP}"
         )
-    if architecture.layers_share_keys:  # a checkpoint of some layers cannot recompute those of others
+    if architecture.layers_share_keys:  # a checkpoint of some layers cannot recompute the keys of others
         raise ValueError(f"{architecture.name} has layers that share keys and values; {OWN_LOOP}")
     if config.tiles_layers:
         for kind in kinds:
@@ -101,7 +101,7 @@ def check_layers(config: TrainConfig, architecture: Architecture) -> None:
     if config.group_size > 1 and not architecture.layers_share_inputs:
         raise ValueError(
             f"--layers_per_checkpoint {config.group_size} needs layers that get the same arguments, such as RoPE, but "
-            f"those of {architecture.name} do not; leave it out"
+            f"{architecture.name}'s do not; leave it out"
         )
     if architecture.has_windows(config.model_max_length):
         choose_windowed(ScheduleChoice(config.schedule))

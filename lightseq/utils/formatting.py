@@ -61,7 +61,7 @@ def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list
 
 
 def differences(everyone: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Describes entries that differ from those of rank 0, with the ranks."""
+    """Describes entries that differ from rank 0's, with the ranks."""
     found: dict[tuple[str, str, str], list[int]] = {}
     for rank, theirs in enumerate(everyone):
         for name in sorted({*theirs, *everyone[0]}):

@@ -97,7 +97,7 @@ class Kernel(Protocol):
 class SoftCapKernel(Protocol):
     """Interface of a kernel that can cap scaled scores s softly, cap * tanh(s / cap), before the mask (Gemma 2).
 
-    Its log-sum-exp is that of the capped scores.
+    Its log-sum-exp is taken over the capped scores.
     """
 
     def with_softcap(self, softcap: float) -> Self:

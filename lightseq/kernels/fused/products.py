@@ -1,4 +1,4 @@
-"""Matrix products in a wider dtype than that of their factors."""
+"""Matrix products in a wider dtype than their factors'."""
 
 import torch
 from torch import Tensor

@@ -63,7 +63,7 @@ MEMORY_SHARE = 0.75  # GPU memory traffic (traces: compiled elementwise 0.80, Ad
 PEER_SHARE = 0.43  # a collective between GPUs beside running kernels (traces)
 NETWORK_RATE = 45e9  # bytes per second to other hosts: 400 Gb/s per GPU, nine tenths used (assumed)
 HOST_LINK_SHARE = 0.8  # copies to and from pinned memory (assumed)
-# Traffic of element-wise kernels over that of their graph, fitted to the steps that tests/test_plan_steps.py reads.
+# Traffic of element-wise kernels over their graph's, fitted to the steps that tests/test_plan_steps.py reads.
 ELEMENTWISE_TRAFFIC: Mapping[bool, float] = {False: 1.36, True: 1.0}
 NORM: Mapping[bool, int] = {False: 18, True: 2}  # elements of the hidden size that the forward pass of a norm moves
 TILED_MLP: Mapping[bool, int] = {False: 8, True: 12}  # elements of its width that an MLP over tiles moves (same steps)
