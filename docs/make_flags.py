@@ -47,7 +47,7 @@ logging:
   save_strategy: no         # read as the word no, as on the command line
 ```
 ```
-python3 -m torch.distributed.run --nproc_per_node=4 llama3/train.py --config run.yaml --learning_rate 1e-5
+lightseq train --config run.yaml --learning_rate 1e-5
 ```
 
 A value is the text that would follow the flag: `no`, `10:12`, `128K` and `2e-5` need no quotes. `rope_scaling` and
@@ -56,7 +56,7 @@ without a default unset. `verify` takes `--data_path` and `--output_dir` from th
 
 The file may also be the `run.json` of an earlier run, to continue or repeat it:
 ```
-python3 -m torch.distributed.run --nproc_per_node=4 llama3/train.py --config outputs/books/run.json \\
+lightseq train --config outputs/books/run.json \\
     --output_dir outputs/again
 ```
 {groups}
