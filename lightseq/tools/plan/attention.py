@@ -1,6 +1,6 @@
 """Predicts the time of one attention layer, forward and backward, on clusters of different sizes.
 
-python3 -m lightseq plan --attention --gpus 1,8,64 --gpus_per_host 8 --length 1M --output outputs/plan.jsonl
+lightseq plan --attention --gpus 1,8,64 --gpus_per_host 8 --length 1M
 """
 
 import argparse
@@ -44,7 +44,7 @@ def parser() -> Parser:
     out.add_argument("--kv_heads", type=count_flag, default=8, help="key/value heads (default: 8)")
     out.add_argument("--head_dim", type=count_flag, default=128, help="head dimension (default: 128)")
     out.add_argument("--schedules", default="all", help=f"all, or a list of {', '.join(SCHEDULES)}")
-    out.add_argument("--output", type=Path, required=True, metavar="FILE", help="JSONL file for the predictions")
+    out.add_argument("--output", type=Path, metavar="FILE", help="write the predictions to this JSONL file too")
     return out
 
 
@@ -67,12 +67,14 @@ def _predict(args: argparse.Namespace, command: str) -> None:
         "rates": {name: asdict(value) for name, value in RATES.items()},
     }
     records = list(predictions(shape, args.gpus_per_host, gpus, schedules))
-    _write(args.output, [header, *records])
+    if args.output is not None:
+        _write(args.output, [header, *records])
     print("\n".join(_table(records)))
     print("*: the fastest for that number of GPUs")
     for record in filter(itemgetter("skipped"), records):
         print(f"left out for {record['gpus']} GPUs: {record['skipped']}")
-    print(f"records  {args.output}")
+    if args.output is not None:
+        print(f"records  {args.output}")
 
 
 def predictions(
