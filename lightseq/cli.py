@@ -52,6 +52,7 @@ COMMANDS: Mapping[str, Command] = {
         "lightseq.tools.plan.command", "predicts memory and step time; with --attention, for one attention layer"
     ),
     "evaluate": Command("lightseq.tools.evaluate.command", "measures loss by position, or retrieval", on_ranks=True),
+    "generate": Command("lightseq.tools.generate", "continues prompts with a trained model"),
     "merge": Command("lightseq.tools.merge", "merges a LoRA adapter (trained with --lora_rank) into its model"),
     "schedule": Command("lightseq.tools.schedule", "validates an attention schedule and draws its table"),
 }

@@ -114,6 +114,14 @@ def write_token_directory(
     return meta
 
 
+def made_with(path: Path) -> str | None:
+    """Returns the name of the tokenizer that made a token directory; None for other data, and if it is not recorded."""
+    if not (path / META).is_file():
+        return None
+    name = read_json(path / META).get("tokenizer")
+    return name if isinstance(name, str) else None
+
+
 class _HashedFile:
     """File that is hashed while it is written."""
 

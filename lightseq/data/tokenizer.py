@@ -22,6 +22,7 @@ from lightseq.utils.formatting import first_line
 
 TextPart = tuple[str, bool]  # text, and whether it is a target
 TargetMask = NDArray[np.bool_]
+BYTE_TOKENIZER_BYTES: Final = 2**16  # most bytes of tokenizer.json of the tokenizer of bytes
 VOCABULARY_FILES: Final = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 # Words, numbers, whitespace, code, and scripts that tokenizers split in different ways.
 SAMPLE_TEXTS: Final = (
@@ -79,6 +80,17 @@ class Tokenizer(Protocol):
     def decode(self, ids: Iterable[int]) -> str: ...
 
 
+def _byte_vocabulary() -> dict[str, int]:
+    """Returns the bytes by the characters that stand for them in tokenizers of bytes, since GPT-2."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+BYTE_VOCABULARY: Final = _byte_vocabulary()
+END_OF_DOCUMENT: Final = "<|endoftext|>"  # id 256 of the tokenizer of bytes
+
+
 @dataclass(frozen=True)
 class ByteTokenizer:
     """Tokenizer of UTF-8 bytes, ids 0 to 255; id 256 ends a document."""
@@ -117,6 +129,18 @@ class ByteTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(int(i) for i in ids if i < 256).decode("utf-8", errors="replace")
+
+    def save_pretrained(self, directory: Path) -> None:
+        """Writes files from which `AutoTokenizer` loads the same tokenizer."""
+        import tokenizers
+        from transformers import PreTrainedTokenizerFast  # takes seconds to import
+
+        made = tokenizers.Tokenizer(tokenizers.models.BPE(BYTE_VOCABULARY, merges=[]))
+        made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        made.decoder = tokenizers.decoders.ByteLevel()
+        end = tokenizers.AddedToken(END_OF_DOCUMENT, special=True, normalized=False)
+        made.add_special_tokens([end])
+        PreTrainedTokenizerFast(tokenizer_object=made, eos_token=END_OF_DOCUMENT).save_pretrained(directory)
 
 
 def placeholder_tokenizer(vocab_size: int) -> Tokenizer:
@@ -278,6 +302,8 @@ def load_tokenizer(name: str, chat_template: str | None = None) -> Tokenizer:
             f"tokenizer {name} is not a local directory and cannot be fetched from the hub ({reason}); check the id "
             "and the network, or give a directory, or byte"
         )
+    if template is None and _is_byte_tokenizer(Path(name)):
+        return ByteTokenizer(name)
     from transformers import AutoTokenizer  # takes seconds to import; `byte` does not need it
 
     with readable_tokenizer(name):
@@ -286,6 +312,18 @@ def load_tokenizer(name: str, chat_template: str | None = None) -> Tokenizer:
         _replace_chat_template(backend, template)
     # Not len(backend), because ids may have gaps.
     return PretrainedTokenizer(name, max(backend.get_vocab().values()) + 1, backend, template is not None)
+
+
+def _is_byte_tokenizer(directory: Path) -> bool:
+    """Returns whether a directory holds what `ByteTokenizer.save_pretrained` writes."""
+    file = directory / "tokenizer.json"
+    if not file.is_file() or file.stat().st_size > BYTE_TOKENIZER_BYTES:
+        return False
+    try:
+        model = json.loads(read_text(file))["model"]
+        return model["vocab"] == BYTE_VOCABULARY and not model["merges"]
+    except (ValueError, LookupError, TypeError, OSError):
+        return False  # damaged files are refused by their own parser
 
 
 def _replace_chat_template(backend: Any, template: str) -> None:

@@ -20,6 +20,7 @@ from lightseq.data.content import hash_content
 from lightseq.data.examples import Examples
 from lightseq.data.packing import PackedExamples, open_packed
 from lightseq.data.sources import ReadOptions, holds_rows, split_columns
+from lightseq.data.token_directory import made_with
 from lightseq.data.tokenizer import ByteTokenizer, read_chat_template
 from lightseq.distributed.parallel_dims import ParallelDims, parallel_dims
 from lightseq.distributed.world import World, check_devices
@@ -64,6 +65,7 @@ class Inputs:
     lora: Lora | None = None  # None: all weights are trained
     documents: DocumentLengths | None = None  # None: rows are not packed
     tokenizer: Path | None = None  # directory of the tokenizer to save with checkpoints
+    bytes_are_tokens: bool = False  # the tokenizer of bytes is saved with checkpoints
     chat_template: str | None = None  # to save instead of the tokenizer's
 
     @property
@@ -128,6 +130,7 @@ def prepare(config: TrainConfig, family: ModelFamily, world: World, resume_point
         lora=model.lora,
         documents=documents,
         tokenizer=tokenizer_directory(model, directory) if config.save_strategy != "no" else None,
+        bytes_are_tokens=(model.tokenizer or made_with(Path(config.data_path))) == ByteTokenizer.name,
         chat_template=read_chat_template(config.chat_template) if config.chat_template is not None else None,
     )
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from lightseq.checkpoint import checkpoints, state_files
 from lightseq.checkpoint.saver import CheckpointSaver, SaveError
 from lightseq.config.optimizers import NO_STATE, OPTIMIZERS
+from lightseq.data.tokenizer import ByteTokenizer
 from lightseq.distributed.environment import secrets
 from lightseq.distributed.world import exit_process, report_error
 from lightseq.models import adapters, weights
@@ -98,7 +99,7 @@ class Saving:
         whole = self._engine.full_parameters()
         try:
             self._write_pretrained(directory, chain(whole, weights.stored_buffers(self._engine.model).items()))
-            self._write_chat_template(directory)
+            self._write_tokenizer(directory)
         finally:
             for _ in whole:  # after a failed write, still takes part in the collectives of the other ranks
                 pass
@@ -114,16 +115,20 @@ class Saving:
         else:
             buffers = state_files.read_full_tensors(state, state_files.BUFFER)
             self._write_pretrained(directory, chain(whole, buffers))
-        self._write_chat_template(directory)
+        self._write_tokenizer(directory)
 
     def _write_pretrained(self, directory: Path, whole: Iterable[tuple[str, Tensor]]) -> None:
         weights.save_pretrained(
             self._engine.model, directory, self._dtype, self._inputs.tokenizer, whole, trained_from=self._inputs.weights
         )
 
-    def _write_chat_template(self, directory: Path) -> None:
-        """Writes the template of --chat_template to the file that takes precedence over the tokenizer's settings."""
-        if self._world.is_main and self._inputs.chat_template is not None:
+    def _write_tokenizer(self, directory: Path) -> None:
+        """Writes the tokenizer of bytes, and --chat_template to the file that takes precedence over the settings."""
+        if not self._world.is_main:
+            return
+        if self._inputs.bytes_are_tokens:
+            ByteTokenizer().save_pretrained(directory)
+        if self._inputs.chat_template is not None:
             (directory / weights.CHAT_TEMPLATE).write_text(self._inputs.chat_template, encoding="utf-8")
 
     @contextmanager

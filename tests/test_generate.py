@@ -1,0 +1,82 @@
+"""Continuations of prompts, and the tokenizer of bytes in the files of a checkpoint."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from lightseq.cli import main
+from lightseq.data.tokenizer import ByteTokenizer, load_tokenizer
+
+TEXTS = ("def f(x):\n    return x\t# naïve 你好 😀", "\x00\x7f <|im_end|> ¡\u00ad¿", "")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    LlamaForCausalLM(LlamaConfig(vocab_size=300, **sizes)).save_pretrained(path)
+    ByteTokenizer().save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_the_tokenizer_of_bytes_is_one_of_hugging_face_too(checkpoint: Path, text: str) -> None:
+    plain, saved = ByteTokenizer(), AutoTokenizer.from_pretrained(checkpoint)
+    assert saved(text)["input_ids"] == plain.encode_part(text).tolist()
+    assert saved.decode([*plain.encode_part(text), 256], skip_special_tokens=True) == text
+    assert saved.eos_token_id == plain.end_of_document and len(saved) == plain.vocab_size
+
+
+def test_the_saved_tokenizer_is_known_again(checkpoint: Path) -> None:
+    loaded = load_tokenizer(str(checkpoint))
+    assert isinstance(loaded, ByteTokenizer) and loaded.fingerprint == ByteTokenizer().fingerprint
+
+
+def test_prompts_are_continued_as_by_transformers(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--prompt", "one", "--prompt", "two", "--max_new_tokens", "8", "--temperature", "0"]
+    assert main(["generate", str(checkpoint), *words]) == 0
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(checkpoint), AutoTokenizer.from_pretrained(checkpoint)
+    expected = ""
+    for prompt in ("one", "two"):
+        ids = model.generate(
+            **tokenizer(prompt, return_tensors="pt", return_token_type_ids=False),
+            max_new_tokens=8, do_sample=False, eos_token_id=[2, 256], pad_token_id=256,
+        )  # fmt: skip
+        expected += tokenizer.decode(ids[0], skip_special_tokens=True) + "\n"
+    assert capsys.readouterr().out == expected
+
+
+def test_sampling_repeats_with_a_seed(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = []
+    for seed in ("1", "1", "2"):
+        assert main(["generate", str(checkpoint), "--prompt", "a", "--max_new_tokens", "16", "--seed", seed]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2]
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["nowhere", "--prompt", "a"], "nowhere is not a model that transformers can load: "),
+        (["{}", "--prompt", ""], "--prompt is empty; give at least one word"),
+        (["{}", "--prompt", "a", "--temperature", "-1"], "--temperature -1.0 is below 0; give 0 or more"),
+        (["{}", "--prompt", "a", "--top_p", "2"], "--top_p 2.0 is not a share; give a number above 0, at most 1"),
+    ],
+)
+def test_invalid_input_is_one_line(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str], error: str
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert main(["generate", *(word.format(checkpoint) for word in words)]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"error: {error}") and shown.count("\n") == 1
+
+
+def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    LlamaForCausalLM(LlamaConfig(vocab_size=300, **sizes)).save_pretrained(tmp_path)
+    assert main(["generate", str(tmp_path), "--prompt", "a"]) == 2
+    assert capsys.readouterr().err == f"error: {tmp_path} has no tokenizer; add one with its save_pretrained\n"
