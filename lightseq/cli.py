@@ -44,8 +44,8 @@ COMMANDS: Mapping[str, Command] = {
     "verify": Command(
         "lightseq.tools.verify.command",
         "compares distributed loss and gradients with one process",
-        "Compares loss and gradients of a few layers with one process, each kernel with float64, and every transfer "
-        "byte by byte. Takes the flags of training; without --data_path it uses synthetic data.",
+        "Compares loss and gradients of a few layers with one process, the attention kernel with float64, and every "
+        "byte of a transfer. Takes the flags of training; without --data_path it uses synthetic data.",
         on_ranks=True,
     ),
     "plan": Command(
