@@ -31,7 +31,7 @@ NEWEST := 'torch==2.13.0' 'transformers<6'
 
 help:
 	@echo "make install    install lightseq and what it needs into .venv"
-	@echo "make train      install, make data, train tiny-llama3 on every GPU here (or 2 CPU processes), draw the curves"
+	@echo "make train      install, make data, train tiny-llama3 on every GPU here (or 2 CPU processes), draw the curves, write text"
 	@echo "                STEPS=$(STEPS) LENGTH=$(LENGTH) OUTPUT=$(OUTPUT) NPROC=(default: one per GPU, else 2)"
 	@echo "make test       install what tests need, run the quick tests on the CPU (about ten minutes on 2 cores); ARGS='-k name' goes to pytest"
 	@echo "make test-all   all tests that need no GPU"
@@ -82,6 +82,8 @@ train: $(READY) data/stdlib/meta.json
 	    --output_dir "$(OUTPUT)" --overwrite_output_dir $$bf16
 	@echo "draw: curves from $(OUTPUT)/metrics.jsonl"
 	@$(RUN) -m analysis "$(OUTPUT)"
+	@echo "generate: what the model writes after 'def '"
+	@$(RUN) -m lightseq generate "$(OUTPUT)/checkpoint-$(STEPS)" --prompt "def " --max_new_tokens 200
 
 # Three files at a time on two cores, for some tests wait without computing. In the order of tests/conftest.py.
 test: $(TESTS)

@@ -332,6 +332,8 @@ def is_quick(program: Sequence[str], folder: Path) -> bool:
             return True
         case ("-m", "lightseq", "plan", *_):
             return "/" not in value.get("--model_name_or_path", "")
+        case ("-m", "lightseq", "generate", checkpoint, *_):
+            return (folder / checkpoint).is_dir()
         case ("-m", "lightseq", "verify", *_):
             return value["--model_name_or_path"].startswith("tiny")
         case ("-m", "data_gen", "synthetic", *_):

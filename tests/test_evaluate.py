@@ -398,6 +398,7 @@ REFUSED = {
     "an evaluation that is there": (f"{GOOD} --output_dir {{root}}/there", ("evaluation.jsonl exists", "overwrite")),
     "output that is a file": (f"{GOOD} --output_dir {{root}}/text.jsonl", ("text.jsonl cannot be created", "another")),
     "a limit of a haystack": (f"{GOOD} --task needle --max_eval_samples 3", ("3 belongs to --task loss",)),
+    "a flag that is gone": (f"{GOOD} --task needle --score greedy", ("--score was removed", "leave it out")),
     "a flag that is none": (f"{GOOD} --bin 3", ("unknown flag --bin",)),
 }
 

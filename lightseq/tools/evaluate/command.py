@@ -1,7 +1,7 @@
 """Evaluates a model under sequence parallelism: loss by position, or retrieval from long texts.
 
-python3 -m torch.distributed.run --nproc_per_node=4 -m lightseq evaluate --data_path data/held-out \\
-    --model_name_or_path outputs/a/checkpoint-9 --model_max_length 131072 --bf16 --output_dir outputs/a/evaluation
+lightseq evaluate --model_name_or_path outputs/a/checkpoint-9 --data_path data/held-out --model_max_length 131072 \\
+    --bf16 --output_dir outputs/a/evaluation
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from lightseq.utils.process import without_collection
 
 
 def main(family: ModelFamily, words: Sequence[str]) -> int:
-    """Runs `python3 -m lightseq evaluate` with its own flags and the flags of training."""
+    """Runs `lightseq evaluate` with its own flags and the flags of training."""
     if print_help_if_asked(words, parser().format_help):
         return 0
     with without_collection():

@@ -33,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
         prog=f"python3 -m {PROGRAM}",
         usage=f"python3 -m {PROGRAM} --model_name_or_path DIR --output_dir DIR [--data_path DATA] [--flag value ...]",
         description="Evaluates a model under sequence parallelism and writes evaluation.jsonl. --task loss needs "
-        "--data_path. launch/local.sh evaluate runs it on all GPUs of a host.",
+        "--data_path. It uses every GPU of the host.",
         epilog="Also takes the flags of training (llama3/train.py --help): model, data, precision, parallelism.",
         allow_abbrev=False,
         add_help=False,
@@ -52,6 +52,8 @@ def parser() -> argparse.ArgumentParser:
 
 def flags(words: Sequence[str]) -> tuple[Options, TrainConfig]:
     """Parses the flags of this command and of training. Raises ValueError for invalid flags."""
+    if any(word.partition("=")[0] == "--score" for word in words):
+        raise ValueError("--score was removed, because a result holds accuracy and greedy_accuracy; leave it out")
     own, rest = parser().parse_known_args(list(words))
     options = Options(**vars(own))
     if options.task not in TASK_FLAGS:
