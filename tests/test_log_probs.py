@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from schedules import fitting
+from test_hf import LENGTH, SIZES, VOCABULARY, llama, relative
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import (
     GraniteConfig,
     GraniteForCausalLM,
-    LlamaConfig,
     LlamaForCausalLM,
     NanoChatConfig,
     NanoChatForCausalLM,
@@ -29,11 +29,7 @@ from worlds import spawn
 
 from lightseq import hf
 
-VOCABULARY, LENGTH, BETA, CLIP = 61, 50, 0.3, 0.2
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.15,
-}  # fmt: skip
+BETA, CLIP = 0.3, 0.2
 IDS = torch.randint(VOCABULARY, (4, LENGTH), generator=torch.Generator().manual_seed(0))
 LENGTHS, PROMPTS = torch.tensor([LENGTH, 17, 33, 42]), torch.tensor([10, 3, 10, 3])
 MASK = (torch.arange(LENGTH) < LENGTHS[:, None]).long()
@@ -41,11 +37,6 @@ LABELS = IDS.masked_fill((MASK == 0) | (torch.arange(LENGTH) < PROMPTS[:, None])
 ADVANTAGES = torch.tensor([1.5, -0.7, 0.4, -1.2])
 NO_REFERENCE = torch.ones(4)
 BOUNDARIES = [0, 7, 8, 30, 45]  # of packed documents; 5 tokens after the last belong to none
-
-
-def llama(seed: int = 1, **changes: Any) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
-    return LlamaForCausalLM(LlamaConfig(**SIZES | changes)).eval()
 
 
 def with_adapters(seed: int = 1) -> Any:
@@ -61,10 +52,6 @@ def plain_log_probs(model: nn.Module, ids: Tensor, labels: Tensor, mask: Tensor,
     shifted = F.pad(labels[:, 1:], (0, 1), value=-100)
     found = logits.log_softmax(-1).gather(-1, shifted.clamp_min(0).unsqueeze(-1)).squeeze(-1)
     return found.masked_fill(shifted == -100, 0.0)
-
-
-def relative(got: Tensor, want: Tensor) -> float:
-    return ((got - want).norm() / want.norm()).item()
 
 
 def whole_gradient(parameter: nn.Parameter) -> Tensor:

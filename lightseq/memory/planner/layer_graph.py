@@ -115,10 +115,8 @@ class LayerGraph:
             names = [*parameters, *buffers]
             self._joint, count = _joint_graph(run, tensors, *parameters.values(), *buffers.values())
         graph = fx.Graph()  # a copy, because the partitioner changes its own
-        results = [x if isinstance(x, fx.Node) else None for x in tree_leaves(graph.graph_copy(self._joint.graph, {}))]
-        self._outputs, self._gradients = (
-            [x for x in part if x is not None] for part in (results[:count], results[count:])
-        )
+        results: list[Any] = tree_leaves(graph.graph_copy(self._joint.graph, {}))
+        self._outputs, self._gradients = results[:count], [x for x in results[count:] if isinstance(x, fx.Node)]
         self._output_count = count
         nodes, needed = list(graph.nodes), set(_with_dependencies(self._outputs))
         end = 1 + max(i for i, node in enumerate(nodes) if node in needed)
