@@ -167,7 +167,7 @@ def test_the_models_own_weights_are_frozen_in_the_dtype_that_computes(folder: Pa
         ),
     ],
 )
-def test_adapters_that_cannot_be_are_refused(flags: str, line: str) -> None:
+def test_impossible_adapter_flags_are_refused(flags: str, line: str) -> None:
     with pytest.raises(ValueError) as refusal:
         words = f"--model_name_or_path x --data_path x --output_dir x {flags}"
         adapters.lora_from_config(parse(words.split(), "train"), CONFIG)
@@ -183,7 +183,7 @@ def test_a_run_that_would_save_adapters_of_lost_weights_is_refused(folder: Path,
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_an_adapter_computes_as_pefts_does_and_what_it_adds_is_not_rounded_away(bias: bool) -> None:
+def test_an_adapter_computes_as_in_peft_and_its_part_is_not_rounded_away(bias: bool) -> None:
     """In bfloat16 a part of 0.03% is far below the step between two numbers; over many tokens it is there."""
     torch.manual_seed(0)
     layer = torch.nn.ModuleDict({"q_proj": torch.nn.Linear(64, 96, bias=bias)})
@@ -211,9 +211,7 @@ def test_every_linear_of_the_layers_gets_an_adapter_of_twice_the_scale_by_defaul
     assert lora == adapters.Lora(8, 16.0, tuple(names.split())) and lora.scale == 2
 
 
-def test_an_adapter_is_merged_with_its_own_model_or_not_at_all(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_adapter_is_merged_only_with_a_matching_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = LlamaForCausalLM(LlamaConfig(**CONFIG.to_dict() | {"hidden_size": 16, "head_dim": 4}))
     other.save_pretrained(folder / "other")
     checkpoint = str(folder / "whole" / f"checkpoint-{STEPS}")
@@ -231,7 +229,7 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-def test_an_evaluation_of_weights_that_are_not_what_was_saved_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_an_evaluation_of_damaged_weights_is_refused(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder / "far-all" / "checkpoint-1", tmp_path / "model")
     words = f"evaluate --model_name_or_path {tmp_path}/model --data_path {folder}/data.pkl --model_max_length {LENGTH}"
     (done,) = forked.World(1, f"-m lightseq {words} --output_dir {tmp_path}/before", tmp_path).end()
@@ -242,7 +240,7 @@ def test_an_evaluation_of_weights_that_are_not_what_was_saved_is_refused(folder:
     assert "model is damaged: the SHA-256 of model.safetensors differs" in done.stderr
 
 
-def test_whoever_may_read_new_files_may_read_weights(folder: Path, tmp_path: Path) -> None:
+def test_saved_weights_have_default_permissions(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "new").touch()
     adapter = folder / "whole" / f"checkpoint-{STEPS}"
     merge(adapter, tmp_path / "merged", None)
@@ -285,7 +283,7 @@ def halve(path: Path) -> None:
         (lambda a, b: halve(b / "config.json"), "b/config.json cannot be read ("),
     ],
 )
-def test_damaged_files_are_named_and_leave_no_half_of_a_model(
+def test_damaged_files_are_named_and_no_partial_model_is_left(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path, Path], None], line: str
 ) -> None:
     adapter, base = tmp_path / "a", tmp_path / "b"

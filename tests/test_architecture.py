@@ -113,7 +113,7 @@ def test_a_config_that_was_changed_is_inspected_again() -> None:
         ("stablelm", {}, "does not use the attention interface"),
     ],
 )  # fmt: skip
-def test_inputs_that_would_be_honoured_in_part_are_refused(model_type: str, changes: dict[str, Any], line: str) -> None:
+def test_unsupported_models_are_refused(model_type: str, changes: dict[str, Any], line: str) -> None:
     asked = TrainConfig(model_name_or_path="x", data_path="x", output_dir="x")
     with pytest.raises(ValueError) as refusal:
         check_layers(asked, inspect_architecture(config_of(model_type, **changes)))
@@ -198,7 +198,7 @@ RAISING: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("model_type", RAISING)
-def test_a_model_that_raises_in_its_own_code_is_one_line(model_type: str) -> None:
+def test_an_error_in_a_models_own_code_is_one_line(model_type: str) -> None:
     with pytest.raises(ValueError, match=r"cannot be built as a causal language model|does not run on") as caught:
         inspect_architecture(CONFIG_MAPPING[model_type](**RAISING[model_type]))
     assert "\n" not in str(caught.value)
@@ -253,7 +253,7 @@ def test_a_layer_that_is_called_twice_is_refused(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
-def test_positions_that_depend_on_the_length_are_no_obstacle(rope_type: str) -> None:
+def test_length_dependent_rope_is_supported(rope_type: str) -> None:
     rope = {
         "rope_type": rope_type,
         "rope_theta": 1e4,
@@ -270,7 +270,7 @@ def test_a_model_of_fewer_layers_lists_fewer() -> None:
     assert len(inspect_architecture(with_layers(config, 2)).layers) == 2
 
 
-def test_an_architecture_is_looked_at_once_however_its_model_is_used() -> None:
+def test_an_architecture_is_inspected_once_however_its_model_is_used() -> None:
     config = config_of("llama")
     found, model = inspect_architecture(config), AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.config.use_cache = False

@@ -193,7 +193,7 @@ def test_right_padding_is_that_of_plain_transformers(world: int) -> None:
     spawn(world, right_padding)
 
 
-def test_every_length_has_positions_that_are_taken_and_unsharded_ones_are_not() -> None:
+def test_sharded_positions_of_every_length_are_accepted_and_unsharded_ones_refused() -> None:
     for layout in LAYOUTS:
         for length, rank in itertools.product(range(1, 81), range(layout.world)):
             context: Any = SimpleNamespace(layout=layout, rank=rank)
@@ -288,7 +288,7 @@ def double_precision(rank: int) -> None:
             assert relative(p.grad, q.grad) < 1e-10, schedule
 
 
-def test_double_precision_reaches_every_digit() -> None:
+def test_double_precision_agrees_to_ten_digits() -> None:
     spawn(3, double_precision)
 
 
@@ -466,7 +466,7 @@ def rows_dealt_out(rank: int) -> None:
             model(**hf.shard_batch(context, ids(length=8, seed=rank)))
 
 
-def test_without_a_process_group_the_remedy_is_named() -> None:
+def test_a_missing_process_group_is_refused_with_the_remedy() -> None:
     with pytest.raises(ValueError, match="call init_process_group first"):
         hf.enable(llama())
 
@@ -492,7 +492,7 @@ def test_masks_that_causal_attention_cannot_honour_are_refused(alone: None, mask
             hf.shard_batch(context, ids(2, 4), attention_mask=torch.tensor(mask).to(kind))
 
 
-def test_right_padding_is_taken_in_every_dtype_of_a_mask(alone: None) -> None:
+def test_right_padding_is_accepted_in_every_mask_dtype(alone: None) -> None:
     context, batch, mask = hf.enable(llama()), ids(2, 6), torch.tensor([[1] * 6, [1, 1, 1, 0, 0, 0]])
     parts = [
         hf.shard_batch(context, batch, batch, mask.to(kind))
@@ -515,14 +515,12 @@ def test_right_padding_is_taken_in_every_dtype_of_a_mask(alone: None) -> None:
         ({"input_ids": ids(1, 8), "cu_seqlens": [0, 4.5, 8]}, "cu_seqlens has 4.5; give whole numbers"),
     ],
 )
-def test_tensors_of_wrong_shapes_and_values_are_refused_with_them(
-    alone: None, words: dict[str, Any], line: str
-) -> None:
+def test_wrong_shapes_and_values_are_refused(alone: None, words: dict[str, Any], line: str) -> None:
     with pytest.raises(ValueError, match=line):
         hf.shard_batch(hf.enable(llama()), **words)
 
 
-def test_under_autocast_attention_takes_what_products_give(alone: None) -> None:
+def test_attention_accepts_the_dtypes_that_autocast_gives(alone: None) -> None:
     """q and k are turned in float32 there, and v is not."""
     model, batch = llama(), ids(1, 24)
     with torch.autocast("cpu", torch.bfloat16):
@@ -537,7 +535,7 @@ def test_under_autocast_attention_takes_what_products_give(alone: None) -> None:
         attention(q, q[:, :, :2], q[:, :, :2].bfloat16(), context)
 
 
-def test_a_deep_copy_attends_over_the_same_ranks_and_a_pickle_is_refused_in_words(alone: None) -> None:
+def test_a_deep_copy_attends_over_the_same_ranks_and_a_pickle_is_refused(alone: None) -> None:
     model, batch = llama(), ids(1, 8)
     context = hf.enable(model)
     inputs = hf.shard_batch(context, batch, batch)
@@ -564,7 +562,7 @@ def test_a_deep_copy_attends_over_the_same_ranks_and_a_pickle_is_refused_in_word
         ({"shift_labels": ids(1, 8)}, "shift_labels without labels"),
     ],
 )
-def test_inputs_that_would_train_on_nonsense_are_refused(alone: None, extra: dict[str, Any], line: str) -> None:
+def test_unsupported_inputs_are_refused(alone: None, extra: dict[str, Any], line: str) -> None:
     model = llama()
     context = hf.enable(model)
     inputs = hf.shard_batch(context, ids(1, 8))
@@ -573,7 +571,7 @@ def test_inputs_that_would_train_on_nonsense_are_refused(alone: None, extra: dic
         model(**inputs | extra)
 
 
-def test_positional_arguments_are_refused_for_they_could_hold_a_mask(alone: None) -> None:
+def test_positional_arguments_that_could_hold_a_mask_are_refused(alone: None) -> None:
     model = llama()
     hf.enable(model)
     model(ids(1, 8))
@@ -609,9 +607,7 @@ def other(kind: type, config: type, **changes: Any) -> PreTrainedModel:
     ],
     ids=lambda x: x if isinstance(x, str) else type(x).__name__,
 )
-def test_models_whose_attention_would_be_honoured_in_part_are_refused(
-    alone: None, model: PreTrainedModel, line: str
-) -> None:
+def test_unsupported_attention_is_refused(alone: None, model: PreTrainedModel, line: str) -> None:
     with pytest.raises(ValueError, match=line):
         hf.enable(model)
     assert model.config._attn_implementation != hf.IMPLEMENTATION, "a refused model stays as it was"
@@ -697,7 +693,7 @@ def mlps_made(_: int, policy: str = "attention", group: int = 1) -> tuple[list[i
     return forward, made[len(forward) :]
 
 
-def test_an_eager_layers_mlp_over_tiles_runs_once() -> None:
+def test_the_tiled_mlp_of_an_eager_layer_runs_once() -> None:
     forward, backward = spawn(1, mlps_made)[0]
     assert len(forward) > 5 and not backward
 
@@ -744,7 +740,7 @@ def test_attention_is_recomputed_only_under_full_and_a_layer_gathered_once_a_pas
         ({"offload": "optimizer", "tile_layers": True}, []),
     ],
 )
-def test_weights_come_ahead_where_they_wait_on_the_host_of_a_rank_that_is_alone(
+def test_weights_are_prefetched_on_one_rank_that_has_them_on_the_host(
     alone: None, monkeypatch: pytest.MonkeyPatch, techniques: dict[str, Any], units: list[int]
 ) -> None:
     come: list[int] = []

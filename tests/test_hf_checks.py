@@ -130,7 +130,7 @@ def test_ranks_that_pack_other_documents_are_refused_at_any_batch() -> None:
     spawn(2, documents_of_their_own)
 
 
-def test_attention_that_is_taken_back_is_refused(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_that_runs_in_a_shard_only_is_refused(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("llama")
     _, batch = inputs(model)
     model.set_attn_implementation("sdpa")

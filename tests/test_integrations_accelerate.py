@@ -305,7 +305,7 @@ def test_hidden_states_of_a_part_are_refused_in_the_config_too(alone: None) -> N
         model(input_ids=torch.arange(8)[None])
 
 
-def test_what_cannot_work_is_refused() -> None:
+def test_impossible_requests_are_refused() -> None:
     parts = (
         "needs 3 processes, but there are 2; start the script with `python -m torch.distributed.run",
         "leave it out",

@@ -163,7 +163,7 @@ def test_gradients_on_a_gpu_are_the_same_to_the_bit(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.gpu(1)
-def test_device_memory_shrinks_by_what_is_kept() -> None:
+def test_device_memory_shrinks_by_what_is_offloaded() -> None:
     def peak(model: Model) -> int:
         x, everyones = inputs("cuda", rows=1 << 18, dtype=torch.float32)
         gradients(model, x, everyones)  # the allocator's first pass
@@ -184,7 +184,7 @@ def stored(model: Model, host: Offload) -> list[Tensor | OffloadedTensor]:
     return found
 
 
-def test_weights_and_what_all_layers_share_stay() -> None:
+def test_weights_and_tensors_shared_by_layers_stay_on_the_device() -> None:
     _, wrapped, host = make("cpu")
     stayed = [x for x in stored(wrapped, host) if isinstance(x, Tensor)]
     weights, (_, everyones) = {x.data_ptr() for x in wrapped.parameters()}, inputs("cpu")
@@ -246,20 +246,20 @@ def test_tensors_of_at_most_two_layers_are_on_the_device(
     assert seen == forward + backward
 
 
-def test_past_the_budget_tensors_stay_and_are_counted() -> None:
+def test_tensors_beyond_the_budget_stay_on_the_device_and_are_counted() -> None:
     _, wrapped, host = make("cpu", budget=4 * ROWS * WIDTH * 8 + 1)
     wrapped(*inputs("cpu"))
     assert host.offloaded_bytes == 4 * ROWS * WIDTH * 8 and host.on_device_bytes >= ROWS * WIDTH * 8
 
 
-def test_without_gradients_nothing_leaves() -> None:
+def test_nothing_is_offloaded_without_gradients() -> None:
     _, wrapped, host = make("cpu")
     with torch.no_grad():
         wrapped(*inputs("cpu"))
     assert host.offloaded_bytes == 0 and host._layers == []
 
 
-def test_a_short_batch_waits_in_the_buffers_of_a_long_one() -> None:
+def test_short_batches_reuse_the_buffers_of_long_ones() -> None:
     memory, sizes = HostBufferPool(float("inf"), pinned=False), (4096, 512, 2048, 4096)
     for part in (1, 4, 2, 8, 1):
         taken = [memory.acquire(size // part, torch.float32) for size in (sizes if part % 4 else reversed(sizes))]
@@ -337,13 +337,13 @@ def test_pinned_memory_is_locked_to_the_byte_within_the_budget(size: int, locks:
     assert not locks.now, "what goes back to the system is unlocked first"
 
 
-def test_memory_that_a_host_does_not_lock_is_an_error_that_says_how_much(locks: "Locks") -> None:
+def test_a_refused_lock_is_an_error_with_the_size(locks: "Locks") -> None:
     locks.refuse = True
     with pytest.raises(OSError, match="4,096 bytes of host memory cannot be pinned"):
         HostBufferPool(float("inf"), pinned=True).acquire(1024, torch.float32)
 
 
-def test_a_host_that_locks_no_more_ends_a_step_as_one_without_memory(
+def test_a_refused_lock_ends_a_step_as_out_of_memory(
     locks: "Locks", monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     locks.refuse = True
@@ -370,7 +370,7 @@ def test_unused_memory_is_unlocked_early_and_the_rest_with_its_owner(locks: "Loc
     assert not locks.now
 
 
-def test_memory_without_values_is_zeros_when_it_is_locked(locks: "Locks") -> None:
+def test_uninitialized_memory_is_zeroed_before_it_is_locked(locks: "Locks") -> None:
     """Written before: what is there can be locked at once."""
     memory, written = PinnedMemory(), torch.full((300,), 7.0)
     locks.seen = lambda: written.tolist() == [0.0] * 300
@@ -462,7 +462,7 @@ def locks(monkeypatch: pytest.MonkeyPatch) -> Locks:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not LARGE_PAGES.exists() or "[never]" in LARGE_PAGES.read_text(), reason="no large pages here")
-def test_tensors_of_the_host_lie_in_large_pages_unless_told_otherwise() -> None:
+def test_host_tensors_use_large_pages_by_default() -> None:
     program = (
         "from lightseq.distributed.environment import set_up_process; set_up_process(); import torch\n"
         "x = torch.zeros(1 << 24); print(open('/proc/self/smaps_rollup').read())"

@@ -103,14 +103,14 @@ def action_costs(
         (0.0, 59, 0, "layers 0-3 recompute, 4-7 keep"),
     ],
 )
-def test_layers_keep_what_has_room_and_offload_unless_recomputing_is_faster(
+def test_layers_are_kept_then_offloaded_unless_recomputing_is_faster(
     copy: float, device: float, host: float, words: str
 ) -> None:
     found = place([action_costs(copy=copy)] * 8, device, host)
     assert found is not None and found.text == words
 
 
-def test_without_room_for_the_inputs_of_all_layers_nothing_fits() -> None:
+def test_nothing_fits_without_room_for_the_inputs_of_all_layers() -> None:
     assert place([action_costs()] * 8, 31, 0) is None
 
 
@@ -164,7 +164,7 @@ def test_no_placement_within_both_budgets_is_faster(alike: bool) -> None:
         (20, "layers 0-13 offload, 14-15 keep", 14 * 0.8, 14 * 0.8),
     ],
 )
-def test_offloaded_layers_are_apart_where_a_copy_takes_longer_than_a_layer(
+def test_offloaded_layers_are_spread_when_a_copy_takes_longer_than_a_layer(
     device: float, words: str, exposed: float, contiguous: float
 ) -> None:
     costs = action_costs(attention=1e9)
@@ -183,7 +183,7 @@ def exposed_seconds(placement: Placement, copy: float) -> float:
     return exposed_copies([copy * leaves for leaves in offloaded], device_lifetimes(offloaded), 1.0, 2.0)
 
 
-def test_a_layer_that_is_on_the_gpu_during_the_loss_waits_for_no_copy() -> None:
+def test_a_layer_on_the_gpu_during_the_loss_waits_for_no_copy() -> None:
     assert exposed_seconds(in_order({OFFLOAD: 15, KEEP: 1}), 1.8) == pytest.approx(14 * 0.8)
     assert exposed_seconds(in_order({OFFLOAD: 1, KEEP: 1}), 5.0) == 0
 
@@ -194,7 +194,7 @@ def test_copies_that_overlap_nothing_are_exposed_in_both_directions() -> None:
     assert exposed_copies(copies, device_lifetimes(offloaded, in_flight=1), 1.0, 2.0) == pytest.approx(10 * 1.8)
 
 
-def test_no_offloaded_layer_is_there_during_the_loss_if_two_more_layers_stay() -> None:
+def test_no_offloaded_layer_is_on_the_gpu_during_the_loss_if_two_layers_stay() -> None:
     """However many layers are offloaded, and however long their copies take."""
     for layers, seconds in itertools.product((4, 7, 16, 33), (0.5, 1.2, 1.8, 2.3, 9.0)):
         costs = action_costs(attention=1e9)
@@ -209,7 +209,7 @@ def test_no_offloaded_layer_is_there_during_the_loss_if_two_more_layers_stay() -
             assert exposed_seconds(found, seconds) <= exposed_seconds(in_order(Counter(found.layers)), seconds) + 1e-9
 
 
-def test_placements_of_many_spans_are_counted() -> None:
+def test_a_placement_of_many_spans_is_shown_as_counts() -> None:
     layers = (OFFLOAD, RECOMPUTE, OFFLOAD, KEEP, OFFLOAD, KEEP)
     assert Placement(layers).text == "3 of 6 layers offload, 1 recompute"
     assert Placement(layers[:4]).text == "layers 0 offload, 1 recompute, 2 offload, 3 keep"
@@ -245,13 +245,13 @@ def test_a_transport_without_overlap_takes_the_same_memory(asked: str, taken: st
     assert planned_run(LLAMA, f"--bf16 --transport {asked}", 4).transport == taken
 
 
-def test_the_schedule_of_packed_sequences_is_the_one_that_training_takes() -> None:
+def test_packed_sequences_get_the_schedule_that_training_takes() -> None:
     packed = planned_run(LLAMA, "--bf16 --packing best_fit --model_max_length 512K", 4).choice
     assert (packed.schedule, packed.head_groups) == ("prefix", 2)
     assert planned_run(LLAMA, "--bf16 --remat none --model_max_length 16K", 4).choice.schedule == "ulysses"
 
 
-def test_states_are_float32_masters_and_adamw_moments_over_all_ranks() -> None:
+def test_state_is_float32_masters_and_adamw_moments_over_all_ranks() -> None:
     parts, weights = plan("", 4).parts, 4 * total_parameters(LLAMA) // 4
     assert parts.parameters == pytest.approx(weights, rel=1e-3) and parts.optimizer == 2 * parts.parameters
     assert plan("--optim adamw_8bit", 4).parts.optimizer == pytest.approx(weights / 2, rel=1e-3)
@@ -281,7 +281,7 @@ def test_offloaded_activations_are_on_the_host_within_its_budget() -> None:
     assert bounded.placement.count(OFFLOAD) == int(GIB // layer)
 
 
-def test_layers_offload_what_weights_leave_of_the_host() -> None:
+def test_layers_offload_into_what_weights_leave_of_host_memory() -> None:
     """The rest stays on the GPU: all of it would have been too much for the host."""
     flags = "--model_max_length 131072 --offload both --optim adamw_8bit"
     found = plan(flags, 1, gpu=74, host=125)
@@ -299,7 +299,7 @@ def test_layers_offload_what_weights_leave_of_the_host() -> None:
     ("remat", "weights"),  # whose products are saved and not repeated
     [("attention+mlp", 2 * 4096 * 14336), ("attention+linears", 2 * 4096 * 14336 + (2 * 4096 + 2 * 1024) * 4096)],
 )
-def test_saved_products_take_memory_here_or_on_the_host_and_are_not_repeated(remat: str, weights: int) -> None:
+def test_stored_products_take_memory_and_are_not_recomputed(remat: str, weights: int) -> None:
     flags, tokens = "--torch_compile --model_max_length 131072", 32768
     less, more = plan(flags, 4, host=1000), plan(f"{flags} --remat {remat}", 4, host=1000)
     away = plan(f"{flags} --remat {remat} --offload activations", 4, host=1000)
@@ -445,7 +445,7 @@ def test_auto_keeps_the_state_of_as_many_layers_as_fit_on_the_gpu() -> None:
 
 
 @pytest.mark.parametrize(("optim", "host"), [("adamw_torch_fused", 125), ("adamw_8bit", 64)])
-def test_auto_finds_what_fits_where_all_state_on_the_host_does_not(optim: str, host: float) -> None:
+def test_auto_fits_where_all_state_on_the_host_does_not(optim: str, host: float) -> None:
     found = plan(f"--torch_compile --offload auto --model_max_length 128K --optim {optim}", 1, gpu=74, host=host)
     assert found.fits and not with_state_on_gpu(found.run, 0).fits
 
@@ -480,7 +480,7 @@ def test_auto_leaves_state_on_the_gpu_where_adapters_alone_train() -> None:
         ("--remat attention --host_memory_budget 0.001", {RECOMPUTE: 13, KEEP: 19}),
     ],
 )
-def test_no_more_layers_leave_the_gpu_than_memory_is_short_of(flags: str, counts: dict[str, int]) -> None:
+def test_only_as_many_layers_leave_the_gpu_as_memory_needs(flags: str, counts: dict[str, int]) -> None:
     run = planned_run(LLAMA, f"--bf16 --torch_compile --lora_rank 16 --model_max_length 64K --offload auto {flags}", 2)
     fitting = plan_as_given(run, in_order(counts))
     assert plan_as_given(on_smaller_gpus(run, fitting.parts.total)).placement == fitting.placement
@@ -497,7 +497,7 @@ def test_auto_finds_numbers_of_layers_between_its_steps() -> None:
     assert fits and not {*fits} & {*range(0, 33, 4)} and make_plan(run).run.layers_with_state_on_gpu in fits
 
 
-def test_auto_finds_what_fits_where_more_state_on_the_gpu_leaves_room_on_the_host() -> None:
+def test_auto_fits_where_state_on_the_gpu_makes_room_on_the_host() -> None:
     flags = "--model_max_length 65536 --optim adamw_8bit --host_memory_budget 60"
     run = auto("llama3-8b", flags, 2, 20.9 / 0.92, 64, cores=32)
     plans = [with_state_on_gpu(run, n) for n in range(LAYERS + 1)]
@@ -533,7 +533,7 @@ def test_frozen_weights_on_the_host_are_copied_in_half_the_bytes() -> None:
     assert plan(f"{flags} --lora_rank 16", 1).seconds[exposed] < 0.7 * plan(flags, 1).seconds[exposed]
 
 
-def test_compute_hides_copies_of_weights_unless_a_lone_rank_runs_layers_over_tiles() -> None:
+def test_compute_hides_copies_of_weights_except_for_tiled_layers_on_one_rank() -> None:
     def exposed(gpus: int, length: int, more: str = "") -> float:
         found = plan(f"--offload optimizer --model_max_length {length} {more}", gpus)
         return found.seconds["offloading, exposed"] * host_link(found.run) / FLOAT32_BYTES
@@ -547,7 +547,7 @@ def test_compute_hides_copies_of_weights_unless_a_lone_rank_runs_layers_over_til
     assert ends / 4 < exposed(4, 64) < (2 * layers + ends) / 4
 
 
-def test_an_update_on_the_host_takes_its_cores_and_one_of_8_bits_the_gpu() -> None:
+def test_host_updates_use_the_cores_and_8_bit_updates_the_gpu() -> None:
     def update(flags: str, cores: int | None = None) -> float:
         run = planned_run(LLAMA, f"--bf16 {flags}", 8)
         return make_plan(replace(run, hardware=replace(run.hardware, host_cores=cores))).seconds["optimizer"]
@@ -590,7 +590,7 @@ def test_every_suggestion_makes_the_run_fit() -> None:
     assert flags.plan.fits and gpus.plan.fits and length.plan.fits
 
 
-def test_flags_are_named_that_make_a_step_slower_than_the_planner_would() -> None:
+def test_flags_that_make_a_step_slower_are_named() -> None:
     flags = "--bf16 --model_max_length 131072 --remat full"
     run = planned_run(LLAMA, flags, 4, gpu=140 * GIB, chosen=True)
     change = faster_change(run)
@@ -600,7 +600,7 @@ def test_flags_are_named_that_make_a_step_slower_than_the_planner_would() -> Non
     assert faster_change(planned_run(LLAMA, "--bf16 --model_max_length 131072", 4, gpu=140 * GIB, chosen=True)) is None
 
 
-def test_state_that_need_not_wait_on_the_host_comes_back() -> None:
+def test_leaving_out_offload_is_suggested_when_state_fits_on_the_gpu() -> None:
     flags = "--bf16 --model_max_length 32K --offload both"
     change = faster_change(planned_run(LLAMA, flags, 4, gpu=140 * GIB, chosen=True))
     assert change is not None and change.text == "without --offload" and not change.plan.run.state_on_host
@@ -626,7 +626,9 @@ def test_a_suggestion_names_the_flags_to_leave_out() -> None:
     assert change.text == "without --gradient_checkpointing" and change.plan.fits
 
 
-def test_the_planner_saves_what_a_models_layers_can_save(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_planner_stores_only_what_a_models_layers_can_store(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """A model whose MLP or projections are not plain is not planned with their outputs saved."""
     flags = "--bf16 --model_max_length 128K"
     for bias, best, refused in (
@@ -648,7 +650,7 @@ def test_the_planner_saves_what_a_models_layers_can_save(capsys: pytest.CaptureF
             assert main(asked.split()) == 2 and reason in capsys.readouterr().err
 
 
-def test_tiles_are_for_layers_that_can_be_cut(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_tiles_are_planned_only_for_supported_layers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for model, tiled in ((LLAMA, True), (PHI, False)):
         run = planned_run(model, "--bf16 --model_max_length 1536K", 1, gpu=140 * GIB, chosen=True)
         assert make_plan(run).run.config.tile_layers == tiled
@@ -662,7 +664,7 @@ def test_tiles_are_for_layers_that_can_be_cut(capsys: pytest.CaptureFixture[str]
 SMALL = preset_config(BOTH, "llama3.2-1b")
 
 
-def test_the_planner_keeps_everything_where_it_fits_and_recomputes_more_the_longer_a_sequence_is() -> None:
+def test_longer_sequences_recompute_more() -> None:
     chosen = [
         make_plan(planned_run(SMALL, f"--bf16 --model_max_length {length}", 2, 73 * GIB, 9 * GIB, chosen=True))
         for length in ("32K", "128K", "256K")
@@ -679,7 +681,7 @@ def test_the_planner_keeps_everything_where_it_fits_and_recomputes_more_the_long
         "--layers_per_checkpoint 2 --remat full --offload both --torch_compile True --tile_layers True",
     ],
 )  # fmt: skip
-def test_given_flags_are_obeyed_and_the_rest_is_planned_around_them(flags: str) -> None:
+def test_given_flags_stay_and_the_rest_is_planned_around_them(flags: str) -> None:
     run = planned_run(SMALL, f"--bf16 --model_max_length 32K {flags}", 2, gpu=73 * GIB, chosen=True)
     plan = make_plan(run)
     assert plan.fits
@@ -707,7 +709,7 @@ def test_the_margin_of_a_gpu_stays_free() -> None:
     assert make_plan(run).parts.total <= 61 * GIB
 
 
-def test_a_plan_is_taken_again_unless_it_no_longer_fits_or_other_flags_are_given() -> None:
+def test_a_resumed_run_keeps_its_plan_unless_it_no_longer_fits_or_flags_differ() -> None:
     run = planned_run(LLAMA, "--bf16 --model_max_length 128K", 2, gpu=73 * GIB, host=250 * GIB, chosen=True)
     for gpu in (73, 30):
         plan = make_plan(on_smaller_gpus(run, gpu * GIB))
@@ -724,7 +726,7 @@ def test_a_plan_is_taken_again_unless_it_no_longer_fits_or_other_flags_are_given
         assert plan_from_earlier(run, {}) is None
 
 
-def test_a_plan_that_offloads_nothing_is_taken_again_beside_a_host_budget() -> None:
+def test_a_resumed_run_keeps_a_plan_that_offloads_nothing_despite_a_host_budget() -> None:
     run = planned_run(LLAMA, "--bf16 --model_max_length 8K --host_memory_budget 5", 8, gpu=73 * GIB, chosen=True)
     plan = make_plan(run)
     again = plan_from_earlier(run, plan.to_json())
@@ -747,7 +749,7 @@ def test_the_readme_shows_what_plan_prints(capsys: pytest.CaptureFixture[str]) -
     assert " ".join(sample.removeprefix("text").split()) in printed
 
 
-def test_the_command_prints_a_table_and_leaves_a_record(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_command_prints_a_table_and_writes_a_record(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "deep" / "plan.jsonl"
     words = f"plan {WORDS} --model-max-length 1M --gpus 8 --offload activations --output {file}".split()
     assert main(words) == main(words) == 0
@@ -884,7 +886,7 @@ def test_a_kernel_without_windows_is_refused_for_a_model_that_has_them(
     assert main(f"plan {flags} --model_max_length 4K".split()) == 0
 
 
-def test_chips_are_found_by_the_name_that_torch_gives_them() -> None:
+def test_chips_are_found_by_torchs_device_name() -> None:
     for chip in CHIPS.values():
         assert chip_of_device(chip.device) == chip and chip.peak_flops > 1e14
     assert chip_of_device("NVIDIA A100-PCIE-40GB") is not None and chip_of_device("Radeon") is None

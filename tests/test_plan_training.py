@@ -44,7 +44,7 @@ ADAPTERS = "--lora_rank 2"  # without gradients of weights it is at the end of t
 
 
 @pytest.mark.slow
-def test_layers_that_keep_offload_and_compute_again_give_the_losses_of_all_that_keep(tmp_path: Path) -> None:
+def test_every_placement_gives_the_losses_of_keeping_all_activations(tmp_path: Path) -> None:
     files = write_inputs(tmp_path)
     config = LlamaConfig.from_pretrained(files / "model")
     config.num_hidden_layers = LAYERS
@@ -80,9 +80,7 @@ def test_layers_that_keep_offload_and_compute_again_give_the_losses_of_all_that_
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_weights_that_stay_gathered_give_the_losses_evaluations_and_weights_of_those_gathered_twice(
-    ranks: int, tmp_path: Path
-) -> None:
+def test_keeping_gathered_weights_changes_no_loss_evaluation_or_weight(ranks: int, tmp_path: Path) -> None:
     files = write_inputs(tmp_path)
     evaluation = f"--eval_data_path {files}/data.pkl --eval_strategy steps --eval_steps 1"
     steps = f"--max_steps 4 --gradient_accumulation_steps 2 --save_steps 4 {evaluation}"
@@ -152,7 +150,7 @@ def planned_run(
 
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch", "sgd", "adamw_8bit"])
-def test_on_a_gpu_state_waits_on_the_host_for_some_layers_and_not_for_others(optim: str, tmp_path: Path) -> None:
+def test_state_of_some_layers_on_the_host_gives_the_same_losses_on_a_gpu(optim: str, tmp_path: Path) -> None:
     """A run with a part of its state there, and one that goes on from its checkpoint with all of it on the GPU."""
     files = write_inputs(tmp_path)
     config = LlamaConfig.from_pretrained(files / "model")
@@ -200,7 +198,7 @@ CGROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "inactive_file 1\
         (None, CGROUP_V2, {"slurm": (32, 10, 4)}, (80, 64)),
     ],
 )
-def test_a_host_has_what_every_cgroup_leaves_of_it(
+def test_host_memory_is_what_every_cgroup_leaves(
     membership: str | None,
     names: tuple[str, str, str],
     groups: dict[str, tuple[int | str, int, int]],
@@ -222,7 +220,7 @@ def test_a_host_has_what_every_cgroup_leaves_of_it(
     assert (found.total / GIB, found.free / GIB) == expected
 
 
-def test_whoever_asks_for_the_hosts_memory_gets_what_cgroups_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_readers_of_host_memory_respect_cgroups(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("distributed.host_memory", "memory.planner.run", "tools.verify.machines"):
         monkeypatch.setattr(f"lightseq.{module}.host_memory", lambda: MemoryBytes(80 * GIB, 64 * GIB))
     world = World(0, 4, 0, 4, torch.device("cpu"))
@@ -232,7 +230,7 @@ def test_whoever_asks_for_the_hosts_memory_gets_what_cgroups_leave(monkeypatch: 
     assert machine(world.device).items() >= {"memory_bytes": 80 * GIB, "free_bytes": 64 * GIB}.items()
 
 
-def test_layers_hand_over_what_weights_will_leave_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_offload_into_what_state_leaves_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(0, 4, 0, 4, torch.device("cpu"))
 
     def bytes_of(flags: str) -> float:
@@ -259,7 +257,7 @@ def test_layers_hand_over_what_weights_will_leave_of_the_host(monkeypatch: pytes
         (3, ("offload_optimizer", "offload_param"), 22),
     ],
 )
-def test_layers_hand_over_what_deepspeed_will_leave_of_the_host(
+def test_layers_offload_into_what_deepspeed_leaves_of_the_host(
     stage: int, parts: tuple[str, ...], bytes_of_a_weight: int, pins: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lightseq.distributed.host_memory.host_memory", lambda: MemoryBytes(80 * GIB, 64 * GIB))
@@ -291,7 +289,7 @@ def test_layers_hand_over_what_deepspeed_will_leave_of_the_host(
         ("--eval_strategy epoch --eval_data_path d --warmup_steps 5", 0, []),
     ],
 )
-def test_a_run_that_ends_before_what_it_was_asked_for_says_so(flags: str, total: int, said: list[str]) -> None:
+def test_unreached_evaluations_and_warmup_are_noted(flags: str, total: int, said: list[str]) -> None:
     config = parse(f"--model_name_or_path m --data_path d --output_dir o --learning_rate 1 {flags}".split(), "")
     stream: Any = SimpleNamespace(first_step=0, epochs_after=lambda steps: steps / 5)
     notes = warn_unreached(config, stream, total)
