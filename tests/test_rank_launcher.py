@@ -144,6 +144,24 @@ def test_tasks_of_other_launchers_are_ranks(monkeypatch: pytest.MonkeyPatch, var
     assert 20000 <= int(port) < 40000
 
 
+def test_a_step_of_slurm_may_have_fewer_tasks_than_its_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "environ", {**os.environ, **SLURM, "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "2"})
+        assert adopt_launcher() and os.environ["WORLD_SIZE"] == "2"
+
+
+def test_mpirun_on_several_hosts_needs_an_address(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "environ", {**os.environ, **PMI, "PMI_SIZE": "4"})
+        with pytest.raises(SystemExit, match="2"):
+            adopt_launcher()
+    assert (
+        "MASTER_ADDR is not set; with mpirun on several hosts, export the name of the first" in capsys.readouterr().err
+    )
+
+
 @pytest.mark.parametrize(
     ("variables", "is_rank"),
     [

@@ -75,7 +75,7 @@ MPIRUN = (
         "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
         "PMIX_NAMESPACE",
     ),
-    _Launcher("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_ID"),
+    _Launcher("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_JOBID"),
 )  # fmt: skip
 
 
@@ -87,14 +87,20 @@ def adopt_launcher() -> bool:
     if "RANK" in os.environ:
         return True
     for launcher in (SRUN, *MPIRUN):
-        if launcher.rank in os.environ and whole_number_in(launcher.size, 1, least=1) > 1:
+        if launcher.rank in os.environ and _size(launcher) > 1:
             _translate(launcher)
             return True
     return "RAY_JOB_ID" in os.environ
 
 
+def _size(launcher: _Launcher) -> int:
+    """Returns the number of ranks; a step of a Slurm job may have fewer tasks than the job."""
+    size = whole_number_in(launcher.size, 1, least=1)
+    return whole_number_in("SLURM_STEP_NUM_TASKS", size, least=1) if launcher is SRUN else size
+
+
 def _translate(launcher: _Launcher) -> None:
-    size, local_rank = whole_number_in(launcher.size, 1, least=1), whole_number_in(launcher.local_rank, 0)
+    size, local_rank = _size(launcher), whole_number_in(launcher.local_rank, 0)
     if launcher is SRUN:
         tasks = re.match(
             r"\d+", os.environ.get("SLURM_STEP_TASKS_PER_NODE", os.environ.get("SLURM_TASKS_PER_NODE", ""))
@@ -108,19 +114,23 @@ def _translate(launcher: _Launcher) -> None:
         "WORLD_SIZE": str(size),
         "LOCAL_RANK": str(local_rank),
         "LOCAL_WORLD_SIZE": str(local_size),
-        # The same on all ranks of a job, and different for jobs that share a host.
-        "MASTER_PORT": str(20000 + zlib.crc32(os.environ.get(launcher.job, str(os.getppid())).encode()) % 20000),
     }
+    if launcher.job in os.environ or local_size == size:
+        # The same on all ranks of a job, and different for jobs that share a host. mpirun is the parent of its ranks.
+        job = os.environ.get(launcher.job, str(os.getppid()))
+        found["MASTER_PORT"] = str(20000 + zlib.crc32(job.encode()) % 20000)
     if local_size == size:
         found["MASTER_ADDR"] = "127.0.0.1"
     elif launcher is SRUN:
         found["MASTER_ADDR"] = _first_host(
             os.environ.get("SLURM_STEP_NODELIST", os.environ.get("SLURM_JOB_NODELIST", ""))
         )
-    elif "MASTER_ADDR" not in os.environ:
-        refuse_variable("MASTER_ADDR", "is not set; with mpirun on several hosts, set it to the name of the first")
     for name, value in found.items():
         os.environ.setdefault(name, value)
+    for name, meaning in {"MASTER_ADDR": "the name of the first", "MASTER_PORT": "a free port there"}.items():
+        if name not in os.environ:
+            print(f"error: {name} is not set; with mpirun on several hosts, export {meaning}", file=sys.stderr)
+            raise SystemExit(REFUSED)
 
 
 def _first_host(nodes: str) -> str:
