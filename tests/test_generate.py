@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from lightseq.cli import main
 from lightseq.data.tokenizer import ByteTokenizer, load_tokenizer
+from lightseq.models import hub
 
 TEXTS = ("def f(x):\n    return x\t# naïve 你好 😀", "\x00\x7f <|im_end|> ¡\u00ad¿", "")
 
@@ -60,7 +61,10 @@ def test_sampling_repeats_with_a_seed(checkpoint: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (["nowhere", "--prompt", "a"], "nowhere is not a model that transformers can load: "),
+        (
+            ["nowhere", "--prompt", "a"],
+            "nowhere is not a directory, and cannot be fetched from the hub (OSError: no net",
+        ),
         (["{}", "--prompt", ""], "--prompt is empty; give at least one word"),
         (["{}", "--prompt", "a", "--temperature", "-1"], "--temperature -1.0 is below 0; give 0 or more"),
         (["{}", "--prompt", "a", "--top_p", "2"], "--top_p 2.0 is not a share; give a number above 0, at most 1"),
@@ -69,7 +73,10 @@ def test_sampling_repeats_with_a_seed(checkpoint: Path, capsys: pytest.CaptureFi
 def test_invalid_input_is_one_line(
     checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str], error: str
 ) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    def without_network(_url: str, timeout: float) -> None:
+        raise OSError(f"no network within {timeout:.0f} s")
+
+    monkeypatch.setattr(hub, "get_hf_file_metadata", without_network)
     assert main(["generate", *(word.format(checkpoint) for word in words)]) == 2
     shown = capsys.readouterr().err
     assert shown.startswith(f"error: {error}") and shown.count("\n") == 1

@@ -269,7 +269,7 @@ def test_a_run_goes_on_with_metrics_that_are_damaged_or_missing(files: Path, tmp
 
 def test_a_directory_that_is_not_shared_is_refused_and_a_late_view_is_waited_for(tmp_path: Path) -> None:
     with pytest.raises(
-        ValueError, match=f"--output_dir {tmp_path} is not the directory of rank 0; give one on a file system"
+        ValueError, match=f"--output_dir {tmp_path} is not rank 0's directory; give one on a file system"
     ):
         check_shared(tmp_path, "process 1 on here", seconds=0.0)
     (tmp_path / "lock").write_text("process 7 on elsewhere\n")  # of an earlier run on this host

@@ -357,7 +357,7 @@ def test_data_made_with_other_flags_is_refused(tmp_path: Path) -> None:
         ("vocab_size", "512", "vocab_size 16 (not 512)"),
     ):
         with pytest.raises(
-            ValueError, match=re.escape(f"data.output {tmp_path}/data was made with {said}; name anothe")
+            ValueError, match=re.escape(f"data.output {tmp_path}/data was made with {said}; give anothe")
         ):
             make_data({**flags, key: word})
     meta = tmp_path / "data" / "meta.json"

@@ -85,6 +85,10 @@ def _ends(model: Any, tokenizer: Any) -> list[int]:
 def _load_model(checkpoint: str) -> Any:
     from transformers import AutoModelForCausalLM
 
+    from lightseq.models.hub import hub_error
+
+    if not Path(checkpoint).exists() and (reason := hub_error(checkpoint, "config.json")):
+        raise ValueError(f"{checkpoint} is not a directory, and cannot be fetched from the hub ({reason}); check it")
     kind: Any = AutoModelForCausalLM
     if (Path(checkpoint) / ADAPTER_CONFIG).is_file():
         try:
