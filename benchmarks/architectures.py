@@ -375,6 +375,8 @@ REASONS = {
     "share keys": "layers share keys and values",
     "keys (of|and values)": "keys and values of different dimensions",
     r"(?:got|passes) (\w+)": r"attention with \1",
+    "calls of attention|layers and calls": "a layer or its attention runs more than once",
+    "meta device": "does not run on the meta device",
     r"has (\w+) layers": r"\1 layers",
     "inputs other than text": "inputs other than text",
     "single number of attention heads": "heads differ between layers",

@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except ImportError as error:
             return print_error(error) if is_main_process() else 2
         words = words[1:]
-        if command.on_ranks:
+        if command.on_ranks and not {"-h", "--help"}.intersection(words):
             if argv is None:
                 end_at_once_on_ctrl_c()
             try:

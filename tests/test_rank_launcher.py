@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from lightseq.cli import main
 from lightseq.distributed import rank_launcher
 from lightseq.distributed.rank_launcher import Launch, adopt_launcher, parse_launcher_flags, start_ranks
 
@@ -111,6 +112,12 @@ def test_ranks_end_with_a_killed_launcher(tmp_path: Path) -> None:
     driver.kill()
     driver.wait()
     assert not psutil.wait_procs([psutil.Process(pid) for pid in ranks if psutil.pid_exists(pid)], timeout=10)[1]
+
+
+def test_help_starts_no_ranks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(Launch, "run", lambda *_: pytest.fail("ranks were started"))
+    assert main(["train", "--nproc_per_node", "2", "--help"]) == 0
+    assert capsys.readouterr().out.startswith("usage: ")
 
 
 def test_launcher_flags_are_taken_out() -> None:

@@ -241,7 +241,7 @@ class Launch:
         if ended is None:
             return status
         number = signal.Signals(-self.ranks[ended].returncode)
-        if not self.signals:
+        if not self.signals and number != signal.SIGPIPE:  # a reader such as `head` closed the pipe
             hint = "; the kernel does that when the host's memory runs out" if number == signal.SIGKILL else ""
             print(f"error: rank {ended} was ended by {number.name}{hint}", file=sys.stderr, flush=True)
         return 128 + number
