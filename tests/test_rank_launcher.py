@@ -175,6 +175,8 @@ def test_mpirun_on_several_hosts_needs_an_address(
         ({}, False),
         ({"RANK": "0"}, True),
         ({**SLURM, "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, False),
+        ({**SLURM, "SLURM_PROCID": "0", "SLURM_TASK_PID": "1"}, False),  # a batch script without srun
+        ({**SLURM, "SLURM_STEP_ID": "0", "SLURM_TASK_PID": "1"}, True),
         ({"RAY_JOB_ID": "1"}, True),
     ],
 )

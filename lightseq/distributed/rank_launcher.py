@@ -82,15 +82,23 @@ MPIRUN = (
 def adopt_launcher() -> bool:
     """Returns whether a launcher started this process as one of its ranks.
 
-    Translates the variables of srun and mpirun to torch's. A job of one task is not their rank: it may start ranks.
+    Translates the variables of srun and mpirun to torch's. A job of one task is not their rank, and neither is a batch
+    script of Slurm: they may start ranks.
     """
     if "RANK" in os.environ:
         return True
     for launcher in (SRUN, *MPIRUN):
+        if launcher is SRUN and _in_batch_script():
+            continue
         if launcher.rank in os.environ and _size(launcher) > 1:
             _translate(launcher)
             return True
     return "RAY_JOB_ID" in os.environ
+
+
+def _in_batch_script() -> bool:
+    """Returns whether a script of sbatch started this process: it has the variables of a task, but no step."""
+    return "SLURM_STEP_ID" not in os.environ and os.environ.get("SLURM_TASK_PID", str(os.getpid())) != str(os.getpid())
 
 
 def _size(launcher: _Launcher) -> int:
