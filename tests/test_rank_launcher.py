@@ -128,6 +128,15 @@ def test_launcher_flags_are_taken_out() -> None:
             parse_launcher_flags(words)
 
 
+def test_ranks_of_a_launcher_neither_take_its_flags_nor_count_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(rank_launcher, "gpus_here", lambda: pytest.fail("GPUs were counted"))
+    assert start_ranks(["--seed", "1"]) == ["--seed", "1"]
+    for words in (["--nproc_per_node", "2"], ["--max_restarts", "0"]):
+        with pytest.raises(ValueError, match=rf"^{words[0]} {words[1]} starts ranks, but a launcher has started this"):
+            start_ranks(words)
+
+
 SLURM = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "42"}
 MPI = {
     "OMPI_COMM_WORLD_RANK": "1",

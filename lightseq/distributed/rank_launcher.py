@@ -154,8 +154,8 @@ def _first_host(nodes: str) -> str:
 class LauncherFlags:
     """Flags of the launcher, as torch.distributed.run spells them, and the rest of the command line."""
 
-    processes: int  # default: one per GPU, 1 without any
-    max_restarts: int
+    processes: int | None  # None: one per GPU
+    max_restarts: int | None  # None: not given
     rest: tuple[str, ...]
 
 
@@ -163,18 +163,22 @@ def parse_launcher_flags(words: Sequence[str]) -> LauncherFlags:
     """Takes --nproc_per_node and --max_restarts out of a command line. Raises ValueError for an invalid value."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--nproc_per_node", "--nproc-per-node")
-    parser.add_argument("--max_restarts", "--max-restarts", default="0")
+    parser.add_argument("--max_restarts", "--max-restarts")
     try:
         found, rest = parser.parse_known_args(list(words))
     except argparse.ArgumentError as error:
         raise ValueError(str(error)) from error
-    by_gpus = found.nproc_per_node in (None, "auto", "gpu")
-    processes = len(gpus_here().devices) or 1 if by_gpus else _count("nproc_per_node", found, 1)
-    return LauncherFlags(processes, _count("max_restarts", found, 0), tuple(rest))
+    by_gpus = found.nproc_per_node in ("auto", "gpu")  # as torch.distributed.run takes them
+    return LauncherFlags(
+        processes=None if by_gpus else _count("nproc_per_node", found.nproc_per_node, 1),
+        max_restarts=_count("max_restarts", found.max_restarts, 0),
+        rest=tuple(rest),
+    )
 
 
-def _count(name: str, flags: argparse.Namespace, least: int) -> int:
-    text = getattr(flags, name)
+def _count(name: str, text: str | None, least: int) -> int | None:
+    if text is None:
+        return None
     if not text.isdecimal() or int(text) < least:
         raise ValueError(f"--{name} {text!r:.80} is not a whole number from {least} on")
     return int(text)
@@ -301,12 +305,17 @@ def start_ranks(words: Sequence[str]) -> int | list[str]:
     """Starts the ranks of a command, and returns its exit status when all have ended.
 
     Returns the command line without the flags of a launcher if this process is to run the command itself: it is a rank
-    of a launcher, or the only one. Raises ValueError for an invalid flag.
+    of a launcher, or the only one. Raises ValueError for an invalid flag, and for one of these in a launcher's rank.
     """
-    is_rank = adopt_launcher()
     flags = parse_launcher_flags(words)
-    if is_rank or (flags.processes == 1 and not flags.max_restarts):
+    if adopt_launcher():
+        for name, value in {"nproc_per_node": flags.processes, "max_restarts": flags.max_restarts}.items():
+            if value is not None:
+                raise ValueError(f"--{name} {value} starts ranks, but a launcher has started this one; give it to that")
         return list(flags.rest)
-    # The way in which this program was started: as a module, or by the script that pip installs.
-    program = [sys.executable, *sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]]
-    return Launch([*program, *sys.argv[1:]], flags.processes).run(flags.max_restarts)
+    size = flags.processes or len(gpus_here().devices) or 1
+    if size == 1 and not flags.max_restarts:
+        return list(flags.rest)
+    # The way in which this program was started, as a module or by the script that pip installs, and its command.
+    program = [sys.executable, *sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1], sys.argv[1]]
+    return Launch([*program, *flags.rest], size).run(flags.max_restarts or 0)
