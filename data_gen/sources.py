@@ -22,10 +22,10 @@ from lightseq.data.sources import (
     read_rows,
 )
 from lightseq.data.targets import EMPTY, text_of_row
+from lightseq.data.text_files import TEXT_BYTES
 from lightseq.utils.files import read_text
 from lightseq.utils.formatting import first_line, plural
 
-TEXT_BYTES = 4 << 30  # a text is one document, in memory
 LINE_SUFFIXES = (".jsonl", ".jsonl.gz", ".ndjson")  # a bad line does not end the file
 NOT_LIBRARY = {"test", "tests", "site-packages", "dist-packages", "__pycache__"}
 

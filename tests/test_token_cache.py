@@ -334,13 +334,14 @@ def test_files_of_a_folder_that_are_not_read_are_said(tmp_path: Path) -> None:
     folder = tmp_path / "rows"
     folder.mkdir()
     lines(folder / "a.jsonl", {"text": "a"})
-    for name in ("b.json", "c.json.gz", "d.txt", "e.zst", "f.JSONL", "g.csv", ".h.jsonl"):
+    for name in ("b.json", "c.json.gz", "d.md", "e.zst", "f.JSONL", "g.csv", ".h.jsonl"):
         (folder / name).write_text("{}")
     examples = opened(folder)
-    said = f"{folder}: skipped 6 files (b.json, c.json.gz, d.txt, e.zst, f.JSONL, …)"
+    said = f"{folder}: skipped 6 files (b.json, c.json.gz, d.md, e.zst, f.JSONL, …)"
     assert any(note.startswith(said) for note in examples.notes)
     (folder / "a.jsonl").unlink()
-    assert ".ndjson, .parquet or .arrow files; it holds b.json, c.json.gz, d.txt" in refusal(folder)
+    (folder / "d.md").unlink()
+    assert ".parquet, .arrow, .txt or .md files; it holds b.json, c.json.gz, e.zst" in refusal(folder)
 
 
 def test_data_sets_are_read_from_disk_and_streamed_from_the_hub(

@@ -47,8 +47,8 @@ class ModelConfig:
 class DataConfig:
     data_path: str = flag(
         "",
-        "Training data: a token directory, a .pkl, rows (.jsonl, .json, .parquet or a folder of them), a dataset "
-        "written by save_to_disk, or hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT on the Hub.",
+        "Training data: texts (.txt, .md or a folder of them, a document per file), a token directory, a .pkl, rows "
+        "(.jsonl, .json, .parquet or a folder of them), a dataset written by save_to_disk, or hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT on the Hub.",
     )
     eval_data_path: str | None = flag(None, "Evaluation data, in any format of --data_path.")
     model_max_length: int = flag(

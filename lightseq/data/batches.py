@@ -35,6 +35,7 @@ from lightseq.data.sources import (
     row_suffix,
 )
 from lightseq.data.targets import IDS
+from lightseq.data.text_files import TEXT_SUFFIXES
 from lightseq.data.token_cache import format_and_rows, open_rows
 from lightseq.data.token_directory import META, TokenDirectory
 from lightseq.data.tokenizer import Tokenizer, has_tokenizer, load_tokenizer, placeholder_tokenizer
@@ -89,7 +90,8 @@ def open_examples(
     if path.is_dir() and not (path / META).exists():
         holds = ", ".join(ignored_files(path)[:MAX_NAMED]) or "nothing"
         raise ValueError(
-            f"{path} is neither a token directory (no {META}) nor a folder of {alternatives(FOLDER_SUFFIXES)} files; "
+            f"{path} is neither a token directory (no {META}) nor a folder of "
+            f"{alternatives((*FOLDER_SUFFIXES, *TEXT_SUFFIXES))} files; "
             f"it holds {holds}; name a file, or make tokens with python3 -m lightseq data"
         )
     if path.is_dir():

@@ -1,4 +1,4 @@
-"""Readers of rows: JSON lines, JSON, CSV, Parquet, Arrow, folders, and Hugging Face data sets on disk or on the hub.
+"""Readers of rows: JSON lines, JSON, tables, texts, folders, and Hugging Face data sets on disk or on the hub.
 
 Each row comes with its file and number, for errors.
 """
@@ -6,18 +6,18 @@ Each row comes with its file and number, for errors.
 from __future__ import annotations
 
 import codecs
-import csv
 import gzip
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from importlib import import_module
 from itertools import islice
 from json import JSONDecodeError
 from pathlib import Path
 from typing import Any, Final
 
+from lightseq.data.table_files import MAX_ROW_BYTES, NamedRow, Row, import_optional, read_arrow, read_csv, read_parquet
+from lightseq.data.text_files import TEXT_SUFFIXES, read_text_file
 from lightseq.data.token_directory import META
 from lightseq.utils.files import open_regular, parse_json, read_bytes
 from lightseq.utils.formatting import first_line
@@ -27,11 +27,8 @@ FOLDER_SUFFIXES: Final = (".jsonl", ".jsonl.gz", ".ndjson", ".parquet", ".arrow"
 # Written by `save_to_disk` for one split, and for several.
 SAVED_DATASET_FILES: Final = ("state.json", "dataset_dict.json")
 MAX_NAMED = 5  # rows or documents named in a note
-MAX_ROW_BYTES: Final = 1 << 30  # of a line or cell
 MAX_JSON_BYTES: Final = 4 << 30  # of a JSON array, which is read whole
 CORRECT_LINE: Final = "correct it, or write the file again with one JSON object per line"
-Row = dict[str, Any]
-NamedRow = tuple[str, Row]  # file and number, and the columns
 
 
 @dataclass(frozen=True)
@@ -114,7 +111,7 @@ def source_identity(source: str | Path) -> list[str]:
     if str(source).startswith(HUB_PREFIX):
         names, split = _parse_hub_name(str(source))
         try:
-            return [*names, split, str(_import("datasets", source).load_dataset_builder(*names).hash)]
+            return [*names, split, str(import_optional("datasets", source).load_dataset_builder(*names).hash)]
         except (OSError, ValueError, RuntimeError) as error:
             raise ValueError(f"{source}: {first_line(error)}; check the name and the network") from error
     path = Path(source).resolve()
@@ -131,6 +128,8 @@ def _read_rows(source: str | Path) -> Iterator[NamedRow]:
     if path.is_dir() and _is_saved_dataset(path):
         yield from _saved_rows(path)
         return
+    if path.is_dir():
+        _check_one_kind(path)
     for file in _files(path) if path.is_dir() else [path]:
         try:
             open_regular(file).close()
@@ -145,9 +144,27 @@ def _is_saved_dataset(path: Path) -> bool:
     return any((path / name).is_file() for name in SAVED_DATASET_FILES)
 
 
+def folder_suffixes(folder: Path) -> tuple[str, ...]:
+    """Returns the suffixes of the files that are read below a folder: those of rows, or of texts if it has no rows."""
+    has_rows = any(path.name.endswith(FOLDER_SUFFIXES) for path in _visible(folder))
+    return FOLDER_SUFFIXES if has_rows else TEXT_SUFFIXES
+
+
 def _files(folder: Path) -> list[Path]:
-    """Returns the files with rows below a folder, sorted by name."""
-    return [path for path in _visible(folder) if path.name.endswith(FOLDER_SUFFIXES)]
+    """Returns the files that are read below a folder, sorted by name."""
+    suffixes = folder_suffixes(folder)
+    return [path for path in _visible(folder) if path.name.endswith(suffixes)]
+
+
+def _check_one_kind(folder: Path) -> None:
+    """Raises ValueError for a folder of rows that also has texts. A README.md is no data."""
+    files = _files(folder)
+    text = next((path for path in _visible(folder) if path.name.endswith(".txt")), None)
+    if text is not None and text not in files:
+        raise ValueError(
+            f"{folder} holds rows ({files[0].relative_to(folder)}) and texts ({text.relative_to(folder)}); keep one "
+            "kind in a folder, or join them with python3 -m lightseq data text"
+        )
 
 
 def _visible(folder: Path) -> list[Path]:
@@ -161,7 +178,8 @@ def ignored_files(source: str | Path) -> list[str]:
     path = Path(source)
     if not path.is_dir() or _is_saved_dataset(path):
         return []
-    return [str(p.relative_to(path)) for p in _visible(path) if not p.name.endswith(FOLDER_SUFFIXES)]
+    suffixes = folder_suffixes(path)
+    return [str(p.relative_to(path)) for p in _visible(path) if not p.name.endswith(suffixes)]
 
 
 def _as_row(value: Any, where: str) -> Row:
@@ -220,89 +238,16 @@ def _read_json(path: Path) -> Iterator[NamedRow]:
         yield f"{path} row {number}", _as_row(value, f"{path} row {number}")
 
 
-def _read_parquet(path: Path) -> Iterator[NamedRow]:
-    pq = _import("pyarrow.parquet", path)
-
-    def batches() -> Iterator[Any]:
-        with pq.ParquetFile(path) as file:
-            yield from file.iter_batches(batch_size=256)
-
-    yield from _rows_of_batches(path, "Parquet", batches())
-
-
-def _read_arrow(path: Path) -> Iterator[NamedRow]:
-    """Yields the rows of an Arrow file, in the format for files or for streams."""
-    pa = _import("pyarrow", path)
-
-    def batches() -> Iterator[Any]:
-        with pa.memory_map(str(path)) as file:
-            try:
-                opened = pa.ipc.open_file(file)
-            except pa.ArrowInvalid:
-                file.seek(0)
-                yield from pa.ipc.open_stream(file)
-            else:
-                yield from map(opened.get_batch, range(opened.num_record_batches))
-
-    yield from _rows_of_batches(path, "Arrow", batches())
-
-
-def _rows_of_batches(path: Path, kind: str, batches: Iterator[Any]) -> Iterator[NamedRow]:
-    """Yields the rows of Arrow's record batches. Raises ValueError with the number of rows before a damaged one."""
-    number = 0
-    try:
-        for batch in batches:
-            _check_names(batch.schema.names)
-            for value in batch.to_pylist(maps_as_pydicts="strict"):
-                yield f"{path} row {number}", value
-                number += 1
-    except (OSError, _import("pyarrow", path).ArrowException, ValueError, KeyError) as error:
-        raise ValueError(f"{path} cannot be read as {kind} past row {number}: {first_line(error)}") from error
-
-
-def _read_csv(path: Path) -> Iterator[NamedRow]:
-    """Yields the rows of a CSV file whose first line names the columns. Every value is text."""
-    csv.field_size_limit(MAX_ROW_BYTES)  # 128 KiB otherwise
-    number = 0
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            rows = csv.DictReader(file, strict=True)
-            _check_names(rows.fieldnames or ())
-            for value in rows:
-                if None in value:
-                    raise ValueError("it has more cells than columns; quote cells that hold commas")
-                yield f"{path} row {number}", value
-                number += 1
-    except (csv.Error, ValueError) as error:
-        raise ValueError(
-            f"{path} cannot be read as CSV past row {number}: {first_line(error)}; separate cells by commas"
-        ) from error
-
-
-def _check_names(columns: Sequence[str]) -> None:
-    """Raises ValueError for two columns of one name, of which one would be lost."""
-    if twice := [name for name in columns if columns.count(name) > 1]:
-        raise ValueError(f"it has two columns {twice[0]!r}; rename or remove one")
-
-
 READERS: Final[Mapping[str, Callable[[Path], Iterator[NamedRow]]]] = {  # by suffix
     ".jsonl": _read_jsonl,
     ".jsonl.gz": _read_jsonl,
     ".ndjson": _read_jsonl,
     ".json": _read_json,
-    ".csv": _read_csv,
-    ".arrow": _read_arrow,
-    ".parquet": _read_parquet,
+    ".csv": read_csv,
+    ".arrow": read_arrow,
+    ".parquet": read_parquet,
+    **dict.fromkeys(TEXT_SUFFIXES, read_text_file),
 }
-
-
-def _import(module: str, source: str | Path) -> Any:
-    """Imports a module of an optional package. Raises ValueError if it is not installed."""
-    try:
-        return import_module(module)
-    except ImportError as error:
-        package = module.partition(".")[0]
-        raise ValueError(f"reading {source} needs {package}; pip install {package}") from error
 
 
 def _parse_hub_name(source: str) -> tuple[list[str], str]:
@@ -318,7 +263,9 @@ def _hub_rows(source: str) -> Iterator[NamedRow]:
     names, split = _parse_hub_name(source)
     number = -1
     try:
-        for number, value in enumerate(_import("datasets", source).load_dataset(*names, split=split, streaming=True)):
+        for number, value in enumerate(
+            import_optional("datasets", source).load_dataset(*names, split=split, streaming=True)
+        ):
             yield f"{source} row {number}", value
     except (OSError, ValueError, RuntimeError) as error:
         raise ValueError(f"{source} cannot be read past row {number + 1}: {first_line(error)}") from error
@@ -326,7 +273,7 @@ def _hub_rows(source: str) -> Iterator[NamedRow]:
 
 def _saved_rows(path: Path) -> Iterator[NamedRow]:
     try:
-        found = _import("datasets", path).load_from_disk(str(path))
+        found = import_optional("datasets", path).load_from_disk(str(path))
     except (OSError, ValueError, RuntimeError) as error:
         raise ValueError(f"{path} cannot be read as a saved data set: {first_line(error)}") from error
     if (path / SAVED_DATASET_FILES[1]).is_file():

@@ -17,10 +17,10 @@ from typing import Any, Final, TypeVar
 from lightseq.data.answers import REWRITES
 from lightseq.data.examples import MAX_NAMED, WindowExamples, check_ids, open_windows
 from lightseq.data.sources import (
-    FOLDER_SUFFIXES,
     NamedRow,
     ReadOptions,
     SkippedRows,
+    folder_suffixes,
     ignored_files,
     read_rows,
     source_identity,
@@ -112,7 +112,7 @@ def _ignored_files_notes(source: str | Path) -> list[str]:
     """Returns a note on the files in a folder that are not read."""
     files = ignored_files(source)
     shown = ", ".join(files[:MAX_NAMED]) + (", …" if len(files) > MAX_NAMED else "")
-    read = f"of a folder, only {alternatives(FOLDER_SUFFIXES)} files are read"
+    read = f"of a folder, only {alternatives(folder_suffixes(Path(source)))} files are read" if files else ""
     return [f"skipped {plural(len(files), 'file')} ({shown}); {read}"] if files else []
 
 

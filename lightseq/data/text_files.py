@@ -1,0 +1,26 @@
+"""Files of plain text as rows: each file is one document."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from lightseq.utils.files import read_text
+
+TEXT_SUFFIXES: Final = (".txt", ".md")
+TEXT_BYTES: Final = 4 << 30  # a text is one document, in memory
+
+
+def read_text_file(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the text of a file as one row. Raises ValueError if it is not UTF-8 text."""
+    try:
+        text = read_text(path, TEXT_BYTES)
+    except UnicodeDecodeError as error:
+        byte = f"byte {error.start:,} is 0x{error.object[error.start]:02x}"
+        raise ValueError(f"{path} is not UTF-8 text ({byte}); convert it, or move it away") from error
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}); split it, or correct it") from error
+    if "\0" in text:
+        raise ValueError(
+            f"{path} is a binary file (character {text.index(chr(0)):,} is NUL); give text, or move it away"
+        )
+    yield str(path), {"text": text}
