@@ -247,6 +247,21 @@ NO_SUCH = ("load_in_4bit", "fsdp_config", "token")  # though the letters of some
             "--keep_best True --eval_strategy steps --eval_data_path d --eval_steps 3 --save_steps 10",
             "--save_steps 10 is not a multiple of --eval_steps 3; make it one",
         ),
+        ("--eval_fraction 1", "--eval_fraction 1.0: give a share above 0 and below 1, or leave it out"),
+        ("--eval_fraction 0.1 --eval_data_path d --eval_strategy steps", "both give evaluation data; give one"),
+        (
+            "--eval_fraction 0.1 --max_eval_samples 3",
+            "--max_eval_samples 3 limits --eval_data_path, not --eval_fraction",
+        ),
+        ("--early_stopping_patience 2", "--early_stopping_patience 2 needs evaluations; add --eval_fraction, or"),
+        ("--early_stopping_threshold 0.1", "--early_stopping_threshold 0.1 needs --early_stopping_patience; add it"),
+        (
+            "--early_stopping_patience 2 --eval_fraction 0.1",
+            "--early_stopping_patience 2 needs an evaluation at every checkpoint, but --eval_strategy is epoch and "
+            "--save_strategy is steps; set both to steps, or both to epoch",
+        ),
+        ("--early_stopping_patience 0 --eval_fraction 0.1", "--early_stopping_patience 0: give at least 1, or leave"),
+        ("--sample_max_new_tokens 9", "--sample_max_new_tokens 9 needs prompts; add --sample_prompts"),
         ("--profile_steps 10", "'10' is not a range of steps"),
         ("--profile_steps 12:10", "--profile_steps 12:10"),
         ("--profile_memory", "--profile_steps"),

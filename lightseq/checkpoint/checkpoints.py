@@ -214,7 +214,7 @@ def check_disk(output_dir: Path, checkpoint_bytes: int, saves: int, existing: in
         )
     limit = config.save_total_limit
     # An old checkpoint is deleted only after the new one is saved, so one more than the limit exists for a while.
-    held = saves if limit is None else min(saves, max(1, limit + 1 + config.keep_best - existing))
+    held = saves if limit is None else min(saves, max(1, limit + 1 + config.retains_best - existing))
     together = f", {held} of them {_format_bytes(held * checkpoint_bytes)}" if held > 1 else ""
     line = f"a checkpoint takes about {_format_bytes(checkpoint_bytes)}{together}; {free_space}"
     if held * checkpoint_bytes <= free:

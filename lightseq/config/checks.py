@@ -48,7 +48,7 @@ AT_LEAST_ONE: Final = (
     *("max_steps", "eval_steps", "save_steps", "save_total_limit", "logging_steps", "model_max_length"),
     *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
     *("sequence_parallel_size", "ulysses_size", "layers_per_checkpoint", "lora_rank", "scaling_factor"),
-    *("max_train_samples", "max_eval_samples"),
+    *("max_train_samples", "max_eval_samples", "early_stopping_patience", "sample_max_new_tokens"),
 )
 POSITIVE: Final = (
     *("num_train_epochs", "lora_alpha", "rope_theta", "step_timeout", "host_memory_budget", "device_memory_budget"),
@@ -61,9 +61,18 @@ AT_MOST: Final[Mapping[str, float]] = {
     **dict.fromkeys(("num_train_epochs", "step_timeout", "scaling_factor", "layers_per_checkpoint"), 10**6),
     **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), 10**6),
     **dict.fromkeys(("gradient_accumulation_steps", "sequence_parallel_size", "ulysses_size", "lora_rank"), 10**6),
+    "early_stopping_patience": 10**6,
     "model_max_length": MAX_TOKENS,
 }
-NOT_NEGATIVE: Final = ("max_grad_norm", "learning_rate", "weight_decay", "warmup_ratio", "warmup_steps", "seed")
+NOT_NEGATIVE: Final = (
+    "max_grad_norm",
+    "learning_rate",
+    "weight_decay",
+    "warmup_ratio",
+    "warmup_steps",
+    "seed",
+    "early_stopping_threshold",
+)
 DECAY_RATES: Final = ("adam_beta1", "adam_beta2")
 ADAM_FLAGS: Final = (*DECAY_RATES, "adam_epsilon")
 
@@ -243,23 +252,52 @@ def _check_offload(config: Flags) -> None:
 
 
 def _check_evaluation(config: Flags) -> None:
+    if config.eval_fraction is not None:
+        _check_eval_fraction(config)
     if config.keep_best:
-        _check_keep_best(config)
-    if config.eval_strategy != "no" and not config.eval_data_path:
+        _check_retains_best(config, "--keep_best")
+    if config.eval_strategy != "no" and not config.eval_data_path and config.eval_fraction is None:
         raise ValueError(f"--eval_strategy {config.eval_strategy} needs data; add --eval_data_path")
     if config.eval_data_path and config.eval_strategy == "no":
         given = f"--eval_data_path {config.eval_data_path} is not used because --eval_strategy is no"
         raise ValueError(f"{given}; add --eval_strategy steps, or leave it out")
+    _check_early_stopping(config)
+    if config.sample_prompts is None and config.sample_max_new_tokens != _default(config, "sample_max_new_tokens"):
+        raise ValueError(f"--sample_max_new_tokens {config.sample_max_new_tokens} needs prompts; add --sample_prompts")
 
 
-def _check_keep_best(config: Flags) -> None:
+def _check_eval_fraction(config: Flags) -> None:
+    given = f"--eval_fraction {config.eval_fraction}"
+    if config.eval_fraction is not None and not 0 < config.eval_fraction < 1:
+        raise ValueError(f"{given}: give a share above 0 and below 1, or leave it out")
+    if config.eval_data_path:
+        raise ValueError(f"{given} and --eval_data_path {config.eval_data_path} both give evaluation data; give one")
+    if config.max_eval_samples is not None:
+        limit = f"--max_eval_samples {config.max_eval_samples}"
+        raise ValueError(f"{limit} limits --eval_data_path, not {given}; lower the fraction instead")
+
+
+def _check_early_stopping(config: Flags) -> None:
+    if config.early_stopping_patience is None:
+        if config.early_stopping_threshold != _default(config, "early_stopping_threshold"):
+            given = f"--early_stopping_threshold {config.early_stopping_threshold}"
+            raise ValueError(f"{given} needs --early_stopping_patience; add it")
+        return
+    given = f"--early_stopping_patience {config.early_stopping_patience}"
+    if config.eval_schedule == "no":
+        raise ValueError(f"{given} needs evaluations; add --eval_fraction, or --eval_data_path and --eval_strategy")
+    if config.save_strategy != "no":
+        _check_retains_best(config, given)
+
+
+def _check_retains_best(config: Flags, given: str) -> None:
     """Raises ValueError unless every checkpoint has the evaluation loss of its own step."""
-    reason = "--keep_best needs an evaluation at every checkpoint"
-    if "no" in (config.eval_strategy, config.save_strategy) or config.eval_strategy != config.save_strategy:
-        both = f"--eval_strategy is {config.eval_strategy} and --save_strategy is {config.save_strategy}"
+    reason, schedule = f"{given} needs an evaluation at every checkpoint", config.eval_schedule
+    if "no" in (schedule, config.save_strategy) or schedule != config.save_strategy:
+        both = f"--eval_strategy is {schedule} and --save_strategy is {config.save_strategy}"
         raise ValueError(f"{reason}, but {both}; set both to steps, or both to epoch")
-    if config.eval_strategy == "steps" and config.save_steps % config.eval_steps:
-        steps = f"--save_steps {config.save_steps} is not a multiple of --eval_steps {config.eval_steps}"
+    if schedule == "steps" and config.save_steps % config.steps_per_evaluation:
+        steps = f"--save_steps {config.save_steps} is not a multiple of --eval_steps {config.steps_per_evaluation}"
         raise ValueError(f"{reason}, but {steps}; make it one")
 
 

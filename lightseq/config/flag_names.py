@@ -31,6 +31,8 @@ FLAGS_OF_OTHER_PROGRAMS: Final[Mapping[str, str]] = {
         "offload": "activation_offloading",
         "deepspeed": "deepspeed_config",
         "report_to": "wandb tensorboard",
+        "keep_best": "load_best_model_at_end",
+        "eval_fraction": "test_size val_set_size val_size validation_split_percentage eval_split",
     }.items()
     for theirs in names.split()
 }

@@ -48,9 +48,16 @@ class DataConfig:
     data_path: str = flag(
         "",
         "Training data: texts (.txt, .md or a folder of them, a document per file), a token directory, a .pkl, rows "
-        "(.jsonl, .json, .parquet or a folder of them), a dataset written by save_to_disk, or hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT on the Hub.",
+        "(.jsonl, .json, .parquet or a folder of them), a dataset written by save_to_disk, or hf:NAME, hf:NAME:SPLIT "
+        "or hf:NAME:CONFIG:SPLIT on the Hub.",
     )
     eval_data_path: str | None = flag(None, "Evaluation data, in any format of --data_path.")
+    eval_fraction: float | None = flag(
+        None,
+        "Share of the rows (of texts and token directories: the documents) of --data_path to hold out for evaluation, "
+        "such as 0.05. Drawn by --seed. Without --eval_strategy, the run evaluates every --eval_steps if given, else "
+        "after each epoch, and at the end.",
+    )
     model_max_length: int = flag(
         2048, "Tokens per sequence, summed over its ranks. Units are accepted, such as 128K or 1.5M."
     )
@@ -217,7 +224,7 @@ class MemoryConfig:
 class LoggingConfig:
     logging_steps: int = flag(1, "Steps between lines of metrics.jsonl. A save writes one, too.")
     eval_strategy: str = flag("no", "When to evaluate: never, every --eval_steps, or after each epoch.")
-    eval_steps: int = flag(500, "Steps between evaluations with --eval_strategy steps.")
+    eval_steps: int | None = flag(None, "Steps between evaluations with --eval_strategy steps. Default: 500.")
     save_strategy: str = flag(
         "steps",
         "When to save a checkpoint: never, every --save_steps and at the end, or after each epoch.",
@@ -228,6 +235,20 @@ class LoggingConfig:
         True, "Write checkpoints from copies in host memory while training continues. False: training waits."
     )
     keep_best: bool = flag(False, "Also retain the checkpoint with the lowest evaluation loss.")
+    early_stopping_patience: int | None = flag(
+        None,
+        "End the run when the evaluation loss has not improved on its lowest value this many times in a row. Also "
+        "retains the best checkpoint, as --keep_best does. Default: run to the last step.",
+    )
+    early_stopping_threshold: float = flag(
+        0.0, "Amount by which the evaluation loss must fall below its lowest value to count as an improvement."
+    )
+    sample_prompts: str | None = flag(
+        None,
+        "File with one prompt per line. After each evaluation and at the end, the model continues each one with its "
+        "likeliest tokens; the texts are printed and written to samples.jsonl.",
+    )
+    sample_max_new_tokens: int = flag(64, "Most tokens to add to each of --sample_prompts.")
     report_to: str = flag("none", "Experiment tracker to log to, in addition to metrics.jsonl.")
     profile_steps: tuple[int, int] | None = flag(None, "Range of steps to profile, such as 10:12. Default: none.")
     profile_memory: bool = flag(
@@ -250,6 +271,28 @@ GROUPS: Final[Mapping[str, type]] = {
 @dataclass(frozen=True)
 class Flags(LoggingConfig, MemoryConfig, ParallelismConfig, AdapterConfig, TrainingConfig, DataConfig, ModelConfig):
     """All flags of a training run in one flat object, and what follows from them."""
+
+    @property
+    def eval_schedule(self) -> str:
+        """When the run evaluates: no, steps or epoch."""
+        if self.eval_strategy != "no" or self.eval_fraction is None:
+            return self.eval_strategy
+        return "epoch" if self.eval_steps is None else "steps"
+
+    @property
+    def evaluates_at_end(self) -> bool:
+        """True if the run evaluates after its last step, whatever the schedule."""
+        return self.eval_fraction is not None and self.eval_strategy == "no"
+
+    @property
+    def steps_per_evaluation(self) -> int:
+        """The value of --eval_steps, or its default."""
+        return 500 if self.eval_steps is None else self.eval_steps
+
+    @property
+    def retains_best(self) -> bool:
+        """True if the checkpoint with the lowest evaluation loss is never removed."""
+        return self.keep_best or (self.early_stopping_patience is not None and self.save_strategy != "no")
 
     @property
     def remat_policy(self) -> str:

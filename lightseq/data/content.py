@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from lightseq.data.examples import Examples, LazyTextExamples, WindowExamples
+from lightseq.data.held_out import SelectedExamples
 from lightseq.data.packing import PackedExamples
 from lightseq.data.sequences import IdsAndLabels, SequenceExamples
 from lightseq.data.token_directory import META, SHA256, TokenDirectory
@@ -23,6 +24,9 @@ def hash_content(examples: Examples) -> str:
         return _hash_directory(examples.source)
     if isinstance(examples, SequenceExamples):
         return f"sequences:{_hash(part for pair in examples.sequences for part in _parts(pair))}"
+    if isinstance(examples, SelectedExamples):
+        kind, _, digest = hash_content(examples.source).partition(":")
+        return f"{kind}:{_hash([digest.encode(), examples.rows.tobytes()])}"
     assert isinstance(examples, LazyTextExamples), type(examples)
     return f"texts:{_hash(text.encode() for _, text in examples.texts)}"
 

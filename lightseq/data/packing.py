@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from lightseq.data.batches import PADDING_WARNING_SHARE, open_examples
 from lightseq.data.examples import Example, WindowExamples, window_counts, window_sizes
+from lightseq.data.held_out import SelectedExamples
 from lightseq.data.sequences import SequenceExamples, open_pickle
 from lightseq.data.sources import ReadOptions
 from lightseq.data.token_directory import META, open_token_directory
@@ -18,13 +19,14 @@ from lightseq.data.tokenizer import Tokenizer
 from lightseq.utils.formatting import plural
 
 NO_LIMIT = 1 << 62  # longer than any sequence
+Windows = WindowExamples | SequenceExamples | SelectedExamples
 
 
 @dataclass(frozen=True)
 class PackedExamples:
     """Examples of several windows each; example i has the windows `order[offsets[i] : offsets[i + 1]]`."""
 
-    windows: WindowExamples | SequenceExamples
+    windows: Windows
     order: NDArray[np.int64]
     offsets: NDArray[np.int64]
     notes: tuple[str, ...]
@@ -81,17 +83,33 @@ def open_packed(
     read_options: ReadOptions | None = None,
 ) -> PackedExamples:
     """Opens the data of `open_examples`, packed. Raises ValueError if lengths are not known beforehand."""
+    return pack(path, open_windows_to_pack(path, length, vocab_size, tokenizer, lazy, progress, read_options))
+
+
+def open_windows_to_pack(
+    path: str | Path,
+    length: int,
+    vocab_size: int,
+    tokenizer: str | Tokenizer | None = None,
+    lazy: bool = False,
+    progress: bool = True,
+    read_options: ReadOptions | None = None,
+) -> WindowExamples | SequenceExamples:
+    """Opens the data of `open_examples`, never truncated. Raises ValueError if lengths are not known beforehand."""
     first_cut = NO_LIMIT if Path(path).suffix == ".pkl" else length  # other sources are split, never truncated
     opened = open_examples(path, first_cut, vocab_size, tokenizer, lazy, progress, read_options)
     if isinstance(opened, SequenceExamples):
-        windows: WindowExamples | SequenceExamples = replace(opened, length=length)
-    elif isinstance(opened, WindowExamples):
-        windows = opened
-    else:
-        raise ValueError(
-            f"--packing best_fit needs the length of every text in {path} beforehand; leave --lazy_preprocess out"
-        )
-    order, offsets = best_fit(windows.sizes, length)
+        return replace(opened, length=length)
+    if isinstance(opened, WindowExamples):
+        return opened
+    raise ValueError(
+        f"--packing best_fit needs the length of every text in {path} beforehand; leave --lazy_preprocess out"
+    )
+
+
+def pack(path: str | Path, windows: Windows) -> PackedExamples:
+    """Packs the windows of `path` into sequences of their length."""
+    order, offsets = best_fit(windows.sizes, windows.length)
     notes = _notes(path, windows, offsets)
     return PackedExamples(windows, order, offsets, (*windows.notes, *notes))
 
@@ -109,7 +127,7 @@ def read_window_sizes(path: Path, length: int, vocab_size: int, limit: int | Non
     return window_sizes(documents[:limit], length)
 
 
-def _notes(path: str | Path, windows: WindowExamples | SequenceExamples, offsets: NDArray[np.int64]) -> list[str]:
+def _notes(path: str | Path, windows: Windows, offsets: NDArray[np.int64]) -> list[str]:
     """Returns notes on packed documents, padding and split documents."""
     length, documents = windows.length, windows.tokens
     sequences, tokens = len(offsets) - 1, int(windows.sizes.sum())

@@ -32,10 +32,10 @@ class SequenceExamples:
     notes: tuple[str, ...]
 
     def __len__(self) -> int:
-        return int(self._first_windows[-1])
+        return int(self.first_windows[-1])
 
     def __getitem__(self, index: int) -> Example:
-        sequence, start = locate_window(self._first_windows, index, self.length)
+        sequence, start = locate_window(self.first_windows, index, self.length)
         return window(*self.sequences[sequence], start, self.length)
 
     @cached_property
@@ -48,7 +48,8 @@ class SequenceExamples:
         return window_sizes(self.tokens, self.length)
 
     @cached_property
-    def _first_windows(self) -> NDArray[np.int64]:
+    def first_windows(self) -> NDArray[np.int64]:
+        """The index of each sequence's first window, and the number of windows."""
         return window_offsets(self.tokens, self.length)
 
 

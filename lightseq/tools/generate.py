@@ -52,6 +52,8 @@ def continuations(args: argparse.Namespace) -> list[str]:
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
+    from lightseq.training.sample_prompts import end_ids
+
     logging.disable_progress_bar()
     model = _load_model(args.checkpoint)
     try:
@@ -63,7 +65,10 @@ def continuations(args: argparse.Namespace) -> list[str]:
     torch.manual_seed(args.seed)
     sampling = {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p}
     settings: dict[str, Any] = sampling if args.temperature else {"do_sample": False}
-    settings |= {"eos_token_id": _ends(model, tokenizer), "pad_token_id": tokenizer.eos_token_id}
+    settings |= {
+        "eos_token_id": sorted(end_ids(model, [tokenizer.eos_token_id])),
+        "pad_token_id": tokenizer.eos_token_id,
+    }
     found = []
     for prompt in args.prompt:
         inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(device)
@@ -73,13 +78,6 @@ def continuations(args: argparse.Namespace) -> list[str]:
             ids = model.generate(**inputs, max_new_tokens=args.max_new_tokens, **settings)
         found.append(tokenizer.decode(ids[0], skip_special_tokens=True))
     return found
-
-
-def _ends(model: Any, tokenizer: Any) -> list[int]:
-    """Returns the ids that end a text: the model's own, and the tokenizer's."""
-    given = model.generation_config.eos_token_id
-    ends = {*(given if isinstance(given, list) else [given]), tokenizer.eos_token_id}
-    return sorted(ends - {None})
 
 
 def _load_model(checkpoint: str) -> Any:

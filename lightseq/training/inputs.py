@@ -3,6 +3,7 @@
 setup_checks.py has the checks of flags.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import BatchStream, open_examples, require_target
 from lightseq.data.content import hash_content
 from lightseq.data.examples import Examples
-from lightseq.data.packing import PackedExamples, open_packed
+from lightseq.data.held_out import hold_out
+from lightseq.data.packing import PackedExamples, open_packed, open_windows_to_pack, pack
 from lightseq.data.sources import ReadOptions, holds_rows, split_columns
 from lightseq.data.token_directory import made_with
 from lightseq.data.tokenizer import ByteTokenizer, read_chat_template
@@ -34,6 +36,7 @@ from lightseq.models.presets import ModelFamily
 from lightseq.modules.fp8 import check_fp8
 from lightseq.training.optimization import check_lr_schedule
 from lightseq.training.output_directory import check_output_dir
+from lightseq.training.sample_prompts import SamplePrompts, read_sample_prompts
 from lightseq.training.setup_checks import (
     Notes,
     check_disk_space,
@@ -67,6 +70,7 @@ class Inputs:
     tokenizer: Path | None = None  # directory of the tokenizer to save with checkpoints
     bytes_are_tokens: bool = False  # the tokenizer of bytes is saved with checkpoints
     chat_template: str | None = None  # to save instead of the tokenizer's
+    prompts: SamplePrompts | None = None
 
     @property
     def resume_from(self) -> Path | None:
@@ -110,9 +114,11 @@ def prepare(config: TrainConfig, family: ModelFamily, world: World, resume_point
     streams = _open_streams(config, world, model, resume_point.path)
     stream, total_steps = streams.training, streams.total_steps
     check_lr_schedule(config, total_steps)
+    tokenizer = model.tokenizer or made_with(Path(config.data_path))
     profile_notes = check_profiled(config, world.device, stream.first_step, total_steps)
     trained = count_adapter_parameters(model.lora, model.config) or total_parameters(model.config)
     disk_notes = check_disk_space(config, trained, stream, total_steps)
+    prompts = read_sample_prompts(config, tokenizer, model.config.vocab_size)
     # Last, because a download can take hours and all other checks should come first.
     directory = fetch_weights(model, world, verified=resume_point.path)
     check_notes = checkpoint_notes + streams.notes + profile_notes + disk_notes
@@ -130,7 +136,8 @@ def prepare(config: TrainConfig, family: ModelFamily, world: World, resume_point
         lora=model.lora,
         documents=documents,
         tokenizer=tokenizer_directory(model, directory) if config.save_strategy != "no" else None,
-        bytes_are_tokens=(model.tokenizer or made_with(Path(config.data_path))) == ByteTokenizer.name,
+        bytes_are_tokens=tokenizer == ByteTokenizer.name,
+        prompts=prompts,
         chat_template=read_chat_template(config.chat_template) if config.chat_template is not None else None,
     )
 
@@ -168,8 +175,11 @@ def _check_checkpoint(
 def _open_streams(config: TrainConfig, world: World, model: FoundModel, resume_from: Path | None) -> _Streams:
     """Opens the data at the run's position. Raises ValueError if it does not fit the run."""
     data_ranks = model.dims.data_ranks
-    stream, notes = _resume_stream(_training_stream(config, world, model, data_ranks), resume_from)
-    eval_stream = _evaluation_stream(config, world, model, data_ranks)
+    examples, eval_examples = _open_data(config, world, model)
+    stream, notes = _resume_stream(_training_stream(examples, config, world, data_ranks), resume_from)
+    eval_stream = None
+    if eval_examples is not None:
+        eval_stream = evaluation_stream(eval_examples, config.model_max_length, config, data_ranks)
     require_chats(config, [stream.examples, *([eval_stream.examples] if eval_stream else [])])
     total_steps = config.max_steps or stream.steps
     if resume_from is not None and total_steps < stream.first_step:
@@ -180,8 +190,28 @@ def _open_streams(config: TrainConfig, world: World, model: FoundModel, resume_f
     return _Streams(stream, eval_stream, total_steps, notes)
 
 
-def _training_stream(config: TrainConfig, world: World, model: FoundModel, data_ranks: int) -> BatchStream:
+def _open_data(config: TrainConfig, world: World, model: FoundModel) -> tuple[Examples, Examples | None]:
+    """Opens the examples to train on, and those to evaluate on, if the run evaluates."""
+    if config.eval_fraction is not None:
+        return _hold_out(config, world, model)
     examples = find_examples(config.data_path, model, config, world)
+    if not config.eval_data_path or config.eval_schedule == "no":
+        return examples, None
+    held = find_examples(config.eval_data_path, model, config, world, evaluates=True)
+    require_target(held, config.eval_data_path)
+    return examples, held
+
+
+def _hold_out(config: TrainConfig, world: World, model: FoundModel) -> tuple[Examples, Examples]:
+    path, fraction, packs = config.data_path, config.eval_fraction, config.packing != "none"
+    assert fraction is not None, "the caller checks"
+    rows = find_examples(path, model, config, world, open_data=open_windows_to_pack if packs else open_examples)
+    trained, held = hold_out(rows, fraction, config.seed, path)
+    require_target(held, f"the part of {path} that --eval_fraction {fraction} holds out")
+    return (pack(path, trained), pack(path, held)) if packs else (trained, held)
+
+
+def _training_stream(examples: Examples, config: TrainConfig, world: World, data_ranks: int) -> BatchStream:
     return BatchStream(
         examples,
         length=config.model_max_length,
@@ -193,15 +223,6 @@ def _training_stream(config: TrainConfig, world: World, model: FoundModel, data_
         packed=config.packing != "none",
         content=hash_content(examples) if world.is_main else None,
     )
-
-
-def _evaluation_stream(config: TrainConfig, world: World, model: FoundModel, data_ranks: int) -> BatchStream | None:
-    """Returns the batches of the run's evaluations; None if it has none."""
-    if not config.eval_data_path or config.eval_strategy == "no":
-        return None
-    examples = find_examples(config.eval_data_path, model, config, world, evaluates=True)
-    require_target(examples, config.eval_data_path)
-    return evaluation_stream(examples, config.model_max_length, config, data_ranks)
 
 
 def _resume_stream(stream: BatchStream, resume_from: Path | None) -> tuple[BatchStream, Notes]:
@@ -265,13 +286,21 @@ def find_model(config: TrainConfig, family: ModelFamily, world: World) -> FoundM
     return FoundModel(model_config, source.weights, tokenizer, dims, warnings, lora, unscaled)
 
 
-def find_examples(path: str, model: FoundModel, config: TrainConfig, world: World, evaluates: bool = False) -> Examples:
+def find_examples(
+    path: str,
+    model: FoundModel,
+    config: TrainConfig,
+    world: World,
+    evaluates: bool = False,
+    open_data: Callable[..., Examples] | None = None,
+) -> Examples:
     """Opens data for training or, with `evaluates`, the part for evaluation that --max_eval_samples allows.
 
-    Raises ValueError if the data cannot be opened or does not fit the model.
+    `open_data` replaces the function that --packing chooses. Raises ValueError if the data cannot be opened or does not
+    fit the model.
     """
     length, vocab_size = config.model_max_length, model.config.vocab_size
-    open_data = open_examples if config.packing == "none" else open_packed
+    open_data = open_data or (open_examples if config.packing == "none" else open_packed)
     trains = path == config.data_path and not (evaluates and path == config.eval_data_path)
     limit = config.max_train_samples if trains else None
     # --text_column and --ignore_columns may be meant for the other data, which has rows.

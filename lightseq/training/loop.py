@@ -4,15 +4,20 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 from torch.profiler import record_function
 
 from lightseq.checkpoint import checkpoints
+from lightseq.distributed.agreement import from_rank_0
 from lightseq.distributed.preemption import StopRequest
+from lightseq.training.early_stopping import early_stopping
+from lightseq.training.errors import exit_on_write_error
 from lightseq.training.evaluation import Perplexity
 from lightseq.training.journal import Journal
-from lightseq.training.metrics import MetricsFile
+from lightseq.training.metrics import RUN, MetricsFile, write_end
 from lightseq.training.profiler import StepProfile
+from lightseq.training.samples import Samples
 from lightseq.training.saving import Saving
 from lightseq.training.step_stats import FlopCounter, StepStats
 from lightseq.training.trainer import Trainer
@@ -28,7 +33,12 @@ class TrainingLoop:
         self.trainer, self._metrics = trainer, metrics
         self._saving = Saving(trainer) if trainer.config.save_strategy != "no" else None
         self._flops = _flop_counter(trainer)
+        self._done = trainer.first_step
         self.journal = Journal(trainer, metrics)
+        resume_from = trainer.inputs.resume_from
+        trainer_state = checkpoints.read_trainer_state(resume_from) if resume_from is not None else {}
+        self._stopping = early_stopping(trainer.config, trainer_state)
+        self._samples = Samples(trainer, trainer.inputs.prompts) if trainer.inputs.prompts is not None else None
 
     def run(self) -> str | None:
         """Runs until the last step, or until a signal stops the run after a step. Returns the name of the signal."""
@@ -41,7 +51,8 @@ class TrainingLoop:
                 trainer.mark(None, "saving")
         trainer.terminal.close()
         if self._metrics is not None:
-            best = checkpoints.best_checkpoint(trainer.output_dir) if config.keep_best else None
+            best = checkpoints.best_checkpoint(trainer.output_dir) if config.retains_best else None
+            self._write_end(stopped_by)
             trainer.terminal.summary(saved, self._metrics.path, self.journal.losses, best, stopped_by)
         return stopped_by
 
@@ -49,6 +60,8 @@ class TrainingLoop:
         """Returns the newest checkpoint and the name of the signal that stopped the run, if any."""
         trainer, config, saving = self.trainer, self.trainer.config, self._saving
         saved, last = trainer.inputs.resume_from, trainer.inputs.total_steps
+        if self._stops_early:  # the run that is resumed has ended
+            last = trainer.first_step
 
         def before_update() -> None:
             if saving is not None:
@@ -69,13 +82,14 @@ class TrainingLoop:
             stopped_by, save_failed = stop.poll_result()
             ends = done == last or stopped_by is not None
             saves = self._due(done, config.save_strategy, config.save_steps) or (ends and saving is not None)
-            if done % config.logging_steps == 0 or saves or ends:
+            evaluates = self._evaluates(done, saves, done == last)
+            may_end = ends or (evaluates and self._stopping is not None)
+            if done % config.logging_steps == 0 or saves or may_end:
                 self.journal.record(pending)  # one step late, so that the device stays busy while the host reads
                 pending = stats.close(
                     done, counts_group=trainer.engine.dims.counts_batch, own_seconds=trainer.engine.stopwatch.seconds()
                 )
                 stats = self._new_stats()
-            evaluates = self._due(done, config.eval_strategy, config.eval_steps) or (saves and config.keep_best)
             if evaluates or ends:
                 self.journal.record(pending)
                 pending = None
@@ -85,6 +99,9 @@ class TrainingLoop:
                 with stats.paused():
                     saving.prepare()
             evaluation = self._evaluate(done, stats) if evaluates else None
+            if self._stops_early:
+                ends, saves = True, saving is not None
+            self._done = done
             if saves and saving is not None:
                 trainer.mark(done, "saving")
                 with stats.paused(saves=True):
@@ -92,7 +109,10 @@ class TrainingLoop:
                 self.journal.record(pending)  # waits for the device, so the copies are queued first
                 pending = None
                 with stats.paused(saves=True):
-                    saved = saving.save(done, copies, evaluation.loss if evaluation is not None else None)
+                    saved = saving.save(done, copies, evaluation.loss if evaluation else None, self._stopping)
+            if self._samples is not None and (evaluates or ends) and stopped_by is None:
+                with stats.paused():
+                    self._samples.write(done)
             if ends:
                 break
         profile.close()
@@ -102,8 +122,31 @@ class TrainingLoop:
         with stats.paused():
             found = self.trainer.evaluate()
             means = {"eval_loss": found.loss, "eval_perplexity": found.value, "eval_accuracy": found.accuracy}
-            self.journal.log({"step": done, **means})
+            counts: dict[str, Any] = {}
+            if self._stopping is not None:
+                self._stopping.observe(from_rank_0(found.loss))
+                counts = {**self._stopping.state(), "stopped_early": self._stopping.stops}
+            self.journal.log({"step": done, **means, **counts})
         return found
+
+    @property
+    def _stops_early(self) -> bool:
+        return self._stopping is not None and self._stopping.stops
+
+    def _evaluates(self, done: int, saves: bool, is_last: bool) -> bool:
+        """Returns whether the run evaluates after `done` steps."""
+        config = self.trainer.config
+        due = self._due(done, config.eval_schedule, config.steps_per_evaluation)
+        return due or (saves and config.retains_best) or (is_last and config.evaluates_at_end)
+
+    def _write_end(self, stopped_by: str | None) -> None:
+        """Records in run.json why the run ended, and says so if it is not the last step. Main rank only."""
+        trainer = self.trainer
+        reason = stopped_by or ("early_stopping" if self._stops_early else "completed")
+        with exit_on_write_error(trainer.output_dir / RUN, trainer.world, trainer.terminal, self._saving is not None):
+            write_end(trainer.output_dir, reason, self._done)
+        if self._stops_early:
+            trainer.terminal.note(f"stopped early after step {self._done}: {self._stopping}")
 
     def _new_stats(self) -> StepStats:
         engine = self.trainer.engine

@@ -14,7 +14,7 @@ from lightseq.utils.files import RECORDS_BYTES, parse_json, read_bytes, read_jso
 from lightseq.utils.formatting import plural
 from lightseq.utils.masking import mask_secrets
 
-RUN, METRICS = "run.json", "metrics.jsonl"
+RUN, METRICS, SAMPLES = "run.json", "metrics.jsonl", "samples.jsonl"
 DAMAGED = ".damaged"  # suffix of the file with invalid lines of metrics.jsonl
 EVENTS = ".lightseq"  # suffix of our TensorBoard files; other programs write into runs/ too
 
@@ -61,16 +61,23 @@ class Tracker(Protocol):
 
 
 class MetricsFile:
-    """Writer of metrics.jsonl: one JSON object per line, flushed after each. A resumed run drops later steps.
+    """Writer of metrics.jsonl, or of another file with an object per line, flushed after each.
+
+    A resumed run drops later steps.
 
     Invalid lines of an earlier run are moved to another file. `notes` reports that, and a missing file.
     """
 
     def __init__(
-        self, directory: Path, first_step: int, trackers: tuple[Tracker, ...] = (), resumes: bool = False
+        self,
+        directory: Path,
+        first_step: int,
+        trackers: tuple[Tracker, ...] = (),
+        resumes: bool = False,
+        name: str = METRICS,
     ) -> None:
         """Opens the file. `resumes`: the run resumes the one that wrote into this directory."""
-        self.path, self._trackers = directory / METRICS, trackers
+        self.path, self._trackers = directory / name, trackers
         self.notes: tuple[str, ...] = ()
         if resumes and not self.path.exists():
             self.notes = (f"warning: {self.path} is missing; the metrics up to step {first_step:,} are lost",)
@@ -78,7 +85,7 @@ class MetricsFile:
         if damaged:
             self.notes = (_set_damaged_aside(self.path, damaged),)
         kept = [x for x in _lines(self.path) if (record := _record(x)) is not None and record["step"] <= first_step]
-        partial = self.path.with_name(f"{METRICS}.partial")  # no record is lost if the run is killed here
+        partial = self.path.with_name(f"{name}.partial")  # no record is lost if the run is killed here
         partial.write_bytes(b"".join(line + b"\n" for line in kept))
         partial.replace(self.path)
         self._file = self.path.open("a")
@@ -159,13 +166,24 @@ TRACKERS: Final[dict[str, Callable[[Path], Tracker]]] = {"tensorboard": TensorBo
 
 def write_run(directory: Path, facts: Mapping[str, Any], secrets: Collection[str]) -> None:
     """Writes run.json atomically, with `secrets` and anything that looks like one masked."""
+    _write_json(directory, mask_secrets({**facts, "versions": versions()}, secrets))
+
+
+def _write_json(directory: Path, facts: Mapping[str, Any]) -> None:
     partial = directory / f"{RUN}.partial"
     try:
-        partial.write_text(json.dumps(mask_secrets({**facts, "versions": versions()}, secrets), indent=2) + "\n")
+        partial.write_text(json.dumps(facts, indent=2) + "\n")
     except OSError:
         partial.unlink(missing_ok=True)
         raise
     partial.rename(directory / RUN)
+
+
+def write_end(directory: Path, reason: str, step: int) -> None:
+    """Adds to run.json why and after which step the run ended."""
+    facts = read_run(directory)
+    if facts:
+        _write_json(directory, {**facts, "ended": {"reason": reason, "step": step}})
 
 
 def earlier_plan(checkpoint: Path | None) -> dict[str, Any]:

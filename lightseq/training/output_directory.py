@@ -18,7 +18,7 @@ from lightseq.checkpoint.resume import ResumePoint
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.agreement import from_rank_0
 from lightseq.distributed.world import World
-from lightseq.training.metrics import EVENTS, METRICS, RUN, damaged_lines
+from lightseq.training.metrics import EVENTS, METRICS, RUN, SAMPLES, damaged_lines
 from lightseq.utils.files import CONFIG_BYTES, open_regular, read_bytes, read_json
 
 LOCK, LINE_CHARACTERS = "lock", 1000
@@ -218,13 +218,14 @@ def _launch(world: World) -> str:
 def remove_run(output_dir: Path) -> tuple[str, ...]:
     """Removes the files that earlier runs wrote, and nothing else.
 
-    Renames a run.json or metrics.jsonl that another program wrote. Returns notes on renamed files.
+    Renames a run.json, metrics.jsonl or samples.jsonl that another program wrote. Returns notes on renamed files.
     """
     with suppress(OSError):
         if _is_of_run(output_dir / RUN):
             (output_dir / RUN).unlink()
-    if not damaged_lines(output_dir / METRICS):
-        (output_dir / METRICS).unlink(missing_ok=True)
+    for name in (METRICS, SAMPLES):
+        if not damaged_lines(output_dir / name):
+            (output_dir / name).unlink(missing_ok=True)
     for folder, written in WRITTEN.items():
         for path in (output_dir / folder).glob("*"):
             if written.fullmatch(path.name):
@@ -236,8 +237,8 @@ def remove_run(output_dir: Path) -> tuple[str, ...]:
 
 
 def set_earlier_aside(output_dir: Path) -> tuple[str, ...]:
-    """Renames an existing run.json and metrics.jsonl at the start of a new run. Returns notes."""
-    existing = [path for path in (output_dir / METRICS, output_dir / RUN) if path.exists()]
+    """Renames existing records at the start of a new run. Returns notes."""
+    existing = [path for path in (output_dir / name for name in (METRICS, SAMPLES, RUN)) if path.exists()]
     renamed = [(path.name, checkpoints.set_aside(path, EARLIER).name) for path in existing]
     return tuple(f"renamed the existing {old} to {new}" for old, new in renamed)
 

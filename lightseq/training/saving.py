@@ -18,6 +18,7 @@ from lightseq.data.tokenizer import ByteTokenizer
 from lightseq.distributed.environment import secrets
 from lightseq.distributed.world import exit_process, report_error
 from lightseq.models import adapters, weights
+from lightseq.training.early_stopping import STOPPING, EarlyStopping
 from lightseq.training.metrics import METRICS
 from lightseq.training.trainer import Trainer
 from lightseq.utils.masking import mask_secrets
@@ -37,7 +38,7 @@ class Saving:
             trainer.world,
             records=trainer.output_dir / METRICS,
             retain=config.save_total_limit,
-            retain_best=config.keep_best,
+            retain_best=config.retains_best,
             in_background=config.async_save,
             timeout_seconds=2 * config.step_timeout,
         )
@@ -83,13 +84,20 @@ class Saving:
         tensors = self._engine.tensors()
         return self._saver.queue_copies(tensors) if tensors is not None else None
 
-    def save(self, step: int, copies: dict[str, Tensor] | None, eval_loss: float | None) -> Path:
+    def save(
+        self,
+        step: int,
+        copies: dict[str, Tensor] | None,
+        eval_loss: float | None,
+        stopping: EarlyStopping | None = None,
+    ) -> Path:
         """Starts or makes a save of `copies`. Returns the directory that it will be in. Raises SaveError.
 
         The records of all steps up to `step` must be written.
         """
         facts = {checkpoints.DATA_POSITION: self._inputs.stream.state(step), "total_steps": self._inputs.total_steps}
         facts |= {**self._engine.facts(), "config": self._config.to_json(), checkpoints.EVAL_LOSS: eval_loss}
+        facts |= {STOPPING: stopping.state()} if stopping is not None else {}
         facts = mask_secrets(facts, secrets())
         if copies is None:
             return self._saver.save_now(step, facts, self._write_gathered, self._write_state)

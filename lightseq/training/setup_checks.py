@@ -22,6 +22,7 @@ from lightseq.config.remat_policies import STORE_LINEARS, STORES_MLP
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import BatchStream
 from lightseq.data.examples import Examples, WindowExamples
+from lightseq.data.held_out import SelectedExamples
 from lightseq.data.packing import PackedExamples
 from lightseq.data.targets import CHAT, PAIR
 from lightseq.distributed.agreement import on_all_ranks
@@ -195,6 +196,7 @@ def require_chats(config: TrainConfig, opened: Sequence[Examples]) -> None:
     if config.chat_template is None:
         return
     windows = [examples.windows if isinstance(examples, PackedExamples) else examples for examples in opened]
+    windows = [examples.source if isinstance(examples, SelectedExamples) else examples for examples in windows]
     kinds = {x.source.meta.get("kind") for x in windows if isinstance(x, WindowExamples)}
     if not kinds & {CHAT, PAIR}:
         raise ValueError(
@@ -210,13 +212,15 @@ def warn_unreached(config: TrainConfig, stream: BatchStream, total_steps: int) -
     found, first = [], stream.first_step
     if total_steps == first:
         return ()  # nothing to train, which `prepare` notes
+    every = config.steps_per_evaluation
     passed = {
-        "steps": total_steps // config.eval_steps - first // config.eval_steps,
+        "steps": total_steps // every - first // every,
         "epoch": int(stream.epochs_after(total_steps)) - int(stream.epochs_after(first)),
     }
-    if config.eval_strategy != "no" and not passed[config.eval_strategy] and not config.keep_best:
-        every = f"every {config.eval_steps} steps" if config.eval_strategy == "steps" else "at the end of an epoch"
-        found.append(f"warning: evaluation runs {every}, but this run ends at step {total_steps} without one")
+    schedule, at_end = config.eval_schedule, config.evaluates_at_end or config.retains_best
+    if schedule != "no" and not passed[schedule] and not at_end:
+        when = f"every {every} steps" if schedule == "steps" else "at the end of an epoch"
+        found.append(f"warning: evaluation runs {when}, but this run ends at step {total_steps} without one")
     if config.warmup_steps > total_steps:
         found.append(
             f"warning: --warmup_steps {config.warmup_steps} is past the last step, {total_steps}, so the learning rate "

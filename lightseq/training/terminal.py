@@ -1,6 +1,7 @@
 """Terminal output of a run: settings, a progress bar or lines about steps, and a summary."""
 
 import sys
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -81,6 +82,10 @@ class Terminal:
             return ""
         seconds = (now - begin) / (step - first_step) * (self._total - step)
         return f"  {timedelta(seconds=round(seconds))} left"
+
+    def sample(self, step: int, text: str) -> None:
+        """Prints what the model wrote, indented below the number of steps."""
+        self._console.print(f"step {step}: sample\n{textwrap.indent(text, '    ', lambda _: True)}", markup=False)
 
     def note(self, line: str) -> None:
         """Prints a line above the bar."""

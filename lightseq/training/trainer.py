@@ -2,6 +2,7 @@
 
 import math
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -44,7 +45,10 @@ class Trainer:
         self.model, self.loss_model, self.context = engine.model, engine.loss_model, engine.context
         self.output_dir = Path(config.output_dir)
         self.first_step = inputs.stream.first_step
-        self.batch_lengths, length_notes = _choose_batch_lengths(config, inputs, engine)
+        # Every rank's part of a batch has to be a multiple of the tokens that FP8 needs.
+        multiple = math.lcm(MULTIPLE * inputs.dims.sequence, engine.context.layout.chunk_count)
+        self._lengths = bucket_lengths(config.model_max_length, multiple)
+        self.batch_lengths, length_notes = _choose_batch_lengths(config, self._lengths, engine)
         self.notes = (*inputs.notes, *(plan_notes(engine.memory.plan) if engine.memory.plan else ()), *length_notes)
         self.shard = Sharding(self.context, world.device)
         self.adapter_parameters = count_adapter_parameters(inputs.lora, inputs.model_config)
@@ -126,6 +130,10 @@ class Trainer:
 
         return measure(self.loss_model, shards(), bin_starts, stream.length, self.world.device)
 
+    def shortest_length(self, tokens: int) -> int:
+        """Returns the shortest of few lengths that holds a sequence of `tokens` tokens."""
+        return self._lengths[bisect_left(self._lengths, tokens)]
+
     def mark(self, step: int | None, phase: str) -> None:
         """Tells the watchdog, if any, that this rank enters a phase."""
         if self._watchdog is not None:
@@ -158,7 +166,7 @@ class Trainer:
 
 
 def _choose_batch_lengths(
-    config: TrainConfig, inputs: Inputs, engine: Engine
+    config: TrainConfig, lengths: tuple[int, ...], engine: Engine
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Returns the lengths that batches may be padded to, in rising order, and notes about them."""
     longest = config.model_max_length
@@ -167,9 +175,7 @@ def _choose_batch_lengths(
     if length_dependent_ropes(engine.model):
         note = "all batches are padded to --model_max_length, because the model's RoPE depends on the length"
         return (longest,), (note,)
-    # Every rank's part has to be a multiple of the tokens that FP8 needs.
-    multiple = math.lcm(MULTIPLE * inputs.dims.sequence, engine.context.layout.chunk_count)
-    return bucket_lengths(longest, multiple), ()
+    return lengths, ()
 
 
 class Sharding:

@@ -32,7 +32,7 @@ TASKS: Final = {"loss": loss_task, "needle": needle_task}
 # Flags of training that an evaluation uses; a note names others that were given.
 USED: Final = (
     *(field.name for group in (ModelConfig, DataConfig, ParallelismConfig) for field in fields(group)
-      if field.name not in ("eval_data_path", "deepspeed")),
+      if field.name not in ("eval_data_path", "eval_fraction", "deepspeed")),
     "output_dir", "overwrite_output_dir", "per_device_eval_batch_size", "bf16", "fp16", "tf32", "fp8", "fp8_emulate",
     "seed", "deterministic",
 )  # fmt: skip

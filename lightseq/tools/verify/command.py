@@ -130,7 +130,7 @@ def one_step(config: TrainConfig, folder: Path) -> TrainConfig:
     for name in ("gradient_accumulation_steps", "per_device_train_batch_size"):
         flags[name] = min(2, getattr(config, name))
     flags["layers_per_checkpoint"] = min(2, config.group_size)
-    flags |= {"random_init": True, "eval_data_path": None, "max_eval_samples": None}
+    flags |= {"random_init": True, "eval_data_path": None, "eval_fraction": None, "max_eval_samples": None}
     if not config.data_path:
         flags |= {"data_path": str(folder / "synthetic.pkl"), "chat_template": None, "ignore_columns": None}
         flags |= {"text_column": TrainConfig.text_column, "max_train_samples": None}

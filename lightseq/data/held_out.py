@@ -1,0 +1,89 @@
+"""Rows held out of the training data for evaluation (--eval_fraction)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightseq.data.examples import Example, Examples, LazyTextExamples, WindowExamples
+from lightseq.data.sequences import SequenceExamples
+from lightseq.utils.formatting import plural
+
+Rows = WindowExamples | SequenceExamples | LazyTextExamples
+HELD_OUT_STREAM = 0x48454C44  # sets the draw apart from those of data orders, which are numbered by epoch
+
+
+@dataclass(frozen=True)
+class SelectedExamples:
+    """Examples of some rows of a source, in their order."""
+
+    source: Rows
+    rows: NDArray[np.int64]  # in rising order
+    indices: NDArray[np.int64]  # of the rows' examples in the source
+    notes: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> Example:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return self.source[int(self.indices[index])]
+
+    @property
+    def length(self) -> int:
+        return self.source.length
+
+    @property
+    def tokens(self) -> NDArray[np.int64]:
+        """The number of tokens of each row, where it is known beforehand."""
+        assert not isinstance(self.source, LazyTextExamples)
+        return self.source.tokens[self.rows]
+
+    @property
+    def sizes(self) -> NDArray[np.int64]:
+        """The tokens of each example, where they are known beforehand."""
+        assert not isinstance(self.source, LazyTextExamples)
+        return self.source.sizes[self.indices]
+
+
+def hold_out(
+    examples: Examples, fraction: float, seed: int, path: str | Path
+) -> tuple[SelectedExamples, SelectedExamples]:
+    """Splits the rows of `path` into those to train on and those to evaluate on, which `seed` draws.
+
+    The latter are `fraction` of the rows, rounded up. Raises ValueError if no row is left to train on.
+    """
+    assert isinstance(examples, Rows), type(examples)
+    first = _first_examples(examples)
+    rows = np.flatnonzero(np.diff(first))  # a row of a single token has no example
+    count = math.ceil(round(fraction * len(rows), 6))
+    name = "document" if isinstance(examples, WindowExamples) else "row"
+    if count >= len(rows):
+        raise ValueError(
+            f"--eval_fraction {fraction} holds out {count} of {plural(len(rows), name)} in {path} and leaves none to "
+            "train on; give a smaller share, split the text into several files, or give --eval_data_path"
+        )
+    order = np.random.default_rng((seed, HELD_OUT_STREAM)).permutation(len(rows))
+    held = _select(examples, first, np.sort(rows[order[:count]]), ())
+    note = f"{path}: held out {count:,} of {plural(len(rows), name)} for evaluation ({plural(len(held), 'example')})"
+    return _select(examples, first, np.sort(rows[order[count:]]), (*examples.notes, note)), held
+
+
+def _select(
+    source: Rows, first: NDArray[np.int64], rows: NDArray[np.int64], notes: tuple[str, ...]
+) -> SelectedExamples:
+    """Returns the examples of some rows. `first`: the first example of each row, and the number of all."""
+    counts = first[rows + 1] - first[rows]
+    begins = np.repeat(first[rows] - (np.cumsum(counts) - counts), counts)
+    return SelectedExamples(source, rows, begins + np.arange(int(counts.sum())), notes)
+
+
+def _first_examples(source: Rows) -> NDArray[np.int64]:
+    if isinstance(source, LazyTextExamples):
+        return np.arange(len(source) + 1)
+    return source.first_windows
