@@ -78,7 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     if words and (command := COMMANDS.get(words[0])):
         program = f"python3 -m lightseq {words[0]}"
-        if command.details and print_help_if_asked(words[1:], partial(help_text, program, command.details)):
+        if command.details and print_help_if_asked(
+            words[1:], partial(help_text, program, command.details, command.on_ranks)
+        ):
             return 0
         try:
             check_transformers()

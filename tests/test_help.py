@@ -53,6 +53,13 @@ def test_help_of_benchmarks_names_a_default_once_and_only_if_there_is_one() -> N
     assert "timed steps (default: 7)" in text
 
 
+def test_commands_that_start_ranks_list_the_flags_for_it() -> None:
+    starts = [f"lightseq {name}" for name, command in COMMANDS.items() if command.on_ranks]
+    assert {"lightseq train", "lightseq verify", "lightseq evaluate"} == set(starts)
+    shown = show_help((*starts, "llama3/train.py", "lightseq plan"), ()).stdout
+    assert shown.count("  --nproc_per_node N") == shown.count("  --max_restarts N") == len(starts)
+
+
 def test_a_slow_import_is_found() -> None:
     error = show_help(("lightseq plan", "data_gen"), ("rich",)).stderr
     assert error.endswith("AssertionError: data_gen --help imports rich\n")

@@ -19,6 +19,7 @@ from lightseq.config.lengths import length_flag
 from lightseq.config.parser import MOST, Parser, whole_number
 from lightseq.config.train_config import TrainConfig, flag_types
 from lightseq.distributed.environment import is_main_process
+from lightseq.distributed.rank_launcher import add_launcher_flags
 
 REQUIRED: Final = ("model_name_or_path", "data_path", "output_dir")
 REQUIRED_BY_TOOLS: Final = ("model_name_or_path",)
@@ -67,12 +68,15 @@ def print_help_if_asked(words: Sequence[str], text: Callable[[], str]) -> bool:
     return True
 
 
-def help_text(program: str, about: str = "") -> str:
+def help_text(program: str, about: str = "", starts_ranks: bool = False) -> str:
     """Returns the help of a program: every flag by group, with its choices and default.
 
-    `about` describes a tool that takes the flags of training; such tools do not require data.
+    `about` describes a tool that takes the flags of training; such tools do not require data. `starts_ranks`: the
+    program also takes the flags of a launcher.
     """
     parser = _parser(program, REQUIRED_BY_TOOLS if about else REQUIRED)
+    if starts_ranks:
+        add_launcher_flags(parser)
     paths = "" if about else " --data_path PATH --output_dir PATH"
     parser.usage = f"{program} --model_name_or_path NAME{paths} [--flag value ...]"
     parser.description = about

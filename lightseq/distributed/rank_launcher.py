@@ -150,6 +150,19 @@ def _first_host(nodes: str) -> str:
     return names[0]
 
 
+LAUNCHER_FLAGS: Final = (  # names, and their help
+    ("nproc_per_node", "Processes to start on this host. Default: one per GPU, or one without GPUs."),
+    ("max_restarts", "Times to start all processes again after a failure. The run resumes. Default: 0."),
+)
+
+
+def add_launcher_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags to the help of a command, which never parses them: the process that starts the ranks does."""
+    section = parser.add_argument_group("launching", "Not under torch.distributed.run, srun or mpirun.")
+    for name, text in LAUNCHER_FLAGS:
+        section.add_argument(f"--{name}", metavar="N", help=text)
+
+
 @dataclass(frozen=True)
 class LauncherFlags:
     """Flags of the launcher, as torch.distributed.run spells them, and the rest of the command line."""
@@ -162,8 +175,8 @@ class LauncherFlags:
 def parse_launcher_flags(words: Sequence[str]) -> LauncherFlags:
     """Takes --nproc_per_node and --max_restarts out of a command line. Raises ValueError for an invalid value."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--nproc_per_node", "--nproc-per-node")
-    parser.add_argument("--max_restarts", "--max-restarts")
+    for name, _ in LAUNCHER_FLAGS:
+        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}")
     try:
         found, rest = parser.parse_known_args(list(words))
     except argparse.ArgumentError as error:

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 
 from lightseq.config.command_line import print_help_if_asked
 from lightseq.models.presets import ModelFamily
-from lightseq.tools.evaluate.options import parser
+from lightseq.tools.evaluate.options import help_text
 from lightseq.utils.process import without_collection
 
 
 def main(family: ModelFamily, words: Sequence[str]) -> int:
     """Runs `lightseq evaluate` with its own flags and the flags of training."""
-    if print_help_if_asked(words, parser().format_help):
+    if print_help_if_asked(words, help_text):
         return 0
     with without_collection():
         from lightseq.tools.evaluate.evaluate import evaluate  # imports torch, which takes seconds

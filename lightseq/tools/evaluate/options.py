@@ -10,6 +10,7 @@ from lightseq.config.command_line import REQUIRED, REQUIRED_BY_TOOLS, parse
 from lightseq.config.lengths import parse_tokens
 from lightseq.config.parser import Parser, count_flag
 from lightseq.config.train_config import TrainConfig
+from lightseq.distributed.rank_launcher import add_launcher_flags
 
 PROGRAM: Final = "lightseq evaluate"
 TASK_FLAGS: Final = {"loss": ("bins",), "needle": ("depths", "lengths", "trials", "choices")}
@@ -48,6 +49,12 @@ def parser() -> argparse.ArgumentParser:
     needle.add_argument("--trials", type=count_flag, help=f"texts per length and depth (default: {TRIALS})")
     needle.add_argument("--choices", type=count_flag, help=f"answers to choose from (default: {CHOICES})")
     return out
+
+
+def help_text() -> str:
+    out = parser()
+    add_launcher_flags(out)
+    return out.format_help()
 
 
 def flags(words: Sequence[str]) -> tuple[Options, TrainConfig]:
