@@ -3,8 +3,9 @@
 # PYTHON=/path/to/python uses that interpreter as it is. Without it, .venv is made and filled once, and again when the
 # requirements change.
 PYTHON ?=
-STEPS  ?= 100
-LENGTH ?= 2048
+STEPS  ?= 60
+LENGTH ?= 512
+BATCH  ?= 8
 NPROC  ?=
 TRAINED := outputs/tiny-llama3
 OUTPUT ?= $(TRAINED)
@@ -32,7 +33,7 @@ NEWEST := 'torch==2.13.0' 'transformers<6'
 help:
 	@echo "make install    install lightseq and what it needs into .venv"
 	@echo "make train      install, make data, train tiny-llama3 on every GPU here (or 2 CPU processes), draw the curves, write text"
-	@echo "                STEPS=$(STEPS) LENGTH=$(LENGTH) OUTPUT=$(OUTPUT) NPROC=(default: one per GPU, else 2)"
+	@echo "                STEPS=$(STEPS) LENGTH=$(LENGTH) BATCH=$(BATCH) OUTPUT=$(OUTPUT) NPROC=(default: one per GPU, else 2)"
 	@echo "make test       install what tests need, run the quick tests on the CPU (about twelve minutes on 2 cores); ARGS='-k name' goes to pytest"
 	@echo "make test-all   all tests that need no GPU"
 	@echo "make test-compat  a few tests, with the oldest and the newest torch and transformers; installs both"
@@ -74,10 +75,11 @@ data/stdlib/meta.json: | $(READY)
 install: $(READY)
 
 train: $(READY) data/stdlib/meta.json
-	@echo "train: tiny-llama3, $(STEPS) steps of one $(LENGTH)-token sequence, into $(OUTPUT)"
+	@echo "train: tiny-llama3, $(STEPS) steps of $(BATCH) sequences of $(LENGTH) tokens, into $(OUTPUT)"
 	@bf16=$$($(RUN) -c 'import torch; print("--bf16" if torch.cuda.is_available() else "")'); \
 	PYTHON=$(RUN) NPROC=$(NPROC) launch/local.sh llama3 --model_name_or_path tiny-llama3 --random_init \
-	    --data_path data/stdlib --model_max_length $(LENGTH) --max_steps $(STEPS) --learning_rate 3e-3 --warmup_steps 10 \
+	    --data_path data/stdlib --model_max_length $(LENGTH) --per_device_train_batch_size $(BATCH) \
+	    --eval_fraction 0.003 --eval_steps $$((($(STEPS) + 5) / 6)) --per_device_eval_batch_size $(BATCH) --max_steps $(STEPS) --learning_rate 3e-3 --warmup_steps 10 \
 	    --lr_scheduler_type cosine --logging_steps 1 --save_strategy steps --save_steps $(STEPS) \
 	    --output_dir "$(OUTPUT)" --overwrite_output_dir $$bf16
 	@echo "draw: curves from $(OUTPUT)/metrics.jsonl"

@@ -48,12 +48,11 @@ class Curve:
 
 @dataclass(frozen=True)
 class Panel:
-    """Axes with the same metrics of every run. With `coincide`, earlier runs have wider lines to stay visible."""
+    """Axes with the same metrics of every run."""
 
     title: str
     unit: str
     curves: tuple[Curve, ...]
-    coincide: bool = False
 
     def is_known(self, runs: Sequence[Run]) -> bool:
         return any(run.has(curve.key) for run in runs for curve in self.curves)
@@ -68,9 +67,8 @@ GPU_MEMORY = Panel(
         Curve("peak_memory_allocated_bytes", 1 / GIB, "-", "allocated by tensors"),
         Curve("peak_memory_reserved_bytes", 1 / GIB, "--", "reserved by the allocator"),
     ),
-    coincide=True,
 )
-HOST_MEMORY = Panel("Host memory", "GiB resident per process", (Curve("host_rss_bytes", 1 / GIB),), coincide=True)
+HOST_MEMORY = Panel("Host memory", "GiB resident per process", (Curve("host_rss_bytes", 1 / GIB),))
 MFU = Panel(
     "Model FLOPs utilization (MFU)", "% of the chip's dense peak (FP8 with --fp8, else bf16)", (Curve("mfu", 100.0),)
 )
@@ -139,28 +137,32 @@ def figures(runs: Sequence[Run]) -> dict[str, Figure]:
 
 
 def loss_figure(runs: Sequence[Run]) -> Figure:
-    """Plots each loss and its running mean, or only the loss of short runs. Evaluations are diamonds."""
+    """Plots each loss and its running mean, or only the loss of short runs. Held-out loss is dashed, with diamonds."""
     figure = new_figure(8, 5)
     axes = figure.subplots()
-    label_axes(axes, "Training loss", "cross-entropy, nats per token", runs)
-    for run, color in zip(runs, colors(len(runs)), strict=True):
+    evaluates = any(run.evaluations for run in runs)
+    label_axes(
+        axes, "Training and held-out loss" if evaluates else "Training loss", "cross-entropy, nats per token", runs
+    )
+    for run, color, width in styles(runs):
         steps, loss, is_long = run.column("step"), run.column("loss"), len(run.steps) > FEW
-        draw_curve(axes, steps, loss, color=color, linewidth=1.0 if is_long else THINNEST, alpha=0.4 if is_long else 1)
+        draw_curve(axes, steps, loss, color=color, linewidth=1.0 if is_long else width, alpha=0.4 if is_long else 1)
         if is_long:
-            draw_curve(axes, steps, smooth(loss), color=color, linewidth=2.0)
+            draw_curve(axes, steps, smooth(loss), color=color, linewidth=width)
         if run.evaluations:
             points = column(run.evaluations, "step"), column(run.evaluations, "eval_loss")
-            axes.plot(*points, "D", color=color, markersize=7, markeredgecolor="white", zorder=3)
+            axes.plot(*points, "D--", color=color, linewidth=THINNEST, markersize=7, markeredgecolor="white", zorder=3)
     axes.set_ylim(*span_of(losses(runs)))
     plain_ticks(axes.yaxis)
     forms = []
     if any(len(run.steps) > FEW for run in runs):
         forms += [
             Line2D([], [], color=GREY, linewidth=1.0, alpha=0.6, label="as logged"),
-            Line2D([], [], color=GREY, linewidth=2.0, label="smoothed (running mean)"),
+            Line2D([], [], color=GREY, linewidth=THINNEST, label="smoothed (running mean)"),
         ]
-    if any(run.evaluations for run in runs):
-        forms.append(Line2D([], [], color=GREY, marker="D", linestyle="", markersize=7, label="evaluation"))
+    if evaluates:
+        look = {"marker": "D", "linestyle": "--", "linewidth": THINNEST, "markersize": 7, "markeredgecolor": "white"}
+        forms.append(Line2D([], [], color=GREY, label="held out (evaluation)", **look))
     add_legends(figure, runs, forms)
     return figure
 
@@ -184,11 +186,15 @@ def draw_panel(axes: Axes, panel: Panel, runs: Sequence[Run]) -> None:
     if not panel.is_known(runs):
         axes.text(0.5, 0.5, "not recorded", transform=axes.transAxes, ha="center", color=GREY)
         return
-    every_width = widths(len(runs)) if panel.coincide else [THINNEST] * len(runs)
-    for run, color, width in zip(runs, colors(len(runs)), every_width, strict=True):
+    for run, color, width in styles(runs):
         for curve in panel.curves:
             draw_curve(axes, run.column("step"), curve.of(run), curve.dash, color=color, linewidth=width)
     limit_to_usual(axes, [curve.of(run) for run in runs for curve in panel.curves])
+
+
+def styles(runs: Sequence[Run]) -> list[tuple[Run, str, float]]:
+    """Returns each run's color and line width, the same in every panel. Earlier runs are wider, to stay visible."""
+    return list(zip(runs, colors(len(runs)), widths(len(runs)), strict=True))
 
 
 def label_axes(axes: Axes, title: str, unit: str, runs: Sequence[Run]) -> None:
@@ -219,8 +225,7 @@ def usual_top(columns: Sequence[np.ndarray]) -> float:
 
 def add_legends(figure: Figure, runs: Sequence[Run], forms: Sequence[Line2D]) -> None:
     """Adds legends of colors and line styles below the axes, and the runs' common setting above."""
-    shades = zip(runs, colors(len(runs)), strict=True)
-    lines = [Line2D([], [], color=color, linewidth=3, label=run.label) for run, color in shades]
+    lines = [Line2D([], [], color=color, linewidth=width, label=run.label) for run, color, width in styles(runs)]
     legend_below(figure, lines, share=0.6 if forms else 1.0)
     if forms:
         figure.legend(handles=forms, loc="outside lower right")

@@ -22,6 +22,7 @@ GREY = "#555555"
 SMALLEST_SPAN = 1e-3  # of the value; a loss that barely changes fills no axis with its last digits
 FEW = 20  # lines with at most this many points have markers
 THINNEST = 1.6  # points; width of a line above all others
+LOG_SCALE = " (log scale)"
 LOG_FROM, BARS_LOG_FROM = 8.0, 20.0  # highest over lowest value from which an axis is logarithmic
 SMALL_TITLE: Mapping[str, Any] = {"loc": "right", "fontsize": 9.5, "fontweight": "normal"}
 LETTERS_PER_INCH = 11.5  # in a legend or a subtitle
@@ -53,10 +54,20 @@ def new_figure(width: float, height: float) -> Figure:
 
 def save(figure: Figure, output: Path, name: str) -> Path:
     """Saves a figure as PNG in a directory and returns its path."""
+    for axes in figure.axes:
+        name_log_scales(axes)
     output.mkdir(parents=True, exist_ok=True)
     path = output / f"{name}.png"
     figure.savefig(path)
     return path
+
+
+def name_log_scales(axes: Axes) -> None:
+    """Adds to the labels of logarithmic axes that they are."""
+    for axis in (axes.xaxis, axes.yaxis):
+        label = axis.get_label_text()
+        if axis.get_scale() == "log" and label and not label.endswith(LOG_SCALE):
+            axis.set_label_text(label + LOG_SCALE)
 
 
 def colors(count: int) -> list[str]:
@@ -92,7 +103,7 @@ def legend_below(figure: Figure, handles: Sequence[Artist] | None = None, share:
 
 def step_axis(axes: Axes) -> None:
     axes.set_xlabel("training step")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=(1, 2, 5, 10)))
 
 
 def length_axis(axes: Axes, lengths: Sequence[int]) -> None:
@@ -145,7 +156,7 @@ def span_of(columns: Iterable[np.ndarray]) -> tuple[float, float]:
 
 def widths(count: int) -> list[float]:
     """Returns widths of lines, the first the widest, so that it stays visible where lines coincide."""
-    return [float(width) for width in np.linspace(THINNEST + min(4.0, 2.0 * (count - 1)), THINNEST, count)]
+    return [float(width) for width in np.linspace(THINNEST + min(4.0, 1.2 * (count - 1)), THINNEST, count)]
 
 
 def draw_curve(axes: Axes, x: np.ndarray, y: np.ndarray, style: str = "-", **look: Any) -> None:

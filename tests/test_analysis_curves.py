@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from analysis.__main__ import COMMANDS, REMOVED, main
 from analysis.curves import figures, loss_figure
-from analysis.drawing import COLORS, colors, plain_ticks
+from analysis.drawing import COLORS, colors, plain_ticks, save
 from analysis.runs import Run, describe, labels, median, read_run, read_runs, smooth, warmup_records
 
 PICTURES = ["loss.png", "throughput.png", "memory.png", "mfu.png"]
@@ -228,7 +228,7 @@ def test_evaluations_are_diamonds_and_no_training_steps(tmp_path: Path) -> None:
     figure = figures([run])["loss"]
     (points,) = (line for line in figure.axes[0].lines if line.get_marker() == "D")
     assert (list(points.get_xdata()), list(points.get_ydata())) == ([5.0], [2.5])
-    assert "evaluation" in {text.get_text() for legend in figure.legends for text in legend.get_texts()}
+    assert "held out (evaluation)" in {text.get_text() for legend in figure.legends for text in legend.get_texts()}
 
 
 def test_mfu_is_drawn_if_known_and_tflops_if_not(tmp_path: Path) -> None:
@@ -272,13 +272,25 @@ def test_a_metric_that_no_run_logged_is_missing_on_the_picture(tmp_path: Path) -
             assert [text.get_text() for text in axes.texts] == ["not recorded"]
 
 
+def test_pictures_say_which_axes_are_logarithmic(tmp_path: Path) -> None:
+    figure = Figure()
+    axes = figure.subplots()
+    axes.set(yscale="log", ylabel="seconds", xlabel="step")
+    for _ in range(2):
+        save(figure, tmp_path, "picture")
+    assert (axes.get_ylabel(), axes.get_xlabel()) == ("seconds (log scale)", "step")
+
+
 def test_every_run_has_its_own_color() -> None:
     assert colors(3) == list(COLORS[:3]) and len(set(colors(20))) == 20
 
 
 def test_runs_that_coincide_show_beneath_each_other(tmp_path: Path) -> None:
     runs = runs_of(*(make_run(tmp_path / f"run{i}", steps=5) for i in range(9)))
-    widths = [line.get_linewidth() for line in figures(runs)["memory"].axes[0].lines]
+    widths, *others = (
+        [line.get_linewidth() for line in axes.lines] for figure in figures(runs).values() for axes in figure.axes
+    )
+    assert all(other == widths for other in others), "a run has one style in every panel"
     assert widths == sorted(set(widths), reverse=True) and len(widths) == 9 and widths[0] < 6
 
 
