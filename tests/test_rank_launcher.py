@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -105,6 +106,20 @@ def test_a_signal_reaches_each_rank_once(tmp_path: Path, number: int, status: in
     driver.send_signal(number)
     assert driver.wait(60) == status
     assert [(tmp_path / f"got{rank}").read_text() for rank in range(2)] == ["1", "1"]
+
+
+def test_a_signal_between_the_starts_of_two_ranks_reaches_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = subprocess.Popen
+
+    def signalled(*args: Any, **kwargs: Any) -> subprocess.Popen[bytes]:
+        if kwargs["env"]["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return start(*args, **kwargs)
+
+    monkeypatch.setattr(subprocess, "Popen", signalled)
+    made = Launch([sys.executable, "-c", "import time; time.sleep(60)"], 2)
+    assert made.run() == 128 + signal.SIGTERM
+    assert [rank.returncode for rank in made.ranks] == [-signal.SIGTERM] * 2
 
 
 def test_ranks_end_with_a_killed_launcher(tmp_path: Path) -> None:

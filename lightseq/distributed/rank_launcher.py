@@ -205,6 +205,8 @@ class Launch:
     size: int
     ranks: list[subprocess.Popen[bytes]] = field(default_factory=list)
     signals: list[int] = field(default_factory=list)
+    undelivered: list[int] = field(default_factory=list)  # signals that wait until every rank has started
+    all_started: bool = False
 
     def run(self, max_restarts: int = 0) -> int:
         """Runs the ranks until all have ended. Returns the exit status of the command.
@@ -218,7 +220,10 @@ class Launch:
             while restarts < max_restarts and not self.signals:
                 restarts += 1
                 self._start(restarts)
+                self.all_started = True
+                self._deliver()
                 status = self._wait()
+                self.all_started = False
                 if status in (0, REFUSED):
                     break
         finally:
@@ -290,9 +295,17 @@ class Launch:
 
     def _forward(self, number: int, _frame: Any) -> None:
         self.signals.append(number)
-        for rank in self.ranks:
-            if rank.poll() is None:
-                rank.send_signal(number)
+        self.undelivered.append(number)
+        if self.all_started:
+            self._deliver()
+
+    def _deliver(self) -> None:
+        """Sends each signal that has not been sent yet to every rank. A handler may run it between any two lines."""
+        while self.undelivered:
+            number = self.undelivered.pop(0)
+            for rank in self.ranks:
+                if rank.poll() is None:
+                    rank.send_signal(number)
 
 
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
