@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from programs import alone
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from lightseq.cli import main
@@ -34,6 +35,18 @@ def test_the_tokenizer_of_bytes_is_one_of_hugging_face_too(checkpoint: Path, tex
 def test_the_saved_tokenizer_is_known_again(checkpoint: Path) -> None:
     loaded = load_tokenizer(str(checkpoint))
     assert isinstance(loaded, ByteTokenizer) and loaded.fingerprint == ByteTokenizer().fingerprint
+
+
+def test_a_model_without_a_tokenizer_gets_the_one_of_its_data(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=300, **sizes)).save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text("one two " * 20)
+    made = ["data", "text", str(tmp_path / "text.txt"), "--tokenizer", "byte", "--output", str(tmp_path / "data")]
+    assert main(made) == 0
+    flags = f"--model_name_or_path {tmp_path}/model --data_path {tmp_path}/data --output_dir {tmp_path}/run"
+    end = alone(f"{flags} --model_max_length 32 --max_steps 1")
+    assert end.status == 0, end.err
+    assert isinstance(load_tokenizer(str(tmp_path / "run" / "checkpoint-1")), ByteTokenizer)
 
 
 def test_prompts_are_continued_as_by_transformers(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,7 @@ from lightseq.data.held_out import hold_out
 from lightseq.data.packing import PackedExamples, open_packed, open_windows_to_pack, pack
 from lightseq.data.sources import ReadOptions, holds_rows, split_columns
 from lightseq.data.token_directory import made_with
-from lightseq.data.tokenizer import ByteTokenizer, read_chat_template
+from lightseq.data.tokenizer import ByteTokenizer, has_tokenizer, read_chat_template
 from lightseq.distributed.parallel_dims import ParallelDims, parallel_dims
 from lightseq.distributed.world import World, check_devices
 from lightseq.memory.planner.document_lengths import DocumentLengths, document_lengths_of
@@ -136,7 +136,7 @@ def prepare(config: TrainConfig, family: ModelFamily, world: World, resume_point
         lora=model.lora,
         documents=documents,
         tokenizer=tokenizer_directory(model, directory) if config.save_strategy != "no" else None,
-        bytes_are_tokens=tokenizer == ByteTokenizer.name,
+        bytes_are_tokens=_bytes_are_tokens(config, directory),
         prompts=prompts,
         chat_template=read_chat_template(config.chat_template) if config.chat_template is not None else None,
     )
@@ -345,3 +345,11 @@ def tokenizer_directory(model: FoundModel, directory: Path | None) -> Path | Non
     if named == str(model.weights):
         return directory
     return Path(named) if Path(named).is_dir() else weights.download_tokenizer(named)
+
+
+def _bytes_are_tokens(config: TrainConfig, directory: Path | None) -> bool:
+    """Returns whether the run trains on bytes, and the weights' `directory` has no tokenizer that says so."""
+    if config.tokenizer is not None:
+        return config.tokenizer == ByteTokenizer.name
+    own = directory is not None and has_tokenizer(str(directory))
+    return not own and made_with(Path(config.data_path)) == ByteTokenizer.name
