@@ -12,7 +12,8 @@ from lightseq.profiling.trace import MAX_KERNELS
 
 from .output import SHARED_OUTPUT
 
-PROGRAM = f"python3 -m {__package__}"
+# A wheel has this folder inside lightseq.
+PROGRAM = "python3 -m analysis" if __package__ == "analysis" else "lightseq analyze"
 # Packages of the extra `analysis`, and what to install for the command that lacks one.
 EXTRA = {"matplotlib": "matplotlib", "jinja2": "jinja2 plotly", "plotly": "jinja2 plotly"}
 CURVES = "curves"  # the command without a name
@@ -33,7 +34,7 @@ COMMANDS: Mapping[str, str] = {
     "sweeps, evaluations, verifications, plans and benchmarks. Needs jinja2 and plotly.",
 }
 REMOVED: Mapping[str, str] = {
-    "cluster": "python3 -m lightseq plan --attention prints the efficiency of every schedule",
+    "cluster": "lightseq plan --attention prints the efficiency of every schedule",
     "needle": f"{PROGRAM} evaluate draws the needle searches of lightseq evaluate",
     "watch": "watch a run in TensorBoard (train with --report_to tensorboard) or read its log",
 }

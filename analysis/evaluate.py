@@ -76,16 +76,14 @@ def main(arguments: argparse.Namespace) -> int:
 def read(directory: Path, label: str, notes: list[str]) -> Evaluation:
     path = directory / "evaluation.jsonl"
     if not path.is_file():
-        raise FileNotFoundError(
-            f"no evaluation.jsonl in {directory}; give the --output_dir of python3 -m lightseq evaluate"
-        )
+        raise FileNotFoundError(f"no evaluation.jsonl in {directory}; give the --output_dir of lightseq evaluate")
     try:
         summary, *rows = read_lines(path, lambda record: record, notes) or [{}]
     except ValueError as error:
         raise ValueError(f"{error}; evaluate again") from None
     keys = KEYS.get(summary.get("evaluation", ""))
     if not keys or not rows or not all(key in row for row in rows for key in keys):
-        raise ValueError(f"{path} is not an evaluation; write it with python3 -m lightseq evaluate")
+        raise ValueError(f"{path} is not an evaluation; write it with lightseq evaluate")
     return Evaluation(label, summary, tuple(rows))
 
 

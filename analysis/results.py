@@ -132,7 +132,7 @@ def read_verification(path: Path, notes: list[str]) -> list[Record]:
     """Returns the header and the checks that `lightseq verify` wrote."""
     header, *checks = not_empty(path, read_lines(path, lambda record: record, notes))
     if "passed" not in header or not all(key in row for row in checks for key in CHECK_KEYS):
-        raise ValueError(f"{path} is not a verification; write it with python3 -m lightseq verify --output_dir DIR")
+        raise ValueError(f"{path} is not a verification; write it with lightseq verify --output_dir DIR")
     return [header, *checks]
 
 
@@ -140,5 +140,5 @@ def check_plan(record: Record) -> Record:
     if record.get("plan") != "training":
         raise ValueError("is not a plan of a training run")
     if missing := [key for key in PLAN_KEYS if key not in record]:
-        raise ValueError(f"has no {missing[0]!r}; write it again with python3 -m lightseq plan --output FILE")
+        raise ValueError(f"has no {missing[0]!r}; write it again with lightseq plan --output FILE")
     return record

@@ -66,7 +66,7 @@ lightseq train --config outputs/books/run.json \\
 A schedule decides which rank computes which tile of attention at which step. *Busy* is the share of the time that a
 rank computes, averaged over {ranks} ranks. This command validates a schedule and draws it:
 ```
-python3 -m lightseq schedule --schedule balanced --ranks {ranks}
+lightseq schedule --schedule balanced --ranks {ranks}
 ```
 
 {schedules}

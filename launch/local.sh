@@ -23,7 +23,7 @@ train | verify | evaluate)
     ;;
 -h | --help) echo "$usage" && exit ;;
 "") refuse "name a model family or a command first" ;;
-plan | merge | generate) refuse "'$1' runs in one process: use python3 -m lightseq $1" ;;
+plan | merge | generate) refuse "'$1' runs in one process: use lightseq $1" ;;
 *) refuse "'$1' is neither a model family nor a command" ;;
 esac
 

@@ -25,7 +25,7 @@ BOTH = ModelFamily(
     {**LLAMA2.presets, **LLAMA3.presets},
     {**LLAMA2.aliases, **LLAMA3.aliases},
     LLAMA3.scaled_preset,
-    program="python3 -m lightseq train",
+    program="lightseq train",
 )
 
 
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     set_up_process()
     words = sys.argv[1:] if argv is None else list(argv)
     if words and (command := COMMANDS.get(words[0])):
-        program = f"python3 -m lightseq {words[0]}"
+        program = f"lightseq {words[0]}"
         if command.details and print_help_if_asked(
             words[1:], partial(help_text, program, command.details, command.on_ranks)
         ):

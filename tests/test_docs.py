@@ -306,7 +306,7 @@ def test_faulty_commands_are_found() -> None:
         "python3 -m analysis compare a", "launch/local.sh llama4 --bf16", "python3 benchmarks/nothing.py",
         "launch/local.sh verify --steps 3", "sbatch launch/slurm/one_node.sbatch llama3 --steps 3", "launch/extend.sh",
         "python3 launch/sweep.py --config launch/sweeps/nothing.yaml", "lightseq schedule --schedule ring",
-        "python3 -m lightseq plan --gpus 8 --model_name_or_path llama3-8b --remat most", "lightseq train --bf16",
+        "lightseq plan --gpus 8 --model_name_or_path llama3-8b --remat most", "lightseq train --bf16",
         "python3 examples/sft.py --steps 3",
     )  # fmt: skip
     for line in faulty:

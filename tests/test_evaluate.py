@@ -504,4 +504,4 @@ def test_a_search_records_its_texts_lengths_and_chance(files: Files, tmp_path: P
     summary, _ = files.records("chance")
     assert (summary["chance"], summary["texts"], summary["trials"]) == (0.125, 6, 3)
     assert summary["data"] is None and summary["config"]["data_path"] is None
-    assert summary["command"].startswith("python3 -m lightseq evaluate --model_name_or_path")
+    assert summary["command"].startswith("lightseq evaluate --model_name_or_path")

@@ -1,9 +1,12 @@
 """Help of every program answers within a second, because it imports nothing that takes longer."""
 
+import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from analysis.__main__ import COMMANDS as ANALYSES
 from benchmarks.step import parser
@@ -45,6 +48,20 @@ def test_help_imports_nothing_slow() -> None:
         done = show_help(programs, slow)
         assert done.returncode == 0, done.stderr.splitlines()[-1]
         assert done.stdout.count("usage: ") == len(programs)
+
+
+def test_a_wheel_names_the_commands_that_it_installs(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("data_gen", "analysis"):
+        installed = importlib.util.spec_from_file_location(f"lightseq.{name}", ROOT / name / "__init__.py")
+        assert installed is not None and installed.loader is not None
+        module = importlib.util.module_from_spec(installed)
+        monkeypatch.setitem(sys.modules, f"lightseq.{name}", module)
+        installed.loader.exec_module(module)
+    drawing = importlib.import_module("lightseq.analysis.__main__")
+    assert sys.modules["lightseq.data_gen"].PROGRAM == "lightseq data"
+    assert drawing.parser("curves").prog == "lightseq analyze"
+    for name in [name for name in sys.modules if name.startswith("lightseq.analysis.")]:
+        monkeypatch.delitem(sys.modules, name)
 
 
 def test_help_of_benchmarks_names_a_default_once_and_only_if_there_is_one() -> None:

@@ -149,7 +149,7 @@ def test_the_page_on_reliability_exports_what_the_scripts_of_launch_do() -> None
     [
         ((), {}, "name a model family or a command first"),
         (("mistral",), {}, "'mistral' is neither a model family nor a command\n"),
-        (("plan",), {}, "'plan' runs in one process: use python3 -m lightseq plan"),
+        (("plan",), {}, "'plan' runs in one process: use lightseq plan"),
         (("llama3",), {"NPROC": "0"}, "NPROC '0' is not a number of processes"),
         (("llama3",), {"NPROC": "two"}, "NPROC 'two' is not a number of processes"),
         (("llama3",), {"PYTHON": "/nowhere/python"}, "/nowhere/python cannot import torch"),

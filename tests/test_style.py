@@ -52,6 +52,15 @@ def test_functions_have_few_parameters() -> None:
     assert not found, "\n".join(found)
 
 
+def test_commands_are_spelled_as_users_type_them() -> None:
+    """`lightseq NAME`, which pip installs; only the log and the entry point say `-m lightseq`."""
+    typed = re.compile(r"python3? -m lightseq\b")
+    paths = [path for folder in (*FOLDERS, "docs") for path in (ROOT / folder).rglob("*") if path.is_file()]
+    paths = [path for path in [*paths, *ROOT.glob("*.md")] if path.suffix in (".py", ".md", ".sh", ".yaml", ".html")]
+    found = [path for path in paths if typed.search(path.read_text(encoding="utf-8"))]
+    assert [str(path.relative_to(ROOT)) for path in found] == ["lightseq/__main__.py"]
+
+
 def test_faults_of_style_are_found() -> None:
     source = '"""Modules."""\ndef f(a, b):\n    """Of what it says."""\nclass A:\n    """Whatever."""\n'
     assert riddles(ast.parse(source)) == ["Of what it says."]

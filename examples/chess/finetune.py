@@ -25,7 +25,7 @@ from lightseq.training.command import main as train
 def parser() -> argparse.ArgumentParser:
     out = Parser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
-        epilog="All flags of training work too: python3 -m lightseq train --help",
+        epilog="All flags of training work too: lightseq train --help",
     )  # fmt: skip
     out.add_argument("--model_name_or_path", default="codellama/CodeLlama-7b-hf", help="(default: %(default)s)")
     out.add_argument("--data_path", type=Path, help=".pgn, moves, or rows with a text (default: random games)")

@@ -65,7 +65,7 @@ def open_examples(
     assert length > 0, length
     read_options = read_options or ReadOptions()
     if not str(path).startswith(HUB_PREFIX) and not Path(path).exists():
-        raise ValueError(f"{path} does not exist; make it with python3 -m lightseq data, or give another path")
+        raise ValueError(f"{path} does not exist; make it with lightseq data, or give another path")
     if holds_rows(path):
         if _is_tokenized(path, read_options, has_tokenizer=tokenizer is not None):
             return open_rows(path, length, vocab_size, placeholder_tokenizer(vocab_size), read_options, progress)
@@ -92,7 +92,7 @@ def open_examples(
         raise ValueError(
             f"{path} is neither a token directory (no {META}) nor a folder of "
             f"{alternatives((*FOLDER_SUFFIXES, *TEXT_SUFFIXES))} files; "
-            f"it holds {holds}; name a file, or make tokens with python3 -m lightseq data"
+            f"it holds {holds}; name a file, or make tokens with lightseq data"
         )
     if path.is_dir():
         opened = open_windows(path, length, vocab_size, read_options.limit)
@@ -102,8 +102,7 @@ def open_examples(
         return open_pickle(path, length, vocab_size, read_options.limit)
     kinds = alternatives(["a token directory", ".pkl", *READERS])
     raise ValueError(
-        f"{path} is not {kinds}; write chats and other rows as .jsonl, or make tokens of a text with python3 "
-        "-m lightseq data text"
+        f"{path} is not {kinds}; write chats and other rows as .jsonl, or make tokens of a text with lightseq data text"
     )
 
 

@@ -187,17 +187,13 @@ def open_token_directory(path: Path) -> TokenDirectory:
 
 def _read_meta(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        raise ValueError(
-            f"{path.parent} has no {META}, so it is not a token directory; make one with python3 -m lightseq data"
-        )
+        raise ValueError(f"{path.parent} has no {META}, so it is not a token directory; make one with lightseq data")
     try:
         meta = read_json(path)
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} is corrupt: {first_line(error)}; make it again") from error
     if not isinstance(meta, dict) or meta.get("format_version") != FORMAT_VERSION:
-        raise ValueError(
-            f"{path} does not have format version {FORMAT_VERSION}; make it again with python3 -m lightseq data"
-        )
+        raise ValueError(f"{path} does not have format version {FORMAT_VERSION}; make it again with lightseq data")
     told = all(type(meta.get(key)) is kind for key, kind in REQUIRED_META.items()) and meta["dtype"] in DTYPES
     if not told or min(meta["tokens"], meta["documents"]) < 1 or not 0 <= meta["max_token_id"] < 1 << 32:
         raise ValueError(

@@ -49,7 +49,7 @@ def resolve(family: ModelFamily, model_name_or_path: str, random_init: bool) -> 
         return ModelSource(_read_config(directory), None if random_init else directory)
     if (directory / "adapter_config.json").is_file():
         raise ValueError(
-            f"--model_name_or_path {name} is an adapter; merge it with its model first: python3 -m lightseq merge "
+            f"--model_name_or_path {name} is an adapter; merge it with its model first: lightseq merge "
             f"--adapter {name} --output_dir DIR"
         )
     if directory.is_dir():

@@ -1,6 +1,6 @@
 """Merges a trained LoRA adapter into the weights of its model, tensor by tensor.
 
-python3 -m lightseq merge --adapter outputs/books/checkpoint-1000 --output_dir outputs/books/merged
+lightseq merge --adapter outputs/books/checkpoint-1000 --output_dir outputs/books/merged
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from lightseq.models.presets import ModelFamily
 
 def parser() -> Parser:
     about = "Merges a LoRA adapter (trained with --lora_rank) into the weights of its model."
-    out = Parser(prog="python3 -m lightseq merge", description=about)
+    out = Parser(prog="lightseq merge", description=about)
     out.add_argument("--adapter", type=Path, required=True, help="adapter directory, such as a checkpoint")
     out.add_argument("--output_dir", type=Path, required=True, help="new directory for the merged model")
     out.add_argument("--model_name_or_path", help="base model (default: the one named in the adapter's config)")

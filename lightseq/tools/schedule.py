@@ -1,4 +1,4 @@
-"""Validates a schedule and draws its table: python3 -m lightseq schedule --schedule balanced --ranks 8"""
+"""Validates a schedule and draws its table: lightseq schedule --schedule balanced --ranks 8"""
 
 from collections.abc import Sequence
 from typing import Final
@@ -17,7 +17,7 @@ def ranks(text: str) -> int:
 
 
 def parser() -> Parser:
-    out = Parser(prog="python3 -m lightseq schedule", description="Validates a schedule and draws its table.")
+    out = Parser(prog="lightseq schedule", description="Validates a schedule and draws its table.")
     out.add_argument("--schedule", required=True, help=", ".join(SCHEDULES))
     out.add_argument("--ranks", type=ranks, required=True, help=f"ranks that share a sequence, at most {MOST_RANKS}")
     out.add_argument(

@@ -21,7 +21,7 @@ def untested_versions() -> list[str]:
     found = {name: version(name).split("+")[0] for name in NEWEST_TESTED}
     return [
         f"{name} {found[name]} is newer than {newest}, the newest that this lightseq was tested with; run "
-        "`python3 -m lightseq verify` with your model before you trust its losses"
+        "`lightseq verify` with your model before you trust its losses"
         for name, newest in NEWEST_TESTED.items()
         if Version(found[name]).release[:2] > Version(newest).release
     ]

@@ -29,7 +29,7 @@ from lightseq.schedule.timing import RATES, Rates, kernel_seconds
 from lightseq.utils.files import open_output, record_lines
 from lightseq.utils.formatting import aligned
 
-PROGRAM = "python3 -m lightseq plan"
+PROGRAM = "lightseq plan"
 MAX_SEQUENCE_RANKS = 2048  # a schedule for this many ranks takes half a minute and 4 GB
 HEADINGS = ("GPUs", "schedule", "head groups", "ulysses size", "ms", "TFLOP/s per GPU", "efficiency", "exposed ms")
 

@@ -1,6 +1,6 @@
 """Plans a training run from its flags, without a GPU: whether it fits, how fast it is, and the longest sequence.
 
-python3 -m lightseq plan --model_name_or_path llama3-8b --bf16 --torch_compile --model_max_length 1M \\
+lightseq plan --model_name_or_path llama3-8b --bf16 --torch_compile --model_max_length 1M \\
     --offload activations --gpus 8 --chip h200 --host_memory 1900
 """
 
@@ -18,8 +18,8 @@ from lightseq.utils.process import without_collection
 
 def parser() -> argparse.ArgumentParser:
     out = Parser(
-        prog="python3 -m lightseq plan",
-        usage="python3 -m lightseq plan --model_name_or_path NAME --model_max_length N --gpus N [--flag ...]",
+        prog="lightseq plan",
+        usage="lightseq plan --model_name_or_path NAME --model_max_length N --gpus N [--flag ...]",
         description="Predicts memory by category, step time by part, the placement of each layer's activations, and "
         "the longest length that fits. Takes the flags of training (llama3/train.py --help) and these. With "
         "--attention: one attention layer on clusters of different sizes (plan --attention --help).",
@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(family: ModelFamily, words: Sequence[str]) -> int:
-    """Runs `python3 -m lightseq plan`. Returns 0 if the run fits, 1 if it does not, 2 on invalid input."""
+    """Runs `lightseq plan`. Returns 0 if the run fits, 1 if it does not, 2 on invalid input."""
     if "--attention" in words:
         return attention.main(words)
     try:
@@ -47,6 +47,6 @@ def main(family: ModelFamily, words: Sequence[str]) -> int:
         with without_collection():
             from lightseq.tools.plan.training import report  # imports torch, which takes seconds
 
-        return 0 if report(family, own, training, " ".join(["python3 -m lightseq plan", *words])) else 1
+        return 0 if report(family, own, training, " ".join(["lightseq plan", *words])) else 1
     except (ValueError, OSError) as error:
         return print_error(error)

@@ -63,7 +63,7 @@ TRAINING_FLAGS: Final = ("bf16", "fp16", "tf32", "torch_compile", "seed", "deter
 
 
 def main(family: ModelFamily, argv: Sequence[str]) -> int:
-    """Runs `python3 -m lightseq verify` with the flags of training. Without --data_path, uses synthetic data."""
+    """Runs `lightseq verify` with the flags of training. Without --data_path, uses synthetic data."""
     with init_distributed(TIMEOUT_SECONDS) as world:
         return verify(family, argv, world)
 
