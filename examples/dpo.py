@@ -23,7 +23,7 @@ def preferences(count: int) -> Dataset:
 
 
 def train(output_dir: str) -> list[float]:
-    """Returns the loss of every step, then that of an evaluation."""
+    """Returns the loss of every step, then the evaluation loss."""
     torch.manual_seed(0)
     model, reference = LlamaForCausalLM(CONFIG), LlamaForCausalLM(CONFIG)
     reference.load_state_dict(model.state_dict())

@@ -42,7 +42,7 @@ def sums(count: int) -> Dataset:
 
 
 def train(output_dir: str) -> list[float]:
-    """Returns the loss of every step, then that of an evaluation."""
+    """Returns the loss of every step, then the evaluation loss."""
     torch.manual_seed(0)
     arguments = SFTConfig(
         output_dir,

@@ -29,7 +29,7 @@ def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def train(output_dir: str) -> list[float]:
-    """Returns the loss of every step, then that of an evaluation."""
+    """Returns the loss of every step, then the evaluation loss."""
     torch.manual_seed(0)
     arguments = TrainingArguments(
         output_dir,

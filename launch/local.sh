@@ -22,7 +22,7 @@ train | verify | evaluate)
     export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
     ;;
 -h | --help) echo "$usage" && exit ;;
-"") refuse "name a model family or a command first" ;;
+"") refuse "give a model family or a command first" ;;
 plan | merge | generate) refuse "'$1' runs in one process: use lightseq $1" ;;
 *) refuse "'$1' is neither a model family nor a command" ;;
 esac

@@ -48,7 +48,7 @@ def _held(path: Path, said: str) -> TextIO:
         if isinstance(error, BlockingIOError):
             raise ValueError(said) from None
         raise ValueError(
-            f"{path} cannot be locked ({error.strerror}), so two sweeps could write there; name an output_dir on "
+            f"{path} cannot be locked ({error.strerror}), so two sweeps could write there; give an output_dir on "
             "another file system"
         ) from error
     return file

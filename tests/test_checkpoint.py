@@ -1,4 +1,4 @@
-"""Checkpoints: written beside the training, whole or not at all, found again whatever happened to the newest ones."""
+"""Checkpoints: written beside the training, whole or not at all, found again when the newest are damaged."""
 
 import os
 import pickle
@@ -119,7 +119,7 @@ def test_hosts_that_see_an_older_list_go_on_from_the_same_checkpoint(files: Path
 
 def test_a_checkpoint_that_one_host_does_not_see_is_not_taken_for_damaged(files: Path, tmp_path: Path) -> None:
     line = spawn(2, find_unseen, str(files / "whole"))[1]
-    assert "has no checkpoint-4, which rank 0 sees; name a directory on a file system that all hosts share" in line
+    assert "has no checkpoint-4, which rank 0 sees; give a directory on a file system that all hosts share" in line
 
 
 def find_unseen(rank: int, output: str) -> str:

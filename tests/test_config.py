@@ -207,7 +207,7 @@ NO_SUCH = ("load_in_4bit", "fsdp_config", "token")  # though the letters of some
         ("--fsdp shard_grad_op", "--fsdp shard_grad_op is refused"),
         ("--fsdp 'full_shard offload'", "--fsdp offload is refused"),
         ("--fsdp sharded", "--fsdp 'sharded' is unknown"),
-        ("--fsdp auto_wrap", "name one of full_shard, hybrid_shard"),
+        ("--fsdp auto_wrap", "is unknown; choose from full_shard, hybrid_shard"),
         ("--gradient_checkpointing True --remat none", "--gradient_checkpointing True means --remat attention"),
         ("--eval_strategy steps", "--eval_strategy steps needs data; add --eval_data_path"),
         (
@@ -300,7 +300,7 @@ def test_parsing_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_flags_are_read_without_torch_and_without_a_file_without_yaml() -> None:
-    """Sweeps read those of every cell, and torch takes seconds to import."""
+    """Sweeps read the flags of every cell, and torch takes seconds to import."""
     code = f"""import sys
 from lightseq.config.command_line import parse
 parse({shlex.split(REQUIRED)}, "{PROGRAM}")
@@ -342,7 +342,7 @@ def file_of(folder: Path, text: str, name: str = "run.yaml") -> Path:
 
 
 @pytest.mark.parametrize("text", [EVERY_KIND, GROUPED])
-def test_a_file_says_what_its_flags_say_on_a_command_line(text: str, tmp_path: Path) -> None:
+def test_a_config_file_equals_its_flags_on_the_command_line(text: str, tmp_path: Path) -> None:
     words = """--random_init --save_strategy no --learning_rate 2e-5 --model_max_length 131072 --fsdp '' --tokenizer 007
         --rope_scaling '{"rope_type": "yarn", "factor": 8.5}' --profile_steps 10:12"""
     assert given(f"--config {file_of(tmp_path, text)}") == given(words)
@@ -445,7 +445,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         assert str(refusal.value) == f"{tmp_path / name}: {reason}"
 
 
-def test_values_from_a_file_are_checked_with_those_of_the_command_line(tmp_path: Path) -> None:
+def test_values_of_a_file_and_of_the_command_line_are_checked_together(tmp_path: Path) -> None:
     path = file_of(tmp_path, "warmup_ratio: 0.1\nbf16: true")
     with pytest.raises(ValueError, match=r"--warmup_ratio 0\.1 and --warmup_steps 3 both set the warm-up"):
         given(f"--config {path} --warmup_steps 3")

@@ -70,7 +70,7 @@ def test_an_optimizer_that_says_what_the_flags_say_may_stand(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("content", "flags", "parts"),
     [
-        ([], {}, ["is not a JSON object; name a DeepSpeed JSON file"]),
+        ([], {}, ["is not a JSON object; give a DeepSpeed JSON file"]),
         ({}, {}, ["zero_optimization has no stage; give 1, 2 or 3", "--fsdp"]),
         (zero(0), {}, ["zero_optimization has stage 0; give 1, 2 or 3"]),
         ({"zero_optimization": 3}, {}, ["zero_optimization is 3; give an object"]),
@@ -142,7 +142,7 @@ def test_unsupported_values_in_the_deepspeed_file_are_refused(
 def test_a_file_that_is_no_json_is_refused(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text("{")
     config = TrainConfig(model_name_or_path="m", data_path="d", output_dir="o", deepspeed=str(tmp_path / "ds.json"))
-    with pytest.raises(ValueError, match=r"ds.json cannot be read \(Expecting .*\); name a DeepSpeed JSON file"):
+    with pytest.raises(ValueError, match=r"ds.json cannot be read \(Expecting .*\); give a DeepSpeed JSON file"):
         deepspeed_settings(config, DATA_RANKS, HIDDEN)
 
 

@@ -1,4 +1,4 @@
-"""Running out of memory: told from other errors, explained once with a remedy, and the end of every rank."""
+"""Out-of-memory errors: recognized, explained once with a remedy, and ending every rank."""
 
 import io
 import pickle

@@ -147,7 +147,7 @@ def test_the_page_on_reliability_exports_what_the_scripts_of_launch_do() -> None
 @pytest.mark.parametrize(
     ("arguments", "environment", "said"),
     [
-        ((), {}, "name a model family or a command first"),
+        ((), {}, "give a model family or a command first"),
         (("mistral",), {}, "'mistral' is neither a model family nor a command\n"),
         (("plan",), {}, "'plan' runs in one process: use lightseq plan"),
         (("llama3",), {"NPROC": "0"}, "NPROC '0' is not a number of processes"),
@@ -252,7 +252,7 @@ def test_stages_keep_a_scaling_that_covers_them_already(tmp_path: Path) -> None:
     assert "warning" not in stages(tmp_path, MODEL="meta-llama/Meta-Llama-3-8B").stderr
 
 
-def test_stages_go_on_where_they_stopped(tmp_path: Path) -> None:
+def test_stages_resume(tmp_path: Path) -> None:
     for done in ("8K/checkpoint-5", "64K/checkpoint-1"):
         (tmp_path / done).mkdir(parents=True)
         (tmp_path / done / "trainer_state.json").write_text("{}")

@@ -36,7 +36,7 @@ def test_a_trainer_before_the_mixin_is_refused(trainer: type[Trainer]) -> None:
     one_line(lambda: type("Mine", (trainer, SequenceParallel), {}), TypeError, line)
 
 
-def test_the_mixin_before_a_trainer_and_a_trainer_of_ours_are_taken() -> None:
+def test_trainers_with_the_mixin_and_our_own_are_accepted() -> None:
     first = type("First", (SequenceParallel, MyTrainer), {})
     type("Second", (first,), {})
     type("Third", (SequenceParallelTrainer,), {})

@@ -49,7 +49,10 @@ def test_the_first_failure_ends_the_others(capfd: pytest.CaptureFixture[str]) ->
     assert capfd.readouterr().err == ""  # the rank itself says why
 
 
-def test_a_killed_rank_is_named_though_another_failed_first(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_killed_rank_is_named_though_another_failed_first(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(rank_launcher, "GRACE_SECONDS", 30.0)
     code = "sys.exit(1) if rank == 0 else (time.sleep(0.2), os.kill(os.getpid(), signal.SIGKILL))"
     assert launch(2, code) == 137
     assert capfd.readouterr().err == (
@@ -148,7 +151,7 @@ def test_ranks_of_a_launcher_neither_take_its_flags_nor_count_gpus(monkeypatch: 
     monkeypatch.setattr(rank_launcher, "gpus_here", lambda: pytest.fail("GPUs were counted"))
     assert start_ranks(["--seed", "1"]) == ["--seed", "1"]
     for words in (["--nproc_per_node", "2"], ["--max_restarts", "0"]):
-        with pytest.raises(ValueError, match=rf"^{words[0]} {words[1]} starts ranks, but a launcher has started this"):
+        with pytest.raises(ValueError, match=rf"^{words[0]} {words[1]} starts ranks, but a launcher started this"):
             start_ranks(words)
 
 

@@ -129,7 +129,7 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "a transport of GPUs": ("--transport symmetric", ("symmetric does not run on cpu", "use gloo")),
     # DeepSpeed
-    "no such DeepSpeed file": ("--deepspeed {files}/gone.json", ("gone.json cannot be read", "name a DeepSpeed JSON")),
+    "no such DeepSpeed file": ("--deepspeed {files}/gone.json", ("gone.json cannot be read", "give a DeepSpeed JSON")),
     "a DeepSpeed file against a flag": (
         "--deepspeed {files}/zero2.json --max_grad_norm 0.5",
         ("zero2.json: gradient_clipping is 2.0, but --max_grad_norm is 0.5", 'write "auto"'),
@@ -170,7 +170,7 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "no checkpoint there": (
         "--resume_from_checkpoint {files}/model",
-        ("{files}/model is not a checkpoint directory", "name one"),
+        ("{files}/model is not a checkpoint directory", "give one"),
     ),
     "an older checkpoint": (
         "--output_dir {files}/run --resume_from_checkpoint {files}/run/checkpoint-1",

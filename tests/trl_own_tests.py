@@ -48,7 +48,7 @@ def main() -> int:
         parser.error("TRL is not installed; pip install trl")
     checkout = options.trl.resolve()
     if missing := [name for name in FILES if not (checkout / name).is_file()]:
-        parser.error(f"--trl {options.trl}: no {missing[0]} there; name a checkout of TRL's repository")
+        parser.error(f"--trl {options.trl}: no {missing[0]} there; give a checkout of TRL's repository")
     with tempfile.TemporaryDirectory() as folder:
         print("generating models and data sets", flush=True)
         subprocess.run([sys.executable, HERE / "trl_hub.py", folder], check=True, capture_output=True)

@@ -119,7 +119,7 @@ def train_with(
 
 
 def own_row_reason(job: Job) -> str | None:
-    """Returns why every GPU trains a row of its own; None if context parallelism can share one."""
+    """Returns why GPUs cannot share a row; None if context parallelism can share one."""
     if job.packed_rows:
         return "TRL refuses packing with context parallelism"
     return "context parallelism has no sliding windows" if job.has_windows else None

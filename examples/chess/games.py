@@ -87,7 +87,7 @@ def _parsed(board: chess.Board, words: Iterable[str]) -> Iterator[chess.Move]:
 
 
 def _text(board: chess.Board, moves: Iterable[chess.Move], result: str | None = None) -> tuple[str | None, str]:
-    """Returns the text of a game, or None and the reason. Without a result it takes that of the final board."""
+    """Returns the text of a game, or None and the reason. Without a result it takes the final board's."""
     written = list[str]()
     try:
         for move in moves:

@@ -71,9 +71,9 @@ def make_spec(schedule: Schedule, backward: bool, rank: int, layouts: BufferLayo
 
 
 def item_head_group(layout: BufferLayout, schedule: Schedule, head_group: int) -> int:
-    """Returns the head group of an item that a head group of the schedule uses.
+    """Converts a head group of the schedule to the item's.
 
-    The item has fewer groups than the schedule if groups share key/value heads.
+    An item has fewer groups than the schedule if groups share key/value heads.
     """
     return head_group * layout.head_groups // schedule.total_head_groups
 

@@ -73,7 +73,7 @@ def find_checkpoint(
     if requested not in NEWEST:
         on_all_ranks(
             world,
-            lambda: _require(is_checkpoint(Path(requested)), f"{requested} is not a checkpoint directory; name one"),
+            lambda: _require(is_checkpoint(Path(requested)), f"{requested} is not a checkpoint directory; give one"),
         )
         damage = _damage(Path(requested), world)
         on_all_ranks(world, lambda: _require(damage is None, f"{requested} is damaged: {damage}; give another"))
@@ -98,7 +98,7 @@ def find_checkpoint(
 def _check_visible(checkpoint: Path, seconds: float) -> None:
     if not wait_until(checkpoint.is_dir, checkpoint.parent, seconds):
         raise ValueError(
-            f"--output_dir {checkpoint.parent} has no {checkpoint.name}, which rank 0 sees; name a directory on a file "
+            f"--output_dir {checkpoint.parent} has no {checkpoint.name}, which rank 0 sees; give a directory on a file "
             "system that all hosts share"
         )
 

@@ -101,7 +101,7 @@ def ranks_by_host(group: dist.ProcessGroup) -> Hosts:
 
 
 def make_routed(group: dist.ProcessGroup, device: torch.device, hosts: Hosts) -> tuple[RoutedTransport | None, str]:
-    """Makes the transport for a group on several hosts, some of which hold several of its ranks.
+    """Makes the transport for a group on several hosts, where some hosts hold several of its ranks.
 
     Every rank passes the same hosts. Returns None and a reason, the same on every rank, if it cannot work here.
     """

@@ -184,7 +184,7 @@ def _check_fsdp(config: Flags) -> None:
         if word not in (*FSDP_MODES, "auto_wrap"):
             raise ValueError(f'--fsdp {word!r} is unknown; choose from {", ".join(FSDP_MODES)}, or "" for DDP')
     if words and sum(word in FSDP_MODES for word in words) != 1:
-        raise ValueError(f"--fsdp {config.fsdp!r}: name one of {', '.join(FSDP_MODES)}")
+        raise ValueError(f"--fsdp {config.fsdp!r} is unknown; choose from {', '.join(FSDP_MODES)}")
 
 
 def _check_deepspeed(config: Flags) -> None:

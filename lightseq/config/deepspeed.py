@@ -87,9 +87,9 @@ def _read(path: Path, source: str) -> dict[str, Any]:
         settings = read_json(path, CONFIG_BYTES)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise ValueError(f"{source} cannot be read ({reason}); name a DeepSpeed JSON file") from error
+        raise ValueError(f"{source} cannot be read ({reason}); give a DeepSpeed JSON file") from error
     if not isinstance(settings, dict):
-        raise ValueError(f"{source} is not a JSON object; name a DeepSpeed JSON file")
+        raise ValueError(f"{source} is not a JSON object; give a DeepSpeed JSON file")
     return settings
 
 

@@ -189,7 +189,7 @@ class PretrainedTokenizer:
 
     @property
     def vocabulary_fingerprint(self) -> str:
-        """Returns a hash of the vocabulary and of the ids of sample texts, whatever files the tokenizer came from."""
+        """Returns a hash of the vocabulary and of the ids of sample texts, not of the tokenizer's files."""
         words = sorted(self.backend.get_vocab().items())
         texts = [*SAMPLE_TEXTS, " ".join(self.special_texts)]
         ids = [x.tolist() for whole in (True, False) for x in self.encode_batch(texts, whole)]

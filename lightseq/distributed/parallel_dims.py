@@ -110,7 +110,7 @@ def local_part(tensor: Tensor) -> Tensor:
 def shard_groups(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
     """Returns the groups of ranks that hold the parts of a tensor, one per sharded mesh dimension.
 
-    A plain tensor, and one of which every rank holds a copy, has none.
+    A plain tensor has none, and neither has a replicated one.
     """
     if not isinstance(tensor, DTensor):
         return ()

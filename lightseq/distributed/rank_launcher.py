@@ -337,7 +337,9 @@ def start_ranks(words: Sequence[str]) -> int | list[str]:
     if adopt_launcher():
         for name, value in {"nproc_per_node": flags.processes, "max_restarts": flags.max_restarts}.items():
             if value is not None:
-                raise ValueError(f"--{name} {value} starts ranks, but a launcher has started this one; give it to that")
+                raise ValueError(
+                    f"--{name} {value} starts ranks, but a launcher started this one; give it to the launcher"
+                )
         return list(flags.rest)
     size = flags.processes or len(gpus_here().devices) or 1
     if size == 1 and not flags.max_restarts:

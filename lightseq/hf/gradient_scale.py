@@ -71,7 +71,7 @@ class _Scaled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: int) -> Tensor:  # type: ignore[override]
         ctx.factor = factor
-        return x.detach()  # no view, of which FSDP2 warns
+        return x.detach()  # FSDP2 warns about views
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]

@@ -114,7 +114,7 @@ def sum_over_ranks(context: SequenceContext, x: Tensor, gradient_factor: float =
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """Sum over a group of which every rank computes the same loss."""
+    """Sum over a group whose ranks all compute the same loss."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, gradient_factor: float) -> Tensor:  # type: ignore[override]

@@ -37,7 +37,8 @@ def prepare(
 
     Ranks that share sequences, `sequence_parallel_size` neighbours (default: all), get the same batches. The model
     takes whole batches and returns the whole loss; `backward`, clipping, accumulation and `gather_for_metrics` work as
-    they do without sequence parallelism. `options` are passed to `hf.enable`. Raises ValueError for what excludes it.
+    they do without sequence parallelism. `options` are passed to `hf.enable`. Raises ValueError for settings
+    that do not work with it.
     """
     check_names("prepare", options, [*ATTENTION_OPTIONS, "sequence_parallel_size"])
     mesh = share_batches(accelerator, sequence_parallel_size)
@@ -71,10 +72,12 @@ def share_batches(accelerator: Accelerator, sequence_parallel_size: int | None) 
     config = accelerator.parallelism_config
     if config is not None and config.non_data_parallel_size > 1:
         raise ValueError(
-            "sequence_parallel_size > 1 excludes accelerate's tp_size, cp_size and sp_size; leave them at 1"
+            "sequence_parallel_size > 1 does not work with accelerate's tp_size, cp_size and sp_size; leave them at 1"
         )
     if config is not None and config.dp_replicate_enabled and accelerator.is_fsdp2:
-        raise ValueError("dp_replicate_size > 1 with FSDP2 excludes sequence_parallel_size > 1; use dp_shard_size")
+        raise ValueError(
+            "dp_replicate_size > 1 with FSDP2 does not work with sequence_parallel_size > 1; use dp_shard_size"
+        )
     if accelerator.dataloader_config.dispatch_batches:
         raise ValueError(
             "dispatch_batches=True sends every rank other rows; leave it out with sequence_parallel_size > 1"
@@ -129,7 +132,7 @@ def _check_adapters(model: nn.Module) -> None:
     config: Any = getattr(model, "active_peft_config", None)
     if getattr(config, "is_prompt_learning", False):
         raise ValueError(
-            f"{config.peft_type.value} adapters add tokens to each sequence, which excludes "
+            f"{config.peft_type.value} adapters add tokens to each sequence, so they do not work with "
             "sequence_parallel_size > 1; use LoRA"
         )
 

@@ -84,7 +84,7 @@ class SequenceParallel:
             return
         if getattr(self, "model_init", None) is not None:
             raise ValueError(
-                "model_init makes another model for train(), which would not be split, and excludes "
+                "model_init makes another model for train(), which would not be split, so it does not work with "
                 "sequence_parallel_size > 1; pass model instead"
             )
         length, packs = getattr(self.args, "max_length", None), bool(getattr(self.args, "packing", False))
@@ -100,7 +100,7 @@ class SequenceParallel:
                 )
         if getattr(self, "aux_loss_enabled", False):  # of TRL's trainers
             raise ValueError(
-                "the router's auxiliary loss would see only one rank's tokens, which excludes "
+                "the router's auxiliary loss would see only one rank's tokens, so it does not work with "
                 "sequence_parallel_size > 1; set router_aux_loss_coef=0.0"
             )
 
@@ -226,13 +226,13 @@ def _check_arguments(arguments: TrainingArguments) -> None:
         raise ValueError("several GPUs in one process are DataParallel; start the script with torchrun")
     if arguments.train_sampling_strategy == "batch_rebalance":
         raise ValueError(
-            "train_sampling_strategy='batch_rebalance' gives every rank other rows, which excludes "
+            "train_sampling_strategy='batch_rebalance' gives every rank other rows, so it does not work with "
             "sequence_parallel_size > 1; use 'random', 'sequential' or 'group_by_length'"
         )
     if arguments.neftune_noise_alpha:
         raise ValueError(
             f"neftune_noise_alpha={arguments.neftune_noise_alpha} scales noise by the length of a rank's shard, which "
-            "excludes sequence_parallel_size > 1; leave it out"
+            "does not work with sequence_parallel_size > 1; leave it out"
         )
     if arguments.eval_use_gather_object:
         raise ValueError("eval_use_gather_object=True does not work with sequence_parallel_size > 1; leave it out")

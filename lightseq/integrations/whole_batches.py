@@ -220,7 +220,7 @@ class WholeBatches:
         return self._logit_transform is not None
 
     def _check_trl_reads_all(self) -> None:
-        """Raises ValueError for a model of which TRL's fused head would leave something out, on one process too.
+        """Raises ValueError for a model whose loss TRL's fused head computes only in part, on one process too.
 
         It reads the LM head's weights, and from the config the function that makes logits of their product.
         """

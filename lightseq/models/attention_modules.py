@@ -15,7 +15,7 @@ LIBRARY_CLASSES: Final = frozenset({*nn.Module.__mro__, *PreTrainedModel.__mro__
 
 
 def attention_modules(model: nn.Module) -> list[nn.Module]:
-    """Returns the modules with a place in the layers that call the attention interface, whatever their names are.
+    """Returns the modules with a place in the layers that call the attention interface. Names do not matter.
 
     Reads their code, because running it may need weights and inputs that are not there.
     """

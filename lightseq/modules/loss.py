@@ -209,7 +209,7 @@ class _TokenMetrics(torch.autograd.Function):
             _save(ctx, gradients, weight_VD, bias_V, labels)
         else:
             ctx.save_for_backward(hidden_ND, weight_VD, bias_V, labels)
-        log_probs, entropy, hits = (x.clone() for x in values)  # not views, of which FSDP2 warns
+        log_probs, entropy, hits = (x.clone() for x in values)  # FSDP2 warns about views
         ctx.mark_non_differentiable(entropy, hits)
         ctx.set_materialize_grads(False)
         return log_probs, entropy, hits

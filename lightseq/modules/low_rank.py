@@ -108,7 +108,7 @@ def is_linear(module: Any) -> bool:
 def has_linear_weights(module: Any) -> bool:
     """Returns whether `linear_weights` supports a module: at most one adapter, which is plain LoRA without dropout.
 
-    Neither is changed, by a hook for example: whatever reads the weights goes around it.
+    Neither has a hook or another change, which code that reads the weights would skip.
     """
     if hasattr(module, "lora_A"):
         return has_plain_adapter(module) and adapter_in_use(module)

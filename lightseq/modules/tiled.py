@@ -3,7 +3,7 @@
 q, k and v, and the gradient of attention's output, exist for one slice at a time, as in UPipe (arXiv 2602.21196). A
 layer saves its input, and attention's out and lse unless attention is recomputed. Besides these and a slice's
 attention, its backward pass holds three tensors of the local sequence: the gradient of the layer's output, which
-becomes that of the input in place, and the gradients of k and v. The gradient of q takes the memory of out.
+becomes the input's in place, and the gradients of k and v. The gradient of q takes the memory of out.
 
 Shape suffixes: B batch, S local sequence, H hidden, N heads, D head dim.
 """

@@ -132,7 +132,7 @@ def lock_directory(output_dir: Path, world: World) -> TextIO:
         raise ValueError(f"--output_dir {output_dir} is being written to by {owner}; give another directory") from error
     except OSError as error:
         raise ValueError(
-            f"--output_dir {output_dir} cannot be locked ({error.strerror}), so two runs could write into it; name a "
+            f"--output_dir {output_dir} cannot be locked ({error.strerror}), so two runs could write into it; give a "
             "directory on another file system"
         ) from error
     _check_lock(lock_file, output_dir)

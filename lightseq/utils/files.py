@@ -53,9 +53,9 @@ def record_lines(path: Path, limit: int = RECORDS_BYTES) -> list[str]:
 
 
 def parse_json(text: str | bytes, unique_keys: bool = False) -> Any:
-    """Parses JSON. Raises ValueError for invalid text, whatever is wrong with it.
+    """Parses JSON. Raises ValueError for any invalid text.
 
-    `unique_keys` refuses objects that have a key twice, of which one value would be lost.
+    `unique_keys` refuses objects that repeat a key, because one value would be lost.
     """
     try:
         return json.loads(text, object_pairs_hook=_without_repeats if unique_keys else None)

@@ -60,7 +60,7 @@ def with_softcap(kernel: Kernel, softcap: float | None) -> Kernel:
 
 
 def why_unsupported(name: str, spec: KernelSpec) -> str | None:
-    """Returns why this hardware cannot run the named kernel, whatever is installed; None if it can."""
+    """Returns why this hardware cannot run the named kernel, or None if it can. Ignores what is installed."""
     kernel = KERNELS[name].make(spec)
     check = getattr(kernel, "why_unsupported", kernel.why_unavailable)  # the latter needs no optional library
     reason: str | None = check(spec)

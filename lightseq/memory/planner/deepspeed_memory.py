@@ -29,7 +29,7 @@ def _masters_of_partition(run: PlannedRun, settings: DeepSpeedSettings) -> float
     """Returns the bytes of master weights and their buffers under ZeRO-1 and 2 (stage_1_and_2.py).
 
     Counts masters, their gradients and the low-precision weights (`__init__`, `initialize_optimizer_states`), a buffer
-    for the largest gradient, and accumulated gradients, of which the last may reach beyond the partition.
+    for the largest gradient, and accumulated gradients; the last one may reach beyond the partition.
     """
     pins, weights, element = _pins(settings, "offload_optimizer"), run.local_parameters, run.itemsize
     whole = [_taken(width * weights, pins) for width in (FLOAT32_BYTES, FLOAT32_BYTES, element)]

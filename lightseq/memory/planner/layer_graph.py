@@ -94,7 +94,7 @@ class LayerGraph:
     """Forward and backward pass of a layer in one graph of aten operators."""
 
     def __init__(self, layer: nn.Module, args: Sequence[Any], keywords: dict[str, Any]) -> None:
-        """Traces a layer on the meta device with these arguments, of which the first tensor needs a gradient.
+        """Traces a layer on the meta device with these arguments. The first tensor needs a gradient.
 
         The first tensor that the layer returns is its output.
         """

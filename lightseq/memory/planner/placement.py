@@ -191,7 +191,7 @@ def _device_bytes(sums: _Sums, candidates: _Candidates, in_flight: int) -> NDArr
     """Returns the bytes on the GPU at the peak over the backward pass."""
     whole, inputs, layers = sums.whole, sums.inputs, len(sums.whole) - 1
     offloaded, away = candidates.offloaded, candidates.away
-    kept = away + candidates.recomputed  # the first layer of which all is kept
+    kept = away + candidates.recomputed  # the first layer that keeps everything
 
     def resident(end: Any) -> Any:
         """Returns the bytes of layers from the first that stays up to `end`."""
@@ -206,7 +206,7 @@ def _device_bytes(sums: _Sums, candidates: _Candidates, in_flight: int) -> NDArr
         return whole[middle] - whole[start] + inputs[end] - inputs[middle]
 
     spans = [float(whole[min(end, layers)] - whole[max(0, end - in_flight)]) for end in range(layers + 1)]
-    widest = np.maximum.accumulate(spans)[offloaded]  # of offloaded layers in flight, all of which save everything
+    widest = np.maximum.accumulate(spans)[offloaded]  # of offloaded layers in flight, which save everything
     moments = [resident(layers), np.maximum(widest, fetched(0 * away, np.minimum(in_flight, away)))]
     # The first layers that stay are on the GPU beside the last offloaded ones.
     moments += [resident(away + n) + fetched(away - (in_flight - n), away) for n in range(1, in_flight)]

@@ -171,7 +171,7 @@ def without_device_budget(run: PlannedRun) -> PlannedRun:
 
 
 def on_smaller_gpus(run: PlannedRun, usable: float) -> PlannedRun:
-    """Returns the run on GPUs of which a plan may fill `usable` bytes."""
+    """Returns the run on GPUs with `usable` bytes for the plan."""
     return run.changed(hardware=replace(run.hardware, gpu_memory=usable / (1 - MARGIN)))
 
 

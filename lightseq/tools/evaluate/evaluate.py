@@ -52,7 +52,7 @@ def evaluate(family: ModelFamily, words: Sequence[str]) -> None:
             result = task.run(trainer)
         seconds = time.perf_counter() - begin
         if world.is_main:
-            about = _about(config, trainer, f"python3 -m {PROGRAM} {shlex.join(words)}", seconds)
+            about = _about(config, trainer, f"{PROGRAM} {shlex.join(words)}", seconds)
             path = _write(Path(config.output_dir), {"evaluation": options.task, **result.summary, **about}, result.rows)
             print("\n".join([*result.lines, f"records  {path}"]), flush=True)
 

@@ -31,8 +31,8 @@ class Options:
 
 def parser() -> argparse.ArgumentParser:
     out = Parser(
-        prog=f"python3 -m {PROGRAM}",
-        usage=f"python3 -m {PROGRAM} --model_name_or_path DIR --output_dir DIR [--data_path DATA] [--flag value ...]",
+        prog=PROGRAM,
+        usage=f"{PROGRAM} --model_name_or_path DIR --output_dir DIR [--data_path DATA] [--flag value ...]",
         description="Evaluates a model under sequence parallelism and writes evaluation.jsonl. --task loss needs "
         "--data_path. It uses every GPU of the host.",
         epilog="Also takes the flags of training (llama3/train.py --help): model, data, precision, parallelism.",

@@ -1,7 +1,6 @@
 """Verifies that a distributed step gives the same results as one process, on the user's hardware and flags.
 
-python3 -m torch.distributed.run --nproc_per_node=4 -m lightseq verify --model_name_or_path llama3-8b --bf16 \\
-    --model_max_length 1000000 --schedule prefix
+lightseq verify --model_name_or_path llama3-8b --bf16 --model_max_length 1000000 --schedule prefix
 
 Compares loss and gradients of a few layers with transformers on one process, the attention kernel with float64, and
 every byte of a transfer. Checks that all ranks have the same hardware and software. The exit status is 0 if everything
