@@ -109,7 +109,7 @@ python3 -m venv .venv/compat-$(1) && .venv/compat-$(1)/bin/python -m pip install
 endef
 
 test-trl: $(TESTS)
-	@test -n "$(TRL_CHECKOUT)" || { echo "name a checkout of TRL's repository with TRL_CHECKOUT=PATH" >&2; exit 2; }
+	@test -n "$(TRL_CHECKOUT)" || { echo "give a checkout of TRL's repository with TRL_CHECKOUT=PATH" >&2; exit 2; }
 	@$(RUN) tests/trl_own_tests.py --trl "$(TRL_CHECKOUT)" $(ARGS)
 
 test-gpu: $(TESTS)

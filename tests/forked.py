@@ -41,7 +41,7 @@ class Running(NamedTuple):
 
 
 class World:
-    """The ranks of a program under what a launcher would tell them; the store in which they meet is held here.
+    """Ranks of a program with the environment of a launcher, and the store in which they meet.
 
     A launcher that restarts its ranks keeps its `store`.
     """

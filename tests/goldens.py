@@ -151,7 +151,7 @@ SAVED_STEP = 2
 
 
 def resumable(folder: Path, output: str, kind: str, *more: str) -> str:
-    """Returns the command line of a run of which no step depends on --max_steps; its model is the committed one."""
+    """Returns the command line of a run whose steps do not depend on --max_steps, with the committed model."""
     model = f"--model_name_or_path {COMMITTED}/model --random_init False"
     return words_of(folder, output, model, f"--lr_scheduler_type constant {CHECKPOINTS[kind]}", *more)
 

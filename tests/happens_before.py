@@ -63,7 +63,7 @@ class Streams(TorchDispatchMode):
         return dict(self.clock(stream))
 
     def look_for_freed(self) -> None:
-        """Returns freed memory to the stream that made it, which must have waited for every other stream's use."""
+        """Checks that streams which freed memory have waited for all other uses of it."""
         for address, (storage, stream, number) in list(self._alive.items()):
             if torch.UntypedStorage._expired(storage.cdata):  # as storage.expired(), which takes three times as long
                 del self._alive[address]

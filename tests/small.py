@@ -16,7 +16,7 @@ CONFIG = LlamaConfig(
 
 
 def write_inputs(folder: Path) -> Path:
-    """The model's config and 16 sequences, in some of which few tokens are targets, into a folder."""
+    """The model's config and 16 sequences, some with few targets, into a folder."""
     CONFIG.save_pretrained(folder / "model")
     starts = np.random.default_rng(0).integers(0, VOCABULARY, 16)
     lengths = [LENGTH if i % 3 else 5 + i for i in range(16)]

@@ -15,6 +15,13 @@ from analysis.runs import Run, read_runs
 STEPS = range(1, 41)
 
 
+@pytest.fixture(autouse=True)
+def undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves out the picture, which takes most of the time, but for the test that looks at it."""
+    if "drawn" not in request.node.name:
+        monkeypatch.setattr("analysis.compare.save", lambda _figure, directory, name: directory / f"{name}.png")
+
+
 def pair(tmp_path: Path, changes: dict[int, dict[str, Any]] | None = None, **other: Any) -> tuple[Run, Run]:
     """Two runs of forty steps; some steps of the second differ, and its run.json."""
     first = write_run(tmp_path / "a", [record(step) for step in STEPS], about())

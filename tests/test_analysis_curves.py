@@ -19,6 +19,12 @@ from analysis.runs import Run, describe, labels, median, read_run, read_runs, sm
 PICTURES = ["loss.png", "throughput.png", "memory.png", "mfu.png"]
 
 
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves out the pictures, which take most of the time."""
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda _figure, path: None)
+
+
 def make_run(directory: Path, steps: int = 40, gpu: bool = False, tail: str = "") -> Path:
     return write_run(directory, [record(step, gpu) for step in range(1, steps + 1)], tail=tail)
 
@@ -108,6 +114,7 @@ def test_an_output_that_is_a_file_is_one_line_and_exit_2(tmp_path: Path, capsys:
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_broken_run_json_is_refused_and_a_missing_one_is_not(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -124,6 +131,7 @@ def test_a_run_given_twice_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "is given twice" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_lines_that_are_no_records_are_one_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path / "run", steps=5)
     path = run / "metrics.jsonl"
@@ -172,7 +180,7 @@ def test_steps_repeated_after_a_resume_count_once(tmp_path: Path) -> None:
     assert run.notes == ("run: 2 steps were logged twice, as in a resumed run; the later records count",)
 
 
-def test_equal_names_take_as_many_parents_as_they_need() -> None:
+def test_runs_of_the_same_name_are_labelled_with_their_parents() -> None:
     paths = [Path("/runs/a/ring/seed1"), Path("/runs/b/ring/seed1"), Path("/runs/b/zigzag")]
     assert labels(paths) == ["a/ring/seed1", "b/ring/seed1", "zigzag"]
 

@@ -55,7 +55,7 @@ def legend_of(drawn: Figure) -> list[str]:
 
 
 def numbered_lines(axes: Axes) -> list[list[list[float]]]:
-    """The x and y of each line, without those of error bars."""
+    """The x and y of each line, without error bars."""
     return [
         [list(x) for x in line.get_data()]
         for line in axes.get_lines()

@@ -8,6 +8,10 @@ from typing import Any
 import pytest
 from byte_level import CHATML, byte_level, open_path, published, read_path, read_rows, write_rows
 
+from lightseq.utils.limited import limited_map
+
+pytestmark = pytest.mark.usefixtures("rendered_here")
+
 USER, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}
 USER_SAYS = {"from": "human", "value": "hi"}  # as ShareGPT writes it
 AGAIN, WELL = {"role": "user", "content": "and?"}, {"role": "assistant", "content": "well"}
@@ -154,6 +158,7 @@ def test_notes_name_answers_without_an_end_and_turns_that_the_template_leaves_ou
 
 def test_a_template_that_runs_without_end_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightseq.utils.limited.MAX_SECONDS", 1.0)
+    monkeypatch.setattr("lightseq.data.token_cache.limited_map", limited_map)
     endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     assert "takes more than 1 s" in refusal(tmp_path, endless + CHATML, {"messages": [USER, ANSWER]})
 

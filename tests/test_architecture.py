@@ -58,7 +58,7 @@ def config_of(model_type: str, **changes: Any) -> PreTrainedConfig:
 
 
 @pytest.mark.parametrize("model_type", MODELS)
-def test_counts_are_those_of_the_model_and_of_torch(model_type: str) -> None:
+def test_counts_equal_the_model_and_torch(model_type: str) -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
     config = config_of(model_type, attn_implementation="eager")
@@ -299,7 +299,7 @@ def programs(rank: int, runs: list[str]) -> list[Ended]:
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("names", [["mistral", "qwen3", "olmo2"], pytest.param([*MODELS], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("names", [["olmo2"], pytest.param([*MODELS], marks=pytest.mark.slow)])
 def test_other_models_train_as_one_process_does(tmp_path: Path, names: list[str]) -> None:
     data = np.random.default_rng(3).integers(3, VOCABULARY, (4, LENGTH)).tolist()
     (tmp_path / "data.pkl").write_bytes(pickle.dumps({"input_ids": data}))

@@ -1,4 +1,4 @@
-"""Attention modules are those that call transformers' attention interface, whatever their classes are called."""
+"""Attention modules are those that call transformers' attention interface, not those with certain class names."""
 
 from collections.abc import Callable
 from functools import partial, wraps

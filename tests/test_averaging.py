@@ -79,29 +79,29 @@ WRAPPERS: dict[str, Callable[[LlamaForCausalLM], nn.Module]] = {
 }
 
 
-def equals_one_process(rank: int) -> None:
+def equals_one_process(rank: int, enabled_first: bool) -> None:
     warnings.simplefilter("ignore")
     wanted, other = plain(ids()), plain(ids(), ids(1))
     for case, wrap in WRAPPERS.items():
-        for enabled_first in (True, False):
-            model = fresh_model()
-            if enabled_first:
-                context, wrapped = hf.enable(model), wrap(model)
-            else:
-                wrapped = wrap(model)
-                context = hf.enable(model)
-            wrapped(**hf.shard_batch(context, ids(), ids())).loss.backward()
-            check(model, wanted, case)
-            model.zero_grad()
-            for seed in (0, 1):  # accumulated
-                quiet = wrapped.no_sync() if seed == 0 and hasattr(wrapped, "no_sync") else nullcontext()
-                with quiet:
-                    wrapped(**hf.shard_batch(context, ids(seed), ids(seed))).loss.backward()
-            check(model, other, f"{case}, accumulated")
+        model = fresh_model()
+        if enabled_first:
+            context, wrapped = hf.enable(model), wrap(model)
+        else:
+            wrapped = wrap(model)
+            context = hf.enable(model)
+        wrapped(**hf.shard_batch(context, ids(), ids())).loss.backward()
+        check(model, wanted, case)
+        model.zero_grad()
+        for seed in (0, 1):  # accumulated
+            quiet = wrapped.no_sync() if seed == 0 and hasattr(wrapped, "no_sync") else nullcontext()
+            with quiet:
+                wrapped(**hf.shard_batch(context, ids(seed), ids(seed))).loss.backward()
+        check(model, other, f"{case}, accumulated")
 
 
-def test_a_wrapped_model_has_the_gradients_of_one_process() -> None:
-    spawn(2, equals_one_process)
+@pytest.mark.parametrize("enabled_first", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_wrapped_model_has_the_gradients_of_one_process(enabled_first: bool) -> None:
+    spawn(2, equals_one_process, enabled_first)
 
 
 def log_probabilities(rank: int) -> None:

@@ -125,7 +125,7 @@ def test_a_run_resumed_with_another_number_of_examples_or_seed_is_refused(
         found.resume_at(1, found.state(1) | change, HERE)
 
 
-def test_a_run_resumed_with_as_much_other_data_is_refused(tmp_path: Path) -> None:
+def test_resuming_with_different_data_of_the_same_size_is_refused(tmp_path: Path) -> None:
     texts = [f"text {i}" for i in range(40)]
     before = BatchStream(open_examples(texts_file(tmp_path / "a.jsonl", *texts), 9, 300, "byte"), 9, 1)
     reversed_texts = texts_file(tmp_path / "b.jsonl", *(text[::-1] for text in texts))

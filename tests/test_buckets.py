@@ -122,7 +122,7 @@ EVALUATES = "--eval_data_path {files}/data.pkl --eval_strategy steps --eval_step
 
 
 @pytest.mark.slow
-def test_losses_on_one_rank_are_those_of_full_padding(files: Path) -> None:
+def test_losses_on_one_rank_equal_full_padding(files: Path) -> None:
     evaluates = EVALUATES.format(files=files)
     check_same_losses(files, 1, {
         "accumulated": f"--max_steps 4 --gradient_accumulation_steps 3 {evaluates}",
@@ -131,7 +131,7 @@ def test_losses_on_one_rank_are_those_of_full_padding(files: Path) -> None:
 
 
 @pytest.mark.slow
-def test_losses_on_two_ranks_are_those_of_full_padding(files: Path) -> None:
+def test_losses_on_two_ranks_equal_full_padding(files: Path) -> None:
     evaluates = EVALUATES.format(files=files)
     check_same_losses(files, 2, {
         "sequence": "--max_steps 4 --gradient_accumulation_steps 2",
@@ -140,7 +140,7 @@ def test_losses_on_two_ranks_are_those_of_full_padding(files: Path) -> None:
 
 
 @pytest.mark.slow
-def test_losses_on_three_ranks_are_those_of_full_padding(files: Path) -> None:
+def test_losses_on_three_ranks_equal_full_padding(files: Path) -> None:
     check_same_losses(files, 3, {
         "sequence": "--max_steps 4",
         "data": "--max_steps 3 --gradient_accumulation_steps 2 --sequence_parallel_size 1",
@@ -148,7 +148,7 @@ def test_losses_on_three_ranks_are_those_of_full_padding(files: Path) -> None:
 
 
 @pytest.mark.slow
-def test_losses_on_two_by_two_ranks_are_those_of_full_padding(files: Path) -> None:
+def test_losses_on_two_by_two_ranks_equal_full_padding(files: Path) -> None:
     check_same_losses(files, 4, {"both": "--max_steps 4 --gradient_accumulation_steps 2 --sequence_parallel_size 2"})
 
 

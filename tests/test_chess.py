@@ -169,7 +169,7 @@ def test_accumulation_is_shared_and_never_nothing(asked: int, ranks: int, each: 
     assert note is None or f"takes {each * ranks} passes instead of {asked}" in note
 
 
-def test_flags_of_the_guide_are_those_of_training(tmp_path: Path) -> None:
+def test_the_guide_shows_flags_of_training(tmp_path: Path) -> None:
     given = "--output_dir out --batch_size_per_device 4 --gradient_accumulation_steps 2 --no_fsdp --lora_rank 4"
     arguments, more = finetune.parser().parse_known_args([*given.split(), "--gradient_checkpointing"])
     asked, note = finetune.words(arguments, more, tmp_path / "a.jsonl", 4)
@@ -210,7 +210,7 @@ def test_impossible_requests_are_refused_in_one_line(
     assert line in said.err and said.err.startswith("error: ") and said.err.count("\n") == 1
 
 
-def test_flags_of_training_go_before_those_of_the_guide(tmp_path: Path) -> None:
+def test_flags_of_training_override_the_guide(tmp_path: Path) -> None:
     for flags, policy in (("", "none"), ("--remat full", "full"), ("--gradient-checkpointing", "attention")):
         arguments, more = finetune.flags_of(f"--output_dir out --model-max-length 64 {flags}".split())
         config = parse(finetune.words(arguments, more, tmp_path / "a.jsonl", 1)[0], "train")

@@ -15,6 +15,8 @@ from byte_level import Document, byte_level, open_path, read_path, read_rows, wr
 from lightseq.data.columns import ROLES, UNSUPPORTED
 from lightseq.data.tokenizer import ByteTokenizer
 
+pytestmark = pytest.mark.usefixtures("rendered_here")
+
 USER, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}
 BAD, WELL = {"role": "assistant", "content": "BAD"}, {"role": "assistant", "content": "well"}
 CHAT_ROW = {"messages": [USER, ANSWER]}
@@ -129,7 +131,7 @@ def test_columns_that_would_follow_a_prompt_of_text_are_refused_beside_turns(tmp
 def test_every_role_is_mapped_or_refused(tmp_path: Path) -> None:
     for role, meaning in ROLES.items():
         content = '{"name": "weather"}' if role in ("function_call", "tool_call") else "said"
-        for name in (role, role.capitalize()):
+        for name in (role, role.capitalize()) if role == "user" else (role,):
             found = one(tmp_path, {"messages": [USER, {"role": name, "content": content}, USER, ANSWER]})
             assert (len(found.targets) == 2) == (meaning == "assistant")
             shown = "system" if meaning == "developer" else meaning

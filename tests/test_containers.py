@@ -37,7 +37,7 @@ def test_the_image_copies_files_that_exist_and_ignores_heavy_ones() -> None:
     assert {".git", ".venv", "data", "outputs", "logs"} <= set(ignored)
 
 
-def test_python_packages_are_the_requirements_and_the_gpu_extra_under_the_tested_versions() -> None:
+def test_the_image_installs_the_requirements_and_the_gpu_extra_at_tested_versions() -> None:
     (words,) = (shlex.split(rest) for rest in arguments("RUN") if rest.startswith("pip "))
     extra = PYPROJECT["project"]["optional-dependencies"]["gpu"]
     tested = ["--constraint", "constraints.txt", "--requirement", "requirements.txt"]

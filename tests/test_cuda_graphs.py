@@ -321,7 +321,7 @@ HEADS, DIM, LENGTH, TIMES = (12, 12), 64, 1536, 12
 
 
 def _repeated(rank: int) -> dict[str, tuple[int, float, list[str]]]:
-    """By schedule: recordings, the largest error in any of `TIMES` passes over new values, and whether bits differ."""
+    """Returns for each schedule the recordings, the largest error of `TIMES` passes, and whether bits differ."""
     from test_attention import _context, _dense
 
     world, found = dist.get_world_size(), {}

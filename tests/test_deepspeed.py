@@ -3,6 +3,7 @@
 import json
 import shutil
 import socket
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,6 @@ from lightseq.training import build
 from lightseq.training.deepspeed_engine import DeepSpeedEngine
 from lightseq.training.metrics import read_records
 
-STAGES = (1, 2, 3)
 CPU = {"device": "cpu", "pin_memory": False}  # where there is nothing to pin for
 HOST_BYTES = 2**26
 HOST_BUFFERS = (  # of DeepSpeed's optimizers
@@ -63,8 +63,9 @@ FILES: dict[str, dict[str, Any]] = {
     },
 }
 SAVED = "zero1", "zero2", "zero3"  # and resumed
+QUICK = "fsdp2", "zero2", "zero3", "offload3", "resumed-zero3", "betas-fsdp2", "betas-zero3"
 STEPS = 3
-# Two data-parallel ranks, three passes a step: sequences of which a third are short, and a norm that is clipped.
+# Two data-parallel ranks, three passes a step: a third of the sequences are short, and the norm is clipped.
 COMMON = f"--max_steps {STEPS} --save_steps 2 --sequence_parallel_size 1 --gradient_accumulation_steps 3"
 CLIPPED = "--max_grad_norm 0.5 --optim adamw_torch"
 ADAM = "--adam_beta1 0.5 --adam_beta2 0.6 --adam_epsilon 1e-3 --weight_decay 0.3"  # of resumed runs
@@ -160,12 +161,8 @@ def trained(world: int, runs: list[str]) -> list[Ended]:
     return ends[0]
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The outputs of runs on two ranks: by FSDP2, by every stage, resumed, offloaded, in bfloat16."""
-    folder = write_inputs(tmp_path_factory.mktemp("deepspeed"))
-    for name in FILES:
-        write_settings(folder, name)
+def command_lines(folder: Path) -> dict[str, str]:
+    """Returns flags by output: of FSDP2, of every stage, resumed, offloaded, in bfloat16."""
     evaluated = f"--eval_data_path {folder}/data.pkl --eval_strategy steps --eval_steps 2"
     lines = {"fsdp2": f"{CLIPPED} {evaluated}", "bf16-fsdp2": "--bf16"}
     for name in FILES:
@@ -177,11 +174,31 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, engine in {"fsdp2": "", **{name: f"--deepspeed {folder}/{name}.json" for name in SAVED}}.items():
         lines[f"betas-{name}"] = f"{CLIPPED} {ADAM} {engine} --resume_from_checkpoint {folder}/{name}/checkpoint-2"
     start = f"--model_name_or_path {folder}/fsdp2/checkpoint-{STEPS} --random_init False --max_steps 1"
-    lines |= {"tuned-fsdp2": start, "tuned-zero3": f"{start} --deepspeed {folder}/zero3.json"}
-    ends = trained(2, [words(folder, output, f"{COMMON} {more}") for output, more in lines.items()])
-    for output, end in zip(lines, ends, strict=True):
-        (folder / output / "said.txt").write_text(end.out)
+    return lines | {"tuned-fsdp2": start, "tuned-zero3": f"{start} --deepspeed {folder}/zero3.json"}
+
+
+def train_missing(folder: Path, outputs: Iterable[str]) -> None:
+    """Trains those of the outputs that do not exist, on two ranks, in the order of `command_lines`."""
+    lines = {output: more for output, more in command_lines(folder).items() if output in outputs}
+    missing = {output: more for output, more in lines.items() if not (folder / output).exists()}
+    if missing:
+        ends = trained(2, [words(folder, output, f"{COMMON} {more}") for output, more in missing.items()])
+        for output, end in zip(missing, ends, strict=True):
+            (folder / output / "said.txt").write_text(end.out)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The quick outputs; slow tests add theirs."""
+    folder = write_inputs(tmp_path_factory.mktemp("deepspeed"))
+    for name in FILES:
+        write_settings(folder, name)
+    train_missing(folder, QUICK)
     return folder
+
+
+def slow_unless_quick(prefix: str, names: Iterable[str]) -> list[Any]:
+    return [name if prefix + name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 def assert_equal_runs(files: Path, got: str, want: str, step: int = STEPS) -> None:
@@ -197,8 +214,9 @@ def assert_equal_runs(files: Path, got: str, want: str, step: int = STEPS) -> No
         assert (mine[name] - tensor).norm() < 1e-5 * tensor.norm(), (got, name)
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", slow_unless_quick("", FILES))
 def test_training_under_zero_equals_fsdp2(files: Path, name: str) -> None:
+    train_missing(files, [name])
     assert_equal_runs(files, name, "fsdp2")
     norms = [record["grad_norm"] for record in read_records(files / name / "metrics.jsonl") if "loss" in record]
     assert all(norm > 0.5 for norm in norms), "nothing was clipped"
@@ -213,8 +231,9 @@ def test_training_under_zero_equals_fsdp2(files: Path, name: str) -> None:
     assert facts["parameters"] == said and facts["deepspeed"]["gradient_clipping"] == 0.5
 
 
-@pytest.mark.parametrize("name", SAVED)
+@pytest.mark.parametrize("name", slow_unless_quick("resumed-", SAVED))
 def test_a_resumed_run_equals_one_that_never_stopped(files: Path, name: str) -> None:
+    train_missing(files, [name, f"resumed-{name}"])
     assert losses(files, f"resumed-{name}") == losses(files, name)[2:]  # to the bit
     whole, resumed = (
         load_file(files / output / f"checkpoint-{STEPS}" / "model.safetensors") for output in (name, f"resumed-{name}")
@@ -222,8 +241,9 @@ def test_a_resumed_run_equals_one_that_never_stopped(files: Path, name: str) -> 
     assert all(torch.equal(resumed[key], tensor) for key, tensor in whole.items())
 
 
-@pytest.mark.parametrize("name", SAVED)
+@pytest.mark.parametrize("name", slow_unless_quick("betas-", SAVED))
 def test_a_resumed_run_has_the_optimizer_settings_of_its_flags(files: Path, name: str) -> None:
+    train_missing(files, [name, f"betas-{name}"])
     assert_equal_runs(files, f"betas-{name}", "betas-fsdp2")
     changed, before = (
         load_file(files / run / f"checkpoint-{STEPS}" / "model.safetensors") for run in (f"betas-{name}", name)
@@ -245,7 +265,7 @@ def test_a_checkpoint_with_its_states_on_nvme_is_refused(files: Path, tmp_path: 
 
 
 def assert_fresh(masters: dict[str, torch.Tensor]) -> None:
-    """To the bit what the seed gives, whatever dtype the model computes in."""
+    """Equal to the seed's weights to the bit, in any compute dtype."""
     model = build_on_meta(CONFIG)
     materialize(model, torch.device("cpu"))
     initialize(model, seed=42)
@@ -254,7 +274,7 @@ def assert_fresh(masters: dict[str, torch.Tensor]) -> None:
         assert masters[name].dtype == torch.float32 and torch.equal(masters[name], parameter.detach()), name
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_step_that_zero_skips_is_counted_and_noted(files: Path, stage: int) -> None:
     line = words(files, f"sick{stage}", f"{COMMON} --deepspeed {files}/zero{stage}.json")
     ends = spawn(2, with_a_sick_second_step, line)
@@ -264,19 +284,25 @@ def test_a_step_that_zero_skips_is_counted_and_noted(files: Path, stage: int) ->
     assert "step 2: a gradient is not finite; the step was skipped" in ends[0].out
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_bfloat16_under_zero_follows_fsdp2(files: Path, stage: int) -> None:
+@pytest.mark.parametrize("name", slow_unless_quick("bf16-", SAVED))
+def test_bfloat16_under_zero_follows_fsdp2(files: Path, name: str) -> None:
     """Masters start from float32 and gradients add up in float32; what is left is the order of bfloat16 sums."""
-    assert_fresh(load_file(files / f"bf16-zero{stage}.masters"))
-    expected, got = losses(files, "bf16-fsdp2"), losses(files, f"bf16-zero{stage}")
+    train_missing(files, ["bf16-fsdp2", f"bf16-{name}"])
+    assert_fresh(load_file(files / f"bf16-{name}.masters"))
+    expected, got = losses(files, "bf16-fsdp2"), losses(files, f"bf16-{name}")
     assert got == pytest.approx(expected, rel=2e-3)
-    assert (files / f"bf16-zero{stage}" / "run.json").read_text().count('"fp32"') == 2
+    assert (files / f"bf16-{name}" / "run.json").read_text().count('"fp32"') == 2
 
 
-def test_a_checkpoint_is_a_model_of_hugging_face_and_zero_starts_from_one(files: Path) -> None:
+@pytest.mark.slow
+def test_zero_starts_from_the_weights_of_a_checkpoint(files: Path) -> None:
+    train_missing(files, ["tuned-fsdp2", "tuned-zero3"])
+    assert_equal_runs(files, "tuned-zero3", "tuned-fsdp2", step=1)
+
+
+def test_a_checkpoint_is_a_model_of_hugging_face(files: Path) -> None:
     opened = AutoModelForCausalLM.from_pretrained(files / "zero3" / f"checkpoint-{STEPS}")
     assert opened.dtype == torch.float32
-    assert_equal_runs(files, "tuned-zero3", "tuned-fsdp2", step=1)
     checkpoint = files / "zero2" / "checkpoint-2"
     assert (
         read_trainer_state(checkpoint)["engine"] == "DeepSpeed ZeRO-2" and read_trainer_state(checkpoint)["ranks"] == 2
@@ -295,7 +321,7 @@ def test_layers_leave_what_deepspeed_will_hold_in_host_memory(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_three_ranks_on_one_sequence_equal_fsdp2_whatever_layers_keep(files: Path) -> None:
+def test_three_ranks_on_one_sequence_equal_fsdp2(files: Path) -> None:
     """Parameters that three ranks cannot split evenly, tied embeddings, every remat policy, layers that offload."""
     tied = {**json.loads((files / "model" / "config.json").read_text()), "tie_word_embeddings": True}
     (files / "tied").mkdir()

@@ -75,7 +75,7 @@ def test_the_page_of_flags_is_what_its_generator_prints() -> None:
     assert (ROOT / "docs" / "flags.md").read_text() == printed.stdout, "run docs/make_flags.py > docs/flags.md"
 
 
-def test_the_tables_of_columns_are_those_of_the_reader() -> None:
+def test_the_tables_of_columns_match_the_reader() -> None:
     page = ROOT / "docs" / "data.md"
     made = runpy.run_path(str(ROOT / "docs" / "make_columns.py"))["page"](page.read_text())
     assert made == page.read_text(), "run docs/make_columns.py"
@@ -252,7 +252,7 @@ def check_training(words: Sequence[str]) -> None:
 
 
 def run_until_parsed(program: Sequence[str]) -> None:
-    """Runs a program until its parser has accepted the flags. Flags that it leaves to another are those of training."""
+    """Runs a program until its parser has accepted the flags. Flags that it leaves to another are training flags."""
     parse_known_args = argparse.ArgumentParser.parse_known_args
 
     def stop(parser: argparse.ArgumentParser, given: Sequence[str] | None, passes_on: bool) -> None:

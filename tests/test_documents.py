@@ -136,7 +136,7 @@ def test_chunks_are_shared_out_as_well_as_trying_everything_would() -> None:
     assert imbalance(np.array([1, 1, 1, 9]), assign_chunks(np.array([1, 1, 1, 9]), 2)) == 10 / 6  # two chunks for each
 
 
-def test_areas_and_positions_are_those_of_each_document() -> None:
+def test_areas_and_positions_are_counted_per_document() -> None:
     boundaries = (0, 1, 5, 12)
     assert document_positions(boundaries).tolist() == [0, 0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6]
     pairs = np.cumsum(document_positions(boundaries) + 1)
@@ -342,7 +342,7 @@ def _parity_farthest_first(rank: int) -> None:
             _parity(rank, (150,), ("cpu",))
 
 
-def test_a_schedule_is_added_by_its_tiles_alone_in_whatever_order_keys_come() -> None:
+def test_a_schedule_needs_only_its_tiles_in_any_order_of_keys() -> None:
     spawn(3, _parity_farthest_first)
 
 

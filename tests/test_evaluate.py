@@ -100,8 +100,9 @@ MORE = "--max_eval_samples 1000"  # than there are
 LOSS = {
     "powers": "--bins powers --schedule zigzag --per_device_eval_batch_size 2",
     "equal": "--bins 5 --schedule striped",
-    "groups": "--schedule ring --sequence_parallel_size 2 --per_device_eval_batch_size 2",
+    "groups": "--schedule ring --sequence_parallel_size {half} --per_device_eval_batch_size 2",
 }
+TWO_GROUPS = (2, 4)  # numbers of ranks that two groups share, each with sequences of its own
 DEPTHS, LENGTHS, TRIALS, CHOICES = (0.0, 0.4, 1.0), (37, 61), 3, 4
 LONGER = (300, 331)  # for a needle of bytes
 NEEDLE = {  # name, model, flags
@@ -111,21 +112,21 @@ NEEDLE = {  # name, model, flags
         "bytes",
         "--tokenizer byte --data_path {root}/text.jsonl --data_cache {root}/cache --per_device_eval_batch_size 8",
     ),
-    "groups-needle": ("finder", "--sequence_parallel_size 2"),
+    "groups-needle": ("finder", "--sequence_parallel_size {half}"),
 }
 
 
-@pytest.fixture(scope="module", params=[1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3)), 4])
+@pytest.fixture(scope="module", params=[2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3, 4))])
 def world(request: pytest.FixtureRequest, files: Files) -> int:
     """The number of ranks, on which every evaluation has run."""
     count: int = request.param
     data = f"--data_path {files.root / 'data'} --model_max_length {LENGTH}"
-    words = [files.words(f"{name}-{count}", f"{data} {flags}") for name, flags in LOSS.items()]
+    words = [files.words(f"{name}-{count}", f"{data} {flags.format(half=count // 2)}") for name, flags in LOSS.items()]
     for name, (model, flags) in NEEDLE.items():
         lengths = ",".join(map(str, lengths_of(name)))
         grid = f"--task needle --depths 0,0.4,1 --lengths {lengths} --trials {TRIALS} --choices {CHOICES} --seed 5"
-        words.append(files.words(f"{name}-{count}", f"{grid} {flags.format(root=files.root)}", model))
-    words = [line for line in words if "groups" not in line or count == 4]
+        words.append(files.words(f"{name}-{count}", f"{grid} {flags.format(root=files.root, half=count // 2)}", model))
+    words = [line for line in words if "groups" not in line or count in TWO_GROUPS]
     for ends in spawn(count, evaluations, words):
         assert [end.status for end in ends] == [0] * len(words), ends
     return count
@@ -155,7 +156,7 @@ def plain_losses(root: Path) -> tuple[list[int], list[float]]:
 @pytest.mark.compat
 def test_loss_by_position_equals_one_process(files: Files, world: int) -> None:
     positions, losses = (np.array(column) for column in plain_losses(files.root))
-    for name in LOSS if world == 4 else ("powers", "equal"):
+    for name in LOSS if world in TWO_GROUPS else ("powers", "equal"):
         summary, bins = files.records(f"{name}-{world}")
         assert summary["valid_tokens"] == len(losses) == sum(size - 1 for size in SIZES)
         assert summary["loss"] == pytest.approx(losses.mean(), rel=1e-5)
@@ -259,7 +260,7 @@ def search_of(root: Path, name: str) -> Search:
 
 
 def test_a_model_built_to_find_needles_finds_them_at_every_depth_and_length(files: Files, world: int) -> None:
-    for name in ("found", *(["groups-needle"] if world == 4 else [])):
+    for name in ("found", *(["groups-needle"] if world in TWO_GROUPS else [])):
         summary, cells = files.records(f"{name}-{world}")
         assert {(c["length"], c["depth"]) for c in cells} == {(a, b) for a in LENGTHS for b in DEPTHS}
         assert summary["accuracy"] == summary["greedy_accuracy"] == 1.0

@@ -105,8 +105,19 @@ def in_order_of_trainer() -> Iterator[Batch]:
         yield from loader(sampler=order)
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_the_other_examples_equal_one_process_on_every_rank(world: int) -> None:
+def test_the_loops_of_trainer_and_accelerate_equal_plain_transformers() -> None:
+    by_trainer, by_accelerate = plain_losses()
+    for got in spawn(2, trainer_and_accelerate):
+        assert got == [pytest.approx(by_trainer, abs=1e-5), pytest.approx(by_accelerate, abs=1e-5)]
+
+
+def trainer_and_accelerate(rank: int) -> list[list[float]]:
+    with tempfile.TemporaryDirectory() as folder:
+        return [with_trainer.train(folder), with_accelerate.train()]
+
+
+def plain_losses() -> tuple[list[float], list[float]]:
+    """Returns the losses of `with_trainer` and of `with_accelerate` by a plain loop."""
     batches = [*in_order_of_trainer()]
     pairs = list(zip(batches[::2], batches[1::2], strict=True))
     model = fresh_model()
@@ -115,7 +126,13 @@ def test_the_other_examples_equal_one_process_on_every_rank(world: int) -> None:
         by_trainer.append(model(**next(iter(loader()))).loss.item())
     in_order = [[batch] for _ in range(with_accelerate.EPOCHS) for batch in loader()]
     model = fresh_model()
-    by_accelerate = [*plain_steps(model, in_order, sgd(model), clip=1.0)]
+    return by_trainer, [*plain_steps(model, in_order, sgd(model), clip=1.0)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 3])
+def test_the_other_examples_equal_one_process_on_every_rank(world: int) -> None:
+    by_trainer, by_accelerate = plain_losses()
     (wanted,) = spawn(1, others)
     assert wanted["Trainer"] == pytest.approx(by_trainer, abs=1e-5)
     assert wanted["accelerate"] == pytest.approx(by_accelerate, abs=1e-5)

@@ -78,7 +78,7 @@ def test_the_layers_linears_change_and_nothing_else(local_tokens: int, padded: b
 
 
 def gradients(rank: int, recipe: str, kind: str, hidden: int, tokens: int) -> list[tuple[str, float]]:
-    """Returns the relative L2 distance of each gradient of a compiled, recomputed step from that of an eager one."""
+    """Returns the relative L2 distance of each gradient between a compiled, recomputed step and an eager one."""
     device = torch.device(kind)
     world = World(0, 1, 0, 1, device)
     dims, found = parallel_dims(world, 1), []

@@ -1,4 +1,4 @@
-"""Tokens before those that a rank holds equal those of the whole sequence, forward and backward."""
+"""Tokens before a rank's own equal the whole sequence's, forward and backward."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -57,7 +57,7 @@ def joined(group: SequenceGroup, local: Tensor, length: int, documents: Document
 
 
 def compare(group: SequenceGroup, count: int, length: int, documents: Documents | None) -> None:
-    """Compares outputs and gradients of `previous_tokens` and `tokens_before` with those of the whole sequence."""
+    """Compares outputs and gradients of `previous_tokens` and `tokens_before` with the whole sequence's."""
     torch.manual_seed(count)
     whole = torch.randn(BATCH, length, WIDTH, dtype=torch.float64, requires_grad=True)
     weights = torch.randn(BATCH, length, count, WIDTH, dtype=torch.float64)
@@ -90,7 +90,7 @@ def every_layout(rank: int) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_tokens_across_ranks_are_those_of_the_whole_sequence(world: int) -> None:
+def test_tokens_across_ranks_equal_the_whole_sequence(world: int) -> None:
     spawn(world, every_layout)
 
 

@@ -413,7 +413,7 @@ def test_a_model_with_inputs_other_than_text_is_refused(alone: None, model_type:
 
 
 @pytest.mark.parametrize(("newest", "lines"), [("1.0", 2), ("99.0", 0)])
-def test_a_version_that_is_newer_than_the_tested_ones_is_warned_of(
+def test_an_untested_newer_version_is_warned_of(
     alone: None, monkeypatch: pytest.MonkeyPatch, newest: str, lines: int
 ) -> None:
     monkeypatch.setattr(versions, "NEWEST_TESTED", {"torch": newest, "transformers": newest})

@@ -77,7 +77,7 @@ def _counted(rank: int, folder: Path, name: str, head_groups: int) -> Counter[st
             layer(transport)
             transport._handle.barrier = _nothing
         counts = []
-        for _ in range(200):  # what is gathered lies elsewhere now and then, and is worked out anew there
+        for _ in range(40):  # what is gathered lies elsewhere now and then, and is worked out anew there
             found.clear()
             sys.setprofile(count)
             layer(transport)

@@ -66,7 +66,7 @@ def test_only_regular_files_up_to_a_size_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", [b"[" * 100_000, b"{", b"\xff", b"", b"1" * 5000], ids=lambda x: repr(x[:3]))
-def test_whatever_is_wrong_with_json_is_a_value_error(text: bytes, tmp_path: Path) -> None:
+def test_invalid_json_is_a_value_error(text: bytes, tmp_path: Path) -> None:
     with pytest.raises(ValueError):
         parse_json(text)
     (tmp_path / "x.json").write_bytes(text)
@@ -257,7 +257,8 @@ def test_sweeps_refuse_numbers_that_are_too_large_and_pipes(
 
 def test_pipes_in_the_place_of_outputs_and_adapters_do_not_block(tmp_path: Path) -> None:
     as_pipe(tmp_path / "out")
-    plan = "plan --model_name_or_path tiny-llama3 --model_max_length 8K --gpus 2 --bf16"
+    plan = "plan --model_name_or_path tiny-llama3 --model_max_length 8K --gpus 2 --bf16 --remat full"
+    plan += " --torch_compile False --offload none"
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "lora_alpha": 8}')
     as_pipe(tmp_path / "adapter_model.safetensors")
     merge = f"merge --adapter {tmp_path} --output_dir {tmp_path}/merged --model_name_or_path {tmp_path}"

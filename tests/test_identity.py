@@ -159,7 +159,7 @@ def plain_log_probs(model: Any, temperature: float) -> Tensor:
 
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.filterwarnings("ignore:.*exist whole")
-def test_log_probs_of_changed_heads_are_those_of_the_model(alone: None, name: str) -> None:
+def test_log_probs_of_changed_heads_equal_the_model(alone: None, name: str) -> None:
     check_log_probs(*HEADS[name], name)
 
 
@@ -180,7 +180,7 @@ def check_log_probs(make: Callable[[], Any], change: Change, name: str) -> None:
     assert_same_gradients(model, want, name)
 
 
-def test_log_probs_of_an_adapted_head_are_those_of_peft(alone: None) -> None:
+def test_log_probs_of_an_adapted_head_equal_peft(alone: None) -> None:
     def adapt(model: Any) -> None:
         inject_adapter_in_model(LoraConfig(target_modules=["lm_head", "q_proj"], init_lora_weights=False), model)
 
@@ -243,7 +243,7 @@ def whole_losses(rank: int, names: list[str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*exist whole")
-def test_losses_of_whole_batches_with_changed_heads_are_those_of_one_process() -> None:
+def test_losses_of_whole_batches_with_changed_heads_equal_one_process() -> None:
     spawn(2, whole_losses, ["class", "hook", "the model's class", "the model's attribute", "a trained scale"])
 
 

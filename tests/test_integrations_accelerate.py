@@ -254,7 +254,7 @@ def test_disable_leaves_a_plain_model_alone() -> None:
 
 
 @pytest.mark.parametrize("name", ["scaled", "capped", "bias"])
-def test_the_loss_of_changed_logits_is_that_of_transformers(alone: None, name: str) -> None:
+def test_the_loss_of_changed_logits_equals_transformers(alone: None, name: str) -> None:
     torch.manual_seed(0)
     sizes = CONFIG.to_diff_dict() | {"model_type": None}
     want: PreTrainedModel

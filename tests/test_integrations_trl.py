@@ -91,7 +91,7 @@ def preferences(folder: Path) -> None:
 
 
 def judged(folder: Path) -> None:
-    """Writes prompts with answers, of which every third is bad."""
+    """Writes prompts with answers; every third answer is bad."""
     halves = [(text(ids[: len(ids) // 2]), text(ids[len(ids) // 2 :])) for ids in documents()]
     rows = [{"prompt": p, "completion": c, "label": i % 3 > 0} for i, (p, c) in enumerate(halves)]
     Dataset.from_list(rows).save_to_disk(folder)
@@ -172,7 +172,7 @@ def other(rank: int, kind: type[Trainer], case: Mapping[str, Any], data_ranks: i
             processing_class=tokens, **reference, **options,
         )  # fmt: skip
         found = numbers(trainer)
-    # ORPO and CPO average logits over padding too, whose attention is not that of one process.
+    # ORPO and CPO average logits over padding too, whose attention differs from one process.
     found["history"] = [{k: v for k, v in record.items() if "logits/" not in k} for record in found["history"]]
     return found
 

@@ -1,4 +1,4 @@
-"""Costs of layers read from the layers are those of layers that run."""
+"""Planned costs of layers equal those that running layers have."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -4,6 +4,7 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TypeGuard
 
@@ -57,17 +58,23 @@ class Module:
         return package_of(self.name)
 
 
-def modules() -> Iterator[Module]:
-    for package in PACKAGES:
-        for path in sorted((ROOT / package).rglob("*.py")):
-            name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-            yield Module(name, path.read_text(encoding="utf-8"))
+@cache
+def modules() -> tuple[Module, ...]:
+    found = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+    names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in found]
+    return tuple(Module(name, path.read_text(encoding="utf-8")) for name, path in zip(names, found, strict=True))
 
 
+@cache
+def nodes(source: str) -> list[ast.AST]:
+    return [*ast.walk(ast.parse(source))]
+
+
+@cache
 def imports(module: Module) -> set[str]:
     """Every dotted name the module imports, at its top or inside a function, relative or not."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(module.source)):
+    for node in nodes(module.source):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -79,8 +86,8 @@ def imports(module: Module) -> set[str]:
 
 
 def late_imports(module: Module) -> set[str]:
-    """Returns the modules of ours that calls of `import_module` name."""
-    calls = [node for node in ast.walk(ast.parse(module.source)) if isinstance(node, ast.Call)]
+    """Returns lightseq's modules that calls of `import_module` name."""
+    calls = [node for node in nodes(module.source) if isinstance(node, ast.Call)]
     named = [call.args[0] for call in calls if ast.unparse(call.func).endswith("import_module")]
     found = {node.value for node in named if isinstance(node, ast.Constant)}
     return {name for name in found if within(str(name), "lightseq")}
@@ -172,7 +179,7 @@ def test_packages_import_from_floors_below() -> None:
     assert not upward, "\n".join(upward)
 
 
-def test_only_some_modules_are_loaded_when_they_are_asked_for() -> None:
+def test_only_the_listed_modules_are_imported_late() -> None:
     found = {module.name: late for module in modules() if (late := late_imports(module))}
     assert found == LATE_IMPORTS
 
@@ -247,7 +254,7 @@ def test_llama2_and_llama3_share_no_line_of_code() -> None:
     assert not shared, "these lines stand in both families and belong in lightseq/:\n" + "\n".join(shared)
 
 
-def test_imports_are_seen_wherever_they_stand() -> None:
+def test_imports_are_found_anywhere_in_a_file() -> None:
     source = "import torch.distributed as dist\ndef f():\n    from .world import World\n    from lightseq import data\n"
     module = Module("lightseq.distributed.watchdog", source)
     assert imports(module) == {"torch.distributed", "lightseq.distributed.world.World", "lightseq.data"}

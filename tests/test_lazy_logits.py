@@ -1,4 +1,4 @@
-"""Logits of a call with labels: those of one process, gathered when they are read, and nothing if they are not."""
+"""Logits of a call with labels equal one process. They are gathered when they are read, and not otherwise."""
 
 import copy
 import gc
@@ -81,7 +81,7 @@ def every_reader(rank: int) -> None:
         assert torch.equal(pickle.loads(pickle.dumps(output)).logits, output.logits)
 
 
-def test_logits_are_those_of_one_process_however_they_are_read() -> None:
+def test_logits_equal_one_process_however_they_are_read() -> None:
     spawn(2, every_reader)
 
 

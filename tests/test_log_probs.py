@@ -1,4 +1,4 @@
-"""Losses of log-probabilities over ranks, such as DPO and GRPO: values and gradients are those of one process."""
+"""Losses of log-probabilities over ranks, such as DPO and GRPO: values and gradients equal one process."""
 
 import copy
 from collections.abc import Callable
@@ -63,7 +63,7 @@ def whole_gradient(parameter: nn.Parameter) -> Tensor:
 
 
 def check_gradients(model: nn.Module, want: nn.Module, label: str) -> None:
-    """Every gradient, summed over ranks, is that of one process; frozen parameters have none."""
+    """Every gradient, summed over ranks, equals one process; frozen parameters have none."""
     for (name, p), q in zip(model.named_parameters(), want.parameters(), strict=True):
         assert (p.grad is None) == (q.grad is None), f"{label}: {name}"
         if q.grad is not None:
@@ -133,7 +133,7 @@ def preferences(model: Any, want: Any, context: Any, references: tuple[Callable,
 
 
 def packed(model: Any, want: Any, context: Any, label: str) -> None:
-    """A loss that is not linear in the sums of documents, each of which is alone in one process."""
+    """A loss that is not linear in the sums of documents; one process computes each document alone."""
     ids = IDS[:1]
     batch = hf.shard_batch(context, ids, ids, cu_seqlens=BOUNDARIES)
     documents = [ids[:, start:end] for start, end in pairwise(BOUNDARIES)]
@@ -147,8 +147,8 @@ def packed(model: Any, want: Any, context: Any, label: str) -> None:
     check(model, want, dpo(sums, 0 * ADVANTAGES), dpo(theirs, 0 * ADVANTAGES), f"{label}: packed")
 
 
-def all_losses(rank: int) -> None:
-    for schedule in fitting(dist.get_world_size(), 4, 2):
+def all_losses(rank: int, schedules: tuple[str, ...] | None = None) -> None:
+    for schedule in schedules or fitting(dist.get_world_size(), 4, 2):
         model, want, reference = llama(), llama(), llama(seed=2)
         plain_reference = copy.deepcopy(reference)
         context = hf.enable(model, schedule=schedule)
@@ -166,8 +166,13 @@ def all_losses(rank: int) -> None:
         preferences(model, want, hf.enable(model, schedule=schedule), None, f"{schedule}, adapters")
 
 
-@pytest.mark.parametrize("world", [1, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
-def test_losses_of_log_probs_equal_one_process(world: int) -> None:
+def test_losses_of_log_probs_equal_one_process() -> None:
+    spawn(2, all_losses, ("zigzag", "prefix"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_losses_of_log_probs_equal_one_process_under_every_schedule(world: int) -> None:
     spawn(world, all_losses)
 
 
@@ -305,7 +310,7 @@ CHANGED: dict[str, Callable[[], PreTrainedModel]] = {
 
 @pytest.mark.parametrize("name", CHANGED)
 @pytest.mark.parametrize("as_tuple", [False, True])
-def test_known_changes_of_the_logits_are_those_of_transformers(alone: None, name: str, as_tuple: bool) -> None:
+def test_known_changes_of_the_logits_equal_transformers(alone: None, name: str, as_tuple: bool) -> None:
     torch.manual_seed(0)
     model = CHANGED[name]().eval()
     if name == "bias":
@@ -327,7 +332,7 @@ class ClampsLogits(NanoChatForCausalLM):
 
 
 @pytest.mark.parametrize("kind", [ScalesInPlace, ClampsLogits])
-def test_models_that_change_their_logits_in_another_way_make_them_whole(alone: None, kind: Any) -> None:
+def test_unknown_changes_of_logits_are_applied_to_whole_logits(alone: None, kind: Any) -> None:
     torch.manual_seed(0)
     model = kind(kind.config_class(**SIZES)).eval()
     want = copy.deepcopy(model)

@@ -16,7 +16,7 @@ class Cycle:
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_cycles_go_after_every_so_many_steps_and_python_is_left_as_it_was(enabled: bool) -> None:
+def test_garbage_is_collected_every_few_steps_and_gc_is_restored(enabled: bool) -> None:
     before = gc.isenabled()
     (gc.enable if enabled else gc.disable)()
     try:

@@ -1,4 +1,4 @@
-"""The chunked cross entropy against that of torch: value and gradients, whatever the chunks, labels and dtype."""
+"""The chunked cross entropy against torch's: value and gradients for all kinds of chunks, labels and dtypes."""
 
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -24,7 +24,7 @@ TRANSFORMS = [LogitTransform(0.3), LogitTransform(cap=2.0), LogitTransform(1.7, 
 
 
 def inputs(dtype: torch.dtype = torch.float64, ignored: float = 0.3) -> tuple[Tensor, Tensor, Tensor]:
-    """hidden (2, 25, D), weight (V, D), labels (2, 25) of which some have no target."""
+    """hidden (2, 25, D), weight (V, D), labels (2, 25), some without a target."""
     g = torch.Generator().manual_seed(0)
     hidden = torch.randn(2, TOKENS // 2, HIDDEN, generator=g, dtype=torch.float64)
     weight = torch.randn(WORDS, HIDDEN, generator=g, dtype=torch.float64)
@@ -41,7 +41,7 @@ def plain(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("chunk_tokens", CHUNKS)
 @pytest.mark.parametrize("upstream", [1.0, -0.37])
-def test_value_and_gradients_are_those_of_torch(chunk_tokens: int, upstream: float) -> None:
+def test_value_and_gradients_equal_torch(chunk_tokens: int, upstream: float) -> None:
     hidden, weight, labels = inputs()
     assert 0 < (labels == IGNORE_INDEX).sum() < TOKENS
     want = plain(hidden, weight, labels)
@@ -314,7 +314,7 @@ def check_transformed_in_half_precision(device: str, dtype: torch.dtype, words: 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("transform", TRANSFORMS, ids=str)
-def test_half_precision_errs_at_most_twice_as_much_as_plain_where_logits_are_transformed(
+def test_half_precision_with_transformed_logits_errs_at_most_twice_as_much_as_plain(
     dtype: torch.dtype, transform: LogitTransform
 ) -> None:
     check_transformed_in_half_precision("cpu", dtype, 500, transform)
@@ -324,7 +324,7 @@ def test_half_precision_errs_at_most_twice_as_much_as_plain_where_logits_are_tra
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("words", [500, 32000, 128256])
 @pytest.mark.parametrize("transform", [*TRANSFORMS, LogitTransform(cap=30.0)], ids=str)
-def test_on_a_gpu_it_errs_at_most_twice_as_much_as_plain_where_logits_are_transformed(
+def test_on_a_gpu_transformed_logits_err_at_most_twice_as_much_as_plain(
     dtype: torch.dtype, words: int, transform: LogitTransform
 ) -> None:
     check_transformed_in_half_precision("cuda", dtype, words, transform)
@@ -369,14 +369,14 @@ def plain_log_probs(hidden: Tensor, weight: Tensor, labels: Tensor, temperature:
 
 
 def upstream(labels: Tensor) -> Tensor:
-    """A gradient that differs from token to token, as that of a clipped or non-linear loss does."""
+    """A gradient that differs from token to token, as with a clipped or non-linear loss."""
     found = torch.randn(labels.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     return found.to(labels.device)
 
 
 @pytest.mark.parametrize("chunk_tokens", CHUNKS)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_log_probs_and_their_gradients_are_those_of_torch(chunk_tokens: int, temperature: float) -> None:
+def test_log_probs_and_their_gradients_equal_torch(chunk_tokens: int, temperature: float) -> None:
     hidden, weight, labels = inputs()
     want = plain_log_probs(hidden, weight, labels, temperature)
     got = token_log_probs(hidden, weight, labels, chunk_tokens, temperature)
@@ -427,7 +427,7 @@ def plain_metrics(log_p: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("chunk_tokens", CHUNKS)
 @pytest.mark.parametrize("transform", [UNCHANGED, LogitTransform(0.7), LogitTransform(0.7, 2.0)])
 @pytest.mark.parametrize("equal", [False, True])
-def test_token_metrics_and_their_gradients_are_those_of_torch(
+def test_token_metrics_and_their_gradients_equal_torch(
     chunk_tokens: int, transform: LogitTransform, equal: bool
 ) -> None:
     hidden, weight, labels = inputs()
@@ -529,7 +529,7 @@ def test_on_a_gpu_log_probs_err_at_most_twice_as_much_as_plain(
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("words", [500, 128256])
-def test_on_a_gpu_token_metrics_are_those_of_the_same_logits(dtype: torch.dtype, words: int) -> None:
+def test_on_a_gpu_token_metrics_equal_the_same_logits(dtype: torch.dtype, words: int) -> None:
     g = torch.Generator("cuda").manual_seed(0)
     hidden = torch.randn(2, 300, 256, generator=g, device="cuda").to(dtype).requires_grad_()
     weight = (torch.randn(words, 256, generator=g, device="cuda") / 8).to(dtype).requires_grad_()

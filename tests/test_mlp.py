@@ -1,4 +1,4 @@
-"""The tiled gated MLP against that of transformers: value, gradients, what it keeps, and which modules it replaces."""
+"""The tiled gated MLP against transformers': value, gradients, what it keeps, and which modules it replaces."""
 
 import copy
 import logging
@@ -58,7 +58,7 @@ def results(out: Tensor, x: Tensor, m: Any, dout: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("store", [False, True])
 @pytest.mark.parametrize("tile", TILES)
-def test_value_and_gradients_are_those_of_transformers(tile: int, store: bool) -> None:
+def test_value_and_gradients_equal_transformers(tile: int, store: bool) -> None:
     m, (x, dout) = module(), inputs()
     want = results(m(x), x, m, dout)
     for got, expected in zip(results(gated_mlp(x, linears(m), tile, store=store), x, m, dout), want, strict=True):

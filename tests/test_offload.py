@@ -76,7 +76,7 @@ def make(
     layers: int = LAYERS,
     staying: Sequence[int] = (),
 ) -> tuple[Model, Model, Offload]:
-    """The same model twice, the second with its layers wrapped; besides the last, those of `staying` stay."""
+    """The same model twice, the second with wrapped layers; the last layer stays, and so do those in `staying`."""
     torch.manual_seed(0)
     plain, wrapped = Model(layers).to(device, dtype), Model(layers).to(device, dtype)
     wrapped.load_state_dict(plain.state_dict())

@@ -89,7 +89,7 @@ def test_a_resumed_run_of_one_rank_equals_one_that_never_stopped(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_losses_are_those_of_adamw_and_states_take_a_byte(files: Path) -> None:
+def test_losses_follow_adamw_and_states_take_a_byte(files: Path) -> None:
     expected, got = losses(files, "wide"), losses(files, "narrow")
     assert min(expected) < expected[0] - 1
     assert got == pytest.approx(expected, rel=0.05) and got != expected
@@ -107,7 +107,7 @@ def test_pieces_train_as_the_whole_does(files: Path) -> None:
 
 
 @pytest.mark.parametrize("piece", [None, 2048])
-def test_betas_and_epsilon_are_those_of_the_flags(piece: int | None) -> None:
+def test_betas_and_epsilon_come_from_the_flags(piece: int | None) -> None:
     flags = {"adam_beta1": 0.5, "adam_beta2": 0.6, "adam_epsilon": 0.3}
     found, expected, plain = spawn(1, _updates, flags, piece)[0]
     assert found == pytest.approx(expected, rel=1e-5) and found != pytest.approx(plain, rel=0.05)

@@ -94,7 +94,7 @@ def test_settings_without_a_schedule_are_refused(name: str, kwargs: dict[str, An
 @pytest.mark.filterwarnings("ignore:Both num_training_steps and num_stable_steps")
 @pytest.mark.parametrize(("name", "kwargs"), [(name, kwargs) for name in SCHEDULES for kwargs in SCHEDULES[name]])
 @pytest.mark.parametrize("warmup", [{}, {"warmup_steps": 3}, {"warmup_ratio": 0.25}])
-def test_rates_are_those_of_transformers_and_need_no_history(name: str, kwargs: dict, warmup: dict) -> None:
+def test_rates_equal_transformers_and_need_no_history(name: str, kwargs: dict, warmup: dict) -> None:
     if name == "constant" and warmup:
         pytest.skip("constant has no warm-up and refuses one")
     config = dataclasses.replace(CONFIG, lr_scheduler_type=name, lr_scheduler_kwargs=kwargs, **warmup)
@@ -156,7 +156,7 @@ def updated(make: Callable[[nn.Module], torch.optim.Optimizer]) -> torch.Tensor:
 
 
 class _UpdatesOfDistributedTensors(TorchDispatchMode):
-    """Counts the operators that change a tensor and were given distributed ones."""
+    """Counts in-place operators on distributed tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -255,7 +255,7 @@ def _whole_gradients() -> list[torch.Tensor]:
     return [torch.randn(shape, generator=generator) for shape in ((7, 3), (5, 3), (2, 6), (4, 4), (3,), (6,))]
 
 
-def test_the_norm_and_the_clipped_gradients_of_several_meshes_are_those_of_one_process() -> None:
+def test_norm_and_clipped_gradients_over_several_meshes_equal_one_process() -> None:
     want = _whole_gradients()
     norms = torch.stack([x.norm() for x in want])
     for got, clipped in spawn(4, _norms_over_meshes):
@@ -329,9 +329,7 @@ def _held_between_batches(rank: int, words: str) -> list[int]:
 
 
 @pytest.mark.parametrize("offload", ["none", "optimizer"])
-def test_between_batches_no_gradient_waits_on_the_device_for_copies_where_they_go_to_the_host(
-    offload: str, tmp_path: Path
-) -> None:
+def test_offloaded_gradients_leave_the_device_after_every_batch(offload: str, tmp_path: Path) -> None:
     data = tmp_path / "data.pkl"
     data.write_bytes(pickle.dumps({"input_ids": [list(range(9))] * 6}))
     words = f"--model_name_or_path tiny-llama3 --random_init --data_path {data} --output_dir {tmp_path / 'run'}"

@@ -267,7 +267,7 @@ def test_a_run_goes_on_with_metrics_that_are_damaged_or_missing(files: Path, tmp
     assert [record["step"] for record in read_records(run / "metrics.jsonl")] == [3]
 
 
-def test_a_directory_that_is_not_shared_is_refused_and_a_late_view_is_waited_for(tmp_path: Path) -> None:
+def test_a_directory_that_is_not_shared_is_refused_and_a_stale_view_is_waited_for(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=f"--output_dir {tmp_path} is not rank 0's directory; give one on a file system"
     ):

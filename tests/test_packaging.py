@@ -112,7 +112,7 @@ def test_pages_install_extras_without_replacing_the_clone() -> None:
     assert len(own) >= 5 and not [line for line in own if " -e " not in line]
 
 
-def test_a_clone_runs_its_own_folders_wherever_the_user_stands(tmp_path: Path) -> None:
+def test_a_clone_runs_its_own_folders_from_any_directory(tmp_path: Path) -> None:
     (tmp_path / "data_gen").mkdir()
     (tmp_path / "data_gen" / "__init__.py").write_text("raise SystemExit('the folder of the user')")
     words = "lightseq data synthetic --kind uniform --documents 2 --length 8 --output made"

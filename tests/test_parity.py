@@ -281,22 +281,31 @@ def _eager(world: int) -> list[Case]:
     return [case for case in _keeping(world) if not case.compiled]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_training_equals_one_process(world: int, tmp_path: Path) -> None:
-    """Each schedule, data x sequence meshes, accumulation and every remat policy in some world.
-
-    What layers store is tried in turn on two and three ranks; what is compiled is slow.
-    """
+def test_each_schedule_equals_one_process(world: int, tmp_path: Path) -> None:
     cases = _each_schedule(world, 2 if world == 4 else 1)
     assert world != 4 or {case.schedule for case in cases} == {*_fitting("tiny-llama3", 4)}
-    turns = {2: slice(0, None, 2), 3: slice(1, None, 2)}
-    mine = _eager(world)[turns[world]] if world in turns else []
-    _run(tmp_path, world, cases + mine, steps=1)
+    _run(tmp_path, world, cases, steps=1)
+
+
+def test_training_equals_one_process(tmp_path: Path) -> None:
+    """Each schedule of two ranks with another way to store layers, and a data x sequence mesh."""
+    cases = [
+        Case("tiny-llama2", "balanced", 1, 2, remat="none", fsdp=""),
+        Case("tiny-llama3", "prefix", 1, 1, tile_tokens=7, tile_layers=True, offload="both"),
+        Case("tiny-llama3", "ulysses", 1, 2, layers_per_checkpoint=3, remat="attention+mlp", offload="activations"),
+        Case("tiny-llama2", "striped", 1, 1, adapters=True, remat="attention+linears", layers_per_checkpoint=2),
+        Case("tiny-llama2", "zigzag", 1, BINS, packed=True, remat="attention+mlp", fsdp="", layers_per_checkpoint=2),
+        Case("tiny-llama3", "ring", 1, 1),
+    ]
+    assert {case.schedule for case in cases} == {*_fitting("tiny-llama3", 2)}
+    _run(tmp_path, 2, [*cases, Case("tiny-llama3", "ring", 2, 1, remat="full", fsdp="hybrid_shard")], steps=1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_training_equals_one_process_whatever_layers_store(world: int, tmp_path: Path) -> None:
+def test_training_equals_one_process_under_every_way_to_store_layers(world: int, tmp_path: Path) -> None:
     _run(tmp_path, world, _eager(world), steps=1)
 
 

@@ -54,7 +54,7 @@ def test_labels_are_shifted_once_and_sequences_without_a_target_left_out(tmp_pat
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_every_protocol_is_read_and_cut_short_it_is_one_line(tmp_path: Path, protocol: int) -> None:
+def test_every_protocol_is_read_and_a_truncated_pickle_is_one_line(tmp_path: Path, protocol: int) -> None:
     rows = [[1, 300, 70_000, 2], [5] * 3000, [], [-1, 2**40]]
     others = {"ids": ["ä", "x" * 300], "notes": [0.5, None, True, False], "seed": 2**70, "source": b"\x00r"}
     if protocol < 3:

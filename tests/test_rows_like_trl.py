@@ -11,6 +11,7 @@ from byte_level import byte_level, published, read_rows
 from lightseq.utils.tensors import IGNORE_INDEX
 
 pytest.importorskip("trl")
+pytestmark = pytest.mark.usefixtures("rendered_here")
 
 TOOLS = [
     {

@@ -26,7 +26,7 @@ def head(root: Path) -> str:
     ).stdout.strip()
 
 
-def test_the_commit_is_that_of_the_checkout_and_marked_where_files_differ(checkout: Path) -> None:
+def test_the_commit_names_the_checkout_and_marks_changed_files(checkout: Path) -> None:
     assert run_info.commit(checkout) == head(checkout)
     (checkout / "new.py").write_text("new = 1\n")  # nothing that git knows
     assert run_info.commit(checkout) == head(checkout)

@@ -7,6 +7,7 @@ import pickle
 import re
 import resource
 import zipfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ PROGRAM_FOLDERS = ("lightseq", "llama2", "llama3", "data_gen", "launch", "analys
 UNPICKLERS = {"lightseq/utils/pickles.py"}
 
 
+@cache
 def calls() -> list[tuple[str, ast.Call, str]]:
     """File, call and what is called, of every program."""
     found = []

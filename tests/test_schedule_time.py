@@ -30,7 +30,7 @@ def _shape(length: int, heads: int = 32, kv_heads: int = 8) -> AttentionShape:
 
 
 def _cases(world: int) -> list[tuple[str, int, int | None]]:
-    """(schedule, head groups, ulysses size): all that are unlike each other."""
+    """Returns all distinct (schedule, head groups, ulysses size)."""
     sizes = [u for u in range(2, world) if world % u == 0]
     found: list[tuple[str, int, int | None]] = []
     for name, algorithm in SCHEDULES.items():
@@ -65,7 +65,7 @@ def _unrolled(counted: Traffic, backward: bool) -> list[tuple[np.ndarray, ...]]:
 
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("gpus_per_host", [3, 8])
-def test_the_load_is_that_of_the_table(world: int, gpus_per_host: int) -> None:
+def test_the_load_equals_the_table(world: int, gpus_per_host: int) -> None:
     """For every schedule: each step's work and its received items, by kind of rank, as the moves themselves say."""
     for name, groups, size in _cases(world):
         table = make_schedule(name, world, groups, size)
@@ -88,7 +88,7 @@ def test_few_steps_stand_for_all(name: str, world: int, gpus_per_host: int) -> N
         assert got == pytest.approx(want, rel=1e-9)
 
 
-def test_gathered_bytes_are_those_of_two_head_groups() -> None:
+def test_gathered_bytes_count_two_head_groups() -> None:
     """prefix holds the whole sequence's keys and values of the group that computes and of the one that comes next."""
     whole = 2 * 128 * K * 8 * 128 * 2
     shares = [
@@ -282,7 +282,7 @@ def _choose(world: int, shape: AttentionShape, transport: str, per_host: int, as
     return choose(context.schedule_request(config, world, shape, transport))
 
 
-def test_a_context_chooses_what_was_left_open() -> None:
+def test_a_context_chooses_the_options_that_are_not_given() -> None:
     """By predicted time between GPUs; between CPU processes by counting, where head groups stay one."""
     shape, auto = _shape(1024 * K), ScheduleChoice()
     assert _choose(64, shape, "nccl", 8, auto) == choose_by_time(64, shape, H200_NCCL, 8)

@@ -2,7 +2,7 @@
 
 import ast
 import re
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -12,15 +12,19 @@ RIDDLE = re.compile(r"(What|Of|Whether|Where|Which|How|That|As)\b")
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def sources(*folders: str) -> Iterator[tuple[Path, ast.Module]]:
-    for folder in folders:
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            yield path.relative_to(ROOT), ast.parse(path.read_text(encoding="utf-8"))
+@cache
+def sources() -> list[tuple[Path, list[Documented]]]:
+    """Returns the modules, classes and functions of each file."""
+    paths = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+    return [(path.relative_to(ROOT), documented(path.read_text(encoding="utf-8"))) for path in paths]
 
 
-def riddles(tree: ast.Module) -> list[str]:
+def documented(source: str) -> list[Documented]:
+    return [node for node in ast.walk(ast.parse(source)) if isinstance(node, Documented)]
+
+
+def riddles(nodes: list[Documented]) -> list[str]:
     """Returns the first lines of docstrings that begin with a relative clause instead of a verb or a noun."""
-    nodes = (node for node in ast.walk(tree) if isinstance(node, Documented))
     texts = (ast.get_docstring(node) or "" for node in nodes)
     return [text.splitlines()[0] for text in texts if RIDDLE.match(text)]
 
@@ -36,7 +40,7 @@ def is_triton_kernel(function: ast.FunctionDef) -> bool:
 
 
 def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
-    found = [f"{path}: {line}" for path, tree in sources(*FOLDERS) for line in riddles(tree)]
+    found = [f"{path}: {line}" for path, nodes in sources() for line in riddles(nodes)]
     assert not found, "\n".join(found)
 
 
@@ -44,8 +48,8 @@ def test_functions_have_few_parameters() -> None:
     """All but Triton kernels, and functions that replace another one and so have its parameters."""
     found = [
         f"{path}:{node.lineno} {node.name} has {parameters(node)} parameters; pass an object"
-        for path, tree in sources(*FOLDERS)
-        for node in ast.walk(tree)
+        for path, nodes in sources()
+        for node in nodes
         if isinstance(node, ast.FunctionDef) and parameters(node) > MAX_PARAMETERS
         if not is_triton_kernel(node) and not (ast.get_docstring(node) or "").startswith("Replaces ")
     ]
@@ -63,6 +67,6 @@ def test_commands_are_spelled_as_users_type_them() -> None:
 
 def test_faults_of_style_are_found() -> None:
     source = '"""Modules."""\ndef f(a, b):\n    """Of what it says."""\nclass A:\n    """Whatever."""\n'
-    assert riddles(ast.parse(source)) == ["Of what it says."]
-    (function,) = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef))
+    assert riddles(documented(source)) == ["Of what it says."]
+    (function,) = (node for node in documented(source) if isinstance(node, ast.FunctionDef))
     assert parameters(function) == 2

@@ -197,7 +197,7 @@ def test_the_table_shows_every_name_whole(width: int) -> None:
         ),
     ],
 )
-def test_a_change_replaces_a_setting_wherever_the_file_has_it(change: str, expected: list[str], tmp_path: Path) -> None:
+def test_a_change_replaces_a_setting_anywhere_in_the_file(change: str, expected: list[str], tmp_path: Path) -> None:
     text = "grid: {ranks: 1, seed: [1, 2]}\nexclude: [{seed: 2, ranks: 9}]\ninclude: [{ranks: 2, seed: 3}]"
     path = write(tmp_path, f"fixed: {{{FIXED}}}\n{text}")
     with pytest.raises(ValueError, match="matches no cell"):
@@ -205,7 +205,7 @@ def test_a_change_replaces_a_setting_wherever_the_file_has_it(change: str, expec
     assert names(expand(read_sweep(path, [change]))) == expected
 
 
-def test_changes_reach_what_is_fixed_the_data_and_the_sweeps_own_keys(tmp_path: Path) -> None:
+def test_changes_apply_to_fixed_flags_data_and_sweep_keys(tmp_path: Path) -> None:
     data = "data: {kind: zipf, documents: 4, length: 1K, vocab_size: 32000, output: data/a}"
     fixed = FIXED.replace(", data_path: data/any", ", set_seed: 42")  # an older spelling of seed
     path = write(tmp_path, f"{data}\nfixed: {{{fixed}}}\ngrid: {{length: [64, 128]}}\ninclude: [{{max_steps: 5}}]")

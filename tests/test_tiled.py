@@ -1,4 +1,4 @@
-"""Layers in tiles of tokens and slices of heads against those of transformers: values, gradients, memory, refusals."""
+"""Layers in tiles of tokens and slices of heads against transformers' layers: values, gradients, memory, refusals."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -130,7 +130,7 @@ def test_a_window_that_the_layers_do_not_read_is_not_theirs() -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("keep", [True, False])
-def test_losses_and_gradients_are_those_of_transformers(name: str, keep: bool) -> None:
+def test_losses_and_gradients_equal_transformers(name: str, keep: bool) -> None:
     check(name, keep=keep)
 
 
@@ -152,7 +152,7 @@ def test_linears_that_cannot_be_cut_run_with_all_heads() -> None:
     assert set(passed) == {(4, 2)}
 
 
-def test_linears_side_by_side_give_what_each_of_them_gives() -> None:
+def test_linears_side_by_side_equal_separate_ones() -> None:
     """Adapters of other ranks and scales, and none."""
     random = torch.Generator().manual_seed(0)
     x, w1, w2, w3, a1, a3, b1, b3 = (

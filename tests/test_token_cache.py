@@ -590,7 +590,7 @@ def test_the_limit_of_training_rows_leaves_evaluation_whole(tmp_path: Path) -> N
     assert found(f"{flags} --eval_data_path {rows}", rows, True) == 5
 
 
-def test_a_text_column_is_that_of_the_data_which_has_rows(tmp_path: Path) -> None:
+def test_a_text_column_applies_to_the_data_with_rows(tmp_path: Path) -> None:
     rows, tokens = lines(tmp_path / "a.jsonl", {"content": "a text"}), tmp_path / "tokens"
     write_token_directory(tokens, [np.arange(5)], 300, dict)
     sources = f"--data_path {rows} --eval_data_path {tokens}"

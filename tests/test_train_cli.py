@@ -50,6 +50,7 @@ from lightseq.training.metrics import MetricsFile, read_records
 from lightseq.training.output_directory import continues_after_restart, lock_directory, mark_begun
 from lightseq.training.profiler import StepProfile
 from lightseq.training.run_info import commit
+from lightseq.training.setup_checks import check_profiled
 from lightseq.training.terminal import Terminal
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -156,7 +157,7 @@ def test_a_resumed_run_equals_one_that_never_stopped(files: Files, tmp_path: Pat
 
 
 def dying(rank: int, family: str, words: str, last_step: int) -> Ended:
-    """A program that is gone after some step, as if its processes had been killed."""
+    """A program that ends after some step, as if its processes had been killed."""
     step = trainer.Trainer.step
 
     def last(self: trainer.Trainer, index: int) -> Any:
@@ -176,11 +177,11 @@ def test_a_killed_run_resumes_from_its_checkpoint(files: Files) -> None:
     with (files.root / "killed" / "metrics.jsonl").open("a") as metrics:
         metrics.write('{"step": 6, "lo')  # the line that it was writing
     (files.root / "killed" / "checkpoint-6.partial").mkdir()
-    train(2, "llama2", words + " --resume_from_checkpoint True", files.words("llama2", "unbroken", flags))
+    again = words + " --resume_from_checkpoint True"
+    _, _, said = train(2, "llama2", again, files.words("llama2", "unbroken", flags), again)
     assert list(files.losses("killed")) == [1, 2, 3, 4, 5, 6]
     assert files.losses("killed") == files.losses("unbroken")
     assert files.checkpoints("killed") == ["checkpoint-3", "checkpoint-6"]
-    (said,) = train(2, "llama2", words + " --resume_from_checkpoint True")
     assert "nothing left to train: " in said.out and "checkpoint-6 was saved after step 6 of 6; give a" in said.out
     fewer = words.replace("--max_steps 6", "--max_steps 4") + " --resume_from_checkpoint True"
     about = (files.root / "killed" / "run.json").read_text()
@@ -211,11 +212,11 @@ def test_two_runs_never_write_into_one_directory(files: Files) -> None:
     assert end.status == 2 and f"shared is being written to by process {os.getpid()} on " in end.err
     assert sorted(path.name for path in (files.root / "shared").iterdir()) == ["lock"]
     held.close()
-    train(2, "llama2", files.words("llama2", "shared", "--max_steps 2"))
+    train(1, "llama2", files.words("llama2", "shared", "--max_steps 1"))
 
 
 def with_nonfinite_gradients(rank: int, family: str, words: str, steps: tuple[int, ...]) -> Ended:
-    """A program of which one rank's gradient of one parameter is not a number at some steps."""
+    """A program in which one rank's gradient of one parameter is NaN at some steps."""
     update, updates = FsdpEngine.update, count(1)
 
     def planted(self: FsdpEngine) -> Update:
@@ -370,7 +371,7 @@ def test_a_checkpoint_has_the_tokenizer_and_the_settings_for_generation(tmp_path
     assert (settings.temperature, settings.eos_token_id) == (0.6, [1, 2])
 
 
-def test_a_tokenizer_is_that_of_the_flag_else_of_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tokenizer_comes_from_the_flag_or_else_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def of(weights: Path | str | None, tokenizer: str | None) -> Path | None:
         return tokenizer_directory(FoundModel(LlamaConfig(), weights, tokenizer, 1, ()), Path("fetched"))
 
@@ -478,9 +479,9 @@ def test_a_run_that_its_launcher_restarts_resumes(files: Files) -> None:
 def test_a_restart_takes_no_directory_that_its_launch_did_not_begin(files: Files) -> None:
     """A directory that was refused at first must not be overwritten or resumed at the second try."""
     words = files.words("llama2", "others", "--max_steps 2 --save_steps 1")
-    train(2, "llama2", words)
+    train(1, "llama2", words)
     before = files.records("others")
-    end = spawn(2, program, "llama2", words, 1, "two")[0]
+    (end,) = spawn(1, program, "llama2", words, 1, "two")
     assert end.status == 2 and "already holds a run" in end.err
     assert files.records("others") == before and files.checkpoints("others") == ["checkpoint-1", "checkpoint-2"]
 
@@ -567,7 +568,8 @@ def test_a_run_resumes_into_another_directory(files: Files) -> None:
 def test_the_same_seed_gives_the_same_bits(files: Files) -> None:
     flags = "--max_steps 3 --max_grad_norm 0.1"
     train(2, "llama3", files.words("llama3", "once", flags))
-    train(2, "llama3", files.words("llama3", "twice", flags), files.words("llama3", "otherwise", flags, "--seed 43"))
+    otherwise = files.words("llama3", "otherwise", flags, "--seed 43 --max_steps 1 --save_strategy no")
+    train(2, "llama3", files.words("llama3", "twice", flags), otherwise)
     kept = ("loss", "grad_norm", "learning_rate", "valid_tokens")
     once, twice = ([[r[key] for key in kept] for r in files.records(name)] for name in ("once", "twice"))
     assert once == twice and files.losses("otherwise")[1] != files.losses("once")[1]
@@ -650,16 +652,14 @@ def test_evaluation_during_training_is_limited_to_the_first_documents(files: Fil
 
 def test_checkpoints_are_saved_and_retained_as_the_flags_say(files: Files) -> None:
     epochs = "--per_device_train_batch_size 4 --num_train_epochs 2"  # of 8 examples: 4 steps
-    ends = train(
-        2,
+    train(
+        1,
         "llama3",
         files.words("llama3", "newest", "--max_steps 4 --save_steps 1 --save_total_limit 2"),
         files.words("llama3", "epochs", epochs, "--save_strategy epoch"),
-        files.words("llama3", "none", "--max_steps 1 --save_strategy no"),
     )
     assert files.checkpoints("newest") == ["checkpoint-3", "checkpoint-4"]
     assert files.checkpoints("epochs") == ["checkpoint-2", "checkpoint-4"]
-    assert files.checkpoints("none") == [] and "none saved" in ends[2].out
 
 
 def test_the_checkpoint_of_the_lowest_evaluation_loss_is_kept_besides_the_newest(files: Files) -> None:
@@ -696,9 +696,19 @@ def test_a_model_is_evaluated_after_every_epoch(files: Files) -> None:
     assert files.losses("evaluated") == files.losses("unevaluated")
 
 
-def test_a_logged_loss_is_the_mean_since_the_last_one(files: Files) -> None:
+@pytest.fixture(scope="module")
+def unsaved(files: Files) -> list[Ended]:
+    """Two runs without checkpoints, that log each step and every third."""
     flags = "--max_steps 7 --save_strategy no"
-    train(2, "llama3", files.words("llama3", "each", flags), files.words("llama3", "third", flags, "--logging_steps 3"))
+    third = files.words("llama3", "third", flags, "--logging_steps 3")
+    return train(2, "llama3", files.words("llama3", "each", flags), third)
+
+
+def test_a_run_without_checkpoints_says_so(files: Files, unsaved: list[Ended]) -> None:
+    assert files.checkpoints("each") == [] and "none saved" in unsaved[0].out
+
+
+def test_a_logged_loss_is_the_mean_since_the_last_one(files: Files, unsaved: list[Ended]) -> None:
     each, third = files.losses("each"), files.losses("third")
     assert list(third) == [3, 6, 7]
     means = {last: sum(each[step] for step in range(last - 2, last + 1)) / 3 for last in (3, 6)}
@@ -762,12 +772,9 @@ def test_allocations_of_a_gpu_are_a_snapshot_that_can_be_opened(tmp_path: Path) 
 
 
 def test_steps_to_profile_that_a_resumed_run_finds_past_are_left_out(files: Files) -> None:
-    words = [
-        files.words("llama3", "reprofiled", f"--save_steps 2 --max_steps {last} --profile_steps 2:3", more)
-        for last, more in ((2, ""), (4, "--resume_from_checkpoint True"), (5, "--resume_from_checkpoint True"))
-    ]
-    words[0] = words[0].replace("--profile_steps 2:3", "")
-    ends = train(2, "llama3", *words)
+    resumed = "--max_steps 4 --profile_steps 2:3 --resume_from_checkpoint True"
+    words = [files.words("llama3", "reprofiled", "--save_steps 2", more) for more in ("--max_steps 2", resumed)]
+    train(2, "llama3", *words)
     profiles = files.root / "reprofiled" / "profile"
     for rank in (0, 1):
         events = json.loads(gzip.decompress((profiles / f"rank{rank}.json.gz").read_bytes()))["traceEvents"]
@@ -777,8 +784,10 @@ def test_steps_to_profile_that_a_resumed_run_finds_past_are_left_out(files: File
     phases = {each["phase"]: each["ms"] for each in summary["spent"]}
     assert phases.keys() == {"forward", "backward", "update"} and summary["steps"] == 1
     assert min(phases.values()) > 0 and sum(phases.values()) <= summary["step_ms"]
-    past = "--profile_steps 2:3: the run resumes after step 4; nothing is profiled"
-    assert [past in end.out for end in ends] == [False, False, True]
+    config = parse(words[1].split(), "")
+    past = "warning: --profile_steps 2:3: the run resumes after step 4; nothing is profiled"
+    assert check_profiled(config, torch.device("cpu"), 4, 5) == (past,)
+    assert check_profiled(config, torch.device("cpu"), 2, 4) == ()
 
 
 def test_tensorboard_gets_what_metrics_jsonl_gets(files: Files) -> None:
@@ -812,9 +821,8 @@ def test_run_json_describes_the_run_without_secrets(files: Files) -> None:
     assert not [line for line in (output / "run.json").read_text().splitlines() if "API_KEY" in line]
 
 
-def test_a_record_counts_tokens_and_bytes_of_its_step(files: Files) -> None:
-    train(2, "llama3", files.words("llama3", "keys", "--max_steps 2 --save_strategy no"))
-    first, second = files.records("keys")
+def test_a_record_counts_tokens_and_bytes_of_its_step(files: Files, unsaved: list[Ended]) -> None:
+    first, second, *_ = files.records("each")
     assert first.keys() == second.keys()
     for record in (first, second):
         assert (record["tokens"], record["valid_tokens"]) == (LENGTH, DOCUMENT - 1)

@@ -80,16 +80,18 @@ def passes(rank: int, folder: str, cases: Sequence[str]) -> list[str]:
 
 LONG = "300000"  # tokens, of which a rank would tile its MLPs
 TINY2, TINY3 = (f"--model_name_or_path tiny-llama{n} --random_init --model_max_length" for n in (2, 3))
+QUICK = [
+    f"{TINY3} {LONG} --schedule zigzag --offload activations --layers_per_checkpoint 2",
+    f"{TINY2} 150 --schedule ulysses --fsdp '' --bf16",
+    f"{TINY3} 50 --data_path FOLDER/pairs",  # a target that sees one token has no gradient of queries and keys
+    f"{TINY3} 90 --packing best_fit --schedule prefix --gradient_accumulation_steps 2",
+]
 FLAGS = {
     1: [f"{TINY3} 90 --schedule prefix --remat full", f"{TINY2} 70 --bf16 --gradient_accumulation_steps 3"],
     2: [
-        f"{TINY3} {LONG} --schedule zigzag --offload activations --layers_per_checkpoint 2",
-        f"{TINY2} 150 --schedule ulysses --fsdp '' --bf16",
         f"{TINY3} 70 --sequence_parallel_size 1 --per_device_train_batch_size 2 --fp16",
         f"{TINY3} 50 --data_path FOLDER/tokens --per_device_train_batch_size 3",
-        f"{TINY3} 50 --data_path FOLDER/pairs",  # a target that sees one token has no gradient of queries and keys
         f"{TINY3} 50 --data_path FOLDER/pairs --bf16 --schedule prefix",
-        f"{TINY3} 90 --packing best_fit --schedule prefix --gradient_accumulation_steps 2",
         f"{TINY2} 60 --packing best_fit --schedule zigzag --data_path FOLDER/tokens --bf16",
         f'{TINY2} 5 --schedule auto --rope_scaling \'{{"rope_type": "dynamic", "factor": 2}}\'',
     ],
@@ -102,11 +104,13 @@ FLAGS = {
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("ranks", [pytest.param(n, marks=[] if n == 2 else [pytest.mark.slow]) for n in FLAGS])
-def test_everything_passes_where_nothing_is_wrong(ranks: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "flags"), [(2, QUICK), *(pytest.param(n, FLAGS[n], marks=pytest.mark.slow) for n in FLAGS)]
+)
+def test_everything_passes_where_nothing_is_wrong(ranks: int, flags: list[str], tmp_path: Path) -> None:
     write_token_directory(tmp_path / "tokens", [np.arange(size) * 7 % 500 for size in (300, 20, 44)], 512, dict)
     write_token_directory(tmp_path / "pairs", [np.array([7, 9])] * 8, 512, dict)
-    for wrong in spawn(ranks, passes, str(tmp_path), FLAGS[ranks]):
+    for wrong in spawn(ranks, passes, str(tmp_path), flags):
         assert not wrong, "\n".join(wrong)
 
 
@@ -252,10 +256,17 @@ FAULTS = {
 }
 
 
-def caught(rank: int, folder: str) -> list[str]:
+QUICK_FAULTS = (
+    *("a move is dropped", "positions restart", "documents see each other", "a kernel aligned upper-left"),
+    *("a corrupted byte", "other flags on one rank"),
+)
+
+
+def caught(rank: int, folder: str, names: Sequence[str]) -> list[str]:
     """Returns the faults that did not fail their checks."""
     wrong = []
-    for name, fault in FAULTS.items():
+    for name in names:
+        fault = FAULTS[name]
         with fault.plant(rank):
             ended = run(rank, f"{TINY2} 120 --schedule zigzag {fault.words.format(rank=rank)}", folder)
         check, words = fault.says
@@ -264,8 +275,15 @@ def caught(rank: int, folder: str) -> list[str]:
     return wrong
 
 
-def test_every_planted_fault_fails_the_check_that_it_breaks(tmp_path: Path) -> None:
-    assert spawn(2, caught, str(tmp_path)) == [[], []]
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(QUICK_FAULTS, id="quick"),
+        pytest.param([name for name in FAULTS if name not in QUICK_FAULTS], id="others", marks=pytest.mark.slow),
+    ],
+)
+def test_every_planted_fault_fails_the_check_that_it_breaks(names: Sequence[str], tmp_path: Path) -> None:
+    assert spawn(2, caught, str(tmp_path), names) == [[], []]
 
 
 def refused(rank: int, folder: str, cases: Sequence[tuple[str, str]]) -> list[str]:

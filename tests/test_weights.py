@@ -141,7 +141,7 @@ def test_a_buffer_that_cannot_be_rebuilt_is_refused_by_name() -> None:
 
 
 class CountedSlice:
-    """A tensor of a file, of which it is noted how many rows were read."""
+    """A tensor of a file that counts the rows read from it."""
 
     def __init__(self, part: Any, note: Callable[[int], None]) -> None:
         self.part, self.note = part, note

@@ -234,7 +234,7 @@ def test_compiled_layers_equal_transformers(name: str, packed: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", [Qwen2MoeConfig, PhimoeConfig, OlmoeConfig], ids=lambda kind: kind.model_type)
-def test_a_window_that_only_the_mask_has_or_has_not_is_refused(kind: Any) -> None:
+def test_a_window_in_only_the_mask_or_only_the_layer_is_refused(kind: Any) -> None:
     changes = {
         "num_experts": 4,
         "num_local_experts": 4,
