@@ -30,8 +30,11 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from benchmarks.command_line import NEEDED
 from lightseq import hf
@@ -42,9 +45,12 @@ from lightseq.distributed.world import World
 from lightseq.memory.recomputation import MemorySettings
 from lightseq.models import weights
 from lightseq.models.architecture import inspect_architecture
+from lightseq.models.build import build_on_meta, model_class
 from lightseq.parallelize import parallelize
 from lightseq.training.setup_checks import check_layers, check_packing
 
+# Class by type of model. A type in both lists, such as Gemma 3, is a composite.
+CLASSES: dict[str, str] = {**MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
 LENGTH, VOCABULARY = 50, 64
 DOCUMENTS = (0, 13, 14, 37, 50)  # boundaries of a packed batch
 MAX_PARAMETERS = 8_000_000
@@ -128,10 +134,10 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--docs", type=Path, help="page whose list of classes is replaced")
     parser.add_argument("--train_flags", default="", help="flags of `lightseq train`; only that way of training runs")
     asked = parser.parse_args(words)
-    known = list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    known = [*CLASSES]
     names = asked.only.split(",") if asked.only else known
     if unknown := [name for name in names if name not in known]:
-        parser.error(f"--only {unknown[0]} is not a causal language model of transformers {transformers.__version__}")
+        parser.error(f"--only {unknown[0]} is no model of transformers that generates text {transformers.__version__}")
     train_flags = shlex.split(asked.train_flags)
     if train_flags and asked.docs is not None:
         parser.error("--docs lists every way of training, but --train_flags runs one; leave one of them out")
@@ -163,7 +169,7 @@ def tried(model_type: str, train_flags: Sequence[str] = ()) -> Iterator[Outcome]
     def outcome(way: str, compare: Callable[..., str], packed: bool = False, **changes: Any) -> Outcome:
         torch.compiler.reset()  # torch compiles a function for a limited number of models
         kind, line = judged(lambda: compare(tiny_config(model_type, **changes), packed))
-        return Outcome(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type], way, kind, line)
+        return Outcome(model_type, CLASSES[model_type], way, kind, line)
 
     compare_training_with = partial(compare_training, flags=train_flags)
     if not train_flags:
@@ -252,11 +258,11 @@ def plain_model(config: PreTrainedConfig) -> PreTrainedModel:
     config = copy.deepcopy(config)
     with built_by_transformers():
         with torch.device("meta"):
-            count = sum(p.numel() for p in AutoModelForCausalLM.from_config(copy.deepcopy(config)).parameters())
+            count = sum(p.numel() for p in model_class(config)._from_config(copy.deepcopy(config)).parameters())
         if count > MAX_PARAMETERS:
             raise NotBuilt(f"{count:,} parameters")
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+        model = model_class(config)._from_config(config, attn_implementation="eager").float().eval()
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter += 0.1 * torch.randn(parameter.shape)
@@ -267,7 +273,8 @@ def enabled_on_meta(model_type: str) -> str:
     """Enables the published size on the meta device, which raises a refusal; raises NotBuilt if it is accepted."""
     with built_by_transformers():
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type]())
+            config = CONFIG_MAPPING[model_type]()
+            model = model_class(config)._from_config(config)
     release(hf.enable(model, length=LENGTH, device=CPU))
     raise NotBuilt("accepted, but not built small: nothing to compare with")
 
@@ -326,7 +333,7 @@ def compare_training(config: PreTrainedConfig, packed: bool, flags: Sequence[str
         check_packing(run.packing, config)
     want = plain_model(config)
     world = World(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size(), CPU)
-    model = weights.build_on_meta(copy.deepcopy(config)).eval()
+    model = build_on_meta(copy.deepcopy(config)).eval()
     parallel = parallelize(model, run, parallel_dims(world), MemorySettings())
     weights.materialize(model, CPU)
     state = want.state_dict()

@@ -16,7 +16,7 @@ from lightseq.distributed.parallel_dims import parallel_dims
 from lightseq.distributed.world import World
 from lightseq.memory.recomputation import MemorySettings
 from lightseq.models.architecture import matrix_sizes
-from lightseq.models.weights import build_on_meta
+from lightseq.models.build import build_on_meta
 from lightseq.modules.fp8 import check_fp8, check_hardware, to_fp8
 from lightseq.training import inputs, step_stats
 from lightseq.training.metrics import read_records

@@ -22,6 +22,7 @@ from lightseq.data.packing import PackedExamples, best_fit, open_packed
 from lightseq.data.token_directory import write_token_directory
 from lightseq.distributed.world import World
 from lightseq.models import weights
+from lightseq.models.build import build_on_meta
 from lightseq.models.family import preset_config
 from lightseq.schedule.algorithms import SCHEDULES, make_schedule
 from lightseq.schedule.documents import balance, packed_schedule
@@ -238,7 +239,7 @@ def test_a_compiled_layer_is_not_compiled_again_for_other_documents() -> None:
 
 def _reference(folder: str, sequences: int, steps: int) -> list[float]:
     """Plain transformers on one document after the other, in the order in which the stream packs them."""
-    model = weights.build_on_meta(preset_config(llama3.FAMILY, MODEL))
+    model = build_on_meta(preset_config(llama3.FAMILY, MODEL))
     weights.materialize(model, CPU)
     weights.initialize(model, seed=42)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)

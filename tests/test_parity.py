@@ -26,6 +26,7 @@ from lightseq.data.batches import permutation
 from lightseq.distributed.world import World
 from lightseq.memory import offload
 from lightseq.models import adapters, weights
+from lightseq.models.build import build_on_meta
 from lightseq.models.family import preset_config
 from lightseq.modules import loss, mlp
 from lightseq.schedule import head_slices
@@ -78,7 +79,7 @@ def _sequences() -> list[np.ndarray]:
 
 
 def _plain(config: LlamaConfig, device: torch.device) -> LlamaForCausalLM:
-    model = weights.build_on_meta(config)
+    model = build_on_meta(config)
     weights.materialize(model, device)
     weights.initialize(model, seed=42)
     assert isinstance(model, LlamaForCausalLM)

@@ -22,6 +22,7 @@ from lightseq.distributed.parallel_dims import parallel_dims
 from lightseq.distributed.world import World
 from lightseq.memory.recomputation import MemorySettings
 from lightseq.models import adapters, weights
+from lightseq.models.build import build_on_meta
 from lightseq.models.decoder import decoder_layers
 from lightseq.parallelize import units
 from lightseq.training.metrics import read_records
@@ -165,7 +166,7 @@ def test_adapters_keep_buffers_in_their_state_only(files: Path) -> None:
 
 
 def test_units_list_the_buffers_that_files_store(alone: None, files: Path) -> None:
-    model = weights.build_on_meta(AutoConfig.from_pretrained(files / "model"))
+    model = build_on_meta(AutoConfig.from_pretrained(files / "model"))
     config = TrainConfig(model_name_or_path="m", data_path="d", output_dir="o")
     found = units(model, config, parallel_dims(World(0, 1, 0, 1, CPU)), MemorySettings())
     assert [len(unit.buffers) for unit in found] == [0, 3, 3, 3, 0, 0]
@@ -176,7 +177,7 @@ def test_a_buffer_of_another_shape_is_refused_and_a_missing_one_keeps_its_value(
     (tmp_path / "config.json").write_text((files / "model" / "config.json").read_text())
     tensors = load_file(files / "model" / "model.safetensors")
     name, other = "model.layers.1.layer_scalar", "model.layers.0.layer_scalar"
-    model = weights.build_on_meta(AutoConfig.from_pretrained(files / "model"))
+    model = build_on_meta(AutoConfig.from_pretrained(files / "model"))
     weights.materialize(model, CPU)
     save_file({key: x for key, x in tensors.items() if key != name}, tmp_path / "model.safetensors")
     weights.load(model, tmp_path)

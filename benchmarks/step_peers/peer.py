@@ -17,6 +17,7 @@ from lightseq.distributed.world import World
 from lightseq.models import adapters, weights
 from lightseq.models.adapters import Lora
 from lightseq.models.architecture import inspect_architecture, layer_windows
+from lightseq.models.build import build_on_meta
 from lightseq.models.layers import heads_of
 from lightseq.training.step_stats import StepResult
 
@@ -101,7 +102,7 @@ class Job:
 
     def whole_model(self) -> PreTrainedModel:
         """Builds float32 parameters on this device, equal on all ranks and for all implementations."""
-        model = weights.build_on_meta(self.config)
+        model = build_on_meta(self.config)
         weights.materialize(model, self.world.device)
         weights.initialize(model, SEED)
         model.config.use_cache = False

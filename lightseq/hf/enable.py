@@ -34,6 +34,7 @@ from lightseq.models.architecture import (
     windows_of_masks,
 )
 from lightseq.models.attention_modules import attention_modules
+from lightseq.models.decoder import text_decoder
 from lightseq.models.layers import heads_of
 from lightseq.models.mixers import distribute_mixer, mixer_modules
 from lightseq.schedule.cost import AttentionShape
@@ -135,7 +136,7 @@ def _install(model: PreTrainedModel, record: EnabledModel) -> None:
         changes.set_attribute(rope, "sequence_context", context)
         changes.replace_forward(rope, partial(_rope_forward, context))
     windows = windows_of_masks(inner)
-    for module in attention_modules(model):
+    for module in attention_modules(text_decoder(inner)):
         changes.set_attribute(module, "sequence_context", context)
         changes.set_attribute(module, "window_of_mask", windows[module.layer_idx])  # type: ignore[index]
     # First, because it finds mixers by their classes, which the next lines replace.

@@ -17,16 +17,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lightseq.config.train_config import TrainConfig
-from lightseq.models.decoder import decoder_layers
-from lightseq.models.weights import (
-    LORA_INFIX,
-    FillParameter,
-    build_on_meta,
-    copy_tokenizer,
-    fill,
-    named_generator,
-    save_tensors,
-)  # fmt: skip
+from lightseq.models.build import build_on_meta
+from lightseq.models.decoder import decoder_layers, text_config
+from lightseq.models.weights import LORA_INFIX, FillParameter, copy_tokenizer, fill, named_generator, save_tensors
 from lightseq.modules.low_rank import (
     RoundedOnce,
     adapter_in_use,
@@ -78,10 +71,9 @@ def lora_from_config(config: TrainConfig, model_config: PreTrainedConfig) -> Lor
         return None
     if find_spec("peft") is None:
         raise ValueError(f"--lora_rank {config.lora_rank} needs peft, which is not installed; pip install peft")
-    if config.lora_rank > model_config.hidden_size:
+    if config.lora_rank > (hidden := text_config(model_config).hidden_size):
         raise ValueError(
-            f"--lora_rank {config.lora_rank} exceeds the model's hidden size of {model_config.hidden_size:,}; "
-            "give a lower rank"
+            f"--lora_rank {config.lora_rank} exceeds the model's hidden size of {hidden:,}; give a lower rank"
         )
     linears = sorted({name.split(".")[-1] for name, _ in _linear_sizes(model_config)})
     asked = config.lora_target_modules.replace(",", " ").split()
@@ -183,7 +175,7 @@ def changed_rope(config: TrainConfig, model_config: PreTrainedConfig) -> dict[st
     """Returns the RoPE settings of config.json if a run's flags changed them, else None."""
     if config.rope_theta is None and config.rope_scaling is None:
         return None
-    found = model_config.to_dict()
+    found = text_config(model_config).to_dict()
     return {key: found[key] for key in ROPE_SETTINGS}
 
 

@@ -19,11 +19,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from lightseq.kernels.logit_transform import LogitTransform
 from lightseq.models.attention_modules import attention_modules
-from lightseq.models.decoder import decoder_layers, has_known_parts
+from lightseq.models.build import build_on_meta, constructed_buffers
+from lightseq.models.decoder import decoder_layers, has_known_parts, text_config, text_decoder
 from lightseq.models.layers import Attention, Heads, Layer, distinct, heads_of
 from lightseq.models.meta_run import TOKENS, LayerRun, MetaRun, find_logit_transform, linears_of, run_on_meta
 from lightseq.models.mixers import MixerKind, mixer_layer_types, mixer_modules, registered_mixers
-from lightseq.models.weights import build_on_meta, constructed_buffers
 from lightseq.modules.identity import hook_of, is_known_code, linear_change
 from lightseq.modules.mlp import is_gated
 from lightseq.modules.projections import has_projections
@@ -114,20 +114,21 @@ class Architecture:
 
 def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
     """Returns a copy of a config with at most `layers` layers; lists with one entry per layer are cut too."""
-    before, few = config.num_hidden_layers, copy.deepcopy(config)
-    few.num_hidden_layers = min(before, layers)
-    for key, value in vars(few).items():
+    few = copy.deepcopy(config)
+    text = text_config(few)
+    before, text.num_hidden_layers = text.num_hidden_layers, min(text.num_hidden_layers, layers)
+    for key, value in vars(text).items():
         if isinstance(value, list) and len(value) == before:
-            setattr(few, key, value[: few.num_hidden_layers])
+            setattr(text, key, value[: text.num_hidden_layers])
     return few
 
 
 def matrix_sizes(config: PreTrainedConfig) -> dict[str, int]:
     """Returns the sizes of a layer's weight matrices, by the names that config.json gives them."""
-    heads = heads_of(config)
+    heads, text = heads_of(config), text_config(config)
     return {
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
+        "hidden_size": text.hidden_size,
+        "intermediate_size": text.intermediate_size,
         "attention heads x head_dim": heads.query * heads.dim,
         "key/value heads x head_dim": heads.key_value * heads.dim,
     }
@@ -143,7 +144,8 @@ def rope_types(source: object) -> set[str]:
         return {str(kind) for kind in found.values()}
     if found is not None:
         return {str(found)}
-    parameters = getattr(source, "rope_parameters", None) or {}
+    config = text_config(source) if isinstance(source, PreTrainedConfig) else source
+    parameters = getattr(config, "rope_parameters", None) or {}
     all_layers = [parameters, *(value for value in parameters.values() if isinstance(value, Mapping))]
     return {str(each["rope_type"]) for each in all_layers if "rope_type" in each}
 
@@ -169,16 +171,16 @@ def check_attention(model: PreTrainedModel) -> None:
 
 
 def _check_kind_of_attention(model: PreTrainedModel) -> None:
-    config, name = model.config, type(model).__name__
-    if getattr(config, "is_encoder_decoder", False):
+    name = type(model).__name__
+    if getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(f"{name} has an encoder and a decoder; use a causal language model, which has a decoder only")
-    if not attention_modules(model) and mixer_modules(model):
+    config, decoder = text_config(model.config), text_decoder(model)
+    modules = attention_modules(decoder)
+    if not modules and mixer_modules(decoder):
         raise ValueError(f"{name} has no layer with softmax attention; use a model with at least one")
-    if not attention_modules(model) or not getattr(model, "_supports_attention_backend", False):
+    if not modules or not getattr(decoder, "_supports_attention_backend", False):
         raise ValueError(f"{name} does not use the attention interface of transformers")
-    if config.get_text_config(decoder=True) is not config:
-        raise ValueError(f"{name} has inputs other than text; use the causal language model inside it")
-    if not all(getattr(x, "is_causal", True) for x in (config, *attention_modules(model))):
+    if not all(getattr(x, "is_causal", True) for x in (config, *modules)):
         raise ValueError(f"{name} attends in both directions (is_causal is False); use a causal model")
     window = sliding_window(config)
     known = {"full_attention", *(["sliding_attention"] if window else []), *mixer_layer_types()}
@@ -188,10 +190,10 @@ def _check_kind_of_attention(model: PreTrainedModel) -> None:
 
 def _check_attention_dropout(model: PreTrainedModel) -> None:
     """Raises ValueError for a dropout rate of attention above 0, in the config or in the attention modules."""
-    found: dict[str, Any] = dict(model.config.to_dict())
+    found: dict[str, Any] = dict(text_config(model.config).to_dict())
     for value in list(found.values()):
         found |= value if isinstance(value, dict) else {}  # a nested config
-    for module in attention_modules(model):
+    for module in attention_modules(text_decoder(model)):
         found |= {name: x for name, x in vars(module).items() if isinstance(x, float)}
         found |= {name: child.p for name, child in module.named_children() if isinstance(child, nn.Dropout)}
     for name, rate in found.items():
@@ -204,22 +206,23 @@ def _check_attention_dropout(model: PreTrainedModel) -> None:
 
 def sliding_window(config: PreTrainedConfig) -> int | None:
     """Returns the sliding window in tokens, the query's own included; None for full attention."""
-    kinds = getattr(config, "layer_types", None)
-    asked = "sliding_attention" in kinds if kinds else getattr(config, "use_sliding_window", True)
-    window = getattr(config, "sliding_window", None) if asked else None
+    text = text_config(config)
+    kinds = getattr(text, "layer_types", None)
+    asked = "sliding_attention" in kinds if kinds else getattr(text, "use_sliding_window", True)
+    window = getattr(text, "sliding_window", None) if asked else None
     return None if window is None else int(window)
 
 
 def caps_scores(config: PreTrainedConfig) -> bool:
     """Returns whether layers softly cap their attention scores. The cap itself is what they pass to attention."""
-    return getattr(config, "attn_logit_softcapping", None) is not None
+    return getattr(text_config(config), "attn_logit_softcapping", None) is not None
 
 
 def layer_windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
     """Returns the sliding window of each layer in tokens, None for full attention."""
-    window, kinds = sliding_window(config), getattr(config, "layer_types", None)
-    if not kinds:
-        return (window,) * config.num_hidden_layers
+    window, text = sliding_window(config), text_config(config)
+    if not (kinds := getattr(text, "layer_types", None)):
+        return (window,) * int(text.num_hidden_layers)
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
@@ -228,10 +231,11 @@ def windows_of_masks(model: PreTrainedModel) -> tuple[int | None, ...]:
 
     A config may have a leftover window that the code of its model does not read.
     """
-    modules = {sys.modules.get(kind.__module__) for kind in type(model).__mro__}
+    modules = {sys.modules.get(kind.__module__) for kind in type(text_decoder(model)).__mro__}
+    config = text_config(model.config)
     if any(hasattr(module, "create_sliding_window_causal_mask") for module in modules):
-        return layer_windows(model.config)
-    return (None,) * model.config.num_hidden_layers
+        return layer_windows(config)
+    return (None,) * int(config.num_hidden_layers)
 
 
 def inspect_architecture(config: PreTrainedConfig) -> Architecture:
@@ -304,8 +308,8 @@ def head_change(model: PreTrainedModel) -> str | None:
 def _inspect(kind: Any, text: str, _mixers: tuple[MixerKind, ...]) -> Architecture:
     try:
         config = kind.from_dict(json.loads(text))
-        if config.num_hidden_layers > MAX_LAYERS:
-            raise ValueError(f"num_hidden_layers is {config.num_hidden_layers}; give at most {MAX_LAYERS}")
+        if (count := text_config(config).num_hidden_layers) > MAX_LAYERS:
+            raise ValueError(f"num_hidden_layers is {count}; give at most {MAX_LAYERS}")
         model = build_on_meta(config)
     except Exception as error:  # the model's code may raise anything
         raise ValueError(
@@ -330,7 +334,7 @@ def _inspect(kind: Any, text: str, _mixers: tuple[MixerKind, ...]) -> Architectu
     known = {id(linear.weight) for linear in linears_of(layers)}
     return Architecture(
         name=name,
-        layers=_facts(layers, ran, config.hidden_size),
+        layers=_facts(layers, ran, text_config(config).hidden_size),
         layers_share_inputs=ran.layers_share_inputs,
         layers_share_keys=ran.layers_share_keys,
         passes_documents=ran.passes_documents,
@@ -374,7 +378,9 @@ def _layer(place: int, layer: nn.Module, did: LayerRun, hidden: int) -> Layer:
 
 def _check_dropout(model: PreTrainedModel) -> None:
     rates = {
-        key: rate for key, rate in model.config.to_dict().items() if "drop" in key and isinstance(rate, float) and rate
+        key: rate
+        for key, rate in text_config(model.config).to_dict().items()
+        if "drop" in key and isinstance(rate, float) and rate
     }
     if rates:  # a recomputation would drop other elements
         raise ValueError(

@@ -1,9 +1,28 @@
-"""Parts of a causal language model. transformers itself has accessors for the embeddings and the head."""
+"""Parts of a model that generates text. transformers itself has accessors for the embeddings and the head."""
 
+import copy
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
+
+
+def text_config(config: PreTrainedConfig) -> Any:
+    """Returns the config of the text decoder, which is inside that of a model with images or audio."""
+    return config.get_text_config(decoder=True)
+
+
+def with_text_settings(config: PreTrainedConfig, settings: Mapping[str, Any]) -> PreTrainedConfig:
+    """Returns a copy of a config with these settings of its text decoder."""
+    text = text_config(config)
+    changed: PreTrainedConfig = type(text).from_dict(text.to_dict() | dict(settings))
+    if text is config:
+        return changed
+    whole = copy.deepcopy(config)
+    name = next(name for name, value in vars(config).items() if value is text)
+    setattr(whole, name, changed)
+    return whole
 
 
 def has_known_parts(model: PreTrainedModel) -> bool:
@@ -15,7 +34,10 @@ def has_known_parts(model: PreTrainedModel) -> bool:
 
 def text_decoder(model: PreTrainedModel) -> Any:
     """Returns the module that holds the embeddings, the layers and the norm after them."""
-    return model.base_model
+    if text_config(model.config) is model.config:
+        return model.base_model
+    decoder = model.get_decoder()
+    return decoder.base_model if isinstance(decoder, PreTrainedModel) else decoder
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
@@ -30,7 +52,13 @@ def final_norm(model: PreTrainedModel) -> nn.Module:
     return norm
 
 
+def ties_embeddings(model: PreTrainedModel) -> bool:
+    """Returns whether the head's weight is that of the input embeddings."""
+    head = model.get_output_embeddings()
+    return head is not None and head.weight is model.get_input_embeddings().weight
+
+
 def head_weight_name(model: PreTrainedModel) -> str:
-    """Returns the name of the head's weight in the model's files."""
+    """Returns the name of the head's weight in the model."""
     head = model.get_output_embeddings()
     return next(f"{name}.weight" for name, module in model.named_modules() if module is head)

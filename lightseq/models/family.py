@@ -11,6 +11,7 @@ from typing import Any, Final
 from transformers import AutoConfig, LlamaConfig, PreTrainedConfig
 
 from lightseq.models.architecture import inspect_architecture
+from lightseq.models.decoder import text_config, with_text_settings
 from lightseq.models.hub import hub_error
 from lightseq.models.layers import heads_of
 from lightseq.models.presets import FAMILIES, ModelFamily
@@ -72,7 +73,7 @@ def preset_config(family: ModelFamily, preset: str) -> LlamaConfig:
 
 def check_config(config: PreTrainedConfig, name: str) -> PreTrainedConfig:
     """Returns the config. Raises ValueError if training does not support every part of the architecture."""
-    rope = getattr(config, "rope_parameters", None) or {}
+    rope = _rope_parameters(config)
     if "rope_type" in rope:
         _check_rope_type(rope, name)
     try:
@@ -99,14 +100,14 @@ def apply_rope(
     store that length and set the config's length to the extended one; other types multiply the config's length. A
     larger base extends the config's length to the training length.
     """
-    current = dict(getattr(config, "rope_parameters", None) or {})
+    current, text = _rope_parameters(config), text_config(config)
     if (rope_theta is not None or rope_scaling is not None) and _has_rope_per_layer_type(config):
         given = f"--rope_theta {rope_theta}" if rope_scaling is None else f"--rope_scaling {dict(rope_scaling)}"
         raise ValueError(
-            f"{given}: {config.model_type} has a RoPE for each type of layer ({', '.join(current)}), which cannot be "
+            f"{given}: {text.model_type} has a RoPE for each type of layer ({', '.join(current)}), which cannot be "
             "changed; leave it out"
         )
-    published = config.max_position_embeddings
+    published = text.max_position_embeddings
     unscaled = current.get("original_max_position_embeddings", published)
     context = published if rope_scaling is None else unscaled
     frequencies = int(heads_of(config).dim * current.get("partial_rotary_factor", 1.0)) // 2
@@ -124,12 +125,9 @@ def apply_rope(
         reached = round(rope["original_max_position_embeddings"] * rope["factor"])
         context = max(reached, published) if rope["rope_type"] == "llama3" else reached
     try:
-        changed = type(config).from_dict(
-            config.to_dict() | {"rope_parameters": rope, "max_position_embeddings": context}
-        )
+        return with_text_settings(config, {"rope_parameters": rope, "max_position_embeddings": context})
     except KeyError as error:  # transformers names missing keys
         raise ValueError(f"--rope_scaling {dict(rope_scaling or {})}: {error.args[0]}; add them") from None
-    return changed
 
 
 def context_warning(config: PreTrainedConfig, length: int, before: PreTrainedConfig | None = None) -> str | None:
@@ -154,21 +152,24 @@ def context_warning(config: PreTrainedConfig, length: int, before: PreTrainedCon
 
 def covered_positions(config: PreTrainedConfig) -> int:
     """Returns the number of positions that the model and its scaling cover."""
-    rope = getattr(config, "rope_parameters", None) or {}
+    rope = _rope_parameters(config)
     factor = 1.0 if rope.get("rope_type") in (*WITH_ORIGINAL_LENGTH, "default") else rope.get("factor", 1.0)
-    return round(config.max_position_embeddings * factor)
+    return round(text_config(config).max_position_embeddings * factor)
 
 
 def _has_rope_per_layer_type(config: PreTrainedConfig) -> bool:
     """Returns whether layers with and without a window have RoPE parameters of their own, as in Gemma 3."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    return any(isinstance(value, Mapping) for value in rope.values())
+    return any(isinstance(value, Mapping) for value in _rope_parameters(config).values())
+
+
+def _rope_parameters(config: PreTrainedConfig) -> dict[str, Any]:
+    return dict(getattr(text_config(config), "rope_parameters", None) or {})
 
 
 def _needed_factor(config: PreTrainedConfig, length: int) -> str:
     """Returns advice: the length that a factor multiplies, and the factor that covers `length`, rounded up."""
-    rope = config.rope_parameters or {}
-    start = rope.get("original_max_position_embeddings", config.max_position_embeddings)
+    rope = _rope_parameters(config)
+    start = rope.get("original_max_position_embeddings", text_config(config).max_position_embeddings)
     factor = f"{math.ceil(100 * length / start) / 100:g}"
     if rope.get("rope_type") == "default":
         return f"rope_type default has no factor: give yarn with factor {factor} for {length}"

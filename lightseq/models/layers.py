@@ -7,6 +7,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 from transformers import PreTrainedConfig
 
+from lightseq.models.decoder import text_config
+
 
 @dataclass(frozen=True)
 class Heads:
@@ -119,9 +121,10 @@ def names_of_kinds(layers: Iterable[Layer]) -> list[str]:
 
 def heads_of(config: PreTrainedConfig) -> Heads:
     """Returns the heads of each layer. Raises ValueError if layers differ or the config has no number of heads."""
+    text = text_config(config)
     try:
-        query = config.num_attention_heads
-        dim = getattr(config, "head_dim", None) or config.hidden_size // query
-        return Heads(query, getattr(config, "num_key_value_heads", None) or query, dim)
+        query = text.num_attention_heads
+        dim = getattr(text, "head_dim", None) or text.hidden_size // query
+        return Heads(query, getattr(text, "num_key_value_heads", None) or query, dim)
     except (AttributeError, RuntimeError) as error:  # RuntimeError: the config has one number per layer
         raise ValueError(f"{config.model_type} has no single number of attention heads for all layers") from error

@@ -205,6 +205,13 @@ def _attention_replaced(model: PreTrainedModel, function: Callable[..., Any]) ->
     model.set_attn_implementation("eager")
 
 
+class _LayersOutput(MoeModelOutputWithPast):
+    """Output of a model without its head. Fields that only models with other inputs have are None."""
+
+    def __getattr__(self, _name: str) -> None:
+        return None
+
+
 def find_logit_transform(model: PreTrainedModel) -> LogitTransform:
     """Returns the function that makes logits of the head's result, found by running the model's own code on numbers.
 
@@ -224,7 +231,7 @@ def find_logit_transform(model: PreTrainedModel) -> LogitTransform:
         return product.clone()
 
     parts = {
-        id(model.base_model): StandIn(model.base_model, lambda *_, **__: MoeModelOutputWithPast(hidden)),
+        id(model.base_model): StandIn(model.base_model, lambda *_, **__: _LayersOutput(hidden)),
         id(head): StandIn(head, multiply),
     }
     children = {key: parts[id(child)] for key, child in model._modules.items() if id(child) in parts}

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lightseq.models.attention_modules import attention_modules
-from lightseq.models.decoder import decoder_layers
+from lightseq.models.decoder import decoder_layers, text_config
 from lightseq.models.layers import LinearMixer
 from lightseq.sequence.group import SequenceGroup
 
@@ -57,7 +57,7 @@ def attending_layers(model: PreTrainedModel) -> int:
     if mixer_modules(model):
         layers = decoder_layers(model)
         others = sum(bool(mixer_modules(layer)) and not attention_modules(layer) for layer in layers)
-    return int(model.config.num_hidden_layers - others)
+    return int(text_config(model.config).num_hidden_layers - others)
 
 
 def mixer_layer_types() -> set[str]:

@@ -19,9 +19,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
-from lightseq.models.decoder import head_weight_name
+from lightseq.models.build import constructed_buffers
+from lightseq.models.decoder import head_weight_name, text_config, ties_embeddings
 from lightseq.utils.files import read_json
 from lightseq.utils.formatting import first_line, is_plain_name
 
@@ -60,12 +61,6 @@ def global_shape(parameter: Tensor) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def build_on_meta(config: PreTrainedConfig) -> PreTrainedModel:
-    """Builds the model on the meta device, with parameters in float32, the dtype of master weights."""
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-
-
 def materialize(
     model: PreTrainedModel,
     device: torch.device,
@@ -89,8 +84,9 @@ def materialize(
             made(local_part_and_slices(new)[0])
         return new
 
+    tied = ties_embeddings(model)
     (root or model)._apply(empty)
-    if model.config.tie_word_embeddings:  # `_apply` gave tied parameters separate memory
+    if tied:  # `_apply` gave tied parameters separate memory
         model.get_output_embeddings().weight = model.get_input_embeddings().weight
     rebuild_buffers(model, device, dtype)
 
@@ -123,23 +119,6 @@ def stored_buffers(module: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def constructed_buffers(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Returns the buffers of a new model on the CPU, by name. Its parameters take no memory."""
-    register = nn.Module.register_parameter
-
-    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        register(
-            module, name, None if parameter is None else nn.Parameter(parameter.to("meta"), parameter.requires_grad)
-        )
-
-    nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
-    try:
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
-    return {name: buffer.detach().clone() for name, buffer in model.named_buffers(remove_duplicate=False)}
-
-
 def base_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     """Returns the model's parameters without adapters, by their names in the model's files."""
     found = ((name, p) for name, p in model.named_parameters() if LORA_INFIX not in name)
@@ -155,7 +134,7 @@ def initialize(
     weights do not depend on the number of ranks.
     """
     for name, parameter in base_parameters(model).items():
-        fill(parameter, _draw(name, parameter, seed, model.config.initializer_range, device).__getitem__)
+        fill(parameter, _draw(name, parameter, seed, text_config(model.config).initializer_range, device).__getitem__)
 
 
 def _draw(name: str, parameter: nn.Parameter, seed: int, spread: float, device: torch.device | None = None) -> Tensor:
@@ -181,9 +160,8 @@ def load(model: PreTrainedModel, source: Path | str, fill: FillParameter = fill)
     """
     directory = source if isinstance(source, Path) else download(source)
     files = tensor_files(directory, "save the model as safetensors, or add --random_init")
-    tied = model.config.tie_word_embeddings
     parameters = base_parameters(model)
-    aliases = {head_weight_name(model)} if tied else set()
+    aliases = {head_weight_name(model)} if ties_embeddings(model) else set()
     known = (*parameters, *aliases, *(name for name, _ in model.named_buffers()))
     extra = [n for n in files if n not in known and not n.endswith("rotary_emb.inv_freq")]
     missing = [n for n in parameters if n not in files]

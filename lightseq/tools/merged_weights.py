@@ -18,7 +18,8 @@ from lightseq.checkpoint.checkpoints import TRAINER_STATE
 from lightseq.checkpoint.manifest import MANIFEST, check_weights
 from lightseq.models.adapters import CONFIG, lora_scale, read_config, read_json_object, read_rope
 from lightseq.models.adapters import WEIGHTS as ADAPTER_WEIGHTS
-from lightseq.models.weights import TOKENIZER_FILES, build_on_meta, download, save_tensors, tensor_files
+from lightseq.models.build import build_on_meta
+from lightseq.models.weights import TOKENIZER_FILES, download, save_tensors, tensor_files
 from lightseq.training.output_directory import create_output_dir
 from lightseq.utils.files import open_regular
 from lightseq.utils.formatting import first_line

@@ -23,6 +23,8 @@ from lightseq.distributed.environment import set_deepspeed_environment
 from lightseq.distributed.world import World, use_host_cores
 from lightseq.memory.recomputation import MemorySettings
 from lightseq.models import weights
+from lightseq.models.build import build_on_meta
+from lightseq.models.decoder import ties_embeddings
 from lightseq.parallelize import apply_techniques, layer_groups
 from lightseq.training.engine import Update, fill_weights
 from lightseq.training.inputs import Inputs
@@ -59,7 +61,7 @@ class DeepSpeedEngine:
         if offloads:
             use_host_cores(world)
         self.sharding_description = ", ".join([f"{settings.name} over all ranks", *offloads])
-        self.model = weights.build_on_meta(inputs.model_config)
+        self.model = build_on_meta(inputs.model_config)
         parallel = on_all_ranks(world, lambda: apply_techniques(self.model, config, dims, memory))
         inner, self.context, self.offload = parallel.loss_model, parallel.context, parallel.offload
         self.stopwatch, self.units = inner.stopwatch, parallel.units
@@ -102,10 +104,11 @@ class DeepSpeedEngine:
         if self._settings.stage < 3:
             weights.materialize(self.model, self._world.device, dtype=dtype)
             return
+        tied = ties_embeddings(self.model)
         for module in (module for unit in self.units for module in unit.modules):
             module.to_empty(device=self._world.device)
             self._deepspeed.zero.Init(module=module, config_dict_or_path=self._settings_copy())
-        if self.model.config.tie_word_embeddings:
+        if tied:  # the weights allocated above are separate
             self.model.get_output_embeddings().weight = self.model.get_input_embeddings().weight
         weights.rebuild_buffers(self.model, self._world.device, dtype)
 

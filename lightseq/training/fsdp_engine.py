@@ -17,6 +17,7 @@ from lightseq.memory.host_adamw import compute_updates_on
 from lightseq.memory.pinned import PinnedMemory
 from lightseq.memory.recomputation import MemorySettings
 from lightseq.models import adapters, weights
+from lightseq.models.build import build_on_meta
 from lightseq.parallelize import parallelize
 from lightseq.training.engine import Update, fill_weights
 from lightseq.training.inputs import Inputs
@@ -45,7 +46,7 @@ class FsdpEngine:
         self.config, self.dims, self.memory, self._world = config, dims, memory, world
         self.sharding_description = _describe_sharding(config, memory)
         self._max_grad_norm = config.max_grad_norm
-        self.model = weights.build_on_meta(inputs.model_config)
+        self.model = build_on_meta(inputs.model_config)
         adapters.add_adapters(self.model, inputs.lora, getattr(torch, config.compute_dtype))
         parallel = on_all_ranks(world, lambda: parallelize(self.model, config, dims, memory))
         self.loss_model: nn.Module = parallel.loss_model

@@ -30,6 +30,7 @@ from lightseq.memory.planner.document_lengths import DocumentLengths, document_l
 from lightseq.models import weights
 from lightseq.models.adapters import Lora, count_adapter_parameters, lora_from_config
 from lightseq.models.architecture import inspect_architecture, matrix_sizes
+from lightseq.models.decoder import text_config
 from lightseq.models.family import apply_rope, context_warning, resolve
 from lightseq.models.flops import total_parameters
 from lightseq.models.presets import ModelFamily
@@ -109,7 +110,7 @@ def prepare(config: TrainConfig, family: ModelFamily, world: World, resume_point
     _check_flags(config, world, resume_point)
     model = find_model(config, family, world)
     _check_adapters(config, model)
-    deepspeed = deepspeed_settings(config, model.dims.data_ranks, model.config.hidden_size)
+    deepspeed = deepspeed_settings(config, model.dims.data_ranks, text_config(model.config).hidden_size)
     checkpoint_notes = _check_checkpoint(config, world, model, deepspeed, resume_point.path)
     streams = _open_streams(config, world, model, resume_point.path)
     stream, total_steps = streams.training, streams.total_steps

@@ -19,11 +19,11 @@ from lightseq.memory.planner.layer_graph import LAYER_INPUT, TOKENS, LayerGraph,
 from lightseq.memory.remat import stored_operators
 from lightseq.models.architecture import inspect_architecture
 from lightseq.models.attention_modules import attention_modules
+from lightseq.models.build import build_on_meta
 from lightseq.models.decoder import decoder_layers
 from lightseq.models.layers import Layer
 from lightseq.models.meta_run import layer_inputs
 from lightseq.models.mixers import distribute_mixer, mixer_modules, registered_mixers
-from lightseq.models.weights import build_on_meta
 from lightseq.modules.mlp import TILE_TOKENS, tile_mlps
 from lightseq.modules.projections import store_projections
 

@@ -17,6 +17,7 @@ from lightseq.config.train_config import TrainConfig
 from lightseq.data.examples import Example, Examples, WindowExamples, window
 from lightseq.data.tokenizer import Tokenizer, load_tokenizer
 from lightseq.distributed.world import World
+from lightseq.models.decoder import text_config
 from lightseq.models.weights import has_tokenizer
 from lightseq.modules.loss import losses_and_hits
 from lightseq.tools.evaluate.needle import IdNeedles, Ids, Search, TextNeedles, make_search
@@ -59,7 +60,7 @@ def needle_task(options: Options, config: TrainConfig, model: FoundModel, world:
     depths, lengths = _depths(options), lengths_of(options, config)
     examples = find_examples(config.data_path, model, config, world) if config.data_path else None
     require_chats(config, [] if examples is None else [examples])
-    tokenizer, vocab_size = _tokenizer(config, model, examples), model.config.vocab_size
+    tokenizer, vocab_size = _tokenizer(config, model, examples), text_config(model.config).vocab_size
     hay = None
     if examples is not None:
         hay = haystack(examples, HAYSTACKS * max(lengths), tokenizer.special_ids if tokenizer else ())

@@ -34,6 +34,7 @@ from lightseq.kernels.attention.base import compute_capability
 from lightseq.memory.planner.choice import plan_on_all_ranks
 from lightseq.memory.planner.document_lengths import read_document_lengths
 from lightseq.models.architecture import with_layers
+from lightseq.models.decoder import text_config
 from lightseq.models.family import resolve
 from lightseq.models.layers import heads_of
 from lightseq.models.presets import ModelFamily
@@ -162,7 +163,7 @@ def _prepare_inputs(
     stream = replace(inputs.stream, shuffle=False)
     few = with_layers(inputs.model_config, LAYERS * config.group_size)
     few.initializer_range = few.hidden_size**-0.5  # large enough to detect a wrong mask in narrow models
-    note = f"verifies {few.num_hidden_layers} layers and {length:,} of {config.model_max_length:,} tokens"
+    note = f"verifies {text_config(few).num_hidden_layers} layers and {length:,} of {config.model_max_length:,} tokens"
     sequences = first_step(stream)
     on_all_ranks(world, lambda: _check_targets(config, length, sequences))
     return replace(

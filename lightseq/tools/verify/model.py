@@ -19,6 +19,8 @@ from lightseq.attention.context import SequenceContext
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.world import World
 from lightseq.models import weights
+from lightseq.models.build import build_on_meta, constructed_buffers
+from lightseq.models.decoder import text_config
 from lightseq.models.flops import total_parameters
 from lightseq.tools.verify.data import Document, data_row
 from lightseq.tools.verify.report import FAIL, SKIP, Row, relative_error, result_row
@@ -62,7 +64,8 @@ def model_rows(
         if isinstance(tile := getattr(module, "tile_tokens", None), int):  # as many tiles as in training
             module.tile_tokens = max(MIN_TILE_TOKENS, tile * length // config.model_max_length)
     if world.is_main:
-        size = f"{total_parameters(plain_config):,} parameters in {plural(plain_config.num_hidden_layers, 'layer')}"
+        layers = plural(text_config(plain_config).num_hidden_layers, "layer")
+        size = f"{total_parameters(plain_config):,} parameters in {layers}"
         model = f"architecture of {config.model_name}, {size}, random weights"
         trainer.terminal.header({**describe_run(trainer), "model": model}, trainer.notes)
     context, row = trainer.context, data_row(trainer, sequences)
@@ -113,7 +116,7 @@ def _distributed_step(trainer: Trainer) -> Step:
 
 def _plain_model(config: PreTrainedConfig, seed: int, device: torch.device) -> PreTrainedModel:
     """Returns the transformers model in float32 with the random weights that a run draws from the seed."""
-    model = weights.build_on_meta(config)
+    model = build_on_meta(config)
     weights.materialize(model, device)
     weights.initialize(model, seed, device=device)
     return model
@@ -156,7 +159,7 @@ def _compare(step: Step, plain: PreTrainedModel, documents: Sequence[Document], 
         torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
         for parameter in plain.parameters():  # RoPE frequencies stay float32 in any loaded model
             parameter.data = parameter.data.to(dtype)
-        rounded = weights.constructed_buffers(plain.config, dtype)
+        rounded = constructed_buffers(plain.config, dtype)
         for name, buffer in weights.stored_buffers(plain).items():
             buffer.data = rounded[name].to(buffer.device)
         own = _plain_step(plain, documents, step.loss_scale)
