@@ -5,8 +5,8 @@ A model is built and sharded on the meta device. Each rank then allocates and fi
 
 import json
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import GenerationConfig, PreTrainedModel
 
-from lightseq.models.build import constructed_buffers
-from lightseq.models.decoder import head_weight_name, text_config, ties_embeddings
+from lightseq.models.build import constructed_buffers, removes_towers
+from lightseq.models.decoder import text_config, ties_embeddings
+from lightseq.models.published_layout import PublishedLayout, layout_of_files, publish
 from lightseq.utils.files import read_json
 from lightseq.utils.formatting import first_line, is_plain_name
 
@@ -32,7 +33,10 @@ ROWS_AT_ONCE = 4096  # rows compared at a time
 LORA_INFIX = ".lora_"  # in the names of adapter parameters only
 CHAT_TEMPLATE = "chat_template.jinja"
 GENERATION_CONFIG = "generation_config.json"
-TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template*")
+TOKENIZER_FILES = (
+    ("tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template*", "tekken.json")
+    + ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")  # of images and audio
+)  # fmt: skip
 
 
 FillParameter = Callable[[nn.Parameter, Callable[[tuple[slice, ...]], Tensor]], None]
@@ -160,44 +164,50 @@ def load(model: PreTrainedModel, source: Path | str, fill: FillParameter = fill)
     """
     directory = source if isinstance(source, Path) else download(source)
     files = tensor_files(directory, "save the model as safetensors, or add --random_init")
-    parameters = base_parameters(model)
-    aliases = {head_weight_name(model)} if ties_embeddings(model) else set()
-    known = (*parameters, *aliases, *(name for name, _ in model.named_buffers()))
-    extra = [n for n in files if n not in known and not n.endswith("rotary_emb.inv_freq")]
-    missing = [n for n in parameters if n not in files]
-    if missing or extra:
-        found = (("missing", missing), ("unknown", extra))
-        listed = ", ".join(f"{kind} tensors {names[:3]}" for kind, names in found if names)
-        raise ValueError(f"{directory} does not match the model: {listed}")
-    if aliases & set(files):
-        _check_tied_head(model, files, directory)
-    with ExitStack() as stack:
-        opened: dict[Path, Any] = {}
+    parameters, buffers = base_parameters(model), stored_buffers(model)
+    layout = _layout(model, files, directory)
+    if layout.tied_head is not None:
+        _check_tied_head(model, files, layout, directory)
+    converted: dict[str, Tensor] = {}
+    with open_tensors(files) as stored:
 
-        def read(name: str, tensor: Tensor) -> Any:
-            file = files[name]
-            if file not in opened:
-                opened[file] = stack.enter_context(safe_open(file, framework="pt"))
-            stored = opened[file].get_slice(name)
-            if tuple(stored.get_shape()) != global_shape(tensor):
-                raise ValueError(
-                    f"{file}: {name} has shape {stored.get_shape()}, not the model's {list(global_shape(tensor))}"
-                )
-            return stored
+        def part_of(name: str, tensor: Tensor) -> Callable[[tuple[slice, ...]], Tensor]:
+            conversion = layout.converted.get(name)
+            if conversion is None:
+                found = stored(layout.renamed[name])
+                shape, read = tuple(found.get_shape()), found.__getitem__
+            else:
+                if name not in converted:
+                    converted.update(conversion.load(model, lambda source: stored(source)[...]))
+                whole = converted.pop(name)
+                shape, read = tuple(whole.shape), whole.__getitem__
+            if shape != global_shape(tensor):
+                file = files[layout.renamed.get(name) or layout.converted[name].sources[0][1]]
+                raise ValueError(f"{file}: {name} has shape {[*shape]}, not the model's {[*global_shape(tensor)]}")
+            return read
 
         for name, parameter in parameters.items():
-            fill(parameter, read(name, parameter).__getitem__)
-        for name, buffer in stored_buffers(model).items():
-            if name in files:
-                buffer.copy_(read(name, buffer)[...])
+            fill(parameter, part_of(name, parameter))
+        for name, buffer in buffers.items():
+            if name in layout.renamed or name in layout.converted:
+                buffer.copy_(part_of(name, buffer)(...))  # type: ignore[arg-type]
 
 
-def _check_tied_head(model: PreTrainedModel, files: dict[str, Path], directory: Path) -> None:
+def _layout(model: PreTrainedModel, files: Iterable[str], directory: Path) -> PublishedLayout:
+    """Returns the layout of a model's files. Raises ValueError if they do not match the model."""
+    try:
+        return layout_of_files(model, base_parameters(model), files, [name for name, _ in model.named_buffers()])
+    except ValueError as error:
+        raise ValueError(f"{directory} does not match the model: {error}") from error
+
+
+def _check_tied_head(model: PreTrainedModel, files: dict[str, Path], layout: PublishedLayout, directory: Path) -> None:
     """Raises ValueError if the files have an LM head that differs from the embeddings the config ties it to."""
-    embeddings, alias = model.get_input_embeddings().weight, head_weight_name(model)
-    name = next(name for name, parameter in base_parameters(model).items() if parameter is embeddings)
-    with safe_open(files[alias], framework="pt") as one, safe_open(files[name], framework="pt") as other:
-        head, table = one.get_slice(alias), other.get_slice(name)
+    embeddings, alias = model.get_input_embeddings().weight, layout.tied_head
+    assert alias is not None
+    name = next(layout.renamed[name] for name, x in base_parameters(model).items() if x is embeddings)
+    with open_tensors(files) as stored:
+        head, table = stored(alias), stored(name)
         same = head.get_shape() == table.get_shape() and all(
             bool((head[start : start + ROWS_AT_ONCE] == table[start : start + ROWS_AT_ONCE]).all())
             for start in range(0, head.get_shape()[0], ROWS_AT_ONCE)
@@ -270,10 +280,18 @@ def save_pretrained(
         written.update(dict.fromkeys(pending, file))
         pending.clear()
 
-    for name, whole in chain(full_parameters(model), buffers.items()) if tensors is None else tensors:
-        if main:
-            kept = whole.dtype if name in buffers else dtype
-            pending[name] = whole.to(device="cpu", dtype=kept, copy=True).contiguous()
+    def cast() -> Iterator[tuple[str, Tensor]]:
+        for name, whole in chain(full_parameters(model), buffers.items()) if tensors is None else tensors:
+            if main:
+                kept = whole.dtype if name in buffers else dtype
+                yield name, whole.to(device="cpu", dtype=kept, copy=True).contiguous()
+
+    files = _source_files(model, trained_from) if main else {}
+    layout = _layout(model, files, trained_from or directory) if files else None
+    with open_tensors(files) as stored:
+        untouched = ((name, stored(name)[...]) for name in (layout.untouched if layout else ()))
+        for name, whole in chain(publish(model, cast(), layout), untouched):
+            pending[name] = whole.contiguous()
             if sum(x.numel() * x.element_size() for x in pending.values()) >= SHARD_BYTES:
                 flush()
     if main:
@@ -281,7 +299,8 @@ def save_pretrained(
             flush()
         _write_index(directory, written)
         config = model.config.__class__.from_dict(model.config.to_dict() | {"dtype": str(dtype).split(".")[1]})
-        config.architectures, config.use_cache = [type(model).__mro__[0].__name__.removeprefix("FSDP")], True
+        config.architectures = [type(model).__name__.removeprefix("FSDP")]
+        text_config(config).use_cache = True
         config.save_pretrained(directory)
         if trained_from is not None and (settings := trained_from / GENERATION_CONFIG).is_file():
             (directory / GENERATION_CONFIG).write_bytes(settings.read_bytes())
@@ -289,6 +308,18 @@ def save_pretrained(
             GenerationConfig.from_model_config(config).save_pretrained(directory)
         if tokenizer_from is not None:
             copy_tokenizer(tokenizer_from, directory)
+
+
+def _source_files(model: PreTrainedModel, trained_from: Path | None) -> dict[str, Path]:
+    """Returns the file of each tensor that training began with; none for random weights, or if the directory is gone.
+
+    Raises FileNotFoundError if a part of the model is only there.
+    """
+    if trained_from is not None and trained_from.is_dir():
+        return tensor_files(trained_from, "copy the directory again")
+    if trained_from is not None and removes_towers(model.config):
+        raise FileNotFoundError(f"{trained_from} is gone, which has the parts of the model that do not train")
+    return {}
 
 
 def full_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -304,6 +335,21 @@ def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
     mode = path.stat().st_mode
     save_file(tensors, path, metadata={"format": "pt"})
     path.chmod(mode)
+
+
+@contextmanager
+def open_tensors(files: Mapping[str, Path]) -> Iterator[Callable[[str], Any]]:
+    """Yields a function that returns a tensor in the files by name; only its parts that are asked for are read."""
+    with ExitStack() as stack:
+        opened: dict[Path, Any] = {}
+
+        def tensor(name: str) -> Any:
+            file = files[name]
+            if file not in opened:
+                opened[file] = stack.enter_context(safe_open(file, framework="pt"))
+            return opened[file].get_slice(name)
+
+        yield tensor
 
 
 def tensor_files(directory: Path, remedy: str) -> dict[str, Path]:

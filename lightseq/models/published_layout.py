@@ -1,0 +1,172 @@
+"""Names and shapes of a model's tensors in its published files, which may differ from those in transformers' classes.
+
+transformers renames tensors, and splits, fuses or stacks them, when it loads a model. Its own rules are used both ways,
+so the files that a run writes have the layout of the files that it read.
+"""
+
+import copy
+import fnmatch
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+    apply_converters,
+    apply_renamings,
+    dot_natural_key,
+    rename_source_key,
+    revert_weight_conversion,
+)
+
+from lightseq.models.build import model_class, removes_towers
+from lightseq.models.decoder import head_weight_name, ties_embeddings
+
+DERIVED = re.compile(r"rotary_emb\.inv_freq$")  # older files store what the config says
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """Tensors of the files that together become some of the model's tensors, by operations of transformers."""
+
+    converter: WeightConverter
+    sources: tuple[tuple[str, str], ...]  # the pattern that a name in the files matches, and the name
+    first: str  # name of the first of the model's tensors
+
+    def load(self, model: PreTrainedModel, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        """Returns the model's tensors by name. `read` returns a whole tensor of the files."""
+        converter = copy.deepcopy(self.converter)
+        for pattern, name in self.sources:
+            converter.add_tensor(self.first, name, pattern, read(name))  # type: ignore[arg-type]
+        found = converter.convert(self.first, model=model, config=model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in found.items()}
+
+
+@dataclass(frozen=True)
+class PublishedLayout:
+    """Place of each tensor of a model in its files, by the tensor's name in the model."""
+
+    renamed: Mapping[str, str]  # tensors that are in the files as they are, by another name or the same
+    converted: Mapping[str, Conversion]
+    tied_head: str | None  # name in the files of the head's weight, if the model has its embeddings in its place
+    untouched: tuple[str, ...]  # names in the files of tensors that the model lacks, such as an image encoder's
+
+
+def layout_of_files(
+    model: PreTrainedModel, tensors: Collection[str], files: Iterable[str], buffers: Collection[str] = ()
+) -> PublishedLayout:
+    """Returns the layout of files that have tensors of these names. `tensors` are the names of the model's own.
+
+    Files may lack buffers. The model notes the rules, by which it is saved. Raises ValueError naming tensors that are
+    missing, or that are in the files and belong nowhere.
+    """
+    rules = get_model_conversion_mapping(model)
+    by_pattern = {pattern: rule for rule in _converters(rules) for pattern in rule.source_patterns}
+    head = head_weight_name(model) if ties_embeddings(model) else None
+    known = dict.fromkeys([*tensors, *buffers, *([head] if head else [])], True)
+    renamed, tied_head, others = dict[str, str](), None, list[str]()
+    sources: dict[str, list[tuple[str, str]]] = {}
+    for name in sorted(files, key=dot_natural_key):
+        target, pattern = _in_model(model, name, rules, known)
+        if target not in known:
+            others.append(name)
+        elif target == head:
+            tied_head = name
+        elif pattern is None:
+            renamed[target] = name
+        else:
+            sources.setdefault(target, []).append((pattern, name))
+    model._weight_conversions = [rule for rule in rules if rule.was_used()]  # type: ignore[assignment]
+    converted: dict[str, Conversion] = {}
+    for first, found in sources.items():
+        conversion = Conversion(by_pattern[found[0][0]], tuple(found), first)
+        converted |= dict.fromkeys(_targets(conversion, known), conversion)
+    missing = [name for name in tensors if name not in renamed and name not in converted]
+    others = [name for name in others if not DERIVED.search(name)]
+    untouched = _untouched(model, others, rules)
+    if missing or len(untouched) < len(others):
+        unknown = sorted(set(others) - set(untouched))
+        listed = (("missing", missing), ("unknown", unknown))
+        raise ValueError(", ".join(f"{kind} tensors {names[:3]}" for kind, names in listed if names))
+    return PublishedLayout(renamed, converted, tied_head, tuple(untouched))
+
+
+def publish(
+    model: PreTrainedModel, tensors: Iterable[tuple[str, Tensor]], layout: PublishedLayout | None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields a model's whole tensors as its files have them; without a layout, as transformers saves a new model.
+
+    Tensors that the files have in one are converted when the last of them has come.
+    """
+    if layout is None:  # as in `revert_weight_conversion`: nobody knows whether a prefix was removed
+        rules = get_model_conversion_mapping(model, add_legacy=False)
+        model._weight_conversions = [rule for rule in rules if not isinstance(rule, PrefixChange)]  # type: ignore[assignment]
+    reverse = [rule.reverse_transform() for rule in model._weight_conversions[::-1]]  # type: ignore[union-attr, index]
+    names = [name for name, _ in model.named_parameters()]
+    groups: dict[str, set[str]] = {}
+    for name in names:
+        target, pattern = apply_converters(name, _converters(reverse))
+        if pattern is not None:
+            groups.setdefault(target, set()).add(name)
+    group_of = {name: group for group in groups.values() for name in group}
+    pending: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        if name in group_of:
+            pending[name] = tensor
+            if (group := group_of[name]) <= pending.keys():
+                yield from revert_weight_conversion(model, {each: pending.pop(each) for each in group}).items()
+        elif layout is not None and name in layout.renamed:
+            yield layout.renamed[name], tensor
+        else:
+            yield apply_renamings(name, _renamings(reverse)), tensor
+    assert not pending, f"tensors are missing beside {min(pending)}"
+
+
+def _converters(rules: Iterable[WeightTransform]) -> list[WeightConverter]:
+    return [rule for rule in rules if isinstance(rule, WeightConverter)]
+
+
+def _renamings(rules: Iterable[WeightTransform]) -> list[WeightRenaming]:
+    return [rule for rule in rules if isinstance(rule, WeightRenaming)]
+
+
+def _in_model(
+    model: PreTrainedModel, name: str, rules: list[WeightTransform], known: dict[str, Any]
+) -> tuple[str, str | None]:
+    """Returns the name in the model of a tensor in the files, and the pattern by which it is converted, if it is."""
+    prefix = model.base_model_prefix
+    found = rename_source_key(name, _renamings(rules), _converters(rules), prefix, known)
+    if found[0] not in known and name in known:  # the files have transformers' own names
+        return rename_source_key(name, [], [], prefix, known)
+    return found
+
+
+def _targets(conversion: Conversion, known: Iterable[str]) -> list[str]:
+    """Returns the names of the model's tensors that a conversion makes."""
+    patterns = conversion.converter.target_patterns
+    names = [conversion.first.replace(patterns[0], pattern) for pattern in patterns]
+    return [name for pattern in names for name in ([pattern] if "*" not in pattern else fnmatch.filter(known, pattern))]
+
+
+def _untouched(model: PreTrainedModel, names: list[str], rules: list[WeightTransform]) -> list[str]:
+    """Returns the names of tensors that belong to the whole model, or that transformers leaves out knowingly.
+
+    Others may mean that the config does not describe the files.
+    """
+    left_out = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
+    found = [n for n in names if any(p.search(x) for p in left_out for x in (n, _in_model(model, n, rules, {})[0]))]
+    if len(found) < len(names) and removes_towers(model.config):
+        with torch.device("meta"):
+            whole = model_class(model.config)._from_config(copy.deepcopy(model.config))
+        rules, known = get_model_conversion_mapping(whole), dict.fromkeys(whole.state_dict(), True)
+        others = [name for name in names if name not in found]
+        found += [name for name in others if _in_model(whole, name, rules, known)[0] in known]
+    return found
