@@ -34,7 +34,7 @@ from lightseq.models.architecture import (
     windows_of_masks,
 )
 from lightseq.models.attention_modules import attention_modules
-from lightseq.models.decoder import text_decoder
+from lightseq.models.decoder import attending_part, text_decoder
 from lightseq.models.layers import heads_of
 from lightseq.models.mixers import distribute_mixer, mixer_modules
 from lightseq.schedule.cost import AttentionShape
@@ -126,10 +126,11 @@ def _install(model: PreTrainedModel, record: EnabledModel) -> None:
     inner, context, changes = transformers_model(model), record.context, record.changes
     changes.call_later(partial(release, context))
     changes.set_attribute(inner, RECORD, record)
-    plain = inner.config._attn_implementation
+    part = attending_part(inner)
+    plain = part.config._attn_implementation
     # A model whose config an enabled one shares was never plain; None is the default of transformers.
-    changes.call_later(partial(_restore_attention, inner, None if plain == IMPLEMENTATION else plain))
-    model.set_attn_implementation(IMPLEMENTATION)
+    changes.call_later(partial(_restore_attention, part, None if plain == IMPLEMENTATION else plain))
+    part.set_attn_implementation(IMPLEMENTATION)
     # RoPE that scales with the length must see the length of the whole sequence on every rank, not the local one.
     ropes = length_dependent_ropes(model)
     for rope in ropes:

@@ -40,6 +40,12 @@ def text_decoder(model: PreTrainedModel) -> Any:
     return decoder.base_model if isinstance(decoder, PreTrainedModel) else decoder
 
 
+def attending_part(model: PreTrainedModel) -> PreTrainedModel:
+    """Returns the model whose config says how the text decoder attends. Encoders of images attend in their own way."""
+    part: PreTrainedModel = model if text_config(model.config) is model.config else text_decoder(model)
+    return part
+
+
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """Returns the layers in the order in which they run."""
     layers: nn.ModuleList = text_decoder(model).layers

@@ -17,6 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lightseq.attention.module_attention import unhonoured_argument
 from lightseq.kernels.logit_transform import LogitTransform
+from lightseq.models.decoder import attending_part
 from lightseq.models.layers import Attention, Heads, Mixer
 from lightseq.models.mixers import MixerKind, mixer_modules
 from lightseq.modules.identity import StandIn, twin_forward
@@ -200,9 +201,10 @@ def _count_saved_after_mlps(layers: nn.ModuleList) -> Iterator[list[int]]:
 @contextmanager
 def _attention_replaced(model: PreTrainedModel, function: Callable[..., Any]) -> Iterator[None]:
     ALL_ATTENTION_FUNCTIONS.register(PROBE, function)
-    model.set_attn_implementation(PROBE)
+    part = attending_part(model)
+    part.set_attn_implementation(PROBE)
     yield
-    model.set_attn_implementation("eager")
+    part.set_attn_implementation("eager")
 
 
 class _LayersOutput(MoeModelOutputWithPast):
