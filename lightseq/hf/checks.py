@@ -20,9 +20,23 @@ from lightseq.hf.changes import EnabledModel
 from lightseq.hf.gradient_scale import find_gradient_factor, scale_gradients
 from lightseq.hf.loss_checks import check_labels, check_loss, restore_loss_function
 from lightseq.models.architecture import transformers_model, windows_of_masks
+from lightseq.models.build import removes_towers
 from lightseq.models.mixers import attending_layers
 from lightseq.sequence.documents import Documents
 from lightseq.utils.tensors import IGNORE_INDEX
+
+# How the names of inputs that come from images, video and audio begin, in the models of transformers.
+OTHER_INPUTS = (
+    "pixel_",
+    "image_",
+    "video_",
+    "input_features",
+    "audio_",
+    "feature_",
+    "mm_",
+    "token_type_ids",
+    "second_",
+)
 
 
 def install_checks(model: PreTrainedModel, record: EnabledModel, length_dependent_rope: bool) -> None:
@@ -138,6 +152,8 @@ class Checks:
 def _supported_arguments(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Returns the model's keyword arguments without a mask of ones. Raises ValueError for unsupported ones."""
     config, kwargs = model.config, dict(kwargs)
+    if removes_towers(transformers_model(model).config):
+        _check_only_text(kwargs)
     if len(args) > 1:
         raise ValueError(f"{len(args)} positional arguments; pass all but the first by keyword, as shard_batch does")
     if kwargs.get("use_cache") or kwargs.get("past_key_values") is not None:
@@ -161,6 +177,16 @@ def _supported_arguments(model: nn.Module, args: tuple, kwargs: dict[str, Any]) 
             raise ValueError("attention_mask masks tokens of a shard; pass the whole mask to shard_batch instead")
         kwargs["attention_mask"] = None
     return kwargs
+
+
+def _check_only_text(kwargs: dict[str, Any]) -> None:
+    """Raises ValueError if a model with images or audio gets any."""
+    for name, value in kwargs.items():
+        if isinstance(value, Tensor) and name.startswith(OTHER_INPUTS):
+            raise ValueError(
+                f"{name} is not supported: images, video and audio are not split over ranks; train on rows of text, "
+                f"and leave {name} out"
+            )
 
 
 def check_positions(context: SequenceContext, positions: Tensor) -> None:

@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from lightseq.kernels.logit_transform import LogitTransform
 from lightseq.models.attention_modules import attention_modules
 from lightseq.models.build import build_on_meta, constructed_buffers
-from lightseq.models.decoder import decoder_layers, has_known_parts, text_config, text_decoder
+from lightseq.models.decoder import decoder_layers, has_known_parts, text_config, text_decoder, ties_embeddings
 from lightseq.models.layers import Attention, Heads, Layer, distinct, heads_of
 from lightseq.models.meta_run import TOKENS, LayerRun, MetaRun, find_logit_transform, linears_of, run_on_meta
 from lightseq.models.mixers import MixerKind, mixer_layer_types, mixer_modules, registered_mixers
@@ -47,6 +47,7 @@ class Architecture:
     total: int  # tied parameters count once
     sizes: tuple[int, ...]  # elements of each parameter tensor
     head: int  # weights of the LM head, tied or not
+    ties_embeddings: bool  # the LM head's weight is that of the input embeddings
     outside_linears: tuple[str, ...]  # weights of layers outside linears, such as experts' weights
 
     @cached_property
@@ -342,6 +343,7 @@ def _inspect(kind: Any, text: str, _mixers: tuple[MixerKind, ...]) -> Architectu
         total=sum(p.numel() for p in model.parameters()),
         sizes=tuple(p.numel() for p in model.parameters()),
         head=head.weight.numel(),
+        ties_embeddings=ties_embeddings(model),
         outside_linears=tuple(n for n, p in layers.named_parameters() if p.ndim > 1 and id(p) not in known),
     )
 

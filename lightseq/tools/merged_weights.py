@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
@@ -19,7 +19,8 @@ from lightseq.checkpoint.manifest import MANIFEST, check_weights
 from lightseq.models.adapters import CONFIG, lora_scale, read_config, read_json_object, read_rope
 from lightseq.models.adapters import WEIGHTS as ADAPTER_WEIGHTS
 from lightseq.models.build import build_on_meta
-from lightseq.models.weights import TOKENIZER_FILES, download, save_tensors, tensor_files
+from lightseq.models.published_layout import layout_of_files
+from lightseq.models.weights import TOKENIZER_FILES, base_parameters, download, save_tensors, tensor_files
 from lightseq.training.output_directory import create_output_dir
 from lightseq.utils.files import open_regular
 from lightseq.utils.formatting import first_line
@@ -48,7 +49,7 @@ def merge(adapter: Path, output_dir: Path, model_name_or_path: str | None) -> st
     if output_dir.exists() and any(output_dir.iterdir()):
         raise ValueError(f"--output_dir {output_dir} is not empty; give another directory")
     pairs = _pairs(adapter / ADAPTER_WEIGHTS, settings["r"])
-    _check_orientation(source, pairs)
+    pairs = _by_name_in_files(source, pairs)
     for directory in (adapter, source):
         check_weights(directory)
     create_output_dir(output_dir)
@@ -68,8 +69,12 @@ def merge(adapter: Path, output_dir: Path, model_name_or_path: str | None) -> st
 
 def _write_config(source: Path, target: Path, rope: Mapping[str, Any]) -> None:
     """Writes a config.json with the adapter's RoPE settings, and without older keys that would override them."""
-    others = {key: value for key, value in read_json_object(source).items() if key not in OLDER_ROPE}
-    target.write_text(json.dumps({**others, **rope}, indent=2) + "\n")
+    found = read_json_object(source)
+    text = found["text_config"] if isinstance(found.get("text_config"), dict) else found  # beside those of images
+    for key in OLDER_ROPE:
+        text.pop(key, None)
+    text.update(rope)
+    target.write_text(json.dumps(found, indent=2) + "\n")
 
 
 def _pairs(path: Path, rank: float) -> dict[str, tuple[Tensor, Tensor]]:
@@ -93,16 +98,29 @@ def _pairs(path: Path, rank: float) -> dict[str, tuple[Tensor, Tensor]]:
     return {f"{name.removeprefix(PREFIX)}.weight": (tensors[name + A], tensors[name + B]) for name in names}
 
 
-def _check_orientation(source: Path, names: Iterable[str]) -> None:
-    """Raises ValueError for weights of a Conv1D, which are transposed: a square one would take the wrong product."""
+def _by_name_in_files(source: Path, pairs: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, tuple[Tensor, Tensor]]:
+    """Returns A and B by the name of their weight in the files of the base model, which may differ from the model's.
+
+    Raises ValueError for weights that the files have in another shape: a transposed square one, as a Conv1D has, would
+    take the wrong product.
+    """
     try:
         model = build_on_meta(AutoConfig.from_pretrained(source, trust_remote_code=False))
     except Exception:  # a model of other code, whose weights the shapes check alone
-        return
-    for name in names:
+        return dict(pairs)
+    for name in pairs:
         with suppress(AttributeError):
             if isinstance(model.get_submodule(name.removesuffix(".weight")), Conv1D):
                 raise ValueError(f"{source}: {name} is transposed, as in GPT-2; use peft's merge_and_unload")
+    with _readable(source):
+        files = tensor_files(source, "give the model with --model_name_or_path")
+    try:
+        layout = layout_of_files(model, base_parameters(model), files, [name for name, _ in model.named_buffers()])
+    except ValueError:  # the files have other tensors, too, which stay as they are
+        return dict(pairs)
+    if converted := [name for name in pairs if name in layout.converted]:
+        raise ValueError(f"{source}: {converted[0]} is stored in one with others; use peft's merge_and_unload")
+    return {layout.renamed.get(name, name): pair for name, pair in pairs.items()}
 
 
 def _merge_weights(

@@ -13,6 +13,7 @@ from lightseq.distributed.parallel_dims import local_part
 from lightseq.memory.planner.layer_costs import layer_table, treatment_of
 from lightseq.memory.planner.rates import GIB
 from lightseq.models.architecture import inspect_architecture
+from lightseq.models.decoder import text_config
 from lightseq.models.layers import Layer
 from lightseq.modules.loss import CHUNK_TOKENS
 from lightseq.schedule.timing import FLOAT32_BYTES
@@ -96,6 +97,7 @@ def stored_activations(model: PreTrainedConfig, config: TrainConfig, tokens: int
 
 def loss_bytes(model: PreTrainedConfig, config: TrainConfig, tokens: int) -> tuple[int, int]:
     """Returns the bytes of a chunk's logits, and of the gradients of the head (float32) and hidden states."""
-    logits = min(tokens, CHUNK_TOKENS) * model.vocab_size * config.itemsize
-    head = 0 if config.lora_rank else FLOAT32_BYTES * model.vocab_size * model.hidden_size
-    return logits, head + tokens * model.hidden_size * config.itemsize
+    text = text_config(model)
+    logits = min(tokens, CHUNK_TOKENS) * text.vocab_size * config.itemsize
+    head = 0 if config.lora_rank else FLOAT32_BYTES * text.vocab_size * text.hidden_size
+    return logits, head + tokens * text.hidden_size * config.itemsize

@@ -11,6 +11,7 @@ from lightseq.config.train_config import TrainConfig
 from lightseq.data.examples import Examples
 from lightseq.data.packing import PackedExamples, best_fit, read_window_sizes
 from lightseq.models.architecture import Architecture, inspect_architecture
+from lightseq.models.decoder import text_config
 
 MAX_READ = 2**17  # documents that are packed to plan without training; best fit takes 0.3 s
 
@@ -44,7 +45,7 @@ def read_document_lengths(config: TrainConfig, model: PreTrainedConfig) -> Docum
     if config.packing == "none" or not config.data_path or not Path(config.data_path).exists():
         return None
     length = config.model_max_length
-    sizes = read_window_sizes(Path(config.data_path), length, model.vocab_size, config.max_train_samples)
+    sizes = read_window_sizes(Path(config.data_path), length, text_config(model).vocab_size, config.max_train_samples)
     if sizes is None or not len(sizes):
         return None
     sizes = sizes[:: -(-len(sizes) // MAX_READ)]

@@ -129,7 +129,7 @@ class _Step:
         run, last = self.run, self.run.groups - 1
         logits, gradients = loss_bytes(run.model, run.config, run.tokens)
         gathered = run.architecture.head + run.parameters_of(last if run.reshard_after_forward else 0, last)
-        last_norm = LAST_NORM[run.config.compiles] * run.tokens * run.model.hidden_size
+        last_norm = LAST_NORM[run.config.compiles] * run.tokens * run.text.hidden_size
         working = (gathered + last_norm) * run.itemsize
         return self._snapshot("loss", saved=self._on_gpu(last), loss=logits + gradients, working=working)
 
@@ -160,7 +160,7 @@ class _Step:
     def end_of_backward(self) -> Snapshot:
         """Returns memory at the end of the backward pass, before the embeddings' whole gradient is sharded."""
         run = self.run
-        working = run.tokens * run.model.hidden_size * run.itemsize
+        working = run.tokens * run.text.hidden_size * run.itemsize
         if not run.adapter_parameters:
             working += run.architecture.head * (run.itemsize + FLOAT32_BYTES)
         gradients = FLOAT32_BYTES * run.local_trained

@@ -23,6 +23,7 @@ from lightseq.memory.planner.layer_costs import LayerCosts, LayerTable, layer_ta
 from lightseq.memory.planner.rates import CHIPS, DEFAULT_CORES, Chip, chip_of_device
 from lightseq.models.adapters import count_adapter_parameters, lora_from_config
 from lightseq.models.architecture import Architecture, inspect_architecture
+from lightseq.models.decoder import text_config
 from lightseq.models.layers import Layer
 from lightseq.schedule.algorithms import schedule_without_steps
 from lightseq.schedule.auto import ScheduleChoice
@@ -218,7 +219,12 @@ class PlannedRun:
     @property
     def tied(self) -> bool:
         """Returns whether embeddings and head share their weights."""
-        return bool(getattr(self.model, "tie_word_embeddings", False))
+        return self.architecture.ties_embeddings
+
+    @cached_property
+    def text(self) -> Any:
+        """Returns the config of the text decoder."""
+        return text_config(self.model)
 
     @cached_property
     def adapter_parameters(self) -> int:

@@ -47,7 +47,7 @@ def layer_seconds(run: PlannedRun, placement: Placement) -> float:
 def _compute_seconds(run: PlannedRun, placement: Placement) -> dict[str, float]:
     """Returns the seconds of GPU work in one forward and backward pass, by part."""
     forward, backward = attention_seconds(run)
-    logits = run.tokens * run.model.vocab_size * run.itemsize
+    logits = run.tokens * run.text.vocab_size * run.itemsize
     return {
         "matrix products": matrix_seconds(run),
         "attention": len(run.architecture.attentions) * (forward + backward)

@@ -157,13 +157,15 @@ def _prepare_inputs(
     if synthetic:
         model = on_all_ranks(world, lambda: resolve(family, config.model_name, random_init=True).config)
         packed = config.packing != "none"
-        rows = synthetic_rows(count * (DOCUMENTS if packed else 1), length // 3 if packed else length, model.vocab_size)
+        vocab_size = text_config(model).vocab_size
+        rows = synthetic_rows(count * (DOCUMENTS if packed else 1), length // 3 if packed else length, vocab_size)
         Path(config.data_path).write_bytes(pickle.dumps(rows))
     inputs = on_all_ranks(world, lambda: prepare(replace(config, model_max_length=length), family, world))
     stream = replace(inputs.stream, shuffle=False)
     few = with_layers(inputs.model_config, LAYERS * config.group_size)
-    few.initializer_range = few.hidden_size**-0.5  # large enough to detect a wrong mask in narrow models
-    note = f"verifies {text_config(few).num_hidden_layers} layers and {length:,} of {config.model_max_length:,} tokens"
+    text = text_config(few)
+    text.initializer_range = text.hidden_size**-0.5  # large enough to detect a wrong mask in narrow models
+    note = f"verifies {text.num_hidden_layers} layers and {length:,} of {config.model_max_length:,} tokens"
     sequences = first_step(stream)
     on_all_ranks(world, lambda: _check_targets(config, length, sequences))
     return replace(
