@@ -5,6 +5,7 @@ Only the adapters train. The model keeps its class, its module names and its own
 
 import json
 import math
+import re
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lightseq.config.train_config import TrainConfig
-from lightseq.models.build import build_on_meta
+from lightseq.models.build import build_on_meta, removes_towers
 from lightseq.models.decoder import decoder_layers, text_config
 from lightseq.models.weights import LORA_INFIX, FillParameter, copy_tokenizer, fill, named_generator, save_tensors
 from lightseq.modules.low_rank import (
@@ -59,6 +60,7 @@ class Lora:
     rank: int
     alpha: float
     targets: tuple[str, ...]  # names of linears in the layers, such as q_proj
+    layers: str | None = None  # name of the layers, if other parts of the model have linears of these names
 
     @property
     def scale(self) -> float:
@@ -85,7 +87,15 @@ def lora_from_config(config: TrainConfig, model_config: PreTrainedConfig) -> Lor
             f"--lora_target_modules {config.lora_target_modules}: {unknown[0]} is not a linear of the model's layers; "
             f"choose from {', '.join(linears)}, or {ALL_LINEARS}"
         )
-    return Lora(config.lora_rank, config.lora_alpha or 2.0 * config.lora_rank, tuple(targets))
+    layers = _layers_name(model_config) if removes_towers(model_config) else None
+    return Lora(config.lora_rank, config.lora_alpha or 2.0 * config.lora_rank, tuple(targets), layers)
+
+
+def _layers_name(model_config: PreTrainedConfig) -> str:
+    """Returns the name of the list of decoder layers in a model."""
+    model = build_on_meta(model_config)
+    layers = decoder_layers(model)
+    return next(name for name, module in model.named_modules() if module is layers)
 
 
 def count_adapter_parameters(lora: Lora | None, model_config: PreTrainedConfig) -> int:
@@ -147,8 +157,11 @@ def _rounded_once(kind: type[nn.Module]) -> type[nn.Module]:
 def _peft_config(lora: Lora, base: str | None = None) -> Any:
     from peft import LoraConfig
 
+    targets: Any = list(lora.targets)
+    if lora.layers is not None:  # peft matches a pattern with whole names
+        targets = rf"{re.escape(lora.layers)}\..*\.({'|'.join(map(re.escape, lora.targets))})"
     return LoraConfig(
-        r=lora.rank, lora_alpha=lora.alpha, target_modules=list(lora.targets), lora_dropout=0.0, bias="none",
+        r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, lora_dropout=0.0, bias="none",
         task_type="CAUSAL_LM", base_model_name_or_path=base, inference_mode=base is not None,
     )  # fmt: skip
 

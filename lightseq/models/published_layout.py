@@ -9,7 +9,6 @@ import fnmatch
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,10 +19,7 @@ from transformers.core_model_loading import (
     WeightConverter,
     WeightRenaming,
     WeightTransform,
-    apply_converters,
-    apply_renamings,
     dot_natural_key,
-    rename_source_key,
     revert_weight_conversion,
 )
 
@@ -113,7 +109,7 @@ def publish(
     names = [name for name, _ in model.named_parameters()]
     groups: dict[str, set[str]] = {}
     for name in names:
-        target, pattern = apply_converters(name, _converters(reverse))
+        target, pattern = _match(name, _converters(reverse))
         if pattern is not None:
             groups.setdefault(target, set()).add(name)
     group_of = {name: group for group in groups.values() for name in group}
@@ -126,7 +122,7 @@ def publish(
         elif layout is not None and name in layout.renamed:
             yield layout.renamed[name], tensor
         else:
-            yield apply_renamings(name, _renamings(reverse)), tensor
+            yield _rename(name, reverse), tensor
     assert not pending, f"tensors are missing beside {min(pending)}"
 
 
@@ -134,19 +130,39 @@ def _converters(rules: Iterable[WeightTransform]) -> list[WeightConverter]:
     return [rule for rule in rules if isinstance(rule, WeightConverter)]
 
 
-def _renamings(rules: Iterable[WeightTransform]) -> list[WeightRenaming]:
-    return [rule for rule in rules if isinstance(rule, WeightRenaming)]
+def _rename(name: str, rules: Iterable[WeightTransform]) -> str:
+    """Returns the name of a tensor after all renamings among the rules, one after the other."""
+    for rule in rules:
+        if isinstance(rule, WeightRenaming):
+            name, _ = rule.rename_source_key(name)
+    return name
+
+
+def _match(name: str, converters: Iterable[WeightConverter]) -> tuple[str, str | None]:
+    """Returns the name that the first converter that takes a tensor gives it, and the pattern; else the same name."""
+    for converter in converters:
+        target, pattern = converter.rename_source_key(name)
+        if pattern is not None:
+            return target, pattern
+    return name, None
 
 
 def _in_model(
-    model: PreTrainedModel, name: str, rules: list[WeightTransform], known: dict[str, Any]
+    model: PreTrainedModel, name: str, rules: list[WeightTransform], known: Collection[str]
 ) -> tuple[str, str | None]:
     """Returns the name in the model of a tensor in the files, and the pattern by which it is converted, if it is."""
-    prefix = model.base_model_prefix
-    found = rename_source_key(name, _renamings(rules), _converters(rules), prefix, known)
-    if found[0] not in known and name in known:  # the files have transformers' own names
-        return rename_source_key(name, [], [], prefix, known)
-    return found
+    target, pattern = _match(_rename(name, rules), _converters(rules))
+    target = _with_prefix(model, target, known)
+    if target not in known and (same := _with_prefix(model, name, known)) in known:  # the files have the model's names
+        return same, None
+    return target, pattern
+
+
+def _with_prefix(model: PreTrainedModel, name: str, known: Collection[str]) -> str:
+    """Returns a name with or without the prefix of the model inside, whichever is known."""
+    prefix = f"{model.base_model_prefix}."
+    others = (name, name.removeprefix(prefix), prefix + name)
+    return next((other for other in others if other in known), name)
 
 
 def _targets(conversion: Conversion, known: Iterable[str]) -> list[str]:

@@ -1,0 +1,156 @@
+"""Models with images or audio, trained on text: their parts, and the layout of their files."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_architectures import ROOT
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
+
+from benchmarks import architectures
+from benchmarks.architectures import compare_training, plain_model, tiny_config
+from lightseq import hf
+from lightseq.models import weights
+from lightseq.models.build import build_on_meta
+from lightseq.models.published_layout import layout_of_files
+
+CPU = torch.device("cpu")
+IDS = torch.arange(3, 20)[None]
+# Names as they are on the hub. In transformers' classes the prefixes differ, and experts are stacked.
+PUBLISHED = {
+    "gemma3": (
+        "language_model.model.layers.0.mlp.up_proj.weight",
+        "vision_tower.vision_model.embeddings.patch_embedding",
+    ),
+    "mistral3": ("language_model.model.layers.0.mlp.up_proj.weight", "vision_tower.patch_conv.weight"),
+    "qwen3_vl": ("model.language_model.layers.0.mlp.up_proj.weight", "model.visual.patch_embed.proj.weight"),
+    "qwen3_moe": ("model.layers.0.mlp.experts.3.up_proj.weight", ""),
+    "phi3": ("model.layers.0.self_attn.qkv_proj.weight", ""),
+}
+
+
+def saved(model_type: str, folder: Path) -> PreTrainedModel:
+    """Saves a tiny model as published: by a model that was loaded, because a new one's prefixes may differ."""
+    new = plain_model(tiny_config(model_type))
+    new.save_pretrained(folder / "new")
+    model: PreTrainedModel = type(new).from_pretrained(folder / "new").eval()
+    model.save_pretrained(folder / "published")
+    return model
+
+
+def loaded(directory: Path) -> PreTrainedModel:
+    model = build_on_meta(AutoConfig.from_pretrained(directory))
+    weights.materialize(model, CPU)
+    weights.load(model, directory)
+    return model.eval()
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        return model(input_ids=IDS, use_cache=False).logits
+
+
+@pytest.mark.parametrize("model_type", PUBLISHED)
+def test_a_saved_model_has_the_names_and_tensors_of_the_published_one(
+    model_type: str, tmp_path: Path, alone: None
+) -> None:
+    plain = saved(model_type, tmp_path)
+    model = loaded(tmp_path / "published")
+    assert torch.equal(logits(model), logits(plain))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 1
+    source, target = tmp_path / "published", tmp_path / "trained"
+    weights.save_pretrained(model, target, torch.float32, trained_from=source)
+    before, after = load_file(source / weights.WEIGHTS), load_file(target / weights.WEIGHTS)
+    text, tower = PUBLISHED[model_type]
+    assert before.keys() == after.keys() and text in after
+    assert torch.equal(after[text], before[text] + 1)
+    untouched = [name for name in after if torch.equal(after[name], before[name])]
+    assert bool(tower) == any(name.startswith(tower) for name in untouched)
+    assert all("language_model" not in name and "layers.0.mlp" not in name for name in untouched if "vis" not in name)
+    configs = [json.loads((folder / "config.json").read_text()) for folder in (source, target)]
+    assert configs[0] == configs[1]
+    assert torch.equal(logits(type(plain).from_pretrained(target).eval()), logits(model))
+
+
+def test_towers_are_not_in_memory(tmp_path: Path) -> None:
+    model = build_on_meta(tiny_config("gemma3"))
+    assert not [name for name, _ in model.named_parameters() if "language_model" not in name]
+
+
+def test_unknown_and_missing_tensors_are_refused_by_name(tmp_path: Path) -> None:
+    model = build_on_meta(tiny_config("gemma3"))
+    names = [name for name, _ in model.named_parameters()]
+    with pytest.raises(ValueError, match=r"missing tensors \['model.language_model.norm.weight'\]"):
+        layout_of_files(model, names, [name for name in names if not name.endswith("language_model.norm.weight")])
+    with pytest.raises(ValueError, match=r"unknown tensors \['model.language_model.layers.0.mlp.extra'\]"):
+        layout_of_files(model, names, [*names, "model.language_model.layers.0.mlp.extra"])
+    tower = "model.vision_tower.vision_model.post_layernorm.weight"
+    assert layout_of_files(model, names, [*names, tower]).untouched == (tower,)
+
+
+def test_a_save_fails_if_the_towers_are_gone(tmp_path: Path, alone: None) -> None:
+    model = build_on_meta(tiny_config("gemma3"))
+    weights.materialize(model, CPU)
+    with pytest.raises(FileNotFoundError, match="is gone, which has the parts of the model that do not train"):
+        weights.save_pretrained(model, tmp_path / "out", torch.float32, trained_from=tmp_path / "gone")
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_text_trains_as_in_the_whole_model(packed: bool, alone: None) -> None:
+    assert "gradients within" in compare_training(tiny_config("gemma3"), packed)
+
+
+def test_images_are_refused_in_one_line(alone: None) -> None:
+    model = plain_model(tiny_config("qwen3_vl"))
+    context = hf.enable(model, length=architectures.LENGTH)
+    batch = hf.shard_batch(context, architectures.ids(), architectures.ids())
+    with pytest.raises(ValueError, match="pixel_values is not supported: images, video and audio are not split"):
+        model(**batch, pixel_values=torch.zeros(1, 3, 8, 8))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_checkpoint_trains_resumes_and_merges_with_its_towers_unchanged(tmp_path: Path) -> None:
+    architectures.SIZES["vocab_size"] = 320
+    try:
+        saved("gemma3", tmp_path)
+    finally:
+        architectures.SIZES["vocab_size"] = architectures.VOCABULARY
+    text = tmp_path / "text.jsonl"
+    text.write_text("".join(json.dumps({"text": f"row {i} " * 40}) + "\n" for i in range(20)))
+    model = tmp_path / "published"
+
+    def run(*words: str) -> str:
+        done = subprocess.run([sys.executable, "-m", "lightseq", *words], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    flags = f"--model_name_or_path {model} --data_path {text} --tokenizer byte --model_max_length 96".split()
+    flags += ["--max_steps", "4", "--save_strategy", "steps", "--save_steps", "2", "--learning_rate", "1e-2"]
+    flags += ["--lr_scheduler_type", "constant", "--nproc_per_node", "2"]
+    run("train", *flags, "--output_dir", str(tmp_path / "out"))
+    run("train", *flags, "--output_dir", str(tmp_path / "two"), "--max_steps", "2")
+    resumed = ["--resume_from_checkpoint", str(tmp_path / "two" / "checkpoint-2")]
+    run("train", *flags, "--output_dir", str(tmp_path / "again"), *resumed)
+    run("train", *flags, "--output_dir", str(tmp_path / "lora"), "--lora_rank", "2")
+    run("merge", "--adapter", str(tmp_path / "lora" / "checkpoint-4"), "--output_dir", str(tmp_path / "merged"))
+    before = load_file(model / weights.WEIGHTS)
+    whole, again = (load_file(tmp_path / name / "checkpoint-4" / weights.WEIGHTS) for name in ("out", "again"))
+    merged = load_file(tmp_path / "merged" / weights.WEIGHTS)
+    for name, tensor in before.items():
+        trains, is_linear = name.startswith("language_model"), name.endswith("_proj.weight")
+        assert torch.equal(whole[name], again[name]), name
+        assert torch.equal(whole[name], tensor) != trains or not tensor.any(), name
+        assert torch.equal(merged[name], tensor) != (trains and is_linear), name
+    settings = json.loads((tmp_path / "lora" / "checkpoint-4" / "adapter_config.json").read_text())
+    assert settings["target_modules"].startswith(r"model\.language_model\.layers\.")
+    for folder in (tmp_path / "out" / "checkpoint-4", tmp_path / "merged"):
+        AutoModelForImageTextToText.from_pretrained(folder)
