@@ -92,7 +92,7 @@ def open_examples(
         raise ValueError(
             f"{path} is neither a token directory (no {META}) nor a folder of "
             f"{alternatives((*FOLDER_SUFFIXES, *TEXT_SUFFIXES))} files; "
-            f"it holds {holds}; name a file, or make tokens with lightseq data"
+            f"it holds {holds}; give a file, or make tokens with lightseq data"
         )
     if path.is_dir():
         opened = open_windows(path, length, vocab_size, read_options.limit)

@@ -163,7 +163,7 @@ def _check_one_kind(folder: Path) -> None:
     if text is not None and text not in files:
         raise ValueError(
             f"{folder} holds rows ({files[0].relative_to(folder)}) and texts ({text.relative_to(folder)}); keep one "
-            "kind in a folder, or join them with python3 -m lightseq data text"
+            "kind in a folder, or join them with lightseq data text"
         )
 
 

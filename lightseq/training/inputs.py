@@ -119,7 +119,7 @@ def prepare(config: TrainConfig, family: ModelFamily, world: World, resume_point
     profile_notes = check_profiled(config, world.device, stream.first_step, total_steps)
     trained = count_adapter_parameters(model.lora, model.config) or total_parameters(model.config)
     disk_notes = check_disk_space(config, trained, stream, total_steps)
-    prompts = read_sample_prompts(config, tokenizer, model.config.vocab_size)
+    prompts = read_sample_prompts(config, tokenizer, text_config(model.config).vocab_size)
     # Last, because a download can take hours and all other checks should come first.
     directory = fetch_weights(model, world, verified=resume_point.path)
     check_notes = checkpoint_notes + streams.notes + profile_notes + disk_notes
@@ -300,7 +300,7 @@ def find_examples(
     `open_data` replaces the function that --packing chooses. Raises ValueError if the data cannot be opened or does not
     fit the model.
     """
-    length, vocab_size = config.model_max_length, model.config.vocab_size
+    length, vocab_size = config.model_max_length, text_config(model.config).vocab_size
     open_data = open_data or (open_examples if config.packing == "none" else open_packed)
     trains = path == config.data_path and not (evaluates and path == config.eval_data_path)
     limit = config.max_train_samples if trains else None
