@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import io
+import json
 import os
 import re
 import runpy
@@ -79,6 +80,24 @@ def test_the_tables_of_columns_match_the_reader() -> None:
     page = ROOT / "docs" / "data.md"
     made = runpy.run_path(str(ROOT / "docs" / "make_columns.py"))["page"](page.read_text())
     assert made == page.read_text(), "run docs/make_columns.py"
+
+
+def test_speeds_of_whole_steps_are_those_of_the_records() -> None:
+    """A row with "median [lowest, highest]" and its memory is one record; the README repeats rows of the page."""
+    records = [json.loads(line) for file in ROOT.glob("benchmarks/results/step-*.jsonl") for line in file.open()]
+    measured = {
+        tuple(f"{record[f'tokens_per_second{name}']:,.0f}" for name in ("", "_lowest", "_highest"))
+        + (f"{record['peak_memory_allocated_bytes'] / 2**30:.1f}",)
+        for record in records
+        if record.get("tokens_per_second")
+    }
+    page = (ROOT / "docs" / "results.md").read_text()
+    row = re.compile(r"\| \**([\d,]+)\** \[([\d,]+), ([\d,]+)\] \|(?:[^|\n]*\|){0,2}? \**([\d.]+) GiB")
+    stated = row.findall(page)
+    assert len(stated) > 35 and page.count("[") - page.count("](") <= len(stated) + 2
+    assert not [one for one in stated if one not in measured]
+    for speed, memory in re.findall(r"\| \**([\d,]+)\** \| ([\d.]+) GiB \|", (ROOT / "README.md").read_text()):
+        assert any((one[0], one[3]) == (speed, memory) for one in stated), speed
 
 
 def test_files_and_names_on_the_page_of_the_architecture_exist() -> None:
