@@ -176,6 +176,8 @@ def _check_kind_of_attention(model: PreTrainedModel) -> None:
     if getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(f"{name} has an encoder and a decoder; use a causal language model, which has a decoder only")
     config, decoder = text_config(model.config), text_decoder(model)
+    if config is not model.config and not (has_known_parts(model) and type(decoder.config) is type(config)):
+        raise ValueError(f"{name} has inputs other than text, and no plain text decoder; use a language model")
     modules = attention_modules(decoder)
     if not modules and mixer_modules(decoder):
         raise ValueError(f"{name} has no layer with softmax attention; use a model with at least one")

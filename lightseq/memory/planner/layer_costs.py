@@ -20,7 +20,7 @@ from lightseq.memory.remat import stored_operators
 from lightseq.models.architecture import inspect_architecture
 from lightseq.models.attention_modules import attention_modules
 from lightseq.models.build import build_on_meta
-from lightseq.models.decoder import decoder_layers
+from lightseq.models.decoder import attending_part, decoder_layers
 from lightseq.models.layers import Layer
 from lightseq.models.meta_run import layer_inputs
 from lightseq.models.mixers import distribute_mixer, mixer_modules, registered_mixers
@@ -119,7 +119,7 @@ class LayerTable:
         layers = decoder_layers(model)[: last + 1]
         inputs = layer_inputs(model.to(self._dtype), layers, TOKENS)
         ALL_ATTENTION_FUNCTIONS.register("lightseq_traced", attention_function)
-        model.set_attn_implementation("lightseq_traced")
+        attending_part(model).set_attn_implementation("lightseq_traced")
         context = one_rank_context()
         for module in attention_modules(model):
             module.sequence_context = context  # type: ignore[assignment]
