@@ -69,6 +69,15 @@ def test_failed_ranks_start_again_unless_they_were_refused(
     assert sorted(path.name for path in tmp_path.iterdir()) == [str(i) for i in range(starts)]
 
 
+def test_a_restart_belongs_to_the_same_launch(tmp_path: Path) -> None:
+    """By which the run knows that the output directory is its own, and resumes."""
+    code = f"open('{tmp_path}/launches', 'a').write(os.environ['LIGHTSEQ_LAUNCH'] + ' '); sys.exit(1)"
+    for _ in range(2):
+        assert launch(1, code, max_restarts=1) == 1
+    first, again, other, last = (tmp_path / "launches").read_text().split()
+    assert first == again != other == last
+
+
 def test_a_restart_can_succeed() -> None:
     assert launch(2, "sys.exit(int(os.environ['TORCHELASTIC_RESTART_COUNT']) == 0)", max_restarts=1) == 0
 

@@ -15,12 +15,14 @@ import socket
 import subprocess
 import sys
 import time
+import uuid
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from lightseq.distributed.environment import refuse_variable, whole_number_in
+from lightseq.distributed.start_over import LAUNCH
 
 FORWARDED: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 POLL_SECONDS = 0.05
@@ -203,6 +205,7 @@ class Launch:
 
     command: Sequence[str]  # of every rank
     size: int
+    launch: str = field(default_factory=lambda: uuid.uuid4().hex)  # the same after a restart, which then resumes
     ranks: list[subprocess.Popen[bytes]] = field(default_factory=list)
     signals: list[int] = field(default_factory=list)
     undelivered: list[int] = field(default_factory=list)  # signals that wait until every rank has started
@@ -245,6 +248,7 @@ class Launch:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
             "TORCHELASTIC_RESTART_COUNT": str(restarts),
+            LAUNCH: self.launch,
         }
         self.ranks = []
         for rank in range(self.size):

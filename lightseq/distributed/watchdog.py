@@ -31,7 +31,19 @@ from lightseq.distributed.world import World, exit_process, report_error
 EXIT_STATUS = 70  # exit status of a process that ends because of another rank (EX_SOFTWARE)
 STORE_NAME = "the rendezvous store"
 RENDEZVOUS = "rendezvous"
-PHASES = (RENDEZVOUS, "start", "data", "forward", "backward", "update", "evaluation", "saving", "end")  # in order
+SAID = "said"  # key of the store, counts the ranks that have explained the end of the run
+PHASES = (
+    RENDEZVOUS,
+    "start",
+    "data",
+    "forward",
+    "backward",
+    "update",
+    "evaluation",
+    "samples",
+    "saving",
+    "end",
+)  # in order
 SILENT_BEATS, SILENT_SECONDS = 5, 60.0  # more than a busy interpreter may lose
 START_OVER, LEAVING_SECONDS = "start over", 30.0  # key in the store; ranks leave together, or after this time
 # Messages of gloo, NCCL and sockets when a peer is gone.
@@ -112,6 +124,11 @@ class Watchdog:
     def follow_progress(self, progress: Callable[[], int]) -> None:
         """Sets a counter that grows while the main thread makes progress within a phase, which may take hours."""
         self._progress = progress
+
+    def mark_explained(self) -> None:
+        """Keeps other ranks from printing that this one is gone, because it has printed why it ends."""
+        if self._store is not None:
+            self._store.add(SAID, 1)
 
     def start_over(self, memory_limit: float) -> NoReturn:
         """Starts the command over on all ranks, which may then plan with so many bytes of a GPU. Never returns."""
@@ -263,7 +280,7 @@ class Watchdog:
             text += f"; {self._write_stacks(text, self._stacks)}"
         first = True
         with suppress(RuntimeError):  # the store may be gone
-            first = self._store is None or self._store.add("said", 1) == 1
+            first = self._store is None or self._store.add(SAID, 1) == 1
         # The launcher sees a rank's end before its heartbeat is missed, which takes up to two intervals.
         unheard = max((time.monotonic() - at for _, at in self._heard.values()), default=0.0)
         report_error(text + remedy, prints=first, seconds_ago=unheard + 2 * self._interval)

@@ -1,6 +1,7 @@
 """Peak device memory of a run by purpose, and what happens when it runs out."""
 
 import sys
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -38,9 +39,12 @@ def out_of_memory_handler(
         if plan is not None and watchdog is not None:
             fall_back(plan, config, world, watchdog, reason)
 
-    return exit_on_out_of_memory(
-        world, terminal, lambda: out_of_memory(config, inputs.model_config, world, inputs.documents), next_plan
-    )
+    def explain() -> Sequence[str]:
+        if watchdog is not None:
+            watchdog.mark_explained()
+        return out_of_memory(config, inputs.model_config, world, inputs.documents)
+
+    return exit_on_out_of_memory(world, terminal, explain, next_plan)
 
 
 def fall_back(plan: Plan, config: TrainConfig, world: World, watchdog: Watchdog, reason: str) -> None:

@@ -102,6 +102,9 @@ class TrainingLoop:
             if self._stops_early:
                 ends, saves = True, saving is not None
             self._done = done
+            if self._samples is not None and (evaluates or ends) and stopped_by is None:
+                with stats.paused():
+                    self._samples.write(done)
             if saves and saving is not None:
                 trainer.mark(done, "saving")
                 with stats.paused(saves=True):
@@ -110,9 +113,6 @@ class TrainingLoop:
                 pending = None
                 with stats.paused(saves=True):
                     saved = saving.save(done, copies, evaluation.loss if evaluation else None, self._stopping)
-            if self._samples is not None and (evaluates or ends) and stopped_by is None:
-                with stats.paused():
-                    self._samples.write(done)
             if ends:
                 break
         profile.close()
