@@ -17,6 +17,7 @@ from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     LlamaForCausalLM,
     PreTrainedModel,
     Trainer,
@@ -402,11 +403,11 @@ def test_a_patched_model_is_saved_as_it_was(alone: None, tmp_path: Path) -> None
     assert before == after and AutoConfig.from_pretrained(tmp_path / "after").use_cache
 
 
-@pytest.mark.parametrize("model_type", ["gemma3", "got_ocr2"])
-def test_a_model_with_inputs_other_than_text_is_refused(alone: None, model_type: str) -> None:
+@pytest.mark.parametrize("model_type", ["blip-2", "kosmos-2"])
+def test_a_model_with_images_but_no_plain_text_decoder_is_refused(alone: None, model_type: str) -> None:
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type]())
-    refused(lambda: hf.enable(model), "has inputs other than text")
+        model = AutoModelForImageTextToText.from_config(CONFIG_MAPPING[model_type]())
+    refused(lambda: hf.enable(model), "has inputs other than text, and no plain text decoder")
 
 
 # ---- versions ------------------------------------------------------------------------------------------------------

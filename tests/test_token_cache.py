@@ -579,7 +579,7 @@ def found(flags: str, path: Path, evaluates: bool) -> int:
     strategy = "steps" if "--eval_data_path" in flags else "no"
     words = f"--model_name_or_path m --output_dir o --model_max_length 9 --eval_strategy {strategy} {flags}"
     config = parse(words.split(), "")
-    model: Any = SimpleNamespace(config=SimpleNamespace(vocab_size=300), tokenizer="byte")
+    model: Any = SimpleNamespace(config=LlamaConfig(vocab_size=300), tokenizer="byte")
     return len(find_examples(str(path), model, config, SimpleNamespace(is_main=True), evaluates))  # type: ignore[arg-type]
 
 

@@ -64,7 +64,7 @@ def convert_model(folder: Path, output: Path) -> None:
     model = LlamaForCausalLM(LlamaConfig.from_dict(config))
     model.load_state_dict(loaded.state_dict())
     model.save_pretrained(output)
-    AutoTokenizer.from_pretrained(**source).save_pretrained(output)
+    AutoTokenizer.from_pretrained(**source, trust_remote_code=False).save_pretrained(output)
     print(f"{model.num_parameters() / 1e6:.1f} million weights in {output}")
 
 
