@@ -34,7 +34,7 @@ help:
 	@echo "make install    install lightseq and what it needs into .venv"
 	@echo "make train      install, make data, train tiny-llama3 on every GPU here (or 2 CPU processes), draw the curves, write text"
 	@echo "                STEPS=$(STEPS) LENGTH=$(LENGTH) BATCH=$(BATCH) OUTPUT=$(OUTPUT) NPROC=(default: one per GPU, else 2)"
-	@echo "make test       install what tests need, run the quick tests on the CPU (seven to eight minutes on 2 cores); ARGS='-k name' goes to pytest"
+	@echo "make test       install what tests need, run the quick tests on the CPU (eight to eleven minutes on 2 cores); ARGS='-k name' goes to pytest"
 	@echo "make test-all   all tests that need no GPU"
 	@echo "make test-compat  a few tests, with the oldest and the newest torch and transformers; installs both"
 	@echo "make test-trl   TRL's own tests with our trainers on 2 CPU processes (10 minutes); TRL_CHECKOUT=PATH is its repository"
@@ -79,8 +79,8 @@ train: $(READY) data/stdlib/meta.json
 	@bf16=$$($(RUN) -c 'import torch; print("--bf16" if torch.cuda.is_available() else "")'); \
 	PYTHON=$(RUN) NPROC=$(NPROC) launch/local.sh llama3 --model_name_or_path tiny-llama3 --random_init \
 	    --data_path data/stdlib --model_max_length $(LENGTH) --per_device_train_batch_size $(BATCH) \
-	    --eval_fraction 0.003 --eval_steps $$((($(STEPS) + 5) / 6)) --per_device_eval_batch_size $(BATCH) --max_steps $(STEPS) --learning_rate 3e-3 --warmup_steps 10 \
-	    --lr_scheduler_type cosine --logging_steps 1 --save_strategy steps --save_steps $(STEPS) \
+	    --eval_fraction 0.003 --eval_steps $$((($(STEPS) + 5) / 6)) --per_device_eval_batch_size $(BATCH) \
+	    --max_steps $(STEPS) --learning_rate 3e-3 --warmup_steps 10 --lr_scheduler_type cosine --logging_steps 1 --save_strategy steps --save_steps $(STEPS) \
 	    --output_dir "$(OUTPUT)" --overwrite_output_dir $$bf16
 	@echo "draw: curves from $(OUTPUT)/metrics.jsonl"
 	@$(RUN) -m analysis "$(OUTPUT)"

@@ -389,7 +389,7 @@ REASONS = {
     "calls of attention|layers and calls": "a layer or its attention runs more than once",
     "meta device": "does not run on the meta device",
     r"has (\w+) layers": r"\1 layers",
-    "inputs other than text": "inputs other than text around no plain text decoder",
+    "inputs other than text": "inputs other than text, and no plain text decoder",
     "single number of attention heads": "heads differ between layers",
     "buffers": "buffers that cannot be recomputed",
     "different attention": "attention differs between layers",

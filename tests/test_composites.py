@@ -16,9 +16,11 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedMode
 from benchmarks import architectures
 from benchmarks.architectures import compare_training, plain_model, tiny_config
 from lightseq import hf
+from lightseq.data.tokenizer import ByteTokenizer
 from lightseq.models import weights
 from lightseq.models.build import build_on_meta
 from lightseq.models.published_layout import layout_of_files
+from lightseq.tools import generate
 
 CPU = torch.device("cpu")
 IDS = torch.arange(3, 20)[None]
@@ -73,6 +75,7 @@ def test_a_saved_model_has_the_names_and_tensors_of_the_published_one(
         for parameter in model.parameters():
             parameter += 1
     source, target = tmp_path / "published", tmp_path / "trained"
+    (source / "preprocessor_config.json").write_text("{}")  # of images
     weights.save_pretrained(model, target, torch.float32, trained_from=source)
     before, after = load_file(source / weights.WEIGHTS), load_file(target / weights.WEIGHTS)
     text, tower = PUBLISHED[model_type]
@@ -81,17 +84,19 @@ def test_a_saved_model_has_the_names_and_tensors_of_the_published_one(
     untouched = [name for name in after if torch.equal(after[name], before[name])]
     assert bool(tower) == any(name.startswith(tower) for name in untouched)
     assert all("language_model" not in name and "layers.0.mlp" not in name for name in untouched if "vis" not in name)
+    assert (target / "preprocessor_config.json").read_text() == "{}"
+    assert not weights.has_tokenizer(target)
     configs = [json.loads((folder / "config.json").read_text()) for folder in (source, target)]
     assert configs[0] == configs[1]
     assert torch.equal(logits(type(plain).from_pretrained(target).eval()), logits(model))
 
 
-def test_towers_are_not_in_memory(tmp_path: Path) -> None:
+def test_towers_are_not_in_memory() -> None:
     model = build_on_meta(tiny_config("gemma3"))
     assert not [name for name, _ in model.named_parameters() if "language_model" not in name]
 
 
-def test_unknown_and_missing_tensors_are_refused_by_name(tmp_path: Path) -> None:
+def test_unknown_and_missing_tensors_are_refused_by_name() -> None:
     model = build_on_meta(tiny_config("gemma3"))
     names = [name for name, _ in model.named_parameters()]
     with pytest.raises(ValueError, match=r"missing tensors \['model.language_model.norm.weight'\]"):
@@ -114,6 +119,14 @@ def test_text_trains_as_in_the_whole_model(packed: bool, alone: None) -> None:
     assert "gradients within" in compare_training(tiny_config("gemma3"), packed)
 
 
+def test_a_model_with_images_generates_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(architectures.SIZES, "vocab_size", 320)
+    saved("qwen3_vl", tmp_path)
+    ByteTokenizer().save_pretrained(tmp_path / "published")
+    words = [str(tmp_path / "published"), "--prompt", "def ", "--max_new_tokens", "3"]
+    assert generate.continuations(generate.parser().parse_args(words))[0].startswith("def ")
+
+
 def test_images_are_refused_in_one_line(alone: None) -> None:
     model = plain_model(tiny_config("qwen3_vl"))
     context = hf.enable(model, length=architectures.LENGTH)
@@ -124,12 +137,11 @@ def test_images_are_refused_in_one_line(alone: None) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_checkpoint_trains_resumes_and_merges_with_its_towers_unchanged(tmp_path: Path) -> None:
-    architectures.SIZES["vocab_size"] = 320
-    try:
-        saved("gemma3", tmp_path)
-    finally:
-        architectures.SIZES["vocab_size"] = architectures.VOCABULARY
+def test_a_checkpoint_trains_resumes_and_merges_with_its_towers_unchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(architectures.SIZES, "vocab_size", 320)
+    saved("gemma3", tmp_path)
     text = tmp_path / "text.jsonl"
     text.write_text("".join(json.dumps({"text": f"row {i} " * 40}) + "\n" for i in range(20)))
     model = tmp_path / "published"

@@ -20,12 +20,12 @@ from lightseq.hf.changes import EnabledModel
 from lightseq.hf.gradient_scale import find_gradient_factor, scale_gradients
 from lightseq.hf.loss_checks import check_labels, check_loss, restore_loss_function
 from lightseq.models.architecture import transformers_model, windows_of_masks
-from lightseq.models.build import removes_towers
+from lightseq.models.decoder import has_towers
 from lightseq.models.mixers import attending_layers
 from lightseq.sequence.documents import Documents
 from lightseq.utils.tensors import IGNORE_INDEX
 
-# How the names of inputs that come from images, video and audio begin, in the models of transformers.
+# Beginnings of the names that transformers' models give to inputs from images, video and audio.
 OTHER_INPUTS = (
     "pixel_",
     "image_",
@@ -70,6 +70,7 @@ class Checks:
         self._context = context
         self._layers = attending_layers
         self._windows = windows_of_masks(model)
+        self._has_towers = has_towers(model.config)
         self._length_dependent_rope = length_dependent_rope
         self._shapes = set[tuple[Any, ...]]()  # of positions that were right
 
@@ -77,6 +78,8 @@ class Checks:
     def check_inputs(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Raises ValueError for inputs that attention over ranks does not support. Returns the inputs for the model."""
         context, state = self._context, self._context.forward_pass
+        if self._has_towers:
+            _check_only_text(kwargs)
         kwargs = _supported_arguments(model, args, kwargs)
         documents, facts = kwargs.get("documents"), kwargs.pop(BATCH_FACTS, None)
         self._check_positions_and_documents(kwargs.get("position_ids"), documents)
@@ -152,8 +155,6 @@ class Checks:
 def _supported_arguments(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Returns the model's keyword arguments without a mask of ones. Raises ValueError for unsupported ones."""
     config, kwargs = model.config, dict(kwargs)
-    if removes_towers(transformers_model(model).config):
-        _check_only_text(kwargs)
     if len(args) > 1:
         raise ValueError(f"{len(args)} positional arguments; pass all but the first by keyword, as shard_batch does")
     if kwargs.get("use_cache") or kwargs.get("past_key_values") is not None:

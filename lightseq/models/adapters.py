@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lightseq.config.train_config import TrainConfig
-from lightseq.models.build import build_on_meta, removes_towers
-from lightseq.models.decoder import decoder_layers, text_config
+from lightseq.models.build import build_on_meta
+from lightseq.models.decoder import decoder_layers, has_towers, module_name, text_config
 from lightseq.models.weights import LORA_INFIX, FillParameter, copy_tokenizer, fill, named_generator, save_tensors
 from lightseq.modules.low_rank import (
     RoundedOnce,
@@ -87,15 +87,14 @@ def lora_from_config(config: TrainConfig, model_config: PreTrainedConfig) -> Lor
             f"--lora_target_modules {config.lora_target_modules}: {unknown[0]} is not a linear of the model's layers; "
             f"choose from {', '.join(linears)}, or {ALL_LINEARS}"
         )
-    layers = _layers_name(model_config) if removes_towers(model_config) else None
+    layers = _layers_name(model_config) if has_towers(model_config) else None
     return Lora(config.lora_rank, config.lora_alpha or 2.0 * config.lora_rank, tuple(targets), layers)
 
 
 def _layers_name(model_config: PreTrainedConfig) -> str:
     """Returns the name of the list of decoder layers in a model."""
     model = build_on_meta(model_config)
-    layers = decoder_layers(model)
-    return next(name for name, module in model.named_modules() if module is layers)
+    return module_name(model, decoder_layers(model))
 
 
 def count_adapter_parameters(lora: Lora | None, model_config: PreTrainedConfig) -> int:
@@ -158,7 +157,7 @@ def _peft_config(lora: Lora, base: str | None = None) -> Any:
     from peft import LoraConfig
 
     targets: Any = list(lora.targets)
-    if lora.layers is not None:  # peft matches a pattern with whole names
+    if lora.layers is not None:  # a pattern, which peft compares with whole names
         targets = rf"{re.escape(lora.layers)}\..*\.({'|'.join(map(re.escape, lora.targets))})"
     return LoraConfig(
         r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, lora_dropout=0.0, bias="none",

@@ -20,7 +20,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from lightseq.kernels.logit_transform import LogitTransform
 from lightseq.models.attention_modules import attention_modules
 from lightseq.models.build import build_on_meta, constructed_buffers
-from lightseq.models.decoder import decoder_layers, has_known_parts, text_config, text_decoder, ties_embeddings
+from lightseq.models.decoder import (
+    decoder_layers,
+    has_known_parts,
+    has_towers,
+    text_config,
+    text_decoder,
+    ties_embeddings,
+)
 from lightseq.models.layers import Attention, Heads, Layer, distinct, heads_of
 from lightseq.models.meta_run import TOKENS, LayerRun, MetaRun, find_logit_transform, linears_of, run_on_meta
 from lightseq.models.mixers import MixerKind, mixer_layer_types, mixer_modules, registered_mixers
@@ -176,7 +183,7 @@ def _check_kind_of_attention(model: PreTrainedModel) -> None:
     if getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(f"{name} has an encoder and a decoder; use a causal language model, which has a decoder only")
     config, decoder = text_config(model.config), text_decoder(model)
-    if config is not model.config and not (has_known_parts(model) and type(decoder.config) is type(config)):
+    if has_towers(model.config) and not (has_known_parts(model) and type(decoder.config) is type(config)):
         raise ValueError(f"{name} has inputs other than text, and no plain text decoder; use a language model")
     modules = attention_modules(decoder)
     if not modules and mixer_modules(decoder):

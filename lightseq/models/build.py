@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 
-from lightseq.models.decoder import text_config, text_decoder
+from lightseq.models.decoder import has_towers, text_decoder
 
 
 def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
@@ -16,7 +16,7 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     Raises ValueError for a type of model that generates no text.
     """
     mappings = [AutoModelForCausalLM._model_mapping]
-    if removes_towers(config):  # the class of the causal models may take only the config of the text inside
+    if has_towers(config):  # the class of the causal models may take only the config of the text inside
         mappings.insert(0, AutoModelForImageTextToText._model_mapping)
     found = [mapping[type(config)] for mapping in mappings if type(config) in mapping]
     known = [kind for each in found for kind in (each if isinstance(each, tuple) else (each,))]
@@ -69,17 +69,12 @@ def _buffers(config: PreTrainedConfig, dtype: torch.dtype) -> dict[str, Tensor]:
     return {name: buffer.detach().clone() for name, buffer in model.named_buffers(remove_duplicate=False)}
 
 
-def removes_towers(config: PreTrainedConfig) -> bool:
-    """Returns whether a config's model has other inputs than text, and so parts that do not train."""
-    return text_config(config) is not config
-
-
 def remove_towers(model: PreTrainedModel) -> None:
     """Removes the encoders of images and audio, and their projectors, from a model that has other inputs than text.
 
     What lies beside the path to the text decoder goes. The decoder and the head stay.
     """
-    if not removes_towers(model.config):
+    if not has_towers(model.config):
         return
     decoder = text_decoder(model)
     kept = {id(decoder), id(model.get_output_embeddings()), id(model.get_input_embeddings())}

@@ -13,6 +13,11 @@ def text_config(config: PreTrainedConfig) -> Any:
     return config.get_text_config(decoder=True)
 
 
+def has_towers(config: PreTrainedConfig) -> bool:
+    """Returns whether a config's model has other inputs than text, and so encoders beside its text decoder."""
+    return text_config(config) is not config
+
+
 def with_text_settings(config: PreTrainedConfig, settings: Mapping[str, Any]) -> PreTrainedConfig:
     """Returns a copy of a config with these settings of its text decoder."""
     text = text_config(config)
@@ -34,7 +39,7 @@ def has_known_parts(model: PreTrainedModel) -> bool:
 
 def text_decoder(model: PreTrainedModel) -> Any:
     """Returns the module that holds the embeddings, the layers and the norm after them."""
-    if text_config(model.config) is model.config:
+    if not has_towers(model.config):
         return model.base_model
     decoder = model.get_decoder()
     return decoder.base_model if isinstance(decoder, PreTrainedModel) else decoder
@@ -42,7 +47,7 @@ def text_decoder(model: PreTrainedModel) -> Any:
 
 def attending_part(model: PreTrainedModel) -> PreTrainedModel:
     """Returns the model whose config says how the text decoder attends. Encoders of images attend in their own way."""
-    part: PreTrainedModel = model if text_config(model.config) is model.config else text_decoder(model)
+    part: PreTrainedModel = text_decoder(model) if has_towers(model.config) else model
     return part
 
 
@@ -66,5 +71,9 @@ def ties_embeddings(model: PreTrainedModel) -> bool:
 
 def head_weight_name(model: PreTrainedModel) -> str:
     """Returns the name of the head's weight in the model."""
-    head = model.get_output_embeddings()
-    return next(f"{name}.weight" for name, module in model.named_modules() if module is head)
+    return f"{module_name(model, model.get_output_embeddings())}.weight"
+
+
+def module_name(model: nn.Module, part: nn.Module) -> str:
+    """Returns the name of a module inside a model."""
+    return next(name for name, module in model.named_modules() if module is part)

@@ -23,8 +23,8 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-from lightseq.models.build import model_class, removes_towers
-from lightseq.models.decoder import head_weight_name, ties_embeddings
+from lightseq.models.build import model_class
+from lightseq.models.decoder import has_towers, head_weight_name, ties_embeddings
 
 DERIVED = re.compile(r"rotary_emb\.inv_freq$")  # older files store what the config says
 
@@ -61,8 +61,8 @@ def layout_of_files(
 ) -> PublishedLayout:
     """Returns the layout of files that have tensors of these names. `tensors` are the names of the model's own.
 
-    Files may lack buffers. The model notes the rules, by which it is saved. Raises ValueError naming tensors that are
-    missing, or that are in the files and belong nowhere.
+    Files may lack buffers. Sets the model's `_weight_conversions`, which `publish` reverses. Raises ValueError naming
+    tensors that are missing, or that are in the files and belong nowhere.
     """
     rules = get_model_conversion_mapping(model)
     by_pattern = {pattern: rule for rule in _converters(rules) for pattern in rule.source_patterns}
@@ -100,15 +100,14 @@ def publish(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields a model's whole tensors as its files have them; without a layout, as transformers saves a new model.
 
-    Tensors that the files have in one are converted when the last of them has come.
+    Tensors that are fused or stacked in the files are converted once all of them have come.
     """
     if layout is None:  # as in `revert_weight_conversion`: nobody knows whether a prefix was removed
         rules = get_model_conversion_mapping(model, add_legacy=False)
         model._weight_conversions = [rule for rule in rules if not isinstance(rule, PrefixChange)]  # type: ignore[assignment]
     reverse = [rule.reverse_transform() for rule in model._weight_conversions[::-1]]  # type: ignore[union-attr, index]
-    names = [name for name, _ in model.named_parameters()]
     groups: dict[str, set[str]] = {}
-    for name in names:
+    for name, _ in model.named_parameters():
         target, pattern = _match(name, _converters(reverse))
         if pattern is not None:
             groups.setdefault(target, set()).add(name)
@@ -179,10 +178,10 @@ def _untouched(model: PreTrainedModel, names: list[str], rules: list[WeightTrans
     """
     left_out = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
     found = [n for n in names if any(p.search(x) for p in left_out for x in (n, _in_model(model, n, rules, {})[0]))]
-    if len(found) < len(names) and removes_towers(model.config):
+    if len(found) < len(names) and has_towers(model.config):
         with torch.device("meta"):
             whole = model_class(model.config)._from_config(copy.deepcopy(model.config))
         rules, known = get_model_conversion_mapping(whole), dict.fromkeys(whole.state_dict(), True)
-        others = [name for name in names if name not in found]
-        found += [name for name in others if _in_model(whole, name, rules, known)[0] in known]
+        others = set(names) - set(found)
+        found += [name for name in names if name in others and _in_model(whole, name, rules, known)[0] in known]
     return found

@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import GenerationConfig, PreTrainedModel
 
-from lightseq.models.build import constructed_buffers, removes_towers
-from lightseq.models.decoder import text_config, ties_embeddings
+from lightseq.models.build import constructed_buffers
+from lightseq.models.decoder import has_towers, text_config, ties_embeddings
 from lightseq.models.published_layout import PublishedLayout, layout_of_files, publish
 from lightseq.utils.files import read_json
 from lightseq.utils.formatting import first_line, is_plain_name
@@ -33,10 +33,8 @@ ROWS_AT_ONCE = 4096  # rows compared at a time
 LORA_INFIX = ".lora_"  # in the names of adapter parameters only
 CHAT_TEMPLATE = "chat_template.jinja"
 GENERATION_CONFIG = "generation_config.json"
-TOKENIZER_FILES = (
-    ("tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template*", "tekken.json")
-    + ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")  # of images and audio
-)  # fmt: skip
+TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template*", "tekken.json")
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")  # of images
 
 
 FillParameter = Callable[[nn.Parameter, Callable[[tuple[slice, ...]], Tensor]], None]
@@ -260,11 +258,11 @@ def save_pretrained(
     tensors: Iterable[tuple[str, Tensor]] | None = None,
     trained_from: Path | None = None,
 ) -> None:
-    """Writes a directory for `AutoModelForCausalLM.from_pretrained`. Every rank must call it; rank 0 writes.
+    """Writes a directory for transformers' `from_pretrained`. Every rank must call it; rank 0 writes.
 
     `tensors` are whole parameters and stored buffers by name; by default the model's own are gathered. Parameters are
-    cast to `dtype`, buffers keep theirs. `trained_from` is the directory of the weights that training began with, whose
-    settings for generation the new one gets.
+    cast to `dtype`, buffers keep theirs. `trained_from` is the directory of the weights that training began with. The
+    new one gets its layout, the tensors that did not train, and its settings for generation and for images.
     """
     main, buffers = dist.get_rank() == 0, stored_buffers(model)
     written: dict[str, str] = {}
@@ -306,6 +304,8 @@ def save_pretrained(
             (directory / GENERATION_CONFIG).write_bytes(settings.read_bytes())
         else:
             GenerationConfig.from_model_config(config).save_pretrained(directory)
+        if trained_from is not None:
+            copy_files(PROCESSOR_FILES, trained_from, directory)
         if tokenizer_from is not None:
             copy_tokenizer(tokenizer_from, directory)
 
@@ -317,7 +317,7 @@ def _source_files(model: PreTrainedModel, trained_from: Path | None) -> dict[str
     """
     if trained_from is not None and trained_from.is_dir():
         return tensor_files(trained_from, "copy the directory again")
-    if trained_from is not None and removes_towers(model.config):
+    if trained_from is not None and has_towers(model.config):
         raise FileNotFoundError(f"{trained_from} is gone, which has the parts of the model that do not train")
     return {}
 
@@ -397,6 +397,11 @@ def has_tokenizer(weights: Path | str | None) -> bool:
 
 def copy_tokenizer(source: Path, directory: Path) -> None:
     """Copies the files of a tokenizer."""
-    for pattern in TOKENIZER_FILES:
+    copy_files(TOKENIZER_FILES, source, directory)
+
+
+def copy_files(patterns: Iterable[str], source: Path, directory: Path) -> None:
+    """Copies the files of a directory that match one of the patterns."""
+    for pattern in patterns:
         for file in filter(Path.is_file, source.glob(pattern)):
             (directory / file.name).write_bytes(file.read_bytes())

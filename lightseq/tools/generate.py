@@ -81,13 +81,14 @@ def continuations(args: argparse.Namespace) -> list[str]:
 
 
 def _load_model(checkpoint: str) -> Any:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
 
+    from lightseq.models.build import model_class
     from lightseq.models.hub import hub_error
 
     if not Path(checkpoint).exists() and (reason := hub_error(checkpoint, "config.json")):
         raise ValueError(f"{checkpoint} is not a directory, and cannot be fetched from the hub ({reason}); check it")
-    kind: Any = AutoModelForCausalLM
+    kind: Any = None
     if (Path(checkpoint) / ADAPTER_CONFIG).is_file():
         try:
             from peft import AutoPeftModelForCausalLM
@@ -95,6 +96,8 @@ def _load_model(checkpoint: str) -> Any:
             raise ValueError(f"{checkpoint} is an adapter, which needs peft; pip install peft") from error
         kind = AutoPeftModelForCausalLM
     try:
+        if kind is None:  # the class of a model with images is not among the causal ones
+            kind = model_class(AutoConfig.from_pretrained(checkpoint, trust_remote_code=False))
         return kind.from_pretrained(checkpoint, dtype="auto", trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ValueError(f"{checkpoint} is not a model that transformers can load: {first_line(error)}") from error
