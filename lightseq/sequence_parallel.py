@@ -38,13 +38,15 @@ def make_group(
     head_dim: int,
     length: int,
     kv_heads: int | None = None,
+    value_dim: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str | None = None,
     **options: Any,
 ) -> SequenceContext:
     """Makes a group of ranks that share a sequence (default: all ranks); every rank of it passes the same arguments.
 
-    `heads`, `kv_heads` (default: as many) and `head_dim` describe the model's attention. The schedule is chosen for
+    `heads`, `kv_heads` (default: as many), `head_dim` and `value_dim` (default: as large) describe the model's
+    attention; layers may differ from it, if the schedule allows their heads. The schedule is chosen for
     sequences of `length` tokens, but other lengths run too. `device` (default: the current GPU, else the CPU) and
     `dtype` describe q, k and v. `options` are fields of `AttentionConfig`, such as `schedule`, `packed` (most
     sequences hold several documents) or `windows` (some layers have a sliding window).
@@ -55,7 +57,9 @@ def make_group(
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
     check_names("make_group", options, OPTIONS)
     config = AttentionConfig(dtype=dtype, device=torch.device(device), length=length, **options)
-    shape = AttentionShape(length, heads, kv_heads or heads, head_dim, element_bytes=dtype.itemsize)
+    shape = AttentionShape(
+        length, heads, kv_heads or heads, head_dim, element_bytes=dtype.itemsize, value_dim=value_dim
+    )
     return make_context(process_group(ranks), shape, config)
 
 

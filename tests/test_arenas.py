@@ -134,9 +134,11 @@ def test_staged_tensors_come_out_as_they_went_in(packing: tuple, dtype: torch.dt
         batch, heads[0], chunks * rows
     )  # fmt: skip
     lse[:, :, 1] = -torch.inf
-    for tensors, its_lse in (((q, dout, out), lse), ((q,), None), ((k, v), None)):
+    narrow = v[..., : dim // 2].contiguous()
+    for tensors, its_lse in (((q, dout, out), lse), ((q,), None), ((k, v), None), ((k, narrow), None)):
         whole = (*tensors, *([] if its_lse is None else [its_lse]))
-        f = buffer_layout(schedule, tensors[0].shape, dtype, len(tensors), None if its_lse is None else its_lse.dtype)
+        shapes = [x.shape for x in tensors]
+        f = buffer_layout(schedule, shapes, dtype, None if its_lse is None else its_lse.dtype)
         assert [x.shape for x in f.whole(q.device, dtype)] == [x.shape for x in whole]
         assert f.head_groups == min(schedule.total_head_groups, tensors[0].shape[2]) and f.rows == rows
         assert f.head_groups * f.chunk_count * f.chunk_bytes == sum(x.nbytes for x in whole), (
@@ -159,7 +161,7 @@ def test_staged_tensors_come_out_as_they_went_in(packing: tuple, dtype: torch.dt
 
 def test_a_packed_chunk_is_one_piece_of_memory_that_can_be_sent() -> None:
     x, lse = torch.randn(2, 6, 8, 16), torch.randn(2, 8, 6)
-    f = buffer_layout(make_schedule("usp", 4), x.shape, x.dtype, 2, lse.dtype)
+    f = buffer_layout(make_schedule("usp", 4), [x.shape] * 2, x.dtype, lse.dtype)
     buffer = f.packed(torch.empty(f.staged_chunks * f.chunk_bytes, dtype=torch.uint8), f.staged_chunks)
     for i in range(f.staged_chunks):
         assert all(part.is_contiguous() for part in f.slots(buffer, i, 1))

@@ -59,10 +59,12 @@ def _dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (scores.masked_fill(~keep, -torch.inf).softmax(-1) @ v).transpose(1, 2)
 
 
-def _whole(length: int, heads: tuple[int, int], dim: int, batch: int = 2) -> list[Tensor]:
+def _whole(length: int, heads: tuple[int, int], dim: int, batch: int = 2, value_dim: int | None = None) -> list[Tensor]:
+    value_dim = value_dim or dim
     g = torch.Generator().manual_seed(length + heads[0])
-    shapes = [(batch, length, heads[0], dim), *[(batch, length, heads[1], dim)] * 2, (batch, length, heads[0], dim)]
-    return [torch.randn(shape, generator=g, dtype=torch.float64) for shape in shapes]
+    query, key = heads
+    shapes = ((query, dim), (key, dim), (key, value_dim), (query, value_dim))
+    return [torch.randn(batch, length, *shape, generator=g, dtype=torch.float64) for shape in shapes]
 
 
 def _expected(whole: list[Tensor]) -> list[Tensor]:
@@ -137,8 +139,8 @@ def _parity(rank: int) -> float:
             sizes = {"ulysses_size": v.ulysses_size, "head_groups": v.head_groups}
             context = _context(v.name, kernel, torch.float64, 8, heads=v.heads[0], **sizes)
             for heads, length in product(v.heads, v.lengths):
-                if (heads, length) not in wanted:
-                    inputs = _whole(length, heads, 8)
+                if (heads, length) not in wanted:  # narrower values, as multi-head latent attention has, in most cases
+                    inputs = _whole(length, heads, 8, value_dim=8 if length == 1 else 6)
                     wanted[heads, length] = inputs, _expected(inputs)
                 whole, expected = wanted[heads, length]
                 for got, want in zip(_distributed(context, whole), expected, strict=True):
@@ -149,8 +151,8 @@ def _parity(rank: int) -> float:
 
 
 def _kept_or_gathered_twice(rank: int) -> None:
-    heads, dim, length = (8, 2), 8, 48
-    whole = _whole(length, heads, dim)
+    heads, dim, value_dim, length = (8, 2), 8, 6, 48
+    whole = _whole(length, heads, dim, value_dim=value_dim)
     expected = _expected(whole)
     for groups, kernel in product((1, 2), ("reference", "cpu")):
         sent = {}
@@ -169,7 +171,8 @@ def _kept_or_gathered_twice(rank: int) -> None:
             assert [place() is None for place in places] == [keep] * 3, "what was gathered takes their place"
             out.sum().backward()
         kv = max(heads[1], groups * context.schedule.world)  # shared heads are sent to each rank that has them
-        away = 2 * length * dim * 8 * (heads[0] + 2 * kv) / 2 / 2  # half of the heads of half of the tokens
+        width = heads[0] * dim + kv * (dim + value_dim)
+        away = 2 * length * 8 * width / 2 / 2  # half of the heads of half of the tokens
         assert sent[False] - sent[True] == away, (groups, sent)
 
 
@@ -247,7 +250,8 @@ def test_gpu_schedules_over_mapped_memory_match_float64(world: int) -> None:
 
 def test_only_the_oldest_of_too_many_lengths_is_forgotten() -> None:
     table = make_schedule("prefix", 2)
-    passes = [executor._forward_spec(table, 0, torch.Size((1, n, 4, 8)), 2, torch.float32) for n in (4, 8, 12)]
+    shapes = [(torch.Size((1, n, 4, 8)), torch.Size((1, n, 2, 8))) for n in (4, 8, 12)]
+    passes = [executor._forward_spec(table, 0, q, v, torch.float32) for q, v in shapes]
     outbox = Outbox(torch.empty(max(x.outbox_bytes for x in passes), dtype=torch.uint8))
     prepared = partial(executor.program_and_launches, transport=NoTransport(torch.device("cpu")), outbox=outbox)
     with patch.object(executor, "MAX_PROGRAMS", 2):
@@ -261,7 +265,7 @@ def _refusals(rank: int) -> None:
     x, kv = torch.randn(1, 4, 6, 8), torch.randn(1, 4, 2, 8)
     cases = [
         ((x, kv[:, :2], kv[:, :2]), "use_cache=False"),
-        ((x, kv, kv[..., :4]), "keys of 8 and values of 4 dimensions"),
+        ((x, kv, kv[:, :, :1]), "do not fit together"),
         ((x[:, :3], kv[:, :3], kv[:, :3]), "3 local tokens do not divide"),
         ((x[:, :, :5], kv, kv), "5 query heads are not a multiple of 2"),
     ]

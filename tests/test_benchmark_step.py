@@ -331,7 +331,7 @@ def test_gemma_is_trained_by_lightseq_train_and_cut_with_its_windows(tmp_path: P
     assert " -m lightseq train --model_name_or_path " in " ".join(trials(setting)[0].command)
     _, config = model_of("gemma3-4b")
     found = inspect_architecture(config)
-    assert (found.name, len(found.layers), found.heads.dim) == ("Gemma3ForCausalLM", 34, 256)
+    assert (found.name, len(found.layers), found.attentions[0].heads.dim) == ("Gemma3ForCausalLM", 34, 256)
     assert found.total == 3_880_263_168  # google/gemma-3-4b-pt without its vision tower
     assert [layer for layer, mixer in enumerate(found.attentions) if mixer.window is None] == [5, 11, 17, 23, 29]
 

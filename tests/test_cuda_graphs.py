@@ -195,8 +195,8 @@ def _pass(name: str, tokens: int, backward: bool, boundaries: tuple[int, ...] = 
         table = packed_schedule(table, boundaries)
     shape = torch.Size((batch, tokens // 4, 32, 128))
     if backward:
-        return _backward_spec(table, 0, shape, 8, torch.bfloat16)
-    return _forward_spec(table, 0, shape, 8, torch.bfloat16)
+        return _backward_spec(table, 0, shape, 8, 128, torch.bfloat16)
+    return _forward_spec(table, 0, shape, torch.Size((batch, tokens // 4, 8, 128)), torch.bfloat16)
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -262,8 +262,8 @@ def _keys(_: int) -> dict[str, tuple[int, int]]:
 
     context = _context("ulysses", "cpu", torch.float32, 8, heads=(4, 4))
     q, k, v, dout, out = (torch.randn(1, 8, 4, 8) for _ in range(5))
-    lse, size = torch.randn(1, 4, 8), gathered_elements(context.schedule.with_gathered_backward, q, 4)
-    kept, other = (Gathered(torch.randn(size), 4) for _ in range(2))
+    lse, size = torch.randn(1, 4, 8), gathered_elements(context.schedule.with_gathered_backward, q, v)
+    kept, other = (Gathered(torch.randn(size), 4, 8) for _ in range(2))
     own = {"rank": context.rank, "kernel": context.selection.kernel, "transport": context.transport, "scale": 0.5}
     slow = KERNELS["reference"].make(KernelSpec("cpu", (0, 0), torch.float32, 8))
     same = {"q": q, "k": k, "v": v, "schedule": context.schedule, **own}

@@ -138,12 +138,12 @@ def _attention(
             for length in (12, 12, 24):
                 parts = [shard(x, context.layout, rank) for x in _whole(length, HEADS, 8, batch=1)]
                 table = context.schedule.with_gathered_backward if keeps else context.schedule
-                size = gathered_elements(table, parts[0], HEADS[1])
+                size = gathered_elements(table, *parts[0:3:2])
                 forward = Executor(context.schedule, rank, context.selection.kernel, transport, scale)
                 backward = Executor(table, rank, context.selection.kernel, transport, scale)
                 with streams:
                     q, k, v, dout = (x.clone() for x in parts)
-                    kept = Gathered(torch.empty(size, dtype=q.dtype), HEADS[1]) if keeps else None
+                    kept = Gathered(torch.empty(size, dtype=q.dtype), *k.shape[2:]) if keeps else None
                     out, lse = forward.forward(q, k, v, kept)
                     made = [out, lse, *backward.backward(dout, kept or (q, k, v), out, lse)]
                     for x in made:

@@ -55,7 +55,7 @@ def _counted(rank: int, folder: Path, name: str, head_groups: int) -> Counter[st
     local = LENGTH // dist.get_world_size()
     q, dout = (torch.randn(1, local, HEADS, DIM, dtype=torch.bfloat16) for _ in range(2))
     k, v = (torch.randn(1, local, KEY_VALUE_HEADS, DIM, dtype=torch.bfloat16) for _ in range(2))
-    kept = Gathered(q.new_empty(gathered_elements(table, q, KEY_VALUE_HEADS)), KEY_VALUE_HEADS)
+    kept = Gathered(q.new_empty(gathered_elements(table, q, v)), KEY_VALUE_HEADS, DIM)
     found: Counter[str] = Counter()
 
     def layer(transport: Any) -> None:

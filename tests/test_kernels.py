@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightseq.kernels.attention import torch_native
+from lightseq.kernels.attention import cublas, torch_native
 from lightseq.kernels.attention.base import KernelSpec, Saved
+from lightseq.kernels.attention.cublas import CublasKernel
 from lightseq.kernels.attention.flash_attn import FlashAttention4
 from lightseq.kernels.attention.lse_merge import merge
 from lightseq.kernels.attention.reference import ReferenceKernel
@@ -43,14 +44,16 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, mask: Mask | int, scale: float) -> t
     return torch.einsum("bhst,bthd->bshd", scores.softmax(-1).nan_to_num(0.0), v), scores.logsumexp(-1)
 
 
-def _inputs(mask_case: tuple, heads: tuple[int, int], dim: int, device: str = "cpu", seed: int = 0) -> list[Tensor]:
-    _, queries, keys = mask_case
+def _inputs(
+    mask_case: tuple, heads: tuple[int, int], dim: int, device: str = "cpu", seed: int = 0, value_dim: int | None = None
+) -> list[Tensor]:
+    (_, queries, keys), value_dim = mask_case, value_dim or dim
     g = torch.Generator().manual_seed(seed)
     shapes = [
         (2, queries, heads[0], dim),
         (2, keys, heads[1], dim),
-        (2, keys, heads[1], dim),
-        (2, queries, heads[0], dim),
+        (2, keys, heads[1], value_dim),
+        (2, queries, heads[0], value_dim),
     ]
     return [torch.randn(shape, generator=g, dtype=torch.float64).to(device) for shape in shapes]
 
@@ -67,9 +70,12 @@ def _run(kernel, q, k, v, dout, mask, scale):  # type: ignore[no-untyped-def]
     return (out, *backward_tile(kernel, dout, Saved(q, k, v, out, lse), mask, scale)), lse
 
 
-def _check(name: str, case: tuple, heads: tuple[int, int], dim: int, dtype: torch.dtype, device: str) -> None:
+def _check(
+    name: str, case: tuple, heads: tuple[int, int], dim: int, dtype: torch.dtype, device: str,
+    value_dim: int | None = None,
+) -> None:  # fmt: skip
     scale, mask = dim**-0.5, case[0]
-    inputs = [x.to(dtype) for x in _inputs(case, heads, dim, device)]
+    inputs = [x.to(dtype) for x in _inputs(case, heads, dim, device, value_dim=value_dim)]
     _compare(name, inputs, mask, scale, lambda q, k, v: _dense(q, k, v, mask, scale))
 
 
@@ -85,7 +91,9 @@ def _compare(
     narrow = [x.clone().requires_grad_() for x in inputs]
     plain_out = dense(*narrow[:3])[0]
     plain = (plain_out, *torch.autograd.grad(plain_out, narrow[:3], narrow[3]))
-    got, lse = _run(select(name, _spec(device, dtype, q.shape[-1])).kernel, *inputs, mask, scale)
+    spec = _spec(device, dtype, q.shape[-1], v.shape[-1])
+    kernel = CublasKernel() if name == "cublas" else select(name, spec).kernel  # which runs, slowly, on CPUs too
+    got, lse = _run(kernel, *inputs, mask, scale)
     floor = 2 * torch.finfo(dtype).eps  # where plain attention happens to be exact, as float64 against itself
     unit = dout.norm().item()
     labels = ["out", "dq", "dk", "dv"]
@@ -108,8 +116,43 @@ def test_cpu_kernels_match_the_definition(name: str, heads: tuple[int, int], dty
         _check(name, case, heads, 16, dtype, "cpu")
 
 
-def _spec(device: str, dtype: torch.dtype, dim: int) -> KernelSpec:
-    return KernelSpec(device, torch.cuda.get_device_capability() if device == "cuda" else (0, 0), dtype, dim)
+@pytest.mark.parametrize("dims", [(24, 16), (8, 16)], ids=str)
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+def test_keys_and_values_may_differ_in_dimension(name: str, dims: tuple[int, int]) -> None:
+    for case in CASES:
+        _check(name, case, (4, 2), dims[0], torch.float64, "cpu", dims[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dims", [(16, 16), (24, 16)], ids=str)
+@pytest.mark.parametrize("scores, keys", [(2**26, 4096), (1, 24), (1, 7)], ids=["one block", "24 keys", "7 keys"])
+def test_blocks_of_scores_match_the_definition(
+    scores: int, keys: int, dims: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cublas, "MAX_SCORES", scores)
+    monkeypatch.setattr(cublas, "MIN_QUERIES", 16)
+    monkeypatch.setattr(cublas, "KEYS", keys)
+    for case in (case for case in CASES if case[0] is not Mask.STRICT):
+        _check("cublas", case, (4, 2), dims[0], dtype, "cpu", dims[1])
+
+
+def _spec(device: str, dtype: torch.dtype, dim: int, value_dim: int | None = None) -> KernelSpec:
+    capability = torch.cuda.get_device_capability() if device == "cuda" else (0, 0)
+    return KernelSpec(device, capability, dtype, dim, value_dim=value_dim)
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("dims", [(192, 128), (96, 64), (64, 128), (512, 512)], ids=str)
+@pytest.mark.parametrize("name", ["fa4", "fa2", "aten", "cublas", "auto"])
+def test_gpu_kernels_take_wide_heads_and_other_values(name: str, dims: tuple[int, int]) -> None:
+    spec = _spec("cuda", torch.bfloat16, *dims)
+    try:
+        chosen = select(name, spec)
+    except ValueError as error:
+        pytest.skip(str(error))
+    print(dims, chosen)
+    for case in (*CASES, (Mask.CAUSAL, 1000, 5000), (700, 1000, 5000)):
+        _check(name, case, (8, 2), dims[0], torch.bfloat16, "cuda", dims[1])
 
 
 @pytest.mark.gpu(1)
@@ -218,7 +261,7 @@ def test_auto_says_why_it_passed_over_the_faster_kernels() -> None:
     assert chosen.kernel.name == "cpu" and not chosen.skipped
     chosen = select("auto", KernelSpec("cuda", (9, 0), torch.float32, 64))
     assert chosen.kernel.name == "reference"
-    assert [name for name, _ in chosen.skipped] == ["fa4", "fa3", "cudnn", "fa2", "aten"]
+    assert [name for name, _ in chosen.skipped] == ["fa4", "fa3", "cudnn", "fa2", "aten", "cublas"]
     assert all("float32" in reason for _, reason in chosen.skipped)
 
 

@@ -334,10 +334,12 @@ def test_gate_and_up_are_freed_before_attention_runs_backward(size: int, offload
 
 @pytest.mark.parametrize("name", ["prefix", "ring", "zigzag"])
 def test_attention_memory_over_many_ranks_is_extrapolated(name: str) -> None:
-    small, large, counted = (attention_memory(ScheduleChoice(name), world, Heads(8, 2, 64), 2) for world in (8, 16, 12))
+    small, large, counted = (
+        attention_memory(ScheduleChoice(name), world, Heads(8, 2, 64, 64), 2) for world in (8, 16, 12)
+    )
     for a, b, c in zip(*(vars(x).values() for x in (small, large, counted)), strict=True):
         assert c == pytest.approx((a + b) / 2, rel=0.02)
-    extrapolated = attention_memory(ScheduleChoice(name), 24, Heads(8, 2, 64), 2)
+    extrapolated = attention_memory(ScheduleChoice(name), 24, Heads(8, 2, 64, 64), 2)
     assert extrapolated.backward == pytest.approx(2 * large.backward - small.backward)
 
 
@@ -410,7 +412,7 @@ def test_head_groups_need_little_memory_or_no_more_than_the_fastest(
     """Groups that share key/value heads gather them again, and add up their gradients in float32."""
 
     def taken(choice: ScheduleChoice) -> float:
-        found = attention_memory(choice, gpus, Heads(heads, kv_heads, 128), 2)
+        found = attention_memory(choice, gpus, Heads(heads, kv_heads, 128, 128), 2)
         return found.buffers + found.backward
 
     shape, rates = AttentionShape(length, heads, kv_heads, 128), RATES[transport]

@@ -62,10 +62,8 @@ def config_of(data: Path, more: str = "--packing best_fit") -> Any:
 def with_windows(*windows: int | None) -> Architecture:
     """Returns an architecture with a layer for each window."""
     found = inspect_architecture(CONFIG)
-    layer, heads = found.layers[0], found.heads
-    return replace(
-        found, layers=tuple(replace(layer, mixers=(Attention(heads, window, heads.dim),)) for window in windows)
-    )
+    layer, heads = found.layers[0], found.attentions[0].heads
+    return replace(found, layers=tuple(replace(layer, mixers=(Attention(heads, window),)) for window in windows))
 
 
 def test_the_area_is_twice_the_visible_pairs_without_the_diagonals_half() -> None:

@@ -135,7 +135,7 @@ def long_layers(file: Path) -> list[dict[str, Any]]:
 
 def planned_layer(r: dict[str, Any]) -> float:
     q, kv = (2 * r[name] * r["head_dim"] for name in ("heads", "kv_heads"))
-    keeps, heads = r.get("keep_gathered", False), Heads(r["heads"], r["kv_heads"], r["head_dim"])
+    keeps, heads = r.get("keep_gathered", False), Heads(r["heads"], r["kv_heads"], *[r["head_dim"]] * 2)
     share = r["window"] / r["length"] if r.get("window") else None
     choice = ScheduleChoice(r["schedule"], None, r["head_groups"])
     found = attention_memory(choice, r["world"], heads, 2, keeps, share)

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -57,18 +58,17 @@ class Sum(Accumulator):
         parts = reduction.parts
         for overwrite in (True, False):
             chosen = {slot: buffers for slot, buffers in parts.items() if (slot not in self._begun) == overwrite}
-            if chosen:
-                key = (Sum, addresses(self._totals), reduction.key, tuple(chosen))
-                launches.add(key, lambda chosen=chosen: self._terms(chosen), overwrite)  # type: ignore[misc]
+            for dim in self._layout.distinct_dims if chosen else ():
+                key = (Sum, dim, addresses(self._totals), reduction.key, tuple(chosen))
+                launches.add(key, partial(self._terms, chosen, dim), overwrite)
         self._begun |= parts.keys()
 
-    def _terms(self, parts: Parts) -> tuple[list[Tensor], list[list[Tensor]]]:
-        """Returns the totals and, for each, the parts to add."""
+    def _terms(self, parts: Parts, dim: int) -> tuple[list[Tensor], list[list[Tensor]]]:
+        """Returns the totals with this head dimension and, for each, the parts to add: a launch takes equal shapes."""
+        alike = [i for i, other in enumerate(self._layout.dims) if other == dim]
         totals = [self._layout.local(self._totals, slot.chunk, 1, slot.head_group) for slot in parts]
-        terms = [
-            [buffer[i] for buffer in buffers] for buffers in parts.values() for i in range(self._layout.tensor_count)
-        ]
-        return [x for total in totals for x in total], terms
+        terms = [[buffer[i] for buffer in buffers] for buffers in parts.values() for i in alike]
+        return [total[i] for total in totals for i in alike], terms
 
 
 class Merge(Accumulator):

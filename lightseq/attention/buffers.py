@@ -1,7 +1,7 @@
 """Memory layout of tensors that travel between ranks.
 
 Rows come first, then batch, then the heads of all tensors of an item side by side. A chunk is therefore contiguous, and
-neighbouring chunks form one tensor that kernels read in place.
+neighbouring chunks form one tensor that kernels read in place. Values may have another dimension than keys.
 
 Shape suffixes: B batch, S local sequence, R rows of a chunk, N heads, D head dim.
 """
@@ -9,13 +9,14 @@ Shape suffixes: B batch, S local sequence, R rows of a chunk, N heads, D head di
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from lightseq.schedule.table import Schedule
 
-# The tensors of an item. Packed: (rows, B, tensors x heads, D), and the lse (chunks, B, heads, R) if the item has one.
+# The tensors of an item. Packed: (rows, B, heads x sum of dims), and the lse (chunks, B, heads, R) if the item has one.
 Buffer = tuple[Tensor, ...]
 
 
@@ -23,18 +24,29 @@ Buffer = tuple[Tensor, ...]
 class BufferLayout:
     """Layout of one chunk and one head group of an item (q, kv, out, dq, dkv).
 
-    An item is one or more tensors of the same shape, and a log-sum-exp if `lse_dtype` is given.
+    An item is one or more tensors that differ in their head dimension only, and a log-sum-exp if `lse_dtype` is given.
     """
 
-    tensor_count: int
+    dims: tuple[int, ...]  # head dimension of each tensor
     heads_per_group: int  # of one tensor
     head_groups: int  # of the item: fewer than the schedule's if they share key/value heads (see `item_head_group`)
     chunk_count: int  # on one rank
     rows: int  # tokens of a chunk
     batch: int
-    dim: int
     dtype: torch.dtype
     lse_dtype: torch.dtype | None = None
+
+    @property
+    def tensor_count(self) -> int:
+        return len(self.dims)
+
+    @cached_property
+    def distinct_dims(self) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(self.dims))
+
+    @cached_property
+    def _widths(self) -> list[int]:
+        return [self.heads_per_group * dim for dim in self.dims]
 
     @property
     def chunk_bytes(self) -> int:
@@ -55,8 +67,8 @@ class BufferLayout:
         """Chunks that `stage` writes: one rank's, once for every head group."""
         return self.head_groups * self.chunk_count
 
-    def packed_shape(self, chunks: int) -> tuple[int, int, int, int]:
-        return chunks * self.rows, self.batch, self.tensor_count * self.heads_per_group, self.dim
+    def packed_shape(self, chunks: int) -> tuple[int, int, int]:
+        return chunks * self.rows, self.batch, self.heads_per_group * sum(self.dims)
 
     def lse_shape(self, chunks: int) -> tuple[int, int, int, int]:
         return chunks, self.batch, self.heads_per_group, self.rows
@@ -80,8 +92,7 @@ class BufferLayout:
     def whole(self, device: torch.device, dtype: torch.dtype) -> Buffer:
         """Allocates a rank's own tensors (B, S, N, D), and their lse (B, N, S) if the item has one."""
         length, heads = self.chunk_count * self.rows, self.head_groups * self.heads_per_group
-        shape = (self.batch, length, heads, self.dim)
-        tensors = [torch.empty(shape, dtype=dtype, device=device) for _ in range(self.tensor_count)]
+        tensors = [torch.empty(self.batch, length, heads, dim, dtype=dtype, device=device) for dim in self.dims]
         lse = [torch.empty(self.batch, heads, length, dtype=self.lse_dtype, device=device)] if self.lse_dtype else []
         return (*tensors, *lse)
 
@@ -102,8 +113,12 @@ class BufferLayout:
 
         The lse (B, N, S) of several chunks is a copy.
         """
-        x = buffer[0].transpose(0, 1)
-        parts = x.chunk(self.tensor_count, 2) if self.tensor_count > 1 else (x,)
+        x, heads = buffer[0].transpose(0, 1), self.heads_per_group
+        batch, rows, _ = x.shape
+        parts = [
+            part.view(batch, rows, heads, dim)
+            for part, dim in zip(x.split_with_sizes(self._widths, 2), self.dims, strict=True)
+        ]
         return (*parts, *(lse.permute(1, 2, 0, 3).flatten(2) for lse in buffer[1:]))
 
     def stage(self, into: Buffer, tensors: Buffer) -> list[tuple[Tensor, Tensor]]:
@@ -135,26 +150,24 @@ class BufferLayout:
 
 def buffer_layout(
     schedule: Schedule,
-    shape: Sequence[int],
+    shapes: Sequence[Sequence[int]],
     dtype: torch.dtype,
-    tensor_count: int = 1,
     lse_dtype: torch.dtype | None = None,
 ) -> BufferLayout:
-    """Returns the layout of an item: `tensor_count` local tensors of `shape` (B, S, N, D), and an lse (B, N, S) or not.
+    """Returns the layout of an item: local tensors of `shapes` (B, S, N, D), which differ in D only, and an lse or not.
 
     Key/value heads that are fewer than the schedule's head groups form groups of one head.
     """
-    batch, length, heads, dim = shape
+    batch, length, heads, _ = shapes[0]
     head_groups = schedule.total_head_groups if heads % schedule.total_head_groups == 0 else heads
     chunk_count = schedule.layout.chunks_per_rank
     return BufferLayout(
-        tensor_count=tensor_count,
+        dims=tuple(dim for *_, dim in shapes),
         heads_per_group=heads // head_groups,
         head_groups=head_groups,
         chunk_count=chunk_count,
         rows=length // chunk_count,
         batch=batch,
-        dim=dim,
         dtype=dtype,
         lse_dtype=lse_dtype,
     )

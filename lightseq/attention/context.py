@@ -12,7 +12,7 @@ from lightseq.comm.select import make_transport
 from lightseq.comm.transport import Transport, base_transport_name
 from lightseq.distributed.environment import cache_compiled_kernels, disable_multicast
 from lightseq.kernels.attention.base import KernelSpec, compute_capability
-from lightseq.kernels.attention.selection import Selection, select, why_unsupported
+from lightseq.kernels.attention.selection import Kernels, Selection, why_unsupported
 from lightseq.schedule.algorithms import SCHEDULES, check_heads, make_schedule
 from lightseq.schedule.auto import ScheduleChoice
 from lightseq.schedule.choice import ScheduleRequest, choose
@@ -41,7 +41,7 @@ class SequenceContext:
 
     sequence: SequenceGroup
     schedule: Schedule
-    selection: Selection
+    kernels: Kernels  # by the dimensions of heads
     shapes: set[tuple[int, ...]] = field(default_factory=set)  # of inputs, known to be the same on all ranks
     progress: Progress = field(default_factory=Progress)
     forward_pass: ForwardPass = field(default_factory=ForwardPass)
@@ -50,6 +50,12 @@ class SequenceContext:
     @property
     def name(self) -> str:
         return self.sequence.name
+
+    @property
+    def selection(self) -> Selection:
+        """Returns the kernel of the layers with most work."""
+        spec = self.kernels.spec
+        return self.kernels.of(spec.head_dim, spec.value_dim or spec.head_dim)
 
     @property
     def rank(self) -> int:
@@ -90,7 +96,7 @@ def make_context(group: dist.ProcessGroup, shape: AttentionShape, config: Attent
     assert device is not None and dtype is not None, "the caller sets both"
     if config.schedule not in ("auto", *SCHEDULES):
         raise ValueError(f"schedule {config.schedule!r} is unknown; choose auto or one of {', '.join(SCHEDULES)}")
-    spec = kernel_spec(config, shape.head_dim, compute_capability(device))
+    spec = kernel_spec(config, shape.head_dim, compute_capability(device), shape.values)
     if device.type == "cuda" and config.transport.startswith(("auto", "symmetric")):
         disable_multicast()
     if config.kernel in ("auto", "fa4") and why_unsupported("fa4", spec) is None:
@@ -101,8 +107,10 @@ def make_context(group: dist.ProcessGroup, shape: AttentionShape, config: Attent
         config = replace(config, gpus_per_host=_smallest(group, config.gpus_per_host))
     chosen = choose(schedule_request(config, world, shape, rated))
     schedule = make_schedule(chosen.schedule, world, chosen.head_groups or 1, chosen.ulysses_size)
-    check_heads(schedule, shape.heads, shape.kv_heads)
-    selection = select(config.kernel, spec)
+    kernels = Kernels(config.kernel, spec)
+    for layer in (shape, *shape.other_layers):
+        check_heads(schedule, layer.heads, layer.kv_heads)
+        kernels.of(layer.head_dim, layer.values)
     keeps_gathered = config.keep_gathered and schedule.can_keep_gathered
     # Compiled graphs contain the name and torch's disk cache looks them up by it, so it must determine all shapes.
     sizes = f"{schedule.ulysses_size}x{schedule.head_groups_per_rank}{'-keeps' if keeps_gathered else ''}"
@@ -113,7 +121,7 @@ def make_context(group: dist.ProcessGroup, shape: AttentionShape, config: Attent
         balances_documents=has_own_layouts(schedule),
         stem=f"{chosen.schedule}-{schedule.world}-{sizes}",
     )
-    context = SequenceContext(sequence, schedule, selection, keeps_gathered=keeps_gathered)
+    context = SequenceContext(sequence, schedule, kernels, keeps_gathered=keeps_gathered)
     _CONTEXTS[context.name] = context
     return context
 
@@ -125,7 +133,9 @@ def _smallest(group: dist.ProcessGroup, size: int) -> int:
     return min(sizes)
 
 
-def kernel_spec(config: AttentionConfig, head_dim: int, capability: tuple[int, int]) -> KernelSpec:
+def kernel_spec(
+    config: AttentionConfig, head_dim: int, capability: tuple[int, int], value_dim: int | None = None
+) -> KernelSpec:
     """Returns what a kernel has to support, on a device of this CUDA compute capability."""
     assert config.device is not None and config.dtype is not None, "the caller sets both"
     return KernelSpec(
@@ -137,6 +147,7 @@ def kernel_spec(config: AttentionConfig, head_dim: int, capability: tuple[int, i
         packed=config.packed,
         windows=config.windows,
         softcap=config.softcap,
+        value_dim=value_dim,
     )
 
 
@@ -160,7 +171,7 @@ def one_rank_context() -> SequenceContext:
     """Returns a context of one rank without a process group, for tracing layers on fake tensors."""
     ring = make_schedule("ring", 1)
     sequence = traced_group(ring.layout)
-    context = SequenceContext(sequence, ring, selection=None)  # type: ignore[arg-type]
+    context = SequenceContext(sequence, ring, kernels=None)  # type: ignore[arg-type]
     _CONTEXTS[context.name] = context
     return context
 

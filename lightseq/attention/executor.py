@@ -1,6 +1,6 @@
 """Executor of any schedule's programs on one rank, forward and backward.
 
-Shape suffixes: B batch, S local sequence, H query heads, K key/value heads, D head dim.
+Shape suffixes: B batch, S local sequence, H query heads, K key/value heads, D head dim, E head dim of values.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightseq.attention.accumulate import ACCUMULATORS, Accumulator, accumulation_dtype
-from lightseq.attention.buffers import Buffer, BufferLayout, buffer_layout
+from lightseq.attention.buffers import Buffer, buffer_layout
 from lightseq.attention.cuda_graphs import GraphCache, is_short
 from lightseq.attention.gathered import Gathered
 from lightseq.attention.lowering import lower
@@ -41,12 +41,12 @@ class Executor:
     scale: float  # of the scores
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, gathered: Gathered | None = None) -> tuple[Tensor, Tensor]:
-        """Returns out (B, S, H, D) in q's dtype and lse (B, H, S) of the local queries over the causal sequence.
+        """Returns out (B, S, H, E) in q's dtype and lse (B, H, S) of the local queries over the causal sequence.
 
-        q is (B, S, H, D), k and v are (B, S, K, D). `gathered` is memory that keeps the gathered operands for the
-        backward pass.
+        q is (B, S, H, D), k is (B, S, K, D) and v (B, S, K, E). `gathered` is memory that keeps the gathered operands
+        for the backward pass.
         """
-        spec = _forward_spec(self.schedule, self.rank, q.shape, k.shape[2], q.dtype)
+        spec = _forward_spec(self.schedule, self.rank, q.shape, v.shape, q.dtype)
         with self.transport.outbox(spec.outbox_bytes) as outbox:
             run, accumulators = self._prepare_pass(spec, {"q": (q,), "kv": (k, v)}, gathered, outbox)
             run()
@@ -63,11 +63,11 @@ class Executor:
         """
         operands: dict[str, Buffer]
         if isinstance(qkv, Gathered):
-            gathered, kv_heads, operands = qkv, qkv.kv_heads, {"q": (dout, out, lse)}
+            gathered, kv_heads, dim, operands = qkv, qkv.kv_heads, qkv.dim, {"q": (dout, out, lse)}
         else:
             q, k, v = qkv
-            gathered, kv_heads, operands = None, k.shape[2], {"q": (q, dout, out, lse), "kv": (k, v)}
-        spec = _backward_spec(self.schedule, self.rank, dout.shape, kv_heads, dout.dtype)
+            gathered, kv_heads, dim, operands = None, k.shape[2], k.shape[3], {"q": (q, dout, out, lse), "kv": (k, v)}
+        spec = _backward_spec(self.schedule, self.rank, dout.shape, kv_heads, dim, dout.dtype)
         with self.transport.outbox(spec.outbox_bytes) as outbox:
             run, accumulators = self._prepare_pass(spec, operands, gathered, outbox)
             run()
@@ -310,29 +310,33 @@ def _cached_specs(make: Callable[..., PassSpec]) -> Callable[..., PassSpec]:
 
 
 @_cached_specs
-def _forward_spec(schedule: Schedule, rank: int, q_shape: torch.Size, kv_heads: int, dtype: torch.dtype) -> PassSpec:
+def _forward_spec(
+    schedule: Schedule, rank: int, q_shape: torch.Size, v_shape: torch.Size, dtype: torch.dtype
+) -> PassSpec:
+    *tokens, heads, dim = q_shape
+    *_, kv_heads, value_dim = v_shape
+    out_shape = (*tokens, heads, value_dim)
     layouts = {
-        "q": buffer_layout(schedule, q_shape, dtype),
-        "kv": _kv_layout(schedule, q_shape, kv_heads, dtype),
-        "out": buffer_layout(schedule, q_shape, dtype, lse_dtype=accumulation_dtype(dtype)),
+        "q": buffer_layout(schedule, [q_shape], dtype),
+        "kv": buffer_layout(schedule, [(*tokens, kv_heads, dim), v_shape], dtype),
+        "out": buffer_layout(schedule, [out_shape], dtype, accumulation_dtype(dtype)),
     }
     return make_spec(schedule, False, rank, layouts)
 
 
 @_cached_specs
-def _backward_spec(schedule: Schedule, rank: int, q_shape: torch.Size, kv_heads: int, dtype: torch.dtype) -> PassSpec:
+def _backward_spec(
+    schedule: Schedule, rank: int, out_shape: torch.Size, kv_heads: int, dim: int, dtype: torch.dtype
+) -> PassSpec:
     """Makes the spec of a backward pass. The item `q` holds q (unless a gathered q is reused), dout, out and lse."""
-    tensor_count = 2 if schedule.reuses_gathered else 3
-    kv = _kv_layout(schedule, q_shape, kv_heads, dtype)
+    *tokens, heads, value_dim = out_shape
+    q_shape = (*tokens, heads, dim)
+    of_queries = [out_shape, out_shape] if schedule.reuses_gathered else [q_shape, out_shape, out_shape]
+    kv = buffer_layout(schedule, [(*tokens, kv_heads, dim), (*tokens, kv_heads, value_dim)], dtype)
     layouts = {
-        "q": buffer_layout(schedule, q_shape, dtype, tensor_count, accumulation_dtype(dtype)),
+        "q": buffer_layout(schedule, of_queries, dtype, accumulation_dtype(dtype)),
         "kv": kv,
-        "dq": buffer_layout(schedule, q_shape, dtype),
+        "dq": buffer_layout(schedule, [q_shape], dtype),
         "dkv": kv,
     }
     return make_spec(schedule, True, rank, layouts)
-
-
-def _kv_layout(schedule: Schedule, q_shape: torch.Size, kv_heads: int, dtype: torch.dtype) -> BufferLayout:
-    batch, length, _, dim = q_shape
-    return buffer_layout(schedule, (batch, length, kv_heads, dim), dtype, tensor_count=2)

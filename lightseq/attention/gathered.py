@@ -14,10 +14,11 @@ from lightseq.schedule.table import Schedule
 
 
 class Gathered(NamedTuple):
-    """Gathered q, k and v in one tensor of `gathered_elements`; k and v have `kv_heads` heads (K)."""
+    """Gathered q, k and v in one tensor of `gathered_elements`."""
 
     memory: Tensor
-    kv_heads: int
+    kv_heads: int  # of k and v (K)
+    dim: int  # of a head of q and k
 
     def buffers(
         self, schedule: Schedule, rank: int, layouts: Mapping[str, BufferLayout]
@@ -41,11 +42,13 @@ def _arenas(schedule: Schedule, rank: int) -> tuple[Arena, ...]:
     return found
 
 
-def gathered_elements(schedule: Schedule, q_BSHD: Tensor, kv_heads: int) -> int:
+def gathered_elements(schedule: Schedule, q_BSHD: Tensor, v_BSKD: Tensor) -> int:
     """Returns the number of elements that one rank gathers: q, k and v of the whole sequence, for its heads.
 
     Lengths may be symbolic under torch.compile.
     """
     batch, local, heads, dim = q_BSHD.shape
-    heads_per_group = heads // schedule.total_head_groups + 2 * max(kv_heads // schedule.total_head_groups, 1)
-    return batch * local * schedule.world * dim * schedule.head_groups_per_rank * heads_per_group
+    kv_heads, value_dim = v_BSKD.shape[2:]
+    kv_heads_per_group = max(kv_heads // schedule.total_head_groups, 1)
+    width = heads // schedule.total_head_groups * dim + kv_heads_per_group * (dim + value_dim)
+    return batch * local * schedule.world * schedule.head_groups_per_rank * width

@@ -1,6 +1,6 @@
 """Distributed causal attention as one operator, which autograd, checkpointing and torch.compile see as a whole.
 
-Shape suffixes: B batch, S local sequence, H query heads, K key/value heads, D head dim.
+Shape suffixes: B batch, S local sequence, H query heads, K key/value heads, D head dim, E head dim of values.
 """
 
 from collections.abc import Callable, Sequence
@@ -74,7 +74,7 @@ def attention_backward(
     qkv = [*map(_last_dim_contiguous, (q, k, v))]
     options = _options(context, scale, window, q)
     return _gradient_function(dout_BSHD)(
-        _last_dim_contiguous(dout_BSHD), qkv, k.shape[2], (out, lse), boundaries, options
+        _last_dim_contiguous(dout_BSHD), qkv, *k.shape[2:], (out, lse), boundaries, options
     )
 
 
@@ -86,8 +86,10 @@ class _Options(NamedTuple):
     softcap: float | None
     window: int | None
 
-    def executor(self, table: Schedule) -> Executor:
-        sequence, kernel = self.context.sequence, with_softcap(self.context.selection.kernel, self.softcap)
+    def executor(self, table: Schedule, dim: int, value_dim: int) -> Executor:
+        """Returns the executor of a table for heads with keys of `dim` and values of `value_dim`."""
+        sequence, kernel = self.context.sequence, self.context.kernels.of(dim, value_dim).kernel
+        kernel = with_softcap(kernel, self.softcap)
         return Executor(table, sequence.rank, kernel, sequence.transport, self.scale)
 
 
@@ -123,12 +125,13 @@ def _last_dim_contiguous(x: Tensor) -> Tensor:
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, context: SequenceContext, documents: Documents | None) -> None:
-    if k.shape[:-1] == v.shape[:-1] and k.shape[-1] != v.shape[-1]:
-        raise ValueError(
-            f"attention has keys of {k.shape[-1]} and values of {v.shape[-1]} dimensions per head, which no kernel "
-            "supports; use a model with equal ones"
-        )
-    if k.shape != v.shape or q.ndim != 4 or k.ndim != 4 or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+    if (
+        k.shape[:-1] != v.shape[:-1]
+        or q.ndim != 4
+        or k.ndim != 4
+        or q.shape[0] != k.shape[0]
+        or q.shape[3] != k.shape[3]
+    ):
         shapes = _shapes(q, k, v)
         raise ValueError(f"q, k and v do not fit together: {shapes}; expected (batch, sequence, heads, head_dim)")
     if not q.dtype == k.dtype == v.dtype:
@@ -172,13 +175,13 @@ def _table(context: SequenceContext, q: Tensor, boundaries: Tensor | None, windo
     return context.schedule if boundaries is None else packed_schedule(context.schedule, whole)
 
 
-def _compare_shapes(context: SequenceContext, q: Tensor, k: Tensor, boundaries: Tensor | None) -> None:
+def _compare_shapes(context: SequenceContext, q: Tensor, v: Tensor, boundaries: Tensor | None) -> None:
     """Raises ValueError if ranks pass different shapes, all new to them, which would otherwise deadlock.
 
     Each shape is compared only once, because comparing waits for all ranks. Ranks that pass a shape they have seen skip
     the comparison. If only some ranks do, the group hangs until the watchdog or the process group's timeout ends it.
     """
-    shape = (*q.shape, k.shape[2], int(boundaries is not None))
+    shape = (*q.shape, *v.shape[2:], int(boundaries is not None))
     waits_for_ranks = base_transport_name(context.transport.name) != "none"
     if shape in context.shapes or not waits_for_ranks:
         return
@@ -221,9 +224,9 @@ def _forward(
             "the batch holds packed documents, but the model's layers do not pass them to attention; train without "
             "packing, or use another model"
         )
-    _compare_shapes(context, q, k, boundaries)
-    gathered = Gathered(_gathered_memory(context, q, k), k.shape[2])
-    executor = call.executor(_table(context, q, boundaries, call.window))
+    _compare_shapes(context, q, v, boundaries)
+    gathered = Gathered(_gathered_memory(context, q, v), *k.shape[2:])
+    executor = call.executor(_table(context, q, boundaries, call.window), k.shape[3], v.shape[3])
     out, lse = executor.forward(q, k, v, gathered if context.keeps_gathered else None)
     if sinks is not None:
         out, lse = _with_sinks(out, lse, sinks)
@@ -253,8 +256,8 @@ def _forward_in_checkpoint(
     return out, lse, gathered
 
 
-def _gathered_memory(context: SequenceContext, q: Tensor, k: Tensor) -> Tensor:
-    return q.new_empty(gathered_elements(context.schedule, q, k.shape[2]) if context.keeps_gathered else 0)
+def _gathered_memory(context: SequenceContext, q: Tensor, v: Tensor) -> Tensor:
+    return q.new_empty(gathered_elements(context.schedule, q, v) if context.keeps_gathered else 0)
 
 
 _attention = torch.library.custom_op("lightseq::attention", _forward_in_checkpoint, mutates_args=())
@@ -265,29 +268,31 @@ def _(
     q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor | None, sinks: Tensor | None, options: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32))
-    return q.new_empty(q.shape), lse, _gathered_memory(_read_options(options).context, q, k)
+    out = q.new_empty(*q.shape[:3], v.shape[3])
+    return out, lse, _gathered_memory(_read_options(options).context, q, v)
 
 
 def _gradients(
     dout: Tensor,
     tensors: Sequence[Tensor],
     kv_heads: int,
+    dim: int,
     results: Sequence[Tensor],
     boundaries: Tensor | None,
     options: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns dq, dk and dv from the forward pass's `results`, out and its log-sum-exp.
 
-    `tensors` are the rank's own q, k and v, or one tensor that the forward pass gathered.
+    `tensors` are the rank's own q, k and v, or one tensor that the forward pass gathered. `dim` is that of keys.
     """
     call, (out, lse) = _read_options(options), results
     table = _table(call.context, dout, boundaries, call.window)
     qkv: tuple[Tensor, Tensor, Tensor] | Gathered
     if len(tensors) == 1:
-        table, qkv = table.with_gathered_backward, Gathered(tensors[0], kv_heads)
+        table, qkv = table.with_gathered_backward, Gathered(tensors[0], kv_heads, dim)
     else:
         qkv = (tensors[0], tensors[1], tensors[2])
-    gradients = call.executor(table).backward(dout, qkv, out, lse)
+    gradients = call.executor(table, dim, dout.shape[3]).backward(dout, qkv, out, lse)
     _advance(call.context, dout)
     return gradients
 
@@ -300,18 +305,21 @@ def _(
     dout: Tensor,
     tensors: Sequence[Tensor],
     kv_heads: int,
+    dim: int,
     results: Sequence[Tensor],
     boundaries: Tensor | None,
     options: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    kv_shape = (*dout.shape[:2], kv_heads, dout.shape[3])
-    return dout.new_empty(dout.shape), dout.new_empty(kv_shape), dout.new_empty(kv_shape)
+    *tokens, heads, value_dim = dout.shape
+    shapes = ((heads, dim), (kv_heads, dim), (kv_heads, value_dim))
+    dq, dk, dv = (dout.new_empty(*tokens, *shape) for shape in shapes)
+    return dq, dk, dv
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     q, k, v, boundaries, sinks, ctx.options = inputs
     out, lse, gathered = output
-    ctx.kv_heads = k.shape[2]
+    ctx.kv_heads, ctx.dim = k.shape[2:]
     tensors = (gathered,) if _read_options(ctx.options).context.keeps_gathered else (q, k, v)
     ctx.save_for_backward(boundaries, sinks, out, lse, *tensors)
     ctx.set_materialize_grads(False)
@@ -323,7 +331,7 @@ def _backward(ctx, dout: Tensor | None, dlse: Tensor | None, _dgathered: None): 
     assert dout is not None, "autograd calls the backward only if a gradient arrives"
     boundaries, sinks, out, lse, *tensors = ctx.saved_tensors
     gradients = _gradient_function(dout)(
-        _last_dim_contiguous(dout), tensors, ctx.kv_heads, (out, lse), boundaries, ctx.options
+        _last_dim_contiguous(dout), tensors, ctx.kv_heads, ctx.dim, (out, lse), boundaries, ctx.options
     )
     dsinks = None if sinks is None else _sink_gradients(dout, out, lse, sinks)
     return (*gradients, None, dsinks, None)

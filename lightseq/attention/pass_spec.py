@@ -49,7 +49,7 @@ class PassSpec:
         """FLOPs of one rank: the causal half only; a backward pass counts as 2.5 forward passes."""
         q = self.layouts["q"]
         tokens, heads = q.rows * q.chunk_count, q.heads_per_group * q.head_groups
-        forward = 2 * q.batch * tokens**2 * self.schedule.world * heads * q.dim
+        forward = q.batch * tokens**2 * self.schedule.world * heads * sum(self.layouts["kv"].dims)
         return 2.5 * forward if self.backward else forward
 
 

@@ -26,6 +26,7 @@ from lightseq.distributed.roll_call import RollCall
 from lightseq.hf.changes import RECORD, EnabledModel, record_of
 from lightseq.hf.checks import install_checks
 from lightseq.models.architecture import (
+    attentions_of,
     caps_scores,
     check_attention,
     length_dependent_ropes,
@@ -35,9 +36,8 @@ from lightseq.models.architecture import (
 )
 from lightseq.models.attention_modules import attention_modules
 from lightseq.models.decoder import attending_part, text_decoder
-from lightseq.models.layers import heads_of
+from lightseq.models.layers import attention_shape
 from lightseq.models.mixers import distribute_mixer, mixer_modules
-from lightseq.schedule.cost import AttentionShape
 from lightseq.sequence_parallel import process_group
 from lightseq.utils.formatting import check_names
 from lightseq.utils.versions import UntestedVersionWarning, untested_versions
@@ -74,8 +74,7 @@ def enable(
     check_attention(model)
     config = _completed(config, model)
     assert config.device is not None and config.dtype is not None
-    heads = heads_of(model.config)
-    shape = AttentionShape(config.length, heads.query, heads.key_value, heads.dim, element_bytes=config.dtype.itemsize)
+    shape = attention_shape(attentions_of(model), config.length, element_bytes=config.dtype.itemsize)
     context = make_context(process_group(group), shape, config)
     context.forward_pass.roll_call = RollCall(context.group)
     is_reference = context.selection.kernel.name.startswith("reference")

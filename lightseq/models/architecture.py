@@ -28,7 +28,7 @@ from lightseq.models.decoder import (
     text_decoder,
     ties_embeddings,
 )
-from lightseq.models.layers import Attention, Heads, Layer, distinct, heads_of
+from lightseq.models.layers import Attention, Layer, distinct, heads_of
 from lightseq.models.meta_run import TOKENS, LayerRun, MetaRun, find_logit_transform, linears_of, run_on_meta
 from lightseq.models.mixers import MixerKind, mixer_layer_types, mixer_modules, registered_mixers
 from lightseq.modules.identity import hook_of, is_known_code, linear_change
@@ -77,25 +77,6 @@ class Architecture:
         """Returns the weights in all layers that a token is multiplied by."""
         return sum(layer.active for layer in self.layers)
 
-    @cached_property
-    def heads(self) -> Heads:
-        """Returns the heads of every layer. Raises ValueError if layers differ."""
-        if len(kinds := {mixer.heads for mixer in self.attentions}) != 1:
-            raise ValueError(
-                f"{self.name} has layers with {'different' if kinds else 'no'} attention heads; {OWN_LOOP}"
-            )
-        self.check_values()
-        return next(iter(kinds))
-
-    def check_values(self) -> None:
-        """Raises ValueError if some attention has values of other dimensions than its keys."""
-        for attention in self.attentions:
-            if attention.value_dim != attention.heads.dim:
-                raise ValueError(
-                    f"{self.name} has keys of {attention.heads.dim} and values of {attention.value_dim} dimensions; "
-                    "use a model where they agree"
-                )
-
     def has_windows(self, length: int) -> bool:
         """Returns whether some layer does not see a whole sequence of this length."""
         windows = [mixer.window for layer in self.kinds for mixer in layer.attentions]
@@ -133,13 +114,13 @@ def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
 
 def matrix_sizes(config: PreTrainedConfig) -> dict[str, int]:
     """Returns the sizes of a layer's weight matrices, by the names that config.json gives them."""
-    heads, text = heads_of(config), text_config(config)
-    return {
-        "hidden_size": text.hidden_size,
-        "intermediate_size": text.intermediate_size,
-        "attention heads x head_dim": heads.query * heads.dim,
-        "key/value heads x head_dim": heads.key_value * heads.dim,
-    }
+    text = text_config(config)
+    sizes = {"hidden_size": text.hidden_size, "intermediate_size": text.intermediate_size}
+    for attention in dict.fromkeys(inspect_architecture(config).attentions):
+        of_heads = f"head_dim {attention.heads.dim}"
+        sizes[f"attention heads x {of_heads}"] = attention.width
+        sizes[f"key/value heads x {of_heads}"] = attention.key_width
+    return sizes
 
 
 def rope_types(source: object) -> set[str]:
@@ -263,6 +244,14 @@ def inspect_architecture(config: PreTrainedConfig) -> Architecture:
 
 
 _inspected: dict[tuple[type, str, tuple[MixerKind, ...]], Architecture | ValueError] = {}
+
+
+def attentions_of(model: PreTrainedModel) -> tuple[Attention, ...]:
+    """Returns the attention of all layers, or of one that stands for all where only the config tells the heads."""
+    try:
+        return inspect_architecture(model.config).attentions
+    except ValueError:
+        return (Attention(heads_of(model.config), sliding_window(model.config)),)
 
 
 def known_logit_transform(model: PreTrainedModel) -> LogitTransform | None:

@@ -77,14 +77,15 @@ def check_config(config: PreTrainedConfig, name: str) -> PreTrainedConfig:
     if "rope_type" in rope:
         _check_rope_type(rope, name)
     try:
-        heads = inspect_architecture(config).heads
+        attentions = inspect_architecture(config).attentions
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
-    if heads.key_value < 1 or heads.query % heads.key_value:
-        raise ValueError(
-            f"{name} has {heads.query} attention heads, not a multiple of its {heads.key_value} key/value heads; "
-            "use another model"
-        )
+    for heads in {attention.heads for attention in attentions}:
+        if heads.key_value < 1 or heads.query % heads.key_value:
+            raise ValueError(
+                f"{name} has {heads.query} attention heads, not a multiple of its {heads.key_value} key/value heads; "
+                "use another model"
+            )
     return config
 
 

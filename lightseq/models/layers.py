@@ -1,22 +1,25 @@
 """Facts about the decoder layers of a model. Nothing here assumes that layers are alike."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import ArrayLike
 from transformers import PreTrainedConfig
 
 from lightseq.models.decoder import text_config
+from lightseq.schedule.cost import AttentionShape
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Attention heads of a layer: query heads, key/value heads, and their dimension."""
+    """Attention heads of a layer: query heads, key/value heads, and their dimensions."""
 
     query: int
     key_value: int
-    dim: int
+    dim: int  # of queries and keys
+    value_dim: int
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,6 @@ class Attention:
 
     heads: Heads
     window: int | None  # sliding window in tokens, the query's own included; None: full attention
-    value_dim: int  # of a head's values and results; `heads` has the dimension of queries and keys
 
     @property
     def width(self) -> int:
@@ -40,12 +42,12 @@ class Attention:
     @property
     def value_width(self) -> int:
         """Returns the elements per token of the values."""
-        return self.heads.key_value * self.value_dim
+        return self.heads.key_value * self.heads.value_dim
 
     @property
     def pair_flops(self) -> int:
         """Returns the FLOPs of one visible (query, key) pair in the forward pass: a row of QKᵀ and one of PV."""
-        return 2 * self.heads.query * (self.heads.dim + self.value_dim)
+        return 2 * self.heads.query * (self.heads.dim + self.heads.value_dim)
 
     def area(self, sizes: ArrayLike) -> float:
         """Returns twice the visible (query, key) pairs in documents of these sizes, without half of the diagonal.
@@ -120,11 +122,26 @@ def names_of_kinds(layers: Iterable[Layer]) -> list[str]:
 
 
 def heads_of(config: PreTrainedConfig) -> Heads:
-    """Returns the heads of each layer. Raises ValueError if layers differ or the config has no number of heads."""
+    """Returns the heads of the layers as the config says. Raises ValueError if it has no number for all layers.
+
+    `Architecture.attentions` knows the heads of each layer; this is for models without those facts.
+    """
     text = text_config(config)
     try:
         query = text.num_attention_heads
         dim = getattr(text, "head_dim", None) or text.hidden_size // query
-        return Heads(query, getattr(text, "num_key_value_heads", None) or query, dim)
+        return Heads(query, getattr(text, "num_key_value_heads", None) or query, dim, dim)
     except (AttributeError, RuntimeError) as error:  # RuntimeError: the config has one number per layer
         raise ValueError(f"{config.model_type} has no single number of attention heads for all layers") from error
+
+
+def attention_shape(mixers: Sequence[Attention], length: int, batch: int = 1, element_bytes: int = 2) -> AttentionShape:
+    """Returns the shape of the attention that takes most FLOPs in all layers, with those of other heads beside it."""
+    flops = Counter[Heads]()
+    for mixer in mixers:
+        flops[mixer.heads] += round(mixer.pair_flops * mixer.area(length))
+    shapes = [
+        AttentionShape(length, heads.query, heads.key_value, heads.dim, batch, element_bytes, heads.value_dim)
+        for heads, _ in flops.most_common()
+    ]
+    return replace(shapes[0], other_layers=tuple(shapes[1:]))

@@ -67,8 +67,8 @@ def run_on_meta(model: PreTrainedModel, layers: nn.ModuleList) -> MetaRun:
         shared.extend(module for owner, other in keys if k is other and module is not owner)
         keys.append((module, k))
         passed.append(others.get("documents") is documents)
-        heads = Heads(q.shape[1], k.shape[1], q.shape[-1])
-        running[-1].mixers.append(Attention(heads, others.get("sliding_window"), value_dim=v.shape[-1]))
+        heads = Heads(q.shape[1], k.shape[1], q.shape[-1], v.shape[-1])
+        running[-1].mixers.append(Attention(heads, others.get("sliding_window")))
         return _shaped_as_output(q, v), None
 
     def enter(layer_run: LayerRun, _layer: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:

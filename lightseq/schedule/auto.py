@@ -90,7 +90,7 @@ def choose_packed(world: int, shape: AttentionShape, requested: ScheduleChoice) 
     communication.
     """
     requested = requested._replace(schedule="prefix") if requested.schedule == AUTO else requested
-    whole = 2 * shape.length * shape.kv_heads * shape.head_dim * shape.element_bytes
+    whole = shape.length * shape.kv_heads * shape.pair_dims * shape.element_bytes
     allowed = [choice.head_groups or 1 for choice in possible_choices(world, shape, requested)] or [1]
     fewest = next((groups for groups in allowed if whole / groups <= MAX_GATHERED_BYTES), allowed[-1])
     return requested._replace(head_groups=requested.head_groups or fewest)
@@ -172,7 +172,8 @@ def why_impossible(choice: ScheduleChoice, world: int, shape: AttentionShape) ->
     """Returns the reason why a choice is impossible, None if it is possible."""
     try:
         schedule = schedule_without_steps(choice.schedule, world, choice.head_groups or 1, choice.ulysses_size)
-        check_heads(schedule, shape.heads, shape.kv_heads)
+        for layer in (shape, *shape.other_layers):
+            check_heads(schedule, layer.heads, layer.kv_heads)
     except ValueError as error:
         return str(error)
     return None

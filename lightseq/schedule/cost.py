@@ -9,7 +9,10 @@ BACKWARD_FLOPS = 2.5  # five matrix products against two
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """One attention layer: global sequence length in tokens, head counts, element size in bytes."""
+    """One attention layer: global sequence length in tokens, head counts, element size in bytes.
+
+    A schedule is chosen for the layers that take most time; it must also allow the heads of `other_layers`.
+    """
 
     length: int
     heads: int
@@ -17,6 +20,18 @@ class AttentionShape:
     head_dim: int
     batch: int = 1
     element_bytes: int = 2
+    value_dim: int | None = None  # of a head's values (default: head_dim, that of queries and keys)
+    other_layers: tuple["AttentionShape", ...] = ()  # with other heads
+
+    @property
+    def values(self) -> int:
+        """Returns the dimension of a head's values."""
+        return self.head_dim if self.value_dim is None else self.value_dim
+
+    @property
+    def pair_dims(self) -> int:
+        """Returns the elements of a key and a value of one head."""
+        return self.head_dim + self.values
 
 
 @dataclass(frozen=True)
@@ -69,23 +84,23 @@ def tile_flops(schedule: Schedule, shape: AttentionShape, tile: Tile) -> float:
     area = chunk * chunk * (len(tile.q) * len(tile.kv))
     if tile.mask is not Mask.FULL:
         area -= (chunk * len(tile.q)) ** 2 / 2
-    return 4 * area * shape.head_dim * shape.heads / schedule.total_head_groups * shape.batch
+    return 2 * area * shape.pair_dims * shape.heads / schedule.total_head_groups * shape.batch
 
 
 def move_bytes(schedule: Schedule, shape: AttentionShape, move: Move, backward: bool) -> int:
     """Returns the bytes of one move. Tensors travel in the dtype of the kernels, log-sum-exps in float32."""
     rows = shape.batch * shape.length / schedule.layout.chunk_count
-    q = rows * shape.heads / schedule.total_head_groups * shape.head_dim
-    kv = rows * max(shape.kv_heads / schedule.total_head_groups, 1) * shape.head_dim
-    lse = 4 * rows * shape.heads / schedule.total_head_groups
+    query_rows = rows * shape.heads / schedule.total_head_groups
+    q, out, lse = query_rows * shape.head_dim, query_rows * shape.values, 4 * query_rows
+    kv = rows * max(shape.kv_heads / schedule.total_head_groups, 1) * shape.pair_dims
     e = shape.element_bytes
     travels = 0 if backward and schedule.reuses_gathered else 1  # reused q, k and v do not move again
     sizes = {
-        "kv": travels * 2 * kv * e,
-        "q": (travels + 2) * q * e + lse if backward else q * e,  # backward: dout and out too
-        "out": q * e + lse,
+        "kv": travels * kv * e,
+        "q": (travels * q + 2 * out) * e + lse if backward else q * e,  # backward: dout and out too
+        "out": out * e + lse,
         "dq": q * e,
-        "dkv": 2 * kv * e,
+        "dkv": kv * e,
     }
     return round(sizes[move.item])
 

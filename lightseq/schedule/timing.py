@@ -106,7 +106,7 @@ def estimate(traffic: Traffic, shape: AttentionShape, rates: Rates, keep_gathere
 
 def kernel_seconds(shape: AttentionShape, rates: Rates) -> float:
     """Estimates the seconds of a forward and a backward call on one GPU with the whole sequence."""
-    flops = (1 + BACKWARD_FLOPS) * 4 * shape.batch * shape.length**2 / 2 * shape.heads * shape.head_dim
+    flops = (1 + BACKWARD_FLOPS) * 2 * shape.batch * shape.length**2 / 2 * shape.heads * shape.pair_dims
     return flops / rates.flops_per_second + 2 * _call_seconds(shape, rates)
 
 
@@ -125,7 +125,7 @@ def _compute_seconds(
 ) -> float:
     """Returns the seconds of the rank that computes longest."""
     chunk = shape.length / schedule.layout.group_layout.chunk_count
-    flops = 4 * chunk * chunk * shape.head_dim * shape.heads / schedule.total_head_groups * shape.batch
+    flops = 2 * chunk * chunk * shape.pair_dims * shape.heads / schedule.total_head_groups * shape.batch
     flops_per_second = rates.flops_per_second * (WIDE_HEAD_SHARE if shape.head_dim > WIDE_HEAD_DIM else 1.0)
     per_area = flops * (BACKWARD_FLOPS if backward else 1.0) / flops_per_second
     return float((step.work @ np.array([per_area, _call_seconds(shape, rates)])).max())

@@ -37,7 +37,7 @@ from lightseq.models.architecture import (
     inspect_architecture,
     rope_types,
 )
-from lightseq.models.layers import distinct, heads_of, names_of_kinds
+from lightseq.models.layers import distinct, names_of_kinds
 from lightseq.modules.tiled import check_layer_class
 from lightseq.schedule.algorithms import SCHEDULES
 from lightseq.schedule.auto import ScheduleChoice, choose_windowed
@@ -88,7 +88,6 @@ def check_packages(config: TrainConfig) -> None:
 def check_layers(config: TrainConfig, architecture: Architecture) -> None:
     """Raises ValueError if the flags need something that the model's layers do not support."""
     kinds, policy = names_of_kinds(architecture.layers), config.remat_policy
-    architecture.check_values()
     if architecture.outside_linears:
         raise ValueError(
             f"{architecture.name} has weights outside linear layers, as a mixture of experts does "
@@ -155,19 +154,27 @@ def check_packing(packing: str, model_config: PreTrainedConfig) -> None:
 
 def check_kernel(config: TrainConfig, model_config: PreTrainedConfig, device: torch.device) -> None:
     """Raises ValueError if the attention kernel cannot run the model on this device."""
-    select(config.kernel_name, kernel_spec(config, model_config, device.type, compute_capability(device)))
+    for spec in kernel_specs(config, model_config, device.type, compute_capability(device)):
+        select(config.kernel_name, spec)
 
 
-def kernel_spec(
+def kernel_specs(
     config: TrainConfig, model_config: PreTrainedConfig, device_type: str, capability: tuple[int, int]
-) -> KernelSpec:
-    """Returns what a run's attention kernel has to support, on a device of this type and CUDA compute capability."""
+) -> list[KernelSpec]:
+    """Returns what a run's attention kernels have to support, one for each kind of heads.
+
+    The device has this type and CUDA compute capability.
+    """
+    architecture = inspect_architecture(model_config)
     options = replace(
         AttentionConfig.from_flags(config, torch.device(device_type)),
-        windows=inspect_architecture(model_config).has_windows(config.model_max_length),
+        windows=architecture.has_windows(config.model_max_length),
         softcap=caps_scores(model_config),
     )
-    return attention_kernel_spec(options, heads_of(model_config).dim, capability)
+    return [
+        attention_kernel_spec(options, dim, capability, value_dim)
+        for dim, value_dim in dict.fromkeys((x.heads.dim, x.heads.value_dim) for x in architecture.attentions)
+    ]
 
 
 def flag_warnings(config: TrainConfig, sequence_size: int) -> list[str]:

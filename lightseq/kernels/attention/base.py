@@ -1,6 +1,7 @@
 """Interface of attention kernels, which compute one tile under a full or a causal mask.
 
-Shape suffixes: B batch, S query tokens, T key tokens, H query heads, K key/value heads, D head dim.
+Shape suffixes: B batch, S query tokens, T key tokens, H query heads, K key/value heads, D head dim, E head dim of
+values.
 """
 
 from dataclasses import dataclass
@@ -25,6 +26,17 @@ class KernelSpec:
     packed: bool = False  # most tiles hold several documents
     windows: bool = False  # some layers have a sliding window
     softcap: bool = False  # some layers cap their scores
+    value_dim: int | None = None  # of a head's values (default: head_dim, that of queries and keys)
+
+    @property
+    def has_other_values(self) -> bool:
+        """Returns whether values have another dimension than keys."""
+        return self.value_dim not in (None, self.head_dim)
+
+    @property
+    def widest(self) -> int:
+        """Returns the larger of the dimensions of keys and values."""
+        return max(self.head_dim, self.value_dim or 0)
 
 
 def compute_capability(device: torch.device) -> tuple[int, int]:
@@ -40,15 +52,15 @@ class Saved(NamedTuple):
 
     q: Tensor  # (B, S, H, D)
     k: Tensor  # (B, T, K, D)
-    v: Tensor  # (B, T, K, D)
-    out: Tensor  # (B, S, H, D)
+    v: Tensor  # (B, T, K, E)
+    out: Tensor  # (B, S, H, E)
     lse: Tensor  # (B, H, S)
 
 
 class Kernel(Protocol):
     """Interface of a kernel, which computes one tile.
 
-    out has q's shape and dtype; lse is (B, H, S) in float32 (float64 for float64 inputs), natural logarithm, of the
+    out (B, S, H, E) has q's dtype; lse is (B, H, S) in float32 (float64 for float64 inputs), natural logarithm, of the
     scaled scores. The backward takes the *global* out and lse of its queries, over the keys of all tiles.
     A kernel may write its result to `into`, a tensor of any strides, and then returns that tensor.
 
@@ -79,14 +91,14 @@ class Kernel(Protocol):
         ...
 
     def forward(
-        self, q_BSHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, causal: bool, scale: float, into: Tensor | None = None,
+        self, q_BSHD: Tensor, k_BTKD: Tensor, v_BTKE: Tensor, causal: bool, scale: float, into: Tensor | None = None,
         window: int | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Returns out and lse."""
         ...
 
     def backward(
-        self, dout_BSHD: Tensor, saved: Saved, causal: bool, scale: float, into: GradientMemory = (None, None, None),
+        self, dout_BSHE: Tensor, saved: Saved, causal: bool, scale: float, into: GradientMemory = (None, None, None),
         window: int | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Returns dq, dk and dv."""

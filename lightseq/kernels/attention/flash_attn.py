@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightseq.kernels.attention.base import GradientMemory, KernelSpec, Saved, gradient_memory
 from lightseq.kernels.attention.tile import Lengths
-from lightseq.kernels.attention.torch_native import NO_SOFTCAP, why_no_flash_kernel
+from lightseq.kernels.attention.torch_native import NEEDS_EQUAL_DIMS, NO_SOFTCAP, why_no_flash_kernel
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class _FlashAttention:
     max_capability_exclusive: ClassVar[tuple[int, int]] = (99, 0)
     causal_alignment: ClassVar[Literal["bottom_right"]] = "bottom_right"
     has_windows: ClassVar[bool] = True
+    takes_other_values: ClassVar[bool] = False  # of another dimension than keys
 
     def with_softcap(self, softcap: float) -> Self:
         return replace(self, softcap=softcap)
@@ -41,8 +42,10 @@ class _FlashAttention:
             return reason
         if not self.min_capability <= spec.capability < self.max_capability_exclusive:
             return f"does not run on compute capability {'.'.join(map(str, spec.capability))}"
-        if spec.head_dim > 256 or (self.name == "fa4" and spec.capability >= (10, 0) and spec.head_dim > 128):
-            return f"does not support head dimension {spec.head_dim}"
+        if spec.widest > 256 or (self.name == "fa4" and spec.capability >= (10, 0) and spec.widest > 128):
+            return f"does not support head dimension {spec.widest}"
+        if spec.has_other_values and not self.takes_other_values:
+            return NEEDS_EQUAL_DIMS
         return None
 
     def why_unavailable(self, spec: KernelSpec) -> str | None:
@@ -144,6 +147,7 @@ class FlashAttention4(_FlashAttention):
     module = "flash_attn.cute.interface"
     package = "flash-attn-4"
     min_capability = (9, 0)
+    takes_other_values = True
 
     def why_unsupported(self, spec: KernelSpec) -> str | None:
         if spec.softcap and spec.capability >= (12, 0):

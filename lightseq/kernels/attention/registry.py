@@ -48,6 +48,11 @@ KERNELS: dict[str, RegisteredKernel] = {
         "torch's own FlashAttention-2",
         "Ampere and newer",
     ),
+    "cublas": RegisteredKernel(
+        lambda spec: _class("cublas", "CublasKernel")(),
+        "cuBLAS over blocks of scores, for heads of any dimension",
+        "GPUs with Triton",
+    ),
     "cpu": RegisteredKernel(
         lambda spec: _class("torch_native", "CpuKernel")(), "torch's flash attention for CPUs", "CPU"
     ),

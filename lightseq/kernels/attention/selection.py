@@ -1,10 +1,12 @@
 """Choice of the kernel: the fastest that can run here, and why faster ones cannot."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 from lightseq.kernels.attention.base import Kernel, KernelSpec, SoftCapKernel
+from lightseq.kernels.attention.padded_values import with_padding
 from lightseq.kernels.attention.registry import KERNELS
+from lightseq.kernels.attention.torch_native import NEEDS_EQUAL_DIMS
 
 
 @dataclass(frozen=True)
@@ -27,14 +29,13 @@ def select(name: str, spec: KernelSpec) -> Selection:
     if name != "auto":
         if name not in KERNELS:
             raise ValueError(f"kernel {name!r} is unknown; choose auto or one of {', '.join(KERNELS)}")
-        kernel = KERNELS[name].make(spec)
-        if reason := kernel.why_unavailable(spec):
+        kernel, reason = _make(name, spec)
+        if reason is not None:
             raise ValueError(f"kernel {name} cannot run here: {reason}; choose another, or auto")
         return Selection(kernel)
     skipped: list[tuple[str, str]] = []
     for candidate in _order(spec):
-        kernel = KERNELS[candidate].make(spec)
-        reason = kernel.why_unavailable(spec)
+        kernel, reason = _make(candidate, spec)
         if candidate == "reference" and spec.softcap and spec.device_type == "cuda":
             others = "; ".join(f"{name}: {why}" for name, why in skipped)
             raise ValueError(
@@ -45,6 +46,38 @@ def select(name: str, spec: KernelSpec) -> Selection:
             return Selection(kernel, tuple(skipped))
         skipped.append((candidate, reason))
     raise AssertionError("the reference kernel runs everywhere")
+
+
+def _make(name: str, spec: KernelSpec) -> tuple[Kernel, str | None]:
+    """Returns a kernel and why it cannot run here, if so. One that needs keys and values of one dimension is padded."""
+    kernel = KERNELS[name].make(spec)
+    reason = kernel.why_unavailable(spec)
+    if reason != NEEDS_EQUAL_DIMS:
+        return kernel, reason
+    assert spec.value_dim is not None, "values differ from keys"
+    padded = replace(spec, head_dim=spec.widest, value_dim=spec.widest)
+    return with_padding(kernel, spec.head_dim, spec.value_dim), kernel.why_unavailable(padded)
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The kernel for each kind of heads of a model, chosen when it is first asked for."""
+
+    name: str  # `auto`, or a kernel
+    spec: KernelSpec  # apart from the dimensions
+    chosen: dict[tuple[int, int], Selection] = field(default_factory=dict, compare=False)
+
+    def of(self, dim: int, value_dim: int) -> Selection:
+        """Returns the selection for keys of `dim` and values of `value_dim`. Raises ValueError as `select`."""
+        if (dim, value_dim) not in self.chosen:
+            self.chosen[dim, value_dim] = select(self.name, replace(self.spec, head_dim=dim, value_dim=value_dim))
+        return self.chosen[dim, value_dim]
+
+    def __str__(self) -> str:
+        if len({str(selection) for selection in self.chosen.values()}) == 1:
+            return str(next(iter(self.chosen.values())))
+        named = ((f"{dim}" if dim == values else f"{dim}/{values}", x) for (dim, values), x in self.chosen.items())
+        return ", ".join(f"{selection} for heads of {dims}" for dims, selection in named)
 
 
 def with_softcap(kernel: Kernel, softcap: float | None) -> Kernel:
@@ -64,7 +97,7 @@ def why_unsupported(name: str, spec: KernelSpec) -> str | None:
     kernel = KERNELS[name].make(spec)
     check = getattr(kernel, "why_unsupported", kernel.why_unavailable)  # the latter needs no optional library
     reason: str | None = check(spec)
-    return reason
+    return reason if reason != NEEDS_EQUAL_DIMS else check(replace(spec, head_dim=spec.widest, value_dim=spec.widest))
 
 
 def _order(spec: KernelSpec) -> tuple[str, ...]:
@@ -72,8 +105,8 @@ def _order(spec: KernelSpec) -> tuple[str, ...]:
     if spec.device_type == "cpu":
         return ("cpu", "reference")
     if spec.packed:  # varlen kernels first: others need a call per document, and set up each new length
-        later = ("fa3", "cudnn", "reference")
+        later = ("fa3", "cudnn", "cublas", "reference")
         return ("fa4", "fa2", "aten", *later) if spec.capability >= (9, 0) else ("fa2", "aten", *later[1:])
     if spec.capability >= (9, 0):
-        return ("fa4", "fa3", "cudnn", "fa2", "aten", "reference")
-    return ("fa2", "cudnn", "aten", "reference")
+        return ("fa4", "fa3", "cudnn", "fa2", "aten", "cublas", "reference")
+    return ("fa2", "cudnn", "aten", "cublas", "reference")

@@ -3,7 +3,8 @@
 Every mask is reduced to the two that kernels have, full and causal. Segments are computed in one varlen call if the
 kernel has one, else one by one. If the kernel has no windows, the reference kernel computes them in blocks of queries.
 
-Shape suffixes: B batch (1 with segments), S query tokens, T key tokens, H query heads, K key/value heads, D head dim.
+Shape suffixes: B batch (1 with segments), S query tokens, T key tokens, H query heads, K key/value heads, D head dim,
+E head dim of values.
 """
 
 from collections.abc import Iterator
@@ -82,7 +83,7 @@ def backward_tile(
 def _forward_strict(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     assert q.shape[1] == k.shape[1], "a strict tile is square"
     batch, length, heads, _ = q.shape
-    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    out = q.new_zeros(batch, length, heads, v.shape[3])
     lse = q.new_full((batch, heads, length), -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
     if length > 1:
         out[:, 1:], lse[:, :, 1:] = kernel.forward(q[:, 1:], k[:, :-1], v[:, :-1], True, scale)
@@ -115,17 +116,17 @@ class VarlenKernel(Protocol):
     """Interface of a kernel that computes several segments in one call, causal masks aligned bottom-right in each."""
 
     def forward_varlen(
-        self, q_SHD: Tensor, k_TKD: Tensor, v_TKD: Tensor, lengths: Lengths, causal: bool, scale: float,
+        self, q_SHD: Tensor, k_TKD: Tensor, v_TKE: Tensor, lengths: Lengths, causal: bool, scale: float,
         into: Tensor | None = None, window: int | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Returns out (S, H, D) and lse (H, S)."""
+        """Returns out (S, H, E) and lse (H, S)."""
         ...
 
     def backward_varlen(
-        self, dout_SHD: Tensor, saved: Saved, lengths: Lengths, causal: bool, scale: float,
+        self, dout_SHE: Tensor, saved: Saved, lengths: Lengths, causal: bool, scale: float,
         into: GradientMemory = (None, None, None), window: int | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """Returns dq, dk and dv; `saved` has no batch dimension: (S, H, D), (T, K, D) and lse (H, S)."""
+        """Returns dq, dk and dv; `saved` has no batch dimension: (S, H, D), (T, K, D) ... and lse (H, S)."""
         ...
 
 
@@ -192,7 +193,7 @@ def _forward_segments(
     if len(calls) == 1 and calls[0].has_all_queries(q):
         keys = calls[0].keys
         return _forward_call(kernel, q, k[:, keys], v[:, keys], calls[0], scale, into)
-    out = torch.zeros_like(q, memory_format=torch.contiguous_format) if into is None else into.zero_()
+    out = q.new_zeros(*q.shape[:3], v.shape[3]) if into is None else into.zero_()
     lse = q.new_full((1, q.shape[2], q.shape[1]), -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
     for call in calls:
         queries, keys = call.queries, call.keys

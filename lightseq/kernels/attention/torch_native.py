@@ -18,6 +18,7 @@ from lightseq.kernels.attention.tile import Lengths
 aten = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)
 NO_SOFTCAP = "has no soft cap of attention scores"
+NEEDS_EQUAL_DIMS = "needs keys and values of one dimension"
 
 
 def _swap(x: Tensor) -> Tensor:
@@ -31,8 +32,9 @@ def why_no_flash_kernel(spec: KernelSpec) -> str | None:
         return "needs a CUDA device"
     if spec.dtype not in HALF:
         return f"needs bfloat16 or float16, not {str(spec.dtype).removeprefix('torch.')}"
-    if spec.head_dim % 8:
-        return f"needs a head dimension that is a multiple of 8, not {spec.head_dim}"
+    if spec.head_dim % 8 or (spec.value_dim or 0) % 8:
+        odd = spec.head_dim if spec.head_dim % 8 else spec.value_dim
+        return f"needs a head dimension that is a multiple of 8, not {odd}"
     return None
 
 
@@ -46,6 +48,8 @@ class CpuKernel:
     def why_unavailable(self, spec: KernelSpec) -> str | None:
         if spec.device_type != "cpu":
             return "needs a CPU"
+        if spec.has_other_values:
+            return NEEDS_EQUAL_DIMS
         return NO_SOFTCAP if spec.softcap else None
 
     def forward(
@@ -84,8 +88,10 @@ class AtenKernel:
             return reason
         if spec.capability < (8, 0):
             return f"needs compute capability 8.0, this GPU has {'.'.join(map(str, spec.capability))}"
-        if spec.head_dim > 256:
-            return f"needs a head dimension of at most 256, not {spec.head_dim}"
+        if spec.widest > 256:
+            return f"needs a head dimension of at most 256, not {spec.widest}"
+        if spec.has_other_values:
+            return NEEDS_EQUAL_DIMS
         return NO_SOFTCAP if spec.softcap else None
 
     def forward(
@@ -163,8 +169,10 @@ class CudnnKernel:
             return reason
         if spec.capability < (8, 0):
             return f"needs compute capability 8.0, this GPU has {'.'.join(map(str, spec.capability))}"
-        if spec.head_dim > 128:
-            return f"needs a head dimension of at most 128, not {spec.head_dim}"
+        if spec.widest > 128:
+            return f"needs a head dimension of at most 128, not {spec.widest}"
+        if spec.has_other_values:
+            return NEEDS_EQUAL_DIMS
         if spec.deterministic:
             return "its backward is not deterministic"
         if spec.windows:

@@ -1,4 +1,4 @@
-"""Matrix products in a wider dtype than their factors'."""
+"""Matrix products in a wider dtype than their factors', also of batches."""
 
 import torch
 from torch import Tensor
@@ -22,3 +22,23 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         total.addmm_(a.to(total.dtype), b.to(total.dtype))
+
+
+def batched_product(a_BMK: Tensor, b_BKN: Tensor) -> Tensor:
+    """Returns a @ b of every batch in float32 or wider."""
+    dtype = torch.promote_types(a_BMK.dtype, torch.float32)
+    if a_BMK.dtype == dtype:
+        return torch.bmm(a_BMK, b_BKN)
+    if a_BMK.is_cuda:
+        return torch.bmm(a_BMK, b_BKN, out_dtype=dtype)
+    return torch.bmm(a_BMK.to(dtype), b_BKN.to(dtype))
+
+
+def add_batched_product(total_BMN: Tensor, a_BMK: Tensor, b_BKN: Tensor) -> None:
+    """Adds a @ b of every batch to total, without rounding the products to the factors' dtype."""
+    if a_BMK.dtype == total_BMN.dtype:
+        total_BMN.baddbmm_(a_BMK, b_BKN)
+    elif a_BMK.is_cuda:
+        torch.baddbmm(total_BMN, a_BMK, b_BKN, out_dtype=total_BMN.dtype, out=total_BMN)
+    else:
+        total_BMN.baddbmm_(a_BMK.to(total_BMN.dtype), b_BKN.to(total_BMN.dtype))

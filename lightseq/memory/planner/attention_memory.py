@@ -27,6 +27,7 @@ from lightseq.schedule.auto import ScheduleChoice
 from lightseq.schedule.windows import windowed_schedule
 
 CHUNK_TOKENS = 512  # tokens per chunk in a counted run
+MAX_FLASH_DIM = 256  # of the heads that flash kernels take
 MAX_RING = 16  # ranks of the largest ring that is counted; larger rings are extrapolated from two smaller ones
 
 
@@ -69,13 +70,14 @@ def _count(
         length = local * world
         table = windowed_schedule(table, (0, length), max(1, round(window_share * length)), packed=False)
     dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
-    counts_of_heads = (heads.query, heads.key_value, heads.key_value)
-    q, k, v = (torch.empty(1, local, n, heads.dim, dtype=dtype, device="meta") for n in counts_of_heads)
-    out, lse = torch.empty_like(q), torch.empty(1, heads.query, local, device="meta")
+    query, key, dim, value_dim = heads.query, heads.key_value, heads.dim, heads.value_dim
+    shapes = ((query, dim), (key, dim), (key, value_dim), (query, value_dim))
+    q, k, v, out = (torch.empty(1, local, *shape, dtype=dtype, device="meta") for shape in shapes)
+    lse = torch.empty(1, heads.query, local, device="meta")
     gathered: Gathered | None = None
     if keep_gathered and table.can_keep_gathered:
-        memory = torch.empty(gathered_elements(table, q, heads.key_value), dtype=dtype, device="meta")
-        table, gathered = table.with_gathered_backward, Gathered(memory, heads.key_value)
+        memory = torch.empty(gathered_elements(table, q, v), dtype=dtype, device="meta")
+        table, gathered = table.with_gathered_backward, Gathered(memory, key, dim)
     kernel, counts = _MetaKernel(), []
     for rank in sorted({0, world // 2, world - 1}):
         transport = _MetaTransport()
@@ -128,7 +130,7 @@ class _MetaKernel:
         window: int | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         batch, length, heads, _ = q.shape
-        out = torch.empty_like(q, memory_format=torch.contiguous_format) if into is None else into
+        out = torch.empty(batch, length, heads, v.shape[3], dtype=q.dtype, device="meta") if into is None else into
         return out, torch.empty(batch, heads, length, device="meta")
 
     def backward(
@@ -137,6 +139,8 @@ class _MetaKernel:
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         q, k, v, *_ = saved
         in_float32 = [q] if q.shape[2] == k.shape[2] else [q, k, v]
+        if q.shape[3] > MAX_FLASH_DIM:
+            in_float32 = [k, v]  # of the cublas kernel
         workspace = [torch.empty(x.shape, dtype=torch.float32, device="meta") for x in in_float32]
         dq, dk, dv = gradient_memory(into, saved)
         del workspace

@@ -1,7 +1,7 @@
 """Predicted memory of a rank at each point of a step where it may peak."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
 
@@ -13,7 +13,7 @@ from lightseq.memory.planner.layer_costs import ATTENTION, MLP
 from lightseq.memory.planner.placement import KEEP, OFFLOADED, RECOMPUTE, RECOMPUTED, Placement
 from lightseq.memory.planner.rates import LAST_NORM, PROCESS_BYTES
 from lightseq.memory.planner.run import PlannedRun
-from lightseq.models.layers import Attention, Heads, Layer, distinct
+from lightseq.models.layers import Attention, Layer, distinct
 from lightseq.modules.mlp import TILE_TOKENS
 from lightseq.schedule.timing import FLOAT32_BYTES
 
@@ -257,7 +257,7 @@ def _memory_of_mixer(run: PlannedRun, mixer: Attention) -> AttentionMemory:
     return attention_memory(
         run.choice,
         run.sequence_ranks,
-        Heads(heads.query // slices, heads.key_value // slices, heads.dim),
+        replace(heads, query=heads.query // slices, key_value=heads.key_value // slices),
         run.itemsize,
         keep_gathered=run.keeps_gathered,
         window_share=mixer.window / length if mixer.window is not None and mixer.window < length else None,

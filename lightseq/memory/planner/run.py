@@ -24,7 +24,7 @@ from lightseq.memory.planner.rates import CHIPS, DEFAULT_CORES, Chip, chip_of_de
 from lightseq.models.adapters import count_adapter_parameters, lora_from_config
 from lightseq.models.architecture import Architecture, inspect_architecture
 from lightseq.models.decoder import text_config
-from lightseq.models.layers import Layer
+from lightseq.models.layers import Layer, attention_shape
 from lightseq.schedule.algorithms import schedule_without_steps
 from lightseq.schedule.auto import ScheduleChoice
 from lightseq.schedule.choice import choose
@@ -146,18 +146,17 @@ class PlannedRun:
 
     @cached_property
     def shape(self) -> AttentionShape:
-        heads, batch = self.architecture.heads, self.config.per_device_train_batch_size
-        return AttentionShape(
-            self.config.model_max_length, heads.query, heads.key_value, heads.dim, batch, self.itemsize
-        )
+        """Returns the attention that takes most FLOPs."""
+        batch, length = self.config.per_device_train_batch_size, self.config.model_max_length
+        return attention_shape(self.architecture.attentions, length, batch, self.itemsize)
 
     @cached_property
     def choice(self) -> ScheduleChoice:
         """Returns the schedule that training would choose, for one sequence and by the same rates."""
-        heads, length = self.architecture.heads, self.config.model_max_length
+        length = self.config.model_max_length
         options = AttentionConfig.from_flags(self.config, torch.device("cuda"), self.hardware.gpus_per_host)
         options = replace(options, windows=self.architecture.has_windows(length))
-        shape = AttentionShape(length, heads.query, heads.key_value, heads.dim, element_bytes=self.itemsize)
+        shape = attention_shape(self.architecture.attentions, length, element_bytes=self.itemsize)
         return choose(schedule_request(options, self.sequence_ranks, shape, self.transport))
 
     @cached_property
@@ -172,8 +171,7 @@ class PlannedRun:
         """Returns the number of head slices that a layer passes to attention, one after the other."""
         if not self.config.slices_heads:
             return 1
-        heads = self.architecture.heads
-        return count_head_slices(self.schedule, heads.query, heads.key_value, heads.dim)
+        return count_head_slices(self.schedule, self.shape.heads, self.shape.kv_heads, self.shape.head_dim)
 
     @property
     def keeps_gathered(self) -> bool:

@@ -13,7 +13,7 @@ from lightseq.memory.planner.memory import lifetimes_of, saved_by_groups
 from lightseq.memory.planner.placement import OFFLOADED, RECOMPUTED, Placement
 from lightseq.memory.planner.run import PlannedRun
 from lightseq.models.flops import recompute_flops
-from lightseq.models.layers import Layer
+from lightseq.models.layers import Attention, Layer, attention_shape
 from lightseq.modules.mlp import TILE_TOKENS
 from lightseq.schedule.auto import estimate_choice
 from lightseq.schedule.cost import BACKWARD_FLOPS
@@ -64,16 +64,26 @@ def attention_seconds(run: PlannedRun) -> tuple[float, float]:
 
     Packed documents and windows are assumed to save as much of the communication as of the work.
     """
-    dim = run.architecture.heads.dim
-    head_dim = min(rates.HEAD_DIM_SHARE, key=lambda known: abs(known - dim))
+    mixers, length = run.architecture.attentions, run.config.model_max_length
+    of_documents = run.attention_share / run.architecture.attention_share(length)
+    total = 0.0
+    for mixer, count in Counter(mixers).items():
+        total += count * _full_attention_seconds(run, mixer) * mixer.area(length) / length**2 * of_documents
+    seconds = total / len(mixers)
+    forward = seconds / (1 + BACKWARD_FLOPS)
+    return forward, seconds - forward
+
+
+def _full_attention_seconds(run: PlannedRun, mixer: Attention) -> float:
+    """Returns the seconds of attention with a mixer's heads to a whole sequence, without window or documents."""
+    batch, length = run.config.per_device_train_batch_size, run.config.model_max_length
+    shape = attention_shape([mixer], length, batch, run.itemsize)
+    head_dim = min(rates.HEAD_DIM_SHARE, key=lambda known: abs(known - mixer.heads.dim))
     share = rates.HEAD_DIM_SHARE[head_dim] * rates.KERNEL_SHARE.get(run.config.kernel_name, 1.0)
     kernel = rates.attention_rates(run.hardware.chip, run.transport)
     kernel = replace(kernel, flops_per_second=kernel.flops_per_second * (share * rates.ATTENTION_SHARE))
     per_host = run.hardware.gpus_per_host
-    found = _estimated(run.choice, run.sequence_ranks, run.shape, kernel, per_host, run.keeps_gathered)
-    seconds = found.seconds * run.attention_share
-    forward = seconds / (1 + BACKWARD_FLOPS)
-    return forward, seconds - forward
+    return _estimated(run.choice, run.sequence_ranks, shape, kernel, per_host, run.keeps_gathered).seconds
 
 
 def _attentions_again(run: PlannedRun, placement: Placement) -> int:

@@ -25,7 +25,7 @@ from lightseq.models.presets import ModelFamily
 from lightseq.modules.fp8 import check_hardware
 from lightseq.tools.plan.attention import MAX_SEQUENCE_RANKS
 from lightseq.tools.plan.report import record, tables
-from lightseq.training.setup_checks import check_layers, kernel_spec
+from lightseq.training.setup_checks import check_layers, kernel_specs
 from lightseq.utils.files import open_output
 
 PROGRAM = "lightseq plan"
@@ -96,10 +96,11 @@ def _check_chip(config: TrainConfig, model: PreTrainedConfig, chip: Chip) -> Non
         check_hardware(config.fp8, chip.device, chip.capability)
     if config.kernel_name == "auto":
         return
-    if reason := why_unsupported(config.kernel_name, kernel_spec(config, model, "cuda", chip.capability)):
-        raise ValueError(
-            f"--kernel {config.kernel_name} cannot run on {chip.device}: {reason}; choose another, or auto"
-        )
+    for spec in kernel_specs(config, model, "cuda", chip.capability):
+        if reason := why_unsupported(config.kernel_name, spec):
+            raise ValueError(
+                f"--kernel {config.kernel_name} cannot run on {chip.device}: {reason}; choose another, or auto"
+            )
 
 
 def _notes(family: ModelFamily, run: PlannedRun) -> list[str]:

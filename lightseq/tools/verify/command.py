@@ -33,10 +33,9 @@ from lightseq.distributed.world import World
 from lightseq.kernels.attention.base import compute_capability
 from lightseq.memory.planner.choice import plan_on_all_ranks
 from lightseq.memory.planner.document_lengths import read_document_lengths
-from lightseq.models.architecture import with_layers
+from lightseq.models.architecture import inspect_architecture, with_layers
 from lightseq.models.decoder import text_config
 from lightseq.models.family import resolve
-from lightseq.models.layers import heads_of
 from lightseq.models.presets import ModelFamily
 from lightseq.tools.verify.data import Document, first_step, synthetic_rows
 from lightseq.tools.verify.kernels import kernel_row
@@ -46,7 +45,7 @@ from lightseq.tools.verify.report import SKIP, Row, all_passed, table, write
 from lightseq.tools.verify.transport import transport_row
 from lightseq.training.inputs import Inputs, prepare
 from lightseq.training.output_directory import create_output_dir
-from lightseq.training.setup_checks import kernel_spec
+from lightseq.training.setup_checks import kernel_specs
 from lightseq.utils.formatting import plural
 
 RECORD, PROGRAM = "verify.jsonl", "lightseq verify"
@@ -109,10 +108,14 @@ def _rows_of_run(config: TrainConfig, family: ModelFamily, world: World) -> list
         rows, context = model_rows(step, inputs, world, sequences)
     if world.device.type == "cuda":
         torch.cuda.empty_cache()
-    heads, device = heads_of(inputs.model_config), world.device
-    spec = kernel_spec(config, inputs.model_config, device.type, compute_capability(device))
-    kernel = kernel_row(context.selection.kernel, spec, heads.query // heads.key_value, device)
-    return [*rows, transport_row(context.transport, context.group, device), kernel]
+    rows.append(transport_row(context.transport, context.group, world.device))
+    specs = kernel_specs(config, inputs.model_config, world.device.type, compute_capability(world.device))
+    attentions = inspect_architecture(inputs.model_config).attentions
+    for spec in specs:
+        heads = next(x.heads for x in attentions if (x.heads.dim, x.heads.value_dim) == (spec.head_dim, spec.value_dim))
+        kernel = context.kernels.of(heads.dim, heads.value_dim).kernel
+        rows.append(kernel_row(kernel, spec, heads.query // heads.key_value, world.device))
+    return rows
 
 
 def _with_memory_plan(config: TrainConfig, family: ModelFamily, world: World) -> TrainConfig:

@@ -69,12 +69,13 @@ def _errors(kernel: Kernel, case: Case, spec: KernelSpec, shared: int, device: t
     """
     g, scale = torch.Generator().manual_seed(case.queries + case.keys), spec.head_dim**-0.5
 
-    def random(tokens: int, heads: int) -> Tensor:
-        shape = (BATCH, tokens, heads, spec.head_dim)
+    def random(tokens: int, heads: int, dim: int) -> Tensor:
+        shape = (BATCH, tokens, heads, dim)
         return torch.randn(shape, generator=g, dtype=torch.float64).to(device, spec.dtype)
 
-    q, dout = random(case.queries, 2 * shared), random(case.queries, 2 * shared)
-    k, v, rest_k, rest_v = (random(tokens, 2) for tokens in (case.keys, case.keys, REST, REST))
+    dim, value_dim = spec.head_dim, spec.value_dim or spec.head_dim
+    q, dout = (random(case.queries, 2 * shared, size) for size in (dim, value_dim))
+    k, v, rest_k, rest_v = (random(tokens, 2, size) for tokens in (case.keys, REST) for size in (dim, value_dim))
     inputs = (q, k, v, rest_k, rest_v, dout)
     results, (out, lse) = _by_definition(case.mask, scale, *(x.double() for x in inputs))
     plain, _ = _by_definition(case.mask, scale, *inputs)
