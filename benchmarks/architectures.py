@@ -63,7 +63,7 @@ SIZES: dict[str, Any] = {
     "intermediate_size": 48, "n_inner": 48, "d_ff": 48, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "ffn_dim": 48,
     "num_hidden_layers": 2, "n_layer": 2, "n_layers": 2, "num_layers": 2, "encoder_layers": 2, "decoder_layers": 2,
     "num_attention_heads": 4, "n_head": 4, "n_heads": 4, "num_heads": 4, "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 8, "d_kv": 8,
+    "decoder_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "d_kv": 8,
     "max_position_embeddings": 256, "n_positions": 256, "n_ctx": 256, "max_seq_len": 256, "initializer_range": 0.2,
     "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4, "num_experts_per_tok": 2,
     "moe_k": 2, "moe_topk": 2, "top_k_experts": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16,
@@ -89,6 +89,10 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "falcon": {"head_dim": None},
     "gemma3n_text": {
         "num_hidden_layers": 4, "num_kv_shared_layers": 2, "intermediate_size": [48] * 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    "gemma4_text": {  # as E2B, with fewer layers
+        "num_hidden_layers": 4, "num_kv_shared_layers": 2, "global_head_dim": 16,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
     },
     "glm4_moe_lite": {"v_head_dim": 16},
@@ -220,8 +224,9 @@ def tiny_config(model_type: str, **changes: Any) -> PreTrainedConfig:
 
 def sizes_of(config: PreTrainedConfig) -> dict[str, Any]:
     """Returns the small sizes for the fields of a config and of the configs inside it."""
-    known = {name: size for name, size in SIZES.items() if getattr(config, name, None) is not None}
-    if hasattr(config, "head_dim"):
+    published = config.to_dict()
+    known = {name: size for name, size in SIZES.items() if published.get(name) is not None}
+    if "head_dim" in config.to_dict():
         known["head_dim"] = SIZES["head_dim"]
     rope = getattr(config, "rope_parameters", None) or {}
     if "mrope_section" in rope:  # its sum is half a head
@@ -229,7 +234,10 @@ def sizes_of(config: PreTrainedConfig) -> dict[str, Any]:
     if hasattr(config, "kv_lora_rank"):  # latent attention has as many key heads as query heads
         known["num_key_value_heads"] = 4
     parts = {name: part for name, part in vars(config).items() if isinstance(part, PreTrainedConfig)}
-    return known | {name: {**sizes_of(part), "model_type": part.model_type} for name, part in parts.items()}
+    return known | {
+        name: {**sizes_of(part), **SPECIAL.get(part.model_type, {}), "model_type": part.model_type}
+        for name, part in parts.items()
+    }
 
 
 def options_of(config: PreTrainedConfig) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -249,7 +257,8 @@ def options_of(config: PreTrainedConfig) -> Iterator[tuple[str, dict[str, Any]]]
 def rope(config: PreTrainedConfig, published: dict[str, Any], kind: str) -> dict[str, Any]:
     changed = {"rope_theta": 1e4, **published, "rope_type": kind, "factor": 4.0}
     if kind == "longrope":
-        dim = getattr(config, "qk_rope_head_dim", None) or getattr(config, "head_dim", None) or 8
+        published_dims = config.to_dict()
+        dim = published_dims.get("qk_rope_head_dim") or published_dims.get("head_dim") or 8
         frequencies = int(dim * changed.get("partial_rotary_factor", 1.0)) // 2
         changed |= {"short_factor": [1.0] * frequencies, "long_factor": [2.0] * frequencies}
         changed |= {"original_max_position_embeddings": 32, "short_mscale": 1.0, "long_mscale": 1.0}

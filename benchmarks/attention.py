@@ -76,6 +76,7 @@ def parser() -> Parser:
     what("--heads", type=positive, default=32, metavar="N", help="query heads")
     what("--kv_heads", type=positive, default=8, metavar="N", help="key/value heads")
     what("--head_dim", type=positive, default=128, metavar="N", help="head dimension")
+    what("--value_dim", type=positive, metavar="N", help="head dimension of values (default: --head_dim)")
     dtype = f"{', '.join(dtypes)}; if not given, bfloat16 on GPUs and float32 on CPU"
     what("--dtype", type=one_of(*dtypes), metavar="D", help=dtype)
     how = out.add_argument_group("measurement").add_argument

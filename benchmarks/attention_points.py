@@ -108,7 +108,7 @@ def case_of(flags: argparse.Namespace, world: World, length: int) -> Case:
     assert dist.group.WORLD is not None
     return Case(
         length, flags.heads, flags.kv_heads, flags.head_dim, dtype, world.device, dist.group.WORLD,
-        boundaries(flags.documents, length) if flags.documents else (), flags.window,
+        boundaries(flags.documents, length) if flags.documents else (), flags.window, flags.value_dim,
     )  # fmt: skip
 
 
@@ -130,6 +130,7 @@ def measure(point: Point, case: Case, flags: argparse.Namespace) -> tuple[dict[s
         "skipped": None,
         **({"documents": flags.documents} if flags.documents else {}),
         **({"window": case.window} if case.window else {}),
+        **({"value_dim": case.value_dim} if case.value_dim else {}),
     }
     try:
         with ExitStack() as stack:

@@ -26,8 +26,9 @@ from lightseq.schedule.windows import windowed_schedule
 @contextmanager
 def lightseq_layer(case: Case, choice: Choice) -> Iterator[Layer]:
     shape = AttentionShape(
-        case.length, case.heads, case.kv_heads, case.head_dim, element_bytes=torch.empty(0, dtype=case.dtype).itemsize
-    )
+        case.length, case.heads, case.kv_heads, case.head_dim, element_bytes=case.dtype.itemsize,
+        value_dim=case.value_dim,
+    )  # fmt: skip
     config = AttentionConfig(
         choice.schedule, choice.kernel, choice.transport, choice.ulysses_size, choice.head_groups, case.dtype,
         case.device, deterministic=case.spec.deterministic, packed=case.spec.packed, windows=case.spec.windows,

@@ -40,6 +40,7 @@ class Case:
     group: dist.ProcessGroup
     boundaries: tuple[int, ...] = ()  # starts of packed documents, and the end; empty: one document
     window: int | None = None  # keys that a query sees, with its own; None: all before it
+    value_dim: int | None = None  # default: head_dim
 
     @property
     def on_gpu(self) -> bool:
@@ -63,11 +64,18 @@ class Case:
             False,
             bool(self.boundaries),
             self.window is not None,
+            value_dim=self.value_dim,
         )
+
+    @property
+    def values(self) -> int:
+        """Returns the head dimension of values."""
+        return self.value_dim or self.head_dim
 
     def shapes(self, tokens: int) -> list[tuple[int, ...]]:
         """Returns shapes (B, S, H, D) of q, k, v and the output's gradient."""
-        return [(1, tokens, h, self.head_dim) for h in (self.heads, self.kv_heads, self.kv_heads, self.heads)]
+        heads, dims = (self.heads, self.kv_heads, self.kv_heads, self.heads), (self.head_dim, self.values)
+        return [(1, tokens, h, dims[i // 2]) for i, h in enumerate(heads)]
 
     def positions(self, layout: Any) -> Tensor:
         """Returns this rank's positions in the sequence, padded to a length that every peer's layout divides."""
@@ -85,7 +93,7 @@ class Case:
         sizes = [b - a for a, b in pairwise(self.boundaries or (0, self.length))]
         windows = [size if self.window is None else min(self.window, size) for size in sizes]
         area = sum(window * size - window**2 / 2 for window, size in zip(windows, sizes, strict=True))
-        return 3.5 * 4 * area * self.heads * self.head_dim / ranks / seconds / 1e12
+        return 3.5 * 2 * area * self.heads * (self.head_dim + self.values) / ranks / seconds / 1e12
 
 
 @dataclass(frozen=True)

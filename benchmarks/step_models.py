@@ -8,6 +8,7 @@ import llama2
 import llama3
 from lightseq.cli import BOTH
 from lightseq.models.architecture import with_layers
+from lightseq.models.decoder import text_config
 from lightseq.models.family import resolve
 from lightseq.models.presets import ModelFamily
 
@@ -46,8 +47,10 @@ def model_of(name: str, layers: int | None = None) -> tuple[ModelFamily, PreTrai
     families = (llama2.FAMILY, llama3.FAMILY)
     family = next((f for f in families if f.preset(name) is not None or name in f.aliases), llama3.FAMILY)
     config = PRESETS[name]() if name in PRESETS else resolve(family, name, random_init=True).config
-    if layers is not None and layers > config.num_hidden_layers:
-        raise ValueError(f"--layers {layers} exceeds the {config.num_hidden_layers} layers of {name}; give fewer")
+    if layers is not None and layers > text_config(config).num_hidden_layers:
+        raise ValueError(
+            f"--layers {layers} exceeds the {text_config(config).num_hidden_layers} layers of {name}; give fewer"
+        )
     if layers is not None:
         config = with_layers(config, layers)
     return (family if isinstance(config, LlamaConfig) else BOTH), config

@@ -17,6 +17,7 @@ from benchmarks.step_trials import Trial, setting_of, trials, write_inputs
 from lightseq.config.lengths import format_tokens
 from lightseq.models.adapters import count_adapter_parameters
 from lightseq.models.architecture import inspect_architecture
+from lightseq.models.decoder import text_config
 from lightseq.models.flops import mfu, model_flops, peak_flops_per_second
 from lightseq.training.metrics import METRICS, RUN, read_records
 
@@ -71,7 +72,7 @@ def take(trial: Trial, about: Mapping[str, Any]) -> dict[str, Any]:
         "implementation": trial.implementation,
         "label": trial.label,
         "model": flags.model,
-        "layers": setting.config.num_hidden_layers,
+        "layers": text_config(setting.config).num_hidden_layers,
         "length": trial.length,
         "world": flags.nproc_per_node,
         "packed_rows": flags.packed_rows,

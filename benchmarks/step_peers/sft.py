@@ -33,6 +33,7 @@ from benchmarks.step_peers.peer import CLIP_NORM, SEED, Job, TrainerPeer, reset_
 from lightseq.data.batches import Batch
 from lightseq.distributed.stopwatch import DeviceTimestamp
 from lightseq.models.adapters import Lora
+from lightseq.models.decoder import text_config
 
 
 def prepare_trl(job: Job) -> TrainerPeer:
@@ -107,7 +108,7 @@ def train_with(
             config,
             data_collator=None if packed else collate,
             train_dataset=Dataset.from_list([*(packed_rows_of if packed else rows_of)(batches, copies)]),
-            processing_class=tokenizer_of(job.config.vocab_size),
+            processing_class=tokenizer_of(text_config(job.config).vocab_size),
             callbacks=[recorder],
             peft_config=LoraConfig(**lora_arguments(job.lora), task_type="CAUSAL_LM") if job.lora else None,
             **options,

@@ -30,6 +30,7 @@ from lightseq.data.packing import open_packed
 from lightseq.distributed.start import init_distributed
 from lightseq.distributed.world import check_devices, use_host_cores
 from lightseq.models.adapters import lora_from_config
+from lightseq.models.decoder import text_config
 
 # Imported on demand, because each needs its own packages and patches others on import.
 PEERS = {
@@ -96,7 +97,9 @@ def main(words: Sequence[str]) -> None:
 def stream_of(data: Path, job: Job) -> BatchStream:
     """Returns lightseq's batches, in its order."""
     packed = job.packed_rows is not None
-    examples: Examples = (open_packed if packed else open_examples)(data, job.length, job.config.vocab_size)
+    examples: Examples = (open_packed if packed else open_examples)(
+        data, job.length, text_config(job.config).vocab_size
+    )
     return BatchStream(examples, job.length, 1, seed=SEED, packed=packed)
 
 

@@ -93,8 +93,6 @@ def check_layers(config: TrainConfig, architecture: Architecture) -> None:
             f"{architecture.name} has weights outside linear layers, as a mixture of experts does "
             f"({architecture.outside_linears[0]}); {OWN_LOOP}"
         )
-    if architecture.layers_share_keys:  # a checkpoint of some layers cannot recompute the keys of others
-        raise ValueError(f"{architecture.name} has layers that share keys and values; {OWN_LOOP}")
     if config.tiles_layers:
         for kind in kinds:
             check_layer_class(kind)

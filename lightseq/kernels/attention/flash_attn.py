@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal, Self
 from torch import Tensor
 
 from lightseq.kernels.attention.base import GradientMemory, KernelSpec, Saved, gradient_memory
+from lightseq.kernels.attention.padded_values import with_padding
 from lightseq.kernels.attention.tile import Lengths
 from lightseq.kernels.attention.torch_native import NEEDS_EQUAL_DIMS, NO_SOFTCAP, why_no_flash_kernel
 
@@ -32,7 +33,7 @@ class _FlashAttention:
     max_capability_exclusive: ClassVar[tuple[int, int]] = (99, 0)
     causal_alignment: ClassVar[Literal["bottom_right"]] = "bottom_right"
     has_windows: ClassVar[bool] = True
-    takes_other_values: ClassVar[bool] = False  # of another dimension than keys
+    takes_narrower_values: ClassVar[bool] = False  # of fewer dimensions than keys
 
     def with_softcap(self, softcap: float) -> Self:
         return replace(self, softcap=softcap)
@@ -44,7 +45,7 @@ class _FlashAttention:
             return f"does not run on compute capability {'.'.join(map(str, spec.capability))}"
         if spec.widest > 256 or (self.name == "fa4" and spec.capability >= (10, 0) and spec.widest > 128):
             return f"does not support head dimension {spec.widest}"
-        if spec.has_other_values and not self.takes_other_values:
+        if spec.has_other_values and not (self.takes_narrower_values and spec.widest == spec.head_dim):
             return NEEDS_EQUAL_DIMS
         return None
 
@@ -147,7 +148,7 @@ class FlashAttention4(_FlashAttention):
     module = "flash_attn.cute.interface"
     package = "flash-attn-4"
     min_capability = (9, 0)
-    takes_other_values = True
+    takes_narrower_values = True
 
     def why_unsupported(self, spec: KernelSpec) -> str | None:
         if spec.softcap and spec.capability >= (12, 0):
@@ -193,6 +194,9 @@ class FlashAttention4(_FlashAttention):
         into: GradientMemory = (None, None, None), window: int | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         q, k, v, out, lse = saved
+        if k.shape[-1] != v.shape[-1] and q.shape[-2] != k.shape[-2]:  # its backward pass takes only one of the two
+            padded = with_padding(self, k.shape[-1], v.shape[-1])
+            return padded.backward_varlen(dout, saved, lengths, causal, scale, into, window)
         dq, dk, dv = gradient_memory(into, saved)
         self._load()._flash_attn_bwd(
             q, k, v, out, dout, lse.contiguous(), softmax_scale=scale, causal=causal, dq=dq, dk=dk, dv=dv,

@@ -10,8 +10,11 @@ from lightseq.kernels.attention.base import GradientMemory, Kernel, Saved
 from lightseq.kernels.attention.tile import Lengths, VarlenKernel
 
 
-def with_padding(kernel: Kernel, dim: int, value_dim: int) -> Kernel:
-    """Returns a kernel for keys of `dim` and values of `value_dim`, which runs `kernel` on heads of the larger."""
+def with_padding(kernel: Kernel, dim: int, value_dim: int) -> Any:
+    """Returns a kernel for keys of `dim` and values of `value_dim`, which runs `kernel` on heads of the larger.
+
+    It computes several segments in one call if `kernel` does.
+    """
     return (_PaddedVarlen if isinstance(kernel, VarlenKernel) else _Padded)(kernel, dim, value_dim)
 
 
@@ -69,14 +72,14 @@ class _PaddedVarlen(_Padded):
     """The same for a kernel that computes several segments in one call."""
 
     def forward_varlen(
-        self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, causal: bool, scale: float,
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths | None, causal: bool, scale: float,
         into: Tensor | None = None, window: int | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         out, lse = self.kernel.forward_varlen(*self._wide(q, k, v), lengths, causal, scale, None, window)
         return out[..., : self.value_dim], lse
 
     def backward_varlen(
-        self, dout: Tensor, saved: Saved, lengths: Lengths, causal: bool, scale: float,
+        self, dout: Tensor, saved: Saved, lengths: Lengths | None, causal: bool, scale: float,
         into: GradientMemory = (None, None, None), window: int | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         made = self.kernel.backward_varlen(*self._wide_saved(dout, saved), lengths, causal, scale, window=window)
