@@ -33,7 +33,7 @@ from benchmarks.step_peers.peer import CLIP_NORM, SEED, Job, TrainerPeer, reset_
 from lightseq.data.batches import Batch
 from lightseq.distributed.stopwatch import DeviceTimestamp
 from lightseq.models.adapters import Lora
-from lightseq.models.decoder import text_config
+from lightseq.models.decoder import attending_part, text_config
 
 
 def prepare_trl(job: Job) -> TrainerPeer:
@@ -95,7 +95,7 @@ def train_with(
     if job.lora:
         model.to(job.dtype)  # frozen; the adapters stay in float32, as in lightseq
     if attention is not None:
-        model.set_attn_implementation(attention)
+        attending_part(model).set_attn_implementation(attention)  # encoders of images may support less
     with tempfile.TemporaryDirectory() as output_dir:
         config = SFTConfig(
             **trainer_arguments(job, len(batches), output_dir),
