@@ -29,6 +29,7 @@ from lightseq.distributed.agreement import from_rank_0, on_all_ranks
 from lightseq.distributed.world import World
 from lightseq.models import adapters
 from lightseq.models.adapters import Lora, read_json_object
+from lightseq.models.decoder import text_config
 from lightseq.utils.formatting import first_line
 
 NEWEST = ("True", "auto")  # values of the flag that ask for the newest checkpoint
@@ -175,9 +176,9 @@ def _model_differences(directory: Path, model: PreTrainedConfig) -> Iterator[tup
     kind = read.get("model_type", model.model_type)
     if kind != model.model_type:
         yield "model_type", kind, model.model_type
-    saved = type(model).from_dict(read)
+    saved, wanted = (text_config(x).to_dict() for x in (type(model).from_dict(read), model))
     for name in COMPARED_SETTINGS:
-        before, now = (_without_none(getattr(x, name, None)) for x in (saved, model))
+        before, now = (_without_none(x.get(name)) for x in (saved, wanted))
         if not _are_equal(before, now):
             yield name, before, now
 

@@ -111,8 +111,10 @@ def apply_rope(
     published = text.max_position_embeddings
     unscaled = current.get("original_max_position_embeddings", published)
     context = published if rope_scaling is None else unscaled
-    frequencies = int(heads_of(config).dim * current.get("partial_rotary_factor", 1.0)) // 2
-    rope = current if rope_scaling is None else _scaled_rope(current, rope_scaling, unscaled, frequencies)
+    rope = current
+    if rope_scaling is not None:
+        frequencies = int(heads_of(config).dim * current.get("partial_rotary_factor", 1.0)) // 2
+        rope = _scaled_rope(current, rope_scaling, unscaled, frequencies)
     if rope_theta is not None:
         if rope_scaling is not None and rope_scaling.get("rope_theta", rope_theta) != rope_theta:
             raise ValueError(
