@@ -222,7 +222,7 @@ def find_logit_transform(model: PreTrainedModel) -> LogitTransform:
     parameters and the function.
     """
     name, head = type(model).__name__, model.get_output_embeddings()
-    hidden = torch.empty(1, TOKENS, head.in_features, dtype=head.weight.dtype, device="meta")
+    hidden = torch.linspace(0.5, 2.0, TOKENS * head.in_features, device="cpu").view(1, TOKENS, -1)
     wide = torch.logspace(-3, 6, TOKENS * 16, device="cpu")  # in its middle a cap bends, at its ends it is a line
     line = torch.linspace(-50.0, 50.0, TOKENS * 32, device="cpu")
     product = torch.cat([line, wide, -wide]).view(1, TOKENS, 64)
@@ -241,15 +241,28 @@ def find_logit_transform(model: PreTrainedModel) -> LogitTransform:
     with torch.autocast("cpu", enabled=False), torch.enable_grad():
         output = twin_forward(model, children, input_ids=ids, position_ids=ids, use_cache=False)
     logits = output[0] if isinstance(output, tuple) else output.logits
-    whole = len(given) == 1 and (given[0] is hidden or (given[0]._base is hidden and given[0].shape == hidden.shape))
-    known = whole and logits.shape == product.shape and not logits.requires_grad  # a trained scale needs gradients
+    before = _factor(hidden, given[0]) if len(given) == 1 else None
+    known = logits.shape == product.shape and not logits.requires_grad  # a trained scale needs gradients
     found = _fit(product.flatten(), logits.flatten()) if known else None
-    if found is None:
+    scales_bias = before == 1.0 or head.bias is None
+    if found is None or before is None or not scales_bias:
         raise ValueError(
             f"{name} changes its logits in a way that the chunked loss does not support; use a model that scales or "
             "softly caps them, or leaves them as they are"
         )
-    return found
+    return LogitTransform(found.scale * before, found.cap)
+
+
+def _factor(hidden: Tensor, given: Tensor) -> float | None:
+    """Returns the factor between the layers' output and what the head gets (MiniCPM 3); None if it is anything else."""
+    if given.shape != hidden.shape or given.is_meta:
+        return None
+    if given.dtype != hidden.dtype:  # a cast; a factor would have been rounded too
+        return 1.0 if torch.equal(given, hidden.to(given.dtype)) else None
+    ratios = given / hidden
+    factor = float(ratios.flatten()[0])
+    alike = torch.allclose(ratios, ratios.new_tensor(factor), rtol=1e-6, atol=0)
+    return factor if alike and factor > 0 else None
 
 
 def _fit(product: Tensor, logits: Tensor) -> LogitTransform | None:
