@@ -151,7 +151,7 @@ def test_launcher_flags_are_taken_out() -> None:
     flags = parse_launcher_flags(["--bf16", "--nproc-per-node=4", "--max_restarts", "2", "--seed", "1"])
     assert (flags.processes, flags.max_restarts, flags.rest) == (4, 2, ("--bf16", "--seed", "1"))
     for words in (["--nproc_per_node", "0"], ["--nproc_per_node=two"], ["--max_restarts", "-1"]):
-        with pytest.raises(ValueError, match=r"^--\w+ '.+' is not a whole number from [01] on"):
+        with pytest.raises(ValueError, match=r"^--\w+ .+: give a whole number of at least [01]$"):
             parse_launcher_flags(words)
 
 

@@ -1,5 +1,9 @@
 """A rank that never comes, or freezes before its first heartbeat, is named, and those that wait for it end."""
 
+import os
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -74,6 +78,33 @@ def test_a_missing_rank_is_named_and_the_others_end(name: str, tmp_path: Path) -
     (line,) = [line for line in said.splitlines() if line.startswith("error: ")]
     assert line.startswith(f"error: {case.line}") and "host is unreachable" in line and "Traceback" not in said, said
     assert (tmp_path / "hang").exists() == (case.when == "beating")
+
+
+WAITS = """
+import sys
+from lightseq.distributed import start
+start.WAIT_SECONDS = 0.5
+with start.init_distributed(60):
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("rank", "line"),
+    [
+        (0, "waiting for 1 of 2 ranks to join at 127.0.0.1:{port}: 1"),
+        (1, "rank 1 waits for the rendezvous store at 127.0.0.1:{port}, which rank 0 or the launcher hosts"),
+    ],
+)
+def test_a_rank_alone_says_whom_it_waits_for_and_ends_on_ctrl_c(rank: int, line: str) -> None:
+    port = free_port()
+    place = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    alone = subprocess.Popen(
+        [sys.executable, "-c", WAITS], env={**os.environ, **place}, stderr=subprocess.PIPE, text=True
+    )
+    assert alone.stderr is not None and alone.stderr.readline() == f"{line.format(port=port)}\n"
+    alone.send_signal(signal.SIGINT)
+    assert alone.wait(20) == -signal.SIGINT
 
 
 @pytest.mark.parametrize("missing", ["MASTER_ADDR", "MASTER_PORT"])

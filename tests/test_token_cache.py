@@ -180,7 +180,7 @@ def test_a_text_is_cut_on_access_or_split_into_windows_beforehand(tmp_path: Path
     if lazy:
         assert len(found) == 2 and "tokenized on access" in notes
     else:
-        assert found[1] == (b"d", [256, IGNORE_INDEX]) and "1 row of more than 3 tokens split into windows" in notes
+        assert found[1] == (b"d", [256, IGNORE_INDEX]) and "1 row of more than 3 tokens cut into pieces" in notes
 
 
 def test_a_long_row_is_split_and_loses_no_target(tmp_path: Path) -> None:

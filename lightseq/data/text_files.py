@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from lightseq.utils.files import read_text
+from lightseq.utils.formatting import first_line
 
 TEXT_SUFFIXES: Final = (".txt", ".md")
 TEXT_BYTES: Final = 4 << 30  # a text is one document, in memory
@@ -15,8 +16,7 @@ def read_text_file(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         text = read_text(path, TEXT_BYTES)
     except UnicodeDecodeError as error:
-        byte = f"byte {error.start:,} is 0x{error.object[error.start]:02x}"
-        raise ValueError(f"{path} is not UTF-8 text ({byte}); convert it, or move it away") from error
+        raise ValueError(f"{path} is {first_line(error)}; convert it, or move it away") from error
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror}); split it, or correct it") from error
     if "\0" in text:

@@ -48,8 +48,8 @@ def open_rows(
     held = f"{meta['held']} as tokens in {directory}" + ("" if meta["tokenizer"] else ", without a tokenizer")
     notes = [f"{source}: {note}" for note in (held, *meta["notes"])]
     if long := int((examples.tokens > length + 1).sum()):
-        split = f"{plural(long, 'row')} of more than {length:,} tokens split into windows"
-        notes.append(f"{source}: {split}; no target is lost at a border")
+        cut = f"{plural(long, 'row')} of more than {length:,} tokens cut into pieces"
+        notes.append(f"{source}: {cut}; every token is still predicted once")
     return dataclasses.replace(examples, notes=(*notes, *examples.notes))
 
 

@@ -195,7 +195,7 @@ def _count(name: str, text: str | None, least: int) -> int | None:
     if text is None:
         return None
     if not text.isdecimal() or int(text) < least:
-        raise ValueError(f"--{name} {text!r:.80} is not a whole number from {least} on")
+        raise ValueError(f"--{name} {text:.80}: give a whole number of at least {least}")
     return int(text)
 
 

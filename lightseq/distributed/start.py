@@ -1,6 +1,9 @@
 """Start and end of a run's process group."""
 
 import os
+import signal
+import sys
+import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -25,6 +28,7 @@ from lightseq.distributed.world import World, report_error
 from lightseq.utils.formatting import first_line
 
 GLOO_RELEASE_SECONDS = 0.1
+WAIT_SECONDS = 20.0  # after which a rank says what it waits for
 
 
 @contextmanager
@@ -48,7 +52,7 @@ def init_distributed(timeout_seconds: float) -> Iterator[World]:
     timeout, launch = timedelta(seconds=timeout_seconds), launch_id() or uuid.uuid4().hex
     memory_limit()  # refuses an invalid one before the ranks meet
     world = World(rank, size, local_rank, local_size, device, restarts)
-    with Watchdog(world, timeout_seconds / 2, stacks=None, phase=RENDEZVOUS) as watchdog:
+    with Watchdog(world, timeout_seconds / 2, stacks=None, phase=RENDEZVOUS) as watchdog, _waiting(world, watchdog):
         store = _store(timeout)
         if size > 1:
             watchdog.connect(own_connection(store, world, RENDEZVOUS))
@@ -70,6 +74,41 @@ def init_distributed(timeout_seconds: float) -> Iterator[World]:
         # torch's caches may keep the group, so nothing waits for that thread.
         time.sleep(GLOO_RELEASE_SECONDS)
         dist.destroy_process_group()
+
+
+@contextmanager
+def _waiting(world: World, watchdog: Watchdog) -> Iterator[None]:
+    """Says after a while which ranks have not joined, and lets Ctrl-C end this process meanwhile.
+
+    torch waits without running Python's signal handlers.
+    """
+    if world.size == 1:
+        yield
+        return
+
+    def say() -> None:
+        place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        missing = watchdog.missing_ranks()
+        if missing is None:
+            line = f"rank {world.rank} waits for the rendezvous store at {place}, which rank 0 or the launcher hosts"
+        elif world.is_main and missing:
+            named = ", ".join(map(str, missing[:8])) + (", …" if len(missing) > 8 else "")
+            line = f"waiting for {len(missing)} of {world.size} ranks to join at {place}: {named}"
+        else:
+            return
+        print(line, file=sys.stderr, flush=True)
+
+    timer = threading.Timer(WAIT_SECONDS, say)
+    timer.daemon = True
+    timer.start()
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL) if is_main_thread else None
+    try:
+        yield
+    finally:
+        timer.cancel()
+        if is_main_thread:
+            signal.signal(signal.SIGINT, before)
 
 
 def _store(timeout: timedelta) -> dist.Store:

@@ -246,6 +246,12 @@ class Watchdog:
             keys = [key for key in keys if self._store.check([key])]
         return [Heartbeat(**json.loads(text)) for text in self._store.multi_get(keys)]
 
+    def missing_ranks(self) -> list[int] | None:
+        """Returns the ranks that have not joined yet, and None while the store cannot be reached."""
+        if self._store is None:
+            return None
+        return sorted(set(range(self._world.size)) - {beat.rank for beat in self._read_beats()})
+
     def _silent(self, beats: Sequence[Heartbeat]) -> list[Heartbeat]:
         """Returns ranks whose heartbeat stopped or never came."""
         now, patience = time.monotonic(), SILENT_BEATS * self._interval
@@ -262,8 +268,8 @@ class Watchdog:
         ]
         # After the rendezvous all ranks start within moments.
         if (seconds := now - self._began) > (self._timeout if self._at[1] == RENDEZVOUS else patience):
-            missing = set(range(self._world.size)) - {beat.rank for beat in beats}
-            silent += [Heartbeat(rank, "an unknown host", 0, 0, self._at[1], seconds) for rank in sorted(missing)]
+            missing = sorted(set(range(self._world.size)) - {beat.rank for beat in beats})
+            silent += [Heartbeat(rank, "an unknown host", 0, 0, self._at[1], seconds) for rank in missing]
         return silent
 
     def _give_up(self, text: str) -> None:

@@ -48,6 +48,8 @@ def read_sample_prompts(config: TrainConfig, tokenizer: str | None, vocab_size: 
 
 
 def _check(ids: tuple[int, ...], where: str, config: TrainConfig, vocab_size: int) -> None:
+    if not ids:
+        raise ValueError(f"{where} has no token in the vocabulary of the tokenizer; give other words, or --tokenizer")
     if max(ids) >= vocab_size:
         raise ValueError(
             f"{where} has token id {max(ids)}, outside the model's vocabulary of {vocab_size}; give the model's "

@@ -6,9 +6,11 @@ from typing import Any
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of an error message; `path: reason` for file errors."""
+    """Returns the first line of an error message; `path: reason` for file errors, and the wrong byte of a text."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename}: {error.strerror}"
+    if isinstance(error, UnicodeDecodeError):
+        return f"not UTF-8 text (byte {error.start:,} is 0x{error.object[error.start]:02x})"
     lines = str(error).strip().splitlines()
     return lines[0].rstrip(".") if lines else type(error).__name__
 
