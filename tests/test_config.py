@@ -209,7 +209,8 @@ NO_SUCH = ("load_in_4bit", "fsdp_config", "token")  # though the letters of some
         ("--fsdp sharded", "--fsdp 'sharded' is unknown"),
         ("--fsdp auto_wrap", "is unknown; choose from full_shard, hybrid_shard"),
         ("--gradient_checkpointing True --remat none", "--gradient_checkpointing True means --remat attention"),
-        ("--eval_strategy steps", "--eval_strategy steps needs data; add --eval_data_path"),
+        ("--eval_strategy steps", "--eval_strategy steps needs data; add --eval_fraction, or --eval_data_path"),
+        ("--eval_steps 5", "--eval_steps 5 needs data; add --eval_fraction, or --eval_data_path"),
         (
             "--eval_data_path gone",
             "--eval_data_path gone is not used because --eval_strategy is no; add",

@@ -61,4 +61,4 @@ def test_a_loss_that_is_not_a_number_is_no_improvement() -> None:
         stopping.observe(loss)
     assert stopping.best == 2.0 and stopping.since == 1 and not stopping.stops
     stopping.observe(2.0)
-    assert stopping.stops and "has not improved 2 times in a row, the lowest being 2.0000" in str(stopping)
+    assert stopping.stops and "has not improved in 2 evaluations; the lowest is 2.0000" in str(stopping)

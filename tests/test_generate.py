@@ -1,5 +1,6 @@
 """Continuations of prompts, and the tokenizer of bytes in the files of a checkpoint."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -7,9 +8,10 @@ import torch
 from programs import alone
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from lightseq.cli import main
+from lightseq.cli import BOTH, main
 from lightseq.data.tokenizer import ByteTokenizer, load_tokenizer
 from lightseq.models import hub
+from lightseq.models.family import resolve
 
 TEXTS = ("def f(x):\n    return x\t# naïve 你好 😀", "\x00\x7f <|im_end|> ¡\u00ad¿", "")
 
@@ -79,8 +81,12 @@ def test_sampling_repeats_with_a_seed(checkpoint: Path, capsys: pytest.CaptureFi
             "nowhere is not a directory, and cannot be fetched from the hub (OSError: no net",
         ),
         (["{}", "--prompt", ""], "--prompt is empty; give at least one word"),
-        (["{}", "--prompt", "a", "--temperature", "-1"], "--temperature -1.0 is below 0; give 0 or more"),
-        (["{}", "--prompt", "a", "--top_p", "2"], "--top_p 2.0 is not a share; give a number above 0, at most 1"),
+        (["{}", "--prompt", "a", "--max_new_tokens", "0"], "--max_new_tokens 0: give at least 1"),
+        (
+            ["{}", "--prompt", "a", "--temperature", "-1"],
+            "--temperature -1.0: give a finite number of at least 0",
+        ),
+        (["{}", "--prompt", "a", "--top_p", "2"], "--top_p 2.0: give a share above 0, at most 1"),
     ],
 )
 def test_invalid_input_is_one_line(
@@ -100,3 +106,16 @@ def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path, capsys: pytest.C
     LlamaForCausalLM(LlamaConfig(vocab_size=300, **sizes)).save_pretrained(tmp_path)
     assert main(["generate", str(tmp_path), "--prompt", "a"]) == 2
     assert capsys.readouterr().err == f"error: {tmp_path} has no tokenizer; add one with its save_pretrained\n"
+
+
+def test_the_output_of_a_run_is_refused_with_its_newest_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("checkpoint-4", "checkpoint-12", "checkpoint-best"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    remedy = f"{tmp_path} is a directory without config.json; give a checkpoint, such as {tmp_path}/checkpoint-12"
+    assert main(["generate", str(tmp_path), "--prompt", "a"]) == 2
+    assert capsys.readouterr().err == f"error: {remedy}\n"
+    with pytest.raises(ValueError, match=re.escape(f"--model_name_or_path {remedy}")):
+        resolve(BOTH, str(tmp_path), random_init=False)

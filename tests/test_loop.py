@@ -1,6 +1,7 @@
 """Cycles of objects are looked for between steps, on every rank after the same ones, and never in one."""
 
 import gc
+import os
 import subprocess
 import sys
 import weakref
@@ -31,6 +32,18 @@ def test_garbage_is_collected_every_few_steps_and_gc_is_restored(enabled: bool) 
         assert gc.isenabled() == enabled and gc.get_freeze_count() == 0
     finally:
         (gc.enable if before else gc.disable)()
+
+
+@pytest.mark.parametrize(("given", "found"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")])
+def test_waiting_threads_sleep_unless_the_user_asks_otherwise(given: dict[str, str], found: str) -> None:
+    code = """from lightseq.distributed.environment import set_up_process
+import os, sys
+set_up_process()
+assert "torch" not in sys.modules  # which reads it
+print(os.environ["OMP_WAIT_POLICY"])"""
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"} | given
+    ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert ended.stdout == f"{found}\n", ended.stderr
 
 
 def test_a_program_ends_without_a_last_collection() -> None:

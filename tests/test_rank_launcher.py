@@ -141,6 +141,26 @@ def test_ranks_end_with_a_killed_launcher(tmp_path: Path) -> None:
     assert not psutil.wait_procs([psutil.Process(pid) for pid in ranks if psutil.pid_exists(pid)], timeout=10)[1]
 
 
+FROZEN = """
+import os, signal, sys, time
+from lightseq.distributed import rank_launcher
+rank_launcher.GRACE_SECONDS = 0.2
+code = "import signal, time; signal.signal(signal.SIGINT, lambda *_: None); print(1, flush=True); time.sleep(600)"
+sys.exit(rank_launcher.Launch([sys.executable, "-c", code], 2).run())
+"""
+
+
+def test_a_second_ctrl_c_ends_ranks_that_do_not_answer() -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    driver = subprocess.Popen([sys.executable, "-c", FROZEN], env=environment, stdout=subprocess.PIPE)
+    assert driver.stdout is not None and [driver.stdout.readline() for _ in range(2)] == [b"1\n"] * 2
+    driver.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert driver.poll() is None
+    driver.send_signal(signal.SIGINT)
+    assert driver.wait(20) == 130
+
+
 def test_help_starts_no_ranks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(Launch, "run", lambda *_: pytest.fail("ranks were started"))
     assert main(["train", "--nproc_per_node", "2", "--help"]) == 0

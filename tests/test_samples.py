@@ -2,22 +2,28 @@
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 from programs import Ended, programs
-from transformers import LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 from worlds import spawn
 
 from lightseq.checkpoint.checkpoints import read_trainer_state
 from lightseq.config.command_line import parse
+from lightseq.data.tokenizer import load_tokenizer
 from lightseq.tools import generate
 from lightseq.training.metrics import read_records
 from lightseq.training.sample_prompts import read_sample_prompts
 
+ROOT = Path(__file__).resolve().parent.parent
 PROMPTS, NEW_TOKENS = ["the cat", "a dog ", "one two three"], 12
+STOPS_AT_THE_SECOND = "--early_stopping_patience 1 --early_stopping_threshold 9"  # evaluation
 
 
 class Runs(NamedTuple):
@@ -65,7 +71,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         "epochs": f"{common} --num_train_epochs 1.5 --save_strategy no {packed}",
         "stopped": f"{common} {stops}",
         "stopped again": f"{common} {stops} --resume_from_checkpoint True",
+        "zero3": f"{common} {steps} {samples} --max_steps 8 --deepspeed {root}/zero3.json {STOPS_AT_THE_SECOND}",
     }
+    (root / "zero3.json").write_text('{"zero_optimization": {"stage": 3}}')
     lines = [f"{flags} --output_dir {root}/{name.split()[0]}" for name, flags in words.items()]
     ends = spawn(2, programs, "llama3", lines)
     for name, end, other in zip(words, *ends, strict=True):
@@ -118,7 +126,7 @@ def test_a_run_stops_early_and_keeps_its_best_checkpoint(runs: Runs) -> None:
     checkpoints = sorted(path.name for path in (runs.root / "stopped").glob("checkpoint-*"))
     assert checkpoints == [f"checkpoint-{best}", f"checkpoint-{last}"]
     out = runs.ends["stopped"].out
-    assert f"stopped early after step {last}: the evaluation loss has not improved 2 times in a row" in out
+    assert f"stopped early after step {last}: the evaluation loss has not improved in 2 evaluations; " in out
     assert f"best        {runs.root}/stopped/checkpoint-{best} (lowest evaluation loss)" in out
     saved = read_trainer_state(runs.root / "stopped" / f"checkpoint-{last}")
     assert saved["early_stopping"] == {"best_eval_loss": losses[best], "evaluations_without_improvement": 2}
@@ -131,10 +139,55 @@ def test_a_run_that_stopped_early_trains_no_step_when_it_is_resumed(runs: Runs) 
     assert runs.ended("stopped") == {"reason": "early_stopping", "step": last}
 
 
+def test_deepspeed_writes_the_same_samples_and_stops_early(runs: Runs) -> None:
+    assert runs.records("zero3", "samples.jsonl") == runs.records("sampled", "samples.jsonl")
+    assert runs.losses("zero3") == [(step, pytest.approx(loss, rel=1e-5)) for step, loss in runs.losses("sampled")]
+    assert [r["stopped_early"] for r in runs.evaluations("zero3")] == [False, True]
+    assert runs.ended("zero3") == {"reason": "early_stopping", "step": 4}
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("engine", ["", "--deepspeed {0}/zero3.json"], ids=["fsdp2", "zero3"])
+def test_on_gpus_samples_are_the_likeliest_tokens_and_runs_stop_early(engine: str, tmp_path: Path) -> None:
+    """Runs `lightseq train` on all GPUs in bfloat16, and scores each sampled token with plain transformers."""
+    if engine:
+        pytest.importorskip("deepspeed")
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
+    LlamaConfig(vocab_size=257, num_key_value_heads=2, **sizes).save_pretrained(tmp_path / "model")
+    (tmp_path / "texts").mkdir()
+    for i in range(12):
+        (tmp_path / "texts" / f"{i}.txt").write_text(f"the cat and the dog number {i} " * 40)
+    (tmp_path / "prompts").write_text("\n".join(PROMPTS))
+    (tmp_path / "zero3.json").write_text('{"zero_optimization": {"stage": 3}}')
+    flags = (
+        "--model_name_or_path {0}/model --random_init --tokenizer byte --data_path {0}/texts --data_cache {0}/cache "
+        "--output_dir {0}/out --model_max_length 512 --bf16 --learning_rate 3e-3 --max_steps 60 --eval_fraction 0.25 "
+        f"--eval_steps 20 --save_steps 20 --sample_prompts {{0}}/prompts {STOPS_AT_THE_SECOND} {engine}"
+    )
+    command = [sys.executable, "-m", "lightseq", "train", *flags.format(tmp_path).split()]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "stopped early after step 40" in ended.stdout
+    assert json.loads((tmp_path / "out" / "run.json").read_text())["ended"] == {"reason": "early_stopping", "step": 40}
+    samples = read_records(tmp_path / "out" / "samples.jsonl")
+    assert [(r["step"], r["prompt"]) for r in samples] == [(step, prompt) for step in (20, 40) for prompt in PROMPTS]
+    tokenizer = load_tokenizer("byte")
+    for step in (20, 40):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / f"checkpoint-{step}", dtype=torch.float32)
+        for record in (r for r in samples if r["step"] == step):
+            ids = [*tokenizer.begin, *tokenizer.encode_part(record["text"]).tolist()]
+            start = len(ids) - len(record["text"].encode()) + len(record["prompt"].encode())
+            with torch.no_grad():
+                logits = model(torch.tensor([ids])).logits[0, start - 1 : -1]
+            taken = logits.gather(1, torch.tensor(ids[start:])[:, None])[:, 0]
+            assert len(taken) > 8 and (logits.amax(1) - taken).max() < 0.1, record  # bfloat16 rounds logits
+
+
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
         ("--tokenizer byte --sample_prompts {0}/gone", "gone cannot be read (No such file or directory); give a text"),
+        ("--tokenizer byte --sample_prompts {0}/latin", "latin cannot be read (not UTF-8 text (byte 2 is 0xff)); give"),
         ("--tokenizer byte --sample_prompts {0}/blank", "blank has no prompt; write one per line"),
         ("--sample_prompts {0}/prompts", "prompts needs a tokenizer; give --tokenizer a directory, a hub id, or byte"),
         (
@@ -145,6 +198,7 @@ def test_a_run_that_stopped_early_trains_no_step_when_it_is_resumed(runs: Runs) 
 )
 def test_prompts_that_cannot_be_continued_are_refused(tmp_path: Path, flags: str, line: str) -> None:
     (tmp_path / "prompts").write_text("a\nthe cat\n")
+    (tmp_path / "latin").write_bytes(b"ab\xff")
     (tmp_path / "blank").write_text("\n \n")
     required = "--model_name_or_path m --data_path d --output_dir o --model_max_length 96"
     config = parse(f"{required} {flags}".format(tmp_path).split(), "")

@@ -257,7 +257,9 @@ def _check_evaluation(config: Flags) -> None:
     if config.keep_best:
         _check_retains_best(config, "--keep_best")
     if config.eval_strategy != "no" and not config.eval_data_path and config.eval_fraction is None:
-        raise ValueError(f"--eval_strategy {config.eval_strategy} needs data; add --eval_data_path")
+        raise ValueError(f"--eval_strategy {config.eval_strategy} needs data; add --eval_fraction, or --eval_data_path")
+    if config.eval_steps is not None and config.eval_schedule == "no" and not config.eval_data_path:
+        raise ValueError(f"--eval_steps {config.eval_steps} needs data; add --eval_fraction, or --eval_data_path")
     if config.eval_data_path and config.eval_strategy == "no":
         given = f"--eval_data_path {config.eval_data_path} is not used because --eval_strategy is no"
         raise ValueError(f"{given}; add --eval_strategy steps, or leave it out")

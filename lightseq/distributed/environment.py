@@ -94,7 +94,7 @@ def set_up_process(expandable_segments: bool = True) -> None:
     """Configures torch and its libraries before they are imported. Only for programs that lightseq starts."""
     silence_loggers()
     atexit.register(gc.freeze)  # skips the last collection, which visits all of torch and transformers for 1 s
-    # Threads that wait for others sleep instead of spinning, which would be 20 times as slow on a busy host (dev/LOG.md).
+    # Waiting threads sleep instead of spinning, which is 20 times as slow on a busy host (dev/LOG.md).
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # Host tensors in 2 MiB pages are allocated faster, and AdamW on the CPU runs 10% faster.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")

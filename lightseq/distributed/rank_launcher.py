@@ -7,6 +7,7 @@ themselves; each process is then one rank.
 import argparse
 import ctypes
 import itertools
+import math
 import os
 import re
 import shutil
@@ -26,7 +27,7 @@ from lightseq.distributed.start_over import LAUNCH
 
 FORWARDED: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 POLL_SECONDS = 0.05
-GRACE_SECONDS = 5.0  # in which the other ranks may end by themselves after one has failed
+GRACE_SECONDS = 5.0  # in which ranks may end by themselves after one has failed, or after a second Ctrl-C
 REFUSED: Final = 2  # the status of a command that was given invalid input
 INTERRUPTED: Final = 130  # the status of a program that Ctrl-C has ended
 PR_SET_PDEATHSIG: Final = 1  # of prctl
@@ -210,6 +211,7 @@ class Launch:
     signals: list[int] = field(default_factory=list)
     undelivered: list[int] = field(default_factory=list)  # signals that wait until every rank has started
     all_started: bool = False
+    kill_at: float = math.inf  # monotonic time
 
     def run(self, max_restarts: int = 0) -> int:
         """Runs the ranks until all have ended. Returns the exit status of the command.
@@ -266,6 +268,8 @@ class Launch:
         while not any(self._statuses()):
             if None not in self._statuses():
                 return 0
+            if time.monotonic() > self.kill_at:
+                self._end()
             time.sleep(POLL_SECONDS)
         status = next(code for code in self._statuses() if code)
         self._wait_seconds(GRACE_SECONDS)
@@ -298,6 +302,9 @@ class Launch:
             rank.wait()
 
     def _forward(self, number: int, _frame: Any) -> None:
+        """Passes a signal on. A second Ctrl-C also ends ranks that wait for others and run no handler."""
+        if number == signal.SIGINT and number in self.signals:
+            self.kill_at = min(self.kill_at, time.monotonic() + GRACE_SECONDS)
         self.signals.append(number)
         self.undelivered.append(number)
         if self.all_started:

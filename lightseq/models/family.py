@@ -22,6 +22,7 @@ WITH_ORIGINAL_LENGTH: Final = (
     "yarn",
     "longrope",
 )  # types that store the original length beside the extended one
+MODEL_CONFIGS: Final = ("config.json", "adapter_config.json")  # of a model, and of an adapter by peft
 FACTORS: Final = ("short_factor", "long_factor")  # keys of longrope, with one factor per frequency
 
 
@@ -55,12 +56,21 @@ def resolve(family: ModelFamily, model_name_or_path: str, random_init: bool) -> 
         )
     if directory.is_dir():
         raise ValueError(
-            f"--model_name_or_path {name} is a directory without config.json; give the directory of a saved model"
+            f"--model_name_or_path {name} is a directory without config.json; give {model_within(directory)}"
         )
     if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
         raise ValueError(_unknown_name(family, name))
     _check_hub(family, name)
     return ModelSource(_read_config(name), None if random_init else name)
+
+
+def model_within(directory: Path) -> str:
+    """Says which directory to give instead of one without a model: the newest checkpoint, if it is a run's output."""
+    saved = [path.parent for name in MODEL_CONFIGS for path in directory.glob(f"checkpoint-*/{name}")]
+    numbered = [path for path in saved if re.fullmatch(r"checkpoint-\d+", path.name)]
+    if not numbered:
+        return "the directory of a saved model"
+    return f"a checkpoint, such as {max(numbered, key=lambda path: int(path.name.split('-')[1]))}"
 
 
 def preset_config(family: ModelFamily, preset: str) -> LlamaConfig:

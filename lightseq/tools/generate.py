@@ -4,6 +4,7 @@ lightseq generate outputs/books/checkpoint-1000 --prompt "It was a dark and stor
 """
 
 import argparse
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -36,10 +37,12 @@ def main(_family: ModelFamily, words: Sequence[str]) -> int:
 
 def _generate(words: Sequence[str]) -> None:
     args = parser().parse_args(words)
-    if not args.temperature >= 0:
-        raise ValueError(f"--temperature {args.temperature} is below 0; give 0 or more")
+    if args.max_new_tokens < 1:
+        raise ValueError(f"--max_new_tokens {args.max_new_tokens}: give at least 1")
+    if not 0 <= args.temperature < math.inf:
+        raise ValueError(f"--temperature {args.temperature}: give a finite number of at least 0")
     if not 0 < args.top_p <= 1:
-        raise ValueError(f"--top_p {args.top_p} is not a share; give a number above 0, at most 1")
+        raise ValueError(f"--top_p {args.top_p}: give a share above 0, at most 1")
     from lightseq.utils import quiet_transformers  # noqa: F401  first: imports take seconds
 
     for text in continuations(args):
@@ -84,12 +87,16 @@ def _load_model(checkpoint: str) -> Any:
     from transformers import AutoConfig
 
     from lightseq.models.build import model_class
+    from lightseq.models.family import MODEL_CONFIGS, model_within
     from lightseq.models.hub import hub_error
 
-    if not Path(checkpoint).exists() and (reason := hub_error(checkpoint, "config.json")):
+    directory = Path(checkpoint)
+    if directory.is_dir() and not any((directory / name).is_file() for name in MODEL_CONFIGS):
+        raise ValueError(f"{checkpoint} is a directory without config.json; give {model_within(directory)}")
+    if not directory.exists() and (reason := hub_error(checkpoint, "config.json")):
         raise ValueError(f"{checkpoint} is not a directory, and cannot be fetched from the hub ({reason}); check it")
     kind: Any = None
-    if (Path(checkpoint) / ADAPTER_CONFIG).is_file():
+    if (directory / ADAPTER_CONFIG).is_file():
         try:
             from peft import AutoPeftModelForCausalLM
         except ImportError as error:

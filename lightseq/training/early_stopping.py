@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from lightseq.config.train_config import TrainConfig
+from lightseq.utils.formatting import plural
 
 STOPPING: Final = "early_stopping"  # key of trainer_state.json
 BEST, SINCE = "best_eval_loss", "evaluations_without_improvement"  # keys in records and checkpoints
@@ -39,9 +40,9 @@ class EarlyStopping:
         return {BEST: self.best, SINCE: self.since}
 
     def __str__(self) -> str:
-        best = "" if self.best is None else f", the lowest being {self.best:.4f}"
+        best = "" if self.best is None else f"; the lowest is {self.best:.4f}"
         return (
-            f"the evaluation loss has not improved {self.since} times in a row{best} "
+            f"the evaluation loss has not improved in {plural(self.since, 'evaluation')}{best} "
             f"(--early_stopping_patience {self.patience})"
         )
 
