@@ -90,6 +90,7 @@ import os, signal, sys, time
 signals = []
 for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, lambda number, _: signals.append(number))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 open(sys.argv[1] + "/" + os.environ["RANK"], "w").write(str(os.getpid()))
 while not signals:
     time.sleep(0.01)
@@ -145,9 +146,28 @@ FROZEN = """
 import os, signal, sys, time
 from lightseq.distributed import rank_launcher
 rank_launcher.GRACE_SECONDS = 0.2
-code = "import signal, time; signal.signal(signal.SIGINT, lambda *_: None); print(1, flush=True); time.sleep(600)"
+code = "import time; print(1, flush=True); time.sleep(600)"  # a rank starts with Ctrl-C held back
 sys.exit(rank_launcher.Launch([sys.executable, "-c", code], 2).run())
 """
+
+
+EARLY = """
+import sys
+from lightseq.distributed.rank_launcher import Launch
+code = "print(1, flush=True); import time; time.sleep(0.5); from lightseq.distributed import rank_launcher as r; "
+code += "r.end_at_once_on_ctrl_c(); time.sleep(600)"
+sys.exit(Launch([sys.executable, "-c", code], 2).run())
+"""
+
+
+def test_a_ctrl_c_before_a_rank_has_a_handler_ends_it_without_a_traceback() -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    driver = subprocess.Popen(
+        [sys.executable, "-c", EARLY], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert driver.stdout is not None and [driver.stdout.readline() for _ in range(2)] == [b"1\n"] * 2
+    driver.send_signal(signal.SIGINT)
+    assert driver.communicate(timeout=20)[1] == b"\ninterrupted\n" and driver.returncode == 130
 
 
 def test_a_second_ctrl_c_ends_ranks_that_do_not_answer() -> None:

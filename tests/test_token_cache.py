@@ -439,7 +439,7 @@ def test_a_damaged_parquet_file_is_one_line(tmp_path: Path) -> None:
     assert "row 0: 'text' is 1, not text" in refusal(path)
     offsets = pa.py_buffer(np.array([0, 2, 3], np.int32).tobytes())
     pq.write_table(pa.table({"text": pa.StringArray.from_buffers(2, offsets, pa.py_buffer(b"ab\xff"))}), path)
-    assert f"{path} cannot be read as Parquet past row 0: 'utf-8' codec" in refusal(path)
+    assert f"{path} cannot be read as Parquet past row 0: not UTF-8 text (byte 0 is 0xff)" in refusal(path)
 
 
 def test_a_path_that_is_no_data_is_one_line(tmp_path: Path) -> None:

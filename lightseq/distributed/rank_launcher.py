@@ -259,7 +259,7 @@ class Launch:
                     self.command,
                     env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                     start_new_session=True,  # a terminal's Ctrl-C comes through this process alone, once
-                    preexec_fn=_end_with_parent,
+                    preexec_fn=_prepare_rank,
                 )
             )
 
@@ -322,9 +322,10 @@ class Launch:
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 
 
-def _end_with_parent() -> None:
-    """Makes the kernel end this process if the one that started it is killed."""
+def _prepare_rank() -> None:
+    """Makes the kernel end this process with the one that started it, and hold Ctrl-C back until it has a handler."""
     _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
 
 
 def end_at_once_on_ctrl_c() -> None:
@@ -336,6 +337,7 @@ def end_at_once_on_ctrl_c() -> None:
         os._exit(INTERRUPTED)
 
     signal.signal(signal.SIGINT, end)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def start_ranks(words: Sequence[str]) -> int | list[str]:
