@@ -86,7 +86,7 @@ def test_a_line_for_every_combination_of_the_series(results: Path) -> None:
     ("metric", "value"),
     [("memory", 3.0), ("mfu", 40.0), ("time", 10 + 11 * 0.5), ("grad_norm", 1.25)],  # the first step takes ten seconds
 )
-def test_bars_over_words_show_what_each_run_came_to(results: Path, metric: str, value: float) -> None:
+def test_bars_over_named_settings_show_the_value_of_each_run(results: Path, metric: str, value: float) -> None:
     axes = axes_of(results, f"{{metric: {metric}, x: kernel, {AT_8K}}}")
     assert [bar.get_height() for bar in axes.patches] == pytest.approx([value, value])
     assert [t.get_text() for t in axes.get_xticklabels()] == ["cudnn", "fa4"]

@@ -28,7 +28,7 @@ def test_the_table_accounts_for_the_time(tmp_path: Path, capsys: pytest.CaptureF
     assert row == ["collectives", "2.0", "0.0", "2.0", "22.2", "1.0", "1"]
 
 
-def test_the_peak_of_the_memory_is_shown_by_what_it_was_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_peak_memory_is_shown_by_purpose(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, gib = write(tmp_path, two_steps()), 2**30
     memory = {
         "parts": {"optimizer": 2 * gib, "stored_activations": 5 * gib},

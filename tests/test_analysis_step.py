@@ -71,7 +71,7 @@ def test_bars_stand_by_length_beside_their_memory_and_missing_ones_say_why(file:
     assert "out of memory" in words and "102k" in words
 
 
-def test_without_gpus_there_is_no_memory_and_tflops_take_the_place_of_mfu(
+def test_without_gpus_memory_is_left_out_and_tflops_replace_mfu(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     changes = {"mfu": None, "peak_memory_allocated_bytes": None, "last_loss": None, "losses_finite": False}

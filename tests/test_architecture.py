@@ -153,7 +153,7 @@ def test_scale_and_cap_of_the_logits_are_found(monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.parametrize("name", ["gemma2", "nanochat"])
-def test_the_cap_of_a_config_is_what_the_model_does(name: str) -> None:
+def test_the_soft_cap_of_a_config_is_read(name: str) -> None:
     for cap in (7.0, None):
         config = config_of(name, final_logit_softcapping=cap)
         assert inspect_architecture(config).logit_transform == LogitTransform(cap=cap)

@@ -64,7 +64,7 @@ def test_columns_that_repeat_the_row_are_known_from_others(tmp_path: Path) -> No
     assert one(tmp_path, {**CHAT_ROW, "conversations": [{"from": "human", "value": "hi"}]}).targets == LEARNT
     assert one(tmp_path, {"input_ids": [5, 6, 7], "text": "made from this"}).ids == [5, 6, 7]
     for row in ({**pair, "text": "other"}, {**CHAT_ROW, "prompt": "other"}, {**CHAT_ROW, "text": "other"}):
-        assert "holds another text than" in refusal(tmp_path, row)
+        assert "differs from" in refusal(tmp_path, row)
     named = one(tmp_path, {"body": "other", **CHAT_ROW}, text_column="body")
     assert named.text == "other<eos>", "--text_column decides"
 
@@ -125,7 +125,7 @@ def test_columns_that_would_follow_a_prompt_of_text_are_refused_beside_turns(tmp
     assert one(tmp_path, {**row, "input": "", "text": "yo"}) == one(tmp_path, row)
     for column, value in (("input", "more"), ("context", "more"), ("history", [["a", "b"]])):
         assert f"column '{column}' cannot be joined to 'prompt'" in refusal(tmp_path, {**row, column: value})
-    assert "column 'text' holds another text than prompt and completion" in refusal(tmp_path, {**row, "text": "other"})
+    assert "column 'text' differs from prompt and completion" in refusal(tmp_path, {**row, "text": "other"})
 
 
 def test_every_role_is_mapped_or_refused(tmp_path: Path) -> None:
@@ -294,7 +294,9 @@ def test_masks_of_long_answers_follow_the_text(tmp_path: Path) -> None:
         ({"label": 1, "sentence": "b"}, "has no column 'text', messages, or prompt and completion; it has: label"),
     ],
 )
-def test_rows_of_no_format_say_what_their_columns_hold(tmp_path: Path, row: dict[str, Any], reason: str) -> None:
+def test_rows_of_an_unknown_format_are_refused_with_their_columns(
+    tmp_path: Path, row: dict[str, Any], reason: str
+) -> None:
     assert reason in refusal(tmp_path, row)
 
 

@@ -120,7 +120,7 @@ def _one_without(rank: int, folder: Path) -> tuple[bool, str]:
         return made is None, reason
 
 
-def test_nobody_waits_for_a_rank_that_cannot_make_such_memory(tmp_path: Path) -> None:
+def test_no_rank_waits_for_one_without_symmetric_memory(tmp_path: Path) -> None:
     assert spawn(3, _one_without, tmp_path) == [(True, "CUDA driver error: operation not permitted")] * 3
 
 

@@ -89,7 +89,9 @@ def test_targets_answer_trains_on_the_answer_only(tmp_path: Path) -> None:
         assert labels.tolist() == [-100] * 8 + [ids[9], -100]
 
 
-def test_both_formats_hold_what_was_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_token_directories_and_pickles_hold_the_drawn_documents(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     made, output = (*NEEDLES, "--vocab_size", 70_000, "--seed", 3), tmp_path / "needle"
     assert run(*made, "--output", output) == 0
     assert capsys.readouterr().out == f"3 documents, 30 tokens (uint32) in {output}\n"

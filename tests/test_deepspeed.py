@@ -92,12 +92,12 @@ def run(rank: int, runs: list[str]) -> list[Ended]:
     return [program(rank, "llama3", line) for line in runs]
 
 
-def with_a_sick_second_step(rank: int, line: str) -> Ended:
+def with_a_nonfinite_second_step(rank: int, line: str) -> Ended:
     backward = DeepSpeedEngine.backward
 
     def planted(self: DeepSpeedEngine, share: torch.Tensor, last: bool) -> None:
-        sick = self._engine.global_steps == 1 and rank == 1
-        backward(self, share * (float("nan") if sick else 1.0), last)
+        nonfinite = self._engine.global_steps == 1 and rank == 1
+        backward(self, share * (float("nan") if nonfinite else 1.0), last)
 
     DeepSpeedEngine.backward = planted  # type: ignore[method-assign]
     return program(rank, "llama3", line)
@@ -277,10 +277,10 @@ def assert_fresh(masters: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_step_that_zero_skips_is_counted_and_noted(files: Path, stage: int) -> None:
-    line = words(files, f"sick{stage}", f"{COMMON} --deepspeed {files}/zero{stage}.json")
-    ends = spawn(2, with_a_sick_second_step, line)
+    line = words(files, f"nonfinite{stage}", f"{COMMON} --deepspeed {files}/zero{stage}.json")
+    ends = spawn(2, with_a_nonfinite_second_step, line)
     assert [end.status for end in ends] == [0, 0], ends[0].err
-    records = [r for r in read_records(files / f"sick{stage}" / "metrics.jsonl") if "loss" in r]
+    records = [r for r in read_records(files / f"nonfinite{stage}" / "metrics.jsonl") if "loss" in r]
     assert [r["skipped_steps"] for r in records] == [0, 1, 0] and records[1]["grad_norm"] is None
     assert "step 2: a gradient is not finite; the step was skipped" in ends[0].out
 
@@ -311,7 +311,7 @@ def test_a_checkpoint_is_a_model_of_hugging_face(files: Path) -> None:
     assert sorted(path.name for path in (files / "zero2").glob("checkpoint*")) == ["checkpoint-2", "checkpoint-3"]
 
 
-def test_layers_leave_what_deepspeed_will_hold_in_host_memory(tmp_path: Path) -> None:
+def test_offload_leaves_room_for_deepspeed_in_host_memory(tmp_path: Path) -> None:
     runs = ["offload2", "offload3"]
     write_inputs(tmp_path)
     for name in runs:

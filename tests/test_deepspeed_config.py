@@ -57,7 +57,7 @@ def test_values_in_the_deepspeed_file_stay(tmp_path: Path) -> None:
     assert (found["communication_data_type"], found["log_level"], found["bf16"]["x"]) == ("bf16", "info", 1)
 
 
-def test_an_optimizer_that_says_what_the_flags_say_may_stand(tmp_path: Path) -> None:
+def test_an_optimizer_section_that_agrees_with_the_flags_is_accepted(tmp_path: Path) -> None:
     params = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": "auto", "weight_decay": 0.1}
     for kind in ("Adam", "AdamW"):
         content = zero() | {"optimizer": {"type": kind, "params": params}}

@@ -69,7 +69,7 @@ def _schedules(world: int) -> list[Schedule]:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, *(pytest.param(n, marks=pytest.mark.slow) for n in (6, 8))])
-def test_documents_meet_themselves_once_and_never_another(world: int) -> None:
+def test_each_document_attends_to_itself_once_and_to_no_other(world: int) -> None:
     rng = random.Random(world)
     for schedule in _schedules(world):
         for length in (1, 17, 203):
@@ -231,7 +231,7 @@ def _in_one_call(rank: int) -> None:
     assert OneCall.calls > 0
 
 
-def test_kernels_that_take_all_documents_in_one_call_are_given_what_they_want() -> None:
+def test_varlen_kernels_get_the_arguments_they_expect() -> None:
     spawn(2, _in_one_call)
 
 

@@ -80,7 +80,7 @@ def test_recompute_by_hand() -> None:
     assert mixed.recomputed(3 * 16, 3 * 16**2) == 3 * (linears + 2 * 6144 / 2)
 
 
-def test_a_step_counts_tokens_and_the_squares_of_what_attends_to_itself() -> None:
+def test_a_step_counts_tokens_and_squared_document_lengths() -> None:
     work = FlopCounter(small_config(), "attention")
     assert work.flops(3 * 16, 3 * 16**2) == model_flops(small_config(), 16, 3)
     assert work.flops(12 + 4, 12**2 + 4**2) == model_flops(small_config(), 12, 1) + model_flops(small_config(), 4, 1)

@@ -191,7 +191,7 @@ def test_compiled_kernels_do_what_torch_does(check: Callable) -> None:
     check("cuda")
 
 
-def test_a_prepared_launch_looks_for_what_to_compile_once() -> None:
+def test_a_prepared_launch_looks_up_its_kernel_once() -> None:
     calls: list[tuple[Any, ...]] = []
 
     class Compiled:

@@ -36,7 +36,7 @@ def trained(device: str | None, piece: int = 0) -> tuple[list[Tensor], list[Tens
 
 
 @pytest.mark.parametrize("piece", [1024, pytest.param(1 << 20, marks=pytest.mark.slow)])
-def test_pieces_become_what_the_optimizer_makes_of_the_whole(piece: int) -> None:
+def test_updates_in_pieces_equal_updates_of_the_whole(piece: int) -> None:
     with torch.compiler.set_stance("force_eager"):  # the same arithmetic, and compiling takes long
         expected, got = trained(None), trained("cpu", piece)
     torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-7)

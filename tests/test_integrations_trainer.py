@@ -150,7 +150,7 @@ def plain_after(rank: int, sequence_parallel: bool) -> Numbers:
 
 
 @pytest.mark.slow
-def test_plain_trainer_after_ours_gets_batches_of_its_own() -> None:
+def test_a_plain_trainer_after_ours_gets_its_own_batches() -> None:
     wanted = spawn(2, plain_after, False)[0]
     for got in spawn(2, plain_after, True):
         assert_equal(got, wanted)
@@ -191,7 +191,7 @@ def dropped_out(rank: int, recomputes: bool) -> Numbers:
         return numbers(trainer)
 
 
-def test_recomputed_layers_drop_out_what_they_did() -> None:
+def test_recomputed_layers_repeat_their_dropout() -> None:
     wanted, got = spawn(2, dropped_out, False)[0], spawn(2, dropped_out, True)[0]
     assert_equal(got, wanted)
 

@@ -211,7 +211,7 @@ def test_a_circle_of_files_is_found() -> None:
         ("lightseq", "matplotlib"),  # needed when something is drawn, not when a model is trained
     ],
 )
-def test_some_modules_never_meet(importer: str, imported: str) -> None:
+def test_packages_that_must_not_import_each_other_do_not(importer: str, imported: str) -> None:
     met = [
         f"{module.name} imports {name}"
         for module in modules()

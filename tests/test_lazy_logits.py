@@ -85,7 +85,7 @@ def test_logits_equal_one_process_however_they_are_read() -> None:
     spawn(2, every_reader)
 
 
-def test_nothing_is_kept_for_logits_that_nobody_reads(alone: None) -> None:
+def test_unread_logits_take_no_memory(alone: None) -> None:
     model, inputs, runs = fresh_model(), list[Any](), list[int]()
     WholeBatches(model, hf.enable(model))
     model.lm_head.register_forward_pre_hook(lambda _, args: inputs.append(weakref.ref(args[0])))

@@ -240,7 +240,7 @@ def test_a_compiled_checkpoint_does_not_run_it_again(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("policy", ["attention", "full"])
-def test_a_checkpoint_makes_nothing_again_of_what_ends_its_layer(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_does_not_recompute_the_end_of_its_layer(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, loss = small_llama()
     parameters, made = list(model.parameters()), []
     want = torch.autograd.grad(loss(), parameters)

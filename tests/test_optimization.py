@@ -284,8 +284,8 @@ def test_a_step_without_a_finite_gradient_changes_nothing(name: str) -> None:
         return [*(p.detach().clone() for p in model.parameters()), *state]
 
     before = step(0.5)
-    for sick in (float("nan"), float("inf")):
-        assert all(torch.equal(x, y) for x, y in zip(step(sick), before, strict=True))
+    for nonfinite in (float("nan"), float("inf")):
+        assert all(torch.equal(x, y) for x, y in zip(step(nonfinite), before, strict=True))
     assert not torch.equal(step(0.5)[0], before[0])
 
 

@@ -126,7 +126,7 @@ def test_overwriting_keeps_the_metrics_and_the_facts_of_another_program(tmp_path
     assert (tmp_path / "metrics.jsonl.earlier").read_text() == '{"epoch": 1}\n'
 
 
-def test_a_checkpoint_gives_way_without_what_others_put_into_it(files: Path, tmp_path: Path) -> None:
+def test_a_removed_checkpoint_leaves_files_of_other_programs(files: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(files / "whole", run)
     (run / "checkpoint-1" / "state" / "notes.txt").write_text("mine")
@@ -146,7 +146,7 @@ def test_a_checkpoint_that_is_a_link_loses_the_link_alone(files: Path, tmp_path:
     assert not (tmp_path / "run" / "checkpoint-1").exists() and find_damage(tmp_path / "archived") is None
 
 
-def test_only_the_run_s_own_checkpoints_count_among_those_to_keep(files: Path, tmp_path: Path) -> None:
+def test_save_total_limit_counts_only_the_runs_own_checkpoints(files: Path, tmp_path: Path) -> None:
     shutil.copytree(files / "whole", tmp_path / "run")
     other = tmp_path / "run" / "checkpoint-9"
     other.mkdir()
@@ -156,7 +156,7 @@ def test_only_the_run_s_own_checkpoints_count_among_those_to_keep(files: Path, t
     assert names == ["checkpoint-2", "checkpoint-9"] and (other / TRAINER_STATE).is_file()
 
 
-def test_a_save_moves_what_no_run_wrote_out_of_its_way(tmp_path: Path) -> None:
+def test_a_save_sets_aside_a_directory_that_no_run_wrote(tmp_path: Path) -> None:
     for name in ("checkpoint-1", "checkpoint-1.partial"):
         for _ in range(2):
             (tmp_path / name).mkdir()
@@ -208,9 +208,7 @@ def test_auto_resumes_from_what_another_run_saved_while_it_waited_for_the_lock(f
     assert losses(meanwhile.parent, "run")[:2] == losses(files, "whole")
 
 
-def test_a_run_that_was_not_asked_to_go_on_refuses_what_another_one_saved_meanwhile(
-    files: Path, meanwhile: Path
-) -> None:
+def test_a_new_run_refuses_checkpoints_saved_while_it_waited_for_the_lock(files: Path, meanwhile: Path) -> None:
     end = alone(words(files, "run", f"--max_steps 3 --output_dir {meanwhile}"))
     assert end.status == 2 and "already holds a run" in end.err
     assert len(read_records(meanwhile / "metrics.jsonl")) == 2

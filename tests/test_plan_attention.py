@@ -69,7 +69,7 @@ def test_one_row_of_each_number_of_gpus_is_marked_and_it_is_the_fastest(planned:
     assert [(r["schedule"], r["ulysses_size"]) for r in records if r["gpus"] == 64 and r["fastest"]] == [("usp", 8)]
 
 
-def test_the_row_that_is_marked_is_what_training_takes() -> None:
+def test_the_marked_row_is_the_schedule_of_training() -> None:
     """Also where head groups that save memory put another schedule a little ahead."""
     for (gpus, length), (heads, kv_heads) in product([(4, 2**17), (4, 2**18), (8, 2**19)], [(32, 8), (24, 8), (16, 8)]):
         shape = AttentionShape(length, heads, kv_heads, 128)
@@ -78,7 +78,7 @@ def test_the_row_that_is_marked_is_what_training_takes() -> None:
         assert (marked["schedule"], marked["head_groups"]) == (taken.schedule, taken.head_groups)
 
 
-def test_the_table_is_aligned_and_shows_what_can_be_had(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_is_aligned_and_shows_schedules_that_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*WORDS, "prefix,usp"]) == 0
     first, *lines = capsys.readouterr().out.splitlines()
     star = lines.index("*: the fastest for that number of GPUs")

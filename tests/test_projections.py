@@ -69,7 +69,7 @@ def test_projections_that_are_something_else_are_refused() -> None:
         store_projections(model.layers)
 
 
-def test_a_second_backward_pass_through_what_was_kept_is_refused_in_words() -> None:
+def test_a_second_backward_pass_through_stored_tensors_is_refused() -> None:
     model, trained, loss = made()
     store_projections(model.layers)
     tile_mlps(model.layers, store=True)

@@ -308,7 +308,7 @@ def test_without_a_safe_home_kernels_are_cached_in_the_temp_directory(unset_cach
 
 
 @pytest.mark.parametrize("planted", ["a link", "open to all", "another's", "where all may rename", "no folder"])
-def test_compiled_kernels_are_cached_where_nobody_else_can_put_code(
+def test_the_kernel_cache_is_writable_by_its_user_only(
     planted: str, unset_caches: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Path.home().chmod(0o777)

@@ -88,7 +88,7 @@ def test_losses_are_the_same_with_and_without_samples(runs: Runs) -> None:
 
 
 @pytest.mark.parametrize("output", ["sampled", "copies"])
-def test_samples_are_what_generate_writes_from_the_checkpoint_of_the_step(
+def test_samples_match_generate_from_the_same_checkpoint(
     runs: Runs, output: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     samples = runs.records(output, "samples.jsonl")

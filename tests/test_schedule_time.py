@@ -172,7 +172,7 @@ def test_default_rates_are_near_what_was_measured(name: str) -> None:
 @pytest.mark.parametrize(
     "name, length, milliseconds", [("ulysses", 128, 211.0), ("zigzag", 32, 15.9), ("zigzag", 128, 218.0)]
 )
-def test_default_rates_are_near_what_was_measured_over_nccl(name: str, length: int, milliseconds: float) -> None:
+def test_default_rates_are_close_to_nccl_measurements(name: str, length: int, milliseconds: float) -> None:
     seconds = estimate(count_traffic(name, 4, 4), _shape(length * K), H200_NCCL).seconds
     assert seconds == pytest.approx(milliseconds / 1e3, rel=0.1)
 
@@ -243,7 +243,7 @@ def test_requested_schedules_are_kept() -> None:
     assert {c.ulysses_size for c in possible_choices(8, shape, ScheduleChoice(ulysses_size=4))} == {4}
 
 
-def test_heads_decide_what_can_be_had() -> None:
+def test_head_counts_decide_which_schedules_fit() -> None:
     assert {c.schedule for c in possible_choices(8, _shape(64 * K, 9, 3))} == {
         "ring",
         "striped",
@@ -260,7 +260,7 @@ def test_heads_decide_what_can_be_had() -> None:
     "asked",
     [ScheduleChoice("usp"), ScheduleChoice("usp", 2), ScheduleChoice("zigzag", 3), ScheduleChoice("ring", None, 2)],
 )
-def test_choosing_refuses_what_making_a_schedule_refuses_with_the_same_line(asked: ScheduleChoice) -> None:
+def test_choice_and_make_schedule_refuse_with_the_same_line(asked: ScheduleChoice) -> None:
     world = 2 if asked.schedule == "usp" else 4
     with pytest.raises(ValueError) as expected:
         make_schedule(asked.schedule, world, asked.head_groups or 1, asked.ulysses_size)

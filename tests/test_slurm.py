@@ -57,7 +57,7 @@ def value(words: list[str], flag: str) -> str:
     return words[len(words) - 1 - words[::-1].index(flag) + 1]
 
 
-def test_several_nodes_meet_at_the_head_node(reporting: Cluster) -> None:
+def test_several_nodes_rendezvous_at_the_head_node(reporting: Cluster) -> None:
     job = reporting.submit(f"sbatch launch/slurm/several_nodes.sbatch llama3 {TYPED}", FAKE_HOSTS="node07 node08")
     srun, launcher, program = split(job)
     expected = {"--nodes=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1", "--output=logs/lightseq-4242/%N.log"}
@@ -114,7 +114,7 @@ def test_a_script_is_the_same_piped_and_submitted(script: Path, reporting: Clust
         ("fp8", {"--kernel": "aten", "--fsdp": "full_shard", "--fp8": "tensorwise"}),
     ],
 )
-def test_variants_differ_only_in_what_they_are_named_after(
+def test_variants_differ_only_in_the_setting_they_are_named_after(
     name: str, flags: dict[str, str], reporting: Cluster
 ) -> None:
     _, _, program = split(reporting.submit(PIPED.format(f"{name}.sbatch"), NPROC="4"))

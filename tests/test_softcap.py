@@ -168,7 +168,7 @@ def test_a_version_of_fa4_with_another_formula_is_passed_over(hopper: KernelSpec
     assert chosen.kernel.name == "fa3" and "in this version of flash-attn-4; install 4.0.0b36" in str(chosen)
 
 
-def test_kernels_that_have_caps_are_those_that_selection_takes(hopper: KernelSpec) -> None:
+def test_selection_takes_the_kernels_that_support_caps(hopper: KernelSpec) -> None:
     for name, registered in KERNELS.items():
         kernel = registered.make(hopper)
         assert isinstance(kernel, SoftCapKernel) == (

@@ -96,7 +96,7 @@ with start.init_distributed(60):
         (1, "rank 1 waits for the rendezvous store at 127.0.0.1:{port}, which rank 0 or the launcher hosts"),
     ],
 )
-def test_a_rank_alone_says_whom_it_waits_for_and_ends_on_ctrl_c(rank: int, line: str) -> None:
+def test_a_rank_alone_names_missing_ranks_and_ends_on_ctrl_c(rank: int, line: str) -> None:
     port = free_port()
     place = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     alone = subprocess.Popen(

@@ -375,7 +375,7 @@ NVIDIA_SMI = r"printf '0, NVIDIA H200\n1, NVIDIA H200\n2, NVIDIA H200\n'"
     ("visible", "devices"),
     [(None, "0 1 2"), ("", ""), ("-1", ""), ("2, 1", "2 1"), ("0,-1,1", "0"), ("GPU-a1,GPU-b2", "GPU-a1 GPU-b2")],
 )
-def test_gpus_are_those_that_cuda_will_see(
+def test_gpus_are_the_ones_visible_to_cuda(
     visible: str | None, devices: str, sweep_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program(sweep_dir / "nvidia-smi", NVIDIA_SMI)

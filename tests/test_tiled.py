@@ -190,7 +190,7 @@ def heads_passed() -> Iterator[list[tuple[int, int]]]:
         yield passed
 
 
-def test_a_second_backward_pass_is_refused_where_the_first_overwrote_what_was_stored() -> None:
+def test_a_second_backward_pass_over_overwritten_activations_is_refused() -> None:
     model, inputs = build("llama"), ids()
     context = hf.enable(model)
     tile_layers(model.model.layers)
@@ -228,7 +228,7 @@ class _Products(TorchDispatchMode):
 
 @pytest.mark.parametrize("group", [1, 2])
 @pytest.mark.parametrize("policy", ["attention", "full"])
-def test_products_that_run_again_are_those_that_recomputation_reports(policy: str, group: int) -> None:
+def test_recomputed_products_match_the_report(policy: str, group: int) -> None:
     counts = []
     for tiled in (False, True):
         model, inputs = build("llama"), ids()
@@ -267,20 +267,20 @@ def test_nothing_as_wide_as_the_mlp_is_longer_than_a_tile() -> None:
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_it_holds_what_the_plan_counts(keep: bool) -> None:
+def test_the_backward_pass_of_tiled_layers_holds_the_planned_bytes(keep: bool) -> None:
     """Backward, for every token: gradients of output, input and attention's output; q, k and v, and their gradients."""
     again = 0 if keep else ATTENTION + 4  # its output and a log-sum-exp for every head
     assert held_by_backward(keep, grouped=False) == planned_widths() + again
 
 
 @pytest.mark.parametrize("ends_early", [pytest.param(True, marks=pytest.mark.slow), False])
-def test_layers_of_a_group_hold_what_the_plan_counts(ends_early: bool) -> None:
+def test_the_backward_pass_of_grouped_layers_holds_the_planned_bytes(ends_early: bool) -> None:
     """Beside what one of them takes, the inputs of all but the first, which was kept."""
     held = held_by_backward(False, grouped=True, ends_early=ends_early)
     assert held == planned_widths() + ATTENTION + 4 + 2 * HIDDEN
 
 
-def test_a_last_layer_that_keeps_what_attention_gives_holds_no_more() -> None:
+def test_a_last_layer_that_stores_attention_needs_no_more_memory() -> None:
     without, with_it = (held_by_backward(False, grouped=True, tiled=False, ends_early=early) for early in (False, True))
     assert with_it == without
 

@@ -302,7 +302,7 @@ def test_a_failed_tokenization_leaves_nothing_in_the_cache(tmp_path: Path) -> No
     assert [p.suffix for p in (tmp_path / "cache").iterdir()] == [".lock"]
 
 
-def test_leftovers_of_a_killed_process_are_removed_and_stop_nobody(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_process_are_removed_and_block_no_run(tmp_path: Path) -> None:
     path, cache = lines(tmp_path / "a.jsonl", {"text": "one"}), tmp_path / "cache"
     directory = opened(path).source.path
     shutil.rmtree(directory)

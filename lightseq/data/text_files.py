@@ -18,7 +18,7 @@ def read_text_file(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is {first_line(error)}; convert it, or move it away") from error
     except OSError as error:
-        raise ValueError(f"{path} cannot be read ({error.strerror}); split it, or correct it") from error
+        raise ValueError(f"{path} cannot be read ({error.strerror}); correct it, or move it away") from error
     if "\0" in text:
         raise ValueError(
             f"{path} is a binary file (character {text.index(chr(0)):,} is NUL); give text, or move it away"
