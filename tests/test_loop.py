@@ -34,16 +34,19 @@ def test_garbage_is_collected_every_few_steps_and_gc_is_restored(enabled: bool) 
         (gc.enable if before else gc.disable)()
 
 
-@pytest.mark.parametrize(("given", "found"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")])
-def test_waiting_threads_sleep_unless_the_user_asks_otherwise(given: dict[str, str], found: str) -> None:
+SETTINGS = {"OMP_WAIT_POLICY": "PASSIVE", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+
+
+@pytest.mark.parametrize("given", [{}, {"OMP_WAIT_POLICY": "ACTIVE"}, {"TORCH_CPP_LOG_LEVEL": "INFO"}])
+def test_waiting_threads_sleep_and_warnings_in_c_plus_plus_are_off_unless_asked_for(given: dict[str, str]) -> None:
     code = """from lightseq.distributed.environment import set_up_process
 import os, sys
 set_up_process()
-assert "torch" not in sys.modules  # which reads it
-print(os.environ["OMP_WAIT_POLICY"])"""
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"} | given
+assert "torch" not in sys.modules  # which reads them
+print(os.environ["OMP_WAIT_POLICY"], os.environ["TORCH_CPP_LOG_LEVEL"])"""
+    environment = {name: value for name, value in os.environ.items() if name not in SETTINGS} | given
     ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert ended.stdout == f"{found}\n", ended.stderr
+    assert ended.stdout.split() == [*(SETTINGS | given).values()], ended.stderr
 
 
 def test_a_program_ends_without_a_last_collection() -> None:

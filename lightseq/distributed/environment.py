@@ -96,6 +96,7 @@ def set_up_process(expandable_segments: bool = True) -> None:
     atexit.register(gc.freeze)  # skips the last collection, which visits all of torch and transformers for 1 s
     # Waiting threads sleep instead of spinning, which is 20 times as slow on a busy host (dev/LOG.md).
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a warning of the store prints fifteen frames of C++
     # Host tensors in 2 MiB pages are allocated faster, and AdamW on the CPU runs 10% faster.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     lock_pages_in_parallel()
