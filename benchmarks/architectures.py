@@ -97,6 +97,11 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     "glm4_moe_lite": {"v_head_dim": 16},
     "gpt_neo": {"attention_types": [[["global"], 2]]},
+    "llama4_text": {
+        "num_hidden_layers": 4, "attention_chunk_size": 7, "no_rope_layers": [1, 0, 1, 0], "floor_scale": 3,
+        "attn_temperature_tuning": True, "moe_layers": [], "intermediate_size_mlp": 48,
+        "layer_types": ["chunked_attention", "full_attention"] * 2,
+    },
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "nemotron": {"num_key_value_heads": 2},

@@ -43,6 +43,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Gemma 4: inside a composite": ("gemma4", {}),
     "Gemma 3n: shared keys": ("gemma3n_text", {}),
+    "Llama 4 without experts: chunks, temperature by position": ("llama4_text", {}),
     "Youtu: latent attention": ("youtu", {}),
     "MiniCPM 3: latent attention": ("minicpm3", {}),
 }  # fmt: skip

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from lightseq.attention.context import SequenceContext
 from lightseq.attention.operator import attention
 from lightseq.kernels.logit_transform import LogitTransform
+from lightseq.schedule.chunks import Chunk
 
 # Keywords passed to `attention`: documents, window and sinks, by transformers' names.
 PASSED_ON: Final = ("documents", "sliding_window", "s_aux")
@@ -49,8 +50,8 @@ def attention_function(
     device = q.device.type
     if torch.is_autocast_enabled(device):
         return attend(module, q, k, v, scaling, **others)[0], None
-    context = _checked_context(module, q, others)
-    documents, window, sinks = (others.get(name) for name in PASSED_ON)
+    context, window = _checked_context(module, q, others)
+    documents, sinks = others.get("documents"), others.get("s_aux")
     return attention(q, k, v, context, _scale_and_cap(q, scaling, others), documents, window, sinks)[0], None
 
 
@@ -67,8 +68,8 @@ def attend(
         q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q_BSHD, k_BSKD, v_BSKD))
         with torch.autocast(device, enabled=False):
             return attend(module, q, k, v, scaling, **others)
-    context = _checked_context(module, q_BSHD, others)
-    documents, window, sinks = (others.get(name) for name in PASSED_ON)
+    context, window = _checked_context(module, q_BSHD, others)
+    documents, sinks = others.get("documents"), others.get("s_aux")
     scale = _scale_and_cap(q_BSHD, scaling, others)
     return attention(q_BSHD, k_BSKD, v_BSKD, context, scale, documents, window, sinks)
 
@@ -78,17 +79,19 @@ def _scale_and_cap(q: Tensor, scaling: float | None, others: Mapping[str, Any]) 
     return LogitTransform(q.shape[-1] ** -0.5 if scaling is None else scaling, others.get("softcap"))
 
 
-def _checked_context(module: nn.Module, q: Tensor, others: Mapping[str, Any]) -> SequenceContext:
-    """Returns the module's context. Raises ValueError for unsupported keywords."""
+def _checked_context(module: nn.Module, q: Tensor, others: Mapping[str, Any]) -> tuple[SequenceContext, int | None]:
+    """Returns the module's context, and its window or `Chunk`. Raises ValueError for unsupported keywords."""
     if unknown := unhonoured_argument(others):
         remedy = "pass cu_seqlens to shard_batch" if unknown.startswith("cu_seq_lens") else "leave it out"
         raise ValueError(f"attention got {unknown}, which no kernel supports; {remedy}")
     context = context_of(module)
     window = others.get("sliding_window")
     of_mask = getattr(module, "window_of_mask", window)  # set by `hf.enable`
+    if isinstance(of_mask, Chunk):  # layers pass no keyword for it
+        return context, of_mask
     if of_mask != window:
         _check_window(module, window, of_mask, tokens=q.shape[1] * context.schedule.world)
-    return context
+    return context, window
 
 
 def _check_window(module: nn.Module, window: int | None, of_mask: int | None, tokens: int) -> None:

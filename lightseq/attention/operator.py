@@ -20,6 +20,7 @@ from lightseq.kernels.attention.base import Saved
 from lightseq.kernels.attention.selection import with_softcap
 from lightseq.kernels.logit_transform import LogitTransform
 from lightseq.schedule.algorithms import check_heads
+from lightseq.schedule.chunks import Chunk, chunked_schedule
 from lightseq.schedule.documents import packed_schedule
 from lightseq.schedule.table import Schedule
 from lightseq.schedule.windows import windowed_schedule
@@ -45,8 +46,9 @@ def attention(
     and the log-sum-exp of the scaled scores (B, H, S), at least float32 and without a gradient. `scale` defaults to D
     ** -0.5; a `LogitTransform` also caps the scores, before the mask (Gemma 2). With `documents` the parts are in their
     layout, and no query sees a key of another document. With `window` a query sees only that many keys, its own and
-    those before. `sinks` (H,) are logits that every softmax of a head has besides its keys, without a value (gpt-oss,
-    StreamingLLM, arXiv 2309.17453); the log-sum-exp includes them. Raises ValueError for shapes that do not fit
+    those before; if it is a `Chunk`, the keys of its own chunk. `sinks` (H,) are logits that every softmax of a head
+    has besides its keys, without a value (gpt-oss, StreamingLLM, arXiv 2309.17453); the log-sum-exp includes them.
+    Values may have another dimension than keys; out has theirs. Raises ValueError for shapes that do not fit
     together, and for a schedule without windows or a kernel without caps.
     """
     _check_shapes(q_BSHD, k_BSKD, v_BSKD, context, documents)
@@ -99,8 +101,8 @@ def _options(context: SequenceContext, scale: float | LogitTransform | None, win
     Compiled graphs contain the string and torch's disk cache keeps it, so it means the same in every process.
     """
     if isinstance(scale, LogitTransform):
-        return f"{context.name}|{scale.scale}|{scale.cap}|{window}"
-    return f"{context.name}|{q.shape[-1] ** -0.5 if scale is None else scale}|None|{window}"
+        return f"{context.name}|{scale.scale}|{scale.cap}|{window!r}"
+    return f"{context.name}|{q.shape[-1] ** -0.5 if scale is None else scale}|None|{window!r}"
 
 
 def _read_options(text: str) -> _Options:
@@ -110,7 +112,8 @@ def _read_options(text: str) -> _Options:
 
 @cache
 def _numbers(scale: str, softcap: str, window: str) -> tuple[float, float | None, int | None]:
-    return float(scale), None if softcap == "None" else float(softcap), None if window == "None" else int(window)
+    reach = None if window == "None" else Chunk(window[6:-1]) if window.startswith("Chunk") else int(window)
+    return float(scale), None if softcap == "None" else float(softcap), reach
 
 
 def _is_watched(x: Tensor) -> bool:
@@ -168,8 +171,10 @@ def _check_packed(q: Tensor, context: SequenceContext, documents: Documents) -> 
 
 
 def _table(context: SequenceContext, q: Tensor, boundaries: Tensor | None, window: int | None) -> Schedule:
-    """Returns the schedule, limited to the documents if there are several, and to the window."""
+    """Returns the schedule, limited to the documents if there are several, and to the window or the chunks."""
     whole = (0, q.shape[1] * context.schedule.world) if boundaries is None else without_repeats(boundaries)
+    if isinstance(window, Chunk) and window < whole[-1]:
+        return chunked_schedule(context.schedule, whole, window, packed=boundaries is not None)
     if window is not None and window < whole[-1]:
         return windowed_schedule(context.schedule, whole, window, packed=boundaries is not None)
     return context.schedule if boundaries is None else packed_schedule(context.schedule, whole)

@@ -20,7 +20,7 @@ from lightseq.hf.changes import EnabledModel
 from lightseq.hf.gradient_scale import find_gradient_factor, scale_gradients
 from lightseq.hf.loss_checks import check_labels, check_loss, restore_loss_function
 from lightseq.models.architecture import transformers_model, windows_of_masks
-from lightseq.models.decoder import has_towers
+from lightseq.models.decoder import has_towers, headless
 from lightseq.models.mixers import attending_layers
 from lightseq.sequence.documents import Documents
 from lightseq.utils.tensors import IGNORE_INDEX
@@ -46,10 +46,10 @@ def install_checks(model: PreTrainedModel, record: EnabledModel, length_dependen
     """
     inner, context, changes = transformers_model(model), record.context, record.changes
     attending = attending_layers(inner)
-    for module in {model, inner, inner.base_model}:
+    for module in {model, inner, headless(inner)}:
         checks = Checks(context, inner, attending, length_dependent_rope)
         hooks = [module.register_forward_pre_hook(checks.check_inputs, with_kwargs=True)]
-        if module is not inner.base_model:
+        if module is not headless(inner):
             hooks.append(module.register_forward_pre_hook(partial(check_labels, context), with_kwargs=True))
             # FSDP's hook casts the loss to another tensor, so this one runs first.
             hook = partial(check_loss, context)
@@ -97,7 +97,7 @@ class Checks:
                     finish_comparing_documents(state)
         if state.outermost is None:  # the model around the layers may not forward `documents` to them
             state.outermost, state.packed = model, documents is not None
-        if model is (inner := transformers_model(model)).base_model:
+        if model is headless(inner := transformers_model(model)):
             if windows_of_masks(inner) != self._windows:
                 raise ValueError("the windows in the model's config changed after hf.enable; call hf.enable again")
             state.attention_passes = context.progress.passes
@@ -141,7 +141,7 @@ class Checks:
         if state.outermost is model:
             state.outermost, state.packed = None, False
             finish_comparing_documents(state)
-        if output is None or model is not transformers_model(model).base_model:
+        if output is None or model is not headless(transformers_model(model)):
             return
         ran = self._context.progress.passes - state.attention_passes
         if not ran or ran % self._layers:  # some models call attention, or their layers, more than once

@@ -25,12 +25,13 @@ from lightseq.attention.module_attention import attention_function
 from lightseq.distributed.roll_call import RollCall
 from lightseq.hf.changes import RECORD, EnabledModel, record_of
 from lightseq.hf.checks import install_checks
+from lightseq.hf.counted_positions import give_global_positions
 from lightseq.models.architecture import (
     attentions_of,
     caps_scores,
     check_attention,
+    layer_windows,
     length_dependent_ropes,
-    sliding_window,
     transformers_model,
     windows_of_masks,
 )
@@ -110,12 +111,13 @@ def disable(model: PreTrainedModel) -> None:
 
 def _completed(config: AttentionConfig, model: PreTrainedModel) -> AttentionConfig:
     """Returns a config with the device, dtype, windows and softcap of a model where they are left open."""
-    parameter, window = next(model.parameters()), sliding_window(model.config)
+    parameter = next(model.parameters())
+    reaches = [reach for reach in layer_windows(model.config) if reach is not None]
     return dataclasses.replace(
         config,
         device=torch.device(config.device or parameter.device),
         dtype=config.dtype or parameter.dtype,
-        windows=config.windows or (window is not None and window < config.length),
+        windows=config.windows or any(reach < config.length for reach in reaches),
         softcap=config.softcap or caps_scores(model.config),
     )
 
@@ -139,6 +141,7 @@ def _install(model: PreTrainedModel, record: EnabledModel) -> None:
     for module in attention_modules(text_decoder(inner)):
         changes.set_attribute(module, "sequence_context", context)
         changes.set_attribute(module, "window_of_mask", windows[module.layer_idx])  # type: ignore[index]
+    give_global_positions(text_decoder(inner), changes)
     # First, because it finds mixers by their classes, which the next lines replace.
     install_checks(model, record, length_dependent_rope=bool(ropes))
     for module, kind in mixer_modules(model):
@@ -152,8 +155,8 @@ def _restore_attention(model: PreTrainedModel, plain: str | None) -> None:
 
 
 def _rope_forward(
-    context: SequenceContext, rope: nn.Module, forward: Callable[..., tuple[Tensor, Tensor]], *args: Any, **kwargs: Any
-) -> tuple[Tensor, Tensor]:
+    context: SequenceContext, rope: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Tensor | tuple[Tensor, Tensor]:
     """Returns cosines and sines of this rank's positions, scaled for the length of the whole sequence."""
     if getattr(rope, "sequence_context", None) is not context:  # disabled under the wrapper of another library
         return forward(*args, **kwargs)
@@ -168,5 +171,8 @@ def _rope_forward(
     last = position_ids.max()
     dist.all_reduce(last, op=dist.ReduceOp.MAX, group=context.group)
     call.arguments["position_ids"] = torch.cat([position_ids, last.expand(len(position_ids), 1)], 1)
-    cos, sin = forward(*call.args[1:], **call.kwargs)
+    rotations = forward(*call.args[1:], **call.kwargs)  # cosines and sines, or both in complex numbers (Llama 4)
+    if isinstance(rotations, Tensor):
+        return rotations[:, :-1]
+    cos, sin = rotations
     return cos[:, :-1], sin[:, :-1]

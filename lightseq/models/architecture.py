@@ -8,7 +8,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, Final, cast
 
@@ -34,10 +34,12 @@ from lightseq.models.mixers import MixerKind, mixer_layer_types, mixer_modules, 
 from lightseq.modules.identity import hook_of, is_known_code, linear_change
 from lightseq.modules.mlp import is_gated
 from lightseq.modules.projections import has_projections
+from lightseq.schedule.chunks import Chunk
 from lightseq.utils.formatting import first_line
 
 MAX_LAYERS: Final = 10_000  # building a layer on the meta device takes a millisecond
 OWN_LOOP: Final = "use your own loop (lightseq.hf.enable), or another model"  # attention alone has fewer requirements
+MASKS: Final = ("create_sliding_window_causal_mask", "create_chunked_causal_mask")  # of transformers
 LENGTH_DEPENDENT_ROPE: Final = frozenset({"dynamic", "longrope"})
 
 
@@ -174,7 +176,8 @@ def _check_kind_of_attention(model: PreTrainedModel) -> None:
     if not all(getattr(x, "is_causal", True) for x in (config, *modules)):
         raise ValueError(f"{name} attends in both directions (is_causal is False); use a causal model")
     window = sliding_window(config)
-    known = {"full_attention", *(["sliding_attention"] if window else []), *mixer_layer_types()}
+    chunk = ["chunked_attention"] if getattr(config, "attention_chunk_size", None) else []
+    known = {"full_attention", *(["sliding_attention"] if window else []), *chunk, *mixer_layer_types()}
     if kinds := sorted(set(getattr(config, "layer_types", None) or ()) - known):
         raise ValueError(f"{name} has {kinds[0]} layers, which no kernel supports; use a full-attention model")
 
@@ -210,11 +213,13 @@ def caps_scores(config: PreTrainedConfig) -> bool:
 
 
 def layer_windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
-    """Returns the sliding window of each layer in tokens, None for full attention."""
+    """Returns the sliding window or the `Chunk` of each layer in tokens, None for full attention."""
     window, text = sliding_window(config), text_config(config)
     if not (kinds := getattr(text, "layer_types", None)):
         return (window,) * int(text.num_hidden_layers)
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    chunk = getattr(text, "attention_chunk_size", None)
+    reaches = {"sliding_attention": window, "chunked_attention": None if chunk is None else Chunk(chunk)}
+    return tuple(reaches.get(kind) for kind in kinds)
 
 
 def windows_of_masks(model: PreTrainedModel) -> tuple[int | None, ...]:
@@ -224,7 +229,7 @@ def windows_of_masks(model: PreTrainedModel) -> tuple[int | None, ...]:
     """
     modules = {sys.modules.get(kind.__module__) for kind in type(text_decoder(model)).__mro__}
     config = text_config(model.config)
-    if any(hasattr(module, "create_sliding_window_causal_mask") for module in modules):
+    if any(hasattr(module, name) for module in modules for name in MASKS):
         return layer_windows(config)
     return (None,) * int(config.num_hidden_layers)
 
@@ -324,6 +329,9 @@ def _inspect(kind: Any, text: str, _mixers: tuple[MixerKind, ...]) -> Architectu
     layers, head = decoder_layers(model), model.get_output_embeddings()
     try:
         ran = run_on_meta(model, layers)
+        for layer_run, reach in zip(ran.layers, windows_of_masks(model), strict=False):
+            if isinstance(reach, Chunk):  # layers pass no keyword for it
+                layer_run.mixers = [replace(x, window=reach) for x in layer_run.mixers if isinstance(x, Attention)]
         logit_transform = find_logit_transform(model)
     except ValueError:
         raise

@@ -49,6 +49,12 @@ def _calls_interface(forward: Callable[..., Any], kind: type) -> bool:
     return False
 
 
+def names_in_forward(module: nn.Module) -> set[str]:
+    """Returns the names of globals and attributes that a module's own forward pass uses."""
+    functions = functions_inside(type(module).forward)
+    return {name for function in functions if isinstance(function, FunctionType) for name in _names(function.__code__)}
+
+
 def _methods(kind: type, names: set[str]) -> Iterator[Any]:
     """Yields the methods of these names that a class defines or inherits, those that others override included."""
     for owner in kind.__mro__:

@@ -7,6 +7,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from lightseq.modules.replaced_head import headless
+
 
 def text_config(config: PreTrainedConfig) -> Any:
     """Returns the config of the text decoder, which is inside that of a model with images or audio."""
@@ -40,9 +42,9 @@ def has_known_parts(model: PreTrainedModel) -> bool:
 def text_decoder(model: PreTrainedModel) -> Any:
     """Returns the module that holds the embeddings, the layers and the norm after them."""
     if not has_towers(model.config):
-        return model.base_model
+        return headless(model)
     decoder = model.get_decoder()
-    return decoder.base_model if isinstance(decoder, PreTrainedModel) else decoder
+    return headless(decoder) if isinstance(decoder, PreTrainedModel) else decoder
 
 
 def attending_part(model: PreTrainedModel) -> PreTrainedModel:

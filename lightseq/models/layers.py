@@ -9,6 +9,7 @@ from numpy.typing import ArrayLike
 from transformers import PreTrainedConfig
 
 from lightseq.models.decoder import text_config
+from lightseq.schedule.chunks import Chunk
 from lightseq.schedule.cost import AttentionShape
 
 
@@ -27,7 +28,7 @@ class Attention:
     """Softmax attention, one of the mixers of a layer."""
 
     heads: Heads
-    window: int | None  # sliding window in tokens, the query's own included; None: full attention
+    window: int | None  # sliding window in tokens, the query's own included, or a `Chunk`; None: full attention
 
     @property
     def width(self) -> int:
@@ -55,6 +56,9 @@ class Attention:
         Without a window that is the sum of the squared sizes.
         """
         documents = np.asarray(sizes, dtype=np.float64)
+        if isinstance(self.window, Chunk):
+            whole, rest = np.divmod(documents, int(self.window))
+            return float((whole * int(self.window) ** 2 + rest**2).sum())
         seen = documents if self.window is None else np.minimum(documents, self.window)
         return float((seen * (2 * documents - seen)).sum())
 

@@ -17,7 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lightseq.attention.module_attention import unhonoured_argument
 from lightseq.kernels.logit_transform import LogitTransform
-from lightseq.models.decoder import attending_part
+from lightseq.models.decoder import attending_part, headless
 from lightseq.models.layers import Attention, Heads, Mixer
 from lightseq.models.mixers import MixerKind, mixer_modules
 from lightseq.modules.identity import StandIn, twin_forward
@@ -156,7 +156,7 @@ def layer_inputs(
 
     hooks = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
     with _attention_replaced(model, pass_on), torch.no_grad(), suppress(_AllFound):
-        _run(model.base_model, tokens)
+        _run(headless(model), tokens)
     for hook in hooks:
         hook.remove()
     return found
@@ -221,7 +221,7 @@ def find_logit_transform(model: PreTrainedModel) -> LogitTransform:
     head. Raises ValueError for a function that is not known: the loss reads only the layers' output, the head's
     parameters and the function.
     """
-    name, head = type(model).__name__, model.get_output_embeddings()
+    name, head, body = type(model).__name__, model.get_output_embeddings(), headless(model)
     hidden = torch.linspace(0.5, 2.0, TOKENS * head.in_features, device="cpu").view(1, TOKENS, -1)
     wide = torch.logspace(-3, 6, TOKENS * 16, device="cpu")  # in its middle a cap bends, at its ends it is a line
     line = torch.linspace(-50.0, 50.0, TOKENS * 32, device="cpu")
@@ -233,7 +233,7 @@ def find_logit_transform(model: PreTrainedModel) -> LogitTransform:
         return product.clone()
 
     parts = {
-        id(model.base_model): StandIn(model.base_model, lambda *_, **__: _LayersOutput(hidden)),
+        id(body): StandIn(body, lambda *_, **__: _LayersOutput(hidden)),
         id(head): StandIn(head, multiply),
     }
     children = {key: parts[id(child)] for key, child in model._modules.items() if id(child) in parts}

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from lightseq.distributed.stopwatch import Stopwatch
 from lightseq.kernels.logit_transform import LogitTransform
 from lightseq.modules.loss import cross_entropy_sum
-from lightseq.modules.replaced_head import ReplacedHead
+from lightseq.modules.replaced_head import ReplacedHead, headless
 from lightseq.sequence.documents import Documents
 
 # Computes values per token in place of the loss, from hidden states, the head's weight, labels, the transform of the
@@ -45,7 +45,7 @@ class LossModel(nn.Module):
         describes a packed sequence. With `read`, as in evaluations, its result is returned instead.
         """
         packed = {} if documents is None else {"documents": documents}  # only some models take the argument
-        output = self.model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **packed)
+        output = headless(self.model)(input_ids=input_ids, position_ids=position_ids, use_cache=False, **packed)
         head: Any = self.model.get_output_embeddings()
         replaced = ReplacedHead(head, partial(self._read, labels, read) if read else partial(self._loss, labels))
         try:

@@ -6,6 +6,15 @@ from typing import Any
 from torch import Tensor
 
 
+def headless(model: Any) -> Any:
+    """Returns the part of a transformers model that the head follows."""
+    base = model.base_model
+    if base is not model:
+        return base
+    # A class may name another part as its base (Llama 4).
+    return next((child for child in model.children() if hasattr(child, "get_input_embeddings")), base)
+
+
 class ReplacedHead:
     """Head whose `forward` computes `compute(hidden, weight, bias)` in place of the logits, until it is restored.
 

@@ -1,0 +1,74 @@
+"""Global positions for attention modules that count the tokens they get (Llama 4's attention temperature).
+
+Such a module adds the tokens of a cache to the count. It gets a cache that says where this rank's tokens are.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from inspect import signature
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lightseq.hf.changes import Changes
+from lightseq.models.attention_modules import attention_modules, names_in_forward
+from lightseq.models.decoder import decoder_layers
+
+COUNTS: Final = {"arange", "get_seq_length"}  # what the forward pass of such a module calls
+_POSITIONS: ContextVar[Tensor | None] = ContextVar("positions of the layer that runs", default=None)
+
+
+class _Offsets:
+    """Cache without keys: says how far each token's position is from its index on this rank."""
+
+    def __init__(self, positions: Tensor) -> None:
+        self._offsets = positions - torch.arange(len(positions), device=positions.device)
+
+    def get_seq_length(self, *_: Any) -> Tensor:
+        return self._offsets
+
+    def update(self, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        return key, value
+
+
+def give_global_positions(decoder: PreTrainedModel, changes: Changes) -> None:
+    """Changes the layers whose attention counts its tokens. Rows of a batch must have the same positions."""
+    found = {id(module) for module in attention_modules(decoder) if names_in_forward(module) >= COUNTS}
+    for layer in decoder_layers(decoder) if found else ():
+        counting = [module for module in layer.modules() if id(module) in found]
+        if counting:
+            changes.replace_forward(layer, _run_layer)
+        for module in counting:
+            changes.replace_forward(module, partial(_run_attention, _cache_keyword(module)))
+
+
+def _cache_keyword(module: nn.Module) -> str:
+    names = signature(type(module).forward).parameters
+    return next(name for name in ("cache", "past_key_values", "past_key_value") if name in names)
+
+
+def _run_layer(_layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    positions = kwargs.get("position_ids")
+    with _known(None if positions is None else positions[0]):
+        return forward(*args, **kwargs)
+
+
+def _run_attention(cache: str, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    if not hasattr(module, "sequence_context"):  # disabled under the wrapper of another library
+        return forward(*args, **kwargs)
+    if (positions := _POSITIONS.get()) is None:
+        raise ValueError(f"{type(module).__name__} needs positions, but its layer gets no position_ids; pass them")
+    return forward(*args, **kwargs | {cache: _Offsets(positions)})
+
+
+@contextmanager
+def _known(positions: Tensor | None) -> Iterator[None]:
+    before = _POSITIONS.set(positions)
+    try:
+        yield
+    finally:
+        _POSITIONS.reset(before)

@@ -1,0 +1,42 @@
+"""Chunked attention: tables in which a query sees the keys of its own chunk."""
+
+from itertools import pairwise
+
+import pytest
+from schedules import fitting
+
+from lightseq.models.layers import Attention, Heads
+from lightseq.schedule.algorithms import make_schedule
+from lightseq.schedule.chunks import Chunk, chunked_schedule, with_chunks
+from lightseq.schedule.documents import padded_length
+from lightseq.schedule.proof import validate
+
+HEADS = Heads(query=8, key_value=8, dim=4, value_dim=4)
+
+
+def test_chunks_count_from_the_start_of_a_document() -> None:
+    assert with_chunks((0, 5, 12), 3) == (0, 3, 5, 8, 11, 12)
+    assert with_chunks((0, 12), 20) == (0, 12)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("packed", [False, True])
+def test_every_schedule_computes_the_pairs_of_each_chunk_once(world: int, packed: bool) -> None:
+    for name in fitting(world, 8, 8):
+        schedule = make_schedule(name, world)
+        length = padded_length(schedule, 96) if packed else schedule.layout.padded_length(96)
+        boundaries = (0, 31, 40, length) if packed else (0, length)
+        table = chunked_schedule(schedule, boundaries, 14, packed=packed)
+        validate(table)
+        assert table.layout.chunks_per_rank >= schedule.layout.chunks_per_rank or packed
+        sizes = [stop - start for start, stop in pairwise(boundaries)]
+        expected = Attention(HEADS, Chunk(14)).area(sizes)
+        whole = [min(14, size - start) for size in sizes for start in range(0, size, 14)]
+        assert expected == sum(size**2 for size in whole)
+
+
+def test_a_chunk_is_no_window() -> None:
+    sizes = [40]
+    assert Attention(HEADS, Chunk(10)).area(sizes) == 4 * 10**2
+    assert Attention(HEADS, 10).area(sizes) == 10 * (80 - 10)
+    assert repr(Chunk(10)) != repr(10)
