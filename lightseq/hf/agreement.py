@@ -67,7 +67,7 @@ def compare_batches(
     other = next((rank for rank, (theirs, _, _) in enumerate(everyone) if theirs != rows), None)
     if other is not None:
         sizes = [f"{batch} x {length} tokens" for batch, length, *_ in (rows, everyone[other][0])]
-        what = "other rows or labels" if sizes[0] == sizes[1] else " and ".join(sizes)
+        what = "other rows, labels or images" if sizes[0] == sizes[1] else " and ".join(sizes)
         raise ValueError(
             f"ranks {context.rank} and {other} share a sequence but got different batches ({what}); give every rank of "
             "a sequence the same rows; lightseq.integrations does so in Trainer, TRL and accelerate (docs/trainers.md)"

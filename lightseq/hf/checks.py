@@ -18,25 +18,13 @@ from lightseq.hf.agreement import (
 )
 from lightseq.hf.changes import EnabledModel
 from lightseq.hf.gradient_scale import find_gradient_factor, scale_gradients
+from lightseq.hf.images import IMAGE_INPUTS, LOCAL_IMAGES, PIXELS, SHAPES, ImageFeatures, install, other_inputs
 from lightseq.hf.loss_checks import check_labels, check_loss, restore_loss_function
 from lightseq.models.architecture import transformers_model, windows_of_masks
-from lightseq.models.decoder import has_towers, headless
+from lightseq.models.decoder import headless
 from lightseq.models.mixers import attending_layers
 from lightseq.sequence.documents import Documents
 from lightseq.utils.tensors import IGNORE_INDEX
-
-# Beginnings of the names that transformers' models give to inputs from images, video and audio.
-OTHER_INPUTS = (
-    "pixel_",
-    "image_",
-    "video_",
-    "input_features",
-    "audio_",
-    "feature_",
-    "mm_",
-    "token_type_ids",
-    "second_",
-)
 
 
 def install_checks(model: PreTrainedModel, record: EnabledModel, length_dependent_rope: bool) -> None:
@@ -46,8 +34,9 @@ def install_checks(model: PreTrainedModel, record: EnabledModel, length_dependen
     """
     inner, context, changes = transformers_model(model), record.context, record.changes
     attending = attending_layers(inner)
+    images = install(inner, context, changes)
     for module in {model, inner, headless(inner)}:
-        checks = Checks(context, inner, attending, length_dependent_rope)
+        checks = Checks(context, inner, attending, length_dependent_rope, images)
         hooks = [module.register_forward_pre_hook(checks.check_inputs, with_kwargs=True)]
         if module is not headless(inner):
             hooks.append(module.register_forward_pre_hook(partial(check_labels, context), with_kwargs=True))
@@ -65,12 +54,18 @@ class Checks:
     """Hooks of one module: the model, a wrapper around it, or its base model without the head."""
 
     def __init__(
-        self, context: SequenceContext, model: PreTrainedModel, attending_layers: int, length_dependent_rope: bool
+        self,
+        context: SequenceContext,
+        model: PreTrainedModel,
+        attending_layers: int,
+        length_dependent_rope: bool,
+        images: ImageFeatures,
     ) -> None:
         self._context = context
         self._layers = attending_layers
         self._windows = windows_of_masks(model)
-        self._has_towers = has_towers(model.config)
+        self._images = images
+        self._unsplit_inputs = sorted(other_inputs(model) - {PIXELS, *SHAPES})
         self._length_dependent_rope = length_dependent_rope
         self._shapes = set[tuple[Any, ...]]()  # of positions that were right
 
@@ -78,9 +73,10 @@ class Checks:
     def check_inputs(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Raises ValueError for inputs that attention over ranks does not support. Returns the inputs for the model."""
         context, state = self._context, self._context.forward_pass
-        if self._has_towers:
-            _check_only_text(kwargs)
         kwargs = _supported_arguments(model, args, kwargs)
+        if state.outermost is None:
+            self._check_other_inputs(kwargs)
+            self._images.begin(kwargs.pop(LOCAL_IMAGES, None), kwargs.get(PIXELS))
         documents, facts = kwargs.get("documents"), kwargs.pop(BATCH_FACTS, None)
         self._check_positions_and_documents(kwargs.get("position_ids"), documents)
         if facts is not None:
@@ -103,6 +99,12 @@ class Checks:
             state.attention_passes = context.progress.passes
         return args, kwargs
 
+    def _check_other_inputs(self, kwargs: dict[str, Any]) -> None:
+        """Raises ValueError if a model gets other inputs than text, and images that `shard_batch` has chosen."""
+        if name := next((name for name in self._unsplit_inputs if kwargs.get(name) is not None), None):
+            remedy = "pass it to shard_batch" if name in IMAGE_INPUTS else f"leave {name} out"
+            raise ValueError(f"{name} is not supported: the model takes text, and images that shard_batch returns; {remedy}")
+
     def _check_positions_and_documents(self, positions: Tensor | None, documents: Documents | None) -> None:
         context = self._context
         if documents is not None:
@@ -123,6 +125,9 @@ class Checks:
                     "position_ids are missing; make the batch with shard_batch and pass all that it returns"
                 )
             return
+        in_sequence = self._images.positions
+        if in_sequence is not None and positions.ndim == 3:  # the model's own, with an axis for each side of an image
+            positions = in_sequence
         shape = (documents is None, *positions.shape)
         if positions.is_cpu or shape not in self._shapes:  # reading a GPU tensor synchronizes
             if documents is None:
@@ -140,6 +145,7 @@ class Checks:
         state = self._context.forward_pass
         if state.outermost is model:
             state.outermost, state.packed = None, False
+            self._images.end(type(model).__name__, failed=output is None)
             finish_comparing_documents(state)
         if output is None or model is not headless(transformers_model(model)):
             return
@@ -157,7 +163,7 @@ def _supported_arguments(model: nn.Module, args: tuple, kwargs: dict[str, Any]) 
     config, kwargs = model.config, dict(kwargs)
     if len(args) > 1:
         raise ValueError(f"{len(args)} positional arguments; pass all but the first by keyword, as shard_batch does")
-    if kwargs.get("use_cache") or kwargs.get("past_key_values") is not None:
+    if kwargs.get("use_cache") or any(kwargs.get(name) is not None for name in ("past_key_values", "cache")):
         raise ValueError(
             "a key/value cache is not supported; to generate, call hf.disable(model), or load the saved model in plain "
             "transformers"
@@ -178,16 +184,6 @@ def _supported_arguments(model: nn.Module, args: tuple, kwargs: dict[str, Any]) 
             raise ValueError("attention_mask masks tokens of a shard; pass the whole mask to shard_batch instead")
         kwargs["attention_mask"] = None
     return kwargs
-
-
-def _check_only_text(kwargs: dict[str, Any]) -> None:
-    """Raises ValueError if a model with images or audio gets any."""
-    for name, value in kwargs.items():
-        if isinstance(value, Tensor) and name.startswith(OTHER_INPUTS):
-            raise ValueError(
-                f"{name} is not supported: images, video and audio are not split over ranks; train on rows of text, "
-                f"and leave {name} out"
-            )
 
 
 def check_positions(context: SequenceContext, positions: Tensor) -> None:

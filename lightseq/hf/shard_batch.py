@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lightseq.attention.context import SequenceContext
 from lightseq.hf.agreement import BATCH_FACTS, batch_facts
+from lightseq.hf.images import local_images, pixel_checksum, whole_images
 from lightseq.schedule.documents import check_boundaries, document_positions
 from lightseq.sequence.documents import Documents
 from lightseq.sequence.group import SequenceGroup
@@ -24,6 +25,7 @@ def shard_batch(
     cu_seqlens: Tensor | Sequence[int] | None = None,
     position_ids: Tensor | None = None,
     shift_labels: Tensor | None = None,
+    **images: Tensor | None,
 ) -> dict[str, Any]:
     """Returns this rank's part of a whole batch (batch, length), as keyword arguments of the patched model.
 
@@ -35,6 +37,9 @@ def shard_batch(
     A batch of one may hold several packed documents: `cu_seqlens` gives the first token of each and the end of the
     last, or `position_ids` restart at each. Documents neither attend to each other nor predict each other's tokens,
     unless `shift_labels` say so.
+
+    `images` are what a processor returns beside the text: `pixel_values`, and where the model takes them
+    `image_grid_thw`, `image_sizes` and token types. A rank gets those that have a token among its own.
     Raises ValueError for a mask other than right padding, and for positions of neither kind.
     """
     check_right_padding(attention_mask)
@@ -47,7 +52,7 @@ def shard_batch(
         if x is not None and x.shape != input_ids.shape:
             shapes = f"{name} {tuple(x.shape)} and input_ids {tuple(input_ids.shape)}"
             raise ValueError(f"{shapes} differ in shape; give one value per token")
-    length = input_ids.shape[1]
+    length, given_images = input_ids.shape[1], whole_images(context, input_ids, images)
     boundaries = find_boundaries(input_ids, cu_seqlens, position_ids)
     if shift_labels is not None:
         labels = shift_labels
@@ -70,6 +75,12 @@ def shard_batch(
         positions = upload(documents.positions(context.rank), input_ids.device)
         batch = {"input_ids": ids, "position_ids": positions, "documents": documents}
     batch[BATCH_FACTS] = batch_facts(input_ids, labels)
+    if given_images is not None:
+        model, inputs = given_images
+        batch |= local_images(
+            context, model, inputs, input_ids, attention_mask, documents, boundaries, batch["position_ids"]
+        )
+        batch[BATCH_FACTS][3] += pixel_checksum(inputs).to(input_ids.device)
     if labels is not None:
         valid = (labels != IGNORE_INDEX).sum().clamp_min(1)  # without a target the loss is 0, not NaN
         batch |= {"labels": local, "shift_labels": local, "num_items_in_batch": valid}
