@@ -97,7 +97,8 @@ def compare(kind: str, case: str, schedule: str, **options: Any) -> None:
     towers = 0
     for name, gradient in gradients(got, reduce=True):
         right = wanted[name]
-        error = (gradient - right).norm() / right.norm().clamp_min(1e-4 * whole)
+        least = 1e-2 if name.endswith("k_proj.bias") else 1e-4  # keys' biases change no weight of attention
+        error = (gradient - right).norm() / right.norm().clamp_min(least * whole)
         assert error < 1e-5, f"{where}: gradient of {name} off by {error:.1e}"
         towers += "vis" in name and bool(right.any())
     assert towers > 10, "the encoder learns"
