@@ -1,37 +1,46 @@
 """Images in a loop and in Trainer: losses and all gradients, encoders included, equal those of one process."""
 
 import copy
-from collections.abc import Callable, Iterator
+
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from datasets import Dataset
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from trainer_numbers import Numbers, UsesFsdp2, assert_equal, common, numbers, shared_folder
+from transformers import PreTrainedConfig, PreTrainedModel, Trainer, TrainingArguments
 from worlds import spawn
 
 from benchmarks.architectures import plain_model, tiny_config
 from lightseq import hf
+from lightseq.integrations import SequenceParallel, SequenceParallelTrainer
+from lightseq.models.decoder import text_decoder
 
-VOCABULARY, LENGTH, IMAGE, PATCH = 64, 50, 60, 2  # IMAGE: the token that stands for features of images
+LENGTH, IMAGE, PATCH = 50, 60, 2  # IMAGE: the token that stands for features of images
+Sides = list[tuple[int, int]]  # of a row's images, in patches
 # Small encoders by type of model.
 VISION: dict[str, dict[str, Any]] = {
-    "qwen2_vl": {"embed_dim": 32, "hidden_size": 32},
-    "qwen2_5_vl": {"out_hidden_size": 32, "fullatt_block_indexes": [1], "window_size": 8},
     "qwen3_vl": {"out_hidden_size": 32, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64},
+    "qwen2_5_vl": {"out_hidden_size": 32, "fullatt_block_indexes": [1], "window_size": 8},
+    "qwen2_vl": {"embed_dim": 32, "hidden_size": 32},
     "glm4v": {"out_hidden_size": 32, "image_size": 16},
     "mistral3": {"image_size": 16},
     "llava": {"image_size": 4},
     "internvl": {"image_size": [8, 8], "patch_size": [PATCH, PATCH]},
 }
-# Sides in patches of a row's images, and the tokens of text before each one and after the last. Images lie across the
-# borders of chunks. Of the second case, most ranks hold no image; one row has none.
-BATCHES: dict[str, tuple[list[tuple[int, int]], ...]] = {
-    "many": ([(4, 4), (4, 8), (8, 4), (4, 4)], [(8, 4)]),
-    "few": ([], [(4, 4)]),
+# Images lie across the borders of chunks. Of the second batch, most ranks hold no image. Some rows have none.
+BATCHES: dict[str, list[Sides]] = {
+    "many": [[(4, 4), (4, 8), (8, 4), (4, 4)], [(8, 4)]],
+    "few": [[], [(4, 4)]],
 }
-Batch = dict[str, Tensor]
+ROWS: list[Sides] = [[(4, 4), (4, 8)], [], [(8, 4)], [(4, 4)], [(8, 8)], [(4, 4), (4, 4)]]  # for trainers
+Batch = dict[str, Any]
 
 
 def model_of(kind: str) -> PreTrainedModel:
@@ -45,72 +54,182 @@ def model_of(kind: str) -> PreTrainedModel:
     return plain_model(config)
 
 
-def batch_of(model: PreTrainedModel, case: str) -> Batch:
-    """Returns what a processor would, and labels of the text."""
-    generator, config = torch.Generator().manual_seed(1), model.config
-    vision, rows, sides = config.vision_config, [], [side for row in BATCHES[case] for side in row]
+def row_of(sides: Sides, length: int, seed: int) -> Tensor:
+    """Returns ids of text with images of these sides, which have a feature for four patches."""
+    generator, tokens = torch.Generator().manual_seed(seed), list[int]()
+    for height, width in sides:
+        tokens += [*torch.randint(3, IMAGE, (5,), generator=generator).tolist(), *[IMAGE] * (height * width // 4)]
+    return torch.tensor(tokens + torch.randint(3, IMAGE, (length - len(tokens),), generator=generator).tolist())
+
+
+def batch_of(config: PreTrainedConfig, rows: list[Sides], lengths: list[int] | None = None, seed: int = 1) -> Batch:
+    """Returns what a processor would, and labels of the text. Padding is on the right."""
+    vision, lengths = config.vision_config, lengths or [LENGTH] * len(rows)
     by_grid = hasattr(vision, "temporal_patch_size")
-    equal = not by_grid and config.model_type != "mistral3"
-    if equal:
-        sides = [(2, 2) if config.model_type == "llava" else (4, 4)] * len(sides)
-    for row in BATCHES[case]:
-        tokens = list[int]()
-        for height, width in row:
-            size = 4 if equal else height * width // 4
-            tokens += [*torch.randint(3, IMAGE, (5,), generator=generator).tolist(), *[IMAGE] * size]
-        rows.append(tokens + torch.randint(3, IMAGE, (LENGTH - len(tokens),), generator=generator).tolist())
-    ids = torch.tensor(rows)
-    batch = {"input_ids": ids, "labels": ids.masked_fill(ids == IMAGE, -100)}
+    if config.model_type in ("llava", "internvl"):  # images of one size
+        rows = [[(4, 4)] * len(row) for row in rows]
+    ids = [row_of(row, length, seed + i) for i, (row, length) in enumerate(zip(rows, lengths, strict=True))]
+    labels = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=-100)
+    whole, is_image = labels.clamp_min(0), labels == IMAGE
+    batch = {"input_ids": whole, "attention_mask": (labels != -100).long(), "labels": labels.masked_fill(is_image, -100)}
     if by_grid:
-        grid = torch.tensor([(1, *side) for side in sides])
+        batch["mm_token_type_ids"] = is_image.int()
+    sides = torch.tensor([side for row in rows for side in row])
+    if not len(sides):
+        return batch
+    generator = torch.Generator().manual_seed(seed)
+    if by_grid:
         size = 3 * vision.temporal_patch_size * PATCH**2
-        pixels = torch.randn(int(grid.prod(-1).sum()), size, generator=generator)
-        return {**batch, "pixel_values": pixels, "image_grid_thw": grid, "mm_token_type_ids": (ids == IMAGE).int()}
-    shapes = PATCH * torch.tensor(sides)
+        pixels = torch.randn(int(sides.prod(-1).sum()), size, generator=generator)
+        return {**batch, "pixel_values": pixels, "image_grid_thw": torch.nn.functional.pad(sides, (1, 0), value=1)}
+    shapes = sides if config.model_type == "llava" else PATCH * sides  # LLaVA has a feature for every patch
     pixels = torch.randn(len(sides), 3, *shapes.amax(0).tolist(), generator=generator)
-    return {**batch, "pixel_values": pixels, **({} if equal else {"image_sizes": shapes})}
+    return {**batch, "pixel_values": pixels, **({"image_sizes": shapes} if config.model_type == "mistral3" else {})}
 
 
-def gradients(model: PreTrainedModel, reduce: bool = False) -> Iterator[tuple[str, Tensor]]:
-    for name, parameter in model.named_parameters():
-        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
-        if reduce:
+def check_gradients(got: PreTrainedModel, want: PreTrainedModel, where: str, mean: bool = False) -> None:
+    """Compares the sum of the ranks' gradients with one process; `mean` for wrappers that have summed them."""
+    whole = torch.stack([p.grad.norm() for p in want.parameters() if p.grad is not None]).norm()
+    of_encoder = 0
+    for (name, parameter), mine in zip(want.named_parameters(), got.parameters(), strict=True):
+        right = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        gradient = torch.zeros_like(right) if mine.grad is None else mine.grad
+        gradient = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient.clone()
+        if not mean:
             dist.all_reduce(gradient)
-        yield name, gradient
+        least = 1e-2 if name.endswith("k_proj.bias") else 1e-4  # keys' biases change no weight of attention
+        error = (gradient - right).norm() / right.norm().clamp_min(least * whole)
+        assert error < 1e-5, f"{where}: gradient of {name} off by {error:.1e}"
+        of_encoder += "vis" in name and bool(right.any())
+    assert of_encoder > 10, "the encoder learns"
 
 
-def compare(kind: str, case: str, schedule: str, **options: Any) -> None:
-    """Compares a step in a loop around `hf.enable` with plain transformers on one process."""
-    want = model_of(kind)
-    got, batch = copy.deepcopy(want), batch_of(want, case)
+def check_step(got: Any, want: PreTrainedModel, context: Any, batch: Batch, where: str, mean: bool = False) -> None:
+    want.zero_grad()
     expected = want(**batch, use_cache=False).loss
     expected.backward()
-    context = hf.enable(got, schedule=schedule, length=LENGTH)
     loss = got(**hf.shard_batch(context, **batch)).loss
     loss.backward()
     total = loss.detach().clone()
     dist.all_reduce(total)
-    where = f"{kind}, {case}, {schedule}"
     assert abs(total - expected) < 1e-5, f"{where}: loss {total}, one process has {expected}"
-    wanted = dict(gradients(want))
-    whole = torch.stack([gradient.norm() for gradient in wanted.values()]).norm()
-    towers = 0
-    for name, gradient in gradients(got, reduce=True):
-        right = wanted[name]
-        least = 1e-2 if name.endswith("k_proj.bias") else 1e-4  # keys' biases change no weight of attention
-        error = (gradient - right).norm() / right.norm().clamp_min(least * whole)
-        assert error < 1e-5, f"{where}: gradient of {name} off by {error:.1e}"
-        towers += "vis" in name and bool(right.any())
-    assert towers > 10, "the encoder learns"
+    check_gradients(got, want, where, mean)
+
+
+# ---- a loop --------------------------------------------------------------------------------------------------------
+
+
+def loop(_rank: int, kinds: list[str]) -> None:
+    for kind in kinds:
+        for case, rows in BATCHES.items():
+            want = model_of(kind)
+            got = copy.deepcopy(want)
+            schedule = "zigzag" if case == "many" else "ring"
+            context = hf.enable(got, schedule=schedule, length=LENGTH)
+            check_step(got, want, context, batch_of(want.config, rows), f"{kind}, {case}, {schedule}")
+            hf.disable(got)
+
+
+@pytest.mark.parametrize("world", [pytest.param(n, marks=pytest.mark.slow) for n in (2, 3, 4)])
+def test_every_family_equals_one_process(world: int) -> None:
+    spawn(world, loop, list(VISION))
+
+
+def wrapped_and_packed(rank: int, kind: str, wrappers: list[str]) -> None:
+    loop(rank, [kind])
+    packed(kind)
+    for wrapper in wrappers:
+        wrapped(kind, wrapper)
+
+
+def packed(kind: str) -> None:
+    """Documents with images in one row equal their own rows."""
+    want = model_of(kind)
+    got = copy.deepcopy(want)
+    batch = batch_of(want.config, BATCHES["many"], [45, 30])
+    context = hf.enable(got, length=LENGTH, packed=True)
+    ids, labels = (batch[name][batch["attention_mask"] == 1][None] for name in ("input_ids", "labels"))
+    expected = want(**batch, use_cache=False).loss
+    expected.backward()
+    images = {name: batch[name] for name in ("pixel_values", "image_grid_thw", "image_sizes") if name in batch}
+    loss = got(**hf.shard_batch(context, ids, labels, cu_seqlens=[0, 45, 75], **images)).loss
+    loss.backward()
+    dist.all_reduce(total := loss.detach().clone())
+    assert abs(total - expected) < 1e-5, f"{kind}, packed: loss {total}, one process has {expected}"
+    check_gradients(got, want, f"{kind}, packed")
     hf.disable(got)
 
 
-def compare_all(_rank: int, kinds: list[str]) -> None:
-    for kind in kinds:
-        for case in BATCHES:
-            compare(kind, case, "zigzag" if case == "many" else "ring")
+def wrapped(kind: str, wrapper: str) -> None:
+    """FSDP2 with the encoder's layers as units, or DDP without unused parameters: most ranks hold no image."""
+    want = model_of(kind)
+    got: Any = copy.deepcopy(want)
+    context = hf.enable(got, schedule="ring", length=LENGTH)
+    if wrapper == "FSDP2":
+        encoder = next(m for name, m in got.base_model.named_children() if "vis" in name)
+        for layers in (m for part in (encoder, text_decoder(got)) for m in part.modules() if hasattr(m, "__len__")):
+            for layer in layers:
+                fully_shard(layer)
+        fully_shard(got)
+    else:
+        got = DistributedDataParallel(got)
+    with pytest.warns(UserWarning, match="multiplies them") if dist.get_rank() == 0 else _silence():
+        check_step(got, want, context, batch_of(want.config, BATCHES["few"]), f"{kind}, {wrapper}", mean=True)
 
 
-@pytest.mark.parametrize("world", [2])
-def test_images(world: int) -> None:
-    spawn(world, compare_all, list(VISION))
+def _silence() -> Any:
+    from contextlib import nullcontext
+
+    return nullcontext()
+
+
+def test_images_equal_one_process() -> None:
+    spawn(2, wrapped_and_packed, "qwen3_vl", ["FSDP2"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("kind", ["qwen3_vl", "mistral3"])
+def test_images_in_wrappers_equal_one_process(kind: str, world: int) -> None:
+    spawn(world, wrapped_and_packed, kind, ["FSDP2", "DDP"])
+
+
+# ---- trainers ------------------------------------------------------------------------------------------------------
+
+
+class FullySharded(SequenceParallel, UsesFsdp2, Trainer): ...
+
+
+def collate(config: PreTrainedConfig, rows: list[dict[str, int]]) -> Batch:
+    numbers = [row["row"] for row in rows]
+    lengths = [40 + 2 * number for number in numbers]
+    return batch_of(config, [ROWS[number] for number in numbers], lengths, seed=100 * numbers[0])
+
+
+def train(_rank: int, kind: str, trainer_class: type[Trainer], data_ranks: int, **options: Any) -> Numbers:
+    model = model_of(kind)
+    rows = Dataset.from_list([{"row": row} for row in range(len(ROWS))])
+    with shared_folder() as folder:
+        arguments = TrainingArguments(
+            **common(folder, remove_unused_columns=False, learning_rate=1e-2, prediction_loss_only=True)
+        )
+        arguments.per_device_train_batch_size = 2 // data_ranks
+        trainer = trainer_class(
+            model, arguments, data_collator=partial(collate, copy.deepcopy(model.config)), train_dataset=rows,
+            eval_dataset=rows, **options,
+        )  # fmt: skip
+        return numbers(trainer)
+
+
+def train_sequence_parallel(rank: int, kind: str, trainer_class: type[Trainer], size: int, world: int) -> Numbers:
+    return train(rank, kind, trainer_class, world // size, sequence_parallel_size=size)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("trainer", [SequenceParallelTrainer, FullySharded])
+@pytest.mark.parametrize("kind", ["qwen3_vl", "mistral3"])
+def test_trainer_with_images_equals_one_process(kind: str, trainer: type[Trainer], world: int) -> None:
+    wanted = spawn(1, train, kind, Trainer, 1)[0]
+    for got in spawn(world, train_sequence_parallel, kind, trainer, world, world):
+        assert_equal(got, wanted)

@@ -156,11 +156,12 @@ def why_refused(model: PreTrainedModel) -> str | None:
     takes = _parameters(model)
     if not isinstance(getattr(model.config, "image_token_id", None), int):
         return "has no image_token_id in its config, which tells where its images are"
-    if takes & set(TOKEN_TYPES) and not hasattr(model.base_model, "get_rope_index"):
+    index = getattr(model.base_model, "get_rope_index", None)
+    if index is None and takes & set(TOKEN_TYPES):
         kind = next(name for name in TOKEN_TYPES if name in takes)
         return f"takes {kind}, by which tokens of an image attend to later ones, which attention over ranks does not"
-    if "image_grid_thw" not in takes and hasattr(model.base_model, "get_rope_index"):
-        return "takes images without image_grid_thw, from which their positions are known here"
+    if index is not None and not {"mm_token_type_ids", "image_grid_thw"} <= signature(index).parameters.keys():
+        return "computes positions from other inputs than image_grid_thw"
     for name, rate in _vision_config(model).items():
         if isinstance(rate, float) and rate > 0 and "drop" in name:
             return f"has {name} {rate} in its vision config, and ranks would drop other parts of an image; set it to 0"

@@ -23,6 +23,7 @@ from lightseq import hf
 from lightseq.attention.context import SequenceContext
 from lightseq.hf.agreement import announce_pass
 from lightseq.hf.changes import Changes, record_of
+from lightseq.hf.images import PIXELS, SHAPES, TOKEN_TYPES
 from lightseq.hf.loss_checks import has_fused_loss, loss_function_of
 from lightseq.hf.shard_batch import check_right_padding
 from lightseq.integrations.lazy_logits import with_lazy_logits, without_logits
@@ -42,7 +43,7 @@ from lightseq.modules.replaced_head import ReplacedHead, tensor_version
 from lightseq.utils.tensors import IGNORE_INDEX
 
 PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")  # of TRL's outputs
-PER_BATCH = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids")
+PER_BATCH = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids", *TOKEN_TYPES, PIXELS, *SHAPES)
 # What collators of packed documents add; `cu_seq_lens_q` has all that is needed.
 PACKING = ("cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 REFUSED = {
@@ -415,6 +416,7 @@ def _padded(batch: dict[str, Tensor | None], length: int) -> dict[str, Tensor | 
     if missing <= 0:
         return batch
     fill = {"input_ids": 0, "labels": IGNORE_INDEX, "shift_labels": IGNORE_INDEX, "attention_mask": 0}
+    fill |= dict.fromkeys(TOKEN_TYPES, 0)
     padded = {
         name: None if (x := batch[name]) is None else nn.functional.pad(x, (0, missing), value=value)
         for name, value in fill.items()
@@ -423,7 +425,7 @@ def _padded(batch: dict[str, Tensor | None], length: int) -> dict[str, Tensor | 
     if positions is not None:
         tail = torch.arange(missing, device=positions.device, dtype=positions.dtype).expand(len(positions), -1)
         positions = torch.cat([positions, tail], dim=1)
-    return {**padded, "position_ids": positions}
+    return {**batch, **padded, "position_ids": positions}
 
 
 def _at_least_one(divisor: Tensor | None) -> Tensor | None:
