@@ -1,0 +1,66 @@
+"""Models with images or audio, trained on text in Trainer and in TRL's SFTTrainer: the numbers of one process."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from test_integrations_trl import tokenizer
+from trainer_numbers import Numbers, assert_equal, collate, common, documents, numbers, shared_folder
+from transformers import PreTrainedModel, Trainer, TrainingArguments
+from trl import SFTConfig, SFTTrainer
+from worlds import spawn
+
+from benchmarks.architectures import plain_model, tiny_config
+from lightseq.integrations import SequenceParallelSFTTrainer, SequenceParallelTrainer
+
+FAMILIES = ("gemma3", "qwen3_vl", "mistral3")
+CASES: Mapping[str, dict[str, Any]] = {
+    "padded": {"max_length": 64},
+    "packed": {"max_length": 64, "packing": True},
+    "accumulated": {"max_length": 64, "gradient_accumulation_steps": 2},
+}
+
+
+def model_of(kind: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return plain_model(tiny_config(kind))
+
+
+def train(_rank: int, kind: type[Trainer], family: str, changes: Mapping[str, Any], **options: Any) -> Numbers:
+    rows = Dataset.from_list([{"input_ids": ids} for ids in documents()])
+    # Without the encoders, which get no gradient, so that DDP waits for none.
+    model = model_of(family)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("language_model" in name or "lm_head" in name)
+    settings = {"learning_rate": 0.02, **changes}
+    with shared_folder() as folder:
+        if issubclass(kind, SFTTrainer):
+            arguments: Any = SFTConfig(**common(folder, **settings))
+            more: dict[str, Any] = {"processing_class": tokenizer()}
+        else:
+            settings.pop("max_length"), settings.pop("packing", None)
+            arguments = TrainingArguments(**common(folder, remove_unused_columns=False, **settings))
+            more = {"data_collator": collate}
+        trainer = kind(model, arguments, train_dataset=rows, eval_dataset=rows.select(range(5)), **more, **options)
+        return numbers(trainer)
+
+
+def train_all(rank: int, families: list[str], case: str, split: bool) -> list[Numbers]:
+    found = []
+    for family in families:
+        for kinds in ((Trainer, SequenceParallelTrainer), (SFTTrainer, SequenceParallelSFTTrainer)):
+            if case != "packed" or kinds[0] is SFTTrainer:
+                found.append(train(rank, kinds[split], family, CASES[case]))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_text_trains_as_on_one_process(case: str, world: int) -> None:
+    wanted = spawn(1, train_all, list(FAMILIES), case, False)[0]
+    for got in spawn(world, train_all, list(FAMILIES), case, True):
+        for ours, theirs in zip(got, wanted, strict=True):
+            assert_equal(ours, theirs)
