@@ -31,6 +31,7 @@ VISION: dict[str, dict[str, Any]] = {
     "qwen2_vl": {"embed_dim": 32, "hidden_size": 32},
     "glm4v": {"out_hidden_size": 32, "image_size": 16},
     "mistral3": {"image_size": 16},
+    "gemma3": {"image_size": 8},
     "llava": {"image_size": 4},
     "internvl": {"image_size": [8, 8], "patch_size": [PATCH, PATCH]},
 }
@@ -51,6 +52,8 @@ def model_of(kind: str) -> PreTrainedModel:
         text = config.get_text_config()
         text.rope_parameters = {**text.rope_parameters, "mrope_section": [1, 1, 2], "rope_theta": 100.0}
     config.image_token_id = IMAGE
+    if kind == "gemma3":
+        config.mm_tokens_per_image, config.text_config.sliding_window = 4, 3  # the window ends inside an image
     return plain_model(config)
 
 
@@ -66,7 +69,7 @@ def batch_of(config: PreTrainedConfig, rows: list[Sides], lengths: list[int] | N
     """Returns what a processor would, and labels of the text. Padding is on the right."""
     vision, lengths = config.vision_config, lengths or [LENGTH] * len(rows)
     by_grid = hasattr(vision, "temporal_patch_size")
-    if config.model_type in ("llava", "internvl"):  # images of one size
+    if config.model_type in ("llava", "internvl", "gemma3"):  # images of one size
         rows = [[(4, 4)] * len(row) for row in rows]
     ids = [row_of(row, length, seed + i) for i, (row, length) in enumerate(zip(rows, lengths, strict=True))]
     labels = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=-100)
@@ -74,6 +77,8 @@ def batch_of(config: PreTrainedConfig, rows: list[Sides], lengths: list[int] | N
     batch = {"input_ids": whole, "attention_mask": (labels != -100).long(), "labels": labels.masked_fill(is_image, -100)}
     if by_grid:
         batch["mm_token_type_ids"] = is_image.int()
+    if config.model_type == "gemma3":
+        batch["token_type_ids"] = is_image.int()
     sides = torch.tensor([side for row in rows for side in row])
     if not len(sides):
         return batch
@@ -124,7 +129,7 @@ def loop(_rank: int, kinds: list[str]) -> None:
         for case, rows in BATCHES.items():
             want = model_of(kind)
             got = copy.deepcopy(want)
-            schedule = "zigzag" if case == "many" else "ring"
+            schedule = "prefix" if kind == "gemma3" else "zigzag" if case == "many" else "ring"  # with windows
             context = hf.enable(got, schedule=schedule, length=LENGTH)
             check_step(got, want, context, batch_of(want.config, rows), f"{kind}, {case}, {schedule}")
             hf.disable(got)
@@ -164,7 +169,7 @@ def wrapped(kind: str, wrapper: str) -> None:
     """FSDP2 with the encoder's layers as units, or DDP without unused parameters: most ranks hold no image."""
     want = model_of(kind)
     got: Any = copy.deepcopy(want)
-    context = hf.enable(got, schedule="ring", length=LENGTH)
+    context = hf.enable(got, length=LENGTH)
     if wrapper == "FSDP2":
         encoder = next(m for name, m in got.base_model.named_children() if "vis" in name)
         for layers in (m for part in (encoder, text_decoder(got)) for m in part.modules() if hasattr(m, "__len__")):

@@ -18,7 +18,7 @@ from lightseq.hf.agreement import (
 )
 from lightseq.hf.changes import EnabledModel
 from lightseq.hf.gradient_scale import find_gradient_factor, scale_gradients
-from lightseq.hf.images import IMAGE_INPUTS, LOCAL_IMAGES, PIXELS, SHAPES, ImageFeatures, install, other_inputs
+from lightseq.hf.images import IMAGE_INPUTS, PIXELS, SHAPES, ImageFeatures, install, other_inputs
 from lightseq.hf.loss_checks import check_labels, check_loss, restore_loss_function
 from lightseq.models.architecture import transformers_model, windows_of_masks
 from lightseq.models.decoder import headless
@@ -76,7 +76,7 @@ class Checks:
         kwargs = _supported_arguments(model, args, kwargs)
         if state.outermost is None:
             self._check_other_inputs(kwargs)
-            self._images.begin(kwargs.pop(LOCAL_IMAGES, None), kwargs.get(PIXELS))
+            self._images.begin(kwargs)
         documents, facts = kwargs.get("documents"), kwargs.pop(BATCH_FACTS, None)
         self._check_positions_and_documents(kwargs.get("position_ids"), documents)
         if facts is not None:

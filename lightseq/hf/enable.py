@@ -26,6 +26,8 @@ from lightseq.distributed.roll_call import RollCall
 from lightseq.hf.changes import RECORD, EnabledModel, record_of
 from lightseq.hf.checks import install_checks
 from lightseq.hf.counted_positions import give_global_positions
+from lightseq.hf.image_attention import IMPLEMENTATION as WITH_IMAGES
+from lightseq.hf.image_attention import image_attention_function, sees_later_tokens_of_images
 from lightseq.models.architecture import (
     attentions_of,
     caps_scores,
@@ -44,6 +46,7 @@ from lightseq.utils.formatting import check_names
 from lightseq.utils.versions import UntestedVersionWarning, untested_versions
 
 IMPLEMENTATION: Final = "lightseq"
+IMPLEMENTATIONS: Final = (IMPLEMENTATION, WITH_IMAGES)
 ENABLE_OPTIONS: Final = tuple(field.name for field in dataclasses.fields(AttentionConfig))
 
 
@@ -89,6 +92,7 @@ def enable(
         for line in untested_versions():
             warnings.warn(line, UntestedVersionWarning, stacklevel=2)
     ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, attention_function)
+    ALL_ATTENTION_FUNCTIONS.register(WITH_IMAGES, image_attention_function)
     if (before := record_of(model)) is not None:
         before.changes.undo()
     _install(model, EnabledModel(context))
@@ -130,8 +134,8 @@ def _install(model: PreTrainedModel, record: EnabledModel) -> None:
     part = attending_part(inner)
     plain = part.config._attn_implementation
     # A model whose config an enabled one shares was never plain; None is the default of transformers.
-    changes.call_later(partial(_restore_attention, part, None if plain == IMPLEMENTATION else plain))
-    part.set_attn_implementation(IMPLEMENTATION)
+    changes.call_later(partial(_restore_attention, part, None if plain in IMPLEMENTATIONS else plain))
+    part.set_attn_implementation(WITH_IMAGES if sees_later_tokens_of_images(inner) else IMPLEMENTATION)
     # RoPE that scales with the length must see the length of the whole sequence on every rank, not the local one.
     ropes = length_dependent_ropes(model)
     for rope in ropes:
@@ -150,7 +154,7 @@ def _install(model: PreTrainedModel, record: EnabledModel) -> None:
 
 def _restore_attention(model: PreTrainedModel, plain: str | None) -> None:
     """Lets a model attend as before it was enabled, unless the user has chosen another implementation since."""
-    if model.config._attn_implementation == IMPLEMENTATION:
+    if model.config._attn_implementation in IMPLEMENTATIONS:
         model.set_attn_implementation(plain)  # type: ignore[arg-type]
 
 

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from lightseq.attention.context import SequenceContext
 from lightseq.hf.changes import Changes
+from lightseq.hf.image_attention import IMAGE_BLOCKS, ImageBlocks, image_blocks, sees_later_tokens_of_images
 from lightseq.models.decoder import has_towers
 from lightseq.sequence.documents import Documents
 
@@ -40,6 +41,7 @@ class LocalImages:
     sizes: tuple[int, ...] | None  # features of each image that this rank runs; None if it runs all
     total: int  # features of all of them
     positions: Tensor  # of this rank's tokens in their document, int64 (batch or 1, local)
+    blocks: ImageBlocks | None  # for attention, where tokens of an image see later ones
 
 
 class ImageFeatures:
@@ -49,14 +51,17 @@ class ImageFeatures:
         self._images: LocalImages | None = None
         self._used = False
 
-    def begin(self, images: LocalImages | None, pixels: Tensor | None) -> None:
-        """Sets the images of a pass. Raises ValueError for images that `shard_batch` has not made."""
+    def begin(self, kwargs: dict[str, Any]) -> None:
+        """Takes the images of a pass. Raises ValueError for images that `shard_batch` has not made."""
+        images, pixels = kwargs.pop(LOCAL_IMAGES, None), kwargs.get(PIXELS)
         if pixels is not None and images is None:
             raise ValueError(
                 f"{PIXELS} belong to the tokens of the whole batch; pass them to shard_batch, and what it returns to "
                 "the model"
             )
         self._images, self._used = images, False
+        if images is not None and images.blocks is not None:
+            kwargs[IMAGE_BLOCKS] = images.blocks
 
     def end(self, name: str, failed: bool) -> None:
         """Forgets the images of a pass. Raises ValueError if the model has not asked for their features."""
@@ -144,6 +149,11 @@ def whole_images(
     if (reason := why_refused(model)) is not None:
         raise ValueError(f"{type(model).__name__} {reason}; {_REMEDY}")
     is_image = (input_ids == model.config.image_token_id).to(given[PIXELS].device)
+    if sees_later_tokens_of_images(model) and not given.keys() & set(TOKEN_TYPES):
+        raise ValueError(
+            f"{PIXELS} without token_type_ids, by which tokens of an image see each other in {type(model).__name__}; "
+            "pass all that the processor returns"
+        )
     for name in TOKEN_TYPES:
         types = given.pop(name, None)
         if types is not None and (types.shape != is_image.shape or not bool((types.to(is_image.device) == is_image).all())):
@@ -157,9 +167,9 @@ def why_refused(model: PreTrainedModel) -> str | None:
     if not isinstance(getattr(model.config, "image_token_id", None), int):
         return "has no image_token_id in its config, which tells where its images are"
     index = getattr(model.base_model, "get_rope_index", None)
-    if index is None and takes & set(TOKEN_TYPES):
+    if index is None and takes & set(TOKEN_TYPES) and not sees_later_tokens_of_images(model):
         kind = next(name for name in TOKEN_TYPES if name in takes)
-        return f"takes {kind}, by which tokens of an image attend to later ones, which attention over ranks does not"
+        return f"takes {kind}, by which tokens attend to later ones in a way that attention over ranks does not know"
     if index is not None and not {"mm_token_type_ids", "image_grid_thw"} <= signature(index).parameters.keys():
         return "computes positions from other inputs than image_grid_thw"
     for name, rate in _vision_config(model).items():
@@ -212,7 +222,8 @@ def local_images(
         axes = _rope_positions(model.base_model, input_ids.cpu(), is_image, images, sizes, attention_mask, boundaries)
         inputs["position_ids"] = shard(axes.movedim(0, -1)).movedim(-1, 0).contiguous().to(input_ids.device)
     run = None if chosen is None or sizes is None else tuple(sizes[i] for i in chosen.tolist())
-    return {**inputs, LOCAL_IMAGES: LocalImages(kept, run, count, positions)}
+    blocks = image_blocks(context, is_image, documents, boundaries) if sees_later_tokens_of_images(model) else None
+    return {**inputs, LOCAL_IMAGES: LocalImages(kept, run, count, positions, blocks)}
 
 
 def _features_of_images(model: PreTrainedModel, images: Mapping[str, Tensor], count: int) -> tuple[int, ...] | None:
