@@ -15,7 +15,6 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedMode
 
 from benchmarks import architectures
 from benchmarks.architectures import compare_training, plain_model, tiny_config
-from lightseq import hf
 from lightseq.data.tokenizer import ByteTokenizer
 from lightseq.models import weights
 from lightseq.models.build import build_on_meta
@@ -125,14 +124,6 @@ def test_a_model_with_images_generates_text(tmp_path: Path, monkeypatch: pytest.
     ByteTokenizer().save_pretrained(tmp_path / "published")
     words = [str(tmp_path / "published"), "--prompt", "def ", "--max_new_tokens", "3"]
     assert generate.continuations(generate.parser().parse_args(words))[0].startswith("def ")
-
-
-def test_images_are_refused_in_one_line(alone: None) -> None:
-    model = plain_model(tiny_config("qwen3_vl"))
-    context = hf.enable(model, length=architectures.LENGTH)
-    batch = hf.shard_batch(context, architectures.ids(), architectures.ids())
-    with pytest.raises(ValueError, match="pixel_values is not supported: images, video and audio are not split"):
-        model(**batch, pixel_values=torch.zeros(1, 3, 8, 8))
 
 
 @pytest.mark.slow

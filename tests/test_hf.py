@@ -453,7 +453,8 @@ def test_disabling_a_model_that_is_not_enabled_is_refused(alone: None) -> None:
 
 def rows_dealt_out(rank: int) -> None:
     model = llama()
-    for mine, words in ((ids(seed=rank), "(other rows, labels or images)"), (ids(length=50 - 4 * rank), "2 x 46 tokens")):
+    shorter = ids(length=50 - 4 * rank)
+    for mine, words in ((ids(seed=rank), "(other rows, labels or images)"), (shorter, "2 x 46 tokens")):
         context = hf.enable(model)
         with pytest.raises(ValueError, match="share a sequence but got different batches") as refusal:
             moved = {name: x.clone() for name, x in hf.shard_batch(context, mine).items()}  # as onto a device

@@ -1,7 +1,7 @@
 """Images in a loop and in Trainer: losses and all gradients, encoders included, equal those of one process."""
 
 import copy
-
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from worlds import spawn
 
 from benchmarks.architectures import plain_model, tiny_config
 from lightseq import hf
+from lightseq.hf.images import why_refused
 from lightseq.integrations import SequenceParallel, SequenceParallelTrainer
 from lightseq.models.decoder import text_decoder
 
@@ -74,7 +75,11 @@ def batch_of(config: PreTrainedConfig, rows: list[Sides], lengths: list[int] | N
     ids = [row_of(row, length, seed + i) for i, (row, length) in enumerate(zip(rows, lengths, strict=True))]
     labels = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=-100)
     whole, is_image = labels.clamp_min(0), labels == IMAGE
-    batch = {"input_ids": whole, "attention_mask": (labels != -100).long(), "labels": labels.masked_fill(is_image, -100)}
+    batch = {
+        "input_ids": whole,
+        "attention_mask": (labels != -100).long(),
+        "labels": labels.masked_fill(is_image, -100),
+    }
     if by_grid:
         batch["mm_token_type_ids"] = is_image.int()
     if config.model_type == "gemma3":
@@ -131,8 +136,10 @@ def loop(_rank: int, kinds: list[str]) -> None:
             got = copy.deepcopy(want)
             schedule = "prefix" if kind == "gemma3" else "zigzag" if case == "many" else "ring"  # with windows
             context = hf.enable(got, schedule=schedule, length=LENGTH)
-            check_step(got, want, context, batch_of(want.config, rows), f"{kind}, {case}, {schedule}")
+            batch = batch_of(want.config, rows)
+            check_step(got, want, context, batch, f"{kind}, {case}, {schedule}")
             hf.disable(got)
+            assert torch.equal(got(**batch, use_cache=False).loss, want(**batch, use_cache=False).loss)
 
 
 @pytest.mark.parametrize("world", [pytest.param(n, marks=pytest.mark.slow) for n in (2, 3, 4)])
@@ -153,10 +160,12 @@ def packed(kind: str) -> None:
     got = copy.deepcopy(want)
     batch = batch_of(want.config, BATCHES["many"], [45, 30])
     context = hf.enable(got, length=LENGTH, packed=True)
-    ids, labels = (batch[name][batch["attention_mask"] == 1][None] for name in ("input_ids", "labels"))
+    is_real = batch["attention_mask"] == 1
+    ids, labels = (batch[name][is_real][None] for name in ("input_ids", "labels"))
     expected = want(**batch, use_cache=False).loss
     expected.backward()
     images = {name: batch[name] for name in ("pixel_values", "image_grid_thw", "image_sizes") if name in batch}
+    images |= {name: batch[name][is_real][None] for name in ("token_type_ids",) if name in batch}
     loss = got(**hf.shard_batch(context, ids, labels, cu_seqlens=[0, 45, 75], **images)).loss
     loss.backward()
     dist.all_reduce(total := loss.detach().clone())
@@ -177,15 +186,9 @@ def wrapped(kind: str, wrapper: str) -> None:
                 fully_shard(layer)
         fully_shard(got)
     else:
-        got = DistributedDataParallel(got)
-    with pytest.warns(UserWarning, match="multiplies them") if dist.get_rank() == 0 else _silence():
+        got = DistributedDataParallel(got, find_unused_parameters=kind == "gemma3")  # a head of the encoder
+    with pytest.warns(UserWarning, match="multiplies them") if dist.get_rank() == 0 else nullcontext():
         check_step(got, want, context, batch_of(want.config, BATCHES["few"]), f"{kind}, {wrapper}", mean=True)
-
-
-def _silence() -> Any:
-    from contextlib import nullcontext
-
-    return nullcontext()
 
 
 def test_images_equal_one_process() -> None:
@@ -194,9 +197,66 @@ def test_images_equal_one_process() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("kind", ["qwen3_vl", "mistral3"])
+@pytest.mark.parametrize("kind", ["qwen3_vl", "mistral3", "gemma3"])
 def test_images_in_wrappers_equal_one_process(kind: str, world: int) -> None:
     spawn(world, wrapped_and_packed, kind, ["FSDP2", "DDP"])
+
+
+REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {  # the kind of model, the error, and what else is passed
+    "video": ("qwen3_vl", "pixel_values_videos is not supported: shard_batch splits text", {"pixel_values_videos": 1}),
+    "numbers": ("qwen3_vl", "image_grid_thw is a list; give a tensor", {"image_grid_thw": [[1, 4, 4]]}),
+    "no pixels": ("qwen3_vl", "without pixel_values; pass all", {"pixel_values": None}),
+    "other tokens": (
+        "qwen3_vl",
+        "mm_token_type_ids are not 1 for image",
+        {"mm_token_type_ids": torch.ones(2, 50)},
+    ),
+    "other grid": ("qwen3_vl", "do not match image_grid_thw", {"image_grid_thw": torch.tensor([[1, 4, 8]])}),
+    "no token types": ("gemma3", "pixel_values without token_type_ids", {"token_type_ids": None}),
+    "too many": ("llava", "features of images for 4 image tokens", {"pixel_values": torch.zeros(2, 3, 4, 4)}),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_inputs_that_cannot_be_split_are_refused(name: str, alone: None) -> None:
+    kind, error, given = REFUSED[name]
+    model = model_of(kind)
+    context = hf.enable(model, length=LENGTH)
+    batch = batch_of(model.config, BATCHES["few"])
+    with pytest.raises(ValueError, match=error):
+        model(**hf.shard_batch(context, **{**batch, **given}))
+
+
+def test_images_must_come_from_shard_batch(alone: None) -> None:
+    model = model_of("qwen3_vl")
+    context = hf.enable(model, length=LENGTH)
+    batch = batch_of(model.config, BATCHES["few"])
+    text = hf.shard_batch(context, batch["input_ids"], mm_token_type_ids=torch.zeros(2, LENGTH))
+    model(**text)
+    for name in ("pixel_values", "pixel_values_videos", "mm_token_type_ids"):
+        with pytest.raises(ValueError, match=f"{name} (belong to the tokens|is not supported)"):
+            model(**text, **{name: torch.zeros(1)})
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [("paligemma", "takes token_type_ids"), ("qwen2_5_omni_thinker", "computes positions from other inputs")],
+)
+def test_models_whose_images_are_not_exact_are_refused(kind: str, reason: str) -> None:
+    assert (why_refused(plain_model(tiny_config(kind))) or "").startswith(reason)
+
+
+def other_pixels(rank: int) -> None:
+    model = model_of("mistral3")
+    context, batch = hf.enable(model, length=LENGTH), batch_of(model.config, BATCHES["few"])
+    batch["pixel_values"] += rank
+    with pytest.raises(ValueError, match="different batches"):
+        model(**hf.shard_batch(context, **batch))
+
+
+@pytest.mark.slow
+def test_ranks_with_other_images_are_refused() -> None:
+    spawn(2, other_pixels)
 
 
 # ---- trainers ------------------------------------------------------------------------------------------------------
@@ -215,9 +275,9 @@ def train(_rank: int, kind: str, trainer_class: type[Trainer], data_ranks: int, 
     model = model_of(kind)
     rows = Dataset.from_list([{"row": row} for row in range(len(ROWS))])
     with shared_folder() as folder:
-        arguments = TrainingArguments(
-            **common(folder, remove_unused_columns=False, learning_rate=1e-2, prediction_loss_only=True)
-        )
+        settings = {"ddp_find_unused_parameters": kind == "gemma3", "remove_unused_columns": False}
+        settings |= {"learning_rate": 1e-2, "prediction_loss_only": True}
+        arguments = TrainingArguments(**common(folder, **settings))
         arguments.per_device_train_batch_size = 2 // data_ranks
         trainer = trainer_class(
             model, arguments, data_collator=partial(collate, copy.deepcopy(model.config)), train_dataset=rows,
@@ -233,7 +293,7 @@ def train_sequence_parallel(rank: int, kind: str, trainer_class: type[Trainer], 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("trainer", [SequenceParallelTrainer, FullySharded])
-@pytest.mark.parametrize("kind", ["qwen3_vl", "mistral3"])
+@pytest.mark.parametrize("kind", ["qwen3_vl", "mistral3", "gemma3"])
 def test_trainer_with_images_equals_one_process(kind: str, trainer: type[Trainer], world: int) -> None:
     wanted = spawn(1, train, kind, Trainer, 1)[0]
     for got in spawn(world, train_sequence_parallel, kind, trainer, world, world):

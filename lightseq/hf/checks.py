@@ -103,7 +103,9 @@ class Checks:
         """Raises ValueError if a model gets other inputs than text, and images that `shard_batch` has chosen."""
         if name := next((name for name in self._unsplit_inputs if kwargs.get(name) is not None), None):
             remedy = "pass it to shard_batch" if name in IMAGE_INPUTS else f"leave {name} out"
-            raise ValueError(f"{name} is not supported: the model takes text, and images that shard_batch returns; {remedy}")
+            raise ValueError(
+                f"{name} is not supported: the model takes text, and images that shard_batch returns; {remedy}"
+            )
 
     def _check_positions_and_documents(self, positions: Tensor | None, documents: Documents | None) -> None:
         context = self._context

@@ -5,9 +5,10 @@ the rank of the query, and merged by log-sum-exp. Only images across the border 
 """
 
 import sys
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 import torch.distributed as dist
@@ -46,7 +47,12 @@ class ImageBlocks:
         if self.queries.device == device:
             return self
         return ImageBlocks(
-            *(x.to(device) for x in (self.queries, self.keys, self.sees, self.rows, self.exchanged)), self.most
+            queries=self.queries.to(device),
+            keys=self.keys.to(device),
+            sees=self.sees.to(device),
+            rows=self.rows.to(device),
+            exchanged=self.exchanged.to(device),
+            most=self.most,
         )
 
 
@@ -55,11 +61,12 @@ def sees_later_tokens_of_images(model: PreTrainedModel) -> bool:
 
     Runs the mask functions of the model's own file on a short row, because models differ in this.
     """
-    return _probe(type(model.base_model), type(text_config(model.config)))
+    kind, config_class = (cast(Hashable, type(x)) for x in (model.base_model, text_config(model.config)))
+    return _probe(kind, config_class)
 
 
 @cache
-def _probe(kind: type, config_class: Any) -> bool:
+def _probe(kind: Any, config_class: Any) -> bool:
     module: Any = sys.modules[kind.__module__]
     make_ids = getattr(module, "get_block_sequence_ids_for_mask", None)
     make_masks = getattr(module, "create_masks_for_vision_model", None)
@@ -147,9 +154,7 @@ def image_attention_function(
     """Runs attention as `attention_function` does; with image blocks, their tokens also see later ones of their own."""
     blocks = others.pop(IMAGE_BLOCKS, None)
     if blocks is None:
-        return attention_function(
-            module, query_BHSD, key_BKSD, value_BKSD, attention_mask, dropout, scaling, **others
-        )
+        return attention_function(module, query_BHSD, key_BKSD, value_BKSD, attention_mask, dropout, scaling, **others)
     if others.get("softcap") is not None or others.get("s_aux") is not None or dropout:
         raise ValueError(f"{type(module).__name__} caps scores, has sinks or drops out, which images do not support")
     return _with_blocks(module, query_BHSD, key_BKSD, value_BKSD, scaling, blocks, others), None
@@ -186,7 +191,9 @@ class _BlockAttention(torch.autograd.Function):
             scores = _scores(q_blocks, k_blocks, blocks, scale)
             rows = blocks.queries.flatten()[blocks.rows]
             before = flat_lse[rows]
-            total = torch.logaddexp(before, scores.logsumexp(-1).transpose(1, 2).flatten(0, 1)[blocks.rows].to(lse.dtype))
+            total = torch.logaddexp(
+                before, scores.logsumexp(-1).transpose(1, 2).flatten(0, 1)[blocks.rows].to(lse.dtype)
+            )
             of_blocks = flat_lse[blocks.queries].clone()
             of_blocks.flatten(0, 1)[blocks.rows] = total
             weights = (scores - of_blocks.transpose(1, 2).unsqueeze(-1)).exp()

@@ -156,8 +156,12 @@ def whole_images(
         )
     for name in TOKEN_TYPES:
         types = given.pop(name, None)
-        if types is not None and (types.shape != is_image.shape or not bool((types.to(is_image.device) == is_image).all())):
-            raise ValueError(f"{name} are not 1 for image tokens and 0 for others, such as those of videos; leave them out")
+        if types is not None and (
+            types.shape != is_image.shape or not bool((types.to(is_image.device) == is_image).all())
+        ):
+            raise ValueError(
+                f"{name} are not 1 for image tokens and 0 for others, such as those of videos; leave them out"
+            )
     return model, given
 
 
@@ -218,7 +222,9 @@ def local_images(
     if hasattr(model.base_model, "get_rope_index"):
         if sizes is None:
             grid = images["image_grid_thw"]
-            raise ValueError(f"{count} image tokens do not match image_grid_thw {grid.tolist()}; give one row per image")
+            raise ValueError(
+                f"{count} image tokens do not match image_grid_thw {grid.tolist()}; give one row per image"
+            )
         axes = _rope_positions(model.base_model, input_ids.cpu(), is_image, images, sizes, attention_mask, boundaries)
         inputs["position_ids"] = shard(axes.movedim(0, -1)).movedim(-1, 0).contiguous().to(input_ids.device)
     run = None if chosen is None or sizes is None else tuple(sizes[i] for i in chosen.tolist())
@@ -227,7 +233,7 @@ def local_images(
 
 
 def _features_of_images(model: PreTrainedModel, images: Mapping[str, Tensor], count: int) -> tuple[int, ...] | None:
-    """Returns the features of each image, of which there are `count`; None if they are not known before they are made."""
+    """Returns the features of each image, `count` in all; None if they are not known before they are made."""
     vision, pixels = _vision_config(model), images[PIXELS]
     grid, shapes = images.get("image_grid_thw"), images.get("image_sizes")
     if grid is not None:
@@ -313,4 +319,3 @@ def _kept(features: Any, images: LocalImages, name: str) -> Any:
 def pixel_checksum(images: Mapping[str, Tensor]) -> Tensor:
     """Returns an int64 number that differs between images, for the comparison of ranks' batches."""
     return images[PIXELS].double().sum().view(torch.int64)
-
