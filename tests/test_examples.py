@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
 
 import dpo  # noqa: E402
+import images  # noqa: E402
 import sft  # noqa: E402
 import train_loop  # noqa: E402
 import with_accelerate  # noqa: E402
@@ -74,6 +75,17 @@ def test_the_loops_equal_plain_transformers_on_every_rank(world: int, expected: 
     for by_loop in spawn(world, loops, world):
         for losses, wanted in zip(by_loop, expected, strict=True):
             assert losses == pytest.approx(wanted, abs=1e-5)
+
+
+def loop_over_images(rank: int, size: int) -> list[float]:
+    return images.train(World(rank, size, rank, size, torch.device("cpu")))
+
+
+def test_the_loop_over_images_gives_the_same_losses_on_two_ranks() -> None:
+    (wanted,) = spawn(1, loop_over_images, 1)
+    assert wanted[-1] < wanted[0] - 0.3
+    for losses in spawn(2, loop_over_images, 2):
+        assert losses == pytest.approx(wanted, abs=1e-5)
 
 
 # ---- Trainer, TRL and accelerate -----------------------------------------------------------------------------------

@@ -292,8 +292,13 @@ def train_sequence_parallel(rank: int, kind: str, trainer_class: type[Trainer], 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("trainer", [SequenceParallelTrainer, FullySharded])
-@pytest.mark.parametrize("kind", ["qwen3_vl", "mistral3", "gemma3"])
+@pytest.mark.parametrize(
+    ("kind", "trainer"),
+    [
+        *((kind, SequenceParallelTrainer) for kind in ("qwen3_vl", "mistral3", "gemma3")),
+        *((kind, FullySharded) for kind in ("qwen3_vl", "mistral3")),  # accelerate cannot wrap all layers of Gemma 3
+    ],
+)
 def test_trainer_with_images_equals_one_process(kind: str, trainer: type[Trainer], world: int) -> None:
     wanted = spawn(1, train, kind, Trainer, 1)[0]
     for got in spawn(world, train_sequence_parallel, kind, trainer, world, world):
