@@ -9,18 +9,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from datasets import Dataset
+from test_integrations_trl import tokenizer
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from trainer_numbers import Numbers, UsesFsdp2, assert_equal, common, numbers, shared_folder
 from transformers import PreTrainedConfig, PreTrainedModel, Trainer, TrainingArguments
+from trl import SFTConfig, SFTTrainer
 from worlds import spawn
 
 from benchmarks.architectures import plain_model, tiny_config
 from lightseq import hf
 from lightseq.hf.images import why_refused
-from lightseq.integrations import SequenceParallel, SequenceParallelTrainer
+from lightseq.integrations import SequenceParallel, SequenceParallelSFTTrainer, SequenceParallelTrainer
 from lightseq.models.decoder import text_decoder
 
 LENGTH, IMAGE, PATCH = 50, 60, 2  # IMAGE: the token that stands for features of images
@@ -62,7 +64,7 @@ def row_of(sides: Sides, length: int, seed: int) -> Tensor:
     """Returns ids of text with images of these sides, which have a feature for four patches."""
     generator, tokens = torch.Generator().manual_seed(seed), list[int]()
     for height, width in sides:
-        tokens += [*torch.randint(3, IMAGE, (5,), generator=generator).tolist(), *[IMAGE] * (height * width // 4)]
+        tokens += [*torch.randint(3, IMAGE, (4,), generator=generator).tolist(), *[IMAGE] * (height * width // 4)]
     return torch.tensor(tokens + torch.randint(3, IMAGE, (length - len(tokens),), generator=generator).tolist())
 
 
@@ -277,11 +279,16 @@ def train(_rank: int, kind: str, trainer_class: type[Trainer], data_ranks: int, 
     with shared_folder() as folder:
         settings = {"ddp_find_unused_parameters": kind == "gemma3", "remove_unused_columns": False}
         settings |= {"learning_rate": 1e-2, "prediction_loss_only": True}
-        arguments = TrainingArguments(**common(folder, **settings))
+        more: dict[str, Any] = {}
+        if issubclass(trainer_class, SFTTrainer):
+            arguments: Any = SFTConfig(**common(folder, **settings), dataset_kwargs={"skip_prepare_dataset": True})
+            more["processing_class"] = tokenizer()
+        else:
+            arguments = TrainingArguments(**common(folder, **settings))
         arguments.per_device_train_batch_size = 2 // data_ranks
         trainer = trainer_class(
             model, arguments, data_collator=partial(collate, copy.deepcopy(model.config)), train_dataset=rows,
-            eval_dataset=rows, **options,
+            eval_dataset=rows, **more, **options,
         )  # fmt: skip
         return numbers(trainer)
 
@@ -296,10 +303,12 @@ def train_sequence_parallel(rank: int, kind: str, trainer_class: type[Trainer], 
     ("kind", "trainer"),
     [
         *((kind, SequenceParallelTrainer) for kind in ("qwen3_vl", "mistral3", "gemma3")),
+        *((kind, SequenceParallelSFTTrainer) for kind in ("qwen3_vl", "mistral3", "gemma3")),
         *((kind, FullySharded) for kind in ("qwen3_vl", "mistral3")),  # accelerate cannot wrap all layers of Gemma 3
     ],
 )
 def test_trainer_with_images_equals_one_process(kind: str, trainer: type[Trainer], world: int) -> None:
-    wanted = spawn(1, train, kind, Trainer, 1)[0]
+    plain = SFTTrainer if issubclass(trainer, SFTTrainer) else Trainer
+    wanted = spawn(1, train, kind, plain, 1)[0]
     for got in spawn(world, train_sequence_parallel, kind, trainer, world, world):
         assert_equal(got, wanted)
