@@ -19,6 +19,7 @@ FAMILIES = ("gemma3", "qwen3_vl", "mistral3")
 CASES: Mapping[str, dict[str, Any]] = {
     "padded": {"max_length": 64},
     "packed": {"max_length": 64, "packing": True},
+    "recomputed": {"max_length": 64, "gradient_checkpointing": True},
     "accumulated": {"max_length": 64, "gradient_accumulation_steps": 2},
 }
 

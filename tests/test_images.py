@@ -267,6 +267,10 @@ def test_ranks_with_other_images_are_refused() -> None:
 class FullySharded(SequenceParallel, UsesFsdp2, Trainer): ...
 
 
+class Recomputing(SequenceParallelTrainer):
+    """Trainer whose layers store attention's output and recompute the rest."""
+
+
 def collate(config: PreTrainedConfig, rows: list[dict[str, int]]) -> Batch:
     numbers = [row["row"] for row in rows]
     lengths = [40 + 2 * number for number in numbers]
@@ -279,6 +283,7 @@ def train(_rank: int, kind: str, trainer_class: type[Trainer], data_ranks: int, 
     with shared_folder() as folder:
         settings = {"ddp_find_unused_parameters": kind == "gemma3", "remove_unused_columns": False}
         settings |= {"learning_rate": 1e-2, "prediction_loss_only": True}
+        settings["gradient_checkpointing"] = trainer_class is Recomputing
         more: dict[str, Any] = {}
         if issubclass(trainer_class, SFTTrainer):
             arguments: Any = SFTConfig(**common(folder, **settings), dataset_kwargs={"skip_prepare_dataset": True})
@@ -304,6 +309,7 @@ def train_sequence_parallel(rank: int, kind: str, trainer_class: type[Trainer], 
     [
         *((kind, SequenceParallelTrainer) for kind in ("qwen3_vl", "mistral3", "gemma3")),
         *((kind, SequenceParallelSFTTrainer) for kind in ("qwen3_vl", "mistral3", "gemma3")),
+        *((kind, Recomputing) for kind in ("qwen3_vl", "gemma3")),
         *((kind, FullySharded) for kind in ("qwen3_vl", "mistral3")),  # accelerate cannot wrap all layers of Gemma 3
     ],
 )

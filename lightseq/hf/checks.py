@@ -21,7 +21,7 @@ from lightseq.hf.gradient_scale import find_gradient_factor, scale_gradients
 from lightseq.hf.images import IMAGE_INPUTS, PIXELS, SHAPES, ImageFeatures, install, other_inputs
 from lightseq.hf.loss_checks import check_labels, check_loss, restore_loss_function
 from lightseq.models.architecture import transformers_model, windows_of_masks
-from lightseq.models.decoder import headless
+from lightseq.models.decoder import headless, text_config
 from lightseq.models.mixers import attending_layers
 from lightseq.sequence.documents import Documents
 from lightseq.utils.tensors import IGNORE_INDEX
@@ -162,7 +162,7 @@ class Checks:
 
 def _supported_arguments(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Returns the model's keyword arguments without a mask of ones. Raises ValueError for unsupported ones."""
-    config, kwargs = model.config, dict(kwargs)
+    configs, kwargs = (model.config, text_config(model.config)), dict(kwargs)
     if len(args) > 1:
         raise ValueError(f"{len(args)} positional arguments; pass all but the first by keyword, as shard_batch does")
     if kwargs.get("use_cache") or any(kwargs.get(name) is not None for name in ("past_key_values", "cache")):
@@ -170,13 +170,13 @@ def _supported_arguments(model: nn.Module, args: tuple, kwargs: dict[str, Any]) 
             "a key/value cache is not supported; to generate, call hf.disable(model), or load the saved model in plain "
             "transformers"
         )
-    if getattr(config, "use_cache", False):
+    if any(getattr(config, "use_cache", False) for config in configs):
         kwargs["use_cache"] = False
     for flag, reason in (
         ("output_attentions", "attention never materializes the score matrix"),
         ("output_router_logits", "the router's loss would see only one shard"),
     ):
-        if kwargs.get(flag) or (kwargs.get(flag) is None and getattr(config, flag, False)):
+        if kwargs.get(flag) or (kwargs.get(flag) is None and any(getattr(config, flag, False) for config in configs)):
             raise ValueError(f"{flag}=True is not supported: {reason}; set it to False")
     if (ignored := kwargs.get("ignore_index")) not in (None, IGNORE_INDEX):
         raise ValueError(f"ignore_index={ignored} is not supported; set labels without a target to {IGNORE_INDEX}")
