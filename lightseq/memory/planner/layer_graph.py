@@ -6,6 +6,7 @@ that read them. An eager layer runs every node.
 """
 
 import operator
+from collections import UserDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -98,12 +99,18 @@ class LayerGraph:
 
         The first tensor that the layer returns is its output.
         """
-        leaves, shape = tree_flatten((tuple(args), keywords))
+        arguments, shape = tree_flatten((tuple(args), keywords))
+        # Keys that layers share come in a mapping that torch takes for one object (Gemma 4).
+        kinds = [type(x) if isinstance(x, UserDict) else None for x in arguments]
+        leaves, inner_shape = tree_flatten([dict(x) if isinstance(x, UserDict) else x for x in arguments])
 
         def run(tensors: Sequence[Tensor], *state: Tensor) -> Tensor:
             given = iter(tensors)
             filled = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            args, keywords = tree_unflatten(filled, shape)
+            inner = tree_unflatten(filled, inner_shape)
+            args, keywords = tree_unflatten(
+                [x if kind is None else kind(x) for kind, x in zip(kinds, inner, strict=True)], shape
+            )
             output = functional_call(layer, dict(zip(names, state, strict=True)), args, keywords)
             return tree_leaves(output)[0]  # type: ignore[no-any-return]
 
