@@ -17,6 +17,7 @@ documents.
 """
 
 import contextlib
+import copy
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
@@ -26,14 +27,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import PreTrainedTokenizerFast, TrainerCallback
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, TrainerCallback
 from transformers.utils import is_flash_attn_4_available
 
 from benchmarks.step_peers.peer import CLIP_NORM, SEED, Job, TrainerPeer, reset_peak_memory, step_numbers
 from lightseq.data.batches import Batch
 from lightseq.distributed.stopwatch import DeviceTimestamp
 from lightseq.models.adapters import Lora
-from lightseq.models.decoder import attending_part, text_config
+from lightseq.models.decoder import attending_part, has_towers, text_config
 
 
 def prepare_trl(job: Job) -> TrainerPeer:
@@ -92,6 +93,8 @@ def train_with(
     from trl import SFTConfig
 
     model, packed, recorder = job.whole_model(), job.packed_rows is not None, StepRecorder(job)
+    if has_towers(job.config):
+        add_towers(model)  # Liger looks for them
     if job.lora:
         model.to(job.dtype)  # frozen; the adapters stay in float32, as in lightseq
     if attention is not None:
@@ -117,6 +120,15 @@ def train_with(
             job.initialize_adapters(trainer.model.get_base_model())
         trainer.train()
     return recorder.numbers()
+
+
+def add_towers(model: PreTrainedModel) -> None:
+    """Adds the frozen encoders of images, without values, to a model that trains on text."""
+    with torch.device("meta"):
+        whole = type(model)._from_config(copy.deepcopy(model.config))
+    for name, part in whole.base_model.named_children():
+        if getattr(model.base_model, name, None) is None:
+            setattr(model.base_model, name, part.to_empty(device=model.device).requires_grad_(False))
 
 
 def own_row_reason(job: Job) -> str | None:

@@ -73,7 +73,7 @@ def describe_run(trainer: Trainer) -> dict[str, Any]:
         "sequence": f"{c.model_max_length:,} tokens, {trainer.inputs.stream.sequences_per_step} a step",
         "precision": f"{c.compute_dtype} compute, {_fp8(c)}float32 master weights",
         "schedule": str(trainer.context.schedule),
-        "kernel": str(trainer.context.selection),
+        "kernel": str(trainer.context.kernels),
         "transport": trainer.context.transport.name + (f" ({fallback_reason})" if fallback_reason else ""),
         "memory plan": describe_memory(trainer.engine),
         "parameters": trainer.engine.sharding_description + _adapters(trainer),
