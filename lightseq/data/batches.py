@@ -95,11 +95,11 @@ def open_examples(
             f"it holds {holds}; give a file, or make tokens with lightseq data"
         )
     if path.is_dir():
-        opened = open_windows(path, length, vocab_size, read_options.limit)
+        opened = open_windows(path, length, vocab_size, read_options.limit, read_options.refused_ids)
         notes = compare_tokenizers(opened.source, tokenizer) if tokenizer is not None else ()
         return replace(opened, notes=(*opened.notes, *notes))
     if path.suffix == ".pkl":
-        return open_pickle(path, length, vocab_size, read_options.limit)
+        return open_pickle(path, length, vocab_size, read_options.limit, read_options.refused_ids)
     kinds = alternatives(["a token directory", ".pkl", *READERS])
     raise ValueError(
         f"{path} is not {kinds}; write chats and other rows as .jsonl, or make tokens of a text with lightseq data text"

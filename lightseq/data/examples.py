@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -81,13 +81,18 @@ def locate_window(first_windows: NDArray[np.int64], index: int, length: int) -> 
     return document, (index - int(first_windows[document])) * length
 
 
-def check_ids(ids: IntArray, vocab_size: int, where: str) -> None:
-    """Raises ValueError if an id is outside the vocabulary."""
+def check_ids(ids: IntArray, vocab_size: int, where: str, refused: Mapping[int, str] | None = None) -> None:
+    """Raises ValueError if an id is outside the vocabulary, or among the refused ones, which stand for other inputs."""
     outside = ids[(ids < 0) | (ids >= vocab_size)]
     if outside.size:
         raise ValueError(
             f"{where} has token id {int(outside[0])}, outside the model's vocabulary of {vocab_size}; "
             "tokenize with the model's tokenizer or use a model with a larger vocabulary"
+        )
+    if refused and (found := ids[np.isin(ids, [*refused])]).size:
+        raise ValueError(
+            f"{where} has token id {int(found[0])}, the model's {refused[int(found[0])]}, but only text is trained, "
+            "not images or audio; leave it out"
         )
 
 
@@ -100,6 +105,7 @@ class WindowExamples:
     vocab_size: int
     first_windows: NDArray[np.int64]  # see `window_offsets`
     notes: tuple[str, ...]
+    refused_ids: Mapping[int, str] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return int(self.first_windows[-1])
@@ -117,7 +123,7 @@ class WindowExamples:
         document, start = locate_window(self.first_windows, index, self.length)
         here = slice(start, start + self.length + 1)  # with the last target
         ids, targets = self.source.document(document)[here], self.source.targets_of(document)
-        check_ids(ids, self.vocab_size, f"{self.source.path} document {document}")
+        check_ids(ids, self.vocab_size, f"{self.source.path} document {document}", self.refused_ids)
         labels = ids if targets is None else np.where(targets[here], ids.astype(np.int64), IGNORE_INDEX)
         return window(ids, labels, 0, self.length)
 
@@ -149,7 +155,9 @@ def targetless_notes(source: TokenDirectory, first_windows: NDArray[np.int64], l
     return (f"{source.path}: {windows} ({shown}{more}); a longer --model_max_length leaves fewer",)
 
 
-def open_windows(path: Path, length: int, vocab_size: int, limit: int | None = None) -> WindowExamples:
+def open_windows(
+    path: Path, length: int, vocab_size: int, limit: int | None = None, refused_ids: Mapping[int, str] | None = None
+) -> WindowExamples:
     """Opens the first `limit` documents of a token directory as windows.
 
     Raises ValueError without targets or for ids outside the vocabulary.
@@ -164,9 +172,8 @@ def open_windows(path: Path, length: int, vocab_size: int, limit: int | None = N
     notes = (f"{path}: skipped {plural(short, 'document')} of fewer than two tokens",) if short else ()
     if not first_windows[-1]:
         raise ValueError(f"{path} has no document of at least two tokens; make it again with longer documents")
-    return WindowExamples(
-        source, length, vocab_size, first_windows, (*notes, *targetless_notes(source, first_windows, length))
-    )
+    notes = (*notes, *targetless_notes(source, first_windows, length))
+    return WindowExamples(source, length, vocab_size, first_windows, notes, refused_ids or {})
 
 
 @dataclass(frozen=True)
@@ -178,6 +185,7 @@ class LazyTextExamples:
     length: int
     vocab_size: int
     notes: tuple[str, ...]
+    refused_ids: Mapping[int, str] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -185,7 +193,7 @@ class LazyTextExamples:
     def __getitem__(self, index: int) -> Example:
         where, text = self.texts[index]
         ids = self.tokenizer.encode(text)
-        check_ids(ids, self.vocab_size, where)
+        check_ids(ids, self.vocab_size, where, self.refused_ids)
         return window(ids, ids, 0, self.length)
 
 
@@ -204,6 +212,6 @@ def open_lazy_texts(
         raise ValueError(f"{path} holds no text; give a file with text")
     cut = f"{path}: tokenized on access and truncated to {length:,} tokens; --lazy_preprocess False splits longer texts"
     notes = (*(f"{path}: {note}" for note in skipped.notes), cut)
-    examples = LazyTextExamples(texts, tokenizer, length, vocab_size, notes)
+    examples = LazyTextExamples(texts, tokenizer, length, vocab_size, notes, read_options.refused_ids)
     examples[0]  # fails early if the tokenizer is too large for the model
     return examples

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -53,7 +53,9 @@ class SequenceExamples:
         return window_offsets(self.tokens, self.length)
 
 
-def open_pickle(path: Path, length: int, vocab_size: int, limit: int | None = None) -> SequenceExamples:
+def open_pickle(
+    path: Path, length: int, vocab_size: int, limit: int | None = None, refused_ids: Mapping[int, str] | None = None
+) -> SequenceExamples:
     """Opens the first `limit` sequences of a .pkl file, each cut to one window; notes count what is left out.
 
     Raises ValueError for ids outside the vocabulary, and without a target.
@@ -61,7 +63,7 @@ def open_pickle(path: Path, length: int, vocab_size: int, limit: int | None = No
     kept: list[IdsAndLabels] = []
     short = targetless = cut_sequences = cut_tokens = 0
     for index, (ids, labels) in enumerate(islice(read_pickle(path), limit)):
-        check_ids(ids, vocab_size, f"{path} sequence {index}")
+        check_ids(ids, vocab_size, f"{path} sequence {index}", refused_ids)
         check_ids(labels[labels != IGNORE_INDEX], vocab_size, f"{path} labels {index}")
         if len(ids) < 2:
             short += 1

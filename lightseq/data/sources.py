@@ -41,6 +41,7 @@ class ReadOptions:
     chat_template: str | None = None  # file or template; None: the tokenizer's
     ignored_columns: tuple[str, ...] = ()  # columns to read as if they were absent
     limits_documents: bool = False  # applies the limit to documents of tokenized data, which is refused otherwise
+    refused_ids: Mapping[int, str] = field(default_factory=dict)  # token ids of images or audio, and their names
 
 
 def split_columns(names: str | None) -> tuple[str, ...]:

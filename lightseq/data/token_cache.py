@@ -43,7 +43,7 @@ def open_rows(
 ) -> WindowExamples:
     """Opens windows of the tokenized rows, from the cache if possible. Raises ValueError naming a bad row."""
     directory = ensure_tokenized(source, vocab_size, tokenizer, read_options, progress)
-    examples = open_windows(directory, length, vocab_size)
+    examples = open_windows(directory, length, vocab_size, refused_ids=read_options.refused_ids)
     meta = examples.source.meta
     held = f"{meta['held']} as tokens in {directory}" + ("" if meta["tokenizer"] else ", without a tokenizer")
     notes = [f"{source}: {note}" for note in (held, *meta["notes"])]
@@ -189,7 +189,7 @@ def _write(
         }
 
     def documents() -> Iterator[tuple[IntArray, TargetMask | None]]:
-        yield from _tokenize(rows, row_format, vocab_size, tokenizer, report)
+        yield from _tokenize(rows, row_format, vocab_size, tokenizer, report, read_options.refused_ids)
         if not report.examples:
             raise ValueError(f"{source} has no row with a target; {report.skipped.notes[0]}")
 
@@ -198,7 +198,12 @@ def _write(
 
 
 def _tokenize(
-    rows: Iterable[NamedRow], row_format: RowFormat, vocab_size: int, tokenizer: Tokenizer, report: RowReport
+    rows: Iterable[NamedRow],
+    row_format: RowFormat,
+    vocab_size: int,
+    tokenizer: Tokenizer,
+    report: RowReport,
+    refused_ids: Mapping[int, str],
 ) -> Iterator[tuple[IntArray, TargetMask | None]]:
     for read in _read_batches(rows, row_format, tokenizer):
         for where, samples in read:
@@ -210,7 +215,7 @@ def _tokenize(
             sizes = []
             for where, _ in row:
                 ids, targets = next(encoded)
-                check_ids(ids, vocab_size, where)
+                check_ids(ids, vocab_size, where, refused_ids)
                 sizes.append(len(ids))
                 if len(ids) < 2:
                     report.skipped.add("of one token", where)

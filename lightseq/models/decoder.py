@@ -1,13 +1,17 @@
 """Parts of a model that generates text. transformers itself has accessors for the embeddings and the head."""
 
 import copy
+import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lightseq.modules.replaced_head import headless
+
+# Names in configs of tokens whose embeddings an encoder replaces, and of those at their start and end.
+PLACEHOLDER: Final = re.compile(r"((image|video|audio|vision)(_start|_end|_bos|_eos)?|[be]o[ia])_token_(id|index)")
 
 
 def text_config(config: PreTrainedConfig) -> Any:
@@ -18,6 +22,13 @@ def text_config(config: PreTrainedConfig) -> Any:
 def has_towers(config: PreTrainedConfig) -> bool:
     """Returns whether a config's model has other inputs than text, and so encoders beside its text decoder."""
     return text_config(config) is not config
+
+
+def placeholder_ids(config: PreTrainedConfig) -> dict[int, str]:
+    """Returns the token ids that mark images, video and audio in a model's text, and their names in its config."""
+    parts = (config, text_config(config)) if has_towers(config) else ()
+    fields = (field for part in parts for field in vars(part).items())
+    return {id: name for name, id in fields if PLACEHOLDER.fullmatch(name) and isinstance(id, int)}
 
 
 def with_text_settings(config: PreTrainedConfig, settings: Mapping[str, Any]) -> PreTrainedConfig:

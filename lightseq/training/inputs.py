@@ -30,7 +30,7 @@ from lightseq.memory.planner.document_lengths import DocumentLengths, document_l
 from lightseq.models import weights
 from lightseq.models.adapters import Lora, count_adapter_parameters, lora_from_config
 from lightseq.models.architecture import inspect_architecture, matrix_sizes
-from lightseq.models.decoder import text_config
+from lightseq.models.decoder import placeholder_ids, text_config
 from lightseq.models.family import apply_rope, context_warning, resolve
 from lightseq.models.flops import total_parameters
 from lightseq.models.presets import ModelFamily
@@ -315,6 +315,7 @@ def find_examples(
         cache=Path(config.data_cache).expanduser(),
         chat_template=config.chat_template,
         limits_documents=limits_evaluation,
+        refused_ids=placeholder_ids(model.config),
     )
     return open_data(path, length, vocab_size, model.tokenizer, config.lazy_preprocess, world.is_main, read_options)
 
