@@ -407,7 +407,9 @@ REASONS = {
     "single number of attention heads": "heads differ between layers",
     "buffers": "buffers that cannot be recomputed",
     "different attention": "attention differs between layers",
+    r"c_attn\.weight": "weights in Conv1D, not linear layers",
     "mixture of experts": "mixture of experts",
+    r"has (\w*drop\w*) ([\d.]+)|has dropout \((\w+) ([\d.]+)": r"\1\3 \2\4: set it to 0 in config.json",
     "cannot be built": "not a plain causal language model",
     "does not consist": "not embeddings, layers, norm and linear head",
     "router_logits": "mixture of experts",
@@ -472,11 +474,16 @@ def joined(classes: Sequence[str]) -> str:
 
 
 def reason_of(outcome: Outcome) -> str:
-    """Returns the short form of a refusal, or else its line without the class and the remedy."""
+    """Returns the short form of a refusal."""
+    return short_reason(outcome.line.removeprefix(f"{outcome.model_class} "))
+
+
+def short_reason(line: str) -> str:
+    """Returns the short form of a refusal, or else its line without the remedy."""
     for pattern, reason in REASONS.items():
-        if found := re.search(pattern, outcome.line):
+        if found := re.search(pattern, line):
             return found.expand(reason)
-    return outcome.line.removeprefix(f"{outcome.model_class} ").split("; ")[0]
+    return line.split("; ")[0]
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from lightseq.models.build import build_on_meta, constructed_buffers
 from lightseq.models.decoder import (
     decoder_layers,
     has_known_parts,
+    has_position_table,
     has_towers,
     text_config,
     text_decoder,
@@ -38,7 +39,9 @@ from lightseq.schedule.chunks import Chunk
 from lightseq.utils.formatting import first_line
 
 MAX_LAYERS: Final = 10_000  # building a layer on the meta device takes a millisecond
-OWN_LOOP: Final = "use your own loop (lightseq.hf.enable), or another model"  # attention alone has fewer requirements
+# Attention alone has fewer requirements.
+OWN_LOOP: Final = "use your own loop around hf.enable (examples/README.md), or another model"
+OTHER_HEADS: Final = ("summary_", "classifier_")  # in the names of settings that a language model's head lacks
 MASKS: Final = ("create_sliding_window_causal_mask", "create_chunked_causal_mask")  # of transformers
 LENGTH_DEPENDENT_ROPE: Final = frozenset({"dynamic", "longrope"})
 
@@ -58,6 +61,9 @@ class Architecture:
     head: int  # weights of the LM head, tied or not
     ties_embeddings: bool  # the LM head's weight is that of the input embeddings
     outside_linears: tuple[str, ...]  # weights of layers outside linears, such as experts' weights
+    positions: int | None = (
+        None  # rows of a table of positions, learned or computed; None: any position has an encoding
+    )
 
     @cached_property
     def kinds(self) -> list[Layer]:
@@ -116,9 +122,9 @@ def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
 
 def matrix_sizes(config: PreTrainedConfig) -> dict[str, int]:
     """Returns the sizes of a layer's weight matrices, by the names that config.json gives them."""
-    text = text_config(config)
-    sizes = {"hidden_size": text.hidden_size, "intermediate_size": text.intermediate_size}
-    for attention in dict.fromkeys(inspect_architecture(config).attentions):
+    found = inspect_architecture(config)
+    sizes = {"hidden_size": found.layers[0].hidden, "intermediate_size": found.layers[0].intermediate}
+    for attention in dict.fromkeys(found.attentions):
         of_heads = f"head_dim {attention.heads.dim}"
         sizes[f"attention heads x {of_heads}"] = attention.width
         sizes[f"key/value heads x {of_heads}"] = attention.key_width
@@ -337,7 +343,7 @@ def _inspect(kind: Any, text: str, _mixers: tuple[MixerKind, ...]) -> Architectu
         raise
     except Exception as error:  # the model's code may raise anything
         why = f"{type(error).__name__}: {first_line(error)}"
-        raise ValueError(f"{name} does not run on the meta device ({why}); use another model") from error
+        raise ValueError(f"{name} does not run on the meta device ({why}); {OWN_LOOP}") from error
     known = {id(linear.weight) for linear in linears_of(layers)}
     return Architecture(
         name=name,
@@ -351,6 +357,7 @@ def _inspect(kind: Any, text: str, _mixers: tuple[MixerKind, ...]) -> Architectu
         head=head.weight.numel(),
         ties_embeddings=ties_embeddings(model),
         outside_linears=tuple(n for n, p in layers.named_parameters() if p.ndim > 1 and id(p) not in known),
+        positions=text_config(config).max_position_embeddings if has_position_table(model) else None,
     )
 
 
@@ -388,7 +395,7 @@ def _check_dropout(model: PreTrainedModel) -> None:
     rates = {
         key: rate
         for key, rate in text_config(model.config).to_dict().items()
-        if "drop" in key and isinstance(rate, float) and rate
+        if "drop" in key and isinstance(rate, float) and rate and not key.startswith(OTHER_HEADS)
     }
     if rates:  # a recomputation would drop other elements
         raise ValueError(

@@ -2,7 +2,7 @@
 
 import copy
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from torch import nn
@@ -12,6 +12,10 @@ from lightseq.modules.replaced_head import headless
 
 # Names in configs of tokens whose embeddings an encoder replaces, and of those at their start and end.
 PLACEHOLDER: Final = re.compile(r"((image|video|audio|vision)(_start|_end|_bos|_eos)?|[be]o[ia])_token_(id|index)")
+
+LAYERS: Final = ("layers", "h")  # names of the list of layers in transformers' decoders
+POSITIONS: Final = re.compile(r"pos|wpe$")  # in the names of tables of positions
+NORMS: Final = ("norm", "final_norm", "final_layernorm", "final_layer_norm", "ln_f")  # of the norm after them
 
 
 def text_config(config: PreTrainedConfig) -> Any:
@@ -46,14 +50,15 @@ def with_text_settings(config: PreTrainedConfig, settings: Mapping[str, Any]) ->
 def has_known_parts(model: PreTrainedModel) -> bool:
     """Returns whether a model consists of embeddings, a list of layers, a norm and a linear head."""
     decoder = text_decoder(model)
-    has_layers = isinstance(getattr(decoder, "layers", None), nn.ModuleList) and hasattr(decoder, "norm")
+    has_layers = isinstance(_child(decoder, LAYERS), nn.ModuleList) and _child(decoder, NORMS) is not None
     return has_layers and isinstance(model.get_output_embeddings(), nn.Linear)
 
 
 def text_decoder(model: PreTrainedModel) -> Any:
     """Returns the module that holds the embeddings, the layers and the norm after them."""
     if not has_towers(model.config):
-        return headless(model)
+        inner = getattr(model.base_model, "decoder", None)  # OPT
+        return headless(model) if _child(inner, LAYERS) is None else inner
     decoder = model.get_decoder()
     return headless(decoder) if isinstance(decoder, PreTrainedModel) else decoder
 
@@ -66,14 +71,28 @@ def attending_part(model: PreTrainedModel) -> PreTrainedModel:
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """Returns the layers in the order in which they run."""
-    layers: nn.ModuleList = text_decoder(model).layers
-    return layers
+    layers: Any = _child(text_decoder(model), LAYERS)
+    return layers  # type: ignore[no-any-return]
 
 
 def final_norm(model: PreTrainedModel) -> nn.Module:
     """Returns the norm after the last layer."""
-    norm: nn.Module = text_decoder(model).norm
-    return norm
+    norm: Any = _child(text_decoder(model), NORMS)
+    return norm  # type: ignore[no-any-return]
+
+
+def has_position_table(model: PreTrainedModel) -> bool:
+    """Returns whether positions have a table of encodings, learned or computed, which ends at the last of them."""
+    decoder, count = text_decoder(model), getattr(text_config(model.config), "max_position_embeddings", None)
+    learned = any(
+        isinstance(child, nn.Embedding) and POSITIONS.search(name) for name, child in decoder.named_children()
+    )
+    return learned or any(POSITIONS.search(name) and len(buffer) == count for name, buffer in decoder.named_buffers())
+
+
+def _child(module: Any, names: Sequence[str]) -> nn.Module | None:
+    """Returns the child that has one of the names."""
+    return next((found for name in names if (found := getattr(module, name, None)) is not None), None)
 
 
 def ties_embeddings(model: PreTrainedModel) -> bool:

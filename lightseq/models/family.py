@@ -118,6 +118,8 @@ def apply_rope(
             f"{given}: {text.model_type} has a RoPE for each type of layer ({', '.join(current)}), which cannot be "
             "changed; leave it out"
         )
+    if (rope_theta is not None or rope_scaling is not None) and not current:
+        raise ValueError(f"{text.model_type} has no RoPE parameters; leave --rope_theta and --rope_scaling out")
     published = text.max_position_embeddings
     unscaled = current.get("original_max_position_embeddings", published)
     context = published if rope_scaling is None else unscaled

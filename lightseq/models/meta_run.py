@@ -17,7 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lightseq.attention.module_attention import unhonoured_argument
 from lightseq.kernels.logit_transform import LogitTransform
-from lightseq.models.decoder import attending_part, headless
+from lightseq.models.decoder import attending_part, headless, text_decoder
 from lightseq.models.layers import Attention, Heads, Mixer
 from lightseq.models.mixers import MixerKind, mixer_modules
 from lightseq.modules.identity import StandIn, twin_forward
@@ -232,10 +232,9 @@ def find_logit_transform(model: PreTrainedModel) -> LogitTransform:
         given.append(x)
         return product.clone()
 
-    parts = {
-        id(body): StandIn(body, lambda *_, **__: _LayersOutput(hidden)),
-        id(head): StandIn(head, multiply),
-    }
+    inside, layers = StandIn(body, lambda *_, **__: _LayersOutput(hidden)), text_decoder(model)
+    vars(inside)["decoder"] = StandIn(layers, lambda *_, **__: _LayersOutput(hidden))  # OPT's head calls it
+    parts = {id(body): inside, id(head): StandIn(head, multiply)}
     children = {key: parts[id(child)] for key, child in model._modules.items() if id(child) in parts}
     ids = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
     with torch.autocast("cpu", enabled=False), torch.enable_grad():

@@ -93,6 +93,11 @@ def check_layers(config: TrainConfig, architecture: Architecture) -> None:
             f"{architecture.name} has weights outside linear layers, as a mixture of experts does "
             f"({architecture.outside_linears[0]}); {OWN_LOOP}"
         )
+    if (positions := architecture.positions) is not None and config.model_max_length > positions:
+        raise ValueError(
+            f"--model_max_length {config.model_max_length} exceeds the {positions} positions that {architecture.name} "
+            f"has a table for; give {positions} or less"
+        )
     if config.tiles_layers:
         for kind in kinds:
             check_layer_class(kind)
