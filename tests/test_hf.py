@@ -47,7 +47,7 @@ from lightseq.memory import offload
 from lightseq.memory.planner.rates import CHIPS
 from lightseq.memory.planner.run import Hardware
 from lightseq.memory.recomputation import MemorySettings
-from lightseq.models import weights
+from lightseq.models import random_weights, weights
 from lightseq.models.build import build_on_meta
 from lightseq.models.family import preset_config
 from lightseq.modules import mlp
@@ -236,12 +236,12 @@ def rope_models(config: LlamaConfig, schedule: str) -> Iterator[tuple[PreTrained
     """Patched with its weights, and as the trainer does it: patched before it has memory. Patching changes a config."""
     model = build_on_meta(copy.deepcopy(config))
     weights.materialize(model, CPU)
-    weights.initialize(model, seed=3)
+    random_weights.initialize(model, seed=3)
     yield model, hf.enable(model, schedule=schedule)
     model = build_on_meta(copy.deepcopy(config))
     context = hf.enable(model, schedule=schedule, device=CPU)
     weights.materialize(model, CPU)
-    weights.initialize(model, seed=3)
+    random_weights.initialize(model, seed=3)
     yield model, context
 
 
@@ -677,7 +677,7 @@ def prepared(remat: str, **flags: Any) -> tuple[LossModel, tuple[Tensor, ...]]:
     memory = MemorySettings(state_on_host=config.state_on_host)
     parallel = parallelize(model, config, parallel_dims(world), memory)
     weights.materialize(model, CPU)
-    weights.initialize(model, seed=3)
+    random_weights.initialize(model, seed=3)
     batch = hf.shard_batch(parallel.context, ids(), ids())
     return parallel.loss_model, (batch["input_ids"], batch["position_ids"], batch["labels"])
 

@@ -21,7 +21,7 @@ from lightseq.data.batches import BatchStream, permutation
 from lightseq.data.packing import PackedExamples, best_fit, open_packed
 from lightseq.data.token_directory import write_token_directory
 from lightseq.distributed.world import World
-from lightseq.models import weights
+from lightseq.models import random_weights, weights
 from lightseq.models.build import build_on_meta
 from lightseq.models.family import preset_config
 from lightseq.schedule.algorithms import SCHEDULES, make_schedule
@@ -241,7 +241,7 @@ def _reference(folder: str, sequences: int, steps: int) -> list[float]:
     """Plain transformers on one document after the other, in the order in which the stream packs them."""
     model = build_on_meta(preset_config(llama3.FAMILY, MODEL))
     weights.materialize(model, CPU)
-    weights.initialize(model, seed=42)
+    random_weights.initialize(model, seed=42)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
     packed, losses = open_packed(Path(folder) / "data.pkl", LENGTH, 512), []
     for step in range(steps):

@@ -25,7 +25,7 @@ from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import permutation
 from lightseq.distributed.world import World
 from lightseq.memory import offload
-from lightseq.models import adapters, weights
+from lightseq.models import adapters, random_weights, weights
 from lightseq.models.build import build_on_meta
 from lightseq.models.family import preset_config
 from lightseq.modules import loss, mlp
@@ -81,7 +81,7 @@ def _sequences() -> list[np.ndarray]:
 def _plain(config: LlamaConfig, device: torch.device) -> LlamaForCausalLM:
     model = build_on_meta(config)
     weights.materialize(model, device)
-    weights.initialize(model, seed=42)
+    random_weights.initialize(model, seed=42)
     assert isinstance(model, LlamaForCausalLM)
     return model
 

@@ -17,7 +17,7 @@ from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.parallel_dims import local_part, parallel_dims, shard_groups
 from lightseq.distributed.world import World
 from lightseq.memory.recomputation import MemorySettings
-from lightseq.models import weights
+from lightseq.models import random_weights, weights
 from lightseq.models.build import build_on_meta
 from lightseq.models.decoder import decoder_layers, final_norm
 from lightseq.parallelize import Unit, apply_techniques, layer_groups, shard_parameters, units
@@ -77,7 +77,7 @@ def gradients(_rank: int, mixed: bool) -> dict[str, tuple[float, Any]]:
         parts = [replace(unit, mesh=grid) if i in (1, 3) else unit for i, unit in enumerate(parts)]
     shard_parameters(parallel.loss_model, parts)
     weights.materialize(model, torch.device("cpu"))
-    weights.initialize(model, seed=3)
+    random_weights.initialize(model, seed=3)
     ids = torch.arange(LENGTH)[None] * 7 % SIZES["vocab_size"]
     batch = hf.shard_batch(parallel.context, ids, ids)
     parallel.loss_model(batch["input_ids"], batch["position_ids"], batch["labels"]).backward()

@@ -30,7 +30,7 @@ from lightseq.distributed.parallel_dims import ParallelDims
 from lightseq.distributed.world import World
 from lightseq.kernels.attention.torch_native import CpuKernel
 from lightseq.memory import offload
-from lightseq.models import weights
+from lightseq.models import random_weights
 from lightseq.modules import mlp
 from lightseq.schedule.algorithms import make_schedule
 from lightseq.schedule.layout import Layout
@@ -198,7 +198,9 @@ def _align_upper_left(rank: int) -> Any:
 
 def _another_seed(rank: int) -> Any:
     return _instead(
-        weights, "initialize", lambda right, model, seed, *args, **kwargs: right(model, seed + rank, *args, **kwargs)
+        random_weights,
+        "initialize",
+        lambda right, model, seed, *args, **kwargs: right(model, seed + rank, *args, **kwargs),
     )
 
 

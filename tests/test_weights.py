@@ -21,7 +21,7 @@ from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.parallel_dims import parallel_dims
 from lightseq.distributed.world import World
 from lightseq.memory.recomputation import MemorySettings
-from lightseq.models import weights
+from lightseq.models import random_weights, weights
 from lightseq.models.build import build_on_meta
 from lightseq.parallelize import shard_parameters, units
 
@@ -60,7 +60,7 @@ def empty(config: LlamaConfig, fsdp: str | None = "full_shard") -> PreTrainedMod
 def drawn(tied: bool) -> dict[str, Tensor]:
     """Fresh weights on one process, without any sharding."""
     model = empty(tiny(tied), fsdp=None)
-    weights.initialize(model, seed=5)
+    random_weights.initialize(model, seed=5)
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
@@ -77,7 +77,7 @@ def initialized(rank: int, want: dict[bool, dict[str, Tensor]]) -> None:
     for tied, expected in want.items():
         for fsdp in FSDP_MODES:
             model = empty(tiny(tied), fsdp)
-            weights.initialize(model, seed=5)
+            random_weights.initialize(model, seed=5)
             assert differing(model, expected) == [], f"tied {tied}, {fsdp}"
 
 
@@ -98,8 +98,8 @@ def test_fresh_weights_have_the_spread_of_the_config_and_norms_are_one() -> None
 def test_every_parameter_and_every_seed_has_its_own_draw() -> None:
     config = LlamaConfig(**tiny().to_dict() | {"num_key_value_heads": 4})  # q, k, v and o are of one shape
     model, other = empty(config, fsdp=None), empty(config, fsdp=None)
-    weights.initialize(model, seed=5)
-    weights.initialize(other, seed=6)
+    random_weights.initialize(model, seed=5)
+    random_weights.initialize(other, seed=6)
     square = [p.detach() for p in model.parameters() if p.shape == (64, 64)]
     assert len(square) == 8
     assert len({tuple(p[0].tolist()) for p in square}) == 8
@@ -109,7 +109,7 @@ def test_every_parameter_and_every_seed_has_its_own_draw() -> None:
 def test_biases_start_at_zero() -> None:
     config = LlamaConfig(**tiny().to_dict() | {"attention_bias": True})
     model = empty(config, fsdp=None)
-    weights.initialize(model, seed=5)
+    random_weights.initialize(model, seed=5)
     biases = [p for name, p in model.named_parameters() if name.endswith("bias")]
     assert len(biases) == 8 and not any(p.any() for p in biases)
 
@@ -237,7 +237,7 @@ def test_weights_go_in_and_out_unchanged_on_any_number_of_ranks(world: int, tied
 def save_over(rank: int, folder: str) -> None:
     model = empty(tiny())
     for seed, shard_bytes in ((5, 30_000), (6, 1 << 30), (7, 30_000)):
-        weights.initialize(model, seed)
+        random_weights.initialize(model, seed)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(weights, "SHARD_BYTES", shard_bytes)
             weights.save_pretrained(model, Path(folder), torch.float32)
@@ -257,7 +257,7 @@ def test_saving_over_an_older_model_leaves_none_of_its_weights(tmp_path: Path) -
 
 def save_narrow(rank: int, folder: str) -> None:
     model = empty(tiny())
-    weights.initialize(model, seed=5)
+    random_weights.initialize(model, seed=5)
     weights.save_pretrained(model, Path(folder), torch.bfloat16)
     again = empty(tiny())
     dist.barrier()

@@ -24,7 +24,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from benchmarks.step_peers.peer import CLIP_NORM, SEED, Job, Peer, StepOutcome, plain_tensor
 from lightseq.data.batches import Batch
-from lightseq.models import weights
+from lightseq.models import random_weights
 
 LOGIT_BYTES = 2**30
 
@@ -108,7 +108,7 @@ def draw_weights(model: LlamaForCausalLM, job: Job) -> None:
 
     with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
         if job.world.is_main:
-            weights.initialize(model, SEED)
+            random_weights.initialize(model, SEED)
 
 
 # ---- tiles ----------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from lightseq.data.batches import Batch
 from lightseq.distributed.stopwatch import DeviceTimestamp
 from lightseq.distributed.world import World
-from lightseq.models import adapters, weights
+from lightseq.models import adapters, random_weights, weights
 from lightseq.models.adapters import Lora
 from lightseq.models.architecture import inspect_architecture, layer_windows
 from lightseq.models.build import build_on_meta
@@ -104,7 +104,7 @@ class Job:
         """Builds float32 parameters on this device, equal on all ranks and for all implementations."""
         model = build_on_meta(self.config)
         weights.materialize(model, self.world.device)
-        weights.initialize(model, SEED)
+        random_weights.initialize(model, SEED)
         model.config.use_cache = False
         return model
 

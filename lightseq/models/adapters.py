@@ -20,7 +20,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from lightseq.config.train_config import TrainConfig
 from lightseq.models.build import build_on_meta
 from lightseq.models.decoder import decoder_layers, has_towers, module_name, text_config
-from lightseq.models.weights import LORA_INFIX, FillParameter, copy_tokenizer, fill, named_generator, save_tensors
+from lightseq.models.random_weights import named_generator
+from lightseq.models.weights import LORA_INFIX, FillParameter, copy_tokenizer, fill, save_tensors
 from lightseq.modules.low_rank import (
     RoundedOnce,
     adapter_in_use,

@@ -46,6 +46,13 @@ def constructed_buffers(config: PreTrainedConfig, dtype: torch.dtype = torch.flo
     return found if all(buffer.device.type == "cpu" for buffer in found.values()) else _buffers(config, dtype)
 
 
+def constructed_parameters(config: PreTrainedConfig) -> dict[str, Tensor]:
+    """Returns the parameters of a new model that its constructor gives values, on the CPU, by name."""
+    with _EmptyOnMeta():
+        model = build(config)
+    return {name: parameter.detach() for name, parameter in model.named_parameters() if not parameter.is_meta}
+
+
 class _EmptyOnMeta(TorchFunctionMode):
     """Makes `torch.empty`, with which modules allocate their parameters, take no memory."""
 

@@ -1,10 +1,9 @@
-"""Loading, saving and initialization of weights in Hugging Face directories (safetensors, one file or sharded).
+"""Loading and saving of weights in Hugging Face directories (safetensors, one file or sharded).
 
 A model is built and sharded on the meta device. Each rank then allocates and fills only its own part.
 """
 
 import json
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
@@ -125,33 +124,6 @@ def base_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     """Returns the model's parameters without adapters, by their names in the model's files."""
     found = ((name, p) for name, p in model.named_parameters() if LORA_INFIX not in name)
     return {name.replace(".base_layer.", "."): p for name, p in found}
-
-
-def initialize(
-    model: PreTrainedModel, seed: int, fill: FillParameter = fill, device: torch.device | None = None
-) -> None:
-    """Draws random weights: normal(0, initializer_range), norms 1, biases 0.
-
-    Each parameter is drawn whole from its own generator on `device` (default: the parameter's own), then cut. So the
-    weights do not depend on the number of ranks.
-    """
-    for name, parameter in base_parameters(model).items():
-        fill(parameter, _draw(name, parameter, seed, text_config(model.config).initializer_range, device).__getitem__)
-
-
-def _draw(name: str, parameter: nn.Parameter, seed: int, spread: float, device: torch.device | None = None) -> Tensor:
-    shape, device = global_shape(parameter), device or parameter.device
-    if name.endswith("bias"):
-        return torch.zeros(shape, device=device)
-    if len(shape) == 1:
-        return torch.ones(shape, device=device)
-    return torch.empty(shape, device=device).normal_(0.0, spread, generator=named_generator(name, seed, device))
-
-
-def named_generator(name: str, seed: int, device: torch.device) -> torch.Generator:
-    """Returns a random generator for one parameter."""
-    # CPU generators ignore the upper half of a 64-bit seed, so seed and name are hashed to 32 bits.
-    return torch.Generator(device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
 
 
 def load(model: PreTrainedModel, source: Path | str, fill: FillParameter = fill) -> None:

@@ -14,7 +14,7 @@ from lightseq.distributed.parallel_dims import ParallelDims
 from lightseq.distributed.stopwatch import Stopwatch
 from lightseq.memory.offload import Offload
 from lightseq.memory.recomputation import MemorySettings
-from lightseq.models import adapters, weights
+from lightseq.models import adapters, random_weights, weights
 from lightseq.parallelize import Unit
 from lightseq.training.inputs import Inputs
 
@@ -91,6 +91,6 @@ def fill_weights(
         return  # the checkpoint replaces them
     adapters.initialize(model, seed, fill, device)
     if inputs.weights is None:
-        weights.initialize(model, seed, fill, device)
+        random_weights.initialize(model, seed, fill, device)
     else:
         weights.load_or_refuse(model, inputs.weights, "--model_name_or_path", fill)

@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from lightseq.attention.context import SequenceContext
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.world import World
-from lightseq.models import weights
+from lightseq.models import random_weights, weights
 from lightseq.models.build import build_on_meta, constructed_buffers
 from lightseq.models.decoder import text_config
 from lightseq.models.flops import total_parameters
@@ -118,7 +118,7 @@ def _plain_model(config: PreTrainedConfig, seed: int, device: torch.device) -> P
     """Returns the transformers model in float32 with the random weights that a run draws from the seed."""
     model = build_on_meta(config)
     weights.materialize(model, device)
-    weights.initialize(model, seed, device=device)
+    random_weights.initialize(model, seed, device=device)
     return model
 
 
