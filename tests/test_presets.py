@@ -206,7 +206,8 @@ def test_the_other_family_is_named_where_its_preset_is_nearer() -> None:
 @pytest.mark.parametrize(
     ("fields", "line"),
     [
-        ({"model_type": "gpt2"}, "GPT2LMHeadModel does not consist of"),
+        ({"model_type": "gpt2"}, "GPT2LMHeadModel has attn_pdrop 0.1; set it to 0"),
+        ({"model_type": "ctrl"}, "CTRLLMHeadModel does not consist of"),
         ({"attention_dropout": 0.1}, "has attention_dropout 0.1"),
         ({"layer_types": ["sliding_attention", "full_attention"]}, "has sliding_attention layers"),
         ({"hidden_size": 130}, "its config cannot be read"),

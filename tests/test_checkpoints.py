@@ -1,0 +1,33 @@
+"""The table of published checkpoints in the page of models."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks import checkpoints
+from benchmarks.checkpoints import CHECKPOINTS, config_of
+from lightseq.models.build import build_on_meta
+
+PAGE = Path(__file__).parent.parent / "docs" / "models.md"
+ACTIVE = re.compile(r"A\d|17B-16E|8x7B")  # in the names of mixtures of experts
+
+
+def test_the_page_lists_every_checkpoint() -> None:
+    table = PAGE.read_text().split(checkpoints.BEGIN)[1].split(checkpoints.END)[0]
+    assert sorted(re.findall(r"^\| `(.*?)`", table, re.MULTILINE)) == sorted(CHECKPOINTS)
+
+
+def test_a_checkpoint_is_planned_or_refused_with_the_reason(alone: None) -> None:
+    lines = [*checkpoints.table(["google/gemma-3-270m", "Qwen/Qwen3-30B-A3B", "google/gemma-4-31B"])]
+    assert re.fullmatch(r"\| `google/gemma-3-270m` \| 0.27B( \| [\d,]+ \(\d+\)){4} \|", lines[2])
+    assert lines[-2].startswith("| `Qwen/Qwen3-30B-A3B` | mixture of experts; [your own loop]")
+    assert len(lines) == 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in CHECKPOINTS if re.search(r"\dB", name) and not ACTIVE.search(name)])
+def test_sizes_follow_from_names(name: str) -> None:
+    told = float(re.findall(r"([\d.]+)B", name)[0])
+    parameters = sum(parameter.numel() for parameter in build_on_meta(config_of(name)).parameters()) / 1e9
+    assert 0.8 * told - 0.3 < parameters < 1.1 * told + 0.3  # names count encoders of images, or round
