@@ -19,10 +19,10 @@ def test_the_page_lists_every_checkpoint() -> None:
 
 
 def test_a_checkpoint_is_planned_or_refused_with_the_reason(alone: None) -> None:
-    lines = [*checkpoints.table(["google/gemma-3-270m", "Qwen/Qwen3-30B-A3B", "google/gemma-4-31B"])]
+    lines = [*checkpoints.table(["google/gemma-3-270m", "Qwen/Qwen3-30B-A3B", "LiquidAI/LFM2-1.2B"])]
     assert re.fullmatch(r"\| `google/gemma-3-270m` \| 0.27B( \| [\d,]+ \(\d+\)){4} \|", lines[2])
     assert lines[-2].startswith("| `Qwen/Qwen3-30B-A3B` | mixture of experts; [your own loop]")
-    assert len(lines) == 8
+    assert lines[-1] == "| `LiquidAI/LFM2-1.2B` | conv layers |" and len(lines) == 8
 
 
 @pytest.mark.slow

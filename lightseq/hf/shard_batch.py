@@ -149,19 +149,19 @@ def check_labels(labels: Tensor) -> None:
 
 
 def check_text_only(input_ids: Tensor, placeholders: Mapping[int, str]) -> None:
-    """Raises ValueError for tokens that stand for images or audio. Those on a GPU are checked there.
+    """Raises ValueError for tokens of images or audio in a batch without any. Those on a GPU are checked there.
 
     `placeholders` are the names of such token ids.
     """
     found = torch.isin(input_ids, torch.tensor([*placeholders]).to(input_ids.device, non_blocking=True))
     if input_ids.device.type != "cpu":
-        torch._assert_async(~found.any(), "input_ids have tokens of images or audio, but only text is trained")
+        torch._assert_async(~found.any(), "input_ids have tokens of images or audio, but there are no pixel_values")
     elif found.any():
         row, token = (int(x) for x in found.nonzero()[0])
         name = placeholders[int(input_ids[row, token])]
         raise ValueError(
-            f"row {row} has token id {int(input_ids[row, token])}, the model's {name}, but only text is trained, not "
-            "images or audio; leave the row out"
+            f"row {row} has token id {int(input_ids[row, token])}, the model's {name}, but the batch has no "
+            "pixel_values; pass all that the processor returns, or leave the row out"
         )
 
 
