@@ -32,7 +32,6 @@ from lightseq.memory.planner.rates import chip_named
 from lightseq.memory.planner.run import Hardware, PlannedRun
 from lightseq.models.architecture import inspect_architecture
 from lightseq.models.build import build_on_meta
-from lightseq.models.decoder import text_config
 from lightseq.models.family import check_config, preset_config
 from lightseq.models.presets import LLAMA3
 from lightseq.training.setup_checks import check_layers
@@ -256,8 +255,6 @@ def refusal(config: PreTrainedConfig, line: str) -> str:
         release(hf.enable(model, length=LOOP_LENGTH, device=torch.device("cpu")))
     except ValueError as error:
         return short_reason(str(error))
-    if getattr(text_config(config), "kv_lora_rank", None):  # attention itself refuses it, once it runs
-        return short_reason("keys and values of different dimensions")
     return f"{short_reason(line)}; [your own loop](../examples/README.md) takes it"
 
 
