@@ -397,8 +397,6 @@ REASONS = {
     "attention interface": "no attention interface of transformers",
     "both directions": "bidirectional attention",
     "own attention mask": "attention with its own mask",
-    "share keys": "layers share keys and values",
-    "keys (of|and values)": "keys and values of different dimensions",
     r"(?:got|passes) (\w+)": r"attention with \1",
     "calls of attention|layers and calls": "a layer or its attention runs more than once",
     "meta device": "does not run on the meta device",

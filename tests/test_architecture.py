@@ -98,12 +98,6 @@ def test_a_config_that_was_changed_is_inspected_again() -> None:
     ("model_type", "changes", "line"),
     [
         ("doge", {}, "attention"),
-        (
-            "gemma3n_text",
-            {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": ["full_attention"] * 4, "head_dim": 8}
-            | {"intermediate_size": [48] * 4},
-            "layers that share keys and values",
-        ),
         ("mixtral", {}, "use your own loop around hf.enable (examples/README.md), or another model"),
         ("ctrl", {"n_embd": 32}, "linear head; use your own loop around hf.enable (examples/README.md), or another"),
         ("bert", {}, "BertLMHeadModel"),
