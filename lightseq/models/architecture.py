@@ -53,6 +53,7 @@ class Architecture:
     name: str
     layers: tuple[Layer, ...]
     layers_share_inputs: bool  # all layers get the same arguments, such as RoPE, apart from the hidden states
+    layers_share_keys: bool  # some layer attends to keys and values of another
     passes_documents: bool  # layers pass keyword arguments, and so packed documents, to attention
     logit_transform: LogitTransform  # makes logits of the head's result
     total: int  # tied parameters count once
@@ -348,6 +349,7 @@ def _inspect(kind: Any, text: str, _mixers: tuple[MixerKind, ...]) -> Architectu
         name=name,
         layers=_facts(layers, ran, text_config(config).hidden_size),
         layers_share_inputs=ran.layers_share_inputs,
+        layers_share_keys=ran.layers_share_keys,
         passes_documents=ran.passes_documents,
         logit_transform=logit_transform,
         total=sum(p.numel() for p in model.parameters()),

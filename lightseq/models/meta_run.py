@@ -44,6 +44,7 @@ class MetaRun:
 
     layers: list[LayerRun]
     layers_share_inputs: bool  # all layers get the same arguments, apart from the hidden states
+    layers_share_keys: bool  # some layer attends to keys and values of another
     passes_documents: bool  # packed documents reach attention
 
 
@@ -55,13 +56,16 @@ def run_on_meta(model: PreTrainedModel, layers: nn.ModuleList) -> MetaRun:
     model.to(torch.bfloat16)
     name, ran = type(model).__name__, [LayerRun() for _ in layers]
     running: list[LayerRun] = []  # the layer that runs now, if any
-    documents, passed = object(), list[bool]()
+    documents, passed, keys = object(), list[bool](), list[tuple[nn.Module, Tensor]]()
+    shared: list[nn.Module] = []  # attention modules with the keys of others
 
     def probe(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any = None, **others: Any) -> Any:
         if dropped := unhonoured_argument({"attention_mask": attention_mask} | others):
             raise ValueError(f"{name} passes {dropped} to attention, which no kernel supports; use another model")
         if not running:
             raise ValueError(f"{name} attends outside its layers, which no schedule supports; use another model")
+        shared.extend(module for owner, other in keys if k is other and module is not owner)
+        keys.append((module, k))
         passed.append(others.get("documents") is documents)
         heads = Heads(q.shape[1], k.shape[1], q.shape[-1], v.shape[-1])
         running[-1].mixers.append(Attention(heads, others.get("sliding_window")))
@@ -102,6 +106,7 @@ def run_on_meta(model: PreTrainedModel, layers: nn.ModuleList) -> MetaRun:
     return MetaRun(
         layers=ran,
         layers_share_inputs=all(_are_same(layer_run.arguments, first) for layer_run in ran),
+        layers_share_keys=bool(shared),
         passes_documents=all(passed),
     )
 

@@ -101,10 +101,10 @@ def check_layers(config: TrainConfig, architecture: Architecture) -> None:
     if config.tiles_layers:
         for kind in kinds:
             check_layer_class(kind)
-    if config.group_size > 1 and not architecture.layers_share_inputs:
+    if config.group_size > 1 and (architecture.layers_share_keys or not architecture.layers_share_inputs):
         raise ValueError(
-            f"--layers_per_checkpoint {config.group_size} needs layers that get the same arguments, such as RoPE, but "
-            f"{architecture.name}'s do not; leave it out"
+            f"--layers_per_checkpoint {config.group_size} needs layers that get the same arguments, such as RoPE, and "
+            f"keys of their own, but {architecture.name}'s do not; leave it out"
         )
     if architecture.has_windows(config.model_max_length):
         choose_windowed(ScheduleChoice(config.schedule))
