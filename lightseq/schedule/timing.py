@@ -1,5 +1,6 @@
 """Predicted time of an attention layer, from a schedule's traffic and a machine's rates."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -13,9 +14,10 @@ FLOAT32_BYTES = 4
 # The fixed cost of a kernel call is mostly its last wave of thread blocks. It is half at 8K and below, and grows up to
 # 16K: so `auto` takes prefix for short sequences, as measured (benchmarks/results/attention-2xh100-short.jsonl).
 HALF_CALL_TOKENS, FULL_CALL_TOKENS = 2**13, 2**14
-# Share of the speed that FlashAttention-4 reaches with heads of more dimensions than these: 377 of 637 TFLOP/s with 256
-# at 32K on one H100 (benchmarks/results/attention-1xh100-head-dim-256.jsonl).
-WIDE_HEAD_DIM, WIDE_HEAD_SHARE = 128, 0.59
+# Share of the speed with heads of 128, by the largest head dimension that it holds for, at 32K on one H100. 192 is with
+# values of 128 (541 of 632 TFLOP/s), 256 all of 256 (377 of 637), wider heads run in the cublas kernel (334 of 632):
+# benchmarks/results/attention-2xh100-other-heads.jsonl and attention-1xh100-head-dim-256.jsonl.
+WIDE_HEAD_SHARES = ((128, 1.0), (192, 0.86), (256, 0.59), (math.inf, 0.53))
 # Items of the columns of `StepTraffic`, indexed by `backward`.
 COLUMNS = (("q", "kv", "out", None), ("q", "kv", "dq", "dkv"))
 
@@ -126,7 +128,8 @@ def _compute_seconds(
     """Returns the seconds of the rank that computes longest."""
     chunk = shape.length / schedule.layout.group_layout.chunk_count
     flops = 2 * chunk * chunk * shape.pair_dims * shape.heads / schedule.total_head_groups * shape.batch
-    flops_per_second = rates.flops_per_second * (WIDE_HEAD_SHARE if shape.head_dim > WIDE_HEAD_DIM else 1.0)
+    share = next(share for dim, share in WIDE_HEAD_SHARES if shape.head_dim <= dim)
+    flops_per_second = rates.flops_per_second * share
     per_area = flops * (BACKWARD_FLOPS if backward else 1.0) / flops_per_second
     return float((step.work @ np.array([per_area, _call_seconds(shape, rates)])).max())
 
