@@ -77,6 +77,7 @@ SIZES: dict[str, Any] = {
     "hidden_dropout": 0.0, "residual_dropout": 0.0, "activation_dropout": 0.0, "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0,
 }  # fmt: skip
+THREE_AXES = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
 # Further fields that a class needs to be built small.
 SPECIAL: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
@@ -97,6 +98,16 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     "glm4_moe_lite": {"v_head_dim": 16},
     "gpt_neo": {"attention_types": [[["global"], 2]]},
+    "glm4v_text": {"rope_parameters": THREE_AXES},
+    "glm_ocr_text": {"rope_parameters": THREE_AXES},
+    "glm4v_vision": {"out_hidden_size": 32, "depth": 2},
+    "glm_ocr_vision": {"out_hidden_size": 32, "depth": 2},
+    "llama4_vision_model": {"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32},
+    "paddleocr_vl_text": {"rope_parameters": THREE_AXES},
+    "qwen2_vl_text": {"rope_parameters": THREE_AXES},
+    "qwen2_vl_vision": {"embed_dim": 32, "depth": 2},
+    "qwen2_5_vl_text": {"rope_parameters": THREE_AXES},
+    "qwen2_5_vl_vision": {"out_hidden_size": 32, "depth": 2},
     "llama4_text": {
         "num_hidden_layers": 4, "attention_chunk_size": 7, "no_rope_layers": [1, 0, 1, 0], "floor_scale": 3,
         "attn_temperature_tuning": True, "moe_layers": [], "intermediate_size_mlp": 48,

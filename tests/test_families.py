@@ -33,6 +33,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Gemma 3: windows, inside a composite": ("gemma3", {}),
     "Mistral 3: inside a composite": ("mistral3", {}),
     "Qwen 3 VL: inside a composite": ("qwen3_vl", {}),
+    "InternVL: inside a composite": ("internvl", {}),
+    "GPT-NeoX: attention beside the MLP": ("gpt_neox", {}),
+    "OPT: learned positions": ("opt", {}),
     "Gemma 4 E: heads of two sizes, shared keys, embeddings per layer": ("gemma4_text", {}),
     "Gemma 4 dense: heads of two sizes, values made of keys": (
         "gemma4_text",
