@@ -417,7 +417,7 @@ REASONS = {
     "buffers": "buffers that cannot be recomputed",
     "different attention": "attention differs between layers",
     r"c_attn\.weight": "weights in Conv1D, not linear layers",
-    "mixture of experts": "mixture of experts",
+    "outside linear layers": "mixture of experts",
     r"exceeds the (\d+) positions": r"\1 positions",
     r"has (\w*drop\w*) ([\d.]+)|has dropout \((\w+) ([\d.]+)": r"\1\3 \2\4: set it to 0 in config.json",
     "cannot be built": "not a plain causal language model",

@@ -25,7 +25,8 @@ from lightseq.memory import offload
 from lightseq.memory.planner import deepspeed_memory
 from lightseq.models import weights
 from lightseq.models.build import build_on_meta
-from lightseq.models.weights import initialize, materialize
+from lightseq.models.random_weights import initialize
+from lightseq.models.weights import materialize
 from lightseq.training import build
 from lightseq.training.deepspeed_engine import DeepSpeedEngine
 from lightseq.training.metrics import read_records

@@ -13,7 +13,7 @@ from benchmarks.command_line import NEEDED
 from benchmarks.records import read_lines
 from benchmarks.step_models import model_of
 from lightseq.config.command_line import parse
-from lightseq.memory.planner.attention_memory import attention_memory
+from lightseq.memory.planner.attention_memory import SCORE_BLOCK_BYTES, attention_memory
 from lightseq.memory.planner.choice import SAME_SPEED, make_plan
 from lightseq.memory.planner.document_lengths import DocumentLengths
 from lightseq.memory.planner.placement import Placement, in_order
@@ -134,14 +134,16 @@ def long_layers(file: Path) -> list[dict[str, Any]]:
 
 
 def planned_layer(r: dict[str, Any]) -> float:
-    q, kv = (2 * r[name] * r["head_dim"] for name in ("heads", "kv_heads"))
-    keeps, heads = r.get("keep_gathered", False), Heads(r["heads"], r["kv_heads"], *[r["head_dim"]] * 2)
+    heads = Heads(r["heads"], r["kv_heads"], r["head_dim"], r.get("value_dim") or r["head_dim"])
+    widths, keeps = 2 * (heads.dim + heads.value_dim), r.get("keep_gathered", False)
     share = r["window"] / r["length"] if r.get("window") else None
     choice = ScheduleChoice(r["schedule"], None, r["head_groups"])
     found = attention_memory(choice, r["world"], heads, 2, keeps, share)
-    held = 3 * q + 2 * kv + 4 * r["heads"]  # q, k, v, the output with its lse, and its gradient
-    held += keeps * (q + 2 * kv)  # the benchmark holds its own as well
-    return (held + found.backward + found.buffers) * r["length"] / r["world"]
+    # q, k, v, the output with its lse, and its gradient
+    held = heads.query * (widths + 2 * heads.value_dim) + heads.key_value * widths + 4 * heads.query
+    held += keeps * (2 * heads.query * heads.dim + heads.key_value * widths)  # the benchmark holds its own as well
+    blocks = SCORE_BLOCK_BYTES if r["kernel"] == "cublas" else 0
+    return (held + found.backward + found.buffers) * r["length"] / r["world"] + blocks
 
 
 def test_attention_layers_take_the_measured_memory() -> None:

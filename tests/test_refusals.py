@@ -78,7 +78,7 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
         f"{RANDOM} {{files}}/window --schedule zigzag",
         ("schedule zigzag does not support sliding windows", "use prefix"),
     ),
-    "another architecture": (f"{RANDOM} {{files}}/gpt2", ("GPT2LMHeadModel does not consist of",)),
+    "another architecture": (f"{RANDOM} {{files}}/gpt2", ("GPT2LMHeadModel has weights outside linear layers",)),
     "another layer": (
         "--fsdp_transformer_layer_cls_to_wrap GPT2Block",
         ("are of the class LlamaDecoderLayer; give that, or leave it out",),
@@ -259,7 +259,7 @@ def _write_models(folder: Path) -> None:
         "wider": {"intermediate_size": 128},
         "headless": {"num_attention_heads": 0, "num_key_value_heads": 0, "head_dim": None},
         "heads": {"num_key_value_heads": 3},
-        "gpt2": {"model_type": "gpt2"},
+        "gpt2": {"model_type": "gpt2", "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
         **{"bare": {}, "short": {}, "index": {}},
         **{name: {} for name in tensors},
     }

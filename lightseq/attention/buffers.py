@@ -113,12 +113,15 @@ class BufferLayout:
 
         The lse (B, N, S) of several chunks is a copy.
         """
-        x, heads = buffer[0].transpose(0, 1), self.heads_per_group
+        x, count = buffer[0].transpose(0, 1), len(self.dims)
         batch, rows, _ = x.shape
-        parts = [
-            part.view(batch, rows, heads, dim)
-            for part, dim in zip(x.split_with_sizes(self._widths, 2), self.dims, strict=True)
-        ]
+        parts: Sequence[Tensor]
+        if len(self.distinct_dims) == 1:
+            x = x.view(batch, rows, count * self.heads_per_group, self.dims[0])
+            parts = x.chunk(count, 2) if count > 1 else (x,)
+        else:
+            split = zip(x.split_with_sizes(self._widths, 2), self.dims, strict=True)
+            parts = [part.view(batch, rows, self.heads_per_group, dim) for part, dim in split]
         return (*parts, *(lse.permute(1, 2, 0, 3).flatten(2) for lse in buffer[1:]))
 
     def stage(self, into: Buffer, tensors: Buffer) -> list[tuple[Tensor, Tensor]]:

@@ -90,7 +90,7 @@ def check_layers(config: TrainConfig, architecture: Architecture) -> None:
     kinds, policy = names_of_kinds(architecture.layers), config.remat_policy
     if architecture.outside_linears:
         raise ValueError(
-            f"{architecture.name} has weights outside linear layers, as a mixture of experts does "
+            f"{architecture.name} has weights outside linear layers, as experts and Conv1D have "
             f"({architecture.outside_linears[0]}); {OWN_LOOP}"
         )
     if (positions := architecture.positions) is not None and config.model_max_length > positions:

@@ -76,6 +76,7 @@ def _forward_rows(rows: "_Rows", v_TKE: Tensor, scale: float) -> tuple[Tensor, T
             total = batched_product(weights, block.take(v_TKE))
         else:
             add_batched_product(total.mul_(state.rescale.unsqueeze(-1)), weights, block.take(v_TKE))
+        del scores, weights  # before the next block's are made
     assert total is not None, "every query of a causal or full tile sees a key"
     return total.div_(state.sums.unsqueeze(-1)), state.lse()
 
@@ -103,6 +104,7 @@ def _backward_sequence(
             add_batched_product(dq_KRD, dscores, keys)
             add_batched_product(sums[0][:, block.keys], dscores.mT, rows.q_KRD)
             add_batched_product(sums[1][:, block.keys], weights.mT, dout_KRE)
+            del scores, slopes, weights, dscores  # before the next block's are made
         rows.write(dq, dq_KRD)
     for to, total in zip((dk, dv), sums, strict=True):
         to.copy_(total.transpose(0, 1))

@@ -28,6 +28,7 @@ from lightseq.schedule.windows import windowed_schedule
 
 CHUNK_TOKENS = 512  # tokens per chunk in a counted run
 MAX_FLASH_DIM = 256  # of the heads that flash kernels take
+SCORE_BLOCK_BYTES = 1.2e9  # of the cublas kernel, at any length (benchmarks/results/attention-2xh100-other-heads.jsonl)
 MAX_RING = 16  # ranks of the largest ring that is counted; larger rings are extrapolated from two smaller ones
 
 

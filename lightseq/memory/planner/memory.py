@@ -7,7 +7,7 @@ from math import ceil
 
 from lightseq.config.remat_policies import STORES_MLP
 from lightseq.memory.offload import IN_FLIGHT, device_lifetimes, layers_in_flight
-from lightseq.memory.planner.attention_memory import AttentionMemory, attention_memory
+from lightseq.memory.planner.attention_memory import MAX_FLASH_DIM, SCORE_BLOCK_BYTES, AttentionMemory, attention_memory
 from lightseq.memory.planner.breakdown import Breakdown, StateBytes, loss_bytes, moments_of
 from lightseq.memory.planner.layer_costs import ATTENTION, MLP
 from lightseq.memory.planner.placement import KEEP, OFFLOADED, RECOMPUTE, RECOMPUTED, Placement
@@ -254,7 +254,7 @@ def attention_of(run: PlannedRun, layer: Layer) -> AttentionMemory:
 
 def _memory_of_mixer(run: PlannedRun, mixer: Attention) -> AttentionMemory:
     heads, slices, length = mixer.heads, run.head_slices, run.config.model_max_length
-    return attention_memory(
+    memory = attention_memory(
         run.choice,
         run.sequence_ranks,
         replace(heads, query=heads.query // slices, key_value=heads.key_value // slices),
@@ -262,6 +262,9 @@ def _memory_of_mixer(run: PlannedRun, mixer: Attention) -> AttentionMemory:
         keep_gathered=run.keeps_gathered,
         window_share=mixer.window / length if mixer.window is not None and mixer.window < length else None,
     )
+    if heads.dim > MAX_FLASH_DIM:
+        memory = replace(memory, backward=memory.backward + SCORE_BLOCK_BYTES / run.tokens)
+    return memory
 
 
 # ---- host memory ----------------------------------------------------------------------------------------------------
