@@ -113,10 +113,10 @@ def attention(
 ) -> Tensor:
     """Computes causal attention of this rank's queries over the whole sequence.
 
-    q is (batch, local, heads, head_dim); k and v are (batch, local, kv_heads, head_dim), with positions already rotated
-    in. Returns (batch, local, heads, head_dim) in q's dtype. `scale` defaults to head_dim ** -0.5. With `window` a
-    query sees that many keys, its own included. Every rank of the group must call it, forward and backward. Raises
-    ValueError for shapes that do not fit together.
+    q is (batch, local, heads, head_dim), k is (batch, local, kv_heads, head_dim) and v (batch, local, kv_heads,
+    value_dim), with positions already rotated in. Returns (batch, local, heads, value_dim) in q's dtype. `scale`
+    defaults to head_dim ** -0.5. With `window` a query sees that many keys, its own included. Every rank of the group
+    must call it, forward and backward. Raises ValueError for shapes that do not fit together.
     """
     out, _ = operator.attention(q, k, v, group, scale, documents, window)
     return out
