@@ -101,7 +101,7 @@ class BufferLayout:
         if count * self.rows == buffer[0].shape[0]:
             return buffer
         x = buffer[0].narrow(0, start * self.rows, count * self.rows)
-        return (x, *(lse.narrow(0, start, count) for lse in buffer[1:]))
+        return (x, *[lse.narrow(0, start, count) for lse in buffer[1:]])
 
     def split(self, buffer: Buffer) -> list[Buffer]:
         """Returns every chunk of a packed buffer as views."""
@@ -122,7 +122,7 @@ class BufferLayout:
         else:
             split = zip(x.split_with_sizes(self._widths, 2), self.dims, strict=True)
             parts = [part.view(batch, rows, self.heads_per_group, dim) for part, dim in split]
-        return (*parts, *(lse.permute(1, 2, 0, 3).flatten(2) for lse in buffer[1:]))
+        return (*parts, *[lse.permute(1, 2, 0, 3).flatten(2) for lse in buffer[1:]])
 
     def stage(self, into: Buffer, tensors: Buffer) -> list[tuple[Tensor, Tensor]]:
         """Returns the copies (to, from) that pack a rank's own tensors (B, S, N, D) and lse (B, N, S) into a buffer.
@@ -140,15 +140,13 @@ class BufferLayout:
 
     def local(self, tensors: Buffer, start: int, count: int, head_group: int) -> Buffer:
         """Returns neighbouring chunks and one head group of a rank's own tensors as views."""
-        found = []
-        for x in tensors:
-            row_dim, head_dim = (1, 2) if x.ndim == 4 else (2, 1)
-            if count < self.chunk_count:
-                x = x.narrow(row_dim, start * self.rows, count * self.rows)
-            if self.head_groups > 1:
-                x = x.narrow(head_dim, head_group * self.heads_per_group, self.heads_per_group)
-            found.append(x)
-        return tuple(found)
+        if count < self.chunk_count:
+            start, length = start * self.rows, count * self.rows
+            tensors = tuple([x.narrow(1 if x.ndim == 4 else 2, start, length) for x in tensors])
+        if self.head_groups > 1:
+            first, heads = head_group * self.heads_per_group, self.heads_per_group
+            tensors = tuple([x.narrow(2 if x.ndim == 4 else 1, first, heads) for x in tensors])
+        return tensors
 
 
 def buffer_layout(

@@ -52,7 +52,7 @@ class Reduction:
     @cached_property
     def key(self) -> Hashable:
         """Key of the addresses of the parts."""
-        return tuple((slot, addresses(buffer)) for slot, buffers in self.parts.items() for buffer in buffers)
+        return tuple([(slot, addresses(buffer)) for slot, buffers in self.parts.items() for buffer in buffers])
 
 
 class ChunkRange(NamedTuple):
@@ -125,4 +125,4 @@ def reductions_of(results: Sequence[tuple[str, ChunkSlot, Buffer]]) -> tuple[Red
     found: dict[str, dict[ChunkSlot, list[Buffer]]] = {}
     for item, slot, part in results:
         found.setdefault(item, {}).setdefault(slot, []).append(part)
-    return tuple(Reduction(item, parts) for item, parts in found.items())
+    return tuple([Reduction(item, parts) for item, parts in found.items()])

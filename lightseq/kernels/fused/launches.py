@@ -106,7 +106,7 @@ class Launches:
 
 def addresses(tensors: Sequence[Tensor]) -> tuple[Hashable, ...]:
     """Returns a key of the addresses, dtypes, shapes and strides of tensors."""
-    return tuple((x.data_ptr(), x.dtype, x.shape, x.stride()) for x in tensors)
+    return tuple([(x.data_ptr(), x.dtype, x.shape, x.stride()) for x in tensors])
 
 
 def alignments(tensors: Sequence[Tensor]) -> tuple[bool, ...]:
