@@ -14,6 +14,7 @@ from lightseq import hf
 from lightseq.cli import BOTH
 from lightseq.memory.planner.layer_costs import ATTENTION, MLP, OTHERS, LayerTable, Treatment
 from lightseq.models.family import preset_config
+from lightseq.modules.experts import use_grouped_experts
 
 SIZES = {
     "vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -25,6 +26,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "olmo2": {},
     "gemma3_text": {"head_dim": 8, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 512},
     "phi3": {},
+    "qwen3_moe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "gpt_oss": {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 512},
 }
 EAGER = Treatment("none", compiled=False, tiles_mlp=False)
 # The most memory of one layer's backward pass at each point beyond what it saved, read from the allocator's history on
@@ -81,6 +84,7 @@ def test_an_eager_layer_saves_what_the_plan_says(name: str) -> None:
     config = config_of(name)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     hf.enable(model)
+    use_grouped_experts(model)
     per_token = (saved_by_first_layer(model, 256) - saved_by_first_layer(model, 128)) / 128
     assert LayerTable(config, torch.float32).costs(0, EAGER).saved == per_token
 
@@ -122,4 +126,10 @@ def test_a_checkpoint_of_a_layer_saves_its_input_and_what_its_policy_stores() ->
     assert saved("full") == hidden and saved("attention") == attention
     assert saved("attention+mlp") == attention + 2 * 48
     assert saved("attention+linears") == attention + 2 * 48 + width + 2 * key_value + hidden
+    experts = LayerTable(config_of("qwen3_moe"), torch.float32)
+    for policy, stored in (("full", hidden), ("attention", attention - width + 4 * 8), ("attention+mlp", None)):
+        found = experts.costs(0, Treatment(policy, True, tiles_mlp=False)).saved
+        chosen = 2 * (4 + 8)  # scores and indices of two experts
+        expected = attention - width + 4 * 8 + 2 * 2 * 16 if stored is None else stored
+        assert found == 4 * expected + chosen, policy
     assert repr(config) == before and config._attn_implementation is None, "reading a model's costs changes its config"

@@ -17,15 +17,23 @@ from torch.utils.checkpoint import (
 
 from lightseq.attention.operator import ATTENTION_OP
 from lightseq.config.remat_policies import POLICIES
+from lightseq.kernels.grouped_products import STORED_PRODUCT_OP
 from lightseq.memory.offload import Offload
+from lightseq.memory.stored_choices import CHOICE_OPS, choice_contexts
+from lightseq.modules.experts import experts_modules
 from lightseq.modules.identity import hook_of
 from lightseq.modules.mlp import STORED_MLP_OP
 from lightseq.modules.projections import STORED_LINEAR_OP
 from lightseq.utils.checkpoint_context import Results, checkpoint_pass, free_memory, is_recomputing
 
-Contexts = tuple[AbstractContextManager[None], AbstractContextManager[None]]
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 Forward = Callable[..., Tensor]
-STORED = (ATTENTION_OP, STORED_MLP_OP, STORED_LINEAR_OP)  # operators whose results a checkpoint may store
+STORED = (
+    ATTENTION_OP,
+    STORED_MLP_OP,
+    STORED_LINEAR_OP,
+    STORED_PRODUCT_OP,
+)  # operators whose results a checkpoint may store
 
 
 def apply_remat(
@@ -39,27 +47,34 @@ def apply_remat(
 
     `full` stores only the layer's input, `attention` also attention's output and lse, `attention+mlp` also the tensors
     that `tile_mlps(store=True)` marks, and `attention+linears` those that `store_projections` marks. The forward is
-    replaced rather than the call, so module hooks such as FSDP's stay outside and run once per pass. Set `compiled` for
-    a forward that torch.compile will see. `offload` receives the stored tensors. Set `has_dropout` if the layers may
-    have some: they then draw the same masks again.
+    replaced rather than the call, so module hooks such as FSDP's stay outside and run once per pass. Every policy
+    stores which experts were chosen. Set `compiled` for a forward that torch.compile will see. `offload` receives the
+    stored tensors. Set `has_dropout` if the layers may have some: they then draw the same masks again.
     """
     assert policy in POLICIES, policy
     if policy == "none":
         return
-    options: dict[str, Any] = {}
-    if not compiled:
-        options["context_fn"] = _recompute_contexts if policy == "full" else partial(_storing_contexts, offload)
-    elif policy != "full":
-        # torch.compile supports only torch's own policy. Saved-tensor hooks do not see the tensors it stores.
-        options["context_fn"] = _selective_contexts
     for layer in layers:
+        routes = next(experts_modules(layer), None) is not None
         layer.forward = partial(  # type: ignore[method-assign]
             checkpoint,
             layer.forward,
             use_reentrant=False,
             preserve_rng_state=has_dropout and not compiled,  # torch.compile draws the same masks by itself
-            **options,
+            **(_compiled_options(policy, routes) if compiled else _eager_options(policy, routes, offload)),
         )
+
+
+def _eager_options(policy: str, routes: bool, offload: Offload | None) -> dict[str, Any]:
+    contexts = _recompute_contexts if policy == "full" else partial(_storing_contexts, offload)
+    return {"context_fn": partial(_routing_contexts, contexts) if routes else contexts}
+
+
+def _compiled_options(policy: str, routes: bool) -> dict[str, Any]:
+    """torch.compile supports only torch's own policies. Saved-tensor hooks do not see the tensors they store."""
+    if policy == "full":
+        return {"context_fn": _choosing_contexts} if routes else {}
+    return {"context_fn": _selective_contexts}
 
 
 def capture_forwards(layers: Sequence[nn.Module], patch: Callable[[], None]) -> list[Forward]:
@@ -164,21 +179,48 @@ def _identity(hidden: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
 
 def stored_operators(policy: str) -> tuple[torch._ops.OpOverload, ...]:
     """Returns the operators whose results a checkpoint stores under a policy, if the layer has them."""
-    return () if policy == "full" else STORED
+    return CHOICE_OPS if policy == "full" else STORED + CHOICE_OPS
 
 
 def _store_results(_ctx: Any, op: torch._ops.OpOverload, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in STORED else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if op in STORED or op in CHOICE_OPS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _store_choices(_ctx: Any, op: torch._ops.OpOverload, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in CHOICE_OPS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 _selective_contexts = partial(create_selective_checkpoint_contexts, _store_results)
 # torch caches a compiled graph on disk only if this names the policy.
 _selective_contexts.cache_hash = "lightseq: stored operators"  # type: ignore[attr-defined]
+_choosing_contexts = partial(create_selective_checkpoint_contexts, _store_choices)
+_choosing_contexts.cache_hash = "lightseq: stored choices"  # type: ignore[attr-defined]
 
 
 def _recompute_contexts() -> Contexts:
     """Returns the contexts of the forward pass and of the recomputation, which store nothing."""
     return checkpoint_pass(None, is_recomputing()), checkpoint_pass(None, recomputing=True)
+
+
+def _routing_contexts(contexts: Callable[[], Contexts]) -> Contexts:
+    """Returns contexts that also store which experts were chosen."""
+    (forward, recomputation), (chosen, chosen_again) = contexts(), choice_contexts()
+    return _Both(forward, chosen), _Both(recomputation, chosen_again)
+
+
+class _Both:
+    """Context manager that enters two others."""
+
+    def __init__(self, first: AbstractContextManager[Any], second: AbstractContextManager[Any]) -> None:
+        self._first, self._second = first, second
+
+    def __enter__(self) -> None:
+        self._first.__enter__()
+        self._second.__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        self._second.__exit__(*raised)
+        self._first.__exit__(*raised)
 
 
 def _storing_contexts(offload: Offload | None) -> Contexts:

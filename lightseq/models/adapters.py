@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from lightseq.config.train_config import TrainConfig
 from lightseq.models.build import build_on_meta
-from lightseq.models.decoder import decoder_layers, has_towers, module_name, text_config
+from lightseq.models.decoder import decoder_layers, float32_parameters, has_towers, module_name, text_config
 from lightseq.models.random_weights import named_generator
 from lightseq.models.weights import LORA_INFIX, FillParameter, copy_tokenizer, fill, save_tensors
 from lightseq.modules.low_rank import (
@@ -131,9 +131,10 @@ def add_adapters(model: PreTrainedModel, lora: Lora | None, dtype: torch.dtype) 
     for module in model.modules():
         if hasattr(module, "lora_A") and has_plain_adapter(module):
             module.__class__ = _rounded_once(type(module))  # type: ignore[assignment, arg-type]
+    in_float32 = float32_parameters(model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(LORA_INFIX in name)
-        if LORA_INFIX not in name:
+        if LORA_INFIX not in name and name not in in_float32:
             parameter.data = parameter.data.to(dtype)
 
 

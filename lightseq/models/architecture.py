@@ -32,6 +32,7 @@ from lightseq.models.decoder import (
 from lightseq.models.layers import Attention, Layer, distinct, heads_of
 from lightseq.models.meta_run import TOKENS, LayerRun, MetaRun, find_logit_transform, linears_of, run_on_meta
 from lightseq.models.mixers import MixerKind, mixer_layer_types, mixer_modules, registered_mixers
+from lightseq.modules.experts import parameters_of_experts
 from lightseq.modules.identity import hook_of, is_known_code, linear_change
 from lightseq.modules.mlp import is_gated
 from lightseq.modules.projections import has_projections
@@ -60,7 +61,7 @@ class Architecture:
     sizes: tuple[int, ...]  # elements of each parameter tensor
     head: int  # weights of the LM head, tied or not
     ties_embeddings: bool  # the LM head's weight is that of the input embeddings
-    outside_linears: tuple[str, ...]  # weights of layers outside linears, such as experts' weights
+    outside_linears: tuple[str, ...]  # weights of layers outside linears and experts, such as Conv1D's
     positions: int | None = (
         None  # rows of a table of positions, learned or computed; None: any position has an encoding
     )
@@ -344,7 +345,7 @@ def _inspect(kind: Any, text: str, _mixers: tuple[MixerKind, ...]) -> Architectu
     except Exception as error:  # the model's code may raise anything
         why = f"{type(error).__name__}: {first_line(error)}"
         raise ValueError(f"{name} does not run on the meta device ({why}); {OWN_LOOP}") from error
-    known = {id(linear.weight) for linear in linears_of(layers)}
+    known = {id(linear.weight) for linear in linears_of(layers)} | {id(p) for p in parameters_of_experts(layers)}
     return Architecture(
         name=name,
         layers=_facts(layers, ran, text_config(config).hidden_size),
@@ -372,6 +373,11 @@ def _layer(place: int, layer: nn.Module, did: LayerRun, hidden: int) -> Layer:
     """Returns the facts about a layer that ran on the meta device."""
     mlp: Any = getattr(layer, "mlp", None)
     in_mlp = set(mlp.modules()) if mlp is not None else set()
+    last_linear = did.linears[-1] if did.linears and did.experts is None else None
+    if did.experts is not None:
+        last_product = did.experts.per_token * did.experts.last_product
+    else:
+        last_product = last_linear.weight.numel() if last_linear else 0
     return Layer(
         kind=type(layer).__name__,
         mixers=tuple(did.mixers),
@@ -380,13 +386,14 @@ def _layer(place: int, layer: nn.Module, did: LayerRun, hidden: int) -> Layer:
         parameters=sum(p.numel() for p in layer.parameters()),
         active=did.products // TOKENS,
         linears=sum(linear.weight.numel() for linear in linears_of(layer)),
-        last_linear=did.linears[-1].weight.numel() if did.linears else 0,
-        gated_mlp=is_gated(mlp),
+        last_product=last_product,
+        gated_mlp=did.experts is None and is_gated(mlp),
         mlp_is_last=not did.saved_after_mlp,
         plain_projections=has_projections(layer),
         linear_inputs=sum(linear.in_features for linear in did.linears),
         linear_outputs=sum(linear.out_features for linear in did.linears),
-        last_linear_input=did.linears[-1].in_features if did.linears else 0,
+        last_linear_input=last_linear.in_features if last_linear else 0,
+        experts=did.experts,
         place=place,
     )
 

@@ -101,6 +101,17 @@ def ties_embeddings(model: PreTrainedModel) -> bool:
     return head is not None and head.weight is model.get_input_embeddings().weight
 
 
+def float32_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """Returns the parameters that a model keeps in float32 when it computes in another dtype, such as routers."""
+    kept = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    patterns = [re.compile(re.escape(name).replace(r"\*", ".*")) for name in kept]
+    return {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if any(pattern.search(name) for pattern in patterns)
+    }
+
+
 def head_weight_name(model: PreTrainedModel) -> str:
     """Returns the name of the head's weight in the model."""
     return f"{module_name(model, model.get_output_embeddings())}.weight"

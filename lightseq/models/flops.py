@@ -99,13 +99,15 @@ def recompute_flops(
         ends_group = group == 1 or place % group == group - 1 or place == len(found.layers) - 1
         attends_again = remat == "full" and (group == 1 or not ends_group)
         if remat not in ("none", STORE_LINEARS):
-            products += layer.linears - layer.last_linear
+            products += layer.active - layer.last_product
         if remat == STORE_MLP:
-            products -= 2 * layer.hidden * layer.intermediate
+            products -= layer.stored_products
+        if remat == STORE_LINEARS and layer.experts is not None:  # their router, and experts for all tokens
+            products += layer.active - layer.experts.active - layer.projections - layer.hidden * layer.attention_width
         if tiled:
-            products += layer.last_linear + (1 + attends_again) * layer.projections
+            products += layer.last_product + (1 + attends_again) * layer.projections
         if group > 1:
-            products += layer.linears - (skipped_products(layer, remat, tiled) if ends_group else 0)
+            products += layer.active - (skipped_products(layer, remat, tiled) if ends_group else 0)
         if remat != "none":  # no policy stores what other mixers return
             mixed += layer.linear_mixer_flops * (1 + (group > 1))
         attended += layer.attentions * (attends_again + (group > 1))
@@ -118,8 +120,8 @@ def skipped_products(layer: Layer, remat: str, tiled: bool) -> int:
     A tiled layer stops after attention. Others stop before the MLP, unless a checkpoint stores gate and up.
     """
     if tiled:
-        return layer.linears - layer.projections
-    ends_early = layer.can_store_mlp and remat in ("attention", "full")
+        return layer.active - layer.projections
+    ends_early = layer.gated_mlp and layer.can_store_mlp and remat in ("attention", "full")
     return 3 * layer.hidden * layer.intermediate if ends_early else 0
 
 

@@ -75,6 +75,26 @@ Mixer = Attention | LinearMixer  # what lets a token read others
 
 
 @dataclass(frozen=True)
+class Experts:
+    """Experts of a layer, of which a router chooses some for every token."""
+
+    count: int
+    per_token: int
+    first_product: int  # weights of one expert's first product, gate and up together
+    last_product: int
+
+    @property
+    def weights(self) -> int:
+        """Returns the weights of all experts."""
+        return self.count * (self.first_product + self.last_product)
+
+    @property
+    def active(self) -> int:
+        """Returns the weights that a token is multiplied by."""
+        return self.per_token * (self.first_product + self.last_product)
+
+
+@dataclass(frozen=True)
 class Layer:
     """Facts about one decoder layer. Counts are of weights."""
 
@@ -84,14 +104,15 @@ class Layer:
     intermediate: int  # elements per token between the linears of its MLP; 0 without an MLP
     parameters: int
     active: int  # weights that a token is multiplied by: linears, and the experts that it chooses
-    linears: int  # weights of its linears
-    last_linear: int  # part of `linears`: the one that runs last, whose output no backward pass needs
+    linears: int  # weights of its linears, which experts are not
+    last_product: int  # part of `active`: the product that runs last, whose result no backward pass needs
     gated_mlp: bool  # down(silu(gate) * up) of plain linears
     mlp_is_last: bool  # only the residual sum follows the MLP, so no backward pass needs its output
     plain_projections: bool  # of attention: four linears without bias
     linear_inputs: int  # elements per token that its linears read
     linear_outputs: int  # elements per token that they write
-    last_linear_input: int  # part of `linear_inputs`: the linear that runs last
+    last_linear_input: int  # part of `linear_inputs`: the linear that runs last, if its result is not needed
+    experts: Experts | None
     place: int = field(compare=False)  # of the first layer like it in the model
 
     @property
@@ -106,8 +127,20 @@ class Layer:
 
     @property
     def can_store_mlp(self) -> bool:
-        """Returns whether a checkpoint can store gate and up of the MLP, so that no product of it is recomputed."""
-        return self.gated_mlp and self.mlp_is_last
+        """Returns whether a checkpoint can store gate and up of its MLP or experts, whose products then run once."""
+        return self.experts is not None or (self.gated_mlp and self.mlp_is_last)
+
+    @property
+    def stored_products(self) -> int:
+        """Returns the weights of the products whose results `--remat attention+mlp` stores."""
+        if self.experts is not None:
+            return self.experts.per_token * self.experts.first_product
+        return 2 * self.hidden * self.intermediate
+
+    @property
+    def attention_width(self) -> int:
+        """Returns the elements per token of attention's result."""
+        return sum(x.heads.query * x.heads.value_dim for x in self.attentions)
 
     @property
     def projections(self) -> int:

@@ -18,12 +18,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from lightseq.attention.module_attention import unhonoured_argument
 from lightseq.kernels.logit_transform import LogitTransform
 from lightseq.models.decoder import attending_part, headless, text_decoder
-from lightseq.models.layers import Attention, Heads, Mixer
+from lightseq.models.layers import Attention, Experts, Heads, Mixer
 from lightseq.models.mixers import MixerKind, mixer_modules
+from lightseq.modules.experts import experts_modules
 from lightseq.modules.identity import StandIn, twin_forward
 
 PROBE: Final = "lightseq_probe"
 TOKENS: Final = 4
+RANDOM: Final = ("rand", "uniform", "bernoulli", "exponential", "multinomial", "normal_", "dropout")  # in operators
 NOT_COMPARED: Final = ("hidden_states", "attention_mask")  # among layers; attention takes no mask
 
 
@@ -34,6 +36,7 @@ class LayerRun:
     mixers: list[Mixer] = field(default_factory=list)
     linears: list[nn.Linear] = field(default_factory=list)  # in the order in which they ran
     products: int = 0  # multiplications of matrix products
+    experts: Experts | None = None
     saved_after_mlp: int = 0  # tensors saved for backward after its MLP, or at all if it has none
     arguments: dict[str, Any] = field(default_factory=dict)  # apart from the hidden states
 
@@ -86,14 +89,25 @@ def run_on_meta(model: PreTrainedModel, layers: nn.ModuleList) -> MetaRun:
     def note_mixer(kind: MixerKind, module: nn.Module, *_: Any) -> None:
         running[-1].mixers.append(kind.facts(module))
 
+    def note_experts(experts: Any, args: tuple[Any, ...]) -> None:
+        first = experts.gate_up_proj if experts.has_gate else experts.up_proj
+        count = experts.num_experts
+        running[-1].experts = Experts(
+            count=count,
+            per_token=args[1].shape[-1],
+            first_product=first.numel() // count,
+            last_product=experts.down_proj.numel() // count,
+        )
+
     hooks: list[Any] = [
         module.register_forward_hook(partial(note_mixer, kind)) for module, kind in mixer_modules(layers)
     ]
     for layer, layer_run in zip(layers, ran, strict=True):
         hooks.append(layer.register_forward_pre_hook(partial(enter, layer_run), with_kwargs=True))
         hooks += [linear.register_forward_hook(note_linear) for linear in linears_of(layer)]
+        hooks += [experts.register_forward_pre_hook(note_experts) for _, experts in experts_modules(layer)]
         hooks.append(layer.register_forward_hook(leave))
-    products = _Products()
+    products = _Products(name)
     with _attention_replaced(model, probe), _count_saved_after_mlps(layers) as saved, products:
         _run(model, TOKENS, documents=documents)
     for hook in hooks:
@@ -114,9 +128,9 @@ def run_on_meta(model: PreTrainedModel, layers: nn.ModuleList) -> MetaRun:
 class _Products(TorchDispatchMode):
     """Counter of the multiplications of matrix products, grouped products of experts included."""
 
-    def __init__(self) -> None:
+    def __init__(self, model_name: str) -> None:
         super().__init__()
-        self._count = 0
+        self._model_name, self._count = model_name, 0
 
     def take(self) -> int:
         """Returns the multiplications since the last call."""
@@ -125,6 +139,11 @@ class _Products(TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         result = op(*args, **(kwargs or {}))
+        if any(part in op._opname for part in RANDOM):
+            raise ValueError(
+                f"{self._model_name} draws random numbers in its layers, and a recomputation would draw others; set "
+                "noise such as router_jitter_noise to 0 in its config, or use your own loop around hf.enable"
+            )
         if "mm" in op._opname:  # mm, addmm, bmm, baddbmm, _grouped_mm: (..., rows, inner) x (..., inner, columns)
             left = args[1 if "add" in op._opname else 0]
             self._count += result.numel() * left.shape[-1]

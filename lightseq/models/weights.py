@@ -21,7 +21,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import GenerationConfig, PreTrainedModel
 
 from lightseq.models.build import constructed_buffers
-from lightseq.models.decoder import has_towers, text_config, ties_embeddings
+from lightseq.models.decoder import float32_parameters, has_towers, text_config, ties_embeddings
 from lightseq.models.published_layout import PublishedLayout, layout_of_files, publish
 from lightseq.utils.files import read_json
 from lightseq.utils.formatting import first_line, is_plain_name
@@ -233,10 +233,12 @@ def save_pretrained(
     """Writes a directory for transformers' `from_pretrained`. Every rank must call it; rank 0 writes.
 
     `tensors` are whole parameters and stored buffers by name; by default the model's own are gathered. Parameters are
-    cast to `dtype`, buffers keep theirs. `trained_from` is the directory of the weights that training began with. The
-    new one gets its layout, the tensors that did not train, and its settings for generation and for images.
+    cast to `dtype`; buffers and `float32_parameters` keep theirs. `trained_from` is the directory of the weights that
+    training began with. The new one gets its layout, the tensors that did not train, and its settings for generation
+    and for images.
     """
     main, buffers = dist.get_rank() == 0, stored_buffers(model)
+    uncast = buffers.keys() | float32_parameters(model).keys()
     written: dict[str, str] = {}
     pending: dict[str, Tensor] = {}
     if main:
@@ -253,7 +255,7 @@ def save_pretrained(
     def cast() -> Iterator[tuple[str, Tensor]]:
         for name, whole in chain(full_parameters(model), buffers.items()) if tensors is None else tensors:
             if main:
-                kept = whole.dtype if name in buffers else dtype
+                kept = whole.dtype if name in uncast else dtype
                 yield name, whole.to(device="cpu", dtype=kept, copy=True).contiguous()
 
     files = _source_files(model, trained_from) if main else {}

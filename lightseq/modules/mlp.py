@@ -13,6 +13,7 @@ from transformers.activations import SiLUActivation
 
 from lightseq.kernels.fused.launches import fused_kernels
 from lightseq.kernels.fused.products import add_product, write_product
+from lightseq.modules.experts import experts_modules
 from lightseq.modules.identity import change_of, is_known_code, plain_class, twin_forward
 from lightseq.modules.low_rank import LinearWeights, input_gradient, is_linear, linear_weights
 from lightseq.utils.checkpoint_context import is_recomputing, reuse_or_compute
@@ -26,13 +27,16 @@ def tile_mlps(layers: Iterable[nn.Module], store: bool = False, ends_layer: bool
 
     An MLP, an activation or a linear with a hook or another forward than its class's stays too.
     The linears may have low-rank adapters. The backward pass recomputes gate and up from the input, tile by tile. An
-    input that fits in one tile takes the module's own forward. With `store`, gate and up are saved for the backward
-    pass at any length, a checkpoint may store them, and a layer with any other MLP raises ValueError. With `store` or
-    `ends_layer`, no backward pass may need the MLP's output (`Layer.mlp_is_last`), because it is not computed
-    when a checkpoint recomputes the layer; layers that are not transformers' own then keep their MLPs.
+    input that fits in one tile takes the module's own forward. Layers with experts stay (see `store_experts`). With
+    `store`, gate and up are saved for the backward pass at any length, a checkpoint may store them, and a layer with
+    any other MLP raises ValueError. With `store` or `ends_layer`, no backward pass may need the MLP's output
+    (`Layer.mlp_is_last`), because it is not computed when a checkpoint recomputes the layer; layers that are not
+    transformers' own then keep their MLPs.
     """
     for layer in layers:
         mlp: Any = getattr(layer, "mlp", None)
+        if next(experts_modules(layer), None) is not None:
+            continue
         if mlp is not None and is_gated(mlp) and (not (store or ends_layer) or _is_known(layer)):
             mlp.tile_tokens, mlp.stores_products, mlp.ends_layer = TILE_TOKENS, store, ends_layer
             mlp.__class__ = _tiled_class(type(mlp))  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightseq.checkpoint import checkpoints, resume, state_files
@@ -51,6 +52,7 @@ class FsdpEngine:
         parallel = on_all_ranks(world, lambda: parallelize(self.model, config, dims, memory))
         self.loss_model: nn.Module = parallel.loss_model
         self.context, self.offload, self.units = parallel.context, parallel.offload, parallel.units
+        self._whole = parallel.whole
         self.stopwatch = parallel.loss_model.stopwatch
         if memory.state_on_host or self.offload is not None:
             use_host_cores(world)
@@ -71,6 +73,7 @@ class FsdpEngine:
         device, host = self._world.device, torch.device("cpu")
         modules = [module for unit in self.units if not unit.state_on_host for module in unit.modules]
         on_gpu = {id(parameter) for module in modules for parameter in module.parameters()}
+        on_gpu |= {id(self.model.get_parameter(name)) for name in self._whole}
 
         def place(parameter: Tensor) -> torch.device:
             return host if self.memory.state_on_host and id(parameter) not in on_gpu else device
@@ -94,6 +97,7 @@ class FsdpEngine:
         (share * (self._scaler.scale if self._scaler else 1.0)).backward()
 
     def update(self) -> Update:
+        self._sum_whole_gradients()
         found = [(local_part(p.grad), shards) for p, shards in self._trained if p.grad is not None]
         grads = [gradient for gradient, _ in found]
         norms = gradient_norms(grads, [shards for _, shards in found])
@@ -105,6 +109,16 @@ class FsdpEngine:
             step_if_finite(self.optimizer, norm)
         self.optimizer.zero_grad()
         return Update(norm, first_nonfinite(norms))
+
+    def _sum_whole_gradients(self) -> None:
+        """Sums the gradients of parameters that no rank shards, over all ranks and in one message."""
+        grads = [grad for name in self._whole if (grad := self.model.get_parameter(name).grad) is not None]
+        if not grads or self._world.size == 1:
+            return
+        flat = torch.cat([grad.flatten() for grad in grads])
+        dist.all_reduce(flat)
+        for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+            grad.copy_(part.view_as(grad))
 
     def try_memory(self, loss: Callable[[], Tensor]) -> None:
         fresh = not self.optimizer.state

@@ -90,7 +90,7 @@ def check_layers(config: TrainConfig, architecture: Architecture) -> None:
     kinds, policy = names_of_kinds(architecture.layers), config.remat_policy
     if architecture.outside_linears:
         raise ValueError(
-            f"{architecture.name} has weights outside linear layers, as experts and Conv1D have "
+            f"{architecture.name} has weights outside linear layers and known experts, as Conv1D has "
             f"({architecture.outside_linears[0]}); {OWN_LOOP}"
         )
     if (positions := architecture.positions) is not None and config.model_max_length > positions:
@@ -106,6 +106,11 @@ def check_layers(config: TrainConfig, architecture: Architecture) -> None:
             f"--layers_per_checkpoint {config.group_size} needs layers that get the same arguments, such as RoPE, and "
             f"keys of their own, but {architecture.name}'s do not; leave it out"
         )
+    if config.group_size > 1 and any(layer.experts for layer in architecture.kinds):
+        raise ValueError(
+            f"--layers_per_checkpoint {config.group_size} does not work with experts, which the group's second forward "
+            "pass could choose otherwise; leave it out"
+        )
     if architecture.has_windows(config.model_max_length):
         choose_windowed(ScheduleChoice(config.schedule))
     for layer in distinct(architecture.layers):
@@ -117,7 +122,7 @@ def check_layers(config: TrainConfig, architecture: Architecture) -> None:
             raise ValueError(
                 f"{architecture.name} has a layer ({layer.kind}) with {calls} calls of attention, not one; {OWN_LOOP}"
             )
-        if policy in STORES_MLP and not layer.gated_mlp:
+        if policy in STORES_MLP and not (layer.gated_mlp or layer.experts):
             raise ValueError(
                 f"--remat {policy} needs a gated MLP of plain linear layers, which {layer.kind} does not have; give "
                 "--remat attention"

@@ -24,6 +24,7 @@ from lightseq.models.decoder import attending_part, decoder_layers
 from lightseq.models.layers import Layer
 from lightseq.models.meta_run import layer_inputs
 from lightseq.models.mixers import distribute_mixer, mixer_modules, registered_mixers
+from lightseq.modules.experts import store_experts, use_grouped_experts
 from lightseq.modules.mlp import TILE_TOKENS, tile_mlps
 from lightseq.modules.projections import store_projections
 
@@ -106,6 +107,8 @@ class LayerTable:
             layer = nn.ModuleList([copy.deepcopy(layers[place])])
             if tiles:
                 tile_mlps(layer, store=stores is not None)
+            if stores is not None:
+                store_experts(layer)
             if stores == STORE_LINEARS:
                 store_projections(layer)
             self._graphs[key] = LayerGraph(layer[0], *inputs[place])
@@ -118,6 +121,7 @@ class LayerTable:
         model: PreTrainedModel = build_on_meta(self._config)
         layers = decoder_layers(model)[: last + 1]
         inputs = layer_inputs(model.to(self._dtype), layers, TOKENS)
+        use_grouped_experts(model)
         ALL_ATTENTION_FUNCTIONS.register("lightseq_traced", attention_function)
         attending_part(model).set_attn_implementation("lightseq_traced")
         context = one_rank_context()

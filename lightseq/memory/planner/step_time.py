@@ -102,7 +102,7 @@ def matrix_seconds(run: PlannedRun) -> float:
     """Returns the seconds of matrix products in a forward and backward pass, with recomputation and the head."""
     config, architecture = run.config, run.architecture
     passes = 2 if run.adapter_parameters else 3  # forward; backward by the input, and by the weight where it trains
-    layers = 2.0 * run.tokens * passes * architecture.linears
+    layers = 2.0 * run.tokens * passes * architecture.active
     layers += recompute_flops(
         run.model, run.tokens, 1, config.remat_policy, run.group_size, config.tiles_layers, attention_share=0.0
     )

@@ -1,0 +1,213 @@
+"""Experts: their products, the choice that a checkpoint stores, and routers that stay in float32."""
+
+import copy
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from functorch.compile import min_cut_rematerialization_partition
+from torch import Tensor, fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers.models.muse_spark.modeling_muse_spark import MuseSparkExperts
+from worlds import spawn
+
+from benchmarks.architectures import LENGTH, ids, plain_model, tiny_config
+from benchmarks.command_line import NEEDED
+from lightseq import hf
+from lightseq.attention.context import release
+from lightseq.config.command_line import parse
+from lightseq.distributed.parallel_dims import parallel_dims
+from lightseq.distributed.world import World
+from lightseq.memory.recomputation import MemorySettings
+from lightseq.memory.remat import apply_remat
+from lightseq.models import weights
+from lightseq.models.architecture import inspect_architecture
+from lightseq.models.build import build_on_meta
+from lightseq.models.decoder import float32_parameters
+from lightseq.modules.experts import IMPLEMENTATION, experts_modules, sort_by_expert, store_experts
+from lightseq.parallelize import parallelize
+from lightseq.training.setup_checks import check_layers
+
+KINDS = {
+    "qwen3_moe": "gate and up in one weight",
+    "gpt_oss": "biases, transposed weights, its own gate",
+    "aria_text": "transposed weights",
+    "nemotron_h": "no gate",
+    "muse_spark": "a norm after the experts",
+}
+
+MUSE = {
+    "num_local_experts": 4, "moe_hidden_size": 16, "moe_intermediate_size": 8, "hidden_act": "silu",
+    "post_norm_eps": 1e-6,
+}  # fmt: skip
+
+
+def experts_of(model_type: str) -> Any:
+    """Returns a module of experts in float64 with random weights."""
+    if model_type == "muse_spark":  # no tiny model of it can be built
+        found = MuseSparkExperts(SimpleNamespace(**MUSE)).double()
+    else:
+        model = build_on_meta(tiny_config(model_type))
+        found = next(experts for _, experts in experts_modules(model)).to_empty(device="cpu").double()
+    torch.manual_seed(0)
+    for parameter in found.parameters():
+        nn.init.normal_(parameter)
+    return found
+
+
+@pytest.mark.parametrize("model_type", KINDS, ids=KINDS.values())
+def test_experts_equal_those_of_transformers(model_type: str) -> None:
+    experts, tokens, chosen = experts_of(model_type), 11, 3
+    hidden = torch.randn(tokens, experts.down_proj.shape[2 if experts.is_transposed else 1], dtype=torch.float64)
+    choices = torch.stack([torch.randperm(experts.num_experts)[:chosen] for _ in range(tokens)])
+    choices[choices == 1] = 0  # an expert without tokens, and tokens that choose one twice
+    scores = torch.rand(tokens, chosen, dtype=torch.float64)
+
+    def run(implementation: str) -> list[Tensor]:
+        experts.config._experts_implementation = implementation
+        experts.zero_grad()
+        x, w = hidden.clone().requires_grad_(), scores.clone().requires_grad_()
+        out = experts(x, choices, w)
+        (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
+        return [out.detach(), x.grad, w.grad, *(p.grad for p in experts.parameters())]
+
+    error = 1e-5 if experts.has_post_expert_norm else 1e-12  # that norm computes in float32
+    for got, want in zip(run(IMPLEMENTATION), run("eager"), strict=True):
+        torch.testing.assert_close(got, want, rtol=error, atol=error)
+
+
+def test_rows_are_sorted_by_expert_and_keep_their_order() -> None:
+    routes = sort_by_expert(torch.tensor([[2, 0], [0, 3], [2, 2]]), 5)
+    assert routes.experts_R.tolist() == [0, 0, 2, 2, 2, 3] and routes.ends_E.tolist() == [2, 2, 5, 6, 6]
+    assert routes.order_R.tolist() == [1, 2, 0, 4, 5, 3]
+    assert routes.order_R[routes.places_R].tolist() == [*range(6)]
+
+
+# ---- recomputation ---------------------------------------------------------------------------------------------------
+
+
+class _Unsteady(nn.Module):
+    """Layer whose scores all but tie, and that prefers another expert each time it runs."""
+
+    def __init__(self, experts: Any) -> None:
+        super().__init__()
+        self.experts, self.runs = experts, count()  # None: it never differs
+        self.scores = nn.Parameter(torch.zeros(experts.num_experts, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tied = self.scores
+        if self.runs is not None:
+            tied = tied + 1e-30 * nn.functional.one_hot(torch.tensor(next(self.runs)), len(tied))
+        values, chosen = tied.expand(len(x), -1).topk(2, dim=-1)
+        return x + self.experts(x, chosen, values.exp())
+
+
+def gradients_of(layer: _Unsteady, x: Tensor) -> list[Tensor]:
+    layer.zero_grad()
+    layer(x).square().sum().backward()
+    return [parameter.grad for parameter in layer.parameters()]
+
+
+@pytest.mark.parametrize("policy", ["full", "attention", "attention+mlp"])
+def test_a_recomputed_layer_chooses_the_same_experts(policy: str) -> None:
+    experts = experts_of("qwen3_moe")
+    experts.config._experts_implementation = IMPLEMENTATION
+    layer = _Unsteady(experts)
+    x = torch.randn(5, experts.down_proj.shape[1], dtype=torch.float64, requires_grad=True)
+    want = gradients_of(layer, x)
+    layer.runs = count()
+    if policy == "attention+mlp":
+        store_experts([layer])
+    apply_remat([layer], policy)
+    for got, right in zip(gradients_of(layer, x), want, strict=True):
+        torch.testing.assert_close(got, right)
+    assert next(layer.runs) == 2, "the layer was not recomputed"
+
+
+@pytest.mark.parametrize(("policy", "products"), [("full", 7), ("attention", 7), ("attention+mlp", 6)])
+def test_a_compiled_layer_repeats_no_choice_and_no_stored_product(policy: str, products: int) -> None:
+    experts = experts_of("qwen3_moe")
+    experts.config._experts_implementation = IMPLEMENTATION
+    layer, ran = _Unsteady(experts), list[str]()
+    layer.runs = None
+    if policy == "attention+mlp":
+        store_experts([layer])
+    apply_remat([layer], policy, compiled=True)
+
+    def note(graph: fx.GraphModule, _inputs: Any) -> Any:
+        ran.extend(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    backend = aot_autograd(fw_compiler=note, bw_compiler=note, partition_fn=min_cut_rematerialization_partition)
+    layer.forward = torch.compile(layer.forward, backend=backend, fullgraph=True)  # type: ignore[method-assign]
+    gradients_of(layer, torch.randn(5, experts.down_proj.shape[1], dtype=torch.float64, requires_grad=True))
+    assert ran.count("aten.topk.default") == 1
+    grouped = [name for name in ran if name.startswith("lightseq.grouped")]
+    assert len(grouped) == products, grouped  # two forward, four backward, and the first again unless it is stored
+
+
+# ---- routers in float32 ----------------------------------------------------------------------------------------------
+
+
+def _routers_train_in_float32(rank: int, state: dict[str, Tensor], config: PreTrainedConfig) -> dict[str, np.ndarray]:
+    """Returns the routers' gradients of a step in bfloat16."""
+    run = parse([*NEEDED, "--model_max_length", str(LENGTH), "--bf16"], "")
+    world = World(rank, dist.get_world_size(), rank, dist.get_world_size(), torch.device("cpu"))
+    model = build_on_meta(copy.deepcopy(config)).eval()
+    parallel = parallelize(model, run, parallel_dims(world), MemorySettings())
+    weights.materialize(model, torch.device("cpu"), dtype=torch.bfloat16)
+    for name, parameter in weights.base_parameters(model).items():
+        weights.fill(parameter, state[name].__getitem__)
+    seen = set[torch.dtype]()
+    for name in parallel.whole:
+        router = model.get_submodule(name.rpartition(".")[0])
+        router.register_forward_pre_hook(lambda module, _: seen.add(module.weight.dtype))
+    batch = hf.shard_batch(parallel.context, ids(), ids())
+    loss = parallel.loss_model(batch["input_ids"], batch["position_ids"], batch["labels"]) / batch["num_items_in_batch"]
+    loss.backward()
+    release(parallel.context)
+    assert seen == {torch.float32}, seen
+    for name in parallel.whole:
+        dist.all_reduce(model.get_parameter(name).grad)
+    return {name: model.get_parameter(name).grad.numpy() for name in parallel.whole}
+
+
+def test_routers_that_a_model_keeps_in_float32_compute_and_train_in_it() -> None:
+    config = tiny_config("glm4_moe")
+    want = plain_model(config)
+    (found, _) = spawn(2, _routers_train_in_float32, {k: x.clone() for k, x in want.state_dict().items()}, config)
+    want(input_ids=ids(), labels=ids(), use_cache=False).loss.backward()
+    right = {name: parameter.grad for name, parameter in float32_parameters(want).items()}
+    assert found.keys() == right.keys() and found
+    for name, gradient in found.items():  # all else is in bfloat16; a rank's share alone would be off by half
+        assert (torch.from_numpy(gradient) - right[name]).norm() < 0.1 * right[name].norm(), name
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+def test_groups_of_layers_with_experts_are_refused() -> None:
+    architecture = inspect_architecture(tiny_config("qwen3_moe"))
+    with pytest.raises(ValueError, match="--layers_per_checkpoint 2 does not work with experts"):
+        check_layers(parse([*NEEDED, "--layers_per_checkpoint", "2"], ""), architecture)
+
+
+@pytest.mark.parametrize(("model_type", "noise"), [("phimoe", {}), ("mixtral", {"router_jitter_noise": 0.1})])
+def test_layers_that_draw_random_numbers_are_refused(model_type: str, noise: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="draws random numbers in its layers"):
+        inspect_architecture(tiny_config(model_type, **noise))
+
+
+def test_facts_count_the_experts_that_a_token_chooses() -> None:
+    sizes = {"num_local_experts": 8, "num_experts_per_tok": 2, "hidden_size": 64, "intermediate_size": 32}
+    config = CONFIG_MAPPING["mixtral"](**sizes, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2)
+    (layer,) = inspect_architecture(config).layers
+    assert layer.experts is not None
+    attention, router, expert = 64 * 64 * 2 + 2 * 64 * 32, 8 * 64, 3 * 64 * 32
+    assert layer.experts.weights == 8 * expert and layer.experts.active == 2 * expert
+    assert layer.linears == attention and layer.active == attention + router + 2 * expert
