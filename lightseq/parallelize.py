@@ -28,6 +28,7 @@ from lightseq.memory.recomputation import MemorySettings, apply_recomputation
 from lightseq.models.architecture import inspect_architecture, required_logit_transform
 from lightseq.models.decoder import decoder_layers, final_norm, float32_parameters, text_decoder
 from lightseq.models.weights import stored_buffers
+from lightseq.modules.expert_parallel import distribute_experts
 from lightseq.modules.experts import store_experts, use_grouped_experts
 from lightseq.modules.fp8 import to_fp8
 from lightseq.modules.loss_model import LossModel
@@ -75,6 +76,7 @@ class ParallelModel:
     units: list[Unit]
     offload: Offload | None  # of activations
     whole: list[str]  # names of parameters of which every rank has all, because they compute in another dtype
+    experts: list[str]  # names of parameters that `distribute_experts` has split
 
 
 def units(model: PreTrainedModel, config: TrainConfig, dims: ParallelDims, memory: MemorySettings) -> list[Unit]:
@@ -111,7 +113,8 @@ def parallelize(
 ) -> ParallelModel:
     """Applies every technique to a model, which may be on the meta device, and shards it with FSDP2."""
     parallel = apply_techniques(model, config, dims, memory)
-    shard_parameters(parallel.loss_model, parallel.units, [*map(model.get_parameter, parallel.whole)])
+    others = [model.get_parameter(name) for name in (*parallel.whole, *parallel.experts)]
+    shard_parameters(parallel.loss_model, parallel.units, others)
     if memory.state_on_host and dims.shard == 1 and not config.tiles_layers:
         # Tiled layers run for seconds, and need no prefetch.
         WeightPrefetch(layer_groups(parallel.units), dims.world.device.type)
@@ -131,6 +134,8 @@ def apply_techniques(
         last = all(layer.mlp_is_last for layer in inspect_architecture(model.config).layers)
         tile_mlps(layers, config.remat_policy in STORES_MLP, ends_layer=last)
     use_grouped_experts(model)
+    mesh, compute_dtype = dims.expert_mesh, getattr(torch, config.compute_dtype)
+    experts = [] if mesh is None else distribute_experts(model, mesh, compute_dtype)
     if config.remat_policy in STORES_MLP:
         store_experts(layers)
     if config.remat_policy == STORE_LINEARS:
@@ -138,7 +143,7 @@ def apply_techniques(
     offload = apply_recomputation(layer_groups(found), final_norm(model), config, device, memory)
     loss_model = LossModel(model, required_logit_transform(model), Stopwatch(device))
     whole = [] if config.compute_dtype == "float32" else [*float32_parameters(model)]
-    return ParallelModel(loss_model, context, found, offload, whole)
+    return ParallelModel(loss_model, context, found, offload, whole, experts)
 
 
 def layer_groups(units: Sequence[Unit]) -> list[tuple[nn.Module, ...]]:
@@ -146,13 +151,12 @@ def layer_groups(units: Sequence[Unit]) -> list[tuple[nn.Module, ...]]:
     return [unit.modules for unit in units if unit.kind == "layers"]
 
 
-def shard_parameters(root: nn.Module, units: Sequence[Unit], whole: Sequence[nn.Parameter] = ()) -> None:
+def shard_parameters(root: nn.Module, units: Sequence[Unit], others: Sequence[nn.Parameter] = ()) -> None:
     """Shards `root`, which holds the model, with FSDP2, unit by unit.
 
     Shards are float32 and gathered in the compute dtype; gradients are reduced in float32. They are summed, not
     averaged, because the loss is already divided by the global number of valid tokens. Gradients on the GPU share the
-    pool of activations. Parameters in `whole` stay as they are, and the caller sums their gradients: FSDP2 gathers all
-    parameters of a unit in one dtype.
+    pool of activations. `others` are parameters that stay as they are.
     """
     # Without expandable segments a shared pool breaks into pieces, none of them large enough for a gradient.
     shares_pool = has_expandable_segments() and not any(unit.state_on_host for unit in units)
@@ -164,7 +168,7 @@ def shard_parameters(root: nn.Module, units: Sequence[Unit], whole: Sequence[nn.
             reshard_after_forward=policy.reshard_after_forward,
             mp_policy=policy.precision,
             offload_policy=policy.offload,
-            ignored_params={*whole} or None,
+            ignored_params={*others} or None,
         )
         sharded: Any
         for sharded in modules:  # these setters do not recurse

@@ -47,7 +47,8 @@ FSDP_REFUSED: Final[Mapping[str, str]] = {
 AT_LEAST_ONE: Final = (
     *("max_steps", "eval_steps", "save_steps", "save_total_limit", "logging_steps", "model_max_length"),
     *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
-    *("sequence_parallel_size", "ulysses_size", "layers_per_checkpoint", "lora_rank", "scaling_factor"),
+    *("sequence_parallel_size", "expert_parallel_size", "ulysses_size", "layers_per_checkpoint", "lora_rank"),
+    *("scaling_factor",),
     *("max_train_samples", "max_eval_samples", "early_stopping_patience", "sample_max_new_tokens"),
 )
 POSITIVE: Final = (
@@ -60,7 +61,10 @@ AT_MOST: Final[Mapping[str, float]] = {
     ),
     **dict.fromkeys(("num_train_epochs", "step_timeout", "scaling_factor", "layers_per_checkpoint"), 10**6),
     **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), 10**6),
-    **dict.fromkeys(("gradient_accumulation_steps", "sequence_parallel_size", "ulysses_size", "lora_rank"), 10**6),
+    **dict.fromkeys(
+        ("gradient_accumulation_steps", "sequence_parallel_size", "expert_parallel_size", "ulysses_size", "lora_rank"),
+        10**6,
+    ),
     "early_stopping_patience": 10**6,
     "model_max_length": MAX_TOKENS,
 }
@@ -208,6 +212,20 @@ def _check_deepspeed(config: Flags) -> None:
         )
 
 
+def _check_experts(config: Flags) -> None:
+    if config.expert_parallel_size == 1:
+        return
+    given = f"--expert_parallel_size {config.expert_parallel_size}"
+    if config.deepspeed is not None:
+        raise ValueError(f"{given} does not run under --deepspeed; leave one of them out")
+    if config.fsdp_mode != "full_shard":
+        raise ValueError(f"{given} needs --fsdp full_shard, not {config.fsdp!r}")
+    if config.offload in ("optimizer", "both"):
+        raise ValueError(
+            f"{given} keeps experts on the GPU, but --offload is {config.offload}; use activations or none"
+        )
+
+
 def _check_lora(config: Flags) -> None:
     if config.lora_rank is None:
         for flag in ("lora_alpha", "lora_target_modules"):
@@ -317,6 +335,7 @@ CHECKS: Final = (
     _check_fused_attention,
     _check_packing,
     _check_deepspeed,
+    _check_experts,
     _check_lora,
     _check_evaluation,
 )

@@ -25,6 +25,7 @@ FLAGS_OF_OTHER_PROGRAMS: Final[Mapping[str, str]] = {
         "seed": "random_seed data_seed",
         "kernel": "attn_implementation attention_implementation flash_attention flash_attn use_flash_attention_2",
         "sequence_parallel_size": "cp_size sp_size context_parallel_size sequence_parallel_degree",
+        "expert_parallel_size": "ep_size expert_model_parallel_size expert_parallel_degree ep",
         "ulysses_size": "ulysses",
         "lora_rank": "lora lora_r use_lora use_peft",
         "lora_target_modules": "lora_target",

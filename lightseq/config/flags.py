@@ -152,6 +152,11 @@ class AdapterConfig:
 @dataclass(frozen=True)
 class ParallelismConfig:
     sequence_parallel_size: int | None = flag(None, "Ranks that share a sequence. Default: all.")
+    expert_parallel_size: int = flag(
+        1,
+        "Ranks of a host that hold different experts of a mixture, and exchange tokens instead of weights. 1: every "
+        "rank gathers all experts of a layer.",
+    )
     schedule: str = flag(
         "auto", "Attention schedule: which rank computes which tile when. auto: the one with the lowest predicted time."
     )

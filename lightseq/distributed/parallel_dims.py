@@ -26,6 +26,7 @@ class ParallelDims:
     sequence: int  # ranks that share a sequence
     shard: int  # ranks that share a copy of the parameters
     fsdp_mode: str = "full_shard"  # or hybrid_shard, or ddp
+    expert: int = 1  # ranks with different experts of a mixture
 
     @property
     def data_ranks(self) -> int:
@@ -65,7 +66,7 @@ class ParallelDims:
                 f"--fsdp hybrid_shard needs equally many ranks on every host, but they have {min(sizes)} to "
                 f"{max(sizes)}; start as many on each, or use --fsdp full_shard"
             )
-        _ = self.sequence_mesh, self.parameter_mesh
+        _ = self.sequence_mesh, self.parameter_mesh, self.expert_mesh
 
     @cached_property
     def sequence_mesh(self) -> DeviceMesh:
@@ -81,25 +82,44 @@ class ParallelDims:
             return init_device_mesh(kind, (self.shard,), mesh_dim_names=("shard",))
         return init_device_mesh(kind, (self.replicate, self.shard), mesh_dim_names=("replicate", "shard"))
 
+    @cached_property
+    def expert_mesh(self) -> DeviceMesh | None:
+        """Returns the mesh (expert, expert_data) over which experts are split; None if FSDP2 shards them like others.
+
+        Neighbouring ranks hold different experts, so that tokens stay inside a host.
+        """
+        if self.expert == 1:
+            return None
+        ranks = torch.arange(self.world.size).view(-1, self.expert).T
+        return DeviceMesh(self.world.device.type, ranks, mesh_dim_names=("expert", "expert_data"))
+
     @property
     def replica(self) -> int:
         """Returns the number of this rank's copy of the parameters."""
         return self.world.rank // self.shard
 
 
-def parallel_dims(world: World, sequence_size: int | None = None, fsdp_mode: str = "full_shard") -> ParallelDims:
+def parallel_dims(
+    world: World, sequence_size: int | None = None, fsdp_mode: str = "full_shard", expert_size: int = 1
+) -> ParallelDims:
     """Returns the split of a run's ranks. All ranks share a sequence unless `sequence_size` says otherwise.
 
     full_shard splits parameters over all ranks; hybrid_shard over the ranks of a host, with copies across hosts; ddp
-    keeps a copy on every rank. Raises ValueError if the sequence's ranks do not divide the world.
+    keeps a copy on every rank. `expert_size` ranks of a host hold different experts. Raises ValueError if the
+    sequence's ranks do not divide the world, or those of the experts a host.
     """
     size = sequence_size or world.size
     if world.size % size:
         raise ValueError(
             f"--sequence_parallel_size {size} does not divide {plural(world.size, 'rank')}; use {divisors(world.size)}"
         )
+    if world.local_size % expert_size:
+        raise ValueError(
+            f"--expert_parallel_size {expert_size} does not divide the {plural(world.local_size, 'rank')} of a host; "
+            f"use {divisors(world.local_size)}"
+        )
     shard = {"full_shard": world.size, "hybrid_shard": world.local_size, "ddp": 1}[fsdp_mode]
-    return ParallelDims(world, sequence=size, shard=shard, fsdp_mode=fsdp_mode)
+    return ParallelDims(world, sequence=size, shard=shard, fsdp_mode=fsdp_mode, expert=expert_size)
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -69,18 +69,31 @@ def experts_forward(module: Any, hidden_TH: Tensor, experts_TK: Tensor, weights_
     A token's weights multiply the input of the second product, not its result, so that no backward pass needs that
     result (as in SonicMoE, arXiv 2512.14080). Copies are summed in float32, in the order of a token's choices.
     """
-    routes = sort_by_expert(experts_TK, module.num_experts)
-    x = _Spread.apply(hidden_TH, routes.order_R, routes.places_R)
+    if (group := getattr(module, "expert_group", None)) is not None:
+        return group.forward(module, hidden_TH, experts_TK, weights_TK)  # type: ignore[no-any-return]
+    return run_experts(module, hidden_TH, experts_TK, weights_TK, module.num_experts)
+
+
+def run_experts(module: Any, hidden_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor, count: int) -> Tensor:
+    """Returns what the `count` experts of this rank add to each token (T, H). An expert `count` adds nothing."""
+    routes = sort_by_expert(experts_TK, count)
+    is_whole = count == module.num_experts
+    rows = torch.arange(len(routes.order_R), device=hidden_TH.device)
+
+    def only_here(x: Tensor) -> Tensor:
+        """Sets rows of other ranks' experts, which no product writes, and their gradients to zero."""
+        return x if is_whole else torch.where((rows < routes.ends_E[-1])[:, None], x, 0)
+
+    x = only_here(_Spread.apply(hidden_TH, routes.order_R, routes.places_R))
     weights = _Spread.apply(weights_TK.reshape(-1, 1), routes.order_R, routes.places_R)
-    y = _linear(
-        module, "gate_up_proj" if module.has_gate else "up_proj", x, routes, getattr(module, "stores_products", False)
-    )
+    first, stored = "gate_up_proj" if module.has_gate else "up_proj", getattr(module, "stores_products", False)
+    y = only_here(_linear(module, first, x, routes, stored))
     y = module._apply_gate(y) if module.has_gate else module.act_fn(y)
     if module.has_post_expert_norm:
-        y = module.post_expert_norm(_linear(module, "down_proj", y, routes)) * weights
+        y = module.post_expert_norm(only_here(_linear(module, "down_proj", y, routes))) * weights
     else:
-        y = _linear(module, "down_proj", (y * weights).to(y.dtype), routes, bias_factor=weights)
-    return _Gather.apply(y.to(hidden_TH.dtype), routes.order_R, routes.places_R, len(hidden_TH))
+        y = _linear(module, "down_proj", only_here((y * weights).to(y.dtype)), routes, bias_factor=weights)
+    return _Gather.apply(only_here(y).to(hidden_TH.dtype), routes.order_R, routes.places_R, len(hidden_TH))
 
 
 ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
@@ -90,12 +103,17 @@ def _linear(
     module: Any, name: str, x: Tensor, routes: Routes, stored: bool = False, bias_factor: Tensor | None = None
 ) -> Tensor:
     """Applies a weight of the experts, with its bias if they have one, to their rows."""
-    weight = getattr(module, name)
+    weight = _weight(module, name)
     y = grouped_product(x.to(weight.dtype), weight, routes.ends_E, module.is_transposed, stored)
     if not module.has_bias:
         return y
-    bias = _RowBias.apply(getattr(module, f"{name}_bias"), routes.experts_R)
+    bias = _RowBias.apply(_weight(module, f"{name}_bias"), routes.experts_R)
     return y + (bias if bias_factor is None else (bias * bias_factor).to(y.dtype))
+
+
+def _weight(module: Any, name: str) -> Tensor:
+    group, parameter = getattr(module, "expert_group", None), getattr(module, name)
+    return parameter if group is None else group.weight(parameter)  # type: ignore[no-any-return]
 
 
 class _Spread(torch.autograd.Function):
@@ -140,11 +158,11 @@ class _RowBias(torch.autograd.Function):
     def forward(ctx: Any, bias_EO: Tensor, experts_R: Tensor) -> Tensor:  # type: ignore[override]
         ctx.save_for_backward(experts_R)
         ctx.count = len(bias_EO)
-        return bias_EO[experts_R]
+        return bias_EO[experts_R.clamp_max(ctx.count - 1)]
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         (experts_R,) = ctx.saved_tensors
         wide = torch.promote_types(dy.dtype, torch.float32)
         total = dy.new_zeros(ctx.count, dy.shape[-1], dtype=wide)
-        return total.index_add_(0, experts_R, dy.to(wide)).to(dy.dtype), None
+        return total.index_add_(0, experts_R.clamp_max(ctx.count - 1), dy.to(wide)).to(dy.dtype), None

@@ -106,6 +106,10 @@ def check_layers(config: TrainConfig, architecture: Architecture) -> None:
             f"--layers_per_checkpoint {config.group_size} needs layers that get the same arguments, such as RoPE, and "
             f"keys of their own, but {architecture.name}'s do not; leave it out"
         )
+    if config.expert_parallel_size > 1 and not any(layer.experts for layer in architecture.kinds):
+        raise ValueError(
+            f"--expert_parallel_size {config.expert_parallel_size}: {architecture.name} has no experts; leave it out"
+        )
     if config.group_size > 1 and any(layer.experts for layer in architecture.kinds):
         raise ValueError(
             f"--layers_per_checkpoint {config.group_size} does not work with experts, which the group's second forward "

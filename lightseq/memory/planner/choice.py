@@ -93,7 +93,8 @@ def frugal_options(run: PlannedRun) -> list[PlannedRun]:
     """Returns the run with the other choices, which take less memory and more time."""
     tiles = [False, True] if all(layer.kind in TILEABLE_LAYER_CLASSES for layer in run.layers) else [False]
     offload = ["both", "optimizer", "activations", "none"]
-    groups = [FRUGAL_GROUP, 1] if run.architecture.layers_share_inputs else [1]
+    shares = run.architecture.layers_share_inputs and not any(layer.experts for layer in run.architecture.kinds)
+    groups = [FRUGAL_GROUP, 1] if shares else [1]
     found = _options(run, remat=["full", "attention"], offload=offload, groups=groups, tiles=tiles)
     fast = [option.config for option in fast_options(run)]
     return [option for option in found if option.config not in fast]
@@ -160,7 +161,13 @@ def _placements(run: PlannedRun) -> Iterator[Plan]:
             yield plan
         return
     yield plan
-    if run.config.offload != "auto" or run.state_offloaded or (plan.fits and set(plan.placement.layers) == {KEEP}):
+    experts_stay = run.config.expert_parallel_size > 1
+    if (
+        run.config.offload != "auto"
+        or run.state_offloaded
+        or experts_stay
+        or (plan.fits and set(plan.placement.layers) == {KEEP})
+    ):
         return
 
     def with_state_on_gpu(groups: int) -> Plan:

@@ -205,14 +205,24 @@ class PlannedRun:
         """Returns the number of weights in the layers before each layer, and in all layers."""
         return (0, *accumulate(layer.parameters for layer in self.layers))
 
+    @cached_property
+    def _gathered_before(self) -> tuple[int, ...]:
+        """Returns what `parameters_before` does, of the weights of which a rank has all while a layer runs."""
+        return (0, *accumulate(self.gathered_parameters(layer) for layer in self.layers))
+
+    def gathered_parameters(self, layer: Layer) -> int:
+        """Returns the weights of a layer of which a rank has all while it runs: not other ranks' experts."""
+        elsewhere = 0 if layer.experts is None else layer.experts.weights
+        return layer.parameters - elsewhere + elsewhere // self.config.expert_parallel_size
+
     def layers_of(self, group: int) -> tuple[Layer, ...]:
         """Returns the layers of a group that shares a checkpoint."""
         return self.layers[group * self.group_size : (group + 1) * self.group_size]
 
     def parameters_of(self, group: int, last: int | None = None) -> int:
-        """Returns the number of weights in a group of layers, or in all groups from it to `last`."""
+        """Returns the number of gathered weights in a group of layers, or in all groups from it to `last`."""
         end = min(len(self.layers), ((group if last is None else last) + 1) * self.group_size)
-        return self.parameters_before[end] - self.parameters_before[group * self.group_size]
+        return self._gathered_before[end] - self._gathered_before[group * self.group_size]
 
     @property
     def tied(self) -> bool:

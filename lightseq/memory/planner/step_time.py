@@ -29,6 +29,8 @@ def step_seconds(run: PlannedRun, placement: Placement) -> dict[str, float]:
     passes, layer = run.config.gradient_accumulation_steps, layer_seconds(run, placement)
     parts = {name: passes * seconds for name, seconds in _compute_seconds(run, placement).items()}
     parts["weights: gathered and reduced, exposed"] = passes * _exposed_collectives(run, layer)
+    if run.config.expert_parallel_size > 1:
+        parts["experts: tokens exchanged"] = passes * _token_exchange_seconds(run, run.config.remat_policy)
     parts["offloading, exposed"] = passes * (_exposed_copies(run, placement, layer) + _exposed_weights(run, layer))
     parts["optimizer"] = update_seconds(run)
     launches = passes * len(run.layers) * rates.LAYER_LAUNCH_SECONDS[run.config.compiles]
@@ -181,9 +183,25 @@ def _exposed_collectives(run: PlannedRun, layer_seconds: float) -> float:
     Nothing hides the first gather, nor the gathers of embeddings and head.
     """
     ends = run.architecture.head * (1 if run.tied else 2)
-    layers = [_collective_seconds(run, layer.parameters) for layer in run.layers]
+    layers = [_collective_seconds(run, _exchanged_parameters(run, layer)) for layer in run.layers]
     exposed = sum(max(0.0, seconds - layer_seconds) for seconds in layers)
     return exposed + layers[0] / 2 + _collective_seconds(run, ends)
+
+
+def _exchanged_parameters(run: PlannedRun, layer: Layer) -> int:
+    """Returns the weights of a layer that are gathered and whose gradients are reduced."""
+    if run.config.expert_parallel_size == run.hardware.gpus and layer.experts is not None:
+        return layer.parameters - layer.experts.weights  # no other rank has the same experts
+    return run.gathered_parameters(layer)
+
+
+def _token_exchange_seconds(run: PlannedRun, policy: str) -> float:
+    """Returns the seconds in which ranks with different experts exchange tokens: twice a pass, also when repeated."""
+    ranks = run.config.expert_parallel_size
+    sent = run.tokens * run.itemsize * (ranks - 1)
+    passes = 2 + (policy != "none")
+    width = sum(layer.hidden for layer in run.layers if layer.experts is not None)
+    return 2 * passes * width * sent / _collective_rate(run, ranks)
 
 
 def _collective_seconds(run: PlannedRun, parameters: int) -> float:
