@@ -191,6 +191,20 @@ def test_routers_that_a_model_keeps_in_float32_compute_and_train_in_it() -> None
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("model_type", "size", "line"),
+    [
+        ("qwen3_moe", 3, "3 does not divide the 4 experts of Qwen3MoeForCausalLM"),
+        ("llama", 2, "LlamaForCausalLM has no"),
+    ],
+)
+def test_expert_parallel_sizes_that_do_not_fit_are_refused(model_type: str, size: int, line: str) -> None:
+    with pytest.raises(ValueError, match=line):
+        check_layers(
+            parse([*NEEDED, "--expert_parallel_size", str(size)], ""), inspect_architecture(tiny_config(model_type))
+        )
+
+
 def test_groups_of_layers_with_experts_are_refused() -> None:
     architecture = inspect_architecture(tiny_config("qwen3_moe"))
     with pytest.raises(ValueError, match="--layers_per_checkpoint 2 does not work with experts"):

@@ -55,7 +55,7 @@ class ExpertGroup:
 def distribute_experts(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> list[str]:
     """Gives each rank of the mesh (expert, expert_data) its part of the experts of a model on the meta device.
 
-    Returns the names of the parameters. Raises ValueError if the experts do not split evenly.
+    Returns the names of the parameters. Raises ValueError if a rank's experts do not split evenly.
     """
     experts_group, shards_group = mesh.get_group(EXPERT), mesh.get_group(EXPERT_DATA)
     group = ExpertGroup(
@@ -80,10 +80,6 @@ def distribute_experts(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -
 def _placements(experts: Any, mesh: DeviceMesh) -> tuple[Placement, Placement]:
     """Returns how the experts' parameters are split: by expert, then by expert or by their second dimension."""
     ranks, shards = mesh.size(0), mesh.size(1)
-    if experts.num_experts % ranks:
-        raise ValueError(
-            f"--expert_parallel_size {ranks} does not divide the model's {experts.num_experts} experts; give a divisor"
-        )
     if experts.num_experts // ranks % shards == 0:
         return Shard(0), Shard(0)
     if any(parameter.shape[1] % shards for parameter in experts.parameters(recurse=False)):

@@ -106,10 +106,13 @@ def check_layers(config: TrainConfig, architecture: Architecture) -> None:
             f"--layers_per_checkpoint {config.group_size} needs layers that get the same arguments, such as RoPE, and "
             f"keys of their own, but {architecture.name}'s do not; leave it out"
         )
-    if config.expert_parallel_size > 1 and not any(layer.experts for layer in architecture.kinds):
-        raise ValueError(
-            f"--expert_parallel_size {config.expert_parallel_size}: {architecture.name} has no experts; leave it out"
-        )
+    if config.expert_parallel_size > 1:
+        counts = {layer.experts.count for layer in architecture.kinds if layer.experts}
+        given = f"--expert_parallel_size {config.expert_parallel_size}"
+        if not counts:
+            raise ValueError(f"{given}: {architecture.name} has no experts; leave it out")
+        if uneven := [count for count in counts if count % config.expert_parallel_size]:
+            raise ValueError(f"{given} does not divide the {uneven[0]} experts of {architecture.name}; give a divisor")
     if config.group_size > 1 and any(layer.experts for layer in architecture.kinds):
         raise ValueError(
             f"--layers_per_checkpoint {config.group_size} does not work with experts, which the group's second forward "
