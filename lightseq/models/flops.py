@@ -41,6 +41,18 @@ def total_parameters(config: PreTrainedConfig) -> int:
     return inspect_architecture(config).total
 
 
+def describe_experts(config: PreTrainedConfig, ranks: int) -> str | None:
+    """Describes a model's experts, of which `ranks` ranks hold different ones; None without experts."""
+    found = inspect_architecture(config)
+    kinds = dict.fromkeys(layer.experts for layer in found.layers if layer.experts)
+    if not kinds:
+        return None
+    active = found.total - sum(layer.experts.weights - layer.experts.active for layer in found.layers if layer.experts)
+    chosen = " and ".join(f"{kind.per_token} of {kind.count}" for kind in kinds)
+    where = f"; {ranks} ranks hold different ones" if ranks > 1 else ""
+    return f"{chosen} for each token, which uses {active:,} of {found.total:,} parameters{where}"
+
+
 def attention_forward_flops(config: PreTrainedConfig, length: int, attention_share: float | None = None) -> int:
     """Returns the forward FLOPs of causal attention in all layers for one sequence.
 

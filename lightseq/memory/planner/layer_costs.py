@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -24,7 +24,7 @@ from lightseq.models.decoder import attending_part, decoder_layers
 from lightseq.models.layers import Layer
 from lightseq.models.meta_run import layer_inputs
 from lightseq.models.mixers import distribute_mixer, mixer_modules, registered_mixers
-from lightseq.modules.experts import store_experts, use_grouped_experts
+from lightseq.modules.experts import experts_modules, run_experts, store_experts, use_grouped_experts
 from lightseq.modules.mlp import TILE_TOKENS, tile_mlps
 from lightseq.modules.projections import store_projections
 
@@ -77,14 +77,15 @@ def tiles_mlp(layer: Layer, config: TrainConfig, tokens: int) -> bool:
 class LayerTable:
     """Costs of a model's layers in one dtype, each traced when it is first asked for."""
 
-    def __init__(self, config: PreTrainedConfig, dtype: torch.dtype) -> None:
+    def __init__(self, config: PreTrainedConfig, dtype: torch.dtype, expert_ranks: int = 1) -> None:
+        self._expert_ranks = expert_ranks  # that hold different experts
         self._config, self._dtype = copy.deepcopy(config), dtype  # building a model changes its config
         self._graphs: dict[tuple[int, bool, str | None], LayerGraph] = {}
         self._costs: dict[tuple[int, Treatment], LayerCosts] = {}
 
     def __reduce__(self) -> Any:
         """Sends only the config to another process, which traces layers itself if it asks for them."""
-        return layer_table, (self._config, self._dtype)
+        return layer_table, (self._config, self._dtype, self._expert_ranks)
 
     def costs(self, place: int, treatment: Treatment) -> LayerCosts:
         """Returns the costs of the layer at this place in the model."""
@@ -122,6 +123,9 @@ class LayerTable:
         layers = decoder_layers(model)[: last + 1]
         inputs = layer_inputs(model.to(self._dtype), layers, TOKENS)
         use_grouped_experts(model)
+        if self._expert_ranks > 1:
+            for _, experts in experts_modules(layers):
+                experts.expert_group = _TracedGroup(self._expert_ranks)
         ALL_ATTENTION_FUNCTIONS.register("lightseq_traced", attention_function)
         attending_part(model).set_attn_implementation("lightseq_traced")
         context = one_rank_context()
@@ -132,14 +136,29 @@ class LayerTable:
         return layers, inputs
 
 
+class _TracedGroup:
+    """Group of ranks with different experts, of which each has this rank's tokens."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+
+    def weight(self, parameter: Tensor) -> Tensor:
+        return parameter[: len(parameter) // self._ranks]
+
+    def forward(self, module: Any, *tokens: Tensor) -> Tensor:
+        hidden, experts, weights = (x.repeat(self._ranks, 1) for x in tokens)
+        out = run_experts(module, hidden, experts, weights, module.num_experts // self._ranks)
+        return out.view(self._ranks, -1, out.shape[-1]).sum(0)
+
+
 _tables: dict[tuple[Any, ...], LayerTable] = {}
 
 
-def layer_table(model: PreTrainedConfig, dtype: torch.dtype) -> LayerTable:
+def layer_table(model: PreTrainedConfig, dtype: torch.dtype, expert_ranks: int = 1) -> LayerTable:
     """Returns the costs of a model's layers in a dtype; equal configs share a table."""
-    key = type(model), repr(vars(model)), dtype, registered_mixers()
+    key = type(model), repr(vars(model)), dtype, expert_ranks, registered_mixers()
     if key not in _tables:
-        _tables[key] = LayerTable(model, dtype)
+        _tables[key] = LayerTable(model, dtype, expert_ranks)
     return _tables[key]
 
 

@@ -198,7 +198,7 @@ class PlannedRun:
 
     @cached_property
     def layer_table(self) -> LayerTable:
-        return layer_table(self.model, getattr(torch, self.config.compute_dtype))
+        return layer_table(self.model, getattr(torch, self.config.compute_dtype), self.config.expert_parallel_size)
 
     @cached_property
     def parameters_before(self) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from lightseq.memory.planner.advice import Change
 from lightseq.memory.planner.breakdown import GIB
 from lightseq.memory.planner.plan import Plan, usable_gpu_bytes
 from lightseq.memory.planner.run import PlannedRun
+from lightseq.models.flops import describe_experts
 
 
 def record(plan: Plan, longest: int | None, changes: Sequence[Change]) -> dict[str, Any]:
@@ -70,6 +71,7 @@ def _facts(plan: Plan, longest: int | None) -> Table:
     hosts = hardware.gpus // hardware.ranks_per_host
     facts = {
         "model": f"{run.config.model_name}, {run.config.model_max_length:,} tokens, {run.sequences_per_step} a step",
+        **_experts(run),
         "hardware": f"{hardware.gpus} x {hardware.chip.device} on {hosts} host{'s' * (hosts > 1)}, "
         f"{run.sequence_ranks} a sequence: {run.tokens:,} tokens a GPU",
         "schedule": _schedule(run),
@@ -83,6 +85,11 @@ def _facts(plan: Plan, longest: int | None) -> Table:
     for name, value in facts.items():
         out.add_row(f"  {name}", value)
     return out
+
+
+def _experts(run: PlannedRun) -> dict[str, str]:
+    found = describe_experts(run.model, run.config.expert_parallel_size)
+    return {"experts": found} if found else {}
 
 
 def _schedule(run: PlannedRun) -> str:
