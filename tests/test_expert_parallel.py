@@ -55,7 +55,7 @@ def check_equal(run: Path, reference: Path) -> None:
     want, got = (load_file(folder / "checkpoint-4" / WEIGHTS) for folder in (reference, run))
     assert want.keys() == got.keys()
     for name, weight in want.items():
-        assert (got[name] - weight).norm() < 1e-4 * weight.norm(), (run.name, name)
+        assert (got[name] - weight).norm() <= 1e-4 * weight.norm(), (run.name, name)
 
 
 def test_ranks_with_different_sequences_share_experts(tmp_path: Path) -> None:
