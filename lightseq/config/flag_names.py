@@ -29,6 +29,7 @@ FLAGS_OF_OTHER_PROGRAMS: Final[Mapping[str, str]] = {
         "ulysses_size": "ulysses",
         "lora_rank": "lora lora_r use_lora use_peft",
         "lora_target_modules": "lora_target",
+        "lora_target_parameters": "target_parameters",
         "offload": "activation_offloading",
         "deepspeed": "deepspeed_config",
         "report_to": "wandb tensorboard",

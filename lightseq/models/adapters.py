@@ -6,9 +6,11 @@ Only the adapters train. The model keeps its class, its module names and its own
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, cast
@@ -16,12 +18,15 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
 
 from lightseq.config.train_config import TrainConfig
 from lightseq.models.build import build_on_meta
 from lightseq.models.decoder import decoder_layers, float32_parameters, has_towers, module_name, text_config
 from lightseq.models.random_weights import named_generator
 from lightseq.models.weights import LORA_INFIX, FillParameter, copy_tokenizer, fill, save_tensors
+from lightseq.modules.expert_adapters import use_in_experts
+from lightseq.modules.experts import experts_modules
 from lightseq.modules.low_rank import (
     RoundedOnce,
     adapter_in_use,
@@ -56,12 +61,13 @@ PLAIN_VALUES: Final[Mapping[str, tuple[Any, ...]]] = {
 
 @dataclass(frozen=True)
 class Lora:
-    """Settings from `--lora_rank`, `--lora_alpha` and `--lora_target_modules`."""
+    """Settings from the flags `--lora_rank`, `--lora_alpha`, `--lora_target_modules` and `--lora_target_parameters`."""
 
     rank: int
     alpha: float
     targets: tuple[str, ...]  # names of linears in the layers, such as q_proj
     layers: str | None = None  # name of the layers, if other parts of the model have linears of these names
+    parameters: tuple[str, ...] = ()  # weights of stacked experts, by their names in a layer
 
     @property
     def scale(self) -> float:
@@ -78,18 +84,55 @@ def lora_from_config(config: TrainConfig, model_config: PreTrainedConfig) -> Lor
         raise ValueError(
             f"--lora_rank {config.lora_rank} exceeds the model's hidden size of {hidden:,}; give a lower rank"
         )
-    linears = sorted({name.split(".")[-1] for name, _ in _linear_sizes(model_config)})
+    found = find_targets(model_config)
+    parameters = _asked_parameters(config.lora_target_parameters, found)
+    linears = sorted({last_name(name) for name in found.linears} - found.taken)
     asked = config.lora_target_modules.replace(",", " ").split()
     targets = linears if asked == [ALL_LINEARS] else asked
-    if not targets:
+    if not targets and not parameters:
         raise ValueError(f"--lora_target_modules is empty; choose from {', '.join(linears)}, or {ALL_LINEARS}")
+    if taken := [name for name in targets if name in found.taken]:
+        raise ValueError(
+            f"--lora_target_modules {config.lora_target_modules}: peft puts adapters for {taken[0]} on this model's "
+            f"experts or router; leave it out, and give experts with --lora_target_parameters"
+        )
     if unknown := [name for name in targets if name not in linears]:
         raise ValueError(
             f"--lora_target_modules {config.lora_target_modules}: {unknown[0]} is not a linear of the model's layers; "
             f"choose from {', '.join(linears)}, or {ALL_LINEARS}"
         )
     layers = _layers_name(model_config) if has_towers(model_config) else None
-    return Lora(config.lora_rank, config.lora_alpha or 2.0 * config.lora_rank, tuple(targets), layers)
+    return Lora(config.lora_rank, config.lora_alpha or 2.0 * config.lora_rank, tuple(targets), layers, parameters)
+
+
+def _asked_parameters(flag: str, found: "Targets") -> tuple[str, ...]:
+    """Returns the names in a layer of the experts' weights that `--lora_target_parameters` names by their ends."""
+    known = found.parameters
+    asked = flag.replace(",", " ").split()
+    for end in asked:
+        if not known:
+            raise ValueError(f"--lora_target_parameters {flag}: the model has no stacked experts; leave it out")
+        if not any(ends_with(name, end) for name in known):
+            raise ValueError(
+                f"--lora_target_parameters {flag}: {end} is not a weight of the model's experts; choose from "
+                f"{', '.join(known)}"
+            )
+    return tuple(name for name in known if any(ends_with(name, end) for end in asked))
+
+
+def notes_on_targets(config: TrainConfig, lora: Lora | None, model_config: PreTrainedConfig) -> tuple[str, ...]:
+    """Returns a line if `all-linear` leaves out the experts of a model."""
+    if lora is None or lora.parameters or config.lora_target_modules != ALL_LINEARS:
+        return ()
+    found = find_targets(model_config)
+    if not found.parameters:
+        return ()
+    others = sorted(found.taken & {last_name(name) for name in found.linears})
+    also = f" and {', '.join(others)}, which peft takes for theirs" if others else ""
+    return (
+        f"--lora_target_modules {ALL_LINEARS} leaves out the experts{also}; to adapt experts, add "
+        f"--lora_target_parameters {','.join(found.parameters)}",
+    )
 
 
 def _layers_name(model_config: PreTrainedConfig) -> str:
@@ -102,23 +145,68 @@ def count_adapter_parameters(lora: Lora | None, model_config: PreTrainedConfig) 
     """Returns the number of adapter weights; 0 without adapters."""
     if lora is None:
         return 0
-    ends = _linear_sizes(model_config)
-    return sum(lora.rank * both for name, both in ends if name.split(".")[-1] in lora.targets)
+    found = find_targets(model_config)
+    linears = sum(ends for name, ends in found.linears.items() if last_name(name) in lora.targets)
+    return lora.rank * (linears + sum(found.parameters[name] for name in lora.parameters))
 
 
-def _linear_sizes(model_config: PreTrainedConfig) -> list[tuple[str, int]]:
-    """Returns the name of every linear, and the sum of its input and output features."""
-    return _cached_linear_sizes(cast(Hashable, type(model_config)), model_config.to_json_string())
+@dataclass(frozen=True)
+class Targets:
+    """Weights in a model's layers that adapters can be of."""
+
+    linears: Mapping[str, int]  # inputs plus outputs of each linear
+    parameters: Mapping[str, int]  # the same of stacked experts' weights by their name in a layer, over all of them
+    taken: frozenset[str]  # names of linears that peft understands as those of experts or routers
+
+
+def find_targets(model_config: PreTrainedConfig) -> Targets:
+    """Returns the possible targets of adapters in a model."""
+    return _cached_targets(cast(Hashable, type(model_config)), model_config.to_json_string())
 
 
 @lru_cache(maxsize=16)  # a plan asks once per length that it tries
-def _cached_linear_sizes(kind: Any, text: str) -> list[tuple[str, int]]:
-    linears = _linears(build_on_meta(kind.from_dict(json.loads(text))))
-    return [(name, linear.in_features + linear.out_features) for name, linear in linears]
+def _cached_targets(kind: Any, text: str) -> Targets:
+    model = build_on_meta(kind.from_dict(json.loads(text)))
+    layers, parameters = decoder_layers(model), Counter[str]()
+    for name, experts in experts_modules(layers):
+        for weight in ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj"):
+            count, *ends = getattr(experts, weight).shape
+            parameters[f"{name.partition('.')[2]}.{weight}"] += count * sum(ends)
+    linears = {
+        name: module.in_features + module.out_features
+        for name, module in layers.named_modules()
+        if isinstance(module, nn.Linear)
+    }
+    names = {last_name(name) for name in linears}
+    return Targets(
+        linears, parameters, frozenset(filter(partial(_is_taken, model), names)) if parameters else frozenset()
+    )
 
 
-def _linears(model: PreTrainedModel) -> list[tuple[str, nn.Linear]]:
-    return [(name, module) for name, module in decoder_layers(model).named_modules() if isinstance(module, nn.Linear)]
+def _is_taken(model: PreTrainedModel, name: str) -> bool:
+    """Returns whether peft moves a target to stacked experts or a router, which were linears in transformers 4."""
+    from peft import LoraConfig
+
+    with suppress(ImportError):  # not in older versions
+        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+        config = LoraConfig(target_modules=[name])
+        try:
+            convert_peft_config_for_transformers(config, model, get_model_conversion_mapping(model))
+        except ValueError:  # needs gate and up together
+            return True
+        return name not in (config.target_modules or ())
+    return False
+
+
+def last_name(name: str) -> str:
+    """Returns the last part of a dotted name."""
+    return name.rpartition(".")[2]
+
+
+def ends_with(name: str, end: str) -> bool:
+    """Returns whether a dotted name ends with the parts of another one, as peft compares targets."""
+    return name == end or name.endswith(f".{end}")
 
 
 def add_adapters(model: PreTrainedModel, lora: Lora | None, dtype: torch.dtype) -> None:
@@ -129,9 +217,12 @@ def add_adapters(model: PreTrainedModel, lora: Lora | None, dtype: torch.dtype) 
 
     inject_adapter_in_model(_peft_config(lora), model, low_cpu_mem_usage=True)
     for module in model.modules():
-        if hasattr(module, "lora_A") and has_plain_adapter(module):
+        if hasattr(module, "parameter_name"):
+            use_in_experts(module)
+        elif hasattr(module, "lora_A") and has_plain_adapter(module):
             module.__class__ = _rounded_once(type(module))  # type: ignore[assignment, arg-type]
     in_float32 = float32_parameters(model)
+    assert sum(p.numel() for _, p in lora_parameters(model)) == count_adapter_parameters(lora, model.config)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(LORA_INFIX in name)
         if LORA_INFIX not in name and name not in in_float32:
@@ -155,15 +246,21 @@ def _rounded_once(kind: type[nn.Module]) -> type[nn.Module]:
     return type(f"RoundedOnce{kind.__name__}", (kind, RoundedOnce), {"forward": forward})
 
 
+def target_modules(lora: Lora) -> list[str] | str:
+    """Returns the linears to adapt as peft's config has them."""
+    if lora.layers is None or not lora.targets:
+        return sorted(lora.targets)
+    # a pattern, which peft compares with whole names
+    return rf"{re.escape(lora.layers)}\..*\.({'|'.join(map(re.escape, lora.targets))})"
+
+
 def _peft_config(lora: Lora, base: str | None = None) -> Any:
     from peft import LoraConfig
 
-    targets: Any = list(lora.targets)
-    if lora.layers is not None:  # a pattern, which peft compares with whole names
-        targets = rf"{re.escape(lora.layers)}\..*\.({'|'.join(map(re.escape, lora.targets))})"
     return LoraConfig(
-        r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, lora_dropout=0.0, bias="none",
-        task_type="CAUSAL_LM", base_model_name_or_path=base, inference_mode=base is not None,
+        r=lora.rank, lora_alpha=lora.alpha, target_modules=target_modules(lora), lora_dropout=0.0, bias="none",
+        target_parameters=list(lora.parameters) or None, task_type="CAUSAL_LM", base_model_name_or_path=base,
+        inference_mode=base is not None,
     )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ A model is built and sharded on the meta device. Each rank then allocates and fi
 """
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
@@ -123,7 +124,12 @@ def stored_buffers(module: nn.Module) -> dict[str, Tensor]:
 def base_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     """Returns the model's parameters without adapters, by their names in the model's files."""
     found = ((name, p) for name, p in model.named_parameters() if LORA_INFIX not in name)
-    return {name.replace(".base_layer.", "."): p for name, p in found}
+    return {without_wrappers(name): p for name, p in found}
+
+
+def without_wrappers(name: str) -> str:
+    """Returns the name of a parameter or module in its model, without peft's wrappers around it."""
+    return re.sub(r"\.base_layer(?=\.|$)", "", name)
 
 
 def load(model: PreTrainedModel, source: Path | str, fill: FillParameter = fill) -> None:

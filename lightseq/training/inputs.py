@@ -28,7 +28,7 @@ from lightseq.distributed.parallel_dims import ParallelDims, parallel_dims
 from lightseq.distributed.world import World, check_devices
 from lightseq.memory.planner.document_lengths import DocumentLengths, document_lengths_of
 from lightseq.models import weights
-from lightseq.models.adapters import Lora, count_adapter_parameters, lora_from_config
+from lightseq.models.adapters import Lora, count_adapter_parameters, lora_from_config, notes_on_targets
 from lightseq.models.architecture import inspect_architecture, matrix_sizes
 from lightseq.models.decoder import placeholder_ids, text_config
 from lightseq.models.family import apply_rope, context_warning, resolve
@@ -284,6 +284,7 @@ def find_model(config: TrainConfig, family: ModelFamily, world: World) -> FoundM
     lines += flag_warnings(config.resolve_memory_flags(world.device.type == "cuda"), dims.sequence)
     warnings = tuple(f"warning: {line}" for line in lines)
     lora = lora_from_config(config, model_config)
+    warnings += notes_on_targets(config, lora, model_config)
     return FoundModel(model_config, source.weights, tokenizer, dims, warnings, lora, unscaled)
 
 
