@@ -45,8 +45,8 @@ ALL_LINEARS: Final = "all-linear"
 # or configure an initialization that `init_lora_weights` names.
 ANY_VALUE: Final = frozenset(
     ("r", "lora_alpha", "base_model_name_or_path", "revision", "peft_version", "auto_mapping", "task_type")
-    + ("inference_mode", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "lora_dropout")
-    + ("megatron_core", "qalora_group_size", "runtime_config")
+    + ("inference_mode", "target_modules", "target_parameters", "exclude_modules", "layers_to_transform")
+    + ("layers_pattern", "lora_dropout", "megatron_core", "qalora_group_size", "runtime_config")
     + ("corda_config", "eva_config", "loftq_config", "lora_ga_config")
 )
 OFF: Final[tuple[Any, ...]] = (None, False, {}, [], "")

@@ -3,8 +3,9 @@
 Shape suffixes: R rows, sorted by expert, E experts, I inputs, O outputs, K an adapter's rank.
 """
 
+from collections.abc import Hashable
 from functools import cache
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -64,7 +65,7 @@ def use_in_experts(wrapper: Any) -> None:
     if plain_class(wrapper) is not ParamWrapper or change or wrapper.lora_variant:
         raise ValueError(f"the adapter of experts' {wrapper.parameter_name} {change or 'is no plain LoRA'}")
     vars(wrapper.get_base_layer()).setdefault(WRAPPERS, {})[wrapper.parameter_name] = wrapper
-    wrapper.__class__ = _passing_on(type(wrapper))
+    wrapper.__class__ = _passing_on(cast(Hashable, type(wrapper)))
 
 
 @cache

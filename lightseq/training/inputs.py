@@ -285,6 +285,8 @@ def find_model(config: TrainConfig, family: ModelFamily, world: World) -> FoundM
     warnings = tuple(f"warning: {line}" for line in lines)
     lora = lora_from_config(config, model_config)
     warnings += notes_on_targets(config, lora, model_config)
+    if source.in_mxfp4:
+        warnings += (f"{config.model_name_or_path}: weights in MXFP4 are read as bfloat16; checkpoints have no MXFP4",)
     return FoundModel(model_config, source.weights, tokenizer, dims, warnings, lora, unscaled)
 
 
