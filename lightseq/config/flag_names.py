@@ -28,6 +28,7 @@ FLAGS_OF_OTHER_PROGRAMS: Final[Mapping[str, str]] = {
         "expert_parallel_size": "ep_size expert_model_parallel_size expert_parallel_degree ep",
         "ulysses_size": "ulysses",
         "lora_rank": "lora lora_r use_lora use_peft",
+        "lora_adapter": "adapter_name_or_path lora_model_dir",
         "lora_target_modules": "lora_target",
         "lora_target_parameters": "target_parameters",
         "offload": "activation_offloading",

@@ -146,6 +146,10 @@ class AdapterConfig:
     lora_alpha: float | None = flag(
         None, "Scale of the adapters: their output is multiplied by lora_alpha / lora_rank. Default: twice the rank."
     )
+    lora_adapter: str | None = flag(
+        None,
+        "Directory of an adapter to start from: of peft, or a checkpoint. Rank, scale and targets must be the same.",
+    )
     lora_target_modules: str = flag(
         "all-linear", 'Linear layers that get an adapter, such as q_proj,v_proj. Experts are none. "": no linear layer.'
     )

@@ -6,27 +6,33 @@ Only the adapters train. The model keeps its class, its module names and its own
 import json
 import math
 import re
-from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache, lru_cache, partial
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
 
 from lightseq.config.train_config import TrainConfig
+from lightseq.models.adapter_targets import Targets, ends_with, find_targets, last_part
 from lightseq.models.build import build_on_meta
 from lightseq.models.decoder import decoder_layers, float32_parameters, has_towers, module_name, text_config
 from lightseq.models.random_weights import named_generator
-from lightseq.models.weights import LORA_INFIX, FillParameter, copy_tokenizer, fill, save_tensors
+from lightseq.models.weights import (
+    LORA_INFIX,
+    FillParameter,
+    copy_tokenizer,
+    fill,
+    global_shape,
+    open_tensors,
+    save_tensors,
+)
 from lightseq.modules.expert_adapters import use_in_experts
-from lightseq.modules.experts import experts_modules
 from lightseq.modules.low_rank import (
     RoundedOnce,
     adapter_in_use,
@@ -86,7 +92,7 @@ def lora_from_config(config: TrainConfig, model_config: PreTrainedConfig) -> Lor
         )
     found = find_targets(model_config)
     parameters = _asked_parameters(config.lora_target_parameters, found)
-    linears = sorted({last_name(name) for name in found.linears} - found.taken)
+    linears = sorted({last_part(name) for name in found.linears} - found.taken)
     asked = config.lora_target_modules.replace(",", " ").split()
     targets = linears if asked == [ALL_LINEARS] else asked
     if not targets and not parameters:
@@ -105,7 +111,7 @@ def lora_from_config(config: TrainConfig, model_config: PreTrainedConfig) -> Lor
     return Lora(config.lora_rank, config.lora_alpha or 2.0 * config.lora_rank, tuple(targets), layers, parameters)
 
 
-def _asked_parameters(flag: str, found: "Targets") -> tuple[str, ...]:
+def _asked_parameters(flag: str, found: Targets) -> tuple[str, ...]:
     """Returns the names in a layer of the experts' weights that `--lora_target_parameters` names by their ends."""
     known = found.parameters
     asked = flag.replace(",", " ").split()
@@ -121,18 +127,16 @@ def _asked_parameters(flag: str, found: "Targets") -> tuple[str, ...]:
 
 
 def notes_on_targets(config: TrainConfig, lora: Lora | None, model_config: PreTrainedConfig) -> tuple[str, ...]:
-    """Returns a line if `all-linear` leaves out the experts of a model."""
-    if lora is None or lora.parameters or config.lora_target_modules != ALL_LINEARS:
+    """Returns a line if `all-linear` leaves out experts of a model, or linears."""
+    if lora is None or config.lora_target_modules != ALL_LINEARS:
         return ()
     found = find_targets(model_config)
-    if not found.parameters:
-        return ()
-    others = sorted(found.taken & {last_name(name) for name in found.linears})
-    also = f" and {', '.join(others)}, which peft takes for theirs" if others else ""
-    return (
-        f"--lora_target_modules {ALL_LINEARS} leaves out the experts{also}; to adapt experts, add "
-        f"--lora_target_parameters {','.join(found.parameters)}",
-    )
+    left = [f"{', '.join(sorted(found.taken))} (peft takes these names for experts)"] if found.taken else []
+    remedy = ""
+    if found.parameters and not lora.parameters:
+        left.insert(0, "the experts")
+        remedy = f"; to adapt experts, add --lora_target_parameters {','.join(found.parameters)}"
+    return (f"--lora_target_modules {ALL_LINEARS} leaves out {' and '.join(left)}{remedy}",) if left else ()
 
 
 def _layers_name(model_config: PreTrainedConfig) -> str:
@@ -146,67 +150,8 @@ def count_adapter_parameters(lora: Lora | None, model_config: PreTrainedConfig) 
     if lora is None:
         return 0
     found = find_targets(model_config)
-    linears = sum(ends for name, ends in found.linears.items() if last_name(name) in lora.targets)
+    linears = sum(ends for name, ends in found.linears.items() if last_part(name) in lora.targets)
     return lora.rank * (linears + sum(found.parameters[name] for name in lora.parameters))
-
-
-@dataclass(frozen=True)
-class Targets:
-    """Weights in a model's layers that adapters can be of."""
-
-    linears: Mapping[str, int]  # inputs plus outputs of each linear
-    parameters: Mapping[str, int]  # the same of stacked experts' weights by their name in a layer, over all of them
-    taken: frozenset[str]  # names of linears that peft understands as those of experts or routers
-
-
-def find_targets(model_config: PreTrainedConfig) -> Targets:
-    """Returns the possible targets of adapters in a model."""
-    return _cached_targets(cast(Hashable, type(model_config)), model_config.to_json_string())
-
-
-@lru_cache(maxsize=16)  # a plan asks once per length that it tries
-def _cached_targets(kind: Any, text: str) -> Targets:
-    model = build_on_meta(kind.from_dict(json.loads(text)))
-    layers, parameters = decoder_layers(model), Counter[str]()
-    for name, experts in experts_modules(layers):
-        for weight in ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj"):
-            count, *ends = getattr(experts, weight).shape
-            parameters[f"{name.partition('.')[2]}.{weight}"] += count * sum(ends)
-    linears = {
-        name: module.in_features + module.out_features
-        for name, module in layers.named_modules()
-        if isinstance(module, nn.Linear)
-    }
-    names = {last_name(name) for name in linears}
-    return Targets(
-        linears, parameters, frozenset(filter(partial(_is_taken, model), names)) if parameters else frozenset()
-    )
-
-
-def _is_taken(model: PreTrainedModel, name: str) -> bool:
-    """Returns whether peft moves a target to stacked experts or a router, which were linears in transformers 4."""
-    from peft import LoraConfig
-
-    with suppress(ImportError):  # not in older versions
-        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
-
-        config = LoraConfig(target_modules=[name])
-        try:
-            convert_peft_config_for_transformers(config, model, get_model_conversion_mapping(model))
-        except ValueError:  # needs gate and up together
-            return True
-        return name not in (config.target_modules or ())
-    return False
-
-
-def last_name(name: str) -> str:
-    """Returns the last part of a dotted name."""
-    return name.rpartition(".")[2]
-
-
-def ends_with(name: str, end: str) -> bool:
-    """Returns whether a dotted name ends with the parts of another one, as peft compares targets."""
-    return name == end or name.endswith(f".{end}")
 
 
 def add_adapters(model: PreTrainedModel, lora: Lora | None, dtype: torch.dtype) -> None:
@@ -277,6 +222,44 @@ def initialize(
         fill(parameter, whole.__getitem__)
 
 
+def load(model: PreTrainedModel, directory: Path, fill: FillParameter = fill) -> None:
+    """Fills the adapters from the files of one, by peft or a checkpoint. Raises ValueError unless it has the same."""
+    parameters = {_name_in_file(name): parameter for name, parameter in lora_parameters(model)}
+    path = directory / WEIGHTS
+    if not path.is_file():
+        raise ValueError(f"{directory} has no {WEIGHTS}; give the directory of an adapter")
+    with safe_open(path, framework="pt") as file:
+        names = set(file.keys())
+    if different := sorted(names ^ parameters.keys()):
+        whose = "the run's adapters lack" if different[0] in names else "which lacks the run's"
+        raise ValueError(
+            f"{path}: {whose} {different[0]}; give --lora_target_modules and --lora_target_parameters of it"
+        )
+    with open_tensors(dict.fromkeys(names, path)) as stored:
+        for name, parameter in parameters.items():
+            if tuple(stored(name).get_shape()) != global_shape(parameter):
+                shapes = f"{stored(name).get_shape()}, not the run's {[*global_shape(parameter)]}"
+                raise ValueError(f"{path}: {name} has shape {shapes}; give --lora_rank of it, and its base model")
+            fill(parameter, stored(name).__getitem__)
+
+
+def check_start(directory: Path, lora: Lora) -> None:
+    """Raises ValueError unless the adapter in a directory is plain LoRA of the run's rank and scale."""
+    settings = read_config(directory)
+    for flag, before, now in (
+        ("rank", settings["r"], lora.rank),
+        ("alpha", lora_scale(settings) * lora.rank, lora.alpha),
+    ):
+        if not math.isclose(before, now):
+            raise ValueError(
+                f"--lora_adapter {directory} has lora_{flag} {before:g}, not {now:g}; give --lora_{flag} {before:g}"
+            )
+
+
+def _name_in_file(name: str) -> str:
+    return f"base_model.model.{name.replace('.default', '')}"
+
+
 def lora_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yields the names and parameters of the adapters."""
     return ((name, p) for name, p in model.named_parameters() if LORA_INFIX in name)
@@ -304,7 +287,7 @@ def save(
     rope: Mapping[str, Any] | None,
 ) -> None:
     """Writes whole adapter tensors for `PeftModel.from_pretrained`, and `rope` in a file of its own."""
-    tensors = {f"base_model.model.{name.replace('.default', '')}": x.contiguous() for name, x in whole}
+    tensors = {_name_in_file(name): x.contiguous() for name, x in whole}
     directory.mkdir(parents=True, exist_ok=True)
     save_tensors(tensors, directory / WEIGHTS)
     _peft_config(lora, base_model_name(base)).save_pretrained(str(directory))
