@@ -20,6 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from lightseq.config.train_config import TrainConfig
 from lightseq.models.adapter_targets import Targets, ends_with, find_targets, last_part
+from lightseq.models.architecture import inspect_architecture
 from lightseq.models.build import build_on_meta
 from lightseq.models.decoder import decoder_layers, float32_parameters, has_towers, module_name, text_config
 from lightseq.models.random_weights import named_generator
@@ -145,13 +146,20 @@ def _layers_name(model_config: PreTrainedConfig) -> str:
     return module_name(model, decoder_layers(model))
 
 
-def count_adapter_parameters(lora: Lora | None, model_config: PreTrainedConfig) -> int:
-    """Returns the number of adapter weights; 0 without adapters."""
+def count_adapter_parameters(lora: Lora | None, model_config: PreTrainedConfig, active: bool = False) -> int:
+    """Returns the number of adapter weights; 0 without adapters.
+
+    With `active`, only those that a token is multiplied by, which are the adapters of its own experts.
+    """
     if lora is None:
         return 0
     found = find_targets(model_config)
     linears = sum(ends for name, ends in found.linears.items() if last_part(name) in lora.targets)
-    return lora.rank * (linears + sum(found.parameters[name] for name in lora.parameters))
+    experts = sum(found.parameters[name] for name in lora.parameters)
+    if active and experts:
+        facts = next(layer.experts for layer in inspect_architecture(model_config).layers if layer.experts)
+        experts = experts * facts.per_token // facts.count
+    return lora.rank * (linears + experts)
 
 
 def add_adapters(model: PreTrainedModel, lora: Lora | None, dtype: torch.dtype) -> None:

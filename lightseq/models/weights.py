@@ -224,7 +224,8 @@ def download_tokenizer(hub_id: str) -> Path:
 
 def _download(hub_id: str, patterns: Sequence[str], what: str, remedy: str) -> Path:
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=list(patterns)))
+        # Folders inside hold the same weights in the formats of other programs.
+        return Path(snapshot_download(hub_id, allow_patterns=list(patterns), ignore_patterns=["*/*"]))
     except Exception as error:  # OSError, ValueError, or an error of the HTTP client, which differs between versions
         raise ValueError(f"{what} cannot be fetched ({type(error).__name__}); {remedy}") from error
 
