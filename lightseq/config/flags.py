@@ -153,8 +153,8 @@ class AdapterConfig:
     lora_target_modules: str = flag(
         "all-linear", 'Linear layers that get an adapter, such as q_proj,v_proj. Experts are none. "": no linear layer.'
     )
-    lora_target_parameters: str = flag(
-        "", "Weights of stacked experts that get an adapter, such as mlp.experts.gate_up_proj,mlp.experts.down_proj."
+    lora_target_parameters: str | None = flag(
+        None, "Weights of stacked experts that get an adapter, such as mlp.experts.gate_up_proj,mlp.experts.down_proj."
     )
 
 

@@ -112,10 +112,10 @@ def lora_from_config(config: TrainConfig, model_config: PreTrainedConfig) -> Lor
     return Lora(config.lora_rank, config.lora_alpha or 2.0 * config.lora_rank, tuple(targets), layers, parameters)
 
 
-def _asked_parameters(flag: str, found: Targets) -> tuple[str, ...]:
+def _asked_parameters(flag: str | None, found: Targets) -> tuple[str, ...]:
     """Returns the names in a layer of the experts' weights that `--lora_target_parameters` names by their ends."""
     known = found.parameters
-    asked = flag.replace(",", " ").split()
+    asked = flag.replace(",", " ").split() if flag else []
     for end in asked:
         if not known:
             raise ValueError(f"--lora_target_parameters {flag}: the model has no stacked experts; leave it out")
