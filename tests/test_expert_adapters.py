@@ -27,6 +27,7 @@ from lightseq.data.batches import permutation
 from lightseq.models import adapters
 from lightseq.models.adapter_targets import find_targets
 from lightseq.models.build import build
+from lightseq.models.weights import base_parameters
 from lightseq.modules.expert_adapters import ExpertAdapter
 from lightseq.modules.experts import use_grouped_experts
 from lightseq.modules.fp8 import to_fp8
@@ -75,6 +76,7 @@ def test_losses_and_gradients_equal_pefts(family: str, monkeypatch: pytest.Monke
     model = build(copy.deepcopy(CONFIGS[family]))
     theirs = adapted(model)
     adapters.add_adapters(model, LORA, torch.float32)
+    assert base_parameters(model).keys() == dict(build(copy.deepcopy(CONFIGS[family])).named_parameters()).keys()
     trained = {name: p.detach().clone() for name, p in named(theirs).items()}
     assert not model.load_state_dict(trained, strict=False, assign=True).unexpected_keys
     for name, parameter in model.named_parameters():
@@ -166,6 +168,7 @@ def test_weights_of_experts_are_named_by_their_ends_and_counted() -> None:
     lora = adapters.lora_from_config(parse([*words.split(), "--lora_target_modules="], "train"), config)
     assert lora == adapters.Lora(2, 4.0, (), None, ("mlp.experts.down_proj",))
     assert adapters.count_adapter_parameters(lora, config) == 2 * 2 * 4 * (16 + 32)
+    assert adapters.count_adapter_parameters(lora, config, active=True) == 2 * 2 * 2 * (16 + 32)
     assert not find_targets(config).taken
 
 

@@ -116,7 +116,7 @@ def prepare(config: TrainConfig, family: ModelFamily, world: World, resume_point
     """
     _check_flags(config, world, resume_point)
     model = find_model(config, family, world)
-    _check_adapters(config, model)
+    _check_adapters(config, model, resume_point.path)
     deepspeed = deepspeed_settings(config, model.dims.data_ranks, text_config(model.config).hidden_size)
     checkpoint_notes = _check_checkpoint(config, world, model, deepspeed, resume_point.path)
     streams = _open_streams(config, world, model, resume_point.path)
@@ -161,9 +161,9 @@ def _check_flags(config: TrainConfig, world: World, resume_point: ResumePoint) -
         check_output_dir(Path(config.output_dir), config, resume_point, world)
 
 
-def _check_adapters(config: TrainConfig, model: FoundModel) -> None:
+def _check_adapters(config: TrainConfig, model: FoundModel, resume_from: Path | None) -> None:
     """Raises ValueError if checkpoints would hold adapters of weights that no file has, or adapters cannot start."""
-    if model.lora and config.lora_adapter:
+    if model.lora and config.lora_adapter and resume_from is None:
         check_start(Path(config.lora_adapter), model.lora)
     if model.lora and config.random_init and config.save_strategy != "no":
         given = f"--lora_rank {config.lora_rank}"
