@@ -70,18 +70,32 @@ def named(model: Any) -> dict[str, nn.Parameter]:
     return {name.removeprefix("base_model.model."): p for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("family", CONFIGS)
-def test_losses_and_gradients_equal_pefts(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def both(family: str) -> tuple[Any, Any]:
+    """Returns a model with our adapters, and peft's with the same weights."""
     torch.manual_seed(0)
     model = build(copy.deepcopy(CONFIGS[family]))
-    theirs = adapted(model)
+    plain, theirs = {name for name, _ in model.named_parameters()}, adapted(model)
     adapters.add_adapters(model, LORA, torch.float32)
-    assert base_parameters(model).keys() == dict(build(copy.deepcopy(CONFIGS[family])).named_parameters()).keys()
+    assert base_parameters(model).keys() == plain
     trained = {name: p.detach().clone() for name, p in named(theirs).items()}
     assert not model.load_state_dict(trained, strict=False, assign=True).unexpected_keys
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".lora_" in name)
     use_grouped_experts(model)
+    return model, theirs
+
+
+@pytest.mark.slow
+def test_experts_with_adapters_compile_into_one_graph() -> None:
+    mlp = both("gpt_oss")[0].model.layers[0].mlp
+    x = torch.randn(1, 20, 32)
+    found, expected = torch.compile(mlp, fullgraph=True, backend="aot_eager")(x), mlp(x)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_losses_and_gradients_equal_pefts(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, theirs = both(family)
     ids = torch.randint(0, 64, (2, 20))
     expected = theirs(input_ids=ids, labels=ids).loss
     expected.backward()
