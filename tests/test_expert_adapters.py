@@ -240,12 +240,14 @@ def test_runs_train_adapters_of_peft_and_save_them_for_peft(family: str, tmp_pat
         f"{common} --output_dir {tmp_path}/whole --max_steps {STEPS}",
         f"{common} --output_dir {tmp_path}/parts --max_steps 2",
         f"{common} --output_dir {tmp_path}/parts --max_steps {STEPS} --resume_from_checkpoint True",
+        f"{common} --output_dir {tmp_path}/split --max_steps {STEPS} --expert_parallel_size 2",
         f"{common} --output_dir {tmp_path}/other --max_steps 1 --lora_rank 2",
     ]
     *ends, refused = spawn(2, programs, runs)[0]
-    assert [end.status for end in ends] == [0] * 3, [end.err for end in ends]
+    assert [end.status for end in ends] == [0] * 4, [end.err for end in ends]
     assert refused.status == 2 and "has lora_rank 3, not 2; give --lora_rank 3" in refused.err
-    found = [[x["loss"] for x in read_records(tmp_path / run / "metrics.jsonl")] for run in ("whole", "parts")]
-    assert found[0] == pytest.approx(peft_losses(theirs, data), abs=1e-5) and found[1] == found[0]
+    found = [[x["loss"] for x in read_records(tmp_path / run / "metrics.jsonl")] for run in ("whole", "parts", "split")]
+    expected = pytest.approx(peft_losses(theirs, data), abs=1e-5)
+    assert found[0] == expected and found[1] == found[0] and found[2] == expected
     opened = peft.PeftModel.from_pretrained(plain, tmp_path / "whole" / f"checkpoint-{STEPS}")
     torch.testing.assert_close(logits(opened), logits(theirs), rtol=1e-3, atol=1e-3)

@@ -39,6 +39,10 @@ def expert_adapter(experts: nn.Module, name: str, dtype: torch.dtype) -> ExpertA
     (adapter,) = wrapper.lora_A
     a, b = wrapper.lora_A[adapter].weight.to(dtype), wrapper.lora_B[adapter].weight.to(dtype)
     a_EKI, b_EOK = split_by_expert(a, b, wrapper.num_experts)
+    if (group := getattr(experts, "expert_group", None)) is not None:  # this rank computes some experts
+        count = wrapper.num_experts // group.ranks
+        own = slice(group.rank * count, (group.rank + 1) * count)
+        a_EKI, b_EOK = a_EKI[own], b_EOK[own]
     if padding := -a_EKI.shape[1] % MULTIPLE:
         a_EKI, b_EOK = (
             nn.functional.pad(a_EKI, (0, 0, 0, padding)),
