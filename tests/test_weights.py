@@ -356,9 +356,10 @@ def test_a_tokenizer_of_the_hub_comes_whole_with_the_weights(monkeypatch: pytest
     tokenizer = ["tokenizer.model", "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template.jinja"]
     fetched: list[str] = []
 
-    def fetch(_: str, allow_patterns: list[str]) -> str:
-        held = ["config.json", "model.safetensors", "pytorch_model.bin", "README.md", *tokenizer]
-        fetched.extend(filter_repo_objects(held, allow_patterns=allow_patterns))
+    def fetch(_: str, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        held = ["config.json", "model.safetensors", "original/model.safetensors", "pytorch_model.bin", "README.md"]
+        kept = filter_repo_objects([*held, *tokenizer], allow_patterns=allow_patterns, ignore_patterns=ignore_patterns)
+        fetched.extend(kept)
         return str(tmp_path)
 
     monkeypatch.setattr(weights, "snapshot_download", fetch)

@@ -194,9 +194,11 @@ def _adapter_differences(
         yield "lora_alpha", alpha, lora.alpha
     if saved.get("use_rslora"):
         yield "use_rslora", True, False
-    targets = saved.get("target_modules", lora.targets)
-    if set(targets) != set(lora.targets):
-        yield "lora_target_modules", ",".join(sorted(targets)), ",".join(sorted(lora.targets))
+    for name, wanted in (("modules", adapters.target_modules(lora)), ("parameters", sorted(lora.parameters))):
+        found = saved.get(f"target_{name}", wanted) or []
+        before, now = (each if isinstance(each, str) else ",".join(sorted(each)) for each in (found, wanted))
+        if before != now:
+            yield f"lora_target_{name}", before or "none", now or "none"
     both = adapters.read_rope(directory), adapters.changed_rope(config, model)
     before, now = (_without_none((rope or {}).get("rope_parameters", "the base model's")) for rope in both)
     if not _are_equal(before, now):

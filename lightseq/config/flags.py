@@ -146,7 +146,16 @@ class AdapterConfig:
     lora_alpha: float | None = flag(
         None, "Scale of the adapters: their output is multiplied by lora_alpha / lora_rank. Default: twice the rank."
     )
-    lora_target_modules: str = flag("all-linear", "Linear layers that get an adapter, such as q_proj,v_proj.")
+    lora_adapter: str | None = flag(
+        None,
+        "Directory of an adapter to start from: of peft, or a checkpoint. Rank, scale and targets must be the same.",
+    )
+    lora_target_modules: str = flag(
+        "all-linear", 'Linear layers that get an adapter, such as q_proj,v_proj. Experts are none. "": no linear layer.'
+    )
+    lora_target_parameters: str | None = flag(
+        None, "Weights of stacked experts that get an adapter, such as mlp.experts.gate_up_proj,mlp.experts.down_proj."
+    )
 
 
 @dataclass(frozen=True)

@@ -6,22 +6,34 @@ Only the adapters train. The model keeps its class, its module names and its own
 import json
 import math
 import re
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lightseq.config.train_config import TrainConfig
+from lightseq.models.adapter_targets import Targets, ends_with, find_targets, last_part
+from lightseq.models.architecture import inspect_architecture
 from lightseq.models.build import build_on_meta
 from lightseq.models.decoder import decoder_layers, float32_parameters, has_towers, module_name, text_config
 from lightseq.models.random_weights import named_generator
-from lightseq.models.weights import LORA_INFIX, FillParameter, copy_tokenizer, fill, save_tensors
+from lightseq.models.weights import (
+    LORA_INFIX,
+    FillParameter,
+    copy_tokenizer,
+    fill,
+    global_shape,
+    open_tensors,
+    save_tensors,
+)
+from lightseq.modules.expert_adapters import use_in_experts
 from lightseq.modules.low_rank import (
     RoundedOnce,
     adapter_in_use,
@@ -40,8 +52,8 @@ ALL_LINEARS: Final = "all-linear"
 # or configure an initialization that `init_lora_weights` names.
 ANY_VALUE: Final = frozenset(
     ("r", "lora_alpha", "base_model_name_or_path", "revision", "peft_version", "auto_mapping", "task_type")
-    + ("inference_mode", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "lora_dropout")
-    + ("megatron_core", "qalora_group_size", "runtime_config")
+    + ("inference_mode", "target_modules", "target_parameters", "exclude_modules", "layers_to_transform")
+    + ("layers_pattern", "lora_dropout", "megatron_core", "qalora_group_size", "runtime_config")
     + ("corda_config", "eva_config", "loftq_config", "lora_ga_config")
 )
 OFF: Final[tuple[Any, ...]] = (None, False, {}, [], "")
@@ -56,12 +68,13 @@ PLAIN_VALUES: Final[Mapping[str, tuple[Any, ...]]] = {
 
 @dataclass(frozen=True)
 class Lora:
-    """Settings from `--lora_rank`, `--lora_alpha` and `--lora_target_modules`."""
+    """Settings from the flags `--lora_rank`, `--lora_alpha`, `--lora_target_modules` and `--lora_target_parameters`."""
 
     rank: int
     alpha: float
     targets: tuple[str, ...]  # names of linears in the layers, such as q_proj
     layers: str | None = None  # name of the layers, if other parts of the model have linears of these names
+    parameters: tuple[str, ...] = ()  # weights of stacked experts, by their names in a layer
 
     @property
     def scale(self) -> float:
@@ -78,18 +91,53 @@ def lora_from_config(config: TrainConfig, model_config: PreTrainedConfig) -> Lor
         raise ValueError(
             f"--lora_rank {config.lora_rank} exceeds the model's hidden size of {hidden:,}; give a lower rank"
         )
-    linears = sorted({name.split(".")[-1] for name, _ in _linear_sizes(model_config)})
+    found = find_targets(model_config)
+    parameters = _asked_parameters(config.lora_target_parameters, found)
+    linears = sorted({last_part(name) for name in found.linears} - found.taken)
     asked = config.lora_target_modules.replace(",", " ").split()
     targets = linears if asked == [ALL_LINEARS] else asked
-    if not targets:
+    if not targets and not parameters:
         raise ValueError(f"--lora_target_modules is empty; choose from {', '.join(linears)}, or {ALL_LINEARS}")
+    if taken := [name for name in targets if name in found.taken]:
+        raise ValueError(
+            f"--lora_target_modules {config.lora_target_modules}: peft puts adapters for {taken[0]} on this model's "
+            f"experts or router; leave it out, and give experts with --lora_target_parameters"
+        )
     if unknown := [name for name in targets if name not in linears]:
         raise ValueError(
             f"--lora_target_modules {config.lora_target_modules}: {unknown[0]} is not a linear of the model's layers; "
             f"choose from {', '.join(linears)}, or {ALL_LINEARS}"
         )
     layers = _layers_name(model_config) if has_towers(model_config) else None
-    return Lora(config.lora_rank, config.lora_alpha or 2.0 * config.lora_rank, tuple(targets), layers)
+    return Lora(config.lora_rank, config.lora_alpha or 2.0 * config.lora_rank, tuple(targets), layers, parameters)
+
+
+def _asked_parameters(flag: str | None, found: Targets) -> tuple[str, ...]:
+    """Returns the names in a layer of the experts' weights that `--lora_target_parameters` names by their ends."""
+    known = found.parameters
+    asked = flag.replace(",", " ").split() if flag else []
+    for end in asked:
+        if not known:
+            raise ValueError(f"--lora_target_parameters {flag}: the model has no stacked experts; leave it out")
+        if not any(ends_with(name, end) for name in known):
+            raise ValueError(
+                f"--lora_target_parameters {flag}: {end} is not a weight of the model's experts; choose from "
+                f"{', '.join(known)}"
+            )
+    return tuple(name for name in known if any(ends_with(name, end) for end in asked))
+
+
+def notes_on_targets(config: TrainConfig, lora: Lora | None, model_config: PreTrainedConfig) -> tuple[str, ...]:
+    """Returns a line if `all-linear` leaves out experts of a model, or linears."""
+    if lora is None or config.lora_target_modules != ALL_LINEARS:
+        return ()
+    found = find_targets(model_config)
+    left = [f"{', '.join(sorted(found.taken))} (peft takes these names for experts)"] if found.taken else []
+    remedy = ""
+    if found.parameters and not lora.parameters:
+        left.insert(0, "the experts")
+        remedy = f"; to adapt experts, add --lora_target_parameters {','.join(found.parameters)}"
+    return (f"--lora_target_modules {ALL_LINEARS} leaves out {' and '.join(left)}{remedy}",) if left else ()
 
 
 def _layers_name(model_config: PreTrainedConfig) -> str:
@@ -98,27 +146,20 @@ def _layers_name(model_config: PreTrainedConfig) -> str:
     return module_name(model, decoder_layers(model))
 
 
-def count_adapter_parameters(lora: Lora | None, model_config: PreTrainedConfig) -> int:
-    """Returns the number of adapter weights; 0 without adapters."""
+def count_adapter_parameters(lora: Lora | None, model_config: PreTrainedConfig, active: bool = False) -> int:
+    """Returns the number of adapter weights; 0 without adapters.
+
+    With `active`, only those that a token is multiplied by, which are the adapters of its own experts.
+    """
     if lora is None:
         return 0
-    ends = _linear_sizes(model_config)
-    return sum(lora.rank * both for name, both in ends if name.split(".")[-1] in lora.targets)
-
-
-def _linear_sizes(model_config: PreTrainedConfig) -> list[tuple[str, int]]:
-    """Returns the name of every linear, and the sum of its input and output features."""
-    return _cached_linear_sizes(cast(Hashable, type(model_config)), model_config.to_json_string())
-
-
-@lru_cache(maxsize=16)  # a plan asks once per length that it tries
-def _cached_linear_sizes(kind: Any, text: str) -> list[tuple[str, int]]:
-    linears = _linears(build_on_meta(kind.from_dict(json.loads(text))))
-    return [(name, linear.in_features + linear.out_features) for name, linear in linears]
-
-
-def _linears(model: PreTrainedModel) -> list[tuple[str, nn.Linear]]:
-    return [(name, module) for name, module in decoder_layers(model).named_modules() if isinstance(module, nn.Linear)]
+    found = find_targets(model_config)
+    linears = sum(ends for name, ends in found.linears.items() if last_part(name) in lora.targets)
+    experts = sum(found.parameters[name] for name in lora.parameters)
+    if active and experts:
+        facts = next(layer.experts for layer in inspect_architecture(model_config).layers if layer.experts)
+        experts = experts * facts.per_token // facts.count
+    return lora.rank * (linears + experts)
 
 
 def add_adapters(model: PreTrainedModel, lora: Lora | None, dtype: torch.dtype) -> None:
@@ -129,9 +170,12 @@ def add_adapters(model: PreTrainedModel, lora: Lora | None, dtype: torch.dtype) 
 
     inject_adapter_in_model(_peft_config(lora), model, low_cpu_mem_usage=True)
     for module in model.modules():
-        if hasattr(module, "lora_A") and has_plain_adapter(module):
+        if hasattr(module, "parameter_name"):
+            use_in_experts(module)
+        elif hasattr(module, "lora_A") and has_plain_adapter(module):
             module.__class__ = _rounded_once(type(module))  # type: ignore[assignment, arg-type]
     in_float32 = float32_parameters(model)
+    assert sum(p.numel() for _, p in lora_parameters(model)) == count_adapter_parameters(lora, model.config)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(LORA_INFIX in name)
         if LORA_INFIX not in name and name not in in_float32:
@@ -155,15 +199,21 @@ def _rounded_once(kind: type[nn.Module]) -> type[nn.Module]:
     return type(f"RoundedOnce{kind.__name__}", (kind, RoundedOnce), {"forward": forward})
 
 
+def target_modules(lora: Lora) -> list[str] | str:
+    """Returns the linears to adapt as peft's config has them."""
+    if lora.layers is None or not lora.targets:
+        return sorted(lora.targets)
+    # a pattern, which peft compares with whole names
+    return rf"{re.escape(lora.layers)}\..*\.({'|'.join(map(re.escape, lora.targets))})"
+
+
 def _peft_config(lora: Lora, base: str | None = None) -> Any:
     from peft import LoraConfig
 
-    targets: Any = list(lora.targets)
-    if lora.layers is not None:  # a pattern, which peft compares with whole names
-        targets = rf"{re.escape(lora.layers)}\..*\.({'|'.join(map(re.escape, lora.targets))})"
     return LoraConfig(
-        r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, lora_dropout=0.0, bias="none",
-        task_type="CAUSAL_LM", base_model_name_or_path=base, inference_mode=base is not None,
+        r=lora.rank, lora_alpha=lora.alpha, target_modules=target_modules(lora), lora_dropout=0.0, bias="none",
+        target_parameters=list(lora.parameters) or None, task_type="CAUSAL_LM", base_model_name_or_path=base,
+        inference_mode=base is not None,
     )  # fmt: skip
 
 
@@ -178,6 +228,44 @@ def initialize(
             bound = 1 / math.sqrt(shape[1])
             whole.uniform_(-bound, bound, generator=named_generator(name, seed, on))
         fill(parameter, whole.__getitem__)
+
+
+def load(model: PreTrainedModel, directory: Path, fill: FillParameter = fill) -> None:
+    """Fills the adapters from the files of one, by peft or a checkpoint. Raises ValueError unless it has the same."""
+    parameters = {_name_in_file(name): parameter for name, parameter in lora_parameters(model)}
+    path = directory / WEIGHTS
+    if not path.is_file():
+        raise ValueError(f"{directory} has no {WEIGHTS}; give the directory of an adapter")
+    with safe_open(path, framework="pt") as file:
+        names = set(file.keys())
+    if different := sorted(names ^ parameters.keys()):
+        whose = "the run's adapters lack" if different[0] in names else "which lacks the run's"
+        raise ValueError(
+            f"{path}: {whose} {different[0]}; give --lora_target_modules and --lora_target_parameters of it"
+        )
+    with open_tensors(dict.fromkeys(names, path)) as stored:
+        for name, parameter in parameters.items():
+            if tuple(stored(name).get_shape()) != global_shape(parameter):
+                shapes = f"{stored(name).get_shape()}, not the run's {[*global_shape(parameter)]}"
+                raise ValueError(f"{path}: {name} has shape {shapes}; give --lora_rank of it, and its base model")
+            fill(parameter, stored(name).__getitem__)
+
+
+def check_start(directory: Path, lora: Lora) -> None:
+    """Raises ValueError unless the adapter in a directory is plain LoRA of the run's rank and scale."""
+    settings = read_config(directory)
+    for flag, before, now in (
+        ("rank", settings["r"], lora.rank),
+        ("alpha", lora_scale(settings) * lora.rank, lora.alpha),
+    ):
+        if not math.isclose(before, now):
+            raise ValueError(
+                f"--lora_adapter {directory} has lora_{flag} {before:g}, not {now:g}; give --lora_{flag} {before:g}"
+            )
+
+
+def _name_in_file(name: str) -> str:
+    return f"base_model.model.{name.replace('.default', '')}"
 
 
 def lora_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -207,7 +295,7 @@ def save(
     rope: Mapping[str, Any] | None,
 ) -> None:
     """Writes whole adapter tensors for `PeftModel.from_pretrained`, and `rope` in a file of its own."""
-    tensors = {f"base_model.model.{name.replace('.default', '')}": x.contiguous() for name, x in whole}
+    tensors = {_name_in_file(name): x.contiguous() for name, x in whole}
     directory.mkdir(parents=True, exist_ok=True)
     save_tensors(tensors, directory / WEIGHTS)
     _peft_config(lora, base_model_name(base)).save_pretrained(str(directory))

@@ -14,6 +14,7 @@ from lightseq.models.architecture import inspect_architecture
 from lightseq.models.decoder import text_config, with_text_settings
 from lightseq.models.hub import hub_error
 from lightseq.models.layers import heads_of
+from lightseq.models.mxfp4 import is_mxfp4
 from lightseq.models.presets import FAMILIES, ModelFamily
 
 ROPE_TYPES: Final = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional")
@@ -32,6 +33,7 @@ class ModelSource:
 
     config: PreTrainedConfig
     weights: Path | str | None
+    in_mxfp4: bool = False  # the weights; the config says nothing of it, because they become bfloat16
 
 
 def resolve(family: ModelFamily, model_name_or_path: str, random_init: bool) -> ModelSource:
@@ -48,7 +50,7 @@ def resolve(family: ModelFamily, model_name_or_path: str, random_init: bool) -> 
     if random_init and name in family.aliases:
         return ModelSource(preset_config(family, family.aliases[name]), None)
     if (directory / "config.json").is_file():
-        return ModelSource(_read_config(directory), None if random_init else directory)
+        return _source(directory, None if random_init else directory)
     if (directory / "adapter_config.json").is_file():
         raise ValueError(
             f"--model_name_or_path {name} is an adapter; merge it with its model first: lightseq merge "
@@ -61,7 +63,15 @@ def resolve(family: ModelFamily, model_name_or_path: str, random_init: bool) -> 
     if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
         raise ValueError(_unknown_name(family, name))
     _check_hub(family, name)
-    return ModelSource(_read_config(name), None if random_init else name)
+    return _source(name, None if random_init else name)
+
+
+def _source(name: Path | str, weights: Path | str | None) -> ModelSource:
+    config = _read_config(name)
+    in_mxfp4 = is_mxfp4(vars(config))
+    if in_mxfp4:
+        del config.quantization_config
+    return ModelSource(config, weights, in_mxfp4 and weights is not None)
 
 
 def model_within(directory: Path) -> str:

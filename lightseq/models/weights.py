@@ -4,6 +4,7 @@ A model is built and sharded on the meta device. Each rank then allocates and fi
 """
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import GenerationConfig, PreTrainedModel
 
+from lightseq.models import mxfp4
 from lightseq.models.build import constructed_buffers
 from lightseq.models.decoder import float32_parameters, has_towers, text_config, ties_embeddings
 from lightseq.models.published_layout import PublishedLayout, layout_of_files, publish
@@ -123,7 +125,12 @@ def stored_buffers(module: nn.Module) -> dict[str, Tensor]:
 def base_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     """Returns the model's parameters without adapters, by their names in the model's files."""
     found = ((name, p) for name, p in model.named_parameters() if LORA_INFIX not in name)
-    return {name.replace(".base_layer.", "."): p for name, p in found}
+    return {without_wrappers(name): p for name, p in found}
+
+
+def without_wrappers(name: str) -> str:
+    """Returns the name of a parameter or module in its model, without peft's wrappers around it."""
+    return re.sub(r"\.base_layer(?=\.|$)", "", name)
 
 
 def load(model: PreTrainedModel, source: Path | str, fill: FillParameter = fill) -> None:
@@ -217,7 +224,8 @@ def download_tokenizer(hub_id: str) -> Path:
 
 def _download(hub_id: str, patterns: Sequence[str], what: str, remedy: str) -> Path:
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=list(patterns)))
+        # Folders inside hold the same weights in the formats of other programs.
+        return Path(snapshot_download(hub_id, allow_patterns=list(patterns), ignore_patterns=["*/*"]))
     except Exception as error:  # OSError, ValueError, or an error of the HTTP client, which differs between versions
         raise ValueError(f"{what} cannot be fetched ({type(error).__name__}); {remedy}") from error
 
@@ -316,27 +324,39 @@ def open_tensors(files: Mapping[str, Path]) -> Iterator[Callable[[str], Any]]:
     """Yields a function that returns a tensor in the files by name; only its parts that are asked for are read."""
     with ExitStack() as stack:
         opened: dict[Path, Any] = {}
+        held: dict[Path, set[str]] = {}
 
-        def tensor(name: str) -> Any:
-            file = files[name]
+        def names_in(file: Path) -> set[str]:
             if file not in opened:
                 opened[file] = stack.enter_context(safe_open(file, framework="pt"))
-            return opened[file].get_slice(name)
+                held[file] = set(opened[file].keys())
+            return held[file]
+
+        def tensor(name: str) -> Any:
+            file, blocks, scales = files[name], name + mxfp4.BLOCKS, name + mxfp4.SCALES
+            if blocks not in names_in(file) or name in names_in(file):
+                return opened[file].get_slice(name)
+            beside = file if scales in names_in(file) else file.parent / _weight_map(file.parent / INDEX)[scales]
+            names_in(beside)
+            return mxfp4.PackedSlice(opened[file].get_slice(blocks), opened[beside].get_slice(scales))
 
         yield tensor
 
 
 def tensor_files(directory: Path, remedy: str) -> dict[str, Path]:
-    """Returns the file of each tensor by name. Raises ValueError for missing files."""
+    """Returns the file of each tensor by name, and of a weight in MXFP4 the file of its blocks.
+
+    Raises ValueError for missing files.
+    """
     if (directory / INDEX).is_file():
         names = _weight_map(directory / INDEX)
         absent = [file for file in names.values() if not is_plain_name(file) or not (directory / file).is_file()]
         if absent:
             raise ValueError(f"{directory / INDEX} names {absent[0]}, which is missing; copy the whole directory")
-        return {name: directory / file for name, file in names.items()}
+        return mxfp4.join_packed({name: directory / file for name, file in names.items()}, directory)
     if (directory / WEIGHTS).is_file():
         with safe_open(directory / WEIGHTS, framework="pt") as file:
-            return {name: directory / WEIGHTS for name in file.keys()}  # noqa: SIM118
+            return mxfp4.join_packed(dict.fromkeys(file.keys(), directory / WEIGHTS), directory)
     raise ValueError(f"{directory} has no {WEIGHTS}; {remedy}")
 
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from lightseq.kernels.grouped_products import grouped_product
+from lightseq.modules.expert_adapters import expert_adapter
 
 IMPLEMENTATION: Final = "lightseq"  # in transformers' registry of functions that run experts
 
@@ -104,7 +105,10 @@ def _linear(
 ) -> Tensor:
     """Applies a weight of the experts, with its bias if they have one, to their rows."""
     weight = _weight(module, name)
-    y = grouped_product(x.to(weight.dtype), weight, routes.ends_E, module.is_transposed, stored)
+    x = x.to(weight.dtype)
+    y = grouped_product(x, weight, routes.ends_E, module.is_transposed, stored)
+    if (adapter := expert_adapter(module, name, weight.dtype)) is not None:
+        y = y + adapter.product(x, routes.ends_E)
     if not module.has_bias:
         return y
     bias = _RowBias.apply(_weight(module, f"{name}_bias"), routes.experts_R)

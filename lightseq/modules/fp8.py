@@ -1,6 +1,6 @@
 """FP8 linear layers of torchao: hardware checks, and the conversion of modules."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any, Final
@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lightseq.kernels.attention.base import compute_capability
+from lightseq.modules.experts import experts_modules
 from lightseq.modules.identity import linear_change
 
 MULTIPLE = 16  # torch._scaled_mm needs sizes that are multiples of it
@@ -51,17 +52,26 @@ def check_hardware(recipe: str, name: str, capability: tuple[int, int]) -> None:
 
 
 def to_fp8(layers: Any, recipe: str, emulate: bool, local_tokens: int) -> None:
-    """Replaces every linear of the layers by one that casts its operands to FP8, with dynamic scales.
+    """Replaces linears of the layers by ones that cast their operands to FP8, with dynamic scales.
 
-    Master weights, gradients, the LM head and attention do not change. The sum over tokens in a weight's gradient is
-    padded if a rank's part of a sequence is not a multiple of 16. Raises ValueError for a linear with a hook or a
-    forward of its own, which the new one would not have.
+    Experts and their routers do not change, nor do master weights, gradients, the LM head and attention. The sum over
+    tokens in a weight's gradient is padded if a rank's part of a sequence is not a multiple of 16. Raises ValueError
+    for a linear with a hook or a forward of its own, which the new one would not have.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
+    routers = set(_routers(layers))
     for name, module in layers.named_modules():
-        if isinstance(module, nn.Linear) and (change := linear_change(module)) is not None:
+        if isinstance(module, nn.Linear) and module not in routers and (change := linear_change(module)) is not None:
             raise ValueError(f"--fp8 {recipe}: linear {name} {change}, which would be lost; leave --fp8 out")
     pad = local_tokens % MULTIPLE != 0
     config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate, pad_inner_dim=pad)
-    convert_to_float8_training(layers, config=config)
+    convert_to_float8_training(layers, config=config, module_filter_fn=lambda module, _: module not in routers)
+
+
+def _routers(layers: nn.Module) -> Iterator[nn.Linear]:
+    """Yields the linears beside experts that choose among them, or weigh the shared ones."""
+    for name, experts in experts_modules(layers):
+        for module in layers.get_submodule(name.rpartition(".")[0]).modules():
+            if isinstance(module, nn.Linear) and module.out_features in (1, experts.num_experts):
+                yield module

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from lightseq.checkpoint.checkpoints import TRAINER_STATE
@@ -19,8 +19,18 @@ from lightseq.checkpoint.manifest import MANIFEST, check_weights
 from lightseq.models.adapters import CONFIG, lora_scale, read_config, read_json_object, read_rope
 from lightseq.models.adapters import WEIGHTS as ADAPTER_WEIGHTS
 from lightseq.models.build import build_on_meta
+from lightseq.models.mxfp4 import is_mxfp4
 from lightseq.models.published_layout import layout_of_files
-from lightseq.models.weights import TOKENIZER_FILES, base_parameters, download, save_tensors, tensor_files
+from lightseq.models.weights import (
+    INDEX,
+    TOKENIZER_FILES,
+    base_parameters,
+    download,
+    open_tensors,
+    save_tensors,
+    tensor_files,
+)
+from lightseq.tools.merged_experts import ExpertsChange, LinearChange, changes_of_experts, weights_by_adapter
 from lightseq.training.output_directory import create_output_dir
 from lightseq.utils.files import open_regular
 from lightseq.utils.formatting import first_line
@@ -28,7 +38,12 @@ from lightseq.utils.formatting import first_line
 PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 NOT_COPIED: Final = (CONFIG, TRAINER_STATE, MANIFEST)  # files that do not apply to the merged model
 MERGED_DTYPES: Final = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # quantized ones have scales
+REMEDY: Final = "give its base model with --model_name_or_path"
 OLDER_ROPE: Final = ("rope_theta", "rope_scaling")  # transformers 4; rope_parameters replaces them
+
+
+Pairs = Mapping[str, tuple[Tensor, Tensor]]  # A and B by the module that they adapt
+Change = LinearChange | ExpertsChange
 
 
 def merge(adapter: Path, output_dir: Path, model_name_or_path: str | None) -> str:
@@ -48,37 +63,52 @@ def merge(adapter: Path, output_dir: Path, model_name_or_path: str | None) -> st
     source = Path(base) if Path(base).is_dir() else download(base, "give a local directory")
     if output_dir.exists() and any(output_dir.iterdir()):
         raise ValueError(f"--output_dir {output_dir} is not empty; give another directory")
-    pairs = _pairs(adapter / ADAPTER_WEIGHTS, settings["r"])
-    pairs = _by_name_in_files(source, pairs)
+    changes = _find_changes(source, _pairs(adapter / ADAPTER_WEIGHTS), settings, adapter / ADAPTER_WEIGHTS)
     for directory in (adapter, source):
         check_weights(directory)
     create_output_dir(output_dir)
     try:
-        _merge_weights(source, output_dir, pairs, lora_scale(settings), adapter)
+        _merge_weights(source, output_dir, changes, lora_scale(settings), adapter)
         for folder, patterns in ((source, ("*.json", *TOKENIZER_FILES)), (adapter, TOKENIZER_FILES)):
             for path in (p for pattern in patterns for p in folder.glob(pattern)):
                 if path.is_file() and path.name not in NOT_COPIED:
                     shutil.copyfile(path, output_dir / path.name)
-        if rope is not None:
-            _write_config(source / "config.json", output_dir / "config.json", rope)
+        in_mxfp4 = (source / "config.json").is_file() and is_mxfp4(read_json_object(source / "config.json"))
+        if rope is not None or in_mxfp4:
+            _write_config(source / "config.json", output_dir / "config.json", rope or {})
+        if in_mxfp4 and (output_dir / INDEX).is_file():
+            _write_index(source, output_dir)
     except BaseException:
         shutil.rmtree(output_dir)  # a partial model would look complete
         raise
-    return f"merged {adapter} into {len(pairs)} tensors of {base}, written to {output_dir}"
+    return f"merged {adapter} into {len(changes)} tensors of {base}, written to {output_dir}"
 
 
 def _write_config(source: Path, target: Path, rope: Mapping[str, Any]) -> None:
-    """Writes a config.json with the adapter's RoPE settings, and without older keys that would override them."""
+    """Writes a config.json with the adapter's RoPE settings, if any, and without older keys that would override them.
+
+    Merged weights are not in MXFP4.
+    """
     found = read_json_object(source)
+    if is_mxfp4(found):
+        del found["quantization_config"]
     text = found["text_config"] if isinstance(found.get("text_config"), dict) else found  # beside those of images
-    for key in OLDER_ROPE:
+    for key in OLDER_ROPE if rope else ():
         text.pop(key, None)
     text.update(rope)
     target.write_text(json.dumps(found, indent=2) + "\n")
 
 
-def _pairs(path: Path, rank: float) -> dict[str, tuple[Tensor, Tensor]]:
-    """Returns A and B by the name of the weight they adapt. Raises ValueError unless they are matrices of the rank."""
+def _write_index(source: Path, output_dir: Path) -> None:
+    """Writes the index of merged weights whose base was in MXFP4, and had other names."""
+    files = {name: file.name for name, file in tensor_files(source, REMEDY).items()}
+    size = sum((output_dir / file).stat().st_size for file in set(files.values()))
+    index = {"metadata": {"total_size": size}, "weight_map": files}
+    (output_dir / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _pairs(path: Path) -> Pairs:
+    """Returns A and B by the name of the module they adapt."""
     with _readable(path):
         if path.exists():
             open_regular(path).close()
@@ -90,78 +120,110 @@ def _pairs(path: Path, rank: float) -> dict[str, tuple[Tensor, Tensor]]:
         unsupported = "does not belong to a linear layer; merge it with peft"
         problem = unsupported if min(unknown) in tensors else "is missing; copy the adapter again"
         raise ValueError(f"{path}: {min(unknown)} {problem}")
-    for name in names:
-        a, b = tensors[name + A], tensors[name + B]
-        if not (a.ndim == b.ndim == 2 and len(a) == b.shape[1] == rank):
-            shapes = f"{list(a.shape)} and {list(b.shape)}"
-            raise ValueError(f"{path}: {name} has A and B of {shapes}, not of rank {rank}; copy the adapter again")
-    return {f"{name.removeprefix(PREFIX)}.weight": (tensors[name + A], tensors[name + B]) for name in names}
+    return {name.removeprefix(PREFIX): (tensors[name + A], tensors[name + B]) for name in names}
 
 
-def _by_name_in_files(source: Path, pairs: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Returns A and B by the name of their weight in the files of the base model, which may differ from the model's.
+def _find_changes(source: Path, pairs: Pairs, settings: Mapping[str, Any], path: Path) -> dict[str, Change]:
+    """Returns what A and B add to each tensor in the files of the base model, whose names may differ from the model's.
 
-    Raises ValueError for weights that the files have in another shape: a transposed square one, as a Conv1D has, would
-    take the wrong product.
+    Raises ValueError for A and B that are no matrices of the rank, and for weights that the files have in another
+    shape: a transposed square one, as a Conv1D has, would take the wrong product.
     """
     try:
-        model = build_on_meta(AutoConfig.from_pretrained(source, trust_remote_code=False))
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        model = build_on_meta(config)
     except Exception:  # a model of other code, whose weights the shapes check alone
-        return dict(pairs)
-    for name in pairs:
+        return _linear_changes(pairs, settings["r"], path)
+    parameters = _parameters_of_experts(config, settings, path)
+    linears = {name: pair for name, pair in pairs.items() if name not in parameters}
+    changes = _linear_changes(linears, settings["r"], path)
+    for name in linears:
         with suppress(AttributeError):
-            if isinstance(model.get_submodule(name.removesuffix(".weight")), Conv1D):
-                raise ValueError(f"{source}: {name} is transposed, as in GPT-2; use peft's merge_and_unload")
+            if isinstance(model.get_submodule(name), Conv1D):
+                raise ValueError(f"{source}: {name}.weight is transposed, as in GPT-2; use peft's merge_and_unload")
     with _readable(source):
-        files = tensor_files(source, "give the model with --model_name_or_path")
+        files = tensor_files(source, REMEDY)
     try:
         layout = layout_of_files(model, base_parameters(model), files, [name for name, _ in model.named_buffers()])
-    except ValueError:  # the files have other tensors, too, which stay as they are
-        return dict(pairs)
-    if converted := [name for name in pairs if name in layout.converted]:
+    except ValueError as error:  # the files have other tensors, too, which stay as they are
+        if len(linears) < len(pairs):
+            raise ValueError(f"{source} does not match the model: {error}; {REMEDY}") from error
+        return changes
+    if converted := [name for name in changes if name in layout.converted]:
         raise ValueError(f"{source}: {converted[0]} is stored in one with others; use peft's merge_and_unload")
-    return {layout.renamed.get(name, name): pair for name, pair in pairs.items()}
+    changes = {layout.renamed.get(name, name): change for name, change in changes.items()}
+    for name in pairs.keys() - linears.keys():
+        a, b = pairs[name]
+        experts: Any = model.get_submodule(parameters[name].rpartition(".")[0])
+        _check_rank(name, a, b, settings["r"] * experts.num_experts, path)
+        changes |= changes_of_experts(model, layout, parameters[name], a, b)
+    return changes
 
 
-def _merge_weights(
-    source: Path, output_dir: Path, pairs: Mapping[str, tuple[Tensor, Tensor]], scale: float, adapter: Path
-) -> None:
+def _parameters_of_experts(config: PreTrainedConfig, settings: Mapping[str, Any], path: Path) -> dict[str, str]:
+    """Returns the stacked weights that an adapter is of, by the names of the adapter's modules."""
+    if not (targets := settings.get("target_parameters")):
+        return {}
+    model = build_on_meta(config)
+    stacked = {name for name, parameter in model.named_parameters() if parameter.ndim > 2}
+    try:
+        found = weights_by_adapter(model, list(targets))
+    except ValueError as error:
+        raise ValueError(
+            f"{path.with_name(CONFIG)}: target_parameters is {targets!r:.80}, which the model does not have; {REMEDY}"
+        ) from error
+    return {module: name for module, name in found.items() if name in stacked}
+
+
+def _linear_changes(pairs: Pairs, rank: int, path: Path) -> dict[str, Change]:
+    for name, (a, b) in pairs.items():
+        _check_rank(name, a, b, rank, path)
+    return {f"{name}.weight": LinearChange(a, b) for name, (a, b) in pairs.items()}
+
+
+def _check_rank(name: str, a: Tensor, b: Tensor, rank: int, path: Path) -> None:
+    if not (a.ndim == b.ndim == 2 and len(a) == b.shape[1] == rank):
+        shapes = f"{list(a.shape)} and {list(b.shape)}"
+        raise ValueError(f"{path}: {name} has A and B of {shapes}, not of rank {rank}; copy the adapter again")
+
+
+def _merge_weights(source: Path, output_dir: Path, changes: Mapping[str, Change], scale: float, adapter: Path) -> None:
     with _readable(source):
-        names = tensor_files(source, "give the model with --model_name_or_path")
-    left = set(pairs)
+        names = tensor_files(source, REMEDY)
     for file in sorted(set(names.values())):
-        left -= _merge_file(file, output_dir / file.name, pairs, scale)
-    if left:
+        _merge_file(
+            {name: names[name] for name in names if names[name] == file}, output_dir / file.name, changes, scale
+        )
+    if left := changes.keys() - names.keys():
         raise ValueError(
             f"{source} has no {min(left)}, which {adapter} adapts; give its base model with --model_name_or_path"
         )
 
 
-def _merge_file(source: Path, target: Path, pairs: Mapping[str, tuple[Tensor, Tensor]], scale: float) -> set[str]:
-    """Merges one file. Returns the names of the weights that changed."""
+def _merge_file(names: Mapping[str, Path], target: Path, changes: Mapping[str, Change], scale: float) -> None:
+    """Writes the tensors of one file, merged."""
     merged: dict[str, Tensor] = {}
-    with _readable(source), safe_open(source, framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118
-            weight = file.get_tensor(name)
-            if name in pairs:
-                a, b = (x.to(torch.float32) for x in pairs[name])
-                if (len(b), a.shape[1]) != tuple(weight.shape):
+    (source,) = set(names.values())
+    with _readable(source), open_tensors(names) as stored:
+        for name in names:
+            weight = stored(name)[...]
+            if (change := changes.get(name)) is not None:
+                if tuple(weight.shape) not in change.shapes:
                     raise ValueError(
                         f"{source}: {name} has the shape {list(weight.shape)}, but the adapter's is "
-                        f"{[len(b), a.shape[1]]}; give its base model with --model_name_or_path"
+                        f"{list(change.shapes[0])}; {REMEDY}"
                     )
                 if weight.dtype not in MERGED_DTYPES:
                     raise ValueError(
                         f"{source}: {name} is {weight.dtype}, which is quantized; give a model in float32, bfloat16 or "
                         "float16 with --model_name_or_path"
                     )
-                weight = (weight.to(torch.float32) + scale * (b @ a)).to(weight.dtype)
+                weight = change.add_to(weight, scale)
             merged[name] = weight
     try:
         save_tensors(merged, target)
     except SafetensorError as error:
         raise ValueError(f"{target} cannot be written ({first_line(error)}); give another --output_dir") from error
-    return set(merged) & set(pairs)
 
 
 @contextmanager

@@ -89,7 +89,10 @@ def fill_weights(
     """Loads the weights, or draws random ones on `device`. Raises ValueError if they cannot be read."""
     if inputs.resume_from is not None and inputs.lora is None:
         return  # the checkpoint replaces them
-    adapters.initialize(model, seed, fill, device)
+    if inputs.lora_adapter is not None and inputs.resume_from is None:
+        adapters.load(model, inputs.lora_adapter, fill)
+    else:
+        adapters.initialize(model, seed, fill, device)
     if inputs.weights is None:
         random_weights.initialize(model, seed, fill, device)
     else:

@@ -28,7 +28,13 @@ from lightseq.distributed.parallel_dims import ParallelDims, parallel_dims
 from lightseq.distributed.world import World, check_devices
 from lightseq.memory.planner.document_lengths import DocumentLengths, document_lengths_of
 from lightseq.models import weights
-from lightseq.models.adapters import Lora, count_adapter_parameters, lora_from_config
+from lightseq.models.adapters import (
+    Lora,
+    check_start,
+    count_adapter_parameters,
+    lora_from_config,
+    notes_on_targets,
+)
 from lightseq.models.architecture import inspect_architecture, matrix_sizes
 from lightseq.models.decoder import placeholder_ids, text_config
 from lightseq.models.family import apply_rope, context_warning, resolve
@@ -67,6 +73,7 @@ class Inputs:
     notes: Notes  # lines to print at the start
     resume_point: ResumePoint = FRESH_START
     lora: Lora | None = None  # None: all weights are trained
+    lora_adapter: Path | None = None  # to start from
     documents: DocumentLengths | None = None  # None: rows are not packed
     tokenizer: Path | None = None  # directory of the tokenizer to save with checkpoints
     bytes_are_tokens: bool = False  # the tokenizer of bytes is saved with checkpoints
@@ -109,7 +116,7 @@ def prepare(config: TrainConfig, family: ModelFamily, world: World, resume_point
     """
     _check_flags(config, world, resume_point)
     model = find_model(config, family, world)
-    _check_adapters(config, model)
+    _check_adapters(config, model, resume_point.path)
     deepspeed = deepspeed_settings(config, model.dims.data_ranks, text_config(model.config).hidden_size)
     checkpoint_notes = _check_checkpoint(config, world, model, deepspeed, resume_point.path)
     streams = _open_streams(config, world, model, resume_point.path)
@@ -135,6 +142,7 @@ def prepare(config: TrainConfig, family: ModelFamily, world: World, resume_point
         notes=_collect_notes(config, model, streams, resume_point, check_notes, documents),
         resume_point=resume_point,
         lora=model.lora,
+        lora_adapter=Path(config.lora_adapter) if config.lora_adapter else None,
         documents=documents,
         tokenizer=tokenizer_directory(model, directory) if config.save_strategy != "no" else None,
         bytes_are_tokens=_bytes_are_tokens(config, directory),
@@ -153,8 +161,10 @@ def _check_flags(config: TrainConfig, world: World, resume_point: ResumePoint) -
         check_output_dir(Path(config.output_dir), config, resume_point, world)
 
 
-def _check_adapters(config: TrainConfig, model: FoundModel) -> None:
-    """Raises ValueError if checkpoints would hold adapters of weights that no file has."""
+def _check_adapters(config: TrainConfig, model: FoundModel, resume_from: Path | None) -> None:
+    """Raises ValueError if checkpoints would hold adapters of weights that no file has, or adapters cannot start."""
+    if model.lora and config.lora_adapter and resume_from is None:
+        check_start(Path(config.lora_adapter), model.lora)
     if model.lora and config.random_init and config.save_strategy != "no":
         given = f"--lora_rank {config.lora_rank}"
         raise ValueError(
@@ -284,6 +294,11 @@ def find_model(config: TrainConfig, family: ModelFamily, world: World) -> FoundM
     lines += flag_warnings(config.resolve_memory_flags(world.device.type == "cuda"), dims.sequence)
     warnings = tuple(f"warning: {line}" for line in lines)
     lora = lora_from_config(config, model_config)
+    warnings += notes_on_targets(config, lora, model_config)
+    if config.fp8 and any(layer.experts for layer in inspect_architecture(model_config).layers):
+        warnings += (f"--fp8 {config.fp8} is for linear layers; experts and their routers stay in bfloat16",)
+    if source.in_mxfp4:
+        warnings += (f"{config.model_name_or_path}: weights in MXFP4 are read as bfloat16; checkpoints have no MXFP4",)
     return FoundModel(model_config, source.weights, tokenizer, dims, warnings, lora, unscaled)
 
 

@@ -11,6 +11,7 @@ from torch.profiler import record_function
 from lightseq.checkpoint import checkpoints
 from lightseq.distributed.agreement import from_rank_0
 from lightseq.distributed.preemption import StopRequest
+from lightseq.models.adapters import count_adapter_parameters
 from lightseq.training.early_stopping import early_stopping
 from lightseq.training.errors import exit_on_write_error
 from lightseq.training.evaluation import Perplexity
@@ -170,7 +171,7 @@ def _flop_counter(trainer: Trainer) -> FlopCounter:
         remat=config.remat_policy,
         layers_per_checkpoint=config.group_size,
         tiled=config.tiles_layers,
-        adapters=trainer.adapter_parameters,
+        adapters=count_adapter_parameters(trainer.inputs.lora, trainer.inputs.model_config, active=True),
         fp8=config.fp8 is not None and not config.fp8_emulate,
         recomputed_layers=placement.recomputed_share if placement else 0.0,
     )

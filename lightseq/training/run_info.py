@@ -102,7 +102,8 @@ def _adapters(trainer: Trainer) -> str:
         return ""
     share = 100 * count / total_parameters(trainer.inputs.model_config)
     percent = f"{share:.2g}" if share < 100 else f"{share:,.0f}"
-    return f"; LoRA rank {lora.rank} on {', '.join(lora.targets)}, {count:,} trainable parameters ({percent}%)"
+    targets = ", ".join((*lora.targets, *lora.parameters))
+    return f"; LoRA rank {lora.rank} on {targets}, {count:,} trainable parameters ({percent}%)"
 
 
 def commit(root: Path = PACKAGE.parent) -> str | None:

@@ -45,7 +45,10 @@ from lightseq.utils.formatting import differences
 
 Notes = tuple[str, ...]
 # Hosts may keep copies of these in different places.
-INPUT_FLAGS = ("model_name_or_path", "tokenizer", "chat_template", "data_path", "eval_data_path", "deepspeed")
+INPUT_FLAGS = (
+    *("model_name_or_path", "lora_adapter", "tokenizer", "chat_template"),
+    *("data_path", "eval_data_path", "deepspeed"),
+)
 
 
 def check_same_flags(config: TrainConfig, world: World) -> None:

@@ -43,6 +43,7 @@ from lightseq.memory.planner.step_time import (
     layer_seconds,
     step_seconds,
 )
+from lightseq.models.adapters import count_adapter_parameters
 from lightseq.models.flops import mfu, model_flops
 from lightseq.models.layers import Layer
 
@@ -77,7 +78,8 @@ class Plan:
     def mfu(self) -> float:
         run, hardware = self.run, self.run.hardware
         length, sequences = run.config.model_max_length, run.sequences_per_step
-        flops = model_flops(run.model, length, sequences, run.adapter_parameters, run.attention_share)
+        adapters = count_adapter_parameters(run.lora, run.model, active=True)
+        flops = model_flops(run.model, length, sequences, adapters, run.attention_share)
         share = mfu(flops, self.step_seconds, hardware.gpus, hardware.chip.peak_flops)
         assert share is not None
         return share

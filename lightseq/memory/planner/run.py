@@ -21,7 +21,7 @@ from lightseq.distributed.world import World
 from lightseq.memory.planner.document_lengths import DocumentLengths
 from lightseq.memory.planner.layer_costs import LayerCosts, LayerTable, layer_table, treatment_of
 from lightseq.memory.planner.rates import CHIPS, DEFAULT_CORES, Chip, chip_of_device
-from lightseq.models.adapters import count_adapter_parameters, lora_from_config
+from lightseq.models.adapters import Lora, count_adapter_parameters, lora_from_config
 from lightseq.models.architecture import Architecture, inspect_architecture
 from lightseq.models.decoder import text_config
 from lightseq.models.layers import Layer, attention_shape
@@ -90,7 +90,7 @@ class PlannedRun:
     def changed(self, **changes: Any) -> "PlannedRun":
         """Returns the run with other fields, but the same model, dtype and adapters, which are not inspected again."""
         other = replace(self, **changes)
-        for name in ("architecture", "layer_table", "parameters_before", "adapter_parameters"):
+        for name in ("architecture", "layer_table", "parameters_before", "adapter_parameters", "lora"):
             if name in vars(self):
                 vars(other)[name] = vars(self)[name]
         return other
@@ -237,7 +237,12 @@ class PlannedRun:
     @cached_property
     def adapter_parameters(self) -> int:
         """Returns the number of LoRA parameters; 0 if the whole model trains."""
-        return count_adapter_parameters(lora_from_config(self.config, self.model), self.model)
+        return count_adapter_parameters(self.lora, self.model)
+
+    @cached_property
+    def lora(self) -> Lora | None:
+        """Returns the settings of adapters; None if the whole model trains."""
+        return lora_from_config(self.config, self.model)
 
     @property
     def local_parameters(self) -> int:

@@ -12,6 +12,7 @@ from lightseq.memory.planner.layer_costs import tiles_mlp
 from lightseq.memory.planner.memory import lifetimes_of, saved_by_groups
 from lightseq.memory.planner.placement import OFFLOADED, RECOMPUTED, Placement
 from lightseq.memory.planner.run import PlannedRun
+from lightseq.models.adapters import count_adapter_parameters
 from lightseq.models.flops import recompute_flops
 from lightseq.models.layers import Attention, Layer, attention_shape
 from lightseq.modules.mlp import TILE_TOKENS
@@ -136,11 +137,10 @@ def _elementwise_bytes_of(run: PlannedRun, layer: Layer) -> float:
 
 
 def _adapter_bytes(run: PlannedRun) -> float:
-    """Returns the bytes that all layers move to join adapters to inputs and weights, forward and backward."""
-    if not run.adapter_parameters:
+    """Returns the bytes that all layers move to join adapters to linears' inputs and weights, forward and backward."""
+    if run.lora is None:
         return 0.0
-    config, rank, policy = run.config, run.config.lora_rank, run.config.remat_policy
-    assert rank is not None
+    config, rank, policy = run.config, run.lora.rank, run.config.remat_policy
     again = recompute_flops(run.model, 1, 1, policy, run.group_size, config.tiles_layers, attention_share=0.0)
     weights, tiles = 2 * run.architecture.linears + again / 2, ceil(run.tokens / TILE_TOKENS)
     if config.tiles_layers:
@@ -154,7 +154,7 @@ def _adapter_bytes(run: PlannedRun) -> float:
         if tiles_mlp(layer, config, run.tokens):
             products = 8 if policy in ("attention", "full") else 6
             weights += (tiles - 1) * layer.hidden * layer.intermediate * products
-    adapted = run.adapter_parameters / (rank * ends)
+    adapted = count_adapter_parameters(replace(run.lora, parameters=()), run.model) / (rank * ends)
     return adapted * (per_token * run.tokens + rates.ADAPTER_WEIGHTS * weights) * run.itemsize
 
 
