@@ -23,6 +23,7 @@ from benchmarks.architectures import plain_model, tiny_config
 from lightseq import hf
 from lightseq.hf.images import why_refused
 from lightseq.integrations import SequenceParallel, SequenceParallelSFTTrainer, SequenceParallelTrainer
+from lightseq.integrations.whole_batches import WholeBatches
 from lightseq.models.decoder import text_decoder
 
 LENGTH, IMAGE, PATCH = 50, 60, 2  # IMAGE: the token that stands for features of images
@@ -233,7 +234,8 @@ def test_images_must_come_from_shard_batch(alone: None) -> None:
     model = model_of("qwen3_vl")
     context = hf.enable(model, length=LENGTH)
     batch = batch_of(model.config, BATCHES["few"])
-    text = hf.shard_batch(context, batch["input_ids"], mm_token_type_ids=torch.zeros(2, LENGTH))
+    ids = batch["input_ids"].masked_fill(batch["input_ids"] == IMAGE, 3)
+    text = hf.shard_batch(context, ids, mm_token_type_ids=torch.zeros(2, LENGTH))
     model(**text)
     for name in ("pixel_values", "pixel_values_videos", "mm_token_type_ids"):
         with pytest.raises(ValueError, match=f"{name} (belong to the tokens|is not supported)"):
@@ -262,6 +264,14 @@ def test_ranks_with_other_images_are_refused() -> None:
 
 
 # ---- trainers ------------------------------------------------------------------------------------------------------
+
+
+def test_a_whole_batch_with_images_has_the_loss_of_one_process(alone: None) -> None:
+    want = model_of("qwen3_vl")
+    got = copy.deepcopy(want)
+    WholeBatches(got, hf.enable(got, length=LENGTH))
+    batch = batch_of(want.config, BATCHES["few"])
+    torch.testing.assert_close(got(**batch).loss, want(**batch).loss, rtol=0, atol=1e-5)
 
 
 class FullySharded(SequenceParallel, UsesFsdp2, Trainer): ...

@@ -14,7 +14,7 @@ from lightseq.config.command_line import parse
 from lightseq.data.packing import PackedExamples, open_packed
 from lightseq.data.sources import ReadOptions
 from lightseq.distributed.world import World
-from lightseq.hf.shard_batch import check_text_only
+from lightseq.hf.images import check_text_only
 from lightseq.integrations.whole_batches import WholeBatches
 from lightseq.models.decoder import placeholder_ids
 from lightseq.models.presets import LLAMA3
@@ -84,6 +84,17 @@ def test_trainers_refuse_a_batch_with_an_image(alone: None) -> None:
     text[1, 2] = IMAGE
     with pytest.raises(ValueError, match="row 1 has token id 62, the model's image_token_id"):
         model(input_ids=text, labels=text)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen2_5_omni_thinker"])
+def test_loops_refuse_a_batch_with_tokens_of_images_or_audio(model_type: str, alone: None) -> None:
+    model = plain_model(tiny_config(model_type))
+    context = hf.enable(model, length=8)
+    text = torch.tensor([[3, 4, 5], [6, 7, 8]])
+    hf.shard_batch(context, text, text)
+    text[1, 2], name = next(iter(placeholder_ids(model.config).items()))
+    with pytest.raises(ValueError, match=f"row 1 has token id {text[1, 2]}, the model's {name}"):
+        hf.shard_batch(context, text, text)
 
 
 def test_text_passes() -> None:

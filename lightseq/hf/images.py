@@ -17,8 +17,9 @@ from transformers import PreTrainedModel
 from lightseq.attention.context import SequenceContext
 from lightseq.hf.changes import Changes
 from lightseq.hf.image_attention import IMAGE_BLOCKS, ImageBlocks, image_blocks, sees_later_tokens_of_images
-from lightseq.models.decoder import has_towers
+from lightseq.models.decoder import has_towers, placeholder_ids
 from lightseq.sequence.documents import Documents
+from lightseq.utils.tensors import upload
 
 PIXELS: Final = "pixel_values"
 TOKEN_TYPES: Final = ("mm_token_type_ids", "token_type_ids")  # 1 for tokens of images
@@ -94,11 +95,12 @@ _REMEDY: Final = "train it on rows of text"
 
 
 def install(model: PreTrainedModel, context: SequenceContext, changes: Changes) -> ImageFeatures:
-    """Lets a model with images keep the features of a rank's own tokens."""
+    """Lets a model with images keep the features of a rank's own tokens, and `shard_batch` find the model."""
     features, part = ImageFeatures(), model.base_model
-    if has_towers(model.config) and hasattr(part, "get_image_features"):
-        function = partial(features.of_local_tokens, part, part.get_image_features)
-        changes.set_attribute(part, "get_image_features", function)
+    if has_towers(model.config):
+        if hasattr(part, "get_image_features"):
+            function = partial(features.of_local_tokens, part, part.get_image_features)
+            changes.set_attribute(part, "get_image_features", function)
         _MODELS[context.name] = model
         changes.call_later(partial(_MODELS.pop, context.name, None))
     return features
@@ -139,12 +141,14 @@ def whole_images(
         )
     if wrong := [name for name, value in given.items() if not isinstance(value, Tensor)]:
         raise ValueError(f"{wrong[0]} is a {type(given[wrong[0]]).__name__}; give a tensor")
+    model = _MODELS.get(context.name)
     if given.keys() <= set(TOKEN_TYPES) and not any(bool(value.any()) for value in given.values()):
+        if model is not None and (placeholders := placeholder_ids(model.config)):
+            check_text_only(input_ids, placeholders)
         return None
     if PIXELS not in given:
         raise ValueError(f"{next(iter(given))} without {PIXELS}; pass all that the processor returns")
-    model = _MODELS.get(context.name)
-    if model is None:
+    if model is None or not hasattr(model.base_model, "get_image_features"):
         raise ValueError(f"{PIXELS} are given, but the context's model takes no images, or is gone; {_REMEDY}")
     if (reason := why_refused(model)) is not None:
         raise ValueError(f"{type(model).__name__} {reason}; {_REMEDY}")
@@ -163,6 +167,23 @@ def whole_images(
                 f"{name} are not 1 for image tokens and 0 for others, such as those of videos; leave them out"
             )
     return model, given
+
+
+def check_text_only(input_ids: Tensor, placeholders: Mapping[int, str]) -> None:
+    """Raises ValueError for tokens of images or audio in a batch without any. Those on a GPU are checked there.
+
+    `placeholders` are the names of such token ids.
+    """
+    found = torch.isin(input_ids, upload(torch.tensor([*placeholders]), input_ids.device))
+    if input_ids.device.type != "cpu":
+        torch._assert_async(~found.any(), "input_ids have tokens of images or audio, but there are no pixel_values")
+    elif found.any():
+        row, token = (int(x) for x in found.nonzero()[0])
+        name = placeholders[int(input_ids[row, token])]
+        raise ValueError(
+            f"row {row} has token id {int(input_ids[row, token])}, the model's {name}, but the batch has no "
+            "pixel_values; pass all that the processor returns, or leave the row out"
+        )
 
 
 def why_refused(model: PreTrainedModel) -> str | None:

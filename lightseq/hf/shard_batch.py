@@ -1,6 +1,6 @@
 """A rank's part of a batch in the form of Hugging Face: ids, labels, masks, positions and packed documents."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -146,23 +146,6 @@ def check_labels(labels: Tensor) -> None:
         torch._assert_async(valid, f"a label is negative, but not {IGNORE_INDEX}")
     elif not valid:
         raise ValueError(f"a label is {int(labels[labels != IGNORE_INDEX].min())}; tokens without a target have -100")
-
-
-def check_text_only(input_ids: Tensor, placeholders: Mapping[int, str]) -> None:
-    """Raises ValueError for tokens of images or audio in a batch without any. Those on a GPU are checked there.
-
-    `placeholders` are the names of such token ids.
-    """
-    found = torch.isin(input_ids, torch.tensor([*placeholders]).to(input_ids.device, non_blocking=True))
-    if input_ids.device.type != "cpu":
-        torch._assert_async(~found.any(), "input_ids have tokens of images or audio, but there are no pixel_values")
-    elif found.any():
-        row, token = (int(x) for x in found.nonzero()[0])
-        name = placeholders[int(input_ids[row, token])]
-        raise ValueError(
-            f"row {row} has token id {int(input_ids[row, token])}, the model's {name}, but the batch has no "
-            "pixel_values; pass all that the processor returns, or leave the row out"
-        )
 
 
 def check_right_padding(

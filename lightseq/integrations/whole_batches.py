@@ -25,7 +25,7 @@ from lightseq.hf.agreement import announce_pass
 from lightseq.hf.changes import Changes, record_of
 from lightseq.hf.images import PIXELS, SHAPES, TOKEN_TYPES
 from lightseq.hf.loss_checks import has_fused_loss, loss_function_of
-from lightseq.hf.shard_batch import check_right_padding, check_text_only
+from lightseq.hf.shard_batch import check_right_padding
 from lightseq.integrations.lazy_logits import with_lazy_logits, without_logits
 from lightseq.kernels.logit_transform import LogitTransform
 from lightseq.memory.remat import apply_remat
@@ -35,7 +35,7 @@ from lightseq.models.architecture import (
     known_logit_transform,
     transformers_model,
 )
-from lightseq.models.decoder import decoder_layers, placeholder_ids
+from lightseq.models.decoder import decoder_layers
 from lightseq.modules.compilation import allow_graphs_per_length
 from lightseq.modules.identity import is_known_code, product_change
 from lightseq.modules.loss import TokenMetrics, cross_entropy_sum, token_metrics
@@ -113,7 +113,6 @@ class WholeBatches:
         self._ranks = context.layout.world
         self._logit_transform: LogitTransform | None = None  # of the model in the latest pass
         self._configured_logit_transform = configured_logit_transform(self.model.config)  # None: not a known model
-        self._placeholders = placeholder_ids(self.model.config)
         self._layers_are_changed = False
         self._pass: _Pass | None = None
         self._changes = Changes()
@@ -184,8 +183,6 @@ class WholeBatches:
         whole = {name: kwargs.pop(name, None) for name in PER_BATCH}
         if whole["input_ids"] is None:
             raise ValueError("input_ids are missing; pass the whole batch")
-        if self._placeholders and kwargs.get(PIXELS) is None:
-            check_text_only(whole["input_ids"], self._placeholders)
         length, shifted_here = whole["input_ids"].shape[1], whole["shift_labels"] is None
         mask = whole["attention_mask"]
         check_right_padding(mask, whole["labels"] if shifted_here else None, whole["shift_labels"])
