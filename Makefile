@@ -28,6 +28,9 @@ TOOLS = $$($(RUN) -c 'import sysconfig; print(sysconfig.get_path("scripts"))')
 OLDEST := 'torch==2.11.0' 'transformers==5.10.*'
 NEWEST := 'torch==2.13.0' 'transformers<6'
 
+# Tests start hundreds of processes, which would compile this program anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help install train test test-all test-compat test-trl test-gpu check clean
 
 help:

@@ -21,7 +21,8 @@ gc.disable()
 
 # The files that take longest, in order: begun last, one would leave every worker but its own without work.
 LONGEST = (
-    "train_cli", "plan", "goldens", "hf", "sweep", "parity", "checkpoint", "deepspeed", "verify", "analysis_report",
+    "train_cli", "plan", "goldens", "terminals", "hf", "samples", "checkpoint", "families", "sweep", "verify", "images",
+    "parity", "deepspeed", "checkpoints", "analysis_report",
     "evaluate", "roll_call", "schedule", "architecture", "hostile_files", "rank_launcher", "adapters", "saving",
     "windows", "integrations_trl", "benchmark_step", "refusals", "weights", "plan_steps", "tiled", "layer_costs",
     "faults", "token_cache", "analysis_curves", "documents", "slurm", "output_directory", "schedule_time",
@@ -226,7 +227,70 @@ SLOW = (
     "[Treatment(policy='none', compiled=True, tiles_mlp=False)]",
     "toy_schedule::test_a_schedule_of_ten_lines_trains[2]",
     "quiet::test_importing_lightseq_prints_nothing_and_loads_neither_the_planner_nor_the_flags",
+    "train_cli::test_the_original_command_lines_run[llama3]",
+    "hf::test_scaled_rotary_positions_equal_one_process[2]",
+    "hf::test_a_disabled_model_generates_as_before_and_may_be_enabled_again[2]",
+    "hf::test_the_last_layer_of_a_recomputed_group_keeps_its_attention_output[attention-5-techniques1]",
+    "packing::test_training_on_packed_documents_equals_training_on_each_alone",
+    "packing::test_packed_documents_in_a_loop_have_the_loss_and_gradients_of_each_alone[1]",
+    "windows::test_one_document_may_fill_a_packed_row[3]",
+    "happens_before::test_layers_that_do_not_wait_are_seen",
+    "checkpoint::test_a_run_resumes_from_before_the_damage_and_retains_whole_checkpoints",
+    "documents::test_each_document_attends_to_itself_once_and_to_no_other[1]",
+    "documents::test_each_document_attends_to_itself_once_and_to_no_other[4]",
+    "kernels::test_blocks_of_scores_match_the_definition[7 keys-(24, 16)-torch.bfloat16]",
+    "kernels::test_blocks_of_scores_match_the_definition[7 keys-(24, 16)-torch.float64]",
+    "kernels::test_blocks_of_scores_match_the_definition[7 keys-(16, 16)-torch.float64]",
+    "kernels::test_blocks_of_scores_match_the_definition[24 keys-(16, 16)-torch.float64]",
+    "kernels::test_blocks_of_scores_match_the_definition[24 keys-(16, 16)-torch.float32]",
+    "kernels::test_cpu_kernels_match_the_definition[cpu-(9, 3)-torch.float64]",
+    "kernels::test_cpu_kernels_match_the_definition[reference-(9, 3)-torch.float64]",
+    "loss::test_half_precision_with_transformed_logits_errs_at_most_twice_as_much_as_plain"
+    "[LogitTransform(scale=0.3, cap=None)-dtype1]",
+    "loss::test_half_precision_with_transformed_logits_errs_at_most_twice_as_much_as_plain"
+    "[LogitTransform(scale=1.0, cap=2.0)-dtype0]",
+    "loss::test_half_precision_with_transformed_logits_errs_at_most_twice_as_much_as_plain"
+    "[LogitTransform(scale=1.7, cap=3.0)-dtype1]",
+    "plan::test_notes_name_what_a_plan_assumes[-planned with 8 cores per rank-False]",
+    "plan::test_notes_name_what_a_plan_assumes[--offload both --host_cores 64-planned with 8 cores per rank-False]",
+    "plan::test_attention_memory_over_many_ranks_is_extrapolated[prefix]",
+    "plan::test_stored_products_take_memory_and_are_not_recomputed[attention+linears-159383552]",
+    "presets::test_a_preset_has_the_published_architecture[llama2-3b]",
+    "presets::test_a_preset_has_the_published_architecture[llama3-8b]",
+    "presets::test_a_preset_has_the_published_architecture[llama3.2-3b]",
+    "schedule::test_a_dropped_tile_or_move_is_always_caught[striped-move]",
+    "schedule::test_a_dropped_tile_or_move_is_always_caught[striped-tile]",
+    "schedule::test_balanced_schedules_keep_every_rank_busy_in_every_world[prefix]",
+    "schedule::test_kept_operands_do_not_move_again[2]",
+    "schedule_time::test_the_load_equals_the_table[3-8]",
+    "schedule_time::test_the_load_equals_the_table[3-9]",
+    "schedule_time::test_the_load_equals_the_table[8-9]",
+    "roll_call::test_a_forward_pass_on_one_rank_is_named"
+    "[2-1-in eval mode-rank 1 runs the model without training it on 1 x 40 tokens, but rank 0 trains on]",
+    "roll_call::test_what_one_rank_of_a_loop_with_accelerate_does_is_named[True-rank 0 reads logits]",
+    "routed::test_received_tensors_come_once_and_in_order[members1-a ba]",
+    "routed::test_received_tensors_come_once_and_in_order[members2- aab]",
+    "tiled::test_adapters_alone_get_gradients[True-qwen2]",
+    "weights::test_a_head_that_differs_from_the_embeddings_it_is_tied_to_is_refused_on_every_rank[0]",
+    "weights::test_weights_go_in_and_out_unchanged_on_any_number_of_ranks[1-False]",
+    "output_directory::test_a_run_that_begins_anew_removes_nothing_that_no_run_wrote[--resume_from_checkpoint auto]",
+    "integrations_trl::test_adapters_that_add_tokens_are_refused[PromptTuningConfig]",
+    "host_calls::test_a_layer_asks_little_of_the_host[ulysses-1]",
+    "halo::test_tokens_across_ranks_equal_the_whole_sequence[1]",
+    "layer_costs::test_an_eager_layer_saves_what_the_plan_says[llama]",
+    "layer_costs::test_a_backward_pass_holds_what_an_h100_held"
+    "[Treatment(policy='attention+mlp', compiled=False, tiles_mlp=False)]",
+    "analysis_curves::test_pictures_of_several_runs_are_in_a_folder_of_their_own[command1]",
+    "architectures::test_the_sweep_notices_a_planted_fault[labels-loss]",
+    "composites::test_text_trains_as_in_the_whole_model[True]",
 )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("numprocesses", None):
+        from forkserver import share
+
+        share()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -9,8 +9,9 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import forkserver
 import torch.distributed as dist
-from worlds import forkserver, freeze_imports
+from worlds import freeze_imports
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -70,7 +71,7 @@ class World:
 def start(words: str, folder: Path, name: str, environment: dict[str, str]) -> Running:
     """`words` are what would follow `python3`: a script or -m and a module, and arguments."""
     out, err = folder / f"{name}.out", folder / f"{name}.err"
-    process = forkserver().Process(target=_enter, args=(words, str(out), str(err), environment), daemon=True)
+    process = forkserver.context().Process(target=_enter, args=(words, str(out), str(err), environment), daemon=True)
     process.start()
     return Running(process, out, err)
 

@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -20,7 +21,16 @@ def sources() -> list[tuple[Path, list[Documented]]]:
 
 
 def documented(source: str) -> list[Documented]:
-    return [node for node in ast.walk(ast.parse(source)) if isinstance(node, Documented)]
+    return [*inside(ast.parse(source))]
+
+
+def inside(node: ast.AST) -> Iterator[Documented]:
+    """Yields a node and what its statements define, without a look at expressions, which are most of the nodes."""
+    if isinstance(node, Documented):
+        yield node
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.expr):
+            yield from inside(child)
 
 
 def riddles(nodes: list[Documented]) -> list[str]:

@@ -101,13 +101,10 @@ def last_lines(folder: Path, step: int) -> list[str]:
     return [f"checkpoint  {folder}/out/checkpoint-{step}", f"metrics     {folder}/out/metrics.jsonl"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
-    [
-        [*ALONE, "--nproc_per_node", "2"],
-        pytest.param([*ALONE, "--nproc_per_node", "3"], marks=pytest.mark.slow),
-        pytest.param(TORCH, marks=pytest.mark.slow),
-    ],
+    [[*ALONE, "--nproc_per_node", "2"], [*ALONE, "--nproc_per_node", "3"], TORCH],
     ids=["two", "three", "torch.distributed.run"],
 )
 def test_a_completed_run_ends_with_its_loss_checkpoint_and_metrics(folder: Path, command: list[str]) -> None:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import forkserver
 import pytest
 import torch
 import torch.distributed as dist
@@ -29,7 +30,7 @@ def spawn(world: int, fn: Callable[..., Any], *args: Any, device: str = "cpu") -
     "cuda" every rank has a GPU (`gpu_of`), or several share one: joined by gloo, for NCCL refuses that, they map each
     other's memory as any.
     """
-    context = mp.get_context("spawn") if device == "cuda" else forkserver()
+    context = mp.get_context("spawn") if device == "cuda" else forkserver.context()
     queue = context.SimpleQueue()
     # Held here, as a launcher would: a rank that came before the one with the store would try again a second later.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -61,27 +62,6 @@ def one_process() -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-
-
-def forkserver() -> Any:
-    """Imports torch, transformers, TRL and DeepSpeed once, not once a process; they may initialise CUDA, though."""
-    context = mp.get_context("forkserver")
-    modules = [
-        "torch.distributed.fsdp",
-        "transformers.models.llama.modeling_llama",
-        "lightseq.training.train",
-        "pytest",
-        "einops._torch_specific",  # imported with the first tensor
-        "transformers.optimization",  # imports peft, as every training does
-        "transformers.trainer",
-        "trl.trainer.sft_trainer",
-        "trl.trainer.dpo_trainer",
-    ]
-    if torch.version.cuda is None:  # else each process tells DeepSpeed its device before the import
-        os.environ["DS_ACCELERATOR"] = "cpu"
-        modules.append("deepspeed.runtime.zero.muon.original_muon")  # which every engine imports, and torch's compiler
-    context.set_forkserver_preload(modules)
-    return context
 
 
 def freeze_imports() -> None:
