@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from test_composites import IDS, loaded, logits
+from transformers import CONFIG_MAPPING
 
 from benchmarks.architectures import plain_model, tiny_config
 from benchmarks.command_line import NEEDED
@@ -32,9 +33,13 @@ FAMILIES = [
 
 def published(family: dict[str, Any], folder: Path) -> Any:
     """Writes a tiny checkpoint as published. Returns the model as plain transformers loads it."""
-    tiny = tiny_config(family["model_type"])
-    for name, value in family.get("config", {}).items():
-        setattr(tiny, name, value) if not isinstance(value, dict) else vars(getattr(tiny, name)).update(value)
+    changes = family.get("config", {})
+    default = CONFIG_MAPPING[family["model_type"]]()
+    absent = [name for name in changes if getattr(default, name) is None]  # a part of the model, such as an encoder
+    tiny = tiny_config(family["model_type"], **{name: changes[name] for name in absent})
+    for name, value in changes.items():
+        if name not in absent:
+            setattr(tiny, name, value) if not isinstance(value, dict) else vars(getattr(tiny, name)).update(value)
     new = plain_model(tiny)
     new.save_pretrained(folder / "new")
     kind = type(new)  # a model that was loaded is saved with the names that it was loaded with
