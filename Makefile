@@ -37,7 +37,7 @@ help:
 	@echo "make install    install lightseq and what it needs into .venv"
 	@echo "make train      install, make data, train tiny-llama3 on every GPU here (or 2 CPU processes), draw the curves, write text"
 	@echo "                STEPS=$(STEPS) LENGTH=$(LENGTH) BATCH=$(BATCH) OUTPUT=$(OUTPUT) NPROC=(default: one per GPU, else 2)"
-	@echo "make test       install what tests need, run the quick tests on the CPU (about eight minutes on 2 cores); ARGS='-k name' goes to pytest"
+	@echo "make test       install what tests need, run the quick tests on the CPU (about seven minutes on 2 cores); ARGS='-k name' goes to pytest"
 	@echo "make test-all   all tests that need no GPU"
 	@echo "make test-compat  a few tests, with the oldest and the newest torch and transformers; installs both"
 	@echo "make test-trl   TRL's own tests with our trainers on 2 CPU processes (10 minutes); TRL_CHECKOUT=PATH is its repository"
@@ -95,7 +95,7 @@ test: $(TESTS)
 	@$(RUN) -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m "not gpu and not slow" $(ARGS)
 
 test-all: $(TESTS)
-	@$(RUN) -m pytest -q -m "not gpu" $(ARGS)
+	@$(RUN) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not gpu" $(ARGS)
 
 test-compat: .venv/.dev
 	@grep -vE '^(torch|transformers|tokenizers)[=<]' constraints.txt > .venv/compat-constraints.txt

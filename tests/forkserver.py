@@ -3,6 +3,8 @@
 import multiprocessing
 import os
 import runpy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from multiprocessing import forkserver
 from pathlib import Path
@@ -39,13 +41,32 @@ def context() -> Any:
 
 
 def share() -> None:
-    """Starts a server for this process and those that it starts, which pytest's workers are."""
+    """Starts a server for this process and those that it starts, which pytest's workers are.
+
+    What its processes print is lost; one worker (`-n 0`) shows it where a test fails.
+    """
     context()
     server: Any = forkserver._forkserver  # type: ignore[attr-defined]
     if hasattr(server, "_forkserver_authkey"):  # Python 3.14, where each process has a server of its own
         return
-    server.ensure_running()
+    with _without_output():
+        server.ensure_running()
     os.environ[ADDRESS] = server._forkserver_address
+
+
+@contextmanager
+def _without_output() -> Iterator[None]:
+    kept = [os.dup(descriptor) for descriptor in (1, 2)]
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        for descriptor in (1, 2):
+            os.dup2(nowhere, descriptor)
+        yield
+    finally:
+        for descriptor, old in zip((1, 2), kept, strict=True):
+            os.dup2(old, descriptor)
+        for opened in (*kept, nowhere):
+            os.close(opened)
 
 
 def _cuda_of_torch() -> str | None:
