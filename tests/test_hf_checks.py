@@ -227,18 +227,6 @@ def test_rope_that_depends_on_the_length_sees_the_whole_of_it_in_every_kind_of_l
 # ---- labels and losses ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "olmoe", "minimax_m2"])
-def test_router_losses_are_refused_however_they_are_asked_for(alone: None, model_type: str) -> None:
-    known = vars(CONFIG_MAPPING[model_type]())
-    experts = {name: size for name, size in (EXPERTS | {"num_experts": 4}).items() if name in known}
-    model = build(model_type, moe_intermediate_size=16, **experts)
-    _, batch = inputs(model)
-    model(**batch)
-    refused(lambda: model(**batch, output_router_logits=True), "output_router_logits=True is not supported")
-    model.config.output_router_logits = True
-    refused(lambda: model(**batch), "output_router_logits=True is not supported")
-
-
 class WithPenalty(LlamaForCausalLM):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = super().forward(*args, **kwargs)

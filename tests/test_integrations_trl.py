@@ -28,7 +28,7 @@ from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM, Trainer
+from transformers import PreTrainedTokenizerFast, Trainer
 from trl import (
     DPOConfig,
     DPOTrainer,
@@ -325,11 +325,3 @@ def refusal_of_head(rank: int) -> str:
 def test_a_trained_head_that_fsdp2_shards_by_itself_is_refused() -> None:
     for line in spawn(2, refusal_of_head):
         assert "leave lm_head out of modules_to_save" in line
-
-
-def test_auxiliary_loss_of_routers_is_refused() -> None:
-    sizes_of_experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-    config = Qwen3MoeConfig(**sizes_of_experts, **{name: getattr(CONFIG, name) for name in names})
-    for line in spawn(2, refusal, Qwen3MoeForCausalLM(config), None):
-        assert "set router_aux_loss_coef=0.0" in line

@@ -17,6 +17,8 @@ class ForwardPass:
     packed: bool = False  # the batch holds documents
     attention_passes: int = 0  # launched before this forward pass
     loss: tuple[Tensor, int] | None = None  # result of the loss function, and its tensor version
+    router_losses: int = 0  # shares of router losses computed in this pass, which the model adds to its loss
+    counted_tokens: Tensor | None = None  # True where one process would count a token, (batch, local); None: all
     batches: int = 0  # batches passed to the model so far
     comparison: tuple[dist.Work, list[Tensor]] | None = None  # all-gather of every rank's documents
     shared: bool = False  # a deep copy of the model uses the context too; never reset

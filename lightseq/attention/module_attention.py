@@ -18,7 +18,8 @@ HONOURED: Final = frozenset({*PASSED_ON, "dropout", "scaling", "softcap"})
 HARMLESS: Final = frozenset(
     {
         "is_causal", "position_ids", "use_cache", "return_dict", "output_hidden_states", "logits_to_keep",
-        "labels", "shift_labels", "num_items_in_batch", "ignore_index", "skip_logits", "return_token_accuracy",
+        "output_router_logits", "labels", "shift_labels", "num_items_in_batch", "ignore_index", "skip_logits",
+        "return_token_accuracy",
     }
 )  # fmt: skip
 

@@ -70,6 +70,8 @@ AT_MOST: Final[Mapping[str, float]] = {
 }
 NOT_NEGATIVE: Final = (
     "max_grad_norm",
+    "router_aux_loss_coef",
+    "router_bias_update_rate",
     "learning_rate",
     "weight_decay",
     "warmup_ratio",

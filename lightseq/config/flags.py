@@ -119,6 +119,17 @@ class TrainingConfig:
     adam_beta2: float = flag(0.999, "Decay rate of AdamW's running mean of squared gradients.")
     adam_epsilon: float = flag(1e-8, "Added to the denominator of AdamW's update.")
     weight_decay: float = flag(0.0, "Decoupled weight decay. Applies to weight matrices only.")
+    router_aux_loss_coef: float | None = flag(
+        None,
+        "Coefficient of the load-balancing loss of experts, of which the mean over forward passes and data ranks is "
+        "added to the training loss. metrics.jsonl has that mean as router_loss; its loss excludes the term. 0: off. "
+        "Default: the config's router_aux_loss_coef if it sets output_router_logits to true, else 0.",
+    )
+    router_bias_update_rate: float = flag(
+        0.0,
+        "Step by which biases of experts (e_score_correction_bias) move after each optimizer step: up for experts "
+        "below the mean load, down for those above. DeepSeek V3 used 0.001. 0: biases stay.",
+    )
     max_grad_norm: float = flag(1.0, "Global norm that gradients are clipped to. 0: no clipping.")
     lr_scheduler_type: str = flag("linear", "Learning rate schedule of transformers, which includes the warm-up.")
     lr_scheduler_kwargs: dict[str, Any] | None = flag(

@@ -13,6 +13,7 @@ from lightseq.utils.tensors import IGNORE_INDEX
 
 BATCHES_BETWEEN_COMPARISONS: Final = 100
 BATCH_FACTS: Final = "batch_facts"  # key of `batch_facts` in a batch
+COUNTED_TOKENS: Final = "counted_tokens"  # key of the tokens that router losses count, if not all do
 
 
 def batch_facts(input_ids: Tensor, shifted_labels: Tensor | None) -> Tensor:

@@ -11,6 +11,7 @@ from lightseq.attention.context import SequenceContext
 from lightseq.comm.transport import base_transport_name
 from lightseq.hf.agreement import (
     BATCH_FACTS,
+    COUNTED_TOKENS,
     announce_pass,
     begin_comparing_documents,
     compare_batches,
@@ -20,9 +21,16 @@ from lightseq.hf.changes import EnabledModel
 from lightseq.hf.gradient_scale import find_gradient_factor, scale_gradients
 from lightseq.hf.images import IMAGE_INPUTS, PIXELS, SHAPES, ImageFeatures, install, other_inputs
 from lightseq.hf.loss_checks import check_labels, check_loss, restore_loss_function
+from lightseq.hf.router_losses import (
+    check_router_loss,
+    install_router_loss,
+    mark_router_logits,
+    unmark_router_logits,
+)
 from lightseq.models.architecture import transformers_model, windows_of_masks
 from lightseq.models.decoder import headless, text_config
 from lightseq.models.mixers import attending_layers
+from lightseq.modules.router_loss import asks_for_router_logits
 from lightseq.sequence.documents import Documents
 from lightseq.utils.tensors import IGNORE_INDEX
 
@@ -35,6 +43,7 @@ def install_checks(model: PreTrainedModel, record: EnabledModel, length_dependen
     inner, context, changes = transformers_model(model), record.context, record.changes
     attending = attending_layers(inner)
     images = install(inner, context, changes)
+    install_router_loss(inner)
     for module in {model, inner, headless(inner)}:
         checks = Checks(context, inner, attending, length_dependent_rope, images)
         hooks = [module.register_forward_pre_hook(checks.check_inputs, with_kwargs=True)]
@@ -43,6 +52,9 @@ def install_checks(model: PreTrainedModel, record: EnabledModel, length_dependen
             # FSDP's hook casts the loss to another tensor, so this one runs first.
             hook = partial(check_loss, context)
             hooks.append(module.register_forward_hook(hook, prepend=True, with_kwargs=True))
+            hooks.append(module.register_forward_hook(unmark_router_logits))
+        else:
+            hooks.append(module.register_forward_hook(partial(mark_router_logits, context)))
         hooks.append(module.register_forward_hook(partial(scale_gradients, context)))
         hooks.append(module.register_forward_hook(checks.check_pass, always_call=True))
         for hook in hooks:
@@ -78,6 +90,13 @@ class Checks:
             self._check_other_inputs(kwargs)
             self._images.begin(kwargs)
         documents, facts = kwargs.get("documents"), kwargs.pop(BATCH_FACTS, None)
+        counted = kwargs.pop(COUNTED_TOKENS, None)
+        if state.outermost is None:
+            state.counted_tokens = counted
+            if asks_for_router_logits(model.config, kwargs):
+                check_router_loss(transformers_model(model))
+                if facts is None:
+                    raise ValueError("output_router_logits=True needs all that shard_batch returns; pass it on")
         self._check_positions_and_documents(kwargs.get("position_ids"), documents)
         if facts is not None:
             local = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
@@ -146,7 +165,7 @@ class Checks:
         """
         state = self._context.forward_pass
         if state.outermost is model:
-            state.outermost, state.packed = None, False
+            state.outermost, state.packed, state.counted_tokens = None, False, None
             self._images.end(type(model).__name__, failed=output is None)
             finish_comparing_documents(state)
         if output is None or model is not headless(transformers_model(model)):
@@ -172,12 +191,11 @@ def _supported_arguments(model: nn.Module, args: tuple, kwargs: dict[str, Any]) 
         )
     if any(getattr(config, "use_cache", False) for config in configs):
         kwargs["use_cache"] = False
-    for flag, reason in (
-        ("output_attentions", "attention never materializes the score matrix"),
-        ("output_router_logits", "the router's loss would see only one shard"),
-    ):
-        if kwargs.get(flag) or (kwargs.get(flag) is None and any(getattr(config, flag, False) for config in configs)):
-            raise ValueError(f"{flag}=True is not supported: {reason}; set it to False")
+    asked = kwargs.get("output_attentions")
+    if asked or (asked is None and any(getattr(config, "output_attentions", False) for config in configs)):
+        raise ValueError(
+            "output_attentions=True is not supported: attention never materializes the score matrix; set it to False"
+        )
     if (ignored := kwargs.get("ignore_index")) not in (None, IGNORE_INDEX):
         raise ValueError(f"ignore_index={ignored} is not supported; set labels without a target to {IGNORE_INDEX}")
     mask = kwargs.get("attention_mask")

@@ -27,7 +27,7 @@ def check_labels(context: SequenceContext, model: nn.Module, _args: tuple, kwarg
             "shift_labels without labels: Trainer's label_smoothing_factor and compute_loss_func would shift labels "
             "a second time; leave them out. For your own loss, remove shift_labels from the batch before the model call"
         )
-    state.loss = None
+    state.loss, state.router_losses = None, 0
     inner = transformers_model(model)
     if not _is_checked(inner.loss_function):  # new, or replaced by the user
         inner.loss_function = partial(_sharded_loss, context, type(inner).__name__, inner.loss_function)
@@ -55,7 +55,7 @@ def _record_loss(context: SequenceContext, loss: Tensor) -> None:
 
 @torch.compiler.disable
 def check_loss(context: SequenceContext, model: nn.Module, _args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-    """Raises ValueError for a loss that is not the loss function's result, such as one with a router loss added."""
+    """Raises ValueError for a loss that is neither the loss function's result nor that plus the router loss."""
     state = context.forward_pass
     if state.outermost is not model:
         return
@@ -65,10 +65,11 @@ def check_loss(context: SequenceContext, model: nn.Module, _args: tuple, kwargs:
     returned = output[0] if isinstance(output, tuple) else output.loss
     if noted is None and has_fused_loss(model):
         return  # the fused loss takes shift_labels and num_items_in_batch itself
-    if noted is None or returned is not noted[0] or tensor_version(returned) != noted[1]:
+    # Models add the share of the router loss in place.
+    if noted is None or returned is not noted[0] or tensor_version(returned) - noted[1] not in (0, state.router_losses):
         raise ValueError(
-            f"{type(model).__name__} returns a loss that is not its loss function's result, such as one with a router "
-            "loss added; turn that term off, or use another model"
+            f"{type(model).__name__} returns a loss that is not its loss function's result, such as one with a penalty "
+            "added; turn that term off, or use another model"
         )
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightseq.attention.context import SequenceContext
-from lightseq.hf.agreement import BATCH_FACTS, batch_facts
+from lightseq.hf.agreement import BATCH_FACTS, COUNTED_TOKENS, batch_facts
 from lightseq.hf.images import local_images, pixel_checksum, whole_images
 from lightseq.schedule.documents import check_boundaries, document_positions
 from lightseq.sequence.documents import Documents
@@ -75,6 +75,8 @@ def shard_batch(
         positions = upload(documents.positions(context.rank), input_ids.device)
         batch = {"input_ids": ids, "position_ids": positions, "documents": documents}
     batch[BATCH_FACTS] = batch_facts(input_ids, labels)
+    if (counted := counted_tokens(context.sequence, input_ids, attention_mask, documents)) is not None:
+        batch[COUNTED_TOKENS] = counted
     if given_images is not None:
         model, inputs = given_images
         batch |= local_images(
@@ -94,6 +96,21 @@ def local_batch(
     documents = None if boundaries is None else group.pack(boundaries, input_ids.shape[1])
     local: Any = labels if labels is None else group.shard(labels, IGNORE_INDEX, documents)
     return group.shard(input_ids, documents=documents), local, documents
+
+
+def counted_tokens(
+    group: SequenceGroup, input_ids: Tensor, attention_mask: Tensor | None, documents: Documents | None
+) -> Tensor | None:
+    """Returns True for this rank's tokens that one process would count, (batch, local); None if all of them do.
+
+    Masked tokens do not count, nor does the padding that a layout adds.
+    """
+    length = input_ids.shape[1]
+    padded = group.layout.padded_length(length) if documents is None else int(documents.boundaries[-1])
+    if attention_mask is None and padded == length:
+        return None
+    counted = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask != 0
+    return group.shard(counted, False, documents)
 
 
 def find_boundaries(

@@ -12,18 +12,18 @@ from transformers.utils import ModelOutput
 
 def with_lazy_logits(output: ModelOutput, gather: Callable[[], Tensor]) -> ModelOutput:
     """Returns a model's output with logits that `gather` computes on first use; its class is a subclass."""
-    lazy = _copied(output, _lazy_class(cast(Hashable, type(output))))
+    lazy = _copied(output, _lazy_class(cast(Hashable, type(output))), "logits")
     object.__setattr__(lazy, "_gather_logits", gather)
     return lazy
 
 
-def without_logits(output: ModelOutput) -> ModelOutput:
-    """Returns a copy of a model's output that holds no logits; setting them to None would leave them in the mapping."""
-    return _copied(output, type(output))
+def without(output: ModelOutput, name: str) -> ModelOutput:
+    """Returns a copy of a model's output without a value; setting it to None would leave it in the mapping."""
+    return _copied(output, type(output), name)
 
 
-def _copied(output: ModelOutput, kind: type[ModelOutput]) -> ModelOutput:
-    values = {name: value for name, value in output.items() if name != "logits"}
+def _copied(output: ModelOutput, kind: type[ModelOutput], without: str) -> ModelOutput:
+    values = {name: value for name, value in output.items() if name != without}
     known = {field.name for field in fields(output)}  # type: ignore[arg-type]
     copied = kind(**{name: value for name, value in values.items() if name in known})
     for name in values.keys() - known:
@@ -39,7 +39,7 @@ def _lazy_class(kind: Any) -> Any:
 class _LazyLogits:
     """Mixin before an output class. All that a dictionary and a tuple offer counts logits; only reading gathers them.
 
-    Logits come after the loss, as in the outputs of transformers.
+    Logits come where the output's class has them: after the loss, or after the routers' loss.
     """
 
     _gather_logits: Callable[[], Tensor] | None = None
@@ -49,7 +49,8 @@ class _LazyLogits:
     def logits(self) -> Tensor | None:
         gather = self._gather_logits
         if gather is not None:
-            later = [name for name in self._keys() if name not in ("loss", "logits")]
+            keys = self._keys()
+            later = keys[keys.index("logits") + 1 :]
             self["logits"] = gather()  # type: ignore[index]  # also forgets `gather`
             for name in later:
                 self.move_to_end(name)  # type: ignore[attr-defined]
@@ -63,7 +64,8 @@ class _LazyLogits:
     def _keys(self) -> list[str]:
         keys: list[str] = list(OrderedDict.__iter__(self))  # type: ignore[arg-type]
         if self._gather_logits is not None:
-            keys.insert(keys.index("loss") + 1 if "loss" in keys else 0, "logits")
+            names = [field.name for field in fields(self)]  # type: ignore[arg-type]
+            keys.insert(sum(name in keys for name in names[: names.index("logits")]), "logits")
         return keys
 
     def __getitem__(self, key: Any) -> Any:

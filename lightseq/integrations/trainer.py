@@ -98,11 +98,6 @@ class SequenceParallel:
                     replaces_trl_head=is_sft_loss,
                     weighs_tokens_equally=is_mean,
                 )
-        if getattr(self, "aux_loss_enabled", False):  # of TRL's trainers
-            raise ValueError(
-                "the router's auxiliary loss would see only one rank's tokens, so it does not work with "
-                "sequence_parallel_size > 1; set router_aux_loss_coef=0.0"
-            )
 
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
         """Computes log-probabilities of TRL's reference model, while the trainer is made."""

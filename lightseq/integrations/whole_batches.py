@@ -17,16 +17,18 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.models.mixtral import modeling_mixtral
 from transformers.utils import ModelOutput
 
 from lightseq import hf
 from lightseq.attention.context import SequenceContext
-from lightseq.hf.agreement import announce_pass
+from lightseq.hf.agreement import COUNTED_TOKENS, announce_pass
 from lightseq.hf.changes import Changes, record_of
 from lightseq.hf.images import PIXELS, SHAPES, TOKEN_TYPES
 from lightseq.hf.loss_checks import has_fused_loss, loss_function_of
-from lightseq.hf.shard_batch import check_right_padding
-from lightseq.integrations.lazy_logits import with_lazy_logits, without_logits
+from lightseq.hf.router_losses import share_router_loss
+from lightseq.hf.shard_batch import check_right_padding, counted_tokens
+from lightseq.integrations.lazy_logits import with_lazy_logits, without
 from lightseq.kernels.logit_transform import LogitTransform
 from lightseq.memory.remat import apply_remat
 from lightseq.models.architecture import (
@@ -35,11 +37,12 @@ from lightseq.models.architecture import (
     known_logit_transform,
     transformers_model,
 )
-from lightseq.models.decoder import decoder_layers
+from lightseq.models.decoder import decoder_layers, text_config
 from lightseq.modules.compilation import allow_graphs_per_length
 from lightseq.modules.identity import is_known_code, product_change
 from lightseq.modules.loss import TokenMetrics, cross_entropy_sum, token_metrics
 from lightseq.modules.replaced_head import ReplacedHead, tensor_version
+from lightseq.modules.router_loss import asks_for_router_logits
 from lightseq.utils.tensors import IGNORE_INDEX
 
 PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")  # of TRL's outputs
@@ -79,6 +82,8 @@ class _Pass:
     head: ReplacedHead | None = None  # computes the loss, or TRL's token metrics, in this pass
     metrics: TokenMetrics | None = None  # those that the head computed
     head_input: HeadInput | None = None  # of the head that computed the loss
+    # The model's own `_loss_function`, if any, where another returns the loss that the head computed.
+    loss_function: tuple[Any, ...] | None = None
 
 
 @dataclass
@@ -90,6 +95,7 @@ class TokenOutput(ModelOutput):
     entropy: Tensor | None = None
     is_top1: Tensor | None = None
     label_mask: Tensor | None = None
+    aux_loss: Tensor | None = None
 
 
 class WholeBatches:
@@ -191,6 +197,10 @@ class WholeBatches:
         if self._pad_to is not None:
             whole = _padded(whole, self._pad_to)
         batch = hf.shard_batch(self.context, cu_seqlens=kwargs.pop("cu_seq_lens_q", None), **whole)
+        has_router_loss = asks_for_router_logits(self.model.config, kwargs)
+        batch.pop(COUNTED_TOKENS, None)
+        if has_router_loss and (counted := self._counted_tokens(whole["input_ids"], mask, length, batch)) is not None:
+            batch[COUNTED_TOKENS] = counted
         local = batch.pop("shift_labels", None)
         batch.pop("labels", None)
         given, counted = kwargs.pop("num_items_in_batch", None), batch.pop("num_items_in_batch", None)
@@ -201,6 +211,7 @@ class WholeBatches:
             return (), inputs
         if kwargs.get("fused_lm_head"):
             self._check_trl_reads_all()
+            share_router_loss(vars(modeling_mixtral))  # whose function TRL's fused head calls
             if self._replaces_trl_head and self._head_can_be_replaced():
                 del inputs["fused_lm_head"]
                 self._replace_head(self._pass, self._token_log_probs)
@@ -208,8 +219,38 @@ class WholeBatches:
         usual = loss_function_of(self.model) is ForCausalLMLoss and not has_fused_loss(self.model)
         if usual and self._head_can_be_replaced():
             self._replace_head(self._pass, self._loss_sum)
-            return (), inputs
+            if not has_router_loss:
+                return (), inputs
+            self._replace_loss_function(self._pass)  # to whose result the model adds its router loss
         return (), inputs | {"labels": local, "shift_labels": local, "num_items_in_batch": _at_least_one(divisor)}
+
+    def _counted_tokens(
+        self, input_ids: Tensor, mask: Tensor | None, length: int, batch: dict[str, Any]
+    ) -> Tensor | None:
+        """Returns this rank's tokens that router losses count on one process; None if all do."""
+        missing = input_ids.shape[1] - length
+        if missing and mask is None:
+            mask = torch.ones_like(input_ids[:, :length])
+        padded = mask if mask is None else nn.functional.pad(mask, (0, missing))
+        return counted_tokens(self.context.sequence, input_ids, padded, batch.get("documents"))
+
+    def _replace_loss_function(self, this: _Pass) -> None:
+        """Lets the model's loss function return this rank's share of the loss, which the head computes."""
+
+        def share(*_args: Any, **_kwargs: Any) -> Tensor:
+            assert this.head is not None and this.divisor is not None
+            return this.head.result() / this.divisor.clamp_min(1)
+
+        name = "_loss_function"
+        this.loss_function = (vars(self.model)[name],) if name in vars(self.model) else ()
+        self.model.loss_function = share
+
+    def _restore_loss_function(self, this: _Pass) -> None:
+        if this.loss_function is None:
+            return
+        del self.model._loss_function
+        if this.loss_function:
+            self.model.loss_function = this.loss_function[0]
 
     def _head_can_be_replaced(self) -> bool:
         """Returns whether the loss of this pass can be computed in place of the logits, by the model as it is now."""
@@ -280,15 +321,18 @@ class WholeBatches:
         head, this.head = this.head, None  # without a cycle of references, which would keep tensors
         if head is not None:
             head.restore()
+        self._restore_loss_function(this)
         if output is None:
             return None
+        output = self._with_router_loss(output)
         if getattr(output, "log_probs", None) is not None:
             return self._gather_per_token(output, this)
         if this.metrics is not None and head is not None:
-            return self._gather_metrics(head.result(), this.metrics, this)
+            return self._gather_metrics(head.result(), this.metrics, output, this)
         if head is not None:
             assert this.divisor is not None and this.head_input is not None
-            loss = self._loss(head.result() / this.divisor.clamp_min(1), this)
+            share = head.result() / this.divisor.clamp_min(1) if this.loss_function is None else output.loss
+            loss = self._loss(share, this)
             return self._with_logits_later(output, loss, partial(self._logits, this.head_input, this))
         if this.labels is None:
             output.logits = self._in_order(output.logits, this)
@@ -299,8 +343,14 @@ class WholeBatches:
             return output
         return self._with_logits_later(output, loss, partial(self._in_order, output.logits, this))
 
+    def _with_router_loss(self, output: ModelOutput) -> ModelOutput:
+        """Returns an output with the router loss of the whole batch, without logits of the routers."""
+        if isinstance(share := getattr(output, "aux_loss", None), Tensor):
+            output.aux_loss = self._sum(share)
+        return output if getattr(output, "router_logits", None) is None else without(output, "router_logits")
+
     def _with_logits_later(self, output: ModelOutput, loss: Tensor, gather: Callable[[], Tensor]) -> ModelOutput:
-        output = without_logits(output)
+        output = without(output, "logits")
         output.loss = loss
         if not self._is_inside:  # a module inside the outermost one was called
             return with_lazy_logits(output, gather)
@@ -362,7 +412,7 @@ class WholeBatches:
                 "DDP, or leave lm_head out of modules_to_save"
             )
 
-    def _gather_metrics(self, log_probs: Tensor, metrics: TokenMetrics, this: _Pass) -> TokenOutput:
+    def _gather_metrics(self, log_probs: Tensor, metrics: TokenMetrics, output: Any, this: _Pass) -> TokenOutput:
         """Returns what TRL's fused head would, from token metrics (batch, local) of this rank."""
         assert this.labels is not None and this.divisor is not None
         mask = (this.labels != IGNORE_INDEX).to(log_probs.dtype)
@@ -370,7 +420,9 @@ class WholeBatches:
         values = values[:, : this.length - 1 if this.shifted_here else this.length]
         log_probs, (entropy, hits, mask) = values[..., 0], values[..., 1:].detach().unbind(-1)
         loss = -log_probs.sum() / this.divisor.clamp_min(1)
-        return TokenOutput(loss, log_probs, entropy, hits.bool(), mask.bool())
+        if (router_loss := getattr(output, "aux_loss", None)) is not None:
+            loss = loss + getattr(text_config(self.model.config), "router_aux_loss_coef", 0.0) * router_loss
+        return TokenOutput(loss, log_probs, entropy, hits.bool(), mask.bool(), router_loss)
 
     def _in_order(self, values: Tensor, this: _Pass) -> Tensor:
         """Returns values (batch, local, ...) of all ranks in the order of the batch (batch, length, ...)."""

@@ -15,6 +15,7 @@ from lightseq.distributed.stopwatch import Stopwatch
 from lightseq.kernels.logit_transform import LogitTransform
 from lightseq.modules.loss import cross_entropy_sum
 from lightseq.modules.replaced_head import ReplacedHead, headless
+from lightseq.modules.router_loss import asks_for_router_logits
 from lightseq.sequence.documents import Documents
 
 # Computes values per token in place of the loss, from hidden states, the head's weight, labels, the transform of the
@@ -44,7 +45,11 @@ class LossModel(nn.Module):
         ids, positions and labels are (batch, local sequence), labels shifted. `documents`
         describes a packed sequence. With `read`, as in evaluations, its result is returned instead.
         """
-        packed = {} if documents is None else {"documents": documents}  # only some models take the argument
+        packed: dict[str, Any] = (
+            {} if documents is None else {"documents": documents}
+        )  # only some models take the argument
+        if asks_for_router_logits(self.model.config, {}):  # `Routers` computes their loss without storing logits
+            packed["output_router_logits"] = False
         output = headless(self.model)(input_ids=input_ids, position_ids=position_ids, use_cache=False, **packed)
         head: Any = self.model.get_output_embeddings()
         replaced = ReplacedHead(head, partial(self._read, labels, read) if read else partial(self._loss, labels))

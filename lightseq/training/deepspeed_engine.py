@@ -29,6 +29,7 @@ from lightseq.parallelize import apply_techniques, layer_groups
 from lightseq.training.engine import Update, fill_weights
 from lightseq.training.inputs import Inputs
 from lightseq.training.optimization import UNKNOWN_PARAMETER, make_optimizer
+from lightseq.training.router_flags import make_routers
 from lightseq.utils.formatting import first_line
 from lightseq.utils.pickles import PICKLE_ERRORS
 
@@ -68,6 +69,7 @@ class DeepSpeedEngine:
         for parameter in self.model.parameters():
             parameter.data = parameter.data.to(getattr(torch, config.compute_dtype))
         self._materialize()
+        self.routers = on_all_ranks(world, lambda: make_routers(config, self.model, self.context))
         self._engine = on_all_ranks(world, lambda: self._initialize(inner, make_optimizer(self.model, config)))
         self._files = CheckpointFiles(self._engine.checkpoint_engine)
         self._engine.checkpoint_engine = self._files

@@ -15,6 +15,7 @@ from lightseq.distributed.stopwatch import Stopwatch
 from lightseq.memory.offload import Offload
 from lightseq.memory.recomputation import MemorySettings
 from lightseq.models import adapters, random_weights, weights
+from lightseq.modules.routers import Routers
 from lightseq.parallelize import Unit
 from lightseq.training.inputs import Inputs
 
@@ -41,6 +42,7 @@ class Engine(Protocol):
     memory: MemorySettings
     sharding_description: str  # sharding and location of the parameters, for display
     offload: Offload | None  # of activations
+    routers: Routers | None  # of experts, if a flag balances them
     stopwatch: Stopwatch  # times the work that waits for no other rank
 
     def backward(self, share: Tensor, last: bool) -> None:

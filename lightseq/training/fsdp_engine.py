@@ -31,6 +31,7 @@ from lightseq.training.optimization import (
     make_state,
     step_if_finite,
 )
+from lightseq.training.router_flags import make_routers
 
 SHARDING = {
     "full_shard": "FSDP2 over all ranks",
@@ -58,6 +59,7 @@ class FsdpEngine:
             use_host_cores(world)
         self._locked = PinnedMemory()
         on_all_ranks(world, self._materialize)
+        self.routers = on_all_ranks(world, lambda: make_routers(config, self.model, self.context))
         on_all_ranks(world, lambda: fill_weights(self.model, inputs, config.seed, device=world.device))
         self._trained = [(p, shard_groups(p)) for p in self.model.parameters() if p.requires_grad]
         self.optimizer: Any = make_optimizer(self.model, config)

@@ -151,7 +151,10 @@ class TrainingLoop:
 
     def _new_stats(self) -> StepStats:
         engine = self.trainer.engine
-        return StepStats(self.trainer.world, self._flops, engine.context.transport, engine.offload)
+        trains_router_loss = engine.routers is not None and engine.routers.coefficient > 0
+        return StepStats(
+            self.trainer.world, self._flops, engine.context.transport, trains_router_loss, offload=engine.offload
+        )
 
     def _due(self, done: int, strategy: str, every: int) -> bool:
         """Returns whether a save or evaluation is due after `done` steps.

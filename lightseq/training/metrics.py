@@ -28,6 +28,7 @@ class StepRecord:
 
     step: int  # optimizer steps done
     loss: float | None  # mean of -log p over valid tokens; None if no step had one
+    router_loss: float | None  # load-balancing loss of a pass, without coefficient; None if it is not trained with
     grad_norm: float  # global norm before clipping
     skipped_steps: int  # since the last record, because of non-finite gradients
     steps_without_target: int  # since the last record

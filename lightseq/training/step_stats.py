@@ -25,6 +25,7 @@ class StepResult:
     """Results of one optimizer step on one rank. Tensors stay on the device. Counts are per sequence-parallel group."""
 
     loss: Tensor  # this rank's share; the sum over ranks is the loss
+    router_loss: Tensor  # the same, without coefficient; 0 if it is not trained with
     grad_norm: Tensor
     nonfinite: Tensor  # index of the first parameter with a non-finite gradient, or -1
     learning_rate: float
@@ -71,6 +72,7 @@ class StepStats:
     world: World
     flops: FlopCounter
     transport: Transport
+    has_router_loss: bool = False
     offload: Offload | None = None
     results: list[StepResult] = field(default_factory=list)
 
@@ -99,6 +101,7 @@ class StepStats:
         allocated, reserved, rss = process_memory(device, self.transport.buffer_bytes, self.transport.graph_bytes)
         sums: dict[str, float | Tensor] = {
             "loss": torch.stack([result.loss for result in results]).sum(),
+            "router_loss": torch.stack([result.router_loss for result in results]).sum(),
             "valid_tokens": sum(result.valid_tokens for result in counted),
             "positions": sum(result.positions for result in counted),
             "tokens": sum(result.tokens for result in counted),
@@ -129,6 +132,7 @@ class StepStats:
             learning_rate=results[-1].learning_rate,
             world=self.world,
             flops=self.flops,
+            has_router_loss=self.has_router_loss,
             names=(*sums, *worst, "grad_norm", "steps_with_target"),
             numbers=numbers,
             begin=self._begin,
@@ -148,6 +152,7 @@ class PendingRecord:
     learning_rate: float
     world: World
     flops: FlopCounter
+    has_router_loss: bool
     names: tuple[str, ...]
     numbers: Tensor  # a value per name, then per step the index of the first parameter with a non-finite gradient
     begin: DeviceTimestamp
@@ -179,6 +184,7 @@ class PendingRecord:
         return StepRecord(
             step=self.step,
             loss=x["loss"] / x["steps_with_target"] if x["steps_with_target"] else None,
+            router_loss=x["router_loss"] / self.steps if self.has_router_loss else None,
             grad_norm=x["grad_norm"],
             skipped_steps=len(self.nonfinite_parameters()),
             steps_without_target=self.steps - round(x["steps_with_target"]),

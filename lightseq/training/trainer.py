@@ -16,12 +16,13 @@ from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import Batch, bucket_lengths, padding_batch, trim_padding
 from lightseq.distributed.watchdog import Watchdog
 from lightseq.distributed.world import World
-from lightseq.hf.shard_batch import local_batch
+from lightseq.hf.shard_batch import counted_tokens, local_batch
 from lightseq.memory.planner.advice import plan_notes
 from lightseq.memory.planner.breakdown import Breakdown
 from lightseq.models.adapters import count_adapter_parameters
 from lightseq.models.architecture import inspect_architecture, length_dependent_ropes
 from lightseq.modules.fp8 import MULTIPLE
+from lightseq.sequence.documents import Documents
 from lightseq.training.device_memory import memory_parts, out_of_memory_handler
 from lightseq.training.engine import Engine
 from lightseq.training.errors import exit_on_data_error
@@ -73,22 +74,32 @@ class Trainer:
         targets = self.engine.dims.sum_over_batches(valid)
         divisor = targets.clamp_min(1)
         loss, imbalance = torch.zeros((), dtype=torch.float32, device=self.world.device), 0.0
+        routers, router_loss = self.engine.routers, torch.zeros_like(loss)
         for batch in batches:
             with self.phase(step, "forward"):
                 shard = self.shard(batch)
                 if shard.documents is not None:
                     imbalance = max(imbalance, 1 / area_balance(self.context, shard.documents))
+                if routers is not None:
+                    routers.begin(self.shard.counted(batch, shard.documents))
                 share = self.loss_model(*shard) / divisor
+                loss += share.detach()
+                if routers is not None:
+                    share, added = routers.add_loss(share, len(batches) * self.engine.dims.data_ranks)
+                    router_loss += added
             with self.phase(step, "backward"):
                 self.engine.backward(share, last=batch is batches[-1])
-            loss += share.detach()
         rate = self.learning_rate.apply(self.engine.optimizer, step)
         with self.phase(step, "update"):
             for call in self.before_update:
                 call()
             update = self.engine.update()
+            if routers is not None:
+                routers.finish()
+                routers.update_biases(update.nonfinite)
         return StepResult(
             loss=loss,
+            router_loss=router_loss,
             grad_norm=update.norm,
             nonfinite=update.nonfinite,
             learning_rate=rate,
@@ -192,6 +203,13 @@ class Sharding:
         else:
             positions = self._global_positions(batch.input_ids.shape[1]).expand(len(ids), -1)
         return Shard(self._to_device(ids), positions, self._to_device(labels), documents)
+
+    def counted(self, batch: Batch, documents: Documents | None) -> Tensor | None:
+        """Returns True for this rank's tokens except padding, (batch, local); None if there is no padding."""
+        sizes, length = torch.tensor(batch.sizes), batch.length
+        mask = torch.arange(length) < sizes.unsqueeze(1)
+        counted = counted_tokens(self._context.sequence, batch.input_ids, None if mask.all() else mask, documents)
+        return None if counted is None else self._to_device(counted)
 
     def _global_positions(self, length: int) -> Tensor:
         if length not in self._positions:

@@ -4,7 +4,7 @@ import copy
 import gc
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Final
 
@@ -57,6 +57,7 @@ def model_rows(
     by their documents.
     """
     plain_config = copy.deepcopy(inputs.model_config)  # training modifies the config
+    config = replace(config, router_aux_loss_coef=0.0)  # the plain loss is that of the tokens
     trainer = Trainer(config, inputs, world, build_engine(config, inputs, world))
     length = inputs.stream.length
     trainer.batch_lengths = (length,)

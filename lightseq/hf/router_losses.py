@@ -1,0 +1,137 @@
+"""Router losses of an enabled model: those of the whole sequence, as shares that the ranks sum.
+
+Models of transformers call the global function `load_balancing_loss_func` of their module. In its place stands a
+function that computes an enabled model's share, which it knows by the type of the logits, and passes other calls on.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from inspect import signature, unwrap
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lightseq.attention.context import SequenceContext
+from lightseq.modules.router_loss import RouterSums, router_loss_share, router_sums
+
+FUNCTION: Final = "load_balancing_loss_func"
+PARAMETERS: Final = ("gate_logits", "num_experts", "top_k", "attention_mask")
+RouterLoss = Callable[..., Tensor | int]
+
+
+class ShardedRouterLogits(tuple[Tensor, ...]):
+    """Logits of all routers for this rank's tokens, with what their loss needs beside them."""
+
+    context: SequenceContext
+    counted: Tensor | None  # tokens that one process would count, (batch, local); None if all do
+
+
+def install_router_loss(model: PreTrainedModel) -> None:
+    """Lets the modules of a model's code compute the router losses of enabled models over all ranks.
+
+    Nothing else changes in them, so the function stays when a model is disabled.
+    """
+    for namespace in _namespaces(model):
+        share_router_loss(namespace)
+
+
+def share_router_loss(namespace: dict[str, Any]) -> None:
+    """Replaces the loss function in a module's namespace, unless it is replaced already or computes another loss."""
+    function = namespace[FUNCTION]
+    if not _is_shared(function) and _is_known(function):
+        namespace[FUNCTION] = partial(_router_loss, function)
+
+
+def check_router_loss(model: PreTrainedModel) -> None:
+    """Raises ValueError if a model's router loss is not the load-balancing loss that is computed here.
+
+    A model without a router loss passes, because it adds none to its loss.
+    """
+    if any(not _is_shared(namespace[FUNCTION]) for namespace in _namespaces(model)):
+        raise ValueError(
+            f"{type(model).__name__} has a router loss of its own, which needs the whole sequence on one rank; set "
+            "output_router_logits to False"
+        )
+
+
+def has_router_loss(model: PreTrainedModel) -> bool:
+    """Returns whether a model computes a load-balancing loss."""
+    return next(_namespaces(model), None) is not None
+
+
+@torch.compiler.disable
+def mark_router_logits(context: SequenceContext, _base: nn.Module, _args: tuple, output: Any) -> None:
+    """Marks the router logits that the model without its head returns as those of a shard."""
+    logits = getattr(output, "router_logits", None)
+    if isinstance(logits, tuple):
+        sharded = ShardedRouterLogits(logits)
+        sharded.context, sharded.counted = context, context.forward_pass.counted_tokens
+        output.router_logits = sharded
+
+
+@torch.compiler.disable
+def unmark_router_logits(_model: nn.Module, _args: tuple, output: Any) -> None:
+    """Returns router logits as transformers does, in a plain tuple."""
+    if isinstance(logits := getattr(output, "router_logits", None), ShardedRouterLogits):
+        output.router_logits = tuple(logits)
+
+
+def _router_loss(
+    plain: RouterLoss,
+    gate_logits: Any,
+    num_experts: int | None = None,
+    top_k: int = 2,
+    attention_mask: Tensor | None = None,
+) -> Tensor | int:
+    """Returns an enabled model's share of the router loss; the result of `plain` for another model."""
+    if isinstance(gate_logits, ShardedRouterLogits):
+        return _share(gate_logits, top_k)  # an enabled model has no mask, but knows the tokens that count
+    return plain(gate_logits, num_experts, top_k, attention_mask)
+
+
+@torch.compiler.disable
+def _share(logits: ShardedRouterLogits, top_k: int) -> Tensor:
+    """Returns this rank's share of a router loss. All ranks of the group must call it."""
+    state = logits.context.forward_pass
+    state.router_losses += 1
+    sums = _summed(logits, top_k, logits.counted)
+    totals = torch.cat([sums.counts, sums.tokens.unsqueeze(0)])
+    dist.all_reduce(totals, group=logits.context.group)
+    return router_loss_share(sums.probabilities, totals[:-1], totals[-1])
+
+
+def _summed(logits: tuple[Tensor, ...], top_k: int, counted: Tensor | None) -> RouterSums:
+    """Returns the sums over all routers, on the device of the first."""
+    device = logits[0].device
+    routers = [router_sums(x.to(device), top_k, counted) for x in logits]
+    return RouterSums(*(torch.stack(field).sum(0) for field in zip(*routers, strict=True)))
+
+
+def _namespaces(model: PreTrainedModel) -> Iterator[dict[str, Any]]:
+    """Yields the namespaces of a model's forward passes that hold the loss function."""
+    forwards = [vars(kind).get("forward") for kind in type(model).__mro__]
+    found = [unwrap(x).__globals__ for x in (*forwards, vars(model).get("forward")) if hasattr(x, "__code__")]
+    yield from {id(namespace): namespace for namespace in found if FUNCTION in namespace}.values()
+
+
+def _is_shared(function: Any) -> bool:
+    return getattr(function, "func", None) is _router_loss
+
+
+@cache
+def _is_known(function: RouterLoss) -> bool:
+    """Returns whether a function computes the load-balancing loss, which a comparison on few logits shows."""
+    if tuple(signature(function).parameters) != PARAMETERS:
+        return False
+    logits = torch.arange(48, dtype=torch.float32, device="cpu").square().sin().view(2, 6, 4).unbind()
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0]], device="cpu")
+    with torch.no_grad():
+        for counted in (None, mask):
+            sums = _summed(logits, 2, None if counted is None else counted.bool())
+            expected = router_loss_share(sums.probabilities, sums.counts, sums.tokens)
+            if not torch.isclose(torch.as_tensor(function(logits, 4, 2, counted)), expected, rtol=1e-4):
+                return False
+    return True
