@@ -50,6 +50,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama 4 without experts: chunks, temperature by position": ("llama4_text", {}),
     "Youtu: latent attention": ("youtu", {}),
     "MiniCPM 3: latent attention": ("minicpm3", {}),
+    "Qwen 3 MoE: experts": ("qwen3_moe", {}),
+    "Mixtral: experts": ("mixtral", {}),
+    "gpt-oss: experts with biases, sinks": ("gpt_oss", {}),
+    "OLMoE: experts": ("olmoe", {}),
+    "GLM 4 MoE: shared experts, router in float32": ("glm4_moe", {}),
+    "DeepSeek V3: groups of experts": ("deepseek_v3", {}),
+    "Granite MoE: experts": ("granitemoe", {}),
+    "MiniMax M2: experts": ("minimax_m2", {}),
+    "ERNIE 4.5: experts": ("ernie4_5_moe", {}),
 }  # fmt: skip
 FLAGS = "--max_steps 3 --save_strategy steps --save_steps 1 --learning_rate 1e-2 --lr_scheduler_type constant"
 
