@@ -98,7 +98,10 @@ def test_a_config_that_was_changed_is_inspected_again() -> None:
     ("model_type", "changes", "line"),
     [
         ("doge", {}, "attention"),
-        ("gpt2", {}, "use your own loop around hf.enable (examples/README.md), or another model"),
+        (
+            "gpt2", {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
+            "use your own loop around hf.enable (examples/README.md), or another model",
+        ),
         ("ctrl", {"n_embd": 32}, "linear head; use your own loop around hf.enable (examples/README.md), or another"),
         ("bert", {}, "BertLMHeadModel"),
         ("t5", {}, "as a causal language model"),
