@@ -2,6 +2,7 @@
 
 import copy
 from itertools import count
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -203,6 +204,17 @@ def test_expert_parallel_sizes_that_do_not_fit_are_refused(model_type: str, size
         check_layers(
             parse([*NEEDED, "--expert_parallel_size", str(size)], ""), inspect_architecture(tiny_config(model_type))
         )
+
+
+def test_deepspeed_is_refused_where_a_router_stays_in_float32(tmp_path: Path) -> None:
+    (tmp_path / "zero.json").write_text('{"zero_optimization": {"stage": 2}}')
+    flags = [*NEEDED, "--deepspeed", str(tmp_path / "zero.json")]
+    architecture = inspect_architecture(tiny_config("glm4_moe"))
+    check_layers(parse(flags, ""), architecture)  # all weights are in float32
+    with pytest.raises(
+        ValueError, match=r"computes all weights in bfloat16, but Glm4MoeForCausalLM keeps .*gate.weight"
+    ):
+        check_layers(parse([*flags, "--bf16"], ""), architecture)
 
 
 def test_groups_of_layers_with_experts_are_refused() -> None:

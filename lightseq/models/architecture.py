@@ -22,6 +22,7 @@ from lightseq.models.attention_modules import attention_modules
 from lightseq.models.build import build_on_meta, constructed_buffers
 from lightseq.models.decoder import (
     decoder_layers,
+    float32_parameters,
     has_known_parts,
     has_position_table,
     has_towers,
@@ -62,6 +63,7 @@ class Architecture:
     head: int  # weights of the LM head, tied or not
     ties_embeddings: bool  # the LM head's weight is that of the input embeddings
     outside_linears: tuple[str, ...]  # weights of layers outside linears and experts, such as Conv1D's
+    in_float32: tuple[str, ...] = ()  # parameters that compute in float32 when others do not, such as routers
     positions: int | None = (
         None  # rows of a table of positions, learned or computed; None: any position has an encoding
     )
@@ -358,6 +360,7 @@ def _inspect(kind: Any, text: str, _mixers: tuple[MixerKind, ...]) -> Architectu
         head=head.weight.numel(),
         ties_embeddings=ties_embeddings(model),
         outside_linears=tuple(n for n, p in layers.named_parameters() if p.ndim > 1 and id(p) not in known),
+        in_float32=tuple(float32_parameters(model)),
         positions=text_config(config).max_position_embeddings if has_position_table(model) else None,
     )
 

@@ -109,6 +109,11 @@ def check_layers(config: TrainConfig, architecture: Architecture) -> None:
             f"--layers_per_checkpoint {config.group_size} needs layers that get the same arguments, such as RoPE, and "
             f"keys of their own, but {architecture.name}'s do not; leave it out"
         )
+    if config.deepspeed is not None and config.compute_dtype != "float32" and architecture.in_float32:
+        raise ValueError(
+            f"--deepspeed {config.deepspeed} computes all weights in {config.compute_dtype}, but {architecture.name} "
+            f"keeps some in float32 ({architecture.in_float32[0]}); leave --deepspeed out"
+        )
     if config.expert_parallel_size > 1:
         counts = {layer.experts.count for layer in architecture.kinds if layer.experts}
         given = f"--expert_parallel_size {config.expert_parallel_size}"
