@@ -53,7 +53,7 @@ class Unit:
 
     kind: Literal["layers", "end", "root"]  # neighbouring layers, the embeddings or the head, or all that is left
     modules: tuple[nn.Module, ...]  # in the order in which they run
-    mesh: DeviceMesh  # over which the parameters are sharded; experts may get one of their own
+    mesh: DeviceMesh  # over which the parameters are sharded
     policy: FsdpPolicy
 
     @property
@@ -113,8 +113,8 @@ def parallelize(
 ) -> ParallelModel:
     """Applies every technique to a model, which may be on the meta device, and shards it with FSDP2."""
     parallel = apply_techniques(model, config, dims, memory)
-    others = [model.get_parameter(name) for name in (*parallel.whole, *parallel.experts)]
-    shard_parameters(parallel.loss_model, parallel.units, others)
+    ignored = [model.get_parameter(name) for name in (*parallel.whole, *parallel.experts)]
+    shard_parameters(parallel.loss_model, parallel.units, ignored)
     if memory.state_on_host and dims.shard == 1 and not config.tiles_layers:
         # Tiled layers run for seconds, and need no prefetch.
         WeightPrefetch(layer_groups(parallel.units), dims.world.device.type)
@@ -151,12 +151,12 @@ def layer_groups(units: Sequence[Unit]) -> list[tuple[nn.Module, ...]]:
     return [unit.modules for unit in units if unit.kind == "layers"]
 
 
-def shard_parameters(root: nn.Module, units: Sequence[Unit], others: Sequence[nn.Parameter] = ()) -> None:
+def shard_parameters(root: nn.Module, units: Sequence[Unit], ignored: Sequence[nn.Parameter] = ()) -> None:
     """Shards `root`, which holds the model, with FSDP2, unit by unit.
 
     Shards are float32 and gathered in the compute dtype; gradients are reduced in float32. They are summed, not
     averaged, because the loss is already divided by the global number of valid tokens. Gradients on the GPU share the
-    pool of activations. `others` are parameters that stay as they are.
+    pool of activations. Parameters in `ignored` stay as they are.
     """
     # Without expandable segments a shared pool breaks into pieces, none of them large enough for a gradient.
     shares_pool = has_expandable_segments() and not any(unit.state_on_host for unit in units)
@@ -168,7 +168,7 @@ def shard_parameters(root: nn.Module, units: Sequence[Unit], others: Sequence[nn
             reshard_after_forward=policy.reshard_after_forward,
             mp_policy=policy.precision,
             offload_policy=policy.offload,
-            ignored_params={*others} or None,
+            ignored_params={*ignored} or None,
         )
         sharded: Any
         for sharded in modules:  # these setters do not recurse

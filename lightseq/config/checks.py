@@ -48,8 +48,7 @@ AT_LEAST_ONE: Final = (
     *("max_steps", "eval_steps", "save_steps", "save_total_limit", "logging_steps", "model_max_length"),
     *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
     *("sequence_parallel_size", "expert_parallel_size", "ulysses_size", "layers_per_checkpoint", "lora_rank"),
-    *("scaling_factor",),
-    *("max_train_samples", "max_eval_samples", "early_stopping_patience", "sample_max_new_tokens"),
+    *("scaling_factor", "max_train_samples", "max_eval_samples", "early_stopping_patience", "sample_max_new_tokens"),
 )
 POSITIVE: Final = (
     *("num_train_epochs", "lora_alpha", "rope_theta", "step_timeout", "host_memory_budget", "device_memory_budget"),
@@ -214,7 +213,7 @@ def _check_deepspeed(config: Flags) -> None:
         )
 
 
-def _check_experts(config: Flags) -> None:
+def _check_expert_parallelism(config: Flags) -> None:
     if config.expert_parallel_size == 1:
         return
     given = f"--expert_parallel_size {config.expert_parallel_size}"
@@ -337,7 +336,7 @@ CHECKS: Final = (
     _check_fused_attention,
     _check_packing,
     _check_deepspeed,
-    _check_experts,
+    _check_expert_parallelism,
     _check_lora,
     _check_evaluation,
 )

@@ -1,9 +1,9 @@
 """Activation checkpointing: the backward pass recomputes all of a layer, or all but what the policy stores."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -28,12 +28,8 @@ from lightseq.utils.checkpoint_context import Results, checkpoint_pass, free_mem
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 Forward = Callable[..., Tensor]
-STORED = (
-    ATTENTION_OP,
-    STORED_MLP_OP,
-    STORED_LINEAR_OP,
-    STORED_PRODUCT_OP,
-)  # operators whose results a checkpoint may store
+# Operators whose results a checkpoint may store.
+STORED = (ATTENTION_OP, STORED_MLP_OP, STORED_LINEAR_OP, STORED_PRODUCT_OP)
 
 
 def apply_remat(
@@ -71,10 +67,9 @@ def _eager_options(policy: str, routes: bool, offload: Offload | None) -> dict[s
 
 
 def _compiled_options(policy: str, routes: bool) -> dict[str, Any]:
-    """torch.compile supports only torch's own policies. Saved-tensor hooks do not see the tensors they store."""
-    if policy == "full":
-        return {"context_fn": _choosing_contexts} if routes else {}
-    return {"context_fn": _selective_contexts}
+    if policy == "full" and not routes:
+        return {}
+    return {"context_fn": _selective_contexts(stored_operators(policy))}
 
 
 def capture_forwards(layers: Sequence[nn.Module], patch: Callable[[], None]) -> list[Forward]:
@@ -182,19 +177,20 @@ def stored_operators(policy: str) -> tuple[torch._ops.OpOverload, ...]:
     return CHOICE_OPS if policy == "full" else STORED + CHOICE_OPS
 
 
-def _store_results(_ctx: Any, op: torch._ops.OpOverload, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in STORED or op in CHOICE_OPS else CheckpointPolicy.PREFER_RECOMPUTE
+@cache  # layers that share contexts share a graph
+def _selective_contexts(stored: tuple[torch._ops.OpOverload, ...]) -> Callable[[], Contexts]:
+    """Returns contexts for torch.compile, which supports only torch's own policies.
 
+    Saved-tensor hooks do not see the tensors that these store.
+    """
 
-def _store_choices(_ctx: Any, op: torch._ops.OpOverload, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in CHOICE_OPS else CheckpointPolicy.PREFER_RECOMPUTE
+    def store(_ctx: Any, op: torch._ops.OpOverload, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op in stored else CheckpointPolicy.PREFER_RECOMPUTE
 
-
-_selective_contexts = partial(create_selective_checkpoint_contexts, _store_results)
-# torch caches a compiled graph on disk only if this names the policy.
-_selective_contexts.cache_hash = "lightseq: stored operators"  # type: ignore[attr-defined]
-_choosing_contexts = partial(create_selective_checkpoint_contexts, _store_choices)
-_choosing_contexts.cache_hash = "lightseq: stored choices"  # type: ignore[attr-defined]
+    contexts = partial(create_selective_checkpoint_contexts, store)
+    # torch caches a compiled graph on disk only if this names the policy.
+    contexts.cache_hash = f"lightseq: {', '.join(map(str, stored))}"  # type: ignore[attr-defined]
+    return contexts
 
 
 def _recompute_contexts() -> Contexts:
@@ -205,22 +201,13 @@ def _recompute_contexts() -> Contexts:
 def _routing_contexts(contexts: Callable[[], Contexts]) -> Contexts:
     """Returns contexts that also store which experts were chosen."""
     (forward, recomputation), (chosen, chosen_again) = contexts(), choice_contexts()
-    return _Both(forward, chosen), _Both(recomputation, chosen_again)
+    return _both(forward, chosen), _both(recomputation, chosen_again)
 
 
-class _Both:
-    """Context manager that enters two others."""
-
-    def __init__(self, first: AbstractContextManager[Any], second: AbstractContextManager[Any]) -> None:
-        self._first, self._second = first, second
-
-    def __enter__(self) -> None:
-        self._first.__enter__()
-        self._second.__enter__()
-
-    def __exit__(self, *raised: Any) -> None:
-        self._second.__exit__(*raised)
-        self._first.__exit__(*raised)
+@contextmanager
+def _both(first: AbstractContextManager[Any], second: AbstractContextManager[Any]) -> Iterator[None]:
+    with first, second:
+        yield
 
 
 def _storing_contexts(offload: Offload | None) -> Contexts:

@@ -114,7 +114,7 @@ def recompute_flops(
             products += layer.active - layer.last_product
         if remat == STORE_MLP:
             products -= layer.stored_products
-        if remat == STORE_LINEARS and layer.experts is not None:  # their router, and experts for all tokens
+        if remat == STORE_LINEARS and layer.experts is not None:  # the router and shared experts
             products += layer.active - layer.experts.active - layer.projections - layer.hidden * layer.attention_width
         if tiled:
             products += layer.last_product + (1 + attends_again) * layer.projections

@@ -89,15 +89,8 @@ def run_on_meta(model: PreTrainedModel, layers: nn.ModuleList) -> MetaRun:
     def note_mixer(kind: MixerKind, module: nn.Module, *_: Any) -> None:
         running[-1].mixers.append(kind.facts(module))
 
-    def note_experts(experts: Any, args: tuple[Any, ...]) -> None:
-        first = experts.gate_up_proj if experts.has_gate else experts.up_proj
-        count = experts.num_experts
-        running[-1].experts = Experts(
-            count=count,
-            per_token=args[1].shape[-1],
-            first_product=first.numel() // count,
-            last_product=experts.down_proj.numel() // count,
-        )
+    def note_experts(experts: nn.Module, args: tuple[Any, ...]) -> None:
+        running[-1].experts = _experts(experts, per_token=args[1].shape[-1])
 
     hooks: list[Any] = [
         module.register_forward_hook(partial(note_mixer, kind)) for module, kind in mixer_modules(layers)
@@ -122,6 +115,17 @@ def run_on_meta(model: PreTrainedModel, layers: nn.ModuleList) -> MetaRun:
         layers_share_inputs=all(_are_same(layer_run.arguments, first) for layer_run in ran),
         layers_share_keys=bool(shared),
         passes_documents=all(passed),
+    )
+
+
+def _experts(module: Any, per_token: int) -> Experts:
+    """Returns the facts about a module of stacked experts."""
+    first, count = module.gate_up_proj if module.has_gate else module.up_proj, module.num_experts
+    return Experts(
+        count=count,
+        per_token=per_token,
+        first_product=first.numel() // count,
+        last_product=module.down_proj.numel() // count,
     )
 
 

@@ -78,15 +78,16 @@ def experts_forward(module: Any, hidden_TH: Tensor, experts_TK: Tensor, weights_
 def run_experts(module: Any, hidden_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor, count: int) -> Tensor:
     """Returns what the `count` experts of this rank add to each token (T, H). An expert `count` adds nothing."""
     routes = sort_by_expert(experts_TK, count)
-    is_whole = count == module.num_experts
-    rows = torch.arange(len(routes.order_R), device=hidden_TH.device)
+    here: Tensor | None = None  # rows of this rank's experts
+    if count < module.num_experts:
+        here = (torch.arange(len(routes.order_R), device=hidden_TH.device) < routes.ends_E[-1])[:, None]
 
     def only_here(x: Tensor) -> Tensor:
         """Sets rows of other ranks' experts, which no product writes, and their gradients to zero."""
-        return x if is_whole else torch.where((rows < routes.ends_E[-1])[:, None], x, 0)
+        return x if here is None else torch.where(here, x, 0)
 
-    x = only_here(_Spread.apply(hidden_TH, routes.order_R, routes.places_R))
-    weights = _Spread.apply(weights_TK.reshape(-1, 1), routes.order_R, routes.places_R)
+    x = only_here(_Dispatch.apply(hidden_TH, routes.order_R, routes.places_R))
+    weights = _Dispatch.apply(weights_TK.reshape(-1, 1), routes.order_R, routes.places_R)
     first, stored = "gate_up_proj" if module.has_gate else "up_proj", getattr(module, "stores_products", False)
     y = only_here(_linear(module, first, x, routes, stored))
     y = module._apply_gate(y) if module.has_gate else module.act_fn(y)
@@ -94,7 +95,7 @@ def run_experts(module: Any, hidden_TH: Tensor, experts_TK: Tensor, weights_TK: 
         y = module.post_expert_norm(only_here(_linear(module, "down_proj", y, routes))) * weights
     else:
         y = _linear(module, "down_proj", only_here((y * weights).to(y.dtype)), routes, bias_factor=weights)
-    return _Gather.apply(only_here(y).to(hidden_TH.dtype), routes.order_R, routes.places_R, len(hidden_TH))
+    return _Combine.apply(only_here(y).to(hidden_TH.dtype), routes.order_R, routes.places_R, len(hidden_TH))
 
 
 ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
@@ -120,8 +121,8 @@ def _weight(module: Any, name: str) -> Tensor:
     return parameter if group is None else group.weight(parameter)  # type: ignore[no-any-return]
 
 
-class _Spread(torch.autograd.Function):
-    """Copies each token's values to its rows. Gradients of a token's copies are summed in float32."""
+class _Dispatch(torch.autograd.Function):
+    """Copies each token's values to the rows of its experts. Gradients of its copies are summed in float32."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order_R: Tensor, places_R: Tensor) -> Tensor:  # type: ignore[override]
@@ -135,7 +136,7 @@ class _Spread(torch.autograd.Function):
         return _sum_of_copies(dy, places_R, ctx.tokens), None, None
 
 
-class _Gather(torch.autograd.Function):
+class _Combine(torch.autograd.Function):
     """Sums each token's rows in float32."""
 
     @staticmethod

@@ -45,12 +45,12 @@ class LossModel(nn.Module):
         ids, positions and labels are (batch, local sequence), labels shifted. `documents`
         describes a packed sequence. With `read`, as in evaluations, its result is returned instead.
         """
-        packed: dict[str, Any] = (
-            {} if documents is None else {"documents": documents}
-        )  # only some models take the argument
+        options: dict[str, Any] = {}  # only some models take them
+        if documents is not None:
+            options["documents"] = documents
         if asks_for_router_logits(self.model.config, {}):  # `Routers` computes their loss without storing logits
-            packed["output_router_logits"] = False
-        output = headless(self.model)(input_ids=input_ids, position_ids=position_ids, use_cache=False, **packed)
+            options["output_router_logits"] = False
+        output = headless(self.model)(input_ids=input_ids, position_ids=position_ids, use_cache=False, **options)
         head: Any = self.model.get_output_embeddings()
         replaced = ReplacedHead(head, partial(self._read, labels, read) if read else partial(self._loss, labels))
         try:

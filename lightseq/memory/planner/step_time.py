@@ -31,7 +31,7 @@ def step_seconds(run: PlannedRun, placement: Placement) -> dict[str, float]:
     parts = {name: passes * seconds for name, seconds in _compute_seconds(run, placement).items()}
     parts["weights: gathered and reduced, exposed"] = passes * _exposed_collectives(run, layer)
     if run.config.expert_parallel_size > 1:
-        parts["experts: tokens exchanged"] = passes * _token_exchange_seconds(run, run.config.remat_policy)
+        parts["experts: tokens exchanged"] = passes * _token_exchange_seconds(run)
     parts["offloading, exposed"] = passes * (_exposed_copies(run, placement, layer) + _exposed_weights(run, layer))
     parts["optimizer"] = update_seconds(run)
     launches = passes * len(run.layers) * rates.LAYER_LAUNCH_SECONDS[run.config.compiles]
@@ -195,11 +195,11 @@ def _exchanged_parameters(run: PlannedRun, layer: Layer) -> int:
     return run.gathered_parameters(layer)
 
 
-def _token_exchange_seconds(run: PlannedRun, policy: str) -> float:
+def _token_exchange_seconds(run: PlannedRun) -> float:
     """Returns the seconds in which ranks with different experts exchange tokens: twice a pass, also when repeated."""
     ranks = run.config.expert_parallel_size
     sent = run.tokens * run.itemsize * (ranks - 1)
-    passes = 2 + (policy != "none")
+    passes = 2 + (run.config.remat_policy != "none")
     width = sum(layer.hidden for layer in run.layers if layer.experts is not None)
     return 2 * passes * width * sent / _collective_rate(run, ranks)
 
