@@ -13,7 +13,7 @@ from lightseq.comm.transport import Transport, base_transport_name
 from lightseq.distributed.environment import cache_compiled_kernels, disable_multicast
 from lightseq.kernels.attention.base import KernelSpec, compute_capability
 from lightseq.kernels.attention.selection import Kernels, Selection, why_unsupported
-from lightseq.schedule.algorithms import SCHEDULES, check_heads, make_schedule
+from lightseq.schedule.algorithms import SCHEDULES, check_heads, make_schedule, with_few_fragments
 from lightseq.schedule.auto import ScheduleChoice
 from lightseq.schedule.choice import ScheduleRequest, choose
 from lightseq.schedule.cost import AttentionShape
@@ -107,6 +107,8 @@ def make_context(group: dist.ProcessGroup, shape: AttentionShape, config: Attent
         config = replace(config, gpus_per_host=_smallest(group, config.gpus_per_host))
     chosen = choose(schedule_request(config, world, shape, rated))
     schedule = make_schedule(chosen.schedule, world, chosen.head_groups or 1, chosen.ulysses_size)
+    if shape.with_recurrences:
+        schedule = with_few_fragments(schedule)
     kernels = Kernels(config.kernel, spec)
     for layer in (shape, *shape.other_layers):
         check_heads(schedule, layer.heads, layer.kv_heads)

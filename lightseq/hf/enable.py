@@ -78,7 +78,12 @@ def enable(
     check_attention(model)
     config = _completed(config, model)
     assert config.device is not None and config.dtype is not None
-    shape = attention_shape(attentions_of(model), config.length, element_bytes=config.dtype.itemsize)
+    shape = attention_shape(
+        attentions_of(model),
+        config.length,
+        element_bytes=config.dtype.itemsize,
+        with_recurrences=bool(mixer_modules(model)),
+    )
     context = make_context(process_group(group), shape, config)
     context.forward_pass.roll_call = RollCall(context.group)
     is_reference = context.selection.kernel.name.startswith("reference")

@@ -30,9 +30,9 @@ from lightseq.models.decoder import (
     text_decoder,
     ties_embeddings,
 )
-from lightseq.models.layers import Attention, Layer, distinct, heads_of
+from lightseq.models.layers import Attention, Layer, LinearMixer, distinct, heads_of
 from lightseq.models.meta_run import TOKENS, LayerRun, MetaRun, find_logit_transform, linears_of, run_on_meta
-from lightseq.models.mixers import MixerKind, mixer_layer_types, mixer_modules, registered_mixers
+from lightseq.models.mixers import MixerKind, layer_types_of_mixers, mixer_modules, registered_mixers
 from lightseq.modules.experts import parameters_of_experts
 from lightseq.modules.identity import hook_of, is_known_code, linear_change
 from lightseq.modules.mlp import is_gated
@@ -87,6 +87,11 @@ class Architecture:
     def active(self) -> int:
         """Returns the weights in all layers that a token is multiplied by."""
         return sum(layer.active for layer in self.layers)
+
+    @property
+    def has_recurrences(self) -> bool:
+        """Returns whether some layer mixes tokens without attention."""
+        return any(isinstance(mixer, LinearMixer) for layer in self.kinds for mixer in layer.mixers)
 
     def has_windows(self, length: int) -> bool:
         """Returns whether some layer does not see a whole sequence of this length."""
@@ -186,7 +191,7 @@ def _check_kind_of_attention(model: PreTrainedModel) -> None:
         raise ValueError(f"{name} attends in both directions (is_causal is False); use a causal model")
     window = sliding_window(config)
     chunk = ["chunked_attention"] if getattr(config, "attention_chunk_size", None) else []
-    known = {"full_attention", *(["sliding_attention"] if window else []), *chunk, *mixer_layer_types()}
+    known = {"full_attention", *(["sliding_attention"] if window else []), *chunk, *layer_types_of_mixers(model)}
     if kinds := sorted(set(getattr(config, "layer_types", None) or ()) - known):
         raise ValueError(f"{name} has {kinds[0]} layers, which no kernel supports; use a full-attention model")
 

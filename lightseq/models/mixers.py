@@ -1,6 +1,7 @@
-"""Registry of modules that mix tokens without softmax attention, such as recurrences and short convolutions.
+"""Modules that mix tokens without softmax attention, such as recurrences and short convolutions.
 
-Softmax attention needs no entry: it is what calls transformers' attention interface. The plan, FLOPs, checkpoints,
+Those of transformers are recognized (recurrent_layers.py), others are registered. Softmax attention needs no entry: it
+is what calls transformers' attention interface. The plan, FLOPs, checkpoints,
 compilation and saving read the layer itself.
 """
 
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel
 from lightseq.models.attention_modules import attention_modules
 from lightseq.models.decoder import decoder_layers, text_config
 from lightseq.models.layers import LinearMixer
+from lightseq.models.recurrent_layers import distributed_forward, facts, replace_functions, replaced_functions
 from lightseq.sequence.group import SequenceGroup
 
 
@@ -29,7 +31,7 @@ class MixerKind:
     module: type[nn.Module]  # its subclasses are other kinds
     forward: Callable[..., Any]
     facts: Callable[[nn.Module], LinearMixer]  # returns what the plan and FLOPs need of one module
-    layer_type: str | None = None  # its name in a config's `layer_types`
+    functions: tuple[str, ...] = ()  # of its modeling file, to replace
 
 
 _KINDS: dict[type[nn.Module], MixerKind] = {}
@@ -48,7 +50,19 @@ def registered_mixers() -> tuple[MixerKind, ...]:
 
 def mixer_modules(model: nn.Module) -> list[tuple[nn.Module, MixerKind]]:
     """Returns the modules of registered kinds in a model, in its order."""
-    return [(module, _KINDS[type(module)]) for module in model.modules() if type(module) in _KINDS]
+    found = ((module, kind_of(type(module))) for module in model.modules())
+    return [(module, kind) for module, kind in found if kind is not None]
+
+
+@cache
+def _kind_of_transformers(module: type[nn.Module]) -> MixerKind | None:
+    functions = replaced_functions(module)
+    return MixerKind(module, distributed_forward, facts, functions) if functions else None
+
+
+def kind_of(module: type[nn.Module]) -> MixerKind | None:
+    """Returns the kind of a class of modules: registered, or recognized by the functions that its forward calls."""
+    return _KINDS.get(module) or _kind_of_transformers(module)
 
 
 def attending_layers(model: PreTrainedModel) -> int:
@@ -60,9 +74,10 @@ def attending_layers(model: PreTrainedModel) -> int:
     return int(text_config(model.config).num_hidden_layers - others)
 
 
-def mixer_layer_types() -> set[str]:
-    """Returns the names of registered kinds in a config's `layer_types`."""
-    return {kind.layer_type for kind in _KINDS.values() if kind.layer_type is not None}
+def layer_types_of_mixers(model: PreTrainedModel) -> set[str]:
+    """Returns the names in a config's `layer_types` of layers that have a mixer."""
+    layers, kinds = decoder_layers(model), getattr(text_config(model.config), "layer_types", None) or ()
+    return {kind for layer, kind in zip(layers, kinds, strict=False) if mixer_modules(layer)}
 
 
 def distribute_mixer(
@@ -72,6 +87,8 @@ def distribute_mixer(
 
     `set_attribute` is `setattr`, or records the change so that it can be undone.
     """
+    if kind.functions:
+        replace_functions(kind.module)
     set_attribute(module, "sequence_group", group)
     set_attribute(module, "__class__", _distributed_class(kind))
 
@@ -79,4 +96,5 @@ def distribute_mixer(
 @cache
 def _distributed_class(kind: MixerKind) -> type[nn.Module]:
     """Returns a subclass with the kind's forward, shared by all modules, so that layers compile to one graph."""
-    return type(f"Distributed{kind.module.__name__}", (kind.module,), {"forward": kind.forward})
+    members = {"forward": kind.forward, "plain_forward": kind.module.forward, "functions": kind.functions}
+    return type(f"Distributed{kind.module.__name__}", (kind.module,), members)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from lightseq.schedule.layout import Layout, LayoutKind
+from lightseq.schedule.layout import MAX_FRAGMENTS, Layout, LayoutKind
 from lightseq.schedule.table import Assignment, LazyAssignment, Mask, Schedule, Tile, derive_steps
 from lightseq.utils.formatting import divisors
 
@@ -229,6 +229,11 @@ def schedule_without_steps(name: str, world: int, head_groups: int = 1, ulysses_
     layout = Layout(algorithm.layout, world, algorithm.chunks_per_rank, ulysses)
     can_keep_gathered = algorithm.ulysses_group == "all" and world > 1
     return Schedule(name, layout, head_groups * ulysses, (), (), can_keep_gathered=can_keep_gathered)
+
+
+def with_few_fragments(schedule: Schedule) -> Schedule:
+    """Returns a schedule whose layouts of packed documents have few fragments, for layers that carry a state."""
+    return replace(schedule, layout=replace(schedule.layout, most_packed_chunks=MAX_FRAGMENTS))
 
 
 def assign_tiles(schedule: Schedule) -> Assignment:

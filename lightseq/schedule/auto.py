@@ -168,9 +168,18 @@ def _require_choices(world: int, shape: AttentionShape, requested: ScheduleChoic
     raise ValueError(why_impossible(requested._replace(schedule=name), world, shape))
 
 
+def check_takes_recurrences(schedule: str, shape: AttentionShape) -> None:
+    """Raises ValueError for a schedule with scattered tokens if some layer carries a state through the sequence."""
+    if shape.with_recurrences and SCHEDULES[schedule].layout == "striped":
+        raise ValueError(
+            f"schedule {schedule} scatters the tokens that recurrent layers read in order; use zigzag, prefix or ulysses"
+        )
+
+
 def why_impossible(choice: ScheduleChoice, world: int, shape: AttentionShape) -> str | None:
     """Returns the reason why a choice is impossible, None if it is possible."""
     try:
+        check_takes_recurrences(choice.schedule, shape)
         schedule = schedule_without_steps(choice.schedule, world, choice.head_groups or 1, choice.ulysses_size)
         for layer in (shape, *shape.other_layers):
             check_heads(schedule, layer.heads, layer.kv_heads)

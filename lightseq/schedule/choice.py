@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from lightseq.schedule.auto import (
     AUTO,
     ScheduleChoice,
+    check_takes_recurrences,
     choose_by_counts,
     choose_by_time,
     choose_packed,
@@ -33,9 +34,12 @@ class ScheduleRequest:
 def choose(request: ScheduleRequest) -> ScheduleChoice:
     """Chooses the options that are left open: by predicted time on GPUs, by counts on CPU.
 
-    Raises ValueError for a schedule without windows if some layer has one, and if nothing fits what is requested.
+    Raises ValueError for a schedule without windows if some layer has one, for a striped one if some layer carries a
+    state, and if nothing fits what is requested.
     """
     requested, world, shape = request.requested, request.world, request.shape
+    if requested.schedule != AUTO:
+        check_takes_recurrences(requested.schedule, shape)
     if request.windows:
         requested = choose_windowed(requested)
     if request.packed:

@@ -25,7 +25,6 @@ Ints = NDArray[np.int64]
 MAX_PACKED_TABLES = 8
 # Padding is packed as documents of one kernel tile, because a token that sees no key has no softmax.
 PADDING_TOKENS = 128
-MAX_CHUNKS = 32  # of one rank
 MIN_CHUNK_TOKENS = 16
 MAX_IMBALANCE = 1.03  # attention area of the fullest rank over the mean; above it more chunks are tried
 MAX_SWAPS = 256
@@ -70,10 +69,10 @@ def area_before(boundaries: Sequence[int], positions: Ints) -> Ints:
 # ---- chunks to ranks -------------------------------------------------------------------------------------------------
 
 
-def max_chunks_per_rank(length: int, ulysses_groups: int) -> int:
+def max_chunks_per_rank(length: int, layout: Layout) -> int:
     """Returns the largest number of chunks per rank at this length. Packed sequences are padded to allow it."""
-    chunks = 1
-    while ulysses_groups > 1 and chunks < MAX_CHUNKS and length // (ulysses_groups * 2 * chunks) >= MIN_CHUNK_TOKENS:
+    groups, most, chunks = layout.group_layout.world, layout.most_packed_chunks, 1
+    while groups > 1 and chunks < most and length // (groups * 2 * chunks) >= MIN_CHUNK_TOKENS:
         chunks *= 2
     return chunks
 
@@ -114,11 +113,15 @@ def imbalance(areas: Ints, chunk_groups: Sequence[int]) -> float:
     return float(totals.max() / totals.mean())
 
 
-def balanced_layout(boundaries: Sequence[int], world: int, ulysses: int = 1) -> Layout:
-    """Returns the layout with the fewest chunks per rank within MAX_IMBALANCE: kernels are faster on large chunks."""
-    groups, length = world // ulysses, boundaries[-1]
+def balanced_layout(boundaries: Sequence[int], ranks: Layout) -> Layout:
+    """Returns the layout with the fewest chunks per rank within MAX_IMBALANCE: kernels are faster on large chunks.
+
+    `ranks` is the layout that the same ranks have for one document.
+    """
+    world, ulysses, length = ranks.world, ranks.ulysses, boundaries[-1]
+    groups, most = world // ulysses, max_chunks_per_rank(length, ranks)
     best: tuple[float, Layout] | None = None
-    chunks, most = 1, max_chunks_per_rank(length, groups)
+    chunks = 1
     while chunks <= most and length % (world * chunks) == 0:
         edges = np.linspace(0, length, groups * chunks + 1).astype(np.int64)
         areas = np.diff(area_before(boundaries, edges))
@@ -139,14 +142,14 @@ def packed_layout(layout: Layout, balanced: bool, boundaries: tuple[int, ...]) -
 
     The end of `boundaries` is a `packed_length`.
     """
-    return balanced_layout(boundaries, layout.world, layout.ulysses) if balanced else layout
+    return balanced_layout(boundaries, layout) if balanced else layout
 
 
 def packed_length(layout: Layout, balanced: bool, length: int) -> int:
     """Returns the padded length of a packed sequence on the ranks of `layout`; see `packed_layout`."""
     if not balanced:
         return layout.padded_length(length)
-    unit = layout.world * max_chunks_per_rank(length, layout.group_layout.world)
+    unit = layout.world * max_chunks_per_rank(length, layout)
     return -(-length // unit) * unit
 
 

@@ -25,7 +25,7 @@ from lightseq.models.adapters import Lora, count_adapter_parameters, lora_from_c
 from lightseq.models.architecture import Architecture, inspect_architecture
 from lightseq.models.decoder import text_config
 from lightseq.models.layers import Layer, attention_shape
-from lightseq.schedule.algorithms import schedule_without_steps
+from lightseq.schedule.algorithms import schedule_without_steps, with_few_fragments
 from lightseq.schedule.auto import ScheduleChoice
 from lightseq.schedule.choice import choose
 from lightseq.schedule.cost import AttentionShape
@@ -163,15 +163,21 @@ class PlannedRun:
         length = self.config.model_max_length
         options = AttentionConfig.from_flags(self.config, torch.device("cuda"), self.hardware.gpus_per_host)
         options = replace(options, windows=self.architecture.has_windows(length))
-        shape = attention_shape(self.architecture.attentions, length, element_bytes=self.itemsize)
+        shape = attention_shape(
+            self.architecture.attentions,
+            length,
+            element_bytes=self.itemsize,
+            with_recurrences=self.architecture.has_recurrences,
+        )
         return choose(schedule_request(options, self.sequence_ranks, shape, self.transport))
 
     @cached_property
     def schedule(self) -> Schedule:
         choice = self.choice
-        return schedule_without_steps(
+        found = schedule_without_steps(
             choice.schedule, self.sequence_ranks, choice.head_groups or 1, choice.ulysses_size
         )
+        return with_few_fragments(found) if self.architecture.has_recurrences else found
 
     @property
     def head_slices(self) -> int:

@@ -1,0 +1,197 @@
+"""Mixers of transformers' hybrid models, recognized by the functions that their forward calls.
+
+A recurrent module of transformers computes with functions of its modeling file: a short convolution, and a scan. Those
+functions are replaced by ones that run over the ranks of a sequence if the module around them passes its part in
+`MIXING`, and are transformers' own otherwise: models that are not enabled, such as a teacher, stay as they are.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache, wraps
+from types import CodeType, FunctionType
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.activations import ACT2FN
+
+from lightseq.models.layers import LinearMixer
+from lightseq.recurrent.convolution import causal_convolution
+from lightseq.recurrent.scan import scan
+from lightseq.sequence.documents import Documents
+from lightseq.sequence.group import SequenceGroup
+
+MIXING: Final = "sequence_mixing"  # keyword with which a module passes its `Mixing` through transformers' code
+NORM_EPS: Final = 1e-6  # of normalized queries and keys, in all modeling files
+FUSED_MAMBA: Final = "mamba2_split_conv1d_scan_combined"
+
+
+@dataclass(eq=False)
+class Mixing:
+    """What the functions of one forward pass of a mixer need, and which of them ran."""
+
+    group: SequenceGroup
+    documents: Documents | None
+    ran: list[str] = field(default_factory=list)
+
+
+# ---- functions of modeling files --------------------------------------------------------------------------------------
+
+
+def short_convolution(
+    mixing: Mixing,
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **_: Any,
+) -> Tensor:
+    """Replaces `causal_conv1d_fn`: channels (B, C, S), weight (C, W)."""
+    out = causal_convolution(mixing.group, hidden_states.transpose(1, 2), weight, bias, mixing.documents)
+    out = out if activation is None else ACT2FN[activation](out)
+    return out.transpose(1, 2)
+
+
+def delta_rule(
+    mixing: Mixing,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    use_qk_l2norm_in_kernel: bool = False,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Replaces `torch_chunk_gated_delta_rule` and `chunk_kimi_delta_attention`: (B, S, heads, dim)."""
+    if use_qk_l2norm_in_kernel:
+        query, key = _normalized(query), _normalized(key)
+    scale = query.shape[-1] ** -0.5
+    return scan(mixing.group, query, key, value, _wide(g), beta, scale, mixing.documents), None
+
+
+def mamba2_scan(
+    mixing: Mixing,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    **_: Any,
+) -> Tensor:
+    """Replaces `mamba2_chunk_scan`: hidden states (B, S, heads, dim), dt (B, S, heads), B and C (B, S, groups, state)."""
+    if dt_bias is not None:
+        dt = dt + dt_bias.to(dt.dtype)
+    dt = _wide(F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
+    wide = _wide(hidden_states)
+    out = scan(mixing.group, C, B, wide * dt[..., None], A.to(dt.dtype) * dt, documents=mixing.documents)
+    return out if D is None else out + _wide(D)[:, None] * wide
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _normalized(x: Tensor) -> Tensor:
+    wide = _wide(x)
+    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + NORM_EPS)).to(x.dtype)
+
+
+REPLACEMENTS: Final[Mapping[str, Callable[..., Any]]] = {
+    "causal_conv1d_fn": short_convolution,
+    "torch_chunk_gated_delta_rule": delta_rule,
+    "chunk_kimi_delta_attention": delta_rule,
+    "mamba2_chunk_scan": mamba2_scan,
+}
+# Functions that such forwards also name: for decoding with a cache, on tokens alone, or replaced below.
+HARMLESS: Final = frozenset(
+    {
+        "apply_mask_to_padding_states", "causal_conv1d_update", "mamba2_selective_state_update",
+        "recurrent_kimi_delta_attention", "torch_recurrent_gated_delta_rule", FUSED_MAMBA,
+    }
+)  # fmt: skip
+
+
+# ---- modules ----------------------------------------------------------------------------------------------------------
+
+
+@cache
+def replaced_functions(kind: type[nn.Module]) -> tuple[str, ...]:
+    """Returns the functions of its modeling file that a module's forward calls and that are replaced here.
+
+    They are empty for other classes, and for a class that calls a function of its file that is not known.
+    """
+    forward = inspect.unwrap(kind.forward)
+    if not isinstance(forward, FunctionType):
+        return ()
+    values = {name: forward.__globals__.get(name) for name in _names(forward.__code__)}
+    found = {name for name, value in values.items() if callable(value) and not isinstance(value, type)}
+    if found - REPLACEMENTS.keys() - HARMLESS:
+        return ()
+    return tuple(name for name in REPLACEMENTS if name in found)
+
+
+def _names(code: CodeType) -> set[str]:
+    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return {*code.co_names, *(name for each in inner for name in _names(each))}
+
+
+def distributed_forward(self: Any, *args: Any, documents: Documents | None = None, **kwargs: Any) -> Any:
+    """Runs a mixer's own forward, with functions that span the ranks of `self.sequence_group`.
+
+    Raises RuntimeError if the forward did not pass its keywords on to them.
+    """
+    mixing = Mixing(self.sequence_group, documents)
+    out = self.plain_forward(*args, **kwargs, **{MIXING: mixing})
+    if len(mixing.ran) != len(self.functions):
+        raise RuntimeError(
+            f"{type(self).__name__} ran {mixing.ran} over all ranks instead of {self.functions}; this "
+            "version of transformers does not pass keywords to them"
+        )
+    return out
+
+
+def facts(module: nn.Module) -> LinearMixer:
+    """Returns the FLOPs of a mixer's convolution and scan for each token, without its linears."""
+    kind, flops = type(module), 0
+    functions = replaced_functions(kind)
+    flops += sum(2 * conv.weight.numel() for conv in module.modules() if isinstance(conv, nn.Conv1d))
+    found: Any = module
+    if "mamba2_chunk_scan" in functions:
+        flops += 4 * found.num_heads * found.head_dim * found.ssm_state_size
+    elif len(functions) > 1:
+        heads = getattr(found, "num_v_heads", None) or found.num_heads
+        keys = getattr(found, "head_k_dim", None) or found.head_dim
+        flops += 6 * heads * keys * (getattr(found, "head_v_dim", None) or keys)
+    return LinearMixer(kind.__name__, token_flops=flops)
+
+
+def replace_functions(kind: type[nn.Module]) -> None:
+    """Replaces the functions of a class's modeling file by ones that look for a module's `Mixing`."""
+    names = inspect.unwrap(kind.forward).__globals__
+    for name in (*replaced_functions(kind), FUSED_MAMBA):
+        if name in names and not hasattr(names[name], "plain_function"):
+            names[name] = _dispatching(name, names[name])
+
+
+def _dispatching(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+    replacement = REPLACEMENTS.get(name)
+
+    @wraps(plain)
+    def dispatch(*args: Any, **kwargs: Any) -> Any:
+        mixing = kwargs.pop(MIXING, None)
+        if mixing is None:
+            return plain(*args, **kwargs)
+        if replacement is None:
+            return None  # the fused kernel goes around the functions above; without it transformers calls them
+        mixing.ran.append(name)
+        return replacement(mixing, *args, **kwargs)
+
+    dispatch.plain_function = plain  # type: ignore[attr-defined]
+    return dispatch

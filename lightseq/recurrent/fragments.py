@@ -1,0 +1,136 @@
+"""Fragments of a sequence on the ranks of a group, in the order in which a state travels through them.
+
+A fragment is a run of neighbouring tokens on one rank. Documents cut fragments into segments. A state enters at a
+fragment's first segment and leaves at its last one; the segments between them need nothing from other ranks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from lightseq.schedule.layout import MAX_FRAGMENTS, Layout
+from lightseq.sequence.documents import without_repeats
+from lightseq.sequence.group import SequenceGroup
+from lightseq.utils.tensors import upload
+
+MAX_PLANS = 16  # cached; each may keep index tensors on the device, and packed sequences rarely repeat
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """Place of a fragment, and what happens to a state there."""
+
+    rank: int
+    slot: int  # among the fragments of its rank
+    receives: bool  # its first token continues a document
+    passes: bool  # one document covers it whole and began before it, so that a state travels through it
+
+
+@dataclass(frozen=True, eq=False)
+class Segments:
+    """Segments of a rank's tokens that one call of a kernel computes."""
+
+    tokens: Tensor | None  # (tokens,) on the device: local tokens of the segments, in their order; None: all tokens
+    edges: tuple[int, ...]  # where segments begin among these tokens, and the end
+
+
+@dataclass(frozen=True, eq=False)
+class FragmentPlan:
+    """Fragments of all ranks, and the segments of one."""
+
+    chain: tuple[Fragment, ...]  # of all ranks, in the order of the sequence
+    outer: Segments  # first and last segments of this rank's fragments
+    inner: Segments | None  # the others
+    first: tuple[int, ...]  # among the outer segments: the first segment of each fragment
+    last: tuple[int, ...]  # and the last
+
+    @property
+    def communicates(self) -> bool:
+        """Returns whether a state travels between fragments. The same on all ranks."""
+        return any(fragment.receives for fragment in self.chain)
+
+
+def slots_of(group: SequenceGroup, local: int, boundaries: Tensor | None) -> int:
+    """Returns how many fragments a rank of a group has at most. Raises ValueError for too many."""
+    layout = group.layout
+    packed = boundaries is not None and group.balances_documents
+    count = layout.most_packed_chunks if packed else layout.fragments_per_rank(local)
+    if count > MAX_FRAGMENTS:
+        raise ValueError(
+            f"a recurrence over a {layout.kind} layout would pass {count} states a rank; use --schedule zigzag"
+        )
+    return count
+
+
+def plan_for(group: SequenceGroup, local: int, boundaries: Tensor | None, device: torch.device) -> FragmentPlan:
+    """Returns the plan of this rank. `boundaries` are those of packed documents on the CPU, padded."""
+    if boundaries is None:
+        edges: tuple[int, ...] = (0, local * group.layout.world)
+        layout = group.layout
+    else:
+        edges = without_repeats(boundaries)
+        layout = group.packed_layout(edges)
+    return fragment_plan(layout, group.rank, edges, device)
+
+
+@lru_cache(maxsize=MAX_PLANS)  # serves all layers, forward and backward
+def fragment_plan(layout: Layout, rank: int, boundaries: tuple[int, ...], device: torch.device) -> FragmentPlan:
+    """Makes the plan of one rank for a sequence with these document boundaries."""
+    size = boundaries[-1] // layout.chunk_count
+    starts = torch.tensor(boundaries)
+    fragments = [(r, slot, run) for r in range(layout.world) for slot, run in enumerate(_runs(layout.chunks(r)))]
+    chain, mine = [], list[tuple[int, ...]]()
+    for owner, slot, (first, end) in sorted(fragments, key=lambda fragment: fragment[2]):
+        begin, stop = first * size, end * size
+        cuts = starts[(starts > begin) & (starts < stop)].tolist()
+        receives = begin not in boundaries
+        chain.append(Fragment(owner, slot, receives, passes=receives and not cuts))
+    for owner, _, (first, end) in fragments:
+        begin, stop = first * size, end * size
+        if owner == rank:
+            cuts = starts[(starts > begin) & (starts < stop)].tolist()
+            mine.append((begin, *cuts, stop))
+    return _plan(tuple(chain), mine, device)
+
+
+def _plan(chain: tuple[Fragment, ...], mine: Sequence[tuple[int, ...]], device: torch.device) -> FragmentPlan:
+    """Splits the segments of a rank's fragments, given by their global edges, into outer and inner ones."""
+    outer, inner = list[tuple[int, int]](), list[tuple[int, int]]()
+    first, last, offset = list[int](), list[int](), 0
+    for edges in mine:
+        segments = [(offset + a - edges[0], offset + b - edges[0]) for a, b in pairwise(edges)]
+        first.append(len(outer))
+        outer.append(segments[0])
+        if len(segments) > 1:
+            inner.extend(segments[1:-1])
+            outer.append(segments[-1])
+        last.append(len(outer) - 1)
+        offset += edges[-1] - edges[0]
+    if not inner:
+        return FragmentPlan(chain, _segments(outer, None), None, tuple(first), tuple(last))
+    return FragmentPlan(chain, _segments(outer, device), _segments(inner, device), tuple(first), tuple(last))
+
+
+def _segments(found: Sequence[tuple[int, int]], device: torch.device | None) -> Segments:
+    edges = [0]
+    for begin, end in found:
+        edges.append(edges[-1] + end - begin)
+    if device is None:
+        return Segments(None, tuple(edges))
+    tokens = torch.cat([torch.arange(begin, end) for begin, end in found])
+    return Segments(upload(tokens, device), tuple(edges))
+
+
+def _runs(chunks: Sequence[int]) -> list[tuple[int, int]]:
+    """Joins a rank's neighbouring chunks: (first, end) of each run."""
+    runs = list[tuple[int, int]]()
+    for chunk in chunks:
+        if runs and runs[-1][1] == chunk:
+            runs[-1] = (runs[-1][0], chunk + 1)
+        else:
+            runs.append((chunk, chunk + 1))
+    return runs

@@ -1,0 +1,193 @@
+"""A linear recurrence over a sequence that ranks share, as one operator.
+
+Every fragment is summarized from a state of zeros, the summaries are gathered and composed, and a kernel runs once from
+the right initial states. Messages do not grow with the length. The recurrence and all shapes: kernels/recurrent/base.py.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightseq.kernels.recurrent.base import ScanInputs
+from lightseq.kernels.recurrent.selection import kernel_named, select_kernel
+from lightseq.recurrent.chain import final_gradients, gather, initial_states
+from lightseq.recurrent.fragments import FragmentPlan, Segments, plan_for, slots_of
+from lightseq.sequence.documents import Documents
+from lightseq.sequence.group import SequenceGroup, find_group
+
+
+def scan(
+    group: SequenceGroup,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None = None,
+    scale: float = 1.0,
+    documents: Documents | None = None,
+) -> Tensor:
+    """Returns the outputs (B, S, H, V) of a recurrence for this rank's part of a sequence.
+
+    q and k are (B, S, G, K), v (B, S, H, V), the log decay g (B, S, H) or (B, S, H, K), beta (B, S, H) or None. They
+    lie in the group's layout, or in the documents' layout; states start anew in each document. Every rank of the group
+    must call it, forward and backward. Raises ValueError for layouts of many fragments, such as striped.
+    """
+    boundaries = None if documents is None else documents.boundaries
+    slots_of(group, v.shape[1], boundaries)
+    out, _, _ = _scan(q, k, v, g, beta, scale, group.name, boundaries, select_kernel(q, g, beta))
+    return out
+
+
+@torch.library.custom_op("lightseq::scan", mutates_args=())
+def _scan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None,
+    scale: float,
+    group_name: str,
+    boundaries: Tensor | None,
+    kernel: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns outputs, and the initial states (B, slots, H, K, V) and transitions of this rank's fragments."""
+    group, x = find_group(group_name), ScanInputs(q, k, v, g, beta)
+    plan = plan_for(group, v.shape[1], boundaries, v.device)
+    slots, function = slots_of(group, v.shape[1], boundaries), kernel_named(kernel)
+    states, transitions = _empty_chain(x, slots)
+    outer = function.forward(_take(x, plan.outer), scale, plan.outer.edges)
+    if plan.communicates:
+        summary = outer.summarize()
+        last = list(plan.last)
+        transitions.zero_()[:, : len(last)] = summary.transition[:, last]
+        ends = torch.zeros_like(states)
+        ends[:, : len(last)] = summary.state[:, last]
+        states = initial_states(plan.chain, gather(group, (transitions, ends)), group.rank)
+    else:
+        states.zero_()
+        transitions.zero_()
+    out = outer.run(_at_segments(states, plan, plan.first) if plan.communicates else None)
+    if plan.inner is not None:
+        inner = function.forward(_take(x, plan.inner), scale, plan.inner.edges).run(None)
+        out = _join(plan, out, inner)
+    return out, states, transitions
+
+
+@_scan.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None,
+    scale: float,
+    group_name: str,
+    boundaries: Tensor | None,
+    kernel: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    states, transitions = _empty_chain(
+        ScanInputs(q, k, v, g, beta), slots_of(find_group(group_name), v.shape[1], boundaries)
+    )
+    return v.new_empty(v.shape), states, transitions
+
+
+@torch.library.custom_op("lightseq::scan_backward", mutates_args=())
+def _scan_backward(
+    dout: Tensor,
+    inputs: list[Tensor],
+    states: Tensor,
+    transitions: Tensor,
+    scale: float,
+    group_name: str,
+    boundaries: Tensor | None,
+    kernel: str,
+) -> list[Tensor]:
+    """Returns the gradients of q, k, v, g and, if it is given, beta."""
+    group, x = find_group(group_name), ScanInputs(*inputs) if len(inputs) == 5 else ScanInputs(*inputs, None)
+    plan, function = plan_for(group, x.v.shape[1], boundaries, x.v.device), kernel_named(kernel)
+    initial = _at_segments(states, plan, plan.first) if plan.communicates else None
+    outer = function.backward(_take(x, plan.outer), scale, plan.outer.edges, initial, _rows(dout, plan.outer))
+    dfinal = None
+    if plan.communicates:
+        own = torch.zeros_like(states)
+        own[:, : len(plan.first)] = outer.initial_gradients()[:, list(plan.first)]
+        dfinal = final_gradients(plan.chain, gather(group, (transitions, own)), group.rank)
+        dfinal = _at_segments(dfinal, plan, plan.last)
+    gradients = outer.run(dfinal)
+    if plan.inner is not None:
+        part = function.backward(_take(x, plan.inner), scale, plan.inner.edges, None, _rows(dout, plan.inner))
+        pairs = zip(gradients, part.run(None), strict=True)
+        return [_join(plan, a, b) for a, b in pairs if a is not None and b is not None]
+    return [gradient for gradient in gradients if gradient is not None]
+
+
+@_scan_backward.register_fake
+def _(
+    dout: Tensor,
+    inputs: list[Tensor],
+    states: Tensor,
+    transitions: Tensor,
+    scale: float,
+    group_name: str,
+    boundaries: Tensor | None,
+    kernel: str,
+) -> list[Tensor]:
+    return [x.new_empty(x.shape) for x in inputs]
+
+
+def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    q, k, v, g, beta, ctx.scale, ctx.group_name, boundaries, ctx.kernel = inputs
+    _, states, transitions = output
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(states, transitions, boundaries, q, k, v, g, *([] if beta is None else [beta]))
+
+
+def _backward(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    states, transitions, boundaries, *inputs = ctx.saved_tensors
+    if dout is None:
+        return (None,) * 9
+    gradients = _scan_backward(
+        dout.contiguous(), inputs, states, transitions, ctx.scale, ctx.group_name, boundaries, ctx.kernel
+    )
+    return (*gradients, *([None] * (9 - len(gradients))))
+
+
+_scan.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _empty_chain(x: ScanInputs, slots: int) -> tuple[Tensor, Tensor]:
+    """Returns uninitialized states and transitions of a rank's fragments."""
+    (batch, _, heads, values), keys = x.v.shape, x.k.shape[-1]
+    dtype = torch.promote_types(x.v.dtype, torch.float32)
+    rows, columns = (keys, keys) if x.beta is not None else (keys if x.g.ndim == 4 else 1, 1)
+    states = x.v.new_empty(batch, slots, heads, keys, values, dtype=dtype)
+    return states, x.v.new_empty(batch, slots, heads, rows, columns, dtype=dtype)
+
+
+def _take(x: ScanInputs, segments: Segments) -> ScanInputs:
+    return ScanInputs(*(None if part is None else _rows(part, segments) for part in x))  # type: ignore[arg-type]
+
+
+def _rows(x: Tensor, segments: Segments) -> Tensor:
+    return x if segments.tokens is None else x.index_select(1, segments.tokens)
+
+
+def _join(plan: FragmentPlan, outer: Tensor, inner: Tensor) -> Tensor:
+    """Puts the tokens of outer and inner segments back into their order."""
+    assert plan.inner is not None
+    assert plan.outer.tokens is not None
+    assert plan.inner.tokens is not None
+    out = outer.new_empty(outer.shape[0], outer.shape[1] + inner.shape[1], *outer.shape[2:])
+    out.index_copy_(1, plan.outer.tokens, outer)
+    return out.index_copy_(1, plan.inner.tokens, inner)
+
+
+def _at_segments(by_fragment: Tensor, plan: FragmentPlan, segments: tuple[int, ...]) -> Tensor:
+    """Returns values for the outer segments (B, N, ...): each fragment's at its segment, zeros at others."""
+    count = len(plan.outer.edges) - 1
+    if segments == tuple(range(count)):
+        return by_fragment[:, :count]
+    out = by_fragment.new_zeros(len(by_fragment), count, *by_fragment.shape[2:])
+    out[:, list(segments)] = by_fragment[:, : len(segments)]
+    return out

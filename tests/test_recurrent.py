@@ -1,0 +1,170 @@
+"""Scans and short convolutions over ranks equal a sequential definition in float64, forward and backward."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+from worlds import spawn
+
+from lightseq.comm.select import make_transport
+from lightseq.kernels.recurrent.base import ScanInputs
+from lightseq.recurrent.convolution import causal_convolution
+from lightseq.recurrent.scan import scan
+from lightseq.schedule.layout import MAX_FRAGMENTS, Layout, unshard
+from lightseq.sequence.documents import Documents
+from lightseq.sequence.group import SequenceGroup, make_sequence_group, release_group
+
+BATCH, CPU = 2, torch.device("cpu")
+GROUPS, HEADS, KEYS, VALUES, TAPS = 2, 4, 5, 3, 4
+KINDS = ("delta", "channels", "decay")
+DOCUMENTS = (0, 1, 2, 9, 40, 41, 75, 83)
+
+
+def layouts(world: int) -> list[Layout]:
+    found = [
+        Layout("contiguous", world),
+        Layout("contiguous", world, 2),
+        Layout("zigzag", world, 2),
+        Layout("striped", world, ulysses=world),
+        Layout("explicit", world, 2, chunk_groups=(*range(world), *range(world))),
+    ]
+    if world == 4:
+        found.append(Layout("zigzag", world, 2, 2))
+    return [replace(layout, most_packed_chunks=MAX_FRAGMENTS) for layout in found]
+
+
+def group_of(layout: Layout, balances_documents: bool = False) -> SequenceGroup:
+    assert dist.group.WORLD is not None
+    transport = make_transport("auto", dist.group.WORLD, CPU)
+    return make_sequence_group(dist.group.WORLD, layout, transport, balances_documents)
+
+
+def draw(kind: str, length: int, strength: float) -> ScanInputs:
+    """Draws inputs of a recurrence. Decays range from almost none to almost all of a state, with their strength."""
+    q, k = (torch.randn(BATCH, length, GROUPS, KEYS, dtype=torch.float64) for _ in range(2))
+    v = torch.randn(BATCH, length, HEADS, VALUES, dtype=torch.float64)
+    channels = (KEYS,) if kind == "channels" else ()
+    g = -strength * torch.rand(BATCH, length, HEADS, *channels, dtype=torch.float64)
+    beta = None if kind == "decay" else 2 * torch.rand(BATCH, length, HEADS, dtype=torch.float64)
+    return ScanInputs(q, F.normalize(k, dim=-1), v, g, beta)
+
+
+def by_definition(x: ScanInputs, scale: float, boundaries: Sequence[int]) -> Tensor:
+    """Computes the recurrence token by token."""
+    q, k = (part.repeat_interleave(HEADS // GROUPS, 2) for part in (x.q, x.k))
+    outs = []
+    for first, end in pairwise(boundaries):
+        state = torch.zeros(BATCH, HEADS, KEYS, VALUES, dtype=torch.float64)
+        for t in range(first, end):
+            decay = x.g[:, t].exp()
+            state = state * (decay[..., None] if x.g.ndim == 4 else decay[..., None, None])
+            new = x.v[:, t]
+            if x.beta is not None:
+                new = (new - torch.einsum("bhkv,bhk->bhv", state, k[:, t])) * x.beta[:, t, :, None]
+            state = state + k[:, t, :, :, None] * new[:, :, None]
+            outs.append(scale * torch.einsum("bhkv,bhk->bhv", state, q[:, t]))
+    return torch.stack(outs, 1)
+
+
+def joined(group: SequenceGroup, local: Tensor, length: int, documents: Documents | None) -> Tensor:
+    parts = [torch.empty_like(local) for _ in range(group.layout.world)]
+    dist.all_gather(parts, local.contiguous())
+    return unshard(parts, group.layout if documents is None else documents.layout, length)
+
+
+def compare_scan(group: SequenceGroup, kind: str, length: int, strength: float, documents: Documents | None) -> None:
+    torch.manual_seed(length)
+    whole, scale = draw(kind, length, strength), 0.7
+    weights = torch.randn(BATCH, length, HEADS, VALUES, dtype=torch.float64)
+    given = [x.requires_grad_() for x in whole if x is not None]
+    wanted = by_definition(whole, scale, (0, length) if documents is None else documents.padded_boundaries)
+    gradients = torch.autograd.grad((wanted * weights).sum(), given)
+    mine = [group.shard(x.detach(), documents=documents).requires_grad_() for x in given]
+    out = scan(group, *mine[:4], mine[4] if len(mine) > 4 else None, scale, documents)  # type: ignore[misc]
+    found = torch.autograd.grad((out * group.shard(weights, documents=documents)).sum(), mine)
+    for want, got in zip([wanted.detach(), *gradients], [out.detach(), *found], strict=True):
+        torch.testing.assert_close(joined(group, got, length, documents), want, rtol=1e-9, atol=1e-11)
+
+
+def every_scan(rank: int, kind: str) -> None:
+    for layout in layouts(dist.get_world_size()):
+        group, shortest = group_of(layout), layout.chunk_count
+        for length, strength in ((shortest, 1.0), (9 * shortest + 1, 0.01), (70, 5.0), (150, 0.1)):
+            padded = layout.padded_length(length)  # tokens of padding come last, and change nothing before them
+            compare_scan(group, kind, padded, strength, None)
+        release_group(group)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 5])
+def test_scan_over_ranks_equals_the_sequential_definition(world: int, kind: str) -> None:
+    spawn(world, every_scan, kind)
+
+
+def packed_scans(rank: int, kind: str) -> None:
+    for layout in layouts(dist.get_world_size()):
+        for balances in (False, True):
+            group = group_of(layout, balances)
+            for boundaries in (DOCUMENTS, (0, 60, 80), (0, 30, 60, 90)):
+                documents = group.pack(boundaries)
+                compare_scan(group, kind, documents.padded_boundaries[-1], 0.3, documents)
+            release_group(group)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_states_start_anew_in_each_document(world: int, kind: str) -> None:
+    spawn(world, packed_scans, kind)
+
+
+def compare_convolution(group: SequenceGroup, length: int, documents: Documents | None) -> None:
+    torch.manual_seed(length)
+    x = torch.randn(BATCH, length, VALUES, dtype=torch.float64, requires_grad=True)
+    weight, bias = torch.randn(VALUES, TAPS, dtype=torch.float64), torch.randn(VALUES, dtype=torch.float64)
+    weights, parameters = torch.randn_like(x), [weight.requires_grad_(), bias.requires_grad_()]
+    boundaries = (0, length) if documents is None else documents.padded_boundaries
+    parts = [F.pad(x[:, a:b].transpose(1, 2), (TAPS - 1, 0)) for a, b in pairwise(boundaries)]
+    wanted = torch.cat([F.conv1d(part, weight[:, None], bias, groups=VALUES) for part in parts], 2).transpose(1, 2)
+    dx, *of_parameters = torch.autograd.grad((wanted * weights).sum(), [x, *parameters])
+    mine = group.shard(x.detach(), documents=documents).requires_grad_()
+    out = causal_convolution(group, mine, weight, bias, documents)
+    found = torch.autograd.grad((out * group.shard(weights, documents=documents)).sum(), [mine, *parameters])
+    for gradient in found[1:]:
+        dist.all_reduce(gradient)
+    everything = [joined(group, part, length, documents) for part in (out.detach(), found[0])]
+    for want, got in zip([wanted.detach(), dx, *of_parameters], [*everything, *found[1:]], strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
+
+
+def every_convolution(rank: int) -> None:
+    for layout in layouts(dist.get_world_size()):
+        for balances in (False, True):
+            group = group_of(layout, balances)
+            for length in (layout.chunk_count, 5 * layout.chunk_count):
+                compare_convolution(group, length, None)
+            for boundaries in (DOCUMENTS, (0, 60, 80)):
+                documents = group.pack(boundaries)
+                compare_convolution(group, documents.padded_boundaries[-1], documents)
+            release_group(group)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 5])
+def test_convolution_over_ranks_equals_the_whole_sequence(world: int) -> None:
+    spawn(world, every_convolution)
+
+
+def scattered(rank: int) -> str:
+    group = group_of(Layout("striped", dist.get_world_size()))
+    x = [group.shard(part) for part in draw("delta", 16, 1.0) if part is not None]
+    with pytest.raises(ValueError, match="use --schedule zigzag") as refusal:
+        scan(group, *x)  # type: ignore[arg-type]
+    return str(refusal.value)
+
+
+def test_scattered_tokens_are_refused() -> None:
+    assert len({*spawn(2, scattered)}) == 1
