@@ -70,16 +70,26 @@ SIZES: dict[str, Any] = {
     "shared_expert_intermediate_size": 16, "moe_shared_expert_intermediate_size": 16, "q_lora_rank": 16,
     "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "rotary_dim": 8,
     "first_k_dense_replace": 1, "sliding_window": 9,
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "linear_num_heads": 4, "linear_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
     "mamba_d_state": 8, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_ssm": 64, "mamba_n_groups": 1,
     "mamba_num_heads": 4, "mamba_head_dim": 16, "state_size": 8, "ssm_state_size": 8, "hidden_size_per_layer_input": 8,
     "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "dropout": 0.0, "attention_dropout": 0.0,
     "hidden_dropout": 0.0, "residual_dropout": 0.0, "activation_dropout": 0.0, "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0,
 }  # fmt: skip
+HYBRID = {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
 THREE_AXES = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
 # Further fields that a class needs to be built small.
 SPECIAL: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(
+        (
+            "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear", "granitemoehybrid",
+            "lara_mini", "bailing_hybrid",
+        ),
+        HYBRID,
+    ),
+    "bamba": {"num_hidden_layers": 3, "attn_layer_indices": [1], "mamba_expand": 2},
+    "nemotron_h": {"layer_types": ["linear_attention", "moe", "full_attention", "mlp"], "num_hidden_layers": 4},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
@@ -114,6 +124,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "layer_types": ["chunked_attention", "full_attention"] * 2,
     },
     "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm3": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "sliding_attention", "conv"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "nemotron": {"num_key_value_heads": 2},
     "reformer": {"is_decoder": True, "axial_pos_embds": False, "attn_layers": ["local", "lsh"]},

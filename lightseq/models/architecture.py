@@ -32,7 +32,13 @@ from lightseq.models.decoder import (
 )
 from lightseq.models.layers import Attention, Layer, LinearMixer, distinct, heads_of
 from lightseq.models.meta_run import TOKENS, LayerRun, MetaRun, find_logit_transform, linears_of, run_on_meta
-from lightseq.models.mixers import MixerKind, layer_types_of_mixers, mixer_modules, registered_mixers
+from lightseq.models.mixers import (
+    MixerKind,
+    layer_types_of_mixers,
+    mixer_modules,
+    registered_mixers,
+    unknown_convolution,
+)
 from lightseq.modules.experts import parameters_of_experts
 from lightseq.modules.identity import hook_of, is_known_code, linear_change
 from lightseq.modules.mlp import is_gated
@@ -185,8 +191,11 @@ def _check_kind_of_attention(model: PreTrainedModel) -> None:
     modules = attention_modules(decoder)
     if not modules and mixer_modules(decoder):
         raise ValueError(f"{name} has no layer with softmax attention; use a model with at least one")
-    if not modules or not getattr(decoder, "_supports_attention_backend", False):
+    uses_interface = getattr(decoder, "_supports_attention_backend", False) or mixer_modules(decoder)
+    if not modules or not uses_interface:
         raise ValueError(f"{name} does not use the attention interface of transformers")
+    if (convolution := unknown_convolution(decoder)) is not None:
+        raise ValueError(f"{name} has a convolution over tokens ({convolution}) in no known mixer; use another model")
     if not all(getattr(x, "is_causal", True) for x in (config, *modules)):
         raise ValueError(f"{name} attends in both directions (is_causal is False); use a causal model")
     window = sliding_window(config)
@@ -353,6 +362,7 @@ def _inspect(kind: Any, text: str, _mixers: tuple[MixerKind, ...]) -> Architectu
         why = f"{type(error).__name__}: {first_line(error)}"
         raise ValueError(f"{name} does not run on the meta device ({why}); {OWN_LOOP}") from error
     known = {id(linear.weight) for linear in linears_of(layers)} | {id(p) for p in parameters_of_experts(layers)}
+    known |= {id(p) for mixer, _ in mixer_modules(layers) for p in mixer.parameters()}
     return Architecture(
         name=name,
         layers=_facts(layers, ran, text_config(config).hidden_size),

@@ -15,7 +15,8 @@ PLACEHOLDER: Final = re.compile(r"((image|video|audio|vision)(_start|_end|_bos|_
 
 LAYERS: Final = ("layers", "h")  # names of the list of layers in transformers' decoders
 POSITIONS: Final = re.compile(r"pos|wpe$")  # in the names of tables of positions
-NORMS: Final = ("norm", "final_norm", "final_layernorm", "final_layer_norm", "ln_f")  # of the norm after them
+# Names of the norm after them.
+NORMS: Final = ("norm", "final_norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f", "embedding_norm")
 
 
 def text_config(config: PreTrainedConfig) -> Any:

@@ -65,6 +65,13 @@ def kind_of(module: type[nn.Module]) -> MixerKind | None:
     return _KINDS.get(module) or _kind_of_transformers(module)
 
 
+def unknown_convolution(model: nn.Module) -> str | None:
+    """Returns the name of a convolution that stands in no mixer, or None: it may read the tokens of other ranks."""
+    known = {part for mixer, _ in mixer_modules(model) for part in mixer.modules()}
+    found = (name for name, part in model.named_modules() if isinstance(part, nn.Conv1d) and part not in known)
+    return next(found, None)
+
+
 def attending_layers(model: PreTrainedModel) -> int:
     """Returns the number of layers with attention. Layers that have only a registered mixer do not count."""
     others = 0
