@@ -20,7 +20,7 @@ FLOORS = (
     ("lightseq.sequence",),
     ("lightseq.distributed", "lightseq.kernels"),
     ("lightseq.config",),
-    ("lightseq.attention",),
+    ("lightseq.attention", "lightseq.recurrent"),
     ("lightseq.modules",),
     ("lightseq.models",),
     ("lightseq.data",),

@@ -80,7 +80,7 @@ def train(rank: int, lines: list[str]) -> list[Ended]:
         (2, "packed", "--remat full"),
         (3, "whole", "--remat full --layers_per_checkpoint 2"),
         pytest.param(2, "whole", "--remat attention --torch_compile", marks=pytest.mark.slow),
-        pytest.param(3, "packed", "--remat attention --schedule striped", marks=pytest.mark.slow),
+        pytest.param(3, "packed", "--remat attention --schedule balanced", marks=pytest.mark.slow),
         pytest.param(3, "packed", "--remat none --torch_compile", marks=pytest.mark.slow),
     ],
 )

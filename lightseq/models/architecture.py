@@ -39,6 +39,7 @@ from lightseq.models.mixers import (
     registered_mixers,
     unknown_convolution,
 )
+from lightseq.models.token_wise import works_on_each_token
 from lightseq.modules.experts import parameters_of_experts
 from lightseq.modules.identity import hook_of, is_known_code, linear_change
 from lightseq.modules.mlp import is_gated
@@ -399,6 +400,7 @@ def _layer(place: int, layer: nn.Module, did: LayerRun, hidden: int) -> Layer:
     return Layer(
         kind=type(layer).__name__,
         mixers=tuple(did.mixers),
+        mixes_tokens=bool(did.mixers) or not works_on_each_token(layer, hidden),
         hidden=hidden,
         intermediate=next((linear.in_features for linear in reversed(did.linears) if linear in in_mlp), 0),
         parameters=sum(p.numel() for p in layer.parameters()),

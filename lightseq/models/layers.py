@@ -100,6 +100,7 @@ class Layer:
 
     kind: str  # the class of its module
     mixers: tuple[Mixer, ...]  # in the order in which they run; none if the layer is only an MLP
+    mixes_tokens: bool  # it has mixers, or it is not known that it works on each token alone
     hidden: int  # elements per token of its input and output
     intermediate: int  # elements per token between the linears of its MLP; 0 without an MLP
     parameters: int

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from lightseq.models.attention_modules import attention_modules
 from lightseq.models.decoder import decoder_layers, text_config
 from lightseq.models.layers import LinearMixer
+from lightseq.models.token_wise import works_on_each_token
 from lightseq.models.recurrent_layers import distributed_forward, facts, replace_functions, replaced_functions
 from lightseq.sequence.group import SequenceGroup
 
@@ -73,18 +74,25 @@ def unknown_convolution(model: nn.Module) -> str | None:
 
 
 def attending_layers(model: PreTrainedModel) -> int:
-    """Returns the number of layers with attention. Layers that have only a registered mixer do not count."""
+    """Returns the number of layers with attention. In hybrid models some layers have another mixer, or none."""
     others = 0
     if mixer_modules(model):
         layers = decoder_layers(model)
-        others = sum(bool(mixer_modules(layer)) and not attention_modules(layer) for layer in layers)
+        others = sum(not attention_modules(layer) for layer in layers)
     return int(text_config(model.config).num_hidden_layers - others)
 
 
 def layer_types_of_mixers(model: PreTrainedModel) -> set[str]:
-    """Returns the names in a config's `layer_types` of layers that have a mixer."""
-    layers, kinds = decoder_layers(model), getattr(text_config(model.config), "layer_types", None) or ()
-    return {kind for layer, kind in zip(layers, kinds, strict=False) if mixer_modules(layer)}
+    """Returns the names in a config's `layer_types` of layers that have a mixer, or that work on each token alone."""
+    config, found = text_config(model.config), set[str]()
+    for layer, kind in zip(decoder_layers(model) or (), getattr(config, "layer_types", None) or (), strict=False):
+        if kind in found:
+            continue
+        if mixer_modules(layer) or (
+            not attention_modules(layer) and works_on_each_token(layer, config.hidden_size)
+        ):
+            found.add(kind)
+    return found
 
 
 def distribute_mixer(

@@ -129,7 +129,7 @@ def check_layers(config: TrainConfig, architecture: Architecture) -> None:
     if architecture.has_windows(config.model_max_length):
         choose_windowed(ScheduleChoice(config.schedule))
     for layer in distinct(architecture.layers):
-        if not layer.mixers:  # nothing here knows whether and how its tokens read others
+        if layer.mixes_tokens and not layer.mixers:  # nothing here knows whether and how its tokens read others
             raise ValueError(
                 f"{architecture.name} has a layer ({layer.kind}) without attention or a registered mixer; {OWN_LOOP}"
             )
