@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -69,7 +69,7 @@ def _eager_options(policy: str, routes: bool, offload: Offload | None) -> dict[s
 def _compiled_options(policy: str, routes: bool) -> dict[str, Any]:
     if policy == "full" and not routes:
         return {}
-    return {"context_fn": _selective_contexts(stored_operators(policy))}
+    return {"context_fn": _STORING_CHOICES if policy == "full" else _STORING_RESULTS}
 
 
 def capture_forwards(layers: Sequence[nn.Module], patch: Callable[[], None]) -> list[Forward]:
@@ -177,20 +177,28 @@ def stored_operators(policy: str) -> tuple[torch._ops.OpOverload, ...]:
     return CHOICE_OPS if policy == "full" else STORED + CHOICE_OPS
 
 
-@cache  # layers that share contexts share a graph
-def _selective_contexts(stored: tuple[torch._ops.OpOverload, ...]) -> Callable[[], Contexts]:
+def _store_results(_ctx: Any, op: torch._ops.OpOverload, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in STORED or op in CHOICE_OPS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _store_choices(_ctx: Any, op: torch._ops.OpOverload, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in CHOICE_OPS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _selective_contexts(policy: Callable[..., CheckpointPolicy], name: str) -> Callable[[], Contexts]:
     """Returns contexts for torch.compile, which supports only torch's own policies.
 
-    Saved-tensor hooks do not see the tensors that these store.
+    Saved-tensor hooks do not see the tensors that these store. torch caches a compiled graph on disk only if `name`
+    identifies the policy, and only if the policy can be pickled, as functions of a module can.
     """
-
-    def store(_ctx: Any, op: torch._ops.OpOverload, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if op in stored else CheckpointPolicy.PREFER_RECOMPUTE
-
-    contexts = partial(create_selective_checkpoint_contexts, store)
-    # torch caches a compiled graph on disk only if this names the policy.
-    contexts.cache_hash = f"lightseq: {', '.join(map(str, stored))}"  # type: ignore[attr-defined]
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    contexts.cache_hash = f"lightseq: {name}"  # type: ignore[attr-defined]
     return contexts
+
+
+# Layers that share contexts share a graph.
+_STORING_RESULTS = _selective_contexts(_store_results, "stored operators")
+_STORING_CHOICES = _selective_contexts(_store_choices, "stored choices")
 
 
 def _recompute_contexts() -> Contexts:
