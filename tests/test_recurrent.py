@@ -9,10 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
-from worlds import spawn
+from worlds import NCCL_WORLDS, spawn
 
 from lightseq.comm.select import make_transport
 from lightseq.kernels.recurrent.base import ScanInputs
+from lightseq.kernels.recurrent.torch_scan import TorchScan
+from lightseq.kernels.recurrent.torch_scan import scan as torch_scan
 from lightseq.recurrent.convolution import causal_convolution
 from lightseq.recurrent.scan import scan
 from lightseq.schedule.layout import MAX_FRAGMENTS, Layout, unshard
@@ -168,3 +170,74 @@ def scattered(rank: int) -> str:
 
 def test_scattered_tokens_are_refused() -> None:
     assert len({*spawn(2, scattered)}) == 1
+
+
+SEGMENTS = (0, 64, 65, 200, 456, 1000)
+
+
+def compare_kernels(inputs: ScanInputs, dtype: torch.dtype) -> None:
+    """Compares each result of the fast kernel with float64. Errors are at most twice those of torch's products."""
+    from lightseq.kernels.recurrent.fla_scan import FlaScan
+
+    given = ScanInputs(*(None if x is None else x.to("cuda", dtype) for x in inputs))  # type: ignore[arg-type]
+    given = given._replace(g=inputs.g.to("cuda", torch.float32))
+    torch.manual_seed(1)
+    count, (batch, _, heads, values) = len(SEGMENTS) - 1, given.v.shape
+    states = torch.randn(batch, count, heads, given.k.shape[-1], values, device="cuda", dtype=torch.float64)
+    dfinal, dout = torch.randn_like(states), torch.randn_like(given.v)
+
+    def results(kernel: object, wide: torch.dtype | None) -> list[Tensor]:
+        x, of_state, gradient = given, states.float(), dout
+        if wide is not None:
+            x = ScanInputs(*(None if part is None else part.to(wide) for part in given))  # type: ignore[arg-type]
+            of_state, gradient = states.to(wide), dout.to(wide)
+        forward = kernel.forward(x, 0.1, SEGMENTS)  # type: ignore[attr-defined]
+        backward = kernel.backward(x, 0.1, SEGMENTS, of_state, gradient)  # type: ignore[attr-defined]
+        gradients = backward.run(dfinal.to(of_state.dtype))
+        found = [*forward.summarize(), forward.run(of_state), forward.run(None), backward.initial_gradients()]
+        return [*found, *(part for part in gradients if part is not None)]
+
+    exact, fast = results(TorchScan(), torch.float64), results(FlaScan(), None)
+    rounded = results(TorchScan(), None)
+    for want, got, plain in zip(exact, fast, rounded, strict=True):
+        error, of_plain = ((x.double() - want).norm() / want.norm() for x in (got, plain))
+        assert error < max(2 * of_plain, 6e-3), (tuple(want.shape), float(error), float(of_plain))
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("strength", [0.003, 0.1, 2.0])
+@pytest.mark.parametrize("groups", [2, 4])
+def test_fast_kernel_equals_the_definition(groups: int, strength: float) -> None:
+    pytest.importorskip("fla")
+    torch.manual_seed(0)
+    q, k = (F.normalize(torch.randn(2, 1000, groups, 128, dtype=torch.float64), dim=-1) for _ in range(2))
+    v = torch.randn(2, 1000, 4, 128, dtype=torch.float64)
+    g = -strength * torch.rand(2, 1000, 4, dtype=torch.float64)
+    compare_kernels(ScanInputs(q, k, v, g, torch.rand(2, 1000, 4, dtype=torch.float64)), torch.bfloat16)
+
+
+def on_gpus(rank: int) -> list[float]:
+    """Returns relative errors of outputs and gradients over ranks, in bfloat16, against float64 on one rank."""
+    torch.manual_seed(0)
+    length, device = 4096, torch.device("cuda", torch.cuda.current_device())
+    q, k = (F.normalize(torch.randn(1, length, 2, 128), dim=-1) for _ in range(2))
+    v, g, beta = torch.randn(1, length, 4, 128), -0.05 * torch.rand(1, length, 4), torch.rand(1, length, 4)
+    weights = torch.randn(1, length, 4, 128)
+    whole = [x.to(device, torch.float64).requires_grad_() for x in (q, k, v, g, beta)]
+    wanted = torch_scan(ScanInputs(*whole), 1.0, torch.zeros(1, 4, 128, 128, dtype=torch.float64, device=device))[0]  # type: ignore[arg-type]
+    gradients = torch.autograd.grad((wanted * weights.to(device)).sum(), whole)
+    layout = Layout("zigzag", dist.get_world_size(), 2)
+    assert dist.group.WORLD is not None
+    group = make_sequence_group(dist.group.WORLD, layout, make_transport("auto", dist.group.WORLD, device))
+    mine = [group.shard(x.detach()).to(torch.bfloat16).requires_grad_() for x in whole]
+    mine[3] = group.shard(whole[3].detach()).float().requires_grad_()
+    out = scan(group, *mine)  # type: ignore[arg-type]
+    found = torch.autograd.grad((out * group.shard(weights.to(device))).sum(), mine)
+    pairs = zip([wanted.detach(), *gradients], [out.detach(), *found], strict=True)
+    return [float((joined(group, got, length, None).double() - want).norm() / want.norm()) for want, got in pairs]
+
+
+@pytest.mark.parametrize("world", NCCL_WORLDS)
+def test_scan_over_gpus_equals_one_rank(world: int) -> None:
+    errors = spawn(world, on_gpus, device="cuda")[0]
+    assert max(errors) < 0.02, errors

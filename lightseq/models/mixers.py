@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 from lightseq.models.attention_modules import attention_modules
 from lightseq.models.decoder import decoder_layers, text_config
 from lightseq.models.layers import LinearMixer
-from lightseq.models.token_wise import works_on_each_token
 from lightseq.models.recurrent_layers import distributed_forward, facts, replace_functions, replaced_functions
+from lightseq.models.token_wise import works_on_each_token
 from lightseq.sequence.group import SequenceGroup
 
 
@@ -56,14 +56,15 @@ def mixer_modules(model: nn.Module) -> list[tuple[nn.Module, MixerKind]]:
 
 
 @cache
-def _kind_of_transformers(module: type[nn.Module]) -> MixerKind | None:
+def _kind_of_transformers(module: Any) -> MixerKind | None:
     functions = replaced_functions(module)
     return MixerKind(module, distributed_forward, facts, functions) if functions else None
 
 
-def kind_of(module: type[nn.Module]) -> MixerKind | None:
+def kind_of(module: Any) -> MixerKind | None:
     """Returns the kind of a class of modules: registered, or recognized by the functions that its forward calls."""
-    return _KINDS.get(module) or _kind_of_transformers(module)
+    registered = _KINDS.get(module)
+    return _kind_of_transformers(module) if registered is None else registered
 
 
 def unknown_convolution(model: nn.Module) -> str | None:
@@ -88,9 +89,7 @@ def layer_types_of_mixers(model: PreTrainedModel) -> set[str]:
     for layer, kind in zip(decoder_layers(model) or (), getattr(config, "layer_types", None) or (), strict=False):
         if kind in found:
             continue
-        if mixer_modules(layer) or (
-            not attention_modules(layer) and works_on_each_token(layer, config.hidden_size)
-        ):
+        if mixer_modules(layer) or (not attention_modules(layer) and works_on_each_token(layer, config.hidden_size)):
             found.add(kind)
     return found
 
@@ -100,8 +99,14 @@ def distribute_mixer(
 ) -> None:
     """Replaces a module's forward by its kind's, and gives it the group.
 
-    `set_attribute` is `setattr`, or records the change so that it can be undone.
+    `set_attribute` is `setattr`, or records the change so that it can be undone. Raises ValueError for a module whose
+    forward is not its class's.
     """
+    if "forward" in vars(module):
+        raise ValueError(
+            f"{kind.module.__name__} has a forward of its own, as a kernel of the Hub has; load the model without "
+            "use_kernels"
+        )
     if kind.functions:
         replace_functions(kind.module)
     set_attribute(module, "sequence_group", group)

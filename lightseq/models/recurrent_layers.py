@@ -37,7 +37,7 @@ class Mixing:
     ran: list[str] = field(default_factory=list)
 
 
-# ---- functions of modeling files --------------------------------------------------------------------------------------
+# ---- functions of modeling files -------------------------------------------------------------------------------------
 
 
 def short_convolution(
@@ -85,7 +85,7 @@ def mamba2_scan(
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     **_: Any,
 ) -> Tensor:
-    """Replaces `mamba2_chunk_scan`: hidden states (B, S, heads, dim), dt (B, S, heads), B and C (B, S, groups, state)."""
+    """Replaces `mamba2_chunk_scan`: hidden (B, S, heads, dim), dt (B, S, heads), B and C (B, S, groups, state)."""
     if dt_bias is not None:
         dt = dt + dt_bias.to(dt.dtype)
     dt = _wide(F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
@@ -118,16 +118,16 @@ HARMLESS: Final = frozenset(
 )  # fmt: skip
 
 
-# ---- modules ----------------------------------------------------------------------------------------------------------
+# ---- modules ---------------------------------------------------------------------------------------------------------
 
 
 @cache
-def replaced_functions(kind: type[nn.Module]) -> tuple[str, ...]:
-    """Returns the functions of its modeling file that a module's forward calls and that are replaced here.
+def replaced_functions(kind: Any) -> tuple[str, ...]:
+    """Returns the functions of its modeling file that a class's forward calls and that are replaced here.
 
     They are empty for other classes, and for a class that calls a function of its file that is not known.
     """
-    forward = inspect.unwrap(kind.forward)
+    forward: Any = inspect.unwrap(kind.forward)
     if not isinstance(forward, FunctionType):
         return ()
     values = {name: forward.__globals__.get(name) for name in _names(forward.__code__)}
@@ -159,9 +159,9 @@ def distributed_forward(self: Any, *args: Any, documents: Documents | None = Non
 
 def facts(module: nn.Module) -> LinearMixer:
     """Returns the FLOPs of a mixer's convolution and scan for each token, without its linears."""
-    kind, flops = type(module), 0
+    kind: Any = type(module)
     functions = replaced_functions(kind)
-    flops += sum(2 * conv.weight.numel() for conv in module.modules() if isinstance(conv, nn.Conv1d))
+    flops = sum(2 * conv.weight.numel() for conv in module.modules() if isinstance(conv, nn.Conv1d))
     found: Any = module
     if "mamba2_chunk_scan" in functions:
         flops += 4 * found.num_heads * found.head_dim * found.ssm_state_size
@@ -172,7 +172,7 @@ def facts(module: nn.Module) -> LinearMixer:
     return LinearMixer(kind.__name__, token_flops=flops)
 
 
-def replace_functions(kind: type[nn.Module]) -> None:
+def replace_functions(kind: Any) -> None:
     """Replaces the functions of a class's modeling file by ones that look for a module's `Mixing`."""
     names = inspect.unwrap(kind.forward).__globals__
     for name in (*replaced_functions(kind), FUSED_MAMBA):

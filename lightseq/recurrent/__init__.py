@@ -1,1 +1,1 @@
-"""Layers that mix tokens without attention, over a sequence that ranks share: recurrent scans and short convolutions."""
+"""Recurrent scans and short convolutions over a sequence that ranks share."""

@@ -1,7 +1,7 @@
 """A linear recurrence over a sequence that ranks share, as one operator.
 
 Every fragment is summarized from a state of zeros, the summaries are gathered and composed, and a kernel runs once from
-the right initial states. Messages do not grow with the length. The recurrence and all shapes: kernels/recurrent/base.py.
+the right initial states. Messages do not grow with the length. kernels/recurrent/base.py states the recurrence.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightseq.kernels.recurrent.base import ScanInputs
-from lightseq.kernels.recurrent.selection import kernel_named, select_kernel
+from lightseq.kernels.recurrent.selection import select_kernel
 from lightseq.recurrent.chain import final_gradients, gather, initial_states
 from lightseq.recurrent.fragments import FragmentPlan, Segments, plan_for, slots_of
 from lightseq.sequence.documents import Documents
@@ -35,7 +35,7 @@ def scan(
     """
     boundaries = None if documents is None else documents.boundaries
     slots_of(group, v.shape[1], boundaries)
-    out, _, _ = _scan(q, k, v, g, beta, scale, group.name, boundaries, select_kernel(q, g, beta))
+    out, _, _ = _scan(q, k, v, g, beta, scale, group.name, boundaries)
     return out
 
 
@@ -49,14 +49,13 @@ def _scan(
     scale: float,
     group_name: str,
     boundaries: Tensor | None,
-    kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns outputs, and the initial states (B, slots, H, K, V) and transitions of this rank's fragments."""
     group, x = find_group(group_name), ScanInputs(q, k, v, g, beta)
     plan = plan_for(group, v.shape[1], boundaries, v.device)
-    slots, function = slots_of(group, v.shape[1], boundaries), kernel_named(kernel)
+    slots, kernel = slots_of(group, v.shape[1], boundaries), select_kernel(x)
     states, transitions = _empty_chain(x, slots)
-    outer = function.forward(_take(x, plan.outer), scale, plan.outer.edges)
+    outer = kernel.forward(_take(x, plan.outer), scale, plan.outer.edges)
     if plan.communicates:
         summary = outer.summarize()
         last = list(plan.last)
@@ -69,7 +68,7 @@ def _scan(
         transitions.zero_()
     out = outer.run(_at_segments(states, plan, plan.first) if plan.communicates else None)
     if plan.inner is not None:
-        inner = function.forward(_take(x, plan.inner), scale, plan.inner.edges).run(None)
+        inner = kernel.forward(_take(x, plan.inner), scale, plan.inner.edges).run(None)
         out = _join(plan, out, inner)
     return out, states, transitions
 
@@ -84,7 +83,6 @@ def _(
     scale: float,
     group_name: str,
     boundaries: Tensor | None,
-    kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     states, transitions = _empty_chain(
         ScanInputs(q, k, v, g, beta), slots_of(find_group(group_name), v.shape[1], boundaries)
@@ -101,13 +99,13 @@ def _scan_backward(
     scale: float,
     group_name: str,
     boundaries: Tensor | None,
-    kernel: str,
 ) -> list[Tensor]:
     """Returns the gradients of q, k, v, g and, if it is given, beta."""
-    group, x = find_group(group_name), ScanInputs(*inputs) if len(inputs) == 5 else ScanInputs(*inputs, None)
-    plan, function = plan_for(group, x.v.shape[1], boundaries, x.v.device), kernel_named(kernel)
+    group, (q, k, v, g) = find_group(group_name), inputs[:4]
+    x = ScanInputs(q, k, v, g, inputs[4] if len(inputs) > 4 else None)
+    plan, kernel = plan_for(group, x.v.shape[1], boundaries, x.v.device), select_kernel(x)
     initial = _at_segments(states, plan, plan.first) if plan.communicates else None
-    outer = function.backward(_take(x, plan.outer), scale, plan.outer.edges, initial, _rows(dout, plan.outer))
+    outer = kernel.backward(_take(x, plan.outer), scale, plan.outer.edges, initial, _rows(dout, plan.outer))
     dfinal = None
     if plan.communicates:
         own = torch.zeros_like(states)
@@ -116,7 +114,7 @@ def _scan_backward(
         dfinal = _at_segments(dfinal, plan, plan.last)
     gradients = outer.run(dfinal)
     if plan.inner is not None:
-        part = function.backward(_take(x, plan.inner), scale, plan.inner.edges, None, _rows(dout, plan.inner))
+        part = kernel.backward(_take(x, plan.inner), scale, plan.inner.edges, None, _rows(dout, plan.inner))
         pairs = zip(gradients, part.run(None), strict=True)
         return [_join(plan, a, b) for a, b in pairs if a is not None and b is not None]
     return [gradient for gradient in gradients if gradient is not None]
@@ -131,13 +129,12 @@ def _(
     scale: float,
     group_name: str,
     boundaries: Tensor | None,
-    kernel: str,
 ) -> list[Tensor]:
     return [x.new_empty(x.shape) for x in inputs]
 
 
 def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-    q, k, v, g, beta, ctx.scale, ctx.group_name, boundaries, ctx.kernel = inputs
+    q, k, v, g, beta, ctx.scale, ctx.group_name, boundaries = inputs
     _, states, transitions = output
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(states, transitions, boundaries, q, k, v, g, *([] if beta is None else [beta]))
@@ -146,11 +143,9 @@ def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
 def _backward(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     states, transitions, boundaries, *inputs = ctx.saved_tensors
     if dout is None:
-        return (None,) * 9
-    gradients = _scan_backward(
-        dout.contiguous(), inputs, states, transitions, ctx.scale, ctx.group_name, boundaries, ctx.kernel
-    )
-    return (*gradients, *([None] * (9 - len(gradients))))
+        return (None,) * 8
+    gradients = _scan_backward(dout.contiguous(), inputs, states, transitions, ctx.scale, ctx.group_name, boundaries)
+    return (*gradients, *([None] * (8 - len(gradients))))
 
 
 _scan.register_autograd(_backward, setup_context=_setup_context)

@@ -3,8 +3,9 @@
 A chunk of neighbouring tokens is a few matrix products (arXiv 2406.06484), and the state goes from chunk to chunk.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -58,8 +59,7 @@ class _Backward:
     def initial_gradients(self) -> Tensor:
         found = []
         for n, (part, dout) in enumerate(self._parts()):
-            of_state: Callable[[Tensor], Tensor] = lambda state, part=part: scan(part, self.scale, state)[0]  # noqa: E731
-            _, vjp = torch.func.vjp(of_state, _state_of(part, self.states, n))
+            vjp = torch.func.vjp(partial(_outputs_from, part, self.scale), _state_of(part, self.states, n))[1]
             found.append(vjp(dout)[0])
         return torch.stack(found, 1)
 
@@ -68,10 +68,7 @@ class _Backward:
         for n, (part, dout) in enumerate(self._parts()):
             state = _state_of(part, self.states, n)
             given = {name: value for name, value in part._asdict().items() if value is not None}
-            of_inputs: Callable[[dict[str, Tensor]], tuple[Tensor, Tensor]] = (  # noqa: E731
-                lambda values, state=state: scan(ScanInputs(**{"beta": None} | values), self.scale, state)
-            )
-            _, vjp = torch.func.vjp(of_inputs, given)
+            vjp = torch.func.vjp(partial(_results_of, self.scale, state), given)[1]
             (gradients,) = vjp((dout, torch.zeros_like(state) if dfinal is None else dfinal[:, n]))
             found.append(gradients)
         joined: dict[str, Any] = {name: torch.cat([each[name] for each in found], 1) for name in found[0]}
@@ -81,6 +78,14 @@ class _Backward:
         bounds = pairwise(self.edges)
         for part, (first, end) in zip(_segments(self.x, self.edges), bounds, strict=True):
             yield part, self.dout[:, first:end]
+
+
+def _outputs_from(x: ScanInputs, scale: float, state: Tensor) -> Tensor:
+    return scan(x, scale, state)[0]
+
+
+def _results_of(scale: float, state: Tensor, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    return scan(ScanInputs(**{"beta": None} | given), scale, state)
 
 
 def _segments(x: ScanInputs, edges: Sequence[int]) -> Iterator[ScanInputs]:
