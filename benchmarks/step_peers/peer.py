@@ -67,6 +67,11 @@ class Job:
         return any(layer_windows(self.config))
 
     @property
+    def has_recurrences(self) -> bool:
+        """Returns whether some layers mix tokens without attention."""
+        return inspect_architecture(self.config).has_recurrences
+
+    @property
     def takes_cudnn(self) -> bool:
         """Returns whether cuDNN, the fastest kernel of torch's SDPA, computes this model's attention and gradients."""
         return self.on_gpu and self.head_dim <= 128 and not self.has_windows

@@ -135,7 +135,9 @@ def own_row_reason(job: Job) -> str | None:
     """Returns why GPUs cannot share a row; None if context parallelism can share one."""
     if job.packed_rows:
         return "TRL refuses packing with context parallelism"
-    return "context parallelism has no sliding windows" if job.has_windows else None
+    if job.has_windows:
+        return "context parallelism has no sliding windows"
+    return "context parallelism has no recurrent layers" if job.has_recurrences else None
 
 
 def context_parallel(ranks: int) -> dict[str, Any]:

@@ -69,6 +69,7 @@ class LinearMixer:
 
     kind: str  # the class of its module
     token_flops: int  # of a token in the forward pass, beside the layer's linears
+    token_elements: int = 0  # temporary elements of a token in its kernel's backward pass
 
 
 Mixer = Attention | LinearMixer  # what lets a token read others
@@ -120,6 +121,11 @@ class Layer:
     def attentions(self) -> tuple[Attention, ...]:
         """Returns the mixers that are softmax attention."""
         return tuple(mixer for mixer in self.mixers if isinstance(mixer, Attention))
+
+    @property
+    def linear_mixer_elements(self) -> int:
+        """Returns the temporary elements per token in the backward pass of the other mixers' kernels."""
+        return max((mixer.token_elements for mixer in self.mixers if isinstance(mixer, LinearMixer)), default=0)
 
     @property
     def linear_mixer_flops(self) -> int:

@@ -1,7 +1,7 @@
 """Facts about a model, found by running its own code on the meta device, where no tensor has values."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,11 +15,12 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from lightseq.attention.context import one_rank_context
 from lightseq.attention.module_attention import unhonoured_argument
 from lightseq.kernels.logit_transform import LogitTransform
 from lightseq.models.decoder import attending_part, headless, text_decoder
-from lightseq.models.layers import Attention, Experts, Heads, Mixer
-from lightseq.models.mixers import MixerKind, mixer_modules
+from lightseq.models.layers import Attention, Experts, Heads, LinearMixer, Mixer
+from lightseq.models.mixers import MixerKind, distribute_mixer, mixer_modules
 from lightseq.modules.experts import experts_modules
 from lightseq.modules.identity import StandIn, twin_forward
 
@@ -86,22 +87,28 @@ def run_on_meta(model: PreTrainedModel, layers: nn.ModuleList) -> MetaRun:
     def note_linear(linear: nn.Module, *_: Any) -> None:
         running[-1].linears.append(linear)  # type: ignore[arg-type]
 
-    def note_mixer(kind: MixerKind, module: nn.Module, *_: Any) -> None:
-        running[-1].mixers.append(kind.facts(module))
+    def note_mixer(facts: LinearMixer, *_: Any) -> None:
+        running[-1].mixers.append(facts)
 
     def note_experts(experts: nn.Module, args: tuple[Any, ...]) -> None:
         running[-1].experts = _experts(experts, per_token=args[1].shape[-1])
 
-    hooks: list[Any] = [
-        module.register_forward_hook(partial(note_mixer, kind)) for module, kind in mixer_modules(layers)
-    ]
+    def take_documents(_module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        passed.append(keywords.pop("documents", None) is documents)
+        return args, keywords
+
+    mixers, hooks = mixer_modules(layers), list[Any]()
+    for module, kind in mixers:
+        hooks.append(module.register_forward_hook(partial(note_mixer, kind.facts(module))))
+        hooks.append(module.register_forward_pre_hook(take_documents, with_kwargs=True))
     for layer, layer_run in zip(layers, ran, strict=True):
         hooks.append(layer.register_forward_pre_hook(partial(enter, layer_run), with_kwargs=True))
         hooks += [linear.register_forward_hook(note_linear) for linear in linears_of(layer)]
         hooks += [experts.register_forward_pre_hook(note_experts) for _, experts in experts_modules(layer)]
         hooks.append(layer.register_forward_hook(leave))
     products = _Products(name)
-    with _attention_replaced(model, probe), _count_saved_after_mlps(layers) as saved, products:
+    replaced = _attention_replaced(model, probe), _mixers_on_one_rank(mixers)
+    with replaced[0], replaced[1], _count_saved_after_mlps(layers) as saved, products:
         _run(model, TOKENS, documents=documents)
     for hook in hooks:
         hook.remove()
@@ -116,6 +123,18 @@ def run_on_meta(model: PreTrainedModel, layers: nn.ModuleList) -> MetaRun:
         layers_share_keys=bool(shared),
         passes_documents=all(passed),
     )
+
+
+@contextmanager
+def _mixers_on_one_rank(mixers: Sequence[tuple[nn.Module, MixerKind]]) -> Iterator[None]:
+    """Lets mixers run as in training, whose operators do nothing on the meta device and count no products."""
+    group = one_rank_context().sequence
+    for module, kind in mixers:
+        distribute_mixer(module, kind, group, setattr)
+    yield
+    for module, kind in mixers:
+        module.__class__ = kind.module
+        del module.sequence_group
 
 
 def _experts(module: Any, per_token: int) -> Experts:
@@ -178,7 +197,8 @@ def layer_inputs(
         return _shaped_as_output(q, v), None
 
     hooks = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
-    with _attention_replaced(model, pass_on), torch.no_grad(), suppress(_AllFound):
+    replaced = _attention_replaced(model, pass_on), _mixers_on_one_rank(mixer_modules(model))
+    with replaced[0], replaced[1], torch.no_grad(), suppress(_AllFound):
         _run(headless(model), tokens)
     for hook in hooks:
         hook.remove()

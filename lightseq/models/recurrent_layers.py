@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
+from lightseq.kernels.recurrent.base import CHUNK
 from lightseq.models.layers import LinearMixer
 from lightseq.recurrent.convolution import causal_convolution
 from lightseq.recurrent.scan import scan
@@ -158,18 +159,21 @@ def distributed_forward(self: Any, *args: Any, documents: Documents | None = Non
 
 
 def facts(module: nn.Module) -> LinearMixer:
-    """Returns the FLOPs of a mixer's convolution and scan for each token, without its linears."""
+    """Returns what the plan needs of a mixer's convolution and scan, apart from its linears."""
     kind: Any = type(module)
     functions = replaced_functions(kind)
     flops = sum(2 * conv.weight.numel() for conv in module.modules() if isinstance(conv, nn.Conv1d))
+    if functions == ("causal_conv1d_fn",):
+        return LinearMixer(kind.__name__, token_flops=flops)
     found: Any = module
-    if "mamba2_chunk_scan" in functions:
-        flops += 4 * found.num_heads * found.head_dim * found.ssm_state_size
-    elif len(functions) > 1:
-        heads = getattr(found, "num_v_heads", None) or found.num_heads
-        keys = getattr(found, "head_k_dim", None) or found.head_dim
-        flops += 6 * heads * keys * (getattr(found, "head_v_dim", None) or keys)
-    return LinearMixer(kind.__name__, token_flops=flops)
+    is_mamba = "mamba2_chunk_scan" in functions
+    heads = getattr(found, "num_v_heads", None) or found.num_heads
+    keys = found.ssm_state_size if is_mamba else getattr(found, "head_k_dim", None) or found.head_dim
+    values = getattr(found, "head_v_dim", None) or found.head_dim
+    flops += (4 if is_mamba else 6) * heads * keys * values
+    # Keys, values and their gradients, products inside chunks, and a state and its gradient for each chunk.
+    elements = heads * (4 * keys + 2 * values + CHUNK + 2 * keys * values // CHUNK)
+    return LinearMixer(kind.__name__, token_flops=flops, token_elements=elements)
 
 
 def replace_functions(kind: Any) -> None:

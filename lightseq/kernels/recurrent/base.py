@@ -13,9 +13,11 @@ Shape suffixes: B batch, S tokens, H heads of values, G heads of queries and key
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from torch import Tensor
+
+CHUNK: Final = 64  # tokens that kernels turn into matrix products at a time
 
 
 class ScanInputs(NamedTuple):

@@ -16,10 +16,9 @@ from fla.ops.gated_delta_rule.wy_fast import prepare_wy_repr_bwd
 from fla.ops.utils import chunk_local_cumsum
 from torch import Tensor
 
-from lightseq.kernels.recurrent.base import ScanInputs, Summary
+from lightseq.kernels.recurrent.base import CHUNK, ScanInputs, Summary
 from lightseq.utils.tensors import upload
 
-CHUNK = 64
 LOG2_E = 1.4426950408889634  # the kernels take decays as powers of two
 
 
@@ -99,10 +98,12 @@ class _Backward(_Pass):
     def run(self, dfinal: Tensor | None) -> ScanInputs:
         h, v_new, _ = self._states(self._u, self._initial, final=False, values=True)
         dh, _, dv = self._state_gradients(self._initial, _flat_states(dfinal))
+        del self._u, self._dv  # a pass takes much memory, and these are as large as the values
         dq, dk, dw, dg = chunk_bwd_dqkwg(
             q=self._q, k=self._k, v=v_new, w=self._w, g=self._g, h=h, dv=dv, do=self._dout, dh=dh, scale=self._scale,
             **self._of_segments,
         )  # fmt: skip
+        del h, dh, v_new
         dk_solved, dv, dbeta, dg_solved = prepare_wy_repr_bwd(
             k=self._k, v=self._v, beta=self._beta, g=self._g, A=self._solved, dw=dw, du=dv, **self._of_segments
         )

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightseq.kernels.recurrent.base import ScanInputs, Summary
+from lightseq.kernels.recurrent.base import CHUNK, ScanInputs, Summary
 
-CHUNK = 64
 CHANNEL_CHUNK = 16  # with a decay for each channel, whose chunk takes CHANNEL_CHUNK^2 K numbers
 
 

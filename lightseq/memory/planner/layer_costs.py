@@ -28,13 +28,15 @@ from lightseq.modules.experts import experts_modules, run_experts, store_experts
 from lightseq.modules.mlp import TILE_TOKENS, tile_mlps
 from lightseq.modules.projections import store_projections
 
-# Points of a layer's backward pass. The memory of the operators that run at the first two is counted elsewhere.
+# Points of a layer's backward pass. The memory inside the operators that run at the first three is counted elsewhere.
 ATTENTION: Final = "attention"
 MLP: Final = "MLP"
+SCAN: Final = "recurrence"
 OTHERS: Final = "norms and linears"
 POINTS: Final[Mapping[Any, str]] = {
     torch.ops.lightseq.attention_backward.default: ATTENTION,
     torch.ops.lightseq.gated_mlp_backward.default: MLP,
+    torch.ops.lightseq.scan_backward.default: SCAN,
 }
 
 

@@ -9,7 +9,7 @@ from lightseq.config.remat_policies import STORES_MLP
 from lightseq.memory.offload import IN_FLIGHT, device_lifetimes, layers_in_flight
 from lightseq.memory.planner.attention_memory import MAX_FLASH_DIM, SCORE_BLOCK_BYTES, AttentionMemory, attention_memory
 from lightseq.memory.planner.breakdown import Breakdown, StateBytes, loss_bytes, moments_of
-from lightseq.memory.planner.layer_costs import ATTENTION, MLP
+from lightseq.memory.planner.layer_costs import ATTENTION, MLP, SCAN
 from lightseq.memory.planner.placement import KEEP, OFFLOADED, RECOMPUTE, RECOMPUTED, Placement
 from lightseq.memory.planner.rates import LAST_NORM, PROCESS_BYTES
 from lightseq.memory.planner.run import PlannedRun
@@ -146,6 +146,8 @@ class _Step:
             working = run.tokens * per_token + weights
             if name == MLP:
                 working += _tiled_mlp_bytes(run, layer)
+            if name == SCAN:
+                working += layer.linear_mixer_elements * run.itemsize * run.tokens
             if name == ATTENTION:
                 working += attention_of(run, layer).backward * run.tokens
             if run.config.tiles_layers and action in RECOMPUTED:  # output and log-sum-exp, recomputed

@@ -55,6 +55,7 @@ def _compute_seconds(run: PlannedRun, placement: Placement) -> dict[str, float]:
         "matrix products": matrix_seconds(run),
         "attention": len(run.architecture.attentions) * (forward + backward)
         + _attentions_again(run, placement) * forward,
+        "recurrences": _recurrence_seconds(run),
         "norms, rotation, activation": run.tokens * _elementwise_bytes(run) / _memory_rate(run),
         "adapters: joined to inputs and weights": _adapter_bytes(run) / _memory_rate(run),
         "loss": logits * rates.LOGIT_PASSES / _memory_rate(run),
@@ -116,6 +117,13 @@ def matrix_seconds(run: PlannedRun) -> float:
     flops = layers * rates.FP8_TIME[config.fp8] + 2 * run.tokens * passes * architecture.head
     precision = 1.0 if run.itemsize == 2 else 0.5 if config.tf32 else 1 / 16  # relative to bfloat16
     return flops / (run.hardware.chip.peak_flops * rates.MATRIX_SHARE * precision)
+
+
+def _recurrence_seconds(run: PlannedRun) -> float:
+    """Returns the seconds of mixers without attention in a forward and backward pass, with recomputation."""
+    passes = 3 + (run.config.remat_policy != "none") + (run.group_size > 1)
+    flops = run.tokens * passes * sum(layer.linear_mixer_flops for layer in run.layers)
+    return flops / (run.hardware.chip.peak_flops * rates.SCAN_SHARE)
 
 
 def _elementwise_bytes(run: PlannedRun) -> float:
