@@ -59,6 +59,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Granite MoE: experts": ("granitemoe", {}),
     "MiniMax M2: experts": ("minimax_m2", {}),
     "ERNIE 4.5: experts": ("ernie4_5_moe", {}),
+    "Qwen 3.5: gated delta rule": ("qwen3_5_text", {}),
+    "Qwen 3.5: gated delta rule, inside a composite": ("qwen3_5", {}),
+    "Qwen 3.5 MoE: gated delta rule, experts": ("qwen3_5_moe_text", {}),
+    "Qwen 3 Next: gated delta rule, experts": ("qwen3_next", {}),
+    "Kimi Linear: delta rule by channel, latent attention, experts": ("kimi_linear", {}),
+    "OLMo Hybrid: gated delta rule": ("olmo_hybrid", {}),
+    "Granite 4 H: Mamba 2, experts": ("granitemoehybrid", {}),
+    "Nemotron H: Mamba 2, layers of experts alone": ("nemotron_h", {}),
+    "Falcon H1: Mamba 2 beside attention": ("falcon_h1", {}),
+    "Bamba: Mamba 2": ("bamba", {}),
+    "LFM 2: short convolutions": ("lfm2", {}),
+    "LFM 2 MoE: short convolutions, experts": ("lfm2_moe", {}),
 }  # fmt: skip
 FLAGS = "--max_steps 3 --save_strategy steps --save_steps 1 --learning_rate 1e-2 --lr_scheduler_type constant"
 

@@ -176,7 +176,8 @@ def _model_differences(directory: Path, model: PreTrainedConfig) -> Iterator[tup
     kind = read.get("model_type", model.model_type)
     if kind != model.model_type:
         yield "model_type", kind, model.model_type
-    saved, wanted = (text_config(x).to_dict() for x in (type(model).from_dict(read), model))
+    settings, _ = type(model).get_config_dict(directory)  # infinity has a form of its own in the file
+    saved, wanted = (text_config(x).to_dict() for x in (type(model).from_dict(settings), model))
     for name in COMPARED_SETTINGS:
         before, now = (_without_none(x.get(name)) for x in (saved, wanted))
         if not _are_equal(before, now):

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 
-from lightseq.models.build import build_on_meta
+from lightseq.models.build import build_on_meta, settings_of
 from lightseq.models.decoder import decoder_layers
 from lightseq.modules.experts import experts_modules
 
@@ -28,7 +28,7 @@ class Targets:
 
 def find_targets(model_config: PreTrainedConfig) -> Targets:
     """Returns the possible targets of adapters in a model."""
-    return _cached_targets(cast(Hashable, type(model_config)), model_config.to_json_string())
+    return _cached_targets(cast(Hashable, type(model_config)), settings_of(model_config))
 
 
 @lru_cache(maxsize=16)  # a plan asks once per length that it tries

@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from lightseq.kernels.logit_transform import LogitTransform
 from lightseq.models.attention_modules import attention_modules
-from lightseq.models.build import build_on_meta, constructed_buffers
+from lightseq.models.build import build_on_meta, constructed_buffers, settings_of
 from lightseq.models.decoder import (
     decoder_layers,
     float32_parameters,
@@ -262,9 +262,8 @@ def inspect_architecture(config: PreTrainedConfig) -> Architecture:
     """Returns the architecture of a config. Raises ValueError if it cannot be trained."""
     key = (type(config), repr(vars(config)), registered_mixers())
     if key not in _inspected:  # the planner asks thousands of times, and a config takes long to serialize
-        facts = {name: value for name, value in config.to_diff_dict().items() if name not in ("dtype", "use_cache")}
         try:
-            _inspected[key] = _inspect(cast(Hashable, type(config)), json.dumps(facts, sort_keys=True), key[-1])
+            _inspected[key] = _inspect(cast(Hashable, type(config)), settings_of(config), key[-1])
         except ValueError as error:
             _inspected[key] = error
     if isinstance(found := _inspected[key], ValueError):

@@ -1,5 +1,6 @@
 """Construction of a model from its config: the class that its checkpoint names, on the meta device, text part only."""
 
+import json
 from typing import Any
 
 import torch
@@ -8,6 +9,15 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 
 from lightseq.models.decoder import has_towers, text_decoder
+
+
+def settings_of(config: PreTrainedConfig) -> str:
+    """Returns the settings that make a config's model, in JSON that `from_dict` takes.
+
+    transformers' own JSON has a form for infinity that `from_dict` does not read.
+    """
+    settings = config.to_diff_dict().items()
+    return json.dumps({name: x for name, x in settings if name not in ("dtype", "use_cache")}, sort_keys=True)
 
 
 def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
