@@ -193,8 +193,8 @@ def compare_kernels(inputs: ScanInputs, dtype: torch.dtype) -> None:
             of_state, gradient = states.to(wide), dout.to(wide)
         forward = kernel.forward(x, 0.1, SEGMENTS)  # type: ignore[attr-defined]
         backward = kernel.backward(x, 0.1, SEGMENTS, of_state, gradient)  # type: ignore[attr-defined]
-        gradients = backward.run(dfinal.to(of_state.dtype))
         found = [*forward.summarize(), forward.run(of_state), forward.run(None), backward.initial_gradients()]
+        gradients = backward.run(dfinal.to(of_state.dtype))
         return [*found, *(part for part in gradients if part is not None)]
 
     exact, fast = results(TorchScan(), torch.float64), results(FlaScan(), None)

@@ -13,13 +13,16 @@ from torch import Tensor
 from lightseq.recurrent.fragments import Fragment
 from lightseq.sequence.group import SequenceGroup
 
+# Its name since torch 2.13, which warns of the older one.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 def gather(group: SequenceGroup, parts: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
     """Returns each rank's tensors, which have the same shapes on all ranks, in one message."""
     flat = torch.cat([part.flatten() for part in parts])
     world = group.layout.world
     every = flat.new_empty(world * len(flat))
-    dist.all_gather_into_tensor(every, flat, group=group.process_group)
+    _all_gather(every, flat, group=group.process_group)
     sizes = [part.numel() for part in parts]
     return [
         tuple(piece.view(part.shape) for piece, part in zip(row.split(sizes), parts, strict=True))
