@@ -26,6 +26,7 @@ KEYS = (
 COLORS = {
     OURS: "#0072B2",
     BASELINE: "#E69F00",
+    "rows": "#999933",
     "accelerate": "#009E73",
     "deepspeed": "#CC79A7",
     "deepspeed-offload": "#AA4499",

@@ -20,11 +20,12 @@ ABOUT = """Times whole training steps of one model at several lengths, with ligh
 
 Every implementation runs every length in separate processes, so running out of memory affects only one measurement. All
 train the same weights on the same tokens, one sequence per step over all ranks, with fused AdamW. On several GPUs
-`trl` trains one row per GPU if --packed_rows is given or the model has sliding windows. Implementations that cannot
-train the model, or do what --packed_rows and --lora_rank ask for, are recorded as skipped.
+`rows` trains one row per GPU, and so does `trl` if --packed_rows is given or the model has sliding windows.
+Implementations that cannot train the model, or do what --packed_rows and --lora_rank ask for, are recorded as skipped.
 """
 OURS = "lightseq"
-IMPLEMENTATIONS = (OURS, "plain", "accelerate", "deepspeed", "deepspeed-offload", "trl", "lightseq-sft", "unsloth")
+PEERS = ("plain", "rows", "accelerate", "deepspeed", "deepspeed-offload", "trl", "lightseq-sft", "unsloth")
+IMPLEMENTATIONS = (OURS, *PEERS)
 EXAMPLES = """examples:
   python3 benchmarks/step.py --model llama3.2-1b --lengths 32K,128K --nproc_per_node 4
   ... --model llama3-8b --layers 8 --lengths 128K --implementations lightseq,plain

@@ -117,13 +117,14 @@ def first_by_hand(model: Path, tmp_path: Path, last_target: bool = True) -> tupl
     return loss.item(), torch.nn.utils.get_total_norm([p.grad for p in net.parameters()]).item()
 
 
-PACKAGES = {"plain": "torch", "fsdp2": "accelerate", "deepspeed-offload": "deepspeed"}
+PACKAGES = {"plain": "torch", "rows": "torch", "fsdp2": "accelerate", "deepspeed-offload": "deepspeed"}
 
 
 @pytest.mark.parametrize(
     ("peer", "tied"),
     [
         ("plain", True),
+        ("rows", True),
         ("fsdp2", False),
         ("trl", True),
         ("trl", False),
@@ -361,7 +362,7 @@ def test_packed_documents_count_the_pairs_that_a_window_leaves(tmp_path: Path, m
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--implementations nobody", "'nobody' is unknown; choose from lightseq, plain, accelerate, deepspeed, "),
+        ("--implementations nobody", "'nobody' is unknown; choose from lightseq, plain, rows, accelerate, "),
         ("--lengths 1X", "1X is not a number of tokens"),
         ("--steps 0", "'0' is not a positive whole number"),
         ("--lightseq_flags=--remat=some", "--lightseq_flags '--remat=some': --remat 'some' is unknown"),

@@ -28,6 +28,8 @@ KERNELS = {
     "c10d::symmetric_memory::barrier_kernel(unsigned int**, int)": "attention's exchange",
     "Memcpy PtoP (Device -> Device)": "attention's exchange",
     "_copy": "attention's exchange",
+    "_copy_to_rows": "experts' rows",
+    "_sum_rows": "experts' rows",
     "Memcpy HtoD (Pinned -> Device)": "host copies",
     "void at::native::elementwise_kernel<128, 2>": "other kernels",
 }

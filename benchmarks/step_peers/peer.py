@@ -106,8 +106,13 @@ class Job:
         return self.on_device(x.chunk(self.world.size, dim=1)[self.world.rank])
 
     def whole_model(self) -> PreTrainedModel:
-        """Builds float32 parameters on this device, equal on all ranks and for all implementations."""
+        """Builds parameters on this device, equal on all ranks and for all implementations.
+
+        They are float32 if they are trained, and in the compute dtype beneath adapters.
+        """
         model = build_on_meta(self.config)
+        if self.lora:
+            model.to(self.dtype)
         weights.materialize(model, self.world.device)
         random_weights.initialize(model, SEED)
         model.config.use_cache = False
@@ -135,6 +140,7 @@ class Peer:
 
     step: Callable[[Batch], StepOutcome]
     facts: Mapping[str, Any]
+    sequences: int = 1  # of a step, over all ranks
 
 
 @dataclass(frozen=True)

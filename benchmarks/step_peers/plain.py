@@ -6,6 +6,7 @@ Every layer is checkpointed except for that operator's results. Chunked loss, co
 global norm. Shapes: B batch, S sequence, H heads, D head dim.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -38,25 +39,35 @@ def prepare(job: Job) -> Peer:
     ALL_ATTENTION_FUNCTIONS.register(NAME, partial(ulysses, kernel=kernel, group=dist.group.WORLD.group_name))
     model = job.whole_model()
     model.set_attn_implementation(NAME)
-    for layer in model.model.layers:
+    facts = {"schedule": "ulysses", "kernel": kernel, "remat": "attention", "compile": job.on_gpu}
+    step = training_step(LossModel(model), job, job.local)
+    return Peer(step, {**facts, "transport": "nccl" if job.on_gpu else "gloo"})
+
+
+def training_step(
+    loss_model: "LossModel", job: Job, to_rank: Callable[[Tensor], Tensor], sequences: int = 1
+) -> Callable[[Batch], StepOutcome]:
+    """Checkpoints, compiles and shards a model, and returns the function that trains it on a batch.
+
+    `to_rank` returns the tokens that this rank computes. All ranks together compute `sequences` sequences of a batch.
+    """
+    for layer in loss_model.model.model.layers:
         layer.forward = checkpointed(layer.forward)
         if job.on_gpu:
             layer.forward = torch.compile(layer.forward)
-    loss_model = shard_parameters(LossModel(model), job)
+    shard_parameters(loss_model, job)
     optimizer = job.adamw(loss_model)
-    places = job.local(job.positions())
+    places = to_rank(job.positions())
 
     def step(batch: Batch) -> StepOutcome:
-        ids, labels = job.local(batch.input_ids), job.local(batch.labels)
-        loss = loss_model(ids, places, labels) / batch.valid_tokens
+        loss = loss_model(to_rank(batch.input_ids), places, to_rank(batch.labels)) / (batch.valid_tokens * sequences)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(loss_model.parameters(), CLIP_NORM)
         optimizer.step()
         optimizer.zero_grad()
         return StepOutcome(loss.detach(), plain_tensor(norm))
 
-    facts = {"schedule": "ulysses", "kernel": kernel, "remat": "attention", "compile": job.on_gpu}
-    return Peer(step, {**facts, "transport": "nccl" if job.on_gpu else "gloo"})
+    return step
 
 
 # ---- the model ------------------------------------------------------------------------------------------------------
@@ -71,14 +82,17 @@ class LossModel(nn.Module):
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, labels: Tensor) -> Tensor:
         hidden = self.model.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
-        chunks = zip(hidden[0].split(LOSS_TOKENS), labels[0].split(LOSS_TOKENS), strict=True)
+        return self.total_loss(hidden[0], labels[0])
+
+    def total_loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        chunks = zip(hidden.split(LOSS_TOKENS), labels.split(LOSS_TOKENS), strict=True)
         return torch.stack([checkpoint(self.loss, x, y, use_reentrant=False) for x, y in chunks]).sum()
 
     def loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(self.model.lm_head(hidden).float(), labels, reduction="sum")
 
 
-def shard_parameters(loss_model: LossModel, job: Job) -> LossModel:
+def shard_parameters(loss_model: LossModel, job: Job) -> None:
     precision = MixedPrecisionPolicy(param_dtype=job.dtype, reduce_dtype=torch.float32)
     layers: Any = loss_model.model.model.layers
     for layer in layers:
@@ -88,7 +102,6 @@ def shard_parameters(loss_model: LossModel, job: Job) -> LossModel:
         if isinstance(module, FSDPModule):  # summed, because the loss is already divided by all tokens
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    return loss_model
 
 
 def checkpointed(forward: Any) -> Any:

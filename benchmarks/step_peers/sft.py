@@ -104,6 +104,8 @@ def train_with(
             **trainer_arguments(job, len(batches), output_dir),
             packing=packed,
             dataset_kwargs={"skip_prepare_dataset": True},
+            # Experts: no router loss, as in lightseq without its flag.
+            **({"router_aux_loss_coef": 0.0} if hasattr(text_config(job.config), "output_router_logits") else {}),
             **arguments,
         )
         trainer = trainer_class(

@@ -35,6 +35,7 @@ from lightseq.models.decoder import text_config
 # Imported on demand, because each needs its own packages and patches others on import.
 PEERS = {
     "plain": ("plain", "prepare"),
+    "rows": ("rows", "prepare"),
     "accelerate": ("accelerate_context_parallel", "prepare"),
     "deepspeed": ("deepspeed_ulysses", "prepare"),
     "deepspeed-offload": ("deepspeed_ulysses", "prepare_offloaded"),
@@ -45,7 +46,7 @@ PEERS = {
 # Peers that take packed rows and adapters.
 TRAINERS = ("trl", "lightseq-sft", "unsloth")
 # Peers that take other models than Llama.
-ANY_MODEL = ("trl", "lightseq-sft", "accelerate")
+ANY_MODEL = ("rows", "trl", "lightseq-sft", "accelerate")
 
 
 def prepare_of(peer: str) -> Callable[[Job], Peer | TrainerPeer]:
@@ -88,7 +89,8 @@ def main(words: Sequence[str]) -> None:
             outcome = peer.train([stream.batch(step) for step in range(flags.steps)])
         else:
             step = peer.step
-            outcome = measure(lambda index: step(stream.batch(index)), range(flags.steps), world.device)
+            measured = measure(lambda index: step(stream.batch(index)), range(flags.steps), world.device)
+            outcome = {**measured, "sequences": peer.sequences}
         if world.is_main:
             flags.result.write_text(json.dumps({**outcome, "facts": dict(peer.facts)}, indent=2) + "\n")
         dist.barrier()  # an early exit would close connections that other ranks still read from

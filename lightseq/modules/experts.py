@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from lightseq.kernels.grouped_products import grouped_product
+from lightseq.kernels.token_rows import copy_to_rows, sum_rows
 from lightseq.modules.expert_adapters import expert_adapter
 
 IMPLEMENTATION: Final = "lightseq"  # in transformers' registry of functions that run experts
@@ -77,25 +78,21 @@ def experts_forward(module: Any, hidden_TH: Tensor, experts_TK: Tensor, weights_
 
 def run_experts(module: Any, hidden_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor, count: int) -> Tensor:
     """Returns what the `count` experts of this rank add to each token (T, H). An expert `count` adds nothing."""
-    routes = sort_by_expert(experts_TK, count)
-    here: Tensor | None = None  # rows of this rank's experts
-    if count < module.num_experts:
-        here = (torch.arange(len(routes.order_R), device=hidden_TH.device) < routes.ends_E[-1])[:, None]
-
-    def only_here(x: Tensor) -> Tensor:
-        """Sets rows of other ranks' experts, which no product writes, and their gradients to zero."""
-        return x if here is None else torch.where(here, x, 0)
-
-    x = only_here(_Dispatch.apply(hidden_TH, routes.order_R, routes.places_R))
-    weights = _Dispatch.apply(weights_TK.reshape(-1, 1), routes.order_R, routes.places_R)
+    routes, partial = sort_by_expert(experts_TK, count), count < module.num_experts
+    x = _Dispatch.apply(hidden_TH, routes, partial)
+    weights = _DispatchWeights.apply(weights_TK.reshape(-1, 1), routes)
     first, stored = "gate_up_proj" if module.has_gate else "up_proj", getattr(module, "stores_products", False)
-    y = only_here(_linear(module, first, x, routes, stored))
+    y = _linear(module, first, x, routes, stored)
     y = module._apply_gate(y) if module.has_gate else module.act_fn(y)
     if module.has_post_expert_norm:
-        y = module.post_expert_norm(only_here(_linear(module, "down_proj", y, routes))) * weights
+        y = _linear(module, "down_proj", y, routes)
+        if partial:  # rows of other ranks' experts would reach the gradient of the norm's weight
+            here = torch.arange(len(y), device=y.device) < routes.ends_E[-1]
+            y = torch.where(here[:, None], y, 0)
+        y = module.post_expert_norm(y) * weights
     else:
-        y = _linear(module, "down_proj", only_here((y * weights).to(y.dtype)), routes, bias_factor=weights)
-    return _Combine.apply(only_here(y).to(hidden_TH.dtype), routes.order_R, routes.places_R, len(hidden_TH))
+        y = _linear(module, "down_proj", (y * weights).to(y.dtype), routes, bias_factor=weights)
+    return _Combine.apply(y.to(hidden_TH.dtype), routes, len(hidden_TH), partial)
 
 
 ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
@@ -122,38 +119,55 @@ def _weight(module: Any, name: str) -> Tensor:
 
 
 class _Dispatch(torch.autograd.Function):
-    """Copies each token's values to the rows of its experts. Gradients of its copies are summed in float32."""
+    """Copies each token to the rows of its experts. Gradients of its copies are summed in float32.
+
+    `partial`: some rows belong to experts of other ranks. Nothing reads them, nor their gradients.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order_R: Tensor, places_R: Tensor) -> Tensor:  # type: ignore[override]
-        ctx.save_for_backward(places_R)
+    def forward(ctx: Any, x: Tensor, routes: Routes, partial: bool) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(routes.places_R, routes.ends_E)
         ctx.tokens = len(x)
-        return x[order_R // (len(order_R) // len(x))]
+        return _copy_to_rows(x, routes.order_R, routes.ends_E, partial)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        (places_R,) = ctx.saved_tensors
-        return _sum_of_copies(dy, places_R, ctx.tokens), None, None
+        places_R, ends_E = ctx.saved_tensors
+        return sum_rows(dy, places_R, ends_E, ctx.tokens), None, None
 
 
 class _Combine(torch.autograd.Function):
     """Sums each token's rows in float32."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, order_R: Tensor, places_R: Tensor, tokens: int) -> Tensor:  # type: ignore[override]
-        ctx.save_for_backward(order_R)
-        ctx.copies = len(order_R) // tokens
-        return _sum_of_copies(y, places_R, tokens)
+    def forward(ctx: Any, y: Tensor, routes: Routes, tokens: int, partial: bool) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(routes.order_R, routes.ends_E)
+        ctx.partial = partial
+        return sum_rows(y, routes.places_R, routes.ends_E, tokens)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        (order_R,) = ctx.saved_tensors
-        return dout[order_R // ctx.copies], None, None, None
+        order_R, ends_E = ctx.saved_tensors
+        return _copy_to_rows(dout, order_R, ends_E, ctx.partial), None, None, None
 
 
-def _sum_of_copies(x: Tensor, places_R: Tensor, tokens: int) -> Tensor:
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return x[places_R].view(tokens, -1, x.shape[-1]).sum(1, dtype=wide).to(x.dtype)
+def _copy_to_rows(x: Tensor, order_R: Tensor, ends_E: Tensor, partial: bool) -> Tensor:
+    # A compiler fuses the indexing with the operations around it, but would copy rows that nobody reads.
+    return copy_to_rows(x, order_R, ends_E) if partial else x[order_R // (len(order_R) // len(x))]
+
+
+class _DispatchWeights(torch.autograd.Function):
+    """Gives each row the weight of its copy. Weights of copies at other ranks' experts get no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, routes: Routes) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(routes.places_R, routes.ends_E)
+        return weights[routes.order_R]
+
+    @staticmethod
+    def backward(ctx: Any, dweights: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        places_R, ends_E = ctx.saved_tensors
+        return torch.where((places_R < ends_E[-1])[:, None], dweights[places_R], 0), None
 
 
 class _RowBias(torch.autograd.Function):
@@ -169,5 +183,5 @@ class _RowBias(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         (experts_R,) = ctx.saved_tensors
         wide = torch.promote_types(dy.dtype, torch.float32)
-        total = dy.new_zeros(ctx.count, dy.shape[-1], dtype=wide)
-        return total.index_add_(0, experts_R.clamp_max(ctx.count - 1), dy.to(wide)).to(dy.dtype), None
+        total = dy.new_zeros(ctx.count + 1, dy.shape[-1], dtype=wide)  # the last: rows of other ranks' experts
+        return total.index_add_(0, experts_R, dy.to(wide))[: ctx.count].to(dy.dtype), None

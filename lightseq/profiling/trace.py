@@ -24,6 +24,7 @@ KINDS: tuple[tuple[str, str], ...] = (
     ("attention, forward", r"FlashAttentionForward|flash_fwd|fmha|sdpa.*(fprop|fwd)|fprop"),
     ("matrix products", r"nvjet|gemm|gemv|cutlass|cublas|splitKreduce|xmma|addmm|^mm$"),
     ("loss", r"^_cross_entropy"),
+    ("experts' rows", r"^_(copy_to_rows|sum_rows)$"),
     ("MLP's product", r"^_(forward|backward)$"),
     ("optimizer, norm, clip", r"adam|LpNorm|multi_tensor(?!.*Copy)|foreach"),
     ("compiled layers' glue", r"^triton_"),
