@@ -24,6 +24,7 @@ class Targets:
     linears: Mapping[str, int]  # inputs plus outputs of each linear
     parameters: Mapping[str, int]  # the same of stacked experts' weights by their name in a layer, over all of them
     taken: frozenset[str]  # names of linears that peft understands as those of experts or routers
+    refused: frozenset[str]  # names of linears to which peft adds no adapter in this type of model
 
 
 def find_targets(model_config: PreTrainedConfig) -> Targets:
@@ -44,8 +45,13 @@ def _cached_targets(kind: Any, text: str) -> Targets:
         for name, module in layers.named_modules()
         if isinstance(module, nn.Linear)
     }
-    names = {last_part(name) for name in linears} if parameters else set[str]()
-    return Targets(linears, parameters, frozenset(name for name in names if _is_taken(model, name)))
+    names = {last_part(name) for name in linears}
+    return Targets(
+        linears,
+        parameters,
+        taken=frozenset(name for name in names if parameters and _is_taken(model, name)),
+        refused=frozenset(name for name in names if _is_refused(model, name)),
+    )
 
 
 def _is_taken(model: PreTrainedModel, name: str) -> bool:
@@ -60,6 +66,19 @@ def _is_taken(model: PreTrainedModel, name: str) -> bool:
         except ValueError:  # needs gate and up together
             return True
         return name not in (config.target_modules or ())
+    return False
+
+
+def _is_refused(model: PreTrainedModel, name: str) -> bool:
+    """Returns whether peft adds no adapter to a linear, as to those that a fused kernel of Mamba goes around."""
+    with suppress(ImportError):  # older versions of peft do not
+        from peft import LoraConfig
+        from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
+
+        try:
+            _check_lora_target_modules_mamba(LoraConfig(), model, name)
+        except ValueError:
+            return True
     return False
 
 

@@ -93,7 +93,7 @@ def lora_from_config(config: TrainConfig, model_config: PreTrainedConfig) -> Lor
         )
     found = find_targets(model_config)
     parameters = _asked_parameters(config.lora_target_parameters, found)
-    linears = sorted({last_part(name) for name in found.linears} - found.taken)
+    linears = sorted({last_part(name) for name in found.linears} - found.taken - found.refused)
     asked = config.lora_target_modules.replace(",", " ").split()
     targets = linears if asked == [ALL_LINEARS] else asked
     if not targets and not parameters:
@@ -102,6 +102,11 @@ def lora_from_config(config: TrainConfig, model_config: PreTrainedConfig) -> Lor
         raise ValueError(
             f"--lora_target_modules {config.lora_target_modules}: peft puts adapters for {taken[0]} on this model's "
             f"experts or router; leave it out, and give experts with --lora_target_parameters"
+        )
+    if refused := [name for name in targets if name in found.refused]:
+        raise ValueError(
+            f"--lora_target_modules {config.lora_target_modules}: peft adds no adapter to {refused[0]} of "
+            f"{model_config.model_type}; choose from {', '.join(linears)}, or {ALL_LINEARS}"
         )
     if unknown := [name for name in targets if name not in linears]:
         raise ValueError(
@@ -128,11 +133,13 @@ def _asked_parameters(flag: str | None, found: Targets) -> tuple[str, ...]:
 
 
 def notes_on_targets(config: TrainConfig, lora: Lora | None, model_config: PreTrainedConfig) -> tuple[str, ...]:
-    """Returns a line if `all-linear` leaves out experts of a model, or linears."""
+    """Returns a line if `all-linear` leaves out some linears of a model, or its experts."""
     if lora is None or config.lora_target_modules != ALL_LINEARS:
         return ()
     found = find_targets(model_config)
     left = [f"{', '.join(sorted(found.taken))} (peft takes these names for experts)"] if found.taken else []
+    if found.refused:
+        left.append(f"{', '.join(sorted(found.refused))} (peft adds no adapter there in {model_config.model_type})")
     remedy = ""
     if found.parameters and not lora.parameters:
         left.insert(0, "the experts")

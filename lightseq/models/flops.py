@@ -120,8 +120,7 @@ def recompute_flops(
             products += layer.last_product + (1 + attends_again) * layer.projections
         if group > 1:
             products += layer.active - (skipped_products(layer, remat, tiled) if ends_group else 0)
-        if remat != "none":  # no policy stores what other mixers return
-            mixed += layer.linear_mixer_flops * (1 + (group > 1))
+        mixed += layer.linear_mixer_flops * (attends_again + (group > 1))
         attended += layer.attentions * (attends_again + (group > 1))
     return sequences * ((2 * products + mixed) * length + _attention_flops(attended, length, share))
 

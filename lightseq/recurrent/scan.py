@@ -15,6 +15,7 @@ from lightseq.recurrent.chain import final_gradients, gather, initial_states
 from lightseq.recurrent.fragments import FragmentPlan, Segments, plan_for, slots_of
 from lightseq.sequence.documents import Documents
 from lightseq.sequence.group import SequenceGroup, find_group
+from lightseq.utils.checkpoint_context import reuse_or_compute
 
 
 def scan(
@@ -51,7 +52,15 @@ def _scan(
     boundaries: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns outputs, and the initial states (B, slots, H, K, V) and transitions of this rank's fragments."""
-    group, x = find_group(group_name), ScanInputs(q, k, v, g, beta)
+    x = ScanInputs(q, k, v, g, beta)
+    out, states, transitions = reuse_or_compute(lambda: _compute(x, scale, find_group(group_name), boundaries))
+    return out, states, transitions
+
+
+def _compute(
+    x: ScanInputs, scale: float, group: SequenceGroup, boundaries: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    v = x.v
     plan = plan_for(group, v.shape[1], boundaries, v.device)
     slots, kernel = slots_of(group, v.shape[1], boundaries), select_kernel(x)
     states, transitions = _empty_chain(x, slots)
@@ -149,6 +158,7 @@ def _backward(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Tensor | None, ..
 
 
 _scan.register_autograd(_backward, setup_context=_setup_context)
+SCAN_OP = torch.ops.lightseq.scan.default  # for checkpointing policies
 
 
 def _empty_chain(x: ScanInputs, slots: int) -> tuple[Tensor, Tensor]:

@@ -121,7 +121,7 @@ def matrix_seconds(run: PlannedRun) -> float:
 
 def _recurrence_seconds(run: PlannedRun) -> float:
     """Returns the seconds of mixers without attention in a forward and backward pass, with recomputation."""
-    passes = 3 + (run.config.remat_policy != "none") + (run.group_size > 1)
+    passes = 3 + (run.config.remat_policy == "full") + (run.group_size > 1)
     flops = run.tokens * passes * sum(layer.linear_mixer_flops for layer in run.layers)
     return flops / (run.hardware.chip.peak_flops * rates.SCAN_SHARE)
 
