@@ -274,6 +274,8 @@ def options_of(config: PreTrainedConfig) -> Iterator[tuple[str, dict[str, Any]]]
     """Yields options that are easy to get wrong, with the config changes that turn them on."""
     if hasattr(config, "output_router_logits"):
         yield "router loss", {"output_router_logits": True}
+    if hasattr(config, "z_loss_coefficient"):
+        yield "z loss", {"z_loss_coefficient": 0.5}
     published = getattr(config, "rope_parameters", None) or {}
     for name, length in (("dynamic", 16), ("longrope", 128)):
         if any(isinstance(value, dict) for value in published.values()):  # one entry per kind of layer

@@ -4,8 +4,8 @@ python3 -m benchmarks.checkpoints [--only qwen3] [--docs docs/models.md]
 
 `CHECKPOINTS` has the fields of each config.json that decide memory and time; others are defaults of transformers'
 class. They are from the checkpoints' own config.json, as copied in the repositories of litgpt (litgpt/config.py),
-aiconfigurator, tt-metal and Megatron-Bridge, or are the defaults of the class. The number of parameters that follows
-from them is in the table. Nothing is downloaded, and no GPU is needed.
+aiconfigurator, tt-metal, slime and Megatron-Bridge, or are the defaults of the class. The number of parameters that
+follows from them is in the table. Nothing is downloaded, and no GPU is needed.
 """
 
 import argparse
@@ -151,8 +151,23 @@ CHECKPOINTS: Final[Mapping[str, str | tuple[str, dict[str, Any]]]] = {
     "Qwen/Qwen3-30B-A3B": (
         "qwen3_moe", sizes(2048, 6144, 48, 32, 4, QWEN3, **D128, num_experts=128, moe_intermediate_size=768),
     ),
+    "Qwen/Qwen3.5-4B": (
+        "qwen3_5", {"text_config": sizes(2560, 9216, 32, 16, 4, 248320, head_dim=256, **TIED), **TIED}
+    ),
     "Qwen/Qwen3.5-9B": ("qwen3_5", {}),
+    "Qwen/Qwen3.5-35B-A3B": ("qwen3_5_moe", {}),
     "Qwen/Qwen3-Next-80B-A3B-Instruct": ("qwen3_next", {}),
+    "moonshotai/Kimi-Linear-48B-A3B-Instruct": ("kimi_linear", {}),
+    "allenai/Olmo-Hybrid-7B": ("olmo_hybrid", {}),
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": (
+        "nemotron_h", {
+            "hidden_size": 2688, "intermediate_size": 1856, "num_attention_heads": 32, "num_key_value_heads": 2,
+            "head_dim": 128, "vocab_size": 131072, "mamba_num_heads": 64, "mamba_head_dim": 64, "ssm_state_size": 128,
+            "n_groups": 8, "n_routed_experts": 128, "num_experts_per_tok": 6, "moe_intermediate_size": 1856,
+            "moe_shared_expert_intermediate_size": 3712,
+            "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+        },
+    ),
     "openai/gpt-oss-20b": ("gpt_oss", {"num_hidden_layers": 24, "num_local_experts": 32}),
     "deepseek-ai/DeepSeek-V3": ("deepseek_v3", {}),
     "meta-llama/Llama-4-Scout-17B-16E": ("llama4", {}),

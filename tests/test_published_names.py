@@ -87,7 +87,9 @@ def test_a_published_checkpoint_keeps_its_names(name: str, tmp_path: Path, alone
     same = {x for x in before if torch.equal(before[x], after[x])}
     towers = {x for x in before if re.search(r"vision|visual|multi_modal", x)}
     assert same >= towers | {*left_out}
-    assert trains(model) == all(x not in same for x in before.keys() - towers if x.endswith("_proj.weight"))
+    # Experts that no token chose stay as they are.
+    changes = [x for x in before.keys() - towers - {*left_out} if x.endswith("_proj.weight") and ".experts." not in x]
+    assert trains(model) == all(x not in same for x in changes)
     configs = [json.loads((folder / "config.json").read_text()) for folder in (source, target)]
     assert configs[0] == configs[1]
     assert (target / "preprocessor_config.json").read_text() == "{}"

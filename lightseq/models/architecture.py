@@ -202,6 +202,10 @@ def _check_kind_of_attention(model: PreTrainedModel) -> None:
     window = sliding_window(config)
     chunk = ["chunked_attention"] if getattr(config, "attention_chunk_size", None) else []
     known = {"full_attention", *(["sliding_attention"] if window else []), *chunk, *layer_types_of_mixers(model)}
+    if factor := getattr(config, "z_loss_coefficient", None):
+        raise ValueError(
+            f"{name} adds a mean over each rank's own logits to its loss (z_loss_coefficient {factor}); set it to 0"
+        )
     if kinds := sorted(set(getattr(config, "layer_types", None) or ()) - known):
         raise ValueError(f"{name} has {kinds[0]} layers, which no kernel supports; use a full-attention model")
 

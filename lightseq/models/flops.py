@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 
 from lightseq.config.remat_policies import POLICIES, STORE_LINEARS, STORE_MLP
 from lightseq.models.architecture import inspect_architecture
-from lightseq.models.layers import Attention, Layer
+from lightseq.models.layers import Attention, Layer, LinearMixer
 
 # Dense tensor-core peaks in FLOP/s with float32 accumulation, in bfloat16 and FP8 (None: no FP8), by torch's name
 # for the device. The first matching pattern wins. Figures are from datasheets; those given with sparsity are halved.
@@ -120,9 +120,15 @@ def recompute_flops(
             products += layer.last_product + (1 + attends_again) * layer.projections
         if group > 1:
             products += layer.active - (skipped_products(layer, remat, tiled) if ends_group else 0)
-        mixed += layer.linear_mixer_flops * (attends_again + (group > 1))
+        for mixer in layer.linear_mixers:
+            mixed += mixer.token_flops * (_runs_again(mixer, remat, attends_again) + (group > 1))
         attended += layer.attentions * (attends_again + (group > 1))
     return sequences * ((2 * products + mixed) * length + _attention_flops(attended, length, share))
+
+
+def _runs_again(mixer: LinearMixer, remat: str, attends_again: bool) -> bool:
+    """Returns whether a layer's backward pass runs a mixer once more."""
+    return attends_again if mixer.is_stored else remat != "none"
 
 
 def skipped_products(layer: Layer, remat: str, tiled: bool) -> int:

@@ -70,6 +70,8 @@ class LinearMixer:
     kind: str  # the class of its module
     token_flops: int  # of a token in the forward pass, beside the layer's linears
     token_elements: int = 0  # temporary elements of a token in its kernel's backward pass
+    is_stored: bool = False  # checkpoints store its results as they do attention's
+    is_slow: bool = False  # on GPUs it runs on matrix products of torch, chunk by chunk
 
 
 Mixer = Attention | LinearMixer  # what lets a token read others
@@ -123,14 +125,14 @@ class Layer:
         return tuple(mixer for mixer in self.mixers if isinstance(mixer, Attention))
 
     @property
-    def linear_mixer_elements(self) -> int:
-        """Returns the temporary elements per token in the backward pass of the other mixers' kernels."""
-        return max((mixer.token_elements for mixer in self.mixers if isinstance(mixer, LinearMixer)), default=0)
+    def linear_mixers(self) -> tuple[LinearMixer, ...]:
+        """Returns the mixers that are not softmax attention."""
+        return tuple(mixer for mixer in self.mixers if isinstance(mixer, LinearMixer))
 
     @property
     def linear_mixer_flops(self) -> int:
         """Returns the FLOPs per token of the other mixers in the forward pass."""
-        return sum(mixer.token_flops for mixer in self.mixers if isinstance(mixer, LinearMixer))
+        return sum(mixer.token_flops for mixer in self.linear_mixers)
 
     @property
     def can_store_mlp(self) -> bool:

@@ -128,13 +128,14 @@ def run_on_meta(model: PreTrainedModel, layers: nn.ModuleList) -> MetaRun:
 @contextmanager
 def _mixers_on_one_rank(mixers: Sequence[tuple[nn.Module, MixerKind]]) -> Iterator[None]:
     """Lets mixers run as in training, whose operators do nothing on the meta device and count no products."""
-    group = one_rank_context().sequence
     for module, kind in mixers:
-        distribute_mixer(module, kind, group, setattr)
-    yield
-    for module, kind in mixers:
-        module.__class__ = kind.module
-        del module.sequence_group
+        distribute_mixer(module, kind, one_rank_context().sequence, setattr)
+    try:
+        yield
+    finally:
+        for module, kind in mixers:
+            module.__class__ = kind.module
+            del module.sequence_group
 
 
 def _experts(module: Any, per_token: int) -> Experts:

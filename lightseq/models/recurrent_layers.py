@@ -24,14 +24,14 @@ from lightseq.recurrent.scan import scan
 from lightseq.sequence.documents import Documents
 from lightseq.sequence.group import SequenceGroup
 
-MIXING: Final = "sequence_mixing"  # keyword with which a module passes its `Mixing` through transformers' code
+MIXING: Final = "sequence_mixing"  # keyword in which a module's `Mixing` passes through transformers' code
 NORM_EPS: Final = 1e-6  # of normalized queries and keys, in all modeling files
 FUSED_MAMBA: Final = "mamba2_split_conv1d_scan_combined"
 
 
 @dataclass(eq=False)
 class Mixing:
-    """What the functions of one forward pass of a mixer need, and which of them ran."""
+    """Context of the functions of one forward pass of a mixer, and the names of those that ran."""
 
     group: SequenceGroup
     documents: Documents | None
@@ -173,7 +173,13 @@ def facts(module: nn.Module) -> LinearMixer:
     flops += (4 if is_mamba else 6) * heads * keys * values
     # Keys, values and their gradients, products inside chunks, and a state and its gradient for each chunk.
     elements = heads * (4 * keys + 2 * values + CHUNK + 2 * keys * values // CHUNK)
-    return LinearMixer(kind.__name__, token_flops=flops, token_elements=elements)
+    return LinearMixer(
+        kind.__name__,
+        token_flops=flops,
+        token_elements=elements,
+        is_stored=True,
+        is_slow="torch_chunk_gated_delta_rule" not in functions,
+    )
 
 
 def replace_functions(kind: Any) -> None:

@@ -31,7 +31,7 @@ class ScanInputs(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """What a run of tokens does to a state, in float32 or wider: S_T = M S_0 + b."""
+    """Effect of a run of tokens on a state, in float32 or wider: S_T = M S_0 + b."""
 
     transition: Tensor  # M (B, N, H, K, K), or (B, N, H, K or 1, 1) where it only scales the rows of a state
     state: Tensor  # b (B, N, H, K, V): the final state after an initial state of zeros

@@ -147,7 +147,7 @@ class _Step:
             if name == MLP:
                 working += _tiled_mlp_bytes(run, layer)
             if name == SCAN:
-                working += layer.linear_mixer_elements * run.itemsize * run.tokens
+                working += max(x.token_elements for x in layer.linear_mixers) * run.itemsize * run.tokens
             if name == ATTENTION:
                 working += attention_of(run, layer).backward * run.tokens
             if run.config.tiles_layers and action in RECOMPUTED:  # output and log-sum-exp, recomputed

@@ -121,9 +121,12 @@ def matrix_seconds(run: PlannedRun) -> float:
 
 def _recurrence_seconds(run: PlannedRun) -> float:
     """Returns the seconds of mixers without attention in a forward and backward pass, with recomputation."""
-    passes = 3 + (run.config.remat_policy == "full") + (run.group_size > 1)
-    flops = run.tokens * passes * sum(layer.linear_mixer_flops for layer in run.layers)
-    return flops / (run.hardware.chip.peak_flops * rates.SCAN_SHARE)
+    policy, total = run.config.remat_policy, 0.0
+    for mixer in (mixer for layer in run.layers for mixer in layer.linear_mixers):
+        again = policy == "full" if mixer.is_stored else policy != "none"
+        share = rates.TORCH_SCAN_SHARE if mixer.is_slow else rates.SCAN_SHARE
+        total += (3 + again + (run.group_size > 1)) * mixer.token_flops / share
+    return run.tokens * total / run.hardware.chip.peak_flops
 
 
 def _elementwise_bytes(run: PlannedRun) -> float:
