@@ -166,7 +166,10 @@ def check_families(world: int, folder: Path, names: list[str], from_files: list[
 
 
 def test_layers_that_differ_train_resume_and_save(tmp_path: Path) -> None:
-    names = ["Gemma 4 E: heads of two sizes, shared keys, embeddings per layer"]
+    names = [
+        "Gemma 4 E: heads of two sizes, shared keys, embeddings per layer",
+        "Nemotron H: Mamba 2, layers of experts alone",
+    ]
     check_families(2, tmp_path, names, from_files=names)
 
 

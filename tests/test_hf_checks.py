@@ -84,7 +84,7 @@ def test_packed_documents_that_a_layer_drops_are_refused_and_plain_batches_are_n
     last.forward = partial(without_documents, last.forward)  # as layers do that hand no keyword arguments on
     assert torch.isfinite(model(**batch).loss)
     packed = hf.shard_batch(context, ids(), ids(), cu_seqlens=BOUNDARIES)
-    refused(lambda: model(**packed), "layers do not pass them to attention")
+    refused(lambda: model(**packed), "layers do not pass them on")
     assert torch.isfinite(model(**batch).loss), "the refusal of one batch says nothing of the next"
 
 
@@ -96,7 +96,7 @@ class DropsDocuments(LlamaForCausalLM):
 def test_packed_documents_that_the_head_drops_are_refused(alone: None) -> None:
     model = build("llama", DropsDocuments)
     _, packed = inputs(model, cu_seqlens=BOUNDARIES)
-    refused(lambda: model(**packed), "layers do not pass them to attention")
+    refused(lambda: model(**packed), "layers do not pass them on")
 
 
 def test_a_packed_pass_that_fails_leaves_no_trace(alone: None) -> None:

@@ -24,6 +24,7 @@ from lightseq.sequence.group import SequenceGroup, make_sequence_group, release_
 BATCH, CPU = 2, torch.device("cpu")
 GROUPS, HEADS, KEYS, VALUES, TAPS = 2, 4, 5, 3, 4
 KINDS = ("delta", "channels", "decay")
+SLOW_WORLDS = [pytest.param(world, marks=pytest.mark.slow) for world in (4, 5)]
 DOCUMENTS = (0, 1, 2, 9, 40, 41, 75, 83)
 
 
@@ -103,7 +104,7 @@ def every_scan(rank: int, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("world", [1, 2, 3, *SLOW_WORLDS])
 def test_scan_over_ranks_equals_the_sequential_definition(world: int, kind: str) -> None:
     spawn(world, every_scan, kind)
 
@@ -119,7 +120,7 @@ def packed_scans(rank: int, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3, *SLOW_WORLDS])
 def test_states_start_anew_in_each_document(world: int, kind: str) -> None:
     spawn(world, packed_scans, kind)
 
@@ -155,7 +156,7 @@ def every_convolution(rank: int) -> None:
             release_group(group)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("world", [1, 3, *SLOW_WORLDS])
 def test_convolution_over_ranks_equals_the_whole_sequence(world: int) -> None:
     spawn(world, every_convolution)
 
@@ -170,6 +171,22 @@ def scattered(rank: int) -> str:
 
 def test_scattered_tokens_are_refused() -> None:
     assert len({*spawn(2, scattered)}) == 1
+
+
+def without_documents(rank: int) -> None:
+    group = group_of(Layout("zigzag", dist.get_world_size(), 2))
+    x = [group.shard(part) for part in draw("delta", 16, 1.0) if part is not None]
+    group.batch.packed = True
+    for run in (
+        lambda: scan(group, *x),  # type: ignore[arg-type]
+        lambda: causal_convolution(group, x[2].flatten(2), torch.ones(HEADS * VALUES, 2, dtype=torch.float64), None),
+    ):
+        with pytest.raises(ValueError, match="the model's layers do not pass them on"):
+            run()
+
+
+def test_a_packed_batch_without_its_documents_is_refused() -> None:
+    spawn(2, without_documents)
 
 
 SEGMENTS = (0, 64, 65, 200, 456, 1000)

@@ -14,7 +14,6 @@ class ForwardPass:
     """State that a model's forward pass leaves for the checks of attention, of the loss and of the next pass."""
 
     outermost: object = None  # the module that the user called
-    packed: bool = False  # the batch holds documents
     attention_passes: int = 0  # launched before this forward pass
     loss: tuple[Tensor, int] | None = None  # result of the loss function, and its tensor version
     router_losses: int = 0  # shares of router losses computed in this pass, which the model adds to its loss

@@ -224,11 +224,7 @@ def _forward(
             return _forward(q, k, v, boundaries, sinks, options)
     call = _read_options(options)
     context = call.context
-    if boundaries is None and context.forward_pass.packed:
-        raise ValueError(
-            "the batch holds packed documents, but the model's layers do not pass them to attention; train without "
-            "packing, or use another model"
-        )
+    context.sequence.check_documents(boundaries)
     _compare_shapes(context, q, v, boundaries)
     gathered = Gathered(_gathered_memory(context, q, v), *k.shape[2:])
     executor = call.executor(_table(context, q, boundaries, call.window), k.shape[3], v.shape[3])

@@ -111,7 +111,7 @@ class Checks:
                 if base_transport_name(context.transport.name) == "gloo":
                     finish_comparing_documents(state)
         if state.outermost is None:  # the model around the layers may not forward `documents` to them
-            state.outermost, state.packed = model, documents is not None
+            state.outermost, context.sequence.batch.packed = model, documents is not None
         if model is headless(inner := transformers_model(model)):
             if windows_of_masks(inner) != self._windows:
                 raise ValueError("the windows in the model's config changed after hf.enable; call hf.enable again")
@@ -165,7 +165,8 @@ class Checks:
         """
         state = self._context.forward_pass
         if state.outermost is model:
-            state.outermost, state.packed, state.counted_tokens = None, False, None
+            state.outermost, state.counted_tokens = None, None
+            self._context.sequence.batch.packed = False
             self._images.end(type(model).__name__, failed=output is None)
             finish_comparing_documents(state)
         if output is None or model is not headless(transformers_model(model)):

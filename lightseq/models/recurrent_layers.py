@@ -1,8 +1,8 @@
 """Mixers of transformers' hybrid models, recognized by the functions that their forward calls.
 
 A recurrent module of transformers computes with functions of its modeling file: a short convolution, and a scan. Those
-functions are replaced by ones that run over the ranks of a sequence if the module around them passes its part in
-`MIXING`, and are transformers' own otherwise: models that are not enabled, such as a teacher, stay as they are.
+functions are replaced by ones that run over the ranks of a sequence if the module around them passes a `Mixing`, and
+are transformers' own otherwise: models that are not enabled, such as a teacher, stay as they are.
 """
 
 import inspect
@@ -146,14 +146,14 @@ def _names(code: CodeType) -> set[str]:
 def distributed_forward(self: Any, *args: Any, documents: Documents | None = None, **kwargs: Any) -> Any:
     """Runs a mixer's own forward, with functions that span the ranks of `self.sequence_group`.
 
-    Raises RuntimeError if the forward did not pass its keywords on to them.
+    Raises ValueError if the forward did not pass its keywords on to them.
     """
     mixing = Mixing(self.sequence_group, documents)
     out = self.plain_forward(*args, **kwargs, **{MIXING: mixing})
     if len(mixing.ran) != len(self.functions):
-        raise RuntimeError(
-            f"{type(self).__name__} ran {mixing.ran} over all ranks instead of {self.functions}; this "
-            "version of transformers does not pass keywords to them"
+        raise ValueError(
+            f"{type(self).__name__} ran {mixing.ran} over all ranks instead of {self.functions}; this version of "
+            "transformers does not pass keywords to them"
         )
     return out
 

@@ -61,6 +61,7 @@ def _compute(
     x: ScanInputs, scale: float, group: SequenceGroup, boundaries: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     v = x.v
+    group.check_documents(boundaries)
     plan = plan_for(group, v.shape[1], boundaries, v.device)
     slots, kernel = slots_of(group, v.shape[1], boundaries), select_kernel(x)
     states, transitions = _empty_chain(x, slots)

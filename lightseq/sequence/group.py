@@ -1,7 +1,7 @@
 """The ranks that share a sequence: their layout, their transport, and the part of a sequence that each one holds."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 
 import torch
@@ -12,6 +12,13 @@ from lightseq.comm.transport import Transport
 from lightseq.schedule.documents import check_boundaries, packed_layout, packed_length, pad_boundaries
 from lightseq.schedule.layout import Layout, shard
 from lightseq.sequence.documents import Documents, boundary_tensor, without_repeats
+
+
+@dataclass
+class BatchState:
+    """State of the batch that a model computes now."""
+
+    packed: bool = False  # it holds documents
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,6 +34,15 @@ class SequenceGroup:
     layout: Layout  # of sequences that are not packed
     transport: Transport
     balances_documents: bool  # every packed sequence gets a layout that balances the work on its documents
+    batch: BatchState = field(default_factory=BatchState)
+
+    def check_documents(self, boundaries: Tensor | None) -> None:
+        """Raises ValueError if the batch is packed and a layer did not pass its documents on."""
+        if boundaries is None and self.batch.packed:
+            raise ValueError(
+                "the batch holds packed documents, but the model's layers do not pass them on; train without packing, "
+                "or use another model"
+            )
 
     def shard(self, x: Tensor, fill: float = 0, documents: Documents | None = None) -> Tensor:
         """Returns this rank's part of a whole tensor (batch, length, ...), padded with `fill`: (batch, local, ...)."""

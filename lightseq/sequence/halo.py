@@ -161,6 +161,7 @@ def _positions_before(tokens: Tensor, count: int, edges: Tensor) -> Tensor:
 def _look_back(x: Tensor, group_name: str, boundaries: Tensor | None, count: int, lookers: int) -> Tensor:
     """Returns the `count` tokens before each of `lookers` evenly spaced local tokens: (B, lookers, C, ...)."""
     group = find_group(group_name)
+    group.check_documents(boundaries)
     plan = _plan_for(group, x, boundaries, count, lookers)
     received = plan.exchange(x.index_select(1, plan.sent_rows), group)
     out = x.new_zeros(len(x), lookers * count, *x.shape[2:])
