@@ -381,7 +381,7 @@ def compare_training(config: PreTrainedConfig, packed: bool, flags: Sequence[str
     expected = expect(want, packed)
     world = World(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size(), CPU)
     model = build_on_meta(copy.deepcopy(config)).eval()
-    parallel = parallelize(model, run, parallel_dims(world, expert_size=run.expert_parallel_size), MemorySettings())
+    parallel = parallelize(model, run, parallel_dims(world, expert_size=run.expert_ranks), MemorySettings())
     weights.materialize(model, CPU)
     for name, parameter in weights.base_parameters(model).items():
         weights.fill(parameter, state[name].__getitem__)

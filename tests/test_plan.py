@@ -23,6 +23,7 @@ from transformers import (
     Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
+    Qwen3MoeConfig,
 )
 from transformers.models.llama.modeling_llama import LlamaMLP
 
@@ -896,3 +897,23 @@ def test_parts_of_a_measured_peak_add_up_to_it(
     parts = Breakdown(5, gradients, 10, stored, 3, 2, working=0).at_peak(peak)
     assert (parts.gradients, parts.stored_activations, parts.working) == found
     assert parts.total == peak
+
+
+def test_the_plan_splits_experts_where_gathering_them_takes_longer() -> None:
+    experts = Qwen3MoeConfig(
+        hidden_size=2048, num_hidden_layers=2, num_attention_heads=16, num_key_value_heads=4, head_dim=128,
+        moe_intermediate_size=768, num_experts=64, num_experts_per_tok=4, vocab_size=32000,
+    )  # fmt: skip
+    dense = Qwen2Config(
+        hidden_size=1024, intermediate_size=2048, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4
+    )
+    chosen, whole, small = (
+        make_plan(planned_run(model, f"--bf16 --model_max_length 8192 --remat none {given}", 8, chosen=True))  # type: ignore[arg-type]
+        for model, given in ((experts, ""), (experts, "--expert_parallel_size 1"), (dense, ""))
+    )
+    assert chosen.run.config.expert_ranks > 1
+    assert chosen.step_seconds < whole.step_seconds
+    assert (whole.run.config.expert_ranks, small.run.config.expert_ranks) == (1, 1)
+    again = plan_from_earlier(planned_run(experts, "--bf16 --model_max_length 8192", 8, chosen=True), chosen.to_json())  # type: ignore[arg-type]
+    assert again is not None
+    assert again.run.config.expert_ranks == chosen.run.config.expert_ranks

@@ -214,7 +214,7 @@ def _check_deepspeed(config: Flags) -> None:
 
 
 def _check_expert_parallelism(config: Flags) -> None:
-    if config.expert_parallel_size == 1:
+    if config.expert_ranks == 1:
         return
     given = f"--expert_parallel_size {config.expert_parallel_size}"
     if config.deepspeed is not None:

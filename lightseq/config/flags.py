@@ -172,10 +172,10 @@ class AdapterConfig:
 @dataclass(frozen=True)
 class ParallelismConfig:
     sequence_parallel_size: int | None = flag(None, "Ranks that share a sequence. Default: all.")
-    expert_parallel_size: int = flag(
-        1,
+    expert_parallel_size: int | None = flag(
+        None,
         "Ranks of a host that hold different experts of a mixture, and exchange tokens instead of weights. 1: every "
-        "rank gathers all experts of a layer.",
+        "rank gathers all experts of a layer. Default: the plan's choice on GPUs, 1 on CPUs.",
     )
     schedule: str = flag(
         "auto", "Attention schedule: which rank computes which tile when. auto: the one with the lowest predicted time."
@@ -361,6 +361,11 @@ class Flags(LoggingConfig, MemoryConfig, ParallelismConfig, AdapterConfig, Train
     def fsdp_mode(self) -> str:
         """One of full_shard, hybrid_shard and ddp."""
         return next((word for word in fsdp_words(self.fsdp) if word in FSDP_MODES), "ddp")
+
+    @property
+    def expert_ranks(self) -> int:
+        """Number of ranks that hold different experts; 1 until the plan chooses."""
+        return self.expert_parallel_size or 1
 
     @property
     def state_on_host(self) -> bool:

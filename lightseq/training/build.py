@@ -1,5 +1,7 @@
 """Builds a run's engine: plans its memory, shards the model, loads weights or a checkpoint."""
 
+from dataclasses import replace
+
 import torch
 
 from lightseq.checkpoint import resume
@@ -29,8 +31,9 @@ def build_engine(config: TrainConfig, inputs: Inputs, world: World, watchdog: Wa
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
     if config.deterministic:
         make_deterministic()
-    on_all_ranks(world, inputs.dims.make_meshes)
     memory, planned = choose_memory_settings(config, inputs, world)
+    inputs = replace(inputs, dims=replace(inputs.dims, expert=planned.expert_ranks))
+    on_all_ranks(world, inputs.dims.make_meshes)
     with out_of_memory_handler(config, inputs, world, memory.plan, watchdog):
         if inputs.deepspeed is None:
             engine: Engine = FsdpEngine(planned, inputs, memory)

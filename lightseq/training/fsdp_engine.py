@@ -155,8 +155,8 @@ class FsdpEngine:
 def _describe_sharding(config: TrainConfig, memory: MemorySettings) -> str:
     """Describes how the parameters are sharded and which of them are in host memory."""
     sharding = SHARDING[config.fsdp_mode]
-    if config.expert_parallel_size > 1:
-        sharding += f", experts split over {config.expert_parallel_size}"
+    if config.expert_ranks > 1:
+        sharding += f", experts split over {config.expert_ranks}"
     if not memory.state_on_host:
         return sharding
     last = memory.layers_with_state_on_gpu - 1

@@ -276,7 +276,7 @@ def _collect_notes(
 def find_model(config: TrainConfig, family: ModelFamily, world: World) -> FoundModel:
     """Finds the model that the flags name. Raises ValueError if there is none, or it cannot run with these flags."""
     check_devices(world)
-    dims = parallel_dims(world, config.sequence_parallel_size, config.fsdp_mode, config.expert_parallel_size)
+    dims = parallel_dims(world, config.sequence_parallel_size, config.fsdp_mode, config.expert_ranks)
     source = resolve(family, config.model_name, config.random_init)
     model_config = apply_rope(source.config, config.rope_theta, config.rope_scaling, config.model_max_length)
     check_layers(config, inspect_architecture(model_config))

@@ -64,7 +64,7 @@ def describe_run(trainer: Trainer) -> dict[str, Any]:
     fallback_reason = trainer.context.transport.fallback_reason
     start = trainer.inputs.resume_from or trainer.inputs.weights
     pretrained = "pretrained weights" if str(start) == c.model_name else f"weights from {start}"
-    experts = describe_experts(m, c.expert_parallel_size)
+    experts = describe_experts(m, trainer.engine.dims.expert)
     weights = f"random, seed {c.seed}" if start is None else pretrained
     return {
         "model": f"{c.model_name}, {total_parameters(m):,} parameters, {weights}",

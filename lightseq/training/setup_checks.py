@@ -114,12 +114,12 @@ def check_layers(config: TrainConfig, architecture: Architecture) -> None:
             f"--deepspeed {config.deepspeed} computes all weights in {config.compute_dtype}, but {architecture.name} "
             f"keeps some in float32 ({architecture.in_float32[0]}); leave --deepspeed out"
         )
-    if config.expert_parallel_size > 1:
+    if config.expert_ranks > 1:
         counts = {layer.experts.count for layer in architecture.kinds if layer.experts}
-        given = f"--expert_parallel_size {config.expert_parallel_size}"
+        given = f"--expert_parallel_size {config.expert_ranks}"
         if not counts:
             raise ValueError(f"{given}: {architecture.name} has no experts; leave it out")
-        if uneven := [count for count in counts if count % config.expert_parallel_size]:
+        if uneven := [count for count in counts if count % config.expert_ranks]:
             raise ValueError(f"{given} does not divide the {uneven[0]} experts of {architecture.name}; give a divisor")
     if config.group_size > 1 and any(layer.experts for layer in architecture.kinds):
         raise ValueError(

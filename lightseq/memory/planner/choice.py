@@ -57,9 +57,9 @@ def make_plan(run: PlannedRun) -> Plan:
     return min(within_host or found[:1], key=lambda plan: plan.parts.total)
 
 
-def _preference(plan: Plan) -> tuple[bool, float, float]:
+def _preference(plan: Plan) -> tuple[bool, float, int, float]:
     """Returns the sort key of equally fast plans, the best first."""
-    return plan.run.state_on_host, plan.host_bytes, _busy_seconds(plan)
+    return plan.run.state_on_host, plan.host_bytes, plan.run.config.expert_ranks, _busy_seconds(plan)
 
 
 def _without_reshard(plan: Plan) -> Plan:
@@ -108,7 +108,7 @@ def _options(
     remat = remat if config.remat is None and config.gradient_checkpointing is None else [config.remat_policy]
     groups = groups if config.layers_per_checkpoint is None else [config.layers_per_checkpoint]
     tiles = tiles if config.tile_layers is None else [config.tile_layers]
-    for policy, group, tiled in product(remat, groups, tiles):
+    for policy, group, tiled, experts in product(remat, groups, tiles, _expert_sizes(run)):
         for moved in _offloads(config, policy, group, offload):
             with suppress(ValueError):  # the values exclude each other
                 chosen = replace(
@@ -117,11 +117,25 @@ def _options(
                     remat=policy,
                     layers_per_checkpoint=group,
                     tile_layers=tiled,
+                    expert_parallel_size=experts,
                     offload=moved,
                     host_memory_budget=_activation_budget(config, moved),
                 )
                 found.append(run.changed(config=chosen))
     return found
+
+
+def _expert_sizes(run: PlannedRun) -> list[int]:
+    """Returns the values of --expert_parallel_size to plan with, unless one is given: divisors of a host's ranks."""
+    config, hardware = run.config, run.hardware
+    if config.expert_parallel_size is not None:
+        return [config.expert_parallel_size]
+    counts = {layer.experts.count for layer in run.architecture.kinds if layer.experts}
+    splits = config.deepspeed is None and config.fsdp_mode == "full_shard"
+    if not counts or not splits or any(count % hardware.gpus for count in counts):
+        return [1]
+    ranks = hardware.ranks_per_host
+    return [size for size in range(1, ranks + 1) if ranks % size == 0]
 
 
 def _activation_budget(config: TrainConfig, offload: str) -> float | None:
@@ -161,7 +175,7 @@ def _placements(run: PlannedRun) -> Iterator[Plan]:
             yield plan
         return
     yield plan
-    experts_stay = run.config.expert_parallel_size > 1
+    experts_stay = run.config.expert_ranks > 1
     if (
         run.config.offload != "auto"
         or run.state_offloaded

@@ -47,7 +47,10 @@ from lightseq.models.adapters import count_adapter_parameters
 from lightseq.models.flops import mfu, model_flops
 from lightseq.models.layers import Layer
 
-PLANNED_FLAGS: Final = ("torch_compile", "remat", "layers_per_checkpoint", "tile_layers", "offload")
+PLANNED_FLAGS: Final = (
+    *("torch_compile", "remat", "layers_per_checkpoint", "tile_layers", "offload"),
+    "expert_parallel_size",
+)
 PROHIBITIVE_SECONDS = 1e6  # per layer; more than any step takes
 
 

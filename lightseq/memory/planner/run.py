@@ -211,7 +211,7 @@ class PlannedRun:
 
     @cached_property
     def layer_table(self) -> LayerTable:
-        return layer_table(self.model, getattr(torch, self.config.compute_dtype), self.config.expert_parallel_size)
+        return layer_table(self.model, getattr(torch, self.config.compute_dtype), self.config.expert_ranks)
 
     @cached_property
     def parameters_before(self) -> tuple[int, ...]:
@@ -226,7 +226,7 @@ class PlannedRun:
     def gathered_parameters(self, layer: Layer) -> int:
         """Returns the weights of a layer of which a rank has all while it runs: not other ranks' experts."""
         elsewhere = 0 if layer.experts is None else layer.experts.weights
-        return layer.parameters - elsewhere + elsewhere // self.config.expert_parallel_size
+        return layer.parameters - elsewhere + elsewhere // self.config.expert_ranks
 
     def layers_of(self, group: int) -> tuple[Layer, ...]:
         """Returns the layers of a group that shares a checkpoint."""

@@ -30,7 +30,7 @@ def step_seconds(run: PlannedRun, placement: Placement) -> dict[str, float]:
     passes, layer = run.config.gradient_accumulation_steps, layer_seconds(run, placement)
     parts = {name: passes * seconds for name, seconds in _compute_seconds(run, placement).items()}
     parts["weights: gathered and reduced, exposed"] = passes * _exposed_collectives(run, layer)
-    if run.config.expert_parallel_size > 1:
+    if run.config.expert_ranks > 1:
         parts["experts: tokens exchanged"] = passes * _token_exchange_seconds(run)
     parts["offloading, exposed"] = passes * (_exposed_copies(run, placement, layer) + _exposed_weights(run, layer))
     parts["optimizer"] = update_seconds(run)
@@ -201,14 +201,14 @@ def _exposed_collectives(run: PlannedRun, layer_seconds: float) -> float:
 
 def _exchanged_parameters(run: PlannedRun, layer: Layer) -> int:
     """Returns the weights of a layer that are gathered and whose gradients are reduced."""
-    if run.config.expert_parallel_size == run.hardware.gpus and layer.experts is not None:
+    if run.config.expert_ranks == run.hardware.gpus and layer.experts is not None:
         return layer.parameters - layer.experts.weights  # no other rank has the same experts
     return run.gathered_parameters(layer)
 
 
 def _token_exchange_seconds(run: PlannedRun) -> float:
     """Returns the seconds in which ranks with different experts exchange tokens: twice a pass, also when repeated."""
-    ranks = run.config.expert_parallel_size
+    ranks = run.config.expert_ranks
     sent = run.tokens * run.itemsize * (ranks - 1)
     passes = 2 + (run.config.remat_policy != "none")
     width = sum(layer.hidden for layer in run.layers if layer.experts is not None)

@@ -88,7 +88,7 @@ def _facts(plan: Plan, longest: int | None) -> Table:
 
 
 def _experts(run: PlannedRun) -> dict[str, str]:
-    found = describe_experts(run.model, run.config.expert_parallel_size)
+    found = describe_experts(run.model, run.config.expert_ranks)
     return {"experts": found} if found else {}
 
 
