@@ -64,5 +64,10 @@ def final_gradients(chain: Sequence[Fragment], every: Sequence[tuple[Tensor, ...
 
 
 def _apply(transition: Tensor, state: Tensor) -> Tensor:
-    """Multiplies a state by a transition, which scales its rows if it has one column."""
-    return transition * state if transition.shape[-1] == 1 else transition @ state
+    """Multiplies a state by a transition, which scales its rows if it has one column.
+
+    Products are in float64, because those in float32 may be rounded to TF32, and errors grow along the chain.
+    """
+    if transition.shape[-1] == 1:
+        return transition * state
+    return (transition.double() @ state.double()).to(state.dtype)

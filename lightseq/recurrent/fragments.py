@@ -45,8 +45,8 @@ class FragmentPlan:
     chain: tuple[Fragment, ...]  # of all ranks, in the order of the sequence
     outer: Segments  # first and last segments of this rank's fragments
     inner: Segments | None  # the others
-    first: tuple[int, ...]  # among the outer segments: the first segment of each fragment
-    last: tuple[int, ...]  # and the last
+    first: Tensor | None  # on the device: the first segment of each fragment among the outer ones; None: these are all
+    last: Tensor | None  # and the last
 
     @property
     def communicates(self) -> bool:
@@ -110,9 +110,10 @@ def _plan(chain: tuple[Fragment, ...], mine: Sequence[tuple[int, ...]], device: 
             outer.append(segments[-1])
         last.append(len(outer) - 1)
         offset += edges[-1] - edges[0]
+    ends = [None if len(outer) == len(mine) else upload(torch.tensor(found), device) for found in (first, last)]
     if not inner:
-        return FragmentPlan(chain, _segments(outer, None), None, tuple(first), tuple(last))
-    return FragmentPlan(chain, _segments(outer, device), _segments(inner, device), tuple(first), tuple(last))
+        return FragmentPlan(chain, _segments(outer, None), None, *ends)
+    return FragmentPlan(chain, _segments(outer, device), _segments(inner, device), *ends)
 
 
 def _segments(found: Sequence[tuple[int, int]], device: torch.device | None) -> Segments:

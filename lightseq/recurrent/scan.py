@@ -68,10 +68,8 @@ def _compute(
     outer = kernel.forward(_take(x, plan.outer), scale, plan.outer.edges)
     if plan.communicates:
         summary = outer.summarize()
-        last = list(plan.last)
-        transitions.zero_()[:, : len(last)] = summary.transition[:, last]
-        ends = torch.zeros_like(states)
-        ends[:, : len(last)] = summary.state[:, last]
+        transitions = _by_fragment(summary.transition, plan.last, slots)
+        ends = _by_fragment(summary.state, plan.last, slots)
         states = initial_states(plan.chain, gather(group, (transitions, ends)), group.rank)
     else:
         states.zero_()
@@ -118,8 +116,7 @@ def _scan_backward(
     outer = kernel.backward(_take(x, plan.outer), scale, plan.outer.edges, initial, _rows(dout, plan.outer))
     dfinal = None
     if plan.communicates:
-        own = torch.zeros_like(states)
-        own[:, : len(plan.first)] = outer.initial_gradients()[:, list(plan.first)]
+        own = _by_fragment(outer.initial_gradients(), plan.first, states.shape[1])
         dfinal = final_gradients(plan.chain, gather(group, (transitions, own)), group.rank)
         dfinal = _at_segments(dfinal, plan, plan.last)
     gradients = outer.run(dfinal)
@@ -189,11 +186,17 @@ def _join(plan: FragmentPlan, outer: Tensor, inner: Tensor) -> Tensor:
     return out.index_copy_(1, plan.inner.tokens, inner)
 
 
-def _at_segments(by_fragment: Tensor, plan: FragmentPlan, segments: tuple[int, ...]) -> Tensor:
+def _by_fragment(by_segment: Tensor, segments: Tensor | None, slots: int) -> Tensor:
+    """Returns values for a rank's fragments (B, slots, ...): each from its segment, zeros for those that are not."""
+    found = by_segment if segments is None else by_segment.index_select(1, segments)
+    missing = slots - found.shape[1]
+    return torch.cat([found, found.new_zeros(len(found), missing, *found.shape[2:])], 1) if missing else found
+
+
+def _at_segments(by_fragment: Tensor, plan: FragmentPlan, segments: Tensor | None) -> Tensor:
     """Returns values for the outer segments (B, N, ...): each fragment's at its segment, zeros at others."""
     count = len(plan.outer.edges) - 1
-    if segments == tuple(range(count)):
+    if segments is None:
         return by_fragment[:, :count]
     out = by_fragment.new_zeros(len(by_fragment), count, *by_fragment.shape[2:])
-    out[:, list(segments)] = by_fragment[:, : len(segments)]
-    return out
+    return out.index_copy_(1, segments, by_fragment[:, : len(segments)])

@@ -80,7 +80,7 @@ class _Forward(_Pass):
 class _Backward(_Pass):
     def __init__(self, x: ScanInputs, scale: float, edges: Sequence[int], states: Tensor | None, dout: Tensor) -> None:
         super().__init__(x, scale, edges)
-        self._initial, self._dout, self._dg_dtype = _flat_states(states), _flat(dout), x.g.dtype
+        self._initial, self._dout, self._g_dtype = _flat_states(states), _flat(dout), x.g.dtype
         self._dv = chunk_bwd_dv_local(q=self._q, k=self._k, g=self._g, do=self._dout, scale=scale, **self._of_segments)
 
     def _state_gradients(self, initial: Tensor | None, dfinal: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -109,10 +109,10 @@ class _Backward(_Pass):
         )
         dg = chunk_local_cumsum(dg.add_(dg_solved), chunk_size=CHUNK, reverse=True, **self._of_segments)
         found = (dq, dk.add_(dk_solved), dv, dg, dbeta)
-        given = (self._q, self._k, self._v, self._g.to(self._dg_dtype), self._beta)
+        dtypes = (self._q.dtype, self._k.dtype, self._v.dtype, self._g_dtype, self._beta.dtype)
         return ScanInputs(*(
-            gradient.to(x.dtype).unflatten(1, (self._batch, -1)).squeeze(0)
-            for gradient, x in zip(found, given, strict=True)
+            gradient.to(dtype).unflatten(1, (self._batch, -1)).squeeze(0)
+            for gradient, dtype in zip(found, dtypes, strict=True)
         ))  # fmt: skip
 
 
