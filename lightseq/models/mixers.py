@@ -8,6 +8,7 @@ compilation and saving read the layer itself.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 from torch import nn
@@ -50,9 +51,16 @@ def registered_mixers() -> tuple[MixerKind, ...]:
 
 
 def mixer_modules(model: nn.Module) -> list[tuple[nn.Module, MixerKind]]:
-    """Returns the modules of registered kinds in a model, in its order."""
+    """Returns the modules of known kinds in a model, in its order."""
     found = ((module, kind_of(type(module))) for module in model.modules())
-    return [(module, kind) for module, kind in found if kind is not None]
+    return [
+        (module, kind) for module, kind in found if kind is not None and not (kind.functions and _calls_own(module))
+    ]
+
+
+def _calls_own(module: nn.Module) -> bool:
+    """Returns whether a module holds functions, as those of older versions of transformers do: kernels or fallbacks."""
+    return any(isinstance(value, FunctionType | BuiltinFunctionType) for value in vars(module).values())
 
 
 @cache

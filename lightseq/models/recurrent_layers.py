@@ -5,6 +5,7 @@ functions are replaced by ones that run over the ranks of a sequence if the modu
 are transformers' own otherwise: models that are not enabled, such as a teacher, stay as they are.
 """
 
+import dis
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -139,8 +140,10 @@ def replaced_functions(kind: Any) -> tuple[str, ...]:
 
 
 def _names(code: CodeType) -> set[str]:
-    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    return {*code.co_names, *(name for each in inner for name in _names(each))}
+    """Returns the names of globals that a function's code uses, with the functions inside it."""
+    own = {instruction.argval for instruction in dis.get_instructions(code) if instruction.opname == "LOAD_GLOBAL"}
+    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return own.union(*map(_names, inner))
 
 
 def distributed_forward(self: Any, *args: Any, documents: Documents | None = None, **kwargs: Any) -> Any:
