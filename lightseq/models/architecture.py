@@ -26,6 +26,7 @@ from lightseq.models.decoder import (
     has_known_parts,
     has_position_table,
     has_towers,
+    layers_of,
     text_config,
     text_decoder,
     ties_embeddings,
@@ -183,6 +184,7 @@ def check_attention(model: PreTrainedModel) -> None:
 
 
 def _check_kind_of_attention(model: PreTrainedModel) -> None:
+    model = transformers_model(model)  # which may be inside a wrapper
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(f"{name} has an encoder and a decoder; use a causal language model, which has a decoder only")
@@ -192,16 +194,20 @@ def _check_kind_of_attention(model: PreTrainedModel) -> None:
     modules = attention_modules(decoder)
     if not modules and mixer_modules(decoder):
         raise ValueError(f"{name} has no layer with softmax attention; use a model with at least one")
+    if (convolution := unknown_convolution(decoder)) is not None:
+        raise ValueError(
+            f"{name} has a convolution over tokens ({convolution}) in no known mixer; use transformers' own class and "
+            "functions, or register the module (docs/architecture.md)"
+        )
     uses_interface = getattr(decoder, "_supports_attention_backend", False) or mixer_modules(decoder)
     if not modules or not uses_interface:
         raise ValueError(f"{name} does not use the attention interface of transformers")
-    if (convolution := unknown_convolution(decoder)) is not None:
-        raise ValueError(f"{name} has a convolution over tokens ({convolution}) in no known mixer; use another model")
     if not all(getattr(x, "is_causal", True) for x in (config, *modules)):
         raise ValueError(f"{name} attends in both directions (is_causal is False); use a causal model")
     window = sliding_window(config)
     chunk = ["chunked_attention"] if getattr(config, "attention_chunk_size", None) else []
-    known = {"full_attention", *(["sliding_attention"] if window else []), *chunk, *layer_types_of_mixers(model)}
+    known = {"full_attention", *(["sliding_attention"] if window else []), *chunk}
+    known |= layer_types_of_mixers(config, layers_of(decoder))
     if factor := getattr(config, "z_loss_coefficient", None):
         raise ValueError(
             f"{name} adds a mean over each rank's own logits to its loss (z_loss_coefficient {factor}); set it to 0"

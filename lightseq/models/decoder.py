@@ -70,8 +70,14 @@ def attending_part(model: PreTrainedModel) -> PreTrainedModel:
     return part
 
 
+def layers_of(decoder: nn.Module) -> nn.ModuleList:
+    """Returns the layers of a text decoder in the order in which they run; none if it has no list of them."""
+    layers: Any = _child(decoder, LAYERS)
+    return layers if isinstance(layers, nn.ModuleList) else nn.ModuleList()
+
+
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """Returns the layers in the order in which they run."""
+    """Returns the layers of a model in the order in which they run."""
     layers: Any = _child(text_decoder(model), LAYERS)
     return layers  # type: ignore[no-any-return]
 

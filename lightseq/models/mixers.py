@@ -5,7 +5,7 @@ is what calls transformers' attention interface. The plan, FLOPs, checkpoints,
 compilation and saving read the layer itself.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from types import BuiltinFunctionType, FunctionType
@@ -34,6 +34,7 @@ class MixerKind:
     forward: Callable[..., Any]
     facts: Callable[[nn.Module], LinearMixer]  # returns what the plan and FLOPs need of one module
     functions: tuple[str, ...] = ()  # of its modeling file, to replace
+    plain_forward: Callable[..., Any] | None = None  # the class's own, which a patch may have changed
 
 
 _KINDS: dict[type[nn.Module], MixerKind] = {}
@@ -63,16 +64,13 @@ def _calls_own(module: nn.Module) -> bool:
     return any(isinstance(value, FunctionType | BuiltinFunctionType) for value in vars(module).values())
 
 
-@cache
-def _kind_of_transformers(module: Any) -> MixerKind | None:
-    functions = replaced_functions(module)
-    return MixerKind(module, distributed_forward, facts, functions) if functions else None
-
-
 def kind_of(module: Any) -> MixerKind | None:
     """Returns the kind of a class of modules: registered, or recognized by the functions that its forward calls."""
-    registered = _KINDS.get(module)
-    return _kind_of_transformers(module) if registered is None else registered
+    plain = getattr(module, "plain_class", module)  # of which an enabled module's class was made
+    if (registered := _KINDS.get(plain)) is not None:
+        return registered
+    functions = replaced_functions(plain)
+    return MixerKind(plain, distributed_forward, facts, functions, plain.forward) if functions else None
 
 
 def unknown_convolution(model: nn.Module) -> str | None:
@@ -91,10 +89,10 @@ def attending_layers(model: PreTrainedModel) -> int:
     return int(text_config(model.config).num_hidden_layers - others)
 
 
-def layer_types_of_mixers(model: PreTrainedModel) -> set[str]:
+def layer_types_of_mixers(config: Any, layers: Iterable[nn.Module]) -> set[str]:
     """Returns the names in a config's `layer_types` of layers that have a mixer, or that work on each token alone."""
-    config, found = text_config(model.config), set[str]()
-    for layer, kind in zip(decoder_layers(model) or (), getattr(config, "layer_types", None) or (), strict=False):
+    found = set[str]()
+    for layer, kind in zip(layers, getattr(config, "layer_types", None) or (), strict=False):
         if kind in found:
             continue
         if mixer_modules(layer) or (not attention_modules(layer) and works_on_each_token(layer, config.hidden_size)):
@@ -112,17 +110,25 @@ def distribute_mixer(
     """
     if "forward" in vars(module):
         raise ValueError(
-            f"{kind.module.__name__} has a forward of its own, as a kernel of the Hub has; load the model without "
-            "use_kernels"
+            f"a {kind.module.__name__} has a forward of its own, as hooks of accelerate and kernels of the Hub set it; "
+            "load the model without device_map and use_kernels"
         )
     if kind.functions:
         replace_functions(kind.module)
     set_attribute(module, "sequence_group", group)
-    set_attribute(module, "__class__", _distributed_class(kind))
+    if not hasattr(type(module), "plain_class"):
+        set_attribute(module, "__class__", _distributed_class(kind))
 
 
 @cache
 def _distributed_class(kind: MixerKind) -> type[nn.Module]:
     """Returns a subclass with the kind's forward, shared by all modules, so that layers compile to one graph."""
-    members = {"forward": kind.forward, "plain_forward": kind.module.forward, "functions": kind.functions}
-    return type(f"Distributed{kind.module.__name__}", (kind.module,), members)
+    plain_forward = kind.plain_forward or kind.module.forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not hasattr(self, "sequence_group"):  # disabled, but another library has made a class of this one
+            return plain_forward(self, *args, **kwargs)
+        return kind.forward(self, *args, **kwargs)
+
+    members = {"forward": forward, "plain_class": kind.module, "plain_forward": plain_forward}
+    return type(f"Distributed{kind.module.__name__}", (kind.module,), members | {"functions": kind.functions})

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
+from lightseq.attention.module_attention import unhonoured_argument
 from lightseq.kernels.recurrent.base import CHUNK
 from lightseq.models.layers import LinearMixer
 from lightseq.recurrent.convolution import causal_convolution
@@ -48,9 +49,10 @@ def short_convolution(
     weight: Tensor,
     bias: Tensor | None = None,
     activation: str | None = None,
-    **_: Any,
+    **others: Any,
 ) -> Tensor:
     """Replaces `causal_conv1d_fn`: channels (B, C, S), weight (C, W)."""
+    _check_keywords("causal_conv1d_fn", others)
     out = causal_convolution(mixing.group, hidden_states.transpose(1, 2), weight, bias, mixing.documents)
     out = out if activation is None else ACT2FN[activation](out)
     return out.transpose(1, 2)
@@ -63,10 +65,12 @@ def delta_rule(
     value: Tensor,
     g: Tensor,
     beta: Tensor,
+    chunk_size: int = 64,
     use_qk_l2norm_in_kernel: bool = False,
-    **_: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """Replaces `torch_chunk_gated_delta_rule` and `chunk_kimi_delta_attention`: (B, S, heads, dim)."""
+    _check_keywords("the delta rule", others)
     if use_qk_l2norm_in_kernel:
         query, key = _normalized(query), _normalized(key)
     scale = query.shape[-1] ** -0.5
@@ -85,15 +89,22 @@ def mamba2_scan(
     dt_bias: Tensor | None = None,
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
-    **_: Any,
+    **others: Any,
 ) -> Tensor:
     """Replaces `mamba2_chunk_scan`: hidden (B, S, heads, dim), dt (B, S, heads), B and C (B, S, groups, state)."""
+    _check_keywords("mamba2_chunk_scan", others)
     if dt_bias is not None:
         dt = dt + dt_bias.to(dt.dtype)
     dt = _wide(F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
     wide = _wide(hidden_states)
     out = scan(mixing.group, C, B, wide * dt[..., None], A.to(dt.dtype) * dt, documents=mixing.documents)
     return out if D is None else out + _wide(D)[:, None] * wide
+
+
+def _check_keywords(function: str, keywords: Mapping[str, Any]) -> None:
+    """Raises ValueError for a keyword that would change a function's result, such as an initial state."""
+    if (name := unhonoured_argument(keywords)) is not None:
+        raise ValueError(f"{function} got {name}, which is not supported over ranks; leave it out")
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -123,27 +134,30 @@ HARMLESS: Final = frozenset(
 # ---- modules ---------------------------------------------------------------------------------------------------------
 
 
-@cache
 def replaced_functions(kind: Any) -> tuple[str, ...]:
     """Returns the functions of its modeling file that a class's forward calls and that are replaced here.
 
-    They are empty for other classes, and for a class that calls a function of its file that is not known.
+    They are empty for other classes, for a class or function that is not transformers' own, and for a forward that
+    calls a function of its file that is not known.
     """
     forward: Any = inspect.unwrap(kind.forward)
-    if not isinstance(forward, FunctionType):
+    if not isinstance(forward, FunctionType) or not forward.__module__.startswith("transformers.models."):
         return ()
     values = {name: forward.__globals__.get(name) for name in _names(forward.__code__)}
     found = {name for name, value in values.items() if callable(value) and not isinstance(value, type)}
-    if found - REPLACEMENTS.keys() - HARMLESS:
+    functions = tuple(name for name in REPLACEMENTS if name in found)
+    others = found - REPLACEMENTS.keys() - HARMLESS
+    if others or any(getattr(values[name], "__module__", None) != forward.__module__ for name in functions):
         return ()
-    return tuple(name for name in REPLACEMENTS if name in found)
+    return functions
 
 
-def _names(code: CodeType) -> set[str]:
+@cache
+def _names(code: CodeType) -> frozenset[str]:
     """Returns the names of globals that a function's code uses, with the functions inside it."""
     own = {instruction.argval for instruction in dis.get_instructions(code) if instruction.opname == "LOAD_GLOBAL"}
     inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
-    return own.union(*map(_names, inner))
+    return frozenset(own.union(*map(_names, inner)))
 
 
 def distributed_forward(self: Any, *args: Any, documents: Documents | None = None, **kwargs: Any) -> Any:
@@ -163,7 +177,7 @@ def distributed_forward(self: Any, *args: Any, documents: Documents | None = Non
 
 def facts(module: nn.Module) -> LinearMixer:
     """Returns what the plan needs of a mixer's convolution and scan, apart from its linears."""
-    kind: Any = type(module)
+    kind: Any = getattr(type(module), "plain_class", type(module))
     functions = replaced_functions(kind)
     flops = sum(2 * conv.weight.numel() for conv in module.modules() if isinstance(conv, nn.Conv1d))
     if functions == ("causal_conv1d_fn",):

@@ -44,6 +44,10 @@ class SequenceGroup:
                 "or use another model"
             )
 
+    def __deepcopy__(self, _memo: object) -> "SequenceGroup":
+        """Returns the group itself: a copy of an enabled model runs over the same ranks."""
+        return self
+
     def shard(self, x: Tensor, fill: float = 0, documents: Documents | None = None) -> Tensor:
         """Returns this rank's part of a whole tensor (batch, length, ...), padded with `fill`: (batch, local, ...)."""
         if documents is not None:

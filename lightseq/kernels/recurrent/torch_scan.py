@@ -44,7 +44,7 @@ class _Forward:
         outs = []
         for n, part in enumerate(_segments(self.x, self.edges)):
             outs.append(scan(part, self.scale, _state_of(part, states, n))[0])
-        return torch.cat(outs, 1)
+        return torch.cat(outs, 1).contiguous()
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class _Backward:
             vjp = torch.func.vjp(partial(_results_of, self.scale, state), given)[1]
             (gradients,) = vjp((dout, torch.zeros_like(state) if dfinal is None else dfinal[:, n]))
             found.append(gradients)
-        joined: dict[str, Any] = {name: torch.cat([each[name] for each in found], 1) for name in found[0]}
+        joined: dict[str, Any] = {name: torch.cat([each[name] for each in found], 1).contiguous() for name in found[0]}
         return ScanInputs(**{"beta": None} | joined)
 
     def _parts(self) -> Iterator[tuple[ScanInputs, Tensor]]:
