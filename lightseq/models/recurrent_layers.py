@@ -167,10 +167,10 @@ def distributed_forward(self: Any, *args: Any, documents: Documents | None = Non
     """
     mixing = Mixing(self.sequence_group, documents)
     out = self.plain_forward(*args, **kwargs, **{MIXING: mixing})
-    if len(mixing.ran) != len(self.functions):
+    if missing := [name for name in self.functions if name not in mixing.ran]:
         raise ValueError(
-            f"{type(self).__name__} ran {mixing.ran} over all ranks instead of {self.functions}; this version of "
-            "transformers does not pass keywords to them"
+            f"{self.plain_class.__name__} does not pass its keywords to {missing[0]}, which would see one rank's tokens; "
+            "use another model"
         )
     return out
 
