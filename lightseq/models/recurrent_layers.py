@@ -169,8 +169,8 @@ def distributed_forward(self: Any, *args: Any, documents: Documents | None = Non
     out = self.plain_forward(*args, **kwargs, **{MIXING: mixing})
     if missing := [name for name in self.functions if name not in mixing.ran]:
         raise ValueError(
-            f"{self.plain_class.__name__} does not pass its keywords to {missing[0]}, which would see one rank's tokens; "
-            "use another model"
+            f"{self.plain_class.__name__} does not pass its keywords to {missing[0]}, which would see one rank's "
+            "tokens; use another model"
         )
     return out
 

@@ -80,20 +80,20 @@ def plan_for(group: SequenceGroup, local: int, boundaries: Tensor | None, device
 @lru_cache(maxsize=MAX_PLANS)  # serves all layers, forward and backward
 def fragment_plan(layout: Layout, rank: int, boundaries: tuple[int, ...], device: torch.device) -> FragmentPlan:
     """Makes the plan of one rank for a sequence with these document boundaries."""
-    size = boundaries[-1] // layout.chunk_count
-    starts = torch.tensor(boundaries)
-    fragments = [(r, slot, run) for r in range(layout.world) for slot, run in enumerate(_runs(layout.chunks(r)))]
-    chain, mine = [], list[tuple[int, ...]]()
-    for owner, slot, (first, end) in sorted(fragments, key=lambda fragment: fragment[2]):
+    size, starts = boundaries[-1] // layout.chunk_count, torch.tensor(boundaries)
+
+    def edges_of(first: int, end: int) -> tuple[int, ...]:
+        """Returns where a run of chunks begins, where documents begin inside it, and where it ends."""
         begin, stop = first * size, end * size
-        cuts = starts[(starts > begin) & (starts < stop)].tolist()
-        receives = begin not in boundaries
-        chain.append(Fragment(owner, slot, receives, passes=receives and not cuts))
-    for owner, _, (first, end) in fragments:
-        begin, stop = first * size, end * size
-        if owner == rank:
-            cuts = starts[(starts > begin) & (starts < stop)].tolist()
-            mine.append((begin, *cuts, stop))
+        return (begin, *starts[(starts > begin) & (starts < stop)].tolist(), stop)
+
+    runs = {(owner, slot): run for owner in range(layout.world) for slot, run in enumerate(_runs(layout.chunks(owner)))}
+    chain = []
+    for (owner, slot), run in sorted(runs.items(), key=lambda item: item[1]):
+        edges = edges_of(*run)
+        receives = edges[0] not in boundaries
+        chain.append(Fragment(owner, slot, receives, passes=receives and len(edges) == 2))
+    mine = [edges_of(*run) for (owner, _), run in runs.items() if owner == rank]
     return _plan(tuple(chain), mine, device)
 
 
