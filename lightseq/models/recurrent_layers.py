@@ -103,7 +103,8 @@ def mamba2_scan(
 
 def _check_keywords(function: str, keywords: Mapping[str, Any]) -> None:
     """Raises ValueError for a keyword that would change a function's result, such as an initial state."""
-    if (name := unhonoured_argument(keywords)) is not None:
+    others = {name: value for name, value in keywords.items() if name != "position_embeddings"}  # of attention
+    if (name := unhonoured_argument(others)) is not None:
         raise ValueError(f"{function} got {name}, which is not supported over ranks; leave it out")
 
 
