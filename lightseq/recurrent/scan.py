@@ -60,21 +60,20 @@ def _scan(
 def _compute(
     x: ScanInputs, scale: float, group: SequenceGroup, boundaries: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    v = x.v
     group.check_documents(boundaries)
-    plan = plan_for(group, v.shape[1], boundaries, v.device)
-    slots, kernel = slots_of(group, v.shape[1], boundaries), select_kernel(x)
-    states, transitions = _empty_chain(x, slots)
+    tokens = x.v.shape[1]
+    plan, slots = plan_for(group, tokens, boundaries, x.v.device), slots_of(group, tokens, boundaries)
+    kernel = select_kernel(x)
     outer = kernel.forward(_take(x, plan.outer), scale, plan.outer.edges)
     if plan.communicates:
         summary = outer.summarize()
         transitions = _by_fragment(summary.transition, plan.last, slots)
         ends = _by_fragment(summary.state, plan.last, slots)
         states = initial_states(plan.chain, gather(group, (transitions, ends)), group.rank)
+        out = outer.run(_at_segments(states, plan, plan.first))
     else:
-        states.zero_()
-        transitions.zero_()
-    out = outer.run(_at_segments(states, plan, plan.first) if plan.communicates else None)
+        states, transitions = (part.zero_() for part in _empty_chain(x, slots))
+        out = outer.run(None)
     if plan.inner is not None:
         inner = kernel.forward(_take(x, plan.inner), scale, plan.inner.edges).run(None)
         out = _join(plan, out, inner)
