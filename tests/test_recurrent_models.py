@@ -38,7 +38,7 @@ def test_a_class_with_a_forward_of_its_own_is_refused(alone: None) -> None:
     for module in model.modules():
         if type(module) is modeling_lfm2.Lfm2ShortConv:
             module.__class__ = OwnForward
-    assert "use transformers' own class and functions" in refusal(model)
+    assert "or patched code" in refusal(model)
 
 
 def test_a_patched_function_or_class_is_refused(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,12 +47,12 @@ def test_a_patched_function_or_class_is_refused(alone: None, monkeypatch: pytest
     hf.disable(first)
     plain = modeling_qwen3_5.torch_chunk_gated_delta_rule
     monkeypatch.setattr(modeling_qwen3_5, "torch_chunk_gated_delta_rule", lambda *a, **k: plain(*a, **k))
-    assert "use transformers' own class and functions" in refusal(tiny("qwen3_5_text"))
+    assert "or patched code" in refusal(tiny("qwen3_5_text"))
     monkeypatch.undo()
     hf.enable(tiny("qwen3_5_text"), length=LENGTH)
     forward = modeling_qwen3_5.Qwen3_5GatedDeltaNet.forward
     monkeypatch.setattr(modeling_qwen3_5.Qwen3_5GatedDeltaNet, "forward", lambda self, *a, **k: forward(self, *a, **k))
-    assert "use transformers' own class and functions" in refusal(tiny("qwen3_5_text"))
+    assert "or patched code" in refusal(tiny("qwen3_5_text"))
 
 
 def test_an_initial_state_is_refused(alone: None) -> None:

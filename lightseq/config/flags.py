@@ -162,7 +162,8 @@ class AdapterConfig:
         "Directory of an adapter to start from: of peft, or a checkpoint. Rank, scale and targets must be the same.",
     )
     lora_target_modules: str = flag(
-        "all-linear", 'Linear layers that get an adapter, such as q_proj,v_proj. Experts are none. "": no linear layer.'
+        "all-linear",
+        'Linear layers that get an adapter, such as q_proj,v_proj. Experts get no adapter. "": no linear layer.',
     )
     lora_target_parameters: str | None = flag(
         None, "Weights of stacked experts that get an adapter, such as mlp.experts.gate_up_proj,mlp.experts.down_proj."

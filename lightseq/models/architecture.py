@@ -196,8 +196,8 @@ def _check_kind_of_attention(model: PreTrainedModel) -> None:
         raise ValueError(f"{name} has no layer with softmax attention; use a model with at least one")
     if (convolution := unknown_convolution(decoder)) is not None:
         raise ValueError(
-            f"{name} has a convolution over tokens ({convolution}) in no known mixer; use transformers' own class and "
-            "functions, or register the module (docs/architecture.md)"
+            f"{name} has a convolution over tokens ({convolution}) in no known mixer, as Mamba 1 has, or patched code; "
+            "use another model, transformers' own code, or register the module (docs/architecture.md)"
         )
     uses_interface = getattr(decoder, "_supports_attention_backend", False) or mixer_modules(decoder)
     if not modules or not uses_interface:

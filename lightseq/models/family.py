@@ -160,6 +160,8 @@ def context_warning(config: PreTrainedConfig, length: int, before: PreTrainedCon
 
     `before` is the config without --rope_scaling, if that was given; a scaling that covers fewer positions also warns.
     """
+    if not _rope_parameters(config) and inspect_architecture(config).positions is None:
+        return None  # nothing in the model depends on the position
     covered, had = covered_positions(config), covered_positions(before) if before is not None else 0
     if length <= covered and had <= covered:
         return None

@@ -49,8 +49,22 @@ def describe_experts(config: PreTrainedConfig, ranks: int) -> str | None:
         return None
     active = found.total - sum(layer.experts.weights - layer.experts.active for layer in found.layers if layer.experts)
     chosen = " and ".join(f"{kind.per_token} of {kind.count}" for kind in kinds)
-    where = f"; {ranks} ranks hold different ones" if ranks > 1 else ""
+    where = f"; --expert_parallel_size {ranks}"
     return f"{chosen} for each token, which uses {active:,} of {found.total:,} parameters{where}"
+
+
+def describe_recurrences(config: PreTrainedConfig) -> str | None:
+    """Describes a model's layers without softmax attention, and their kernel on GPUs; None without such layers."""
+    layers = inspect_architecture(config).layers
+    mixers = [mixer for layer in layers for mixer in layer.linear_mixers]
+    if not mixers:
+        return None
+    kinds = ", ".join(dict.fromkeys(mixer.kind for mixer in mixers))
+    slow = any(mixer.is_slow for mixer in mixers)
+    kernel = (
+        "; on GPUs slowly, by torch" if slow else "; on GPUs by flash-linear-attention" if mixers[0].is_stored else ""
+    )
+    return f"{len(mixers)} of {len(layers)} layers ({kinds}){kernel}"
 
 
 def attention_forward_flops(config: PreTrainedConfig, length: int, attention_share: float | None = None) -> int:

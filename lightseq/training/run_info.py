@@ -11,7 +11,7 @@ import torch
 
 from lightseq.config.train_config import TrainConfig
 from lightseq.memory.planner.plan import layer_flags
-from lightseq.models.flops import describe_experts, total_parameters
+from lightseq.models.flops import describe_experts, describe_recurrences, total_parameters
 from lightseq.training.engine import Engine
 from lightseq.training.machine import hardware
 from lightseq.training.trainer import Trainer
@@ -65,10 +65,12 @@ def describe_run(trainer: Trainer) -> dict[str, Any]:
     start = trainer.inputs.resume_from or trainer.inputs.weights
     pretrained = "pretrained weights" if str(start) == c.model_name else f"weights from {start}"
     experts = describe_experts(m, trainer.engine.dims.expert)
+    recurrent = describe_recurrences(m)
     weights = f"random, seed {c.seed}" if start is None else pretrained
     return {
         "model": f"{c.model_name}, {total_parameters(m):,} parameters, {weights}",
         **({"experts": experts} if experts else {}),
+        **({"recurrent": recurrent} if recurrent else {}),
         "data": f"{c.data_path}, {plural(len(trainer.inputs.stream.examples), 'example')}",
         "ranks": f"{world.size} ({trainer.engine.dims.data_ranks} data x {trainer.inputs.dims.sequence} sequence) on "
         f"{hardware(world.device)['device']}",

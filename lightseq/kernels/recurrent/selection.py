@@ -12,6 +12,7 @@ from lightseq.kernels.recurrent.base import ScanInputs, ScanKernel
 
 MODULES: Final = {"torch": ("torch_scan", "TorchScan"), "fla": ("fla_scan", "FlaScan")}
 FLA: Final = "0.6"  # the version whose kernels are called one by one
+INSTALL: Final = f"pip install 'flash-linear-attention=={FLA}.*' tilelang"
 MAX_KEYS: Final = 256  # of fla's kernels
 
 
@@ -56,9 +57,9 @@ def _why_unusable() -> str | None:
     try:
         found = version("fla-core")
     except PackageNotFoundError:
-        return "flash-linear-attention is not installed; install it with `pip install flash-linear-attention`"
+        return f"flash-linear-attention is not installed; {INSTALL}"
     if not found.startswith(f"{FLA}."):
-        return f"fla-core {found} is not the version that is supported; install fla-core {FLA}"
+        return f"fla-core {found} is not the version that is supported; {INSTALL}"
     try:
         _kernel("fla")
     except Exception as error:  # the package may raise anything when it is imported

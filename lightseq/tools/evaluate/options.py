@@ -35,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
         usage=f"{PROGRAM} --model_name_or_path DIR --output_dir DIR [--data_path DATA] [--flag value ...]",
         description="Evaluates a model under sequence parallelism and writes evaluation.jsonl. --task loss needs "
         "--data_path. It uses every GPU of the host.",
-        epilog="Also takes the flags of training (llama3/train.py --help): model, data, precision, parallelism.",
+        epilog="Also takes the flags of training (lightseq train --help): model, data, precision, parallelism.",
         allow_abbrev=False,
         add_help=False,
     )

@@ -21,7 +21,7 @@ def parser() -> argparse.ArgumentParser:
         prog="lightseq plan",
         usage="lightseq plan --model_name_or_path NAME --model_max_length N --gpus N [--flag ...]",
         description="Predicts memory by category, step time by part, the placement of each layer's activations, and "
-        "the longest length that fits. Takes the flags of training (llama3/train.py --help) and these. With "
+        "the longest length that fits. Takes the flags of training (lightseq train --help) and these. With "
         "--attention: one attention layer on clusters of different sizes (plan --attention --help).",
         allow_abbrev=False,
     )

@@ -14,7 +14,7 @@ from lightseq.memory.planner.advice import Change
 from lightseq.memory.planner.breakdown import GIB
 from lightseq.memory.planner.plan import Plan, usable_gpu_bytes
 from lightseq.memory.planner.run import PlannedRun
-from lightseq.models.flops import describe_experts
+from lightseq.models.flops import describe_experts, describe_recurrences
 
 
 def record(plan: Plan, longest: int | None, changes: Sequence[Change]) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def _facts(plan: Plan, longest: int | None) -> Table:
     hosts = hardware.gpus // hardware.ranks_per_host
     facts = {
         "model": f"{run.config.model_name}, {run.config.model_max_length:,} tokens, {run.sequences_per_step} a step",
-        **_experts(run),
+        **_parts(run),
         "hardware": f"{hardware.gpus} x {hardware.chip.device} on {hosts} host{'s' * (hosts > 1)}, "
         f"{run.sequence_ranks} a sequence: {run.tokens:,} tokens a GPU",
         "schedule": _schedule(run),
@@ -87,9 +87,10 @@ def _facts(plan: Plan, longest: int | None) -> Table:
     return out
 
 
-def _experts(run: PlannedRun) -> dict[str, str]:
-    found = describe_experts(run.model, run.config.expert_ranks)
-    return {"experts": found} if found else {}
+def _parts(run: PlannedRun) -> dict[str, str]:
+    """Returns lines on experts and recurrent layers, if the model has some."""
+    experts, recurrent = describe_experts(run.model, run.config.expert_ranks), describe_recurrences(run.model)
+    return ({"experts": experts} if experts else {}) | ({"recurrent": recurrent} if recurrent else {})
 
 
 def _schedule(run: PlannedRun) -> str:
