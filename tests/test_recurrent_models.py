@@ -14,6 +14,8 @@ from worlds import spawn
 
 from benchmarks.architectures import expect, ids, plain_model, tiny_config
 from lightseq import hf
+from lightseq.models.family import context_warning
+from lightseq.models.flops import describe_recurrences
 
 LENGTH = ids().shape[1]
 
@@ -118,3 +120,18 @@ def compiled_batches(rank: int) -> None:
 @pytest.mark.slow
 def test_compiled_layers_take_several_sequences() -> None:
     spawn(2, compiled_batches)
+
+
+def test_a_model_without_positions_takes_any_length() -> None:
+    assert context_warning(tiny_config("nemotron_h"), 1_000_000) is None
+    assert "exceed the 256 positions" in str(context_warning(tiny_config("qwen3_5_text"), 1_000_000))
+
+
+def test_a_run_says_which_layers_are_recurrent() -> None:
+    found = {name: describe_recurrences(tiny_config(name)) for name in ("llama", "lfm2", "qwen3_5_text", "nemotron_h")}
+    assert found == {
+        "llama": None,
+        "lfm2": "1 of 2 layers (Lfm2ShortConv)",
+        "qwen3_5_text": "2 of 3 layers (Qwen3_5GatedDeltaNet); on GPUs by flash-linear-attention",
+        "nemotron_h": "1 of 4 layers (NemotronHMamba2Mixer); on GPUs slowly, by torch",
+    }
