@@ -856,6 +856,8 @@ def test_a_run_that_does_not_fit_ends_with_what_would(capsys: pytest.CaptureFixt
         ("--gpus 8 --bf16 --kernel fa3 --chip l40s", "does not run on compute capability 8.9"),
         ("--gpus 8 --bf16 --kernel cpu", "needs a CPU"),
         ("--gpus 8 --kernel fa4", "needs bfloat16 or float16, not float32"),
+        ("--gpus 8 --bf16 --router_aux_loss_coef 0.1", "has no router loss in transformers; leave it out"),
+        ("--gpus 8 --bf16 --router_bias_update_rate 0.1", "needs routers with a buffer e_score_correction_bias"),
     ],
 )
 def test_an_impossible_plan_is_refused_in_one_line(flags: str, reason: str, capsys: pytest.CaptureFixture[str]) -> None:

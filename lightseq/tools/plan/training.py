@@ -10,8 +10,10 @@ from typing import Any
 from rich.console import Console
 from transformers import PreTrainedConfig
 
+from lightseq.attention.context import one_rank_context
 from lightseq.config.command_line import REQUIRED_BY_TOOLS, parse
 from lightseq.config.train_config import TrainConfig
+from lightseq.hf.router_losses import install_router_loss
 from lightseq.kernels.attention.selection import why_unsupported
 from lightseq.memory.planner.advice import changes_to_fit, faster_change, longest
 from lightseq.memory.planner.breakdown import GIB
@@ -20,12 +22,14 @@ from lightseq.memory.planner.document_lengths import read_document_lengths
 from lightseq.memory.planner.rates import DEFAULT_CORES, MEASURED_ON, Chip, chip_named
 from lightseq.memory.planner.run import Hardware, PlannedRun
 from lightseq.models.architecture import inspect_architecture
+from lightseq.models.build import build_on_meta
 from lightseq.models.family import apply_rope, context_warning, resolve
 from lightseq.models.presets import ModelFamily
 from lightseq.modules.fp8 import check_hardware
 from lightseq.tools.plan.attention import MAX_SEQUENCE_RANKS
 from lightseq.tools.plan.report import record, tables
-from lightseq.training.setup_checks import check_layers, kernel_specs
+from lightseq.training.router_flags import make_routers
+from lightseq.training.setup_checks import check_layers, check_packing, kernel_specs
 from lightseq.utils.files import open_output
 
 PROGRAM = "lightseq plan"
@@ -65,6 +69,9 @@ def _planned_run(family: ModelFamily, own: argparse.Namespace, training: Sequenc
     source = resolve(family, config.model_name, random_init=True)  # the architecture is enough
     model = apply_rope(source.config, config.rope_theta, config.rope_scaling, config.model_max_length)
     check_layers(config, inspect_architecture(model))
+    if config.packing != "none":
+        check_packing(config.packing, model)
+    _check_routers(config, model)
     for name in ("gpus", "gpus_per_host", "host_cores"):
         if (count := getattr(own, name)) is not None and count < 1:
             raise ValueError(f"--{name} {count}: give at least 1")
@@ -88,6 +95,14 @@ def _planned_run(family: ModelFamily, own: argparse.Namespace, training: Sequenc
             "add --bf16, or --kernel reference to plan everything else"
         )
     return run
+
+
+def _check_routers(config: TrainConfig, config_of_model: PreTrainedConfig) -> None:
+    """Raises ValueError for flags of routers that the model does not have."""
+    if config.router_aux_loss_coef or config.router_bias_update_rate:
+        model = build_on_meta(config_of_model)
+        install_router_loss(model)
+        make_routers(config, model, one_rank_context())
 
 
 def _check_chip(config: TrainConfig, model: PreTrainedConfig, chip: Chip) -> None:
