@@ -58,6 +58,7 @@ def continuations(args: argparse.Namespace) -> list[str]:
     from lightseq.training.sample_prompts import end_ids
 
     logging.disable_progress_bar()
+    logging.set_verbosity_error()  # it advises packages that make generation faster
     model = _load_model(args.checkpoint)
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(args.checkpoint, trust_remote_code=False)
@@ -93,6 +94,8 @@ def _load_model(checkpoint: str) -> Any:
     directory = Path(checkpoint)
     if directory.is_dir() and not any((directory / name).is_file() for name in MODEL_CONFIGS):
         raise ValueError(f"{checkpoint} is a directory without config.json; give {model_within(directory)}")
+    if not directory.exists() and checkpoint.count("/") > 1:  # no id of the Hub
+        raise ValueError(f"{checkpoint} does not exist; give a directory, or a Hub id such as Qwen/Qwen3-0.6B")
     if not directory.exists() and (reason := hub_error(checkpoint, "config.json")):
         raise ValueError(f"{checkpoint} is not a directory, and cannot be fetched from the hub ({reason}); check it")
     kind: Any = None
