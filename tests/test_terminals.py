@@ -41,7 +41,7 @@ sys.exit(main())
 
 
 class Screen(NamedTuple):
-    """What a command printed, and its status."""
+    """Output and exit status of a command."""
 
     status: int
     out: str

@@ -1,7 +1,7 @@
 """Facts about a model, found by running its own code on the meta device, where no tensor has values."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,7 +20,7 @@ from lightseq.attention.module_attention import unhonoured_argument
 from lightseq.kernels.logit_transform import LogitTransform
 from lightseq.models.decoder import attending_part, headless, text_decoder
 from lightseq.models.layers import Attention, Experts, Heads, LinearMixer, Mixer
-from lightseq.models.mixers import MixerKind, distribute_mixer, mixer_modules
+from lightseq.models.mixers import distribute_mixer, mixer_modules
 from lightseq.modules.experts import experts_modules
 from lightseq.modules.identity import StandIn, twin_forward
 
@@ -97,8 +97,8 @@ def run_on_meta(model: PreTrainedModel, layers: nn.ModuleList) -> MetaRun:
         passed.append(keywords.pop("documents", None) is documents)
         return args, keywords
 
-    mixers, hooks = mixer_modules(layers), list[Any]()
-    for module, kind in mixers:
+    hooks = list[Any]()
+    for module, kind in mixer_modules(layers):
         hooks.append(module.register_forward_hook(partial(note_mixer, kind.facts(module))))
         hooks.append(module.register_forward_pre_hook(take_documents, with_kwargs=True))
     for layer, layer_run in zip(layers, ran, strict=True):
@@ -107,8 +107,7 @@ def run_on_meta(model: PreTrainedModel, layers: nn.ModuleList) -> MetaRun:
         hooks += [experts.register_forward_pre_hook(note_experts) for _, experts in experts_modules(layer)]
         hooks.append(layer.register_forward_hook(leave))
     products = _Products(name)
-    replaced = _attention_replaced(model, probe), _mixers_on_one_rank(mixers)
-    with replaced[0], replaced[1], _count_saved_after_mlps(layers) as saved, products:
+    with _tokens_unmixed(model, probe), _count_saved_after_mlps(layers) as saved, products:
         _run(model, TOKENS, documents=documents)
     for hook in hooks:
         hook.remove()
@@ -126,12 +125,17 @@ def run_on_meta(model: PreTrainedModel, layers: nn.ModuleList) -> MetaRun:
 
 
 @contextmanager
-def _mixers_on_one_rank(mixers: Sequence[tuple[nn.Module, MixerKind]]) -> Iterator[None]:
-    """Lets mixers run as in training, whose operators do nothing on the meta device and count no products."""
+def _tokens_unmixed(model: PreTrainedModel, attention: Callable[..., Any]) -> Iterator[None]:
+    """Lets a model attend with a function, and its other mixers run as in training.
+
+    Their operators do nothing on the meta device and count no products.
+    """
+    mixers = mixer_modules(model)
     for module, kind in mixers:
         distribute_mixer(module, kind, one_rank_context().sequence, setattr)
     try:
-        yield
+        with _attention_replaced(model, attention):
+            yield
     finally:
         for module, kind in mixers:
             module.__class__ = kind.module
@@ -198,8 +202,7 @@ def layer_inputs(
         return _shaped_as_output(q, v), None
 
     hooks = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
-    replaced = _attention_replaced(model, pass_on), _mixers_on_one_rank(mixer_modules(model))
-    with replaced[0], replaced[1], torch.no_grad(), suppress(_AllFound):
+    with _tokens_unmixed(model, pass_on), torch.no_grad(), suppress(_AllFound):
         _run(headless(model), tokens)
     for hook in hooks:
         hook.remove()
