@@ -916,6 +916,8 @@ def test_the_plan_splits_experts_where_gathering_them_takes_longer() -> None:
     assert chosen.run.config.expert_ranks > 1
     assert chosen.step_seconds < whole.step_seconds
     assert (whole.run.config.expert_ranks, small.run.config.expert_ranks) == (1, 1)
+    split = whole.run.changed(config=replace(whole.run.config, expert_parallel_size=chosen.run.config.expert_ranks))
+    assert plan_as_given(split).parts == plan_as_given(replace(split)).parts  # nothing is taken over that differs
     again = plan_from_earlier(planned_run(experts, "--bf16 --model_max_length 8192", 8, chosen=True), chosen.to_json())  # type: ignore[arg-type]
     assert again is not None
     assert again.run.config.expert_ranks == chosen.run.config.expert_ranks

@@ -184,7 +184,8 @@ class WholeBatches:
         returns_dict = kwargs.get("return_dict")
         if not (self.model.config.return_dict if returns_dict is None else returns_dict):
             raise ValueError("return_dict=False is not supported over several ranks: the loss is read by its name")
-        if all(kwargs.get(name) is None for name in ("cu_seq_lens_q", "position_ids")) and "seq_idx" in kwargs:
+        has_documents = any(kwargs.get(name) is not None for name in ("cu_seq_lens_q", "position_ids"))
+        if kwargs.get("seq_idx") is not None and not has_documents:
             raise ValueError("seq_idx alone does not tell where documents begin; let the collator add position_ids")
         for name in PACKING:
             kwargs.pop(name, None)

@@ -90,14 +90,10 @@ class PlannedRun:
     def changed(self, **changes: Any) -> "PlannedRun":
         """Returns the run with other fields, but the same model, dtype and adapters, which are not inspected again."""
         other = replace(self, **changes)
-        for name in (
-            "architecture",
-            "layer_table",
-            "parameters_before",
-            "_gathered_before",
-            "adapter_parameters",
-            "lora",
-        ):
+        names = ["architecture", "parameters_before", "adapter_parameters", "lora"]
+        if other.config.expert_ranks == self.config.expert_ranks:
+            names += ["layer_table", "_gathered_before"]
+        for name in names:
             if name in vars(self):
                 vars(other)[name] = vars(self)[name]
         return other
