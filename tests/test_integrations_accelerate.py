@@ -283,6 +283,7 @@ def test_the_loss_of_changed_logits_equals_transformers(alone: None, name: str) 
         ({"shift_labels": "all"}, "4 masked tokens have labels"),
         ({"ignore_index": 5}, "ignore_index=5 is not supported"),
         ({"return_dict": False}, "return_dict=False is not supported"),
+        ({"seq_idx": "all"}, "seq_idx alone does not tell where documents begin"),
     ],
 )
 def test_what_would_change_the_loss_of_a_whole_batch_is_refused(alone: None, changes: dict, line: str) -> None:
@@ -291,7 +292,7 @@ def test_what_would_change_the_loss_of_a_whole_batch_is_refused(alone: None, cha
     mask = torch.ones_like(ids)
     mask[1, 7:] = 0
     batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
-    assert torch.isfinite(model(**batch, ignore_index=-100).loss)
+    assert torch.isfinite(model(**batch, ignore_index=-100, seq_idx=None).loss)
     whole = {name: ids if value == "all" else value for name, value in changes.items()}
     with pytest.raises(ValueError, match=line):
         model(**batch | whole)
