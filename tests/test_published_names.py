@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from test_composites import IDS, loaded, logits
+from torch import Tensor
 from transformers import CONFIG_MAPPING
 
 from benchmarks.architectures import plain_model, tiny_config
@@ -35,7 +36,8 @@ def published(family: dict[str, Any], folder: Path) -> Any:
     """Writes a tiny checkpoint as published. Returns the model as plain transformers loads it."""
     changes = family.get("config", {})
     default = CONFIG_MAPPING[family["model_type"]]()
-    absent = [name for name in changes if getattr(default, name) is None]  # a part of the model, such as an encoder
+    # Parts of the model: those without a default, such as an encoder, and those of another class than the default.
+    absent = [name for name, change in changes.items() if getattr(default, name) is None or "model_type" in str(change)]
     tiny = tiny_config(family["model_type"], **{name: changes[name] for name in absent})
     for name, value in changes.items():
         if name not in absent:
@@ -64,6 +66,11 @@ def trains(model: Any) -> bool:
     return True
 
 
+def assert_same(found: Tensor, wanted: Tensor) -> None:
+    """Compares logits of equal weights, whose rounding depends on where they lie in memory."""
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_published_checkpoint_keeps_its_names(name: str, tmp_path: Path, alone: None) -> None:
     family = json.loads((FOLDER / f"{name}.json").read_text())
@@ -75,7 +82,7 @@ def test_a_published_checkpoint_keeps_its_names(name: str, tmp_path: Path, alone
 
     (source / "preprocessor_config.json").write_text("{}")  # of images
     model = loaded(source)
-    assert torch.equal(logits(model), logits(plain))
+    assert_same(logits(model), logits(plain))
     if trains(model):
         model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
         torch.optim.SGD(model.parameters(), lr=0.1).step()
@@ -95,4 +102,4 @@ def test_a_published_checkpoint_keeps_its_names(name: str, tmp_path: Path, alone
     assert (target / "preprocessor_config.json").read_text() == "{}"
     reloaded, report = type(plain).from_pretrained(target, output_loading_info=True)
     assert not report["missing_keys"] and not report["mismatched_keys"], report
-    assert torch.equal(logits(reloaded.eval()), logits(model))
+    assert_same(logits(reloaded.eval()), logits(model))
