@@ -125,7 +125,9 @@ def test_states_start_anew_in_each_document(world: int, kind: str) -> None:
     spawn(world, packed_scans, kind)
 
 
-def compare_convolution(group: SequenceGroup, length: int, documents: Documents | None) -> None:
+def compare_convolution(
+    group: SequenceGroup, length: int, documents: Documents | None, activation: str | None = None
+) -> None:
     torch.manual_seed(length)
     x = torch.randn(BATCH, length, VALUES, dtype=torch.float64, requires_grad=True)
     weight, bias = torch.randn(VALUES, TAPS, dtype=torch.float64), torch.randn(VALUES, dtype=torch.float64)
@@ -133,9 +135,10 @@ def compare_convolution(group: SequenceGroup, length: int, documents: Documents 
     boundaries = (0, length) if documents is None else documents.padded_boundaries
     parts = [F.pad(x[:, a:b].transpose(1, 2), (TAPS - 1, 0)) for a, b in pairwise(boundaries)]
     wanted = torch.cat([F.conv1d(part, weight[:, None], bias, groups=VALUES) for part in parts], 2).transpose(1, 2)
+    wanted = wanted if activation is None else F.silu(wanted)
     dx, *of_parameters = torch.autograd.grad((wanted * weights).sum(), [x, *parameters])
     mine = group.shard(x.detach(), documents=documents).requires_grad_()
-    out = causal_convolution(group, mine, weight, bias, documents)
+    out = causal_convolution(group, mine, weight, bias, documents, activation)
     found = torch.autograd.grad((out * group.shard(weights, documents=documents)).sum(), [mine, *parameters])
     for gradient in found[1:]:
         dist.all_reduce(gradient)
@@ -152,13 +155,23 @@ def every_convolution(rank: int) -> None:
                 compare_convolution(group, length, None)
             for boundaries in (DOCUMENTS, (0, 60, 80)):
                 documents = group.pack(boundaries)
-                compare_convolution(group, documents.padded_boundaries[-1], documents)
+                compare_convolution(group, documents.padded_boundaries[-1], documents, "silu")
             release_group(group)
 
 
 @pytest.mark.parametrize("world", [1, 3, *SLOW_WORLDS])
 def test_convolution_over_ranks_equals_the_whole_sequence(world: int) -> None:
     spawn(world, every_convolution)
+
+
+def unknown_activation(rank: int) -> None:
+    group, x = group_of(Layout("contiguous", 1)), torch.randn(1, 4, 3)
+    with pytest.raises(ValueError, match="activation is 'gelu'; use None, silu or swish"):
+        causal_convolution(group, x, torch.ones(3, 2), None, activation="gelu")
+
+
+def test_an_activation_that_is_not_fused_is_refused() -> None:
+    spawn(1, unknown_activation)
 
 
 def scattered(rank: int) -> str:

@@ -21,7 +21,7 @@ from transformers.activations import ACT2FN
 from lightseq.attention.module_attention import unhonoured_argument
 from lightseq.kernels.recurrent.base import CHUNK
 from lightseq.models.layers import LinearMixer
-from lightseq.recurrent.convolution import causal_convolution
+from lightseq.recurrent.convolution import ACTIVATIONS, causal_convolution
 from lightseq.recurrent.scan import scan
 from lightseq.sequence.documents import Documents
 from lightseq.sequence.group import SequenceGroup
@@ -53,8 +53,9 @@ def short_convolution(
 ) -> Tensor:
     """Replaces `causal_conv1d_fn`: channels (B, C, S), weight (C, W)."""
     _check_keywords("causal_conv1d_fn", others)
-    out = causal_convolution(mixing.group, hidden_states.transpose(1, 2), weight, bias, mixing.documents)
-    out = out if activation is None else ACT2FN[activation](out)
+    fused = activation if activation in ACTIVATIONS else None
+    out = causal_convolution(mixing.group, hidden_states.transpose(1, 2), weight, bias, mixing.documents, fused)
+    out = out if activation == fused else ACT2FN[activation](out)
     return out.transpose(1, 2)
 
 

@@ -1,52 +1,43 @@
 """Short causal convolutions over a sequence that ranks share.
 
-Shape suffixes: B batch, S local sequence, F fragments, L tokens of a fragment, C channels, W taps.
+Shape suffixes: B batch, S local sequence, F fragments, C channels, W taps.
 """
 
 from functools import lru_cache
+from typing import Final
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from lightseq.kernels.convolution import convolve
 from lightseq.schedule.layout import Layout
 from lightseq.sequence.documents import Documents, without_repeats
 from lightseq.sequence.group import SequenceGroup, find_group
 from lightseq.sequence.halo import tokens_before
 from lightseq.utils.tensors import upload
 
+ACTIVATIONS: Final = (None, "silu", "swish")  # two names of one function
+
 
 def causal_convolution(
-    group: SequenceGroup, x_BSC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, documents: Documents | None = None
+    group: SequenceGroup,
+    x_BSC: Tensor,
+    weight_CW: Tensor,
+    bias_C: Tensor | None,
+    documents: Documents | None = None,
+    activation: str | None = None,
 ) -> Tensor:
     """Returns a causal depthwise convolution (B, S, C) of this rank's part of a sequence.
 
     Tap W - 1 reads the token itself. Tokens before the start of the sequence, or of a document, are zeros. Every rank
-    of the group must call it, forward and backward. Products are summed in float32 or wider.
+    of the group must call it, forward and backward. Products are summed in float32 or wider. `activation` is one of
+    `ACTIVATIONS`, applied to the sums.
     """
-    taps = weight_CW.shape[1]
-    before_BFWC = tokens_before(group, x_BSC, taps - 1, documents)
-    fragments = before_BFWC.shape[1]
-    x_BFLC = torch.cat([before_BFWC, x_BSC.unflatten(1, (fragments, -1))], 2)
-    tokens = x_BSC.shape[1] // fragments
-    if documents is None and x_BSC.device.type != "cuda":
-        columns = x_BFLC.flatten(0, 1).transpose(1, 2).to(weight_CW.dtype)
-        out = F.conv1d(columns, weight_CW.unsqueeze(1), bias_C, groups=weight_CW.shape[0])
-        return out.transpose(1, 2).reshape(x_BSC.shape).to(x_BSC.dtype)
-    wide = torch.promote_types(x_BSC.dtype, torch.float32)
-    inside_FL = None
-    if documents is not None:
-        inside_FL = _tokens_inside(x_BSC, group.name, documents.boundaries).unflatten(0, (fragments, -1))
-    total = None
-    for tap in range(taps):
-        part = x_BFLC[:, :, tap : tap + tokens].to(wide) * weight_CW[:, tap].to(wide)
-        if inside_FL is not None and tap < taps - 1:
-            part = part * (inside_FL >= taps - 1 - tap)[..., None]
-        total = part if total is None else total + part
-    assert total is not None
-    if bias_C is not None:
-        total = total + bias_C.to(wide)
-    return total.flatten(1, 2).to(x_BSC.dtype)
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation is {activation!r}; use None, silu or swish, and apply others to the result")
+    before_BFWC = tokens_before(group, x_BSC, weight_CW.shape[1] - 1, documents)
+    inside_S = None if documents is None else _tokens_inside(x_BSC, group.name, documents.boundaries)
+    return convolve(x_BSC, before_BFWC, weight_CW, bias_C, inside_S, activation is not None)
 
 
 @torch.library.custom_op("lightseq::tokens_inside", mutates_args=())
