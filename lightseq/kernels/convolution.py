@@ -3,13 +3,14 @@
 Shape suffixes: B batch, S local sequence, F fragments, L tokens of a fragment, C channels, W taps.
 """
 
-from typing import Any, Final
+from types import ModuleType
+from typing import Final
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightseq.kernels.fused.launches import HAS_TRITON
+from lightseq.kernels.fused.launches import fused_kernels
 
 MAX_TAPS: Final = 8  # of the Triton kernels, which keep as many rows in registers
 DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
@@ -23,9 +24,37 @@ def convolve(
     `inside_S` counts the tokens (int32) of each token's document that lie before it; taps see no other tokens. Products
     are summed in float32 or wider. With `silu` the sums go through SiLU.
     """
-    has_kernel = HAS_TRITON and x_BSC.is_cuda and x_BSC.dtype in DTYPES and weight_CW.shape[1] <= MAX_TAPS
-    run = convolve_fused if has_kernel else convolve_torch
-    return run(x_BSC, before_BFWC, weight_CW, bias_C, inside_S, silu)
+    fused = _kernels(x_BSC, weight_CW)
+    if fused is None:
+        return convolve_torch(x_BSC, before_BFWC, weight_CW, bias_C, inside_S, silu)
+    out: Tensor = fused.convolve(x_BSC.contiguous(), before_BFWC.contiguous(), weight_CW, bias_C, inside_S, silu)
+    return out
+
+
+def convolve_backward(
+    dout_BSC: Tensor,
+    x_BSC: Tensor,
+    before_BFWC: Tensor,
+    weight_CW: Tensor,
+    bias_C: Tensor | None,
+    inside_S: Tensor | None,
+    silu: bool,
+) -> list[Tensor]:
+    """Returns the gradients of x, before, weight and, if it is given, bias. Computes the sums before SiLU again."""
+    fused = _kernels(x_BSC, weight_CW)
+    if fused is None:
+        return gradients_torch(dout_BSC, x_BSC, before_BFWC, weight_CW, bias_C, inside_S, silu)
+    tensors = (x.contiguous() for x in (dout_BSC, x_BSC, before_BFWC))
+    made = fused.convolve_backward(*tensors, weight_CW, bias_C, inside_S, silu)
+    given = (x_BSC, before_BFWC, weight_CW, *(() if bias_C is None else (bias_C,)))
+    return [gradient.to(x.dtype).contiguous() for gradient, x in zip(made, given, strict=False)]
+
+
+def _kernels(x_BSC: Tensor, weight_CW: Tensor) -> ModuleType | None:
+    """Returns the module of Triton kernels, or None if they cannot run."""
+    if x_BSC.dtype not in DTYPES or weight_CW.shape[1] > MAX_TAPS:
+        return None
+    return fused_kernels(x_BSC, "convolution")
 
 
 def convolve_torch(
@@ -54,28 +83,7 @@ def convolve_torch(
     return F.silu(out) if silu else out
 
 
-# ---- operator of the kernels -----------------------------------------------------------------------------------------
-
-
-@torch.library.custom_op("lightseq::convolve", mutates_args=())
-def convolve_fused(
-    x_BSC: Tensor, before_BFWC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, inside_S: Tensor | None, silu: bool
-) -> Tensor:
-    """Computes `convolve` with Triton kernels. The backward pass computes the sums before SiLU again."""
-    from lightseq.kernels.fused import convolution as fused
-
-    return fused.convolve(x_BSC.contiguous(), before_BFWC.contiguous(), weight_CW, bias_C, inside_S, silu)
-
-
-@convolve_fused.register_fake
-def _(
-    x_BSC: Tensor, before_BFWC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, inside_S: Tensor | None, silu: bool
-) -> Tensor:
-    return x_BSC.new_empty(x_BSC.shape)
-
-
-@torch.library.custom_op("lightseq::convolve_backward", mutates_args=())
-def _convolve_backward(
+def gradients_torch(
     dout_BSC: Tensor,
     x_BSC: Tensor,
     before_BFWC: Tensor,
@@ -84,38 +92,10 @@ def _convolve_backward(
     inside_S: Tensor | None,
     silu: bool,
 ) -> list[Tensor]:
-    """Returns the gradients of x, before, weight and, if it is given, bias."""
-    from lightseq.kernels.fused import convolution as fused
+    """Computes `convolve_backward` with torch's operators, for any device and dtype."""
 
-    dx_BSC, dbefore_BFWC, dweight_CW, dbias_C = fused.convolve_backward(
-        dout_BSC.contiguous(), x_BSC.contiguous(), before_BFWC.contiguous(), weight_CW, bias_C, inside_S, silu
-    )
-    gradients = [dx_BSC, dbefore_BFWC, torch.empty_like(weight_CW).copy_(dweight_CW)]
-    return gradients if bias_C is None else [*gradients, torch.empty_like(bias_C).copy_(dbias_C)]
+    def forward(x: Tensor, before: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return convolve_torch(x, before, weight, bias, inside_S, silu)
 
-
-@_convolve_backward.register_fake
-def _(
-    dout_BSC: Tensor,
-    x_BSC: Tensor,
-    before_BFWC: Tensor,
-    weight_CW: Tensor,
-    bias_C: Tensor | None,
-    inside_S: Tensor | None,
-    silu: bool,
-) -> list[Tensor]:
-    gradients = [x_BSC.new_empty(x_BSC.shape), before_BFWC.new_empty(before_BFWC.shape), torch.empty_like(weight_CW)]
-    return gradients if bias_C is None else [*gradients, torch.empty_like(bias_C)]
-
-
-def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-    *tensors, ctx.silu = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _backward(ctx: Any, dout_BSC: Tensor) -> tuple[Tensor | None, ...]:
-    gradients = _convolve_backward(dout_BSC, *ctx.saved_tensors, ctx.silu)
-    return (*gradients, *([None] * (6 - len(gradients))))
-
-
-convolve_fused.register_autograd(_backward, setup_context=_setup_context)
+    given = (x_BSC, before_BFWC, weight_CW, *(() if bias_C is None else (bias_C,)))
+    return [gradient.contiguous() for gradient in torch.func.vjp(forward, *given)[1](dout_BSC)]

@@ -4,16 +4,16 @@ Shape suffixes: B batch, S local sequence, F fragments, C channels, W taps.
 """
 
 from functools import lru_cache
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from lightseq.kernels.convolution import convolve
+from lightseq.kernels.convolution import convolve, convolve_backward
 from lightseq.schedule.layout import Layout
 from lightseq.sequence.documents import Documents, without_repeats
 from lightseq.sequence.group import SequenceGroup, find_group
-from lightseq.sequence.halo import tokens_before
+from lightseq.sequence.halo import add_gradient, tokens_before
 from lightseq.utils.tensors import upload
 
 ACTIVATIONS: Final = (None, "silu", "swish")  # two names of one function
@@ -35,21 +35,95 @@ def causal_convolution(
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}; use None, silu or swish, and apply others to the result")
-    before_BFWC = tokens_before(group, x_BSC, weight_CW.shape[1] - 1, documents)
-    inside_S = None if documents is None else _tokens_inside(x_BSC, group.name, documents.boundaries)
-    return convolve(x_BSC, before_BFWC, weight_CW, bias_C, inside_S, activation is not None)
+    boundaries = None if documents is None else documents.boundaries
+    # Its gradient goes back to the tokens' ranks in the operator's backward pass.
+    before_BFWC = tokens_before(group, x_BSC.detach(), weight_CW.shape[1] - 1, documents)
+    return _convolution(x_BSC, before_BFWC, weight_CW, bias_C, boundaries, group.name, activation is not None)
 
 
-@torch.library.custom_op("lightseq::tokens_inside", mutates_args=())
-def _tokens_inside(x_BSC: Tensor, group_name: str, boundaries: Tensor) -> Tensor:
-    """Returns how many tokens of its document lie before each of this rank's tokens (S,)."""
-    group, edges = find_group(group_name), without_repeats(boundaries)
-    return _positions(group.packed_layout(edges), group.rank, edges, x_BSC.device).clone()
+@torch.library.custom_op("lightseq::convolution", mutates_args=())
+def _convolution(
+    x_BSC: Tensor,
+    before_BFWC: Tensor,
+    weight_CW: Tensor,
+    bias_C: Tensor | None,
+    boundaries: Tensor | None,
+    group_name: str,
+    silu: bool,
+) -> Tensor:
+    """Returns the convolution (B, S, C) of a rank's fragments with the tokens before them."""
+    inside_S = _tokens_inside(x_BSC, find_group(group_name), boundaries)
+    return convolve(x_BSC, before_BFWC, weight_CW, bias_C, inside_S, silu)
 
 
-@_tokens_inside.register_fake
-def _(x_BSC: Tensor, group_name: str, boundaries: Tensor) -> Tensor:
-    return x_BSC.new_empty(x_BSC.shape[1], dtype=torch.int32)
+@_convolution.register_fake
+def _(
+    x_BSC: Tensor,
+    before_BFWC: Tensor,
+    weight_CW: Tensor,
+    bias_C: Tensor | None,
+    boundaries: Tensor | None,
+    group_name: str,
+    silu: bool,
+) -> Tensor:
+    return x_BSC.new_empty(x_BSC.shape)
+
+
+@torch.library.custom_op("lightseq::convolution_backward", mutates_args=())
+def _convolution_backward(
+    dout_BSC: Tensor,
+    x_BSC: Tensor,
+    before_BFWC: Tensor,
+    weight_CW: Tensor,
+    bias_C: Tensor | None,
+    boundaries: Tensor | None,
+    group_name: str,
+    silu: bool,
+) -> list[Tensor]:
+    """Returns the gradients of x, with those from other fragments, of weight and, if it is given, of bias."""
+    group = find_group(group_name)
+    inside_S = _tokens_inside(x_BSC, group, boundaries)
+    dx_BSC, dbefore_BFWC, *gradients = convolve_backward(
+        dout_BSC, x_BSC, before_BFWC, weight_CW, bias_C, inside_S, silu
+    )
+    add_gradient(dx_BSC, dbefore_BFWC, group, boundaries)
+    return [dx_BSC, *gradients]
+
+
+@_convolution_backward.register_fake
+def _(
+    dout_BSC: Tensor,
+    x_BSC: Tensor,
+    before_BFWC: Tensor,
+    weight_CW: Tensor,
+    bias_C: Tensor | None,
+    boundaries: Tensor | None,
+    group_name: str,
+    silu: bool,
+) -> list[Tensor]:
+    given = [x_BSC, weight_CW, *([] if bias_C is None else [bias_C])]
+    return [x.new_empty(x.shape) for x in given]
+
+
+def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    *tensors, ctx.group_name, ctx.silu = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx: Any, dout_BSC: Tensor) -> tuple[Tensor | None, ...]:
+    dx, dweight, *dbias = _convolution_backward(dout_BSC, *ctx.saved_tensors, ctx.group_name, ctx.silu)
+    return dx, None, dweight, dbias[0] if dbias else None, None, None, None
+
+
+_convolution.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _tokens_inside(x_BSC: Tensor, group: SequenceGroup, boundaries: Tensor | None) -> Tensor | None:
+    """Returns how many tokens of its document lie before each of this rank's tokens (S,); None without documents."""
+    if boundaries is None:
+        return None
+    edges = without_repeats(boundaries)
+    return _positions(group.packed_layout(edges), group.rank, edges, x_BSC.device)
 
 
 @lru_cache(maxsize=16)  # serves all layers of a batch

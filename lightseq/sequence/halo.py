@@ -16,6 +16,7 @@ from torch import Tensor
 from lightseq.schedule.layout import Layout
 from lightseq.sequence.documents import Documents, without_repeats
 from lightseq.sequence.group import SequenceGroup, find_group
+from lightseq.utils.checkpoint_context import reuse_or_compute
 from lightseq.utils.tensors import upload
 
 MAX_PLANS = 16  # cached; each keeps index tensors on the device, and packed sequences rarely repeat
@@ -30,7 +31,7 @@ def tokens_before(group: SequenceGroup, x_BS: Tensor, count: int, documents: Doc
     """
     _check(group, x_BS, count, documents)
     layout = group.layout if documents is None else documents.layout
-    return _look_back(x_BS, group.name, _boundaries(documents), count, layout.fragments_per_rank(x_BS.shape[1]))
+    return _tokens_before(x_BS, group.name, _boundaries(documents), count, layout.fragments_per_rank(x_BS.shape[1]))
 
 
 def previous_tokens(group: SequenceGroup, x_BS: Tensor, count: int, documents: Documents | None = None) -> Tensor:
@@ -39,7 +40,7 @@ def previous_tokens(group: SequenceGroup, x_BS: Tensor, count: int, documents: D
     Like `tokens_before`, with every token as a fragment of its own. The result takes `count` times the memory of x.
     """
     _check(group, x_BS, count, documents)
-    return _look_back(x_BS, group.name, _boundaries(documents), count, x_BS.shape[1])
+    return _previous_tokens(x_BS, group.name, _boundaries(documents), count, x_BS.shape[1])
 
 
 def _check(group: SequenceGroup, x: Tensor, count: int, documents: Documents | None) -> None:
@@ -75,6 +76,9 @@ class _Plan:
     received_slots: Tensor
     received_rows: Tensor  # of the received rows, one for each slot
     sent_rows: Tensor  # of x
+    rows: Tensor  # of x, sorted: those of own_rows and sent_rows
+    own_places: Tensor  # of own_rows among `rows`
+    sent_places: Tensor  # of sent_rows
     sent_counts: list[int]  # by rank
     received_counts: list[int]
     communicates: bool  # the same on all ranks
@@ -135,12 +139,17 @@ def _plan(
     slots = _positions_before(looking, count, edges).flatten()
     own = (slots >= 0) & (home[slots] == rank)
     other = (slots >= 0) & (home[slots] != rank)
+    own_rows = row[slots[own]]
+    rows, places = torch.cat([own_rows, sent_rows]).unique(return_inverse=True)
     return _Plan(
         own_slots=upload(own.nonzero().flatten(), device),
-        own_rows=upload(row[slots[own]], device),
+        own_rows=upload(own_rows, device),
         received_slots=upload(other.nonzero().flatten(), device),
         received_rows=upload(row[slots[other]], device),
         sent_rows=upload(sent_rows, device),
+        rows=upload(rows, device),
+        own_places=upload(places[: len(own_rows)], device),
+        sent_places=upload(places[len(own_rows) :], device),
         sent_counts=[len(x) for x in sent],
         received_counts=[len(x) for x in received],
         communicates=bool((homes != torch.arange(world)[:, None]).any()),
@@ -157,7 +166,17 @@ def _positions_before(tokens: Tensor, count: int, edges: Tensor) -> Tensor:
 # ---- operators -------------------------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("lightseq::look_back", mutates_args=())
+@torch.library.custom_op("lightseq::previous_tokens", mutates_args=())
+def _previous_tokens(x: Tensor, group_name: str, boundaries: Tensor | None, count: int, lookers: int) -> Tensor:
+    return _look_back(x, group_name, boundaries, count, lookers)
+
+
+@torch.library.custom_op("lightseq::tokens_before", mutates_args=())
+def _tokens_before(x: Tensor, group_name: str, boundaries: Tensor | None, count: int, lookers: int) -> Tensor:
+    (out,) = reuse_or_compute(lambda: (_look_back(x, group_name, boundaries, count, lookers),))
+    return out
+
+
 def _look_back(x: Tensor, group_name: str, boundaries: Tensor | None, count: int, lookers: int) -> Tensor:
     """Returns the `count` tokens before each of `lookers` evenly spaced local tokens: (B, lookers, C, ...)."""
     group = find_group(group_name)
@@ -170,24 +189,32 @@ def _look_back(x: Tensor, group_name: str, boundaries: Tensor | None, count: int
     return out.view(len(x), lookers, count, *x.shape[2:])
 
 
-@_look_back.register_fake
-def _(x: Tensor, group_name: str, boundaries: Tensor | None, count: int, lookers: int) -> Tensor:
+def _fake(x: Tensor, group_name: str, boundaries: Tensor | None, count: int, lookers: int) -> Tensor:
     return x.new_empty(len(x), lookers, count, *x.shape[2:])
+
+
+def add_gradient(dx: Tensor, dbefore: Tensor, group: SequenceGroup, boundaries: Tensor | None) -> None:
+    """Adds to the gradient of x (B, S, ...), in place, that of the tokens (B, lookers, C, ...) looked up from it.
+
+    Every rank of the group must call it. Each token's gradients, from all ranks, are added in float32 or wider.
+    """
+    _, lookers, count, *_ = dbefore.shape
+    plan = _plan_for(group, dx, boundaries, count, lookers)
+    flat = dbefore.flatten(1, 2).to(torch.promote_types(dx.dtype, torch.float32))
+    dreceived = flat.new_zeros(len(flat), plan.received, *flat.shape[2:])
+    dreceived.index_add_(1, plan.received_rows, flat.index_select(1, plan.received_slots))
+    total = dx.index_select(1, plan.rows).to(flat.dtype)
+    total.index_add_(1, plan.own_places, flat.index_select(1, plan.own_slots))
+    total.index_add_(1, plan.sent_places, plan.exchange_back(dreceived, group))
+    dx.index_copy_(1, plan.rows, total.to(dx.dtype))
 
 
 @torch.library.custom_op("lightseq::look_back_backward", mutates_args=())
 def _look_back_backward(dout: Tensor, group_name: str, boundaries: Tensor | None, local: int) -> Tensor:
-    """Returns the gradient of x (B, S, ...): each token's gradients, from all ranks, added in float32."""
-    group, (batch, lookers, count, *rest) = find_group(group_name), dout.shape
-    dtype = torch.promote_types(dout.dtype, torch.float32)
-    dx = dout.new_zeros(batch, local, *rest, dtype=dtype)
-    plan = _plan_for(group, dx, boundaries, count, lookers)
-    flat = dout.flatten(1, 2).to(dtype)
-    dreceived = flat.new_zeros(batch, plan.received, *rest)
-    dreceived.index_add_(1, plan.received_rows, flat.index_select(1, plan.received_slots))
-    dx.index_add_(1, plan.own_rows, flat.index_select(1, plan.own_slots))
-    dx.index_add_(1, plan.sent_rows, plan.exchange_back(dreceived, group))
-    return dx.to(dout.dtype)
+    """Returns the gradient of x (B, S, ...)."""
+    dx = dout.new_zeros(len(dout), local, *dout.shape[3:])
+    add_gradient(dx, dout, find_group(group_name), boundaries)
+    return dx
 
 
 @_look_back_backward.register_fake
@@ -206,4 +233,7 @@ def _backward(ctx, dout: Tensor):  # type: ignore[no-untyped-def]
     return _look_back_backward(dout, ctx.group_name, boundaries, ctx.local), None, None, None, None
 
 
-_look_back.register_autograd(_backward, setup_context=_setup_context)
+for _operator in (_previous_tokens, _tokens_before):
+    _operator.register_fake(_fake)
+    _operator.register_autograd(_backward, setup_context=_setup_context)
+TOKENS_BEFORE_OP = torch.ops.lightseq.tokens_before.default  # for checkpointing policies

@@ -6,12 +6,11 @@ from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
 
-HAS_TRITON: Final = find_spec("triton") is not None
 MAX_LAUNCHES = 4096  # in a cache; more would mean that addresses do not repeat
 
 Pairs = Sequence[tuple[Tensor, Tensor]]  # (to, from), of equal shape and dtype
@@ -120,6 +119,6 @@ def fused_kernels(x: Tensor, module: str = "copies") -> ModuleType | None:
     return _with_triton(module) if x.is_cuda and x.dtype is not torch.float64 else None
 
 
-@cache
+@cache  # find_spec searches the file system
 def _with_triton(module: str) -> ModuleType | None:
-    return import_module(f"lightseq.kernels.fused.{module}") if HAS_TRITON else None
+    return import_module(f"lightseq.kernels.fused.{module}") if find_spec("triton") else None
