@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from worlds import NCCL_WORLDS, spawn
 
@@ -15,9 +16,11 @@ from lightseq.comm.select import make_transport
 from lightseq.kernels.recurrent.base import ScanInputs
 from lightseq.kernels.recurrent.torch_scan import TorchScan
 from lightseq.kernels.recurrent.torch_scan import scan as torch_scan
+from lightseq.memory.remat import apply_remat
 from lightseq.recurrent.convolution import causal_convolution
 from lightseq.recurrent.scan import scan
 from lightseq.schedule.layout import MAX_FRAGMENTS, Layout, unshard
+from lightseq.sequence import halo
 from lightseq.sequence.documents import Documents
 from lightseq.sequence.group import SequenceGroup, make_sequence_group, release_group
 
@@ -162,6 +165,43 @@ def every_convolution(rank: int) -> None:
 @pytest.mark.parametrize("world", [1, 3, *SLOW_WORLDS])
 def test_convolution_over_ranks_equals_the_whole_sequence(world: int) -> None:
     spawn(world, every_convolution)
+
+
+class Mixer(nn.Module):
+    """A convolution and a scan."""
+
+    def __init__(self, group: SequenceGroup) -> None:
+        super().__init__()
+        self.group, self.weight = group, nn.Parameter(torch.ones(HEADS * VALUES, TAPS, dtype=torch.float64))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+        v = causal_convolution(self.group, v.flatten(2), self.weight, None).view_as(v)
+        return scan(self.group, q, k, v, g)
+
+
+def calls_of_a_checkpoint(rank: int, compiled: bool) -> list[int]:
+    """Returns how often halos and scans are computed, without a checkpoint and with one."""
+    counts = []
+    for checkpoints in (False, True):
+        group = group_of(Layout("zigzag", dist.get_world_size(), 2))
+        layer = Mixer(group)
+        if checkpoints:
+            apply_remat([layer], "attention", compiled=compiled)
+        if compiled:
+            layer.forward = torch.compile(layer.forward, backend="aot_eager", fullgraph=True)  # type: ignore[method-assign]
+        x = [group.shard(part).requires_grad_() for part in draw("decay", 16, 1.0) if part is not None]
+        with (
+            mock.patch.object(halo, "_look_back", side_effect=halo._look_back) as looks,
+            mock.patch.object(TorchScan, "forward", autospec=True, side_effect=TorchScan.forward) as scans,
+        ):
+            layer(*x).sum().backward()
+        counts += [looks.call_count, scans.call_count]
+    return counts
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_checkpoints_store_halos_and_scans(compiled: bool) -> None:
+    assert spawn(2, calls_of_a_checkpoint, compiled) == [[1, 1, 1, 1]] * 2
 
 
 def unknown_activation(rank: int) -> None:
