@@ -5,13 +5,14 @@ import types
 import warnings
 from collections.abc import Callable
 from itertools import pairwise, product
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from lightseq.kernels.attention import cublas, torch_native
+from lightseq.kernels.attention import cublas, flash_attn, torch_native
 from lightseq.kernels.attention.base import KernelSpec, Saved
 from lightseq.kernels.attention.cublas import CublasKernel
 from lightseq.kernels.attention.flash_attn import FlashAttention4
@@ -20,6 +21,7 @@ from lightseq.kernels.attention.reference import ReferenceKernel
 from lightseq.kernels.attention.registry import KERNELS
 from lightseq.kernels.attention.selection import select
 from lightseq.kernels.attention.tile import backward_tile, forward_tile
+from lightseq.kernels.attention.torch_native import CpuKernel
 from lightseq.schedule.segments import Segments
 from lightseq.schedule.table import Mask
 
@@ -269,7 +271,7 @@ def test_auto_says_why_it_passed_over_the_faster_kernels() -> None:
 @pytest.mark.parametrize("windows", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
 def test_large_heads_get_a_flash_kernel_on_hopper(windows: bool, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gemma's 256 dimensions exceed cuDNN's; the reference would need memory quadratic in the length."""
+    """The reference would need memory quadratic in the length."""
     spec = KernelSpec("cuda", (9, 0), torch.bfloat16, 256, packed=packed, windows=windows)
 
     def missing(name: str) -> types.ModuleType:
@@ -280,6 +282,55 @@ def test_large_heads_get_a_flash_kernel_on_hopper(windows: bool, packed: bool, m
         assert select("auto", spec).kernel.name == "fa4"
     monkeypatch.setattr("importlib.import_module", missing)
     assert select("auto", spec).kernel.name == "aten"
+
+
+def with_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets FlashAttention-4 take its backward pass from a kernel for CPUs, whose causal masks are square as cuDNN's."""
+    monkeypatch.setattr(flash_attn, "_has_cudnn_for_256", lambda device: True)
+    monkeypatch.setattr(flash_attn, "CudnnKernel", CpuKernel)
+    monkeypatch.setattr(flash_attn, "CUDNN_LENGTH", 8)
+
+
+@pytest.mark.parametrize("mask, queries, keys", [(Mask.CAUSAL, 16, 40), (Mask.CAUSAL, 24, 24), (Mask.FULL, 16, 8)])
+def test_heads_of_256_take_their_gradients_from_cudnn(
+    mask: Mask, queries: int, keys: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_cudnn(monkeypatch)
+    q, k, v, dout = _inputs((mask, queries, keys), (4, 2), 256)
+    (out, *wanted), lse = _run(ReferenceKernel(), q, k, v, dout, mask, 1 / 16)
+    found = backward_tile(FlashAttention4(), dout, Saved(q, k, v, out, lse), mask, 1 / 16)
+    for got, want in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
+
+
+def test_other_heads_lengths_windows_and_caps_keep_their_own_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_cudnn(monkeypatch)
+    calls: list[Any] = []
+    monkeypatch.setattr(FlashAttention4, "backward_varlen", lambda _, dout, saved, *rest: calls.append(rest))
+
+    def run(kernel: FlashAttention4, dim: int, length: int, window: int | None = None) -> None:
+        q = torch.ones(1, length, 1, dim)
+        kernel.backward(q, Saved(q, q, q, q, torch.ones(1, 1, length)), True, 1.0, window=window)
+
+    run(FlashAttention4(), 256, 16)
+    assert not calls
+    run(FlashAttention4(), 128, 16)
+    run(FlashAttention4(), 256, 20)
+    run(FlashAttention4(), 256, 16, window=4)
+    run(FlashAttention4(softcap=30.0), 256, 16)
+    run(FlashAttention4(deterministic=True), 256, 16)
+    assert len(calls) == 5
+
+
+@pytest.mark.gpu(1)
+def test_cudnn_gives_heads_of_256_their_gradients() -> None:
+    spec = _spec("cuda", torch.bfloat16, 256)
+    if reason := KERNELS["fa4"].make(spec).why_unavailable(spec):
+        pytest.skip(reason)
+    if not flash_attn._has_cudnn_for_256(torch.device("cuda", 0)):
+        pytest.skip("needs Hopper and cuDNN 9.5.1")
+    for case in ((Mask.CAUSAL, 1024, 3072), (Mask.CAUSAL, 1024, 1024), (Mask.FULL, 1024, 2048)):
+        _check("fa4", case, (4, 2), 256, torch.bfloat16, "cuda")
 
 
 @pytest.mark.parametrize("name, words", [("fa5", "unknown; choose auto or one of fa4"), ("fa4", "needs a CUDA device")])

@@ -15,9 +15,9 @@ FLOAT32_BYTES = 4
 # 16K: so `auto` takes prefix for short sequences, as measured (benchmarks/results/attention-2xh100-short.jsonl).
 HALF_CALL_TOKENS, FULL_CALL_TOKENS = 2**13, 2**14
 # Share of the speed with heads of 128, by the largest head dimension that it holds for, at 32K on one H100. 192 is with
-# values of 128 (541 of 632 TFLOP/s), 256 all of 256 (377 of 637), wider heads run in the cublas kernel (334 of 632):
-# benchmarks/results/attention-2xh100-other-heads.jsonl and attention-1xh100-head-dim-256.jsonl.
-WIDE_HEAD_SHARES = ((128, 1.0), (192, 0.86), (256, 0.59), (math.inf, 0.53))
+# values of 128 (541 of 632 TFLOP/s), 256 all of 256 (717 forward by fa4, 389 backward by cuDNN: dev/LOG.md), and wider
+# heads run in the cublas kernel (334 of 632): benchmarks/results/attention-2xh100-other-heads.jsonl.
+WIDE_HEAD_SHARES = ((128, 1.0), (192, 0.86), (256, 0.69), (math.inf, 0.53))
 # Items of the columns of `StepTraffic`, indexed by `backward`.
 COLUMNS = (("q", "kv", "out", None), ("q", "kv", "dq", "dkv"))
 

@@ -19,6 +19,7 @@ aten = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)
 NO_SOFTCAP = "has no soft cap of attention scores"
 NEEDS_EQUAL_DIMS = "needs keys and values of one dimension"
+CUDNN_FOR_256 = 90501  # version whose backward pass takes heads of 256 on Hopper
 
 
 def _swap(x: Tensor) -> Tensor:
@@ -162,15 +163,21 @@ class CudnnKernel:
     has_windows = False
 
     def why_unavailable(self, spec: KernelSpec) -> str | None:
-        return self.why_unsupported(spec) or (None if torch.backends.cudnn.is_available() else "cuDNN is not available")
+        if reason := self.why_unsupported(spec):
+            return reason
+        version = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
+        if version is None:
+            return "cuDNN is not available"
+        return "needs cuDNN 9.5.1 for heads of 256" if spec.widest > 128 and version < CUDNN_FOR_256 else None
 
     def why_unsupported(self, spec: KernelSpec) -> str | None:
         if reason := why_no_flash_kernel(spec):
             return reason
         if spec.capability < (8, 0):
             return f"needs compute capability 8.0, this GPU has {'.'.join(map(str, spec.capability))}"
-        if spec.widest > 128:
-            return f"needs a head dimension of at most 128, not {spec.widest}"
+        widest = 256 if spec.capability == (9, 0) else 128
+        if spec.widest > widest:
+            return f"needs a head dimension of at most {widest}, not {spec.widest}"
         if spec.has_other_values:
             return NEEDS_EQUAL_DIMS
         if spec.deterministic:

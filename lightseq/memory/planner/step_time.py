@@ -79,11 +79,13 @@ def attention_seconds(run: PlannedRun) -> tuple[float, float]:
 
 
 def _full_attention_seconds(run: PlannedRun, mixer: Attention) -> float:
-    """Returns the seconds of attention with a mixer's heads to a whole sequence, without window or documents."""
+    """Returns the seconds of attention with a mixer's heads and kernel to a whole sequence, without documents."""
     batch, length = run.config.per_device_train_batch_size, run.config.model_max_length
     shape = attention_shape([mixer], length, batch, run.itemsize)
     head_dim = min(rates.HEAD_DIM_SHARE, key=lambda known: abs(known - mixer.heads.dim))
     share = rates.HEAD_DIM_SHARE[head_dim] * rates.KERNEL_SHARE.get(run.config.kernel_name, 1.0)
+    if mixer.window is not None:
+        share *= rates.WINDOW_SHARE.get(mixer.heads.dim, 1.0)
     kernel = rates.attention_rates(run.hardware.chip, run.transport)
     kernel = replace(kernel, flops_per_second=kernel.flops_per_second * (share * rates.ATTENTION_SHARE))
     per_host = run.hardware.gpus_per_host
