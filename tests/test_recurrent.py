@@ -27,11 +27,17 @@ from lightseq.sequence.group import SequenceGroup, make_sequence_group, release_
 BATCH, CPU = 2, torch.device("cpu")
 GROUPS, HEADS, KEYS, VALUES, TAPS = 2, 4, 5, 3, 4
 KINDS = ("delta", "channels", "decay")
+MANY_HEADS = 12  # divide by 2, 3 and 4 ranks
+EXCHANGED_GROUPS = {
+    "delta": 3,
+    "channels": 2,
+    "decay": 12,
+}  # of queries and keys; 3 and 2 divide by some ranks
 SLOW_WORLDS = [pytest.param(world, marks=pytest.mark.slow) for world in (4, 5)]
 DOCUMENTS = (0, 1, 2, 9, 40, 41, 75, 83)
 
 
-def layouts(world: int) -> list[Layout]:
+def layouts(world: int, recurrent_schedule: str = "chain") -> list[Layout]:
     found = [
         Layout("contiguous", world),
         Layout("contiguous", world, 2),
@@ -41,31 +47,36 @@ def layouts(world: int) -> list[Layout]:
     ]
     if world == 4:
         found.append(Layout("zigzag", world, 2, 2))
+    if recurrent_schedule == "heads":  # which takes layouts of many fragments, too
+        return [*found, Layout("striped", world)]
     return [replace(layout, most_packed_chunks=MAX_FRAGMENTS) for layout in found]
 
 
-def group_of(layout: Layout, balances_documents: bool = False) -> SequenceGroup:
+def group_of(layout: Layout, balances_documents: bool = False, recurrent_schedule: str = "chain") -> SequenceGroup:
     assert dist.group.WORLD is not None
     transport = make_transport("auto", dist.group.WORLD, CPU)
-    return make_sequence_group(dist.group.WORLD, layout, transport, balances_documents)
+    return make_sequence_group(
+        dist.group.WORLD, layout, transport, balances_documents, recurrent_schedule=recurrent_schedule
+    )
 
 
-def draw(kind: str, length: int, strength: float) -> ScanInputs:
+def draw(kind: str, length: int, strength: float, heads: int = HEADS, groups: int = GROUPS) -> ScanInputs:
     """Draws inputs of a recurrence. Decays range from almost none to almost all of a state, with their strength."""
-    q, k = (torch.randn(BATCH, length, GROUPS, KEYS, dtype=torch.float64) for _ in range(2))
-    v = torch.randn(BATCH, length, HEADS, VALUES, dtype=torch.float64)
+    q, k = (torch.randn(BATCH, length, groups, KEYS, dtype=torch.float64) for _ in range(2))
+    v = torch.randn(BATCH, length, heads, VALUES, dtype=torch.float64)
     channels = (KEYS,) if kind == "channels" else ()
-    g = -strength * torch.rand(BATCH, length, HEADS, *channels, dtype=torch.float64)
-    beta = None if kind == "decay" else 2 * torch.rand(BATCH, length, HEADS, dtype=torch.float64)
+    g = -strength * torch.rand(BATCH, length, heads, *channels, dtype=torch.float64)
+    beta = None if kind == "decay" else 2 * torch.rand(BATCH, length, heads, dtype=torch.float64)
     return ScanInputs(q, F.normalize(k, dim=-1), v, g, beta)
 
 
 def by_definition(x: ScanInputs, scale: float, boundaries: Sequence[int]) -> Tensor:
     """Computes the recurrence token by token."""
-    q, k = (part.repeat_interleave(HEADS // GROUPS, 2) for part in (x.q, x.k))
+    heads = x.v.shape[2]
+    q, k = (part.repeat_interleave(heads // part.shape[2], 2) for part in (x.q, x.k))
     outs = []
     for first, end in pairwise(boundaries):
-        state = torch.zeros(BATCH, HEADS, KEYS, VALUES, dtype=torch.float64)
+        state = torch.zeros(BATCH, heads, KEYS, VALUES, dtype=torch.float64)
         for t in range(first, end):
             decay = x.g[:, t].exp()
             state = state * (decay[..., None] if x.g.ndim == 4 else decay[..., None, None])
@@ -85,8 +96,9 @@ def joined(group: SequenceGroup, local: Tensor, length: int, documents: Document
 
 def compare_scan(group: SequenceGroup, kind: str, length: int, strength: float, documents: Documents | None) -> None:
     torch.manual_seed(length)
-    whole, scale = draw(kind, length, strength), 0.7
-    weights = torch.randn(BATCH, length, HEADS, VALUES, dtype=torch.float64)
+    exchanges = group.recurrent_schedule == "heads"
+    whole = draw(kind, length, strength, *((MANY_HEADS, EXCHANGED_GROUPS[kind]) if exchanges else ()))
+    weights, scale = torch.randn(whole.v.shape, dtype=torch.float64), 0.7
     given = [x.requires_grad_() for x in whole if x is not None]
     wanted = by_definition(whole, scale, (0, length) if documents is None else documents.padded_boundaries)
     gradients = torch.autograd.grad((wanted * weights).sum(), given)
@@ -97,10 +109,11 @@ def compare_scan(group: SequenceGroup, kind: str, length: int, strength: float, 
         torch.testing.assert_close(joined(group, got, length, documents), want, rtol=1e-9, atol=1e-11)
 
 
-def every_scan(rank: int, kind: str) -> None:
-    for layout in layouts(dist.get_world_size()):
-        group, shortest = group_of(layout), layout.chunk_count
-        for length, strength in ((shortest, 1.0), (9 * shortest + 1, 0.01), (70, 5.0), (150, 0.1)):
+def every_scan(rank: int, kind: str, recurrent_schedule: str) -> None:
+    for layout in layouts(dist.get_world_size(), recurrent_schedule):
+        group, shortest = group_of(layout, recurrent_schedule=recurrent_schedule), layout.chunk_count
+        cases = ((70, 5.0), (shortest, 1.0), (9 * shortest + 1, 0.01), (150, 0.1))
+        for length, strength in cases if recurrent_schedule == "chain" else cases[:2]:
             padded = layout.padded_length(length)  # tokens of padding come last, and change nothing before them
             compare_scan(group, kind, padded, strength, None)
         release_group(group)
@@ -109,13 +122,22 @@ def every_scan(rank: int, kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world", [1, 2, 3, *SLOW_WORLDS])
 def test_scan_over_ranks_equals_the_sequential_definition(world: int, kind: str) -> None:
-    spawn(world, every_scan, kind)
+    spawn(world, every_scan, kind, "chain")
 
 
-def packed_scans(rank: int, kind: str) -> None:
-    for layout in layouts(dist.get_world_size()):
+EXCHANGING_WORLDS = [2, 3, pytest.param(4, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("world", [1, *EXCHANGING_WORLDS])
+def test_scan_by_exchanged_heads_equals_the_sequential_definition(world: int, kind: str) -> None:
+    spawn(world, every_scan, kind, "heads")
+
+
+def packed_scans(rank: int, kind: str, recurrent_schedule: str) -> None:
+    for layout in layouts(dist.get_world_size(), recurrent_schedule):
         for balances in (False, True):
-            group = group_of(layout, balances)
+            group = group_of(layout, balances, recurrent_schedule)
             for boundaries in (DOCUMENTS, (0, 60, 80), (0, 30, 60, 90)):
                 documents = group.pack(boundaries)
                 compare_scan(group, kind, documents.padded_boundaries[-1], 0.3, documents)
@@ -125,7 +147,13 @@ def packed_scans(rank: int, kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world", [2, 3, *SLOW_WORLDS])
 def test_states_start_anew_in_each_document(world: int, kind: str) -> None:
-    spawn(world, packed_scans, kind)
+    spawn(world, packed_scans, kind, "chain")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("world", EXCHANGING_WORLDS)
+def test_states_start_anew_with_exchanged_heads(world: int, kind: str) -> None:
+    spawn(world, packed_scans, kind, "heads")
 
 
 def compare_convolution(

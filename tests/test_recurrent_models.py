@@ -1,21 +1,29 @@
 """Hybrid models are recognized by transformers' own code, and come and go like other models."""
 
 import copy
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from programs import Ended, programs
+from small import VOCABULARY, losses, words, write_inputs
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.lfm2 import modeling_lfm2
 from transformers.models.qwen3_5 import modeling_qwen3_5
 from worlds import spawn
 
-from benchmarks.architectures import expect, ids, plain_model, tiny_config
+from benchmarks.architectures import compare_training, expect, ids, plain_model, tiny_config
+from benchmarks.command_line import NEEDED
 from lightseq import hf
+from lightseq.config.command_line import parse
+from lightseq.models.architecture import inspect_architecture
 from lightseq.models.family import context_warning
 from lightseq.models.flops import describe_recurrences
+from lightseq.training.setup_checks import check_recurrences
 
 LENGTH = ids().shape[1]
 
@@ -103,11 +111,67 @@ def test_a_hybrid_is_enabled_twice_copied_disabled_and_adapted() -> None:
     spawn(2, life)
 
 
-def compiled_batches(rank: int) -> None:
+def exchanged(rank: int, runs: list[str]) -> list[Ended]:
+    """Trains with exchanged heads in a loop, packed in a striped layout, and by the command line."""
+    model = tiny("qwen3_5_text")
+    context = hf.enable(model, length=LENGTH, recurrent_schedule="heads")
+    assert loss_of(model, context) == pytest.approx(expect(tiny("qwen3_5_text"), packed=False), abs=1e-5)
+    flags = ("--recurrent_schedule", "heads", "--schedule", "striped")
+    compare_training(tiny_config("qwen3_5_text"), packed=True, flags=flags)
+    return programs(rank, "any", runs)
+
+
+def test_a_hybrid_trains_with_exchanged_heads(tmp_path: Path) -> None:
+    config = tiny_config("qwen3_5_text")
+    assert config.vocab_size == VOCABULARY
+    write_inputs(tmp_path)
+    config.save_pretrained(tmp_path / "model")
+    ways = {"chain": "states in a chain", "heads": "heads exchanged"}
+    runs = [words(tmp_path, way, f"--max_steps 2 --recurrent_schedule {way}") for way in ways]
+    ends = spawn(2, exchanged, runs)[0]
+    for end, (way, phrase) in zip(ends, ways.items(), strict=True):
+        assert end.status == 0, end.err
+        assert phrase in end.out
+        assert json.loads((tmp_path / way / "run.json").read_text())["recurrent_schedule"] == way
+    assert losses(tmp_path, "heads") == pytest.approx(losses(tmp_path, "chain"), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "way", "line"),
+    [
+        (
+            "qwen3_5_text", {"linear_num_value_heads": 3, "linear_num_key_heads": 3}, "heads",
+            "--recurrent_schedule heads needs the 3 value heads of Qwen3_5GatedDeltaNet to divide by 2 ranks; use "
+            "chain",
+        ),
+        ("llama", {}, "chain", "--recurrent_schedule chain: LlamaForCausalLM has no layer that carries a state"),
+        ("lfm2", {}, "heads", "--recurrent_schedule heads: Lfm2ForCausalLM has no layer that carries a state"),
+    ],
+)  # fmt: skip
+def test_a_recurrent_schedule_that_cannot_run_is_refused(
+    model_type: str, changes: dict[str, int], way: str, line: str
+) -> None:
+    config = tiny_config(model_type)
+    config.update(changes)
+    architecture = inspect_architecture(config)
+    check_recurrences(parse([*NEEDED, "--recurrent_schedule", "auto"], ""), architecture, 2)
+    with pytest.raises(ValueError) as error:
+        check_recurrences(parse([*NEEDED, "--recurrent_schedule", way], ""), architecture, 2)
+    assert str(error.value).startswith(line)
+
+
+def test_an_unknown_recurrent_schedule_is_refused(alone: None) -> None:
+    with pytest.raises(ValueError, match="recurrent_schedule 'head' is unknown; choose one of auto, chain, heads"):
+        hf.enable(tiny("qwen3_5_text"), length=LENGTH, recurrent_schedule="head")
+    with pytest.raises(ValueError, match="LlamaForCausalLM has no layer that carries a state"):
+        hf.enable(tiny("llama"), length=LENGTH, recurrent_schedule="heads")
+
+
+def compiled_batches(rank: int, recurrent_schedule: str) -> None:
     model = tiny("qwen3_5_text")
     want = tiny("qwen3_5_text")
     batch = torch.cat([ids(), ids().flip(1)])
-    context = hf.enable(model, length=LENGTH)
+    context = hf.enable(model, length=LENGTH, recurrent_schedule=recurrent_schedule)
     for layer in model.model.layers:
         layer.compile()
     loss = model(**hf.shard_batch(context, batch, batch), use_cache=False).loss
@@ -118,8 +182,9 @@ def compiled_batches(rank: int) -> None:
 
 
 @pytest.mark.slow
-def test_compiled_layers_take_several_sequences() -> None:
-    spawn(2, compiled_batches)
+@pytest.mark.parametrize("recurrent_schedule", ["chain", "heads"])
+def test_compiled_layers_take_several_sequences(recurrent_schedule: str) -> None:
+    spawn(2, compiled_batches, recurrent_schedule)
 
 
 def test_a_model_without_positions_takes_any_length() -> None:

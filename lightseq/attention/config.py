@@ -34,6 +34,8 @@ class AttentionConfig:
     # Under ulysses, save gathered q, k and v for the backward pass instead of the rank's own, so that they travel once.
     # Set it to False if a checkpoint recomputes q, k and v.
     keep_gathered: bool = True
+    # How scans of recurrent layers span the ranks: auto, chain or heads.
+    recurrent_schedule: str = "auto"
     # Layers pass their heads in slices, one after the other (`tile_layers`); a schedule then needs fewer head groups.
     layers_slice_heads: bool = False
 
@@ -54,5 +56,6 @@ class AttentionConfig:
             gpus_per_host=gpus_per_host,
             packed=flags.packing != "none",
             keep_gathered=may_keep_gathered(flags.remat_policy),
+            recurrent_schedule=flags.recurrent_schedule,
             layers_slice_heads=flags.slices_heads,
         )

@@ -14,11 +14,12 @@ from lightseq.distributed.environment import cache_compiled_kernels, disable_mul
 from lightseq.kernels.attention.base import KernelSpec, compute_capability
 from lightseq.kernels.attention.selection import Kernels, Selection, why_unsupported
 from lightseq.schedule.algorithms import SCHEDULES, check_heads, make_schedule, with_few_fragments
-from lightseq.schedule.auto import ScheduleChoice
+from lightseq.schedule.auto import AUTO, ScheduleChoice
 from lightseq.schedule.choice import ScheduleRequest, choose
 from lightseq.schedule.cost import AttentionShape
 from lightseq.schedule.documents import balance, has_own_layouts, packed_schedule
 from lightseq.schedule.layout import Layout
+from lightseq.schedule.recurrences import HEADS, RECURRENT_SCHEDULES
 from lightseq.schedule.table import Schedule
 from lightseq.sequence.documents import Documents
 from lightseq.sequence.group import SequenceGroup, make_sequence_group, release_group, traced_group
@@ -96,6 +97,9 @@ def make_context(group: dist.ProcessGroup, shape: AttentionShape, config: Attent
     assert device is not None and dtype is not None, "the caller sets both"
     if config.schedule not in ("auto", *SCHEDULES):
         raise ValueError(f"schedule {config.schedule!r} is unknown; choose auto or one of {', '.join(SCHEDULES)}")
+    if config.recurrent_schedule not in RECURRENT_SCHEDULES:
+        choices = ", ".join(RECURRENT_SCHEDULES)
+        raise ValueError(f"recurrent_schedule {config.recurrent_schedule!r} is unknown; choose one of {choices}")
     spec = kernel_spec(config, shape.head_dim, compute_capability(device), shape.values)
     if device.type == "cuda" and config.transport.startswith(("auto", "symmetric")):
         disable_multicast()
@@ -122,6 +126,7 @@ def make_context(group: dist.ProcessGroup, shape: AttentionShape, config: Attent
         transport,
         balances_documents=has_own_layouts(schedule),
         stem=f"{chosen.schedule}-{schedule.world}-{sizes}",
+        recurrent_schedule=config.recurrent_schedule,
     )
     context = SequenceContext(sequence, schedule, kernels, keeps_gathered=keeps_gathered)
     _CONTEXTS[context.name] = context
@@ -155,6 +160,8 @@ def kernel_spec(
 
 def schedule_request(config: AttentionConfig, world: int, shape: AttentionShape, transport: str) -> ScheduleRequest:
     """Returns what a schedule is chosen for. `transport` is a name without suffixes."""
+    if config.recurrent_schedule == HEADS and config.schedule != AUTO:
+        shape = replace(shape, with_recurrences=False)  # exchanged heads take every layout that is asked for
     return ScheduleRequest(
         world=world,
         shape=shape,

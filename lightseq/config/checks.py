@@ -11,6 +11,7 @@ from lightseq.config.optimizers import OPTIMIZERS
 from lightseq.config.remat_policies import POLICIES, STORES_MLP
 from lightseq.kernels.attention.registry import KERNELS
 from lightseq.schedule.algorithms import SCHEDULES
+from lightseq.schedule.recurrences import RECURRENT_SCHEDULES
 
 AUTO: Final[dict[str, Any]] = {"auto": None}  # extends the names of a registry, which may grow at run time
 LR_SCHEDULES: Final = (  # of transformers, which takes seconds to import
@@ -26,6 +27,7 @@ CHOICES: Final[Mapping[str, Collection[str]]] = {
     "optim": OPTIMIZERS,
     "lr_scheduler_type": LR_SCHEDULES,
     "schedule": ChainMap(SCHEDULES, AUTO),
+    "recurrent_schedule": RECURRENT_SCHEDULES,
     "kernel": ChainMap(KERNELS, AUTO),
     "transport": (
         *("auto", "nccl", "gloo", "symmetric"),

@@ -181,6 +181,11 @@ class ParallelismConfig:
     schedule: str = flag(
         "auto", "Attention schedule: which rank computes which tile when. auto: the one with the lowest predicted time."
     )
+    recurrent_schedule: str = flag(
+        "auto",
+        "How recurrent layers span the ranks of a sequence. chain: ranks send states, in messages that do not grow "
+        "with the length. heads: ranks exchange tokens for value heads, which must divide by the ranks. auto: chain.",
+    )
     ulysses_size: int | None = flag(
         None,
         "Ranks that split the heads among them (a Ulysses group) and work on the same part of the sequence. "

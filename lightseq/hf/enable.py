@@ -41,6 +41,7 @@ from lightseq.models.attention_modules import attention_modules
 from lightseq.models.decoder import attending_part, text_decoder
 from lightseq.models.layers import attention_shape
 from lightseq.models.mixers import distribute_mixer, mixer_modules
+from lightseq.models.recurrent_schedule import check_recurrent_schedule
 from lightseq.sequence_parallel import process_group
 from lightseq.utils.formatting import check_names
 from lightseq.utils.versions import UntestedVersionWarning, untested_versions
@@ -78,13 +79,20 @@ def enable(
     check_attention(model)
     config = _completed(config, model)
     assert config.device is not None and config.dtype is not None
+    mixers, ranks = mixer_modules(model), process_group(group)
+    check_recurrent_schedule(
+        config.recurrent_schedule,
+        type(transformers_model(model)).__name__,
+        (kind.facts(module) for module, kind in mixers),
+        dist.get_world_size(ranks),
+    )
     shape = attention_shape(
         attentions_of(model),
         config.length,
         element_bytes=config.dtype.itemsize,
-        with_recurrences=bool(mixer_modules(model)),
+        with_recurrences=bool(mixers),
     )
-    context = make_context(process_group(group), shape, config)
+    context = make_context(ranks, shape, config)
     context.forward_pass.roll_call = RollCall(context.group)
     is_reference = context.selection.kernel.name.startswith("reference")
     if is_reference and config.kernel == "auto" and config.device.type == "cuda" and context.rank == 0:

@@ -24,6 +24,7 @@ from lightseq.modules.experts import experts_modules
 from lightseq.modules.identity import hook_of
 from lightseq.modules.mlp import STORED_MLP_OP
 from lightseq.modules.projections import STORED_LINEAR_OP
+from lightseq.recurrent.head_exchange import SCAN_HEADS_OP
 from lightseq.recurrent.scan import SCAN_OP
 from lightseq.sequence.halo import TOKENS_BEFORE_OP
 from lightseq.utils.checkpoint_context import Results, checkpoint_pass, free_memory, is_recomputing
@@ -31,7 +32,10 @@ from lightseq.utils.checkpoint_context import Results, checkpoint_pass, free_mem
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 Forward = Callable[..., Tensor]
 # Operators whose results a checkpoint may store.
-STORED = (ATTENTION_OP, SCAN_OP, TOKENS_BEFORE_OP, STORED_MLP_OP, STORED_LINEAR_OP, STORED_PRODUCT_OP)
+STORED = (
+    *(ATTENTION_OP, SCAN_OP, SCAN_HEADS_OP, TOKENS_BEFORE_OP),
+    *(STORED_MLP_OP, STORED_LINEAR_OP, STORED_PRODUCT_OP),
+)
 
 
 def apply_remat(

@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig
 from lightseq.config.remat_policies import POLICIES, STORE_LINEARS, STORE_MLP
 from lightseq.models.architecture import inspect_architecture
 from lightseq.models.layers import Attention, Layer, LinearMixer
+from lightseq.schedule.recurrences import RECURRENT_SCHEDULES
 
 # Dense tensor-core peaks in FLOP/s with float32 accumulation, in bfloat16 and FP8 (None: no FP8), by torch's name
 # for the device. The first matching pattern wins. Figures are from datasheets; those given with sparsity are halved.
@@ -53,8 +54,11 @@ def describe_experts(config: PreTrainedConfig, ranks: int) -> str | None:
     return f"{chosen} for each token, which uses {active:,} of {found.total:,} parameters{where}"
 
 
-def describe_recurrences(config: PreTrainedConfig) -> str | None:
-    """Describes a model's layers without softmax attention, and their kernel on GPUs; None without such layers."""
+def describe_recurrences(config: PreTrainedConfig, schedule: str | None = None) -> str | None:
+    """Describes a model's layers without softmax attention, and their kernel on GPUs; None without such layers.
+
+    `schedule` says how scans span several ranks.
+    """
     layers = inspect_architecture(config).layers
     mixers = [mixer for layer in layers for mixer in layer.linear_mixers]
     if not mixers:
@@ -64,7 +68,8 @@ def describe_recurrences(config: PreTrainedConfig) -> str | None:
     kernel = (
         "; on GPUs slowly, by torch" if slow else "; on GPUs by flash-linear-attention" if mixers[0].is_stored else ""
     )
-    return f"{len(mixers)} of {len(layers)} layers ({kinds}){kernel}"
+    over_ranks = f"; {RECURRENT_SCHEDULES[schedule]}" if schedule else ""
+    return f"{len(mixers)} of {len(layers)} layers ({kinds}){over_ranks}{kernel}"
 
 
 def attention_forward_flops(config: PreTrainedConfig, length: int, attention_share: float | None = None) -> int:

@@ -70,6 +70,7 @@ class LinearMixer:
     kind: str  # the class of its module
     token_flops: int  # of a token in the forward pass, beside the layer's linears
     token_elements: int = 0  # temporary elements of a token in its kernel's backward pass
+    scan_heads: int = 0  # heads of values in its scan; 0: it has no scan, or an unknown one
     is_stored: bool = False  # checkpoints store its results as they do attention's
     is_slow: bool = False  # on GPUs it runs on matrix products of torch, chunk by chunk
 

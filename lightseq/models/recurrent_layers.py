@@ -196,6 +196,7 @@ def facts(module: nn.Module) -> LinearMixer:
         kind.__name__,
         token_flops=flops,
         token_elements=elements,
+        scan_heads=heads,
         is_stored=True,
         is_slow="torch_chunk_gated_delta_rule" not in functions,
     )

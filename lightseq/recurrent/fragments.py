@@ -54,26 +54,36 @@ class FragmentPlan:
         return any(fragment.receives for fragment in self.chain)
 
 
+def count_fragments(group: SequenceGroup, local: int, packed: bool) -> int:
+    """Returns how many fragments a rank of a group has at most."""
+    layout = group.layout
+    return layout.most_packed_chunks if packed and group.balances_documents else layout.fragments_per_rank(local)
+
+
 def slots_of(group: SequenceGroup, local: int, boundaries: Tensor | None) -> int:
     """Returns how many fragments a rank of a group has at most. Raises ValueError for too many."""
-    layout = group.layout
-    packed = boundaries is not None and group.balances_documents
-    count = layout.most_packed_chunks if packed else layout.fragments_per_rank(local)
+    count = count_fragments(group, local, packed=boundaries is not None)
     if count > MAX_FRAGMENTS:
         raise ValueError(
-            f"a recurrence over a {layout.kind} layout would pass {count} states a rank; use --schedule zigzag"
+            f"a recurrence over a {group.layout.kind} layout would pass {count} states a rank; use --schedule zigzag"
         )
     return count
 
 
+def layout_and_edges(group: SequenceGroup, local: int, boundaries: Tensor | None) -> tuple[Layout, tuple[int, ...]]:
+    """Returns the layout of a sequence, and where its documents begin and the last ends.
+
+    `boundaries` are those of packed documents on the CPU, padded.
+    """
+    if boundaries is None:
+        return group.layout, (0, local * group.layout.world)
+    edges = without_repeats(boundaries)
+    return group.packed_layout(edges), edges
+
+
 def plan_for(group: SequenceGroup, local: int, boundaries: Tensor | None, device: torch.device) -> FragmentPlan:
     """Returns the plan of this rank. `boundaries` are those of packed documents on the CPU, padded."""
-    if boundaries is None:
-        edges: tuple[int, ...] = (0, local * group.layout.world)
-        layout = group.layout
-    else:
-        edges = without_repeats(boundaries)
-        layout = group.packed_layout(edges)
+    layout, edges = layout_and_edges(group, local, boundaries)
     return fragment_plan(layout, group.rank, edges, device)
 
 

@@ -1,7 +1,8 @@
-"""A linear recurrence over a sequence that ranks share, as one operator.
+"""A linear recurrence over a sequence that ranks share, as one operator: states in a chain, or heads exchanged.
 
-Every fragment is summarized from a state of zeros, the summaries are gathered and composed, and a kernel runs once from
-the right initial states. Messages do not grow with the length. kernels/recurrent/base.py states the recurrence.
+This file has the chain: every fragment is summarized from a state of zeros, the summaries are gathered and composed,
+and a kernel runs once from the right initial states. Messages do not grow with the length. head_exchange.py has the
+other way, and kernels/recurrent/base.py states the recurrence.
 """
 
 from typing import Any
@@ -12,7 +13,10 @@ from torch import Tensor
 from lightseq.kernels.recurrent.base import ScanInputs
 from lightseq.kernels.recurrent.selection import select_kernel
 from lightseq.recurrent.chain import final_gradients, gather, initial_states
-from lightseq.recurrent.fragments import FragmentPlan, Segments, plan_for, slots_of
+from lightseq.recurrent.choice import choose
+from lightseq.recurrent.fragments import FragmentPlan, Segments, count_fragments, plan_for, slots_of
+from lightseq.recurrent.head_exchange import scan_heads
+from lightseq.schedule.recurrences import HEADS
 from lightseq.sequence.documents import Documents
 from lightseq.sequence.group import SequenceGroup, find_group
 from lightseq.utils.checkpoint_context import reuse_or_compute
@@ -32,9 +36,13 @@ def scan(
 
     q and k are (B, S, G, K), v (B, S, H, V), the log decay g (B, S, H) or (B, S, H, K), beta (B, S, H) or None. They
     lie in the group's layout, or in the documents' layout; states start anew in each document. Every rank of the group
-    must call it, forward and backward. Raises ValueError for layouts of many fragments, such as striped.
+    must call it, forward and backward. Raises ValueError for a layout or heads that the group's `recurrent_schedule`
+    does not take.
     """
     boundaries = None if documents is None else documents.boundaries
+    fragments = count_fragments(group, v.shape[1], packed=documents is not None)
+    if choose(group.recurrent_schedule, group.layout.world, v.shape[2], fragments) == HEADS:
+        return scan_heads(q, k, v, g, beta, scale, group.name, boundaries)
     slots_of(group, v.shape[1], boundaries)
     out, _, _ = _scan(q, k, v, g, beta, scale, group.name, boundaries)
     return out

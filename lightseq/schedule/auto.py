@@ -172,7 +172,8 @@ def check_takes_recurrences(schedule: str, shape: AttentionShape) -> None:
     """Raises ValueError for a schedule with scattered tokens if some layer carries a state through the sequence."""
     if shape.with_recurrences and SCHEDULES[schedule].layout == "striped":
         raise ValueError(
-            f"schedule {schedule} scatters tokens that recurrent layers read in order; use zigzag, prefix or ulysses"
+            f"schedule {schedule} scatters tokens that recurrent layers read in order; use zigzag, prefix or "
+            "ulysses, or --recurrent_schedule heads"
         )
 
 

@@ -12,6 +12,7 @@ import torch
 from lightseq.config.train_config import TrainConfig
 from lightseq.memory.planner.plan import layer_flags
 from lightseq.models.flops import describe_experts, describe_recurrences, total_parameters
+from lightseq.models.recurrent_schedule import chosen_recurrent_schedule
 from lightseq.training.engine import Engine
 from lightseq.training.machine import hardware
 from lightseq.training.trainer import Trainer
@@ -28,6 +29,7 @@ def run_facts(trainer: Trainer, command: str, notes: Sequence[str]) -> dict[str,
         "command": command,
         "commit": commit(),
         "schedule": trainer.context.schedule.name,
+        "recurrent_schedule": _recurrent_schedule(trainer),
         "kernel": trainer.context.selection.kernel.name,
         "kernels_passed_over": dict(trainer.context.selection.skipped),
         "transport": trainer.context.transport.name,
@@ -65,7 +67,7 @@ def describe_run(trainer: Trainer) -> dict[str, Any]:
     start = trainer.inputs.resume_from or trainer.inputs.weights
     pretrained = "pretrained weights" if str(start) == c.model_name else f"weights from {start}"
     experts = describe_experts(m, trainer.engine.dims.expert)
-    recurrent = describe_recurrences(m)
+    recurrent = describe_recurrences(m, _recurrent_schedule(trainer))
     weights = f"random, seed {c.seed}" if start is None else pretrained
     return {
         "model": f"{c.model_name}, {total_parameters(m):,} parameters, {weights}",
@@ -82,6 +84,12 @@ def describe_run(trainer: Trainer) -> dict[str, Any]:
         "memory plan": describe_memory(trainer.engine),
         "parameters": trainer.engine.sharding_description + _adapters(trainer),
     }  # fmt: skip
+
+
+def _recurrent_schedule(trainer: Trainer) -> str | None:
+    group, length = trainer.context.sequence, trainer.config.model_max_length
+    tokens = group.layout.padded_length(length) // group.layout.world
+    return chosen_recurrent_schedule(trainer.inputs.model_config, group.recurrent_schedule, group.layout, tokens)
 
 
 def describe_memory(engine: Engine) -> str:

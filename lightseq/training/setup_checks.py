@@ -38,6 +38,7 @@ from lightseq.models.architecture import (
     rope_types,
 )
 from lightseq.models.layers import distinct, names_of_kinds
+from lightseq.models.recurrent_schedule import check_recurrent_schedule
 from lightseq.modules.tiled import check_layer_class
 from lightseq.schedule.algorithms import SCHEDULES
 from lightseq.schedule.auto import ScheduleChoice, choose_windowed
@@ -158,6 +159,12 @@ def check_layers(config: TrainConfig, architecture: Architecture) -> None:
             f"--fsdp_transformer_layer_cls_to_wrap {asked}: the layers of {config.model_name_or_path} are of the class "
             f"{' and '.join(kinds)}; give that, or leave it out"
         )
+
+
+def check_recurrences(config: TrainConfig, architecture: Architecture, ranks: int) -> None:
+    """Raises ValueError if the model's recurrent layers cannot span this many ranks in the way that the flags ask."""
+    mixers = [mixer for layer in distinct(architecture.layers) for mixer in layer.linear_mixers]
+    check_recurrent_schedule(config.recurrent_schedule, architecture.name, mixers, ranks)
 
 
 def check_packing(packing: str, model_config: PreTrainedConfig) -> None:

@@ -15,6 +15,7 @@ from lightseq.memory.planner.breakdown import GIB
 from lightseq.memory.planner.plan import Plan, usable_gpu_bytes
 from lightseq.memory.planner.run import PlannedRun
 from lightseq.models.flops import describe_experts, describe_recurrences
+from lightseq.models.recurrent_schedule import chosen_recurrent_schedule
 
 
 def record(plan: Plan, longest: int | None, changes: Sequence[Change]) -> dict[str, Any]:
@@ -89,7 +90,10 @@ def _facts(plan: Plan, longest: int | None) -> Table:
 
 def _parts(run: PlannedRun) -> dict[str, str]:
     """Returns lines on experts and recurrent layers, if the model has some."""
-    experts, recurrent = describe_experts(run.model, run.config.expert_ranks), describe_recurrences(run.model)
+    requested, layout = run.config.recurrent_schedule, run.schedule.layout
+    tokens = layout.padded_length(run.config.model_max_length) // layout.world
+    schedule = chosen_recurrent_schedule(run.model, requested, layout, tokens)
+    experts, recurrent = describe_experts(run.model, run.config.expert_ranks), describe_recurrences(run.model, schedule)
     return ({"experts": experts} if experts else {}) | ({"recurrent": recurrent} if recurrent else {})
 
 

@@ -29,7 +29,7 @@ from lightseq.modules.fp8 import check_hardware
 from lightseq.tools.plan.attention import MAX_SEQUENCE_RANKS
 from lightseq.tools.plan.report import record, tables
 from lightseq.training.router_flags import make_routers
-from lightseq.training.setup_checks import check_layers, check_packing, kernel_specs
+from lightseq.training.setup_checks import check_layers, check_packing, check_recurrences, kernel_specs
 from lightseq.utils.files import open_output
 
 PROGRAM = "lightseq plan"
@@ -84,6 +84,7 @@ def _planned_run(family: ModelFamily, own: argparse.Namespace, training: Sequenc
     host = math.inf if own.host_memory is None else own.host_memory * GIB
     hardware = Hardware(chip, own.gpus, own.gpus_per_host, gpu, host, own.host_cores)
     run = PlannedRun(model, config, hardware, documents=read_document_lengths(config, model))
+    check_recurrences(config, run.architecture, run.sequence_ranks)
     if run.sequence_ranks > MAX_SEQUENCE_RANKS:
         raise ValueError(
             f"{run.sequence_ranks} ranks per sequence are too many to plan; "

@@ -1,0 +1,219 @@
+"""A linear recurrence for which ranks exchange tokens for heads, as DeepSpeed-Ulysses does for attention.
+
+An all-to-all gives each rank all tokens of some heads, in the order of the sequence. A kernel runs once over the whole
+documents, and another all-to-all returns the outputs. The backward pass exchanges the inputs again instead of saving
+them. Messages grow with the length, and every layout will do.
+
+Shape suffixes: W ranks, T tokens of the whole sequence, N heads of one rank; others as in kernels/recurrent/base.py.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import lcm
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightseq.kernels.recurrent.base import ScanInputs
+from lightseq.kernels.recurrent.selection import select_kernel
+from lightseq.recurrent.fragments import MAX_PLANS, layout_and_edges
+from lightseq.schedule.layout import Layout
+from lightseq.sequence.group import SequenceGroup, find_group
+from lightseq.utils.checkpoint_context import reuse_or_compute
+from lightseq.utils.tensors import upload
+
+ALIGNMENT: Final = 16  # bytes, of each tensor's part of a message, so that copies move many bytes at a time
+
+
+# ---- exchange --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class HeadExchange:
+    """All-to-alls between the ranks of a sequence. Tensors of all dtypes travel in one message to each rank."""
+
+    group: SequenceGroup
+    order_T: Tensor | None  # on the device: each token's row among the tokens of rank 0, 1, ...; None: the same
+    edges: tuple[int, ...]  # where documents begin, and the end
+
+    @property
+    def world(self) -> int:
+        return self.group.layout.world
+
+    def heads_for_tokens(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """Takes this rank's tokens of all heads (B, S, W x N, ...), and returns all tokens of its heads (B, T, N, ...).
+
+        Returned tokens are in the order of the sequence.
+        """
+        if self.world == 1:
+            return list(parts)
+        by_rank = [part.unflatten(2, (self.world, -1)) for part in parts]  # (B, S, W, N, ...)
+        likes = [part[:, 0, 0] for part in by_rank]
+        message = self._new_message(likes, parts[0].shape[1])
+        for column, part in zip(_columns(message, likes), by_rank, strict=True):
+            column.copy_(part.movedim((2, 1), (0, 1)))
+        return [self._in_order(column.flatten(0, 1)) for column in _columns(self._all_to_all(message), likes)]
+
+    def tokens_for_heads(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """Takes all tokens of this rank's heads (B, T, N, ...), and returns its tokens of all heads (B, S, W x N, ...).
+
+        Inverse of `heads_for_tokens`.
+        """
+        if self.world == 1:
+            return list(parts)
+        likes = [part[:, 0] for part in parts]
+        message = self._new_message(likes, parts[0].shape[1] // self.world)
+        for column, part in zip(_columns(message, likes), parts, strict=True):
+            rows = column.flatten(0, 1)  # (T, B, N, ...)
+            if self.order_T is None:
+                rows.copy_(part.transpose(0, 1))
+            else:
+                rows.index_copy_(0, self.order_T, part.transpose(0, 1))
+        received = _columns(self._all_to_all(message), likes)
+        return [column.movedim((0, 1), (2, 1)).flatten(2, 3).contiguous() for column in received]
+
+    def _in_order(self, rows: Tensor) -> Tensor:
+        """Returns all ranks' tokens (T, B, N, ...) in the order of the sequence: (B, T, N, ...)."""
+        rows = rows if self.order_T is None else rows.index_select(0, self.order_T)
+        return rows.transpose(0, 1).contiguous()
+
+    def _new_message(self, likes: Sequence[Tensor], tokens: int) -> Tensor:
+        size = sum(map(_padded_bytes, likes))
+        return torch.empty(self.world, tokens, size, dtype=torch.uint8, device=likes[0].device)
+
+    def _all_to_all(self, message: Tensor) -> Tensor:
+        received = torch.empty_like(message)
+        dist.all_to_all_single(received, message, group=self.group.process_group)
+        return received
+
+
+def _padded_bytes(like: Tensor) -> int:
+    return -(-like.numel() * like.itemsize // ALIGNMENT) * ALIGNMENT
+
+
+def _columns(message: Tensor, likes: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yields each tensor's part of a message (W, S, bytes) as (W, S, B, N, ...); `likes` are (B, N, ...)."""
+    first = 0
+    for like in likes:
+        column = message[..., first : first + like.numel() * like.itemsize].view(like.dtype)
+        yield column.unflatten(-1, like.shape)
+        first += _padded_bytes(like)
+
+
+def _exchange_for(group: SequenceGroup, local: int, boundaries: Tensor | None, device: torch.device) -> HeadExchange:
+    layout, edges = layout_and_edges(group, local, boundaries)
+    return HeadExchange(group, _order(layout, edges[-1], device), edges)
+
+
+@lru_cache(maxsize=MAX_PLANS)  # serves all layers, forward and backward
+def _order(layout: Layout, length: int, device: torch.device) -> Tensor | None:
+    order = torch.cat([layout.positions(rank, length) for rank in range(layout.world)]).argsort()
+    return None if bool((order.diff() == 1).all()) else upload(order, device)
+
+
+def _spread(x: Tensor, heads: int) -> Tensor:
+    """Repeats the heads of queries or keys until there are `heads`."""
+    return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], 2)
+
+
+def _gather_up(gradient: Tensor, groups: int) -> Tensor:
+    """Sums the gradients of repeated heads in float32 or wider: the backward pass of `_spread`."""
+    if gradient.shape[2] == groups:
+        return gradient
+    wide = torch.promote_types(gradient.dtype, torch.float32)
+    return gradient.unflatten(2, (groups, -1)).sum(3, dtype=wide).to(gradient.dtype)
+
+
+# ---- operators -------------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("lightseq::scan_heads", mutates_args=())
+def scan_heads(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None,
+    scale: float,
+    group_name: str,
+    boundaries: Tensor | None,
+) -> Tensor:
+    """Returns the outputs (B, S, H, V) of a recurrence, as `scan` does. H must divide by the ranks."""
+    inputs = [q, k, v, g, *([] if beta is None else [beta])]
+    (out,) = reuse_or_compute(lambda: (_compute(inputs, scale, find_group(group_name), boundaries),))
+    return out
+
+
+def _compute(inputs: list[Tensor], scale: float, group: SequenceGroup, boundaries: Tensor | None) -> Tensor:
+    group.check_documents(boundaries)
+    exchange = _exchange_for(group, inputs[2].shape[1], boundaries, inputs[2].device)
+    x = _scan_inputs(exchange.heads_for_tokens(_to_exchange(inputs, exchange.world)))
+    out = select_kernel(x).forward(x, scale, exchange.edges).run(None)
+    return exchange.tokens_for_heads([out])[0]
+
+
+def _to_exchange(inputs: list[Tensor], world: int) -> list[Tensor]:
+    """Returns q, k, v, g and beta with query and key heads that divide by the ranks."""
+    q, k, *others = inputs
+    heads = lcm(q.shape[2], world)  # divides the value heads
+    return [_spread(q, heads), _spread(k, heads), *others]
+
+
+def _scan_inputs(parts: list[Tensor]) -> ScanInputs:
+    q, k, v, g = parts[:4]
+    return ScanInputs(q, k, v, g, parts[4] if len(parts) > 4 else None)
+
+
+@scan_heads.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None,
+    scale: float,
+    group_name: str,
+    boundaries: Tensor | None,
+) -> Tensor:
+    return v.new_empty(v.shape)
+
+
+@torch.library.custom_op("lightseq::scan_heads_backward", mutates_args=())
+def _scan_heads_backward(
+    dout: Tensor, inputs: list[Tensor], scale: float, group_name: str, boundaries: Tensor | None
+) -> list[Tensor]:
+    """Returns the gradients of q, k, v, g and, if it is given, beta."""
+    exchange = _exchange_for(find_group(group_name), dout.shape[1], boundaries, dout.device)
+    *parts, dout = exchange.heads_for_tokens([*_to_exchange(inputs, exchange.world), dout])
+    x = _scan_inputs(parts)
+    found = select_kernel(x).backward(x, scale, exchange.edges, None, dout).run(None)
+    del x, parts, dout
+    dq, dk, *others = exchange.tokens_for_heads([gradient for gradient in found if gradient is not None])
+    groups = inputs[0].shape[2]
+    return [_gather_up(dq, groups), _gather_up(dk, groups), *others]
+
+
+@_scan_heads_backward.register_fake
+def _(dout: Tensor, inputs: list[Tensor], scale: float, group_name: str, boundaries: Tensor | None) -> list[Tensor]:
+    return [x.new_empty(x.shape) for x in inputs]
+
+
+def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    q, k, v, g, beta, ctx.scale, ctx.group_name, boundaries = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(boundaries, q, k, v, g, *([] if beta is None else [beta]))
+
+
+def _backward(ctx: Any, dout: Tensor | None) -> tuple[Tensor | None, ...]:
+    boundaries, *inputs = ctx.saved_tensors
+    if dout is None:
+        return (None,) * 8
+    gradients = _scan_heads_backward(dout.contiguous(), inputs, ctx.scale, ctx.group_name, boundaries)
+    return (*gradients, *([None] * (8 - len(gradients))))
+
+
+scan_heads.register_autograd(_backward, setup_context=_setup_context)
+SCAN_HEADS_OP = torch.ops.lightseq.scan_heads.default  # for checkpointing policies

@@ -1,0 +1,14 @@
+"""Names of the ways in which a linear recurrence spans the ranks of a sequence."""
+
+from collections.abc import Mapping
+from typing import Final
+
+AUTO: Final = "auto"
+CHAIN: Final = "chain"
+HEADS: Final = "heads"
+# Values of --recurrent_schedule, and what the start of a run says of them.
+RECURRENT_SCHEDULES: Final[Mapping[str, str]] = {
+    AUTO: "chosen for each layer",
+    CHAIN: "states in a chain",
+    HEADS: "heads exchanged",
+}
