@@ -30,9 +30,10 @@ def model_of(kind: str) -> PreTrainedModel:
 
 
 def train(_rank: int, kind: type[Trainer], family: str, changes: Mapping[str, Any], **options: Any) -> Numbers:
-    rows = Dataset.from_list([{"input_ids": ids} for ids in documents()])
     # Without the encoders, which get no gradient, so that DDP waits for none.
     model = model_of(family)
+    images = {value for name, value in vars(model.config).items() if name.endswith(("token_id", "token_index"))}
+    rows = Dataset.from_list([{"input_ids": [i for i in ids if i not in images]} for ids in documents()])
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("language_model" in name or "lm_head" in name)
     settings = {"learning_rate": 0.02, **changes}

@@ -1,4 +1,4 @@
-"""Buffers that a model's files store are loaded, trained with, saved and restored."""
+"""Stored buffers and parameters that a model freezes are loaded, trained with, saved and restored."""
 
 import json
 import pickle
@@ -36,18 +36,19 @@ class ScaledConfig(LlamaConfig):
 
 
 class ScaledLayer(LlamaDecoderLayer):
-    """A layer that scales its output by a buffer, and counts its passes in another."""
+    """A layer that scales its output by a buffer and a frozen parameter, and counts its passes in another buffer."""
 
     def __init__(self, config: LlamaConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
         self.register_buffer("layer_scalar", torch.ones(1))
         self.register_buffer("passes", torch.zeros((), dtype=torch.int64))
         self.register_buffer("bias", torch.zeros(2, dtype=torch.float32))
+        self.frozen = torch.nn.Parameter(torch.ones(1), requires_grad=False)  # as ERNIE 4.5 has one
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self.training:
             self.passes += 1
-        return super().forward(hidden_states, *args, **kwargs) * self.layer_scalar
+        return super().forward(hidden_states, *args, **kwargs) * self.layer_scalar * self.frozen
 
 
 class ScaledLlama(LlamaForCausalLM):
@@ -76,6 +77,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
     for i, layer in enumerate(decoder_layers(model)):
         layer.layer_scalar.fill_(0.5 + i / 4)
+        layer.frozen.data.fill_(0.9 + i / 16)
         layer.passes.fill_(5 + i)
         layer.bias.fill_(0.123456789)
     model.save_pretrained(folder / "model")
@@ -100,8 +102,8 @@ def plain_steps(files: Path, steps: int) -> tuple[list[float], dict[str, Tensor]
         loss.backward()
         losses.append(loss.item())
         with torch.no_grad():
-            for parameter in model.parameters():
-                parameter -= RATE * parameter.grad
+            for name, parameter in model.named_parameters():  # from_pretrained thaws frozen ones
+                parameter -= (0 if name.endswith("frozen") else RATE) * parameter.grad
                 parameter.grad = None
     return losses, model.state_dict()
 

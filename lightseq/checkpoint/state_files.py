@@ -29,7 +29,7 @@ from torch.futures import Future
 from transformers import PreTrainedModel
 
 from lightseq.checkpoint.tensor_index import read_index
-from lightseq.models.weights import stored_buffers
+from lightseq.models.weights import LORA_INFIX, stored_buffers
 from lightseq.utils.files import read_json
 from lightseq.utils.formatting import first_line
 
@@ -220,9 +220,14 @@ def restore_rng(path: Path, device: torch.device) -> None:
 
 
 def state_tensors(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Returns trained parameters, stored buffers and optimizer state by name. Tied parameters appear once."""
-    names = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    found: dict[str, Tensor] = {f"{PARAMETER}{n}": p.detach() for n, p in model.named_parameters() if p.requires_grad}
+    """Returns parameters, stored buffers and optimizer state by name. Tied parameters appear once.
+
+    The parameters are the adapters, if there are any, else all: a model freezes some itself, such as a router's bias.
+    """
+    parameters = dict(model.named_parameters())
+    adapters = {name: parameter for name, parameter in parameters.items() if LORA_INFIX in name}
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    found = {f"{PARAMETER}{name}": parameter.detach() for name, parameter in (adapters or parameters).items()}
     found |= {f"{BUFFER}{name}": buffer for name, buffer in stored_buffers(model).items()}
     for parameter, state in optimizer.state.items():
         for key, value in state.items():

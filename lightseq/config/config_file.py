@@ -14,6 +14,8 @@ from lightseq.config.flags import GROUPS
 from lightseq.config.train_config import TrainConfig, flag_types
 from lightseq.config.yaml_file import TextLoader, read_file
 
+MAX_NESTING = 100  # levels of a value
+
 
 class FlagLoader(TextLoader):
     """YAML loader that keeps scalars as text, except that empty values, `~` and `null` are None."""
@@ -60,7 +62,7 @@ def _argument(name: str, value: Any, path: Path) -> str:
     kind = flag_types().get(name)
     if isinstance(value, dict) and kind is dict:
         try:
-            return json.dumps(_typed(value))
+            return json.dumps(_typed(value, MAX_NESTING))
         except RecursionError:
             raise ValueError(f"{path}: {name} is nested too deeply") from None
     if isinstance(value, list) and kind is tuple:
@@ -70,12 +72,14 @@ def _argument(name: str, value: Any, path: Path) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _typed(value: Any) -> Any:
-    """Parses the numbers and booleans in a nested value of strings."""
+def _typed(value: Any, levels: int) -> Any:
+    """Parses the numbers and booleans in a nested value of strings. Raises RecursionError for more `levels`."""
+    if isinstance(value, dict | list) and levels == 0:
+        raise RecursionError
     if isinstance(value, dict):
-        return {key: _typed(inside) for key, inside in value.items()}
+        return {key: _typed(inside, levels - 1) for key, inside in value.items()}
     if isinstance(value, list):
-        return [_typed(inside) for inside in value]
+        return [_typed(inside, levels - 1) for inside in value]
     try:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):

@@ -167,7 +167,11 @@ class DeepSpeedEngine:
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.model.named_parameters():
-            yield name, self._deepspeed.utils.safe_get_full_fp32_param(parameter)
+            if parameter.requires_grad:
+                yield name, self._deepspeed.utils.safe_get_full_fp32_param(parameter)
+            else:  # a router's bias, for example, of which DeepSpeed's optimizer has no copy
+                with self._deepspeed.zero.GatheredParameters(parameter):
+                    yield name, parameter.detach().clone()
 
     def tensors(self) -> dict[str, Tensor] | None:
         return None
