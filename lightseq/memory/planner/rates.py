@@ -57,7 +57,8 @@ MARGIN = 0.08  # share of a GPU left to drivers, libraries and fragmentation (me
 # ---- time -----------------------------------------------------------------------------------------------------------
 # Shares of the datasheet's peaks. `points`: benchmarks/results/plan-steps.jsonl. `traces`: 1B at 32K and 8 layers of
 # 8B at 128K on two H200, read with `python3 -m analysis profile` (dev/LOG.md has the first).
-SCAN_SHARE = 0.033  # gated delta rule, 32 heads of 128 x 128, fla-core 0.6 on H100
+SCAN_SHARE = 0.027  # gated delta rule and its convolution, 32 heads of 128 x 128, fla-core 0.6 on H100
+CHAIN_TIME = 1.35  # a scan over ranks, with its summaries, relative to one on a rank alone (one trace, two H100)
 TORCH_SCAN_SHARE = 0.002  # other recurrences, chunk by chunk on products of torch (assumed)
 MATRIX_SHARE = 0.70  # matrix products of layers and loss (points; traces: 0.68 and 0.73)
 ATTENTION_SHARE = 0.97  # of the isolated layer's speed (schedule/timing.py) inside a step (points)

@@ -127,7 +127,8 @@ def _recurrence_seconds(run: PlannedRun) -> float:
     for mixer in (mixer for layer in run.layers for mixer in layer.linear_mixers):
         again = policy == "full" if mixer.is_stored else policy != "none"
         share = rates.TORCH_SCAN_SHARE if mixer.is_slow else rates.SCAN_SHARE
-        total += (3 + again + (run.group_size > 1)) * mixer.token_flops / share
+        chain = rates.CHAIN_TIME if mixer.scan_heads and run.sequence_ranks > 1 else 1.0
+        total += (3 + again + (run.group_size > 1)) * mixer.token_flops / share * chain
     return run.tokens * total / run.hardware.chip.peak_flops
 
 
