@@ -27,7 +27,7 @@ class RegisteredKernel:
 KERNELS: dict[str, RegisteredKernel] = {
     "fa4": RegisteredKernel(
         lambda spec: _class("flash_attn", "FlashAttention4")(spec.deterministic),
-        "FlashAttention-4, from the package flash-attn-4 (a wheel)",
+        "FlashAttention-4, from the package flash-attn-4 (a wheel); on Hopper, gradients of heads of 256 by cuDNN",
         "Hopper, Blackwell",
     ),
     "fa3": RegisteredKernel(
