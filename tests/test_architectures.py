@@ -122,9 +122,7 @@ def test_with_train_flags_the_sweep_trains_with_these_flags_only(alone: None) ->
         ("--tile_layers True", {"mistral"}),
     ],
 )
-def test_families_are_exact_or_refused_with_memory_flags(
-    flags: str, exact: set[str], tmp_path: Path
-) -> None:
+def test_families_are_exact_or_refused_with_memory_flags(flags: str, exact: set[str], tmp_path: Path) -> None:
     done, found = sweep(tmp_path, "--only", ",".join(FAMILIES), "--train_flags", flags, seconds=400)
     assert done.returncode == 0, done.stdout
     assert {x.model_type for x in found if x.kind == "exact"} == exact

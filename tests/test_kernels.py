@@ -281,7 +281,12 @@ def test_large_heads_get_a_flash_kernel_on_hopper(windows: bool, packed: bool, m
         patch.setattr(FlashAttention4, "_load", lambda _: types.ModuleType("stand-in"))
         assert select("auto", spec).kernel.name == "fa4"
     monkeypatch.setattr("importlib.import_module", missing)
-    assert select("auto", spec).kernel.name == "aten"
+    for version in (None, 90500):
+        monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda version=version: version is not None)
+        monkeypatch.setattr(torch.backends.cudnn, "version", lambda version=version: version)
+        assert select("auto", spec).kernel.name == "aten"
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    assert select("auto", spec).kernel.name == ("aten" if windows or packed else "cudnn")  # without windows, varlen
 
 
 def with_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:

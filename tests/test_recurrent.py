@@ -232,6 +232,22 @@ def test_checkpoints_store_halos_and_scans(compiled: bool) -> None:
     assert spawn(2, calls_of_a_checkpoint, compiled) == [[1, 1, 1, 1]] * 2
 
 
+def check_operator(rank: int) -> None:
+    group = group_of(Layout("contiguous", 1))
+    for taps, dtype in ((1, torch.float32), (TAPS, torch.float32), (TAPS, torch.bfloat16)):
+        x, weight, bias = torch.randn(2, 9, 3), torch.randn(3, taps), torch.randn(3)
+        inputs = [part.to(dtype).requires_grad_() for part in (x, weight, bias)]
+        before = torch.randn(2, 1, taps - 1, 3).to(dtype)
+        operator = torch.ops.lightseq.convolution.default
+        torch.library.opcheck(operator, (inputs[0], before, *inputs[1:], None, group.name, True))
+        assert causal_convolution(group, *inputs).is_contiguous()  # type: ignore[arg-type]
+
+
+def test_the_convolution_keeps_the_rules_of_operators() -> None:
+    """One fragment, which is the case of `ring`, `ulysses` and a single rank."""
+    spawn(1, check_operator)
+
+
 def unknown_activation(rank: int) -> None:
     group, x = group_of(Layout("contiguous", 1)), torch.randn(1, 4, 3)
     with pytest.raises(ValueError, match="activation is 'gelu'; use None, silu or swish"):

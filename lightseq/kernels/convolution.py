@@ -64,17 +64,19 @@ def convolve_torch(
     fragments, taps = before_BFWC.shape[1], weight_CW.shape[1]
     tokens = x_BSC.shape[1] // fragments
     x_BFLC = torch.cat([before_BFWC, x_BSC.unflatten(1, (fragments, -1))], 2)
-    if inside_S is None and not x_BSC.is_cuda:
-        columns = x_BFLC.flatten(0, 1).transpose(1, 2).to(weight_CW.dtype)
-        out = F.conv1d(columns, weight_CW.unsqueeze(1), bias_C, groups=weight_CW.shape[0])
-        out = out.transpose(1, 2).reshape(x_BSC.shape).to(x_BSC.dtype)
-        return F.silu(out) if silu else out
     wide = torch.promote_types(x_BSC.dtype, torch.float32)
+    if inside_S is None and not x_BSC.is_cuda:
+        columns, weight_C1W = x_BFLC.flatten(0, 1).transpose(1, 2).to(wide), weight_CW.unsqueeze(1).to(wide)
+        bias = None if bias_C is None else bias_C.to(wide)
+        out = F.conv1d(columns, weight_C1W, bias, groups=len(weight_CW))
+        out = out.transpose(1, 2).reshape(x_BSC.shape).to(x_BSC.dtype).contiguous()
+        return F.silu(out) if silu else out
     total = None
     for tap in range(taps):
         part = x_BFLC[:, :, tap : tap + tokens].to(wide) * weight_CW[:, tap].to(wide)
         if inside_S is not None and tap < taps - 1:
-            part = part * (inside_S.unflatten(0, (fragments, -1)) >= taps - 1 - tap)[..., None]
+            inside_FL = inside_S.unflatten(0, (fragments, -1))
+            part = part.masked_fill((inside_FL < taps - 1 - tap)[..., None], 0)
         total = part if total is None else total + part
     assert total is not None
     if bias_C is not None:

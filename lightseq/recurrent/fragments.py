@@ -65,7 +65,8 @@ def slots_of(group: SequenceGroup, local: int, boundaries: Tensor | None) -> int
     count = count_fragments(group, local, packed=boundaries is not None)
     if count > MAX_FRAGMENTS:
         raise ValueError(
-            f"a recurrence over a {group.layout.kind} layout would pass {count} states a rank; use --schedule zigzag"
+            f"a recurrence over a {group.layout.kind} layout would pass {count} states a rank; use --schedule zigzag, "
+            "or --recurrent_schedule heads"
         )
     return count
 

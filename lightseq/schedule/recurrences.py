@@ -8,7 +8,7 @@ CHAIN: Final = "chain"
 HEADS: Final = "heads"
 # Values of --recurrent_schedule, and what the start of a run says of them.
 RECURRENT_SCHEDULES: Final[Mapping[str, str]] = {
-    AUTO: "chosen for each layer",
+    AUTO: "states in a chain",
     CHAIN: "states in a chain",
     HEADS: "heads exchanged",
 }

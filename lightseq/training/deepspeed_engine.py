@@ -171,7 +171,8 @@ class DeepSpeedEngine:
                 yield name, self._deepspeed.utils.safe_get_full_fp32_param(parameter)
             else:  # a router's bias, for example, of which DeepSpeed's optimizer has no copy
                 with self._deepspeed.zero.GatheredParameters(parameter):
-                    yield name, parameter.detach().clone()
+                    whole = parameter.detach().clone()
+                yield name, whole
 
     def tensors(self) -> dict[str, Tensor] | None:
         return None

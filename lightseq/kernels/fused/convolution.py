@@ -65,7 +65,7 @@ def convolve_backward(
         TAPS=taps, SILU=silu, ROWS=ROWS, UNROLL=UNROLL, BLOCK=BLOCK, num_warps=WARPS,
     )  # fmt: skip
     sums_WC = partial_PWC.sum(0)
-    return dx_BSC, dbefore_BFWC, sums_WC[:taps].t(), sums_WC[taps]
+    return dx_BSC, dbefore_BFWC, sums_WC[:taps].t().clone(), sums_WC[taps].clone()  # results that share no memory
 
 
 @triton.jit

@@ -97,9 +97,9 @@ UPDATE_LAUNCH_SECONDS = {"adamw_8bit": 0.55e-3, "adamw_torch_8bit": 0.55e-3}
 LAYER_LAUNCH_SECONDS: Mapping[bool, float] = {False: 14e-3, True: 4e-3}
 # Speed relative to fa4 with heads of 128: benchmarks/results/attention-*.jsonl from 64K on (fa2: taken as aten).
 HEAD_DIM_SHARE: Mapping[int, float] = {64: 0.86, 128: 1.0}
-# Speed of heads of 256 with a window relative to those without: cuDNN has no windows, so fa4 computes both passes
-# (235 TFLOP/s with a window of 1,024, 437 without: dev/LOG.md).
-WINDOW_SHARE: Mapping[int, float] = {256: 0.54}
+# Speed of heads of 256 where fa4 computes both passes, relative to cuDNN's backward pass after fa4's forward pass: 377
+# of 437 TFLOP/s, and 235 with a window of 1,024 (dev/LOG.md).
+WITHOUT_CUDNN, WINDOW_WITHOUT_CUDNN = 0.86, 0.54
 KERNEL_SHARE: Mapping[str, float] = {"cudnn": 0.84, "aten": 0.5, "fa2": 0.5}
 
 

@@ -13,11 +13,13 @@ from lightseq.memory.planner.memory import lifetimes_of, saved_by_groups
 from lightseq.memory.planner.placement import OFFLOADED, RECOMPUTED, Placement
 from lightseq.memory.planner.run import PlannedRun
 from lightseq.models.adapters import count_adapter_parameters
+from lightseq.models.architecture import caps_scores
 from lightseq.models.flops import recompute_flops
 from lightseq.models.layers import Attention, Layer, attention_shape
 from lightseq.modules.mlp import TILE_TOKENS
 from lightseq.schedule.auto import estimate_choice
 from lightseq.schedule.cost import BACKWARD_FLOPS
+from lightseq.schedule.recurrences import HEADS
 from lightseq.schedule.timing import FLOAT32_BYTES
 
 WAITING = "waiting for the host"
@@ -84,12 +86,18 @@ def _full_attention_seconds(run: PlannedRun, mixer: Attention) -> float:
     shape = attention_shape([mixer], length, batch, run.itemsize)
     head_dim = min(rates.HEAD_DIM_SHARE, key=lambda known: abs(known - mixer.heads.dim))
     share = rates.HEAD_DIM_SHARE[head_dim] * rates.KERNEL_SHARE.get(run.config.kernel_name, 1.0)
-    if mixer.window is not None:
-        share *= rates.WINDOW_SHARE.get(mixer.heads.dim, 1.0)
+    if mixer.heads.dim == 256 and run.config.kernel_name in ("auto", "fa4") and not _takes_cudnn(run, mixer):
+        share *= rates.WITHOUT_CUDNN if mixer.window is None else rates.WINDOW_WITHOUT_CUDNN
     kernel = rates.attention_rates(run.hardware.chip, run.transport)
     kernel = replace(kernel, flops_per_second=kernel.flops_per_second * (share * rates.ATTENTION_SHARE))
     per_host = run.hardware.gpus_per_host
     return _estimated(run.choice, run.sequence_ranks, shape, kernel, per_host, run.keeps_gathered).seconds
+
+
+def _takes_cudnn(run: PlannedRun, mixer: Attention) -> bool:
+    """Returns whether fa4 leaves a mixer's backward pass to cuDNN (kernels/attention/flash_attn.py)."""
+    config = run.config
+    return not (mixer.window or caps_scores(run.model) or config.deterministic or config.packing != "none")
 
 
 def _attentions_again(run: PlannedRun, placement: Placement) -> int:
@@ -127,7 +135,8 @@ def _recurrence_seconds(run: PlannedRun) -> float:
     for mixer in (mixer for layer in run.layers for mixer in layer.linear_mixers):
         again = policy == "full" if mixer.is_stored else policy != "none"
         share = rates.TORCH_SCAN_SHARE if mixer.is_slow else rates.SCAN_SHARE
-        chain = rates.CHAIN_TIME if mixer.scan_heads and run.sequence_ranks > 1 else 1.0
+        in_chain = mixer.scan_heads and run.sequence_ranks > 1 and run.config.recurrent_schedule != HEADS
+        chain = rates.CHAIN_TIME if in_chain else 1.0
         total += (3 + again + (run.group_size > 1)) * mixer.token_flops / share * chain
     return run.tokens * total / run.hardware.chip.peak_flops
 
