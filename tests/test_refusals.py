@@ -361,23 +361,34 @@ def root_cause(said: str) -> str:
     return said.rpartition("Root Cause (first observed failure):")[2]
 
 
-@pytest.mark.slow
-def test_the_launcher_gives_the_line_of_the_ranks_that_miss_a_killed_one_as_the_cause(tmp_path: Path) -> None:
-    small.write_inputs(tmp_path)
-    flags = small.words(tmp_path, "out", "--max_steps 100000 --save_strategy no").split()
+def cause_after_a_kill(folder: Path, attempt: int) -> str:
+    """Kills rank 1 of two in training. Returns what torch's launcher reports as the cause."""
+    output = f"out-{attempt}"
+    flags = small.words(folder, output, "--max_steps 100000 --save_strategy no").split()
     launched = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "llama3/train.py"]
     with (
-        (tmp_path / "said").open("w") as said,
+        (folder / "said").open("w") as said,
         subprocess.Popen([*launched, *flags], cwd=ROOT, stderr=said) as launcher,
     ):
         until = time.monotonic() + 100
-        while not (tmp_path / "out" / "metrics.jsonl").exists() and time.monotonic() < until:
+        while not (folder / output / "metrics.jsonl").exists() and time.monotonic() < until:
             time.sleep(0.1)
         ranks = psutil.Process(launcher.pid).children()
         next(process for process in ranks if process.environ().get("RANK") == "1").kill()
         assert launcher.wait(60) == 1
-    cause = root_cause((tmp_path / "said").read_text())
-    assert "traceback : error: no sign of life from rank 1 on" in cause, cause
+    return root_cause((folder / "said").read_text())
+
+
+@pytest.mark.slow
+def test_the_launcher_gives_the_line_of_the_ranks_that_miss_a_killed_one_as_the_cause(tmp_path: Path) -> None:
+    """The launcher looks every 100 ms. On a busy machine it may see the killed rank before the others have ended."""
+    small.write_inputs(tmp_path)
+    causes = []
+    for attempt in range(4):
+        causes.append(cause_after_a_kill(tmp_path, attempt))
+        if "traceback : error: no sign of life from rank 1 on" in causes[-1]:
+            return
+    pytest.fail("\n".join(causes))
 
 
 @pytest.mark.parametrize("program", ["-m llama3.train", "llama2/train.py"])
