@@ -38,7 +38,7 @@ help:
 	@echo "make train      install, make data, train tiny-llama3 on every GPU here (or 2 CPU processes), draw the curves, write text"
 	@echo "                STEPS=$(STEPS) LENGTH=$(LENGTH) BATCH=$(BATCH) OUTPUT=$(OUTPUT) NPROC=(default: one per GPU, else 2)"
 	@echo "make test       install what tests need, run the quick tests on the CPU (about seven minutes on 2 cores); ARGS='-k name' goes to pytest"
-	@echo "make test-all   all tests that need no GPU"
+	@echo "make test-all   all tests that need no GPU (about 50 minutes on 2 cores)"
 	@echo "make test-compat  a few tests, with the oldest and the newest torch and transformers; installs both"
 	@echo "make test-trl   TRL's own tests with our trainers on 2 CPU processes (10 minutes); TRL_CHECKOUT=PATH is its repository"
 	@echo "make test-gpu   the tests that need GPUs"
