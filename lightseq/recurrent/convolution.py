@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightseq.kernels.convolution import convolve, convolve_backward
 from lightseq.schedule.layout import Layout
-from lightseq.sequence.documents import Documents, without_repeats
+from lightseq.sequence.documents import Documents
 from lightseq.sequence.group import SequenceGroup, find_group
 from lightseq.sequence.halo import add_gradient, tokens_before
 from lightseq.utils.tensors import upload
@@ -122,8 +122,8 @@ def _tokens_inside(x_BSC: Tensor, group: SequenceGroup, boundaries: Tensor | Non
     """Returns how many tokens of its document lie before each of this rank's tokens (S,); None without documents."""
     if boundaries is None:
         return None
-    edges = without_repeats(boundaries)
-    return _positions(group.packed_layout(edges), group.rank, edges, x_BSC.device)
+    layout, edges = group.layout_and_edges(x_BSC.shape[1], boundaries)
+    return _positions(layout, group.rank, edges, x_BSC.device)
 
 
 @lru_cache(maxsize=16)  # serves all layers of a batch

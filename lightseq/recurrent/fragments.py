@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from lightseq.schedule.layout import MAX_FRAGMENTS, Layout
-from lightseq.sequence.documents import without_repeats
 from lightseq.sequence.group import SequenceGroup
 from lightseq.utils.tensors import upload
 
@@ -71,20 +70,9 @@ def slots_of(group: SequenceGroup, local: int, boundaries: Tensor | None) -> int
     return count
 
 
-def layout_and_edges(group: SequenceGroup, local: int, boundaries: Tensor | None) -> tuple[Layout, tuple[int, ...]]:
-    """Returns the layout of a sequence, and where its documents begin and the last ends.
-
-    `boundaries` are those of packed documents on the CPU, padded.
-    """
-    if boundaries is None:
-        return group.layout, (0, local * group.layout.world)
-    edges = without_repeats(boundaries)
-    return group.packed_layout(edges), edges
-
-
 def plan_for(group: SequenceGroup, local: int, boundaries: Tensor | None, device: torch.device) -> FragmentPlan:
     """Returns the plan of this rank. `boundaries` are those of packed documents on the CPU, padded."""
-    layout, edges = layout_and_edges(group, local, boundaries)
+    layout, edges = group.layout_and_edges(local, boundaries)
     return fragment_plan(layout, group.rank, edges, device)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightseq.kernels.recurrent.base import ScanInputs
 from lightseq.kernels.recurrent.selection import select_kernel
-from lightseq.recurrent.fragments import MAX_PLANS, layout_and_edges
+from lightseq.recurrent.fragments import MAX_PLANS
 from lightseq.schedule.layout import Layout
 from lightseq.sequence.group import SequenceGroup, find_group
 from lightseq.utils.checkpoint_context import reuse_or_compute
@@ -104,7 +104,7 @@ def _columns(message: Tensor, likes: Sequence[Tensor]) -> Iterator[Tensor]:
 
 
 def _exchange_for(group: SequenceGroup, local: int, boundaries: Tensor | None, device: torch.device) -> HeadExchange:
-    layout, edges = layout_and_edges(group, local, boundaries)
+    layout, edges = group.layout_and_edges(local, boundaries)
     return HeadExchange(group, _order(layout, edges[-1], device), edges)
 
 

@@ -76,6 +76,16 @@ class SequenceGroup:
         """Returns the layout of a packed sequence with these padded boundaries."""
         return packed_layout(self.layout, self.balances_documents, boundaries)
 
+    def layout_and_edges(self, local: int, boundaries: Tensor | None) -> tuple[Layout, tuple[int, ...]]:
+        """Returns the layout of a sequence, and where its documents begin and the last ends.
+
+        `local` tokens are on each rank. `boundaries` are those of packed documents on the CPU, padded, or None.
+        """
+        if boundaries is None:
+            return self.layout, (0, local * self.layout.world)
+        edges = without_repeats(boundaries)
+        return self.packed_layout(edges), edges
+
     def match(self, documents: Documents) -> bool:
         """Returns whether the documents were packed for ranks that hold the same parts of a sequence."""
         whole = without_repeats(documents.boundaries)

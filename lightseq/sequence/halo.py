@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightseq.schedule.layout import Layout
-from lightseq.sequence.documents import Documents, without_repeats
+from lightseq.sequence.documents import Documents
 from lightseq.sequence.group import SequenceGroup, find_group
 from lightseq.utils.checkpoint_context import reuse_or_compute
 from lightseq.utils.tensors import upload
@@ -105,12 +105,7 @@ class _Plan:
 
 
 def _plan_for(group: SequenceGroup, x: Tensor, boundaries: Tensor | None, count: int, lookers: int) -> _Plan:
-    if boundaries is None:
-        edges: tuple[int, ...] = (0, x.shape[1] * group.layout.world)
-        layout = group.layout
-    else:
-        edges = without_repeats(boundaries)
-        layout = group.packed_layout(edges)
+    layout, edges = group.layout_and_edges(x.shape[1], boundaries)
     return _plan(layout, group.rank, edges, count, lookers, x.device)
 
 
