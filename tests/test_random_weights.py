@@ -44,6 +44,7 @@ def wide(model_type: str) -> Any:
 
 @pytest.mark.parametrize("model_type", UNUSUAL)
 def test_mean_and_spread_are_those_of_transformers(model_type: str) -> None:
+    torch.manual_seed(0)  # some parameters have four numbers, whose spread is off by much in a few draws
     ours, theirs = drawn(wide(model_type)), build(wide(model_type))
     for (name, mine), right in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         if right.std(correction=0) < 1e-8:
