@@ -13,7 +13,6 @@ from torch.nn import functional as F
 from lightseq.kernels.fused.launches import fused_kernels
 
 MAX_TAPS: Final = 8  # of the Triton kernels, which keep as many rows in registers
-DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def convolve(
@@ -52,9 +51,7 @@ def convolve_backward(
 
 def _kernels(x_BSC: Tensor, weight_CW: Tensor) -> ModuleType | None:
     """Returns the module of Triton kernels, or None if they cannot run."""
-    if x_BSC.dtype not in DTYPES or weight_CW.shape[1] > MAX_TAPS:
-        return None
-    return fused_kernels(x_BSC, "convolution")
+    return fused_kernels(x_BSC, "convolution") if weight_CW.shape[1] <= MAX_TAPS else None
 
 
 def convolve_torch(
