@@ -684,10 +684,10 @@ def prepared(remat: str, **flags: Any) -> tuple[LossModel, tuple[Tensor, ...]]:
 
 def mlps_made(_: int, policy: str = "attention", group: int = 1) -> tuple[list[int], list[int]]:
     """Rows of every tile of the MLPs' products, forward and backward."""
-    made, multiply = list[int](), mlp._silu_mul
+    made, multiply = list[int](), mlp._act_mul
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mlp, "TILE_TOKENS", 16)
-        patch.setattr(mlp, "_silu_mul", lambda *tensors: made.append(len(tensors[0])) or multiply(*tensors))
+        patch.setattr(mlp, "_act_mul", lambda *given: made.append(len(given[0])) or multiply(*given))
         model, batch = prepared(policy, config={"num_hidden_layers": 5}, layers_per_checkpoint=group)
         loss = model(*batch)
         forward = made.copy()

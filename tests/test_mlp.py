@@ -15,25 +15,26 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._logging._internal import warning_once
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from transformers import LlamaConfig
+from transformers import Gemma3TextConfig, Gemma3TextModel, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaModel
 
-from lightseq.config.remat_policies import POLICIES, STORE_MLP
+from lightseq.config.remat_policies import POLICIES, STORE_MLP, STORES_MLP
 from lightseq.memory.remat import apply_remat
 from lightseq.modules import mlp as tiled
 from lightseq.modules.low_rank import LinearWeights, input_gradient, is_linear
-from lightseq.modules.mlp import LINEARS, gated_mlp, tile_mlps
+from lightseq.modules.mlp import ACTIVATIONS, LINEARS, gated_mlp, tile_mlps
 from lightseq.utils.process import silenced_loggers
 
 TOKENS, HIDDEN, INTERMEDIATE = 50, 16, 40
 TILES = [1, 7, 25, 49, 50, 51]
 
 
-def module(dtype: torch.dtype = torch.float64, device: str = "cpu") -> LlamaMLP:
+def module(dtype: torch.dtype = torch.float64, device: str = "cpu", activation: str = "silu") -> LlamaMLP:
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, num_attention_heads=2, num_key_value_heads=2
-    )
+        hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, num_attention_heads=2, num_key_value_heads=2,
+        hidden_act={"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}[activation],
+    )  # fmt: skip
     return LlamaMLP(config).to(device, dtype)
 
 
@@ -56,42 +57,50 @@ def results(out: Tensor, x: Tensor, m: Any, dout: Tensor) -> list[Tensor]:
     return [out, *torch.autograd.grad(out, (x, *weights(m)), dout)]
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("store", [False, True])
 @pytest.mark.parametrize("tile", TILES)
-def test_value_and_gradients_equal_transformers(tile: int, store: bool) -> None:
-    m, (x, dout) = module(), inputs()
+def test_value_and_gradients_equal_transformers(tile: int, store: bool, activation: str) -> None:
+    m, (x, dout) = module(activation=activation), inputs()
     want = results(m(x), x, m, dout)
-    for got, expected in zip(results(gated_mlp(x, linears(m), tile, store=store), x, m, dout), want, strict=True):
+    out = gated_mlp(x, linears(m), activation, tile, store=store)
+    for got, expected in zip(results(out, x, m, dout), want, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-13)
 
 
-def check_half_precision(dtype: torch.dtype, device: str, tile: int, store: bool) -> None:
+def check_half_precision(dtype: torch.dtype, device: str, tile: int, store: bool, activation: str) -> None:
     """Against float64 on the same, already rounded numbers; plain is the module itself."""
-    m, (x, dout) = module(dtype, device), inputs(dtype, device)
+    m, (x, dout) = module(dtype, device, activation), inputs(dtype, device)
     exact, wide = copy.deepcopy(m).double(), x.detach().double().requires_grad_()
     truth = results(exact(wide), wide, exact, dout.double())
 
     def errors(found: list[Tensor]) -> list[float]:
         return [((f - t).norm() / t.norm()).item() for f, t in zip(found, truth, strict=True)]
 
-    ours = errors(results(gated_mlp(x, linears(m), tile, store=store), x, m, dout))
+    ours = errors(results(gated_mlp(x, linears(m), activation, tile, store=store), x, m, dout))
     plain = errors(results(m(x), x, m, dout))
     for name, mine, theirs in zip(("out", "x", "gate", "up", "down"), ours, plain, strict=True):
         assert mine <= 2 * theirs, f"{name}: error {mine:.1e}, plain {theirs:.1e}"
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("tile", "store"), [(7, False), (7, True), (50, False)])
-def test_half_precision_errs_at_most_twice_as_much_as_plain(dtype: torch.dtype, tile: int, store: bool) -> None:
-    check_half_precision(dtype, "cpu", tile, store)
+def test_half_precision_errs_at_most_twice_as_much_as_plain(
+    dtype: torch.dtype, tile: int, store: bool, activation: str
+) -> None:
+    check_half_precision(dtype, "cpu", tile, store, activation)
 
 
 @pytest.mark.gpu(1)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("store", [False, True])
 @pytest.mark.parametrize("tile", [8, 50])
-def test_on_a_gpu_it_errs_at_most_twice_as_much_as_plain(dtype: torch.dtype, tile: int, store: bool) -> None:
-    check_half_precision(dtype, "cuda", tile, store)
+def test_on_a_gpu_it_errs_at_most_twice_as_much_as_plain(
+    dtype: torch.dtype, tile: int, store: bool, activation: str
+) -> None:
+    check_half_precision(dtype, "cuda", tile, store, activation)
 
 
 def test_gradients_of_the_weights_add_up_over_many_tiles_in_float32() -> None:
@@ -102,7 +111,7 @@ def test_gradients_of_the_weights_add_up_over_many_tiles_in_float32() -> None:
         (torch.ones(1, 1, dtype=torch.bfloat16) for _ in "gud"),
     )
     down.requires_grad_()
-    gated_mlp(x, [LinearWeights(gate), LinearWeights(up), LinearWeights(down)], 1).sum().backward()
+    gated_mlp(x, [LinearWeights(gate), LinearWeights(up), LinearWeights(down)], "silu", 1).sum().backward()
     assert down.grad is not None
     torch.testing.assert_close(down.grad.float(), torch.full((1, 1), tokens * 0.73105858), rtol=2**-7, atol=0)
 
@@ -194,12 +203,12 @@ def test_no_tile_is_kept_while_the_next_one_is_made() -> None:
     flat, dout = x.detach().flatten(0, 1), dout.flatten(0, 1)
     tensors, scales, trains = list(weights(m)), [0.0] * 3, [False] * 3
     with torch.no_grad():
-        stored = tiled._gated_mlp_stored._init_fn(flat, tensors, scales, 7)[1:]
+        stored = tiled._gated_mlp_stored._init_fn(flat, tensors, scales, "silu", 7, True)[1:]
     for operator, words, most in (
-        (tiled._gated_mlp, (flat, tensors, scales, 7, False), 2),
-        (tiled._gated_mlp_stored, (flat, tensors, scales, 7), 1),  # gate and up are whole
-        (tiled._gated_mlp_backward, (dout, flat, tensors, [], scales, trains, 7), 3),
-        (tiled._gated_mlp_backward, (dout, flat, tensors, stored, scales, trains, 7), 3),
+        (tiled._gated_mlp, (flat, tensors, scales, "silu", 7, True), 2),
+        (tiled._gated_mlp_stored, (flat, tensors, scales, "silu", 7, True), 1),  # gate and up are whole
+        (tiled._gated_mlp_backward, (dout, flat, tensors, [], scales, "silu", trains, 7), 3),
+        (tiled._gated_mlp_backward, (dout, flat, tensors, stored, scales, "silu", trains, 7), 3),
     ):
         with torch.no_grad(), Alive(7 * INTERMEDIATE) as alive:
             operator._init_fn(*words)
@@ -218,7 +227,7 @@ def test_intermediate_tensors_of_the_mlp_never_exist_whole(monkeypatch: pytest.M
     with torch.autograd.graph.saved_tensors_hooks(lambda t: stored.append(t) or t, lambda t: t):
         out = m(x)
     with LargestResult() as ours:
-        results(gated_mlp(x, linears(m), 5), x, m, dout)
+        results(gated_mlp(x, linears(m), "silu", 5), x, m, dout)
     assert {t.numel() for t in stored} == {TOKENS * HIDDEN, HIDDEN * INTERMEDIATE}
     assert plain.elements == TOKENS * INTERMEDIATE and ours.elements == max(TOKENS * HIDDEN, HIDDEN * INTERMEDIATE)
     torch.testing.assert_close(out, LlamaMLP.forward(m, x))
@@ -244,8 +253,8 @@ def test_a_checkpoint_does_not_recompute_the_end_of_its_layer(policy: str, monke
     model, loss = small_llama()
     parameters, made = list(model.parameters()), []
     want = torch.autograd.grad(loss(), parameters)
-    multiply = tiled._silu_mul
-    monkeypatch.setattr(tiled, "_silu_mul", lambda *tensors: made.append(len(tensors[0])) or multiply(*tensors))
+    multiply = tiled._act_mul
+    monkeypatch.setattr(tiled, "_act_mul", lambda *given: made.append(len(given[0])) or multiply(*given))
     monkeypatch.setattr(tiled, "TILE_TOKENS", 5)
     tile_mlps(model.layers, ends_layer=True)
     apply_remat(model.layers, policy)
@@ -276,8 +285,8 @@ def test_a_checkpoint_that_keeps_gate_and_up_makes_neither_again(
     model, loss = small_llama()
     parameters, made = list(model.parameters()), []
     want = torch.autograd.grad(loss(), parameters)
-    multiply = tiled._silu_mul
-    monkeypatch.setattr(tiled, "_silu_mul", lambda *tensors: made.append(len(tensors[0])) or multiply(*tensors))
+    multiply = tiled._act_mul
+    monkeypatch.setattr(tiled, "_act_mul", lambda *given: made.append(len(given[0])) or multiply(*given))
     monkeypatch.setattr(tiled, "TILE_TOKENS", tile)
     tile_mlps(model.layers, store=True)
     apply_remat(model.layers, STORE_MLP, compiled)
@@ -291,6 +300,34 @@ def test_a_checkpoint_that_keeps_gate_and_up_makes_neither_again(
     with torch.no_grad():
         assert model.layers[0].mlp(torch.randn(1, 5, HIDDEN)).shape == (1, 5, HIDDEN)
     assert sum(made) == 3 * 20, "an evaluation keeps nothing"
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy != "none"])
+def test_an_mlp_before_a_norm_gives_the_same_gradients(
+    policy: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gemma 3: GELU, and a norm that reads the MLP's output. Only `full` runs the MLP forward again."""
+    config = Gemma3TextConfig(
+        hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, num_attention_heads=2, num_key_value_heads=2,
+        num_hidden_layers=2, vocab_size=32, head_dim=8,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model, ids, weigh = Gemma3TextModel(config), torch.arange(20).reshape(1, 20), torch.randn(1, 20, HIDDEN)
+    parameters, made = list(model.parameters()), []
+    want = torch.autograd.grad((model(input_ids=ids, use_cache=False).last_hidden_state * weigh).sum(), parameters)
+    multiply = tiled._act_mul
+    monkeypatch.setattr(tiled, "_act_mul", lambda *given: made.append(len(given[0])) or multiply(*given))
+    monkeypatch.setattr(tiled, "TILE_TOKENS", 5)
+    tile_mlps(model.layers, store=policy in STORES_MLP)
+    apply_remat(model.layers, policy, compiled)
+    torch._dynamo.reset()
+    for layer in model.layers if compiled else []:
+        layer.forward = torch.compile(layer.forward, backend="aot_eager")
+    loss = (model(input_ids=ids, use_cache=False).last_hidden_state * weigh).sum()
+    for got, expected in zip(torch.autograd.grad(loss, parameters), want, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+    assert sum(made) == 2 * 20 * (2 if policy == "full" else 1)
 
 
 def test_compiled_layers_say_nothing_of_their_checkpoints() -> None:
@@ -332,7 +369,9 @@ def test_other_kinds_of_mlp_are_left_alone() -> None:
         """A linear with something more to it, as float8's."""
 
     assert replaced(lambda m: None)
+    assert replaced(lambda m: setattr(m, "act_fn", nn.GELU("tanh")))
     assert not replaced(lambda m: setattr(m, "act_fn", nn.GELU()))
+    assert not replaced(lambda m: setattr(m, "act_fn", nn.ReLU()))
     assert not replaced(lambda m: setattr(m, "up_proj", Adapted(HIDDEN, INTERMEDIATE, bias=False)))
     assert not replaced(lambda m: setattr(m, "up_proj", nn.Linear(HIDDEN, INTERMEDIATE)))
     with pytest.raises(ValueError, match="no gated MLP of plain linears"):
@@ -345,7 +384,7 @@ def test_the_operators_keep_torchs_contract(name: str) -> None:
     m, (x, _) = module(torch.float32), inputs(torch.float32)
     torch.library.opcheck(
         getattr(torch.ops.lightseq, name).default,
-        (x.reshape(-1, HIDDEN), list(weights(m)), [0.0] * 3, 7, *[False] * (name == "gated_mlp")),
+        (x.reshape(-1, HIDDEN), list(weights(m)), [0.0] * 3, "silu", 7, False),
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration", "test_aot_dispatch_static"),
     )  # fmt: skip
 

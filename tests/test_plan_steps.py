@@ -113,7 +113,7 @@ def test_packed_rows_are_planned_within_five_percent_and_ten(record: dict[str, A
 
 @pytest.mark.parametrize("record", GEMMA, ids=[f"{r['length']}, {r['commit']}" for r in GEMMA])
 def test_windows_wide_heads_and_more_norms_are_planned_within_five_percent_and_ten(record: dict[str, Any]) -> None:
-    words = [*NEEDED, "--bf16", "--model_max_length", str(record["length"])]
+    words = [*NEEDED, "--bf16", "--model_max_length", str(record["length"]), "--remat", record["remat"]]
     config = parse(words, "").resolve_memory_flags(on_gpu=True)
     run = PlannedRun(model_of(record["model"])[1], config, hardware_of(record, record["world"]))
     check_plan(make_plan(run), record)

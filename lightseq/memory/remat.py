@@ -22,7 +22,7 @@ from lightseq.memory.offload import Offload
 from lightseq.memory.stored_choices import CHOICE_OPS, choice_contexts
 from lightseq.modules.experts import experts_modules
 from lightseq.modules.identity import hook_of
-from lightseq.modules.mlp import STORED_MLP_OP
+from lightseq.modules.mlp import MLP_OP, STORED_MLP_OP
 from lightseq.modules.projections import STORED_LINEAR_OP
 from lightseq.recurrent.head_exchange import SCAN_HEADS_OP
 from lightseq.recurrent.scan import SCAN_OP
@@ -34,7 +34,7 @@ Forward = Callable[..., Tensor]
 # Operators whose results a checkpoint may store.
 STORED = (
     *(ATTENTION_OP, SCAN_OP, SCAN_HEADS_OP, TOKENS_BEFORE_OP),
-    *(STORED_MLP_OP, STORED_LINEAR_OP, STORED_PRODUCT_OP),
+    *(MLP_OP, STORED_MLP_OP, STORED_LINEAR_OP, STORED_PRODUCT_OP),
 )
 
 
@@ -47,11 +47,12 @@ def apply_remat(
 ) -> None:
     """Checkpoints the forward of every layer.
 
-    `full` stores only the layer's input, `attention` also attention's output and lse, `attention+mlp` also the tensors
-    that `tile_mlps(store=True)` marks, and `attention+linears` those that `store_projections` marks. The forward is
-    replaced rather than the call, so module hooks such as FSDP's stay outside and run once per pass. Every policy
-    stores which experts were chosen. Set `compiled` for a forward that torch.compile will see. `offload` receives the
-    stored tensors. Set `has_dropout` if the layers may have some: they then draw the same masks again.
+    `full` stores only the layer's input, `attention` also attention's output and lse, and the output of a tiled MLP
+    that a norm follows, `attention+mlp` also the tensors that `tile_mlps(store=True)` marks, and `attention+linears`
+    those that `store_projections` marks. The forward is replaced rather than the call, so module hooks such as FSDP's
+    stay outside and run once per pass. Every policy stores which experts were chosen. Set `compiled` for a forward that
+    torch.compile will see. `offload` receives the stored tensors. Set `has_dropout` if the layers may have some: they
+    then draw the same masks again.
     """
     assert policy in POLICIES, policy
     if policy == "none":

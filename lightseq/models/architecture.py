@@ -43,7 +43,7 @@ from lightseq.models.mixers import (
 from lightseq.models.token_wise import works_on_each_token
 from lightseq.modules.experts import parameters_of_experts
 from lightseq.modules.identity import hook_of, is_known_code, linear_change
-from lightseq.modules.mlp import is_gated
+from lightseq.modules.mlp import gate_activation
 from lightseq.modules.projections import has_projections
 from lightseq.schedule.chunks import Chunk
 from lightseq.utils.formatting import first_line
@@ -401,7 +401,10 @@ def _layer(place: int, layer: nn.Module, did: LayerRun, hidden: int) -> Layer:
     """Returns the facts about a layer that ran on the meta device."""
     mlp: Any = getattr(layer, "mlp", None)
     in_mlp = set(mlp.modules()) if mlp is not None else set()
-    last_linear = did.linears[-1] if did.linears and did.experts is None else None
+    mlp_is_last = not did.saved_after_mlp
+    gated_mlp = did.experts is None and gate_activation(mlp) is not None
+    is_repeated = mlp is not None and not (mlp_is_last or gated_mlp)  # what follows an MLP needs its result
+    last_linear = did.linears[-1] if did.linears and did.experts is None and not is_repeated else None
     if did.experts is not None:
         last_product = did.experts.per_token * did.experts.last_product
     else:
@@ -416,8 +419,8 @@ def _layer(place: int, layer: nn.Module, did: LayerRun, hidden: int) -> Layer:
         active=did.products // TOKENS,
         linears=sum(linear.weight.numel() for linear in linears_of(layer)),
         last_product=last_product,
-        gated_mlp=did.experts is None and is_gated(mlp),
-        mlp_is_last=not did.saved_after_mlp,
+        gated_mlp=gated_mlp,
+        mlp_is_last=mlp_is_last,
         plain_projections=has_projections(layer),
         linear_inputs=sum(linear.in_features for linear in did.linears),
         linear_outputs=sum(linear.out_features for linear in did.linears),

@@ -115,11 +115,11 @@ def recompute_flops(
     """Returns the FLOPs that the backward pass recomputes; `model_flops` plus these are the hardware FLOPs.
 
     `attention` repeats the layers' linears, `full` attention too, `attention+mlp` all linears but the MLP's, and
-    `attention+linears` none. The down projection is never repeated, because it ends its layer and no gradient needs its
-    output. Recomputation inside flash kernels is not counted. A `group` of layers that shares a checkpoint first runs
-    forward once more; its last layer then stores attention's output, and skips the products that nothing reads. `tiled`
-    layers also repeat their last product, and the q, k and v projections once more for attention's backward pass. MLPs
-    are assumed to run in tiles.
+    `attention+linears` none. The down projection is not repeated: no gradient needs its output, or, if a norm follows
+    it, all policies but `full` store it. Under `full` such an MLP runs forward once more. Recomputation inside flash
+    kernels is not counted. A `group` of layers that shares a checkpoint first runs forward once more; its last layer
+    then stores attention's output, and skips the products that nothing reads. `tiled` layers also repeat their last
+    product, and the q, k and v projections once more for attention's backward pass. MLPs are assumed to run in tiles.
     """
     assert remat in POLICIES, remat
     found = inspect_architecture(config)
@@ -133,6 +133,8 @@ def recompute_flops(
             products += layer.active - layer.last_product
         if remat == STORE_MLP:
             products -= layer.stored_products
+        if remat == "full" and layer.gated_mlp and not layer.mlp_is_last:
+            products += 3 * layer.hidden * layer.intermediate
         if remat == STORE_LINEARS and layer.experts is not None:  # the router and shared experts
             products += layer.active - layer.experts.active - layer.projections - layer.hidden * layer.attention_width
         if tiled:
@@ -157,7 +159,7 @@ def skipped_products(layer: Layer, remat: str, tiled: bool) -> int:
     """
     if tiled:
         return layer.active - layer.projections
-    ends_early = layer.gated_mlp and layer.can_store_mlp and remat in ("attention", "full")
+    ends_early = layer.gated_mlp and layer.mlp_is_last and remat in ("attention", "full")
     return 3 * layer.hidden * layer.intermediate if ends_early else 0
 
 

@@ -110,13 +110,13 @@ class Layer:
     parameters: int
     active: int  # weights that a token is multiplied by: linears, and the experts that it chooses
     linears: int  # weights of its linears, which experts are not
-    last_product: int  # part of `active`: the product that runs last, whose result no backward pass needs
-    gated_mlp: bool  # down(silu(gate) * up) of plain linears
+    last_product: int  # part of `active`: the product that runs last, if a recomputation leaves it out
+    gated_mlp: bool  # down(act(gate) * up) of plain linears, with an activation of modules/mlp.py
     mlp_is_last: bool  # only the residual sum follows the MLP, so no backward pass needs its output
     plain_projections: bool  # of attention: four linears without bias
     linear_inputs: int  # elements per token that its linears read
     linear_outputs: int  # elements per token that they write
-    last_linear_input: int  # part of `linear_inputs`: the linear that runs last, if its result is not needed
+    last_linear_input: int  # part of `linear_inputs`: that of the product that runs last, if it is left out
     experts: Experts | None
     place: int = field(compare=False)  # of the first layer like it in the model
 
@@ -138,7 +138,7 @@ class Layer:
     @property
     def can_store_mlp(self) -> bool:
         """Returns whether a checkpoint can store gate and up of its MLP or experts, whose products then run once."""
-        return self.experts is not None or (self.gated_mlp and self.mlp_is_last)
+        return self.experts is not None or self.gated_mlp
 
     @property
     def stored_products(self) -> int:

@@ -3,13 +3,14 @@
 Shape suffixes: N tokens, H hidden, I intermediate, R an adapter's rank.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from functools import cache
-from typing import Any, NamedTuple
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache, partial
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers.activations import SiLUActivation
+from transformers.activations import GELUTanh, NewGELUActivation, SiLUActivation
 
 from lightseq.kernels.fused.launches import fused_kernels
 from lightseq.kernels.fused.products import add_product, write_product
@@ -20,35 +21,44 @@ from lightseq.utils.checkpoint_context import is_recomputing, reuse_or_compute
 
 TILE_TOKENS = 8192  # three bfloat16 buffers 14336 wide take 0.7 GiB; smaller tiles do not fill a GPU's last wave
 LINEARS = ("gate_proj", "up_proj", "down_proj")
+SILU, TANH_GELU = "silu", "gelu_tanh"
+ACTIVATIONS: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {
+    SILU: nn.functional.silu,
+    TANH_GELU: partial(nn.functional.gelu, approximate="tanh"),
+}
+ACTIVATION_CLASSES = (nn.SiLU, SiLUActivation, nn.GELU, GELUTanh, NewGELUActivation)
 
 
 def tile_mlps(layers: Iterable[nn.Module], store: bool = False, ends_layer: bool = False) -> None:
-    """Replaces the forward of every MLP that computes `down(silu(gate(x)) * up(x))` with plain linears; others stay.
+    """Replaces the forward of every MLP that computes `down(act(gate(x)) * up(x))` with plain linears; others stay.
 
-    An MLP, an activation or a linear with a hook or another forward than its class's stays too.
-    The linears may have low-rank adapters. The backward pass recomputes gate and up from the input, tile by tile. An
-    input that fits in one tile takes the module's own forward. Layers with experts stay (see `store_experts`). With
-    `store`, gate and up are saved for the backward pass at any length, a checkpoint may store them, and a layer with
-    any other MLP raises ValueError. With `store` or `ends_layer`, no backward pass may need the MLP's output
-    (`Layer.mlp_is_last`), because it is not computed when a checkpoint recomputes the layer; layers that are not
-    transformers' own then keep their MLPs.
+    The activation is SiLU, or GELU by tanh. An MLP, an activation or a linear with a hook or another forward than its
+    class's stays too. The linears may have low-rank adapters. The backward pass recomputes gate and up from the input,
+    tile by tile. An input that fits in one tile takes the module's own forward. Layers with experts stay (see
+    `store_experts`). With `store`, gate and up are saved for the backward pass at any length, a checkpoint may store
+    them, and a layer with any other MLP raises ValueError. `ends_layer` says that no backward pass needs the MLP's
+    output (`Layer.mlp_is_last`). It is then neither stored nor computed when a checkpoint recomputes the layer, if the
+    layer is transformers' own.
     """
     for layer in layers:
         mlp: Any = getattr(layer, "mlp", None)
         if next(experts_modules(layer), None) is not None:
             continue
-        if mlp is not None and is_gated(mlp) and (not (store or ends_layer) or _is_known(layer)):
-            mlp.tile_tokens, mlp.stores_products, mlp.ends_layer = TILE_TOKENS, store, ends_layer
+        if mlp is not None and (activation := gate_activation(mlp)) is not None:
+            mlp.tile_tokens, mlp.stores_products, mlp.gate_activation = TILE_TOKENS, store, activation
+            mlp.ends_layer = ends_layer and _is_known(layer)
             mlp.__class__ = _tiled_class(type(mlp))  # type: ignore[arg-type]
         elif store:
             raise ValueError(f"{type(layer).__name__} has no gated MLP of plain linears whose gate and up to store")
 
 
-def is_gated(mlp: Any) -> bool:
-    """Returns whether `tile_mlps` replaces a module."""
+def gate_activation(mlp: Any) -> str | None:
+    """Returns the name of the gate's activation if `tile_mlps` replaces a module, else None."""
     linears, act_fn = [getattr(mlp, name, None) for name in LINEARS], getattr(mlp, "act_fn", None)
-    silu = type(act_fn) in (nn.SiLU, SiLUActivation) and _is_known(act_fn)
-    return silu and all(map(is_linear, linears)) and _is_known(mlp) and _multiplies_silu(mlp)
+    is_known = type(act_fn) in ACTIVATION_CLASSES and _is_known(act_fn) and _is_known(mlp)
+    if not is_known or not all(map(is_linear, linears)):
+        return None
+    return next((name for name, activation in ACTIVATIONS.items() if _multiplies(mlp, activation)), None)
 
 
 def _is_known(module: Any) -> bool:
@@ -56,11 +66,11 @@ def _is_known(module: Any) -> bool:
     return change_of(module) is None and is_known_code(plain_class(module).forward)
 
 
-def _multiplies_silu(mlp: Any) -> bool:
-    """Returns whether an MLP computes down(silu(gate(x)) * up(x)), found by running its own code on numbers."""
+def _multiplies(mlp: Any, activation: Callable[[Tensor], Tensor]) -> bool:
+    """Returns whether an MLP computes down(activation(gate(x)) * up(x)), found by running its own code on numbers."""
     x = torch.zeros(1, 4, device="cpu")
-    gate, up, out = torch.linspace(-8, 8, 64, device="cpu").view(4, 1, 16).unbind(0)[:3]
-    expected, given = nn.functional.silu(gate) * up, list[Tensor]()
+    gate, up, out = (torch.linspace(-4, end, 16, device="cpu")[None] for end in (4, 2, 1))
+    expected, given = activation(gate) * up, list[Tensor]()
 
     def down(act: Tensor) -> Tensor:
         given.append(act)
@@ -77,7 +87,7 @@ def _multiplies_silu(mlp: Any) -> bool:
             returned = twin_forward(mlp, children, x)
     except Exception:  # the model's code may raise anything
         return False
-    return returned is out and len(given) == 1 and torch.allclose(given[0], expected, rtol=1e-5, atol=0)
+    return returned is out and len(given) == 1 and torch.allclose(given[0], expected, rtol=1e-5, atol=1e-6)
 
 
 @cache
@@ -93,26 +103,31 @@ def _tiled_class(kind: type[nn.Module]) -> type[nn.Module]:
         if x.numel() <= self.tile_tokens * x.shape[-1] and not store:
             return kind.forward(self, x)
         linears = [linear_weights(getattr(self, name), x.dtype) for name in LINEARS]
-        return gated_mlp(x, linears, self.tile_tokens, store, self.ends_layer)
+        return gated_mlp(x, linears, self.gate_activation, self.tile_tokens, store, self.ends_layer)
 
     return type(f"Tiled{kind.__name__}", (kind,), {"forward": forward})
 
 
 def gated_mlp(
-    x: Tensor, linears: Sequence[LinearWeights], tile_tokens: int, store: bool = False, ends_layer: bool = False
+    x: Tensor,
+    linears: Sequence[LinearWeights],
+    activation: str,
+    tile_tokens: int,
+    store: bool = False,
+    ends_layer: bool = False,
 ) -> Tensor:
-    """Returns down(silu(gate(x)) * up(x)) for x (..., H) (arXiv 2002.05202).
+    """Returns down(act(gate(x)) * up(x)) for x (..., H) (arXiv 2002.05202).
 
-    `linears` are gate (I, H), up (I, H) and down (H, I). The backward pass uses x, and gate(x) and up(x), which it
-    recomputes unless they are saved by `store`. With `ends_layer` the result is uninitialized memory while a checkpoint
-    recomputes the layer. silu(gate) * up is rounded once; gradients of weights and adapters accumulate over the tiles
-    in float32 or wider, and frozen weights get none.
+    `linears` are gate (I, H), up (I, H) and down (H, I); `activation` is one of ACTIVATIONS. The backward pass uses x,
+    and gate(x) and up(x), which it recomputes unless they are saved by `store`. With `ends_layer` the result is
+    uninitialized memory while a checkpoint recomputes the layer. act(gate) * up is rounded once; gradients of weights
+    and adapters accumulate over the tiles in float32 or wider, and frozen weights get none.
     """
     flat, tensors = x.reshape(-1, x.shape[-1]), [tensor for linear in linears for tensor in linear.tensors]
     scales = [0.0 if linear.a is None else linear.scale for linear in linears]
-    if store:
-        return _gated_mlp_stored(flat, tensors, scales, tile_tokens)[0].view(x.shape)
-    return _gated_mlp(flat, tensors, scales, tile_tokens, ends_layer).view(x.shape)
+    given = flat, tensors, scales, activation, tile_tokens, ends_layer
+    out = _gated_mlp_stored(*given)[0] if store else _gated_mlp(*given)
+    return out.view(x.shape)
 
 
 def _unflatten_linears(tensors: Sequence[Tensor], scales: Sequence[float]) -> list[LinearWeights]:
@@ -129,18 +144,25 @@ def _gated_mlp(
     x_NH: Tensor,
     tensors: Sequence[Tensor],
     scales: Sequence[float],
+    activation: str,
     tile_tokens: int,
     ends_layer: bool,
 ) -> Tensor:
+    """Returns the output, which a checkpoint stores unless it is not needed."""
     gate_IH, up_IH, down_HI = _unflatten_linears(tensors, scales)
-    out = torch.empty(x_NH.shape, dtype=x_NH.dtype, device=x_NH.device)
-    if ends_layer and is_recomputing():
-        return out
-    for rows in tiles(len(x_NH), tile_tokens):
-        gate, up = gate_IH.forward(x_NH[rows]), up_IH.forward(x_NH[rows])
-        _silu_mul(gate, up, gate)
-        down_HI.forward(gate, out=out[rows])
-        del gate, up  # before the next tile's are allocated
+
+    def compute() -> tuple[Tensor]:
+        out = torch.empty(x_NH.shape, dtype=x_NH.dtype, device=x_NH.device)
+        if ends_layer and is_recomputing():
+            return (out,)
+        for rows in tiles(len(x_NH), tile_tokens):
+            gate, up = gate_IH.forward(x_NH[rows]), up_IH.forward(x_NH[rows])
+            _act_mul(gate, up, gate, activation)
+            down_HI.forward(gate, out=out[rows])
+            del gate, up  # before the next tile's are allocated
+        return (out,)
+
+    (out,) = compute() if ends_layer else reuse_or_compute(compute)
     return out
 
 
@@ -149,6 +171,7 @@ def _(
     x_NH: Tensor,
     tensors: Sequence[Tensor],
     scales: Sequence[float],
+    activation: str,
     tile_tokens: int,
     ends_layer: bool,
 ) -> Tensor:
@@ -157,30 +180,43 @@ def _(
 
 @torch.library.custom_op("lightseq::gated_mlp_stored", mutates_args=())
 def _gated_mlp_stored(
-    x_NH: Tensor, tensors: Sequence[Tensor], scales: Sequence[float], tile_tokens: int
+    x_NH: Tensor,
+    tensors: Sequence[Tensor],
+    scales: Sequence[float],
+    activation: str,
+    tile_tokens: int,
+    ends_layer: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the output, gate and up. If a checkpoint stored the latter two, the output is uninitialized memory."""
+    """Returns the output, gate and up, which a checkpoint stores.
+
+    With `ends_layer` it stores no output, which is uninitialized memory in the recomputation.
+    """
     gate_IH, up_IH, down_HI = _unflatten_linears(tensors, scales)
     out = torch.empty(x_NH.shape, dtype=x_NH.dtype, device=x_NH.device)
 
-    def compute() -> tuple[Tensor, Tensor]:
+    def compute() -> tuple[Tensor, ...]:
         gate, up = (out.new_empty(len(x_NH), len(linear.weight)) for linear in (gate_IH, up_IH))
         for rows in tiles(len(x_NH), tile_tokens):
             gate_IH.forward(x_NH[rows], out=gate[rows])
             up_IH.forward(x_NH[rows], out=up[rows])
             act = torch.empty_like(gate[rows])
-            _silu_mul(gate[rows], up[rows], act)
+            _act_mul(gate[rows], up[rows], act, activation)
             down_HI.forward(act, out=out[rows])
             del act
-        return gate, up
+        return (gate, up) if ends_layer else (gate, up, out)
 
-    gate, up = reuse_or_compute(compute)
-    return out, gate, up
+    gate, up, *stored = reuse_or_compute(compute)
+    return stored[0] if stored else out, gate, up
 
 
 @_gated_mlp_stored.register_fake
 def _(
-    x_NH: Tensor, tensors: Sequence[Tensor], scales: Sequence[float], tile_tokens: int
+    x_NH: Tensor,
+    tensors: Sequence[Tensor],
+    scales: Sequence[float],
+    activation: str,
+    tile_tokens: int,
+    ends_layer: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     gate_IH, up_IH, _ = _unflatten_linears(tensors, scales)
     gate, up = (x_NH.new_empty(len(x_NH), len(linear.weight)) for linear in (gate_IH, up_IH))
@@ -194,6 +230,7 @@ def _gated_mlp_backward(
     tensors: Sequence[Tensor],
     stored: Sequence[Tensor],
     scales: Sequence[float],
+    activation: str,
     trains: Sequence[bool],
     tile_tokens: int,
 ) -> list[Tensor]:
@@ -210,7 +247,7 @@ def _gated_mlp_backward(
         gate, up = (y[rows] for y in stored) if stored else (gate_IH.forward(x), up_IH.forward(x))
         dgate, dup = (torch.empty_like(gate), torch.empty_like(up)) if stored else (gate, up)
         act = input_gradient([down_HI], [dout], torch.empty_like(gate))
-        _silu_mul_backward(gate, up, act, dgate, dup)  # overwrites act with silu(gate) * up
+        _act_mul_backward(gate, up, act, dgate, dup, activation)  # overwrites act with act(gate) * up
         for total, dy, y_from in zip(sums, (dgate, dup, dout), (x, x, act), strict=True):
             total.add(dy, y_from)
         input_gradient([gate_IH, up_IH], [dgate, dup], dx[rows])
@@ -225,6 +262,7 @@ def _(
     tensors: Sequence[Tensor],
     stored: Sequence[Tensor],
     scales: Sequence[float],
+    activation: str,
     trains: Sequence[bool],
     tile_tokens: int,
 ) -> list[Tensor]:
@@ -275,23 +313,32 @@ def tiles(tokens: int, size: int) -> Iterator[slice]:
     return (slice(start, start + size) for start in range(0, tokens, size))
 
 
-def _silu_mul(gate: Tensor, up: Tensor, out: Tensor) -> None:
-    if fused := fused_kernels(gate, "swiglu"):
-        fused.silu_mul(gate, up, out)
+def _act_mul(gate: Tensor, up: Tensor, out: Tensor, activation: str) -> None:
+    if fused := fused_kernels(gate, "gated_activation"):
+        fused.act_mul(gate, up, out, activation == TANH_GELU)
         return
-    g, u = _wide(gate), _wide(up)
-    out.copy_(g * torch.sigmoid(g) * u)
+    out.copy_(ACTIVATIONS[activation](_wide(gate)) * _wide(up))
 
 
-def _silu_mul_backward(gate: Tensor, up: Tensor, dact: Tensor, dgate: Tensor, dup: Tensor) -> None:
+def _act_mul_backward(gate: Tensor, up: Tensor, dact: Tensor, dgate: Tensor, dup: Tensor, activation: str) -> None:
     """Writes the gradients of gate and up, which may overwrite them, and overwrites dact with the product."""
-    if fused := fused_kernels(gate, "swiglu"):
-        fused.silu_mul_backward(gate, up, dact, dgate, dup)
+    if fused := fused_kernels(gate, "gated_activation"):
+        fused.act_mul_backward(gate, up, dact, dgate, dup, activation == TANH_GELU)
         return
     g, u, d = _wide(gate), _wide(up), _wide(dact)
-    s = torch.sigmoid(g)
-    for x, value in ((dgate, d * u * s * (1 + g * (1 - s))), (dup, d * g * s), (dact, g * s * u)):
+    act = ACTIVATIONS[activation](g)
+    for x, value in ((dgate, d * u * _slope(g, activation)), (dup, d * act), (dact, act * u)):
         x.copy_(value)
+
+
+def _slope(g: Tensor, activation: str) -> Tensor:
+    """Returns the derivative of an activation; both are g * sigmoid(z)."""
+    if activation == SILU:
+        s = torch.sigmoid(g)
+        return s * (1 + g * (1 - s))
+    scale = 2 * math.sqrt(2 / math.pi)
+    s = torch.sigmoid(scale * g * (1 + 0.044715 * g * g))
+    return s + g * s * (1 - s) * scale * (1 + 3 * 0.044715 * g * g)
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -299,7 +346,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    x, tensors, *ctx.others = inputs  # scales, tile_tokens, and perhaps ends_layer
+    x, tensors, *ctx.others = inputs  # scales, activation, tile_tokens, ends_layer
     stored = output[1:] if isinstance(output, tuple) else ()
     ctx.set_materialize_grads(False)  # no gradients arrive for gate and up
     ctx.save_for_backward(x, *stored, *tensors)
@@ -309,8 +356,8 @@ def _backward(ctx, dout: Tensor, *_stored: None):  # type: ignore[no-untyped-def
     trains = list(ctx.needs_input_grad[1])
     x, *saved = ctx.saved_tensors
     stored, tensors = saved[: -len(trains)], saved[-len(trains) :]
-    scales, tile_tokens = ctx.others[:2]
-    dx, *found = _gated_mlp_backward(dout.contiguous(), x, tensors, stored, scales, trains, tile_tokens)
+    scales, activation, tile_tokens, _ = ctx.others
+    dx, *found = _gated_mlp_backward(dout.contiguous(), x, tensors, stored, scales, activation, trains, tile_tokens)
     gradients = iter(found)
     return dx, [next(gradients) if t else None for t in trains], *(None for _ in ctx.others)
 
@@ -318,4 +365,5 @@ def _backward(ctx, dout: Tensor, *_stored: None):  # type: ignore[no-untyped-def
 for _operator in (_gated_mlp, _gated_mlp_stored):
     _operator.register_autograd(_backward, setup_context=_setup_context)
 
-STORED_MLP_OP = torch.ops.lightseq.gated_mlp_stored.default  # for checkpointing policies
+# For checkpointing policies.
+MLP_OP, STORED_MLP_OP = (op.default for op in (torch.ops.lightseq.gated_mlp, torch.ops.lightseq.gated_mlp_stored))

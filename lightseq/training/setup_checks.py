@@ -138,15 +138,10 @@ def check_layers(config: TrainConfig, architecture: Architecture) -> None:
             raise ValueError(
                 f"{architecture.name} has a layer ({layer.kind}) with {calls} calls of attention, not one; {OWN_LOOP}"
             )
-        if policy in STORES_MLP and not (layer.gated_mlp or layer.experts):
+        if policy in STORES_MLP and not layer.can_store_mlp:
             raise ValueError(
                 f"--remat {policy} needs a gated MLP of plain linear layers, which {layer.kind} does not have; give "
                 "--remat attention"
-            )
-        if policy in STORES_MLP and not layer.can_store_mlp:
-            raise ValueError(
-                f"--remat {policy} does not recompute the MLP's output, but {layer.kind} needs it in the backward pass "
-                "(for a norm after the MLP, for example); give --remat attention"
             )
         if policy == STORE_LINEARS and not layer.plain_projections:
             raise ValueError(

@@ -120,10 +120,6 @@ def matrix_seconds(run: PlannedRun) -> float:
     layers += recompute_flops(
         run.model, run.tokens, 1, config.remat_policy, run.group_size, config.tiles_layers, attention_share=0.0
     )
-    for layer in run.layers:
-        if tiles_mlp(layer, config, run.tokens) and not (config.compiles or layer.mlp_is_last):
-            # The tiled MLP runs again for the modules that follow it.
-            layers += 2 * run.tokens * 3 * layer.hidden * layer.intermediate
     flops = layers * rates.FP8_TIME[config.fp8] + 2 * run.tokens * passes * architecture.head
     precision = 1.0 if run.itemsize == 2 else 0.5 if config.tf32 else 1 / 16  # relative to bfloat16
     return flops / (run.hardware.chip.peak_flops * rates.MATRIX_SHARE * precision)

@@ -1,0 +1,66 @@
+"""Triton kernels for act(gate) * up, the product in a gated MLP, and its gradients.
+
+Both activations are gate * sigmoid(z): z is the gate for SiLU, and a cubic polynomial of it for GELU by tanh.
+"""
+
+# mypy: ignore-errors
+# Triton's functions are compiled from their source and have no types that a checker could read.
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 4096  # elements of one program
+
+
+def act_mul(gate: Tensor, up: Tensor, out: Tensor, tanh_gelu: bool) -> None:
+    """Writes act(gate) * up to out, computed in float32. The activation is GELU by tanh, or else SiLU.
+
+    Tensors are contiguous and of one shape and dtype; out may be gate.
+    """
+    assert gate.is_contiguous() and up.is_contiguous() and out.is_contiguous()
+    grid = (triton.cdiv(gate.numel(), BLOCK),)
+    _forward[grid](gate, up, out, gate.numel(), TANH_GELU=tanh_gelu, BLOCK=BLOCK, num_warps=8)
+
+
+def act_mul_backward(gate: Tensor, up: Tensor, dact: Tensor, dgate: Tensor, dup: Tensor, tanh_gelu: bool) -> None:
+    """Writes the gradients of gate and up, and overwrites dact, the gradient of the product, with the product.
+
+    dgate and dup may be gate and up.
+    """
+    assert all(x.is_contiguous() for x in (gate, up, dact, dgate, dup))
+    grid = (triton.cdiv(gate.numel(), BLOCK),)
+    _backward[grid](gate, up, dact, dgate, dup, gate.numel(), TANH_GELU=tanh_gelu, BLOCK=BLOCK, num_warps=8)
+
+
+@triton.jit
+def _sigmoid_and_slope(g, TANH_GELU: tl.constexpr):
+    """Returns sigmoid(z), and g times its derivative by g. 1.5957691 is 2 sqrt(2 / pi): sigmoid(2 x) has tanh(x)."""
+    if TANH_GELU:
+        s = tl.sigmoid(1.5957691216057308 * g * (1 + 0.044715 * g * g))
+        return s, g * s * (1 - s) * 1.5957691216057308 * (1 + 3 * 0.044715 * g * g)
+    s = tl.sigmoid(g)
+    return s, g * s * (1 - s)
+
+
+@triton.jit
+def _forward(gate, up, out, size, TANH_GELU: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    g = tl.load(gate + at, mask=inside).to(tl.float32)
+    u = tl.load(up + at, mask=inside).to(tl.float32)
+    s, _ = _sigmoid_and_slope(g, TANH_GELU)
+    tl.store(out + at, g * s * u, mask=inside)
+
+
+@triton.jit
+def _backward(gate, up, dact, dgate, dup, size, TANH_GELU: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    g = tl.load(gate + at, mask=inside).to(tl.float32)
+    u = tl.load(up + at, mask=inside).to(tl.float32)
+    d = tl.load(dact + at, mask=inside).to(tl.float32)
+    s, slope = _sigmoid_and_slope(g, TANH_GELU)
+    tl.store(dgate + at, d * u * (s + slope), mask=inside)
+    tl.store(dup + at, d * g * s, mask=inside)
+    tl.store(dact + at, g * s * u, mask=inside)
