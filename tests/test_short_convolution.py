@@ -108,7 +108,7 @@ def test_interpreted_kernels_equal_torch(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.gpu(1)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("case", [*CASES, *LONG])
 def test_compiled_kernels_equal_torch(case: Case, dtype: torch.dtype) -> None:
     compare(convolution, case, dtype, "cuda")

@@ -49,10 +49,9 @@ def make_plan(run: PlannedRun) -> Plan:
         found += [plan for option in options for plan in _placements(option)]
         if any(plan.fits and not plan.run.state_on_host for plan in found):
             break
-    if fitting := [plan for plan in found if plan.fits]:
+    if fitting := [_without_reshard(plan) for plan in found if plan.fits]:
         limit = min(plan.step_seconds for plan in fitting) * (1 + SAME_SPEED)
-        fastest = [plan for plan in fitting if plan.step_seconds <= limit]
-        return _without_reshard(min(fastest, key=_preference))
+        return min((plan for plan in fitting if plan.step_seconds <= limit), key=_preference)
     within_host = [plan for plan in found if not plan.missing_host_bytes]
     return min(within_host or found[:1], key=lambda plan: plan.parts.total)
 
