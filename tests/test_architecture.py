@@ -229,6 +229,14 @@ def test_a_layer_with_a_gated_mlp_may_store_gate_and_up(model_type: str) -> None
     assert all(layer.can_store_mlp for layer in inspect_architecture(config_of(model_type)).layers)
 
 
+@pytest.mark.parametrize(
+    ("model_type", "is_last"),
+    [("llama", True), ("gemma", True), ("cohere", True), ("gemma3_text", False), ("olmo2", False)],
+)
+def test_a_norm_after_the_mlp_needs_its_output(model_type: str, is_last: bool) -> None:
+    assert {layer.mlp_is_last for layer in inspect_architecture(config_of(model_type)).layers} == {is_last}
+
+
 def test_a_layer_that_is_called_twice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     forward = LlamaModel.forward
 

@@ -65,9 +65,8 @@ def describe_recurrences(config: PreTrainedConfig, schedule: str | None = None) 
         return None
     kinds = ", ".join(dict.fromkeys(mixer.kind for mixer in mixers))
     slow = any(mixer.is_slow for mixer in mixers)
-    kernel = (
-        "; on GPUs slowly, by torch" if slow else "; on GPUs by flash-linear-attention" if mixers[0].is_stored else ""
-    )
+    by_library = "; on GPUs by flash-linear-attention, whose first run on a machine tunes kernels for minutes"
+    kernel = "; on GPUs slowly, by torch" if slow else by_library if mixers[0].is_stored else ""
     over_ranks = f"; {RECURRENT_SCHEDULES[schedule]}" if schedule else ""
     return f"{len(mixers)} of {len(layers)} layers ({kinds}){over_ranks}{kernel}"
 
