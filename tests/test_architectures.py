@@ -118,7 +118,7 @@ def test_with_train_flags_the_sweep_trains_with_these_flags_only(alone: None) ->
     [
         ("--torch_compile True", {*FAMILIES}),
         ("--remat none", {*FAMILIES}),
-        ("--remat attention+mlp", {"cohere", "granite", "mistral", "gpt_oss"}),  # others lack SiLU or norm the output
+        ("--remat attention+mlp", {"cohere", "gemma2", "gemma3_text", "granite", "mistral", "gpt_oss"}),
         ("--tile_layers True", {"mistral"}),
     ],
 )

@@ -23,7 +23,7 @@ from lightseq.config.command_line import parse
 from lightseq.data.packing import open_packed
 from lightseq.data.token_directory import write_token_directory
 from lightseq.distributed.world import World
-from lightseq.memory.planner import document_lengths
+from lightseq.memory.planner import document_lengths, rates
 from lightseq.memory.planner.choice import make_plan
 from lightseq.memory.planner.document_lengths import DocumentLengths, document_lengths_of, read_document_lengths
 from lightseq.memory.planner.placement import KEEP, OFFLOAD, in_order
@@ -129,8 +129,9 @@ def test_at_another_length_documents_keep_their_sizes() -> None:
     assert run.with_length(4096).attention_share == 1.0
 
 
-def test_the_choice_follows_from_the_time_of_the_documents() -> None:
+def test_the_choice_follows_from_the_time_of_the_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short documents hide fewer copies, so recomputing projections becomes faster than offloading their outputs."""
+    monkeypatch.setattr(rates, "HOST_LINK_SHARE", 0.8)
     flags = "--bf16 --packing best_fit --lora_rank 16 --model_max_length 32K"
     run = planned_run(LLAMA, flags, 1, 72.8 * 2**30, chosen=True)
     whole, packed = (make_plan(run.changed(documents=x)) for x in (None, QUARTER))
@@ -139,8 +140,9 @@ def test_the_choice_follows_from_the_time_of_the_documents() -> None:
     assert packed.step_seconds <= 1.01 * as_whole.step_seconds
 
 
-def test_layers_that_stay_hide_the_copies_of_offloaded_layers_between_them() -> None:
+def test_layers_that_stay_hide_the_copies_of_offloaded_layers_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer's copy takes nearly twice as long as its forward pass over documents of 8K."""
+    monkeypatch.setattr(rates, "HOST_LINK_SHARE", 0.8)
     run = planned_run(LLAMA, "--bf16 --packing best_fit --model_max_length 32K", 2, chosen=True)
     chip = CHIPS["h100-80gb"]
     hardware = replace(run.hardware, chip=chip, gpu_memory=float(chip.memory_bytes))

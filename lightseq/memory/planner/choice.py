@@ -58,7 +58,7 @@ def make_plan(run: PlannedRun) -> Plan:
 
 def _preference(plan: Plan) -> tuple[bool, float, int, float]:
     """Returns the sort key of equally fast plans, the best first."""
-    return plan.run.state_on_host, plan.host_bytes, plan.run.config.expert_ranks, _busy_seconds(plan)
+    return plan.run.state_on_host, plan.host_bytes, plan.run.config.expert_ranks, round(_busy_seconds(plan), 9)
 
 
 def _without_reshard(plan: Plan) -> Plan:
