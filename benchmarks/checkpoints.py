@@ -270,7 +270,7 @@ def refusal(config: PreTrainedConfig, line: str) -> str:
         release(hf.enable(model, length=LOOP_LENGTH, device=torch.device("cpu")))
     except ValueError as error:
         return short_reason(str(error))
-    if "meta device" in line:  # so that it may not run anywhere
+    if "meta device" in line:  # the model's own code fails, and may in a loop too
         return short_reason(line)
     return f"{short_reason(line)}; [your own loop](../examples/README.md) takes it"
 

@@ -130,7 +130,10 @@ def test_at_another_length_documents_keep_their_sizes() -> None:
 
 
 def test_the_choice_follows_from_the_time_of_the_documents(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short documents hide fewer copies, so recomputing projections becomes faster than offloading their outputs."""
+    """Short documents hide fewer copies, so recomputing projections becomes faster than offloading their outputs.
+
+    The link is fast enough here that the two choices differ.
+    """
     monkeypatch.setattr(rates, "HOST_LINK_SHARE", 0.8)
     flags = "--bf16 --packing best_fit --lora_rank 16 --model_max_length 32K"
     run = planned_run(LLAMA, flags, 1, 72.8 * 2**30, chosen=True)
@@ -141,7 +144,7 @@ def test_the_choice_follows_from_the_time_of_the_documents(monkeypatch: pytest.M
 
 
 def test_layers_that_stay_hide_the_copies_of_offloaded_layers_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A layer's copy takes nearly twice as long as its forward pass over documents of 8K."""
+    """A layer's copy takes nearly twice as long as its forward pass over documents of 8K, at this rate of the link."""
     monkeypatch.setattr(rates, "HOST_LINK_SHARE", 0.8)
     run = planned_run(LLAMA, "--bf16 --packing best_fit --model_max_length 32K", 2, chosen=True)
     chip = CHIPS["h100-80gb"]

@@ -3,7 +3,6 @@
 Shape suffixes: N tokens, H hidden, I intermediate, R an adapter's rank.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import Any, Final, NamedTuple
@@ -21,12 +20,23 @@ from lightseq.utils.checkpoint_context import is_recomputing, reuse_or_compute
 
 TILE_TOKENS = 8192  # three bfloat16 buffers 14336 wide take 0.7 GiB; smaller tiles do not fill a GPU's last wave
 LINEARS = ("gate_proj", "up_proj", "down_proj")
+
+
+class Activation(NamedTuple):
+    """An activation of the gate."""
+
+    value: Callable[[Tensor], Tensor]
+    input_gradient: Callable[[Tensor, Tensor], Tensor]  # of the gradient of the value, and the input
+
+
 SILU, TANH_GELU = "silu", "gelu_tanh"
-ACTIVATIONS: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {
-    SILU: nn.functional.silu,
-    TANH_GELU: partial(nn.functional.gelu, approximate="tanh"),
+ACTIVATIONS: Final[Mapping[str, Activation]] = {
+    SILU: Activation(torch.ops.aten.silu, torch.ops.aten.silu_backward),
+    TANH_GELU: Activation(
+        partial(torch.ops.aten.gelu, approximate="tanh"), partial(torch.ops.aten.gelu_backward, approximate="tanh")
+    ),
 }
-ACTIVATION_CLASSES = (nn.SiLU, SiLUActivation, nn.GELU, GELUTanh, NewGELUActivation)
+ACTIVATION_CLASSES: Final = (nn.SiLU, SiLUActivation, nn.GELU, GELUTanh, NewGELUActivation)
 
 
 def tile_mlps(layers: Iterable[nn.Module], store: bool = False, ends_layer: bool = False) -> None:
@@ -45,7 +55,7 @@ def tile_mlps(layers: Iterable[nn.Module], store: bool = False, ends_layer: bool
         if next(experts_modules(layer), None) is not None:
             continue
         if mlp is not None and (activation := gate_activation(mlp)) is not None:
-            mlp.tile_tokens, mlp.stores_products, mlp.gate_activation = TILE_TOKENS, store, activation
+            mlp.tile_tokens, mlp.stores_products, mlp.activation_name = TILE_TOKENS, store, activation
             mlp.ends_layer = ends_layer and _is_known(layer)
             mlp.__class__ = _tiled_class(type(mlp))  # type: ignore[arg-type]
         elif store:
@@ -58,7 +68,7 @@ def gate_activation(mlp: Any) -> str | None:
     is_known = type(act_fn) in ACTIVATION_CLASSES and _is_known(act_fn) and _is_known(mlp)
     if not is_known or not all(map(is_linear, linears)):
         return None
-    return next((name for name, activation in ACTIVATIONS.items() if _multiplies(mlp, activation)), None)
+    return next((name for name, activation in ACTIVATIONS.items() if _multiplies(mlp, activation.value)), None)
 
 
 def _is_known(module: Any) -> bool:
@@ -103,7 +113,7 @@ def _tiled_class(kind: type[nn.Module]) -> type[nn.Module]:
         if x.numel() <= self.tile_tokens * x.shape[-1] and not store:
             return kind.forward(self, x)
         linears = [linear_weights(getattr(self, name), x.dtype) for name in LINEARS]
-        return gated_mlp(x, linears, self.gate_activation, self.tile_tokens, store, self.ends_layer)
+        return gated_mlp(x, linears, self.activation_name, self.tile_tokens, store, self.ends_layer)
 
     return type(f"Tiled{kind.__name__}", (kind,), {"forward": forward})
 
@@ -167,14 +177,7 @@ def _gated_mlp(
 
 
 @_gated_mlp.register_fake
-def _(
-    x_NH: Tensor,
-    tensors: Sequence[Tensor],
-    scales: Sequence[float],
-    activation: str,
-    tile_tokens: int,
-    ends_layer: bool,
-) -> Tensor:
+def _(x_NH: Tensor, *_others: Any) -> Tensor:
     return x_NH.new_empty(x_NH.shape)
 
 
@@ -210,14 +213,7 @@ def _gated_mlp_stored(
 
 
 @_gated_mlp_stored.register_fake
-def _(
-    x_NH: Tensor,
-    tensors: Sequence[Tensor],
-    scales: Sequence[float],
-    activation: str,
-    tile_tokens: int,
-    ends_layer: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(x_NH: Tensor, tensors: Sequence[Tensor], scales: Sequence[float], *_others: Any) -> tuple[Tensor, Tensor, Tensor]:
     gate_IH, up_IH, _ = _unflatten_linears(tensors, scales)
     gate, up = (x_NH.new_empty(len(x_NH), len(linear.weight)) for linear in (gate_IH, up_IH))
     return x_NH.new_empty(x_NH.shape), gate, up
@@ -317,7 +313,7 @@ def _act_mul(gate: Tensor, up: Tensor, out: Tensor, activation: str) -> None:
     if fused := fused_kernels(gate, "gated_activation"):
         fused.act_mul(gate, up, out, activation == TANH_GELU)
         return
-    out.copy_(ACTIVATIONS[activation](_wide(gate)) * _wide(up))
+    out.copy_(ACTIVATIONS[activation].value(_wide(gate)) * _wide(up))
 
 
 def _act_mul_backward(gate: Tensor, up: Tensor, dact: Tensor, dgate: Tensor, dup: Tensor, activation: str) -> None:
@@ -326,19 +322,10 @@ def _act_mul_backward(gate: Tensor, up: Tensor, dact: Tensor, dgate: Tensor, dup
         fused.act_mul_backward(gate, up, dact, dgate, dup, activation == TANH_GELU)
         return
     g, u, d = _wide(gate), _wide(up), _wide(dact)
-    act = ACTIVATIONS[activation](g)
-    for x, value in ((dgate, d * u * _slope(g, activation)), (dup, d * act), (dact, act * u)):
-        x.copy_(value)
-
-
-def _slope(g: Tensor, activation: str) -> Tensor:
-    """Returns the derivative of an activation; both are g * sigmoid(z)."""
-    if activation == SILU:
-        s = torch.sigmoid(g)
-        return s * (1 + g * (1 - s))
-    scale = 2 * math.sqrt(2 / math.pi)
-    s = torch.sigmoid(scale * g * (1 + 0.044715 * g * g))
-    return s + g * s * (1 - s) * scale * (1 + 3 * 0.044715 * g * g)
+    value, input_gradient_of = ACTIVATIONS[activation]
+    act = value(g)
+    for x, found in ((dgate, input_gradient_of(d * u, g)), (dup, d * act), (dact, act * u)):
+        x.copy_(found)
 
 
 def _wide(x: Tensor) -> Tensor:

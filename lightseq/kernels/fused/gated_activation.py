@@ -35,10 +35,14 @@ def act_mul_backward(gate: Tensor, up: Tensor, dact: Tensor, dgate: Tensor, dup:
 
 @triton.jit
 def _sigmoid_and_slope(g, TANH_GELU: tl.constexpr):
-    """Returns sigmoid(z), and g times its derivative by g. 1.5957691 is 2 sqrt(2 / pi): sigmoid(2 x) has tanh(x)."""
+    """Returns sigmoid(z), and g times its derivative by g.
+
+    GELU by tanh has z = 2 sqrt(2 / pi) (g + 0.044715 g^3), because (1 + tanh(x)) / 2 = sigmoid(2 x).
+    """
     if TANH_GELU:
-        s = tl.sigmoid(1.5957691216057308 * g * (1 + 0.044715 * g * g))
-        return s, g * s * (1 - s) * 1.5957691216057308 * (1 + 3 * 0.044715 * g * g)
+        SCALE: tl.constexpr = 1.5957691216057308  # 2 sqrt(2 / pi)
+        s = tl.sigmoid(SCALE * g * (1 + 0.044715 * g * g))
+        return s, g * s * (1 - s) * SCALE * (1 + 3 * 0.044715 * g * g)
     s = tl.sigmoid(g)
     return s, g * s * (1 - s)
 

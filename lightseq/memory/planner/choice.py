@@ -57,7 +57,7 @@ def make_plan(run: PlannedRun) -> Plan:
 
 
 def _preference(plan: Plan) -> tuple[bool, float, int, float]:
-    """Returns the sort key of equally fast plans, the best first."""
+    """Returns the sort key of equally fast plans, the best first. Nanoseconds are noise of the arithmetic."""
     return plan.run.state_on_host, plan.host_bytes, plan.run.config.expert_ranks, round(_busy_seconds(plan), 9)
 
 

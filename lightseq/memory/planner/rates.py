@@ -65,8 +65,8 @@ ATTENTION_SHARE = 0.97  # of the isolated layer's speed (schedule/timing.py) ins
 MEMORY_SHARE = 0.75  # GPU memory traffic (traces: compiled elementwise 0.80, AdamW 0.71)
 PEER_SHARE = 0.43  # a collective between GPUs beside running kernels (traces)
 NETWORK_RATE = 45e9  # bytes per second to other hosts: 400 Gb/s per GPU, nine tenths used (assumed)
-HOST_LINK_SHARE = 0.6  # copies to and from pinned memory, both ways at once, fitted to the same steps
-# Traffic of element-wise kernels over their graph's, fitted to the steps that tests/test_plan_steps.py reads.
+HOST_LINK_SHARE = 0.6  # copies to and from pinned memory, fitted to the steps that tests/test_plan_steps.py reads
+# Traffic of element-wise kernels over their graph's, fitted to the same steps.
 ELEMENTWISE_TRAFFIC: Mapping[bool, float] = {False: 1.36, True: 1.0}
 NORM: Mapping[bool, int] = {False: 18, True: 2}  # elements of the hidden size that the forward pass of a norm moves
 TILED_MLP: Mapping[bool, int] = {False: 8, True: 12}  # elements of its width that an MLP over tiles moves (same steps)
