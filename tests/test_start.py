@@ -107,6 +107,23 @@ def test_a_rank_alone_names_missing_ranks_and_ends_on_ctrl_c(rank: int, line: st
     assert alone.wait(20) == -signal.SIGINT
 
 
+STUCK_COMPILER = """
+import os, signal
+from lightseq.distributed import compile_workers, start
+compile_workers.SECONDS = 1.0
+with start.init_distributed(60):
+    from torch._inductor.async_compile import AsyncCompile
+    compiler = AsyncCompile.process_pool().process
+    os.kill(compiler.pid, signal.SIGSTOP)
+print(compiler.returncode)
+"""
+
+
+def test_compile_workers_that_do_not_end_are_killed() -> None:
+    alone = subprocess.run([sys.executable, "-c", STUCK_COMPILER], capture_output=True, text=True, timeout=60)
+    assert (alone.stdout, alone.returncode) == (f"{-signal.SIGKILL}\n", 0), alone.stderr
+
+
 @pytest.mark.parametrize("missing", ["MASTER_ADDR", "MASTER_PORT"])
 def test_a_missing_address_is_refused_in_one_line(
     missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -14,6 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from lightseq.distributed.compile_workers import end_compile_workers
 from lightseq.distributed.environment import cache_compiled_kernels, refuse_variable, whole_number_in
 from lightseq.distributed.start_over import (
     MOST_PORT,
@@ -74,6 +75,7 @@ def init_distributed(timeout_seconds: float) -> Iterator[World]:
         # torch's caches may keep the group, so nothing waits for that thread.
         time.sleep(GLOO_RELEASE_SECONDS)
         dist.destroy_process_group()
+        end_compile_workers()
 
 
 @contextmanager
