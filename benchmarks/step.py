@@ -20,7 +20,7 @@ ABOUT = """Times whole training steps of one model at several lengths, with ligh
 
 Every implementation runs every length in separate processes, so running out of memory affects only one measurement. All
 train the same weights on the same tokens, one sequence per step over all ranks, with fused AdamW. On several GPUs
-`rows` trains one row per GPU, and so does `trl` if --packed_rows is given or the model has sliding windows.
+`rows` and `unsloth` train one row per GPU. So does `trl` if --packed_rows is given or the model has sliding windows.
 Implementations that cannot train the model, or do what --packed_rows and --lora_rank ask for, are recorded as skipped.
 """
 OURS = "lightseq"

@@ -108,6 +108,8 @@ class Trial:
             found["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
         if self.implementation == "unsloth":  # it writes code, by default into the current directory
             found["UNSLOTH_COMPILE_LOCATION"] = str(self.directory.resolve() / "unsloth_compiled_cache")
+            if self.setting.flags.nproc_per_node > 1:
+                found["UNSLOTH_FSDP2"] = "1"  # its own sharding; without it, every GPU would hold all weights
         return found
 
     @property

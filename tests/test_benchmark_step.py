@@ -309,6 +309,14 @@ def test_a_trainer_on_one_process_runs_without_a_launcher(model: Path, tmp_path:
     assert trl.command[0].endswith("/worker.py") and unsloth.command[0].endswith("/worker.py")
     assert plain.command[:2] == ["-m", "torch.distributed.run"]
     assert (trl.python, unsloth.python, plain.python) == (None, sys.executable, None)
+    assert "UNSLOTH_FSDP2" not in unsloth.environment
+
+
+def test_unsloth_shards_the_model_over_several_processes(model: Path, tmp_path: Path) -> None:
+    words = flags(model, tmp_path, "--implementations unsloth --nproc_per_node 2")
+    [unsloth] = trials(setting_of(parse(words), on_gpu=True))
+    assert unsloth.command[:2] == ["-m", "torch.distributed.run"]
+    assert unsloth.environment["UNSLOTH_FSDP2"] == "1"
 
 
 def test_packed_rows_and_adapters_are_asked_of_every_implementation(tmp_path: Path) -> None:

@@ -1,20 +1,23 @@
-"""The peer `unsloth`: full fine-tuning or adapters with Unsloth and the SFTTrainer that it patches, on one GPU.
+"""The peer `unsloth`: full fine-tuning or adapters with Unsloth and the SFTTrainer that it patches.
 
 Float32 weights and bfloat16 autocast by `float32_mixed_precision`, which are lightseq's dtypes. Unsloth's own gradient
 checkpointing, which offloads the layers' inputs, its kernels, its loss and its choice of attention. The trainer shifts
-the labels, so the last token of a sequence has no target.
+the labels, so the last token of a sequence has no target. Several GPUs train a row each under Unsloth's own FSDP2: the
+same row on all, counted as many.
 
 Unsloth needs older transformers and TRL than the peer `trl`, hence `--unsloth_python` of step.py. It is AGPL: it is no
 dependency, and only worker.py imports it, before everything else, in a process of its own.
 """
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from benchmarks.step_peers.peer import SEED, Job, TrainerPeer
 from benchmarks.step_peers.sft import (
@@ -30,10 +33,11 @@ from lightseq.models.adapters import Lora, count_adapter_parameters
 
 
 def prepare(job: Job) -> TrainerPeer:
-    if job.world.size > 1:
-        raise ValueError("Unsloth is measured on one GPU only")
+    if job.world.size > 1 and not job.on_gpu:
+        raise ValueError("Unsloth is measured with one process on CPUs; give --nproc_per_node 1")
     packages = ("unsloth", "trl", "transformers")
     note = ", ".join(f"{name} {version(name)}" for name in packages) + "; attention is Unsloth's choice"
+    note += "; a row per GPU under Unsloth's FSDP2" if job.world.size > 1 else ""
     facts = {"schedule": "none", "remat": "full, offloaded", "compile": False, "note": note}
     return TrainerPeer(lambda batches: train(job, batches), facts)
 
@@ -43,15 +47,9 @@ def train(job: Job, batches: Sequence[Batch]) -> dict[str, Any]:
     from datasets import Dataset
     from unsloth import FastLanguageModel
 
-    recorder, packed = StepRecorder(job), job.packed_rows is not None
-    with tempfile.TemporaryDirectory() as directory:
-        original = job.whole_model()
-        parameters = sum(p.numel() for p in original.parameters())
-        # Unsloth would scale the RoPE of a model with fewer positions than tokens in a row.
-        original.config.max_position_embeddings = max(original.config.max_position_embeddings, job.length)
-        original.save_pretrained(directory)
-        del original
-        tokenizer_of(job.config.vocab_size).save_pretrained(directory)
+    recorder, packed, copies = StepRecorder(job), job.packed_rows is not None, job.world.size
+    with shared_directory(job) as directory:
+        parameters = save_model(job, directory)
         model, tokenizer = FastLanguageModel.from_pretrained(
             directory,
             max_seq_length=job.length,
@@ -72,7 +70,7 @@ def train(job: Job, batches: Sequence[Batch]) -> dict[str, Any]:
             dataset_kwargs={"skip_prepare_dataset": True},
         )
         unshifted = [replace(batch, labels=batch.input_ids) for batch in batches]
-        rows = packed_rows_of(batches, 1) if packed else rows_of(unshifted, 1)
+        rows = packed_rows_of(batches, copies) if packed else rows_of(unshifted, copies)
         trainer = trl.SFTTrainer(
             model,
             arguments,
@@ -85,7 +83,33 @@ def train(job: Job, batches: Sequence[Batch]) -> dict[str, Any]:
         if packed and not trainer.args.packing:
             raise ValueError("Unsloth turned packing off, so documents would attend to each other")
         trainer.train()
-    return recorder.numbers()
+    return {**recorder.numbers(), "sequences": copies}
+
+
+@contextmanager
+def shared_directory(job: Job) -> Iterator[str]:
+    """Yields a temporary directory that all ranks of this host see and the main rank removes."""
+    with tempfile.TemporaryDirectory() as own:
+        paths = [own]
+        dist.broadcast_object_list(paths, src=0)
+        yield paths[0]
+        dist.barrier()  # no rank reads from it any more
+
+
+def save_model(job: Job, directory: str) -> int:
+    """Writes the model and a tokenizer on the main rank, and returns the number of parameters.
+
+    The weights are written in the compute dtype, in which Unsloth loads them before it trains float32 copies.
+    """
+    original = job.whole_model()
+    parameters = sum(p.numel() for p in original.parameters())
+    if job.world.is_main:
+        # Unsloth would scale the RoPE of a model with fewer positions than tokens in a row.
+        original.config.max_position_embeddings = max(original.config.max_position_embeddings, job.length)
+        original.to(job.dtype).save_pretrained(directory)
+        tokenizer_of(job.config.vocab_size).save_pretrained(directory)
+    dist.barrier()
+    return parameters
 
 
 def add_adapters(model: Any, lora: Lora) -> Any:

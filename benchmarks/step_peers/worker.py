@@ -46,7 +46,7 @@ PEERS = {
 # Peers that take packed rows and adapters.
 TRAINERS = ("trl", "lightseq-sft", "unsloth")
 # Peers that take other models than Llama.
-ANY_MODEL = ("rows", "trl", "lightseq-sft", "accelerate")
+ANY_MODEL = ("rows", "trl", "lightseq-sft", "accelerate", "unsloth")
 
 
 def prepare_of(peer: str) -> Callable[[Job], Peer | TrainerPeer]:
