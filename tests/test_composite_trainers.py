@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 from worlds import spawn
 
-from benchmarks.architectures import plain_model, tiny_config
+from benchmarks.tiny_models import plain_model, tiny_config
 from lightseq.integrations import SequenceParallelSFTTrainer, SequenceParallelTrainer
 
 FAMILIES = ("gemma3", "qwen3_vl", "mistral3")

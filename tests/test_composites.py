@@ -12,9 +12,11 @@ from safetensors.torch import load_file, save_file
 from test_architectures import ROOT
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
+from transformers.models.timm_wrapper.modeling_timm_wrapper import TimmWrapperModel
 
-from benchmarks import architectures
-from benchmarks.architectures import compare_training, plain_model, tiny_config
+from benchmarks import tiny_models
+from benchmarks.architectures import compare_training
+from benchmarks.tiny_models import plain_model, tiny_config
 from lightseq.data.tokenizer import ByteTokenizer
 from lightseq.models import weights
 from lightseq.models.build import build_on_meta
@@ -52,6 +54,13 @@ def logits(model: Any) -> Tensor:
         return model(input_ids=IDS, use_cache=False).logits
 
 
+@pytest.fixture
+def without_timm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Empties towers of timm until the end of a test."""
+    monkeypatch.setattr(TimmWrapperModel, "__init__", TimmWrapperModel.__init__)
+    tiny_models.empty_timm_towers()
+
+
 def test_towers_are_not_in_memory() -> None:
     model = build_on_meta(tiny_config("gemma3"))
     assert not [name for name, _ in model.named_parameters() if "language_model" not in name]
@@ -76,12 +85,28 @@ def test_a_save_fails_if_the_towers_are_gone(tmp_path: Path, alone: None) -> Non
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_text_trains_as_in_the_whole_model(packed: bool, alone: None) -> None:
-    assert "gradients within" in compare_training(tiny_config("gemma3"), packed)
+@pytest.mark.parametrize("model_type", ["gemma3", "gemma3n"])
+def test_text_trains_as_in_the_whole_model(model_type: str, packed: bool, without_timm: None, alone: None) -> None:
+    assert "gradients within" in compare_training(tiny_config(model_type), packed)
+
+
+def test_tables_that_text_passes_on_its_way_to_the_decoder_are_kept_as_they_are(
+    tmp_path: Path, without_timm: None, alone: None
+) -> None:
+    """The forward pass of Gemma 3n reads the tables for tokens of images and audio also if there are none."""
+    want = saved("gemma3n", tmp_path)
+    model = loaded(tmp_path / "published")
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    assert {name.split(".")[1] for name in frozen} == {"embed_vision", "embed_audio"}
+    assert not [name for name, _ in model.named_parameters() if "tower" in name]
+    assert torch.equal(logits(model), logits(want))
+    weights.save_pretrained(model, tmp_path / "out", torch.float32, trained_from=tmp_path / "published")
+    before, after = (load_file(tmp_path / name / weights.WEIGHTS) for name in ("published", "out"))
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_a_model_with_images_generates_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(architectures.SIZES, "vocab_size", 320)
+    monkeypatch.setitem(tiny_models.SIZES, "vocab_size", 320)
     saved("qwen3_vl", tmp_path)
     ByteTokenizer().save_pretrained(tmp_path / "published")
     words = [str(tmp_path / "published"), "--prompt", "def ", "--max_new_tokens", "3"]
@@ -93,7 +118,7 @@ def test_a_model_with_images_generates_text(tmp_path: Path, monkeypatch: pytest.
 def test_a_checkpoint_trains_resumes_and_merges_with_its_towers_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(architectures.SIZES, "vocab_size", 320)
+    monkeypatch.setitem(tiny_models.SIZES, "vocab_size", 320)
     saved("gemma3", tmp_path)
     text = tmp_path / "text.jsonl"
     text.write_text("".join(json.dumps({"text": f"row {i} " * 40}) + "\n" for i in range(20)))

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from worlds import spawn
 
-from benchmarks.architectures import ids, plain_model, tiny_config
+from benchmarks.tiny_models import ids, plain_model, tiny_config
 from lightseq.cli import BOTH
 from lightseq.models.weights import WEIGHTS
 from lightseq.training.train import train

@@ -17,8 +17,8 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.muse_spark.modeling_muse_spark import MuseSparkExperts
 from worlds import spawn
 
-from benchmarks.architectures import LENGTH, ids, plain_model, tiny_config
 from benchmarks.command_line import NEEDED
+from benchmarks.tiny_models import LENGTH, ids, plain_model, tiny_config
 from lightseq import hf
 from lightseq.attention.context import release
 from lightseq.config.command_line import parse

@@ -17,7 +17,8 @@ from transformers import AutoConfig, PreTrainedModel
 from worlds import spawn
 
 from benchmarks import architectures
-from benchmarks.architectures import compare_training, ids, plain_model, tiny_config
+from benchmarks.architectures import compare_training
+from benchmarks.tiny_models import ids, plain_model, tiny_config
 from lightseq.cli import BOTH
 from lightseq.models import weights
 from lightseq.models.build import model_class

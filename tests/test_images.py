@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, Trainer, TrainingArg
 from trl import SFTConfig, SFTTrainer
 from worlds import spawn
 
-from benchmarks.architectures import plain_model, tiny_config
+from benchmarks.tiny_models import plain_model, tiny_config
 from lightseq import hf
 from lightseq.hf.images import why_refused
 from lightseq.integrations import SequenceParallel, SequenceParallelSFTTrainer, SequenceParallelTrainer

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from test_architectures import sweep
 
-from benchmarks.architectures import tiny_config
 from benchmarks.command_line import NEEDED
+from benchmarks.tiny_models import tiny_config
 from lightseq.config.command_line import parse
 from lightseq.models.architecture import inspect_architecture
 from lightseq.models.family import apply_rope

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
-from benchmarks.architectures import plain_model, tiny_config
+from benchmarks.tiny_models import plain_model, tiny_config
 from lightseq import hf
 from lightseq.config.command_line import parse
 from lightseq.data.packing import PackedExamples, open_packed

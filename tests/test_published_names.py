@@ -17,8 +17,8 @@ from test_composites import IDS, loaded, logits
 from torch import Tensor
 from transformers import CONFIG_MAPPING
 
-from benchmarks.architectures import plain_model, tiny_config
 from benchmarks.command_line import NEEDED
+from benchmarks.tiny_models import plain_model, tiny_config
 from lightseq.config.command_line import parse
 from lightseq.models import weights
 from lightseq.models.architecture import inspect_architecture

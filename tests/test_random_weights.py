@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks.architectures import tiny_config
+from benchmarks.tiny_models import tiny_config
 from lightseq.models import random_weights, weights
 from lightseq.models.build import build, build_on_meta
 

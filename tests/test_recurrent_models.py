@@ -16,8 +16,9 @@ from transformers.models.lfm2 import modeling_lfm2
 from transformers.models.qwen3_5 import modeling_qwen3_5
 from worlds import spawn
 
-from benchmarks.architectures import compare_training, expect, ids, plain_model, tiny_config
+from benchmarks.architectures import compare_training, expect
 from benchmarks.command_line import NEEDED
+from benchmarks.tiny_models import ids, plain_model, tiny_config
 from lightseq import hf
 from lightseq.config.command_line import parse
 from lightseq.models.architecture import inspect_architecture

@@ -18,7 +18,7 @@ from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.models.mixtral import modeling_mixtral
 from worlds import one_process, spawn
 
-from benchmarks.architectures import plain_model, tiny_config
+from benchmarks.tiny_models import plain_model, tiny_config
 from lightseq import hf
 from lightseq.attention.context import SequenceContext
 from lightseq.hf.agreement import BATCH_FACTS

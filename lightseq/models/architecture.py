@@ -6,6 +6,7 @@ Nothing depends on the model's name. A model that would train only approximately
 import copy
 import json
 import sys
+import traceback
 from collections import Counter
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
@@ -285,11 +286,14 @@ _inspected: dict[tuple[type, str, tuple[MixerKind, ...]], Architecture | ValueEr
 
 
 def attentions_of(model: PreTrainedModel) -> tuple[Attention, ...]:
-    """Returns the attention of all layers, or of one that stands for all where only the config tells the heads."""
+    """Returns the attention of all layers, or what the config tells of it for a model that cannot be inspected."""
     try:
         return inspect_architecture(model.config).attentions
     except ValueError:
-        return (Attention(heads_of(model.config), sliding_window(model.config)),)
+        text = text_config(model.config)
+        # Where layers differ, transformers has a config of each.
+        configs = text.per_layer_config if getattr(text, "is_heterogeneous", False) else (text,)
+        return tuple(Attention(heads_of(config), sliding_window(config)) for config in configs)
 
 
 def known_logit_transform(model: PreTrainedModel) -> LogitTransform | None:
@@ -341,6 +345,11 @@ def head_change(model: PreTrainedModel) -> str | None:
     return None
 
 
+def _is_raised_by_transformers(error: Exception) -> bool:
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__")).startswith("transformers.")
+
+
 @lru_cache(maxsize=64)
 def _inspect(kind: Any, text: str, _mixers: tuple[MixerKind, ...]) -> Architecture:
     try:
@@ -366,11 +375,11 @@ def _inspect(kind: Any, text: str, _mixers: tuple[MixerKind, ...]) -> Architectu
             if isinstance(reach, Chunk):  # layers pass no keyword for it
                 layer_run.mixers = [replace(x, window=reach) for x in layer_run.mixers if isinstance(x, Attention)]
         logit_transform = find_logit_transform(model)
-    except ValueError:
-        raise
     except Exception as error:  # the model's code may raise anything
+        if isinstance(error, ValueError) and not _is_raised_by_transformers(error):
+            raise
         why = f"{type(error).__name__}: {first_line(error)}"
-        raise ValueError(f"{name} does not run on the meta device ({why}); {OWN_LOOP}") from error
+        raise ValueError(f"{name} does not run on text alone, on the meta device ({why}); {OWN_LOOP}") from error
     known = {id(linear.weight) for linear in linears_of(layers)} | {id(p) for p in parameters_of_experts(layers)}
     known |= {id(p) for mixer, _ in mixer_modules(layers) for p in mixer.parameters()}
     return Architecture(

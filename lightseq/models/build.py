@@ -1,7 +1,10 @@
 """Construction of a model from its config: the class that its checkpoint names, on the meta device, text part only."""
 
 import json
-from typing import Any
+from collections.abc import Hashable
+from contextlib import suppress
+from functools import cache
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +28,10 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 
     Raises ValueError for a type of model that generates no text.
     """
-    mappings = [AutoModelForCausalLM._model_mapping]
+    # Mistral 4, a model of text, is only among those with images.
+    mappings = [AutoModelForCausalLM._model_mapping, AutoModelForImageTextToText._model_mapping]
     if has_towers(config):  # the class of the causal models may take only the config of the text inside
-        mappings.insert(0, AutoModelForImageTextToText._model_mapping)
+        mappings.reverse()
     found = [mapping[type(config)] for mapping in mappings if type(config) in mapping]
     known = [kind for each in found for kind in (each if isinstance(each, tuple) else (each,))]
     if not known:
@@ -89,13 +93,46 @@ def _buffers(config: PreTrainedConfig, dtype: torch.dtype) -> dict[str, Tensor]:
 def remove_towers(model: PreTrainedModel) -> None:
     """Removes the encoders of images and audio, and their projectors, from a model that has other inputs than text.
 
-    What lies beside the path to the text decoder goes. The decoder and the head stay.
+    What lies beside the path to the text decoder goes. The decoder, the head and what text passes through on the way
+    stay. The latter, such as the tables for tokens of images and audio in Gemma 3n, is frozen.
     """
     if not has_towers(model.config):
         return
-    decoder = text_decoder(model)
-    kept = {id(decoder), id(model.get_output_embeddings()), id(model.get_input_embeddings())}
-    _remove_beside(model, kept)
+    decoder, head, embeddings = text_decoder(model), model.get_output_embeddings(), model.get_input_embeddings()
+    names = _passed_by_text(cast(Hashable, type(model.config)), settings_of(model.config))
+    passed = [model.get_submodule(name) for name in names]
+    for module in passed:
+        module.requires_grad_(False)
+    _remove_beside(model, {id(module) for module in (decoder, head, embeddings, *passed)})
+
+
+class _DecoderReached(Exception):
+    """End of a forward pass at the text decoder."""
+
+
+@cache
+def _passed_by_text(kind: Any, settings: str) -> tuple[str, ...]:
+    """Returns the names of the modules outside the text decoder that a model calls for text before it.
+
+    Returns none for a model that does not run on the meta device.
+    """
+    with torch.device("meta"):
+        config = kind.from_dict(json.loads(settings))
+        model = model_class(config)._from_config(config)
+    decoder, called = text_decoder(model), []
+
+    def reach(*_: Any) -> None:
+        raise _DecoderReached
+
+    decoder.register_forward_pre_hook(reach)
+    inside = {id(module) for part in (decoder, model.get_input_embeddings()) for module in part.modules()}
+    for name, module in model.named_modules():
+        if id(module) not in inside and not any(id(inner) in inside for inner in module.modules()):
+            module.register_forward_pre_hook(lambda *_, name=name: called.append(name))
+    with suppress(Exception), torch.no_grad():  # the model's code may raise anything
+        model(input_ids=torch.zeros(1, 2, dtype=torch.long, device="meta"), use_cache=False)
+    outermost = [name for name in called if not any(name.startswith(f"{other}.") for other in called)]
+    return tuple(dict.fromkeys(outermost))
 
 
 def _remove_beside(module: nn.Module, kept: set[int]) -> None:
