@@ -22,6 +22,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from benchmarks.architectures import short_reason
 from benchmarks.command_line import NEEDED
+from benchmarks.tiny_models import empty_timm_towers
 from lightseq import hf
 from lightseq.attention.context import release
 from lightseq.config.command_line import parse
@@ -176,6 +177,16 @@ CHECKPOINTS: Final[Mapping[str, str | tuple[str, dict[str, Any]]]] = {
                                         num_global_key_value_heads=4, attention_k_eq_v=True, num_kv_shared_layers=0,
                                         hidden_size_per_layer_input=0, sliding_window=1024)},
     ),
+    "google/gemma-3n-E4B": ("gemma3n", {}),
+    "meta-models/Muse-Glimmer-30B": ("muse_glimmer", {}),
+    "mistralai/Mistral-Small-4-119B-2603": ("mistral4", {}),
+    "Qwen/Qwen3-VL-30B-A3B-Instruct": (
+        "qwen3_vl_moe", {
+            "text_config": sizes(2048, 6144, 48, 32, 4, QWEN3, **D128, num_experts=128, moe_intermediate_size=768),
+        },
+    ),
+    "baidu/ERNIE-4.5-21B-A3B-PT": ("ernie4_5_moe", {}),
+    "tencent/Youtu-LLM-2B": ("youtu", {}),
     "mistralai/Mixtral-8x7B-v0.1": ("mixtral", {}),
     "openbmb/MiniCPM3-4B": ("minicpm3", {}),
     "LiquidAI/LFM2-1.2B": (
@@ -198,6 +209,7 @@ def main(words: Sequence[str]) -> int:
     asked = parser.parse_args(words)
     if asked.only and asked.docs is not None:
         parser.error("--docs takes all checkpoints; leave --only out")
+    empty_timm_towers()
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
