@@ -11,13 +11,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_architectures import ROOT
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
+from transformers import AutoConfig, AutoModelForImageTextToText, Llama4ForConditionalGeneration, PreTrainedModel
 
 from benchmarks import architectures
 from benchmarks.architectures import compare_training, plain_model, tiny_config
 from lightseq.data.tokenizer import ByteTokenizer
+from lightseq.kernels.logit_transform import LogitTransform
 from lightseq.models import weights
 from lightseq.models.build import build_on_meta
+from lightseq.models.meta_run import find_logit_transform
 from lightseq.models.published_layout import layout_of_files
 from lightseq.tools import generate
 
@@ -76,8 +78,24 @@ def test_a_save_fails_if_the_towers_are_gone(tmp_path: Path, alone: None) -> Non
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_text_trains_as_in_the_whole_model(packed: bool, alone: None) -> None:
-    assert "gradients within" in compare_training(tiny_config("gemma3"), packed)
+@pytest.mark.parametrize("model_type", ["gemma3", "llama4"])
+def test_text_trains_as_in_the_whole_model(model_type: str, packed: bool, alone: None) -> None:
+    assert "gradients within" in compare_training(tiny_config(model_type), packed)
+
+
+def test_a_composite_that_changes_the_logits_of_the_language_model_inside_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def scaled(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = forward(self, *args, **kwargs)
+        output.logits = 2 * output.logits
+        return output
+
+    forward = Llama4ForConditionalGeneration.forward
+    assert find_logit_transform(build_on_meta(tiny_config("llama4"))) == LogitTransform(1.0, None)
+    monkeypatch.setattr(Llama4ForConditionalGeneration, "forward", scaled)
+    with pytest.raises(ValueError, match="changes the logits of its Llama4ForCausalLM"):
+        find_logit_transform(build_on_meta(tiny_config("llama4")))
 
 
 def test_a_model_with_images_generates_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
