@@ -48,7 +48,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Gemma 4: inside a composite": ("gemma4", {}),
     "Gemma 3n: shared keys": ("gemma3n_text", {}),
-    "Llama 4 without experts: chunks, temperature by position": ("llama4_text", {}),
+    "Llama 4: chunks, temperature by position, experts with scores on their inputs": ("llama4_text", {}),
     "Llama 4: inside a composite": ("llama4", {}),
     "Youtu: latent attention": ("youtu", {}),
     "MiniCPM 3: latent attention": ("minicpm3", {}),

@@ -17,6 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lightseq.attention.context import one_rank_context
 from lightseq.attention.module_attention import unhonoured_argument
+from lightseq.kernels.grouped_products import PRODUCT_OP
 from lightseq.kernels.logit_transform import LogitTransform
 from lightseq.models.decoder import attending_part, headless, text_decoder
 from lightseq.models.layers import Attention, Experts, Heads, LinearMixer, Mixer
@@ -174,7 +175,8 @@ class _Products(TorchDispatchMode):
                 f"{self._model_name} draws random numbers in its layers, and a recomputation would draw others; set "
                 "noise such as router_jitter_noise to 0 in its config, or use your own loop around hf.enable"
             )
-        if "mm" in op._opname:  # mm, addmm, bmm, baddbmm, _grouped_mm: (..., rows, inner) x (..., inner, columns)
+        # mm, addmm, bmm, baddbmm, _grouped_mm: (..., rows, inner) x (..., inner, columns)
+        if "mm" in op._opname or op is PRODUCT_OP:
             left = args[1 if "add" in op._opname else 0]
             self._count += result.numel() * left.shape[-1]
         return result

@@ -19,7 +19,7 @@ from lightseq.attention.context import SequenceContext
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.world import World
 from lightseq.models import random_weights, weights
-from lightseq.models.build import build_on_meta, constructed_buffers
+from lightseq.models.build import build_plain, constructed_buffers
 from lightseq.models.decoder import text_config
 from lightseq.models.flops import total_parameters
 from lightseq.modules.replaced_head import with_head
@@ -118,7 +118,8 @@ def _distributed_step(trainer: Trainer) -> Step:
 
 def _plain_model(config: PreTrainedConfig, seed: int, device: torch.device) -> PreTrainedModel:
     """Returns the transformers model in float32 with the random weights that a run draws from the seed."""
-    model = build_on_meta(config)
+    with torch.device("meta"):
+        model = build_plain(config)
     weights.materialize(model, device)
     random_weights.initialize(model, seed, device=device)
     return model
