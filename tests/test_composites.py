@@ -18,6 +18,7 @@ from benchmarks.architectures import compare_training, plain_model, tiny_config
 from lightseq.data.tokenizer import ByteTokenizer
 from lightseq.kernels.logit_transform import LogitTransform
 from lightseq.models import weights
+from lightseq.models.architecture import known_logit_transform
 from lightseq.models.build import build_on_meta
 from lightseq.models.meta_run import find_logit_transform
 from lightseq.models.published_layout import layout_of_files
@@ -92,7 +93,10 @@ def test_a_composite_that_changes_the_logits_of_the_language_model_inside_is_ref
         return output
 
     forward = Llama4ForConditionalGeneration.forward
-    assert find_logit_transform(build_on_meta(tiny_config("llama4"))) == LogitTransform(1.0, None)
+    model = build_on_meta(tiny_config("llama4"))
+    assert known_logit_transform(model) == LogitTransform(1.0, None)
+    model.language_model.register_forward_hook(lambda *_: None)
+    assert known_logit_transform(model) is None
     monkeypatch.setattr(Llama4ForConditionalGeneration, "forward", scaled)
     with pytest.raises(ValueError, match="changes the logits of its Llama4ForCausalLM"):
         find_logit_transform(build_on_meta(tiny_config("llama4")))
