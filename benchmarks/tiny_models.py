@@ -81,7 +81,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "qwen2_5_vl_vision": {"out_hidden_size": 32, "depth": 2},
     "llama4_text": {
         "num_hidden_layers": 4, "attention_chunk_size": 7, "no_rope_layers": [1, 0, 1, 0], "floor_scale": 3,
-        "attn_temperature_tuning": True, "moe_layers": [], "intermediate_size_mlp": 48,
+        "attn_temperature_tuning": True, "moe_layers": [1, 2], "intermediate_size_mlp": 48,
         "layer_types": ["chunked_attention", "full_attention"] * 2,
     },
     "apertus1p5": {"image_token_offset": 40, "audio_token_offset": 48},

@@ -11,15 +11,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_architectures import ROOT
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
+from transformers import AutoConfig, AutoModelForImageTextToText, Llama4ForConditionalGeneration, PreTrainedModel
 from transformers.models.timm_wrapper.modeling_timm_wrapper import TimmWrapperModel
 
 from benchmarks import tiny_models
 from benchmarks.architectures import compare_training
 from benchmarks.tiny_models import plain_model, tiny_config
 from lightseq.data.tokenizer import ByteTokenizer
+from lightseq.kernels.logit_transform import LogitTransform
 from lightseq.models import weights
+from lightseq.models.architecture import known_logit_transform
 from lightseq.models.build import build_on_meta
+from lightseq.models.meta_run import find_logit_transform
 from lightseq.models.published_layout import layout_of_files
 from lightseq.tools import generate
 
@@ -85,7 +88,7 @@ def test_a_save_fails_if_the_towers_are_gone(tmp_path: Path, alone: None) -> Non
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("model_type", ["gemma3", "gemma3n"])
+@pytest.mark.parametrize("model_type", ["gemma3", "gemma3n", "llama4"])
 def test_text_trains_as_in_the_whole_model(model_type: str, packed: bool, without_timm: None, alone: None) -> None:
     assert "gradients within" in compare_training(tiny_config(model_type), packed)
 
@@ -103,6 +106,24 @@ def test_tables_that_text_passes_on_its_way_to_the_decoder_are_kept_as_they_are(
     weights.save_pretrained(model, tmp_path / "out", torch.float32, trained_from=tmp_path / "published")
     before, after = (load_file(tmp_path / name / weights.WEIGHTS) for name in ("published", "out"))
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_composite_that_changes_the_logits_of_the_language_model_inside_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def scaled(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = forward(self, *args, **kwargs)
+        output.logits = 2 * output.logits
+        return output
+
+    forward = Llama4ForConditionalGeneration.forward
+    model = build_on_meta(tiny_config("llama4"))
+    assert known_logit_transform(model) == LogitTransform(1.0, None)
+    model.language_model.register_forward_hook(lambda *_: None)
+    assert known_logit_transform(model) is None
+    monkeypatch.setattr(Llama4ForConditionalGeneration, "forward", scaled)
+    with pytest.raises(ValueError, match="changes the logits of its Llama4ForCausalLM"):
+        find_logit_transform(build_on_meta(tiny_config("llama4")))
 
 
 def test_a_model_with_images_generates_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

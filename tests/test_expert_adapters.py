@@ -15,6 +15,7 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
     GptOssConfig,
+    Llama4TextConfig,
     MixtralConfig,
     PreTrainedConfig,
     Qwen3MoeConfig,
@@ -49,16 +50,23 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         **SIZES | {"num_key_value_heads": 4}, n_routed_experts=4, moe_intermediate_size=16, n_group=2, topk_group=1,
         first_k_dense_replace=1, kv_lora_rank=8, q_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8,
     ),
+    # (inputs, outputs), which transformers does not mark; scores on inputs
+    "llama4_text": Llama4TextConfig(num_local_experts=4, head_dim=8, interleave_moe_layer_step=2, **SIZES),
 }  # fmt: skip
-WEIGHTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
-LORA = adapters.Lora(3, 5.0, ("o_proj",), None, WEIGHTS)
+WEIGHTS = ("experts.gate_up_proj", "experts.down_proj")
 LENGTH, STEPS = 43, 3
 FLAGS = f"--lora_rank 3 --lora_alpha 5 --lora_target_modules o_proj --lora_target_parameters {','.join(WEIGHTS)}"
 
 
+def lora_of(config: PreTrainedConfig) -> adapters.Lora:
+    return adapters.Lora(3, 5.0, ("o_proj",), None, tuple(find_targets(config).parameters))
+
+
 def adapted(model: Any) -> Any:
-    """Returns peft's model around a copy of the model, with adapters that change it."""
-    found = peft.get_peft_model(copy.deepcopy(model), adapters._peft_config(LORA))
+    """Returns peft's model around transformers' own with the same weights, with adapters that change it."""
+    own = type(model)(copy.deepcopy(model.config))
+    own.load_state_dict(model.state_dict())
+    found = peft.get_peft_model(own, adapters._peft_config(lora_of(model.config)))
     with torch.no_grad():
         for name, parameter in found.named_parameters():
             if "lora_B" in name:
@@ -75,7 +83,7 @@ def both(family: str) -> tuple[Any, Any]:
     torch.manual_seed(0)
     model = build(copy.deepcopy(CONFIGS[family]))
     plain, theirs = {name for name, _ in model.named_parameters()}, adapted(model)
-    adapters.add_adapters(model, LORA, torch.float32)
+    adapters.add_adapters(model, lora_of(model.config), torch.float32)
     assert base_parameters(model).keys() == plain
     trained = {name: p.detach().clone() for name, p in named(theirs).items()}
     assert not model.load_state_dict(trained, strict=False, assign=True).unexpected_keys
@@ -150,6 +158,7 @@ def test_merged_weights_equal_pefts(family: str, tmp_path: Path) -> None:
     [
         ("qwen3_moe", "--lora_target_parameters mlp.gate.weight", "mlp.gate.weight is not a weight of the model's"),
         ("gpt_oss", "--lora_target_parameters gate_up_proj_bias", "choose from mlp.experts.gate_up_proj, mlp.experts"),
+        ("llama4_text", "--lora_target_modules router", "router is not a linear of the model's layers; choose from"),
         ("deepseek_v3", "--lora_target_modules up_proj", "peft puts adapters for up_proj on this model's experts"),
     ],
 )
@@ -223,7 +232,7 @@ def logits(model: Any) -> Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "llama4_text"])
 def test_runs_train_adapters_of_peft_and_save_them_for_peft(family: str, tmp_path: Path) -> None:
     torch.manual_seed(2)
     build(copy.deepcopy(CONFIGS[family])).save_pretrained(tmp_path / "model")

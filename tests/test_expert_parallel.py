@@ -72,7 +72,7 @@ MESHES = [(2, 2, 2, 4), (2, 1, 2, 2), (4, 2, 2, 2), (4, 4, 2, 4), (4, 2, 4, 2), 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "deepseek_v3", "llama4_text"])
 def test_every_mesh_equals_one_process_and_resumes_on_another(model_type: str, tmp_path: Path) -> None:
     write_inputs(tmp_path, model_type)
     train_all(1, tmp_path, {"one": "--gradient_accumulation_steps 4"})

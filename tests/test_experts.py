@@ -1,9 +1,10 @@
 """Experts: their products, the choice that a checkpoint stores, and routers that stay in float32."""
 
 import copy
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,9 @@ import torch.distributed as dist
 from functorch.compile import min_cut_rematerialization_partition
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
-from transformers import CONFIG_MAPPING, PreTrainedConfig
+from torch.nn.utils.parametrize import register_parametrization
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
 from transformers.models.muse_spark.modeling_muse_spark import MuseSparkExperts
 from worlds import spawn
 
@@ -30,6 +33,7 @@ from lightseq.models import weights
 from lightseq.models.architecture import inspect_architecture
 from lightseq.models.build import build_on_meta
 from lightseq.models.decoder import float32_parameters
+from lightseq.modules.dense_experts import run_chosen_experts
 from lightseq.modules.experts import IMPLEMENTATION, experts_modules, sort_by_expert, store_experts
 from lightseq.parallelize import parallelize
 from lightseq.training.setup_checks import check_layers
@@ -87,6 +91,80 @@ def test_rows_are_sorted_by_expert_and_keep_their_order() -> None:
     assert routes.experts_R.tolist() == [0, 0, 2, 2, 2, 3] and routes.ends_E.tolist() == [2, 2, 5, 6, 6]
     assert routes.order_R.tolist() == [1, 2, 0, 4, 5, 3]
     assert routes.order_R[routes.places_R].tolist() == [*range(6)]
+
+
+# ---- blocks whose own code runs every expert for every token ---------------------------------------------------------
+
+
+def moe_block() -> tuple[PreTrainedModel, Any]:
+    """Returns a tiny Llama 4 in float64, by transformers' code, and its first block of experts."""
+    model = plain_model(tiny_config("llama4_text")).double()
+    return model, model.model.layers[1].feed_forward
+
+
+def test_only_chosen_experts_run_with_the_same_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, block = moe_block()
+    hidden = torch.randn(1, 11, 32, dtype=torch.float64)
+    hidden[0, :4] *= 1e5  # scores that are 0 or 1 for several experts
+
+    def run() -> list[Tensor]:
+        x = hidden.clone().requires_grad_()
+        block.zero_grad()
+        out, logits = block(x)
+        (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
+        return [out.detach(), logits.detach(), x.grad, *(p.grad for p in block.parameters())]
+
+    want = run()
+    run_chosen_experts(model)
+    monkeypatch.setattr(torch, "bmm", None)  # transformers' products
+    for got, right in zip(run(), want, strict=True):
+        torch.testing.assert_close(got, right, rtol=1e-12, atol=1e-12)
+
+
+class _OtherExperts(Llama4TextExperts):
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return 2 * super().forward(hidden_states)
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "hook": lambda block: block.experts.register_forward_hook(lambda *_: None),
+    "own forward": lambda block: setattr(block, "forward", block.forward),
+    "own class": lambda block: setattr(block.experts, "__class__", _OtherExperts),
+    "parametrization": lambda block: register_parametrization(block.router, "weight", nn.Identity()),
+    "biases": lambda block: block.experts.register_parameter("bias", nn.Parameter(torch.zeros(4, 32))),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_block_keeps_its_own_code(change: str) -> None:
+    model, block = moe_block()
+    CHANGES[change](block)
+    run_chosen_experts(model)
+    assert [name for name, _ in experts_modules(model)] == ["model.layers.2.feed_forward.experts"]
+
+
+def times_factor(self: Any, hidden_states: Tensor) -> Tensor:
+    return factor * plain_forward(self, hidden_states)  # type: ignore[name-defined]  # noqa: F821
+
+
+@pytest.mark.parametrize(("package", "factor"), [("transformers", 2), ("other", 1)], ids=["a later version", "a patch"])
+def test_blocks_of_changed_classes_keep_their_own_code(
+    package: str, factor: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = {"__name__": package, "plain_forward": Llama4TextExperts.forward, "factor": factor}
+    monkeypatch.setattr(Llama4TextExperts, "forward", FunctionType(times_factor.__code__, names))
+    model, _ = moe_block()
+    run_chosen_experts(model)
+    assert not [*experts_modules(model)]
+
+
+def test_facts_count_the_chosen_experts_and_the_shared_one() -> None:
+    config = tiny_config("llama4_text")
+    dense, sparse, *_ = inspect_architecture(config).layers
+    attention, router, expert = 32 * 32 * 2 + 2 * 32 * 16, 4 * 32, 3 * 32 * 48
+    assert dense.experts is None and dense.active == attention + expert
+    assert sparse.experts is not None and sparse.experts.weights == 4 * expert
+    assert sparse.active == attention + router + expert + 2 * expert
 
 
 # ---- recomputation ---------------------------------------------------------------------------------------------------

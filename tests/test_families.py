@@ -22,6 +22,7 @@ from benchmarks.tiny_models import ids, plain_model, tiny_config
 from lightseq.cli import BOTH
 from lightseq.models import weights
 from lightseq.models.build import model_class
+from lightseq.modules.replaced_head import with_head
 from lightseq.training.train import train
 
 LOSS_ERROR = 1e-5
@@ -48,7 +49,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Gemma 4: inside a composite": ("gemma4", {}),
     "Gemma 3n: shared keys": ("gemma3n_text", {}),
-    "Llama 4 without experts: chunks, temperature by position": ("llama4_text", {}),
+    "Llama 4: chunks, temperature by position, experts with scores on their inputs": ("llama4_text", {}),
+    "Llama 4: inside a composite": ("llama4", {}),
     "Youtu: latent attention": ("youtu", {}),
     "MiniCPM 3: latent attention": ("minicpm3", {}),
     "Qwen 3 MoE: experts": ("qwen3_moe", {}),
@@ -146,7 +148,7 @@ def _problem(out: Path, first: Path, again: Path, adapters: Path, loss: float) -
         return "a loss does not fall"
     config = AutoConfig.from_pretrained(first / "checkpoint-3")
     model = model_class(config).from_pretrained(first / "checkpoint-3", attn_implementation="eager").eval()
-    after = model(input_ids=ids(), labels=ids(), use_cache=False).loss.item()
+    after = with_head(model)(input_ids=ids(), labels=ids(), use_cache=False).loss.item()
     return None if after < steps[-1]["loss"] else f"the saved model has loss {after}, the last step {steps[-1]['loss']}"
 
 
@@ -158,7 +160,7 @@ def check_families(world: int, folder: Path, names: list[str], from_files: list[
     for name in from_files:
         model = publish(name, folder / folder_of(name))
         with torch.no_grad():
-            losses[name] = model(input_ids=ids(), labels=ids(), use_cache=False).loss.item()
+            losses[name] = with_head(model)(input_ids=ids(), labels=ids(), use_cache=False).loss.item()
     # Every run of a process meets at a store of its own.
     stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(3 * len(losses))]
     found = spawn(world, _families, folder, names, [store.port for store in stores], losses)
@@ -170,6 +172,7 @@ def test_layers_that_differ_train_resume_and_save(tmp_path: Path) -> None:
     names = [
         "Gemma 4 E: heads of two sizes, shared keys, embeddings per layer",
         "Nemotron H: Mamba 2, layers of experts alone",
+        "Llama 4: inside a composite",
     ]
     check_families(2, tmp_path, names, from_files=names)
 

@@ -7,12 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from worlds import one_process
 
 from lightseq import hf
 from lightseq.cli import BOTH
 from lightseq.memory.planner.layer_costs import ATTENTION, MLP, OTHERS, LayerTable, Treatment
+from lightseq.models.build import build
 from lightseq.models.family import preset_config
 from lightseq.modules.experts import use_grouped_experts
 
@@ -28,6 +29,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "phi3": {},
     "qwen3_moe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "gpt_oss": {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 512},
+    "llama4_text": {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
 EAGER = Treatment("none", compiled=False, tiles_mlp=False)
 # The most memory of one layer's backward pass at each point beyond what it saved, read from the allocator's history on
@@ -82,7 +84,7 @@ def saved_by_first_layer(model: PreTrainedModel, length: int) -> int:
 @pytest.mark.parametrize("name", MODELS)
 def test_an_eager_layer_saves_what_the_plan_says(name: str) -> None:
     config = config_of(name)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = build(config)
     hf.enable(model)
     use_grouped_experts(model)
     per_token = (saved_by_first_layer(model, 256) - saved_by_first_layer(model, 128)) / 128

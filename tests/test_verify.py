@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from worlds import spawn
 
+from benchmarks.architectures import tiny_config
 from lightseq.attention import buffers, context
 from lightseq.attention import operator as attention
 from lightseq.cli import BOTH
@@ -93,6 +94,7 @@ FLAGS = {
         f"{TINY3} 50 --data_path FOLDER/tokens --per_device_train_batch_size 3",
         f"{TINY3} 50 --data_path FOLDER/pairs --bf16 --schedule prefix",
         f"{TINY2} 60 --packing best_fit --schedule zigzag --data_path FOLDER/tokens --bf16",
+        "--model_name_or_path FOLDER/llama4 --random_init --model_max_length 50 --bf16",
         f'{TINY2} 5 --schedule auto --rope_scaling \'{{"rope_type": "dynamic", "factor": 2}}\'',
     ],
     3: [
@@ -110,6 +112,7 @@ FLAGS = {
 def test_everything_passes_where_nothing_is_wrong(ranks: int, flags: list[str], tmp_path: Path) -> None:
     write_token_directory(tmp_path / "tokens", [np.arange(size) * 7 % 500 for size in (300, 20, 44)], 512, dict)
     write_token_directory(tmp_path / "pairs", [np.array([7, 9])] * 8, 512, dict)
+    tiny_config("llama4").save_pretrained(tmp_path / "llama4")
     for wrong in spawn(ranks, passes, str(tmp_path), flags):
         assert not wrong, "\n".join(wrong)
 

@@ -93,6 +93,7 @@ for _operator in (_grouped_product, _grouped_product_stored):
     _operator.register_fake(_fake)
     _operator.register_autograd(_backward, setup_context=_setup_context)
 
+PRODUCT_OP = torch.ops.lightseq.grouped_product.default
 STORED_PRODUCT_OP = torch.ops.lightseq.grouped_product_stored.default  # for checkpointing policies
 
 

@@ -15,6 +15,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from lightseq.models.build import build_on_meta, settings_of
 from lightseq.models.decoder import decoder_layers
 from lightseq.modules.experts import experts_modules
+from lightseq.modules.identity import product_change
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ def _cached_targets(kind: Any, text: str) -> Targets:
     linears = {
         name: module.in_features + module.out_features
         for name, module in layers.named_modules()
-        if isinstance(module, nn.Linear)
+        if isinstance(module, nn.Linear) and product_change(module) is None  # a router may return more (Llama 4)
     }
     names = {last_part(name) for name in linears}
     return Targets(

@@ -46,6 +46,7 @@ from lightseq.modules.experts import parameters_of_experts
 from lightseq.modules.identity import hook_of, is_known_code, linear_change
 from lightseq.modules.mlp import gate_activation
 from lightseq.modules.projections import has_projections
+from lightseq.modules.replaced_head import with_head
 from lightseq.schedule.chunks import Chunk
 from lightseq.utils.formatting import first_line
 
@@ -335,13 +336,13 @@ def head_change(model: PreTrainedModel) -> str | None:
     The function that the model's own code applies is another question (`known_logit_transform`). The answer reads as
     "LlamaForCausalLM's LM head has a forward hook".
     """
-    name, head = type(model).__name__, model.get_output_embeddings()
-    if (change := linear_change(head)) is not None:
-        return f"{name}'s LM head {change}"
-    if (change := hook_of(model, ("forward_hooks",))) is not None:
-        return f"{name} {change}"
-    if not is_known_code(model.forward):
-        return f"{name} has a forward of its own"
+    if (change := linear_change(model.get_output_embeddings())) is not None:
+        return f"{type(model).__name__}'s LM head {change}"
+    for part in (model, with_head(model)):
+        if (change := hook_of(part, ("forward_hooks",))) is not None:
+            return f"{type(part).__name__} {change}"
+        if not is_known_code(part.forward):
+            return f"{type(part).__name__} has a forward of its own"
     return None
 
 

@@ -17,12 +17,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lightseq.attention.context import one_rank_context
 from lightseq.attention.module_attention import unhonoured_argument
+from lightseq.kernels.grouped_products import PRODUCT_OP
 from lightseq.kernels.logit_transform import LogitTransform
 from lightseq.models.decoder import attending_part, headless, text_decoder
 from lightseq.models.layers import Attention, Experts, Heads, LinearMixer, Mixer
 from lightseq.models.mixers import distribute_mixer, mixer_modules
 from lightseq.modules.experts import experts_modules
 from lightseq.modules.identity import StandIn, twin_forward
+from lightseq.modules.replaced_head import with_head
 
 PROBE: Final = "lightseq_probe"
 TOKENS: Final = 4
@@ -53,8 +55,9 @@ class MetaRun:
 
 
 def run_on_meta(model: PreTrainedModel, layers: nn.ModuleList) -> MetaRun:
-    """Runs a model, which is on the meta device, once, in bfloat16: torch's grouped products take no other dtype there.
+    """Runs a model on the meta device once without its head, in bfloat16.
 
+    torch's grouped products take no other dtype there. Composites may have a forward of their own that nobody calls.
     Raises ValueError if attention would not be what a kernel computes, or runs outside the layers.
     """
     model.to(torch.bfloat16)
@@ -108,7 +111,7 @@ def run_on_meta(model: PreTrainedModel, layers: nn.ModuleList) -> MetaRun:
         hooks.append(layer.register_forward_hook(leave))
     products = _Products(name)
     with _tokens_unmixed(model, probe), _count_saved_after_mlps(layers) as saved, products:
-        _run(model, TOKENS, documents=documents)
+        _run(headless(model), TOKENS, documents=documents)
     for hook in hooks:
         hook.remove()
     if len(saved) != len(ran):
@@ -172,7 +175,8 @@ class _Products(TorchDispatchMode):
                 f"{self._model_name} draws random numbers in its layers, and a recomputation would draw others; set "
                 "noise such as router_jitter_noise to 0 in its config, or use your own loop around hf.enable"
             )
-        if "mm" in op._opname:  # mm, addmm, bmm, baddbmm, _grouped_mm: (..., rows, inner) x (..., inner, columns)
+        # mm, addmm, bmm, baddbmm, _grouped_mm: (..., rows, inner) x (..., inner, columns)
+        if "mm" in op._opname or op is PRODUCT_OP:
             left = args[1 if "add" in op._opname else 0]
             self._count += result.numel() * left.shape[-1]
         return result
@@ -268,6 +272,9 @@ def find_logit_transform(model: PreTrainedModel) -> LogitTransform:
     head. Raises ValueError for a function that is not known: the loss reads only the layers' output, the head's
     parameters and the function.
     """
+    if (inside := with_head(model)) is not model:
+        _check_passes_logits(model, inside)
+        return find_logit_transform(inside)
     name, head, body = type(model).__name__, model.get_output_embeddings(), headless(model)
     hidden = torch.linspace(0.5, 2.0, TOKENS * head.in_features, device="cpu").view(1, TOKENS, -1)
     wide = torch.logspace(-3, 6, TOKENS * 16, device="cpu")  # in its middle a cap bends, at its ends it is a line
@@ -297,6 +304,16 @@ def find_logit_transform(model: PreTrainedModel) -> LogitTransform:
             "softly caps them, or leaves them as they are"
         )
     return LogitTransform(found.scale * before, found.cap)
+
+
+def _check_passes_logits(model: PreTrainedModel, inside: PreTrainedModel) -> None:
+    """Raises ValueError unless a composite returns the logits of the language model inside as they are."""
+    logits = torch.linspace(-50.0, 50.0, TOKENS * 64, device="cpu").view(1, TOKENS, 64)
+    children = {key: StandIn(inside, lambda *_, **__: _LayersOutput(logits)) for key in model._modules}
+    embeds = torch.zeros(1, TOKENS, inside.get_input_embeddings().embedding_dim, device="cpu")
+    found = twin_forward(model, children, inputs_embeds=embeds, use_cache=False)
+    if not torch.equal(found[0] if isinstance(found, tuple) else found.logits, logits):
+        raise ValueError(f"{type(model).__name__} changes the logits of its {type(inside).__name__}; use another model")
 
 
 def _factor(hidden: Tensor, given: Tensor) -> float | None:

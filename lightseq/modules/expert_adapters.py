@@ -19,16 +19,29 @@ MULTIPLE: Final = 8  # of the rank, for GPU kernels, which need rows of whole 16
 
 
 class ExpertAdapter(NamedTuple):
-    """Adapter that adds scale · (x Aᵀ) Bᵀ to the product of each expert's rows with its weight."""
+    """Adapter that adds scale · (x Aᵀ) Bᵀ to the product of each expert's rows with its weight.
+
+    With `reversed`, A has the outputs and B the inputs, and the adapter adds scale · (x B) A (see `is_unmarked`).
+    """
 
     a_EKI: Tensor
     b_EOK: Tensor
     scale: float
+    reversed: bool = False
 
     def product(self, x_RI: Tensor, ends_E: Tensor) -> Tensor:
         """Returns what the adapter adds (R, O). Expert e has the rows before `ends_E[e]`, after those of e - 1."""
-        x_RK = grouped_product(x_RI, self.a_EKI, ends_E, transposed=False) * self.scale
-        return grouped_product(x_RK, self.b_EOK, ends_E, transposed=False)
+        first, last = (self.b_EOK, self.a_EKI) if self.reversed else (self.a_EKI, self.b_EOK)
+        x_RK = grouped_product(x_RI, first, ends_E, self.reversed) * self.scale
+        return grouped_product(x_RK, last, ends_E, self.reversed)
+
+
+def is_unmarked(experts: nn.Module) -> bool:
+    """Returns whether weights are (inputs, outputs), which `is_transposed` does not say (Llama 4).
+
+    peft reads `is_transposed` alone, and gives such weights adapters with inputs and outputs exchanged.
+    """
+    return getattr(experts, "is_unmarked", False)
 
 
 def expert_adapter(experts: nn.Module, name: str, dtype: torch.dtype) -> ExpertAdapter | None:
@@ -48,7 +61,7 @@ def expert_adapter(experts: nn.Module, name: str, dtype: torch.dtype) -> ExpertA
             nn.functional.pad(a_EKI, (0, 0, 0, padding)),
             nn.functional.pad(b_EOK, (0, padding)),
         )
-    return ExpertAdapter(a_EKI, b_EOK.contiguous(), wrapper.scaling[adapter])
+    return ExpertAdapter(a_EKI, b_EOK.contiguous(), wrapper.scaling[adapter], reversed=is_unmarked(experts))
 
 
 def split_by_expert(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from lightseq.kernels.grouped_products import grouped_product
 from lightseq.kernels.token_rows import copy_to_rows, sum_rows
-from lightseq.modules.expert_adapters import expert_adapter
+from lightseq.modules.expert_adapters import expert_adapter, is_unmarked
 
 IMPLEMENTATION: Final = "lightseq"  # in transformers' registry of functions that run experts
 
@@ -34,7 +34,8 @@ def parameters_of_experts(module: nn.Module) -> Iterator[nn.Parameter]:
 def use_grouped_experts(model: PreTrainedModel) -> None:
     """Lets a model run its experts with `experts_forward`."""
     for _, experts in experts_modules(model):
-        experts.config._experts_implementation = IMPLEMENTATION
+        if not _scales_inputs(experts):  # they have no other implementation
+            experts.config._experts_implementation = IMPLEMENTATION
 
 
 def store_experts(layers: Iterable[nn.Module]) -> None:
@@ -69,7 +70,8 @@ def experts_forward(module: Any, hidden_TH: Tensor, experts_TK: Tensor, weights_
     """Returns the weighted sum of each token's experts (T, H), for a module of transformers' stacked experts.
 
     A token's weights multiply the input of the second product, not its result, so that no backward pass needs that
-    result (as in SonicMoE, arXiv 2512.14080). Copies are summed in float32, in the order of a token's choices.
+    result (as in SonicMoE, arXiv 2512.14080); or the input of the first product, where the model does so
+    (dense_experts.py). Copies are summed in float32, in the order of a token's choices.
     """
     if (group := getattr(module, "expert_group", None)) is not None:
         return group.forward(module, hidden_TH, experts_TK, weights_TK)  # type: ignore[no-any-return]
@@ -82,6 +84,9 @@ def run_experts(module: Any, hidden_TH: Tensor, experts_TK: Tensor, weights_TK: 
     x = _Dispatch.apply(hidden_TH, routes, partial)
     weights = _DispatchWeights.apply(weights_TK.reshape(-1, 1), routes)
     first, stored = "gate_up_proj" if module.has_gate else "up_proj", getattr(module, "stores_products", False)
+    scales_inputs = _scales_inputs(module)
+    if scales_inputs:
+        x = (x * weights).to(x.dtype)
     y = _linear(module, first, x, routes, stored)
     y = module._apply_gate(y) if module.has_gate else module.act_fn(y)
     if module.has_post_expert_norm:
@@ -90,9 +95,15 @@ def run_experts(module: Any, hidden_TH: Tensor, experts_TK: Tensor, weights_TK: 
             here = torch.arange(len(y), device=y.device) < routes.ends_E[-1]
             y = torch.where(here[:, None], y, 0)
         y = module.post_expert_norm(y) * weights
+    elif scales_inputs:
+        y = _linear(module, "down_proj", y, routes)
     else:
         y = _linear(module, "down_proj", (y * weights).to(y.dtype), routes, bias_factor=weights)
     return _Combine.apply(y.to(hidden_TH.dtype), routes, len(hidden_TH), partial)
+
+
+def _scales_inputs(experts: Any) -> bool:
+    return getattr(experts, "scales_inputs", False)
 
 
 ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
@@ -104,7 +115,7 @@ def _linear(
     """Applies a weight of the experts, with its bias if they have one, to their rows."""
     weight = _weight(module, name)
     x = x.to(weight.dtype)
-    y = grouped_product(x, weight, routes.ends_E, module.is_transposed, stored)
+    y = grouped_product(x, weight, routes.ends_E, module.is_transposed or is_unmarked(module), stored)
     if (adapter := expert_adapter(module, name, weight.dtype)) is not None:
         y = y + adapter.product(x, routes.ends_E)
     if not module.has_bias:

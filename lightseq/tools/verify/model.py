@@ -19,9 +19,10 @@ from lightseq.attention.context import SequenceContext
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.world import World
 from lightseq.models import random_weights, weights
-from lightseq.models.build import build_on_meta, constructed_buffers
+from lightseq.models.build import build_plain, constructed_buffers
 from lightseq.models.decoder import text_config
 from lightseq.models.flops import total_parameters
+from lightseq.modules.replaced_head import with_head
 from lightseq.tools.verify.data import Document, data_row
 from lightseq.tools.verify.report import FAIL, SKIP, Row, relative_error, result_row
 from lightseq.training.build import build_engine
@@ -117,7 +118,8 @@ def _distributed_step(trainer: Trainer) -> Step:
 
 def _plain_model(config: PreTrainedConfig, seed: int, device: torch.device) -> PreTrainedModel:
     """Returns the transformers model in float32 with the random weights that a run draws from the seed."""
-    model = build_on_meta(config)
+    with torch.device("meta"):
+        model = build_plain(config)
     weights.materialize(model, device)
     random_weights.initialize(model, seed, device=device)
     return model
@@ -129,7 +131,7 @@ def _plain_step(model: PreTrainedModel, documents: Sequence[Document], loss_scal
     while True:
         losses, gradients = [], {n: torch.zeros_like(p, dtype=torch.float32) for n, p in model.named_parameters()}
         for ids, targets in documents:
-            logits = model(input_ids=ids[None].to(model.device), use_cache=False).logits[0].float()
+            logits = with_head(model)(input_ids=ids[None].to(model.device), use_cache=False).logits[0].float()
             valid = targets != IGNORE_INDEX
             loss = F.cross_entropy(logits[valid], targets[valid].to(model.device), reduction="none")
             (loss.sum() / total * loss_scale).backward()
