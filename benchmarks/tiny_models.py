@@ -86,7 +86,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     "apertus1p5": {"image_token_offset": 40, "audio_token_offset": 48},
     "apertus1p5_vision_tokenizer": VQ | {"codebook_size": 8, "attn_resolutions": []},
-    "chameleon": {"vocabulary_map": {"<image>": 4}},
+    "chameleon": {"vocabulary_map": {"<image>": 2}},
     "chameleon_vqgan": VQ,
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2},
     "deepseek_ocr2_sam_vision_model": {"mlp_dim": 48, "output_channels": 8, "downsample_channels": [16, 32]},
@@ -94,7 +94,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16,
         "layer_types": ["sliding_attention", "full_attention"],
     },
-    "emu3": {"vocabulary_map": {"<|extra_200|>": 3, "<image>": 4}},
+    "emu3": {"vocabulary_map": {"<|extra_200|>": 3, "<image>": 2}},
     "emu3_vqgan": VQ | {"hidden_size": 32, "codebook_size": 8, "latent_channels": 4, "attn_resolutions": []},
     "ernie4_5_vl_moe_text": {
         "moe_intermediate_size": [16, 16], "mlp_layer_types": ["dense", "sparse"],
