@@ -39,6 +39,7 @@ from lightseq.training.setup_checks import check_layers
 
 LENGTH, CHIP, HOST_GIB = "32K", "h100-80gb", 400
 LOOP_LENGTH = 1024  # of a model that `lightseq train` refuses and `hf.enable` may take
+IN_FP8 = ("mistralai/Devstral-Small-2-24B-Instruct-2512", "deepseek-ai/DeepSeek-V3")  # which `lightseq train` refuses
 WAYS: Final[Mapping[str, tuple[int, tuple[str, ...]]]] = {
     "full, 1 GPU": (1, ()),
     "full, 2 GPUs": (2, ()),
@@ -264,7 +265,8 @@ def named(name: str) -> str:
     """Returns a checkpoint's name, and the change that its config.json needs."""
     known = CHECKPOINTS[name]
     has_dropout = not isinstance(known, str) and any("drop" in key for key in known[1])
-    return f"`{name}`" + (", its dropout set to 0" if has_dropout else "")
+    change = ", its dropout set to 0" if has_dropout else ", converted from FP8" if name in IN_FP8 else ""
+    return f"`{name}`{change}"
 
 
 def cell(plan: Plan) -> str:

@@ -11,9 +11,11 @@ import torch
 from huggingface_hub.errors import GatedRepoError
 from transformers import Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
+from benchmarks.tiny_models import tiny_config
 from lightseq.config.command_line import parse
 from lightseq.distributed.world import World
 from lightseq.models import family, hub
+from lightseq.models.decoder import text_config
 from lightseq.models.family import apply_rope, check_config, context_warning, preset_config, resolve
 from lightseq.models.flops import total_parameters
 from lightseq.models.presets import FAMILIES, LLAMA2, LLAMA3
@@ -220,11 +222,28 @@ def test_an_unsupported_architecture_is_refused(tmp_path: Path, fields: dict, li
     assert line in str(refusal.value) and "\n" not in str(refusal.value)
 
 
+def test_quantized_weights_are_refused_by_their_format(tmp_path: Path) -> None:
+    directory = save(tmp_path)
+    file = Path(directory) / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": "fp8"}}))
+    with pytest.raises(ValueError, match=r"has quantized weights \(fp8 in its config.json\); give a version"):
+        resolve(LLAMA2, directory, random_init=False)
+    fresh = resolve(LLAMA2, directory, random_init=True)
+    assert fresh.quantization == "fp8" and not hasattr(fresh.config, "quantization_config")
+
+
 def test_theta_and_scaling_change_nothing_else() -> None:
     original = config_of("llama3.1-8b")
     assert apply_rope(original, rope_theta=8e6).rope_parameters == original.rope_parameters | {"rope_theta": 8e6}
     changed = apply_rope(original, rope_scaling={"type": "linear", "factor": 2})
     assert changed.rope_parameters == {"rope_type": "linear", "rope_theta": 5e5, "factor": 2}
+    axes = tiny_config("qwen2_5_vl")  # a composite, whose text has positions of three axes
+    scaled = text_config(apply_rope(axes, rope_scaling={"rope_type": "yarn", "factor": 4}))
+    assert scaled.rope_parameters["mrope_section"] == text_config(axes).rope_parameters["mrope_section"] == [1, 1, 2]
+    ministral = tiny_config("ministral3")
+    scaled = apply_rope(ministral, rope_scaling={"rope_type": "linear", "factor": 4})
+    for key in ("llama_4_scaling_beta", "original_max_position_embeddings"):
+        assert scaled.rope_parameters[key] == ministral.rope_parameters[key]
     assert original.to_dict() == config_of("llama3.1-8b").to_dict()
 
 

@@ -359,9 +359,9 @@ def _inspect(kind: Any, text: str, _mixers: tuple[MixerKind, ...]) -> Architectu
             raise ValueError(f"num_hidden_layers is {count}; give at most {MAX_LAYERS}")
         model = build_on_meta(config)
     except Exception as error:  # the model's code may raise anything
-        raise ValueError(
-            f"{kind.model_type!r} cannot be built as a causal language model: {first_line(error)}"
-        ) from error
+        # The message about a missing package has its remedy in the second line.
+        why = " ".join(str(error).split()) if isinstance(error, ImportError) else first_line(error)
+        raise ValueError(f"{kind.model_type!r} cannot be built as a causal language model: {why}") from error
     _check_kind_of_attention(model)
     name = type(model).__name__
     if not has_known_parts(model):
@@ -383,6 +383,9 @@ def _inspect(kind: Any, text: str, _mixers: tuple[MixerKind, ...]) -> Architectu
         raise ValueError(f"{name} does not run on text alone, on the meta device ({why}); {OWN_LOOP}") from error
     known = {id(linear.weight) for linear in linears_of(layers)} | {id(p) for p in parameters_of_experts(layers)}
     known |= {id(p) for mixer, _ in mixer_modules(layers) for p in mixer.parameters()}
+    # Norms of queries and keys may have a weight for each head.
+    norms = (m for m in layers.modules() if hasattr(m, "eps") or hasattr(m, "variance_epsilon"))
+    known |= {id(p) for norm in norms for p in norm.parameters(recurse=False)}
     return Architecture(
         name=name,
         layers=_facts(layers, ran, text_config(config).hidden_size),

@@ -4,7 +4,7 @@ import difflib
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,6 +25,24 @@ WITH_ORIGINAL_LENGTH: Final = (
 )  # types that store the original length beside the extended one
 MODEL_CONFIGS: Final = ("config.json", "adapter_config.json")  # of a model, and of an adapter by peft
 FACTORS: Final = ("short_factor", "long_factor")  # keys of longrope, with one factor per frequency
+# Keys of rope_parameters that belong to a type of scaling. Others, such as the axes of images, stay with the model.
+OF_SCALING: Final = (
+    "rope_type",
+    "type",
+    "factor",
+    "original_max_position_embeddings",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "truncate",
+    "mscale",
+    "mscale_all_dim",
+    "short_mscale",
+    "long_mscale",
+    "low_freq_factor",
+    "high_freq_factor",
+    *FACTORS,
+)
 
 
 @dataclass(frozen=True)
@@ -34,6 +52,7 @@ class ModelSource:
     config: PreTrainedConfig
     weights: Path | str | None
     in_mxfp4: bool = False  # the weights; the config says nothing of it, because they become bfloat16
+    quantization: str | None = None  # another format of the weights, which is not read
 
 
 def resolve(family: ModelFamily, model_name_or_path: str, random_init: bool) -> ModelSource:
@@ -68,10 +87,25 @@ def resolve(family: ModelFamily, model_name_or_path: str, random_init: bool) -> 
 
 def _source(name: Path | str, weights: Path | str | None) -> ModelSource:
     config = _read_config(name)
-    in_mxfp4 = is_mxfp4(vars(config))
-    if in_mxfp4:
+    in_mxfp4, settings = is_mxfp4(vars(config)), getattr(config, "quantization_config", None)
+    source = ModelSource(config, weights, in_mxfp4 and weights is not None)
+    if settings is not None:
         del config.quantization_config
-    return ModelSource(config, weights, in_mxfp4 and weights is not None)
+    if settings is not None and not in_mxfp4:
+        method = settings.get("quant_method") if isinstance(settings, Mapping) else None
+        source = replace(source, quantization=method or "quantization_config")
+    if weights is not None:
+        check_weights_are_not_quantized(source, str(name))
+    return source
+
+
+def check_weights_are_not_quantized(source: ModelSource, name: str) -> None:
+    """Raises ValueError for weights in another quantized format than MXFP4, which is read as bfloat16."""
+    if source.quantization is not None:
+        raise ValueError(
+            f"--model_name_or_path {name} has quantized weights ({source.quantization} in its config.json); give a "
+            "version in 16 or 32 bits"
+        )
 
 
 def model_within(directory: Path) -> str:
@@ -215,8 +249,7 @@ def _check_factors(scaling: Mapping[str, Any], frequencies: int) -> None:
 def _scaled_rope(
     current: Mapping[str, Any], scaling: Mapping[str, Any], unscaled: int, frequencies: int
 ) -> dict[str, Any]:
-    kept = {key: current[key] for key in ("rope_theta", "partial_rotary_factor") if key in current}
-    rope = {**kept, **scaling}
+    rope = {key: value for key, value in current.items() if key not in OF_SCALING} | dict(scaling)
     rope["rope_type"] = rope.pop("type", None) or rope.get("rope_type")  # `type` is the older spelling
     _check_rope_type(rope, f"--rope_scaling {dict(scaling)}")
     if rope["rope_type"] == "longrope":
@@ -227,7 +260,7 @@ def _scaled_rope(
             raise ValueError(f"--rope_scaling {dict(scaling)}: {key} is {scaling[key]!r}; give a number")
     if rope["rope_type"] != "default" and rope.get("factor", 0) < 1:
         raise ValueError(f"--rope_scaling {dict(scaling)}: factor is {rope.get('factor')}; give a number of at least 1")
-    if rope["rope_type"] in WITH_ORIGINAL_LENGTH:
+    if rope["rope_type"] in WITH_ORIGINAL_LENGTH or "llama_4_scaling_beta" in rope:  # Ministral 3 scales queries by it
         rope.setdefault("original_max_position_embeddings", unscaled)
     return rope
 

@@ -23,7 +23,7 @@ from lightseq.memory.planner.rates import DEFAULT_CORES, MEASURED_ON, Chip, chip
 from lightseq.memory.planner.run import Hardware, PlannedRun
 from lightseq.models.architecture import inspect_architecture
 from lightseq.models.build import build_on_meta
-from lightseq.models.family import apply_rope, context_warning, resolve
+from lightseq.models.family import apply_rope, check_weights_are_not_quantized, context_warning, resolve
 from lightseq.models.presets import ModelFamily
 from lightseq.modules.fp8 import check_hardware
 from lightseq.tools.plan.attention import MAX_SEQUENCE_RANKS
@@ -67,6 +67,8 @@ def _planned_run(family: ModelFamily, own: argparse.Namespace, training: Sequenc
     if config.deepspeed:
         raise ValueError(f"--deepspeed {config.deepspeed}: only FSDP2 can be planned; run train --max_steps 2 instead")
     source = resolve(family, config.model_name, random_init=True)  # the architecture is enough
+    if not config.random_init:
+        check_weights_are_not_quantized(source, config.model_name)
     model = apply_rope(source.config, config.rope_theta, config.rope_scaling, config.model_max_length)
     check_layers(config, inspect_architecture(model))
     if config.packing != "none":
