@@ -73,7 +73,7 @@ class Outcome:
 
     model_type: str
     model_class: str
-    way: str  # loop, loop packed, train, train packed, or an option of the config
+    way: str  # loop, loop packed, loop checkpointed, train, train packed, or an option of the config
     kind: str
     line: str
 
@@ -135,6 +135,9 @@ def tried(model_type: str, train_flags: Sequence[str] = ()) -> Iterator[Outcome]
         yield loop
         if loop.kind == "exact":
             yield outcome("loop packed", compare_loop, packed=True)
+            checkpointed = outcome("loop checkpointed", partial(compare_loop, checkpointed=True))
+            if checkpointed.kind != "not built":  # the class has gradient checkpointing
+                yield checkpointed
             for option, changes in options_of(tiny_config(model_type)):
                 if (found := outcome(option, compare_loop, **changes)).kind != "not built":  # the class has the option
                     yield found
@@ -190,10 +193,17 @@ def expect(model: PreTrainedModel, packed: bool) -> float:
     return loss.item()
 
 
-def compare_loop(config: PreTrainedConfig, packed: bool) -> str:
-    """Compares a user's own loop around `hf.enable` with one process. Returns the errors."""
+def compare_loop(config: PreTrainedConfig, packed: bool, checkpointed: bool = False) -> str:
+    """Compares a user's own loop around `hf.enable` with one process. Returns the errors.
+
+    `checkpointed` turns transformers' gradient checkpointing on in the loop.
+    """
     want = plain_model(config)
     got = copy.deepcopy(want)
+    if checkpointed:
+        got.train()
+        with built_by_transformers():
+            got.gradient_checkpointing_enable()
     expected = expect(want, packed)
     context = hf.enable(got, length=LENGTH)
     try:

@@ -1,8 +1,9 @@
 """Scans and short convolutions over ranks equal a sequential definition in float64, forward and backward."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers.models.bamba.modeling_bamba import mamba2_chunk_scan
 from worlds import NCCL_WORLDS, spawn
 
 from lightseq.comm.select import make_transport
@@ -355,3 +357,31 @@ def on_gpus(rank: int) -> list[float]:
 def test_scan_over_gpus_equals_one_rank(world: int) -> None:
     errors = spawn(world, on_gpus, device="cuda")[0]
     assert max(errors) < 0.02, errors
+
+
+@pytest.mark.parametrize("spread", [1, 10, 50])
+def test_strong_decays_round_as_little_as_in_transformers_own_scan(spread: int) -> None:
+    """Sums of logarithms of decays reach 20,000 in a chunk."""
+    torch.manual_seed(0)
+    x, keys, queries, weight = (torch.randn(1, 64, HEADS, size) for size in (16, 8, 8, 16))
+    rates = -torch.tensor([1.0, 4.0, 8.0, 15.0])
+    times = F.softplus(spread * torch.randn(1, 64, HEADS))
+
+    def ours(times: Tensor) -> Tensor:
+        dtype = times.dtype
+        inputs = ScanInputs(
+            queries.to(dtype), keys.to(dtype), x.to(dtype) * times[..., None], rates.to(dtype) * times, None
+        )
+        return torch_scan(inputs, 1.0, torch.zeros(1, HEADS, 8, 16, dtype=dtype))[0]
+
+    def result(run: Callable[[Tensor], Any], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        given = times.to(dtype, copy=True).requires_grad_()
+        out = run(given)
+        (out * weight.to(out.dtype)).sum().backward()
+        assert given.grad is not None
+        return out.detach().double(), given.grad.double()
+
+    exact = result(ours, torch.float64)
+    plain = result(lambda times: mamba2_chunk_scan(x, times, rates, keys, queries, 64)[0], torch.float32)
+    for right, theirs, own in zip(exact, plain, result(ours, torch.float32), strict=True):
+        assert (own - right).norm() <= 2 * (theirs - right).norm()

@@ -3,11 +3,9 @@
 Such a module adds the tokens of a cache to the count. It gets a cache that says where this rank's tokens are.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from functools import partial
-from inspect import signature
+from inspect import Parameter, signature
 from typing import Any, Final
 
 import torch
@@ -19,7 +17,8 @@ from lightseq.models.attention_modules import attention_modules, names_in_forwar
 from lightseq.models.decoder import decoder_layers
 
 COUNTS: Final = {"arange", "get_seq_length"}  # what the forward pass of such a module calls
-_POSITIONS: ContextVar[Tensor | None] = ContextVar("positions of the layer that runs", default=None)
+# Keyword that takes positions through a layer to its attention, in a checkpoint's recomputation too.
+KEYWORD: Final = "lightseq_positions"
 
 
 class _Offsets:
@@ -41,6 +40,12 @@ def give_global_positions(decoder: PreTrainedModel, changes: Changes) -> None:
     for layer in decoder_layers(decoder) if found else ():
         counting = [module for module in layer.modules() if id(module) in found]
         if counting:
+            kinds = [parameter.kind for parameter in signature(type(layer).forward).parameters.values()]
+            if Parameter.VAR_KEYWORD not in kinds:
+                raise ValueError(
+                    f"{type(counting[0]).__name__} counts this rank's tokens, and {type(layer).__name__} passes it no "
+                    "keywords; use another model"
+                )
             changes.replace_forward(layer, _run_layer)
         for module in counting:
             changes.replace_forward(module, partial(_run_attention, _cache_keyword(module)))
@@ -53,22 +58,13 @@ def _cache_keyword(module: nn.Module) -> str:
 
 def _run_layer(_layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     positions = kwargs.get("position_ids")
-    with _known(None if positions is None else positions[0]):
-        return forward(*args, **kwargs)
+    return forward(*args, **kwargs | {KEYWORD: None if positions is None else positions[0]})
 
 
 def _run_attention(cache: str, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    positions = kwargs.pop(KEYWORD, None)
     if not hasattr(module, "sequence_context"):  # disabled under the wrapper of another library
         return forward(*args, **kwargs)
-    if (positions := _POSITIONS.get()) is None:
+    if positions is None:
         raise ValueError(f"{type(module).__name__} needs positions, but its layer gets no position_ids; pass them")
     return forward(*args, **kwargs | {cache: _Offsets(positions)})
-
-
-@contextmanager
-def _known(positions: Tensor | None) -> Iterator[None]:
-    before = _POSITIONS.set(positions)
-    try:
-        yield
-    finally:
-        _POSITIONS.reset(before)

@@ -127,13 +127,14 @@ def scan(x: ScanInputs, scale: float, state: Tensor) -> tuple[Tensor, Tensor]:
         return part.unflatten(2, (-1, size))
 
     q, k, v = chunks(x.q) * scale, chunks(x.k), chunks(x.v)
-    decay = chunks(x.g if per_channel else x.g.unsqueeze(-1)).cumsum(3)  # (..., size, K or 1)
-    q_decayed, k_decayed, k_ahead = q * decay.exp(), k * decay.exp(), k * (decay[..., -1:, :] - decay).exp()
-    over_chunk = decay[..., -1, :, None].exp()
-    within = _pairs(q, k, decay)
+    g = chunks(x.g if per_channel else x.g.unsqueeze(-1))  # (..., size, K or 1)
+    decay, between = g.cumsum(3).exp(), _decay_between(g)
+    q_decayed, k_decayed, k_ahead = q * decay, k * decay, k * between[..., -1, :, :]
+    over_chunk = decay[..., -1, :, None]
+    within = _pairs(q, k, between)
     if x.beta is not None:
         beta = chunks(x.beta.unsqueeze(-1))
-        system = beta * _pairs(k, k, decay)  # its diagonal is not read
+        system = beta * _pairs(k, k, between)  # its diagonal is not read
         v = torch.linalg.solve_triangular(system, beta * v, upper=False, unitriangular=True)
         k_decayed = torch.linalg.solve_triangular(system, beta * k_decayed, upper=False, unitriangular=True)
     outs = []
@@ -145,12 +146,19 @@ def scan(x: ScanInputs, scale: float, state: Tensor) -> tuple[Tensor, Tensor]:
     return out.transpose(1, 2).to(x.v.dtype), state
 
 
-def _pairs(rows: Tensor, columns: Tensor, decay: Tensor) -> Tensor:
-    """Returns row_i · column_j times the decay from token j to token i, for j up to i: (..., size, size)."""
-    size = rows.shape[-2]
-    later = torch.ones(size, size, dtype=torch.bool, device=rows.device).triu(1)
-    if decay.shape[-1] == 1:
-        between = (decay - decay.mT).masked_fill(later, float("-inf")).exp()
-        return (rows @ columns.mT) * between
-    between = (decay.unsqueeze(-2) - decay.unsqueeze(-3)).masked_fill(later[..., None], float("-inf")).exp()
+def _decay_between(g: Tensor) -> Tensor:
+    """Returns the decay from token j to token i, zero for j after i: (..., i, j, K or 1).
+
+    It adds the logarithms between the tokens. A difference of sums from the chunk's start would round by their size.
+    """
+    size = g.shape[-2]
+    i, j = torch.arange(size, device=g.device)[:, None, None], torch.arange(size, device=g.device)[:, None]
+    steps = g.unsqueeze(-2).expand(*g.shape[:-1], size, g.shape[-1]).masked_fill(i <= j, 0.0)
+    return steps.cumsum(-3).masked_fill(i < j, float("-inf")).exp()
+
+
+def _pairs(rows: Tensor, columns: Tensor, between: Tensor) -> Tensor:
+    """Returns row_i · column_j times the decay from token j to token i: (..., size, size)."""
+    if between.shape[-1] == 1:
+        return (rows @ columns.mT) * between[..., 0]
     return torch.einsum("...ik,...jk,...ijk->...ij", rows, columns, between)
