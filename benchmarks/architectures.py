@@ -30,6 +30,7 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -201,9 +202,11 @@ def compare_loop(config: PreTrainedConfig, packed: bool, checkpointed: bool = Fa
     want = plain_model(config)
     got = copy.deepcopy(want)
     if checkpointed:
-        got.train()
         with built_by_transformers():
             got.gradient_checkpointing_enable()
+        for layer in got.modules():
+            if isinstance(layer, GradientCheckpointingLayer):
+                layer.training = True  # not the modules inside, of which some draw random numbers
     expected = expect(want, packed)
     context = hf.enable(got, length=LENGTH)
     try:

@@ -24,6 +24,7 @@ from benchmarks.command_line import NEEDED
 from benchmarks.tiny_models import LENGTH, ids, plain_model, tiny_config
 from lightseq import hf
 from lightseq.attention.context import release
+from lightseq.cli import main
 from lightseq.config.command_line import parse
 from lightseq.distributed.parallel_dims import parallel_dims
 from lightseq.distributed.world import World
@@ -282,6 +283,24 @@ def test_expert_parallel_sizes_that_do_not_fit_are_refused(model_type: str, size
         check_layers(
             parse([*NEEDED, "--expert_parallel_size", str(size)], ""), inspect_architecture(tiny_config(model_type))
         )
+
+
+@pytest.mark.parametrize(
+    ("gpus", "size", "line"),
+    [
+        ("--gpus 3", 2, "--expert_parallel_size 2 does not divide the 3 ranks of a host; use 1 or 3"),
+        ("--gpus 4 --gpus_per_host 2", 4, "--expert_parallel_size 4 does not divide the 2 ranks of a host; use 1 or 2"),
+        ("--gpus 6 --gpus_per_host 6", 2, "a rank's 2 experts and their weights do not split over 3 ranks; use 1"),
+        ("--gpus 6 --gpus_per_host 6", 3, "3 does not divide the 4 experts of Qwen3MoeForCausalLM"),
+    ],
+)
+def test_the_plan_refuses_expert_parallel_sizes_as_training_does(
+    gpus: str, size: int, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny_config("qwen3_moe").save_pretrained(tmp_path)
+    words = f"--model_name_or_path {tmp_path} --bf16 --model_max_length 256 {gpus} --expert_parallel_size {size}"
+    assert main(["plan", *words.split()]) == 2
+    assert line in capsys.readouterr().err
 
 
 def test_deepspeed_is_refused_where_a_router_stays_in_float32(tmp_path: Path) -> None:

@@ -113,13 +113,18 @@ def parallel_dims(
         raise ValueError(
             f"--sequence_parallel_size {size} does not divide {plural(world.size, 'rank')}; use {divisors(world.size)}"
         )
-    if world.local_size % expert_size:
-        raise ValueError(
-            f"--expert_parallel_size {expert_size} does not divide the {plural(world.local_size, 'rank')} of a host; "
-            f"use {divisors(world.local_size)}"
-        )
+    check_expert_size(expert_size, world.local_size)
     shard = {"full_shard": world.size, "hybrid_shard": world.local_size, "ddp": 1}[fsdp_mode]
     return ParallelDims(world, sequence=size, shard=shard, fsdp_mode=fsdp_mode, expert=expert_size)
+
+
+def check_expert_size(expert_size: int, host_ranks: int) -> None:
+    """Raises ValueError unless the ranks with different experts divide those of a host."""
+    if host_ranks % expert_size:
+        raise ValueError(
+            f"--expert_parallel_size {expert_size} does not divide the {plural(host_ranks, 'rank')} of a host; use "
+            f"{divisors(host_ranks)}"
+        )
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ def distribute_experts(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -
     )
     names = list[str]()
     for prefix, experts in experts_modules(model):
-        placements = _placements(experts, mesh)
+        placements = split_of(experts, mesh.size(0), mesh.size(1))
         for name, parameter in [*experts.named_parameters(recurse=False)]:
             part: Any = DTensor.from_local(_part(parameter, mesh, placements), mesh, placements, run_check=False)
             setattr(experts, name, nn.Parameter(part, requires_grad=parameter.requires_grad))
@@ -77,17 +77,27 @@ def distribute_experts(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -
     return names
 
 
-def _placements(experts: Any, mesh: DeviceMesh) -> tuple[Placement, Placement]:
-    """Returns how the experts' parameters are split: by expert, then by expert or by their second dimension."""
-    ranks, shards = mesh.size(0), mesh.size(1)
+def split_of(experts: Any, ranks: int, shards: int) -> tuple[Placement, Placement]:
+    """Returns how experts are split over ranks, by expert, and over `shards`, by expert or by their second dimension.
+
+    Raises ValueError if neither splits evenly.
+    """
+    if (dimension := _split_dimension(experts, ranks, shards)) is not None:
+        return Shard(0), Shard(dimension)
+    every = ranks * shards
+    sizes = [size for size in range(2, every + 1) if every % size == 0 and experts.num_experts % size == 0]
+    others = [size for size in sizes if _split_dimension(experts, size, every // size) is not None]
+    raise ValueError(
+        f"--expert_parallel_size {ranks}: a rank's {experts.num_experts // ranks} experts and their weights do not "
+        f"split over {shards} ranks; use {' or '.join(map(str, [1, *others]))}"
+    )
+
+
+def _split_dimension(experts: Any, ranks: int, shards: int) -> int | None:
+    """Returns the dimension of a rank's experts that splits over shards; None if none does."""
     if experts.num_experts // ranks % shards == 0:
-        return Shard(0), Shard(0)
-    if any(parameter.shape[1] % shards for parameter in experts.parameters(recurse=False)):
-        raise ValueError(
-            f"--expert_parallel_size {ranks}: a rank's {experts.num_experts // ranks} experts and their weights do not "
-            f"split over {shards} ranks; give a larger size"
-        )
-    return Shard(0), Shard(1)
+        return 0
+    return None if any(parameter.shape[1] % shards for parameter in experts.parameters(recurse=False)) else 1
 
 
 def _part(parameter: Tensor, mesh: DeviceMesh, placements: tuple[Placement, Placement]) -> Tensor:

@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 from lightseq.attention.context import one_rank_context
 from lightseq.config.command_line import REQUIRED_BY_TOOLS, parse
 from lightseq.config.train_config import TrainConfig
+from lightseq.distributed.parallel_dims import check_expert_size
 from lightseq.hf.router_losses import install_router_loss
 from lightseq.kernels.attention.selection import why_unsupported
 from lightseq.memory.planner.advice import changes_to_fit, faster_change, longest
@@ -25,6 +26,8 @@ from lightseq.models.architecture import inspect_architecture
 from lightseq.models.build import build_on_meta
 from lightseq.models.family import apply_rope, check_weights_are_not_quantized, context_warning, resolve
 from lightseq.models.presets import ModelFamily
+from lightseq.modules.expert_parallel import split_of
+from lightseq.modules.experts import experts_modules
 from lightseq.modules.fp8 import check_hardware
 from lightseq.tools.plan.attention import MAX_SEQUENCE_RANKS
 from lightseq.tools.plan.report import record, tables
@@ -87,6 +90,7 @@ def _planned_run(family: ModelFamily, own: argparse.Namespace, training: Sequenc
     hardware = Hardware(chip, own.gpus, own.gpus_per_host, gpu, host, own.host_cores)
     run = PlannedRun(model, config, hardware, documents=read_document_lengths(config, model))
     check_recurrences(config, run.architecture, run.sequence_ranks)
+    _check_experts(run)
     if run.sequence_ranks > MAX_SEQUENCE_RANKS:
         raise ValueError(
             f"{run.sequence_ranks} ranks per sequence are too many to plan; "
@@ -106,6 +110,15 @@ def _check_routers(config: TrainConfig, config_of_model: PreTrainedConfig) -> No
         model = build_on_meta(config_of_model)
         install_router_loss(model)
         make_routers(config, model, one_rank_context())
+
+
+def _check_experts(run: PlannedRun) -> None:
+    """Raises ValueError if the experts do not split over the ranks as --expert_parallel_size says."""
+    ranks, hardware = run.config.expert_ranks, run.hardware
+    if ranks > 1:
+        check_expert_size(ranks, hardware.ranks_per_host)
+        for _, experts in experts_modules(build_on_meta(run.model)):
+            split_of(experts, ranks, hardware.gpus // ranks)
 
 
 def _check_chip(config: TrainConfig, model: PreTrainedConfig, chip: Chip) -> None:
