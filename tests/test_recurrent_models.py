@@ -2,6 +2,8 @@
 
 import copy
 import json
+import operator
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +46,17 @@ class OwnForward(modeling_lfm2.Lfm2ShortConv):
         return super().forward(hidden_states + hidden_states.roll(1, 1), **kwargs)
 
 
-def test_a_class_with_a_forward_of_its_own_is_refused(alone: None) -> None:
+class OwnCall(modeling_lfm2.Lfm2ShortConv):
+    def __call__(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        return super().__call__(hidden_states + hidden_states.roll(1, 1), **kwargs)
+
+
+@pytest.mark.parametrize("own", [OwnForward, OwnCall])
+def test_a_class_with_a_forward_or_call_of_its_own_is_refused(own: type, alone: None) -> None:
     model = tiny("lfm2")
     for module in model.modules():
         if type(module) is modeling_lfm2.Lfm2ShortConv:
-            module.__class__ = OwnForward
+            module.__class__ = own
     assert "or patched code" in refusal(model)
 
 
@@ -64,6 +72,31 @@ def test_a_patched_function_or_class_is_refused(alone: None, monkeypatch: pytest
     forward = modeling_qwen3_5.Qwen3_5GatedDeltaNet.forward
     monkeypatch.setattr(modeling_qwen3_5.Qwen3_5GatedDeltaNet, "forward", lambda self, *a, **k: forward(self, *a, **k))
     assert "or patched code" in refusal(tiny("qwen3_5_text"))
+
+
+@pytest.mark.parametrize("enabled_before", [False, True])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "torch_chunk_gated_delta_rule",
+        "l2norm",  # which that calls
+        "apply_mask_to_padding_states",
+        "Qwen3_5GatedDeltaNet.forward",
+    ],
+)
+def test_patches_that_copy_the_name_of_the_code_inside_are_refused(
+    name: str, enabled_before: bool, alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if enabled_before:
+        first = tiny("qwen3_5_text")
+        hf.enable(first, length=LENGTH)
+        hf.disable(first)
+    path = f"{modeling_qwen3_5.__name__}.{name}"
+    plain = operator.attrgetter(name)(modeling_qwen3_5)
+    monkeypatch.setattr(path, wraps(plain)(lambda *args, **kwargs: plain(*args, **kwargs)))
+    assert "or patched code" in refusal(tiny("qwen3_5_text"))
+    monkeypatch.undo()
+    hf.enable(tiny("qwen3_5_text"), length=LENGTH)
 
 
 def test_an_initial_state_is_refused(alone: None) -> None:

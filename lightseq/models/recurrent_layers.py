@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import cache, wraps
 from types import CodeType, FunctionType
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from transformers.activations import ACT2FN
 from lightseq.attention.module_attention import unhonoured_argument
 from lightseq.kernels.recurrent.base import CHUNK
 from lightseq.models.layers import LinearMixer
+from lightseq.modules.identity import is_known_code
 from lightseq.recurrent.convolution import ACTIVATIONS, causal_convolution
 from lightseq.recurrent.scan import scan
 from lightseq.sequence.documents import Documents
@@ -133,6 +135,10 @@ HARMLESS: Final = frozenset(
 )  # fmt: skip
 
 
+# Packages that functions of mixers come from.
+LIBRARIES: Final = ("torch", "transformers", "kernels", "fla", "mamba_ssm", "causal_conv1d", "triton")
+
+
 # ---- modules ---------------------------------------------------------------------------------------------------------
 
 
@@ -149,9 +155,28 @@ def replaced_functions(kind: Any) -> tuple[str, ...]:
     found = {name for name, value in values.items() if callable(value) and not isinstance(value, type)}
     functions = tuple(name for name in REPLACEMENTS if name in found)
     others = found - REPLACEMENTS.keys() - HARMLESS
-    if others or any(getattr(values[name], "__module__", None) != forward.__module__ for name in functions):
+    if not functions or others or kind.__call__ is not nn.Module.__call__:
         return ()
-    return functions
+    called = [_undispatched(values[name]) for name in found]
+    if any(getattr(_undispatched(values[name]), "__module__", None) != forward.__module__ for name in functions):
+        return ()
+    return functions if all(map(_is_written_by_libraries, (kind.forward, *called))) else ()
+
+
+def _is_written_by_libraries(function: Any) -> bool:
+    """Returns whether a function and those of its modeling file that it calls are not patched."""
+    pending, seen = [function], set[int]()
+    while pending:
+        one = pending.pop()
+        if id(one) in seen or not isinstance(one, FunctionType):
+            continue
+        seen.add(id(one))
+        if not is_known_code(one, LIBRARIES):
+            return False
+        own = inspect.unwrap(one)
+        if isinstance(own, FunctionType) and own.__module__.startswith("transformers.models."):
+            pending += [_undispatched(own.__globals__.get(name)) for name in _names(own.__code__)]
+    return True
 
 
 @cache
@@ -206,7 +231,7 @@ def replace_functions(kind: Any) -> None:
     """Replaces the functions of a class's modeling file by ones that look for a module's `Mixing`."""
     names = inspect.unwrap(kind.forward).__globals__
     for name in (*replaced_functions(kind), FUSED_MAMBA):
-        if name in names and not hasattr(names[name], "plain_function"):
+        if name in names and _undispatched(names[name]) is names[name]:
             names[name] = _dispatching(name, names[name])
 
 
@@ -223,5 +248,13 @@ def _dispatching(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
         mixing.ran.append(name)
         return replacement(mixing, *args, **kwargs)
 
-    dispatch.plain_function = plain  # type: ignore[attr-defined]
+    _PLAIN[dispatch] = plain
     return dispatch
+
+
+_PLAIN: WeakKeyDictionary[Callable[..., Any], Callable[..., Any]] = WeakKeyDictionary()  # by the dispatching function
+
+
+def _undispatched(function: Any) -> Any:
+    """Returns the function that a dispatching one replaced; others as they are."""
+    return _PLAIN.get(function, function) if isinstance(function, FunctionType) else function
