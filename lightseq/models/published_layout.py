@@ -7,8 +7,9 @@ so the files that a run writes have the layout of the files that it read.
 import copy
 import fnmatch
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from lightseq.models.build import model_class
 from lightseq.models.decoder import has_towers, head_weight_name, ties_embeddings
 
 DERIVED = re.compile(r"rotary_emb\.inv_freq$")  # older files store what the config says
+Shapes = Mapping[str, Sequence[int]]  # of whole tensors, by name
 
 
 @dataclass(frozen=True)
@@ -37,13 +39,29 @@ class Conversion:
     sources: tuple[tuple[str, str], ...]  # the pattern that a name in the files matches, and the name
     first: str  # name of the first of the model's tensors
 
-    def load(self, model: PreTrainedModel, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        """Returns the model's tensors by name. `read` returns a whole tensor of the files."""
+    def load(self, model: PreTrainedModel, read: Callable[[str], Tensor], shapes: Shapes) -> dict[str, Tensor]:
+        """Returns the model's tensors by name. `read` returns a whole tensor of the files, `shapes` are the model's."""
         converter = copy.deepcopy(self.converter)
         for pattern, name in self.sources:
             converter.add_tensor(self.first, name, pattern, read(name))  # type: ignore[arg-type]
-        found = converter.convert(self.first, model=model, config=model.config)
+        found = converter.convert(self.first, model=_WithShapes(model, shapes), config=model.config)  # type: ignore[arg-type]
         return {name: value[0] if isinstance(value, list) else value for name, value in found.items()}
+
+
+class _WithShapes:
+    """Model whose parameters have the shapes that transformers' conversions ask for.
+
+    Its own have none under ZeRO-3, and other names where adapters wrap them.
+    """
+
+    def __init__(self, model: PreTrainedModel, shapes: Shapes) -> None:
+        self._model, self._shapes = model, shapes
+
+    def get_parameter(self, name: str) -> Tensor:
+        return torch.empty(tuple(self._shapes[name]), device="meta")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
 
 
 @dataclass(frozen=True)
@@ -54,6 +72,11 @@ class PublishedLayout:
     converted: Mapping[str, Conversion]
     tied_head: str | None  # name in the files of the head's weight, if the model has its embeddings in its place
     untouched: tuple[str, ...]  # names in the files of tensors that the model lacks, such as an image encoder's
+
+    def shapes_in_files(self, shape_of: Callable[[str], Sequence[int]]) -> Shapes:
+        """Returns the shapes of tensors that the files have each in one, by their names in the model."""
+        alone = {name: found.sources for name, found in self.converted.items() if len(found.sources) == 1}
+        return {name: shape_of(sources[0][1]) for name, sources in alone.items()}
 
 
 def layout_of_files(
@@ -96,11 +119,12 @@ def layout_of_files(
 
 
 def publish(
-    model: PreTrainedModel, tensors: Iterable[tuple[str, Tensor]], layout: PublishedLayout | None
+    model: PreTrainedModel, tensors: Iterable[tuple[str, Tensor]], layout: PublishedLayout | None, shapes: Shapes
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields a model's whole tensors as its files have them; without a layout, as transformers saves a new model.
 
-    Tensors that are fused or stacked in the files are converted once all of them have come.
+    Tensors that are fused or stacked in the files are converted once all of them have come. A tensor that may be
+    transposed in the files gets its shape in `shapes`.
     """
     if layout is None:  # as in `revert_weight_conversion`: nobody knows whether a prefix was removed
         rules = get_model_conversion_mapping(model, add_legacy=False)
@@ -113,11 +137,12 @@ def publish(
             groups.setdefault(target, set()).add(name)
     group_of = {name: group for group in groups.values() for name in group}
     pending: dict[str, Tensor] = {}
+    shaped: Any = _WithShapes(model, shapes)
     for name, tensor in tensors:
         if name in group_of:
             pending[name] = tensor
             if (group := group_of[name]) <= pending.keys():
-                yield from revert_weight_conversion(model, {each: pending.pop(each) for each in group}).items()
+                yield from revert_weight_conversion(shaped, {each: pending.pop(each) for each in group}).items()
         elif layout is not None and name in layout.renamed:
             yield layout.renamed[name], tensor
         else:

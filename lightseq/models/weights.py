@@ -145,6 +145,7 @@ def load(model: PreTrainedModel, source: Path | str, fill: FillParameter = fill)
     layout = _layout(model, files, directory)
     if layout.tied_head is not None:
         _check_tied_head(model, files, layout, directory)
+    shapes = {name: global_shape(tensor) for name, tensor in (parameters | buffers).items()}
     converted: dict[str, Tensor] = {}
     with open_tensors(files) as stored:
 
@@ -155,12 +156,12 @@ def load(model: PreTrainedModel, source: Path | str, fill: FillParameter = fill)
                 shape, read = tuple(found.get_shape()), found.__getitem__
             else:
                 if name not in converted:
-                    converted.update(conversion.load(model, lambda source: stored(source)[...]))
+                    converted.update(conversion.load(model, lambda source: stored(source)[...], shapes))
                 whole = converted.pop(name)
                 shape, read = tuple(whole.shape), whole.__getitem__
-            if shape != global_shape(tensor):
+            if shape != shapes[name]:
                 file = files[layout.renamed.get(name) or layout.converted[name].sources[0][1]]
-                raise ValueError(f"{file}: {name} has shape {[*shape]}, not the model's {[*global_shape(tensor)]}")
+                raise ValueError(f"{file}: {name} has shape {[*shape]}, not the model's {[*shapes[name]]}")
             return read
 
         for name, parameter in parameters.items():
@@ -270,7 +271,10 @@ def save_pretrained(
     layout = _layout(model, files, trained_from or directory) if files else None
     with open_tensors(files) as stored:
         untouched = ((name, stored(name)[...]) for name in (layout.untouched if layout else ()))
-        for name, whole in chain(publish(model, cast(), layout), untouched):
+        shapes: dict[str, Sequence[int]] = {name: global_shape(x) for name, x in base_parameters(model).items()}
+        if layout is not None:
+            shapes |= layout.shapes_in_files(lambda name: stored(name).get_shape())
+        for name, whole in chain(publish(model, cast(), layout, shapes), untouched):
             pending[name] = whole.contiguous()
             if sum(x.numel() * x.element_size() for x in pending.values()) >= SHARD_BYTES:
                 flush()
