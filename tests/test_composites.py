@@ -139,6 +139,19 @@ def test_experts_of_parameters_without_a_shape_are_loaded_and_saved(
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.parametrize("model_type", ["llava", "gemma3"])
+def test_positions_of_an_encoder_in_older_files_are_kept(model_type: str, tmp_path: Path, alone: None) -> None:
+    want = saved(model_type, tmp_path)
+    file = tmp_path / "published" / weights.WEIGHTS
+    positions = {"vision_tower.vision_model.embeddings.position_ids": torch.arange(4)[None]}
+    save_file(load_file(file) | positions, file, metadata={"format": "pt"})
+    model = loaded(tmp_path / "published")
+    assert torch.equal(logits(model), logits(want))
+    weights.save_pretrained(model, tmp_path / "out", torch.float32, trained_from=tmp_path / "published")
+    before, after = (load_file(tmp_path / name / weights.WEIGHTS) for name in ("published", "out"))
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
 def test_a_save_fails_if_the_towers_are_gone(tmp_path: Path, alone: None) -> None:
     model = build_on_meta(tiny_config("gemma3"))
     weights.materialize(model, CPU)

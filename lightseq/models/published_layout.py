@@ -25,9 +25,10 @@ from transformers.core_model_loading import (
 )
 
 from lightseq.models.build import model_class
-from lightseq.models.decoder import has_towers, head_weight_name, ties_embeddings
+from lightseq.models.decoder import has_towers, head_weight_name, text_config, ties_embeddings
 
-DERIVED = re.compile(r"rotary_emb\.inv_freq$")  # older files store what the config says
+DERIVED = re.compile(r"rotary_emb\.inv_freq$|(^|\.)position_ids$")  # older files store what the config says
+IN_LIST = re.compile(r"(.+?)\.(\d+)\.(.+)")  # the name of a list of modules, a place in it, and the rest of a name
 Shapes = Mapping[str, Sequence[int]]  # of whole tensors, by name
 
 
@@ -79,9 +80,7 @@ class PublishedLayout:
         return {name: shape_of(sources[0][1]) for name, sources in alone.items()}
 
 
-def layout_of_files(
-    model: PreTrainedModel, tensors: Collection[str], files: Iterable[str], buffers: Collection[str] = ()
-) -> PublishedLayout:
+def layout_of_files(model: PreTrainedModel, tensors: Collection[str], files: Iterable[str]) -> PublishedLayout:
     """Returns the layout of files that have tensors of these names. `tensors` are the names of the model's own.
 
     Files may lack buffers. Sets the model's `_weight_conversions`, which `publish` reverses. Raises ValueError naming
@@ -90,14 +89,18 @@ def layout_of_files(
     rules = get_model_conversion_mapping(model)
     by_pattern = {pattern: rule for rule in _converters(rules) for pattern in rule.source_patterns}
     head = head_weight_name(model) if ties_embeddings(model) else None
-    known = dict.fromkeys([*tensors, *buffers, *([head] if head else [])], True)
-    renamed, tied_head, others = dict[str, str](), None, list[str]()
+    computed = _computed_buffers(model)
+    buffers = [name for name, _ in model.named_buffers() if name not in computed]
+    known = dict.fromkeys([*tensors, *buffers, *computed, *([head] if head else [])], True)
+    renamed, tied_head, others, matched = dict[str, str](), None, list[str](), list[str]()
     sources: dict[str, list[tuple[str, str]]] = {}
     for name in sorted(files, key=dot_natural_key):
         target, pattern = _in_model(model, name, rules, known)
-        if target not in known:
+        if target not in known or target in computed:
             others.append(name)
-        elif target == head:
+            continue
+        matched.append(name)
+        if target == head:
             tied_head = name
         elif pattern is None:
             renamed[target] = name
@@ -109,8 +112,8 @@ def layout_of_files(
         conversion = Conversion(by_pattern[found[0][0]], tuple(found), first)
         converted |= dict.fromkeys(_targets(conversion, known), conversion)
     missing = [name for name in tensors if name not in renamed and name not in converted]
-    others = [name for name in others if not DERIVED.search(name)]
     untouched = _untouched(model, others, rules)
+    untouched += _multi_token_heads(model, sorted(set(others) - set(untouched), key=dot_natural_key), matched)
     if missing or len(untouched) < len(others):
         unknown = sorted(set(others) - set(untouched))
         listed = (("missing", missing), ("unknown", unknown))
@@ -196,17 +199,59 @@ def _targets(conversion: Conversion, known: Iterable[str]) -> list[str]:
     return [name for pattern in names for name in ([pattern] if "*" not in pattern else fnmatch.filter(known, pattern))]
 
 
+def _computed_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Returns the buffers that a model computes from its config, by name; it takes none of them from its files."""
+    return {
+        f"{prefix}.{name}".removeprefix("."): buffer
+        for prefix, owner in model.named_modules()
+        for name, buffer in owner._buffers.items()
+        if buffer is not None and name in owner._non_persistent_buffers_set
+    }
+
+
 def _untouched(model: PreTrainedModel, names: list[str], rules: list[WeightTransform]) -> list[str]:
     """Returns the names of tensors that belong to the whole model, or that transformers leaves out knowingly.
 
     Others may mean that the config does not describe the files.
     """
-    left_out = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
-    found = [n for n in names if any(p.search(x) for p in left_out for x in (n, _in_model(model, n, rules, {})[0]))]
+    found = _left_out(model, names, rules, _computed_buffers(model))
     if len(found) < len(names) and has_towers(model.config):
         with torch.device("meta"):
             whole = model_class(model.config)._from_config(copy.deepcopy(model.config))
-        rules, known = get_model_conversion_mapping(whole), dict.fromkeys(whole.state_dict(), True)
-        others = set(names) - set(found)
-        found += [name for name in names if name in others and _in_model(whole, name, rules, known)[0] in known]
+        known = dict.fromkeys([*whole.state_dict(), *_computed_buffers(whole)], True)
+        others = [name for name in names if name not in set(found)]
+        found += _left_out(whole, others, get_model_conversion_mapping(whole), known)
     return found
+
+
+def _left_out(
+    model: PreTrainedModel, names: Iterable[str], rules: list[WeightTransform], known: Collection[str]
+) -> list[str]:
+    """Returns the names of tensors that are known in a model, or that transformers does not load into it."""
+    patterns = [DERIVED, *map(re.compile, model._keys_to_ignore_on_load_unexpected or ())]
+    found = []
+    for name in names:
+        target, _ = _in_model(model, name, rules, known)
+        if target in known or any(pattern.search(each) for pattern in patterns for each in (name, target)):
+            found.append(name)
+    return found
+
+
+def _multi_token_heads(model: PreTrainedModel, names: Iterable[str], matched: Iterable[str]) -> list[str]:
+    """Returns the names of tensors in layers after the last that hold more than the model's layers do.
+
+    Such a layer predicts tokens beyond the next one. A layer like the others means that config.json has too few.
+    """
+    plain = {_place_in_layer(found) for name in matched if (found := IN_LIST.fullmatch(name))}
+    lists, after = {layers for layers, _ in plain}, dict[tuple[str, str], list[re.Match[str]]]()
+    for name in names:
+        found = IN_LIST.fullmatch(name)
+        if found and found[1] in lists and int(found[2]) >= text_config(model.config).num_hidden_layers:
+            after.setdefault((found[1], found[2]), []).append(found)
+    heads = [layer for layer in after.values() if not plain.issuperset(map(_place_in_layer, layer))]
+    return [found.string for layer in heads for found in layer]
+
+
+def _place_in_layer(name: re.Match[str]) -> tuple[str, str]:
+    """Returns the name of a list of layers, and of a tensor in a layer, with {} for the numbers of experts."""
+    return name[1], re.sub(r"(?<=\.)\d+(?=\.)", "{}", name[3])

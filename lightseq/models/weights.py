@@ -30,6 +30,7 @@ from lightseq.utils.formatting import first_line, is_plain_name
 
 SHARD_BYTES = 4 << 30  # of one file; rank 0 collects them in host memory
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+ONE_MODEL = "copy config.json and the weights from one model, and remove tensors that it does not have"
 ROWS_AT_ONCE = 4096  # rows compared at a time
 LORA_INFIX = ".lora_"  # in the names of adapter parameters only
 CHAT_TEMPLATE = "chat_template.jinja"
@@ -161,7 +162,7 @@ def load(model: PreTrainedModel, source: Path | str, fill: FillParameter = fill)
                 shape, read = tuple(whole.shape), whole.__getitem__
             if shape != shapes[name]:
                 file = files[layout.renamed.get(name) or layout.converted[name].sources[0][1]]
-                raise ValueError(f"{file}: {name} has shape {[*shape]}, not the model's {[*shapes[name]]}")
+                raise ValueError(f"{file}: {name} has shape {[*shape]}, not the model's {[*shapes[name]]}; {ONE_MODEL}")
             return read
 
         for name, parameter in parameters.items():
@@ -174,9 +175,9 @@ def load(model: PreTrainedModel, source: Path | str, fill: FillParameter = fill)
 def _layout(model: PreTrainedModel, files: Iterable[str], directory: Path) -> PublishedLayout:
     """Returns the layout of a model's files. Raises ValueError if they do not match the model."""
     try:
-        return layout_of_files(model, base_parameters(model), files, [name for name, _ in model.named_buffers()])
+        return layout_of_files(model, base_parameters(model), files)
     except ValueError as error:
-        raise ValueError(f"{directory} does not match the model: {error}") from error
+        raise ValueError(f"{directory} does not match the model: {error}; {ONE_MODEL}") from error
 
 
 def _check_tied_head(model: PreTrainedModel, files: dict[str, Path], layout: PublishedLayout, directory: Path) -> None:
