@@ -343,6 +343,19 @@ def test_tied_heads_and_rotary_buffers_are_no_extra_tensors(tmp_path: Path) -> N
     assert not any(p.isnan().any() for p in model.parameters())
 
 
+def test_a_tied_head_in_the_files_is_written_back(tmp_path: Path, alone: None) -> None:
+    directory = changed(tmp_path, lambda x: x.update({"lm_head.weight": x["model.embed_tokens.weight"].clone()}))
+    model = empty(tiny(tied=True), fsdp=None)
+    weights.load(model, directory)
+    with torch.no_grad():
+        model.get_input_embeddings().weight += 1.0
+    weights.save_pretrained(model, tmp_path / "out", torch.float32, trained_from=directory)
+    before, after = load_file(directory / weights.WEIGHTS), load_file(tmp_path / "out" / weights.WEIGHTS)
+    assert before.keys() == after.keys()
+    assert torch.equal(after["lm_head.weight"], before["lm_head.weight"] + 1.0)
+    assert torch.equal(after["lm_head.weight"], after["model.embed_tokens.weight"])
+
+
 EXTRA: dict[str, tuple[dict[str, Tensor], str | None]] = {  # what the files have beside the model, and the error
     "older buffers": (
         {

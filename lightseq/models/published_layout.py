@@ -25,7 +25,7 @@ from transformers.core_model_loading import (
 )
 
 from lightseq.models.build import model_class
-from lightseq.models.decoder import has_towers, head_weight_name, text_config, ties_embeddings
+from lightseq.models.decoder import has_towers, head_weight_name, module_name, text_config, ties_embeddings
 
 DERIVED = re.compile(r"rotary_emb\.inv_freq$|(^|\.)position_ids$")  # older files store what the config says
 IN_LIST = re.compile(r"(.+?)\.(\d+)\.(.+)")  # the name of a list of modules, a place in it, and the rest of a name
@@ -141,6 +141,7 @@ def publish(
     group_of = {name: group for group in groups.values() for name in group}
     pending: dict[str, Tensor] = {}
     shaped: Any = _WithShapes(model, shapes)
+    twice = _embeddings_name(model) if layout is not None and layout.tied_head is not None else None
     for name, tensor in tensors:
         if name in group_of:
             pending[name] = tensor
@@ -148,9 +149,16 @@ def publish(
                 yield from revert_weight_conversion(shaped, {each: pending.pop(each) for each in group}).items()
         elif layout is not None and name in layout.renamed:
             yield layout.renamed[name], tensor
+            if name == twice and layout.tied_head is not None:
+                yield layout.tied_head, tensor.clone()
         else:
             yield _rename(name, reverse), tensor
     assert not pending, f"tensors are missing beside {min(pending)}"
+
+
+def _embeddings_name(model: PreTrainedModel) -> str:
+    """Returns the name of the input embeddings' weight in the model."""
+    return f"{module_name(model, model.get_input_embeddings())}.weight"
 
 
 def _converters(rules: Iterable[WeightTransform]) -> list[WeightConverter]:
