@@ -19,7 +19,7 @@ from benchmarks.architectures import compare_training
 from benchmarks.tiny_models import plain_model, tiny_config
 from lightseq.data.tokenizer import ByteTokenizer
 from lightseq.kernels.logit_transform import LogitTransform
-from lightseq.models import weights
+from lightseq.models import adapters, weights
 from lightseq.models.architecture import known_logit_transform
 from lightseq.models.build import build_on_meta
 from lightseq.models.meta_run import find_logit_transform
@@ -78,6 +78,78 @@ def test_unknown_and_missing_tensors_are_refused_by_name() -> None:
         layout_of_files(model, names, [*names, "model.language_model.layers.0.mlp.extra"])
     tower = "model.vision_tower.vision_model.post_layernorm.weight"
     assert layout_of_files(model, names, [*names, tower]).untouched == (tower,)
+
+
+def expert_files(folder: Path, transposed: bool) -> Any:
+    """Saves a tiny Qwen3-VL-MoE, with its experts as published or as transformers writes them. Returns the model."""
+    config = tiny_config("qwen3_vl_moe")
+    config.text_config.moe_intermediate_size = 24  # no weight is square
+    new = plain_model(config)
+    new.save_pretrained(folder / "new")
+    model = type(new).from_pretrained(folder / "new").eval()
+    model.save_pretrained(folder / "published")
+    file = folder / "published" / weights.WEIGHTS
+    tensors = {name: x.mT if transposed and ".experts." in name else x for name, x in load_file(file).items()}
+    assert tensors["model.language_model.layers.1.mlp.experts.gate_up_proj"].shape[1] == (32 if transposed else 48)
+    save_file({name: x.contiguous() for name, x in tensors.items()}, file, metadata={"format": "pt"})
+    return model
+
+
+@pytest.mark.parametrize("transposed", [True, False])
+def test_experts_keep_the_orientation_of_the_files(transposed: bool, tmp_path: Path, alone: None) -> None:
+    want = expert_files(tmp_path, transposed)
+    model = loaded(tmp_path / "published")
+    assert torch.equal(logits(model), logits(want))
+    weights.save_pretrained(model, tmp_path / "out", torch.float32, trained_from=tmp_path / "published")
+    before, after = (load_file(tmp_path / name / weights.WEIGHTS) for name in ("published", "out"))
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("transposed", [True, False])
+def test_experts_with_adapters_are_loaded(transposed: bool, tmp_path: Path) -> None:
+    want = dict(expert_files(tmp_path, transposed).named_parameters())
+    model = build_on_meta(AutoConfig.from_pretrained(tmp_path / "published"))
+    lora = adapters.Lora(2, 4.0, (), parameters=("mlp.experts.gate_up_proj", "mlp.experts.down_proj"))
+    adapters.add_adapters(model, lora, torch.float32)
+    weights.materialize(model, CPU)
+    weights.load(model, tmp_path / "published")
+    found = weights.base_parameters(model)
+    assert sum(".experts." in name for name in found) == 4
+    assert all(torch.equal(parameter, want[name]) for name, parameter in found.items())
+
+
+@pytest.mark.parametrize("transposed", [True, False])
+def test_experts_of_parameters_without_a_shape_are_loaded_and_saved(
+    transposed: bool, tmp_path: Path, alone: None
+) -> None:
+    """ZeRO-3 leaves a parameter empty, and its shape in `ds_shape`."""
+    want = dict(expert_files(tmp_path, transposed).named_parameters())
+    model = build_on_meta(AutoConfig.from_pretrained(tmp_path / "published"))
+    weights.materialize(model, CPU)
+    names = {}
+    for name, parameter in model.named_parameters():
+        names[parameter], parameter.ds_shape, parameter.data = name, parameter.shape, torch.empty(0)
+    whole: dict[str, Tensor] = {}
+    weights.load(model, tmp_path / "published", lambda parameter, read: whole.update({names[parameter]: read(())}))
+    assert all(torch.equal(tensor, want[name]) for name, tensor in whole.items())
+    weights.save_pretrained(
+        model, tmp_path / "out", torch.float32, tensors=whole.items(), trained_from=tmp_path / "published"
+    )
+    before, after = (load_file(tmp_path / name / weights.WEIGHTS) for name in ("published", "out"))
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("model_type", ["llava", "gemma3"])
+def test_positions_of_an_encoder_in_older_files_are_kept(model_type: str, tmp_path: Path, alone: None) -> None:
+    want = saved(model_type, tmp_path)
+    file = tmp_path / "published" / weights.WEIGHTS
+    positions = {"vision_tower.vision_model.embeddings.position_ids": torch.arange(4)[None]}
+    save_file(load_file(file) | positions, file, metadata={"format": "pt"})
+    model = loaded(tmp_path / "published")
+    assert torch.equal(logits(model), logits(want))
+    weights.save_pretrained(model, tmp_path / "out", torch.float32, trained_from=tmp_path / "published")
+    before, after = (load_file(tmp_path / name / weights.WEIGHTS) for name in ("published", "out"))
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_a_save_fails_if_the_towers_are_gone(tmp_path: Path, alone: None) -> None:

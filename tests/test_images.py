@@ -21,7 +21,7 @@ from worlds import spawn
 
 from benchmarks.tiny_models import plain_model, tiny_config
 from lightseq import hf
-from lightseq.hf.images import why_refused
+from lightseq.hf.images import IMAGE_INPUTS, why_refused
 from lightseq.integrations import SequenceParallel, SequenceParallelSFTTrainer, SequenceParallelTrainer
 from lightseq.integrations.whole_batches import WholeBatches
 from lightseq.models.decoder import text_decoder
@@ -38,7 +38,13 @@ VISION: dict[str, dict[str, Any]] = {
     "gemma3": {"image_size": 8},
     "llava": {"image_size": 4},
     "internvl": {"image_size": [8, 8], "patch_size": [PATCH, PATCH]},
+    "idefics2": {"image_size": 8},
+    "idefics3": {"image_size": 8},
+    "smolvlm": {"image_size": 8},
+    "lfm2_vl": {"num_patches": 16},
 }
+HEADS = ("gemma3", "lfm2_vl")  # the encoder has a head that does not run
+PADDED = ("idefics2", "idefics3", "smolvlm")  # take (rows, images), padded to the longest row and the largest image
 # Images lie across the borders of chunks. Of the second batch, most ranks hold no image. Some rows have none.
 BATCHES: dict[str, list[Sides]] = {
     "many": [[(4, 4), (4, 8), (8, 4), (4, 4)], [(8, 4)]],
@@ -56,6 +62,11 @@ def model_of(kind: str) -> PreTrainedModel:
         text = config.get_text_config()
         text.rope_parameters = {**text.rope_parameters, "mrope_section": [1, 1, 2], "rope_theta": 100.0}
     config.image_token_id = IMAGE
+    if kind in ("idefics3", "smolvlm"):
+        config.scale_factor = 2
+    if kind == "idefics2":
+        perceiver = {"resampler_n_latents": 4, "resampler_depth": 1, "resampler_n_heads": 4, "resampler_head_dim": 8}
+        vars(config.perceiver_config).update(perceiver, num_key_value_heads=2, hidden_size=32)
     if kind == "gemma3":
         config.mm_tokens_per_image, config.text_config.sliding_window = 4, 3  # the window ends inside an image
     return plain_model(config)
@@ -73,7 +84,7 @@ def batch_of(config: PreTrainedConfig, rows: list[Sides], lengths: list[int] | N
     """Returns what a processor would, and labels of the text. Padding is on the right."""
     vision, lengths = config.vision_config, lengths or [LENGTH] * len(rows)
     by_grid = hasattr(vision, "temporal_patch_size")
-    if config.model_type in ("llava", "internvl", "gemma3"):  # images of one size
+    if config.model_type in ("llava", "internvl", "gemma3", *PADDED):  # images of one size
         rows = [[(4, 4)] * len(row) for row in rows]
     ids = [row_of(row, length, seed + i) for i, (row, length) in enumerate(zip(rows, lengths, strict=True))]
     labels = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=-100)
@@ -95,6 +106,20 @@ def batch_of(config: PreTrainedConfig, rows: list[Sides], lengths: list[int] | N
         size = 3 * vision.temporal_patch_size * PATCH**2
         pixels = torch.randn(int(sides.prod(-1).sum()), size, generator=generator)
         return {**batch, "pixel_values": pixels, "image_grid_thw": torch.nn.functional.pad(sides, (1, 0), value=1)}
+    if config.model_type == "lfm2_vl":
+        patches = sides.prod(-1)
+        mask = (torch.arange(int(patches.max())) < patches[:, None]).long()
+        pixels = torch.randn(*mask.shape, 3 * PATCH**2, generator=generator) * mask[..., None]
+        return {**batch, "pixel_values": pixels, "spatial_shapes": sides, "pixel_attention_mask": mask}
+    if config.model_type in PADDED:
+        pixels = torch.zeros(len(rows), max(map(len, rows)), 3, 8, 8)
+        mask = torch.zeros(len(rows), max(map(len, rows)), 8, 8, dtype=torch.long)
+        for row, images in enumerate(rows):
+            for i in range(len(images)):
+                height, width = (8, 4) if i % 2 else (4, 8)  # of an image smaller than the largest
+                pixels[row, i, :, :height, :width] = torch.randn(3, height, width, generator=generator)
+                mask[row, i, :height, :width] = 1
+        return {**batch, "pixel_values": pixels, "pixel_attention_mask": mask}
     shapes = sides if config.model_type == "llava" else PATCH * sides  # LLaVA has a feature for every patch
     pixels = torch.randn(len(sides), 3, *shapes.amax(0).tolist(), generator=generator)
     return {**batch, "pixel_values": pixels, **({"image_sizes": shapes} if config.model_type == "mistral3" else {})}
@@ -137,7 +162,8 @@ def loop(_rank: int, kinds: list[str]) -> None:
         for case, rows in BATCHES.items():
             want = model_of(kind)
             got = copy.deepcopy(want)
-            schedule = "prefix" if kind == "gemma3" else "zigzag" if case == "many" else "ring"  # with windows
+            has_windows = kind in ("gemma3", "idefics2")
+            schedule = "prefix" if has_windows else "zigzag" if case == "many" else "ring"
             context = hf.enable(got, schedule=schedule, length=LENGTH)
             batch = batch_of(want.config, rows)
             check_step(got, want, context, batch, f"{kind}, {case}, {schedule}")
@@ -167,7 +193,7 @@ def packed(kind: str) -> None:
     ids, labels = (batch[name][is_real][None] for name in ("input_ids", "labels"))
     expected = want(**batch, use_cache=False).loss
     expected.backward()
-    images = {name: batch[name] for name in ("pixel_values", "image_grid_thw", "image_sizes") if name in batch}
+    images = {name: batch[name] for name in IMAGE_INPUTS[:5] if name in batch}
     images |= {name: batch[name][is_real][None] for name in ("token_type_ids",) if name in batch}
     loss = got(**hf.shard_batch(context, ids, labels, cu_seqlens=[0, 45, 75], **images)).loss
     loss.backward()
@@ -189,13 +215,20 @@ def wrapped(kind: str, wrapper: str) -> None:
                 fully_shard(layer)
         fully_shard(got)
     else:
-        got = DistributedDataParallel(got, find_unused_parameters=kind == "gemma3")  # a head of the encoder
+        got = DistributedDataParallel(got, find_unused_parameters=kind in HEADS)
     with pytest.warns(UserWarning, match="multiplies them") if dist.get_rank() == 0 else nullcontext():
         check_step(got, want, context, batch_of(want.config, BATCHES["few"]), f"{kind}, {wrapper}", mean=True)
 
 
 def test_images_equal_one_process() -> None:
     spawn(2, wrapped_and_packed, "qwen3_vl", ["FSDP2"])
+
+
+@pytest.mark.parametrize(
+    "kind", ["idefics3", "lfm2_vl", *(pytest.param(k, marks=pytest.mark.slow) for k in PADDED[::2])]
+)
+def test_masks_of_images_smaller_than_the_largest_change_the_loss_as_in_one_process(kind: str) -> None:
+    spawn(2, wrapped_and_packed, kind, [])
 
 
 @pytest.mark.slow
@@ -206,7 +239,11 @@ def test_images_in_wrappers_equal_one_process(kind: str, world: int) -> None:
 
 
 REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {  # the kind of model, the error, and what else is passed
-    "video": ("qwen3_vl", "pixel_values_videos is not supported: shard_batch splits text", {"pixel_values_videos": 1}),
+    "video": (
+        "qwen3_vl",
+        "pixel_values_videos is not supported: .*train the model on rows of text, or on one rank",
+        {"pixel_values_videos": 1},
+    ),
     "numbers": ("qwen3_vl", "image_grid_thw is a list; give a tensor", {"image_grid_thw": [[1, 4, 4]]}),
     "no pixels": ("qwen3_vl", "without pixel_values; pass all", {"pixel_values": None}),
     "other tokens": (
@@ -291,7 +328,7 @@ def train(_rank: int, kind: str, trainer_class: type[Trainer], data_ranks: int, 
     model = model_of(kind)
     rows = Dataset.from_list([{"row": row} for row in range(len(ROWS))])
     with shared_folder() as folder:
-        settings = {"ddp_find_unused_parameters": kind == "gemma3", "remove_unused_columns": False}
+        settings = {"ddp_find_unused_parameters": kind in HEADS, "remove_unused_columns": False}
         settings |= {"learning_rate": 1e-2, "prediction_loss_only": True}
         settings["gradient_checkpointing"] = trainer_class is Recomputing
         more: dict[str, Any] = {}

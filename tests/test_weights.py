@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -340,6 +341,58 @@ def test_tied_heads_and_rotary_buffers_are_no_extra_tensors(tmp_path: Path) -> N
     model = empty(tiny(tied=True), fsdp=None)
     weights.load(model, directory)
     assert not any(p.isnan().any() for p in model.parameters())
+
+
+def test_a_tied_head_in_the_files_is_written_back(tmp_path: Path, alone: None) -> None:
+    directory = changed(tmp_path, lambda x: x.update({"lm_head.weight": x["model.embed_tokens.weight"].clone()}))
+    model = empty(tiny(tied=True), fsdp=None)
+    weights.load(model, directory)
+    with torch.no_grad():
+        model.get_input_embeddings().weight += 1.0
+    weights.save_pretrained(model, tmp_path / "out", torch.float32, trained_from=directory)
+    before, after = load_file(directory / weights.WEIGHTS), load_file(tmp_path / "out" / weights.WEIGHTS)
+    assert before.keys() == after.keys()
+    assert torch.equal(after["lm_head.weight"], before["lm_head.weight"] + 1.0)
+    assert torch.equal(after["lm_head.weight"], after["model.embed_tokens.weight"])
+
+
+EXTRA: dict[str, tuple[dict[str, Tensor], str | None]] = {  # what the files have beside the model, and the error
+    "older buffers": (
+        {
+            "model.rotary_emb.inv_freq": torch.ones(8),
+            "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8).half(),
+            "model.position_ids": torch.arange(4),
+        },
+        None,
+    ),
+    "head after the last layer": (
+        {
+            "model.layers.2.eh_proj.weight": torch.ones(2, 4).half(),
+            "model.layers.2.mlp.up_proj.weight": torch.ones(90, 64),
+        },
+        None,
+    ),
+    "head with a higher number": ({"model.layers.61.shared_head.norm.weight": torch.tensor(2.0)}, None),
+    "layer that the config leaves out": (
+        {"model.layers.2.mlp.up_proj.weight": torch.ones(90, 64)},
+        r"unknown tensors \['model.layers.2.mlp.up_proj.weight'\]; copy config.json and the weights from one model",
+    ),
+    "part of a layer": ({"model.layers.1.eh_proj.weight": torch.ones(2)}, "unknown tensors .*; copy config.json"),
+    "another list": ({"model.heads.2.eh_proj.weight": torch.ones(2)}, "unknown tensors .*; copy config.json"),
+}
+
+
+@pytest.mark.parametrize("name", EXTRA)
+def test_tensors_that_transformers_does_not_load_are_kept_as_they_are(name: str, tmp_path: Path, alone: None) -> None:
+    extra, error = EXTRA[name]
+    directory, model = changed(tmp_path, lambda x: x.update(extra)), empty(tiny(), fsdp=None)
+    with pytest.raises(ValueError, match=error) if error else nullcontext():
+        weights.load(model, directory)
+    if error is None:
+        weights.save_pretrained(model, tmp_path / "out", torch.float32, trained_from=directory)
+        before, after = load_file(directory / weights.WEIGHTS), load_file(tmp_path / "out" / weights.WEIGHTS)
+        assert before.keys() == after.keys()
+        assert all(x.dtype == after[name].dtype and torch.equal(x, after[name]) for name, x in before.items())
 
 
 def test_a_directory_that_lacks_a_file_is_refused_by_name(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from lightseq.hf.agreement import (
 )
 from lightseq.hf.changes import EnabledModel
 from lightseq.hf.gradient_scale import find_gradient_factor, scale_gradients
-from lightseq.hf.images import IMAGE_INPUTS, PIXELS, SHAPES, ImageFeatures, install, other_inputs
+from lightseq.hf.images import BESIDE_PIXELS, IMAGE_INPUTS, PIXELS, REMEDY, ImageFeatures, install, other_inputs
 from lightseq.hf.loss_checks import check_labels, check_loss, restore_loss_function
 from lightseq.hf.router_losses import (
     check_router_loss,
@@ -77,7 +77,7 @@ class Checks:
         self._layers = attending_layers
         self._windows = windows_of_masks(model)
         self._images = images
-        self._unsplit_inputs = sorted(other_inputs(model) - {PIXELS, *SHAPES})
+        self._unsplit_inputs = sorted(other_inputs(model) - {PIXELS, *BESIDE_PIXELS})
         self._length_dependent_rope = length_dependent_rope
         self._shapes = set[tuple[Any, ...]]()  # of positions that were right
 
@@ -121,7 +121,7 @@ class Checks:
     def _check_other_inputs(self, kwargs: dict[str, Any]) -> None:
         """Raises ValueError if a model gets other inputs than text, and images that `shard_batch` has chosen."""
         if name := next((name for name in self._unsplit_inputs if kwargs.get(name) is not None), None):
-            remedy = "pass it to shard_batch" if name in IMAGE_INPUTS else f"leave {name} out"
+            remedy = "pass it to shard_batch" if name in IMAGE_INPUTS else REMEDY
             raise ValueError(
                 f"{name} is not supported: the model takes text, and images that shard_batch returns; {remedy}"
             )

@@ -23,8 +23,9 @@ from lightseq.utils.tensors import upload
 
 PIXELS: Final = "pixel_values"
 TOKEN_TYPES: Final = ("mm_token_type_ids", "token_type_ids")  # 1 for tokens of images
-SHAPES: Final = ("image_grid_thw", "image_sizes")
-IMAGE_INPUTS: Final = (PIXELS, *SHAPES, *TOKEN_TYPES)  # what `shard_batch` takes of images
+MASK: Final = "pixel_attention_mask"  # 0 for padding of images that are smaller than the largest
+BESIDE_PIXELS: Final = ("image_grid_thw", "image_sizes", "spatial_shapes", MASK)  # have a row for each image
+IMAGE_INPUTS: Final = (PIXELS, *BESIDE_PIXELS, *TOKEN_TYPES)  # what `shard_batch` takes of images
 LOCAL_IMAGES: Final = "local_images"  # key of `LocalImages` in a batch
 # Fields of a model's image features. Features of tokens are in the last two.
 FEATURE_FIELDS: Final = frozenset(
@@ -68,7 +69,7 @@ class ImageFeatures:
         """Forgets the images of a pass. Raises ValueError if the model has not asked for their features."""
         images, self._images = self._images, None
         if images is not None and not self._used and not failed:
-            raise ValueError(f"{name} did not call get_image_features, so its images cannot be split; {_REMEDY}")
+            raise ValueError(f"{name} did not call get_image_features, so its images cannot be split; {REMEDY}")
 
     @property
     def positions(self) -> Tensor | None:
@@ -84,14 +85,14 @@ class ImageFeatures:
         fields = {field: value for field, value in dict(output).items() if value is not None}
         deepstack = fields.get("deepstack_features", [])
         if fields.keys() - FEATURE_FIELDS or "pooler_output" not in fields or not isinstance(deepstack, list | tuple):
-            raise ValueError(f"{name} returns features of images in an unknown form; {_REMEDY}")
+            raise ValueError(f"{name} returns features of images in an unknown form; {REMEDY}")
         output.pooler_output = _kept(fields["pooler_output"], images, name)
         if deepstack:
             output.deepstack_features = [_kept(level, images, name) for level in deepstack]
         return output
 
 
-_REMEDY: Final = "train it on rows of text"
+REMEDY: Final = "train the model on rows of text, or on one rank without lightseq"
 
 
 def install(model: PreTrainedModel, context: SequenceContext, changes: Changes) -> ImageFeatures:
@@ -136,8 +137,7 @@ def whole_images(
     given = {name: value for name, value in given.items() if value is not None}
     if unknown := [name for name in given if name not in IMAGE_INPUTS]:
         raise ValueError(
-            f"{unknown[0]} is not supported: shard_batch splits text and images ({', '.join(IMAGE_INPUTS[:3])}); "
-            f"leave {unknown[0]} out"
+            f"{unknown[0]} is not supported: shard_batch splits text and images ({', '.join(IMAGE_INPUTS)}); {REMEDY}"
         )
     if wrong := [name for name, value in given.items() if not isinstance(value, Tensor)]:
         raise ValueError(f"{wrong[0]} is a {type(given[wrong[0]]).__name__}; give a tensor")
@@ -149,9 +149,9 @@ def whole_images(
     if PIXELS not in given:
         raise ValueError(f"{next(iter(given))} without {PIXELS}; pass all that the processor returns")
     if model is None or not hasattr(model.base_model, "get_image_features"):
-        raise ValueError(f"{PIXELS} are given, but the context's model takes no images, or is gone; {_REMEDY}")
+        raise ValueError(f"{PIXELS} are given, but the context's model takes no images, or is gone; {REMEDY}")
     if (reason := why_refused(model)) is not None:
-        raise ValueError(f"{type(model).__name__} {reason}; {_REMEDY}")
+        raise ValueError(f"{type(model).__name__} {reason}; {REMEDY}")
     is_image = (input_ids == model.config.image_token_id).to(given[PIXELS].device)
     if sees_later_tokens_of_images(model) and not given.keys() & set(TOKEN_TYPES):
         raise ValueError(
@@ -164,7 +164,8 @@ def whole_images(
             types.shape != is_image.shape or not bool((types.to(is_image.device) == is_image).all())
         ):
             raise ValueError(
-                f"{name} are not 1 for image tokens and 0 for others, such as those of videos; leave them out"
+                f"{name} are not 1 for image tokens and 0 for others, such as those of videos; pass what the processor "
+                "returns for text and images"
             )
     return model, given
 
@@ -197,14 +198,15 @@ def why_refused(model: PreTrainedModel) -> str | None:
         return f"takes {kind}, by which tokens attend to later ones in a way that attention over ranks does not know"
     if index is not None and not {"mm_token_type_ids", "image_grid_thw"} <= signature(index).parameters.keys():
         return "computes positions from other inputs than image_grid_thw"
-    for name, rate in _vision_config(model).items():
-        if isinstance(rate, float) and rate > 0 and "drop" in name:
-            return f"has {name} {rate} in its vision config, and ranks would drop other parts of an image; set it to 0"
+    for part in ("vision_config", "perceiver_config"):
+        for name, rate in _part_of_config(model, part).items():
+            if isinstance(rate, float) and rate > 0 and "drop" in name:
+                return f"has {name} {rate} in its {part}, and ranks would drop other parts of an image; set it to 0"
     return None
 
 
-def _vision_config(model: PreTrainedModel) -> dict[str, Any]:
-    config = getattr(model.config, "vision_config", None)
+def _part_of_config(model: PreTrainedModel, name: str) -> dict[str, Any]:
+    config = getattr(model.config, name, None)
     return {} if config is None else dict(config.to_dict())
 
 
@@ -223,6 +225,7 @@ def local_images(
     A rank that holds no token of an image runs the smallest one and keeps nothing of it, so that FSDP2 and DDP see the
     encoders run on every rank. `positions` are those of this rank's tokens in their documents.
     """
+    images = _without_padding(model, images)
     is_image = (input_ids == model.config.image_token_id).cpu()
     count = int(is_image.sum())
     sizes = _features_of_images(model, images, count)
@@ -253,16 +256,35 @@ def local_images(
     return {**inputs, LOCAL_IMAGES: LocalImages(kept, run, count, positions, blocks)}
 
 
+def _without_padding(model: PreTrainedModel, images: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Returns images of a model that takes (rows, images, ...), padded with images of zeros, as (images, 1, ...).
+
+    The model drops images of zeros, and takes the others row by row.
+    """
+    pixels = images[PIXELS]
+    if pixels.ndim != 5 or MASK not in _parameters(model):
+        return images
+    is_real = (pixels.to(model.dtype) != 0).flatten(2).any(-1)
+    if not is_real.any():
+        return images
+    return {name: value[is_real.to(value.device)].unsqueeze(1) for name, value in images.items()}
+
+
 def _features_of_images(model: PreTrainedModel, images: Mapping[str, Tensor], count: int) -> tuple[int, ...] | None:
     """Returns the features of each image, `count` in all; None if they are not known before they are made."""
-    vision, pixels = _vision_config(model), images[PIXELS]
-    grid, shapes = images.get("image_grid_thw"), images.get("image_sizes")
+    vision, pixels = _part_of_config(model, "vision_config"), images[PIXELS]
+    grid, shapes, in_patches = (images.get(name) for name in BESIDE_PIXELS[:3])
     if grid is not None:
         if int(grid.prod(-1).sum()) != len(pixels):
             return None
         merge = vision.get("spatial_merge_size") or 1
         found = grid.prod(-1) // merge**2
-    elif pixels.ndim != 4:
+    elif in_patches is not None:
+        side = getattr(model.config, "downsample_factor", None)
+        if len(in_patches) != len(pixels) or not isinstance(side, int):
+            return None
+        found = (in_patches // side).prod(-1)
+    elif pixels.ndim != 4 and not (pixels.ndim == 5 and pixels.shape[1] == 1 and MASK in _parameters(model)):
         return None
     elif shapes is not None:
         if len(shapes) != len(pixels) or not isinstance(patch := vision.get("patch_size"), int):
@@ -326,11 +348,11 @@ def _kept(features: Any, images: LocalImages, name: str) -> Any:
         flat = torch.cat([x.reshape(-1, x.shape[-1]) for x in features])
         sizes = tuple(x.shape[:-1].numel() for x in features)
     else:
-        raise ValueError(f"{name} returns features of images in an unknown form; {_REMEDY}")
+        raise ValueError(f"{name} returns features of images in an unknown form; {REMEDY}")
     if len(flat) != images.total:
         raise ValueError(f"{name} made {len(flat)} features of images for {images.total} image tokens; give one each")
     if images.sizes is not None and len(images.sizes) > 1 and sizes != images.sizes:
-        raise ValueError(f"{name} made {sizes or 'unknown'} features of its images, not {images.sizes}; {_REMEDY}")
+        raise ValueError(f"{name} made {sizes or 'unknown'} features of its images, not {images.sizes}; {REMEDY}")
     local = flat.index_select(0, images.kept.to(flat.device))
     if not isinstance(features, Tensor):
         return type(features)([local])

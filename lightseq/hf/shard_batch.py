@@ -39,7 +39,8 @@ def shard_batch(
     unless `shift_labels` say so.
 
     `images` are what a processor returns beside the text: `pixel_values`, and where the model takes them
-    `image_grid_thw`, `image_sizes` and token types. A rank gets those that have a token among its own.
+    `image_grid_thw`, `image_sizes`, `spatial_shapes`, `pixel_attention_mask` and token types. A rank gets those that
+    have a token among its own.
     Raises ValueError for a mask other than right padding, and for positions of neither kind.
     """
     check_right_padding(attention_mask)

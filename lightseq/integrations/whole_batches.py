@@ -24,7 +24,7 @@ from lightseq import hf
 from lightseq.attention.context import SequenceContext
 from lightseq.hf.agreement import COUNTED_TOKENS, announce_pass
 from lightseq.hf.changes import Changes, record_of
-from lightseq.hf.images import PIXELS, SHAPES, TOKEN_TYPES
+from lightseq.hf.images import IMAGE_INPUTS, TOKEN_TYPES
 from lightseq.hf.loss_checks import has_fused_loss, loss_function_of
 from lightseq.hf.router_losses import share_router_loss
 from lightseq.hf.shard_batch import check_right_padding, counted_tokens
@@ -46,7 +46,7 @@ from lightseq.modules.router_loss import asks_for_router_logits
 from lightseq.utils.tensors import IGNORE_INDEX
 
 PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")  # of TRL's outputs
-PER_BATCH = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids", *TOKEN_TYPES, PIXELS, *SHAPES)
+PER_BATCH = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids", *IMAGE_INPUTS)
 # What collators of packed documents add; `cu_seq_lens_q` has all that is needed.
 PACKING = ("cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 REFUSED = {

@@ -7,8 +7,9 @@ so the files that a run writes have the layout of the files that it read.
 import copy
 import fnmatch
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,9 +25,11 @@ from transformers.core_model_loading import (
 )
 
 from lightseq.models.build import model_class
-from lightseq.models.decoder import has_towers, head_weight_name, ties_embeddings
+from lightseq.models.decoder import has_towers, head_weight_name, module_name, text_config, ties_embeddings
 
-DERIVED = re.compile(r"rotary_emb\.inv_freq$")  # older files store what the config says
+DERIVED = re.compile(r"rotary_emb\.inv_freq$|(^|\.)position_ids$")  # older files store what the config says
+IN_LIST = re.compile(r"(.+?)\.(\d+)\.(.+)")  # the name of a list of modules, a place in it, and the rest of a name
+Shapes = Mapping[str, Sequence[int]]  # of whole tensors, by name
 
 
 @dataclass(frozen=True)
@@ -37,13 +40,29 @@ class Conversion:
     sources: tuple[tuple[str, str], ...]  # the pattern that a name in the files matches, and the name
     first: str  # name of the first of the model's tensors
 
-    def load(self, model: PreTrainedModel, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        """Returns the model's tensors by name. `read` returns a whole tensor of the files."""
+    def load(self, model: PreTrainedModel, read: Callable[[str], Tensor], shapes: Shapes) -> dict[str, Tensor]:
+        """Returns the model's tensors by name. `read` returns a whole tensor of the files, `shapes` are the model's."""
         converter = copy.deepcopy(self.converter)
         for pattern, name in self.sources:
             converter.add_tensor(self.first, name, pattern, read(name))  # type: ignore[arg-type]
-        found = converter.convert(self.first, model=model, config=model.config)
+        found = converter.convert(self.first, model=_WithShapes(model, shapes), config=model.config)  # type: ignore[arg-type]
         return {name: value[0] if isinstance(value, list) else value for name, value in found.items()}
+
+
+class _WithShapes:
+    """Model whose parameters have the shapes that transformers' conversions ask for.
+
+    Its own have none under ZeRO-3, and other names where adapters wrap them.
+    """
+
+    def __init__(self, model: PreTrainedModel, shapes: Shapes) -> None:
+        self._model, self._shapes = model, shapes
+
+    def get_parameter(self, name: str) -> Tensor:
+        return torch.empty(tuple(self._shapes[name]), device="meta")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
 
 
 @dataclass(frozen=True)
@@ -55,10 +74,13 @@ class PublishedLayout:
     tied_head: str | None  # name in the files of the head's weight, if the model has its embeddings in its place
     untouched: tuple[str, ...]  # names in the files of tensors that the model lacks, such as an image encoder's
 
+    def shapes_in_files(self, shape_of: Callable[[str], Sequence[int]]) -> Shapes:
+        """Returns the shapes of tensors that the files have each in one, by their names in the model."""
+        alone = {name: found.sources for name, found in self.converted.items() if len(found.sources) == 1}
+        return {name: shape_of(sources[0][1]) for name, sources in alone.items()}
 
-def layout_of_files(
-    model: PreTrainedModel, tensors: Collection[str], files: Iterable[str], buffers: Collection[str] = ()
-) -> PublishedLayout:
+
+def layout_of_files(model: PreTrainedModel, tensors: Collection[str], files: Iterable[str]) -> PublishedLayout:
     """Returns the layout of files that have tensors of these names. `tensors` are the names of the model's own.
 
     Files may lack buffers. Sets the model's `_weight_conversions`, which `publish` reverses. Raises ValueError naming
@@ -67,14 +89,18 @@ def layout_of_files(
     rules = get_model_conversion_mapping(model)
     by_pattern = {pattern: rule for rule in _converters(rules) for pattern in rule.source_patterns}
     head = head_weight_name(model) if ties_embeddings(model) else None
-    known = dict.fromkeys([*tensors, *buffers, *([head] if head else [])], True)
-    renamed, tied_head, others = dict[str, str](), None, list[str]()
+    computed = _computed_buffers(model)
+    buffers = [name for name, _ in model.named_buffers() if name not in computed]
+    known = dict.fromkeys([*tensors, *buffers, *computed, *([head] if head else [])], True)
+    renamed, tied_head, others, matched = dict[str, str](), None, list[str](), list[str]()
     sources: dict[str, list[tuple[str, str]]] = {}
     for name in sorted(files, key=dot_natural_key):
         target, pattern = _in_model(model, name, rules, known)
-        if target not in known:
+        if target not in known or target in computed:
             others.append(name)
-        elif target == head:
+            continue
+        matched.append(name)
+        if target == head:
             tied_head = name
         elif pattern is None:
             renamed[target] = name
@@ -86,8 +112,8 @@ def layout_of_files(
         conversion = Conversion(by_pattern[found[0][0]], tuple(found), first)
         converted |= dict.fromkeys(_targets(conversion, known), conversion)
     missing = [name for name in tensors if name not in renamed and name not in converted]
-    others = [name for name in others if not DERIVED.search(name)]
     untouched = _untouched(model, others, rules)
+    untouched += _multi_token_heads(model, sorted(set(others) - set(untouched), key=dot_natural_key), matched)
     if missing or len(untouched) < len(others):
         unknown = sorted(set(others) - set(untouched))
         listed = (("missing", missing), ("unknown", unknown))
@@ -96,11 +122,12 @@ def layout_of_files(
 
 
 def publish(
-    model: PreTrainedModel, tensors: Iterable[tuple[str, Tensor]], layout: PublishedLayout | None
+    model: PreTrainedModel, tensors: Iterable[tuple[str, Tensor]], layout: PublishedLayout | None, shapes: Shapes
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields a model's whole tensors as its files have them; without a layout, as transformers saves a new model.
 
-    Tensors that are fused or stacked in the files are converted once all of them have come.
+    Tensors that are fused or stacked in the files are converted once all of them have come. A tensor that may be
+    transposed in the files gets its shape in `shapes`.
     """
     if layout is None:  # as in `revert_weight_conversion`: nobody knows whether a prefix was removed
         rules = get_model_conversion_mapping(model, add_legacy=False)
@@ -113,16 +140,25 @@ def publish(
             groups.setdefault(target, set()).add(name)
     group_of = {name: group for group in groups.values() for name in group}
     pending: dict[str, Tensor] = {}
+    shaped: Any = _WithShapes(model, shapes)
+    twice = _embeddings_name(model) if layout is not None and layout.tied_head is not None else None
     for name, tensor in tensors:
         if name in group_of:
             pending[name] = tensor
             if (group := group_of[name]) <= pending.keys():
-                yield from revert_weight_conversion(model, {each: pending.pop(each) for each in group}).items()
+                yield from revert_weight_conversion(shaped, {each: pending.pop(each) for each in group}).items()
         elif layout is not None and name in layout.renamed:
             yield layout.renamed[name], tensor
+            if name == twice and layout.tied_head is not None:
+                yield layout.tied_head, tensor.clone()
         else:
             yield _rename(name, reverse), tensor
     assert not pending, f"tensors are missing beside {min(pending)}"
+
+
+def _embeddings_name(model: PreTrainedModel) -> str:
+    """Returns the name of the input embeddings' weight in the model."""
+    return f"{module_name(model, model.get_input_embeddings())}.weight"
 
 
 def _converters(rules: Iterable[WeightTransform]) -> list[WeightConverter]:
@@ -171,17 +207,59 @@ def _targets(conversion: Conversion, known: Iterable[str]) -> list[str]:
     return [name for pattern in names for name in ([pattern] if "*" not in pattern else fnmatch.filter(known, pattern))]
 
 
+def _computed_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Returns the buffers that a model computes from its config, by name; it takes none of them from its files."""
+    return {
+        f"{prefix}.{name}".removeprefix("."): buffer
+        for prefix, owner in model.named_modules()
+        for name, buffer in owner._buffers.items()
+        if buffer is not None and name in owner._non_persistent_buffers_set
+    }
+
+
 def _untouched(model: PreTrainedModel, names: list[str], rules: list[WeightTransform]) -> list[str]:
     """Returns the names of tensors that belong to the whole model, or that transformers leaves out knowingly.
 
     Others may mean that the config does not describe the files.
     """
-    left_out = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
-    found = [n for n in names if any(p.search(x) for p in left_out for x in (n, _in_model(model, n, rules, {})[0]))]
+    found = _left_out(model, names, rules, _computed_buffers(model))
     if len(found) < len(names) and has_towers(model.config):
         with torch.device("meta"):
             whole = model_class(model.config)._from_config(copy.deepcopy(model.config))
-        rules, known = get_model_conversion_mapping(whole), dict.fromkeys(whole.state_dict(), True)
-        others = set(names) - set(found)
-        found += [name for name in names if name in others and _in_model(whole, name, rules, known)[0] in known]
+        known = dict.fromkeys([*whole.state_dict(), *_computed_buffers(whole)], True)
+        others = [name for name in names if name not in set(found)]
+        found += _left_out(whole, others, get_model_conversion_mapping(whole), known)
     return found
+
+
+def _left_out(
+    model: PreTrainedModel, names: Iterable[str], rules: list[WeightTransform], known: Collection[str]
+) -> list[str]:
+    """Returns the names of tensors that are known in a model, or that transformers does not load into it."""
+    patterns = [DERIVED, *map(re.compile, model._keys_to_ignore_on_load_unexpected or ())]
+    found = []
+    for name in names:
+        target, _ = _in_model(model, name, rules, known)
+        if target in known or any(pattern.search(each) for pattern in patterns for each in (name, target)):
+            found.append(name)
+    return found
+
+
+def _multi_token_heads(model: PreTrainedModel, names: Iterable[str], matched: Iterable[str]) -> list[str]:
+    """Returns the names of tensors in layers after the last that hold more than the model's layers do.
+
+    Such a layer predicts tokens beyond the next one. A layer like the others means that config.json has too few.
+    """
+    plain = {_place_in_layer(found) for name in matched if (found := IN_LIST.fullmatch(name))}
+    lists, after = {layers for layers, _ in plain}, dict[tuple[str, str], list[re.Match[str]]]()
+    for name in names:
+        found = IN_LIST.fullmatch(name)
+        if found and found[1] in lists and int(found[2]) >= text_config(model.config).num_hidden_layers:
+            after.setdefault((found[1], found[2]), []).append(found)
+    heads = [layer for layer in after.values() if not plain.issuperset(map(_place_in_layer, layer))]
+    return [found.string for layer in heads for found in layer]
+
+
+def _place_in_layer(name: re.Match[str]) -> tuple[str, str]:
+    """Returns the name of a list of layers, and of a tensor in a layer, with {} for the numbers of experts."""
+    return name[1], re.sub(r"(?<=\.)\d+(?=\.)", "{}", name[3])

@@ -30,6 +30,7 @@ from lightseq.utils.formatting import first_line, is_plain_name
 
 SHARD_BYTES = 4 << 30  # of one file; rank 0 collects them in host memory
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+ONE_MODEL = "copy config.json and the weights from one model, and remove tensors that it does not have"
 ROWS_AT_ONCE = 4096  # rows compared at a time
 LORA_INFIX = ".lora_"  # in the names of adapter parameters only
 CHAT_TEMPLATE = "chat_template.jinja"
@@ -145,6 +146,7 @@ def load(model: PreTrainedModel, source: Path | str, fill: FillParameter = fill)
     layout = _layout(model, files, directory)
     if layout.tied_head is not None:
         _check_tied_head(model, files, layout, directory)
+    shapes = {name: global_shape(tensor) for name, tensor in (parameters | buffers).items()}
     converted: dict[str, Tensor] = {}
     with open_tensors(files) as stored:
 
@@ -155,12 +157,12 @@ def load(model: PreTrainedModel, source: Path | str, fill: FillParameter = fill)
                 shape, read = tuple(found.get_shape()), found.__getitem__
             else:
                 if name not in converted:
-                    converted.update(conversion.load(model, lambda source: stored(source)[...]))
+                    converted.update(conversion.load(model, lambda source: stored(source)[...], shapes))
                 whole = converted.pop(name)
                 shape, read = tuple(whole.shape), whole.__getitem__
-            if shape != global_shape(tensor):
+            if shape != shapes[name]:
                 file = files[layout.renamed.get(name) or layout.converted[name].sources[0][1]]
-                raise ValueError(f"{file}: {name} has shape {[*shape]}, not the model's {[*global_shape(tensor)]}")
+                raise ValueError(f"{file}: {name} has shape {[*shape]}, not the model's {[*shapes[name]]}; {ONE_MODEL}")
             return read
 
         for name, parameter in parameters.items():
@@ -173,9 +175,9 @@ def load(model: PreTrainedModel, source: Path | str, fill: FillParameter = fill)
 def _layout(model: PreTrainedModel, files: Iterable[str], directory: Path) -> PublishedLayout:
     """Returns the layout of a model's files. Raises ValueError if they do not match the model."""
     try:
-        return layout_of_files(model, base_parameters(model), files, [name for name, _ in model.named_buffers()])
+        return layout_of_files(model, base_parameters(model), files)
     except ValueError as error:
-        raise ValueError(f"{directory} does not match the model: {error}") from error
+        raise ValueError(f"{directory} does not match the model: {error}; {ONE_MODEL}") from error
 
 
 def _check_tied_head(model: PreTrainedModel, files: dict[str, Path], layout: PublishedLayout, directory: Path) -> None:
@@ -270,7 +272,10 @@ def save_pretrained(
     layout = _layout(model, files, trained_from or directory) if files else None
     with open_tensors(files) as stored:
         untouched = ((name, stored(name)[...]) for name in (layout.untouched if layout else ()))
-        for name, whole in chain(publish(model, cast(), layout), untouched):
+        shapes: dict[str, Sequence[int]] = {name: global_shape(x) for name, x in base_parameters(model).items()}
+        if layout is not None:
+            shapes |= layout.shapes_in_files(lambda name: stored(name).get_shape())
+        for name, whole in chain(publish(model, cast(), layout, shapes), untouched):
             pending[name] = whole.contiguous()
             if sum(x.numel() * x.element_size() for x in pending.values()) >= SHARD_BYTES:
                 flush()

@@ -144,7 +144,7 @@ def _find_changes(source: Path, pairs: Pairs, settings: Mapping[str, Any], path:
     with _readable(source):
         files = tensor_files(source, REMEDY)
     try:
-        layout = layout_of_files(model, base_parameters(model), files, [name for name, _ in model.named_buffers()])
+        layout = layout_of_files(model, base_parameters(model), files)
     except ValueError as error:  # the files have other tensors, too, which stay as they are
         if len(linears) < len(pairs):
             raise ValueError(f"{source} does not match the model: {error}; {REMEDY}") from error
