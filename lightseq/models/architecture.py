@@ -3,7 +3,6 @@
 Nothing depends on the model's name. A model that would train only approximately raises a one-line ValueError.
 """
 
-import copy
 import json
 import sys
 import traceback
@@ -125,17 +124,6 @@ class Architecture:
     def attention_share(self, length: int) -> float:
         """Returns the FLOPs of attention to one sequence as a share of full causal attention in all layers."""
         return self.attention_area(length) / length**2
-
-
-def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
-    """Returns a copy of a config with at most `layers` layers; lists with one entry per layer are cut too."""
-    few = copy.deepcopy(config)
-    text = text_config(few)
-    before, text.num_hidden_layers = text.num_hidden_layers, min(text.num_hidden_layers, layers)
-    for key, value in vars(text).items():
-        if isinstance(value, list) and len(value) == before:
-            setattr(text, key, value[: text.num_hidden_layers])
-    return few
 
 
 def matrix_sizes(config: PreTrainedConfig) -> dict[str, int]:

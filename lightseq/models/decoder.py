@@ -5,6 +5,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -34,6 +36,11 @@ def placeholder_ids(config: PreTrainedConfig) -> dict[int, str]:
     parts = (config, text_config(config)) if has_towers(config) else ()
     fields = (field for part in parts for field in vars(part).items())
     return {id: name for name, id in fields if PLACEHOLDER.fullmatch(name) and isinstance(id, int)}
+
+
+def ids_of_text(config: PreTrainedConfig) -> NDArray[np.int64]:
+    """Returns the token ids of a model's vocabulary that do not mark images, video or audio."""
+    return np.setdiff1d(np.arange(text_config(config).vocab_size), [*placeholder_ids(config)])
 
 
 def with_text_settings(config: PreTrainedConfig, settings: Mapping[str, Any]) -> PreTrainedConfig:
