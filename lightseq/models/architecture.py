@@ -24,9 +24,9 @@ from lightseq.models.decoder import (
     decoder_layers,
     float32_parameters,
     has_known_parts,
-    has_position_table,
     has_towers,
     layers_of,
+    positions_in_table,
     text_config,
     text_decoder,
     ties_embeddings,
@@ -211,15 +211,16 @@ def _check_attention_dropout(model: PreTrainedModel) -> None:
     found: dict[str, Any] = dict(text_config(model.config).to_dict())
     for value in list(found.values()):
         found |= value if isinstance(value, dict) else {}  # a nested config
+    in_config = set(found)
     for module in attention_modules(text_decoder(model)):
         found |= {name: x for name, x in vars(module).items() if isinstance(x, float)}
         found |= {name: child.p for name, child in module.named_children() if isinstance(child, nn.Dropout)}
     for name, rate in found.items():
         of_attention = "drop" in str(name) and ("attn" in str(name) or "attention" in str(name))
         if of_attention and isinstance(rate, float) and rate > 0:
-            raise ValueError(
-                f"{type(model).__name__} has {name} {rate}; set it to 0 in the config from which the model is made"
-            )
+            known = _dropout_remedy(name)
+            remedy = known if name in in_config else "set it to 0 in the config from which the model is made"
+            raise ValueError(f"{type(model).__name__} has {name} {rate}; {remedy}")
 
 
 def sliding_window(config: PreTrainedConfig) -> int | None:
@@ -384,7 +385,7 @@ def _inspect(kind: Any, text: str, _mixers: tuple[MixerKind, ...]) -> Architectu
         ties_embeddings=ties_embeddings(model),
         outside_linears=tuple(n for n, p in layers.named_parameters() if p.ndim > 1 and id(p) not in known),
         in_float32=tuple(float32_parameters(model)),
-        positions=text_config(config).max_position_embeddings if has_position_table(model) else None,
+        positions=positions_in_table(model),
     )
 
 
@@ -436,9 +437,14 @@ def _check_dropout(model: PreTrainedModel) -> None:
     }
     if rates:  # a recomputation would drop other elements
         raise ValueError(
-            f"{type(model).__name__} has dropout ({', '.join(f'{k} {v}' for k, v in rates.items())}); set it to 0 in "
-            "its config"
+            f"{type(model).__name__} has dropout ({', '.join(f'{k} {v}' for k, v in rates.items())}); "
+            f"{_dropout_remedy(*rates)}"
         )
+
+
+def _dropout_remedy(*names: object) -> str:
+    zeros = ", ".join(f"{name}=0.0" for name in names)
+    return f"set it to 0 in config.json of a local copy, or in your own loop by from_pretrained(..., {zeros})"
 
 
 def _check_buffers(model: PreTrainedModel) -> None:

@@ -95,13 +95,14 @@ def final_norm(model: PreTrainedModel) -> nn.Module:
     return norm  # type: ignore[no-any-return]
 
 
-def has_position_table(model: PreTrainedModel) -> bool:
-    """Returns whether positions have a table of encodings, learned or computed, which ends at the last of them."""
+def positions_in_table(model: PreTrainedModel) -> int | None:
+    """Returns the positions in a model's table of encodings, learned or computed; None if any position has one."""
     decoder, count = text_decoder(model), getattr(text_config(model.config), "max_position_embeddings", None)
     learned = any(
         isinstance(child, nn.Embedding) and POSITIONS.search(name) for name, child in decoder.named_children()
     )
-    return learned or any(POSITIONS.search(name) and len(buffer) == count for name, buffer in decoder.named_buffers())
+    computed = any(POSITIONS.search(name) and len(buffer) == count for name, buffer in decoder.named_buffers())
+    return count if learned or computed else None
 
 
 def _child(module: Any, names: Sequence[str]) -> nn.Module | None:
