@@ -355,3 +355,19 @@ def on_gpus(rank: int) -> list[float]:
 def test_scan_over_gpus_equals_one_rank(world: int) -> None:
     errors = spawn(world, on_gpus, device="cuda")[0]
     assert max(errors) < 0.02, errors
+
+
+def test_gradients_of_strong_decays_are_exact() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 50, 4, 8, generator=generator, dtype=torch.float64) for _ in range(3))
+    g = -3 - 5 * torch.rand(1, 50, 4, generator=generator, dtype=torch.float64)
+
+    def gradient(dtype: torch.dtype) -> Tensor:
+        decay = g.to(dtype).requires_grad_()
+        inputs = ScanInputs(q.to(dtype), k.to(dtype), v.to(dtype), decay, None)
+        out, _ = torch_scan(inputs, 1.0, torch.zeros(1, 4, 8, 8, dtype=dtype))
+        (sums,) = torch.autograd.grad(out.square().sum(), decay)
+        return sums.sum(1).double()
+
+    wanted = gradient(torch.float64)
+    assert float((gradient(torch.float32) - wanted).norm() / wanted.norm()) < 1e-5

@@ -150,7 +150,9 @@ def _pairs(rows: Tensor, columns: Tensor, decay: Tensor) -> Tensor:
     size = rows.shape[-2]
     later = torch.ones(size, size, dtype=torch.bool, device=rows.device).triu(1)
     if decay.shape[-1] == 1:
-        between = (decay - decay.mT).masked_fill(later, float("-inf")).exp()
+        # A token's gradient of its decay to itself is 0, but rounding of that difference would drown small gradients.
+        itself = torch.eye(size, dtype=torch.bool, device=rows.device)
+        between = (decay - decay.mT).masked_fill(itself, 0.0).masked_fill(later, float("-inf")).exp()
         return (rows @ columns.mT) * between
     between = (decay.unsqueeze(-2) - decay.unsqueeze(-3)).masked_fill(later[..., None], float("-inf")).exp()
     return torch.einsum("...ik,...jk,...ijk->...ij", rows, columns, between)
