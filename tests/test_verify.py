@@ -87,6 +87,8 @@ QUICK = [
     f"{TINY3} 50 --data_path FOLDER/pairs",  # a target that sees one token has no gradient of queries and keys
     f"{TINY3} 90 --packing best_fit --schedule prefix --gradient_accumulation_steps 2",
     "--model_name_or_path FOLDER/gemma4 --random_init --model_max_length 50",
+    "--model_name_or_path FOLDER/falcon_h1 --random_init --model_max_length 50",  # decays to almost nothing
+    "--model_name_or_path FOLDER/qwen3_moe --random_init --model_max_length 50",
     "--model_name_or_path FOLDER/qwen3_5 --random_init --model_max_length 50",
 ]
 GEMMA4 = {"num_kv_shared_layers": 0, "layer_types": [*["sliding_attention"] * 5, "full_attention"]}
@@ -117,6 +119,8 @@ def test_everything_passes_where_nothing_is_wrong(ranks: int, flags: list[str], 
     write_token_directory(tmp_path / "pairs", [np.array([7, 9])] * 8, 512, dict)
     tiny_config("llama4").save_pretrained(tmp_path / "llama4")
     tiny_config("gemma4_text", num_hidden_layers=6, **GEMMA4).save_pretrained(tmp_path / "gemma4")
+    tiny_config("falcon_h1").save_pretrained(tmp_path / "falcon_h1")
+    tiny_config("qwen3_moe").save_pretrained(tmp_path / "qwen3_moe")
     tiny_config("qwen3_5", image_token_id=60, video_token_id=61).save_pretrained(tmp_path / "qwen3_5")
     for wrong in spawn(ranks, passes, str(tmp_path), flags):
         assert not wrong, "\n".join(wrong)

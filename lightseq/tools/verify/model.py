@@ -3,6 +3,7 @@
 import copy
 import gc
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -33,6 +34,7 @@ from lightseq.training.trainer import Trainer
 from lightseq.utils.formatting import plural
 from lightseq.utils.tensors import IGNORE_INDEX
 
+LAYER: Final = re.compile(r"\.\d+\.")  # in names of parameters
 EXACT: Final = 1e-5  # relative error that is always allowed
 ZERO: Final = 0.1  # gradients below this share of the root mean square are measured against it
 MIN_TILE_TOKENS = 64
@@ -162,10 +164,13 @@ class _Float64(TorchFunctionMode):
 
 def _step_in_float64(model: PreTrainedModel, documents: Sequence[Document]) -> Step:
     """Runs the documents in float64, and leaves the model in float32."""
+    experts = model.get_experts_implementation()
+    model.set_experts_implementation("eager")  # grouped products have no float64
     model.double()
     with _Float64():
         step = _plain_step(model, documents)
     model.float()
+    model.set_experts_implementation(experts)
     return step
 
 
@@ -190,7 +195,7 @@ def _compare(step: Step, plain: PreTrainedModel, documents: Sequence[Document], 
             buffer.data = rounded[name].to(buffer.device)
     own = _plain_step(plain, documents, step.loss_scale)
     errors = gradient_errors(own.gradients, want.gradients)
-    allowed = {name: max(EXACT, 2 * error) for name, error in errors.items()}
+    allowed = {name: max(EXACT, 2 * error) for name, error in _over_layers(errors).items()}
     allowed_loss, how = max(EXACT * abs(want.loss), _loss_tolerance(own, want)), f"twice plain {config.compute_dtype}'s"
     error = abs(step.loss - want.loss)
     figures = {"loss": step.loss, "plain_loss": want.loss, "error": error, "allowed": allowed_loss}
@@ -218,6 +223,17 @@ def gradient_errors(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> di
         name: relative_error(got[name].to(x.device), x, max(1e-30, ZERO * math.sqrt(mean_square * x.numel())))
         for name, x in want.items()
     }
+
+
+def _over_layers(errors: Mapping[str, float]) -> dict[str, float]:
+    """Returns for each parameter the largest error of that parameter in any layer.
+
+    A gradient of few elements, as the decays of a recurrence have, may have a small error by chance.
+    """
+    largest: dict[str, float] = {}
+    for name, error in errors.items():
+        largest[LAYER.sub(".", name)] = max(error, largest.get(LAYER.sub(".", name), 0.0))
+    return {name: largest[LAYER.sub(".", name)] for name in errors}
 
 
 def _gradients_row(
