@@ -33,6 +33,7 @@ from lightseq.memory.planner.rates import chip_named
 from lightseq.memory.planner.run import Hardware, PlannedRun
 from lightseq.models.architecture import inspect_architecture
 from lightseq.models.build import build_on_meta
+from lightseq.models.decoder import positions_in_table
 from lightseq.models.family import check_config, preset_config
 from lightseq.models.presets import LLAMA3
 from lightseq.training.setup_checks import check_layers
@@ -286,7 +287,11 @@ def refusal(config: PreTrainedConfig, line: str) -> str:
         return short_reason(str(error))
     if "meta device" in line:  # the model's own code fails, and may in a loop too
         return short_reason(line)
-    return f"{short_reason(line)}; [your own loop](../examples/README.md) takes it"
+    positions, reason = positions_in_table(model), short_reason(line)
+    if reason == f"{positions} positions":
+        return f"{reason}, in your own loop too"
+    up_to = "" if positions is None else f" up to {positions} positions"
+    return f"{reason}; [your own loop](../examples/README.md) takes it{up_to}"
 
 
 if __name__ == "__main__":

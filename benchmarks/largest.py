@@ -34,9 +34,9 @@ from benchmarks.records import append, provenance, read_lines
 from lightseq.config.parser import run_command
 from lightseq.data.token_directory import write_token_directory
 from lightseq.memory.planner.rates import GIB
-from lightseq.models.architecture import with_layers
 from lightseq.models.build import build_on_meta
 from lightseq.models.family import preset_config
+from lightseq.models.fewer_layers import with_layers
 from lightseq.models.flops import total_parameters
 from lightseq.training.metrics import METRICS, read_records
 

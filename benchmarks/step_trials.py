@@ -20,7 +20,7 @@ from lightseq.config.lengths import format_tokens
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.token_directory import write_token_directory
 from lightseq.models.adapters import Lora, lora_from_config
-from lightseq.models.decoder import text_config
+from lightseq.models.decoder import ids_of_text, text_config
 from lightseq.models.presets import ModelFamily
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -166,10 +166,11 @@ def write_inputs(setting: Setting) -> None:
     target. With packed rows the documents fill the steps' rows, and the last token of each has no target.
     """
     setting.config.save_pretrained(setting.model_directory)
+    ids, vocab_size = ids_of_text(setting.config), text_config(setting.config).vocab_size
     packed = setting.flags.packed_rows
     for tokens in setting.flags.lengths:
         size, count = (packed, setting.all_steps * tokens // packed) if packed else (tokens + 1, setting.all_steps)
-        spec = Synthetic("zipf", count, size, text_config(setting.config).vocab_size, SEED)
-        documents = [draw_document(spec, index) for index in range(spec.documents)]
+        spec = Synthetic("zipf", count, size, len(ids), SEED)
+        documents = [ids[draw_document(spec, index)] for index in range(spec.documents)]
         about: dict[str, object] = {"tokenizer": None, "source": "synthetic zipf", "seed": spec.seed, "skipped": {}}
-        write_token_directory(setting.data_directory(tokens), documents, spec.vocab_size, about.copy, force=True)
+        write_token_directory(setting.data_directory(tokens), documents, vocab_size, about.copy, force=True)

@@ -21,7 +21,8 @@ from lightseq.memory.planner.breakdown import GIB
 from lightseq.memory.planner.choice import FRUGAL_GROUP, frugal_options
 from lightseq.memory.planner.rates import CHIPS
 from lightseq.memory.planner.run import Hardware, PlannedRun
-from lightseq.models.architecture import inspect_architecture, with_layers
+from lightseq.models.architecture import inspect_architecture
+from lightseq.models.fewer_layers import with_layers
 from lightseq.models.flops import attention_forward_flops, model_flops
 from lightseq.modules import mlp
 from lightseq.training.metrics import read_records

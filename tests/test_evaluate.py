@@ -404,6 +404,12 @@ REFUSED = {
 }
 
 
+def test_needles_have_no_ids_of_images() -> None:
+    search = make_search(IdNeedles(64, (3, 60)), None, 30, 4, 0, (100,), 64)
+    ids = np.concatenate([search.hay, *(needle.absent for needle in search.needles)])
+    assert not np.isin(ids, [3, 60]).any() and len(np.unique(ids)) > 40
+
+
 def test_impossible_evaluations_are_refused_in_one_line(files: Files) -> None:
     root = files.root
     data: dict[str, dict[str, list[list[int]]]] = {

@@ -1,8 +1,11 @@
 """Images in a loop and in Trainer: losses and all gradients, encoders included, equal those of one process."""
 
 import copy
+import re
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -52,6 +55,7 @@ BATCHES: dict[str, list[Sides]] = {
 }
 ROWS: list[Sides] = [[(4, 4), (4, 8)], [], [(8, 4)], [(4, 4)], [(8, 8)], [(4, 4), (4, 4)]]  # for trainers
 Batch = dict[str, Any]
+EXAMPLES = Path(__file__).parent.parent / "examples" / "README.md"
 
 
 def model_of(kind: str) -> PreTrainedModel:
@@ -365,3 +369,42 @@ def test_trainer_with_images_equals_one_process(kind: str, trainer: type[Trainer
     wanted = spawn(1, train, kind, plain, 1)[0]
     for got in spawn(world, train_sequence_parallel, kind, trainer, world, world):
         assert_equal(got, wanted)
+
+
+class Processor:
+    """Stands in for a processor: the text of a row is its length, and an image its sides."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        self.config, self.tokenizer = config, SimpleNamespace(padding_side="left")
+
+    def __call__(self, text: list[int], images: list[Sides], padding: bool, return_tensors: str) -> Batch:
+        assert (self.tokenizer.padding_side, padding, return_tensors) == ("right", True, "pt")
+        batch = batch_of(self.config, images, text, seed=text[0])
+        del batch["labels"]
+        return batch
+
+
+def run_the_page(_rank: int, kind: type[Trainer]) -> list[float]:
+    """Runs the lines for trainers in the examples' page, and returns the losses."""
+    code = next(
+        x for x in re.findall(r"```python\n(.*?)```", EXAMPLES.read_text(), re.DOTALL) if "processor.token" in x
+    )
+    model = model_of("qwen3_vl")
+    with shared_folder() as folder:
+        settings = common(folder, eval_strategy="no", learning_rate=1e-2)
+        names: dict[str, Any] = {
+            "model": model,
+            "processor": Processor(copy.deepcopy(model.config)),
+            "rows": [{"text": 40 + 2 * i, "images": sides} for i, sides in enumerate(ROWS) if sides],
+            "TrainingArguments": lambda _, **given: TrainingArguments(**settings | given),
+            "SequenceParallelTrainer": kind,
+        }
+        exec(code, names)
+    return [record["loss"] for record in names["trainer"].state.log_history if "loss" in record]
+
+
+def test_the_examples_page_trains_a_trainer_on_images() -> None:
+    (wanted,) = spawn(1, run_the_page, Trainer)
+    assert wanted[-1] < wanted[0]
+    for losses in spawn(2, run_the_page, SequenceParallelTrainer):
+        assert losses == pytest.approx(wanted, abs=1e-4)

@@ -8,7 +8,17 @@ import torch
 from accelerate import Accelerator
 from datasets import Dataset
 from trainer_numbers import common, fresh_model
-from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration, Trainer, TrainingArguments
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    OPTConfig,
+    OPTForCausalLM,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+    TrainingArguments,
+)
 from trl import DPOTrainer, SFTConfig, SFTTrainer
 
 from lightseq import hf
@@ -89,16 +99,35 @@ def test_what_is_no_causal_transformers_model_is_refused(alone: None) -> None:
     one_line(lambda: hf.enable(T5ForConditionalGeneration(small)), ValueError, "has an encoder and a decoder")
 
 
-def gpt2(rate: float) -> GPT2LMHeadModel:
-    return GPT2LMHeadModel(GPT2Config(n_embd=32, n_head=2, n_layer=1, vocab_size=64, attn_pdrop=rate))
+def gpt2(rate: float, **changes: Any) -> GPT2LMHeadModel:
+    return GPT2LMHeadModel(GPT2Config(n_embd=32, n_head=2, n_layer=1, vocab_size=64, attn_pdrop=rate, **changes))
 
 
 def test_attention_dropout_is_named_as_the_config_names_it(alone: None) -> None:
-    one_line(lambda: hf.enable(gpt2(0.1)), ValueError, "GPT2LMHeadModel has attn_pdrop 0.1; set it to 0 in the config")
+    one_line(
+        lambda: hf.enable(gpt2(0.1)), ValueError, "GPT2LMHeadModel has attn_pdrop 0.1; set it to 0 in config.json of a"
+    )
     changed = gpt2(0.1)
     changed.config.attn_pdrop = 0.0  # which the modules do not read again
-    one_line(lambda: hf.enable(changed), ValueError, "GPT2LMHeadModel has attn_dropout 0.1")
+    one_line(lambda: hf.enable(changed), ValueError, "attn_dropout 0.1; set it to 0 in the config from")
     hf.enable(gpt2(0.0))
+
+
+def opt(positions: int) -> OPTForCausalLM:
+    sizes = {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 32, "num_attention_heads": 2, "vocab_size": 64}
+    return OPTForCausalLM(OPTConfig(**sizes, num_hidden_layers=1, max_position_embeddings=positions))
+
+
+@pytest.mark.parametrize("model", [gpt2(0.0, n_positions=16), opt(16)], ids=["GPT-2", "OPT"])
+def test_sequences_beyond_a_table_of_positions_are_refused(model: PreTrainedModel, alone: None) -> None:
+    name, ids = type(model).__name__, torch.arange(17)[None]
+    one_line(lambda: hf.enable(model, length=17), ValueError, f"length is 17, but {name} has a table for 16 positions")
+    context = hf.enable(model)
+    assert model(**hf.shard_batch(context, ids[:, :16], ids[:, :16])).loss.isfinite()
+    long, told = hf.shard_batch(context, ids, ids), f"17 tokens, but {name} has a table for 16 positions"
+    one_line(lambda: model(**long), ValueError, told)
+    one_line(lambda: model(input_ids=ids), ValueError, told)
+    one_line(lambda: model(ids), ValueError, told)
 
 
 def test_an_old_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,3 +99,12 @@ def test_loops_refuse_a_batch_with_tokens_of_images_or_audio(model_type: str, al
 
 def test_text_passes() -> None:
     check_text_only(torch.tensor([[3, 4]]), {IMAGE: "image_token_id"})
+
+
+def test_random_weights_of_a_composite_say_what_checkpoints_lack(tmp_path: Path) -> None:
+    world, lacking = World(0, 1, 0, 1, torch.device("cpu")), "checkpoints will lack the weights of the image"
+    for model_type, more, told in (("gemma3", "", 1), ("gemma3", "--save_strategy no", 0), ("gemma3_text", "", 0)):
+        tiny_config(model_type).save_pretrained(tmp_path / model_type)
+        flags = f"--model_name_or_path {tmp_path / model_type} --random_init --data_path d --output_dir o {more}"
+        warnings = find_model(parse([*flags.split(), "--model_max_length", "16"], ""), LLAMA3, world).warnings
+        assert sum(lacking in line for line in warnings) == told

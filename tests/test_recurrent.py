@@ -385,3 +385,19 @@ def test_strong_decays_round_as_little_as_in_transformers_own_scan(spread: int) 
     plain = result(lambda times: mamba2_chunk_scan(x, times, rates, keys, queries, 64)[0], torch.float32)
     for right, theirs, own in zip(exact, plain, result(ours, torch.float32), strict=True):
         assert (own - right).norm() <= 2 * (theirs - right).norm()
+
+
+def test_gradients_of_strong_decays_are_exact() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 50, 4, 8, generator=generator, dtype=torch.float64) for _ in range(3))
+    g = -3 - 5 * torch.rand(1, 50, 4, generator=generator, dtype=torch.float64)
+
+    def gradient(dtype: torch.dtype) -> Tensor:
+        decay = g.to(dtype).requires_grad_()
+        inputs = ScanInputs(q.to(dtype), k.to(dtype), v.to(dtype), decay, None)
+        out, _ = torch_scan(inputs, 1.0, torch.zeros(1, 4, 8, 8, dtype=dtype))
+        (sums,) = torch.autograd.grad(out.square().sum(), decay)
+        return sums.sum(1).double()
+
+    wanted = gradient(torch.float64)
+    assert float((gradient(torch.float32) - wanted).norm() / wanted.norm()) < 1e-5

@@ -86,7 +86,12 @@ QUICK = [
     f"{TINY2} 150 --schedule ulysses --fsdp '' --bf16",
     f"{TINY3} 50 --data_path FOLDER/pairs",  # a target that sees one token has no gradient of queries and keys
     f"{TINY3} 90 --packing best_fit --schedule prefix --gradient_accumulation_steps 2",
+    "--model_name_or_path FOLDER/gemma4 --random_init --model_max_length 50",
+    "--model_name_or_path FOLDER/falcon_h1 --random_init --model_max_length 50",  # decays to almost nothing
+    "--model_name_or_path FOLDER/qwen3_moe --random_init --model_max_length 50",
+    "--model_name_or_path FOLDER/qwen3_5 --random_init --model_max_length 50",
 ]
+GEMMA4 = {"num_kv_shared_layers": 0, "layer_types": [*["sliding_attention"] * 5, "full_attention"]}
 FLAGS = {
     1: [f"{TINY3} 90 --schedule prefix --remat full", f"{TINY2} 70 --bf16 --gradient_accumulation_steps 3"],
     2: [
@@ -113,6 +118,10 @@ def test_everything_passes_where_nothing_is_wrong(ranks: int, flags: list[str], 
     write_token_directory(tmp_path / "tokens", [np.arange(size) * 7 % 500 for size in (300, 20, 44)], 512, dict)
     write_token_directory(tmp_path / "pairs", [np.array([7, 9])] * 8, 512, dict)
     tiny_config("llama4").save_pretrained(tmp_path / "llama4")
+    tiny_config("gemma4_text", num_hidden_layers=6, **GEMMA4).save_pretrained(tmp_path / "gemma4")
+    tiny_config("falcon_h1").save_pretrained(tmp_path / "falcon_h1")
+    tiny_config("qwen3_moe").save_pretrained(tmp_path / "qwen3_moe")
+    tiny_config("qwen3_5", image_token_id=60, video_token_id=61).save_pretrained(tmp_path / "qwen3_5")
     for wrong in spawn(ranks, passes, str(tmp_path), flags):
         assert not wrong, "\n".join(wrong)
 
@@ -362,7 +371,7 @@ def test_gradients_that_are_zero_in_theory_are_not_errors_and_small_ones_are_com
 
 
 def test_synthetic_rows_are_cut_padded_and_partly_ignored() -> None:
-    rows = synthetic_rows(4, 40, 50)
+    rows = synthetic_rows(4, 40, np.arange(50))
     assert [len(ids) for ids in rows["input_ids"]] == [43, 21, 40, 10]
     assert rows["labels"][0][40] == rows["input_ids"][0][40], "a target at the border"
     for labels in map(torch.tensor, rows["labels"]):

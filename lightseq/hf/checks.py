@@ -4,6 +4,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -28,7 +29,7 @@ from lightseq.hf.router_losses import (
     unmark_router_logits,
 )
 from lightseq.models.architecture import transformers_model, windows_of_masks
-from lightseq.models.decoder import headless, text_config
+from lightseq.models.decoder import headless, positions_in_table, text_config
 from lightseq.models.mixers import attending_layers
 from lightseq.modules.router_loss import asks_for_router_logits
 from lightseq.sequence.documents import Documents
@@ -76,6 +77,7 @@ class Checks:
         self._context = context
         self._layers = attending_layers
         self._windows = windows_of_masks(model)
+        self._positions = positions_in_table(model)
         self._images = images
         self._unsplit_inputs = sorted(other_inputs(model) - {PIXELS, *BESIDE_PIXELS})
         self._length_dependent_rope = length_dependent_rope
@@ -88,6 +90,7 @@ class Checks:
         kwargs = _supported_arguments(model, args, kwargs)
         if state.outermost is None:
             self._check_other_inputs(kwargs)
+            self._check_table(model, args, kwargs)
             self._images.begin(kwargs)
         documents, facts = kwargs.get("documents"), kwargs.pop(BATCH_FACTS, None)
         counted = kwargs.pop(COUNTED_TOKENS, None)
@@ -124,6 +127,24 @@ class Checks:
             remedy = "pass it to shard_batch" if name in IMAGE_INPUTS else REMEDY
             raise ValueError(
                 f"{name} is not supported: the model takes text, and images that shard_batch returns; {remedy}"
+            )
+
+    def _check_table(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Raises ValueError on every rank if a rank has a position beyond the model's table of positions."""
+        if self._positions is None:
+            return
+        ids = (
+            args[0]
+            if args
+            else next(x for name in ("input_ids", "inputs_embeds") if (x := kwargs.get(name)) is not None)
+        )
+        given = kwargs.get("position_ids")
+        last = torch.tensor(ids.shape[1] - 1, device=ids.device) if given is None else given.max()
+        dist.all_reduce(last, op=dist.ReduceOp.MAX, group=self._context.group)
+        if int(last) >= self._positions:
+            raise ValueError(
+                f"a sequence has {int(last) + 1} tokens, but {type(transformers_model(model)).__name__} has a table "
+                f"for {self._positions} positions; give shorter ones, or another model"
             )
 
     def _check_positions_and_documents(self, positions: Tensor | None, documents: Documents | None) -> None:

@@ -38,7 +38,7 @@ from lightseq.models.architecture import (
     windows_of_masks,
 )
 from lightseq.models.attention_modules import attention_modules
-from lightseq.models.decoder import attending_part, text_decoder
+from lightseq.models.decoder import attending_part, positions_in_table, text_decoder
 from lightseq.models.layers import attention_shape
 from lightseq.models.mixers import distribute_mixer, mixer_modules
 from lightseq.models.recurrent_schedule import check_recurrent_schedule
@@ -62,12 +62,14 @@ def enable(
     `options` are fields of `AttentionConfig` and override `config`.
 
     Raises TypeError for an unknown option, and ValueError for an unsupported model: attention dropout, an architecture
-    without the attention interface; also for a schedule without windows if the model has them. The patched model
-    refuses masks, inputs without global positions, a key/value cache, and labels that it would shift inside a shard.
+    without the attention interface; also for a schedule without windows if the model has them, and for a length beyond
+    its table of positions. The patched model refuses masks, inputs without global positions or longer than its table, a
+    key/value cache, and labels that it would shift inside a shard.
     In DDP and FSDP2, which average gradients over ranks, it scales them so that the gradients of a sequence are summed.
     Enabling a model again replaces its context. A deep copy of the model shares it.
     """
     check_names("hf.enable", options, ENABLE_OPTIONS)
+    given_length = options.get("length", 0 if config is None else config.length)
     config = dataclasses.replace(config or AttentionConfig(), **options)
     if isinstance(model, DistributedDataParallel):
         model = model.module
@@ -77,6 +79,11 @@ def enable(
     if config.length < 1:
         raise ValueError(f"length is {config.length}; give the tokens of a sequence")
     check_attention(model)
+    if (positions := positions_in_table(transformers_model(model))) is not None and given_length > positions:
+        raise ValueError(
+            f"length is {given_length}, but {type(transformers_model(model)).__name__} has a table for {positions} "
+            f"positions; give {positions} or less"
+        )
     config = _completed(config, model)
     assert config.device is not None and config.dtype is not None
     mixers, ranks = mixer_modules(model), process_group(group)

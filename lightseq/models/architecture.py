@@ -3,7 +3,6 @@
 Nothing depends on the model's name. A model that would train only approximately raises a one-line ValueError.
 """
 
-import copy
 import json
 import sys
 import traceback
@@ -25,9 +24,9 @@ from lightseq.models.decoder import (
     decoder_layers,
     float32_parameters,
     has_known_parts,
-    has_position_table,
     has_towers,
     layers_of,
+    positions_in_table,
     text_config,
     text_decoder,
     ties_embeddings,
@@ -127,17 +126,6 @@ class Architecture:
         return self.attention_area(length) / length**2
 
 
-def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
-    """Returns a copy of a config with at most `layers` layers; lists with one entry per layer are cut too."""
-    few = copy.deepcopy(config)
-    text = text_config(few)
-    before, text.num_hidden_layers = text.num_hidden_layers, min(text.num_hidden_layers, layers)
-    for key, value in vars(text).items():
-        if isinstance(value, list) and len(value) == before:
-            setattr(text, key, value[: text.num_hidden_layers])
-    return few
-
-
 def matrix_sizes(config: PreTrainedConfig) -> dict[str, int]:
     """Returns the sizes of a layer's weight matrices, by the names that config.json gives them."""
     found = inspect_architecture(config)
@@ -223,15 +211,16 @@ def _check_attention_dropout(model: PreTrainedModel) -> None:
     found: dict[str, Any] = dict(text_config(model.config).to_dict())
     for value in list(found.values()):
         found |= value if isinstance(value, dict) else {}  # a nested config
+    in_config = set(found)
     for module in attention_modules(text_decoder(model)):
         found |= {name: x for name, x in vars(module).items() if isinstance(x, float)}
         found |= {name: child.p for name, child in module.named_children() if isinstance(child, nn.Dropout)}
     for name, rate in found.items():
         of_attention = "drop" in str(name) and ("attn" in str(name) or "attention" in str(name))
         if of_attention and isinstance(rate, float) and rate > 0:
-            raise ValueError(
-                f"{type(model).__name__} has {name} {rate}; set it to 0 in the config from which the model is made"
-            )
+            known = _dropout_remedy(name)
+            remedy = known if name in in_config else "set it to 0 in the config from which the model is made"
+            raise ValueError(f"{type(model).__name__} has {name} {rate}; {remedy}")
 
 
 def sliding_window(config: PreTrainedConfig) -> int | None:
@@ -399,7 +388,7 @@ def _inspect(kind: Any, text: str, _mixers: tuple[MixerKind, ...]) -> Architectu
         ties_embeddings=ties_embeddings(model),
         outside_linears=tuple(n for n, p in layers.named_parameters() if p.ndim > 1 and id(p) not in known),
         in_float32=tuple(float32_parameters(model)),
-        positions=text_config(config).max_position_embeddings if has_position_table(model) else None,
+        positions=positions_in_table(model),
     )
 
 
@@ -451,9 +440,14 @@ def _check_dropout(model: PreTrainedModel) -> None:
     }
     if rates:  # a recomputation would drop other elements
         raise ValueError(
-            f"{type(model).__name__} has dropout ({', '.join(f'{k} {v}' for k, v in rates.items())}); set it to 0 in "
-            "its config"
+            f"{type(model).__name__} has dropout ({', '.join(f'{k} {v}' for k, v in rates.items())}); "
+            f"{_dropout_remedy(*rates)}"
         )
+
+
+def _dropout_remedy(*names: object) -> str:
+    zeros = ", ".join(f"{name}=0.0" for name in names)
+    return f"set it to 0 in config.json of a local copy, or in your own loop by from_pretrained(..., {zeros})"
 
 
 def _check_buffers(model: PreTrainedModel) -> None:

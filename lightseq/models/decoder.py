@@ -5,6 +5,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -34,6 +36,11 @@ def placeholder_ids(config: PreTrainedConfig) -> dict[int, str]:
     parts = (config, text_config(config)) if has_towers(config) else ()
     fields = (field for part in parts for field in vars(part).items())
     return {id: name for name, id in fields if PLACEHOLDER.fullmatch(name) and isinstance(id, int)}
+
+
+def ids_of_text(config: PreTrainedConfig) -> NDArray[np.int64]:
+    """Returns the token ids of a model's vocabulary that do not mark images, video or audio."""
+    return np.setdiff1d(np.arange(text_config(config).vocab_size), [*placeholder_ids(config)])
 
 
 def with_text_settings(config: PreTrainedConfig, settings: Mapping[str, Any]) -> PreTrainedConfig:
@@ -88,13 +95,14 @@ def final_norm(model: PreTrainedModel) -> nn.Module:
     return norm  # type: ignore[no-any-return]
 
 
-def has_position_table(model: PreTrainedModel) -> bool:
-    """Returns whether positions have a table of encodings, learned or computed, which ends at the last of them."""
+def positions_in_table(model: PreTrainedModel) -> int | None:
+    """Returns the positions in a model's table of encodings, learned or computed; None if any position has one."""
     decoder, count = text_decoder(model), getattr(text_config(model.config), "max_position_embeddings", None)
     learned = any(
         isinstance(child, nn.Embedding) and POSITIONS.search(name) for name, child in decoder.named_children()
     )
-    return learned or any(POSITIONS.search(name) and len(buffer) == count for name, buffer in decoder.named_buffers())
+    computed = any(POSITIONS.search(name) and len(buffer) == count for name, buffer in decoder.named_buffers())
+    return count if learned or computed else None
 
 
 def _child(module: Any, names: Sequence[str]) -> nn.Module | None:

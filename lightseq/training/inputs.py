@@ -36,7 +36,7 @@ from lightseq.models.adapters import (
     notes_on_targets,
 )
 from lightseq.models.architecture import inspect_architecture, matrix_sizes
-from lightseq.models.decoder import placeholder_ids, text_config
+from lightseq.models.decoder import has_towers, placeholder_ids, text_config
 from lightseq.models.family import apply_rope, context_warning, resolve
 from lightseq.models.flops import total_parameters
 from lightseq.models.presets import ModelFamily
@@ -299,6 +299,11 @@ def find_model(config: TrainConfig, family: ModelFamily, world: World) -> FoundM
     warnings += notes_on_targets(config, lora, model_config)
     if config.fp8 and any(layer.experts for layer in inspect_architecture(model_config).layers):
         warnings += (f"--fp8 {config.fp8} is for linear layers; experts and their routers stay in bfloat16",)
+    if config.random_init and config.save_strategy != "no" and has_towers(model_config):
+        warnings += (
+            "--random_init: checkpoints will lack the weights of the image and audio encoders; to keep them, save a "
+            "whole model with save_pretrained and train it without --random_init",
+        )
     if source.in_mxfp4:
         warnings += (f"{config.model_name_or_path}: weights in MXFP4 are read as bfloat16; checkpoints have no MXFP4",)
     return FoundModel(model_config, source.weights, tokenizer, dims, warnings, lora, unscaled)

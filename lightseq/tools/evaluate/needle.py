@@ -81,13 +81,14 @@ class IdNeedles:
     """
 
     vocab_size: int
+    excluded: tuple[int, ...] = ()  # ids that mark images or audio
 
     @property
     def begin(self) -> Ids:
         return np.zeros(0, np.int64)
 
     def draw(self, generator: np.random.Generator, choices: int) -> Needle:
-        upper = np.arange(self.vocab_size // 2, self.vocab_size)
+        upper = self._ids(self.vocab_size // 2, self.vocab_size)
         if len(upper) < choices + 1:
             raise ValueError(f"--choices {choices} needs {choices + 1} of the upper {len(upper)} token ids; give fewer")
         key, *values = generator.choice(upper, choices + 1, replace=False)
@@ -95,7 +96,10 @@ class IdNeedles:
         return Needle(np.array([key, values[0]]), np.array([key]), answers, np.array([key, *values]))
 
     def hay(self, generator: np.random.Generator, count: int) -> Ids:
-        return generator.integers(0, max(1, self.vocab_size // 2), count)
+        return generator.choice(self._ids(0, max(1, self.vocab_size // 2)), count)
+
+    def _ids(self, begin: int, end: int) -> Ids:
+        return np.setdiff1d(np.arange(begin, end), self.excluded)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from lightseq.config.train_config import TrainConfig
 from lightseq.data.examples import Example, Examples, WindowExamples, window
 from lightseq.data.tokenizer import Tokenizer, load_tokenizer
 from lightseq.distributed.world import World
-from lightseq.models.decoder import text_config
+from lightseq.models.decoder import placeholder_ids, text_config
 from lightseq.models.weights import has_tokenizer
 from lightseq.modules.loss import losses_and_hits
 from lightseq.tools.evaluate.needle import IdNeedles, Ids, Search, TextNeedles, make_search
@@ -64,7 +64,7 @@ def needle_task(options: Options, config: TrainConfig, model: FoundModel, world:
     hay = None
     if examples is not None:
         hay = haystack(examples, HAYSTACKS * max(lengths), tokenizer.special_ids if tokenizer else ())
-    source = TextNeedles(tokenizer) if tokenizer else IdNeedles(vocab_size)
+    source = TextNeedles(tokenizer) if tokenizer else IdNeedles(vocab_size, tuple(placeholder_ids(model.config)))
     search = make_search(source, hay, trials, choices, config.seed, lengths, vocab_size)
     chance, texts = 1 / choices, trials * len(depths) * len(lengths)
 

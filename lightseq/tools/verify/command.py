@@ -20,6 +20,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from transformers import PreTrainedConfig
 
 from lightseq.config.command_line import REQUIRED_BY_TOOLS, parse
 from lightseq.config.flags import DataConfig, MemoryConfig, ModelConfig, ParallelismConfig
@@ -33,9 +34,10 @@ from lightseq.distributed.world import World
 from lightseq.kernels.attention.base import compute_capability
 from lightseq.memory.planner.choice import plan_on_all_ranks
 from lightseq.memory.planner.document_lengths import read_document_lengths
-from lightseq.models.architecture import inspect_architecture, with_layers
-from lightseq.models.decoder import text_config
+from lightseq.models.architecture import inspect_architecture
+from lightseq.models.decoder import ids_of_text, text_config
 from lightseq.models.family import resolve
+from lightseq.models.fewer_layers import places_of_kinds, with_layers_at
 from lightseq.models.presets import ModelFamily
 from lightseq.tools.verify.data import Document, first_step, synthetic_rows
 from lightseq.tools.verify.kernels import kernel_row
@@ -51,6 +53,7 @@ from lightseq.utils.formatting import plural
 RECORD, PROGRAM = "verify.jsonl", "lightseq verify"
 TIMEOUT_SECONDS = 600.0  # of collectives, in case a rank dies
 LAYERS = 2  # multiplied by --layers_per_checkpoint, which is limited to 2
+MAX_KINDS = 4  # of layers, each of which is verified even if that takes more layers
 MAX_TOKENS = {"cuda": 4096, "cpu": 256}  # per sequence
 MAX_STEP_TOKENS = {"cuda": 32768, "cpu": 1024}  # over all sequences, which the plain model runs one by one
 MIN_CHUNK = 4  # tokens
@@ -160,12 +163,13 @@ def _prepare_inputs(
     if synthetic:
         model = on_all_ranks(world, lambda: resolve(family, config.model_name, random_init=True).config)
         packed = config.packing != "none"
-        vocab_size = text_config(model).vocab_size
-        rows = synthetic_rows(count * (DOCUMENTS if packed else 1), length // 3 if packed else length, vocab_size)
+        rows = synthetic_rows(
+            count * (DOCUMENTS if packed else 1), length // 3 if packed else length, ids_of_text(model)
+        )
         Path(config.data_path).write_bytes(pickle.dumps(rows))
     inputs = on_all_ranks(world, lambda: prepare(replace(config, model_max_length=length), family, world))
     stream = replace(inputs.stream, shuffle=False)
-    few = with_layers(inputs.model_config, LAYERS * config.group_size)
+    few = _with_few_layers(inputs.model_config, config.group_size)
     text = text_config(few)
     text.initializer_range = text.hidden_size**-0.5  # large enough to detect a wrong mask in narrow models
     note = f"verifies {text.num_hidden_layers} layers and {length:,} of {config.model_max_length:,} tokens"
@@ -174,6 +178,12 @@ def _prepare_inputs(
     return replace(
         inputs, model_config=few, stream=stream, notes=(note, *(() if synthetic else inputs.notes))
     ), sequences
+
+
+def _with_few_layers(model: PreTrainedConfig, group_size: int) -> PreTrainedConfig:
+    """Returns a config with few layers, and if possible with one of every kind."""
+    kinds = min(MAX_KINDS, len(inspect_architecture(model).kinds))
+    return with_layers_at(model, places_of_kinds(model, max(LAYERS, kinds + kinds % 2) * group_size))
 
 
 def _check_targets(config: TrainConfig, length: int, sequences: Sequence[Sequence[Document]]) -> None:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lightseq.data.batches import BatchStream
@@ -35,12 +36,12 @@ class Document(NamedTuple):
         return Document(F.pad(self.ids, (0, missing)), F.pad(self.targets, (0, missing), value=IGNORE_INDEX))
 
 
-def synthetic_rows(count: int, length: int, vocabulary: int) -> dict[str, list[list[int]]]:
+def synthetic_rows(count: int, length: int, vocabulary: NDArray[np.int64]) -> dict[str, list[list[int]]]:
     """Draws rows longer and shorter than `length`, with ignored labels, so that target counts differ by rank."""
     rng, sizes = np.random.default_rng(count), (length + 3, length // 2 + 1, length, length // 5 + 2)
     rows: dict[str, list[list[int]]] = {"input_ids": [], "labels": []}
     for i in range(count):
-        ids = rng.integers(0, vocabulary, sizes[i % len(sizes)])
+        ids = rng.choice(vocabulary, sizes[i % len(sizes)])
         labels = np.where(rng.random(len(ids)) < HOLES, IGNORE_INDEX, ids)
         labels[: int(PROMPT * len(ids))] = IGNORE_INDEX
         border = min(length, len(ids) - 1)

@@ -3,7 +3,8 @@
 import copy
 import gc
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Final
@@ -13,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lightseq.attention.context import SequenceContext
@@ -32,7 +34,8 @@ from lightseq.training.trainer import Trainer
 from lightseq.utils.formatting import plural
 from lightseq.utils.tensors import IGNORE_INDEX
 
-EXACT: Final = 1e-5  # allowed relative error in float32
+LAYER: Final = re.compile(r"\.\d+\.")  # in names of parameters
+EXACT: Final = 1e-5  # relative error that is always allowed
 ZERO: Final = 0.1  # gradients below this share of the root mean square are measured against it
 MIN_TILE_TOKENS = 64
 STANDARD_ERRORS = 2  # added to the plain loss's error, which may be small by chance
@@ -146,18 +149,43 @@ def _plain_step(model: PreTrainedModel, documents: Sequence[Document], loss_scal
         loss_scale /= 2
 
 
+class _Float64(TorchFunctionMode):
+    """Computes in float64 where code asks for float32, as norms and scans of transformers do."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.float:
+            func = Tensor.double
+        wide = [torch.float64 if x is torch.float32 else x for x in args]
+        named = {name: torch.float64 if x is torch.float32 else x for name, x in (kwargs or {}).items()}
+        return func(*wide, **named)
+
+
+def _step_in_float64(model: PreTrainedModel, documents: Sequence[Document]) -> Step:
+    """Runs the documents in float64, and leaves the model in float32."""
+    experts = model.get_experts_implementation()
+    model.set_experts_implementation("eager")  # grouped products have no float64
+    model.double()
+    with _Float64():
+        step = _plain_step(model, documents)
+    model.float()
+    model.set_experts_implementation(experts)
+    return step
+
+
 # ---- the comparison -------------------------------------------------------------------------------------------------
 
 
 def _compare(step: Step, plain: PreTrainedModel, documents: Sequence[Document], config: TrainConfig) -> list[Row]:
-    """Compares a step with the plain model in float32.
+    """Compares a step with the plain model in a more exact dtype: float64 for float32, and float32 for others.
 
-    Allows EXACT in float32, otherwise twice the error of the plain model in the dtype of training.
+    Allows twice the error of the plain model in the dtype of training, and at least EXACT.
     """
     torch.set_float32_matmul_precision("highest")
-    want = _plain_step(plain, documents)
-    allowed, allowed_loss, how = dict.fromkeys(want.gradients, EXACT), EXACT * abs(want.loss), "float32"
-    if config.compute_dtype != "float32" or config.tf32:
+    in_float32 = config.compute_dtype == "float32" and not config.tf32
+    want = _step_in_float64(plain, documents) if in_float32 else _plain_step(plain, documents)
+    if not in_float32:
         dtype = getattr(torch, config.compute_dtype)
         torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
         for parameter in plain.parameters():  # RoPE frequencies stay float32 in any loaded model
@@ -165,10 +193,10 @@ def _compare(step: Step, plain: PreTrainedModel, documents: Sequence[Document], 
         rounded = constructed_buffers(plain.config, dtype)
         for name, buffer in weights.stored_buffers(plain).items():
             buffer.data = rounded[name].to(buffer.device)
-        own = _plain_step(plain, documents, step.loss_scale)
-        errors = gradient_errors(own.gradients, want.gradients)
-        allowed = {name: max(EXACT, 2 * error) for name, error in errors.items()}
-        allowed_loss, how = max(allowed_loss, _loss_tolerance(own, want)), f"twice plain {config.compute_dtype}'s"
+    own = _plain_step(plain, documents, step.loss_scale)
+    errors = gradient_errors(own.gradients, want.gradients)
+    allowed = {name: max(EXACT, 2 * error) for name, error in _over_layers(errors).items()}
+    allowed_loss, how = max(EXACT * abs(want.loss), _loss_tolerance(own, want)), f"twice plain {config.compute_dtype}'s"
     error = abs(step.loss - want.loss)
     figures = {"loss": step.loss, "plain_loss": want.loss, "error": error, "allowed": allowed_loss}
     text = f"{step.loss:.6f}, plain {want.loss:.6f}: off by {error:.1e}, {allowed_loss:.1e} allowed ({how})"
@@ -195,6 +223,17 @@ def gradient_errors(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> di
         name: relative_error(got[name].to(x.device), x, max(1e-30, ZERO * math.sqrt(mean_square * x.numel())))
         for name, x in want.items()
     }
+
+
+def _over_layers(errors: Mapping[str, float]) -> dict[str, float]:
+    """Returns for each parameter the largest error of that parameter in any layer.
+
+    A gradient of few elements, as the decays of a recurrence have, may have a small error by chance.
+    """
+    largest: dict[str, float] = {}
+    for name, error in errors.items():
+        largest[LAYER.sub(".", name)] = max(error, largest.get(LAYER.sub(".", name), 0.0))
+    return {name: largest[LAYER.sub(".", name)] for name in errors}
 
 
 def _gradients_row(
