@@ -11,6 +11,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.models.timm_wrapper.modeling_timm_wrapper import TimmWrapperModel
 
 from lightseq.models.build import model_class
+from lightseq.models.decoder import PLACEHOLDER
 
 LENGTH, VOCABULARY = 50, 64
 MAX_PARAMETERS = 8_000_000
@@ -194,6 +195,12 @@ def sizes_of(config: PreTrainedConfig) -> dict[str, Any]:
     """Returns the small sizes for the fields of a config and of the configs inside it."""
     published = config.to_dict()
     known = {name: size for name, size in SIZES.items() if published.get(name) is not None}
+    # Placeholders of images that are ordinary tokens here become one that no row has.
+    known |= {
+        name: 2
+        for name, token in published.items()
+        if PLACEHOLDER.fullmatch(name) and isinstance(token, int) and token < VOCABULARY
+    }
     if "head_dim" in config.to_dict():
         known["head_dim"] = SIZES["head_dim"]
     rope = getattr(config, "rope_parameters", None) or {}
