@@ -50,4 +50,5 @@ def test_older_families_train_exactly(ranks: int, tmp_path: Path) -> None:
             name,
             kinds,
         )
-    assert [outcome.kind for outcome in found if outcome.model_type == "gpt2"] == ["exact", "exact", "refused"]
+    gpt2 = {outcome.way: outcome.kind for outcome in found if outcome.model_type == "gpt2"}
+    assert gpt2 == {"loop": "exact", "loop packed": "exact", "loop checkpointed": "exact", "train": "refused"}
