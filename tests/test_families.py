@@ -6,6 +6,7 @@ checkpoint in plain transformers.
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -106,11 +107,11 @@ def _families(rank: int, folder: Path, names: list[str], ports: list[int], losse
         model_type, changes = FAMILIES[name]
         config = tiny_config(model_type, **changes)
         ways = {
-            "plain": lambda config: compare_training(config, packed=False),
-            "packed": lambda config: compare_training(config, packed=True),
+            "plain": partial(compare_training, packed=False),
+            "packed": partial(compare_training, packed=True),
         }
         if name not in OWN_CODE_FAILS:
-            ways["loop, checkpointed"] = lambda config: compare_loop(config, packed=False, checkpointed=True)
+            ways["loop, checkpointed"] = partial(compare_loop, packed=False, checkpointed=True)
         for way, compare in ways.items():
             try:
                 compare(config)

@@ -18,7 +18,7 @@ from lightseq.models.decoder import decoder_layers
 
 COUNTS: Final = {"arange", "get_seq_length"}  # what the forward pass of such a module calls
 # Keyword that takes positions through a layer to its attention, in a checkpoint's recomputation too.
-KEYWORD: Final = "lightseq_positions"
+POSITIONS_KEYWORD: Final = "lightseq_positions"
 
 
 class _Offsets:
@@ -58,11 +58,11 @@ def _cache_keyword(module: nn.Module) -> str:
 
 def _run_layer(_layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     positions = kwargs.get("position_ids")
-    return forward(*args, **kwargs | {KEYWORD: None if positions is None else positions[0]})
+    return forward(*args, **kwargs | {POSITIONS_KEYWORD: None if positions is None else positions[0]})
 
 
 def _run_attention(cache: str, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    positions = kwargs.pop(KEYWORD, None)
+    positions = kwargs.pop(POSITIONS_KEYWORD, None)
     if not hasattr(module, "sequence_context"):  # disabled under the wrapper of another library
         return forward(*args, **kwargs)
     if positions is None:

@@ -4,7 +4,7 @@ import difflib
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -87,13 +87,12 @@ def resolve(family: ModelFamily, model_name_or_path: str, random_init: bool) -> 
 
 def _source(name: Path | str, weights: Path | str | None) -> ModelSource:
     config = _read_config(name)
-    in_mxfp4, settings = is_mxfp4(vars(config)), getattr(config, "quantization_config", None)
-    source = ModelSource(config, weights, in_mxfp4 and weights is not None)
-    if settings is not None:
+    in_mxfp4, quantization = is_mxfp4(vars(config)), None
+    if (settings := getattr(config, "quantization_config", None)) is not None:
         del config.quantization_config
-    if settings is not None and not in_mxfp4:
         method = settings.get("quant_method") if isinstance(settings, Mapping) else None
-        source = replace(source, quantization=method or "quantization_config")
+        quantization = None if in_mxfp4 else method or "quantization_config"
+    source = ModelSource(config, weights, in_mxfp4 and weights is not None, quantization)
     if weights is not None:
         check_weights_are_not_quantized(source, str(name))
     return source

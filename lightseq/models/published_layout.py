@@ -112,7 +112,7 @@ def layout_of_files(model: PreTrainedModel, tensors: Collection[str], files: Ite
         conversion = Conversion(by_pattern[found[0][0]], tuple(found), first)
         converted |= dict.fromkeys(_targets(conversion, known), conversion)
     missing = [name for name in tensors if name not in renamed and name not in converted]
-    untouched = _untouched(model, others, rules)
+    untouched = _untouched(model, others, rules, computed)
     untouched += _multi_token_heads(model, sorted(set(others) - set(untouched), key=dot_natural_key), matched)
     if missing or len(untouched) < len(others):
         unknown = sorted(set(others) - set(untouched))
@@ -217,17 +217,20 @@ def _computed_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
     }
 
 
-def _untouched(model: PreTrainedModel, names: list[str], rules: list[WeightTransform]) -> list[str]:
+def _untouched(
+    model: PreTrainedModel, names: list[str], rules: list[WeightTransform], computed: Collection[str]
+) -> list[str]:
     """Returns the names of tensors that belong to the whole model, or that transformers leaves out knowingly.
 
-    Others may mean that the config does not describe the files.
+    `computed` are the model's computed buffers. Other tensors may mean that the config does not describe the files.
     """
-    found = _left_out(model, names, rules, _computed_buffers(model))
+    found = _left_out(model, names, rules, computed)
     if len(found) < len(names) and has_towers(model.config):
         with torch.device("meta"):
             whole = model_class(model.config)._from_config(copy.deepcopy(model.config))
         known = dict.fromkeys([*whole.state_dict(), *_computed_buffers(whole)], True)
-        others = [name for name in names if name not in set(found)]
+        seen = set(found)
+        others = [name for name in names if name not in seen]
         found += _left_out(whole, others, get_model_conversion_mapping(whole), known)
     return found
 

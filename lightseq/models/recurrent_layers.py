@@ -151,16 +151,16 @@ def replaced_functions(kind: Any) -> tuple[str, ...]:
     forward: Any = inspect.unwrap(kind.forward)
     if not isinstance(forward, FunctionType) or not forward.__module__.startswith("transformers.models."):
         return ()
-    values = {name: forward.__globals__.get(name) for name in _names(forward.__code__)}
+    values = {name: _undispatched(forward.__globals__.get(name)) for name in _names(forward.__code__)}
     found = {name for name, value in values.items() if callable(value) and not isinstance(value, type)}
     functions = tuple(name for name in REPLACEMENTS if name in found)
     others = found - REPLACEMENTS.keys() - HARMLESS
     if not functions or others or kind.__call__ is not nn.Module.__call__:
         return ()
-    called = [_undispatched(values[name]) for name in found]
-    if any(getattr(_undispatched(values[name]), "__module__", None) != forward.__module__ for name in functions):
+    if any(getattr(values[name], "__module__", None) != forward.__module__ for name in functions):
         return ()
-    return functions if all(map(_is_written_by_libraries, (kind.forward, *called))) else ()
+    called = (kind.forward, *(values[name] for name in found))
+    return functions if all(map(_is_written_by_libraries, called)) else ()
 
 
 def _is_written_by_libraries(function: Any) -> bool:

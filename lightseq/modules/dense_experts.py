@@ -106,7 +106,7 @@ def _chosen_experts(kind: Any) -> Any:
         "has_bias": False,
         "has_post_expert_norm": False,
         "is_transposed": False,  # peft reads it, and adapters also have to fit transformers' own class, which lacks it
-        "is_unmarked": True,
+        "is_transposed_without_mark": True,
         "scales_inputs": True,
     }
     return type(f"Chosen{kind.__name__}", (kind,), members)

@@ -21,7 +21,8 @@ MULTIPLE: Final = 8  # of the rank, for GPU kernels, which need rows of whole 16
 class ExpertAdapter(NamedTuple):
     """Adapter that adds scale · (x Aᵀ) Bᵀ to the product of each expert's rows with its weight.
 
-    With `reversed`, A has the outputs and B the inputs, and the adapter adds scale · (x B) A (see `is_unmarked`).
+    With `reversed`, A has the outputs and B the inputs, and the adapter adds scale · (x B) A
+    (`is_transposed_without_mark`).
     """
 
     a_EKI: Tensor
@@ -36,12 +37,12 @@ class ExpertAdapter(NamedTuple):
         return grouped_product(x_RK, last, ends_E, self.reversed)
 
 
-def is_unmarked(experts: nn.Module) -> bool:
+def is_transposed_without_mark(experts: nn.Module) -> bool:
     """Returns whether weights are (inputs, outputs), which `is_transposed` does not say (Llama 4).
 
     peft reads `is_transposed` alone, and gives such weights adapters with inputs and outputs exchanged.
     """
-    return getattr(experts, "is_unmarked", False)
+    return getattr(experts, "is_transposed_without_mark", False)
 
 
 def expert_adapter(experts: nn.Module, name: str, dtype: torch.dtype) -> ExpertAdapter | None:
@@ -61,7 +62,9 @@ def expert_adapter(experts: nn.Module, name: str, dtype: torch.dtype) -> ExpertA
             nn.functional.pad(a_EKI, (0, 0, 0, padding)),
             nn.functional.pad(b_EOK, (0, padding)),
         )
-    return ExpertAdapter(a_EKI, b_EOK.contiguous(), wrapper.scaling[adapter], reversed=is_unmarked(experts))
+    return ExpertAdapter(
+        a_EKI, b_EOK.contiguous(), wrapper.scaling[adapter], reversed=is_transposed_without_mark(experts)
+    )
 
 
 def split_by_expert(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from lightseq.kernels.grouped_products import grouped_product
 from lightseq.kernels.token_rows import copy_to_rows, sum_rows
-from lightseq.modules.expert_adapters import expert_adapter, is_unmarked
+from lightseq.modules.expert_adapters import expert_adapter, is_transposed_without_mark
 
 IMPLEMENTATION: Final = "lightseq"  # in transformers' registry of functions that run experts
 
@@ -115,7 +115,7 @@ def _linear(
     """Applies a weight of the experts, with its bias if they have one, to their rows."""
     weight = _weight(module, name)
     x = x.to(weight.dtype)
-    y = grouped_product(x, weight, routes.ends_E, module.is_transposed or is_unmarked(module), stored)
+    y = grouped_product(x, weight, routes.ends_E, module.is_transposed or is_transposed_without_mark(module), stored)
     if (adapter := expert_adapter(module, name, weight.dtype)) is not None:
         y = y + adapter.product(x, routes.ends_E)
     if not module.has_bias:

@@ -230,10 +230,11 @@ def _over_layers(errors: Mapping[str, float]) -> dict[str, float]:
 
     A gradient of few elements, as the decays of a recurrence have, may have a small error by chance.
     """
+    kinds = {name: LAYER.sub(".", name) for name in errors}
     largest: dict[str, float] = {}
     for name, error in errors.items():
-        largest[LAYER.sub(".", name)] = max(error, largest.get(LAYER.sub(".", name), 0.0))
-    return {name: largest[LAYER.sub(".", name)] for name in errors}
+        largest[kinds[name]] = max(error, largest.get(kinds[name], 0.0))
+    return {name: largest[kind] for name, kind in kinds.items()}
 
 
 def _gradients_row(
