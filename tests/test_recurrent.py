@@ -16,6 +16,7 @@ from worlds import NCCL_WORLDS, spawn
 
 from lightseq.comm.select import make_transport
 from lightseq.kernels.recurrent.base import ScanInputs
+from lightseq.kernels.recurrent.selection import select_kernel
 from lightseq.kernels.recurrent.torch_scan import TorchScan
 from lightseq.kernels.recurrent.torch_scan import scan as torch_scan
 from lightseq.memory.remat import apply_remat
@@ -293,10 +294,12 @@ SEGMENTS = (0, 64, 65, 200, 456, 1000)
 
 def compare_kernels(inputs: ScanInputs, dtype: torch.dtype) -> None:
     """Compares each result of the fast kernel with float64. Errors are at most twice those of torch's products."""
-    from lightseq.kernels.recurrent.fla_scan import FlaScan
-
     given = ScanInputs(*(None if x is None else x.to("cuda", dtype) for x in inputs))  # type: ignore[arg-type]
     given = given._replace(g=inputs.g.to("cuda", torch.float32))
+    if inputs.beta is None:
+        given = given._replace(v=inputs.v.to("cuda", torch.float32))  # as Mamba 2 passes them
+    kernel = select_kernel(given)
+    assert not isinstance(kernel, TorchScan)
     torch.manual_seed(1)
     count, (batch, _, heads, values) = len(SEGMENTS) - 1, given.v.shape
     states = torch.randn(batch, count, heads, given.k.shape[-1], values, device="cuda", dtype=torch.float64)
@@ -313,9 +316,10 @@ def compare_kernels(inputs: ScanInputs, dtype: torch.dtype) -> None:
         gradients = backward.run(dfinal.to(of_state.dtype))
         return [*found, *(part for part in gradients if part is not None)]
 
-    exact, fast = results(TorchScan(), torch.float64), results(FlaScan(), None)
+    exact, fast = results(TorchScan(), torch.float64), results(kernel, None)
     rounded = results(TorchScan(), None)
     for want, got, plain in zip(exact, fast, rounded, strict=True):
+        assert got.dtype == plain.dtype
         error, of_plain = ((x.double() - want).norm() / want.norm() for x in (got, plain))
         assert error < max(2 * of_plain, 6e-3), (tuple(want.shape), float(error), float(of_plain))
 
@@ -323,13 +327,15 @@ def compare_kernels(inputs: ScanInputs, dtype: torch.dtype) -> None:
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize("strength", [0.003, 0.1, 2.0])
 @pytest.mark.parametrize("groups", [2, 4])
-def test_fast_kernel_equals_the_definition(groups: int, strength: float) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_fast_kernel_equals_the_definition(kind: str, groups: int, strength: float) -> None:
     pytest.importorskip("fla")
     torch.manual_seed(0)
     q, k = (F.normalize(torch.randn(2, 1000, groups, 128, dtype=torch.float64), dim=-1) for _ in range(2))
-    v = torch.randn(2, 1000, 4, 128, dtype=torch.float64)
-    g = -strength * torch.rand(2, 1000, 4, dtype=torch.float64)
-    compare_kernels(ScanInputs(q, k, v, g, torch.rand(2, 1000, 4, dtype=torch.float64)), torch.bfloat16)
+    v = torch.randn(2, 1000, 4, 64 if kind == "decay" else 128, dtype=torch.float64)
+    g = -strength * torch.rand(2, 1000, 4, *((128,) if kind == "channels" else ()), dtype=torch.float64)
+    beta = None if kind == "decay" else torch.rand(2, 1000, 4, dtype=torch.float64)
+    compare_kernels(ScanInputs(q, k, v, g, beta), torch.bfloat16)
 
 
 def on_gpus(rank: int) -> list[float]:

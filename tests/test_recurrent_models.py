@@ -233,5 +233,6 @@ def test_a_run_says_which_layers_are_recurrent() -> None:
         "lfm2": "1 of 2 layers (Lfm2ShortConv)",
         "qwen3_5_text": "2 of 3 layers (Qwen3_5GatedDeltaNet); on GPUs by flash-linear-attention, "
         "whose first run on a machine tunes kernels for minutes",
-        "nemotron_h": "1 of 4 layers (NemotronHMamba2Mixer); on GPUs slowly, by torch",
+        "nemotron_h": "1 of 4 layers (NemotronHMamba2Mixer); on GPUs by flash-linear-attention, "
+        "whose first run on a machine tunes kernels for minutes",
     }

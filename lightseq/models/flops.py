@@ -64,9 +64,8 @@ def describe_recurrences(config: PreTrainedConfig, schedule: str | None = None) 
     if not mixers:
         return None
     kinds = ", ".join(dict.fromkeys(mixer.kind for mixer in mixers))
-    slow = any(mixer.is_slow for mixer in mixers)
     by_library = "; on GPUs by flash-linear-attention, whose first run on a machine tunes kernels for minutes"
-    kernel = "; on GPUs slowly, by torch" if slow else by_library if mixers[0].is_stored else ""
+    kernel = by_library if mixers[0].is_stored else ""
     over_ranks = f"; {RECURRENT_SCHEDULES[schedule]}" if schedule else ""
     return f"{len(mixers)} of {len(layers)} layers ({kinds}){over_ranks}{kernel}"
 

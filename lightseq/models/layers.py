@@ -63,6 +63,10 @@ class Attention:
         return float((seen * (2 * documents - seen)).sum())
 
 
+# Recurrences of linear mixers.
+DELTA_RULE, KIMI, MAMBA = "gated delta rule", "Kimi Delta Attention", "Mamba 2"
+
+
 @dataclass(frozen=True)
 class LinearMixer:
     """A mixer whose work grows with the tokens, such as a recurrence or a short convolution."""
@@ -72,7 +76,7 @@ class LinearMixer:
     token_elements: int = 0  # temporary elements of a token in its kernel's backward pass
     scan_heads: int = 0  # heads of values in its scan; 0: it has no scan, or an unknown one
     is_stored: bool = False  # checkpoints store its results as they do attention's
-    is_slow: bool = False  # on GPUs it runs on matrix products of torch, chunk by chunk
+    recurrence: str = DELTA_RULE  # sets the speed that the plan assumes, also for mixers without a scan
 
 
 Mixer = Attention | LinearMixer  # what lets a token read others

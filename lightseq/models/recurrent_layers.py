@@ -21,7 +21,7 @@ from transformers.activations import ACT2FN
 
 from lightseq.attention.module_attention import unhonoured_argument
 from lightseq.kernels.recurrent.base import CHUNK
-from lightseq.models.layers import LinearMixer
+from lightseq.models.layers import DELTA_RULE, KIMI, MAMBA, LinearMixer
 from lightseq.modules.identity import is_known_code
 from lightseq.recurrent.convolution import ACTIVATIONS, causal_convolution
 from lightseq.recurrent.scan import scan
@@ -126,6 +126,12 @@ REPLACEMENTS: Final[Mapping[str, Callable[..., Any]]] = {
     "chunk_kimi_delta_attention": delta_rule,
     "mamba2_chunk_scan": mamba2_scan,
 }
+# Recurrences of their scans.
+RECURRENCES: Final[Mapping[str, str]] = {
+    "torch_chunk_gated_delta_rule": DELTA_RULE,
+    "chunk_kimi_delta_attention": KIMI,
+    "mamba2_chunk_scan": MAMBA,
+}
 # Functions that such forwards also name: for decoding with a cache, on tokens alone, or replaced below.
 HARMLESS: Final = frozenset(
     {
@@ -210,20 +216,21 @@ def facts(module: nn.Module) -> LinearMixer:
     if functions == ("causal_conv1d_fn",):
         return LinearMixer(kind.__name__, token_flops=flops)
     found: Any = module
-    is_mamba = "mamba2_chunk_scan" in functions
+    recurrence = next(RECURRENCES[name] for name in functions if name in RECURRENCES)
     heads = getattr(found, "num_v_heads", None) or found.num_heads
-    keys = found.ssm_state_size if is_mamba else getattr(found, "head_k_dim", None) or found.head_dim
+    keys = found.ssm_state_size if recurrence == MAMBA else getattr(found, "head_k_dim", None) or found.head_dim
     values = getattr(found, "head_v_dim", None) or found.head_dim
-    flops += (4 if is_mamba else 6) * heads * keys * values
+    flops += (4 if recurrence == MAMBA else 6) * heads * keys * values
     # Keys, values and their gradients, products inside chunks, and a state and its gradient for each chunk.
-    elements = heads * (4 * keys + 2 * values + CHUNK + 2 * keys * values // CHUNK)
+    # Decays of channels, and gradients beside them, are in float32.
+    elements = heads * ((11 if recurrence == KIMI else 4) * keys + 2 * values + CHUNK + 2 * keys * values // CHUNK)
     return LinearMixer(
         kind.__name__,
         token_flops=flops,
         token_elements=elements,
         scan_heads=heads,
         is_stored=True,
-        is_slow="torch_chunk_gated_delta_rule" not in functions,
+        recurrence=recurrence,
     )
 
 

@@ -10,7 +10,14 @@ import torch
 
 from lightseq.kernels.recurrent.base import ScanInputs, ScanKernel
 
-MODULES: Final = {"torch": ("torch_scan", "TorchScan"), "fla": ("fla_scan", "FlaScan")}
+MODULES: Final = {
+    "torch": ("torch_scan", "TorchScan"),
+    "fla_delta": ("fla_scan", "FlaScan"),
+    "fla_kimi": ("fla_kimi_scan", "FlaKimiScan"),
+    "fla_decay": ("fla_decay_scan", "FlaDecayScan"),
+}
+# Kernels of flash-linear-attention, by whether they are delta rules and whether each channel has its own decay.
+FLA_KERNELS: Final = {(True, False): "fla_delta", (True, True): "fla_kimi", (False, False): "fla_decay"}
 FLA: Final = "0.6"  # the version whose kernels are called one by one
 INSTALL: Final = f"pip install 'flash-linear-attention=={FLA}.*' tilelang"
 MAX_KEYS: Final = 256  # of fla's kernels
@@ -20,9 +27,10 @@ def select_kernel(x: ScanInputs) -> ScanKernel:
     """Returns the fastest kernel for these inputs. Says once on a GPU why the fast one cannot run."""
     if x.v.device.type != "cuda":
         return _kernel("torch")
-    reason = _why_not_fla(x.k.dtype, x.k.shape[-1], x.g.ndim == 4, x.beta is not None)
+    name = FLA_KERNELS.get((x.beta is not None, x.g.ndim == 4), "")
+    reason = _why_not_fla(name, x.k.dtype, x.k.shape[-1], x.v.shape[-1])
     if reason is None:
-        return _kernel("fla")
+        return _kernel(name)
     _warn(reason)
     return _kernel("torch")
 
@@ -40,20 +48,18 @@ def _warn(reason: str) -> None:
 
 
 @cache
-def _why_not_fla(dtype: torch.dtype, keys: int, per_channel: bool, is_delta_rule: bool) -> str | None:
-    if not is_delta_rule:
-        return "no fast kernel of Mamba 2 is used yet"
-    if per_channel:
-        return "no fast kernel of Kimi Delta Attention is used yet"
+def _why_not_fla(name: str, dtype: torch.dtype, keys: int, values: int) -> str | None:
+    if not name:
+        return "no fast kernel has a decay for each channel without a delta rule"
     if dtype not in (torch.float16, torch.bfloat16):
         return f"the fast kernel takes bfloat16, not {dtype}; train in bfloat16"
-    if keys > MAX_KEYS:
-        return f"the fast kernel takes keys of up to {MAX_KEYS} elements, not {keys}"
-    return _why_unusable()
+    if keys > MAX_KEYS or keys % 2 or values % 2:
+        return f"the fast kernel takes even sizes, and keys of up to {MAX_KEYS}, not {keys} and values of {values}"
+    return _why_unusable(name)
 
 
 @cache
-def _why_unusable() -> str | None:
+def _why_unusable(name: str) -> str | None:
     try:
         found = version("fla-core")
     except PackageNotFoundError:
@@ -61,7 +67,7 @@ def _why_unusable() -> str | None:
     if not found.startswith(f"{FLA}."):
         return f"fla-core {found} is not the version that is supported; {INSTALL}"
     try:
-        _kernel("fla")
+        _kernel(name)
     except Exception as error:  # the package may raise anything when it is imported
         return f"fla-core {found} does not load ({type(error).__name__}: {error})"
     return None

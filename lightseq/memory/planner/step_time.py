@@ -130,9 +130,9 @@ def _recurrence_seconds(run: PlannedRun) -> float:
     policy, total = run.config.remat_policy, 0.0
     for mixer in (mixer for layer in run.layers for mixer in layer.linear_mixers):
         again = policy == "full" if mixer.is_stored else policy != "none"
-        share = rates.TORCH_SCAN_SHARE if mixer.is_slow else rates.SCAN_SHARE
         in_chain = mixer.scan_heads and run.sequence_ranks > 1 and run.config.recurrent_schedule != HEADS
         chain = rates.CHAIN_TIME if in_chain else 1.0
+        share = rates.SCAN_SHARES[mixer.recurrence]
         total += (3 + again + (run.group_size > 1)) * mixer.token_flops / share * chain
     return run.tokens * total / run.hardware.chip.peak_flops
 
