@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from types import FunctionType, SimpleNamespace
@@ -38,6 +39,7 @@ from lightseq.modules.dense_experts import run_chosen_experts
 from lightseq.modules.experts import IMPLEMENTATION, experts_modules, sort_by_expert, store_experts
 from lightseq.parallelize import parallelize
 from lightseq.training.setup_checks import check_layers
+from lightseq.utils import versions
 
 KINDS = {
     "qwen3_moe": "gate and up in one weight",
@@ -301,6 +303,16 @@ def test_the_plan_refuses_expert_parallel_sizes_as_training_does(
     words = f"--model_name_or_path {tmp_path} --bf16 --model_max_length 256 {gpus} --expert_parallel_size {size}"
     assert main(["plan", *words.split()]) == 2
     assert line in capsys.readouterr().err
+
+
+def test_experts_of_an_old_transformers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = inspect_architecture(tiny_config("qwen3_moe"))
+    older = replace(inspect_architecture(tiny_config("llama")), outside_linears=("0.mlp.experts.gate_up_proj",))
+    monkeypatch.setattr(versions, "version", lambda _: "5.19.0")
+    for architecture in (found, older):
+        with pytest.raises(ValueError, match=r"transformers 5.19.0 is too old for the experts of .*; install 5.20"):
+            check_layers(parse(NEEDED, ""), architecture)
+    check_layers(parse(NEEDED, ""), inspect_architecture(tiny_config("llama")))
 
 
 def test_deepspeed_is_refused_where_a_router_stays_in_float32(tmp_path: Path) -> None:

@@ -23,10 +23,13 @@ from benchmarks.command_line import NEEDED
 from benchmarks.tiny_models import ids, plain_model, tiny_config
 from lightseq import hf
 from lightseq.config.command_line import parse
+from lightseq.kernels.recurrent.selection import why_slow
+from lightseq.models import mixers
 from lightseq.models.architecture import inspect_architecture
 from lightseq.models.family import context_warning
 from lightseq.models.flops import describe_recurrences
 from lightseq.training.setup_checks import check_recurrences
+from lightseq.utils import versions
 
 LENGTH = ids().shape[1]
 
@@ -236,3 +239,18 @@ def test_a_run_says_which_layers_are_recurrent() -> None:
         "nemotron_h": "1 of 4 layers (NemotronHMamba2Mixer); on GPUs by flash-linear-attention, "
         "whose first run on a machine tunes kernels for minutes",
     }
+    slow = describe_recurrences(tiny_config("nemotron_h"), slow_reason=why_slow(torch.float32))
+    assert slow == (
+        "1 of 4 layers (NemotronHMamba2Mixer); slowly, on matrix products of torch: "
+        "the fast kernel takes bfloat16, not torch.float32; train in bfloat16"
+    )
+
+
+def test_mixers_of_an_old_transformers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    mixer = modeling_lfm2.Lfm2ShortConv
+    monkeypatch.setattr(mixers, "replaced_functions", lambda _: ("causal_conv1d_fn",))
+    monkeypatch.setattr(versions, "version", lambda _: "5.21.0")
+    assert mixers.kind_of(mixer) is not None
+    monkeypatch.setattr(mixer, "forward", lambda self, hidden_states: hidden_states)  # it passes no keywords on
+    with pytest.raises(ValueError, match=r"transformers 5.21.0 is too old for Lfm2ShortConv; install 5.22 or newer"):
+        mixers.kind_of(mixer)

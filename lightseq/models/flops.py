@@ -54,18 +54,23 @@ def describe_experts(config: PreTrainedConfig, ranks: int) -> str | None:
     return f"{chosen} for each token, which uses {active:,} of {found.total:,} parameters{where}"
 
 
-def describe_recurrences(config: PreTrainedConfig, schedule: str | None = None) -> str | None:
+def describe_recurrences(
+    config: PreTrainedConfig, schedule: str | None = None, slow_reason: str | None = None
+) -> str | None:
     """Describes a model's layers without softmax attention, and their kernel on GPUs; None without such layers.
 
-    `schedule` says how scans span several ranks.
+    `schedule` says how scans span several ranks, and `slow_reason` why they have no fast kernel here.
     """
     layers = inspect_architecture(config).layers
     mixers = [mixer for layer in layers for mixer in layer.linear_mixers]
     if not mixers:
         return None
     kinds = ", ".join(dict.fromkeys(mixer.kind for mixer in mixers))
-    by_library = "; on GPUs by flash-linear-attention, whose first run on a machine tunes kernels for minutes"
-    kernel = by_library if mixers[0].is_stored else ""
+    kernel = ""
+    if any(mixer.scan_heads for mixer in mixers):
+        kernel = "; on GPUs by flash-linear-attention, whose first run on a machine tunes kernels for minutes"
+        if slow_reason:
+            kernel = f"; slowly, on matrix products of torch: {slow_reason}"
     over_ranks = f"; {RECURRENT_SCHEDULES[schedule]}" if schedule else ""
     return f"{len(mixers)} of {len(layers)} layers ({kinds}){over_ranks}{kernel}"
 

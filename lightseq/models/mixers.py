@@ -8,6 +8,7 @@ compilation and saving read the layer itself.
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
+from inspect import Parameter, signature
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
@@ -20,6 +21,7 @@ from lightseq.models.layers import LinearMixer
 from lightseq.models.recurrent_layers import distributed_forward, facts, replace_functions, replaced_functions
 from lightseq.models.token_wise import works_on_each_token
 from lightseq.sequence.group import SequenceGroup
+from lightseq.utils.versions import OLDEST_FOR_RECURRENCES, check_transformers_for
 
 
 @dataclass(frozen=True)
@@ -65,12 +67,23 @@ def _calls_own(module: nn.Module) -> bool:
 
 
 def kind_of(module: Any) -> MixerKind | None:
-    """Returns the kind of a class of modules: registered, or recognized by the functions that its forward calls."""
+    """Returns the kind of a class of modules: registered, or recognized by the functions that its forward calls.
+
+    Raises ValueError if the class is transformers' own, and of a version that is too old.
+    """
     plain = getattr(module, "plain_class", module)  # of which an enabled module's class was made
     if (registered := _KINDS.get(plain)) is not None:
         return registered
     functions = replaced_functions(plain)
-    return MixerKind(plain, distributed_forward, facts, functions, plain.forward) if functions else None
+    if not functions:
+        return None
+    if not _takes_keywords(plain.forward):
+        check_transformers_for(plain.__name__, OLDEST_FOR_RECURRENCES)
+    return MixerKind(plain, distributed_forward, facts, functions, plain.forward)
+
+
+def _takes_keywords(function: Callable[..., Any]) -> bool:
+    return any(p.kind is Parameter.VAR_KEYWORD for p in signature(function).parameters.values())
 
 
 def unknown_convolution(model: nn.Module) -> str | None:

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 from lightseq.config.train_config import TrainConfig
+from lightseq.kernels.recurrent.selection import why_slow
 from lightseq.memory.planner.plan import layer_flags
+from lightseq.models.architecture import inspect_architecture
 from lightseq.models.flops import describe_experts, describe_recurrences, total_parameters
 from lightseq.models.recurrent_schedule import chosen_recurrent_schedule
 from lightseq.training.engine import Engine
@@ -67,7 +69,7 @@ def describe_run(trainer: Trainer) -> dict[str, Any]:
     start = trainer.inputs.resume_from or trainer.inputs.weights
     pretrained = "pretrained weights" if str(start) == c.model_name else f"weights from {start}"
     experts = describe_experts(m, trainer.engine.dims.expert)
-    recurrent = describe_recurrences(m, _recurrent_schedule(trainer))
+    recurrent = describe_recurrences(m, _recurrent_schedule(trainer), _slow_reason(trainer))
     weights = f"random, seed {c.seed}" if start is None else pretrained
     return {
         "model": f"{c.model_name}, {total_parameters(m):,} parameters, {weights}",
@@ -90,6 +92,14 @@ def _recurrent_schedule(trainer: Trainer) -> str | None:
     group, length = trainer.context.sequence, trainer.config.model_max_length
     tokens = group.layout.padded_length(length) // group.layout.world
     return chosen_recurrent_schedule(trainer.inputs.model_config, group.recurrent_schedule, group.layout, tokens)
+
+
+def _slow_reason(trainer: Trainer) -> str | None:
+    """Returns why recurrences of a model on a GPU have no fast kernel; None if they do, or there are none."""
+    is_recurrent = inspect_architecture(trainer.inputs.model_config).has_recurrences
+    if trainer.world.device.type != "cuda" or not is_recurrent:
+        return None
+    return why_slow(getattr(torch, trainer.config.compute_dtype))
 
 
 def describe_memory(engine: Engine) -> str:

@@ -43,6 +43,7 @@ from lightseq.modules.tiled import check_layer_class
 from lightseq.schedule.algorithms import SCHEDULES
 from lightseq.schedule.auto import ScheduleChoice, choose_windowed
 from lightseq.utils.formatting import differences
+from lightseq.utils.versions import OLDEST_FOR_EXPERTS, check_transformers_for
 
 Notes = tuple[str, ...]
 # Hosts may keep copies of these in different places.
@@ -92,6 +93,10 @@ def check_packages(config: TrainConfig) -> None:
 def check_layers(config: TrainConfig, architecture: Architecture) -> None:
     """Raises ValueError if the flags need something that the model's layers do not support."""
     kinds, policy = names_of_kinds(architecture.layers), config.remat_policy
+    if any(layer.experts for layer in architecture.kinds) or any(
+        ".experts." in n for n in architecture.outside_linears
+    ):
+        check_transformers_for(f"the experts of {architecture.name}", OLDEST_FOR_EXPERTS)
     if architecture.outside_linears:
         raise ValueError(
             f"{architecture.name} has weights outside linear layers and known experts, as Conv1D has "

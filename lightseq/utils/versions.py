@@ -9,6 +9,8 @@ from typing import Final
 from packaging.version import Version
 
 OLDEST_TRANSFORMERS: Final = "5.10"
+OLDEST_FOR_EXPERTS: Final = "5.20"  # marks modules of stacked experts with all that lightseq reads
+OLDEST_FOR_RECURRENCES: Final = "5.22"  # every such mixer passes its keywords on
 NEWEST_TESTED: Final = {"torch": "2.13", "transformers": "5.24"}
 
 
@@ -35,6 +37,13 @@ def check_transformers() -> None:
             f"transformers {found} is too old for lightseq; install {OLDEST_TRANSFORMERS} or newer: "
             f"pip install 'transformers>={OLDEST_TRANSFORMERS},<6'"
         )
+
+
+def check_transformers_for(part: str, oldest: str) -> None:
+    """Raises ValueError if the installed transformers is older than a part of a model needs."""
+    found = version("transformers")
+    if Version(found) < Version(oldest):
+        raise ValueError(f"transformers {found} is too old for {part}; install {oldest} or newer")
 
 
 @cache

@@ -35,6 +35,14 @@ def select_kernel(x: ScanInputs) -> ScanKernel:
     return _kernel("torch")
 
 
+def why_slow(dtype: torch.dtype) -> str | None:
+    """Returns why recurrences in this dtype run on matrix products of torch on a GPU here; None if nothing is known.
+
+    It does not import the library, which takes long.
+    """
+    return _why_not_dtype(dtype) or _why_not_installed()
+
+
 @cache
 def _kernel(name: str) -> ScanKernel:
     module, kind = MODULES[name]
@@ -51,23 +59,35 @@ def _warn(reason: str) -> None:
 def _why_not_fla(name: str, dtype: torch.dtype, keys: int, values: int) -> str | None:
     if not name:
         return "no fast kernel has a decay for each channel without a delta rule"
-    if dtype not in (torch.float16, torch.bfloat16):
-        return f"the fast kernel takes bfloat16, not {dtype}; train in bfloat16"
+    if reason := _why_not_dtype(dtype):
+        return reason
     if keys > MAX_KEYS or keys % 2 or values % 2:
         return f"the fast kernel takes even sizes, and keys of up to {MAX_KEYS}, not {keys} and values of {values}"
     return _why_unusable(name)
 
 
-@cache
-def _why_unusable(name: str) -> str | None:
+def _why_not_dtype(dtype: torch.dtype) -> str | None:
+    if dtype in (torch.float16, torch.bfloat16):
+        return None
+    return f"the fast kernel takes bfloat16, not {dtype}; train in bfloat16"
+
+
+def _why_not_installed() -> str | None:
     try:
         found = version("fla-core")
     except PackageNotFoundError:
         return f"flash-linear-attention is not installed; {INSTALL}"
     if not found.startswith(f"{FLA}."):
         return f"fla-core {found} is not the version that is supported; {INSTALL}"
+    return None
+
+
+@cache
+def _why_unusable(name: str) -> str | None:
+    if reason := _why_not_installed():
+        return reason
     try:
         _kernel(name)
     except Exception as error:  # the package may raise anything when it is imported
-        return f"fla-core {found} does not load ({type(error).__name__}: {error})"
+        return f"fla-core {version('fla-core')} does not load ({type(error).__name__}: {error})"
     return None
