@@ -326,12 +326,11 @@ def compare_kernels(inputs: ScanInputs, dtype: torch.dtype) -> None:
 
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize("strength", [0.003, 0.1, 2.0])
-@pytest.mark.parametrize("groups", [2, 4])
 @pytest.mark.parametrize("kind", KINDS)
-def test_fast_kernel_equals_the_definition(kind: str, groups: int, strength: float) -> None:
-    pytest.importorskip("fla")
+def test_fast_kernel_equals_the_definition(kind: str, strength: float) -> None:
+    pytest.importorskip("fla")  # its kernels are tuned for every shape, which takes minutes
     torch.manual_seed(0)
-    q, k = (F.normalize(torch.randn(2, 1000, groups, 128, dtype=torch.float64), dim=-1) for _ in range(2))
+    q, k = (F.normalize(torch.randn(2, 1000, 2, 128, dtype=torch.float64), dim=-1) for _ in range(2))
     v = torch.randn(2, 1000, 4, 64 if kind == "decay" else 128, dtype=torch.float64)
     g = -strength * torch.rand(2, 1000, 4, *((128,) if kind == "channels" else ()), dtype=torch.float64)
     beta = None if kind == "decay" else torch.rand(2, 1000, 4, dtype=torch.float64)
