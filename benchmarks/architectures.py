@@ -283,7 +283,7 @@ REASONS = {
     "own attention mask": "attention with its own mask",
     r"(?:got|passes) (\w+)": r"attention with \1",
     "calls of attention|layers and calls": "a layer or its attention runs more than once",
-    "meta device": "does not run on text alone, on the meta device",
+    "that a plan cannot run": "has layers that a plan cannot run on text alone",
     r"has (\w+) layers": r"\1 layers",
     "inputs other than text": "inputs other than text, and no plain text decoder",
     "single number of attention heads": "heads differ between layers",

@@ -369,7 +369,9 @@ def _inspect(kind: Any, text: str, _mixers: tuple[MixerKind, ...]) -> Architectu
         if isinstance(error, ValueError) and not _is_raised_by_transformers(error):
             raise
         why = f"{type(error).__name__}: {first_line(error)}"
-        raise ValueError(f"{name} does not run on text alone, on the meta device ({why}); {OWN_LOOP}") from error
+        if isinstance(error, NotImplementedError) and "meta" in str(error):
+            why = "they read the values of tensors, as experts with code of their own do"
+        raise ValueError(f"{name} has layers that a plan cannot run on text alone ({why}); {OWN_LOOP}") from error
     known = {id(linear.weight) for linear in linears_of(layers)} | {id(p) for p in parameters_of_experts(layers)}
     known |= {id(p) for mixer, _ in mixer_modules(layers) for p in mixer.parameters()}
     # Norms of queries and keys may have a weight for each head.
