@@ -135,7 +135,9 @@ def apply_techniques(
         tile_mlps(layers, config.remat_policy in STORES_MLP, ends_layer=last)
     use_grouped_experts(model)
     mesh, compute_dtype = dims.expert_mesh, getattr(torch, config.compute_dtype)
-    experts = [] if mesh is None else distribute_experts(model, mesh, compute_dtype)
+    # A checkpoint gathers experts again by itself.
+    gathers_again = memory.reshard_after_forward and config.remat_policy == "none"
+    experts = [] if mesh is None else distribute_experts(model, mesh, compute_dtype, gathers_again)
     if config.remat_policy in STORES_MLP:
         store_experts(layers)
     if config.remat_policy == STORE_LINEARS:

@@ -6,13 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
 from worlds import spawn
 
 from benchmarks.tiny_models import ids, plain_model, tiny_config
 from lightseq.cli import BOTH
+from lightseq.memory import offload
 from lightseq.models.weights import WEIGHTS
+from lightseq.modules.expert_parallel import EXPERT, EXPERT_DATA, distribute_experts
+from lightseq.modules.experts import experts_modules, use_grouped_experts
 from lightseq.training.train import train
 
 # Adam's first steps move a weight whose gradient is all but zero by the whole rate, so a high one magnifies rounding.
@@ -31,6 +38,7 @@ def write_inputs(folder: Path, model_type: str, **changes: Any) -> None:
 def _train(_rank: int, folder: Path, runs: dict[str, tuple[int, str]]) -> None:
     """Trains with the flags of each run, which meets at its own port and writes to the folder of its name."""
     dist.destroy_process_group()
+    offload.MIN_BYTES = 0
     for name, (port, flags) in runs.items():
         os.environ["MASTER_PORT"] = str(port)
         given = ["--model_name_or_path", str(folder / "model"), "--data_path", str(folder / "rows.jsonl")]
@@ -62,8 +70,42 @@ def check_equal(run: Path, reference: Path) -> None:
 def test_ranks_with_different_sequences_share_experts(tmp_path: Path) -> None:
     write_inputs(tmp_path, "qwen3_moe")
     train_all(1, tmp_path, {"one": "--gradient_accumulation_steps 2"})
-    train_all(2, tmp_path, {"two": "--sequence_parallel_size 1 --expert_parallel_size 2"})
-    check_equal(tmp_path / "two", tmp_path / "one")
+    flags = "--sequence_parallel_size 1 --expert_parallel_size 2"
+    train_all(2, tmp_path, {"two": flags, "offloaded": f"{flags} --offload activations"})
+    for name in ("two", "offloaded"):
+        check_equal(tmp_path / name, tmp_path / "one")
+
+
+def saved_by_sharded_experts(_rank: int, gathers_again: bool, count: int) -> dict[str, int]:
+    """Returns the number of whole weights that experts, each of whose weights two ranks share, save for backward."""
+    model, plain = (plain_model(tiny_config("qwen3_moe", num_experts=count)) for _ in range(2))
+    use_grouped_experts(model)
+    with torch.no_grad():
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=(EXPERT, EXPERT_DATA))
+        distribute_experts(model, mesh, torch.float32, gathers_again)
+        for name, weight in plain.named_parameters():
+            if isinstance(part := model.get_parameter(name), DTensor):
+                part.to_local().copy_(distribute_tensor(weight, mesh, part.placements).to_local())
+    shapes, saved = set[torch.Size](), list[torch.Size]()
+    for _, experts in experts_modules(plain):
+        shapes |= {weight.shape for weight in experts.parameters()}
+    with saved_tensors_hooks(lambda x: saved.append(x.shape) or x, lambda x: x):
+        loss = model(input_ids=ids(), labels=ids(), use_cache=False).loss
+    loss.backward()
+    plain(input_ids=ids(), labels=ids(), use_cache=False).loss.backward()
+    for name, weight in plain.named_parameters():
+        grad: Any = model.get_parameter(name).grad
+        if isinstance(grad, DTensor):  # of two ranks with the same tokens
+            grad = grad.full_tensor() / 2
+        assert (grad - weight.grad).norm() <= 1e-5 * weight.grad.norm(), name
+    return {"saved": sum(shape in shapes for shape in saved)}
+
+
+@pytest.mark.parametrize("count", [4, 3])  # split by expert, and by the second dimension
+def test_gathered_experts_wait_for_the_backward_pass_only_if_asked_to(count: int) -> None:
+    again, kept = (spawn(2, saved_by_sharded_experts, gathers_again, count)[0] for gathers_again in (True, False))
+    assert again == {"saved": 0}
+    assert kept == {"saved": 4}  # two weights in each of two layers
 
 
 # Ranks, those that share a sequence, those with different experts, and accumulated passes: four sequences a step.

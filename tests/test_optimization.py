@@ -20,6 +20,7 @@ from transformers import get_scheduler
 from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 from worlds import spawn
 
+from benchmarks.tiny_models import plain_model, tiny_config
 from lightseq.config.checks import FOLLOW_A_METRIC, LR_SCHEDULES
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.parallel_dims import local_part, shard_groups
@@ -119,6 +120,21 @@ def test_only_matrices_decay() -> None:
     assert {n: decays[id(p)] for n, p in model.named_parameters()} == {
         "0.weight": 0.5, "1.weight": 0.5, "1.bias": 0.0, "2.weight": 0.0, "2.bias": 0.0,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "names"),
+    [("gpt_oss", {}, ("gate_up_proj_bias", "down_proj_bias", "sinks")),
+     ("cohere", {"use_qk_norm": True}, ("q_norm.weight", "k_norm.weight"))],
+)  # fmt: skip
+def test_norms_of_heads_and_biases_of_experts_do_not_decay(
+    model_type: str, changes: dict[str, bool], names: tuple[str, ...]
+) -> None:
+    model = plain_model(tiny_config(model_type, **changes))
+    decays = {id(p): g["weight_decay"] for g in make_optimizer(model, CONFIG).param_groups for p in g["params"]}
+    found = {name: decays[id(p)] for name, p in model.named_parameters()}
+    assert {found[name] for name in found if name.endswith(names)} == {0.0}
+    assert {found[name] for name in found if name.endswith(("q_proj.weight", "experts.gate_up_proj"))} == {0.5}
 
 
 @pytest.mark.parametrize(

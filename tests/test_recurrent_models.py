@@ -254,3 +254,10 @@ def test_mixers_of_an_old_transformers_are_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(mixer, "forward", lambda self, hidden_states: hidden_states)  # it passes no keywords on
     with pytest.raises(ValueError, match=r"transformers 5.21.0 is too old for Lfm2ShortConv; install 5.22 or newer"):
         mixers.kind_of(mixer)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "qwen3_next", "nemotron_h", "granitemoehybrid"])
+def test_hybrids_without_recurrent_layers_are_taken(model_type: str) -> None:
+    kinds = ["full_attention"] * tiny_config(model_type).num_hidden_layers
+    found = inspect_architecture(tiny_config(model_type, layer_types=kinds))
+    assert len(found.attentions) == len(kinds) and not found.has_recurrences

@@ -417,3 +417,10 @@ def test_a_record_keeps_no_secret(tmp_path: Path) -> None:
     write(tmp_path / "verify.jsonl", {"config": {"tokenizer": "correct horse"}}, [row], ["correct horse"])
     text = (tmp_path / "verify.jsonl").read_text()
     assert "horse" not in text and text.count("***") == 3
+
+
+@pytest.mark.parametrize("flag", ["--lora_rank 4", "--router_aux_loss_coef 0.3", "--router_bias_update_rate 0.1"])
+def test_flags_that_no_check_covers_are_refused(flag: str) -> None:
+    words = ["--model_name_or_path", "tiny-llama3", "--model_max_length", "64", *flag.split()]
+    with pytest.raises(ValueError, match=f"{flag} is not supported by verify; leave it out"):
+        verify._parse(words)

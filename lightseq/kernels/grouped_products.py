@@ -53,7 +53,7 @@ def _grouped_product_stored(x_RI: Tensor, weight: Tensor, ends_E: Tensor, transp
 
 
 @torch.library.custom_op("lightseq::grouped_weight_gradient", mutates_args=())
-def _weight_gradient(x_RI: Tensor, dy_RO: Tensor, ends_E: Tensor, transposed: bool) -> Tensor:
+def grouped_weight_gradient(x_RI: Tensor, dy_RO: Tensor, ends_E: Tensor, transposed: bool) -> Tensor:
     """Returns the gradient of the weights, in their layout."""
     left, right = (x_RI, dy_RO) if transposed else (dy_RO, x_RI)
     if _has_kernel(x_RI, dy_RO):
@@ -66,7 +66,7 @@ def _weight_gradient(x_RI: Tensor, dy_RO: Tensor, ends_E: Tensor, transposed: bo
     return gradient
 
 
-@_weight_gradient.register_fake
+@grouped_weight_gradient.register_fake
 def _(x_RI: Tensor, dy_RO: Tensor, ends_E: Tensor, transposed: bool) -> Tensor:
     left, right = (x_RI, dy_RO) if transposed else (dy_RO, x_RI)
     return x_RI.new_empty(len(ends_E), left.shape[1], right.shape[1])
@@ -86,7 +86,7 @@ def _backward(ctx, dy_RO: Tensor):  # type: ignore[no-untyped-def]
     dy_RO = dy_RO.contiguous()
     needs_x, needs_weight, *_ = ctx.needs_input_grad
     dx = _grouped_product(dy_RO, weight, ends_E, not ctx.transposed) if needs_x else None
-    return dx, _weight_gradient(x_RI, dy_RO, ends_E, ctx.transposed) if needs_weight else None, None, None
+    return dx, grouped_weight_gradient(x_RI, dy_RO, ends_E, ctx.transposed) if needs_weight else None, None, None
 
 
 for _operator in (_grouped_product, _grouped_product_stored):

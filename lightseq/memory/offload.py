@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from lightseq.distributed.parallel_dims import local_part
 from lightseq.memory.pinned import PinnedMemory, empty_pageable
 
 MIN_BYTES = 1 << 20  # smaller tensors stay on the device; copying them is not worth it
@@ -102,9 +104,12 @@ class OnDeviceTensor:
 class _Layer:
     """Saved tensors of one layer in one forward pass, and their lifetime on the device (`device_lifetimes`)."""
 
-    def __init__(self, index: int, shared: set[int], lifetime: int) -> None:
+    def __init__(
+        self, index: int, shared: set[int], lifetime: int, weights: frozenset[torch.Size] = frozenset()
+    ) -> None:
         self.index, self.lifetime = index, lifetime
         self.shared = shared  # storages of parameters and of arguments that layers share, which stay on the device
+        self.weights = weights  # shapes of copies of parameters, which stay there too
         self.stored: dict[tuple, OffloadedTensor] = {}
         self.copy_done: torch.cuda.Event | None = None
         self.fetch_done: torch.cuda.Event | None = None
@@ -209,7 +214,8 @@ class Offload:
                 self._release(old)
             self._layers, self.offloaded_bytes, self.on_device_bytes = [], 0, 0
         others = [x for x in tree_leaves((args[1:], kwargs)) if isinstance(x, Tensor)]
-        self._running = _Layer(index, {_storage(x) for x in (*others, *layer.parameters())}, lifetime)
+        parameters = [local_part(p) for p in layer.parameters()]
+        self._running = _Layer(index, {_storage(x) for x in (*others, *parameters)}, lifetime, _copied_weights(layer))
         self._layers.append(self._running)
         self._drop_originals(index)
         try:
@@ -260,7 +266,8 @@ class Offload:
 
     def _is_offloadable(self, tensor: Tensor, layer: _Layer) -> bool:
         here = type(tensor) is Tensor and tensor.device == self._device and tensor.nbytes >= MIN_BYTES
-        return here and _is_dense(tensor) and _storage(tensor) not in layer.shared
+        is_weight = tensor.shape in layer.weights or _storage(tensor) in layer.shared
+        return here and _is_dense(tensor) and not is_weight
 
     @contextmanager
     def _on_side_stream(self) -> Iterator[None]:
@@ -274,6 +281,12 @@ class Offload:
 
     def _event(self) -> torch.cuda.Event | None:
         return self._side_stream.record_event() if self._side_stream is not None else None
+
+
+def _copied_weights(layer: nn.Module) -> frozenset[torch.Size]:
+    """Returns the shapes of the weights that a layer casts or gathers by itself: a rank's experts."""
+    experts = [p for p in layer.parameters() if isinstance(p, DTensor) and p.ndim == 3]
+    return frozenset(torch.Size((len(p) // p.device_mesh.size(0), *p.shape[1:])) for p in experts)
 
 
 def _wait_for(event: torch.cuda.Event | None) -> None:

@@ -26,6 +26,7 @@ from lightseq.models.decoder import (
     has_known_parts,
     has_towers,
     layers_of,
+    norms_of,
     positions_in_table,
     text_config,
     text_decoder,
@@ -35,6 +36,7 @@ from lightseq.models.layers import Attention, Layer, LinearMixer, distinct, head
 from lightseq.models.meta_run import TOKENS, LayerRun, MetaRun, find_logit_transform, linears_of, run_on_meta
 from lightseq.models.mixers import (
     MixerKind,
+    is_of_hybrids,
     layer_types_of_mixers,
     mixer_modules,
     registered_mixers,
@@ -189,7 +191,8 @@ def _check_kind_of_attention(model: PreTrainedModel) -> None:
             f"{name} has a convolution over tokens ({convolution}) in no known mixer, as Mamba 1 has, or patched code; "
             "use another model, transformers' own code, or register the module (docs/architecture.md)"
         )
-    uses_interface = getattr(decoder, "_supports_attention_backend", False) or mixer_modules(decoder)
+    is_hybrid = mixer_modules(decoder) or is_of_hybrids(type(decoder))
+    uses_interface = getattr(decoder, "_supports_attention_backend", False) or is_hybrid
     if not modules or not uses_interface:
         raise ValueError(f"{name} does not use the attention interface of transformers")
     if not all(getattr(x, "is_causal", True) for x in (config, *modules)):
@@ -375,8 +378,7 @@ def _inspect(kind: Any, text: str, _mixers: tuple[MixerKind, ...]) -> Architectu
     known = {id(linear.weight) for linear in linears_of(layers)} | {id(p) for p in parameters_of_experts(layers)}
     known |= {id(p) for mixer, _ in mixer_modules(layers) for p in mixer.parameters()}
     # Norms of queries and keys may have a weight for each head.
-    norms = (m for m in layers.modules() if hasattr(m, "eps") or hasattr(m, "variance_epsilon"))
-    known |= {id(p) for norm in norms for p in norm.parameters(recurse=False)}
+    known |= {id(p) for norm in norms_of(layers) for p in norm.parameters(recurse=False)}
     return Architecture(
         name=name,
         layers=_facts(layers, ran, text_config(config).hidden_size),

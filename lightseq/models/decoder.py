@@ -2,7 +2,7 @@
 
 import copy
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -103,6 +103,14 @@ def positions_in_table(model: PreTrainedModel) -> int | None:
     )
     computed = any(POSITIONS.search(name) and len(buffer) == count for name, buffer in decoder.named_buffers())
     return count if learned or computed else None
+
+
+def norms_of(module: nn.Module) -> Iterator[nn.Module]:
+    """Yields the norms inside a module, which may have a weight for each head."""
+    for part in module.modules():
+        has_epsilon = hasattr(part, "eps") or hasattr(part, "variance_epsilon")
+        if has_epsilon and "norm" in type(part).__name__.lower():
+            yield part
 
 
 def _child(module: Any, names: Sequence[str]) -> nn.Module | None:

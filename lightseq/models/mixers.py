@@ -5,6 +5,7 @@ is what calls transformers' attention interface. The plan, FLOPs, checkpoints,
 compilation and saving read the layer itself.
 """
 
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -84,6 +85,13 @@ def kind_of(module: Any) -> MixerKind | None:
 
 def _takes_keywords(function: Callable[..., Any]) -> bool:
     return any(p.kind is Parameter.VAR_KEYWORD for p in signature(function).parameters.values())
+
+
+def is_of_hybrids(model_class: Any) -> bool:
+    """Returns whether a class's file also defines mixers, which need not stand in every model."""
+    values = vars(sys.modules[model_class.__module__]).values()
+    classes = [x for x in values if isinstance(x, type) and issubclass(x, nn.Module)]
+    return any(x.__module__ == model_class.__module__ and kind_of(x) is not None for x in classes)
 
 
 def unknown_convolution(model: nn.Module) -> str | None:

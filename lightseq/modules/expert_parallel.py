@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
+from lightseq.kernels.grouped_products import grouped_product, grouped_weight_gradient
 from lightseq.modules.experts import experts_modules, run_experts
 
 ops: Any = torch.ops._c10d_functional
@@ -33,15 +34,21 @@ class ExpertGroup:
     shards: int  # ranks that hold parts of the same experts
     shards_name: str
     dtype: torch.dtype  # that experts compute in
+    gathers_again: bool  # for the backward pass, instead of keeping gathered weights until then
 
     def weight(self, parameter: Tensor) -> Tensor:
         """Returns the experts that this rank computes, gathered from ranks that shard them, in the compute dtype."""
-        assert isinstance(parameter, DTensor)
-        local, (_, split) = parameter.to_local(), parameter.placements
-        assert isinstance(split, Shard)
+        local, dim = _local_part(parameter)
         if self.shards == 1:
             return local.to(self.dtype)
-        return _GatherWeight.apply(local, self.dtype, split.dim, self.shards, self.shards_name)  # type: ignore[no-any-return]
+        return _GatherWeight.apply(local, self.dtype, dim, self.shards, self.shards_name)  # type: ignore[no-any-return]
+
+    def product(self, x_RI: Tensor, parameter: Tensor, ends_E: Tensor, transposed: bool, stored: bool) -> Tensor:
+        """Returns the product (R, O) of each expert's rows, in the compute dtype, with its weights."""
+        if self.shards == 1 or not self.gathers_again:
+            return grouped_product(x_RI, self.weight(parameter), ends_E, transposed, stored)
+        local, dim = _local_part(parameter)
+        return _product_of_shards(x_RI, local, ends_E, transposed, dim, self.shards, self.shards_name)  # type: ignore[no-any-return]
 
     def forward(self, module: Any, hidden_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """Returns the weighted sum of each token's experts (T, H), computed by all ranks of the group."""
@@ -52,10 +59,11 @@ class ExpertGroup:
         return _Scatter.apply(run_experts(module, hidden, chosen, weights, count), self.ranks, self.name)  # type: ignore[no-any-return]
 
 
-def distribute_experts(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> list[str]:
+def distribute_experts(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, gathers_again: bool = True) -> list[str]:
     """Gives each rank of the mesh (expert, expert_data) its part of the experts of a model on the meta device.
 
-    Returns the names of the parameters. Raises ValueError if a rank's experts do not split evenly.
+    `gathers_again`: whether the backward pass gathers weights of products once more (`ExpertGroup`). Returns the names
+    of the parameters. Raises ValueError if a rank's experts do not split evenly.
     """
     experts_group, shards_group = mesh.get_group(EXPERT), mesh.get_group(EXPERT_DATA)
     group = ExpertGroup(
@@ -65,6 +73,7 @@ def distribute_experts(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -
         shards=mesh.size(1),
         shards_name=shards_group.group_name,
         dtype=dtype,
+        gathers_again=gathers_again,
     )
     names = list[str]()
     for prefix, experts in experts_modules(model):
@@ -134,21 +143,91 @@ class _Scatter(torch.autograd.Function):
         return _all_gather(dy, ctx.ranks, ctx.group), None, None
 
 
+def _local_part(parameter: Tensor) -> tuple[Tensor, int]:
+    """Returns this rank's part of a parameter, and the dimension in which ranks with the same experts split it."""
+    assert isinstance(parameter, DTensor)
+    _, split = parameter.placements
+    assert isinstance(split, Shard)
+    return parameter.to_local(), split.dim
+
+
 class _GatherWeight(torch.autograd.Function):
     """Gathers a weight in the compute dtype. Its gradient is summed over the ranks in float32."""
 
     @staticmethod
     def forward(ctx: Any, shard: Tensor, dtype: torch.dtype, dim: int, ranks: int, group: str) -> Tensor:  # type: ignore[override]
         ctx.dim, ctx.ranks, ctx.group, ctx.dtype = dim, ranks, group, shard.dtype
-        gathered = _all_gather(shard.to(dtype), ranks, group)
-        return gathered if dim == 0 else torch.cat(gathered.chunk(ranks), dim)
+        return _gather_weight(shard, dtype, dim, ranks, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
-        wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-        parts = wide if ctx.dim == 0 else torch.cat(wide.chunk(ctx.ranks, ctx.dim))
-        summed = ops.wait_tensor(ops.reduce_scatter_tensor(parts.contiguous(), "sum", ctx.ranks, ctx.group))
-        return summed.to(ctx.dtype), None, None, None, None
+        return _reduce_weight(gradient, ctx.dtype, ctx.dim, ctx.ranks, ctx.group), None, None, None, None
+
+
+def _gather_weight(shard: Tensor, dtype: torch.dtype, dim: int, ranks: int, group: str) -> Tensor:
+    gathered = _all_gather(shard.to(dtype), ranks, group)
+    return gathered if dim == 0 else torch.cat(gathered.chunk(ranks), dim)
+
+
+def _reduce_weight(gradient: Tensor, dtype: torch.dtype, dim: int, ranks: int, group: str) -> Tensor:
+    """Returns this rank's part of the sum of all ranks' gradients, added in float32."""
+    wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+    parts = wide if dim == 0 else torch.cat(wide.chunk(ranks, dim))
+    return ops.wait_tensor(ops.reduce_scatter_tensor(parts.contiguous(), "sum", ranks, group)).to(dtype)  # type: ignore[no-any-return]
+
+
+# ---- products whose weights are gathered twice ----------------------------------------------------------------------
+# They are operators of their own, so that no compiler joins the two gathers and keeps the weights in between.
+
+
+@torch.library.custom_op("lightseq::product_of_shards", mutates_args=())
+def _product_of_shards(
+    x_RI: Tensor, shard: Tensor, ends_E: Tensor, transposed: bool, dim: int, ranks: int, group: str
+) -> Tensor:
+    return grouped_product(x_RI, _gather_weight(shard, x_RI.dtype, dim, ranks, group), ends_E, transposed)
+
+
+@_product_of_shards.register_fake
+def _(x_RI: Tensor, shard: Tensor, ends_E: Tensor, transposed: bool, dim: int, ranks: int, group: str) -> Tensor:
+    outputs = shard.shape[2] if transposed else shard.shape[1] * (ranks if dim == 1 else 1)
+    return x_RI.new_empty(len(x_RI), outputs)
+
+
+@torch.library.custom_op("lightseq::product_of_shards_backward", mutates_args=())
+def _product_of_shards_backward(
+    dy_RO: Tensor, x_RI: Tensor, shard: Tensor, ends_E: Tensor, transposed: bool, dim: int, ranks: int, group: str,
+    trains: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Returns the gradients of the rows and of the shard, which is empty unless the weight `trains`."""
+    weight = _gather_weight(shard, x_RI.dtype, dim, ranks, group)
+    dx = grouped_product(dy_RO, weight, ends_E, not transposed)
+    del weight
+    if not trains:
+        return dx, shard.new_empty(0)
+    gradient = grouped_weight_gradient(x_RI, dy_RO, ends_E, transposed)
+    return dx, _reduce_weight(gradient, shard.dtype, dim, ranks, group)
+
+
+@_product_of_shards_backward.register_fake
+def _(
+    dy_RO: Tensor, x_RI: Tensor, shard: Tensor, ends_E: Tensor, transposed: bool, dim: int, ranks: int, group: str,
+    trains: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return torch.empty_like(x_RI), torch.empty_like(shard) if trains else shard.new_empty(0)
+
+
+def _save_shards(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    x_RI, shard, ends_E, *ctx.settings = inputs
+    ctx.save_for_backward(x_RI, shard, ends_E)
+
+
+def _backward_of_shards(ctx, dy_RO: Tensor):  # type: ignore[no-untyped-def]
+    trains = ctx.needs_input_grad[1]
+    dx, dshard = _product_of_shards_backward(dy_RO.contiguous(), *ctx.saved_tensors, *ctx.settings, trains)
+    return dx, dshard if trains else None, None, None, None, None, None
+
+
+_product_of_shards.register_autograd(_backward_of_shards, setup_context=_save_shards)
 
 
 def _all_gather(x: Tensor, ranks: int, group: str) -> Tensor:

@@ -113,20 +113,18 @@ def _linear(
     module: Any, name: str, x: Tensor, routes: Routes, stored: bool = False, bias_factor: Tensor | None = None
 ) -> Tensor:
     """Applies a weight of the experts, with its bias if they have one, to their rows."""
-    weight = _weight(module, name)
-    x = x.to(weight.dtype)
-    y = grouped_product(x, weight, routes.ends_E, module.is_transposed or is_transposed_without_mark(module), stored)
-    if (adapter := expert_adapter(module, name, weight.dtype)) is not None:
+    group, parameter = getattr(module, "expert_group", None), getattr(module, name)
+    transposed = module.is_transposed or is_transposed_without_mark(module)
+    x = x.to(parameter.dtype if group is None else group.dtype)
+    product = grouped_product if group is None else group.product
+    y = product(x, parameter, routes.ends_E, transposed, stored)
+    if (adapter := expert_adapter(module, name, x.dtype)) is not None:
         y = y + adapter.product(x, routes.ends_E)
     if not module.has_bias:
         return y
-    bias = _RowBias.apply(_weight(module, f"{name}_bias"), routes.experts_R)
+    bias = getattr(module, f"{name}_bias")
+    bias = _RowBias.apply(bias if group is None else group.weight(bias), routes.experts_R)
     return y + (bias if bias_factor is None else (bias * bias_factor).to(y.dtype))
-
-
-def _weight(module: Any, name: str) -> Tensor:
-    group, parameter = getattr(module, "expert_group", None), getattr(module, name)
-    return parameter if group is None else group.weight(parameter)  # type: ignore[no-any-return]
 
 
 class _Dispatch(torch.autograd.Function):

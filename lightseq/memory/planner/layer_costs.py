@@ -15,6 +15,7 @@ from lightseq.attention.context import one_rank_context
 from lightseq.attention.module_attention import attention_function
 from lightseq.config.remat_policies import STORE_LINEARS, STORES_MLP
 from lightseq.config.train_config import TrainConfig
+from lightseq.kernels.grouped_products import grouped_product
 from lightseq.memory.planner.layer_graph import LAYER_INPUT, TOKENS, LayerGraph, Pass
 from lightseq.memory.remat import stored_operators
 from lightseq.models.architecture import inspect_architecture
@@ -127,7 +128,7 @@ class LayerTable:
         use_grouped_experts(model)
         if self._expert_ranks > 1:
             for _, experts in experts_modules(layers):
-                experts.expert_group = _TracedGroup(self._expert_ranks)
+                experts.expert_group = _TracedGroup(self._expert_ranks, self._dtype)
         ALL_ATTENTION_FUNCTIONS.register("lightseq_traced", attention_function)
         attending_part(model).set_attn_implementation("lightseq_traced")
         context = one_rank_context()
@@ -141,11 +142,14 @@ class LayerTable:
 class _TracedGroup:
     """Group of ranks with different experts, of which each has this rank's tokens."""
 
-    def __init__(self, ranks: int) -> None:
-        self._ranks = ranks
+    def __init__(self, ranks: int, dtype: torch.dtype) -> None:
+        self._ranks, self.dtype = ranks, dtype
 
     def weight(self, parameter: Tensor) -> Tensor:
         return parameter[: len(parameter) // self._ranks]
+
+    def product(self, x_RI: Tensor, parameter: Tensor, ends_E: Tensor, transposed: bool, stored: bool) -> Tensor:
+        return grouped_product(x_RI, self.weight(parameter), ends_E, transposed, stored)
 
     def forward(self, module: Any, *tokens: Tensor) -> Tensor:
         hidden, experts, weights = (x.repeat(self._ranks, 1) for x in tokens)

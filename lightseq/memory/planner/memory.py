@@ -128,7 +128,7 @@ class _Step:
         """Returns memory during the loss: all activations are saved, and the head and last layer are gathered."""
         run, last = self.run, self.run.groups - 1
         logits, gradients = loss_bytes(run.model, run.config, run.tokens)
-        gathered = run.architecture.head + run.parameters_of(last if run.reshard_after_forward else 0, last)
+        gathered = run.architecture.head + run.kept_parameters(last if run.reshard_after_forward else 0, last)
         last_norm = LAST_NORM[run.config.compiles] * run.tokens * run.text.hidden_size
         working = (gathered + last_norm) * run.itemsize
         return self._snapshot("loss", saved=self._on_gpu(last), loss=logits + gradients, working=working)
@@ -207,9 +207,11 @@ def _weights_and_gradients(run: PlannedRun, group: int, layer: Layer) -> float:
     """
     trains = run.adapter_parameters == 0  # gradients of adapters are too small to count
     unit = run.parameters_of(group)
-    gathered = unit + run.parameters_of(max(0, group - 1)) * run.prefetches_weights
+    before = max(0, group - 1)
+    others = run.kept_parameters(before, before) * run.prefetches_weights
     if not run.reshard_after_forward:
-        gathered = run.parameters_of(0, group)
+        others = run.kept_parameters(0, group) - run.kept_parameters(group, group)
+    gathered = unit + others
     taken = gathered * run.itemsize
     if run.tied:  # the embeddings stay gathered, and have had a gradient since the loss
         taken += (1 + trains) * run.architecture.head * run.itemsize

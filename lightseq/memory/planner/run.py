@@ -224,14 +224,32 @@ class PlannedRun:
         elsewhere = 0 if layer.experts is None else layer.experts.weights
         return layer.parameters - elsewhere + elsewhere // self.config.expert_ranks
 
+    @property
+    def gathers_experts_again(self) -> bool:
+        """Returns whether a rank's experts are cast or gathered for the backward pass again, and not kept for it."""
+        return self.config.expert_ranks > 1 and (self.reshard_after_forward or self.config.remat_policy != "none")
+
+    @cached_property
+    def _kept_before(self) -> tuple[int, ...]:
+        """Returns what `_gathered_before` does, without experts that are gathered again."""
+        again = self.gathers_experts_again
+        experts = (layer.experts.weights // self.config.expert_ranks if layer.experts else 0 for layer in self.layers)
+        kept = (self.gathered_parameters(layer) - again * one for layer, one in zip(self.layers, experts, strict=True))
+        return (0, *accumulate(kept))
+
     def layers_of(self, group: int) -> tuple[Layer, ...]:
         """Returns the layers of a group that shares a checkpoint."""
         return self.layers[group * self.group_size : (group + 1) * self.group_size]
 
-    def parameters_of(self, group: int, last: int | None = None) -> int:
-        """Returns the number of gathered weights in a group of layers, or in all groups from it to `last`."""
-        end = min(len(self.layers), ((group if last is None else last) + 1) * self.group_size)
+    def parameters_of(self, group: int) -> int:
+        """Returns the number of gathered weights in a group of layers while it runs."""
+        end = min(len(self.layers), (group + 1) * self.group_size)
         return self._gathered_before[end] - self._gathered_before[group * self.group_size]
+
+    def kept_parameters(self, first: int, last: int) -> int:
+        """Returns the number of weights in groups from `first` to `last` that are gathered while others run."""
+        end = min(len(self.layers), (last + 1) * self.group_size)
+        return self._kept_before[end] - self._kept_before[first * self.group_size]
 
     @property
     def tied(self) -> bool:

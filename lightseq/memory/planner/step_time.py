@@ -15,7 +15,7 @@ from lightseq.memory.planner.run import PlannedRun
 from lightseq.models.adapters import count_adapter_parameters
 from lightseq.models.architecture import caps_scores
 from lightseq.models.flops import recompute_flops
-from lightseq.models.layers import Attention, Layer, attention_shape
+from lightseq.models.layers import Attention, Experts, Layer, attention_shape
 from lightseq.modules.mlp import TILE_TOKENS
 from lightseq.schedule.auto import estimate_choice
 from lightseq.schedule.cost import BACKWARD_FLOPS
@@ -204,14 +204,27 @@ def _exposed_collectives(run: PlannedRun, layer_seconds: float) -> float:
     ends = run.architecture.head * (1 if run.tied else 2)
     layers = [_collective_seconds(run, _exchanged_parameters(run, layer)) for layer in run.layers]
     exposed = sum(max(0.0, seconds - layer_seconds) for seconds in layers)
-    return exposed + layers[0] / 2 + _collective_seconds(run, ends)
+    experts = sum(_experts_seconds(run, layer.experts) for layer in run.layers if layer.experts is not None)
+    return exposed + layers[0] / 2 + _collective_seconds(run, ends) + experts
 
 
 def _exchanged_parameters(run: PlannedRun, layer: Layer) -> int:
-    """Returns the weights of a layer that are gathered and whose gradients are reduced."""
-    if run.config.expert_ranks == run.hardware.gpus and layer.experts is not None:
-        return layer.parameters - layer.experts.weights  # no other rank has the same experts
+    """Returns the weights of a layer that FSDP2 gathers and whose gradients it reduces."""
+    if run.config.expert_ranks > 1 and layer.experts is not None:
+        return layer.parameters - layer.experts.weights
     return run.gathered_parameters(layer)
+
+
+def _experts_seconds(run: PlannedRun, experts: Experts) -> float:
+    """Returns the seconds in which ranks with the same experts gather and reduce them, which compute waits for."""
+    ranks = run.config.expert_ranks
+    if ranks == 1:  # FSDP2 does it
+        return 0.0
+    same = run.hardware.gpus // ranks
+    gathers = 1 + run.gathers_experts_again
+    reduced = 0 if run.adapter_parameters else FLOAT32_BYTES
+    moved = experts.weights / ranks * (same - 1) / same * (gathers * run.itemsize + reduced)
+    return moved / _collective_rate(run, run.hardware.gpus)
 
 
 def _token_exchange_seconds(run: PlannedRun) -> float:

@@ -58,7 +58,7 @@ MAX_TOKENS = {"cuda": 4096, "cpu": 256}  # per sequence
 MAX_STEP_TOKENS = {"cuda": 32768, "cpu": 1024}  # over all sequences, which the plain model runs one by one
 MIN_CHUNK = 4  # tokens
 DOCUMENTS = 5  # per packed sequence of synthetic data, each up to a third of its length
-UNSUPPORTED: Final = ("deepspeed", "fp8", "lora_rank")
+UNSUPPORTED: Final = ("deepspeed", "fp8", "lora_rank", "router_aux_loss_coef", "router_bias_update_rate")
 # Flags that a verified step takes from the command line: these groups, and a few about training.
 GROUPS: Final = (ModelConfig, DataConfig, ParallelismConfig, MemoryConfig)
 TRAINING_FLAGS: Final = ("bf16", "fp16", "tf32", "torch_compile", "seed", "deterministic")
@@ -99,7 +99,7 @@ def verify(family: ModelFamily, argv: Sequence[str], world: World) -> int:
 def _parse(argv: Sequence[str]) -> TrainConfig:
     config = parse(argv, PROGRAM, REQUIRED_BY_TOOLS)
     for flag in UNSUPPORTED:
-        if (value := getattr(config, flag)) is not None:
+        if value := getattr(config, flag):
             raise ValueError(f"--{flag} {value} is not supported by verify; leave it out")
     return config
 
