@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig
 from lightseq.models.decoder import text_config
 from lightseq.schedule.chunks import Chunk
 from lightseq.schedule.cost import AttentionShape
+from lightseq.schedule.recurrences import DELTA_RULE
 
 
 @dataclass(frozen=True)
@@ -61,10 +62,6 @@ class Attention:
             return float((whole * int(self.window) ** 2 + rest**2).sum())
         seen = documents if self.window is None else np.minimum(documents, self.window)
         return float((seen * (2 * documents - seen)).sum())
-
-
-# Recurrences of linear mixers.
-DELTA_RULE, KIMI, MAMBA = "gated delta rule", "Kimi Delta Attention", "Mamba 2"
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,11 @@ from transformers.activations import ACT2FN
 
 from lightseq.attention.module_attention import unhonoured_argument
 from lightseq.kernels.recurrent.base import CHUNK
-from lightseq.models.layers import DELTA_RULE, KIMI, MAMBA, LinearMixer
+from lightseq.models.layers import LinearMixer
 from lightseq.modules.identity import is_known_code
 from lightseq.recurrent.convolution import ACTIVATIONS, causal_convolution
 from lightseq.recurrent.scan import scan
+from lightseq.schedule.recurrences import DELTA_RULE, KIMI, MAMBA
 from lightseq.sequence.documents import Documents
 from lightseq.sequence.group import SequenceGroup
 

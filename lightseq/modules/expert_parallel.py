@@ -176,10 +176,7 @@ def _reduce_weight(gradient: Tensor, dtype: torch.dtype, dim: int, ranks: int, g
     return ops.wait_tensor(ops.reduce_scatter_tensor(parts.contiguous(), "sum", ranks, group)).to(dtype)  # type: ignore[no-any-return]
 
 
-# ---- products whose weights are gathered twice ----------------------------------------------------------------------
-# They are operators of their own, so that no compiler joins the two gathers and keeps the weights in between.
-
-
+# An operator of its own, so that no compiler joins the gathers of two passes and keeps the weights in between.
 @torch.library.custom_op("lightseq::product_of_shards", mutates_args=())
 def _product_of_shards(
     x_RI: Tensor, shard: Tensor, ends_E: Tensor, transposed: bool, dim: int, ranks: int, group: str
@@ -193,38 +190,23 @@ def _(x_RI: Tensor, shard: Tensor, ends_E: Tensor, transposed: bool, dim: int, r
     return x_RI.new_empty(len(x_RI), outputs)
 
 
-@torch.library.custom_op("lightseq::product_of_shards_backward", mutates_args=())
-def _product_of_shards_backward(
-    dy_RO: Tensor, x_RI: Tensor, shard: Tensor, ends_E: Tensor, transposed: bool, dim: int, ranks: int, group: str,
-    trains: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Returns the gradients of the rows and of the shard, which is empty unless the weight `trains`."""
-    weight = _gather_weight(shard, x_RI.dtype, dim, ranks, group)
-    dx = grouped_product(dy_RO, weight, ends_E, not transposed)
-    del weight
-    if not trains:
-        return dx, shard.new_empty(0)
-    gradient = grouped_weight_gradient(x_RI, dy_RO, ends_E, transposed)
-    return dx, _reduce_weight(gradient, shard.dtype, dim, ranks, group)
-
-
-@_product_of_shards_backward.register_fake
-def _(
-    dy_RO: Tensor, x_RI: Tensor, shard: Tensor, ends_E: Tensor, transposed: bool, dim: int, ranks: int, group: str,
-    trains: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return torch.empty_like(x_RI), torch.empty_like(shard) if trains else shard.new_empty(0)
-
-
 def _save_shards(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     x_RI, shard, ends_E, *ctx.settings = inputs
     ctx.save_for_backward(x_RI, shard, ends_E)
 
 
 def _backward_of_shards(ctx, dy_RO: Tensor):  # type: ignore[no-untyped-def]
-    trains = ctx.needs_input_grad[1]
-    dx, dshard = _product_of_shards_backward(dy_RO.contiguous(), *ctx.saved_tensors, *ctx.settings, trains)
-    return dx, dshard if trains else None, None, None, None, None, None
+    x_RI, shard, ends_E = ctx.saved_tensors
+    transposed, dim, ranks, group = ctx.settings
+    needs_x, trains, *_ = ctx.needs_input_grad
+    dx = dshard = None
+    dy_RO = dy_RO.contiguous()
+    if needs_x:
+        dx = _product_of_shards(dy_RO, shard, ends_E, not transposed, dim, ranks, group)
+    if trains:
+        gradient = grouped_weight_gradient(x_RI, dy_RO, ends_E, transposed)
+        dshard = _reduce_weight(gradient, shard.dtype, dim, ranks, group)
+    return dx, dshard, None, None, None, None, None
 
 
 _product_of_shards.register_autograd(_backward_of_shards, setup_context=_save_shards)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from lightseq.models.layers import DELTA_RULE, KIMI, MAMBA
+from lightseq.schedule.recurrences import DELTA_RULE, KIMI, MAMBA
 from lightseq.schedule.timing import RATES, Rates
 
 MIB, GIB = 2**20, 2**30
