@@ -89,8 +89,8 @@ def _takes_keywords(function: Callable[..., Any]) -> bool:
 
 def is_of_hybrids(model_class: Any) -> bool:
     """Returns whether a class's file also defines mixers, which need not stand in every model."""
-    values = vars(sys.modules[model_class.__module__]).values()
-    classes = [x for x in values if isinstance(x, type) and issubclass(x, nn.Module)]
+    file = sys.modules.get(model_class.__module__)
+    classes = [x for x in vars(file or object).values() if isinstance(x, type) and issubclass(x, nn.Module)]
     return any(x.__module__ == model_class.__module__ and kind_of(x) is not None for x in classes)
 
 
