@@ -285,7 +285,7 @@ def refusal(config: PreTrainedConfig, line: str) -> str:
         release(hf.enable(model, length=LOOP_LENGTH, device=torch.device("cpu")))
     except ValueError as error:
         return short_reason(str(error))
-    if "meta device" in line:  # the model's own code fails, and may in a loop too
+    if "that a plan cannot run" in line:  # the model's own code fails, and may in a loop too
         return short_reason(line)
     positions, reason = positions_in_table(model), short_reason(line)
     if reason == f"{positions} positions":

@@ -77,7 +77,7 @@ def test_ranks_with_different_sequences_share_experts(tmp_path: Path) -> None:
 
 
 def saved_by_sharded_experts(_rank: int, gathers_again: bool, count: int) -> dict[str, int]:
-    """Returns the number of whole weights that experts, each of whose weights two ranks share, save for backward."""
+    """Returns the number of saved whole weights of experts that two ranks share, and the bytes that are offloaded."""
     model, plain = (plain_model(tiny_config("qwen3_moe", num_experts=count)) for _ in range(2))
     use_grouped_experts(model)
     with torch.no_grad():
@@ -90,22 +90,26 @@ def saved_by_sharded_experts(_rank: int, gathers_again: bool, count: int) -> dic
     for _, experts in experts_modules(plain):
         shapes |= {weight.shape for weight in experts.parameters()}
     with saved_tensors_hooks(lambda x: saved.append(x.shape) or x, lambda x: x):
-        loss = model(input_ids=ids(), labels=ids(), use_cache=False).loss
-    loss.backward()
+        model(input_ids=ids(), labels=ids(), use_cache=False)
+    offload.MIN_BYTES = 0
+    host = offload.Offload(torch.device("cpu"), offload.HostBufferPool(float("inf"), pinned=False))
+    host.wrap(model.model.layers, model.model.norm)
+    model(input_ids=ids(), labels=ids(), use_cache=False).loss.backward()
     plain(input_ids=ids(), labels=ids(), use_cache=False).loss.backward()
     for name, weight in plain.named_parameters():
         grad: Any = model.get_parameter(name).grad
         if isinstance(grad, DTensor):  # of two ranks with the same tokens
             grad = grad.full_tensor() / 2
         assert (grad - weight.grad).norm() <= 1e-5 * weight.grad.norm(), name
-    return {"saved": sum(shape in shapes for shape in saved)}
+    return {"saved": sum(shape in shapes for shape in saved), "offloaded": host.offloaded_bytes}
 
 
 @pytest.mark.parametrize("count", [4, 3])  # split by expert, and by the second dimension
 def test_gathered_experts_wait_for_the_backward_pass_only_if_asked_to(count: int) -> None:
     again, kept = (spawn(2, saved_by_sharded_experts, gathers_again, count)[0] for gathers_again in (True, False))
-    assert again == {"saved": 0}
-    assert kept == {"saved": 4}  # two weights in each of two layers
+    assert again["saved"] == 0
+    assert kept["saved"] == 4  # two weights in each of two layers
+    assert 0 < kept["offloaded"] == again["offloaded"]  # weights stay on the device
 
 
 # Ranks, those that share a sequence, those with different experts, and accumulated passes: four sequences a step.

@@ -104,12 +104,10 @@ class OnDeviceTensor:
 class _Layer:
     """Saved tensors of one layer in one forward pass, and their lifetime on the device (`device_lifetimes`)."""
 
-    def __init__(
-        self, index: int, shared: set[int], lifetime: int, weights: frozenset[torch.Size] = frozenset()
-    ) -> None:
+    def __init__(self, index: int, shared: set[int], weights: set[torch.Size], lifetime: int) -> None:
         self.index, self.lifetime = index, lifetime
         self.shared = shared  # storages of parameters and of arguments that layers share, which stay on the device
-        self.weights = weights  # shapes of copies of parameters, which stay there too
+        self.weights = weights  # shapes of weights that the layer copies, which stay there too
         self.stored: dict[tuple, OffloadedTensor] = {}
         self.copy_done: torch.cuda.Event | None = None
         self.fetch_done: torch.cuda.Event | None = None
@@ -214,8 +212,8 @@ class Offload:
                 self._release(old)
             self._layers, self.offloaded_bytes, self.on_device_bytes = [], 0, 0
         others = [x for x in tree_leaves((args[1:], kwargs)) if isinstance(x, Tensor)]
-        parameters = [local_part(p) for p in layer.parameters()]
-        self._running = _Layer(index, {_storage(x) for x in (*others, *parameters)}, lifetime, _copied_weights(layer))
+        shared = {_storage(x) for x in (*others, *map(local_part, layer.parameters()))}
+        self._running = _Layer(index, shared, _copied_weights(layer), lifetime)
         self._layers.append(self._running)
         self._drop_originals(index)
         try:
@@ -283,10 +281,10 @@ class Offload:
         return self._side_stream.record_event() if self._side_stream is not None else None
 
 
-def _copied_weights(layer: nn.Module) -> frozenset[torch.Size]:
+def _copied_weights(layer: nn.Module) -> set[torch.Size]:
     """Returns the shapes of the weights that a layer casts or gathers by itself: a rank's experts."""
     experts = [p for p in layer.parameters() if isinstance(p, DTensor) and p.ndim == 3]
-    return frozenset(torch.Size((len(p) // p.device_mesh.size(0), *p.shape[1:])) for p in experts)
+    return {torch.Size((len(p) // p.device_mesh.size(0), *p.shape[1:])) for p in experts}
 
 
 def _wait_for(event: torch.cuda.Event | None) -> None:

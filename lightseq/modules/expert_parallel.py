@@ -59,7 +59,7 @@ class ExpertGroup:
         return _Scatter.apply(run_experts(module, hidden, chosen, weights, count), self.ranks, self.name)  # type: ignore[no-any-return]
 
 
-def distribute_experts(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, gathers_again: bool = True) -> list[str]:
+def distribute_experts(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, gathers_again: bool) -> list[str]:
     """Gives each rank of the mesh (expert, expert_data) its part of the experts of a model on the meta device.
 
     `gathers_again`: whether the backward pass gathers weights of products once more (`ExpertGroup`). Returns the names

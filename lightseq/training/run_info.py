@@ -95,7 +95,7 @@ def _recurrent_schedule(trainer: Trainer) -> str | None:
 
 
 def _slow_reason(trainer: Trainer) -> str | None:
-    """Returns why recurrences of a model on a GPU have no fast kernel; None if they do, or there are none."""
+    """Returns why recurrences of a model on a GPU have no fast kernel; None if no reason is known."""
     is_recurrent = inspect_architecture(trainer.inputs.model_config).has_recurrences
     if trainer.world.device.type != "cuda" or not is_recurrent:
         return None

@@ -93,9 +93,8 @@ def check_packages(config: TrainConfig) -> None:
 def check_layers(config: TrainConfig, architecture: Architecture) -> None:
     """Raises ValueError if the flags need something that the model's layers do not support."""
     kinds, policy = names_of_kinds(architecture.layers), config.remat_policy
-    if any(layer.experts for layer in architecture.kinds) or any(
-        ".experts." in n for n in architecture.outside_linears
-    ):
+    unmarked = any(".experts." in name for name in architecture.outside_linears)  # by older versions
+    if unmarked or any(layer.experts for layer in architecture.kinds):
         check_transformers_for(f"the experts of {architecture.name}", OLDEST_FOR_EXPERTS)
     if architecture.outside_linears:
         raise ValueError(

@@ -12,7 +12,7 @@ from lightseq.kernels.recurrent.base import ScanInputs, ScanKernel
 
 MODULES: Final = {
     "torch": ("torch_scan", "TorchScan"),
-    "fla_delta": ("fla_scan", "FlaScan"),
+    "fla_delta": ("fla_delta_scan", "FlaDeltaScan"),
     "fla_kimi": ("fla_kimi_scan", "FlaKimiScan"),
     "fla_decay": ("fla_decay_scan", "FlaDecayScan"),
 }

@@ -207,12 +207,11 @@ def _weights_and_gradients(run: PlannedRun, group: int, layer: Layer) -> float:
     """
     trains = run.adapter_parameters == 0  # gradients of adapters are too small to count
     unit = run.parameters_of(group)
-    before = max(0, group - 1)
-    others = run.kept_parameters(before, before) * run.prefetches_weights
+    following = max(0, group - 1)
+    others = run.kept_parameters(following, following) * run.prefetches_weights
     if not run.reshard_after_forward:
         others = run.kept_parameters(0, group) - run.kept_parameters(group, group)
-    gathered = unit + others
-    taken = gathered * run.itemsize
+    taken = (unit + others) * run.itemsize
     if run.tied:  # the embeddings stay gathered, and have had a gradient since the loss
         taken += (1 + trains) * run.architecture.head * run.itemsize
     if trains:

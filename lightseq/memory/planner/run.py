@@ -232,10 +232,10 @@ class PlannedRun:
     @cached_property
     def _kept_before(self) -> tuple[int, ...]:
         """Returns what `_gathered_before` does, without experts that are gathered again."""
-        again = self.gathers_experts_again
-        experts = (layer.experts.weights // self.config.expert_ranks if layer.experts else 0 for layer in self.layers)
-        kept = (self.gathered_parameters(layer) - again * one for layer, one in zip(self.layers, experts, strict=True))
-        return (0, *accumulate(kept))
+        if not self.gathers_experts_again:
+            return self._gathered_before
+        others = (layer.parameters - (layer.experts.weights if layer.experts else 0) for layer in self.layers)
+        return (0, *accumulate(others))
 
     def layers_of(self, group: int) -> tuple[Layer, ...]:
         """Returns the layers of a group that shares a checkpoint."""

@@ -62,7 +62,7 @@ class _Backward(_Pass):
         return self._gradients(dq, dk.add_(dk_solved), dv, dg.add_(dg_solved), dbeta)
 
 
-class FlaScan:
+class FlaDeltaScan:
     """Kernel for delta rules with one decay for each head, in float16 or bfloat16."""
 
     forward, backward = _Forward, _Backward
