@@ -29,6 +29,7 @@ from lightseq.training.fsdp_engine import FsdpEngine
 from lightseq.training.optimization import (
     LearningRate,
     LocalAdamW,
+    LocalSGD,
     LossScaler,
     check_lr_schedule,
     clip,
@@ -140,7 +141,7 @@ def test_norms_of_heads_and_biases_of_experts_do_not_decay(
 @pytest.mark.parametrize(
     "name, kind, fused",
     [("adamw_torch", LocalAdamW, None), ("adamw_torch_fused", LocalAdamW, True),
-     ("sgd", torch.optim.SGD, None)],
+     ("sgd", LocalSGD, None)],
 )  # fmt: skip
 def test_the_optimizer_is_the_one_asked_for(name: str, kind: type, fused: bool | None) -> None:
     optimizer = make_optimizer(nn.Linear(2, 2), dataclasses.replace(CONFIG, optim=name))
@@ -204,6 +205,22 @@ def test_adamw_updates_the_parts_alone_as_torch_updates_distributed_tensors(fuse
     assert [seen for seen, _ in ours] == [0, 0]
     assert all(seen > 0 for seen, _ in theirs)
     assert ours[0][1] == theirs[0][1]
+
+
+def _update_of_mixed_tensors(rank: int, kind: type[torch.optim.Optimizer]) -> list[list[float]]:
+    mesh, whole = init_device_mesh("cpu", (dist.get_world_size(),)), torch.arange(20.0).reshape(5, 4)
+    sharded, on_every_rank = nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)])), nn.Parameter(whole[0].clone())
+    optimizer = kind([sharded, on_every_rank], lr=0.1, foreach=True)  # the default on GPUs
+    sharded.grad, on_every_rank.grad = distribute_tensor(whole.sin(), mesh, [Shard(0)]), whole[0].sin()
+    optimizer.step()
+    return [*sharded.full_tensor().tolist(), on_every_rank.tolist()]
+
+
+@pytest.mark.parametrize("kind", [LocalAdamW, LocalSGD])
+def test_parameters_that_every_rank_has_whole_are_updated_beside_sharded_ones(kind: type) -> None:
+    """Decays of a recurrence in float32 are such parameters."""
+    for rows in spawn(2, _update_of_mixed_tensors, kind):
+        assert rows[0] == rows[-1] and rows[1] != rows[0]
 
 
 def test_the_norm_of_a_large_gradient_on_the_host_is_right() -> None:

@@ -1,10 +1,13 @@
 """Hybrid models are recognized by transformers' own code, and come and go like other models."""
 
 import copy
+import inspect
 import json
 import operator
+import sys
 from functools import wraps
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ from programs import Ended, programs
 from small import VOCABULARY, losses, words, write_inputs
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
 from transformers.models.lfm2 import modeling_lfm2
 from transformers.models.qwen3_5 import modeling_qwen3_5
 from worlds import spawn
@@ -28,6 +32,7 @@ from lightseq.models import mixers
 from lightseq.models.architecture import inspect_architecture
 from lightseq.models.family import context_warning
 from lightseq.models.flops import describe_recurrences
+from lightseq.models.recurrent_layers import without_kernels
 from lightseq.training.setup_checks import check_recurrences
 from lightseq.utils import versions
 
@@ -100,6 +105,21 @@ def test_patches_that_copy_the_name_of_the_code_inside_are_refused(
     assert "or patched code" in refusal(tiny("qwen3_5_text"))
     monkeypatch.undo()
     hf.enable(tiny("qwen3_5_text"), length=LENGTH)
+
+
+def test_mixers_run_without_the_kernels_of_other_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on GPUs with fla, whose kernels transformers takes when it is imported."""
+    model, batch = tiny("qwen3_5_text"), ids()
+    want = model(input_ids=batch, use_cache=False).logits
+    package = ModuleType("scans")
+    package.chunked = lambda *args, **kwargs: pytest.fail("the package's kernel runs")
+    monkeypatch.setitem(sys.modules, "scans", package)
+    plain = inspect.unwrap(modeling_qwen3_5.torch_chunk_gated_delta_rule)
+    with_kernel = use_kernel_func_from_hub_with_fallback("chunked", "scans")(plain)
+    monkeypatch.setattr(modeling_qwen3_5, "torch_chunk_gated_delta_rule", with_kernel)
+    with without_kernels(model):
+        assert torch.equal(model(input_ids=batch, use_cache=False).logits, want)
+    assert modeling_qwen3_5.torch_chunk_gated_delta_rule is with_kernel
 
 
 def test_an_initial_state_is_refused(alone: None) -> None:

@@ -7,7 +7,9 @@ are transformers' own otherwise: models that are not enabled, such as a teacher,
 
 import dis
 import inspect
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, wraps
 from types import CodeType, FunctionType
@@ -241,6 +243,24 @@ def replace_functions(kind: Any) -> None:
     for name in (*replaced_functions(kind), FUSED_MAMBA):
         if name in names and _undispatched(names[name]) is names[name]:
             names[name] = _dispatching(name, names[name])
+
+
+@contextmanager
+def without_kernels(model: nn.Module) -> Iterator[None]:
+    """Lets mixers of transformers run on torch alone, as if neither fla nor mamba-ssm were installed.
+
+    transformers calls the kernels of those packages where it finds them. They round float32 to TF32, and each tunes
+    itself for minutes in every dtype.
+    """
+    files = [vars(sys.modules[name]) for name in sorted({type(module).__module__ for module in model.modules()})]
+    functions = [(file, name, file[name]) for file in files for name in (*REPLACEMENTS, FUSED_MAMBA) if name in file]
+    for file, name, function in functions:
+        file[name] = inspect.unwrap(function)
+    try:
+        yield
+    finally:
+        for file, name, function in functions:
+            file[name] = function
 
 
 def _dispatching(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:

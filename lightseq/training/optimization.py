@@ -37,7 +37,7 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimiz
         {"params": [p for p in parameters if p in exempt], "weight_decay": 0.0},
     ]
     if config.optim == "sgd":
-        return torch.optim.SGD(groups, lr=config.learning_rate)
+        return LocalSGD(groups, lr=config.learning_rate)
     betas = config.adam_beta1, config.adam_beta2
     if config.optim in EIGHT_BIT:
         from torchao.optim import AdamW8bit
@@ -60,17 +60,26 @@ def _without_decay(model: nn.Module) -> set[nn.Parameter]:
     return found
 
 
-class LocalAdamW(torch.optim.AdamW):
-    """AdamW that updates the local tensors of DTensors. The optimizer state stays DTensors.
+class _LocalUpdates(torch.optim.Optimizer):
+    """Lets an optimizer of torch update the local tensors of DTensors. The optimizer state stays DTensors.
 
     An update of DTensors goes through their dispatcher, which costs host time per tensor and caches an entry per step.
+    It also refuses lists in which some tensors are not DTensors, as float32 parameters that every rank has whole.
     """
 
-    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:  # type: ignore[override]
-        is_complex: bool = super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
+    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
+        result: bool = super()._init_group(group, *lists)  # type: ignore[misc]
         for tensors in lists:
             tensors[:] = [local_part(tensor) for tensor in tensors]
-        return is_complex
+        return result
+
+
+class LocalAdamW(_LocalUpdates, torch.optim.AdamW):
+    """AdamW on local tensors."""
+
+
+class LocalSGD(_LocalUpdates, torch.optim.SGD):
+    """SGD without momentum on local tensors."""
 
 
 def set_rate(group: dict[str, Any], rate: float) -> None:

@@ -24,6 +24,7 @@ from lightseq.models import random_weights, weights
 from lightseq.models.build import build_plain, constructed_buffers
 from lightseq.models.decoder import text_config
 from lightseq.models.flops import total_parameters
+from lightseq.models.recurrent_layers import without_kernels
 from lightseq.modules.replaced_head import with_head
 from lightseq.tools.verify.data import Document, data_row
 from lightseq.tools.verify.report import FAIL, SKIP, Row, relative_error, result_row
@@ -83,7 +84,9 @@ def model_rows(
     if world.is_main:
         documents = [x.padded(length) for x in chain(*sequences) if x.valid_tokens]
         try:
-            rows += _compare(step, _plain_model(plain_config, config.seed, world.device), documents, config)
+            plain = _plain_model(plain_config, config.seed, world.device)
+            with without_kernels(plain):
+                rows += _compare(step, plain, documents, config)
         except torch.OutOfMemoryError as error:
             reason = f"the plain model on rank 0 ran out of memory ({str(error).split('.')[0]}); free GPU 0"
             rows += [Row(name, FAIL, reason) for name in ("loss", "gradients")]
