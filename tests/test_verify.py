@@ -124,7 +124,7 @@ def test_everything_passes_where_nothing_is_wrong(ranks: int, flags: list[str], 
     tiny_config("llama4").save_pretrained(tmp_path / "llama4")
     tiny_config("gemma4_text", num_hidden_layers=6, **GEMMA4).save_pretrained(tmp_path / "gemma4")
     tiny_config("falcon_h1").save_pretrained(tmp_path / "falcon_h1")
-    tiny_config("qwen3_moe", num_experts=12).save_pretrained(tmp_path / "qwen3_moe")
+    tiny_config("qwen3_moe", num_local_experts=12).save_pretrained(tmp_path / "qwen3_moe")
     tiny_config("qwen3_5", image_token_id=60, video_token_id=61).save_pretrained(tmp_path / "qwen3_5")
     for wrong in spawn(ranks, passes, str(tmp_path), flags):
         assert not wrong, "\n".join(wrong)
