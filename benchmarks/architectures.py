@@ -51,7 +51,7 @@ from benchmarks.tiny_models import (
 from lightseq import hf
 from lightseq.attention.context import release
 from lightseq.config.command_line import parse
-from lightseq.distributed.parallel_dims import parallel_dims
+from lightseq.distributed.parallel_dims import parallel_dims, whole_tensor
 from lightseq.distributed.world import World
 from lightseq.memory.recomputation import MemorySettings
 from lightseq.models import weights
@@ -249,7 +249,7 @@ def compare_training(config: PreTrainedConfig, packed: bool, flags: Sequence[str
     release(parallel.context)
     total = loss.detach().clone()
     dist.all_reduce(total)
-    gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
+    gradients = {name: whole_tensor(p.grad) for name, p in model.named_parameters() if p.grad is not None}
     return compared(total.item(), gradients, want, expected)
 
 

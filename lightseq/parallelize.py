@@ -114,6 +114,7 @@ def parallelize(
     """Applies every technique to a model, which may be on the meta device, and shards it with FSDP2."""
     parallel = apply_techniques(model, config, dims, memory)
     ignored = [model.get_parameter(name) for name in (*parallel.whole, *parallel.experts)]
+    ignored += [parameter for parameter in model.parameters() if not parameter.numel()]  # FSDP2 cannot cut them
     shard_parameters(parallel.loss_model, parallel.units, ignored)
     if memory.state_on_host and dims.shard == 1 and not config.tiles_layers:
         # Tiled layers run for seconds, and need no prefetch.

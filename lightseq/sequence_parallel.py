@@ -49,7 +49,7 @@ def make_group(
     attention; layers may differ from it, if the schedule allows their heads. The schedule is chosen for
     sequences of `length` tokens, but other lengths run too. `device` (default: the current GPU, else the CPU) and
     `dtype` describe q, k and v. `options` are fields of `AttentionConfig`, such as `schedule`, `packed` (most
-    sequences hold several documents) or `windows` (some layers have a sliding window).
+    sequences hold several documents) or `windows` (some layers have a window shorter than a row, padding included).
 
     Raises TypeError for an unknown option, and ValueError for heads or ranks that the schedule does not support.
     """

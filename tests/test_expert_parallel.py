@@ -2,6 +2,7 @@
 
 import json
 import os
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from worlds import spawn
 
 from benchmarks.tiny_models import ids, plain_model, tiny_config
 from lightseq.cli import BOTH
+from lightseq.distributed.parallel_dims import parallel_dims, whole_tensor
+from lightseq.distributed.world import World
 from lightseq.memory import offload
 from lightseq.models.weights import WEIGHTS
 from lightseq.modules.expert_parallel import EXPERT, EXPERT_DATA, distribute_experts
@@ -76,6 +79,26 @@ def test_ranks_with_different_sequences_share_experts(tmp_path: Path) -> None:
         check_equal(tmp_path / name, tmp_path / "one")
 
 
+def gather_on_the_mesh_of_experts(rank: int, expert_size: int) -> None:
+    """Also on one whose ranks do not ascend where its axes are joined: [[0, 2], [1, 3]]."""
+    world = World(rank, dist.get_world_size(), rank, dist.get_world_size(), torch.device("cpu"))
+    mesh = parallel_dims(world, expert_size=expert_size).expert_mesh
+    assert mesh is not None
+    whole = torch.arange(24.0 * 24 * 2).view(24, 24, 2)
+    for placements in product((Shard(0), Shard(1), Replicate()), repeat=2):
+        part = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+        assert torch.equal(whole_tensor(part), whole), placements
+    ones = DTensor.from_local(torch.ones(3), mesh, (Partial(), Partial()), run_check=False)
+    assert whole_tensor(ones).tolist() == [world.size] * 3
+    assert whole_tensor(whole) is whole
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize(("world", "expert_size"), [(2, 2), (3, 3), (4, 2), (4, 4)])
+def test_tensors_are_gathered_whole_on_every_mesh_of_experts(world: int, expert_size: int) -> None:
+    spawn(world, gather_on_the_mesh_of_experts, expert_size)
+
+
 def saved_by_sharded_experts(_rank: int, gathers_again: bool, count: int) -> dict[str, int]:
     """Returns the number of saved whole weights of experts that two ranks share, and the bytes that are offloaded."""
     model, plain = (plain_model(tiny_config("qwen3_moe", num_experts=count)) for _ in range(2))
@@ -99,7 +122,7 @@ def saved_by_sharded_experts(_rank: int, gathers_again: bool, count: int) -> dic
     for name, weight in plain.named_parameters():
         grad: Any = model.get_parameter(name).grad
         if isinstance(grad, DTensor):  # of two ranks with the same tokens
-            grad = grad.full_tensor() / 2
+            grad = whole_tensor(grad) / 2
         assert (grad - weight.grad).norm() <= 1e-5 * weight.grad.norm(), name
     return {"saved": sum(shape in shapes for shape in saved), "offloaded": host.offloaded_bytes}
 

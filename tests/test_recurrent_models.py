@@ -34,6 +34,7 @@ from lightseq.models.family import context_warning
 from lightseq.models.flops import describe_recurrences
 from lightseq.models.recurrent_layers import without_kernels
 from lightseq.training.setup_checks import check_recurrences
+from lightseq.training.setup_checks import check_mixers
 from lightseq.utils import versions
 
 LENGTH = ids().shape[1]
@@ -211,9 +212,9 @@ def test_a_recurrent_schedule_that_cannot_run_is_refused(
     config = tiny_config(model_type)
     config.update(changes)
     architecture = inspect_architecture(config)
-    check_recurrences(parse([*NEEDED, "--recurrent_schedule", "auto"], ""), architecture, 2)
+    check_mixers(parse([*NEEDED, "--recurrent_schedule", "auto"], ""), architecture, 2)
     with pytest.raises(ValueError) as error:
-        check_recurrences(parse([*NEEDED, "--recurrent_schedule", way], ""), architecture, 2)
+        check_mixers(parse([*NEEDED, "--recurrent_schedule", way], ""), architecture, 2)
     assert str(error.value).startswith(line)
 
 

@@ -81,6 +81,7 @@ def passes(rank: int, folder: str, cases: Sequence[str]) -> list[str]:
 
 LONG = "300000"  # tokens, of which a rank would tile its MLPs
 TINY2, TINY3 = (f"--model_name_or_path tiny-llama{n} --random_init --model_max_length" for n in (2, 3))
+MIXTURE = "--model_name_or_path FOLDER/qwen3_moe --random_init --model_max_length 50 --expert_parallel_size"
 QUICK = [
     f"{TINY3} {LONG} --schedule zigzag --offload activations --layers_per_checkpoint 2",
     f"{TINY2} 150 --schedule ulysses --fsdp '' --bf16",
@@ -89,6 +90,7 @@ QUICK = [
     "--model_name_or_path FOLDER/gemma4 --random_init --model_max_length 50",
     "--model_name_or_path FOLDER/falcon_h1 --random_init --model_max_length 50",  # decays to almost nothing
     "--model_name_or_path FOLDER/qwen3_moe --random_init --model_max_length 50",
+    f"{MIXTURE} 2",
     "--model_name_or_path FOLDER/qwen3_5 --random_init --model_max_length 50",
 ]
 GEMMA4 = {"num_kv_shared_layers": 0, "layer_types": [*["sliding_attention"] * 5, "full_attention"]}
@@ -106,7 +108,9 @@ FLAGS = {
         f"{TINY2} 150 --schedule prefix --fsdp '' --offload both",
         f"{TINY3} 150 --schedule balanced --remat full --bf16",
         f"{TINY2} 150 --schedule striped --remat none --tf32 --gradient_accumulation_steps 2",
+        f"{MIXTURE} 3",
     ],
+    4: [f"{MIXTURE} 4", f"{MIXTURE} 2"],
 }
 
 
@@ -120,7 +124,7 @@ def test_everything_passes_where_nothing_is_wrong(ranks: int, flags: list[str], 
     tiny_config("llama4").save_pretrained(tmp_path / "llama4")
     tiny_config("gemma4_text", num_hidden_layers=6, **GEMMA4).save_pretrained(tmp_path / "gemma4")
     tiny_config("falcon_h1").save_pretrained(tmp_path / "falcon_h1")
-    tiny_config("qwen3_moe").save_pretrained(tmp_path / "qwen3_moe")
+    tiny_config("qwen3_moe", num_local_experts=12).save_pretrained(tmp_path / "qwen3_moe")
     tiny_config("qwen3_5", image_token_id=60, video_token_id=61).save_pretrained(tmp_path / "qwen3_5")
     for wrong in spawn(ranks, passes, str(tmp_path), flags):
         assert not wrong, "\n".join(wrong)

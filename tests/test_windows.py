@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Mapping
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -28,14 +28,16 @@ from transformers import (
 )
 from worlds import one_process, spawn
 
+from benchmarks.tiny_models import plain_model, tiny_config
 from lightseq import hf
+from lightseq.attention.config import AttentionConfig
 from lightseq.kernels.attention.base import Saved
 from lightseq.kernels.attention.reference import ReferenceKernel
 from lightseq.kernels.attention.tile import backward_tile, forward_tile
 from lightseq.kernels.attention.torch_native import CpuKernel
-from lightseq.schedule.algorithms import make_schedule
+from lightseq.schedule.algorithms import SCHEDULES, make_schedule
 from lightseq.schedule.cost import AttentionShape, move_bytes
-from lightseq.schedule.documents import pad_boundaries, padded_length
+from lightseq.schedule.documents import local_tokens, pad_boundaries, padded_length
 from lightseq.schedule.layout import Layout
 from lightseq.schedule.proof import InvalidSchedule, validate
 from lightseq.schedule.segments import Segments
@@ -224,6 +226,66 @@ def test_loss_and_gradients_equal_transformers(name: str, world: int, packed: bo
 def test_one_document_may_fill_a_packed_row(world: int) -> None:
     """It keeps the layout of packed rows, by which its tokens were split."""
     spawn(world, train, "mistral", "auto", True, False, (0, 48))
+
+
+def train_around_the_window(rank: int, names: tuple[str, ...], lengths: tuple[int, ...]) -> None:
+    """At some of these lengths only the padding exceeds the window, which every table covers."""
+    for name in names:
+        model = plain_model(tiny_config(name, attention_chunk_size=WINDOW)) if name == "llama4_text" else model_of(name)
+        for length in lengths:
+            for documents in (None, (0, 3, length)):
+                check_at_length(model, length, documents)
+
+
+def check_at_length(model: PreTrainedModel, length: int, documents: tuple[int, ...] | None) -> None:
+    ids = torch.randint(3, 60, (1, length), generator=torch.Generator().manual_seed(length))
+    parts = [ids] if documents is None else [ids[:, a:b] for a, b in pairwise(documents)]
+    targets = torch.tensor(sum(part.shape[1] - 1 for part in parts))
+    expected = sum(model(input_ids=x, labels=x, num_items_in_batch=targets, use_cache=False).loss for x in parts)
+    context = hf.enable(model, length=length, packed=documents is not None)
+    loss = model(**hf.shard_batch(context, ids, ids, cu_seqlens=documents)).loss.detach()
+    hf.disable(model)
+    dist.all_reduce(loss)
+    assert abs(loss - expected) < 1e-5 * abs(expected), (type(model).__name__, length, documents, loss, expected)
+
+
+@pytest.mark.parametrize(
+    ("world", "names"),
+    [
+        (3, ("mistral", "gpt-oss", "llama4_text")),  # a window, sinks beside it, chunks
+        *(pytest.param(n, (*MODELS, "llama4_text"), marks=pytest.mark.slow) for n in (1, 2, 3, 4)),
+    ],
+)
+def test_lengths_around_the_window_equal_transformers(world: int, names: tuple[str, ...]) -> None:
+    spawn(world, train_around_the_window, names, tuple(range(WINDOW - 2, WINDOW + 3)))
+
+
+def test_the_longest_row_bounds_what_every_schedule_pads_a_row_to() -> None:
+    for name, world, length, packed in product(("auto", *SCHEDULES), (1, 2, 3, 4, 8), (1, 63, 64, 500), (False, True)):
+        if name == "usp" and world < 4:
+            continue
+        bound = AttentionConfig(schedule=name, length=length, packed=packed).longest_row(world)
+        padded = [
+            world * local_tokens(make_schedule(x, world), length, packed)
+            for x in (SCHEDULES if name == "auto" else (name,))
+            if x != "usp" or world >= 4
+        ]
+        assert bound >= max(padded) and (name == "auto" or bound == padded[0])
+
+
+def exceed_the_window(rank: int) -> str:
+    model = model_of("mistral")
+    context = hf.enable(model, length=WINDOW - 3)
+    ids = torch.arange(2 * WINDOW)[None]
+    with pytest.raises(ValueError) as caught:
+        model(**hf.shard_batch(context, ids, ids))
+    return str(caught.value)
+
+
+def test_rows_longer_than_those_that_attention_was_enabled_for_are_refused_beyond_the_window() -> None:
+    for line in spawn(2, exceed_the_window):
+        assert line.startswith("a row of 20 tokens, padding included, exceeds a layer's window of 9, which schedule")
+        assert line.endswith("enable attention with that length, or with schedule prefix")
 
 
 @pytest.mark.slow

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lightseq.data.batches import Batch
+from lightseq.distributed.parallel_dims import whole_tensor
 from lightseq.distributed.stopwatch import DeviceTimestamp
 from lightseq.distributed.world import World
 from lightseq.models import adapters, random_weights, weights
@@ -153,9 +153,7 @@ class TrainerPeer:
 
 def plain_tensor(x: Tensor | float) -> Tensor:
     """Returns a scalar as a plain tensor without waiting for the device."""
-    if isinstance(x, DTensor):
-        return x.full_tensor()
-    return x.detach() if isinstance(x, Tensor) else torch.tensor(float(x))
+    return whole_tensor(x.detach()) if isinstance(x, Tensor) else torch.tensor(float(x))
 
 
 def measure(step: Callable[[int], StepOutcome | StepResult], steps: range, device: torch.device) -> dict[str, Any]:

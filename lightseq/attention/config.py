@@ -6,6 +6,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from lightseq.config.remat_policies import may_keep_gathered
+from lightseq.schedule.algorithms import SCHEDULES, schedule_without_steps
+from lightseq.schedule.auto import AUTO
+from lightseq.schedule.documents import local_tokens
 
 if TYPE_CHECKING:
     from lightseq.config.train_config import TrainConfig
@@ -29,7 +32,7 @@ class AttentionConfig:
     deterministic: bool = False  # bit-identical gradients in every run
     gpus_per_host: int | None = None  # neighbouring ranks of the group that share a host (default: all)
     packed: bool = False  # most sequences hold several documents; `auto` is then prefix, which balances them
-    windows: bool = False  # some layers have a window shorter than `length`; `auto` is then prefix
+    windows: bool = False  # some layers have a window shorter than the rows, padding included; `auto` is then prefix
     softcap: bool = False  # some layers cap their scores softly, which few kernels support
     # Under ulysses, save gathered q, k and v for the backward pass instead of the rank's own, so that they travel once.
     # Set it to False if a checkpoint recomputes q, k and v.
@@ -38,6 +41,18 @@ class AttentionConfig:
     recurrent_schedule: str = "auto"
     # Layers pass their heads in slices, one after the other (`tile_layers`); a schedule then needs fewer head groups.
     layers_slice_heads: bool = False
+
+    def longest_row(self, ranks: int) -> int:
+        """Returns the most tokens that a row of `length` tokens can have once it is padded for a group of ranks.
+
+        A layer's window matters if it is shorter, because tables cover the padding too. Raises ValueError for a
+        requested schedule that these ranks cannot form.
+        """
+        if self.schedule == AUTO:
+            made = [schedule_without_steps(name, ranks) for name, x in SCHEDULES.items() if x.ulysses_group == "one"]
+        else:
+            made = [schedule_without_steps(self.schedule, ranks, ulysses_size=self.ulysses_size)]
+        return ranks * max(local_tokens(schedule, self.length, self.packed) for schedule in made)
 
     @classmethod
     def from_flags(

@@ -100,7 +100,7 @@ def _check_window(module: nn.Module, window: int | None, of_mask: int | None, to
     if min(x for x in (window, of_mask) if x is not None) < tokens:
         raise ValueError(
             f"{type(module).__name__} passes window {window} to attention, but its model's mask has {of_mask}; set "
-            "sliding_window in the model's config to None, or to at least the length"
+            f"sliding_window in the model's config to None, or to at least {tokens}, the length with its padding"
         )
 
 

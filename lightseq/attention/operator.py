@@ -19,7 +19,7 @@ from lightseq.comm.transport import base_transport_name
 from lightseq.kernels.attention.base import Saved
 from lightseq.kernels.attention.selection import with_softcap
 from lightseq.kernels.logit_transform import LogitTransform
-from lightseq.schedule.algorithms import check_heads
+from lightseq.schedule.algorithms import SCHEDULES, check_heads
 from lightseq.schedule.chunks import Chunk, chunked_schedule
 from lightseq.schedule.documents import packed_schedule
 from lightseq.schedule.table import Schedule
@@ -176,6 +176,11 @@ def _table(context: SequenceContext, q: Tensor, boundaries: Tensor | None, windo
     if isinstance(window, Chunk) and window < whole[-1]:
         return chunked_schedule(context.schedule, whole, window, packed=boundaries is not None)
     if window is not None and window < whole[-1]:
+        if not SCHEDULES[context.schedule.name].one_tile_per_query:
+            raise ValueError(
+                f"a row of {whole[-1]} tokens, padding included, exceeds a layer's window of {window}, which schedule "
+                f"{context.schedule.name} does not support; enable attention with that length, or with schedule prefix"
+            )
         return windowed_schedule(context.schedule, whole, window, packed=boundaries is not None)
     return context.schedule if boundaries is None else packed_schedule(context.schedule, whole)
 

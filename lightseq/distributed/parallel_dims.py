@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from lightseq.distributed.world import World
 from lightseq.utils.formatting import divisors, plural
@@ -130,6 +130,21 @@ def check_expert_size(expert_size: int, host_ranks: int) -> None:
 def local_part(tensor: Tensor) -> Tensor:
     """Returns this rank's part of a tensor, sharing its memory; a plain tensor is returned unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """Gathers a tensor from all ranks that hold a part of it; a plain tensor is returned unchanged.
+
+    Every rank of the mesh must call it. Gathers over one axis of the mesh after the other, the last one first, because
+    DTensor.full_tensor raises KeyError in torch before 2.13 where the ranks along flattened axes do not ascend.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    placements = list(tensor.placements)
+    for axis in reversed(range(len(placements))):
+        placements[axis] = Replicate()
+        tensor = tensor.redistribute(placements=placements)
+    return tensor.to_local()
 
 
 def shard_groups(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:

@@ -84,9 +84,9 @@ def enable(
             f"length is {given_length}, but {type(transformers_model(model)).__name__} has a table for {positions} "
             f"positions; give {positions} or less"
         )
-    config = _completed(config, model)
-    assert config.device is not None and config.dtype is not None
     mixers, ranks = mixer_modules(model), process_group(group)
+    config = _completed(config, model, dist.get_world_size(ranks))
+    assert config.device is not None and config.dtype is not None
     check_recurrent_schedule(
         config.recurrent_schedule,
         type(transformers_model(model)).__name__,
@@ -133,7 +133,7 @@ def disable(model: PreTrainedModel) -> None:
     record.changes.undo()
 
 
-def _completed(config: AttentionConfig, model: PreTrainedModel) -> AttentionConfig:
+def _completed(config: AttentionConfig, model: PreTrainedModel, ranks: int) -> AttentionConfig:
     """Returns a config with the device, dtype, windows and softcap of a model where they are left open."""
     parameter = next(model.parameters())
     reaches = [reach for reach in layer_windows(model.config) if reach is not None]
@@ -141,7 +141,7 @@ def _completed(config: AttentionConfig, model: PreTrainedModel) -> AttentionConf
         config,
         device=torch.device(config.device or parameter.device),
         dtype=config.dtype or parameter.dtype,
-        windows=config.windows or any(reach < config.length for reach in reaches),
+        windows=config.windows or (bool(reaches) and min(reaches) < config.longest_row(ranks)),
         softcap=config.softcap or caps_scores(model.config),
     )
 

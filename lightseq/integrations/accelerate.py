@@ -23,7 +23,7 @@ from lightseq import hf
 from lightseq.distributed.environment import ranks_per_host
 from lightseq.hf.changes import record_of
 from lightseq.integrations.whole_batches import WHOLE_BATCHES, WholeBatches, whole_batches_of
-from lightseq.models.architecture import transformers_model
+from lightseq.models.architecture import layer_windows, transformers_model
 from lightseq.utils.formatting import check_names, divisors
 
 ATTENTION_OPTIONS = (*hf.ENABLE_OPTIONS, "config")
@@ -112,7 +112,9 @@ def enable(model: nn.Module, mesh: DeviceMesh, accelerator: Accelerator, **optio
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}  # of autocast; fp8 has no other attention than bf16
     mixed = accelerator.mixed_precision
     dtype = dtypes.get(mixed, torch.bfloat16 if mixed == "fp8" else inner.dtype)
-    here = {"device": accelerator.device, "dtype": dtype, "gpus_per_host": _ranks_per_host(mesh)}
+    # Rows may be longer than a trainer's max_length: padding_free joins the rows of a batch.
+    windows = any(reach is not None for reach in layer_windows(inner.config))
+    here = {"device": accelerator.device, "dtype": dtype, "gpus_per_host": _ranks_per_host(mesh), "windows": windows}
     whole = WholeBatches(unwrapped, hf.enable(inner, mesh[SEQUENCE], **{**here, **options}))
     record = record_of(inner)
     assert record is not None

@@ -105,7 +105,7 @@ class Architecture:
         return any(isinstance(mixer, LinearMixer) for layer in self.kinds for mixer in layer.mixers)
 
     def has_windows(self, length: int) -> bool:
-        """Returns whether some layer does not see a whole sequence of this length."""
+        """Returns whether some layer does not see all of a row of this length, padding included."""
         windows = [mixer.window for layer in self.kinds for mixer in layer.attentions]
         return any(window is not None and window < length for window in windows)
 

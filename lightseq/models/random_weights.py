@@ -80,7 +80,7 @@ def _initialize(
     with torch.no_grad(), torch.random.fork_rng(devices=devices), guard_torch_init_functions(), generators:
         torch.manual_seed(_hashed(seed, min(drawn)))  # for draws that are not made in a parameter
         run(unit)
-    return drawn.keys() - generators.written
+    return {name for name, whole in drawn.items() if whole.numel()} - generators.written  # nothing writes empty ones
 
 
 def _constructed(model: PreTrainedModel, seed: int) -> dict[str, Tensor]:

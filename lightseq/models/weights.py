@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import GenerationConfig, PreTrainedModel
 
+from lightseq.distributed.parallel_dims import whole_tensor
 from lightseq.models import mxfp4
 from lightseq.models.build import constructed_buffers
 from lightseq.models.decoder import float32_parameters, has_towers, text_config, ties_embeddings
@@ -312,8 +313,7 @@ def _source_files(model: PreTrainedModel, trained_from: Path | None) -> dict[str
 def full_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yields every parameter, gathered whole from all ranks; tied ones once. Every rank must iterate to the end."""
     for name, parameter in model.named_parameters():
-        data = parameter.detach()
-        yield name, data.full_tensor() if isinstance(data, DTensor) else data
+        yield name, whole_tensor(parameter.detach())
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:

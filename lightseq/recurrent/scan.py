@@ -39,6 +39,11 @@ def scan(
     must call it, forward and backward. Raises ValueError for a layout or heads that the group's `recurrent_schedule`
     does not take.
     """
+    if k.shape != q.shape or v.shape[2] % q.shape[2]:
+        raise ValueError(
+            f"a recurrence has {v.shape[2]} heads of values, {q.shape[2]} of queries and {k.shape[2]} of keys; set "
+            "equal numbers of queries and keys, of which that of values is a multiple"
+        )
     boundaries = None if documents is None else documents.boundaries
     fragments = count_fragments(group, v.shape[1], packed=documents is not None)
     if choose(group.recurrent_schedule, group.layout.world, v.shape[2], fragments) == HEADS:

@@ -49,10 +49,10 @@ from lightseq.training.setup_checks import (
     check_disk_space,
     check_kernel,
     check_layers,
+    check_mixers,
     check_packages,
     check_packing,
     check_profiled,
-    check_recurrences,
     flag_warnings,
     require_chats,
     warn_unreached,
@@ -281,8 +281,8 @@ def find_model(config: TrainConfig, family: ModelFamily, world: World) -> FoundM
     source = resolve(family, config.model_name, config.random_init)
     model_config = apply_rope(source.config, config.rope_theta, config.rope_scaling, config.model_max_length)
     check_layers(config, inspect_architecture(model_config))
-    check_recurrences(config, inspect_architecture(model_config), dims.sequence)
-    check_kernel(config, model_config, world.device)
+    check_mixers(config, inspect_architecture(model_config), dims.sequence)
+    check_kernel(config, model_config, world.device, dims.sequence)
     if config.packing != "none":
         check_packing(config.packing, model_config)
     check_fp8(config.fp8, config.fp8_emulate, matrix_sizes(model_config), world.device)

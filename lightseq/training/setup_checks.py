@@ -131,8 +131,6 @@ def check_layers(config: TrainConfig, architecture: Architecture) -> None:
             f"--layers_per_checkpoint {config.group_size} does not work with experts, which the group's second forward "
             "pass could choose otherwise; leave it out"
         )
-    if architecture.has_windows(config.model_max_length):
-        choose_windowed(ScheduleChoice(config.schedule))
     for layer in distinct(architecture.layers):
         if layer.mixes_tokens and not layer.mixers:  # nothing here knows whether and how its tokens read others
             raise ValueError(
@@ -160,8 +158,11 @@ def check_layers(config: TrainConfig, architecture: Architecture) -> None:
         )
 
 
-def check_recurrences(config: TrainConfig, architecture: Architecture, ranks: int) -> None:
-    """Raises ValueError if the model's recurrent layers cannot span this many ranks in the way that the flags ask."""
+def check_mixers(config: TrainConfig, architecture: Architecture, ranks: int) -> None:
+    """Raises ValueError if windows or recurrent layers cannot span this many ranks in the way that the flags ask."""
+    row = AttentionConfig.from_flags(config, torch.device("cpu")).longest_row(ranks)
+    if architecture.has_windows(row):
+        choose_windowed(ScheduleChoice(config.schedule))
     mixers = [mixer for layer in distinct(architecture.layers) for mixer in layer.linear_mixers]
     check_recurrent_schedule(config.recurrent_schedule, architecture.name, mixers, ranks)
 
@@ -181,25 +182,23 @@ def check_packing(packing: str, model_config: PreTrainedConfig) -> None:
         )
 
 
-def check_kernel(config: TrainConfig, model_config: PreTrainedConfig, device: torch.device) -> None:
+def check_kernel(config: TrainConfig, model_config: PreTrainedConfig, device: torch.device, ranks: int) -> None:
     """Raises ValueError if the attention kernel cannot run the model on this device."""
-    for spec in kernel_specs(config, model_config, device.type, compute_capability(device)):
+    for spec in kernel_specs(config, model_config, device.type, compute_capability(device), ranks):
         select(config.kernel_name, spec)
 
 
 def kernel_specs(
-    config: TrainConfig, model_config: PreTrainedConfig, device_type: str, capability: tuple[int, int]
+    config: TrainConfig, model_config: PreTrainedConfig, device_type: str, capability: tuple[int, int], ranks: int
 ) -> list[KernelSpec]:
     """Returns what a run's attention kernels have to support, one for each kind of heads.
 
-    The device has this type and CUDA compute capability.
+    The device has this type and CUDA compute capability; this many ranks share a sequence.
     """
     architecture = inspect_architecture(model_config)
-    options = replace(
-        AttentionConfig.from_flags(config, torch.device(device_type)),
-        windows=architecture.has_windows(config.model_max_length),
-        softcap=caps_scores(model_config),
-    )
+    options = AttentionConfig.from_flags(config, torch.device(device_type))
+    windows = architecture.has_windows(options.longest_row(ranks))
+    options = replace(options, windows=windows, softcap=caps_scores(model_config))
     return [
         attention_kernel_spec(options, dim, capability, value_dim)
         for dim, value_dim in dict.fromkeys((x.heads.dim, x.heads.value_dim) for x in architecture.attentions)

@@ -20,7 +20,7 @@ from lightseq.memory.planner.advice import changes_to_fit, faster_change, longes
 from lightseq.memory.planner.breakdown import GIB
 from lightseq.memory.planner.choice import make_plan
 from lightseq.memory.planner.document_lengths import read_document_lengths
-from lightseq.memory.planner.rates import DEFAULT_CORES, MEASURED_ON, Chip, chip_named
+from lightseq.memory.planner.rates import DEFAULT_CORES, MEASURED_ON, chip_named
 from lightseq.memory.planner.run import Hardware, PlannedRun
 from lightseq.models.architecture import inspect_architecture
 from lightseq.models.build import build_on_meta
@@ -32,7 +32,7 @@ from lightseq.modules.fp8 import check_hardware
 from lightseq.tools.plan.attention import MAX_SEQUENCE_RANKS
 from lightseq.tools.plan.report import record, tables
 from lightseq.training.router_flags import make_routers
-from lightseq.training.setup_checks import check_layers, check_packing, check_recurrences, kernel_specs
+from lightseq.training.setup_checks import check_layers, check_mixers, check_packing, kernel_specs
 from lightseq.utils.files import open_output
 
 PROGRAM = "lightseq plan"
@@ -84,12 +84,12 @@ def _planned_run(family: ModelFamily, own: argparse.Namespace, training: Sequenc
         if (size := getattr(own, name)) is not None and not 0 < size < math.inf:
             raise ValueError(f"--{name} {size:g}: give a number of GiB above 0")
     chip = chip_named(own.chip)
-    _check_chip(config, model, chip)
     gpu = chip.memory_bytes if own.gpu_memory is None else own.gpu_memory * GIB
     host = math.inf if own.host_memory is None else own.host_memory * GIB
     hardware = Hardware(chip, own.gpus, own.gpus_per_host, gpu, host, own.host_cores)
     run = PlannedRun(model, config, hardware, documents=read_document_lengths(config, model))
-    check_recurrences(config, run.architecture, run.sequence_ranks)
+    _check_chip(run)
+    check_mixers(config, run.architecture, run.sequence_ranks)
     _check_experts(run)
     if run.sequence_ranks > MAX_SEQUENCE_RANKS:
         raise ValueError(
@@ -121,13 +121,14 @@ def _check_experts(run: PlannedRun) -> None:
             split_of(experts, ranks, hardware.gpus // ranks)
 
 
-def _check_chip(config: TrainConfig, model: PreTrainedConfig, chip: Chip) -> None:
+def _check_chip(run: PlannedRun) -> None:
     """Raises ValueError if training would refuse the flags on this GPU even with every kernel installed."""
+    config, chip = run.config, run.hardware.chip
     if config.fp8 is not None and not config.fp8_emulate:
         check_hardware(config.fp8, chip.device, chip.capability)
     if config.kernel_name == "auto":
         return
-    for spec in kernel_specs(config, model, "cuda", chip.capability):
+    for spec in kernel_specs(config, run.model, "cuda", chip.capability, run.sequence_ranks):
         if reason := why_unsupported(config.kernel_name, spec):
             raise ValueError(
                 f"--kernel {config.kernel_name} cannot run on {chip.device}: {reason}; choose another, or auto"

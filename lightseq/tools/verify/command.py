@@ -112,7 +112,9 @@ def _rows_of_run(config: TrainConfig, family: ModelFamily, world: World) -> list
     if world.device.type == "cuda":
         torch.cuda.empty_cache()
     rows.append(transport_row(context.transport, context.group, world.device))
-    specs = kernel_specs(config, inputs.model_config, world.device.type, compute_capability(world.device))
+    specs = kernel_specs(
+        config, inputs.model_config, world.device.type, compute_capability(world.device), context.layout.world
+    )
     attentions = inspect_architecture(inputs.model_config).attentions
     for spec in specs:
         heads = next(x.heads for x in attentions if (x.heads.dim, x.heads.value_dim) == (spec.head_dim, spec.value_dim))

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lightseq.attention.context import SequenceContext
 from lightseq.config.train_config import TrainConfig
+from lightseq.distributed.parallel_dims import whole_tensor
 from lightseq.distributed.world import World
 from lightseq.models import random_weights, weights
 from lightseq.models.build import build_plain, constructed_buffers
@@ -106,7 +106,7 @@ def _distributed_step(trainer: Trainer) -> Step:
         updates.append(True)
         for name, parameter in trainer.model.named_parameters():
             grad = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-            whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
+            whole = whole_tensor(grad)
             if trainer.world.is_main:
                 gradients[name] = whole.detach().to("cpu", torch.float32, copy=True)
 
