@@ -33,7 +33,6 @@ from lightseq.models.architecture import inspect_architecture
 from lightseq.models.family import context_warning
 from lightseq.models.flops import describe_recurrences
 from lightseq.models.recurrent_layers import without_kernels
-from lightseq.training.setup_checks import check_recurrences
 from lightseq.training.setup_checks import check_mixers
 from lightseq.utils import versions
 
