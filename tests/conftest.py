@@ -318,9 +318,9 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    marker = item.get_closest_marker("compat")
-    if marker is not None and marker.args and Version(version("transformers")) < Version(marker.args[0]):
-        pytest.skip(f"needs transformers {marker.args[0]}, {version('transformers')} here")
+    for marker in item.iter_markers("compat"):
+        if marker.args and Version(version("transformers")) < Version(marker.args[0]):
+            pytest.skip(f"needs transformers {marker.args[0]}, {version('transformers')} here")
     marker = item.get_closest_marker("gpu")
     if marker is None:
         return
