@@ -52,6 +52,14 @@ def test_a_config_trains_or_is_refused_in_one_line(
     assert line in ended.err and ended.err.count("error:") == bool(line)
 
 
+def test_empty_parameters_compute_in_bfloat16_and_are_refused_by_deepspeed(tmp_path: Path) -> None:
+    words = write(tmp_path, "lfm2", {"block_ff_dim": 1})
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 3}}')
+    assert alone(f"{words} --bf16", "any").status == 0
+    ended = alone(f"{words} --deepspeed {tmp_path}/ds.json", "any")
+    assert ended.status == 2 and "takes no parameters without elements, as Lfm2ForCausalLM has" in ended.err
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("model_type", FAMILIES)
