@@ -26,6 +26,7 @@ TOOLS = $$($(RUN) -c 'import sysconfig; print(sysconfig.get_path("scripts"))')
 
 # What `make test-compat` installs, each pair in an environment of its own under .venv.
 OLDEST := 'torch==2.11.0' 'transformers==5.10.*'
+MIXED := 'torch==2.11.0' 'transformers<6'
 NEWEST := 'torch==2.13.0' 'transformers<6'
 
 # Tests start hundreds of processes, which would compile this program anew.
@@ -39,7 +40,7 @@ help:
 	@echo "                STEPS=$(STEPS) LENGTH=$(LENGTH) BATCH=$(BATCH) OUTPUT=$(OUTPUT) NPROC=(default: one per GPU, else 2)"
 	@echo "make test       install what tests need, run the quick tests on the CPU (about seven minutes on 2 cores); ARGS='-k name' goes to pytest"
 	@echo "make test-all   all tests that need no GPU (about 50 minutes on 2 cores)"
-	@echo "make test-compat  a few tests, with the oldest and the newest torch and transformers; installs both"
+	@echo "make test-compat  some tests (six minutes each) with the oldest torch and transformers, the oldest torch and the newest transformers, and the newest of both; installs all three"
 	@echo "make test-trl   TRL's own tests with our trainers on 2 CPU processes (10 minutes); TRL_CHECKOUT=PATH is its repository"
 	@echo "make test-gpu   the tests that need GPUs"
 	@echo "make check      ruff, mypy, shellcheck"
@@ -100,15 +101,17 @@ test-all: $(TESTS)
 test-compat: .venv/.dev
 	@grep -vE '^(torch|transformers|tokenizers)[=<]' constraints.txt > .venv/compat-constraints.txt
 	@$(call compat,oldest,$(OLDEST))
+	@$(call compat,mixed,$(MIXED))
 	@$(call compat,newest,$(NEWEST))
 
-# Makes or updates .venv/compat-NAME with the given versions, says which these are, and runs the tests marked compat.
+# Makes or updates .venv/compat-NAME with the given versions, says which these are, and runs the tests marked compat. Other
+# files may import what old versions lack.
 define compat
 echo "compat: $(1), into .venv/compat-$(1)"; \
 python3 -m venv .venv/compat-$(1) && .venv/compat-$(1)/bin/python -m pip install -qq --upgrade --disable-pip-version-check \
     -c .venv/compat-constraints.txt $(2) -e ".[dev]" && \
 .venv/compat-$(1)/bin/python -c 'from importlib.metadata import version as v; print("torch", v("torch"), "transformers", v("transformers"))' && \
-.venv/compat-$(1)/bin/python -m pytest -q -m "compat and not slow" $(ARGS)
+.venv/compat-$(1)/bin/python -m pytest -q -m "compat and not slow" $$(grep -l pytest.mark.compat tests/test_*.py) $(ARGS)
 endef
 
 test-trl: $(TESTS)

@@ -114,7 +114,10 @@ def parallelize(
     """Applies every technique to a model, which may be on the meta device, and shards it with FSDP2."""
     parallel = apply_techniques(model, config, dims, memory)
     ignored = [model.get_parameter(name) for name in (*parallel.whole, *parallel.experts)]
-    ignored += [parameter for parameter in model.parameters() if not parameter.numel()]  # FSDP2 cannot cut them
+    empty = [parameter for parameter in model.parameters() if not parameter.numel()]
+    for parameter in empty:  # which FSDP2 cannot cut, so it would not cast them either
+        parameter.data = parameter.data.to(getattr(torch, config.compute_dtype))
+    ignored += empty
     shard_parameters(parallel.loss_model, parallel.units, ignored)
     if memory.state_on_host and dims.shard == 1 and not config.tiles_layers:
         # Tiled layers run for seconds, and need no prefetch.

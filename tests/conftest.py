@@ -4,10 +4,12 @@ import gc
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.version import Version
 
 # Tests start worlds of several processes on few cores; one thread each is fastest, and makes sums repeat exactly.
 # Set before torch is imported, and inherited by every process a test starts.
@@ -316,6 +318,9 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    for marker in item.iter_markers("compat"):
+        if marker.args and Version(version("transformers")) < Version(marker.args[0]):
+            pytest.skip(f"needs transformers {marker.args[0]}, {version('transformers')} here")
     marker = item.get_closest_marker("gpu")
     if marker is None:
         return

@@ -619,8 +619,10 @@ OTHERWISE = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", OTHERWISE)
+@pytest.mark.compat
+@pytest.mark.parametrize(
+    "case", [case if case == "three ranks" else pytest.param(case, marks=pytest.mark.slow) for case in OTHERWISE]
+)
 def test_a_run_resumes_on_other_ranks_to_the_same_losses(files: Path, case: str) -> None:
     world, flags = OTHERWISE[case]
     base = "--max_steps 8 --save_steps 4 --gradient_accumulation_steps 2"

@@ -180,6 +180,7 @@ def run(rank: int, size: int, case: Mapping[str, Any]) -> Numbers:
     return train(rank, size, **case)
 
 
+@pytest.mark.compat("5.19")
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", quick_first(CASES, ["accumulated"]))
 def test_the_loop_equals_plain_torch(case: str, world: int) -> None:

@@ -129,6 +129,7 @@ def train_sequence_parallel(rank: int, case: Mapping[str, Any], size: int, world
     return train(rank, SequenceParallelTrainer, case, world // size, sequence_parallel_size=size)
 
 
+@pytest.mark.compat("5.19")
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", quick_first(TRAINER_CASES, ["accumulated", "FSDP2"]))
 def test_trainer_equals_one_process(case: str, world: int) -> None:
@@ -215,6 +216,7 @@ def resume(rank: int, kind: type[Trainer], adapters: bool) -> tuple[Numbers, Num
     return found[0], found[1]
 
 
+@pytest.mark.compat("5.19")
 @pytest.mark.parametrize(
     ("kind", "adapters"),
     [

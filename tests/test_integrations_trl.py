@@ -183,6 +183,7 @@ def sequence_parallel(
     return run(rank, kind, case, world // size, sequence_parallel_size=size)
 
 
+@pytest.mark.compat("5.19")
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("case", quick_first(SFT_CASES, ["adapters"]))
 def test_sft_equals_one_process(case: str, world: int) -> None:

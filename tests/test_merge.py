@@ -85,6 +85,7 @@ def change_config(adapter: Path, **values: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize(
     "settings",
     [

@@ -288,6 +288,7 @@ def _whole_gradients() -> list[torch.Tensor]:
     return [torch.randn(shape, generator=generator) for shape in ((7, 3), (5, 3), (2, 6), (4, 4), (3,), (6,))]
 
 
+@pytest.mark.compat
 def test_norm_and_clipped_gradients_over_several_meshes_equal_one_process() -> None:
     want = _whole_gradients()
     norms = torch.stack([x.norm() for x in want])

@@ -1,15 +1,19 @@
 """Random weights are those of the model's own initialization."""
 
 import copy
+import json
 import math
 import zlib
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from programs import programs
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from worlds import spawn
 
-from benchmarks.tiny_models import tiny_config
+from benchmarks.tiny_models import ids, tiny_config
 from lightseq.models import random_weights, weights
 from lightseq.models.build import build, build_on_meta
 
@@ -84,3 +88,35 @@ def test_an_initialization_draws_from_other_memory_the_same_each_time(monkeypatc
     first, second, other = drawn(config), drawn(copy.deepcopy(config)), drawn(config, seed=6)
     for (name, x), y, z in zip(first.named_parameters(), second.parameters(), other.parameters(), strict=True):
         assert torch.equal(x, y) and not torch.equal(x, z), name
+
+
+def losses_of(run: Path) -> list[float]:
+    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [record["loss"] for record in records if "loss" in record]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("deepseek_v3", {"n_shared_experts": 0}),
+        ("lfm2", {"block_ff_dim": 1}),  # which it rounds to 0
+    ],
+)
+def test_empty_parameters_need_no_draw(model_type: str, changes: dict[str, int]) -> None:
+    model = drawn(tiny_config(model_type, **changes))
+    assert any(not parameter.numel() for parameter in model.parameters())
+    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
+
+
+@pytest.mark.compat("5.20")
+def test_a_model_with_empty_parameters_trains_and_resumes_on_any_number_of_ranks(tmp_path: Path) -> None:
+    tiny_config("deepseek_v3", n_shared_experts=0).save_pretrained(tmp_path)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"input_ids": ids()[0].tolist()}) + "\n")
+    run = f"--model_name_or_path {tmp_path} --random_init --data_path {tmp_path}/rows.jsonl --model_max_length 50"
+    run += f" --max_steps 3 --save_strategy steps --save_steps 1 --output_dir {tmp_path}"
+    resumed = f"{run}/resumed --resume_from_checkpoint {tmp_path}/two/checkpoint-1"
+    (one,), (two, _) = spawn(1, programs, "any", [f"{run}/one"]), spawn(2, programs, "any", [f"{run}/two", resumed])
+    assert [end.status for end in (*one, *two)] == [0, 0, 0], [end.err for end in (*one, *two)]
+    expected = losses_of(tmp_path / "one")
+    assert losses_of(tmp_path / "two") == pytest.approx(expected, abs=1e-5)
+    assert losses_of(tmp_path / "resumed") == pytest.approx(expected[1:], abs=1e-5)

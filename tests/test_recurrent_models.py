@@ -122,6 +122,18 @@ def test_mixers_run_without_the_kernels_of_other_packages(monkeypatch: pytest.Mo
     assert modeling_qwen3_5.torch_chunk_gated_delta_rule is with_kernel
 
 
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [("qwen3_5_text", {"linear_num_value_heads": 3}), ("olmo_hybrid", {"linear_num_value_heads": 3})],
+)
+def test_heads_of_values_that_are_no_multiple_of_those_of_keys_are_refused(
+    model_type: str, changes: dict[str, int]
+) -> None:
+    """The model is not built for it: its own first forward pass fails."""
+    with pytest.raises(ValueError, match=r"a recurrence has \d heads of values, \d of queries and \d of keys; set"):
+        inspect_architecture(tiny_config(model_type, **changes))
+
+
 def test_an_initial_state_is_refused(alone: None) -> None:
     model = tiny("qwen3_5_text")
     context = hf.enable(model, length=LENGTH)

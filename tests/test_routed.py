@@ -139,6 +139,7 @@ def in_order(rank: int, folder: Path, members: tuple[int, ...], names: str) -> N
             assert calls == [[start + 10 * src + i for src, i in expected]]
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize(("members", "names"), [((0, 1, 2, 3), "abcc"), ((3, 0, 2), "a ba"), ((2, 3, 1), " aab")])
 def test_received_tensors_come_once_and_in_order(members: tuple[int, ...], names: str, tmp_path: Path) -> None:
     """Also in a group of some ranks, whose order differs from the world's."""

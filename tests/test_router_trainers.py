@@ -65,6 +65,7 @@ def compare(world: int, module: str, run: str, kinds: tuple[type[Trainer], type[
             assert_equal(got, wanted)
 
 
+@pytest.mark.compat("5.20")
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", quick_first(TRAINER_CASES, ["accumulated"]))
 def test_trainer_adds_the_router_loss_of_one_process(case: str, world: int) -> None:

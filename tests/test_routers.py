@@ -248,6 +248,7 @@ def test_the_models_own_coefficient_trains_with_the_router_loss(world: int, flag
     check_run(tmp_path, "out", found, tensors)
 
 
+@pytest.mark.compat("5.20")
 @pytest.mark.parametrize(
     ("world", "flags"),
     [

@@ -126,6 +126,7 @@ def saved(folder: Path, **options: Any) -> dict[str, Tensor]:
     return AutoModelForCausalLM.from_pretrained(folder, **options).state_dict()
 
 
+@pytest.mark.compat("5.20")
 @pytest.mark.parametrize(("world", "stage"), [(1, None), (2, None), (2, 1), (2, 3)])
 def test_buffers_are_loaded_trained_with_saved_and_restored(world: int, stage: int | None, files: Path) -> None:
     output, engine = f"run-{world}-{stage}", ""

@@ -806,6 +806,7 @@ def with_secrets(rank: int, family: str, words: str) -> Ended:
     return program(rank, family, words)
 
 
+@pytest.mark.compat
 def test_run_json_describes_the_run_without_secrets(files: Files) -> None:
     words = files.words(
         "llama3", "told", "--max_steps 2 --seed 7 --schedule balanced --data_cache secret-4:secret-5:secret-6"

@@ -89,6 +89,7 @@ def gradients(_rank: int, mixed: bool) -> dict[str, tuple[float, Any]]:
     return {name: (float(norm), x) for name, norm, x in zip(of, norms, whole, strict=True)}
 
 
+@pytest.mark.compat
 def test_layers_sharded_over_some_ranks_have_the_gradients_of_one_process() -> None:
     (want,) = spawn(1, gradients, False)
     for found in spawn(4, gradients, True):

@@ -82,6 +82,7 @@ def initialized(rank: int, want: dict[bool, dict[str, Tensor]]) -> None:
             assert differing(model, expected) == [], f"tied {tied}, {fsdp}"
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize("world", WORLDS)
 def test_fresh_weights_are_the_same_on_any_number_of_ranks(world: int) -> None:
     spawn(world, initialized, {tied: drawn(tied) for tied in (False, True)})
@@ -214,6 +215,7 @@ def round_trip(rank: int, folder: str, tied: bool, want: dict[str, Tensor]) -> N
         assert differing(again, want) == [], name
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("world", WORLDS)
 def test_weights_go_in_and_out_unchanged_on_any_number_of_ranks(world: int, tied: bool, tmp_path: Path) -> None:

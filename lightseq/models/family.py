@@ -134,7 +134,7 @@ def check_config(config: PreTrainedConfig, name: str) -> PreTrainedConfig:
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
     for heads in {attention.heads for attention in attentions}:
-        if heads.key_value < 1 or heads.query % heads.key_value:
+        if min(heads.query, heads.key_value) < 1 or heads.query % heads.key_value:
             raise ValueError(
                 f"{name} has {heads.query} attention heads, not a multiple of its {heads.key_value} key/value heads; "
                 "use another model"

@@ -19,7 +19,7 @@ from lightseq.attention.context import one_rank_context
 from lightseq.attention.module_attention import unhonoured_argument
 from lightseq.kernels.grouped_products import PRODUCT_OP
 from lightseq.kernels.logit_transform import LogitTransform
-from lightseq.models.decoder import attending_part, headless, text_decoder
+from lightseq.models.decoder import attending_part, headless, text_config, text_decoder
 from lightseq.models.layers import Attention, Experts, Heads, LinearMixer, Mixer
 from lightseq.models.mixers import distribute_mixer, mixer_modules
 from lightseq.modules.experts import experts_modules
@@ -188,7 +188,21 @@ def _run(model: nn.Module, tokens: int, **keywords: Any) -> None:
         if hasattr(rope, "inv_freq") or isinstance(kinds, dict):  # other types read positions, which have no values
             rope.rope_type = dict.fromkeys(kinds, "default") if isinstance(kinds, dict) else "default"  # type: ignore[assignment]
     ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
-    model(input_ids=ids, position_ids=ids, use_cache=False, **keywords)
+    vocabulary = text_config(model.config).vocab_size  # type: ignore[arg-type]
+
+    def check_table(table: nn.Module, args: tuple[Any, ...]) -> None:
+        if args and args[0] is ids and table.num_embeddings < vocabulary:  # type: ignore[operator]
+            raise ValueError(
+                f"{type(model).__name__} looks up ids below {vocabulary} in a table of {table.num_embeddings}; correct "
+                "its config"
+            )
+
+    hooks = [x.register_forward_pre_hook(check_table) for x in model.modules() if isinstance(x, nn.Embedding)]
+    try:
+        model(input_ids=ids, position_ids=torch.zeros_like(ids), use_cache=False, **keywords)
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def layer_inputs(

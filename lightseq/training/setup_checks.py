@@ -119,6 +119,11 @@ def check_layers(config: TrainConfig, architecture: Architecture) -> None:
             f"--deepspeed {config.deepspeed} computes all weights in {config.compute_dtype}, but {architecture.name} "
             f"keeps some in float32 ({architecture.in_float32[0]}); leave --deepspeed out"
         )
+    if config.deepspeed is not None and 0 in architecture.sizes:
+        raise ValueError(
+            f"--deepspeed {config.deepspeed} takes no parameters without elements, as {architecture.name} has; leave "
+            "--deepspeed out"
+        )
     if config.expert_ranks > 1:
         counts = {layer.experts.count for layer in architecture.kinds if layer.experts}
         given = f"--expert_parallel_size {config.expert_ranks}"

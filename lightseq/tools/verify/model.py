@@ -25,6 +25,7 @@ from lightseq.models.build import build_plain, constructed_buffers
 from lightseq.models.decoder import text_config
 from lightseq.models.flops import total_parameters
 from lightseq.models.recurrent_layers import without_kernels
+from lightseq.modules.experts import experts_modules
 from lightseq.modules.replaced_head import with_head
 from lightseq.tools.verify.data import Document, data_row
 from lightseq.tools.verify.report import FAIL, SKIP, Row, relative_error, result_row
@@ -167,13 +168,16 @@ class _Float64(TorchFunctionMode):
 
 def _step_in_float64(model: PreTrainedModel, documents: Sequence[Document]) -> Step:
     """Runs the documents in float64, and leaves the model in float32."""
-    experts = model.get_experts_implementation()
-    model.set_experts_implementation("eager")  # grouped products have no float64
+    has_experts = any(experts_modules(model))  # old versions of transformers lack the next call
+    experts = model.get_experts_implementation() if has_experts else None
+    if has_experts:
+        model.set_experts_implementation("eager")  # grouped products have no float64
     model.double()
     with _Float64():
         step = _plain_step(model, documents)
     model.float()
-    model.set_experts_implementation(experts)
+    if has_experts:
+        model.set_experts_implementation(experts)
     return step
 
 
