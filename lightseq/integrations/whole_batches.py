@@ -114,7 +114,7 @@ class WholeBatches:
         self._unread: Callable[[], Tensor] | None = None  # gathers this pass's logits
         self._is_inside = False  # the outermost module's forward pass runs
         self._ending: RemovableHandle | None = None  # hook of the outermost module that ran last
-        self._replaces_trl_head = self._weighs_tokens_equally = False
+        self._replaces_trl_head = self._weighs_tokens_equally = self._keeps_targets = False
         self._pad_to: int | None = None
         self._ranks = context.layout.world
         self._logit_transform: LogitTransform | None = None  # of the model in the latest pass
@@ -139,9 +139,10 @@ class WholeBatches:
 
         `pad_to`: tokens of every packed row, so that compiled layers see one length. `replaces_trl_head`: computes the
         token metrics in place of TRL's fused head, as for SFTTrainer's loss. `weighs_tokens_equally`: that loss is the
-        mean over all tokens (see `modules.loss.token_metrics`).
+        mean over all tokens (see `modules.loss.token_metrics`). The first token of a document stays a target of the
+        document before it, because trainers count targets before they call the model.
         """
-        self._pad_to, self._replaces_trl_head = pad_to, replaces_trl_head
+        self._pad_to, self._replaces_trl_head, self._keeps_targets = pad_to, replaces_trl_head, True
         self._weighs_tokens_equally = weighs_tokens_equally
 
     def watch(self, outermost: nn.Module) -> None:
@@ -199,6 +200,11 @@ class WholeBatches:
             whole["attention_mask"] = None  # is right padding without labels; another check would wait for the device
         if self._pad_to is not None:
             whole = _padded(whole, self._pad_to)
+        given = kwargs.pop("num_items_in_batch", None)
+        if shifted_here and whole["labels"] is not None and (self._keeps_targets or given is not None):
+            # Counted already, so targets at the starts of documents stay: shard_batch would remove them.
+            labels = nn.functional.pad(whole["labels"][:, 1:], (0, 1), value=IGNORE_INDEX)
+            whole |= {"labels": None, "shift_labels": labels}
         batch = hf.shard_batch(self.context, cu_seqlens=kwargs.pop("cu_seq_lens_q", None), **whole)
         has_router_loss = asks_for_router_logits(self.model.config, kwargs)
         batch.pop(COUNTED_TOKENS, None)
@@ -206,7 +212,7 @@ class WholeBatches:
             batch[COUNTED_TOKENS] = counted
         local = batch.pop("shift_labels", None)
         batch.pop("labels", None)
-        given, counted = kwargs.pop("num_items_in_batch", None), batch.pop("num_items_in_batch", None)
+        counted = batch.pop("num_items_in_batch", None)
         divisor = counted if given is None else torch.as_tensor(given, device=batch["input_ids"].device)
         self._pass = _Pass(batch, local, divisor, shifted_here, length)
         inputs = {**kwargs, **batch}
