@@ -291,17 +291,24 @@ def test_models_whose_images_are_not_exact_are_refused(kind: str, reason: str) -
     assert (why_refused(plain_model(tiny_config(kind))) or "").startswith(reason)
 
 
-def other_pixels(rank: int) -> None:
-    model = model_of("mistral3")
-    context, batch = hf.enable(model, length=LENGTH), batch_of(model.config, BATCHES["few"])
-    batch["pixel_values"] += rank
-    with pytest.raises(ValueError, match="different batches"):
-        model(**hf.shard_batch(context, **batch))
+def other_images(rank: int) -> None:
+    """Gives ranks images of the same sum, and grids of the same product."""
+    model = model_of("qwen3_vl")
+    batch = batch_of(model.config, [[(4, 8), (8, 4)]])
+    pixels, grid = batch["pixel_values"], batch["image_grid_thw"]
+    for other in (
+        {"pixel_values": pixels.flip(0)},
+        {"pixel_values": pixels.flip(1)},
+        {"pixel_values": pixels.index_select(0, torch.tensor([1, 0, *range(2, len(pixels))]))},
+        {"image_grid_thw": grid[:, [0, 2, 1]]},
+    ):
+        context = hf.enable(model, length=LENGTH)
+        with pytest.raises(ValueError, match="different batches"):
+            model(**hf.shard_batch(context, **{**batch, **(other if rank else {})}))
 
 
-@pytest.mark.slow
 def test_ranks_with_other_images_are_refused() -> None:
-    spawn(2, other_pixels)
+    spawn(2, other_images)
 
 
 # ---- trainers ------------------------------------------------------------------------------------------------------

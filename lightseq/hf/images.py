@@ -357,8 +357,3 @@ def _kept(features: Any, images: LocalImages, name: str) -> Any:
     if not isinstance(features, Tensor):
         return type(features)([local])
     return local.reshape(*(1,) * (features.ndim - 2), *local.shape)
-
-
-def pixel_checksum(images: Mapping[str, Tensor]) -> Tensor:
-    """Returns an int64 number that differs between images, for the comparison of ranks' batches."""
-    return images[PIXELS].double().sum().view(torch.int64)

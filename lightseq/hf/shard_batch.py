@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightseq.attention.context import SequenceContext
 from lightseq.hf.agreement import BATCH_FACTS, COUNTED_TOKENS, batch_facts
-from lightseq.hf.images import local_images, pixel_checksum, whole_images
+from lightseq.hf.images import local_images, whole_images
 from lightseq.schedule.documents import check_boundaries, document_positions
 from lightseq.sequence.documents import Documents
 from lightseq.sequence.group import SequenceGroup
@@ -75,7 +75,8 @@ def shard_batch(
     else:
         positions = upload(documents.positions(context.rank), input_ids.device)
         batch = {"input_ids": ids, "position_ids": positions, "documents": documents}
-    batch[BATCH_FACTS] = batch_facts(input_ids, labels)
+    others = {"attention_mask": attention_mask, "position_ids": position_ids, **images}
+    batch[BATCH_FACTS] = batch_facts(input_ids, labels, others, boundaries)
     if (counted := counted_tokens(context.sequence, input_ids, attention_mask, documents)) is not None:
         batch[COUNTED_TOKENS] = counted
     if given_images is not None:
@@ -83,7 +84,6 @@ def shard_batch(
         batch |= local_images(
             context, model, inputs, input_ids, attention_mask, documents, boundaries, batch["position_ids"]
         )
-        batch[BATCH_FACTS][3] += pixel_checksum(inputs).to(input_ids.device)
     if labels is not None:
         valid = (labels != IGNORE_INDEX).sum().clamp_min(1)  # without a target the loss is 0, not NaN
         batch |= {"labels": local, "shift_labels": local, "num_items_in_batch": valid}

@@ -22,7 +22,7 @@ from transformers.utils import ModelOutput
 
 from lightseq import hf
 from lightseq.attention.context import SequenceContext
-from lightseq.hf.agreement import COUNTED_TOKENS, announce_pass
+from lightseq.hf.agreement import BATCH_FACTS, COUNTED_TOKENS, add_to_checksum, announce_pass
 from lightseq.hf.changes import Changes, record_of
 from lightseq.hf.images import IMAGE_INPUTS, TOKEN_TYPES
 from lightseq.hf.loss_checks import has_fused_loss, loss_function_of
@@ -206,6 +206,7 @@ class WholeBatches:
             labels = nn.functional.pad(whole["labels"][:, 1:], (0, 1), value=IGNORE_INDEX)
             whole |= {"labels": None, "shift_labels": labels}
         batch = hf.shard_batch(self.context, cu_seqlens=kwargs.pop("cu_seq_lens_q", None), **whole)
+        add_to_checksum(batch[BATCH_FACTS], {"attention_mask": mask})
         has_router_loss = asks_for_router_logits(self.model.config, kwargs)
         batch.pop(COUNTED_TOKENS, None)
         if has_router_loss and (counted := self._counted_tokens(whole["input_ids"], mask, length, batch)) is not None:
