@@ -194,10 +194,12 @@ def _gather_objects(accelerator: Accelerator, size: int, rows: Any) -> list[Any]
 def _prepare_data_loader(
     accelerator: Accelerator, mesh: DeviceMesh, loader: DataLoader, *args: Any, **kwargs: Any
 ) -> DataLoader:
-    """Prepares a loader as accelerate does. Random augmentation then is the same on ranks that share a sequence."""
-    seed = loader.worker_init_fn
+    """Prepares a loader as accelerate does, whose workers draw the same numbers on ranks that share a sequence."""
+    seed, group = loader.worker_init_fn, mesh.get_local_rank(DATA)
     if isinstance(seed, partial) and seed.func is seed_worker:  # Trainer's, with seeds of each rank
-        loader.worker_init_fn = partial(seed, rank=mesh.get_local_rank(DATA))
+        loader.worker_init_fn = partial(seed, rank=group)
+    elif seed is None and loader.num_workers and group:  # the first group draws what one process does
+        loader.worker_init_fn = partial(seed_worker, num_workers=loader.num_workers, rank=group)
     prepared: Any = type(accelerator).prepare_data_loader(accelerator, loader, *args, **kwargs)
     if prepared is not loader:
         prepared.begin = partial(_begin_alike, prepared.begin, mesh.get_group(SEQUENCE))

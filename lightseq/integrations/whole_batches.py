@@ -195,17 +195,19 @@ class WholeBatches:
             raise ValueError("input_ids are missing; pass the whole batch")
         length, shifted_here = whole["input_ids"].shape[1], whole["shift_labels"] is None
         mask = whole["attention_mask"]
-        check_right_padding(mask, whole["labels"] if shifted_here else None, whole["shift_labels"])
-        if mask is not None and mask.shape == whole["input_ids"].shape:
+        labels = whole["labels"] if shifted_here else None
+        numbers_documents = check_right_padding(mask, labels, whole["shift_labels"])
+        if mask is not None and mask.shape == whole["input_ids"].shape and not numbers_documents:
             whole["attention_mask"] = None  # is right padding without labels; another check would wait for the device
+        edges = kwargs.pop("cu_seq_lens_q", None)
         if self._pad_to is not None:
-            whole = _padded(whole, self._pad_to)
+            whole, edges = _padded(whole, self._pad_to), _padded_edges(edges, length, self._pad_to)
         given = kwargs.pop("num_items_in_batch", None)
         if shifted_here and whole["labels"] is not None and (self._keeps_targets or given is not None):
             # Counted already, so targets at the starts of documents stay: shard_batch would remove them.
             labels = nn.functional.pad(whole["labels"][:, 1:], (0, 1), value=IGNORE_INDEX)
             whole |= {"labels": None, "shift_labels": labels}
-        batch = hf.shard_batch(self.context, cu_seqlens=kwargs.pop("cu_seq_lens_q", None), **whole)
+        batch = hf.shard_batch(self.context, cu_seqlens=edges, **whole)
         add_to_checksum(batch[BATCH_FACTS], {"attention_mask": mask})
         has_router_loss = asks_for_router_logits(self.model.config, kwargs)
         batch.pop(COUNTED_TOKENS, None)
@@ -488,6 +490,14 @@ def _padded(batch: dict[str, Tensor | None], length: int) -> dict[str, Tensor | 
         tail = torch.arange(missing, device=positions.device, dtype=positions.dtype).expand(len(positions), -1)
         positions = torch.cat([positions, tail], dim=1)
     return {**batch, **padded, "position_ids": positions}
+
+
+def _padded_edges(edges: Tensor | None, length: int, padded: int) -> Tensor | list[int] | None:
+    """Adds the document of padding that `_padded` makes to the edges of documents that fill a row."""
+    if edges is None or padded <= length:
+        return edges
+    found: list[int] = edges.flatten().tolist()
+    return [*found, padded] if found[-1] == length else found
 
 
 def _at_least_one(divisor: Tensor | None) -> Tensor | None:
