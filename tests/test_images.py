@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from trainer_numbers import Numbers, UsesFsdp2, assert_equal, common, numbers, shared_folder
+from trainer_numbers import Numbers, UsesFsdp2, assert_equal, common, numbers, quick_first, shared_folder
 from transformers import PreTrainedConfig, PreTrainedModel, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 from worlds import spawn
@@ -41,15 +41,18 @@ VISION: dict[str, dict[str, Any]] = {
     "gemma3": {"image_size": 8},
     "llava": {"image_size": 4},
     "internvl": {"image_size": [8, 8], "patch_size": [PATCH, PATCH]},
+    "idefics2": {"image_size": 8},
+    "idefics3": {"image_size": 8},
+    "smolvlm": {"image_size": 8},
+    "lfm2_vl": {"num_patches": 16},
+}
+# The same of models with experts.
+EXPERTS: dict[str, dict[str, Any]] = {
     "qwen3_vl_moe": {"out_hidden_size": 32, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64},
     "qwen3_5_moe": {"out_hidden_size": 32, "deepstack_visual_indexes": [], "num_position_embeddings": 64},
     "ernie4_5_vl_moe": {"hidden_size": 32, "out_hidden_size": 32, "temporal_patch_size": 1},
     "glm4v_moe": {"out_hidden_size": 32, "image_size": 16},
     "minimax_m3_vl": {},
-    "idefics2": {"image_size": 8},
-    "idefics3": {"image_size": 8},
-    "smolvlm": {"image_size": 8},
-    "lfm2_vl": {"num_patches": 16},
 }
 HEADS = ("gemma3", "lfm2_vl")  # the encoder has a head that does not run
 PADDED = ("idefics2", "idefics3", "smolvlm")  # take (rows, images), padded to the longest row and the largest image
@@ -65,7 +68,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples" / "README.md"
 
 def model_of(kind: str) -> PreTrainedModel:
     config: PreTrainedConfig = tiny_config(kind)
-    for name, value in {"patch_size": PATCH, **VISION[kind]}.items():
+    for name, value in {"patch_size": PATCH, **(VISION | EXPERTS)[kind]}.items():
         setattr(config.vision_config, name, value)
     if "qwen" in kind or "glm" in kind:  # positions have three axes
         text = config.get_text_config()
@@ -330,18 +333,18 @@ def test_ranks_with_other_images_are_refused() -> None:
     spawn(2, other_images)
 
 
-EXPERTS = ("qwen3_vl_moe", "qwen3_5_moe", "ernie4_5_vl_moe", "glm4v_moe", "minimax_m3_vl")
-
-
-def experts(_rank: int, kind: str) -> None:
+def experts(rank: int, kind: str) -> None:
+    """Compares in DDP, which makes the model's output anew."""
     want = model_of(kind)
     want.config.output_router_logits = want.config.get_text_config().output_router_logits = True
-    got = copy.deepcopy(want)
-    context, limit = hf.enable(got, length=LENGTH), 1e-4 if kind == "qwen3_5_moe" else 1e-5  # a scan rounds more
-    check_step(got, want, context, batch_of(want.config, BATCHES["many"]), kind, limit=limit)
+    got, limit = copy.deepcopy(want), 1e-4 if kind == "qwen3_5_moe" else 1e-5  # a scan rounds more
+    context = hf.enable(got, length=LENGTH)
+    batch, wrapper = batch_of(want.config, BATCHES["many"]), DistributedDataParallel(got, find_unused_parameters=True)
+    with pytest.warns(UserWarning, match="multiplies them") if rank == 0 else nullcontext():
+        check_step(wrapper, want, context, batch, kind, mean=True, limit=limit)
 
 
-@pytest.mark.parametrize("kind", [EXPERTS[0], *(pytest.param(kind, marks=pytest.mark.slow) for kind in EXPERTS[1:])])
+@pytest.mark.parametrize("kind", quick_first(EXPERTS, ["qwen3_vl_moe"]))
 def test_images_with_a_router_loss_equal_one_process(kind: str) -> None:
     spawn(2, experts, kind)
 

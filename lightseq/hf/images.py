@@ -82,15 +82,16 @@ class ImageFeatures:
         if images is None:
             return output
         name, self._used = type(model).__name__, True
+        known = {field: value for field, value in dict(output).items() if value is not None}
         # Without experts in the encoder, the router logits that were asked for are an empty tuple.
-        fields = {field: value for field, value in dict(output).items() if value is not None and len(value)}
+        fields = {field: value for field, value in known.items() if field in FEATURE_FIELDS or len(value)}
         deepstack = fields.get("deepstack_features", [])
         if fields.keys() - FEATURE_FIELDS or "pooler_output" not in fields or not isinstance(deepstack, list | tuple):
             raise ValueError(f"{name} returns features of images in an unknown form; {REMEDY}")
-        output.pooler_output = _kept(fields["pooler_output"], images, name)
+        fields["pooler_output"] = _kept(fields["pooler_output"], images, name)
         if deepstack:
-            output.deepstack_features = [_kept(level, images, name) for level in deepstack]
-        return output
+            fields["deepstack_features"] = [_kept(level, images, name) for level in deepstack]
+        return type(output)(**fields)  # DDP could not make an output with unknown fields anew
 
 
 ALL_INPUTS: Final = "pass all that the processor returns"
