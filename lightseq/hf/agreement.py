@@ -21,18 +21,13 @@ _HASHED_WORDS: Final = 2**21
 _FACTORS: Final = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB)  # odd, with mixed bits
 
 
-def batch_facts(
-    input_ids: Tensor,
-    shifted_labels: Tensor | None,
-    others: Mapping[str, Tensor | None],
-    boundaries: tuple[int, ...] | None = None,
-) -> Tensor:
+def batch_facts(input_ids: Tensor, shifted_labels: Tensor | None, others: Mapping[str, Tensor | None]) -> Tensor:
     """Returns the values that ranks sharing a batch must agree on, int64 (4,): its shape, targets and a checksum.
 
-    The checksum covers `others`, such as masks, positions and images, and the `boundaries` of documents. The result
-    stays on the ids' device, so nothing synchronizes.
+    The checksum covers `others`, too, such as masks, positions and images. The result stays on the ids' device, so
+    nothing synchronizes.
     """
-    checksum = ordered_hash(input_ids) + hash(boundaries or ())
+    checksum = ordered_hash(input_ids)
     targets = checksum.new_zeros(())
     if shifted_labels is not None:
         targets = (shifted_labels != IGNORE_INDEX).sum()

@@ -82,7 +82,7 @@ def shard_batch(
     else:
         positions = upload(documents.positions(context.rank), input_ids.device)
         batch = {"input_ids": ids, "position_ids": positions, "documents": documents}
-    batch[BATCH_FACTS] = batch_facts(input_ids, labels, others, boundaries)
+    batch[BATCH_FACTS] = batch_facts(input_ids, labels, others)
     if (counted := counted_tokens(context.sequence, input_ids, attention_mask, documents)) is not None:
         batch[COUNTED_TOKENS] = counted
     if given_images is not None:
