@@ -454,7 +454,7 @@ def test_disabling_a_model_that_is_not_enabled_is_refused(alone: None) -> None:
 def rows_dealt_out(rank: int) -> None:
     model = llama()
     shorter = ids(length=50 - 4 * rank)
-    for mine, words in ((ids(seed=rank), "(other rows, labels or images)"), (shorter, "2 x 46 tokens")):
+    for mine, words in ((ids(seed=rank), "(other rows, labels, masks or images)"), (shorter, "2 x 46 tokens")):
         context = hf.enable(model)
         with pytest.raises(ValueError, match="share a sequence but got different batches") as refusal:
             moved = {name: x.clone() for name, x in hf.shard_batch(context, mine).items()}  # as onto a device
@@ -463,9 +463,33 @@ def rows_dealt_out(rank: int) -> None:
     context = hf.enable(model)
     model(**hf.shard_batch(context, ids()))
     model(**hf.shard_batch(context, ids(seed=rank)))  # to ask is to wait, so that few batches are compared
-    with torch.no_grad(), pytest.raises(ValueError, match="got different batches"):
+    with torch.no_grad(), pytest.raises(ValueError, match=r"got different batches .*in one of the last 100 batches"):
         for _ in range(100):
-            model(**hf.shard_batch(context, ids(length=8, seed=rank)))
+            model(**hf.shard_batch(context, ids(length=8)))
+
+
+def swapped(x: Tensor) -> Tensor:
+    """Returns ids or labels with two neighbours swapped, which keeps their sum."""
+    return x[:, [1, 0, *range(2, x.shape[1])]]
+
+
+def batches_of_one_sum(rank: int) -> None:
+    model, whole = llama(), ids()
+    masks = [torch.arange(50) < torch.tensor([[40], [50]]), torch.arange(50) < torch.tensor([[50], [40]])]
+    unlabelled = whole.masked_fill(~(masks[0] & masks[1]), -100)
+    for given in (
+        {"input_ids": swapped(whole) if rank else whole, "labels": whole},
+        {"input_ids": whole, "labels": swapped(whole) if rank else whole},
+        {"input_ids": whole, "labels": unlabelled, "attention_mask": masks[rank].int()},
+        {"input_ids": whole, "labels": unlabelled, "attention_mask": masks[0].int() if rank else masks[0]},
+    ):
+        context = hf.enable(model)
+        with pytest.raises(ValueError, match="share a sequence but got different batches"):
+            model(**hf.shard_batch(context, **given))
+
+
+def test_ranks_whose_batches_differ_in_order_only_are_refused() -> None:
+    spawn(2, batches_of_one_sum)
 
 
 def test_a_missing_process_group_is_refused_with_the_remedy() -> None:

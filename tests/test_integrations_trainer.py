@@ -26,11 +26,12 @@ from trainer_numbers import (
     documents,
     fresh_model,
     numbers,
+    packed_ids,
     quick_first,
     shared_folder,
     sizes,
 )
-from transformers import EvalPrediction, Trainer, TrainerCallback, TrainingArguments
+from transformers import DataCollatorWithFlattening, EvalPrediction, Trainer, TrainerCallback, TrainingArguments
 from worlds import spawn
 
 from lightseq.integrations import SequenceParallel, SequenceParallelTrainer
@@ -67,6 +68,9 @@ class Stream(IterableDataset[dict[str, list[int]]]):
         return ({"input_ids": ids} for ids in documents())
 
 
+separated = DataCollatorWithFlattening(separator_id=7)  # a token, which the last token of each document has to predict
+
+
 class FullyShardedTrainer(SequenceParallel, UsesFsdp2, Trainer):
     pass
 
@@ -94,6 +98,10 @@ TRAINER_CASES: Mapping[str, dict[str, Any]] = {
     "evaluated first": {"evaluate_first": True},
     "metrics": {"compute_metrics": whole_evaluation, "include_for_metrics": ["inputs", "loss"]},
     "streamed": {"train_dataset": Stream()},
+    "packed": {"collate": separated, "gradient_accumulation_steps": 2},
+    "packed ids": {"collate": packed_ids, "label_smoothing_factor": 0.1},
+    "packed, counted alone": {"collate": packed_ids, "average_tokens_across_devices": False},
+    "packed, custom": {"collate": packed_ids, "compute_loss_func": mean_of_squares},
     "without targets": {"train_dataset": [{"input_ids": ids[:1]} for ids in documents()]},
 }
 
@@ -104,7 +112,7 @@ def train(rank: int, kind: type[Trainer], case: Mapping[str, Any], data_ranks: i
     evaluates_first = case.pop("evaluate_first", False) and kind is SequenceParallelTrainer  # Trainer has a bug here
     if kind is Trainer:
         case["accelerator_config"] = {"dispatch_batches": False}  # as ours: batches of a stream differ in length
-    rows = Dataset.from_list([{"input_ids": ids} for ids in documents()])
+    rows, collator = Dataset.from_list([{"input_ids": ids} for ids in documents()]), case.pop("collate", collate)
     train_rows = case.pop("train_dataset", rows)
     if case.pop("iterable", False):
         train_rows = rows.to_iterable_dataset(num_shards=2)
@@ -117,7 +125,7 @@ def train(rank: int, kind: type[Trainer], case: Mapping[str, Any], data_ranks: i
         arguments = TrainingArguments(**common(folder, remove_unused_columns=False, **case))
         arguments.per_device_train_batch_size = 2 // data_ranks
         trainer = kind(
-            model, arguments, data_collator=collate, train_dataset=train_rows, eval_dataset=rows.select(range(5)),
+            model, arguments, data_collator=collator, train_dataset=train_rows, eval_dataset=rows.select(range(5)),
             **functions, **options,
         )  # fmt: skip
         if evaluates_first:
@@ -131,7 +139,7 @@ def train_sequence_parallel(rank: int, case: Mapping[str, Any], size: int, world
 
 @pytest.mark.compat("5.19")
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("case", quick_first(TRAINER_CASES, ["accumulated", "FSDP2"]))
+@pytest.mark.parametrize("case", quick_first(TRAINER_CASES, ["accumulated", "FSDP2", "packed"]))
 def test_trainer_equals_one_process(case: str, world: int) -> None:
     for size in sizes(world):
         data_ranks = world // size

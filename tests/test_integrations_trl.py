@@ -16,6 +16,7 @@ from trainer_numbers import (
     documents,
     fresh_model,
     numbers,
+    packed_ids,
     quick_first,
     sizes,
 )
@@ -59,6 +60,8 @@ SFT_CASES: Mapping[str, dict[str, Any]] = {
     "checkpointed": {"max_length": 64, "gradient_checkpointing": True},
     "compiled": {"max_length": 64, "packing": True, "compile_layers": True, "gradient_checkpointing": True},
     "dft": {"max_length": 64, "loss_type": "dft"},
+    "packed ids": {"max_length": None, "collate": packed_ids, "gradient_accumulation_steps": 2},
+    "packed ids, dft": {"max_length": None, "collate": packed_ids, "loss_type": "dft"},
     "smoothed": {"max_length": 64, "label_smoothing_factor": 0.1},
 }
 DPO_CASES: Mapping[str, dict[str, Any]] = {
@@ -130,6 +133,7 @@ def sft(rank: int, kind: type[Trainer], case: Mapping[str, Any], data_ranks: int
     case = dict(case)
     if case.pop("compile_layers", False) and kind is SequenceParallelSFTTrainer:
         options["compile_layers"] = True
+    collator = case.pop("collate", None)
     adapters = LoraConfig(**ADAPTERS) if case.pop("adapters", False) else None
     rows = Dataset.from_list([{"input_ids": ids} for ids in documents()])
     with tempfile.TemporaryDirectory() as folder:
@@ -137,7 +141,7 @@ def sft(rank: int, kind: type[Trainer], case: Mapping[str, Any], data_ranks: int
         arguments.per_device_train_batch_size = 2 // data_ranks
         trainer = kind(
             fresh_model(), arguments, train_dataset=rows, eval_dataset=rows.select(range(5)),
-            processing_class=tokenizer(), peft_config=adapters, **options,
+            processing_class=tokenizer(), peft_config=adapters, data_collator=collator, **options,
         )  # fmt: skip
         return numbers(trainer)
 

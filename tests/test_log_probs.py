@@ -36,7 +36,7 @@ MASK = (torch.arange(LENGTH) < LENGTHS[:, None]).long()
 LABELS = IDS.masked_fill((MASK == 0) | (torch.arange(LENGTH) < PROMPTS[:, None]), -100)
 ADVANTAGES = torch.tensor([1.5, -0.7, 0.4, -1.2])
 NO_REFERENCE = torch.ones(4)
-BOUNDARIES = [0, 7, 8, 30, 45]  # of packed documents; 5 tokens after the last belong to none
+BOUNDARIES = [0, 7, 8, 30, 45]  # of packed documents; 5 tokens after the last are padding
 
 
 def with_adapters(seed: int = 1) -> Any:
@@ -135,7 +135,8 @@ def preferences(model: Any, want: Any, context: Any, references: tuple[Callable,
 def packed(model: Any, want: Any, context: Any, label: str) -> None:
     """A loss that is not linear in the sums of documents; one process computes each document alone."""
     ids = IDS[:1]
-    batch = hf.shard_batch(context, ids, ids, cu_seqlens=BOUNDARIES)
+    labels = torch.where(torch.arange(ids.shape[1]) < BOUNDARIES[-1], ids, -100)
+    batch = hf.shard_batch(context, ids, labels, cu_seqlens=BOUNDARIES)
     documents = [ids[:, start:end] for start, end in pairwise(BOUNDARIES)]
     alone = [plain_log_probs(want, x, x, torch.ones_like(x)) for x in documents]
     theirs = torch.stack([x.sum() for x in alone])

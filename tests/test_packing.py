@@ -21,6 +21,7 @@ from lightseq.data.batches import BatchStream, permutation
 from lightseq.data.packing import PackedExamples, best_fit, open_packed
 from lightseq.data.token_directory import write_token_directory
 from lightseq.distributed.world import World
+from lightseq.integrations.whole_batches import WholeBatches
 from lightseq.models import random_weights, weights
 from lightseq.models.build import build_on_meta
 from lightseq.models.family import preset_config
@@ -133,7 +134,7 @@ def _loop(rank: int) -> None:
     ids = torch.randint(61, (1, 210), generator=torch.Generator().manual_seed(0))  # ten tokens of padding
     positions = torch.cat([torch.arange(b - a) for a, b in pairwise([*edges, 210])])[None]
     labels = ids.clone()
-    labels[:, 50:60] = IGNORE_INDEX
+    labels[:, 50:60] = labels[:, 200:] = IGNORE_INDEX
     want = _model()
     targets = sum(int((labels[:, a + 1 : b] != IGNORE_INDEX).sum()) for a, b in pairwise(edges))
     expected = torch.zeros(())
@@ -182,6 +183,22 @@ def _refusals(rank: int) -> None:
     _refused(lambda: hf.shard_batch(context, two, cu_seqlens=[0, 4, 8]), "packed documents in a batch of 2")
     _refused(lambda: hf.shard_batch(context, two[:1], cu_seqlens=[0, 4, 4, 8]), "0, 4, 4, 8 do not rise from 0")
     _refused(lambda: hf.shard_batch(context, two[:1], cu_seqlens=[0, 4, 9]), "end at token 9 of a sequence of 8")
+    for wrong in ([1, 1, 2, 2, 1, 1, 0, 0], [1, 1, 0.5, 0, 0, 0, 0, 0], [1, 1, 1, -4, -4, -4, -4, -4]):
+        mask = torch.tensor([wrong])
+        _refused(lambda mask=mask: hf.shard_batch(context, two[:1], attention_mask=mask), "^attention_mask (numb|has)")
+    numbers = torch.tensor([[1, 1, 1, 1, 2, 2, 2, 0]])
+    for given, words in (
+        ({"cu_seqlens": [0, 3, 7]}, r"at \[0, 4, 7\], but cu_seqlens are \[0, 3, 7\]"),
+        ({"position_ids": torch.arange(8)[None]}, "do not count up from 0"),
+        ({"input_ids": two, "attention_mask": numbers.expand(2, -1)}, "has 2 in a batch of 2"),
+    ):
+        whole = {"input_ids": two[:1], "attention_mask": numbers, **given}
+        _refused(lambda whole=whole: hf.shard_batch(context, **whole), words)
+    ends = {"cu_seqlens": [0, 4, 7], "input_ids": two[:1]}
+    for tail in ({}, {"labels": two[:1]}, {"shift_labels": two[:1]}, {"attention_mask": torch.ones(1, 8)}):
+        _refused(lambda tail=tail: hf.shard_batch(context, **ends, **tail), "cu_seqlens end at 7, but .* 8 tokens")
+    for padding in ({"labels": two[:1].masked_fill(numbers == 0, -100)}, {"attention_mask": numbers != 0}):
+        assert hf.shard_batch(context, **ends, **padding)["documents"].count == 2
     for wrong in ([[0, 1, 2, 0, 1, 3, 0, 1]], [[3, 4, 5, 0, 1, 2, 3, 4]]):
         _refused(
             lambda wrong=wrong: hf.shard_batch(context, two[:1], position_ids=torch.tensor(wrong)),
@@ -194,6 +211,32 @@ def _refusals(rank: int) -> None:
     _refused(lambda: model(**missing), "position_ids are missing")
     short = {**batch, "input_ids": batch["input_ids"][:, :4], "position_ids": batch["position_ids"][:, :4]}
     _refused(lambda: model(**short), "do not match the documents")
+
+
+def test_a_mask_that_numbers_documents_separates_them() -> None:
+    spawn(1, _numbered)
+
+
+def _numbered(rank: int) -> None:
+    model = _model()
+    context = hf.enable(model)
+    ids = torch.arange(8)[None]
+    labels, mask = ids.masked_fill(ids == 7, -100), torch.tensor([[1, 1, 1, 1, 2, 2, 2, 0]])
+    losses = [
+        model(**hf.shard_batch(context, ids, labels, **given)).loss
+        for given in (
+            {"cu_seqlens": [0, 4, 7]},
+            {"attention_mask": mask},
+            {"attention_mask": mask, "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0]])},
+            {"attention_mask": mask, "cu_seqlens": [0, 4, 7, 8]},
+        )
+    ]
+    torch.testing.assert_close(torch.stack(losses), losses[0].expand(4))
+    whole = WholeBatches(model, context)
+    torch.testing.assert_close(model(input_ids=ids, labels=labels, attention_mask=mask).loss, losses[0])
+    whole.configure(pad_to=12, replaces_trl_head=False, weighs_tokens_equally=False)
+    for given in ({"attention_mask": mask}, {"cu_seq_lens_q": torch.tensor([0, 4, 8])}):
+        assert model(input_ids=ids, **given).logits.shape[1] == 8
 
 
 def test_documents_that_cannot_be_honoured_are_refused() -> None:

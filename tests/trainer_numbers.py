@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer
+from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM, Trainer
 
 CONFIG = LlamaConfig(
     vocab_size=64,
@@ -46,6 +46,12 @@ def collate(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
     ids = [torch.tensor(row["input_ids"]) for row in rows]
     labels = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=-100)
     return {"input_ids": labels.clamp_min(0), "attention_mask": (labels != -100).long(), "labels": labels}
+
+
+def packed_ids(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+    """Packs rows whose labels are the ids, so that a document's first token is a target of the one before it."""
+    batch = DataCollatorWithFlattening()(rows)
+    return {**batch, "labels": batch["input_ids"].clone()}
 
 
 @contextmanager

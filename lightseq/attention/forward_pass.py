@@ -19,6 +19,7 @@ class ForwardPass:
     router_losses: int = 0  # shares of router losses computed in this pass, which the model adds to its loss
     counted_tokens: Tensor | None = None  # True where one process would count a token, (batch, local); None: all
     batches: int = 0  # batches passed to the model so far
+    checksums: Tensor | None = None  # of the batches since ranks last compared theirs, on the device
     comparison: tuple[dist.Work, list[Tensor]] | None = None  # all-gather of every rank's documents
     shared: bool = False  # a deep copy of the model uses the context too; never reset
     gradients_are_averaged_outside: bool = False  # as in trainers, which scale gradients themselves

@@ -1,5 +1,7 @@
 """Agreement of the ranks that share a sequence: the same calls, batches, divisors and documents."""
 
+import zlib
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
@@ -9,27 +11,60 @@ from torch import Tensor
 from lightseq.attention.context import SequenceContext
 from lightseq.attention.forward_pass import ForwardPass
 from lightseq.sequence.documents import Documents
-from lightseq.utils.tensors import IGNORE_INDEX
+from lightseq.utils.tensors import IGNORE_INDEX, upload
 
 BATCHES_BETWEEN_COMPARISONS: Final = 100
 BATCH_FACTS: Final = "batch_facts"  # key of `batch_facts` in a batch
 COUNTED_TOKENS: Final = "counted_tokens"  # key of the tokens that router losses count, if not all do
 
+_HASHED_WORDS: Final = 2**21
+_FACTORS: Final = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB)  # odd, with mixed bits
 
-def batch_facts(input_ids: Tensor, shifted_labels: Tensor | None) -> Tensor:
+
+def batch_facts(input_ids: Tensor, shifted_labels: Tensor | None, others: Mapping[str, Tensor | None]) -> Tensor:
     """Returns the values that ranks sharing a batch must agree on, int64 (4,): its shape, targets and a checksum.
 
-    The result stays on the ids' device, so nothing synchronizes.
+    The checksum covers `others`, too, such as masks, positions and images. The result stays on the ids' device, so
+    nothing synchronizes.
     """
-    # A checksum may overflow. The odd factors make it depend on the order of the ids.
-    factors = torch.arange(1, 2 * input_ids.numel(), 2, device=input_ids.device) * 0x9E3779B1
-    checksum = (input_ids.flatten() * factors).sum()
+    checksum = ordered_hash(input_ids)
     targets = checksum.new_zeros(())
     if shifted_labels is not None:
         targets = (shifted_labels != IGNORE_INDEX).sum()
-        checksum = checksum * 31 + (shifted_labels.flatten() * factors).sum()
     batch, length = input_ids.shape
-    return torch.stack([torch.full_like(checksum, batch), torch.full_like(checksum, length), targets, checksum])
+    facts = torch.stack([torch.full_like(checksum, batch), torch.full_like(checksum, length), targets, checksum])
+    add_to_checksum(facts, {"labels": shifted_labels, **others})
+    return facts
+
+
+def add_to_checksum(facts: Tensor, tensors: Mapping[str, Tensor | None]) -> None:
+    """Adds tensors that ranks must agree on to the checksum of a batch's facts."""
+    for name, x in tensors.items():
+        if x is not None:
+            found = ordered_hash(x) + zlib.crc32(name.encode())
+            facts[3] = facts[3] * _FACTORS[0] + (
+                upload(found, facts.device) if found.is_cpu else found.to(facts.device)
+            )
+
+
+def ordered_hash(x: Tensor) -> Tensor:
+    """Returns an int64 number, on the tensor's device, of its dtype, shape and bits in their order.
+
+    Mixes each word of eight bytes with its place before the sum, so that neither a permutation nor changes that keep
+    a sum go unseen. Large tensors are hashed in pieces, because each takes several temporary tensors of its size.
+    """
+    values = x.detach().contiguous().flatten()
+    data = (values.clone() if values.storage_offset() else values).view(torch.uint8)  # words must be aligned
+    words, rest = data[: len(data) // 8 * 8].view(torch.int64), data[len(data) // 8 * 8 :].long()
+    parts = [*words.split(_HASHED_WORDS), *([rest] if len(rest) else [])]
+    first, second, third = _FACTORS
+    places = torch.arange(min(max(len(words), len(rest)), _HASHED_WORDS), device=x.device) * first
+    total = torch.full((), zlib.crc32(f"{x.dtype} {tuple(x.shape)}".encode()), dtype=torch.int64, device=x.device)
+    for number, part in enumerate(parts):
+        mixed = (places[: len(part)] + number * third % 2**63).bitwise_xor_(part).mul_(second)
+        mixed.bitwise_xor_(mixed >> 32).mul_(third).bitwise_xor_(mixed >> 29)
+        total += mixed.sum()
+    return total
 
 
 def announce_pass(context: SequenceContext, shape: tuple[int, int], training: bool) -> None:
@@ -53,27 +88,38 @@ def compare_batches(
 ) -> None:
     """Raises ValueError on every rank if ranks that share a sequence got different batches or divisors.
 
-    Compares the first batch and every hundredth after it, because a comparison waits for the other ranks.
+    Compares at the first batch and every hundredth after it, because a comparison waits for the other ranks. It covers
+    all batches since the one before.
     """
     state = context.forward_pass
     state.batches += 1
+    checksum = facts[3]
+    if state.checksums is not None:
+        checksum = checksum + state.checksums.to(checksum.device) * _FACTORS[0]
+    state.checksums = checksum
     if state.batches % BATCHES_BETWEEN_COMPARISONS != 1:
         return
-    batch, length, targets, checksum = facts.tolist()
-    rows = (batch, length, targets, checksum)
+    state.checksums = None
+    *rows, of_all = torch.cat([facts, checksum.unsqueeze(0)]).tolist()
+    targets = rows[2]
     divisor = None if num_items is None else float(num_items)
     own_targets = None if labels is None else float((labels != IGNORE_INDEX).sum())
     everyone: list[Any] = [None] * context.layout.world
-    dist.all_gather_object(everyone, (rows, divisor, own_targets), group=context.group)
-    other = next((rank for rank, (theirs, _, _) in enumerate(everyone) if theirs != rows), None)
+    dist.all_gather_object(everyone, (rows, of_all, divisor, own_targets), group=context.group)
+    other = next(
+        (rank for rank, (theirs, all_theirs, *_) in enumerate(everyone) if (theirs, all_theirs) != (rows, of_all)), None
+    )
     if other is not None:
         sizes = [f"{batch} x {length} tokens" for batch, length, *_ in (rows, everyone[other][0])]
-        what = "other rows, labels or images" if sizes[0] == sizes[1] else " and ".join(sizes)
+        what = "other rows, labels, masks or images" if sizes[0] == sizes[1] else " and ".join(sizes)
+        if rows == everyone[other][0]:
+            what += f", in one of the last {BATCHES_BETWEEN_COMPARISONS} batches"
         raise ValueError(
             f"ranks {context.rank} and {other} share a sequence but got different batches ({what}); give every rank of "
-            "a sequence the same rows; lightseq.integrations does so in Trainer, TRL and accelerate (docs/trainers.md)"
+            "a sequence the same rows and random augmentation; lightseq.integrations does so in Trainer, TRL and "
+            "accelerate (docs/trainers.md)"
         )
-    divisors = [divisor for _, divisor, _ in everyone]
+    divisors = [divisor for _, _, divisor, _ in everyone]
     counted_alone = len(divisors) > 1 and divisors == [count for *_, count in everyone] != [None] * len(divisors)
     if len(set(divisors)) > 1 or counted_alone:
         found = ", ".join(f"{divisor:g}" if divisor is not None else "missing" for divisor in divisors)

@@ -82,16 +82,19 @@ class ImageFeatures:
         if images is None:
             return output
         name, self._used = type(model).__name__, True
-        fields = {field: value for field, value in dict(output).items() if value is not None}
+        known = {field: value for field, value in dict(output).items() if value is not None}
+        # Without experts in the encoder, the router logits that were asked for are an empty tuple.
+        fields = {field: value for field, value in known.items() if field in FEATURE_FIELDS or len(value)}
         deepstack = fields.get("deepstack_features", [])
         if fields.keys() - FEATURE_FIELDS or "pooler_output" not in fields or not isinstance(deepstack, list | tuple):
             raise ValueError(f"{name} returns features of images in an unknown form; {REMEDY}")
-        output.pooler_output = _kept(fields["pooler_output"], images, name)
+        fields["pooler_output"] = _kept(fields["pooler_output"], images, name)
         if deepstack:
-            output.deepstack_features = [_kept(level, images, name) for level in deepstack]
-        return output
+            fields["deepstack_features"] = [_kept(level, images, name) for level in deepstack]
+        return type(output)(**fields)  # DDP could not make an output with unknown fields anew
 
 
+ALL_INPUTS: Final = "pass all that the processor returns"
 REMEDY: Final = "train the model on rows of text, or on one rank without lightseq"
 
 
@@ -147,11 +150,12 @@ def whole_images(
             check_text_only(input_ids, placeholders)
         return None
     if PIXELS not in given:
-        raise ValueError(f"{next(iter(given))} without {PIXELS}; pass all that the processor returns")
+        raise ValueError(f"{next(iter(given))} without {PIXELS}; {ALL_INPUTS}")
     if model is None or not hasattr(model.base_model, "get_image_features"):
         raise ValueError(f"{PIXELS} are given, but the context's model takes no images, or is gone; {REMEDY}")
     if (reason := why_refused(model)) is not None:
         raise ValueError(f"{type(model).__name__} {reason}; {REMEDY}")
+    check_shapes(model, given)
     is_image = (input_ids == model.config.image_token_id).to(given[PIXELS].device)
     if sees_later_tokens_of_images(model) and not given.keys() & set(TOKEN_TYPES):
         raise ValueError(
@@ -168,6 +172,25 @@ def whole_images(
                 "returns for text and images"
             )
     return model, given
+
+
+def check_shapes(model: PreTrainedModel, images: Mapping[str, Tensor]) -> None:
+    """Raises ValueError for images without a part, or with parts of shapes or types that no processor returns."""
+    pixels = images[PIXELS]
+    if pixels.ndim < 2 or not pixels.numel():
+        raise ValueError(f"{PIXELS} are {tuple(pixels.shape)}, without an image; leave them out of a batch of text")
+    if "image_grid_thw" in _parameters(model) and "image_grid_thw" not in images:
+        raise ValueError(f"{PIXELS} without image_grid_thw, which {type(model).__name__} needs; {ALL_INPUTS}")
+    for key, sides in {key: images[key] for key in BESIDE_PIXELS[:3] if key in images}.items():
+        if sides.is_floating_point() or sides.is_complex() or sides.dtype == torch.bool:
+            raise ValueError(f"{key} are {sides.dtype}; give whole numbers, as the processor does")
+        if sides.ndim != 2 or sides.shape[1] != (3 if key == "image_grid_thw" else 2):
+            wanted = "(images, 3)" if key == "image_grid_thw" else "(images, 2)"
+            raise ValueError(f"{key} are {tuple(sides.shape)}; give {wanted}, as the processor does")
+    if (mask := images.get(MASK)) is not None:
+        shape = tuple(pixels.shape)
+        if tuple(mask.shape) not in [shape[:i] + shape[i + 1 :] for i in range(1, len(shape))]:
+            raise ValueError(f"{MASK} {tuple(mask.shape)} does not fit {PIXELS} {shape}; {ALL_INPUTS}")
 
 
 def check_text_only(input_ids: Tensor, placeholders: Mapping[int, str]) -> None:
@@ -333,6 +356,8 @@ def _rope_positions(
         tokens, first = int(is_image[:, start:end].sum()), done
         while tokens > 0:
             tokens, done = tokens - sizes[done], done + 1
+        if tokens < 0:
+            raise ValueError(f"the document that ends at token {end} ends inside an image; keep images whole")
         part = slice(start, end)
         own = dict(images) | {"image_grid_thw": grid[first:done]}
         parts.append(_rope_positions(model, input_ids[:, part], is_image[:, part], own, (), None, None))
@@ -357,8 +382,3 @@ def _kept(features: Any, images: LocalImages, name: str) -> Any:
     if not isinstance(features, Tensor):
         return type(features)([local])
     return local.reshape(*(1,) * (features.ndim - 2), *local.shape)
-
-
-def pixel_checksum(images: Mapping[str, Tensor]) -> Tensor:
-    """Returns an int64 number that differs between images, for the comparison of ranks' batches."""
-    return images[PIXELS].double().sum().view(torch.int64)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightseq.attention.context import SequenceContext
 from lightseq.hf.agreement import BATCH_FACTS, COUNTED_TOKENS, batch_facts
-from lightseq.hf.images import local_images, pixel_checksum, whole_images
+from lightseq.hf.images import local_images, whole_images
 from lightseq.schedule.documents import check_boundaries, document_positions
 from lightseq.sequence.documents import Documents
 from lightseq.sequence.group import SequenceGroup
@@ -41,9 +41,10 @@ def shard_batch(
     `images` are what a processor returns beside the text: `pixel_values`, and where the model takes them
     `image_grid_thw`, `image_sizes`, `spatial_shapes`, `pixel_attention_mask` and token types. A rank gets those that
     have a token among its own.
-    Raises ValueError for a mask other than right padding, and for positions of neither kind.
+    Raises ValueError for a mask other than right padding, and for positions of neither kind. In a batch of one, a mask
+    may number documents from 1, as multipack trainers do.
     """
-    check_right_padding(attention_mask)
+    numbers_documents = check_right_padding(attention_mask)
     if not isinstance(input_ids, Tensor):
         raise ValueError(f"input_ids are a {type(input_ids).__name__}; give a tensor (batch, length)")
     if input_ids.ndim != 2 or not input_ids.numel():
@@ -54,7 +55,13 @@ def shard_batch(
             shapes = f"{name} {tuple(x.shape)} and input_ids {tuple(input_ids.shape)}"
             raise ValueError(f"{shapes} differ in shape; give one value per token")
     length, given_images = input_ids.shape[1], whole_images(context, input_ids, images)
+    others = {"attention_mask": attention_mask, "position_ids": position_ids, **images}
+    if attention_mask is not None and numbers_documents:
+        cu_seqlens = with_numbered_documents(attention_mask, cu_seqlens)
+        attention_mask = (attention_mask != 0).long()
     boundaries = find_boundaries(input_ids, cu_seqlens, position_ids)
+    if boundaries is not None and boundaries[-1] < length:
+        check_tail(boundaries[-1], length, [labels, shift_labels], attention_mask)
     if shift_labels is not None:
         labels = shift_labels
         if attention_mask is not None:
@@ -75,7 +82,7 @@ def shard_batch(
     else:
         positions = upload(documents.positions(context.rank), input_ids.device)
         batch = {"input_ids": ids, "position_ids": positions, "documents": documents}
-    batch[BATCH_FACTS] = batch_facts(input_ids, labels)
+    batch[BATCH_FACTS] = batch_facts(input_ids, labels, others)
     if (counted := counted_tokens(context.sequence, input_ids, attention_mask, documents)) is not None:
         batch[COUNTED_TOKENS] = counted
     if given_images is not None:
@@ -83,7 +90,6 @@ def shard_batch(
         batch |= local_images(
             context, model, inputs, input_ids, attention_mask, documents, boundaries, batch["position_ids"]
         )
-        batch[BATCH_FACTS][3] += pixel_checksum(inputs).to(input_ids.device)
     if labels is not None:
         valid = (labels != IGNORE_INDEX).sum().clamp_min(1)  # without a target the loss is 0, not NaN
         batch |= {"labels": local, "shift_labels": local, "num_items_in_batch": valid}
@@ -146,6 +152,45 @@ def find_boundaries(
     return found
 
 
+def with_numbered_documents(
+    attention_mask: Tensor, cu_seqlens: Tensor | Sequence[int] | None
+) -> Tensor | Sequence[int]:
+    """Returns the boundaries of documents that a mask numbers, or `cu_seqlens` if these have the same and padding.
+
+    Raises ValueError unless the mask is a batch of one whose numbers rise.
+    """
+    if len(attention_mask) != 1:
+        raise ValueError(
+            f"attention_mask has {attention_mask.max():g} in a batch of {len(attention_mask)}; give 1 for tokens and 0 "
+            "for padding, or pack all documents into one sequence"
+        )
+    numbers = attention_mask[0].cpu()
+    numbers = numbers[numbers != 0]
+    if wrong := [x for x in numbers.tolist() if x < 1 or x % 1]:
+        raise ValueError(f"attention_mask has {wrong[0]:g}; give 1 for tokens and 0 for padding, or number documents")
+    if (numbers.diff() < 0).any():
+        raise ValueError("attention_mask numbers documents, but its numbers fall; number them in order, from 1")
+    found = [0, *(numbers.diff().nonzero().flatten() + 1).tolist(), len(numbers)]
+    if cu_seqlens is None:
+        return found
+    given = cu_seqlens.flatten().tolist() if isinstance(cu_seqlens, Tensor) else [*cu_seqlens]
+    if given[: len(found)] != found:
+        raise ValueError(f"attention_mask numbers documents at {found}, but cu_seqlens are {given}; leave one out")
+    return cu_seqlens
+
+
+def check_tail(end: int, length: int, labels: Sequence[Tensor | None], attention_mask: Tensor | None) -> None:
+    """Raises ValueError for tokens after the last document that are not padding: masked, or without a label."""
+    given = [x for x in labels if x is not None]
+    is_masked = attention_mask is not None and not attention_mask[:, end:].any()
+    has_labels = any(bool((x[:, end:] != IGNORE_INDEX).any()) for x in given)
+    if not is_masked and (has_labels or not given):
+        raise ValueError(
+            f"cu_seqlens end at {end}, but the sequence has {length} tokens; give the end of the last document, or set "
+            f"the labels of padding to {IGNORE_INDEX}"
+        )
+
+
 def _restarts(position_ids: Tensor, boundaries: tuple[int, ...]) -> bool:
     got = position_ids.reshape(-1)[: boundaries[-1]]
     return torch.equal(got, torch.from_numpy(document_positions(boundaries)).to(got.dtype))
@@ -168,13 +213,14 @@ def check_labels(labels: Tensor) -> None:
 
 def check_right_padding(
     attention_mask: Tensor | None, labels: Tensor | None = None, shift_labels: Tensor | None = None
-) -> None:
+) -> bool:
     """Raises ValueError unless each row of a mask is ones, then zeros; causal attention ignores right padding.
 
-    Labels of masked tokens, shifted or not, must be -100: one process would train on others.
+    Returns whether other numbers than ones stand there, which may number documents. Labels of masked tokens, shifted or
+    not, must be -100: one process would train on others.
     """
     if attention_mask is None:
-        return
+        return False
     if not isinstance(attention_mask, Tensor):
         raise ValueError(f"attention_mask is a {type(attention_mask).__name__}; give a tensor (batch, length)")
     if attention_mask.ndim != 2:
@@ -187,10 +233,13 @@ def check_right_padding(
     if shift_labels is not None and shift_labels.shape == there.shape:
         masked_labels = (without_masked(shift_labels, there) != shift_labels).sum()
     # Together, because the host waits for a device.
-    empty_row, not_right, masked = torch.stack([empty.int(), rises.int(), masked_labels.int()]).tolist()
+    numbered = (attention_mask != there).any()
+    facts = torch.stack([empty.int(), rises.int(), masked_labels.int(), numbered.int()])
+    empty_row, not_right, masked, numbers_documents = facts.tolist()
     if empty_row:
         raise ValueError("attention_mask has a row without tokens; remove the row")
     if not_right:
         raise ValueError("attention_mask has padding on the left, or holes; pad on the right (padding_side='right')")
     if masked:
         raise ValueError(f"{masked} masked tokens have labels; set the labels of padding to {IGNORE_INDEX}")
+    return bool(numbers_documents)

@@ -6,18 +6,24 @@ for batch in loader:
     accelerator.backward(loss)
 """
 
+import random
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DistributedType, gather_object, recursively_apply
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
+from transformers.trainer_utils import seed_worker
 
 from lightseq import hf
 from lightseq.distributed.environment import ranks_per_host
@@ -89,6 +95,7 @@ def share_batches(accelerator: Accelerator, sequence_parallel_size: int | None) 
     # Not in `accelerator.state`, which all accelerators of a process share. Only loaders read this.
     accelerator._prepare_device_mesh = lambda: mesh  # type: ignore[method-assign]
     _reduce_in_float32(accelerator)
+    accelerator.prepare_data_loader = partial(_prepare_data_loader, accelerator, mesh)  # type: ignore[method-assign]
     accelerator.prepare_model = partial(_prepare_model, accelerator)  # type: ignore[method-assign]
     accelerator.prepare_scheduler = partial(_prepare_scheduler, accelerator, size)  # type: ignore[method-assign]
     accelerator.gather_for_metrics = partial(_gather_for_metrics, accelerator, size)  # type: ignore[method-assign]
@@ -184,6 +191,31 @@ def _gather_objects(accelerator: Accelerator, size: int, rows: Any) -> list[Any]
     gathered = [row for rank in gather_object([list(rows)])[::size] for row in rank]
     state = accelerator.gradient_state
     return gathered[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else gathered
+
+
+def _prepare_data_loader(
+    accelerator: Accelerator, mesh: DeviceMesh, loader: DataLoader, *args: Any, **kwargs: Any
+) -> DataLoader:
+    """Prepares a loader as accelerate does, whose workers draw the same numbers on ranks that share a sequence."""
+    seed, group = loader.worker_init_fn, mesh.get_local_rank(DATA)
+    if isinstance(seed, partial) and seed.func is seed_worker:  # Trainer's, with seeds of each rank
+        loader.worker_init_fn = partial(seed, rank=group)
+    elif seed is None and loader.num_workers and group:  # the first group draws what one process does
+        loader.worker_init_fn = partial(seed_worker, num_workers=loader.num_workers, rank=group)
+    prepared: Any = type(accelerator).prepare_data_loader(accelerator, loader, *args, **kwargs)
+    if prepared is not loader:
+        prepared.begin = partial(_begin_alike, prepared.begin, mesh.get_group(SEQUENCE))
+    return prepared  # type: ignore[no-any-return]
+
+
+def _begin_alike(begin: Callable[[], None], group: dist.ProcessGroup) -> None:
+    """Begins an epoch with the same random state on a group, from which torch seeds the loader's workers, too."""
+    states: list[Any] = [random.getstate(), np.random.get_state(), torch.get_rng_state()]
+    dist.broadcast_object_list(states, group=group, group_src=0)
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+    begin()
 
 
 def _prepare_model(accelerator: Accelerator, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:

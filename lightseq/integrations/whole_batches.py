@@ -22,7 +22,7 @@ from transformers.utils import ModelOutput
 
 from lightseq import hf
 from lightseq.attention.context import SequenceContext
-from lightseq.hf.agreement import COUNTED_TOKENS, announce_pass
+from lightseq.hf.agreement import BATCH_FACTS, COUNTED_TOKENS, add_to_checksum, announce_pass
 from lightseq.hf.changes import Changes, record_of
 from lightseq.hf.images import IMAGE_INPUTS, TOKEN_TYPES
 from lightseq.hf.loss_checks import has_fused_loss, loss_function_of
@@ -114,7 +114,7 @@ class WholeBatches:
         self._unread: Callable[[], Tensor] | None = None  # gathers this pass's logits
         self._is_inside = False  # the outermost module's forward pass runs
         self._ending: RemovableHandle | None = None  # hook of the outermost module that ran last
-        self._replaces_trl_head = self._weighs_tokens_equally = False
+        self._replaces_trl_head = self._weighs_tokens_equally = self._keeps_targets = False
         self._pad_to: int | None = None
         self._ranks = context.layout.world
         self._logit_transform: LogitTransform | None = None  # of the model in the latest pass
@@ -139,9 +139,10 @@ class WholeBatches:
 
         `pad_to`: tokens of every packed row, so that compiled layers see one length. `replaces_trl_head`: computes the
         token metrics in place of TRL's fused head, as for SFTTrainer's loss. `weighs_tokens_equally`: that loss is the
-        mean over all tokens (see `modules.loss.token_metrics`).
+        mean over all tokens (see `modules.loss.token_metrics`). The first token of a document stays a target of the
+        document before it, because trainers count targets before they call the model.
         """
-        self._pad_to, self._replaces_trl_head = pad_to, replaces_trl_head
+        self._pad_to, self._replaces_trl_head, self._keeps_targets = pad_to, replaces_trl_head, True
         self._weighs_tokens_equally = weighs_tokens_equally
 
     def watch(self, outermost: nn.Module) -> None:
@@ -194,19 +195,27 @@ class WholeBatches:
             raise ValueError("input_ids are missing; pass the whole batch")
         length, shifted_here = whole["input_ids"].shape[1], whole["shift_labels"] is None
         mask = whole["attention_mask"]
-        check_right_padding(mask, whole["labels"] if shifted_here else None, whole["shift_labels"])
-        if mask is not None and mask.shape == whole["input_ids"].shape:
+        labels = whole["labels"] if shifted_here else None
+        numbers_documents = check_right_padding(mask, labels, whole["shift_labels"])
+        if mask is not None and mask.shape == whole["input_ids"].shape and not numbers_documents:
             whole["attention_mask"] = None  # is right padding without labels; another check would wait for the device
+        edges = kwargs.pop("cu_seq_lens_q", None)
         if self._pad_to is not None:
-            whole = _padded(whole, self._pad_to)
-        batch = hf.shard_batch(self.context, cu_seqlens=kwargs.pop("cu_seq_lens_q", None), **whole)
+            whole, edges = _padded(whole, self._pad_to), _padded_edges(edges, length, self._pad_to)
+        given = kwargs.pop("num_items_in_batch", None)
+        if shifted_here and whole["labels"] is not None and (self._keeps_targets or given is not None):
+            # Counted already, so targets at the starts of documents stay: shard_batch would remove them.
+            labels = nn.functional.pad(whole["labels"][:, 1:], (0, 1), value=IGNORE_INDEX)
+            whole |= {"labels": None, "shift_labels": labels}
+        batch = hf.shard_batch(self.context, cu_seqlens=edges, **whole)
+        add_to_checksum(batch[BATCH_FACTS], {"attention_mask": mask})
         has_router_loss = asks_for_router_logits(self.model.config, kwargs)
         batch.pop(COUNTED_TOKENS, None)
         if has_router_loss and (counted := self._counted_tokens(whole["input_ids"], mask, length, batch)) is not None:
             batch[COUNTED_TOKENS] = counted
         local = batch.pop("shift_labels", None)
         batch.pop("labels", None)
-        given, counted = kwargs.pop("num_items_in_batch", None), batch.pop("num_items_in_batch", None)
+        counted = batch.pop("num_items_in_batch", None)
         divisor = counted if given is None else torch.as_tensor(given, device=batch["input_ids"].device)
         self._pass = _Pass(batch, local, divisor, shifted_here, length)
         inputs = {**kwargs, **batch}
@@ -481,6 +490,14 @@ def _padded(batch: dict[str, Tensor | None], length: int) -> dict[str, Tensor | 
         tail = torch.arange(missing, device=positions.device, dtype=positions.dtype).expand(len(positions), -1)
         positions = torch.cat([positions, tail], dim=1)
     return {**batch, **padded, "position_ids": positions}
+
+
+def _padded_edges(edges: Tensor | None, length: int, padded: int) -> Tensor | list[int] | None:
+    """Adds the document of padding that `_padded` makes to the edges of documents that fill a row."""
+    if edges is None or padded <= length:
+        return edges
+    found: list[int] = edges.flatten().tolist()
+    return [*found, padded] if found[-1] == length else found
 
 
 def _at_least_one(divisor: Tensor | None) -> Tensor | None:
