@@ -24,10 +24,10 @@ from lightseq.models.architecture import inspect_architecture
 from lightseq.models.build import build_on_meta
 from lightseq.models.decoder import decoder_layers, float32_parameters, has_towers, module_name, text_config
 from lightseq.models.random_weights import named_generator
+from lightseq.models.tokenizer_files import PROCESSOR_FILES, copy_files, copy_tokenizer
 from lightseq.models.weights import (
     LORA_INFIX,
     FillParameter,
-    copy_tokenizer,
     fill,
     global_shape,
     open_tensors,
@@ -310,6 +310,7 @@ def save(
         (directory / ROPE_FILE).write_text(json.dumps(rope, indent=2) + "\n")
     if tokenizer_from is not None:
         copy_tokenizer(tokenizer_from, directory)
+        copy_files(PROCESSOR_FILES, tokenizer_from, directory)
 
 
 def read_config(directory: Path) -> dict[str, Any]:
