@@ -322,14 +322,23 @@ def changed(directory: Path, change: Callable[[dict[str, Tensor]], object]) -> P
             lambda x: x.update({"model.norm.weight": torch.ones(63)}),
             r"model.norm.weight has shape \[63\], not the model's \[64\]",
         ),
+        (
+            lambda x: x["model.layers.1.mlp.up_proj.weight"][3].fill_(torch.nan),
+            r"model.layers.1.mlp.up_proj.weight holds NaN; copy or download the weights again",
+        ),
     ],
-    ids=["missing", "no head", "extra", "misshapen"],
+    ids=["missing", "no head", "extra", "misshapen", "NaN"],
 )
 def test_tensors_that_do_not_fit_are_refused_by_name(
     tmp_path: Path, change: Callable[[dict[str, Tensor]], object], line: str
 ) -> None:
     with pytest.raises(ValueError, match=line):
         weights.load(empty(tiny(), fsdp=None), changed(tmp_path, change))
+
+
+def test_infinities_are_not_nan() -> None:
+    both = torch.tensor([torch.inf, -torch.inf])
+    assert torch.equal(weights.without_nan(both.__getitem__, "x")((slice(None),)), both)
 
 
 def test_tied_heads_and_rotary_buffers_are_no_extra_tensors(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from lightseq.models.weights import (
     global_shape,
     open_tensors,
     save_tensors,
+    without_nan,
 )
 from lightseq.modules.expert_adapters import use_in_experts
 from lightseq.modules.low_rank import (
@@ -255,7 +256,7 @@ def load(model: PreTrainedModel, directory: Path, fill: FillParameter = fill) ->
             if tuple(stored(name).get_shape()) != global_shape(parameter):
                 shapes = f"{stored(name).get_shape()}, not the run's {[*global_shape(parameter)]}"
                 raise ValueError(f"{path}: {name} has shape {shapes}; give --lora_rank of it, and its base model")
-            fill(parameter, stored(name).__getitem__)
+            fill(parameter, without_nan(stored(name).__getitem__, f"{path}: {name}"))
 
 
 def check_start(directory: Path, lora: Lora) -> None:

@@ -90,8 +90,8 @@ class PublishedLayout:
 
         Tensors that `in_files` lacks have none.
         """
-        sources = {name: (source,) for name, source in self.renamed.items()}
-        sources |= {name: tuple(source for _, source in found.sources) for name, found in self.converted.items()}
+        sources = {name: [source] for name, source in self.renamed.items()}
+        sources |= {name: [source for _, source in found.sources] for name, found in self.converted.items()}
         known = {name: [in_files[x] for x in parts if x in in_files] for name, parts in sources.items()}
         return {name: reduce(torch.promote_types, dtypes) for name, dtypes in known.items() if dtypes}
 

@@ -144,7 +144,7 @@ def load(model: PreTrainedModel, source: Path | str, fill: FillParameter = fill)
     """Loads this rank's part of every parameter from a local directory, or from the hub with one download per host.
 
     Buffers that the files store are loaded whole; one that is missing keeps its value. Raises ValueError naming tensors
-    that are missing, unknown to the model, or of another shape.
+    that are missing, unknown to the model, of another shape, or NaN.
     """
     directory = source if isinstance(source, Path) else download(source)
     files = tensor_files(directory, "save the model as safetensors, or add --random_init")
@@ -172,10 +172,23 @@ def load(model: PreTrainedModel, source: Path | str, fill: FillParameter = fill)
             return read
 
         for name, parameter in parameters.items():
-            fill(parameter, part_of(name, parameter))
+            fill(parameter, without_nan(part_of(name, parameter), f"{directory}: {name}"))
         for name, buffer in buffers.items():
             if name in layout.renamed or name in layout.converted:
                 buffer.copy_(part_of(name, buffer)(...))  # type: ignore[arg-type]
+
+
+def without_nan(read: Callable[[tuple[slice, ...]], Tensor], what: str) -> Callable[[tuple[slice, ...]], Tensor]:
+    """Returns a function that reads slices of a tensor, and raises ValueError if they hold NaN."""
+
+    def checked(place: tuple[slice, ...]) -> Tensor:
+        found = read(place)
+        # The sum takes no memory, but is NaN also for infinities of both signs.
+        if found.is_floating_point() and bool(found.sum(dtype=torch.float32).isnan()) and bool(found.isnan().any()):
+            raise ValueError(f"{what} holds NaN; copy or download the weights again, or give others")
+        return found
+
+    return checked
 
 
 def _layout(model: PreTrainedModel, files: Iterable[str], directory: Path) -> PublishedLayout:
