@@ -4,6 +4,7 @@ import json
 import pickle
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import forked
@@ -18,13 +19,15 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LlamaModel
 from worlds import spawn
 
+from benchmarks.tiny_models import tiny_config
 from lightseq.checkpoint.manifest import MANIFEST
 from lightseq.cli import main as lightseq
 from lightseq.config.command_line import parse
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import permutation
 from lightseq.memory.remat import apply_remat
-from lightseq.models import adapters
+from lightseq.models import adapters, weights
+from lightseq.models.build import build_on_meta
 from lightseq.models.flops import model_flops
 from lightseq.tools.merged_weights import merge
 from lightseq.training import loop
@@ -203,6 +206,19 @@ def test_an_adapter_computes_as_in_peft_and_its_part_is_not_rounded_away(bias: b
     part = (of_peft - linear.base_layer(x.double())).flatten()
     found = (linear.bfloat16()(x).double() - plain.double()).flatten()
     assert (found @ part / (part @ part)).item() == pytest.approx(1, abs=0.15)
+
+
+def test_an_adapter_with_nan_is_refused(tmp_path: Path) -> None:
+    lora, model = adapters.Lora(2, 4.0, ("q_proj",)), build_on_meta(tiny_config("llama"))
+    adapters.add_adapters(model, lora, torch.float32)
+    weights.materialize(model, torch.device("cpu"))
+    adapters.initialize(model, seed=0)
+    for value in (0.5, torch.nan):
+        whole = {name: parameter.detach() for name, parameter in adapters.lora_parameters(model)}
+        next(iter(whole.values()))[0, 0] = value
+        adapters.save(whole.items(), tmp_path, lora, "base", None, None)
+        with pytest.raises(ValueError, match=r"lora_A\.weight holds NaN") if value != 0.5 else nullcontext():
+            adapters.load(model, tmp_path)
 
 
 def test_every_linear_of_the_layers_gets_an_adapter_of_twice_the_scale_by_default() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -213,3 +214,20 @@ def test_transposed_base_weights_are_refused(tmp_path: Path, capsys: pytest.Capt
     peft.get_peft_model(model, settings).save_pretrained(str(tmp_path / "adapter"))
     change_config(tmp_path / "adapter", fan_in_fan_out=False, base_model_name_or_path=str(tmp_path / "base"))
     assert "attn.c_proj.weight is transposed, as in GPT-2" in refusal(tmp_path / "adapter", capsys)
+
+
+def test_a_merged_model_has_every_file_of_the_tokenizer_and_no_unused_index(base: Path, tmp_path: Path) -> None:
+    shutil.copytree(base, tmp_path / "base")
+    files = ("added_tokens.json", "vocab.json", "merges.txt", "additional_chat_templates/tool_use.jinja")
+    for file in (*files, "chat_template.jinja", "model.safetensors.index.json", "tokenizer_config.json"):
+        (tmp_path / "base" / file).parent.mkdir(exist_ok=True)
+        (tmp_path / "base" / file).write_text('{"tokenizer_class": "GPT2Tokenizer", "weight_map": {}}')
+    wrap(tmp_path / "base").save_pretrained(tmp_path / "adapter")
+    merged(tmp_path / "adapter", tmp_path / "merged")
+    assert all((tmp_path / "merged" / file).is_file() for file in files)
+    assert not (tmp_path / "merged" / "model.safetensors.index.json").exists()
+    for file in ("tokenizer_config.json", "chat_template.jinja"):  # the adapter trained with another template
+        shutil.copyfile(tmp_path / "base" / file, tmp_path / "adapter" / file)
+    merged(tmp_path / "adapter", tmp_path / "again")
+    assert not (tmp_path / "again" / "additional_chat_templates").exists()
+    assert (tmp_path / "again" / "chat_template.jinja").is_file()

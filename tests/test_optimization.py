@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import get_scheduler
+from transformers import Trainer, get_scheduler
 from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 from worlds import spawn
 
@@ -25,6 +25,7 @@ from lightseq.config.checks import FOLLOW_A_METRIC, LR_SCHEDULES
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.parallel_dims import local_part, shard_groups
 from lightseq.distributed.world import World, use_host_cores
+from lightseq.models.build import build_on_meta
 from lightseq.training.fsdp_engine import FsdpEngine
 from lightseq.training.optimization import (
     LearningRate,
@@ -38,6 +39,7 @@ from lightseq.training.optimization import (
     make_optimizer,
     step_if_finite,
 )
+from lightseq.training.weight_decay import without_decay
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 CONFIG = TrainConfig(model_name_or_path="m", data_path="d", output_dir="o", learning_rate=0.1, weight_decay=0.5)
@@ -136,6 +138,39 @@ def test_norms_of_heads_and_biases_of_experts_do_not_decay(
     found = {name: decays[id(p)] for name, p in model.named_parameters()}
     assert {found[name] for name in found if name.endswith(names)} == {0.0}
     assert {found[name] for name in found if name.endswith(("q_proj.weight", "experts.gate_up_proj"))} == {0.5}
+
+
+# By family, the ends of names of parameters that transformers' Trainer decays and we do not.
+EXEMPT_HERE: dict[str, set[str]] = {
+    "llama": set(), "gpt2": set(), "qwen3_moe": set(), "deepseek_v3": set(), "laguna": set(), "ernie4_5_moe": set(),
+    "cohere": set(), "gemma3_text": set(), "lfm2": set(), "gpt_oss": {"sinks"}, "mimo_v2_flash": {"sinks"},
+    "kimi_linear": {"A_log"}, "qwen3_next": {"A_log"}, "qwen3_5_text": {"A_log"}, "olmo_hybrid": {"A_log"},
+    "granitemoehybrid": {"A_log", "D"}, "bamba": {"A_log", "D"}, "falcon_h1": {"A_log", "D"}, "zamba2": {"A_log", "D"},
+    "nemotron_h": {"A_log", "D", "norm_f.weight"}, "jamba": {"A_log", "D"}, "apertus": {"alpha_p", "alpha_n"},
+    "falcon_mamba": {"A_log", "D", "norm_f.weight"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", EXEMPT_HERE)
+def test_weight_decay_is_that_of_transformers_but_for_rates_and_sinks(family: str) -> None:
+    model = build_on_meta(tiny_config(family))
+    decayed, _ = make_optimizer(model, CONFIG).param_groups
+    assert decayed["weight_decay"] == CONFIG.weight_decay
+    decays = {id(p) for p in decayed["params"]}
+    ours = {name for name, p in model.named_parameters() if id(p) in decays}
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    theirs = trained.intersection(Trainer.get_decay_parameter_names(None, model))
+    assert ours <= theirs
+    assert {name for name in theirs - ours if not name.endswith(tuple(EXEMPT_HERE[family]))} == set()
+    assert all(any(name.endswith(end) for name in theirs - ours) for end in EXEMPT_HERE[family])
+
+
+def test_a_single_output_decays_and_a_vector_of_any_shape_does_not() -> None:
+    model = nn.Module()
+    model.gate, model.conv = nn.Linear(8, 1, bias=False), nn.Conv1d(8, 1, 1)
+    model.sinks, model.experts = nn.Parameter(torch.ones(1, 8, 1)), nn.Parameter(torch.ones(2, 3, 4))
+    names = {id(p): name for name, p in model.named_parameters()}
+    assert {names[id(p)] for p in without_decay(model)} == {"sinks", "conv.bias"}
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,8 @@ from lightseq import hf
 from lightseq.config.command_line import parse
 from lightseq.kernels.recurrent.selection import why_slow
 from lightseq.models import mixers
-from lightseq.models.architecture import inspect_architecture
+from lightseq.models.architecture import check_attention, inspect_architecture
+from lightseq.models.build import build_on_meta
 from lightseq.models.family import context_warning
 from lightseq.models.flops import describe_recurrences
 from lightseq.models.recurrent_layers import without_kernels
@@ -286,6 +287,21 @@ def test_mixers_of_an_old_transformers_are_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(mixer, "forward", lambda self, hidden_states: hidden_states)  # it passes no keywords on
     with pytest.raises(ValueError, match=r"transformers 5.21.0 is too old for Lfm2ShortConv; install 5.22 or newer"):
         mixers.kind_of(mixer)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name"),
+    [("lfm2", "layers.0.conv.in_proj"), ("qwen3_next", "layers.0.linear_attn.out_proj"),
+     ("nemotron_h", "layers.0.mixer.in_proj"), ("llama", "layers.0.mlp.down_proj")],
+)  # fmt: skip
+def test_a_convolution_inside_a_projection_is_refused_wherever_it_is(model_type: str, name: str) -> None:
+    for inner in (True, False):
+        model = build_on_meta(tiny_config(model_type))
+        check_attention(model)
+        convolution = nn.Conv1d(32, 32, 3, padding=1)
+        model.base_model.set_submodule(name, nn.Sequential(convolution) if inner else convolution)
+        with pytest.raises(ValueError, match=rf"convolution over tokens \({name}.*\) in no known mixer"):
+            check_attention(model)
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_5_text", "qwen3_next", "nemotron_h", "granitemoehybrid"])

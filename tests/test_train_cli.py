@@ -52,6 +52,7 @@ from lightseq.training.output_directory import continues_after_restart, lock_dir
 from lightseq.training.profiler import StepProfile
 from lightseq.training.run_info import commit
 from lightseq.training.setup_checks import check_profiled
+from lightseq.training.step_stats import StepResult
 from lightseq.training.terminal import Terminal
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -242,6 +243,28 @@ def test_a_nonfinite_gradient_skips_its_step_and_is_named(files: Files) -> None:
     assert [r["skipped_steps"] for r in records] == [0, 1, 0, 0] and records[1]["grad_norm"] is None
     losses = list(files.losses("nonfinite").values())
     assert all(isinstance(x, float) and x < 10 for x in losses)
+
+
+def with_nan_losses(rank: int, family: str, words: str, steps: tuple[int, ...]) -> Ended:
+    """A program in which the loss on one rank is NaN at some steps, though no gradient is."""
+    step = trainer.Trainer.step
+
+    def planted(self: trainer.Trainer, index: int) -> StepResult:
+        result = step(self, index)
+        return dataclasses.replace(result, loss=result.loss * math.nan) if index + 1 in steps and rank else result
+
+    trainer.Trainer.step = planted  # type: ignore[method-assign]
+    journal.MAX_NONFINITE_LOSSES = 3
+    return program(rank, family, words)
+
+
+def test_too_many_losses_in_a_row_that_are_not_finite_end_the_run_on_every_rank(files: Files) -> None:
+    assert journal.MAX_NONFINITE_LOSSES == 10
+    words = files.words("llama2", "nan-losses", "--max_steps 9 --save_strategy no --logging_steps 3")
+    ends = spawn(2, with_nan_losses, "llama2", words, (1, 2, 4, 5, 6, 7))
+    assert [end.status for end in ends] == [1, 1]
+    said = "error: steps 4 to 6 have a loss that is not finite; start over with other data or a lower --learning_rate"
+    assert ends[0].err.count("error: ") == 1 and said in ends[0].err and "error: " not in ends[1].err
 
 
 def sums_over_ranks(rank: int, family: str, words: str) -> int:

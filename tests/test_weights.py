@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from huggingface_hub.utils import filter_repo_objects
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -24,6 +23,7 @@ from lightseq.distributed.world import World
 from lightseq.memory.recomputation import MemorySettings
 from lightseq.models import random_weights, weights
 from lightseq.models.build import build_on_meta
+from lightseq.models.tokenizer_files import copy_tokenizer
 from lightseq.parallelize import shard_parameters, units
 
 WORLDS = [1, 2, 3]
@@ -324,14 +324,23 @@ def changed(directory: Path, change: Callable[[dict[str, Tensor]], object]) -> P
             lambda x: x.update({"model.norm.weight": torch.ones(63)}),
             r"model.norm.weight has shape \[63\], not the model's \[64\]",
         ),
+        (
+            lambda x: x["model.layers.1.mlp.up_proj.weight"][3].fill_(torch.nan),
+            r"model.layers.1.mlp.up_proj.weight holds NaN; copy or download the weights again",
+        ),
     ],
-    ids=["missing", "no head", "extra", "misshapen"],
+    ids=["missing", "no head", "extra", "misshapen", "NaN"],
 )
 def test_tensors_that_do_not_fit_are_refused_by_name(
     tmp_path: Path, change: Callable[[dict[str, Tensor]], object], line: str
 ) -> None:
     with pytest.raises(ValueError, match=line):
         weights.load(empty(tiny(), fsdp=None), changed(tmp_path, change))
+
+
+def test_infinities_are_not_nan() -> None:
+    both = torch.tensor([torch.inf, -torch.inf])
+    assert torch.equal(weights.without_nan(both.__getitem__, "x")((slice(None),)), both)
 
 
 def test_tied_heads_and_rotary_buffers_are_no_extra_tensors(tmp_path: Path) -> None:
@@ -407,24 +416,9 @@ def test_a_directory_that_lacks_a_file_is_refused_by_name(tmp_path: Path) -> Non
         weights.load(empty(tiny(), fsdp=None), tmp_path)
 
 
-def test_a_tokenizer_of_the_hub_comes_whole_with_the_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    tokenizer = ["tokenizer.model", "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template.jinja"]
-    fetched: list[str] = []
-
-    def fetch(_: str, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
-        held = ["config.json", "model.safetensors", "original/model.safetensors", "pytorch_model.bin", "README.md"]
-        kept = filter_repo_objects([*held, *tokenizer], allow_patterns=allow_patterns, ignore_patterns=ignore_patterns)
-        fetched.extend(kept)
-        return str(tmp_path)
-
-    monkeypatch.setattr(weights, "snapshot_download", fetch)
-    assert weights.download("some/model") == tmp_path
-    assert fetched == ["config.json", "model.safetensors", *tokenizer]
-
-
 def test_a_folder_that_is_named_like_a_tokenizer_is_not_copied(tmp_path: Path) -> None:
     for folder in ("from", "from/tokenizer", "to"):
         (tmp_path / folder).mkdir()
     (tmp_path / "from" / "tokenizer.json").write_text("{}")
-    weights.copy_tokenizer(tmp_path / "from", tmp_path / "to")
+    copy_tokenizer(tmp_path / "from", tmp_path / "to")
     assert [path.name for path in (tmp_path / "to").iterdir()] == ["tokenizer.json"]

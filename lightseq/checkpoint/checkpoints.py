@@ -182,9 +182,13 @@ def read_trainer_state(directory: Path) -> dict[str, Any]:
     return facts
 
 
-def saved_bytes(parameters: int, config: TrainConfig) -> int:
-    """Returns the bytes of one checkpoint: float32 weights, optimizer state, and weights in the compute dtype."""
-    return int(parameters * (FLOAT32_BYTES * (1 + moments_of(config)) + config.itemsize))
+def saved_bytes(parameters: int, config: TrainConfig, base_bytes: int = 0) -> int:
+    """Returns the bytes of one checkpoint: float32 weights, optimizer state, and weights as in the model's files.
+
+    `base_bytes`: of those files, if they are known. Weights trained in float32 are stored so.
+    """
+    state = int(parameters * FLOAT32_BYTES * (1 + moments_of(config)))
+    return state + max(parameters * config.itemsize, base_bytes)
 
 
 def saves_left(config: TrainConfig, done: int, total: int, epochs_left: float) -> int:

@@ -17,13 +17,13 @@ from lightseq.data.chat_template import ChatTemplate, find_names
 from lightseq.data.token_directory import IntArray
 from lightseq.data.tokenizer_file import readable_tokenizer
 from lightseq.models.hub import hub_error
+from lightseq.models.tokenizer_files import VOCABULARY_FILES, named_files
 from lightseq.utils.files import read_text
 from lightseq.utils.formatting import first_line
 
 TextPart = tuple[str, bool]  # text, and whether it is a target
 TargetMask = NDArray[np.bool_]
 BYTE_TOKENIZER_BYTES: Final = 2**16  # most bytes of tokenizer.json of the tokenizer of bytes
-VOCABULARY_FILES: Final = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 # Words, numbers, whitespace, code, and scripts that tokenizers split in different ways.
 SAMPLE_TEXTS: Final = (
     "Hello, world! It's 1,234,567.89 o'clock -- don't\t\n\n  def f(x):\n    return x**2  # naïve café "
@@ -283,7 +283,9 @@ def has_tokenizer(name: str) -> bool:
     if name == "byte":
         return True
     if Path(name).exists():
-        return any((Path(name) / file).is_file() for file in VOCABULARY_FILES)
+        directory = Path(name)
+        common = any((directory / file).is_file() for file in VOCABULARY_FILES)
+        return common or any((directory / file).is_file() for file in named_files(directory))
     return not hub_error(name, "tokenizer_config.json")
 
 

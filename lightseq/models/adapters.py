@@ -24,14 +24,15 @@ from lightseq.models.architecture import inspect_architecture
 from lightseq.models.build import build_on_meta
 from lightseq.models.decoder import decoder_layers, float32_parameters, has_towers, module_name, text_config
 from lightseq.models.random_weights import named_generator
+from lightseq.models.tokenizer_files import PROCESSOR_FILES, copy_files, copy_tokenizer
 from lightseq.models.weights import (
     LORA_INFIX,
     FillParameter,
-    copy_tokenizer,
     fill,
     global_shape,
     open_tensors,
     save_tensors,
+    without_nan,
 )
 from lightseq.modules.expert_adapters import use_in_experts
 from lightseq.modules.low_rank import (
@@ -255,7 +256,7 @@ def load(model: PreTrainedModel, directory: Path, fill: FillParameter = fill) ->
             if tuple(stored(name).get_shape()) != global_shape(parameter):
                 shapes = f"{stored(name).get_shape()}, not the run's {[*global_shape(parameter)]}"
                 raise ValueError(f"{path}: {name} has shape {shapes}; give --lora_rank of it, and its base model")
-            fill(parameter, stored(name).__getitem__)
+            fill(parameter, without_nan(stored(name).__getitem__, f"{path}: {name}"))
 
 
 def check_start(directory: Path, lora: Lora) -> None:
@@ -310,6 +311,7 @@ def save(
         (directory / ROPE_FILE).write_text(json.dumps(rope, indent=2) + "\n")
     if tokenizer_from is not None:
         copy_tokenizer(tokenizer_from, directory)
+        copy_files(PROCESSOR_FILES, tokenizer_from, directory)
 
 
 def read_config(directory: Path) -> dict[str, Any]:

@@ -124,9 +124,13 @@ def ties_embeddings(model: PreTrainedModel) -> bool:
     return head is not None and head.weight is model.get_input_embeddings().weight
 
 
-def float32_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
-    """Returns the parameters that a model keeps in float32 when it computes in another dtype, such as routers."""
-    kept = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+def float32_parameters(model: PreTrainedModel, also_for_float16: bool = False) -> dict[str, nn.Parameter]:
+    """Returns the parameters that a model keeps in float32 when it computes in another dtype, such as routers.
+
+    `also_for_float16` adds those that its class lists for float16 only.
+    """
+    lists = ["_keep_in_fp32_modules_strict", *(["_keep_in_fp32_modules"] if also_for_float16 else [])]
+    kept = [name for names in lists for name in getattr(model, names, None) or ()]
     patterns = [re.compile(re.escape(name).replace(r"\*", ".*")) for name in kept]
     return {
         name: parameter

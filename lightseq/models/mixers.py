@@ -95,10 +95,20 @@ def is_of_hybrids(model_class: Any) -> bool:
 
 
 def unknown_convolution(model: nn.Module) -> str | None:
-    """Returns the name of a convolution that stands in no mixer, or None: it may read the tokens of other ranks."""
-    known = {part for mixer, _ in mixer_modules(model) for part in mixer.modules()}
+    """Returns the name of a convolution that no mixer runs over ranks, or None: it may read the tokens of other ranks.
+
+    transformers' mixers run one that is their own child and has a filter for each channel. One inside a projection
+    would see a rank's own tokens. Registered mixers run all that they have.
+    """
+    known = set[nn.Module]()
+    for mixer, kind in mixer_modules(model):
+        known.update(filter(_filters_channels, mixer.children()) if kind.functions else mixer.modules())
     found = (name for name, part in model.named_modules() if isinstance(part, nn.Conv1d) and part not in known)
     return next(found, None)
+
+
+def _filters_channels(part: nn.Module) -> bool:
+    return isinstance(part, nn.Conv1d) and part.groups == part.in_channels == part.out_channels
 
 
 def attending_layers(model: PreTrainedModel) -> int:

@@ -9,6 +9,7 @@ import fnmatch
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -78,6 +79,21 @@ class PublishedLayout:
         """Returns the shapes of tensors that the files have each in one, by their names in the model."""
         alone = {name: found.sources for name, found in self.converted.items() if len(found.sources) == 1}
         return {name: shape_of(sources[0][1]) for name, sources in alone.items()}
+
+    @property
+    def converted_from(self) -> set[str]:
+        """Returns the names in the files of tensors that are converted."""
+        return {source for found in self.converted.values() for _, source in found.sources}
+
+    def dtypes(self, in_files: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
+        """Returns dtypes by names in the model from those by names in the files, the widest where several become one.
+
+        Tensors that `in_files` lacks have none.
+        """
+        sources = {name: [source] for name, source in self.renamed.items()}
+        sources |= {name: [source for _, source in found.sources] for name, found in self.converted.items()}
+        known = {name: [in_files[x] for x in parts if x in in_files] for name, parts in sources.items()}
+        return {name: reduce(torch.promote_types, dtypes) for name, dtypes in known.items() if dtypes}
 
 
 def layout_of_files(model: PreTrainedModel, tensors: Collection[str], files: Iterable[str]) -> PublishedLayout:

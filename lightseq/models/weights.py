@@ -19,13 +19,22 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from lightseq.distributed.parallel_dims import whole_tensor
 from lightseq.models import mxfp4
 from lightseq.models.build import constructed_buffers
-from lightseq.models.decoder import float32_parameters, has_towers, text_config, ties_embeddings
+from lightseq.models.decoder import has_towers, text_config, ties_embeddings
 from lightseq.models.published_layout import PublishedLayout, layout_of_files, publish
+from lightseq.models.stored_tensors import StoredTensors, float_dtypes
+from lightseq.models.tokenizer_files import (
+    MORE_TEMPLATES,
+    PROCESSOR_FILES,
+    TOKENIZER_FILES,
+    copy_files,
+    copy_tokenizer,
+    named_files,
+)
 from lightseq.utils.files import read_json
 from lightseq.utils.formatting import first_line, is_plain_name
 
@@ -34,10 +43,7 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 ONE_MODEL = "copy config.json and the weights from one model, and remove tensors that it does not have"
 ROWS_AT_ONCE = 4096  # rows compared at a time
 LORA_INFIX = ".lora_"  # in the names of adapter parameters only
-CHAT_TEMPLATE = "chat_template.jinja"
 GENERATION_CONFIG = "generation_config.json"
-TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template*", "tekken.json")
-PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")  # of images
 
 
 FillParameter = Callable[[nn.Parameter, Callable[[tuple[slice, ...]], Tensor]], None]
@@ -139,7 +145,7 @@ def load(model: PreTrainedModel, source: Path | str, fill: FillParameter = fill)
     """Loads this rank's part of every parameter from a local directory, or from the hub with one download per host.
 
     Buffers that the files store are loaded whole; one that is missing keeps its value. Raises ValueError naming tensors
-    that are missing, unknown to the model, or of another shape.
+    that are missing, unknown to the model, of another shape, or NaN.
     """
     directory = source if isinstance(source, Path) else download(source)
     files = tensor_files(directory, "save the model as safetensors, or add --random_init")
@@ -167,10 +173,23 @@ def load(model: PreTrainedModel, source: Path | str, fill: FillParameter = fill)
             return read
 
         for name, parameter in parameters.items():
-            fill(parameter, part_of(name, parameter))
+            fill(parameter, without_nan(part_of(name, parameter), f"{directory}: {name}"))
         for name, buffer in buffers.items():
             if name in layout.renamed or name in layout.converted:
                 buffer.copy_(part_of(name, buffer)(...))  # type: ignore[arg-type]
+
+
+def without_nan(read: Callable[[tuple[slice, ...]], Tensor], what: str) -> Callable[[tuple[slice, ...]], Tensor]:
+    """Returns a function that reads slices of a tensor, and raises ValueError if they hold NaN."""
+
+    def checked(place: tuple[slice, ...]) -> Tensor:
+        found = read(place)
+        # The sum takes no memory, but is NaN also for infinities of both signs.
+        if found.is_floating_point() and bool(found.sum(dtype=torch.float32).isnan()) and bool(found.isnan().any()):
+            raise ValueError(f"{what} holds NaN; copy or download the weights again, or give others")
+        return found
+
+    return checked
 
 
 def _layout(model: PreTrainedModel, files: Iterable[str], directory: Path) -> PublishedLayout:
@@ -222,13 +241,19 @@ def download(hub_id: str, remedy: str = DOWNLOAD_REMEDY) -> Path:
 
 def download_tokenizer(hub_id: str) -> Path:
     """Downloads a hub repository's tokenizer and returns its directory. Raises ValueError if the download fails."""
-    return _download(hub_id, TOKENIZER_FILES, f"tokenizer {hub_id}", "give a local directory, or byte")
+    return _download(
+        hub_id, ("config.json", *TOKENIZER_FILES), f"tokenizer {hub_id}", "give a local directory, or byte"
+    )
 
 
 def _download(hub_id: str, patterns: Sequence[str], what: str, remedy: str) -> Path:
+    def fetch(*patterns: str, ignored: str | None = None) -> Path:
+        return Path(snapshot_download(hub_id, allow_patterns=list(patterns), ignore_patterns=ignored))
+
     try:
-        # Folders inside hold the same weights in the formats of other programs.
-        return Path(snapshot_download(hub_id, allow_patterns=list(patterns), ignore_patterns=["*/*"]))
+        directory = fetch(*patterns, ignored="*/*")  # folders hold the same weights in the formats of other programs
+        fetch(f"{MORE_TEMPLATES}/*.jinja", *sorted(named_files(directory)))
+        return directory
     except Exception as error:  # OSError, ValueError, or an error of the HTTP client, which differs between versions
         raise ValueError(f"{what} cannot be fetched ({type(error).__name__}); {remedy}") from error
 
@@ -243,19 +268,20 @@ def save_pretrained(
 ) -> None:
     """Writes a directory for transformers' `from_pretrained`. Every rank must call it; rank 0 writes.
 
-    `tensors` are whole parameters and stored buffers by name; by default the model's own are gathered. Parameters are
-    cast to `dtype`; buffers and `float32_parameters` keep theirs. `trained_from` is the directory of the weights that
-    training began with. The new one gets its layout, the tensors that did not train, and its settings for generation
-    and for images.
+    `tensors` are whole parameters and stored buffers by name; by default the model's own are gathered. `trained_from`
+    is the directory of the weights that training began with. The new one gets its layout, the tensors that did not
+    train, and its settings for generation and for images.
+
+    Trained in float32, all parameters are stored so. Otherwise each tensor has its dtype in `trained_from`. Those that
+    it lacks have `dtype`, in which the model computed, or float32 where the model's class says so.
     """
     main, buffers = dist.get_rank() == 0, stored_buffers(model)
-    uncast = buffers.keys() | float32_parameters(model).keys()
     written: dict[str, str] = {}
     pending: dict[str, Tensor] = {}
     if main:
         directory.mkdir(parents=True, exist_ok=True)
         for old in (directory / WEIGHTS, directory / INDEX, *directory.glob("model-*.safetensors")):
-            old.unlink(missing_ok=True)  # an earlier model's index would take precedence
+            old.unlink(missing_ok=True)  # of an earlier model
 
     def flush() -> None:
         file = f"model-{len(set(written.values())) + 1:05d}.safetensors"
@@ -263,28 +289,33 @@ def save_pretrained(
         written.update(dict.fromkeys(pending, file))
         pending.clear()
 
-    def cast() -> Iterator[tuple[str, Tensor]]:
-        for name, whole in chain(full_parameters(model), buffers.items()) if tensors is None else tensors:
-            if main:
-                kept = whole.dtype if name in uncast else dtype
-                yield name, whole.to(device="cpu", dtype=kept, copy=True).contiguous()
-
     files = _source_files(model, trained_from) if main else {}
     layout = _layout(model, files, trained_from or directory) if files else None
     with open_tensors(files) as stored:
+        in_files = {} if dtype is torch.float32 else float_dtypes(files, stored)
+        stores = StoredTensors(model, buffers.keys(), dtype, layout, in_files, stored)
+
+        def cast() -> Iterator[tuple[str, Tensor]]:
+            for name, whole in chain(full_parameters(model), buffers.items()) if tensors is None else tensors:
+                if main:
+                    yield name, stores(name, whole)
+
         untouched = ((name, stored(name)[...]) for name in (layout.untouched if layout else ()))
         shapes: dict[str, Sequence[int]] = {name: global_shape(x) for name, x in base_parameters(model).items()}
         if layout is not None:
             shapes |= layout.shapes_in_files(lambda name: stored(name).get_shape())
+        converted = layout.converted_from if layout else set()
         for name, whole in chain(publish(model, cast(), layout, shapes), untouched):
-            pending[name] = whole.contiguous()
+            in_file = in_files.get(name, whole.dtype) if name in converted else whole.dtype
+            pending[name] = whole.to(in_file).contiguous()
             if sum(x.numel() * x.element_size() for x in pending.values()) >= SHARD_BYTES:
                 flush()
     if main:
         if pending:
             flush()
         _write_index(directory, written)
-        config = model.config.__class__.from_dict(model.config.to_dict() | {"dtype": str(dtype).split(".")[1]})
+        config = model.config.__class__.from_dict(model.config.to_dict())
+        _set_dtype(config, dtype)
         config.architectures = [type(model).__name__.removeprefix("FSDP")]
         text_config(config).use_cache = True
         config.save_pretrained(directory)
@@ -296,6 +327,14 @@ def save_pretrained(
             copy_files(PROCESSOR_FILES, trained_from, directory)
         if tokenizer_from is not None:
             copy_tokenizer(tokenizer_from, directory)
+
+
+def _set_dtype(config: PreTrainedConfig, dtype: torch.dtype) -> None:
+    """Sets the dtype of a config and of the configs inside it."""
+    config.dtype = dtype
+    for part in vars(config).values():
+        if isinstance(part, PreTrainedConfig):
+            _set_dtype(part, dtype)
 
 
 def _source_files(model: PreTrainedModel, trained_from: Path | None) -> dict[str, Path]:
@@ -351,18 +390,26 @@ def open_tensors(files: Mapping[str, Path]) -> Iterator[Callable[[str], Any]]:
 def tensor_files(directory: Path, remedy: str) -> dict[str, Path]:
     """Returns the file of each tensor by name, and of a weight in MXFP4 the file of its blocks.
 
-    Raises ValueError for missing files.
+    An index beside a single file is not read, as in transformers. Raises ValueError for missing files.
     """
+    if (directory / WEIGHTS).is_file():
+        with safe_open(directory / WEIGHTS, framework="pt") as file:
+            return mxfp4.join_packed(dict.fromkeys(file.keys(), directory / WEIGHTS), directory)
     if (directory / INDEX).is_file():
         names = _weight_map(directory / INDEX)
         absent = [file for file in names.values() if not is_plain_name(file) or not (directory / file).is_file()]
         if absent:
             raise ValueError(f"{directory / INDEX} names {absent[0]}, which is missing; copy the whole directory")
         return mxfp4.join_packed({name: directory / file for name, file in names.items()}, directory)
-    if (directory / WEIGHTS).is_file():
-        with safe_open(directory / WEIGHTS, framework="pt") as file:
-            return mxfp4.join_packed(dict.fromkeys(file.keys(), directory / WEIGHTS), directory)
     raise ValueError(f"{directory} has no {WEIGHTS}; {remedy}")
+
+
+def bytes_of(directory: Path) -> int:
+    """Returns the size of a model's files of weights, as far as they are there."""
+    single, index = directory / WEIGHTS, directory / INDEX
+    names = {WEIGHTS} if single.is_file() or not index.is_file() else set(_weight_map(index).values())
+    files = (directory / name for name in names if is_plain_name(name))
+    return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def _weight_map(path: Path) -> dict[str, str]:
@@ -385,22 +432,3 @@ def _write_index(directory: Path, written: dict[str, str]) -> None:
     size = sum((directory / name).stat().st_size for name in names.values())
     index = {"metadata": {"total_size": size}, "weight_map": {k: names[f] for k, f in written.items()}}
     (directory / INDEX).write_text(json.dumps(index, indent=2))
-
-
-def has_tokenizer(weights: Path | str | None) -> bool:
-    """Returns whether the weights' directory holds a tokenizer; a hub repository is assumed to hold one."""
-    if isinstance(weights, Path):
-        return any(True for pattern in TOKENIZER_FILES for _ in weights.glob(pattern))
-    return weights is not None
-
-
-def copy_tokenizer(source: Path, directory: Path) -> None:
-    """Copies the files of a tokenizer."""
-    copy_files(TOKENIZER_FILES, source, directory)
-
-
-def copy_files(patterns: Iterable[str], source: Path, directory: Path) -> None:
-    """Copies the files of a directory that match one of the patterns."""
-    for pattern in patterns:
-        for file in filter(Path.is_file, source.glob(pattern)):
-            (directory / file.name).write_bytes(file.read_bytes())

@@ -21,9 +21,10 @@ from lightseq.models.adapters import WEIGHTS as ADAPTER_WEIGHTS
 from lightseq.models.build import build_on_meta
 from lightseq.models.mxfp4 import is_mxfp4
 from lightseq.models.published_layout import layout_of_files
+from lightseq.models.tokenizer_files import SETTINGS, copy_files, copy_tokenizer, remove_chat_templates
 from lightseq.models.weights import (
     INDEX,
-    TOKENIZER_FILES,
+    WEIGHTS,
     base_parameters,
     download,
     open_tensors,
@@ -69,10 +70,12 @@ def merge(adapter: Path, output_dir: Path, model_name_or_path: str | None) -> st
     create_output_dir(output_dir)
     try:
         _merge_weights(source, output_dir, changes, lora_scale(settings), adapter)
-        for folder, patterns in ((source, ("*.json", *TOKENIZER_FILES)), (adapter, TOKENIZER_FILES)):
-            for path in (p for pattern in patterns for p in folder.glob(pattern)):
-                if path.is_file() and path.name not in NOT_COPIED:
-                    shutil.copyfile(path, output_dir / path.name)
+        unused = {INDEX} if (source / WEIGHTS).is_file() else set()
+        copy_files(("*.json",), source, output_dir, left_out={*NOT_COPIED, *unused})
+        copy_tokenizer(source, output_dir)
+        if (adapter / SETTINGS).is_file():  # it has a tokenizer of its own
+            remove_chat_templates(output_dir)
+        copy_tokenizer(adapter, output_dir)
         in_mxfp4 = (source / "config.json").is_file() and is_mxfp4(read_json_object(source / "config.json"))
         if rope is not None or in_mxfp4:
             _write_config(source / "config.json", output_dir / "config.json", rope or {})

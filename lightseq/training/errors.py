@@ -114,14 +114,11 @@ def exit_on_no_response() -> Iterator[None]:
         raise SystemExit(1) from error
 
 
-def end_for_skipped_steps(
-    step: int, skipped: int, reason: str, output_dir: Path, world: World, terminal: Terminal
-) -> None:
-    """Ends the run on every rank after `skipped` skipped steps in a row, up to step number `step`."""
+def end_for_bad_steps(step: int, count: int, what: str, output_dir: Path, world: World, terminal: Terminal) -> None:
+    """Ends the run on every rank. `what` is wrong with `count` steps in a row, up to step number `step`."""
     if world.is_main:
         terminal.close()
         saved = list_checkpoints(output_dir)
         remedy = f"resume from {saved[-1]}, whose weights are still good," if saved else "start over"
-        which = f"steps {step - skipped + 1} to {step} were skipped, the last because {reason}"
-        report_error(f"{which}; {remedy} with other data or a lower --learning_rate")
+        report_error(f"steps {step - count + 1} to {step} {what}; {remedy} with other data or a lower --learning_rate")
     raise SystemExit(1)

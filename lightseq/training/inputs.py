@@ -126,7 +126,8 @@ def prepare(config: TrainConfig, family: ModelFamily, world: World, resume_point
     tokenizer = model.tokenizer or made_with(Path(config.data_path))
     profile_notes = check_profiled(config, world.device, stream.first_step, total_steps)
     trained = count_adapter_parameters(model.lora, model.config) or total_parameters(model.config)
-    disk_notes = check_disk_space(config, trained, stream, total_steps)
+    base_bytes = 0 if model.lora or not isinstance(model.weights, Path) else weights.bytes_of(model.weights)
+    disk_notes = check_disk_space(config, trained, base_bytes, stream, total_steps)
     prompts = read_sample_prompts(config, tokenizer, text_config(model.config).vocab_size)
     # Last, because a download can take hours and all other checks should come first.
     directory = fetch_weights(model, world, verified=resume_point.path)

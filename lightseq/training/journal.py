@@ -1,4 +1,4 @@
-"""Journal of a run: writes the records of its steps, shows them, and ends it after too many skipped steps."""
+"""Journal of a run: writes the records of its steps, shows them, and ends it after too many bad steps."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from lightseq.training.errors import end_for_skipped_steps, exit_on_write_error
+from lightseq.training.errors import end_for_bad_steps, exit_on_write_error
 from lightseq.training.metrics import MetricsFile
 from lightseq.training.optimization import UNKNOWN_PARAMETER
 from lightseq.training.step_stats import PendingRecord
@@ -14,10 +14,11 @@ from lightseq.training.trainer import Trainer
 from lightseq.utils.formatting import plural
 
 MAX_SKIPPED_STEPS = 20  # consecutive steps with a non-finite gradient
+MAX_NONFINITE_LOSSES = 10  # in a row
 
 
 class Journal:
-    """Reporting of steps to the metrics and the terminal. Ends a run after too many skipped steps in a row.
+    """Reporting of steps to the metrics and the terminal. Ends a run after too many bad steps in a row.
 
     Every rank reads the same numbers, so that all end together. Only the rank with `metrics` writes and shows them.
     """
@@ -29,7 +30,7 @@ class Journal:
         self._saves = trainer.config.save_strategy != "no"
         self._scales_loss = trainer.config.fp16  # skipped steps are normal while the loss scale is still too high
         self.losses: list[float] = []
-        self._skipped = 0  # consecutive steps, up to the last record
+        self._skipped = self._nonfinite_losses = 0  # consecutive steps, up to the last record
 
     def record(self, pending: PendingRecord | None) -> None:
         """Reports a record, if there is one, after waiting for the device to finish its steps."""
@@ -42,8 +43,11 @@ class Journal:
         if record.steps_without_target:
             which = f"{record.steps_without_target:,} of {plural(pending.steps, 'step')} up to step {record.step:,}"
             self._note(f"{which} had no target; only momentum and weight decay change the weights in such a step")
-        nonfinite = pending.nonfinite_parameters()
+        nonfinite, lost = pending.nonfinite_parameters(), pending.nonfinite_losses()
         for step in range(record.step - pending.steps + 1, record.step + 1):
+            self._nonfinite_losses = self._nonfinite_losses + 1 if step in lost else 0
+            if self._nonfinite_losses >= MAX_NONFINITE_LOSSES:
+                self._end(step, self._nonfinite_losses, "have a loss that is not finite")
             self._skipped = self._skipped + 1 if step in nonfinite else 0
             scale_is_falling = self._scales_loss and self._skipped < MAX_SKIPPED_STEPS
             if step not in nonfinite or scale_is_falling:
@@ -56,7 +60,7 @@ class Journal:
             reason = f"{whose} is not finite"
             self._note(f"step {step}: {reason}; the step was skipped")
             if self._skipped >= MAX_SKIPPED_STEPS:
-                end_for_skipped_steps(step, self._skipped, reason, self._output_dir, self._world, self._terminal)
+                self._end(step, self._skipped, f"were skipped, the last because {reason}")
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Writes a record to the metrics and shows it, on the rank with `metrics`. Ends the run if it cannot write."""
@@ -64,6 +68,9 @@ class Journal:
             with exit_on_write_error(self._metrics.path, self._world, self._terminal, saves=self._saves):
                 self._metrics.write(record)
             self._terminal.show(record)
+
+    def _end(self, step: int, count: int, what: str) -> None:
+        end_for_bad_steps(step, count, what, self._output_dir, self._world, self._terminal)
 
     def _note(self, line: str) -> None:
         if self._world.is_main:

@@ -14,9 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from lightseq.config.optimizers import EIGHT_BIT
 from lightseq.config.train_config import TrainConfig, warmup_steps
 from lightseq.distributed.parallel_dims import local_part
-from lightseq.models.decoder import norms_of
-from lightseq.models.weights import global_shape
-from lightseq.modules.experts import experts_modules
+from lightseq.training.weight_decay import without_decay
 from lightseq.utils.formatting import first_line
 from lightseq.utils.versions import source_digest
 
@@ -29,9 +27,9 @@ UNKNOWN_PARAMETER = 2**31  # stands for a parameter's index if some gradient is 
 def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
     """Returns AdamW (arXiv 1711.05101), AdamW with 8-bit states (arXiv 2110.02861), or SGD.
 
-    Weight decay applies to matrices only, not to norms and biases.
+    Weight decay applies to weights of products and tables, as in transformers (`without_decay`).
     """
-    parameters, exempt = [p for p in model.parameters() if p.requires_grad], _without_decay(model)
+    parameters, exempt = [p for p in model.parameters() if p.requires_grad], without_decay(model)
     groups = [
         {"params": [p for p in parameters if p not in exempt], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p in exempt], "weight_decay": 0.0},
@@ -49,15 +47,6 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimiz
         return AdamW8bit(groups, lr=config.learning_rate, betas=betas, eps=config.adam_epsilon)
     fused = True if config.optim == "adamw_torch_fused" else None
     return LocalAdamW(groups, lr=config.learning_rate, betas=betas, eps=config.adam_epsilon, fused=fused)
-
-
-def _without_decay(model: nn.Module) -> set[nn.Parameter]:
-    """Returns vectors, and what has a vector for each head or expert: weights of norms, and biases."""
-    found = {p for p in model.parameters() if len(global_shape(p)) < 2}
-    found |= {p for norm in norms_of(model) for p in norm.parameters(recurse=False)}
-    for _, experts in experts_modules(model):
-        found |= {p for name, p in experts.named_parameters(recurse=False) if name.endswith("bias")}
-    return found
 
 
 class _LocalUpdates(torch.optim.Optimizer):

@@ -18,6 +18,7 @@ from lightseq.data.tokenizer import ByteTokenizer
 from lightseq.distributed.environment import secrets
 from lightseq.distributed.world import exit_process, report_error
 from lightseq.models import adapters, weights
+from lightseq.models.tokenizer_files import CHAT_TEMPLATE, remove_chat_templates
 from lightseq.training.early_stopping import STOPPING, EarlyStopping
 from lightseq.training.metrics import METRICS
 from lightseq.training.trainer import Trainer
@@ -131,13 +132,14 @@ class Saving:
         )
 
     def _write_tokenizer(self, directory: Path) -> None:
-        """Writes the tokenizer of bytes, and --chat_template to the file that takes precedence over the settings."""
+        """Writes the tokenizer of bytes, and --chat_template in place of the tokenizer's templates."""
         if not self._world.is_main:
             return
         if self._inputs.bytes_are_tokens:
             ByteTokenizer().save_pretrained(directory)
         if self._inputs.chat_template is not None:
-            (directory / weights.CHAT_TEMPLATE).write_text(self._inputs.chat_template, encoding="utf-8")
+            remove_chat_templates(directory)
+            (directory / CHAT_TEMPLATE).write_text(self._inputs.chat_template, encoding="utf-8")
 
     @contextmanager
     def wait_at_exit(self) -> Iterator[None]:

@@ -287,11 +287,16 @@ def check_profiled(config: TrainConfig, device: torch.device, first_step: int, t
     return (warning,) if last <= first_step else ()
 
 
-def check_disk_space(config: TrainConfig, trained_parameters: int, stream: BatchStream, total_steps: int) -> Notes:
-    """Returns a note on the disk space of checkpoints. Raises ValueError if not even one fits."""
+def check_disk_space(
+    config: TrainConfig, trained_parameters: int, base_bytes: int, stream: BatchStream, total_steps: int
+) -> Notes:
+    """Returns a note on the disk space of checkpoints. Raises ValueError if not even one fits.
+
+    `base_bytes`: of the files that hold the weights, which checkpoints store in the same dtypes; 0 if unknown.
+    """
     epochs_left = stream.epochs_after(total_steps) - stream.epochs_after(stream.first_step)
     saves = saves_left(config, stream.first_step, total_steps, epochs_left)
     directory = Path(config.output_dir)
     existing = len(list_checkpoints(directory))
-    note = check_disk(directory, saved_bytes(trained_parameters, config), saves, existing, config)
+    note = check_disk(directory, saved_bytes(trained_parameters, config, base_bytes), saves, existing, config)
     return (note,) if note else ()

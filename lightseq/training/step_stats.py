@@ -99,8 +99,9 @@ class StepStats:
         device, end, results = self.world.device, DeviceTimestamp(self.world.device), self.results
         counted = results if counts_group else []
         allocated, reserved, rss = process_memory(device, self.transport.buffer_bytes, self.transport.graph_bytes)
+        losses = torch.stack([result.loss for result in results])
         sums: dict[str, float | Tensor] = {
-            "loss": torch.stack([result.loss for result in results]).sum(),
+            "loss": losses.sum(),
             "router_loss": torch.stack([result.router_loss for result in results]).sum(),
             "valid_tokens": sum(result.valid_tokens for result in counted),
             "positions": sum(result.positions for result in counted),
@@ -119,11 +120,12 @@ class StepStats:
             # time in nanoseconds and rank in one number, so that the maximum also tells the rank
             "slowest": math.floor(own_seconds * 1e9) * self.world.size + self.world.rank,
         }
-        reduced = reduce_over_ranks([*sums.values()], [*worst.values()], device)
+        not_finite = losses.isfinite().logical_not().double().unbind()  # of each step
+        totals, worsts = reduce_over_ranks([*sums.values(), *not_finite], [*worst.values()], device)
         norm = results[-1].grad_norm.to(device, torch.float64, non_blocking=True).reshape(1)
         with_target = (torch.stack([result.targets for result in results]) > 0).sum(dtype=torch.float64).reshape(1)
         nonfinite = torch.stack([result.nonfinite for result in results]).to(device, torch.float64, non_blocking=True)
-        numbers = torch.cat([*reduced, norm, with_target, nonfinite])
+        numbers = torch.cat([totals[: len(sums)], worsts, norm, with_target, totals[len(sums) :], nonfinite])
         if device.type == "cuda":
             numbers = numbers.to("cpu", non_blocking=True)  # into pinned memory
         return PendingRecord(
@@ -154,7 +156,9 @@ class PendingRecord:
     flops: FlopCounter
     has_router_loss: bool
     names: tuple[str, ...]
-    numbers: Tensor  # a value per name, then per step the index of the first parameter with a non-finite gradient
+    # A value per name; then per step, on how many ranks the loss is not finite; then per step, the index of the first
+    # parameter with a non-finite gradient.
+    numbers: Tensor
     begin: DeviceTimestamp
     end: DeviceTimestamp
     pauses: tuple[tuple[DeviceTimestamp, DeviceTimestamp], ...]
@@ -165,6 +169,11 @@ class PendingRecord:
         """Returns the index of the first parameter with a non-finite gradient, by skipped step. Call `record` first."""
         first, found = self.step - self.steps + 1, self.numbers[-self.steps :].tolist()
         return {first + i: int(parameter) for i, parameter in enumerate(found) if parameter >= 0}
+
+    def nonfinite_losses(self) -> set[int]:
+        """Returns the steps whose loss is not finite. Call `record` first."""
+        first, found = self.step - self.steps + 1, self.numbers[-2 * self.steps : -self.steps].tolist()
+        return {first + i for i, ranks in enumerate(found) if ranks}
 
     def record(self) -> StepRecord:
         """Returns the record of the last step, the same on every rank. Waits for the device to finish the step."""

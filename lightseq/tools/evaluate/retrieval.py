@@ -15,10 +15,9 @@ from numpy.typing import NDArray
 
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.examples import Example, Examples, WindowExamples, window
-from lightseq.data.tokenizer import Tokenizer, load_tokenizer
+from lightseq.data.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from lightseq.distributed.world import World
 from lightseq.models.decoder import placeholder_ids, text_config
-from lightseq.models.weights import has_tokenizer
 from lightseq.modules.loss import losses_and_hits
 from lightseq.tools.evaluate.needle import IdNeedles, Ids, Search, TextNeedles, make_search
 from lightseq.tools.evaluate.options import CHOICES, DEPTHS, TRIALS, Options, lengths_of
@@ -103,7 +102,7 @@ def _depths(options: Options) -> list[float]:
 def _tokenizer(config: TrainConfig, model: FoundModel, examples: Examples | None) -> Tokenizer | None:
     """Loads --tokenizer, or else the tokenizer of the haystack's tokens, or else the model's, if it has one."""
     of_data = examples.source.meta.get("tokenizer") if isinstance(examples, WindowExamples) else None
-    of_model = str(model.weights) if has_tokenizer(model.weights) else None
+    of_model = str(model.weights) if model.weights and has_tokenizer(str(model.weights)) else None
     name = config.tokenizer or of_data or of_model
     return load_tokenizer(name) if name else None
 
