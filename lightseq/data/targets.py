@@ -59,6 +59,7 @@ class Sample:
     skipped: str | None = None
     padding: int = 0  # tokens cut off the end
     remarks: frozenset[str] = frozenset()  # what is unusual, for notes
+    ignored: tuple[str, ...] = ()  # columns that the given ids were made from
 
 
 ReadRow = Callable[[Row, str, Tokenizer], list[Sample]]  # gets the row, its file and number, and the tokenizer
@@ -129,7 +130,7 @@ def _read_text(row: Row, where: str, _: Tokenizer, *, column: str) -> list[Sampl
 
 def _read_ids(row: Row, where: str, _: Tokenizer, *, masked: bool) -> list[Sample]:
     """Reads a tokenized row, without its padding on the right, as one sample per packed document."""
-    check_columns(row, IDS, ("input_ids",), where)  # columns of other formats are what the ids were made from
+    made_from = check_columns(row, IDS, ("input_ids",), where)
     ids = _integers(row, "input_ids", where)
     masks = [_target_mask(row, name, ids, where) for name in MASK_COLUMNS if row.get(name) is not None]
     if masks and not masked:
@@ -154,7 +155,7 @@ def _read_ids(row: Row, where: str, _: Tokenizer, *, masked: bool) -> list[Sampl
             found.append(Sample(skipped=NO_ANSWER, remarks=remarks))
         else:
             found.append(Sample(ids=ids[start:end], targets=mask, remarks=remarks))
-    return [replace(found[0], padding=len(ids) - real), *found[1:]]
+    return [replace(found[0], padding=len(ids) - real, ignored=tuple(made_from)), *found[1:]]
 
 
 def _target_mask(row: Row, name: str, ids: IntArray, where: str) -> TargetMask:
