@@ -245,7 +245,7 @@ def _read_messages(row: Row, where: str, tokenizer: Tokenizer, *, column: str) -
     template = _template_of(tokenizer, where)
     chat = read_chat(row, read_turns(get_column(row, column, where), column, where), template, where)
     check_repeated(row, others, chat.texts, column, where)
-    return _render(chat, template, tokenizer)
+    return _render(chat, template)
 
 
 def _read_pair(row: Row, where: str, tokenizer: Tokenizer, *, pair: tuple[str, str]) -> list[Sample]:
@@ -276,7 +276,7 @@ def _read_pair(row: Row, where: str, tokenizer: Tokenizer, *, pair: tuple[str, s
             ),
         ]
     template = _template_of(tokenizer, where)
-    return _render(read_chat(row, turns, template, where), template, tokenizer)
+    return _render(read_chat(row, turns, template, where), template)
 
 
 def _template_of(tokenizer: Tokenizer, where: str) -> ChatTemplate:
@@ -315,18 +315,18 @@ def _concatenated(row: Row, prompt: str, answer: str, where: str, tokenizer: Tok
     return Sample(((prompt, False), (answer, True)), remarks=frozenset() if tokenizer.end else frozenset([UNENDED]))
 
 
-def _render(chat: Chat, template: ChatTemplate, tokenizer: Tokenizer) -> list[Sample]:
-    found = [_as_sample(one, tokenizer) for one in render_answers(chat, template)]
+def _render(chat: Chat, template: ChatTemplate) -> list[Sample]:
+    found = [_as_sample(one, template) for one in render_answers(chat, template)]
     return found or [Sample(skipped=NO_ANSWER if chat.turns else EMPTY)]
 
 
-def _as_sample(rendered: RenderedChat, tokenizer: Tokenizer) -> Sample:
+def _as_sample(rendered: RenderedChat, template: ChatTemplate) -> Sample:
     text, parts, done = rendered.text, list[TextPart](), 0
     for start, end in rendered.spans:
         parts += [(text[done:start], False), (text[start:end], True)]
         done = end
     remarks = set(rendered.remarks)
-    if not all(text[start:end].rstrip().endswith(tokenizer.special_texts) for start, end in rendered.spans):
+    if not all(text[start:end].rstrip().endswith(template.special_texts) for start, end in rendered.spans):
         remarks.add(UNENDED)
     return Sample((*parts, (text[done:], False)), remarks=frozenset(remarks))
 
@@ -347,9 +347,11 @@ def encode_samples(
 
 
 def _with_special_tokens(ids: IntArray, targets: TargetMask, tokenizer: Tokenizer) -> tuple[IntArray, TargetMask]:
-    """Adds the begin and end ids of a document, unless the chat template writes them."""
+    """Adds the begin and end ids of a document, unless the chat template writes them or the row has them."""
     if tokenizer.chat_template is not None:
         return ids, targets
     begin, end = np.asarray(tokenizer.begin, np.int64), np.asarray(tokenizer.end, np.int64)
+    begin = begin[: 0 if np.array_equal(ids[: len(begin)], begin) else None]
+    end = end[: 0 if np.array_equal(ids[len(ids) - len(end) :], end) else None]
     mask = [np.zeros(len(begin), np.bool_), targets, np.ones(len(end), np.bool_)]
     return np.concatenate([begin, ids, end]), np.concatenate(mask)
