@@ -39,7 +39,8 @@ class Tokenizer(Protocol):
     """Interface of a tokenizer. `encode` adds a document's begin and end ids, `encode_part` does not.
 
     `encode_parts` encodes texts given in parts and also returns the masks of targets. `special_texts` are its special
-    tokens. A model stops at `stop_ids`. `vocabulary_fingerprint` identifies the ids of a text, `fingerprint` also the text of a chat.
+    tokens. A model stops at `stop_ids`. `vocabulary_fingerprint` identifies the ids of a text, `fingerprint` also the
+    text of a chat.
     """
 
     @property

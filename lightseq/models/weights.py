@@ -25,7 +25,7 @@ from lightseq.models import mxfp4
 from lightseq.models.build import constructed_buffers
 from lightseq.models.decoder import float32_parameters, has_towers, text_config, ties_embeddings
 from lightseq.models.published_layout import PublishedLayout, layout_of_files, publish
-from lightseq.utils.files import read_json
+from lightseq.utils.files import open_regular, read_json
 from lightseq.utils.formatting import first_line, is_plain_name
 
 SHARD_BYTES = 4 << 30  # of one file; rank 0 collects them in host memory
@@ -202,7 +202,7 @@ def load_or_refuse(model: PreTrainedModel, source: Path | str, flag: str, fill: 
     """Calls `load`; raises errors in the files as a ValueError that names the flag."""
     try:
         load(model, source, fill)
-    except (SafetensorError, json.JSONDecodeError, KeyError) as error:
+    except (SafetensorError, json.JSONDecodeError, LookupError, RuntimeError, TypeError) as error:
         raise ValueError(
             f"{flag} {source}: its weights cannot be read ({first_line(error)}); copy or download them again"
         ) from error
@@ -325,6 +325,23 @@ def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 @contextmanager
+def open_safetensors(path: Path) -> Iterator[Any]:
+    """Opens a safetensors file. Raises ValueError if it is damaged or no regular file."""
+    try:
+        open_regular(path).close()
+        opened = safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} cannot be read ({reason_of(error)}); copy or download it again") from error
+    with opened as file:
+        yield file
+
+
+def reason_of(error: SafetensorError | OSError) -> str:
+    """Returns the reason without the path."""
+    return error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
+
+
+@contextmanager
 def open_tensors(files: Mapping[str, Path]) -> Iterator[Callable[[str], Any]]:
     """Yields a function that returns a tensor in the files by name; only its parts that are asked for are read."""
     with ExitStack() as stack:
@@ -333,7 +350,7 @@ def open_tensors(files: Mapping[str, Path]) -> Iterator[Callable[[str], Any]]:
 
         def names_in(file: Path) -> set[str]:
             if file not in opened:
-                opened[file] = stack.enter_context(safe_open(file, framework="pt"))
+                opened[file] = stack.enter_context(open_safetensors(file))
                 held[file] = set(opened[file].keys())
             return held[file]
 
@@ -360,7 +377,7 @@ def tensor_files(directory: Path, remedy: str) -> dict[str, Path]:
             raise ValueError(f"{directory / INDEX} names {absent[0]}, which is missing; copy the whole directory")
         return mxfp4.join_packed({name: directory / file for name, file in names.items()}, directory)
     if (directory / WEIGHTS).is_file():
-        with safe_open(directory / WEIGHTS, framework="pt") as file:
+        with open_safetensors(directory / WEIGHTS) as file:
             return mxfp4.join_packed(dict.fromkeys(file.keys(), directory / WEIGHTS), directory)
     raise ValueError(f"{directory} has no {WEIGHTS}; {remedy}")
 
