@@ -9,10 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 from byte_level import CHATML, byte_level
 from peft import LoraConfig, get_peft_model
+from programs import alone
 from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
 from transformers import GenerationConfig, GenerationMixin, LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -187,6 +189,42 @@ def test_a_damaged_adapter_is_one_line(
     refused(generated(tmp_path / "adapter"), reason, capsys)
     if name != "missing":
         refused(["merge", "--adapter", f"{tmp_path}/adapter", "--output_dir", f"{tmp_path}/merged"], reason, capsys)
+
+
+@pytest.mark.parametrize("name", ["truncated", "empty", "huge header"])
+def test_training_does_not_start_from_a_damaged_adapter(name: str, plain: Path, adapter: Path, tmp_path: Path) -> None:
+    damage, reason = ADAPTER_DAMAGE[name]
+    damage(shutil.copytree(adapter, tmp_path / "adapter"))
+    (tmp_path / "data.jsonl").write_text(json.dumps({"input_ids": [5, 6, 7, 8]}))
+    end = alone(
+        f"--model_name_or_path {plain} --data_path {tmp_path}/data.jsonl --output_dir {tmp_path}/run --max_steps 1 "
+        f"--model_max_length 8 --lora_rank 2 --lora_alpha 4 --lora_target_modules q_proj "
+        f"--lora_adapter {tmp_path}/adapter --data_cache {tmp_path}/cache"
+    )
+    assert end.status == 2 and reason in end.err and end.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["truncated", "missing", "NaN"])
+def test_an_adapter_is_not_merged_into_a_damaged_model(
+    name: str, plain: Path, adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damage, reason = DAMAGE[name]
+    damage(shutil.copytree(plain, tmp_path / "base"))
+    words = ["merge", "--adapter", f"{adapter}", "--output_dir", f"{tmp_path}/merged"]
+    refused([*words, "--model_name_or_path", f"{tmp_path}/base"], reason, capsys)
+    assert not (tmp_path / "merged").exists()
+
+
+@pytest.mark.slow
+def test_numbers_that_are_not_finite_are_not_evaluated(plain: Path, tmp_path: Path) -> None:
+    DAMAGE["NaN"][0](shutil.copytree(plain, tmp_path / "model"))
+    (tmp_path / "data.jsonl").write_text(json.dumps({"input_ids": [5, 6, 7, 8]}))
+    words = f"evaluate --model_name_or_path {tmp_path}/model --data_path {tmp_path}/data.jsonl --model_max_length 8"
+    (done,) = forked.World(
+        1, f"-m lightseq {words} --output_dir {tmp_path}/out --data_cache {tmp_path}/cache", tmp_path
+    ).end()
+    assert done.returncode == 2 and "has numbers that are not finite; give an earlier" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_an_adapter_of_peft_is_generated_with(adapter: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -208,6 +208,13 @@ def load_or_refuse(model: PreTrainedModel, source: Path | str, flag: str, fill: 
         ) from error
 
 
+def check_finite(model: nn.Module, source: Path | str) -> None:
+    """Raises ValueError if this rank's part of a parameter has NaN or infinity. `source` is where they were read."""
+    for name, parameter in model.named_parameters():
+        if not bool(torch.isfinite(local_part_and_slices(parameter)[0]).all()):
+            raise ValueError(f"{source}: {name} has numbers that are not finite; give an earlier checkpoint")
+
+
 DOWNLOAD_REMEDY = "give a local directory, or add --random_init to train from random weights"
 
 

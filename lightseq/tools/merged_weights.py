@@ -19,7 +19,7 @@ from lightseq.models.adapters import CONFIG, base_directory, lora_scale, read_co
 from lightseq.models.adapters import WEIGHTS as ADAPTER_WEIGHTS
 from lightseq.models.build import build_on_meta
 from lightseq.models.mxfp4 import is_mxfp4
-from lightseq.models.published_layout import layout_of_files
+from lightseq.models.published_layout import MissingTensorsError, layout_of_files
 from lightseq.models.weights import (
     INDEX,
     TOKENIZER_FILES,
@@ -137,7 +137,7 @@ def _find_changes(source: Path, pairs: Pairs, settings: Mapping[str, Any], path:
     try:
         layout = layout_of_files(model, base_parameters(model), files)
     except ValueError as error:  # the files have other tensors, too, which stay as they are
-        if len(linears) < len(pairs):
+        if len(linears) < len(pairs) or isinstance(error, MissingTensorsError):
             raise ValueError(f"{source} does not match the model: {error}; {REMEDY}") from error
         return changes
     if converted := [name for name in changes if name in layout.converted]:
@@ -210,6 +210,8 @@ def _merge_file(names: Mapping[str, Path], target: Path, changes: Mapping[str, C
                         "float16 with --model_name_or_path"
                     )
                 weight = change.add_to(weight, scale)
+            if weight.dtype in MERGED_DTYPES and not bool(torch.isfinite(weight).all()):
+                raise ValueError(f"{source}: {name} has numbers that are not finite; {REMEDY}")
             merged[name] = weight
     try:
         save_tensors(merged, target)

@@ -15,6 +15,7 @@ from lightseq.models.hub import hub_error
 from lightseq.models.mxfp4 import is_mxfp4
 from lightseq.models.weights import (
     GENERATION_CONFIG,
+    check_finite,
     download,
     load_or_refuse,
     materialize,
@@ -52,9 +53,7 @@ def load_pretrained(directory: Path, device: torch.device) -> PreTrainedModel:
     """
     is_adapter = (directory / adapters.CONFIG).is_file()
     model = _load_adapted(directory, device) if is_adapter else _load_whole(directory, device)
-    for name, parameter in model.named_parameters():
-        if not bool(torch.isfinite(parameter).all()):
-            raise ValueError(f"{directory}: {name} has numbers that are not finite; give an earlier checkpoint")
+    check_finite(model, directory)
     model.eval()
     return model
 
