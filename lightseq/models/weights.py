@@ -157,7 +157,11 @@ def load(model: PreTrainedModel, source: Path | str, fill: FillParameter = fill)
                 shape, read = tuple(found.get_shape()), found.__getitem__
             else:
                 if name not in converted:
-                    converted.update(conversion.load(model, lambda source: stored(source)[...], shapes))
+                    try:
+                        converted.update(conversion.load(model, lambda source: stored(source)[...], shapes))
+                    except (RuntimeError, LookupError, TypeError) as error:  # torch's, for shapes that do not fit
+                        file = files[conversion.sources[0][1]]
+                        raise ValueError(f"{file}: {name} cannot be made ({first_line(error)}); {ONE_MODEL}") from error
                 whole = converted.pop(name)
                 shape, read = tuple(whole.shape), whole.__getitem__
             if shape != shapes[name]:
@@ -202,7 +206,7 @@ def load_or_refuse(model: PreTrainedModel, source: Path | str, flag: str, fill: 
     """Calls `load`; raises errors in the files as a ValueError that names the flag."""
     try:
         load(model, source, fill)
-    except (SafetensorError, json.JSONDecodeError, LookupError, RuntimeError, TypeError) as error:
+    except (SafetensorError, json.JSONDecodeError, KeyError) as error:
         raise ValueError(
             f"{flag} {source}: its weights cannot be read ({first_line(error)}); copy or download them again"
         ) from error

@@ -53,11 +53,12 @@ def _generate(words: Sequence[str]) -> None:
         raise ValueError("--prompt is empty; give at least one word")
     from lightseq.utils import quiet_transformers  # noqa: F401  first: imports take seconds
 
-    _continue(args)
+    for text in continuations(args):
+        print(text)
 
 
-def _continue(args: argparse.Namespace) -> None:
-    """Prints each prompt with its continuation, or the answer to it.
+def continuations(args: argparse.Namespace) -> list[str]:
+    """Returns each prompt with its continuation, or with a chat template the answer. Says which, and what is empty.
 
     Raises ValueError if the model, its tokenizer or a prompt cannot be used.
     """
@@ -98,10 +99,10 @@ def _continue(args: argparse.Namespace) -> None:
             ) from error
         answers.append((found[0].tolist(), found[0, len(prompt) :].tolist()))
     _say(_how(args, template is not None))
-    for number, (whole, added) in enumerate(answers, 1):
+    for number, (_, added) in enumerate(answers, 1):
         if not tokenizer.decode(added).strip():
             _say(f"the answer to prompt {number} is empty: the model stopped after {plural(len(added), 'token')}")
-        print(tokenizer.decode(added if template else whole))
+    return [tokenizer.decode(added if template else whole) for whole, added in answers]
 
 
 def _say(line: str) -> None:
