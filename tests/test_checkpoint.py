@@ -31,6 +31,7 @@ from lightseq.checkpoint.tensor_index import read_index
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import BatchStream
 from lightseq.data.sequences import open_pickle
+from lightseq.data.sources import ReadOptions
 from lightseq.distributed.world import World
 from lightseq.memory import staging
 from lightseq.memory.pinned import CannotPin
@@ -533,7 +534,7 @@ def test_a_run_resumes_from_before_its_first_update(files: Path, monkeypatch: py
 
 
 def test_data_resume_at_their_position_with_any_batch_size(files: Path) -> None:
-    examples = open_pickle(files / "data.pkl", 48, 64)
+    examples = open_pickle(files / "data.pkl", 48, 64, ReadOptions())
 
     def read(stream: BatchStream, steps: range) -> list[list[int]]:
         cells = [(s, a, d) for s in steps for a in range(stream.accumulation) for d in range(stream.data_ranks)]

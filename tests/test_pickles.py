@@ -1,15 +1,21 @@
 """Pickles of token ids: read in every protocol, and refused in one line if damaged, hostile or of another shape."""
 
+import json
 import os
 import pickle
 import resource
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from programs import alone
+from transformers import LlamaConfig
 
 from lightseq.data.batches import open_examples
 from lightseq.data.sequences import read_pickle
+from lightseq.data.sources import ReadOptions
 from lightseq.utils.pickles import load_plain
 from lightseq.utils.tensors import IGNORE_INDEX
 
@@ -51,6 +57,73 @@ def test_labels_are_shifted_once_and_sequences_without_a_target_left_out(tmp_pat
     assert len(examples) == 1 and examples[0].labels.tolist() == [IGNORE_INDEX, 6, IGNORE_INDEX]
     assert "skipped 1 sequence without a target in the first 3 tokens" in examples.notes[0]
     assert "every label is -100" in refusal(path, length=1)
+
+
+# Columns that token ids were made from, and metadata.
+SOURCES: Mapping[str, list[object]] = {
+    "text": ["a text", "b"],
+    "messages": [[{"role": "user", "content": "a"}], [{"role": "user", "content": "b"}]],
+    "prompt": ["a", None],
+    "completion": [[{"role": "assistant", "content": "text"}], []],
+    "article_title": ["A", "B"],
+    "provenance": [{"page": 1, "by": "Ada"}, {"page": 2, "by": None}],
+    "pieces": [["a", " text"], ["b"]],
+}
+METADATA = {"id": [1, 2], "source": ["web", "web"], "label": [0, 1], "score": [0.5, 0.25]}
+
+
+def test_columns_that_ids_were_made_from_are_ignored_with_one_note_in_every_file(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    ids = [[1, 2, 3], [4, 5]]
+    plain = {"input_ids": ids, "attention_mask": [[1] * len(row) for row in ids]}
+    columns = {**plain, **SOURCES, **METADATA}
+    rows = [{name: column[i] for name, column in columns.items()} for i in range(len(ids))]
+    made = datasets.Dataset.from_list(rows)
+    made.to_parquet(tmp_path / "data.parquet")
+    made.save_to_disk(tmp_path / "saved")
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "data.json").write_text(json.dumps(rows))
+    pickle_file(tmp_path / "rows.pkl", rows)
+    pickle_file(tmp_path / "columns.pkl", columns)
+    options = ReadOptions(cache=tmp_path / "cache")
+    for name in ("columns.pkl", "rows.pkl", "data.jsonl", "data.json", "data.parquet", "saved"):
+        examples = open_examples(tmp_path / name, 8, 10, read_options=options)
+        assert [examples[i].input_ids.tolist() for i in range(len(examples))] == ids, name
+        (note,) = (note for note in examples.notes if "ignored" in note)
+        assert note.endswith(f"ignored 7 columns beside input_ids, which are trained: {', '.join(SOURCES)}"), name
+
+
+def test_columns_of_numbers_beside_ids_are_refused_in_every_file_unless_ignored(tmp_path: Path) -> None:
+    ids, unknown = [[1, 2, 3], [4, 5]], {"targets": [[1, 2, 3], [4, 5]], "importance": [0.5, 1.0]}
+    for column, values in unknown.items():
+        rows = [{"input_ids": row, "text": "x", column: value} for row, value in zip(ids, values, strict=True)]
+        pickle_file(tmp_path / "data.pkl", {"input_ids": ids, "text": ["x", "x"], column: values})
+        (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        for name in ("data.pkl", "data.jsonl"):
+            options = ReadOptions(cache=tmp_path / "cache")
+            with pytest.raises(ValueError, match=f"column '{column}' is not known .* --ignore_columns {column} if it"):
+                open_examples(tmp_path / name, 8, 10, read_options=options)
+            ignored = replace(options, ignored_columns=(column, "text"))
+            examples = open_examples(tmp_path / name, 8, 10, read_options=ignored)
+            assert examples[1].input_ids.tolist() == [4, 5] and not any("ignored" in note for note in examples.notes)
+
+
+def test_a_pickled_data_set_trains_as_typed(tmp_path: Path) -> None:
+    """The experiments' own data is a tokenized data set with its texts."""
+    ids = [[3 + (i * j) % 250 for j in range(1, 70 + i)] for i in range(1, 9)]
+    content = {"text": ["a text"] * 8, "input_ids": ids, "attention_mask": [[1] * len(row) for row in ids]}
+    path = pickle_file(tmp_path / "data.pkl", {**content, "mystery": [1] * 8})
+    config = LlamaConfig(vocab_size=264, hidden_size=32, intermediate_size=64, num_hidden_layers=1)
+    config.num_attention_heads = config.num_key_value_heads = 2
+    config.save_pretrained(tmp_path / "model")
+    words = f"--model_name_or_path {tmp_path}/model --random_init --data_path {path} --model_max_length 64 "
+    words += f"--max_steps 1 --save_strategy no --output_dir {tmp_path}"
+    ignoring = alone(f"{words}/ignoring --ignore_columns mystery")
+    pickle_file(path, content)
+    end = alone(f"{words}/typed")
+    assert (ignoring.status, end.status) == (0, 0), ignoring.err + end.err
+    run = json.loads((tmp_path / "typed" / "run.json").read_text())
+    assert any(note.endswith("which are trained: text") for note in run["notes"])
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
@@ -160,7 +233,7 @@ def test_a_pipe_is_not_read(tmp_path: Path) -> None:
         ({"input_ids": [[], [1]]}, "has no sequence of at least two tokens"),
         ({"input_ids": [[1, 2], [3, 99]]}, "sequence 1 has token id 99"),
         ({"input_ids": [[1, -5, 2]]}, "token id -5"),
-        ({"input_ids": [[1, 2]], "labels": [[-100, 99]]}, "labels 0 has token id 99"),
+        ({"input_ids": [[1, 2]], "labels": [[-100, 99]]}, "sequence 0 labels has token id 99"),
         *(
             ({"input_ids": [[5, 6]], column: [[0, 1]], "source": "web"}, f"column '{column}' is not known beside inp")
             for column in ("loss_mask", "position_ids", "mystery")

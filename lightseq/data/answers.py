@@ -4,6 +4,8 @@ Templates with {% generation %} blocks mark the answers themselves. With others,
 after the generation prompt. A template that only appends makes one text of the whole chat. One that rewrites earlier
 turns, for example to drop their reasoning, makes one text per answer, in which the turns before it read as they do
 when the model generates.
+
+Some templates end an answer with the marker of the next turn. If the model stops at this marker, it is a target.
 """
 
 from __future__ import annotations
@@ -11,11 +13,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any, Final
 
-from lightseq.data.chat_template import ChatTemplate, Span, Turn
+from lightseq.data.chat_template import ChatTemplate, Span, TemplateInputs, Turn
 from lightseq.data.chats import Chat, function_of, is_answer, with_parts, with_text_arguments, without_empty_contents
 from lightseq.data.columns import REASONING_KEYS, squeeze
 from lightseq.data.sources import check_encodable
@@ -27,6 +29,7 @@ OTHER_PROMPT: Final = (
 )
 LOST_TURN: Final = "the chat template leaves out text of a turn that is no answer"
 MAX_SHOWN: Final = 60  # characters of a text in an error
+PROBE: Final = "lightseq"  # a content that shows what a template writes around it
 MAX_SHARED: Final = 64  # characters at the end of a generation prompt that may be the beginning of an answer
 
 
@@ -46,6 +49,7 @@ def render_answers(chat: Chat, template: ChatTemplate) -> list[RenderedChat]:
     """
     if not any(chat.learnt):
         return []
+    chat = _without_repeated_specials(chat, template)
     last = max(index for index, learns in enumerate(chat.learnt) if learns)
     problem = ""
     for turns in _variants(list(chat.turns[: last + 1])):
@@ -57,6 +61,37 @@ def render_answers(chat: Chat, template: ChatTemplate) -> list[RenderedChat]:
             _remark_lost_turns(found, chat.turns[: last + 1])
             return found
     raise ValueError(problem)
+
+
+def render_prompt(prompt: str, template: ChatTemplate) -> str:
+    """Returns a prompt as a user's turn, and what precedes the answer. Raises ValueError if the template fails."""
+    turns, chat = [{"role": "user", "content": prompt}], Chat((), (), TemplateInputs(), "--prompt")
+    try:
+        return _Renderer(chat, template, turns).write(turns, True)
+    except _NotWritten:
+        return _Renderer(chat, template, turns).write(with_parts(turns), True)
+
+
+def _without_repeated_specials(chat: Chat, template: ChatTemplate) -> Chat:
+    """Removes a special token at the end of an answer or the beginning of the chat if the template writes it there."""
+    turns, specials = [*chat.turns], template.special_texts
+    answers = [turn for turn in turns if is_answer(turn) and turn["content"].rstrip().endswith(specials)]
+    if not answers and not turns[0]["content"].startswith(specials):
+        return chat
+    asked = [{"role": "user", "content": PROBE}, {"role": "assistant", "content": PROBE}]
+    for form in (asked, with_parts(asked)):
+        with suppress(_NotWritten):
+            written = _Renderer(chat, template, turns).write(form, False)
+            before, after = written.partition(PROBE)[0], written.rpartition(PROBE)[2].lstrip()
+            begin = next((text for text in specials if before.startswith(text)), "")
+            end = next((text for text in specials if after.startswith(text)), "")
+            for number, turn in enumerate(turns):
+                content = turn["content"].removeprefix(begin) if number == 0 else turn["content"]
+                if end and turn in answers and content.rstrip().endswith(end):
+                    content = content.rstrip().removesuffix(end)
+                turns[number] = {**turn, "content": content}
+            break
+    return replace(chat, turns=tuple(turns))
 
 
 class _NotWritten(ValueError):
@@ -86,6 +121,7 @@ class _Renderer:
         for number in [number for number, learns in enumerate(self.chat.learnt) if learns]:
             text, begin, remarks = self._render_up_to(number)
             self._check_answer(number, text, begin, len(text))
+            text += self._marker_after(number, text)
             if found and text.startswith(found[-1].text):
                 found[-1].spans.append((begin, len(text)))
                 found[-1].text = text
@@ -108,18 +144,43 @@ class _Renderer:
                 self._check_answer(number, text, start, end)
         except _NotWritten:
             return None
-        learnt = [span for number, span in zip(answers, spans, strict=True) if self.chat.learnt[number]]
+        learnt = []
+        for number, (start, end) in zip(answers, spans, strict=True):
+            if self.chat.learnt[number]:
+                marker = self._marker_after(number, text[:end])
+                if not text[end:].strip():  # the last turn
+                    text = text[:end] + marker
+                learnt.append((start, end + len(marker) * text[end:].startswith(marker)))
         return RenderedChat(text, learnt)
+
+    def _marker_after(self, number: int, text: str) -> str:
+        """Returns the marker of the turn after an answer, up to which `text` reaches, if the model stops at it.
+
+        The last answer gets the marker of the turn that would follow. Returns nothing for an answer that ends itself.
+        """
+        if not self.template.end_texts or text.rstrip().endswith(self.template.special_texts):
+            return ""
+        later = self.chat.turns[number + 1 :]
+        role = later[0]["role"] if later else "tool" if self.turns[number].get("tool_calls") else "user"
+        answered = [{"role": "user", "content": PROBE}, {"role": "assistant", "content": PROBE}]
+        form = with_parts if isinstance(self.turns[number].get("content"), list) else list
+        with suppress(_NotWritten):
+            before = self.write(form(answered), False)
+            after = self.write(form([*answered, {"role": role, "content": PROBE}]), False)
+            rest = after.removeprefix(before) if after.startswith(before) else ""
+            end = next((end for end in self.template.end_texts if rest.lstrip().startswith(end)), "")
+            return rest[: rest.index(end) + len(end)] if end else ""
+        return ""
 
     def _render_up_to(self, number: int) -> tuple[str, int, set[str]]:
         """Returns the text of the turns up to an answer, where the answer begins in it, and remarks."""
-        text = self._write(self.turns[: number + 1], False)
+        text = self.write(self.turns[: number + 1], False)
         if number == 0:
             return text, self._begin_of_first(text), set()
-        prompt = self._write(self.turns[:number], True)
+        prompt = self.write(self.turns[:number], True)
         if text.startswith(prompt):
             return text, len(prompt), set()
-        before, shared = self._write(self.turns[:number], False), _shared_length(text, prompt)
+        before, shared = self.write(self.turns[:number], False), _shared_length(text, prompt)
         if not prompt.startswith(before) or shared < len(before):
             raise _NotWritten(
                 f"{self.chat.where}: {self.template.name} writes the turns before an answer in another way than with "
@@ -137,10 +198,10 @@ class _Renderer:
         form = with_parts if isinstance(self.turns[0].get("content"), list) else list
         asked, *others = (form([turn]) for turn in (question, *answers))
         with suppress(_NotWritten):
-            prompt = self._write(asked, True).removeprefix(self._write(asked, False))
+            prompt = self.write(asked, True).removeprefix(self.write(asked, False))
             if prompt.strip() and prompt in text:
                 return text.index(prompt) + len(prompt)
-        first, second = (self._write(turns, False) for turns in others)
+        first, second = (self.write(turns, False) for turns in others)
         return _shared_length(first, second, text)
 
     def _check_answer(self, number: int, text: str, begin: int, end: int) -> None:
@@ -159,7 +220,7 @@ class _Renderer:
                     f"{_shorten(written)}; correct the row, or give another --chat_template"
                 )
 
-    def _write(self, turns: list[Turn], add_generation_prompt: bool) -> str:
+    def write(self, turns: list[Turn], add_generation_prompt: bool) -> str:
         return self._run(lambda: self.template.render(turns, self.chat.inputs, add_generation_prompt))
 
     def _run(self, render: Callable[[], Any]) -> Any:

@@ -30,6 +30,7 @@ from lightseq.data.sources import (
     HUB_PREFIX,
     READERS,
     ReadOptions,
+    holds_columns,
     holds_rows,
     ignored_files,
     row_suffix,
@@ -83,7 +84,7 @@ def open_examples(
     given = f"--max_train_samples {read_options.limit}" if limits_rows else None
     if read_options.text_column != "text":
         given = f"--text_column {read_options.text_column}"
-    if read_options.ignored_columns:
+    if read_options.ignored_columns and not holds_columns(path):
         given = f"--ignore_columns {','.join(read_options.ignored_columns)}"
     if given is not None:
         raise ValueError(f"{given} applies to rows, which {path} does not hold; leave it out")
@@ -99,7 +100,7 @@ def open_examples(
         notes = compare_tokenizers(opened.source, tokenizer) if tokenizer is not None else ()
         return replace(opened, notes=(*opened.notes, *notes))
     if path.suffix == ".pkl":
-        return open_pickle(path, length, vocab_size, read_options.limit, read_options.refused_ids)
+        return open_pickle(path, length, vocab_size, read_options)
     kinds = alternatives(["a token directory", ".pkl", *READERS])
     raise ValueError(
         f"{path} is not {kinds}; write chats and other rows as .jsonl, or make tokens of a text with lightseq data text"

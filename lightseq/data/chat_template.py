@@ -36,6 +36,8 @@ class ChatTemplate:
 
     backend: Any
     name: str
+    special_texts: tuple[str, ...] = ()  # special tokens
+    end_texts: tuple[str, ...] = ()  # those after which a model stops
 
     def names(self, inputs: TemplateInputs) -> TemplateNames:
         """Returns the names that the template reads. A tokenizer may have another template for chats with tools."""

@@ -6,7 +6,10 @@ The reader and the tables of docs/data.md are made from these lists.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from datetime import date
 from typing import Any, Final
+
+from lightseq.utils.formatting import plural
 
 TEXT, CHAT, PAIR, IDS = "text", "chat", "prompt and answer", "ids"  # formats of rows, as notes call them
 
@@ -78,7 +81,7 @@ HARMLESS: Final = frozenset(
     turn turns num_turns n_turns length len num_tokens n_tokens token_count tokens_count word_count char_count
     text_length path file filename file_name file_path repo repo_name repository commit size dump quality
     toxic redacted openai_moderation detoxify_moderation user_id country state hashed_ip __index_level_0__
-    needle_depth parallel_tool_calls tool_choice
+    needle_depth parallel_tool_calls tool_choice offset_mapping overflow_to_sample_mapping
     """)
 )
 
@@ -140,16 +143,19 @@ def is_blank(value: Any) -> bool:
 def check_columns(row: Mapping[str, Any], format_name: str, used: Collection[str], where: str) -> list[str]:
     """Returns the columns of another format, which must hold the same row again. `used` decide the row's format.
 
+    Beside token ids these are the columns that the ids were made from, whatever their names.
     Raises UnknownColumnError naming a column that is not supported or not known.
     """
     others = []
+    beside_text = format_name == TEXT or (format_name == IDS and not is_blank(row.get("text")))
     for column, value in row.items():
-        known = column in used or column in BESIDE[format_name] or _is_harmless(column, value, format_name)
+        known = column in used or column in BESIDE[format_name] or _is_harmless(column, value, beside_text)
         if known or is_blank(value):
             continue
         if column in UNSUPPORTED:
             raise UnknownColumnError(f"{where}: column {column!r} {UNSUPPORTED[column]}; remove it{_or_ignore(column)}")
-        if column not in OTHER_FORMATS:
+        other_format = column in OTHER_FORMATS and (format_name != IDS or column not in PLAIN_PAIR)
+        if not other_format and not (format_name == IDS and _is_source(value)):
             raise UnknownColumnError(
                 f"{where}: column {column!r} is not known beside {' and '.join(used)}; remove it{_or_ignore(column)}"
             )
@@ -157,10 +163,30 @@ def check_columns(row: Mapping[str, Any], format_name: str, used: Collection[str
     return others
 
 
-def _is_harmless(column: str, value: Any, format_name: str) -> bool:
-    if format_name == TEXT and column in HARMLESS_BESIDE_TEXT:
+def _is_harmless(column: str, value: Any, beside_text: bool) -> bool:
+    if beside_text and column in HARMLESS_BESIDE_TEXT:
         return not isinstance(value, bool)
     return column in HARMLESS or (column in WEIGHTS and value == 1)
+
+
+def _is_source(value: Any) -> bool:
+    """Returns whether a value is text, turns, an object or a time, which cannot change how token ids are trained.
+
+    A mask, a weight or other ids would be numbers.
+    """
+    left, seen = [value], set[int]()
+    while left:
+        item = left.pop()
+        if isinstance(item, list | tuple):
+            if id(item) not in seen:  # a pickle may refer to one list many times
+                seen.add(id(item))
+                left.extend(item)
+        elif isinstance(item, dict):
+            if any(isinstance(inner, bytes) for inner in item.values()):  # an image, as datasets store it
+                return False
+        elif not isinstance(item, str | date | None):
+            return False
+    return True
 
 
 def _or_ignore(column: str) -> str:
@@ -168,9 +194,16 @@ def _or_ignore(column: str) -> str:
     return f", or give --ignore_columns {shown} if it changes nothing in training"
 
 
+def ignored_columns_notes(columns: Collection[str]) -> list[str]:
+    """Returns a note on the columns that token ids were made from, if there are any."""
+    shown = ", ".join(column if column.isprintable() else ascii(column) for column in columns)
+    return [f"ignored {plural(len(columns), 'column')} beside input_ids, which are trained: {shown}"] if columns else []
+
+
+PLAIN_PAIR: Final = ("inputs", "targets")  # text, or ids
 # Columns that hold text in some format, so that one of them beside another format may repeat the row.
 OTHER_FORMATS: Final = frozenset(
-    {"text", "input_ids", "inputs", "targets", *CHAT_COLUMNS, *(name for pair in PROMPT_COLUMNS for name in pair)}
+    {"text", "input_ids", *PLAIN_PAIR, *CHAT_COLUMNS, *(name for pair in PROMPT_COLUMNS for name in pair)}
 )
 
 

@@ -114,17 +114,17 @@ def pack(path: str | Path, windows: Windows) -> PackedExamples:
     return PackedExamples(windows, order, offsets, (*windows.notes, *notes))
 
 
-def read_window_sizes(path: Path, length: int, vocab_size: int, limit: int | None = None) -> NDArray[np.int64] | None:
+def read_window_sizes(path: Path, length: int, vocab_size: int, options: ReadOptions) -> NDArray[np.int64] | None:
     """Returns the sizes of the windows that `open_packed` would pack, without reading tokens if possible.
 
-    `limit` is the number of rows or documents. Returns None for data that is not tokenized.
+    The options limit documents, too. Returns None for data that is not tokenized.
     """
     if path.suffix == ".pkl":
-        return window_sizes(open_pickle(path, NO_LIMIT, vocab_size, limit).tokens, length)
+        return window_sizes(open_pickle(path, NO_LIMIT, vocab_size, options).tokens, length)
     if not (path / META).exists():
         return None
     documents = np.diff(open_token_directory(path).offsets)
-    return window_sizes(documents[:limit], length)
+    return window_sizes(documents[: options.limit], length)
 
 
 def _notes(path: str | Path, windows: Windows, offsets: NDArray[np.int64]) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -12,14 +12,16 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from lightseq.data.columns import HARMLESS, is_blank
+from lightseq.data.columns import DOCUMENT_COLUMNS, IDS, MASK_COLUMNS, check_columns, ignored_columns_notes, is_blank
 from lightseq.data.examples import Example, check_ids, locate_window, window, window_offsets, window_sizes
+from lightseq.data.sources import NamedRow, ReadOptions, Row, get_column
 from lightseq.data.token_directory import IntArray
 from lightseq.utils.formatting import plural
 from lightseq.utils.pickles import load_plain
 from lightseq.utils.tensors import IGNORE_INDEX
 
-PICKLE_COLUMNS: Final = ("input_ids", "labels", "attention_mask")
+PICKLE_COLUMNS: Final = ("input_ids", "labels", "attention_mask", "token_type_ids")
+UNREAD: Final = tuple(name for name in (*MASK_COLUMNS, *DOCUMENT_COLUMNS) if name not in PICKLE_COLUMNS)
 IdsAndLabels = tuple[IntArray, IntArray]  # ids and labels, not yet shifted; one array twice if all are targets
 
 
@@ -53,18 +55,19 @@ class SequenceExamples:
         return window_offsets(self.tokens, self.length)
 
 
-def open_pickle(
-    path: Path, length: int, vocab_size: int, limit: int | None = None, refused_ids: Mapping[int, str] | None = None
-) -> SequenceExamples:
-    """Opens the first `limit` sequences of a .pkl file, each cut to one window; notes count what is left out.
+def open_pickle(path: Path, length: int, vocab_size: int, options: ReadOptions) -> SequenceExamples:
+    """Opens the sequences of a .pkl file, each cut to one window; notes name what is left out.
 
     Raises ValueError for ids outside the vocabulary, and without a target.
     """
     kept: list[IdsAndLabels] = []
     short = targetless = cut_sequences = cut_tokens = 0
-    for index, (ids, labels) in enumerate(islice(read_pickle(path), limit)):
-        check_ids(ids, vocab_size, f"{path} sequence {index}", refused_ids)
-        check_ids(labels[labels != IGNORE_INDEX], vocab_size, f"{path} labels {index}")
+    made_from: dict[str, None] = {}
+    for where, row in islice(_pickled_rows(path, options.ignored_columns), options.limit):
+        made_from |= dict.fromkeys(check_columns(row, IDS, ("input_ids",), where))
+        ids, labels = _ids_and_labels(row, where)
+        check_ids(ids, vocab_size, where, options.refused_ids)
+        check_ids(labels[labels != IGNORE_INDEX], vocab_size, f"{where} labels")
         if len(ids) < 2:
             short += 1
         elif not bool((labels[1 : length + 1] != IGNORE_INDEX).any()):
@@ -92,35 +95,62 @@ def open_pickle(
     if cut_sequences:
         cut = f"truncated {plural(cut_sequences, 'sequence')} of {len(kept):,} to {length:,} tokens"
         notes.append(f"{path}: {cut}, {plural(cut_tokens, 'token')} dropped")
+    notes += [f"{path}: {note}" for note in ignored_columns_notes(made_from)]
     return SequenceExamples(kept, length, tuple(notes))
 
 
 def read_pickle(path: Path) -> Iterator[IdsAndLabels]:
-    """Yields aligned ids and labels of a pickled dict with 'input_ids' and optionally 'labels', lists of integer lists.
+    """Yields the aligned ids and labels of a .pkl file, whatever its other columns."""
+    return (_ids_and_labels(row, where) for where, row in _pickled_rows(path))
 
-    An 'attention_mask' must be all ones.
+
+def _pickled_rows(path: Path, ignored_columns: Collection[str] = ()) -> Iterator[NamedRow]:
+    """Yields the rows of a pickled dict of columns, or of a list of dicts.
+
+    A column that is no list with an entry for each row belongs to all rows; the first one gets it.
     """
     content = load_plain(path)
-    if not isinstance(content, dict) or not isinstance(content.get("input_ids"), list | tuple):
+    if isinstance(content, list | tuple) and content and all(isinstance(row, dict) for row in content):
+        rows: Iterator[Row] = iter(content)
+    elif isinstance(content, dict) and isinstance(content.get("input_ids"), list | tuple):
+        rows = _rows_of_columns(path, content)
+    else:
         raise ValueError(f"{path} is not a dict with 'input_ids', a list of lists of token ids; write it as one")
-    for column, value in content.items():
-        if column not in PICKLE_COLUMNS and column not in HARMLESS and not is_blank(value):
-            raise ValueError(
-                f"{path}: column {column!r} is not known beside {', '.join(PICKLE_COLUMNS)}; remove it, or write its "
-                "rows as .jsonl or .parquet"
-            )
-    sequences, all_labels, masks = content["input_ids"], content.get("labels"), content.get("attention_mask")
-    for name, column in (("labels", all_labels), ("attention_mask", masks)):
-        if column is not None and (not isinstance(column, list | tuple) or len(column) != len(sequences)):
-            raise ValueError(f"{path}: {name!r} is not a list with one entry for each of {len(sequences)} input_ids")
-    for index, sequence in enumerate(sequences):
-        ids = _integers(sequence, f"{path} sequence {index}")
-        labels = ids if all_labels is None else _integers(all_labels[index], f"{path} labels {index}")
-        if len(labels) != len(ids):
-            raise ValueError(f"{path} sequence {index}: {len(ids)} input_ids but {len(labels)} labels; align them")
-        if masks is not None and not _integers(masks[index], f"{path} attention_mask {index}").all():
-            raise ValueError(f"{path} sequence {index}: its attention_mask masks tokens; write it without padding")
-        yield ids, labels
+    for index, row in enumerate(rows):
+        yield f"{path} sequence {index}", {name: x for name, x in row.items() if name not in ignored_columns}
+
+
+def _rows_of_columns(path: Path, columns: Mapping[str, Any]) -> Iterator[Row]:
+    count = len(columns["input_ids"])
+    by_row = {name for name, column in columns.items() if isinstance(column, list | tuple) and len(column) == count}
+    for name in (*PICKLE_COLUMNS, *UNREAD):
+        if columns.get(name) is not None and name not in by_row:
+            raise ValueError(f"{path}: {name!r} is not a list with one entry for each of {count} input_ids")
+    for index in range(count):
+        of_all = columns if index == 0 else by_row
+        yield {name: columns[name][index] if name in by_row else columns[name] for name in columns if name in of_all}
+
+
+def _ids_and_labels(row: Row, where: str) -> IdsAndLabels:
+    """Returns the ids and labels of a row. Its masks and types of tokens must say nothing.
+
+    Raises ValueError for columns that only rows of other files may have.
+    """
+    ids = _integers(get_column(row, "input_ids", where), where)
+    if unread := [name for name in UNREAD if not is_blank(row.get(name))]:
+        raise ValueError(
+            f"{where}: column {unread[0]!r} is not known beside {', '.join(PICKLE_COLUMNS)} in a pickle; remove it, or "
+            "write its rows as .jsonl or .parquet"
+        )
+    given = {name: _integers(row[name], f"{where} {name}") for name in PICKLE_COLUMNS[1:] if row.get(name) is not None}
+    for name, values in given.items():
+        if len(values) != len(ids):
+            raise ValueError(f"{where}: {len(ids)} input_ids but {len(values)} {name}; align them")
+    if "attention_mask" in given and not given["attention_mask"].all():
+        raise ValueError(f"{where}: its attention_mask masks tokens; write it without padding")
+    if "token_type_ids" in given and given["token_type_ids"].any():
+        raise ValueError(f"{where}: 'token_type_ids' are not all zero; remove them if the model does not use them")
+    return ids, given.get("labels", ids)
 
 
 def _integers(numbers: Any, where: str) -> IntArray:

@@ -60,6 +60,11 @@ def holds_rows(source: str | Path) -> bool:
     return path.is_dir() and not (path / META).exists() and (_is_saved_dataset(path) or bool(_files(path)))
 
 
+def holds_columns(source: str | Path) -> bool:
+    """Returns whether a source holds rows or a pickle, to which --ignore_columns applies."""
+    return holds_rows(source) or Path(source).suffix == ".pkl"
+
+
 def row_suffix(path: Path) -> str | None:
     """Returns the suffix of a file with rows, such as .jsonl or .jsonl.gz; None for other files."""
     return next((suffix for suffix in READERS if path.name.endswith(suffix)), None)

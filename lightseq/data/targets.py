@@ -59,6 +59,7 @@ class Sample:
     skipped: str | None = None
     padding: int = 0  # tokens cut off the end
     remarks: frozenset[str] = frozenset()  # what is unusual, for notes
+    ignored: tuple[str, ...] = ()  # columns that the given ids were made from
 
 
 ReadRow = Callable[[Row, str, Tokenizer], list[Sample]]  # gets the row, its file and number, and the tokenizer
@@ -129,7 +130,7 @@ def _read_text(row: Row, where: str, _: Tokenizer, *, column: str) -> list[Sampl
 
 def _read_ids(row: Row, where: str, _: Tokenizer, *, masked: bool) -> list[Sample]:
     """Reads a tokenized row, without its padding on the right, as one sample per packed document."""
-    check_columns(row, IDS, ("input_ids",), where)  # columns of other formats are what the ids were made from
+    made_from = check_columns(row, IDS, ("input_ids",), where)
     ids = _integers(row, "input_ids", where)
     masks = [_target_mask(row, name, ids, where) for name in MASK_COLUMNS if row.get(name) is not None]
     if masks and not masked:
@@ -154,7 +155,7 @@ def _read_ids(row: Row, where: str, _: Tokenizer, *, masked: bool) -> list[Sampl
             found.append(Sample(skipped=NO_ANSWER, remarks=remarks))
         else:
             found.append(Sample(ids=ids[start:end], targets=mask, remarks=remarks))
-    return [replace(found[0], padding=len(ids) - real), *found[1:]]
+    return [replace(found[0], padding=len(ids) - real, ignored=tuple(made_from)), *found[1:]]
 
 
 def _target_mask(row: Row, name: str, ids: IntArray, where: str) -> TargetMask:
@@ -244,7 +245,7 @@ def _read_messages(row: Row, where: str, tokenizer: Tokenizer, *, column: str) -
     template = _template_of(tokenizer, where)
     chat = read_chat(row, read_turns(get_column(row, column, where), column, where), template, where)
     check_repeated(row, others, chat.texts, column, where)
-    return _render(chat, template, tokenizer)
+    return _render(chat, template)
 
 
 def _read_pair(row: Row, where: str, tokenizer: Tokenizer, *, pair: tuple[str, str]) -> list[Sample]:
@@ -275,7 +276,7 @@ def _read_pair(row: Row, where: str, tokenizer: Tokenizer, *, pair: tuple[str, s
             ),
         ]
     template = _template_of(tokenizer, where)
-    return _render(read_chat(row, turns, template, where), template, tokenizer)
+    return _render(read_chat(row, turns, template, where), template)
 
 
 def _template_of(tokenizer: Tokenizer, where: str) -> ChatTemplate:
@@ -314,18 +315,18 @@ def _concatenated(row: Row, prompt: str, answer: str, where: str, tokenizer: Tok
     return Sample(((prompt, False), (answer, True)), remarks=frozenset() if tokenizer.end else frozenset([UNENDED]))
 
 
-def _render(chat: Chat, template: ChatTemplate, tokenizer: Tokenizer) -> list[Sample]:
-    found = [_as_sample(one, tokenizer) for one in render_answers(chat, template)]
+def _render(chat: Chat, template: ChatTemplate) -> list[Sample]:
+    found = [_as_sample(one, template) for one in render_answers(chat, template)]
     return found or [Sample(skipped=NO_ANSWER if chat.turns else EMPTY)]
 
 
-def _as_sample(rendered: RenderedChat, tokenizer: Tokenizer) -> Sample:
+def _as_sample(rendered: RenderedChat, template: ChatTemplate) -> Sample:
     text, parts, done = rendered.text, list[TextPart](), 0
     for start, end in rendered.spans:
         parts += [(text[done:start], False), (text[start:end], True)]
         done = end
     remarks = set(rendered.remarks)
-    if not all(text[start:end].rstrip().endswith(tokenizer.special_texts) for start, end in rendered.spans):
+    if not all(text[start:end].rstrip().endswith(template.special_texts) for start, end in rendered.spans):
         remarks.add(UNENDED)
     return Sample((*parts, (text[done:], False)), remarks=frozenset(remarks))
 
@@ -346,9 +347,11 @@ def encode_samples(
 
 
 def _with_special_tokens(ids: IntArray, targets: TargetMask, tokenizer: Tokenizer) -> tuple[IntArray, TargetMask]:
-    """Adds the begin and end ids of a document, unless the chat template writes them."""
+    """Adds the begin and end ids of a document, unless the chat template writes them or the row has them."""
     if tokenizer.chat_template is not None:
         return ids, targets
     begin, end = np.asarray(tokenizer.begin, np.int64), np.asarray(tokenizer.end, np.int64)
+    begin = begin[: 0 if np.array_equal(ids[: len(begin)], begin) else None]
+    end = end[: 0 if np.array_equal(ids[len(ids) - len(end) :], end) else None]
     mask = [np.zeros(len(begin), np.bool_), targets, np.ones(len(end), np.bool_)]
     return np.concatenate([begin, ids, end]), np.concatenate(mask)

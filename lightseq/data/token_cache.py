@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from lightseq.data.answers import REWRITES
+from lightseq.data.columns import ignored_columns_notes
 from lightseq.data.examples import MAX_NAMED, WindowExamples, check_ids, open_windows
 from lightseq.data.sources import (
     NamedRow,
@@ -35,7 +36,7 @@ from lightseq.utils.progress import progress_bar
 T = TypeVar("T")
 TOKENIZER_ROWS: Final = 256  # rows per call of the tokenizer
 HEAD_START_SECONDS: Final = 0.5  # of the process with a progress bar
-CACHE_VERSION: Final = 6  # increase it when tokenization changes
+CACHE_VERSION: Final = 7  # increase it when tokenization changes
 
 
 def open_rows(
@@ -75,6 +76,7 @@ class RowReport:
     padding_tokens: int = 0
     remarks: dict[str, tuple[int, str]] = dataclasses.field(default_factory=dict)  # number of rows, and the first
     repeated_tokens: int = 0  # of earlier turns, in examples of one answer each
+    ignored_columns: dict[str, None] = dataclasses.field(default_factory=dict)  # in order
 
     def count(self, where: str, samples: Sequence[Sample]) -> None:
         """Counts a row and its samples."""
@@ -84,6 +86,7 @@ class RowReport:
                 self.skipped.add(sample.skipped, where)
             self.padded_rows += sample.padding > 0
             self.padding_tokens += sample.padding
+            self.ignored_columns |= dict.fromkeys(sample.ignored)
         for remark in {remark for sample in samples for remark in sample.remarks}:
             count, first = self.remarks.get(remark, (0, where))
             self.remarks[remark] = (count + 1, first)
@@ -105,7 +108,7 @@ class RowReport:
         if self.padded_rows:
             cut = f"cut {plural(self.padding_tokens, 'token')} of padding off {plural(self.padded_rows, 'row')}"
             notes.append(f"{cut}, by attention_mask")
-        return notes
+        return [*notes, *ignored_columns_notes(self.ignored_columns)]
 
 
 def _ignored_files_notes(source: str | Path) -> list[str]:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from lightseq.data.chat_template import ChatTemplate, find_names
 from lightseq.data.token_directory import IntArray
-from lightseq.data.tokenizer_file import readable_tokenizer
+from lightseq.data.tokenizer_file import read_end_ids, readable_tokenizer
 from lightseq.models.hub import hub_error
 from lightseq.models.tokenizer_files import VOCABULARY_FILES, named_files
 from lightseq.utils.files import read_text
@@ -39,7 +39,8 @@ class Tokenizer(Protocol):
     """Interface of a tokenizer. `encode` adds a document's begin and end ids, `encode_part` does not.
 
     `encode_parts` encodes texts given in parts and also returns the masks of targets. `special_texts` are its special
-    tokens. `vocabulary_fingerprint` identifies the ids of a text, `fingerprint` also the text of a chat.
+    tokens. A model stops at `stop_ids`. `vocabulary_fingerprint` identifies the ids of a text, `fingerprint` also the
+    text of a chat.
     """
 
     @property
@@ -53,6 +54,9 @@ class Tokenizer(Protocol):
 
     @property
     def end(self) -> tuple[int, ...]: ...
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]: ...
 
     @property
     def chat_template(self) -> ChatTemplate | None: ...
@@ -112,6 +116,10 @@ class ByteTokenizer:
         return (self.end_of_document,)
 
     @property
+    def stop_ids(self) -> tuple[int, ...]:
+        return self.end
+
+    @property
     def special_ids(self) -> tuple[int, ...]:
         return (self.end_of_document,)
 
@@ -150,35 +158,58 @@ def placeholder_tokenizer(vocab_size: int) -> Tokenizer:
 
 @dataclass(frozen=True)
 class PretrainedTokenizer:
-    """A Hugging Face tokenizer. Every document ends with the EOS id, even if the tokenizer adds none."""
+    """A Hugging Face tokenizer. Every document ends with the EOS id, even if the tokenizer adds none.
+
+    Begin and end ids that a text has already are not added again.
+    """
 
     name: str
     vocab_size: int
     backend: Any
     template_replaced: bool = False  # by --chat_template
+    end_ids: tuple[int, ...] = ()  # after which the model stops, beside the tokenizer's EOS
 
     @cached_property
+    def _added(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The ids that the tokenizer adds before and after a text."""
+        plain, whole = (self.backend("a", add_special_tokens=adds)["input_ids"] for adds in (False, True))
+        starts = range(len(whole) - len(plain) + 1) if plain else [int(whole[:1] == [self.backend.bos_token_id])]
+        start = next((start for start in starts if whole[start : start + len(plain)] == plain), 0)
+        return tuple(whole[:start]), tuple(whole[start + len(plain) :])
+
+    @property
     def begin(self) -> tuple[int, ...]:
-        first = self.backend.bos_token_id
-        return (first,) if first is not None and self.backend("a")["input_ids"][:1] == [first] else ()
+        return self._added[0]
 
     @property
     def end(self) -> tuple[int, ...]:
         return (self.backend.eos_token_id,) if self.backend.eos_token_id is not None else ()
 
     @property
+    def stop_ids(self) -> tuple[int, ...]:
+        return (*self.end_ids, *self.end)
+
+    @property
     def chat_template(self) -> ChatTemplate | None:
         if not getattr(self.backend, "chat_template", None):
             return None
         name = "--chat_template" if self.template_replaced else f"the chat template of {self.name}"
-        return ChatTemplate(self.backend, name)
+        ends = tuple(end for end in self.backend.convert_ids_to_tokens(list(self.stop_ids)) if end)
+        return ChatTemplate(self.backend, name, (*self.special_texts, *ends), ends)
 
     @property
     def fingerprint(self) -> str:
         """Returns a hash of everything that determines the ids of a text, but not of the tokenizer's name."""
         fast = getattr(self.backend, "backend_tokenizer", None)
         words = fast.to_str() if fast is not None else json.dumps(self.backend.get_vocab(), sort_keys=True)
-        made = (words, self.begin, self.end, self._settings, str(getattr(self.backend, "chat_template", None)))
+        made = (
+            words,
+            self.begin,
+            self.end,
+            self.end_ids,
+            self._settings,
+            str(getattr(self.backend, "chat_template", None)),
+        )
         return hashlib.sha256(repr(made).encode()).hexdigest()
 
     @property
@@ -192,7 +223,9 @@ class PretrainedTokenizer:
         """Returns a hash of the vocabulary and of the ids of sample texts, not of the tokenizer's files."""
         words = sorted(self.backend.get_vocab().items())
         texts = [*SAMPLE_TEXTS, " ".join(self.special_texts)]
-        ids = [x.tolist() for whole in (True, False) for x in self.encode_batch(texts, whole)]
+        # A whole text ends with one EOS, but may begin with two BOS: token directories hold this hash.
+        whole = [ids if tuple(ids[-1:]) == self.end else [*ids, *self.end] for ids in self._encode(texts, True)]
+        ids = [[int(id) for id in found] for found in (*whole, *self._encode(texts, False))]
         return hashlib.sha256(repr((words, ids)).encode()).hexdigest()[:16]
 
     @property
@@ -212,14 +245,25 @@ class PretrainedTokenizer:
 
     def encode_batch(self, texts: list[str], whole: bool) -> list[IntArray]:
         """Encodes whole documents or, without begin and end ids, parts; a fast tokenizer uses all cores."""
+        found = self._encode(texts, False)
+        return [np.asarray(self._whole(ids) if whole else ids, dtype=np.int64) for ids in found]
+
+    def _encode(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
         if not texts:
             return []
         if self.backend.is_fast:  # without character offsets, which take three quarters of the time
-            found = [encoding.ids for encoding in self._rust.encode_batch_fast(texts, add_special_tokens=whole)]
-        else:
-            found = self.backend(texts, add_special_tokens=whole, verbose=False)["input_ids"]
-        closed = [ids if not whole or tuple(ids[-1:]) == self.end else [*ids, *self.end] for ids in found]
-        return [np.asarray(ids, dtype=np.int64) for ids in closed]
+            encodings = self._rust.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+            return [encoding.ids for encoding in encodings]
+        found: list[list[int]] = self.backend(texts, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+        return found
+
+    def _whole(self, ids: list[int]) -> list[int]:
+        """Adds the begin and end ids of a document, as far as they are missing."""
+        begin, added = self._added
+        ids = ids if tuple(ids[: len(begin)]) == begin else [*begin, *ids]
+        for end in (added, self.end):
+            ids = ids if tuple(ids[len(ids) - len(end) :]) == end else [*ids, *end]
+        return ids
 
     def encode_parts(self, texts: list[tuple[TextPart, ...]]) -> list[tuple[IntArray, TargetMask]]:
         """Encodes each text as a whole, as at inference. An id that overlaps a target part is a target."""
@@ -245,6 +289,12 @@ class PretrainedTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         return str(self.backend.decode([int(i) for i in ids], skip_special_tokens=True))
+
+
+def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Returns the ids of a text to continue: with the begin ids unless it has them, and without end ids."""
+    ids, begin = tokenizer.encode_part(text).tolist(), tokenizer.begin
+    return ids if tuple(ids[: len(begin)]) == begin else [*begin, *ids]
 
 
 def _concatenate(pieces: list[tuple[IntArray, bool]]) -> tuple[IntArray, TargetMask]:
@@ -313,7 +363,8 @@ def load_tokenizer(name: str, chat_template: str | None = None) -> Tokenizer:
     if template is not None:
         _replace_chat_template(backend, template)
     # Not len(backend), because ids may have gaps.
-    return PretrainedTokenizer(name, max(backend.get_vocab().values()) + 1, backend, template is not None)
+    vocab_size = max(backend.get_vocab().values()) + 1
+    return PretrainedTokenizer(name, vocab_size, backend, template is not None, read_end_ids(name))
 
 
 def _is_byte_tokenizer(directory: Path) -> bool:

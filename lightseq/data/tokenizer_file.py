@@ -10,6 +10,7 @@ from typing import Any, Final
 from lightseq.utils.files import JSON_BYTES, open_regular, read_json
 from lightseq.utils.formatting import first_line
 
+GENERATION_CONFIG, CONFIG = "generation_config.json", "config.json"
 TOKENIZER_BYTES: Final = 512 << 20
 FILES: Final = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")  # that transformers may open
 OBJECTS: Final = (
@@ -36,6 +37,43 @@ def readable_tokenizer(name: str) -> Iterator[None]:
             raise
         kind = "" if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: "
         raise ValueError(f"tokenizer {name}: {kind}{first_line(error)}; give a directory, a hub id, or byte") from error
+
+
+def read_end_ids(name: str) -> tuple[int, ...]:
+    """Returns the ids after which a model stops by its settings for generation, which lie beside its tokenizer.
+
+    Raises ValueError for settings that cannot be read.
+    """
+    for file in (GENERATION_CONFIG, CONFIG):
+        path = _file_of(name, file)
+        if path is None:
+            continue
+        try:
+            settings = read_json(path)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{path} cannot be read ({first_line(error)}); correct it, or copy it again") from error
+        if not isinstance(settings, dict):
+            raise ValueError(f"{path} is not a JSON object; correct it, or copy it again")
+        inner = settings.get("text_config")
+        given = settings.get("eos_token_id", inner.get("eos_token_id") if isinstance(inner, dict) else None)
+        ids = given if isinstance(given, list) else [given]
+        if any(type(found) is not int and found is not None for found in ids):
+            raise ValueError(f"{path}: eos_token_id is {given!r:.80}, not an id or a list of ids; correct it")
+        if found := tuple(one for one in ids if one is not None):
+            return found
+    return ()
+
+
+def _file_of(name: str, file: str) -> Path | None:
+    """Returns a file of a local directory or of a hub repository; None if there is none."""
+    if Path(name).exists():
+        return Path(name) / file if (Path(name) / file).is_file() else None
+    from transformers.utils.hub import cached_file
+
+    found = cached_file(
+        name, file, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
+    )
+    return Path(found) if found is not None else None
 
 
 def check_tokenizer(directory: Path) -> None:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -28,11 +27,13 @@ from lightseq.models.tokenizer_files import PROCESSOR_FILES, copy_files, copy_to
 from lightseq.models.weights import (
     LORA_INFIX,
     FillParameter,
+    download,
     fill,
     global_shape,
+    only_finite,
+    open_safetensors,
     open_tensors,
     save_tensors,
-    without_nan,
 )
 from lightseq.modules.expert_adapters import use_in_experts
 from lightseq.modules.low_rank import (
@@ -244,7 +245,7 @@ def load(model: PreTrainedModel, directory: Path, fill: FillParameter = fill) ->
     path = directory / WEIGHTS
     if not path.is_file():
         raise ValueError(f"{directory} has no {WEIGHTS}; give the directory of an adapter")
-    with safe_open(path, framework="pt") as file:
+    with open_safetensors(path) as file:
         names = set(file.keys())
     if different := sorted(names ^ parameters.keys()):
         whose = "the run's adapters lack" if different[0] in names else "which lacks the run's"
@@ -256,7 +257,7 @@ def load(model: PreTrainedModel, directory: Path, fill: FillParameter = fill) ->
             if tuple(stored(name).get_shape()) != global_shape(parameter):
                 shapes = f"{stored(name).get_shape()}, not the run's {[*global_shape(parameter)]}"
                 raise ValueError(f"{path}: {name} has shape {shapes}; give --lora_rank of it, and its base model")
-            fill(parameter, without_nan(stored(name).__getitem__, f"{path}: {name}"))
+            fill(parameter, only_finite(stored(name).__getitem__, f"{path}: {name}"))
 
 
 def check_start(directory: Path, lora: Lora) -> None:
@@ -329,13 +330,36 @@ def read_config(directory: Path) -> dict[str, Any]:
             if key == "init_lora_weights":  # peft needs the changed base model, too
                 remedy = "save it as plain LoRA with path_initial_model_for_weight_conversion of peft's save_pretrained"
             raise ValueError(f"{path}: {key} is {value!r:.80}, which is not plain LoRA; {remedy}")
-    for key in ("r", "lora_alpha"):
-        value = found.get(key)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise ValueError(f"{path}: {key} is {value!r}, not a number above 0; copy the adapter again")
+    check_numbers(found, path)
     if "peft_type" not in found:
         raise ValueError(f"{path} has no peft_type, so it may not be LoRA; copy the adapter again")
     return found
+
+
+def check_numbers(settings: Mapping[str, Any], path: Path) -> None:
+    """Raises ValueError unless the rank and alpha of LoRA are numbers above 0. `path` is the file of the settings."""
+    if settings.get("peft_type", "LORA") != "LORA":
+        return
+    for key in ("r", "lora_alpha"):
+        value = settings.get(key)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise ValueError(f"{path}: {key} is {value!r}, not a number above 0; copy the adapter again")
+
+
+def base_directory(settings: Mapping[str, Any], adapter: Path, given: str | None, flag: str) -> Path:
+    """Returns the directory of an adapter's base model: of `given`, or as the adapter's settings say.
+
+    Raises ValueError if they name none, or a revision, with `flag` as the way to give one.
+    """
+    base, revision = given or settings.get("base_model_name_or_path"), settings.get("revision")
+    if not isinstance(base, str) or not base:
+        raise ValueError(f"{adapter / CONFIG} does not name its base model; give {flag}")
+    if given is None and revision not in (None, "main"):
+        raise ValueError(
+            f"{adapter / CONFIG}: revision is {revision!r}; download that revision of {base} and give its directory "
+            f"with {flag}"
+        )
+    return Path(base) if Path(base).is_dir() else download(base, "give a local directory")
 
 
 def lora_scale(settings: Mapping[str, Any]) -> float:

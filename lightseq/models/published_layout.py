@@ -33,6 +33,10 @@ IN_LIST = re.compile(r"(.+?)\.(\d+)\.(.+)")  # the name of a list of modules, a 
 Shapes = Mapping[str, Sequence[int]]  # of whole tensors, by name
 
 
+class MissingTensorsError(ValueError):
+    """Files hold only tensors of the model, but not all."""
+
+
 @dataclass(frozen=True)
 class Conversion:
     """Tensors of the files that together become some of the model's tensors, by operations of transformers."""
@@ -133,7 +137,8 @@ def layout_of_files(model: PreTrainedModel, tensors: Collection[str], files: Ite
     if missing or len(untouched) < len(others):
         unknown = sorted(set(others) - set(untouched))
         listed = (("missing", missing), ("unknown", unknown))
-        raise ValueError(", ".join(f"{kind} tensors {names[:3]}" for kind, names in listed if names))
+        kind_of_error = ValueError if unknown else MissingTensorsError
+        raise kind_of_error(", ".join(f"{kind} tensors {names[:3]}" for kind, names in listed if names))
     return PublishedLayout(renamed, converted, tied_head, tuple(untouched))
 
 

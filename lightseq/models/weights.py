@@ -35,7 +35,7 @@ from lightseq.models.tokenizer_files import (
     copy_tokenizer,
     named_files,
 )
-from lightseq.utils.files import read_json
+from lightseq.utils.files import open_regular, read_json
 from lightseq.utils.formatting import first_line, is_plain_name
 
 SHARD_BYTES = 4 << 30  # of one file; rank 0 collects them in host memory
@@ -164,7 +164,11 @@ def load(model: PreTrainedModel, source: Path | str, fill: FillParameter = fill)
                 shape, read = tuple(found.get_shape()), found.__getitem__
             else:
                 if name not in converted:
-                    converted.update(conversion.load(model, lambda source: stored(source)[...], shapes))
+                    try:
+                        converted.update(conversion.load(model, lambda source: stored(source)[...], shapes))
+                    except (RuntimeError, LookupError, TypeError) as error:  # torch's, for shapes that do not fit
+                        file = files[conversion.sources[0][1]]
+                        raise ValueError(f"{file}: {name} cannot be made ({first_line(error)}); {ONE_MODEL}") from error
                 whole = converted.pop(name)
                 shape, read = tuple(whole.shape), whole.__getitem__
             if shape != shapes[name]:
@@ -173,20 +177,22 @@ def load(model: PreTrainedModel, source: Path | str, fill: FillParameter = fill)
             return read
 
         for name, parameter in parameters.items():
-            fill(parameter, without_nan(part_of(name, parameter), f"{directory}: {name}"))
+            fill(parameter, only_finite(part_of(name, parameter), f"{directory}: {name}"))
         for name, buffer in buffers.items():
             if name in layout.renamed or name in layout.converted:
                 buffer.copy_(part_of(name, buffer)(...))  # type: ignore[arg-type]
 
 
-def without_nan(read: Callable[[tuple[slice, ...]], Tensor], what: str) -> Callable[[tuple[slice, ...]], Tensor]:
-    """Returns a function that reads slices of a tensor, and raises ValueError if they hold NaN."""
+def only_finite(read: Callable[[tuple[slice, ...]], Tensor], what: str) -> Callable[[tuple[slice, ...]], Tensor]:
+    """Returns a function that reads slices of a tensor, and raises ValueError if they hold NaN or infinity."""
 
     def checked(place: tuple[slice, ...]) -> Tensor:
         found = read(place)
-        # The sum takes no memory, but is NaN also for infinities of both signs.
-        if found.is_floating_point() and bool(found.sum(dtype=torch.float32).isnan()) and bool(found.isnan().any()):
-            raise ValueError(f"{what} holds NaN; copy or download the weights again, or give others")
+        # The sum takes no memory, but may overflow.
+        if found.is_floating_point() and not found.sum(dtype=torch.float32).isfinite() and not found.isfinite().all():
+            raise ValueError(
+                f"{what} has numbers that are not finite; copy or download the weights again, or give others"
+            )
         return found
 
     return checked
@@ -226,6 +232,13 @@ def load_or_refuse(model: PreTrainedModel, source: Path | str, flag: str, fill: 
         raise ValueError(
             f"{flag} {source}: its weights cannot be read ({first_line(error)}); copy or download them again"
         ) from error
+
+
+def check_finite(model: nn.Module, source: Path | str) -> None:
+    """Raises ValueError if this rank's part of a parameter has NaN or infinity. `source` is where they were read."""
+    for name, parameter in model.named_parameters():
+        if not bool(torch.isfinite(local_part_and_slices(parameter)[0]).all()):
+            raise ValueError(f"{source}: {name} has numbers that are not finite; give an earlier checkpoint")
 
 
 DOWNLOAD_REMEDY = "give a local directory, or add --random_init to train from random weights"
@@ -364,6 +377,23 @@ def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 @contextmanager
+def open_safetensors(path: Path) -> Iterator[Any]:
+    """Opens a safetensors file. Raises ValueError if it is damaged or no regular file."""
+    try:
+        open_regular(path).close()
+        opened = safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} cannot be read ({reason_of(error)}); copy or download it again") from error
+    with opened as file:
+        yield file
+
+
+def reason_of(error: SafetensorError | OSError) -> str:
+    """Returns the reason without the path."""
+    return error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
+
+
+@contextmanager
 def open_tensors(files: Mapping[str, Path]) -> Iterator[Callable[[str], Any]]:
     """Yields a function that returns a tensor in the files by name; only its parts that are asked for are read."""
     with ExitStack() as stack:
@@ -372,7 +402,7 @@ def open_tensors(files: Mapping[str, Path]) -> Iterator[Callable[[str], Any]]:
 
         def names_in(file: Path) -> set[str]:
             if file not in opened:
-                opened[file] = stack.enter_context(safe_open(file, framework="pt"))
+                opened[file] = stack.enter_context(open_safetensors(file))
                 held[file] = set(opened[file].keys())
             return held[file]
 
@@ -393,7 +423,7 @@ def tensor_files(directory: Path, remedy: str) -> dict[str, Path]:
     An index beside a single file is not read, as in transformers. Raises ValueError for missing files.
     """
     if (directory / WEIGHTS).is_file():
-        with safe_open(directory / WEIGHTS, framework="pt") as file:
+        with open_safetensors(directory / WEIGHTS) as file:
             return mxfp4.join_packed(dict.fromkeys(file.keys(), directory / WEIGHTS), directory)
     if (directory / INDEX).is_file():
         names = _weight_map(directory / INDEX)

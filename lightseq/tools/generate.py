@@ -1,25 +1,31 @@
 """Continues prompts with a trained model, by transformers' own generation in one process.
 
+A chat model gets each prompt as a user's turn of its chat template, and answers it.
+
 lightseq generate outputs/books/checkpoint-1000 --prompt "It was a dark and stormy night"
 """
 
 import argparse
 import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from lightseq.config.parser import Parser, count_flag, run_command, whole_number
 from lightseq.models.presets import ModelFamily
-from lightseq.utils.formatting import first_line
-
-ADAPTER_CONFIG: Final = "adapter_config.json"  # of peft
+from lightseq.utils.formatting import first_line, plural
 
 
 def parser() -> Parser:
     out = Parser(prog="lightseq generate", description="Continues prompts with a trained model, in one process.")
     out.add_argument("checkpoint", help="directory of a checkpoint, a model or an adapter, or a hub id")
     out.add_argument("--prompt", action="append", required=True, help="text to continue; may be given several times")
+    out.add_argument(
+        "--raw",
+        action="store_true",
+        help="continue the prompt as it is written; otherwise it is a user's turn if the tokenizer has a chat template",
+    )
     out.add_argument("--max_new_tokens", type=count_flag, default=128, help="most tokens to add (default: 128)")
     out.add_argument(
         "--temperature", type=float, default=0.8, help="of sampling; 0 takes the likeliest token (default: 0.8)"
@@ -43,6 +49,8 @@ def _generate(words: Sequence[str]) -> None:
         raise ValueError(f"--temperature {args.temperature}: give a finite number of at least 0")
     if not 0 < args.top_p <= 1:
         raise ValueError(f"--top_p {args.top_p}: give a share above 0, at most 1")
+    if not all(args.prompt):
+        raise ValueError("--prompt is empty; give at least one word")
     from lightseq.utils import quiet_transformers  # noqa: F401  first: imports take seconds
 
     for text in continuations(args):
@@ -50,64 +58,97 @@ def _generate(words: Sequence[str]) -> None:
 
 
 def continuations(args: argparse.Namespace) -> list[str]:
-    """Returns each prompt with its continuation. Raises ValueError if the model or its tokenizer cannot be loaded."""
+    """Returns each prompt with its continuation, or with a chat template the answer. Says which, and what is empty.
+
+    Raises ValueError if the model, its tokenizer or a prompt cannot be used.
+    """
     import torch
-    from transformers import AutoTokenizer
     from transformers.utils import logging
 
+    from lightseq.data.tokenizer import encode_prompt
+    from lightseq.tools.pretrained import find_directory, load_pretrained
     from lightseq.training.sample_prompts import end_ids
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()  # it advises packages that make generation faster
-    model = _load_model(args.checkpoint)
-    try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(args.checkpoint, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{args.checkpoint} has no tokenizer; add one with its save_pretrained") from error
+    directory = find_directory(args.checkpoint)
+    tokenizer = _load_tokenizer(directory, args.checkpoint)
+    template = None if args.raw else tokenizer.chat_template
+    prompts = [_text_of(prompt, template) for prompt in args.prompt]
+    ids = [tokenizer.encode_part(text).tolist() if template else encode_prompt(tokenizer, text) for text in prompts]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model.to(device).eval()
+    model = load_pretrained(directory, device)
+    _check_ids(ids, model.get_input_embeddings().num_embeddings, args.checkpoint)
     torch.manual_seed(args.seed)
     sampling = {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p}
     settings: dict[str, Any] = sampling if args.temperature else {"do_sample": False}
-    settings |= {
-        "eos_token_id": sorted(end_ids(model, [tokenizer.eos_token_id])),
-        "pad_token_id": tokenizer.eos_token_id,
-    }
-    found = []
-    for prompt in args.prompt:
-        inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(device)
-        if inputs["input_ids"].shape[1] == 0:
-            raise ValueError("--prompt is empty; give at least one word")
-        with torch.inference_mode():
-            ids = model.generate(**inputs, max_new_tokens=args.max_new_tokens, **settings)
-        found.append(tokenizer.decode(ids[0], skip_special_tokens=True))
-    return found
-
-
-def _load_model(checkpoint: str) -> Any:
-    from transformers import AutoConfig
-
-    from lightseq.models.build import model_class
-    from lightseq.models.family import MODEL_CONFIGS, model_within
-    from lightseq.models.hub import hub_error
-
-    directory = Path(checkpoint)
-    if directory.is_dir() and not any((directory / name).is_file() for name in MODEL_CONFIGS):
-        raise ValueError(f"{checkpoint} is a directory without config.json; give {model_within(directory)}")
-    if not directory.exists() and checkpoint.count("/") > 1:  # no id of the Hub
-        raise ValueError(f"{checkpoint} does not exist; give a directory, or a Hub id such as Qwen/Qwen3-0.6B")
-    if not directory.exists() and (reason := hub_error(checkpoint, "config.json")):
-        raise ValueError(f"{checkpoint} is not a directory, and cannot be fetched from the hub ({reason}); check it")
-    kind: Any = None
-    if (directory / ADAPTER_CONFIG).is_file():
+    ends = sorted(end_ids(model, tokenizer.stop_ids))
+    settings |= {"eos_token_id": ends or None, "pad_token_id": (*tokenizer.end, *ends, 0)[0]}
+    answers = []
+    for prompt in ids:
+        given = torch.tensor([prompt], device=device)
         try:
-            from peft import AutoPeftModelForCausalLM
-        except ImportError as error:
-            raise ValueError(f"{checkpoint} is an adapter, which needs peft; pip install peft") from error
-        kind = AutoPeftModelForCausalLM
+            with torch.inference_mode():
+                found = model.generate(  # type: ignore[operator]
+                    given, attention_mask=torch.ones_like(given), max_new_tokens=args.max_new_tokens, **settings
+                )
+        except Exception as error:  # settings of generation_config.json may be anything
+            raise ValueError(
+                f"{args.checkpoint} cannot generate ({type(error).__name__}: {first_line(error)}); correct its "
+                "generation_config.json, or give another checkpoint"
+            ) from error
+        answers.append((found[0].tolist(), found[0, len(prompt) :].tolist()))
+    _say(_how(args, template is not None))
+    for number, (_, added) in enumerate(answers, 1):
+        if not tokenizer.decode(added).strip():
+            _say(f"the answer to prompt {number} is empty: the model stopped after {plural(len(added), 'token')}")
+    return [tokenizer.decode(added if template else whole) for whole, added in answers]
+
+
+def _say(line: str) -> None:
+    """Prints a line beside the texts."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def _how(args: argparse.Namespace, as_turn: bool) -> str:
+    if as_turn:
+        return "the prompt is a user's turn of the chat template; --raw continues it as it is written"
+    return f"the prompt is continued as it is written, {'by --raw' if args.raw else 'without a chat template'}"
+
+
+def _load_tokenizer(directory: Path, checkpoint: str) -> Any:
+    """Loads the tokenizer of a model, or of an adapter's base model if the adapter has none."""
+    from lightseq.data.tokenizer import has_tokenizer, load_tokenizer
+    from lightseq.models.adapters import CONFIG
+    from lightseq.tools.pretrained import find_base
+
+    if not has_tokenizer(str(directory)) and (directory / CONFIG).is_file():
+        directory = find_base(directory)
+    if not has_tokenizer(str(directory)):
+        raise ValueError(f"{checkpoint} has no tokenizer; add one with its save_pretrained")
+    return load_tokenizer(str(directory))
+
+
+def _text_of(prompt: str, template: Any) -> str:
+    """Returns the text that the model continues. Raises ValueError for characters or templates that cannot be used."""
+    from lightseq.data.answers import render_prompt
+    from lightseq.data.sources import check_encodable
+
+    check_encodable(prompt, "--prompt")
+    if template is None:
+        return prompt
     try:
-        if kind is None:  # the class of a model with images is not among the causal ones
-            kind = model_class(AutoConfig.from_pretrained(checkpoint, trust_remote_code=False))
-        return kind.from_pretrained(checkpoint, dtype="auto", trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{checkpoint} is not a model that transformers can load: {first_line(error)}") from error
+        return render_prompt(prompt, template)
+    except ValueError as error:
+        raise ValueError(f"{first_line(error)}; give --raw to continue the prompt as it is written") from error
+
+
+def _check_ids(prompts: Sequence[Sequence[int]], vocab_size: int, checkpoint: str) -> None:
+    for ids in prompts:
+        if not ids:
+            raise ValueError("--prompt has no token in the vocabulary of the tokenizer; give other words")
+        if max(ids) >= vocab_size:
+            raise ValueError(
+                f"--prompt has token id {max(ids)}, outside the model's vocabulary of {vocab_size}; give {checkpoint} "
+                "the model's own tokenizer"
+            )

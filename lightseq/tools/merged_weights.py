@@ -9,31 +9,29 @@ from typing import Any, Final
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from lightseq.checkpoint.checkpoints import TRAINER_STATE
 from lightseq.checkpoint.manifest import MANIFEST, check_weights
-from lightseq.models.adapters import CONFIG, lora_scale, read_config, read_json_object, read_rope
+from lightseq.models.adapters import CONFIG, base_directory, lora_scale, read_config, read_json_object, read_rope
 from lightseq.models.adapters import WEIGHTS as ADAPTER_WEIGHTS
 from lightseq.models.build import build_on_meta
 from lightseq.models.mxfp4 import is_mxfp4
-from lightseq.models.published_layout import layout_of_files
+from lightseq.models.published_layout import MissingTensorsError, layout_of_files
 from lightseq.models.tokenizer_files import SETTINGS, copy_files, copy_tokenizer, remove_chat_templates
 from lightseq.models.weights import (
     INDEX,
     WEIGHTS,
     base_parameters,
-    download,
+    open_safetensors,
     open_tensors,
     save_tensors,
     tensor_files,
 )
 from lightseq.tools.merged_experts import ExpertsChange, LinearChange, changes_of_experts, weights_by_adapter
 from lightseq.training.output_directory import create_output_dir
-from lightseq.utils.files import open_regular
 from lightseq.utils.formatting import first_line
 
 PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
@@ -53,15 +51,7 @@ def merge(adapter: Path, output_dir: Path, model_name_or_path: str | None) -> st
     Returns a summary line.
     """
     settings, rope = read_config(adapter), read_rope(adapter)
-    base, revision = model_name_or_path or settings.get("base_model_name_or_path"), settings.get("revision")
-    if base is None:
-        raise ValueError(f"{adapter / CONFIG} does not name its base model; give --model_name_or_path")
-    if model_name_or_path is None and revision not in (None, "main"):
-        raise ValueError(
-            f"{adapter / CONFIG}: revision is {revision!r}; download that revision of {base} and give its directory "
-            "with --model_name_or_path"
-        )
-    source = Path(base) if Path(base).is_dir() else download(base, "give a local directory")
+    source = base_directory(settings, adapter, model_name_or_path, "--model_name_or_path")
     if output_dir.exists() and any(output_dir.iterdir()):
         raise ValueError(f"--output_dir {output_dir} is not empty; give another directory")
     changes = _find_changes(source, _pairs(adapter / ADAPTER_WEIGHTS), settings, adapter / ADAPTER_WEIGHTS)
@@ -84,6 +74,7 @@ def merge(adapter: Path, output_dir: Path, model_name_or_path: str | None) -> st
     except BaseException:
         shutil.rmtree(output_dir)  # a partial model would look complete
         raise
+    base = model_name_or_path or settings["base_model_name_or_path"]
     return f"merged {adapter} into {len(changes)} tensors of {base}, written to {output_dir}"
 
 
@@ -112,10 +103,10 @@ def _write_index(source: Path, output_dir: Path) -> None:
 
 def _pairs(path: Path) -> Pairs:
     """Returns A and B by the name of the module they adapt."""
-    with _readable(path):
-        if path.exists():
-            open_regular(path).close()
-        tensors = load_file(path)
+    with open_safetensors(path) as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  a file is no mapping
+    if infinite := [name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor.float()).all())]:
+        raise ValueError(f"{path}: {infinite[0]} has numbers that are not finite; give an earlier checkpoint")
     names = {name.removesuffix(A) for name in tensors if name.endswith(A)}
     if not names:
         raise ValueError(f"{path} has no LoRA tensors of a linear layer; copy the adapter again")
@@ -149,7 +140,7 @@ def _find_changes(source: Path, pairs: Pairs, settings: Mapping[str, Any], path:
     try:
         layout = layout_of_files(model, base_parameters(model), files)
     except ValueError as error:  # the files have other tensors, too, which stay as they are
-        if len(linears) < len(pairs):
+        if len(linears) < len(pairs) or isinstance(error, MissingTensorsError):
             raise ValueError(f"{source} does not match the model: {error}; {REMEDY}") from error
         return changes
     if converted := [name for name in changes if name in layout.converted]:
@@ -222,6 +213,8 @@ def _merge_file(names: Mapping[str, Path], target: Path, changes: Mapping[str, C
                         "float16 with --model_name_or_path"
                     )
                 weight = change.add_to(weight, scale)
+            if weight.dtype in MERGED_DTYPES and not bool(torch.isfinite(weight).all()):
+                raise ValueError(f"{source}: {name} has numbers that are not finite; {REMEDY}")
             merged[name] = weight
     try:
         save_tensors(merged, target)

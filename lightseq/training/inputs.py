@@ -21,7 +21,7 @@ from lightseq.data.content import hash_content
 from lightseq.data.examples import Examples
 from lightseq.data.held_out import hold_out
 from lightseq.data.packing import PackedExamples, open_packed, open_windows_to_pack, pack
-from lightseq.data.sources import ReadOptions, holds_rows, split_columns
+from lightseq.data.sources import ReadOptions, holds_columns, holds_rows, split_columns
 from lightseq.data.token_directory import made_with
 from lightseq.data.tokenizer import ByteTokenizer, has_tokenizer, read_chat_template
 from lightseq.distributed.parallel_dims import ParallelDims, parallel_dims
@@ -329,10 +329,11 @@ def find_examples(
     limit = config.max_train_samples if trains else None
     # --text_column and --ignore_columns may be meant for the other data, which has rows.
     sources = [source for source in (config.data_path, config.eval_data_path) if source]
-    reads_columns = holds_rows(path) or not any(map(holds_rows, sources))
+    reads_text = holds_rows(path) or not any(map(holds_rows, sources))
+    reads_columns = holds_columns(path) or not any(map(holds_columns, sources))
     limits_evaluation = evaluates and config.max_eval_samples is not None
     read_options = ReadOptions(
-        text_column=config.text_column if reads_columns else TrainConfig.text_column,
+        text_column=config.text_column if reads_text else TrainConfig.text_column,
         ignored_columns=split_columns(config.ignore_columns) if reads_columns else (),
         limit=config.max_eval_samples if limits_evaluation else limit,
         cache=Path(config.data_cache).expanduser(),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lightseq.config.train_config import TrainConfig
-from lightseq.data.tokenizer import Tokenizer, load_tokenizer
+from lightseq.data.tokenizer import Tokenizer, encode_prompt, load_tokenizer
 from lightseq.utils.files import CONFIG_BYTES, read_text
 from lightseq.utils.formatting import first_line, plural
 
@@ -41,7 +41,7 @@ def read_sample_prompts(config: TrainConfig, tokenizer: str | None, vocab_size: 
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not numbered:
         raise ValueError(f"{given} has no prompt; write one per line")
-    ids = [(*loaded.begin, *loaded.encode_part(line).tolist()) for _, line in numbered]
+    ids = [tuple(encode_prompt(loaded, line)) for _, line in numbered]
     for (number, _), found in zip(numbered, ids, strict=True):
         _check(found, f"{given} line {number}", config, vocab_size)
     return SamplePrompts(tuple(line for _, line in numbered), tuple(ids), loaded)

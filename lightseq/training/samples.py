@@ -34,7 +34,7 @@ class Samples:
         self._trainer, self._prompts = trainer, prompts
         config = trainer.config
         self._count, self._rows = config.sample_max_new_tokens, config.per_device_eval_batch_size
-        self._ends = end_ids(trainer.model, prompts.tokenizer.end)
+        self._ends = end_ids(trainer.model, prompts.tokenizer.stop_ids)
         self._file: MetricsFile | None = None
         if trainer.world.is_main:
             with self._exit_on_write_error():

@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.examples import Examples
 from lightseq.data.packing import PackedExamples, best_fit, read_window_sizes
+from lightseq.data.sources import ReadOptions, split_columns
 from lightseq.models.architecture import Architecture, inspect_architecture
 from lightseq.models.decoder import text_config
 
@@ -44,8 +45,9 @@ def read_document_lengths(config: TrainConfig, model: PreTrainedConfig) -> Docum
     """
     if config.packing == "none" or not config.data_path or not Path(config.data_path).exists():
         return None
-    length = config.model_max_length
-    sizes = read_window_sizes(Path(config.data_path), length, text_config(model).vocab_size, config.max_train_samples)
+    length, vocab_size = config.model_max_length, text_config(model).vocab_size
+    options = ReadOptions(limit=config.max_train_samples, ignored_columns=split_columns(config.ignore_columns))
+    sizes = read_window_sizes(Path(config.data_path), length, vocab_size, options)
     if sizes is None or not len(sizes):
         return None
     sizes = sizes[:: -(-len(sizes) // MAX_READ)]

@@ -1,0 +1,136 @@
+"""A whole model on one device, whose files are checked as those of a run that trains."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
+
+from lightseq.models import adapters
+from lightseq.models.build import build_plain, model_class
+from lightseq.models.decoder import float32_parameters, has_towers, text_config, with_text_settings
+from lightseq.models.family import MODEL_CONFIGS, model_within
+from lightseq.models.hub import hub_error
+from lightseq.models.mxfp4 import is_mxfp4
+from lightseq.models.weights import (
+    GENERATION_CONFIG,
+    check_finite,
+    download,
+    load_or_refuse,
+    materialize,
+    open_safetensors,
+    tensor_files,
+)
+from lightseq.utils.formatting import first_line
+
+CONFIG: Final = "config.json"
+AGAIN: Final = "copy or download it again"
+
+
+def find_directory(checkpoint: str) -> Path:
+    """Returns the directory of a model or an adapter, from the hub if it is an id. Raises ValueError without one."""
+    directory = Path(checkpoint)
+    if directory.is_dir() and not any((directory / name).is_file() for name in MODEL_CONFIGS):
+        raise ValueError(f"{checkpoint} is a directory without config.json; give {model_within(directory)}")
+    if (directory / CONFIG).is_file():
+        adapters.read_json_object(directory / CONFIG)
+    if directory.is_dir():
+        return directory
+    if not directory.exists() and checkpoint.count("/") > 1:  # no id of the Hub
+        raise ValueError(f"{checkpoint} does not exist; give a directory, or a Hub id such as Qwen/Qwen3-0.6B")
+    if directory.exists():
+        raise ValueError(f"{checkpoint} is not a directory; give a directory, or a Hub id such as Qwen/Qwen3-0.6B")
+    if reason := hub_error(checkpoint, CONFIG):
+        raise ValueError(f"{checkpoint} is not a directory, and cannot be fetched from the hub ({reason}); check it")
+    return download(checkpoint, "give a local directory")
+
+
+def load_pretrained(directory: Path, device: torch.device) -> PreTrainedModel:
+    """Returns the model in a directory, or the one that an adapter in it changes, for generation.
+
+    Raises ValueError for files that cannot be read, or that do not hold exactly the model's weights, all finite.
+    """
+    is_adapter = (directory / adapters.CONFIG).is_file()
+    model = _load_adapted(directory, device) if is_adapter else _load_whole(directory, device)
+    check_finite(model, directory)
+    model.eval()
+    return model
+
+
+def _load_whole(directory: Path, device: torch.device, rope: Mapping[str, Any] | None = None) -> PreTrainedModel:
+    config = _guarded(directory, lambda: AutoConfig.from_pretrained(directory, trust_remote_code=False))
+    if rope:
+        config = with_text_settings(config, rope)
+    tensor_files(directory, "save the model as safetensors")
+    if is_mxfp4(vars(config)):
+        del config.quantization_config
+    if getattr(config, "quantization_config", None) is not None:
+        model = _load_quantized(directory, config)
+        model.to(device)
+    else:
+        dtype = config.dtype or text_config(config).dtype or torch.float32
+        model = _guarded(directory, lambda: _build(config, dtype))
+        materialize(model, device, dtype=dtype)
+        load_or_refuse(model, directory, "checkpoint")
+    if (directory / GENERATION_CONFIG).is_file():
+        model.generation_config = _guarded(
+            directory / GENERATION_CONFIG, lambda: GenerationConfig.from_pretrained(directory)
+        )
+    return model
+
+
+def _build(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Builds the model on the meta device, with the parameters in the dtype in which transformers loads them."""
+    with torch.device("meta"):
+        model = build_plain(config)
+    in_float32 = float32_parameters(model)
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.to(torch.float32 if name in in_float32 else dtype)
+    return model
+
+
+def _load_quantized(directory: Path, config: PreTrainedConfig) -> PreTrainedModel:
+    """Loads weights in a format that only transformers reads. Raises ValueError unless they are exactly the model's."""
+    kind: Any = model_class(config)
+    model, about = _guarded(directory, lambda: kind.from_pretrained(directory, dtype="auto", output_loading_info=True))
+    for fault in ("missing_keys", "mismatched_keys", "unexpected_keys"):
+        if about.get(fault):
+            raise ValueError(f"{directory} does not match the model: {fault} {sorted(map(str, about[fault]))[:3]}")
+    return model  # type: ignore[no-any-return]
+
+
+def find_base(adapter: Path) -> Path:
+    """Returns the directory of an adapter's base model. Raises ValueError for settings that cannot be used."""
+    settings = adapters.read_json_object(adapter / adapters.CONFIG)
+    adapters.check_numbers(settings, adapter / adapters.CONFIG)
+    return adapters.base_directory(settings, adapter, None, "lightseq merge --model_name_or_path")
+
+
+def _load_adapted(directory: Path, device: torch.device) -> Any:
+    """Loads a model and peft's adapter of it."""
+    try:
+        from peft import PeftModel, get_peft_model_state_dict
+    except ImportError as error:
+        raise ValueError(f"{directory} is an adapter, which needs peft; pip install peft") from error
+    path = directory / adapters.WEIGHTS
+    with open_safetensors(path) as file:
+        stored = set(file.keys())
+    model = _load_whole(find_base(directory), device, adapters.read_rope(directory))
+    adapted = _guarded(directory, lambda: PeftModel.from_pretrained(model, str(directory)))
+    expected = get_peft_model_state_dict(adapted, save_embedding_layers=False).keys()
+    unknown = set() if has_towers(model.config) else stored - expected  # an adapter may be of towers, too
+    if wrong := sorted({*(expected - stored), *unknown}):
+        fault = "lacks" if wrong[0] in expected else "has, unlike the adapted model,"
+        raise ValueError(f"{path} {fault} {wrong[0]}; {AGAIN}, or give its base model")
+    return adapted
+
+
+def _guarded(path: Path, read: Callable[[], Any]) -> Any:
+    """Calls foreign code that reads files. Raises ValueError for whatever it raises."""
+    try:
+        return read()
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise ValueError(f"{path} is not a model that transformers can load: {first_line(error)}; {AGAIN}") from error
