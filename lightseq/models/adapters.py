@@ -353,6 +353,12 @@ def read_rope(directory: Path) -> dict[str, Any] | None:
     return found
 
 
+def flag_for_weights(checkpoint: Path) -> str:
+    """Returns the flag that starts a new run from a checkpoint's weights, which may be an adapter's."""
+    flag = "lora_adapter" if (checkpoint / CONFIG).is_file() else "model_name_or_path"
+    return f"--{flag} {checkpoint}"
+
+
 def read_json_object(path: Path) -> dict[str, Any]:
     """Returns the object in a JSON file. Raises ValueError naming the file if it holds no object."""
     try:
