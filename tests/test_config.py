@@ -398,7 +398,7 @@ def test_a_file_may_have_the_flags_of_the_launcher(tmp_path: Path) -> None:
     assert given(" ".join(words)).seed == 4
     assert launcher_flags_in_file(words) == ("--nproc_per_node=2", "--max_restarts=1")
     assert launcher_flags_in_file(["--seed", "4"]) == ()
-    (note,) = launcher_flags_note(words)
+    (note,) = launcher_flags_note(words, 1)
     assert "nproc_per_node 2 and max_restarts 1, but the run started with 1, 0; give --nproc_per_node 2" in note
     with pytest.raises(ValueError, match=r"run.yaml: --nproc_per_node two: give a whole number"):
         launcher_flags_in_file(["--config", str(file_of(tmp_path, "nproc_per_node: two"))])

@@ -210,14 +210,15 @@ def test_a_file_starts_as_many_ranks_as_the_run_that_wrote_it(tmp_path: Path, mo
     monkeypatch.setattr(Launch, "run", lambda self, restarts: started.append((self.size, restarts)) or 0)
     file = tmp_path / "run.json"
     file.write_text(json.dumps({"config": {"seed": 1, "nproc_per_node": 2, "max_restarts": 1}}))
-    assert main(["train", "--config", str(file)]) == 0
-    assert main(["train", "--nproc_per_node", "3", f"--config={file}"]) == 0
+    for words in (["--config", str(file)], ["--nproc_per_node", "3", f"--config={file}"]):
+        monkeypatch.setattr(sys, "argv", ["lightseq", "train", *words])
+        assert main(["train", *words]) == 0
     assert started == [(2, 1), (3, 1)]
 
 
 def test_a_rank_knows_what_it_was_started_with(tmp_path: Path) -> None:
     code = "from lightseq.distributed.rank_launcher import started_with\n"
-    assert launch(2, f"{code}open(f'{tmp_path}/{{rank}}', 'w').write(str(started_with()))", max_restarts=3) == 0
+    assert launch(2, f"{code}open(f'{tmp_path}/{{rank}}', 'w').write(str(started_with(2)))", max_restarts=3) == 0
     assert {path.read_text() for path in tmp_path.iterdir()} == {"{'nproc_per_node': 2, 'max_restarts': 3}"}
 
 

@@ -65,11 +65,11 @@ def launcher_flags_in_file(words: Sequence[str]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def launcher_flags_note(words: Sequence[str]) -> tuple[str, ...]:
-    """Returns a note if the file of `--config` asks for other processes or restarts than this run has."""
+def launcher_flags_note(words: Sequence[str], processes: int) -> tuple[str, ...]:
+    """Returns a note if the file of `--config` asks for other processes or restarts than this host has."""
     flags = parse_launcher_flags(launcher_flags_in_file(words))
     asked = {"nproc_per_node": flags.processes, "max_restarts": flags.max_restarts}
-    has = {"max_restarts": 0, **started_with()}
+    has = started_with(processes)
     other = [name for name, value in asked.items() if value not in (None, has[name])]
     if not other:
         return ()

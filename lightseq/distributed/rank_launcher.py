@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-from lightseq.distributed.environment import MAX_RESTARTS, ranks_per_host, refuse_variable, whole_number_in
+from lightseq.distributed.environment import MAX_RESTARTS, refuse_variable, whole_number_in
 from lightseq.distributed.start_over import LAUNCH
 
 FORWARDED: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
@@ -159,10 +159,9 @@ LAUNCHER_FLAGS: Final = (  # names, and their help
 )
 
 
-def started_with() -> dict[str, int]:
-    """Returns the launcher flags that start as many processes on a host as run on this one."""
-    restarts = {"max_restarts": whole_number_in(MAX_RESTARTS, 0)} if MAX_RESTARTS in os.environ else {}
-    return {"nproc_per_node": ranks_per_host() or 1, **restarts}
+def started_with(processes: int) -> dict[str, int]:
+    """Returns the launcher flags that start as many processes as run on this host, with as many restarts."""
+    return {"nproc_per_node": processes, "max_restarts": whole_number_in(MAX_RESTARTS, 0)}
 
 
 def add_launcher_flags(parser: argparse.ArgumentParser) -> None:

@@ -58,7 +58,7 @@ def run_facts(trainer: Trainer, command: str, notes: Sequence[str]) -> dict[str,
         "notes": list(notes),
         "hardware": hardware(trainer.world.device),
         "host_threads": torch.get_num_threads(),
-        "config": {**trainer.config.to_json(), **started_with()},  # --config reads it
+        "config": {**trainer.config.to_json(), **started_with(trainer.world.local_size)},  # --config reads it
         "model_config": trainer.inputs.model_config.to_dict(),
     }
 

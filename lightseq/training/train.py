@@ -68,7 +68,7 @@ def train(family: ModelFamily, argv: list[str], program: str) -> str | None:
             resume_engine(engine, config, inputs, world, watchdog)
         trainer = Trainer(config, inputs, world, engine, watchdog)
         command = f"{program} {shlex.join(argv)}"
-        metrics = open_output(trainer, lock_file, command, launcher_flags_note(argv))
+        metrics = open_output(trainer, lock_file, command, launcher_flags_note(argv, world.local_size))
         stopped_by = TrainingLoop(trainer, metrics).run()
         if lock_file is not None:
             lock_file.close()
