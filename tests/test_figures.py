@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from pages import PAGES, ROOT
 
-from lightseq.cli import main
 from lightseq.config.lengths import parse_tokens
 from lightseq.memory.planner.rates import CHIPS, attention_rates
 from lightseq.schedule.algorithms import SCHEDULES
@@ -240,7 +239,7 @@ def test_auto_takes_the_schedule_that_a_table_says(header: str, chip: str) -> No
         assert taken == ["prefix"], length
 
 
-# ---- plans and records ----------------------------------------------------------------------------------------------
+# ---- records ----------------------------------------------------------------------------------------------
 
 
 def test_records_that_pages_name_exist() -> None:
@@ -251,13 +250,3 @@ def test_records_that_pages_name_exist() -> None:
     }
     files = {path.name for path in RECORDS.iterdir()}
     assert len(named) > 30 and named - files == {"metrics.jsonl", "step.jsonl"}
-
-
-@pytest.mark.slow
-def test_the_plan_of_the_readme_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    text = (ROOT / "README.md").read_text()
-    (line,) = re.findall(r"^lightseq (plan .*)$", text, flags=re.M)
-    (shown,) = re.findall(r"^```text\n(  schedule .*?)^```", text, flags=re.M | re.S)
-    assert main(line.split()) == 0
-    printed = " ".join(capsys.readouterr().out.split())
-    assert " ".join(shown.split()) in printed

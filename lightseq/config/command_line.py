@@ -83,6 +83,7 @@ def _values_in_file(path: Path, program: str) -> dict[str, Any]:
     from lightseq.config.config_file import arguments_in  # imports PyYAML, which nothing else here needs
 
     arguments = arguments_in(path)
+    launcher_flags_in_file(["--config", str(path)])  # raises ValueError if invalid
     try:
         found = _values(arguments, program)
     except ValueError as error:

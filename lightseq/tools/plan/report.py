@@ -79,20 +79,13 @@ def _facts(plan: Plan, longest: int | None) -> Table:
         **_documents(run),
         "memory plan": str(plan),
         "verdict": "fits" if plan.fits else f"does not fit: too little {' and '.join(plan.shortages)}",
-        "longest": f"{longest:,} tokens fit{_assumed(run)}" if longest else "no length fits",
+        "longest": f"{longest:,} tokens fit" if longest else "no length fits",
         "step": f"{_seconds(plan.step_seconds)} s, {plan.tokens_per_second:,.0f} tokens/s, MFU {plan.mfu:.1%}",
     }
     out = Table.grid(padding=(0, 2))
     for name, value in facts.items():
         out.add_row(f"  {name}", value)
     return out
-
-
-def _assumed(run: PlannedRun) -> str:
-    """Returns what the longest length assumes of the host."""
-    if math.isfinite(run.hardware.host_memory) or run.config.offload == "none":
-        return ""
-    return ", if the hosts have unlimited memory; --host_memory GIB says how much"
 
 
 def _parts(run: PlannedRun) -> dict[str, str]:
