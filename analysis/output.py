@@ -1,5 +1,6 @@
 """Tables on the terminal, and the directory of the plots."""
 
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -17,7 +18,13 @@ def output_dir(asked: Path | None, results: Sequence[Path]) -> Path:
     """Returns the directory for plots: a single result's own, or a shared one for several."""
     if asked is not None:
         return asked
-    return results[0] if len(results) == 1 else SHARED_OUTPUT
+    if len(results) == 1:
+        return results[0]
+    print(
+        f"analysis: note: drawing {len(results)} results into {SHARED_OUTPUT}; --output DIR names another",
+        file=sys.stderr,
+    )
+    return SHARED_OUTPUT
 
 
 def print_lines(lines: Iterable[object]) -> None:

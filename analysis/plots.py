@@ -30,6 +30,7 @@ from .plots_file import STEP, Plot, read_plots, short_name
 from .records import print_notes, read_each
 from .runs import Run, hardware_and_versions, past_warmup, read_run, section, setting_text
 
+AUTO = "auto"
 LENGTHS = ("model_max_length", "tokens_per_rank")
 
 
@@ -119,6 +120,9 @@ def check_settings(plot: Plot, runs: Sequence[Run]) -> None:
 def group_runs(plot: Plot, runs: Sequence[Run]) -> dict[str, list[Run]]:
     """Returns the runs of each line by legend label. Raises ValueError if two runs are the same point."""
     pairs = [(settings(run), run) for run in runs]
+    for key in plot.series if plot.x != STEP else ():
+        if _auto_repeats(plot, key, pairs):
+            pairs = [({**known, key: AUTO} if asked_auto(run, key) else known, run) for known, run in pairs]
     pairs.sort(key=lambda pair: [number_first(pair[0].get(key, "")) for key in plot.series])
     varied = [key for key in plot.series if len({known.get(key) for known, _ in pairs}) > 1]
     groups: dict[str, list[Run]] = {}
@@ -133,6 +137,19 @@ def group_runs(plot: Plot, runs: Sequence[Run]) -> dict[str, list[Run]]:
                 "add the setting that differs to `series`, or select runs with `where`"
             )
     return groups
+
+
+def asked_auto(run: Run, key: str) -> bool:
+    return section(run.info, "config").get(key) == AUTO
+
+
+def _auto_repeats(plot: Plot, key: str, pairs: Sequence[tuple[Mapping[str, str], Run]]) -> bool:
+    """Returns whether `auto` chose for one run what another run of the same point asked for by name."""
+    points: dict[tuple[str | None, ...], set[bool]] = {}
+    for known, run in pairs:
+        point = tuple(known.get(name) for name in (plot.x, *plot.series))
+        points.setdefault(point, set()).add(asked_auto(run, key))
+    return any(len(asked) > 1 for asked in points.values())
 
 
 def legend_text(key: str, value: str | None) -> str:

@@ -14,6 +14,8 @@ GRACE_SECONDS = 40.0  # longer than the 30 s after which the launcher kills its 
 # Last line of a traceback from python, or from torch's launcher with the rank before it.
 ERROR_LINE = re.compile(r"^(?:\[rank\d+\]:\s?)?((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*)$", re.MULTILINE)
 REFUSAL = re.compile(r"^error: (.+)$", re.MULTILINE)
+# The launcher's own error says that a rank failed, and its report then which one failed first.
+LAUNCHERS_OWN, ROOT_CAUSE = "ChildFailedError", "Root Cause (first observed failure):"
 KILLED = re.compile(r"Signal \d+ \(SIG\w+\)")
 PLAIN = re.compile(r"^(ValueError|ImportError|ModuleNotFoundError): ")  # the message is clear without the class name
 LONGEST = 200
@@ -78,10 +80,13 @@ def reason(log: str, status: int) -> str:
     """
     if "OutOfMemoryError" in log:
         return "out of memory"
+    if killed := KILLED.search(log.partition(ROOT_CAUSE)[2]):
+        return f"killed: {killed[0]}"
     if refusal := REFUSAL.search(log):
         return refusal[1][:LONGEST]
-    if error := ERROR_LINE.search(log):
-        return PLAIN.sub("", error[1]).strip()[:LONGEST]
+    errors = [found[1] for found in ERROR_LINE.finditer(log) if LAUNCHERS_OWN not in found[1]]
+    if errors:
+        return PLAIN.sub("", errors[0]).strip()[:LONGEST]
     if killed := KILLED.search(log):
         return f"killed: {killed[0]}"
     return f"ended with status {status}"

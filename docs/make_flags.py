@@ -25,8 +25,8 @@ PAGE = """\
 
 Look up a training flag and its default (in parentheses), a schedule or a kernel. `python3 llama3/train.py --help`
 prints the flags; `lightseq train`, `verify`, `plan` and `evaluate` take them too. `train`, `verify` and `evaluate` also
-take `--nproc_per_node` and `--max_restarts` ([launching](launching.md#one-host)). Names follow the Hugging Face
-`Trainer`. `--bf16` alone means `--bf16 True`.
+take `--nproc_per_node` and `--max_restarts` ([launching](launching.md#one-host)), also in a file. Names follow the
+Hugging Face `Trainer`. `--bf16` alone means `--bf16 True`.
 
 ## Flags in a file
 `--config FILE` reads flags from a YAML or JSON file. Flags on the command line win over the file.

@@ -102,12 +102,12 @@ def finished(cell: Cell) -> bool:
 
 
 def comparable(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a run's config without its directory and where it resumed.
+    """Returns a run's config without its directory, launcher, and where it resumed, because a requeued job resumes.
 
     Flags that are newer than the run have their defaults.
     """
     defaults = {field.name: field.default for field in fields(TrainConfig)}
-    ignored = ("output_dir", "overwrite_output_dir", "resume_from_checkpoint")  # a requeued job resumes
+    ignored = ("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "max_restarts", "nproc_per_node")
     return {key: value for key, value in {**defaults, **config}.items() if key not in ignored}
 
 

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from lightseq.config.command_line import help_text, print_help_if_asked
+from lightseq.config.command_line import help_text, launcher_flags_in_file, print_help_if_asked
 from lightseq.config.parser import print_error
 from lightseq.distributed.environment import is_main_process, set_up_process
 from lightseq.distributed.rank_launcher import end_at_once_on_ctrl_c, start_ranks
@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if argv is None:
                 end_at_once_on_ctrl_c()
             try:
-                started = start_ranks(words)
+                started = start_ranks(words, launcher_flags_in_file(words))
             except ValueError as error:
                 return print_error(error) if is_main_process() else 2
             if isinstance(started, int):

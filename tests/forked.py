@@ -68,10 +68,12 @@ class World:
         return [rank.end(until) for rank in self.ranks]
 
 
-def start(words: str, folder: Path, name: str, environment: dict[str, str]) -> Running:
-    """`words` are what would follow `python3`: a script or -m and a module, and arguments."""
+def start(words: str, folder: Path, name: str, environment: dict[str, str], cwd: Path = ROOT) -> Running:
+    """`words` are what would follow `python3`: a script or -m and a module, and arguments. Output is in `folder`."""
     out, err = folder / f"{name}.out", folder / f"{name}.err"
-    process = forkserver.context().Process(target=_enter, args=(words, str(out), str(err), environment), daemon=True)
+    process = forkserver.context().Process(
+        target=_enter, args=(words, str(out), str(err), environment, str(cwd)), daemon=True
+    )
     process.start()
     return Running(process, out, err)
 
@@ -81,12 +83,12 @@ def run(words: str, folder: Path, seconds: float = 120.0) -> Done:
     return start(words, folder, "alone", {}).end(time.monotonic() + seconds)
 
 
-def _enter(words: str, out: str, err: str, environment: dict[str, str]) -> None:
+def _enter(words: str, out: str, err: str, environment: dict[str, str], cwd: str) -> None:
     freeze_imports()
     for descriptor, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
     os.environ.update(environment)
-    os.chdir(ROOT)
+    os.chdir(cwd)
     sys.argv = shlex.split(words)
     if sys.argv[0] == "-m":
         del sys.argv[0]

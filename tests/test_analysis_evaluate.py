@@ -34,7 +34,9 @@ def test_tables_have_a_row_a_bin_or_a_depth(
     monkeypatch.chdir(tmp_path)
     loss, needle = write(tmp_path / "books", LOSS, BINS), write(tmp_path / "search", NEEDLE, CELLS)
     assert main(["evaluate", str(loss), str(needle)]) == 0
-    assert capsys.readouterr().out.splitlines() == [
+    said = capsys.readouterr()
+    assert said.err == "analysis: note: drawing 2 results into outputs/compare; --output DIR names another\n"
+    assert said.out.splitlines() == [
         "| perplexity at positions |  books |",
         "|-------------------------|-------:|",
         "| 0                       | 19,930 |",

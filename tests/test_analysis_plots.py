@@ -1,6 +1,7 @@
 """Figures that a YAML file asks for: which runs are drawn, what a line is, and what is refused."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -269,6 +270,24 @@ def test_a_trace_of_a_cpu_tells_no_communication(results: Path, word: str, capsy
     write_config(results, f"{{metric: {word}, x: length}}")
     status, _, err = plots(results, capsys)
     assert status == 2 and f"no run has {word}" in err
+
+
+def test_a_run_whose_choice_another_run_asked_for_has_a_line_of_its_own(tmp_path: Path) -> None:
+    for asked in ("zigzag", "prefix", "auto"):
+        for length in LENGTHS:
+            info = about(config={"model_max_length": length, "schedule": asked}, total_steps=12)
+            taken = "zigzag" if asked == "auto" else asked
+            write_run(
+                tmp_path / "runs" / f"{asked}-{length}",
+                [record(step) for step in range(1, 13)],
+                {**info, "schedule": taken},
+            )
+    spec = "{metric: speed, x: length, series: [schedule, kernel]}"
+    assert legend_of(draw(tmp_path, spec)) == ["schedule auto", "schedule prefix", "schedule zigzag"]
+    shutil.rmtree(tmp_path / "runs" / "zigzag-4096")
+    shutil.rmtree(tmp_path / "runs" / "zigzag-8192")
+    shutil.rmtree(tmp_path / "runs" / "zigzag-65536")
+    assert legend_of(draw(tmp_path, spec)) == ["schedule prefix", "schedule zigzag"], "what auto chose"
 
 
 # ---- the command and its files --------------------------------------------------------------------------------------

@@ -125,6 +125,18 @@ def test_a_run_resumed_with_another_number_of_examples_or_seed_is_refused(
         found.resume_at(1, found.state(1) | change, HERE)
 
 
+def test_a_missing_source_is_refused_with_what_makes_it(tmp_path: Path) -> None:
+    for name, remedy in {
+        "chats.jsonl": r"write \.jsonl rows there \(docs/data\.md",
+        "rows.jsonl.gz": r"write \.jsonl\.gz rows there",
+        "table.parquet": r"write \.parquet rows there",
+        "tokens": "make a token directory with lightseq data",
+        "data.pkl": "make a token directory with lightseq data",
+    }.items():
+        with pytest.raises(ValueError, match=f"{name} does not exist; check the path, .*{remedy}"):
+            open_examples(tmp_path / name, 9, 300, "byte")
+
+
 def test_resuming_with_different_data_of_the_same_size_is_refused(tmp_path: Path) -> None:
     texts = [f"text {i}" for i in range(40)]
     before = BatchStream(open_examples(texts_file(tmp_path / "a.jsonl", *texts), 9, 300, "byte"), 9, 1)
@@ -132,6 +144,9 @@ def test_resuming_with_different_data_of_the_same_size_is_refused(tmp_path: Path
     other = BatchStream(open_examples(reversed_texts, 9, 300, "byte"), 9, 1)
     with pytest.raises(ValueError, match="trained on other data with as many examples"):
         other.resume_at(1, before.state(1), HERE)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match=f"or start from its weights with --lora_adapter {tmp_path}$"):
+        other.resume_at(1, before.state(1), tmp_path)
     options = ReadOptions(cache=tmp_path / "cache")
     moved = open_examples(texts_file(tmp_path / "c.jsonl", *texts), 9, 300, "byte", False, read_options=options)
     assert BatchStream(moved, 9, 1).resume_at(1, before.state(1), HERE)[1] == (), "the same, wherever it lies"

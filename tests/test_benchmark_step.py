@@ -280,6 +280,12 @@ def test_a_timeout_ends_the_processes_that_a_launcher_started(tmp_path: Path) ->
         ("[rank0]: ValueError: 5 heads do not divide\n", "5 heads do not divide"),
         ("[rank2]: torch.distributed.DistBackendError: NCCL error\n", "torch.distributed.DistBackendError: NCCL error"),
         ("  RuntimeError is within a line\n  traceback : Signal 9 (SIGKILL) received", "killed: Signal 9 (SIGKILL)"),
+        (
+            "error: rank 1 is gone\ntorch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n"
+            "Signal 15 (SIGTERM)\nRoot Cause (first observed failure):\n  traceback : Signal 9 (SIGKILL) received",
+            "killed: Signal 9 (SIGKILL)",
+        ),
+        ("torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n", "ended with status 3"),
         ("", "ended with status 3"),
     ],
 )

@@ -164,7 +164,7 @@ def test_parts_of_text_are_joined_and_others_refused(tmp_path: Path) -> None:
     assert one(tmp_path, {"messages": [USER, {"role": "assistant", "content": parts}]}) == one(tmp_path, CHAT_ROW)
     image = [{"type": "image_url", "image_url": {"url": "x"}}, *parts]
     said = refusal(tmp_path, {"messages": [{"role": "user", "content": image}, ANSWER]})
-    assert "has a part of type 'image_url'; lightseq trains on text only" in said
+    assert "has a part of type 'image_url'; lightseq train reads text only" in said
     assert "has the content 3, not text" in refusal(tmp_path, {"messages": [{"role": "user", "content": 3}, ANSWER]})
 
 
@@ -289,7 +289,7 @@ def test_masks_of_long_answers_follow_the_text(tmp_path: Path) -> None:
     [
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, "'chosen' holds preferences, which SequenceParallelDPO"),
         ({"chosen": [USER, ANSWER], "rejected": [USER, ANSWER]}, "'chosen' holds preferences"),
-        ({"image": "a.png", "caption": "b"}, "'image' holds no text, and lightseq trains on text only"),
+        ({"image": "a.png", "caption": "b"}, "'image' holds no text; lightseq train reads text only"),
         ({"weight": 1, "body": "b"}, "has no column 'text', messages, or prompt and completion; it has: weight, body"),
         ({"label": 1, "sentence": "b"}, "has no column 'text', messages, or prompt and completion; it has: label"),
     ],

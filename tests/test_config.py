@@ -13,8 +13,9 @@ import yaml
 from lightseq.cli import COMMANDS
 from lightseq.cli import main as lightseq_main
 from lightseq.config.checks import CHOICES
-from lightseq.config.command_line import help_text, parse
-from lightseq.config.train_config import TrainConfig, warmup_steps
+from lightseq.config.command_line import help_text, launcher_flags_in_file, launcher_flags_note, parse
+from lightseq.config.flag_names import FLAGS_OF_OTHER_PROGRAMS, REMEDIES
+from lightseq.config.train_config import TrainConfig, flag_types, warmup_steps
 
 PROGRAM = "llama3/train.py"
 REQUIRED = "--model_name_or_path tiny-llama3 --data_path data.pkl --output_dir outputs"
@@ -156,7 +157,18 @@ def test_plain_attention_is_the_reference_kernel() -> None:
     assert given("--fused_attention True --kernel cudnn").kernel_name == "cudnn"
 
 
-NO_SUCH = ("load_in_4bit", "fsdp_config", "token")  # though the letters of some are close to those of a flag
+INSTEAD = {  # flags of other programs, and what to do instead
+    "token": "`hf auth login`",
+    "load_in_4bit": "weights have 16 or 32 bits; to save memory give --lora_rank",
+    "lora_dropout": "adapters have no dropout",
+    "push_to_hub": "nothing is uploaded; `hf upload",
+    "bf16_full_eval": "evaluation computes in the dtype of training",
+    "nproc_per_node": "`lightseq train` and torch.distributed.run start ranks",
+    "fsdp_config": "did you mean --fsdp?",
+    "sample_packing": "did you mean --packing?",
+    "sequence_len": "did you mean --model_max_length?",
+    "micro_batch_size": "did you mean --per_device_train_batch_size?",
+}
 
 
 @pytest.mark.parametrize(
@@ -171,7 +183,7 @@ NO_SUCH = ("load_in_4bit", "fsdp_config", "token")  # though the letters of some
         ("--lr 1e-4", "did you mean --learning_rate?"),
         ("--evaluation_strategi no", "did you mean --evaluation_strategy?"),
         ("--zzz", "unknown flag --zzz; llama3/train.py --help"),
-        *((f"--{name} 1", f"unknown flag --{name}; llama3/train.py --help") for name in NO_SUCH),
+        *((f"--{name} 1", f"unknown flag --{name}; {line}") for name, line in INSTEAD.items()),
         ("--attn_implementation flash_attention_2", "unknown flag --attn_implementation; did you mean --kernel?"),
         ("stray", "unexpected argument 'stray' without a flag"),
         ("--save_steps", "--save_steps: expected one argument"),
@@ -374,6 +386,24 @@ def test_the_config_of_an_earlier_run_is_a_file_of_flags(words: str, tmp_path: P
         assert parse(["--config", str(file_of(tmp_path, text, name))], PROGRAM) == config, name
 
 
+def test_every_flag_of_other_programs_has_one_remedy_and_is_none_of_ours() -> None:
+    assert not {*REMEDIES} & {*FLAGS_OF_OTHER_PROGRAMS}
+    assert not ({*REMEDIES} | {*FLAGS_OF_OTHER_PROGRAMS}) & flag_types().keys()
+    assert {*FLAGS_OF_OTHER_PROGRAMS.values()} <= flag_types().keys()
+
+
+def test_a_file_may_have_the_flags_of_the_launcher(tmp_path: Path) -> None:
+    path = file_of(tmp_path, "seed: 3\nparallelism: {nproc-per-node: 2}\nmax_restarts: 1")
+    words = ("--seed", "4", f"--config={path}")
+    assert given(" ".join(words)).seed == 4
+    assert launcher_flags_in_file(words) == ("--nproc_per_node=2", "--max_restarts=1")
+    assert launcher_flags_in_file(["--seed", "4"]) == ()
+    (note,) = launcher_flags_note(words, 1)
+    assert "nproc_per_node 2 and max_restarts 1, but the run started with 1, 0; give --nproc_per_node 2" in note
+    with pytest.raises(ValueError, match=r"run.yaml: --nproc_per_node two: give a whole number"):
+        launcher_flags_in_file(["--config", str(file_of(tmp_path, "nproc_per_node: two"))])
+
+
 def test_names_outside_the_plane_of_two_bytes_survive_json(tmp_path: Path) -> None:
     path = file_of(tmp_path, json.dumps({"config": {"tokenizer": "\N{CAT FACE}"}}), "run.json")
     assert given(f"--config {path}").tokenizer == "\N{CAT FACE}"
@@ -385,6 +415,8 @@ def test_names_outside_the_plane_of_two_bytes_survive_json(tmp_path: Path) -> No
         ("learning_rat: 1", ": unknown flag --learning_rat; did you mean --learning_rate?"),
         ("training: {learning_rat: 1}", ": unknown flag --learning_rat; did you mean --learning_rate?"),
         ("zzz:", ": zzz has no value; give one, or leave it out"),
+        ("datasets: [{path: a, type: b}]", ": unknown flag --datasets; did you mean --data_path?"),
+        ("lora_target_linear: true", ": unknown flag --lora_target_linear; adapters go to what --lora_target_modules"),
         ("seed: 1.5", ": --seed: '1.5' is not a whole number"),
         ("seed: true", ": --seed: 'true' is not a whole number"),
         ("seed: [1, 2]", ": seed: ['1', '2'] is not a single value"),

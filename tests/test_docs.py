@@ -3,23 +3,31 @@
 import argparse
 import contextlib
 import io
-import json
 import os
 import re
 import runpy
-import shlex
-import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import groupby, pairwise, takewhile
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
-from torch.distributed.run import get_args_parser
+from pages import (
+    GUIDES,
+    LAUNCHER,
+    MADE_UP,
+    NOWHERE,
+    OTHERS,
+    OURS,
+    PAGES,
+    ROOT,
+    Command,
+    accepted_by,
+    command_lines,
+    split,
+)
 
 from lightseq.cli import COMMANDS
 from lightseq.config.checks import CHOICES
@@ -27,9 +35,6 @@ from lightseq.config.command_line import parse
 from lightseq.distributed.rank_launcher import parse_launcher_flags
 from lightseq.tools.evaluate import options as evaluate
 from lightseq.tools.plan import command as plan
-
-ROOT = Path(__file__).resolve().parent.parent
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("dev/*.md"), *ROOT.glob("examples/**/*.md")])
 
 
 def anchors(page: Path) -> set[str]:
@@ -82,24 +87,6 @@ def test_the_tables_of_columns_match_the_reader() -> None:
     assert made == page.read_text(), "run docs/make_columns.py"
 
 
-def test_speeds_of_whole_steps_are_those_of_the_records() -> None:
-    """A row with "median [lowest, highest]" and its memory is one record; the README repeats rows of the page."""
-    records = [json.loads(line) for file in ROOT.glob("benchmarks/results/step-*.jsonl") for line in file.open()]
-    measured = {
-        tuple(f"{record[f'tokens_per_second{name}']:,.0f}" for name in ("", "_lowest", "_highest"))
-        + (f"{record['peak_memory_allocated_bytes'] / 2**30:.1f}",)
-        for record in records
-        if record.get("tokens_per_second")
-    }
-    page = (ROOT / "docs" / "results.md").read_text()
-    row = re.compile(r"\| \**([\d,]+)\** \[([\d,]+), ([\d,]+)\] \|(?:[^|\n]*\|){0,2}? \**([\d.]+) GiB")
-    stated = row.findall(page)
-    assert len(stated) > 35 and page.count("[") - page.count("](") <= len(stated) + 2
-    assert not [one for one in stated if one not in measured]
-    for speed, memory in re.findall(r"\| \**([\d,]+)\** \| ([\d.]+) GiB \|", (ROOT / "README.md").read_text()):
-        assert any((one[0], one[3]) == (speed, memory) for one in stated), speed
-
-
 def test_files_and_names_on_the_page_of_the_architecture_exist() -> None:
     """Reads "`name` (`path.py`)" and "`path.py`"; paths are below lightseq/, or the root, and tests have no folder."""
     text = (ROOT / "docs" / "architecture.md").read_text()
@@ -118,51 +105,7 @@ def source_of(path: str) -> str:
 
 # ---- commands ------------------------------------------------------------------------------------------------------
 
-GUIDES = [page for page in PAGES if page.parent in (ROOT, ROOT / "docs")]
-# Programs of others, and words of the shell. What they start may be ours: `podman run lightseq launch/local.sh ...`.
-OTHERS = ("pip", "podman", "enroot", "sbatch", "envsubst", "source", "export", "printf", "for", "done")
-LAUNCHER = re.compile(r"launch/(\w+\.sh|slurm/\w+\.sbatch)")
 MAX_TOKENS = 2**15  # of a training run that ends within seconds
-NOWHERE = ("--data_path", "nowhere", "--output_dir", "nowhere")
-MADE_UP = ("--model_name_or_path", "nowhere", *NOWHERE)  # stand for flags that a command takes from elsewhere
-OURS = ("lightseq", "llama2", "llama3", "data_gen", "launch", "analysis", "benchmarks", "examples", "docs", "tests")
-
-
-@dataclass(frozen=True)
-class Command:
-    """Words of a command without redirections and comments, and the variables in front of them."""
-
-    variables: tuple[str, ...]
-    words: tuple[str, ...]
-
-    @property
-    def program(self) -> tuple[str, ...]:
-        """Returns the words without launchers and the interpreter: `launch/sweep.py ...`, `-m lightseq plan ...`."""
-        launched = next((place for place, word in enumerate(self.words) if LAUNCHER.fullmatch(word)), None)
-        if launched is not None:
-            return self._launched(*self.words[launched:])
-        words = list(self.words)
-        if words[:3] == ["python3", "-m", "torch.distributed.run"]:
-            words = ["torchrun", *words[3:]]
-        if words[0] == "torchrun":
-            launch = accepted_by(get_args_parser().parse_args, words[1:])
-            module = ["-m"] if launch.module else []
-            return (*module, launch.training_script, *launch.training_script_args)
-        if words[0] == "lightseq":
-            return ("-m", *words)
-        return tuple(words[1:] if words[0] in ("python3", "python") else words)
-
-    def _launched(self, script: str, *words: str) -> tuple[str, ...]:
-        """Returns the program that a launcher runs. Slurm jobs and extend.sh take some flags from variables."""
-        if script.endswith("extend.sh"):
-            assert {"MODEL", "DATA", "OUTPUT"} <= {word.partition("=")[0] for word in self.variables}
-            return ("llama3/train.py", *MADE_UP, *words)
-        if not words:
-            assert script.endswith(".sbatch"), f"{script} needs a command"
-            return ("llama3/train.py", *MADE_UP)
-        name, *flags = words
-        program = (f"{name}/train.py",) if name in ("llama2", "llama3") else ("-m", "lightseq", name)
-        return (*program, *([] if script.endswith("local.sh") else MADE_UP), *flags)
 
 
 class Parsed(BaseException):
@@ -170,40 +113,6 @@ class Parsed(BaseException):
 
     def __init__(self, words: list[str]) -> None:
         self.words = words
-
-
-def command_lines(page: Path) -> list[str]:
-    """Returns the lines of blocks without a language, or marked bash; a line that ends with \\ goes on in the next."""
-    blocks = re.findall(r"^ *```(\w*)\n(.*?)^ *```", page.read_text(), flags=re.M | re.S)
-    shell = "\n".join(block for language, block in blocks if language in ("", "bash"))
-    return [line.strip() for line in re.sub(r"\\\n *", "", shell).splitlines()]
-
-
-def split(line: str) -> Iterator[Command]:
-    """Yields the commands of a line, which `|`, `&&` and `;` divide."""
-    lexer = shlex.shlex(line, posix=True, punctuation_chars="|&;<>")
-    lexer.whitespace_split = True
-    try:
-        every = [*lexer]
-    except ValueError as error:
-        raise AssertionError(f"is not a command: {error}") from None
-    for divides, group in groupby(every, lambda word: word != "" and set(word) <= set("|&;")):
-        words = [*takewhile(lambda word: word == "" or not set(word) <= set("<>"), group)]
-        variables = [*takewhile(re.compile(r"[A-Z_]+=").match, words)]
-        words = words[len(variables) :]
-        words = words[1:] if words[:1] == ["do"] else words
-        if words and not divides:
-            yield Command(tuple(variables), tuple(words))
-
-
-def accepted_by(parse: Callable[[list[str]], Any], words: Sequence[str]) -> Any:
-    """Returns what a parser makes of words. Fails with what it prints if it does not take them."""
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said):
-            return parse(list(words))
-    except (ValueError, SystemExit) as error:
-        raise AssertionError(said.getvalue().strip() or str(error)) from None
 
 
 def check_command(command: Command) -> None:
@@ -335,58 +244,3 @@ def test_faulty_commands_are_found() -> None:
     for line in (train, "make test  # quick", "pip install torch && make train"):
         for command in split(line):
             check_command(command)
-
-
-def is_quick(program: Sequence[str], folder: Path) -> bool:
-    """Returns whether a program ends within seconds on a CPU, without a network, and finds its inputs in a folder."""
-    value = {before: word for before, word in pairwise(program) if before.startswith("--")}
-    if "--help" in program:
-        return True
-    if "--random_init" in program and "--max_steps" in program and "--data_path" in program:
-        tokens = int(value["--max_steps"]) * int(value.get("--model_max_length", "2048").replace("K", "000"))
-        is_tiny = value["--model_name_or_path"].startswith("tiny") and tokens <= MAX_TOKENS
-        return is_tiny and (folder / value["--data_path"]).exists()
-    match program:
-        case ("-m", "lightseq", "schedule", *_) | ("docs/make_flags.py",) | ("examples/sft.py",):
-            return True
-        case ("-m", "lightseq", "plan", *_):
-            return "/" not in value.get("--model_name_or_path", "")
-        case ("-m", "lightseq", "generate", checkpoint, *_):
-            return (folder / checkpoint).is_dir()
-        case ("-m", "lightseq", "verify", *_):
-            return value["--model_name_or_path"].startswith("tiny")
-        case ("-m", "data_gen", "synthetic", *_):
-            return True
-        case ("-m", "data_gen", "text", *words):
-            sources = list(takewhile(lambda word: not word.startswith("--"), words))
-            made = all(source == "stdlib" or any(folder.glob(source)) for source in sources)
-            return made and value.get("--tokenizer", "byte") == "byte"
-        case ("launch/sweep.py", *_):
-            return "--list" in program
-        case ("-m", "analysis", *words):
-            paths = [x for before, x in pairwise(("", *words)) if ("/" in x or x == "outputs") and before != "--output"]
-            made = bool(paths) and all((folder / path).exists() for path in paths)
-            return made and ("plots" not in words or "--runs" in words)
-    return False
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
-def test_quick_commands_of_a_page_run(page: Path, tmp_path: Path) -> None:
-    folder, tools = tmp_path / "lightseq", tmp_path / "bin"
-    for name in OURS:
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "README.md", folder)
-    tools.mkdir()
-    for name, words in {"python3": "", "lightseq": "-m lightseq", "torchrun": "-m torch.distributed.run"}.items():
-        (tools / name).write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {words} "$@"\n')
-        (tools / name).chmod(0o755)
-    offline = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "HOME": str(tmp_path)}
-    environment = {**os.environ, **offline, "PATH": f"{tools}:{os.environ['PATH']}"}
-    for line in command_lines(page):
-        found = list(split(line))
-        if found and all(is_quick(command.program, folder) for command in found):
-            ended = subprocess.run(["bash", "-c", line], cwd=folder, env=environment, capture_output=True, text=True)
-            unfit = "plan" in found[0].words and ended.returncode == 1  # a plan that does not fit
-            assert ended.returncode == 0 or unfit, f"{line}\n{ended.stdout}{ended.stderr}"

@@ -1,6 +1,7 @@
 """Early stopping counts evaluations as transformers' EarlyStoppingCallback does, also after a resume."""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,3 +63,5 @@ def test_a_loss_that_is_not_a_number_is_no_improvement() -> None:
     assert stopping.best == 2.0 and stopping.since == 1 and not stopping.stops
     stopping.observe(2.0)
     assert stopping.stops and "has not improved in 2 evaluations; the lowest is 2.0000" in str(stopping)
+    asked = replace(stopping, threshold=0.05)
+    assert "has not improved by more than 0.05 in 2 eval" in str(asked) and "_threshold 0.05)" in str(asked)

@@ -146,7 +146,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (rewritten(lambda x: x.pop(HEAD)), "missing tensors ['lm_head.weight']"),
     "unknown": (rewritten(lambda x: x.update(other=torch.ones(1))), "unknown tensors ['other']"),
     "misshapen": (rewritten(lambda x: x.update({HEAD: torch.ones(8, 32)})), "has shape [8, 32], not the model's"),
-    "NaN": (rewritten(lambda x: x[HEAD].fill_(math.nan)), "has numbers that are not finite"),
+    "NaN": (rewritten(lambda x: x[HEAD].fill_(math.nan)), "holds NaN"),
     "tokenizer": (cut("tokenizer.json", content=b"{}"), "tokenizer "),
     "config": (cut("config.json", content=b"[]"), "config.json is not a JSON object"),
     "generation": (cut("generation_config.json", content=b"{"), "generation_config.json cannot be read ("),
@@ -158,7 +158,7 @@ ADAPTER_DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "empty": (cut(ADAPTER, 0), "adapter_model.safetensors cannot be read ("),
     "huge header": (cut(ADAPTER, content=HUGE_HEADER), "adapter_model.safetensors cannot be read ("),
     "alpha": (settings("adapter_config.json", lora_alpha=math.nan), "lora_alpha is nan, not a number above 0"),
-    "NaN": (rewritten(lambda x: [each.fill_(math.nan) for each in x.values()]), "numbers that are not finite"),
+    "NaN": (rewritten(lambda x: [each.fill_(math.nan) for each in x.values()]), "holds NaN"),
     "missing": (rewritten(lambda x: x.pop(min(x))), "adapter_model.safetensors lacks base_model.model.model.layers.0"),
     "base": (settings("adapter_config.json", base_model_name_or_path=None), "does not name its base model"),
 }
@@ -223,7 +223,7 @@ def test_numbers_that_are_not_finite_are_not_evaluated(plain: Path, tmp_path: Pa
     (done,) = forked.World(
         1, f"-m lightseq {words} --output_dir {tmp_path}/out --data_cache {tmp_path}/cache", tmp_path
     ).end()
-    assert done.returncode == 2 and "has numbers that are not finite; give an earlier" in done.stderr
+    assert done.returncode == 2 and "holds NaN; give an earlier" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -766,6 +766,9 @@ def test_the_record_and_the_table_name_the_layers_with_state_on_the_gpu(capsys: 
     ("flags", "note", "noted"),
     [
         ("", "planned with 8 cores per rank", False),
+        ("", "unlimited memory, for the longest length too; --host_memory GIB", True),
+        ("--host_memory 400", "unlimited memory", False),
+        ("--offload none", "unlimited memory", False),
         ("--offload both", "planned with 8 cores per rank", True),
         ("--offload both --host_cores 64", "planned with 8 cores per rank", False),
         ("--model_max_length 128K", "positions that the model covers", True),

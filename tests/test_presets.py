@@ -185,6 +185,7 @@ def test_a_gated_model_says_how_to_get_access(monkeypatch: pytest.MonkeyPatch) -
         ("llama2-7b", True, "llama2-7b is a preset of llama2: use llama2/train.py"),
         ("lama2-13b", True, "tiny-llama3); did you mean llama2-13b, of llama2/train.py?"),
         ("tiny-llama", True, "did you mean tiny-llama3?"),
+        ("qwen3-8b", True, "tiny-llama3). A directory with only the model's config.json is enough for lightseq plan"),
         ("./no/such/directory", True, "is not a directory, hub id or preset of llama3"),
         (str(Path(__file__).parent), False, "is a directory without config.json"),
     ],

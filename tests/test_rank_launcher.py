@@ -1,5 +1,6 @@
 """Ranks that a command starts on this host: their environment, how they end, and what their command returns."""
 
+import json
 import os
 import signal
 import subprocess
@@ -202,6 +203,23 @@ def test_ranks_of_a_launcher_neither_take_its_flags_nor_count_gpus(monkeypatch: 
     for words in (["--nproc_per_node", "2"], ["--max_restarts", "0"]):
         with pytest.raises(ValueError, match=rf"^{words[0]} {words[1]} starts ranks, but a launcher started this"):
             start_ranks(words)
+
+
+def test_a_file_starts_as_many_ranks_as_the_run_that_wrote_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = list[tuple[int, int]]()
+    monkeypatch.setattr(Launch, "run", lambda self, restarts: started.append((self.size, restarts)) or 0)
+    file = tmp_path / "run.json"
+    file.write_text(json.dumps({"config": {"seed": 1, "nproc_per_node": 2, "max_restarts": 1}}))
+    for words in (["--config", str(file)], ["--nproc_per_node", "3", f"--config={file}"]):
+        monkeypatch.setattr(sys, "argv", ["lightseq", "train", *words])
+        assert main(["train", *words]) == 0
+    assert started == [(2, 1), (3, 1)]
+
+
+def test_a_rank_knows_what_it_was_started_with(tmp_path: Path) -> None:
+    code = "from lightseq.distributed.rank_launcher import started_with\n"
+    assert launch(2, f"{code}open(f'{tmp_path}/{{rank}}', 'w').write(str(started_with(2)))", max_restarts=3) == 0
+    assert {path.read_text() for path in tmp_path.iterdir()} == {"{'nproc_per_node': 2, 'max_restarts': 3}"}
 
 
 SLURM = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "42"}

@@ -6,12 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import Gemma2Config, NemotronConfig, PreTrainedConfig
 
 from lightseq.checkpoint.checkpoints import TRAINER_STATE
-from lightseq.checkpoint.resume import changed_length_note, check_flags, check_model
+from lightseq.checkpoint.resume import (
+    changed_length_note,
+    changed_ranks_note,
+    check_engine,
+    check_flags,
+    check_model,
+)
 from lightseq.cli import BOTH
 from lightseq.config.train_config import TrainConfig
+from lightseq.distributed.world import World
 from lightseq.models import adapters
 from lightseq.models.adapters import Lora
 from lightseq.models.family import apply_rope, preset_config
@@ -121,6 +129,27 @@ def test_flags_that_change_how_a_model_learns_are_named_and_another_optimizer_is
     assert check_flags(saved(optim="sgd"), replace(CONFIG, deepspeed="d.json"))
     (tmp_path / TRAINER_STATE).write_text(json.dumps({"step": 3}))
     assert check_flags(tmp_path, CONFIG) == (), "older checkpoints do not say"
+
+
+def test_a_new_run_starts_from_an_adapter_by_the_flag_for_adapters(tmp_path: Path) -> None:
+    (tmp_path / TRAINER_STATE).write_text(json.dumps({"step": 3, "config": {"optim": "sgd"}}))
+    for file, flag in (("config.json", "model_name_or_path"), (adapters.CONFIG, "lora_adapter")):
+        (tmp_path / file).write_text("{}")
+        with pytest.raises(ValueError, match=f"start over from its weights with --{flag} {tmp_path}$"):
+            check_flags(tmp_path, CONFIG)
+        with pytest.raises(ValueError, match=f"start over from its weights with --{flag} {tmp_path}$"):
+            check_engine(tmp_path, "DeepSpeed ZeRO-2", 2)
+
+
+def test_another_number_of_ranks_is_named_with_the_flag_for_it(tmp_path: Path) -> None:
+    (tmp_path / TRAINER_STATE).write_text(json.dumps({"step": 3, "ranks": 4}))
+    one, four = (World(0, size, 0, local, torch.device("cpu")) for size, local in ((1, 1), (4, 2)))
+    assert changed_ranks_note(tmp_path, one) == (
+        "resumed on 1 rank (was 4); for as many as before, give --nproc_per_node 4 to lightseq or to the launcher",
+    )
+    assert changed_ranks_note(tmp_path, four) == ()
+    (tmp_path / TRAINER_STATE).write_text(json.dumps({"step": 3}))
+    assert changed_ranks_note(tmp_path, one) == (), "older checkpoints do not say"
 
 
 def test_another_length_moves_the_learning_rate_and_is_named(tmp_path: Path) -> None:

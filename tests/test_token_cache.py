@@ -392,7 +392,7 @@ def test_skipped_rows_are_counted_named_and_recorded(tmp_path: Path) -> None:
         ('{"text": "a"}\n{"text":\n', "line 2 is not JSON: Expecting value in column 9"),
         (
             '{"body": 1}',
-            "line 1 has no column 'text', messages, or prompt and completion; it has: body; name the text with --text_",
+            "line 1 has no column 'text', messages, or prompt and completion; it has: body; rename a question and its ",
         ),
         ('{"text": "a"}\n{"body": "b"}', "line 2 has no column 'text'; it has: body"),
         ('{"text": 3}', "line 1: 'text' is 3, not text"),

@@ -915,3 +915,9 @@ def test_the_summary_compares_means_of_the_first_and_the_last_losses(
         "loss fell by 1.0000, from 5.0000 to 4.0000 (means of the first and last 10 of 40 logged steps)",
         "loss rose by 1.0000, from 4.0000 to 5.0000 (the first and the last of 3 logged steps)",
     ]
+    rising = [*noisy, *(loss + 0.1 for loss in noisy)]
+    Terminal(2, 0).summary(None, Path("m"), rising, None, eval_losses=[5.0, 4.8, 4.5])
+    assert capsys.readouterr().out.splitlines()[:2] == [
+        "training loss stayed within its noise, 5.0000 and 5.1000 (means of the first and last 10 of 40 logged steps)",
+        "evaluation loss fell by 0.5000, from 5.0000 to 4.5000 (the first and the last of 3 evaluations)",
+    ]

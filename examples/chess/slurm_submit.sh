@@ -20,5 +20,8 @@ export HF_HUB_OFFLINE=1
 processes=${NPROC:-${SLURM_GPUS_ON_NODE:-1}}
 threads=$(($(nproc) / processes))
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}"
+# On a signal the launcher forwards it and kills ranks after this time, which a step and its checkpoint need.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}"
+export PET_SIGNALS_TO_HANDLE="${PET_SIGNALS_TO_HANDLE:-SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1}"
 exec "${PYTHON:-python3}" -m torch.distributed.run --standalone "--nproc_per_node=$processes" examples/chess/finetune.py \
     --model_name_or_path "$model" --output_dir "outputs/chess-${SLURM_JOB_ID:-local}" "$@"

@@ -30,7 +30,7 @@ from lightseq.distributed.world import World
 from lightseq.models import adapters
 from lightseq.models.adapters import Lora, read_json_object
 from lightseq.models.decoder import text_config
-from lightseq.utils.formatting import first_line
+from lightseq.utils.formatting import first_line, plural
 
 NEWEST = ("True", "auto")  # values of the flag that ask for the newest checkpoint
 # Flags of the optimization, as opposed to the model and the data. Changing them on resume is allowed and noted.
@@ -126,7 +126,7 @@ def check_engine(directory: Path, engine: str | None, ranks: int) -> None:
     raise ValueError(
         f"--resume_from_checkpoint {directory} was saved by {was}, but this run uses "
         f"{f'{engine} on {ranks} ranks' if engine else 'FSDP2'}; resume as it was saved, or start over from its "
-        f"weights with --model_name_or_path {directory}"
+        f"weights with {adapters.flag_for_weights(directory)}"
     )
 
 
@@ -140,10 +140,24 @@ def check_flags(resume_from: Path, config: TrainConfig) -> tuple[str, ...]:
     if "optim" in changed and not config.deepspeed and not same_state:
         raise ValueError(
             f"--resume_from_checkpoint {resume_from} has the state of --optim {then['optim']}, not of {config.optim}; "
-            f"give --optim {then['optim']}, or start over from its weights with --model_name_or_path"
+            f"give --optim {then['optim']}, or start over from its weights with "
+            f"{adapters.flag_for_weights(resume_from)}"
         )
     changes = ", ".join(f"--{name} {now[name]} (was {then[name]})" for name in changed)
     return (f"resumed with {changes}",) if changes else ()
+
+
+def changed_ranks_note(resume_from: Path, world: World) -> tuple[str, ...]:
+    """Returns a note if the run goes on with another number of ranks."""
+    before = read_trainer_state(resume_from).get("ranks")
+    if before in (None, world.size):
+        return ()
+    hosts = world.size // world.local_size
+    per_host = f"--nproc_per_node {before // hosts}" if before % hosts == 0 else "--nproc_per_node"
+    return (
+        f"resumed on {plural(world.size, 'rank')} (was {before}); for as many as before, give {per_host} to lightseq "
+        "or to the launcher",
+    )
 
 
 def changed_length_note(resume_from: Path, lr_scheduler_type: str, total_steps: int) -> tuple[str, ...]:

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from lightseq.config.checks import CHOICES
-from lightseq.config.flag_names import FLAGS_OF_OTHER_PROGRAMS, OLDER_SPELLINGS, WITHOUT_COUNTERPART, normalize_flag
+from lightseq.config.flag_names import FLAGS_OF_OTHER_PROGRAMS, OLDER_SPELLINGS, REMEDIES, normalize_flag
 from lightseq.config.flags import GROUPS
 from lightseq.config.lengths import length_flag
 from lightseq.config.parser import MOST, Parser, whole_number
 from lightseq.config.train_config import TrainConfig, flag_types
 from lightseq.distributed.environment import is_main_process
-from lightseq.distributed.rank_launcher import add_launcher_flags
+from lightseq.distributed.rank_launcher import add_launcher_flags, parse_launcher_flags, started_with
 
 REQUIRED: Final = ("model_name_or_path", "data_path", "output_dir")
 REQUIRED_BY_TOOLS: Final = ("model_name_or_path",)
@@ -45,10 +45,45 @@ def _values(words: Sequence[str], program: str) -> dict[str, Any]:
     return vars(given)
 
 
+def launcher_flags_in_file(words: Sequence[str]) -> tuple[str, ...]:
+    """Returns the launcher flags in the file that `--config` of a command line names. Raises ValueError if invalid."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--config", type=Path)
+    try:
+        path = parser.parse_known_args(list(words))[0].config
+    except argparse.ArgumentError:  # no value, which `parse` refuses
+        return ()
+    if path is None:
+        return ()
+    from lightseq.config.config_file import launcher_arguments_in  # imports PyYAML, which nothing else here needs
+
+    found = launcher_arguments_in(path)
+    try:
+        parse_launcher_flags(found)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    return tuple(found)
+
+
+def launcher_flags_note(words: Sequence[str], processes: int) -> tuple[str, ...]:
+    """Returns a note if the file of `--config` asks for other processes or restarts than this host has."""
+    flags = parse_launcher_flags(launcher_flags_in_file(words))
+    asked = {"nproc_per_node": flags.processes, "max_restarts": flags.max_restarts}
+    has = started_with(processes)
+    other = [name for name, value in asked.items() if value not in (None, has[name])]
+    if not other:
+        return ()
+    there = " and ".join(f"{name} {asked[name]}" for name in other)
+    here = ", ".join(str(has[name]) for name in other)
+    give = " ".join(f"--{name} {asked[name]}" for name in other)
+    return (f"--config has {there}, but the run started with {here}; give {give} to lightseq or to the launcher",)
+
+
 def _values_in_file(path: Path, program: str) -> dict[str, Any]:
     from lightseq.config.config_file import arguments_in  # imports PyYAML, which nothing else here needs
 
     arguments = arguments_in(path)
+    launcher_flags_in_file(["--config", str(path)])  # raises ValueError if invalid
     try:
         found = _values(arguments, program)
     except ValueError as error:
@@ -195,8 +230,10 @@ def _unknown_flag(word: str, program: str) -> str:
     if not word.startswith("--"):
         return f"unexpected argument {word!r} without a flag; {program} --help lists the flags"
     flag = word.split("=")[0]
-    known = {name: name for name in ("config", *flag_types(), *OLDER_SPELLINGS)} | dict(FLAGS_OF_OTHER_PROGRAMS)
     typed = flag.removeprefix("--")
-    nearest = [] if typed in WITHOUT_COUNTERPART else difflib.get_close_matches(typed, known, n=1, cutoff=CLOSE)
+    if typed in REMEDIES:
+        return f"unknown flag {flag}; {REMEDIES[typed]}"
+    known = {name: name for name in ("config", *flag_types(), *OLDER_SPELLINGS)} | dict(FLAGS_OF_OTHER_PROGRAMS)
+    nearest = difflib.get_close_matches(typed, known, n=1, cutoff=CLOSE)
     guess = f"; did you mean --{known[nearest[0]]}?" if nearest else f"; {program} --help lists them"
     return f"unknown flag {flag}{guess}"

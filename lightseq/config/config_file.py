@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import yaml
 
@@ -13,7 +13,9 @@ from lightseq.config.flag_names import OLDER_SPELLINGS, normalize_flag
 from lightseq.config.flags import GROUPS
 from lightseq.config.train_config import TrainConfig, flag_types
 from lightseq.config.yaml_file import TextLoader, read_file
+from lightseq.distributed.rank_launcher import LAUNCHER_FLAGS
 
+LAUNCHER_NAMES: Final = tuple(name for name, _ in LAUNCHER_FLAGS)
 MAX_NESTING = 100  # levels of a value
 
 
@@ -26,20 +28,28 @@ class FlagLoader(TextLoader):
 
 def arguments_in(path: Path) -> list[str]:
     """Returns the flags of a file as command-line arguments. Raises ValueError with the file and the key."""
+    return [argument for name, argument in _arguments(path) if name not in LAUNCHER_NAMES]
+
+
+def launcher_arguments_in(path: Path) -> list[str]:
+    """Returns the flags of a file that `lightseq train` takes as a launcher: how many processes start, and restart."""
+    return [argument for name, argument in _arguments(path) if name in LAUNCHER_NAMES]
+
+
+def _arguments(path: Path) -> Iterator[tuple[str, str]]:
+    """Yields the flags of a file: names, and command-line arguments."""
     is_json = path.suffix == ".json"
     top = read_file(path, json.loads if is_json else partial(yaml.load, Loader=FlagLoader))
     if is_json and isinstance(top, dict) and "config" in top:
         top = top["config"]  # a run.json
     if not isinstance(top, dict):
         raise ValueError(f"{path}: give `flag: value` lines, alone or under {', '.join(GROUPS)}")
-    unset = {field.name for field in fields(TrainConfig) if field.default is None}
-    arguments = []
+    unset = {*LAUNCHER_NAMES, *(field.name for field in fields(TrainConfig) if field.default is None)}
     for name, value in _ungrouped(top, path):
         if value is not None:
-            arguments.append(f"--{name}={_argument(name, value, path)}")
+            yield name, f"--{name}={_argument(name, value, path)}"
         elif name not in unset:
             raise ValueError(f"{path}: {name} has no value; give one, or leave it out")
-    return arguments
 
 
 def _ungrouped(top: Mapping[Any, Any], path: Path) -> Iterator[tuple[str, Any]]:
@@ -67,7 +77,7 @@ def _argument(name: str, value: Any, path: Path) -> str:
             raise ValueError(f"{path}: {name} is nested too deeply") from None
     if isinstance(value, list) and kind is tuple:
         return ":".join(map(str, value))
-    if isinstance(value, dict | list):
+    if isinstance(value, dict | list) and name in flag_types():
         raise ValueError(f"{path}: {name}: {value!r:.80} is not a single value")
     return value if isinstance(value, str) else json.dumps(value)
 

@@ -40,6 +40,7 @@ from lightseq.data.text_files import TEXT_SUFFIXES
 from lightseq.data.token_cache import format_and_rows, open_rows
 from lightseq.data.token_directory import META, TokenDirectory
 from lightseq.data.tokenizer import Tokenizer, has_tokenizer, load_tokenizer, placeholder_tokenizer
+from lightseq.models.adapters import flag_for_weights
 from lightseq.utils.formatting import alternatives, first_line
 
 MAX_BUCKETS: Final = 8
@@ -66,7 +67,7 @@ def open_examples(
     assert length > 0, length
     read_options = read_options or ReadOptions()
     if not str(path).startswith(HUB_PREFIX) and not Path(path).exists():
-        raise ValueError(f"{path} does not exist; make it with lightseq data, or give another path")
+        raise ValueError(f"{path} does not exist; {_how_to_make(Path(path))}")
     if holds_rows(path):
         if _is_tokenized(path, read_options, has_tokenizer=tokenizer is not None):
             return open_rows(path, length, vocab_size, placeholder_tokenizer(vocab_size), read_options, progress)
@@ -105,6 +106,13 @@ def open_examples(
     raise ValueError(
         f"{path} is not {kinds}; write chats and other rows as .jsonl, or make tokens of a text with lightseq data text"
     )
+
+
+def _how_to_make(path: Path) -> str:
+    """Returns the remedy for a missing source: a file of rows is the user's, and a token directory is made."""
+    if (suffix := row_suffix(path)) is not None:
+        return f"check the path, or write {suffix} rows there (docs/data.md says of which columns)"
+    return "check the path, make a token directory with lightseq data, or give hf:NAME for a data set of the hub"
 
 
 def _is_tokenized(source: str | Path, read_options: ReadOptions, has_tokenizer: bool) -> bool:
@@ -278,14 +286,14 @@ class BatchStream:
             was, instead = (MUST_MATCH[other[0]].format(of[other[0]]) for of in (state, now))
             raise ValueError(
                 f"{flag} was trained {was}, not {instead}; resume with the same data, --packing, --seed and "
-                "--model_max_length, or start from its weights with --model_name_or_path"
+                f"--model_max_length, or start from its weights with {flag_for_weights(checkpoint)}"
             )
         comparable = _kind(self.content) == _kind(state.get("content"))
         other_content = comparable and state.get("content") != self.content
         if other_content or state.get("fingerprint", now["fingerprint"]) != now["fingerprint"]:  # older ones have none
             raise ValueError(
                 f"{flag} was trained on other data with as many examples; resume with the same data in the same order "
-                "and the same --packing, or start from its weights with --model_name_or_path"
+                f"and the same --packing, or start from its weights with {flag_for_weights(checkpoint)}"
             )
         reason = "the data was read in another way" if "content" in state else "the checkpoint has no hash of it"
         compared = f"compared {FINGERPRINT_EXAMPLES} examples with the checkpoint's, not all the data: {reason}"

@@ -229,7 +229,7 @@ def _read_part(part: Mapping[str, Any], where: str) -> str:
     strangers = sorted(set(part) - {"type", "text"})
     if kind not in TEXT_PARTS or strangers or not isinstance(text, str):
         named = f"of type {kind!r:.40}" if kind not in TEXT_PARTS else f"with {join_names(strangers or part)}"
-        raise ValueError(f"{where} has a part {named}; {ONLY_TEXT}, so give parts with type and text only")
+        raise ValueError(f"{where} has a part {named}; {ONLY_TEXT}; give parts with type and text")
     return text
 
 

@@ -86,8 +86,8 @@ HARMLESS: Final = frozenset(
 )
 
 PREFERENCES: Final = "holds preferences, which SequenceParallelDPOTrainer trains on (docs/trainers.md)"
-ONLY_TEXT: Final = "lightseq trains on text only"
-NO_TEXT: Final = f"holds no text, and {ONLY_TEXT}"
+ONLY_TEXT: Final = "lightseq train reads text only, and SequenceParallelTrainer takes images (docs/trainers.md)"
+NO_TEXT: Final = f"holds no text; {ONLY_TEXT}"
 WEIGHTS: Final = ("weight", "weights", "loss_weight", "sample_weight", "token_weights", "loss_scale")
 # Columns that change what is trained and are not supported, with the reason or remedy.
 UNSUPPORTED: Final[Mapping[str, str]] = {

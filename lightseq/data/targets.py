@@ -107,7 +107,8 @@ def detect_row_format(columns: Iterable[str], text_column: str, where: str) -> R
             raise ValueError(f"{where}: column {name!r} {UNSUPPORTED[name]}")
     raise ValueError(
         f"{where} has no column {text_column!r}, messages, or prompt and completion; it has: {join_names(columns)}; "
-        "name the text with --text_column"
+        "rename a question and its answer to prompt and completion; --text_column names a text of which every token "
+        "is a target"
     )
 
 

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-from lightseq.distributed.environment import refuse_variable, whole_number_in
+from lightseq.distributed.environment import MAX_RESTARTS, refuse_variable, whole_number_in
 from lightseq.distributed.start_over import LAUNCH
 
 FORWARDED: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
@@ -159,6 +159,11 @@ LAUNCHER_FLAGS: Final = (  # names, and their help
 )
 
 
+def started_with(processes: int) -> dict[str, int]:
+    """Returns the launcher flags that start as many processes as run on this host, with as many restarts."""
+    return {"nproc_per_node": processes, "max_restarts": whole_number_in(MAX_RESTARTS, 0)}
+
+
 def add_launcher_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags to the help of a command, which never parses them: the process that starts the ranks does."""
     section = parser.add_argument_group("launching", "Not under torch.distributed.run, srun or mpirun.")
@@ -224,7 +229,7 @@ class Launch:
         try:
             while restarts < max_restarts and not self.signals:
                 restarts += 1
-                self._start(restarts)
+                self._start(restarts, max_restarts)
                 self.all_started = True
                 self._deliver()
                 status = self._wait()
@@ -237,7 +242,7 @@ class Launch:
                 signal.signal(number, handler)
         return INTERRUPTED if signal.SIGINT in self.signals else status
 
-    def _start(self, restarts: int) -> None:
+    def _start(self, restarts: int, max_restarts: int) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -250,6 +255,7 @@ class Launch:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
             "TORCHELASTIC_RESTART_COUNT": str(restarts),
+            MAX_RESTARTS: str(max_restarts),
             LAUNCH: self.launch,
         }
         self.ranks = []
@@ -340,11 +346,12 @@ def end_at_once_on_ctrl_c() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
-def start_ranks(words: Sequence[str]) -> int | list[str]:
+def start_ranks(words: Sequence[str], in_file: Sequence[str] = ()) -> int | list[str]:
     """Starts the ranks of a command, and returns its exit status when all have ended.
 
     Returns the command line without the flags of a launcher if this process is to run the command itself: it is a rank
-    of a launcher, or the only one. Raises ValueError for an invalid flag, and for one of these in a launcher's rank.
+    of a launcher, or the only one. The command line overrides `in_file`, the launcher flags of a file. Raises
+    ValueError for an invalid flag, and for one on the command line of a launcher's rank.
     """
     flags = parse_launcher_flags(words)
     if adopt_launcher():
@@ -354,6 +361,7 @@ def start_ranks(words: Sequence[str]) -> int | list[str]:
                     f"--{name} {value} starts ranks, but a launcher started this one; give it to the launcher"
                 )
         return list(flags.rest)
+    flags = parse_launcher_flags([*in_file, *words])
     size = flags.processes or len(gpus_here().devices) or 1
     if size == 1 and not flags.max_restarts:
         return list(flags.rest)

@@ -30,10 +30,10 @@ from lightseq.models.weights import (
     download,
     fill,
     global_shape,
-    only_finite,
     open_safetensors,
     open_tensors,
     save_tensors,
+    without_nan,
 )
 from lightseq.modules.expert_adapters import use_in_experts
 from lightseq.modules.low_rank import (
@@ -257,7 +257,7 @@ def load(model: PreTrainedModel, directory: Path, fill: FillParameter = fill) ->
             if tuple(stored(name).get_shape()) != global_shape(parameter):
                 shapes = f"{stored(name).get_shape()}, not the run's {[*global_shape(parameter)]}"
                 raise ValueError(f"{path}: {name} has shape {shapes}; give --lora_rank of it, and its base model")
-            fill(parameter, only_finite(stored(name).__getitem__, f"{path}: {name}"))
+            fill(parameter, without_nan(stored(name).__getitem__, f"{path}: {name}"))
 
 
 def check_start(directory: Path, lora: Lora) -> None:
@@ -377,6 +377,12 @@ def read_rope(directory: Path) -> dict[str, Any] | None:
     if unknown := sorted(found.keys() - set(ROPE_SETTINGS)):
         raise ValueError(f"{path} sets {unknown[0]!r}, which is no setting of RoPE; copy the adapter again")
     return found
+
+
+def flag_for_weights(checkpoint: Path) -> str:
+    """Returns the flag that starts a new run from a checkpoint's weights, which may be an adapter's."""
+    flag = "lora_adapter" if (checkpoint / CONFIG).is_file() else "model_name_or_path"
+    return f"--{flag} {checkpoint}"
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

@@ -284,6 +284,11 @@ def _read_config(source: Path | str) -> PreTrainedConfig:
     return check_config(config, f"--model_name_or_path {source}")
 
 
+CONFIG_IS_ENOUGH: Final = (
+    "A directory with only the model's config.json is enough for lightseq plan and verify, and for --random_init"
+)
+
+
 def _check_hub(family: ModelFamily, hub_id: str) -> None:
     reason = hub_error(hub_id, "config.json")
     if reason is None:
@@ -294,7 +299,7 @@ def _check_hub(family: ModelFamily, hub_id: str) -> None:
         remedy = f"give --random_init and a preset of {family.name} ({', '.join(family.presets)})"
     raise ValueError(
         f"--model_name_or_path {hub_id} is not a local directory and cannot be fetched from the hub "
-        f"({reason}); check the id and the network, or {remedy}"
+        f"({reason}); check the id and the network, or {remedy}. {CONFIG_IS_ENOUGH}"
     )
 
 
@@ -312,4 +317,5 @@ def _unknown_name(family: ModelFamily, name: str) -> str:
     of_other = f", of {elsewhere[nearest].name}/train.py" if nearest in elsewhere else ""
     guess = f"; did you mean {nearest}{of_other}?" if nearest else ""
     presets = ", ".join(family.presets)
-    return f"--model_name_or_path {name} is not a directory, hub id or preset of {family.name} ({presets}){guess}"
+    line = f"--model_name_or_path {name} is not a directory, hub id or preset of {family.name} ({presets}){guess}"
+    return f"{line}{'' if guess else '.'} {CONFIG_IS_ENOUGH}"

@@ -177,25 +177,28 @@ def load(model: PreTrainedModel, source: Path | str, fill: FillParameter = fill)
             return read
 
         for name, parameter in parameters.items():
-            fill(parameter, only_finite(part_of(name, parameter), f"{directory}: {name}"))
+            fill(parameter, without_nan(part_of(name, parameter), f"{directory}: {name}"))
         for name, buffer in buffers.items():
             if name in layout.renamed or name in layout.converted:
                 buffer.copy_(part_of(name, buffer)(...))  # type: ignore[arg-type]
 
 
-def only_finite(read: Callable[[tuple[slice, ...]], Tensor], what: str) -> Callable[[tuple[slice, ...]], Tensor]:
-    """Returns a function that reads slices of a tensor, and raises ValueError if they hold NaN or infinity."""
+def without_nan(read: Callable[[tuple[slice, ...]], Tensor], what: str) -> Callable[[tuple[slice, ...]], Tensor]:
+    """Returns a function that reads slices of a tensor, and raises ValueError if they hold NaN."""
 
     def checked(place: tuple[slice, ...]) -> Tensor:
         found = read(place)
-        # The sum takes no memory, but may overflow.
-        if found.is_floating_point() and not found.sum(dtype=torch.float32).isfinite() and not found.isfinite().all():
-            raise ValueError(
-                f"{what} has numbers that are not finite; copy or download the weights again, or give others"
-            )
+        if has_nan(found):
+            raise ValueError(f"{what} holds NaN; copy or download the weights again, or give others")
         return found
 
     return checked
+
+
+def has_nan(x: Tensor) -> bool:
+    """Returns whether a tensor holds NaN. Infinities may be meant, as in biases of experts that nothing may choose."""
+    # The sum takes no memory, but is NaN also for infinities of both signs.
+    return x.is_floating_point() and bool(x.sum(dtype=torch.float32).isnan()) and bool(x.isnan().any())
 
 
 def _layout(model: PreTrainedModel, files: Iterable[str], directory: Path) -> PublishedLayout:
@@ -234,11 +237,11 @@ def load_or_refuse(model: PreTrainedModel, source: Path | str, flag: str, fill: 
         ) from error
 
 
-def check_finite(model: nn.Module, source: Path | str) -> None:
-    """Raises ValueError if this rank's part of a parameter has NaN or infinity. `source` is where they were read."""
+def check_weights(model: nn.Module, source: Path | str) -> None:
+    """Raises ValueError if this rank's part of a parameter holds NaN. `source` is where they were read."""
     for name, parameter in model.named_parameters():
-        if not bool(torch.isfinite(local_part_and_slices(parameter)[0]).all()):
-            raise ValueError(f"{source}: {name} has numbers that are not finite; give an earlier checkpoint")
+        if has_nan(local_part_and_slices(parameter)[0]):
+            raise ValueError(f"{source}: {name} holds NaN; give an earlier checkpoint")
 
 
 DOWNLOAD_REMEDY = "give a local directory, or add --random_init to train from random weights"

@@ -25,6 +25,7 @@ from lightseq.models.weights import (
     INDEX,
     WEIGHTS,
     base_parameters,
+    has_nan,
     open_safetensors,
     open_tensors,
     save_tensors,
@@ -105,8 +106,8 @@ def _pairs(path: Path) -> Pairs:
     """Returns A and B by the name of the module they adapt."""
     with open_safetensors(path) as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  a file is no mapping
-    if infinite := [name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor.float()).all())]:
-        raise ValueError(f"{path}: {infinite[0]} has numbers that are not finite; give an earlier checkpoint")
+    if wrong := [name for name, tensor in tensors.items() if has_nan(tensor)]:
+        raise ValueError(f"{path}: {wrong[0]} holds NaN; give an earlier checkpoint")
     names = {name.removesuffix(A) for name in tensors if name.endswith(A)}
     if not names:
         raise ValueError(f"{path} has no LoRA tensors of a linear layer; copy the adapter again")
@@ -213,8 +214,8 @@ def _merge_file(names: Mapping[str, Path], target: Path, changes: Mapping[str, C
                         "float16 with --model_name_or_path"
                     )
                 weight = change.add_to(weight, scale)
-            if weight.dtype in MERGED_DTYPES and not bool(torch.isfinite(weight).all()):
-                raise ValueError(f"{source}: {name} has numbers that are not finite; {REMEDY}")
+            if weight.dtype in MERGED_DTYPES and has_nan(weight):
+                raise ValueError(f"{source}: {name} holds NaN; {REMEDY}")
             merged[name] = weight
     try:
         save_tensors(merged, target)

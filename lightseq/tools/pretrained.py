@@ -15,7 +15,7 @@ from lightseq.models.hub import hub_error
 from lightseq.models.mxfp4 import is_mxfp4
 from lightseq.models.weights import (
     GENERATION_CONFIG,
-    check_finite,
+    check_weights,
     download,
     load_or_refuse,
     materialize,
@@ -49,11 +49,11 @@ def find_directory(checkpoint: str) -> Path:
 def load_pretrained(directory: Path, device: torch.device) -> PreTrainedModel:
     """Returns the model in a directory, or the one that an adapter in it changes, for generation.
 
-    Raises ValueError for files that cannot be read, or that do not hold exactly the model's weights, all finite.
+    Raises ValueError for files that cannot be read, or that do not hold exactly the model's weights, or NaN.
     """
     is_adapter = (directory / adapters.CONFIG).is_file()
     model = _load_adapted(directory, device) if is_adapter else _load_whole(directory, device)
-    check_finite(model, directory)
+    check_weights(model, directory)
     model.eval()
     return model
 

@@ -41,10 +41,9 @@ class EarlyStopping:
 
     def __str__(self) -> str:
         best = "" if self.best is None else f"; the lowest is {self.best:.4f}"
-        return (
-            f"the evaluation loss has not improved in {plural(self.since, 'evaluation')}{best} "
-            f"(--early_stopping_patience {self.patience})"
-        )
+        by = f" by more than {self.threshold:g}" if self.threshold else ""
+        flags = f"--early_stopping_patience {self.patience}, --early_stopping_threshold {self.threshold:g}"
+        return f"the evaluation loss has not improved{by} in {plural(self.since, 'evaluation')}{best} ({flags})"
 
 
 def early_stopping(config: TrainConfig, trainer_state: Mapping[str, Any]) -> EarlyStopping | None:

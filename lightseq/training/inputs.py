@@ -13,7 +13,14 @@ from transformers import PreTrainedConfig
 
 from lightseq.checkpoint import checkpoints, resume
 from lightseq.checkpoint.manifest import check_weights
-from lightseq.checkpoint.resume import FRESH_START, ResumePoint, changed_length_note, check_flags, check_model
+from lightseq.checkpoint.resume import (
+    FRESH_START,
+    ResumePoint,
+    changed_length_note,
+    changed_ranks_note,
+    check_flags,
+    check_model,
+)
 from lightseq.config.deepspeed import DeepSpeedSettings, deepspeed_settings
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import BatchStream, open_examples, require_target
@@ -182,7 +189,8 @@ def _check_checkpoint(
     if path is None:
         return ()
     resume.check_engine(path, deepspeed.name if deepspeed else None, world.size)
-    return check_model(path, config, model.config, model.lora) + check_flags(path, config)
+    notes = check_model(path, config, model.config, model.lora) + check_flags(path, config)
+    return notes + changed_ranks_note(path, world)
 
 
 def _open_streams(config: TrainConfig, world: World, model: FoundModel, resume_from: Path | None) -> _Streams:

@@ -30,6 +30,7 @@ class Journal:
         self._saves = trainer.config.save_strategy != "no"
         self._scales_loss = trainer.config.fp16  # skipped steps are normal while the loss scale is still too high
         self.losses: list[float] = []
+        self.eval_losses: list[float] = []
         self._skipped = self._nonfinite_losses = 0  # consecutive steps, up to the last record
 
     def record(self, pending: PendingRecord | None) -> None:
@@ -64,6 +65,8 @@ class Journal:
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Writes a record to the metrics and shows it, on the rank with `metrics`. Ends the run if it cannot write."""
+        if "eval_loss" in record:
+            self.eval_losses.append(record["eval_loss"])
         if self._metrics is not None:
             with exit_on_write_error(self._metrics.path, self._world, self._terminal, saves=self._saves):
                 self._metrics.write(record)

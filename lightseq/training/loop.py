@@ -54,7 +54,8 @@ class TrainingLoop:
         if self._metrics is not None:
             best = checkpoints.best_checkpoint(trainer.output_dir) if config.retains_best else None
             self._write_end(stopped_by)
-            trainer.terminal.summary(saved, self._metrics.path, self.journal.losses, best, stopped_by)
+            losses, eval_losses = self.journal.losses, self.journal.eval_losses
+            trainer.terminal.summary(saved, self._metrics.path, losses, best, stopped_by, eval_losses)
         return stopped_by
 
     def _run_steps(self, stop: StopRequest, collect: Callable[[int], None]) -> tuple[Path | None, str | None]:

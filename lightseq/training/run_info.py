@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from lightseq.config.train_config import TrainConfig
+from lightseq.distributed.rank_launcher import started_with
 from lightseq.kernels.recurrent.selection import why_slow
 from lightseq.memory.planner.plan import layer_flags
 from lightseq.models.architecture import inspect_architecture
@@ -57,7 +58,7 @@ def run_facts(trainer: Trainer, command: str, notes: Sequence[str]) -> dict[str,
         "notes": list(notes),
         "hardware": hardware(trainer.world.device),
         "host_threads": torch.get_num_threads(),
-        "config": trainer.config.to_json(),
+        "config": {**trainer.config.to_json(), **started_with(trainer.world.local_size)},  # --config reads it
         "model_config": trainer.inputs.model_config.to_dict(),
     }
 

@@ -1,12 +1,13 @@
 """Terminal output of a run: settings, a progress bar or lines about steps, and a summary."""
 
+import math
 import sys
 import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, variance
 from typing import Any
 
 from rich.console import Console
@@ -103,6 +104,7 @@ class Terminal:
         losses: Sequence[float],
         best: Path | None,
         stopped_by: str | None = None,
+        eval_losses: Sequence[float] = (),
     ) -> None:
         if stopped_by is not None:
             hint = (
@@ -110,7 +112,9 @@ class Terminal:
             )
             self._console.print(f"stopped by {stopped_by}; {hint}", markup=False)
         if losses:
-            self._console.print(f"loss {_change(losses)}", markup=False)
+            self._console.print(f"{'training ' if eval_losses else ''}loss {_change(losses)}", markup=False)
+        if eval_losses:
+            self._console.print(f"evaluation loss {_eval_change(eval_losses)}", markup=False)
         self._console.print(f"checkpoint  {checkpoint or 'none saved'}", markup=False)
         if best is not None:
             self._console.print(f"best        {best} (lowest evaluation loss)", markup=False)
@@ -131,10 +135,22 @@ def _change(losses: Sequence[float]) -> str:
     if len(losses) == 1:
         return f"{losses[0]:.4f} (one logged step)"
     count = max(1, min(MEAN_OF, len(losses) // 4))
-    first, last = fmean(losses[:count]), fmean(losses[-count:])
+    begin, end = losses[:count], losses[-count:]
     which = f"means of the first and last {count}" if count > 1 else "the first and the last"
+    noise = 2 * math.sqrt((variance(begin) + variance(end)) / count) if count > 1 else 0.0
+    return f"{_moved(fmean(begin), fmean(end), noise)} ({which} of {len(losses):,} logged steps)"
+
+
+def _eval_change(losses: Sequence[float]) -> str:
+    if len(losses) == 1:
+        return f"{losses[0]:.4f} (one evaluation)"
+    return f"{_moved(losses[0], losses[-1])} (the first and the last of {len(losses):,} evaluations)"
+
+
+def _moved(first: float, last: float, noise: float = 0.0) -> str:
+    """Describes a change of the loss. A smaller one than `noise`, of steps on other tokens, has no direction."""
     if f"{first:.4f}" == f"{last:.4f}":
-        moved = f"stayed at {last:.4f}"
-    else:
-        moved = f"{'fell' if last < first else 'rose'} by {abs(last - first):.4f}, from {first:.4f} to {last:.4f}"
-    return f"{moved} ({which} of {len(losses):,} logged steps)"
+        return f"stayed at {last:.4f}"
+    if abs(last - first) <= noise:
+        return f"stayed within its noise, {first:.4f} and {last:.4f}"
+    return f"{'fell' if last < first else 'rose'} by {abs(last - first):.4f}, from {first:.4f} to {last:.4f}"

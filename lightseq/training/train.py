@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TextIO
 
 from lightseq.checkpoint import checkpoints, resume
-from lightseq.config.command_line import parse
+from lightseq.config.command_line import launcher_flags_note, parse
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.agreement import from_rank_0, on_all_ranks
 from lightseq.distributed.environment import launcher_note, secrets
@@ -67,7 +67,8 @@ def train(family: ModelFamily, argv: list[str], program: str) -> str | None:
             inputs = find_inputs()
             resume_engine(engine, config, inputs, world, watchdog)
         trainer = Trainer(config, inputs, world, engine, watchdog)
-        metrics = open_output(trainer, lock_file, f"{program} {shlex.join(argv)}")
+        command = f"{program} {shlex.join(argv)}"
+        metrics = open_output(trainer, lock_file, command, launcher_flags_note(argv, world.local_size))
         stopped_by = TrainingLoop(trainer, metrics).run()
         if lock_file is not None:
             lock_file.close()
@@ -86,21 +87,23 @@ def _watchdog_settings(argv: list[str], program: str) -> tuple[float, Path]:
     return config.step_timeout, Path(config.output_dir) / "hang"
 
 
-def open_output(trainer: Trainer, lock_file: TextIO | None, command: str) -> MetricsFile | None:
+def open_output(
+    trainer: Trainer, lock_file: TextIO | None, command: str, notes: tuple[str, ...] = ()
+) -> MetricsFile | None:
     """Writes run.json, opens metrics.jsonl and prints the settings, on rank 0, which holds the lock."""
 
     def open_on_rank_0() -> MetricsFile | None:
         if lock_file is None:
             return None
         with name_unwritable(trainer.output_dir):
-            return _open(trainer, lock_file, command)
+            return _open(trainer, lock_file, command, notes)
 
     return on_all_ranks(trainer.world, open_on_rank_0)
 
 
-def _open(trainer: Trainer, lock_file: TextIO, command: str) -> MetricsFile:
+def _open(trainer: Trainer, lock_file: TextIO, command: str, notes: tuple[str, ...]) -> MetricsFile:
     config, inputs, directory = trainer.config, trainer.inputs, trainer.output_dir
-    resumes, notes = resumes_in_place(inputs.resume_from, directory), trainer.notes
+    resumes, notes = resumes_in_place(inputs.resume_from, directory), trainer.notes + notes
     if not resumes:
         notes += remove_run(directory) if config.overwrite_output_dir else set_earlier_aside(directory)
     mark_begun(lock_file, directory, trainer.world)

@@ -15,6 +15,7 @@ from typing import Any
 
 from lightseq.config.lengths import parse_tokens
 from lightseq.config.parser import Parser, count_flag, run_command
+from lightseq.memory.planner.rates import CHIPS, MEASURED_ON, attention_rates, chip_named
 from lightseq.schedule.algorithms import SCHEDULES, ulysses_group_size
 from lightseq.schedule.auto import (
     ChoiceEstimate,
@@ -39,6 +40,7 @@ def parser() -> Parser:
     out.add_argument("--attention", action="store_true", required=True, help="plan one attention layer, not a run")
     out.add_argument("--gpus", default="1,2,4,8,16,32,64", help="numbers of GPUs (default: %(default)s)")
     out.add_argument("--gpus_per_host", type=count_flag, default=8, help="GPUs per host (default: 8)")
+    out.add_argument("--chip", default="h200", help=f"one of {', '.join(CHIPS)} (default: %(default)s)")
     out.add_argument("--length", default="128K", help="tokens per sequence, such as 131072, 128K or 1M (default: 128K)")
     out.add_argument("--heads", type=count_flag, default=32, help="query heads (default: 32)")
     out.add_argument("--kv_heads", type=count_flag, default=8, help="key/value heads (default: 8)")
@@ -58,15 +60,17 @@ def _predict(args: argparse.Namespace, command: str) -> None:
     gpus, schedules = _gpu_counts(args.gpus), _schedule_names(args.schedules)
     if args.gpus_per_host < 1:
         raise ValueError(f"--gpus_per_host {args.gpus_per_host}: give at least 1")
+    chip = chip_named(args.chip)
+    rates = {name: attention_rates(chip, name) for name in RATES} if chip is not MEASURED_ON else RATES
     header = {
         "plan": "attention",
         "command": command,
         **asdict(shape),
         "gpus_per_host": args.gpus_per_host,
-        "rates_from": "the defaults for H200",
-        "rates": {name: asdict(value) for name, value in RATES.items()},
+        "rates_from": f"measured on {MEASURED_ON.device}, scaled by datasheets to {chip.device}",
+        "rates": {name: asdict(value) for name, value in rates.items()},
     }
-    records = list(predictions(shape, args.gpus_per_host, gpus, schedules))
+    records = list(predictions(shape, args.gpus_per_host, gpus, schedules, rates))
     if args.output is not None:
         _write(args.output, [header, *records])
     print("\n".join(_table(records)))
@@ -78,7 +82,11 @@ def _predict(args: argparse.Namespace, command: str) -> None:
 
 
 def predictions(
-    shape: AttentionShape, gpus_per_host: int, gpus: Sequence[int], schedules: Sequence[str]
+    shape: AttentionShape,
+    gpus_per_host: int,
+    gpus: Sequence[int],
+    schedules: Sequence[str],
+    rates_by_transport: Mapping[str, Rates] = RATES,
 ) -> Iterator[dict[str, Any]]:
     """Yields a record for every number of GPUs and schedule, with its best sizes or the reason it is impossible.
 
@@ -87,7 +95,7 @@ def predictions(
     """
     for count in gpus:
         transport = "symmetric" if count <= gpus_per_host else "nccl"
-        rates = RATES[transport]
+        rates = rates_by_transport[transport]
         options = {
             name: [
                 ChoiceEstimate(choice, estimate_choice(choice, count, shape, rates, gpus_per_host))

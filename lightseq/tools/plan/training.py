@@ -45,7 +45,7 @@ def report(family: ModelFamily, own: argparse.Namespace, training: Sequence[str]
     length, faster = longest(run), faster_change(run) if plan.fits else None
     changes = [faster] if faster else [] if plan.fits else changes_to_fit(run, length)
     found = {"command": command, **record(plan, length, changes)}
-    found["notes"] = _notes(family, plan.run)
+    found["notes"] = _notes(family, plan.run, may_offload=run.config.offload != "none")
     if own.output is not None:
         _append(own.output, found)
     if own.json:
@@ -135,11 +135,14 @@ def _check_chip(run: PlannedRun) -> None:
             )
 
 
-def _notes(family: ModelFamily, run: PlannedRun) -> list[str]:
+def _notes(family: ModelFamily, run: PlannedRun, may_offload: bool) -> list[str]:
     """Returns the plan's assumptions and omissions, and the warning about the model's context length."""
     config, hardware = run.config, run.hardware
     notes = {
         "--fp8 rowwise took 8% more memory than planned, tensorwise 2% less (one run each)": config.fp8,
+        "hosts are assumed to have unlimited memory, for the longest length too; --host_memory GIB says how much": (
+            may_offload and math.isinf(hardware.host_memory)
+        ),
         "--deterministic is assumed to cost nothing": config.deterministic,
         "the reference kernel needs memory and time quadratic in a tile's length, which is not counted": (
             config.kernel_name == "reference"
