@@ -236,7 +236,7 @@ def test_recomputed_products_match_the_report(policy: str, group: int) -> None:
         context, layers = hf.enable(model), list(model.model.layers)
         if tiled:
             lasts = layers[1:] if group > 1 else []
-            again = capture_forwards(lasts, partial(tile_layers, lasts, True))
+            again = capture_forwards(lasts, partial(tile_layers, lasts, Changes(), True))
             tile_layers(layers, Changes(), policy == "attention")
             if group > 1:
                 checkpoint_groups([layers[:2], layers[2:]], None, again)
@@ -341,7 +341,7 @@ def held_by_backward(
         context, layers = hf.enable(model), model.model.layers
         last = layers[-1:]
         if tiled:
-            again = capture_forwards(last, partial(tile_layers, last, True))
+            again = capture_forwards(last, partial(tile_layers, last, Changes(), True))
             tile_layers(layers, Changes(), keep)
         else:
             again = capture_forwards(last, partial(apply_remat, last, "attention", offload=inner))
