@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.attention import CEILING, Choice, bounds, parse
+from benchmarks.attention_flags import CEILING, Choice, bounds, parse
 from benchmarks.attention_peers import PACKED_PEERS, PEERS, WINDOWED_PEERS
 from benchmarks.layers import lightseq_layer, single_gpu_layer
 from benchmarks.measure import FLOPS, Case, Disagreement, Layer, Skipped, time_layer, together

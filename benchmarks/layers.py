@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.attention import Choice
+from benchmarks.attention_flags import Choice
 from benchmarks.measure import Case, Layer
 from lightseq.attention.config import AttentionConfig
 from lightseq.attention.context import make_context, release

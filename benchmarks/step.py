@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Sequence
 
 from benchmarks.command_line import NEEDED, Parser, check_output, length, listed, one_of, positive, seconds
+from benchmarks.step_peers import IMPLEMENTATIONS, OURS
 from lightseq.config.command_line import parse as parse_training
 from lightseq.config.parser import run_command
 
@@ -23,9 +24,6 @@ train the same weights on the same tokens, one sequence per step over all ranks,
 `rows` and `unsloth` train one row per GPU. So does `trl` if --packed_rows is given or the model has sliding windows.
 Implementations that cannot train the model, or do what --packed_rows and --lora_rank ask for, are recorded as skipped.
 """
-OURS = "lightseq"
-PEERS = ("plain", "rows", "accelerate", "deepspeed", "deepspeed-offload", "trl", "lightseq-sft", "unsloth")
-IMPLEMENTATIONS = (OURS, *PEERS)
 EXAMPLES = """examples:
   python3 benchmarks/step.py --model llama3.2-1b --lengths 32K,128K --nproc_per_node 4
   ... --model llama3-8b --layers 8 --lengths 128K --implementations lightseq,plain

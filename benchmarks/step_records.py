@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.processes import Failed, run
 from benchmarks.records import append, provenance
-from benchmarks.step import OURS
+from benchmarks.step_peers import OURS
 from benchmarks.step_trials import Trial, setting_of, trials, write_inputs
 from lightseq.config.lengths import format_tokens
 from lightseq.models.adapters import count_adapter_parameters

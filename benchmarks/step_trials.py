@@ -11,8 +11,8 @@ from pathlib import Path
 from transformers import PreTrainedConfig
 
 from benchmarks.processes import torchrun
-from benchmarks.step import OURS
 from benchmarks.step_models import model_of
+from benchmarks.step_peers import OURS
 from benchmarks.step_peers.peer import LEARNING_RATE, SEED
 from data_gen.synthetic import Synthetic, draw_document
 from lightseq.cli import BOTH

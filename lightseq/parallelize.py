@@ -28,6 +28,7 @@ from lightseq.memory.recomputation import MemorySettings, apply_recomputation
 from lightseq.models.architecture import inspect_architecture, required_logit_transform
 from lightseq.models.decoder import decoder_layers, final_norm, float32_parameters, text_decoder
 from lightseq.models.weights import stored_buffers
+from lightseq.modules.changes import changes_of
 from lightseq.modules.expert_parallel import distribute_experts
 from lightseq.modules.experts import store_experts, use_grouped_experts
 from lightseq.modules.fp8 import to_fp8
@@ -129,6 +130,7 @@ def apply_techniques(
     model: PreTrainedModel, config: TrainConfig, dims: ParallelDims, memory: MemorySettings
 ) -> ParallelModel:
     """Applies every technique except sharding, which DeepSpeed does itself."""
+    changes = changes_of(model)
     found, layers, device = units(model, config, dims, memory), decoder_layers(model), dims.world.device
     context = hf.enable(model, dims.sequence_mesh, AttentionConfig.from_flags(config, device, dims.world.local_size))
     if config.fp8 is not None:
@@ -136,17 +138,17 @@ def apply_techniques(
         to_fp8(layers, config.fp8, config.fp8_emulate, tokens)
     if config.remat_policy != "none":
         last = all(layer.mlp_is_last for layer in inspect_architecture(model.config).layers)
-        tile_mlps(layers, config.remat_policy in STORES_MLP, ends_layer=last)
-    use_grouped_experts(model)
+        tile_mlps(layers, changes, config.remat_policy in STORES_MLP, ends_layer=last)
+    use_grouped_experts(model, changes)
     mesh, compute_dtype = dims.expert_mesh, getattr(torch, config.compute_dtype)
     # A checkpoint gathers experts again by itself.
     gathers_again = memory.reshard_after_forward and config.remat_policy == "none"
     experts = [] if mesh is None else distribute_experts(model, mesh, compute_dtype, gathers_again)
     if config.remat_policy in STORES_MLP:
-        store_experts(layers)
+        store_experts(layers, changes)
     if config.remat_policy == STORE_LINEARS:
-        store_projections(layers)
-    offload = apply_recomputation(layer_groups(found), final_norm(model), config, device, memory)
+        store_projections(layers, changes)
+    offload = apply_recomputation(layer_groups(found), final_norm(model), changes, config, device, memory)
     loss_model = LossModel(model, required_logit_transform(model), Stopwatch(device))
     whole = [] if config.compute_dtype == "float32" else [*float32_parameters(model)]
     return ParallelModel(loss_model, context, found, offload, whole, experts)

@@ -19,7 +19,7 @@ from torch import Tensor
 from worlds import spawn
 
 from benchmarks import attention, attention_points
-from benchmarks.attention import Choice, parse, parser
+from benchmarks.attention_flags import Choice, parse, parser
 from benchmarks.attention_peers import PEERS, ring_flash_attn, ulysses
 from benchmarks.layers import lightseq_layer, single_gpu_layer
 from benchmarks.measure import Case, Disagreement, Layer, Skipped, time_layer, together

@@ -9,9 +9,17 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.tiny_models import ids, plain_model, tiny_config
 from lightseq import hf
-from lightseq.hf.changes import Changes, record_of
+from lightseq.hf.record import record_of
 from lightseq.integrations.whole_batches import WholeBatches
+from lightseq.memory.remat import capture_forwards
+from lightseq.models.decoder import decoder_layers
+from lightseq.modules.changes import Changes, changes_of
+from lightseq.modules.dense_experts import run_chosen_experts
+from lightseq.modules.experts import store_experts, use_grouped_experts
+from lightseq.modules.mlp import tile_mlps
+from lightseq.modules.projections import store_projections
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 
@@ -98,6 +106,32 @@ def test_disabling_removes_what_was_added_for_whole_batches(alone: None) -> None
     assert torch.allclose(model(input_ids=ids, labels=ids).logits, expected, atol=1e-6)
     hf.disable(model)
     assert found() == before and torch.equal(model(ids).logits, expected)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe", "llama4_text"])
+def test_what_training_replaces_in_a_model_is_undone(model_type: str) -> None:
+    config, x = tiny_config(model_type), ids()
+    changed, plain = plain_model(config), plain_model(config)
+    layers, changes = decoder_layers(changed), changes_of(changed)
+    run_chosen_experts(changed, changes)
+    tile_mlps(layers, changes)
+    use_grouped_experts(changed, changes)
+    store_experts(layers, changes)
+    store_projections(layers, changes)
+    tiled = capture_forwards([layers[0]], lambda: changes.replace_forward(layers[0], _twice))
+    assert kinds(changed) != kinds(plain) and tiled[0] is not layers[0].forward
+    changes.undo()
+    assert kinds(changed) == kinds(plain)
+    assert torch.equal(changed(x, use_cache=False).logits, plain(x, use_cache=False).logits)
+
+
+def kinds(model: nn.Module) -> dict[str, tuple[type, list[str]]]:
+    """Returns the class and the names of the attributes of every module."""
+    return {name: (type(x), sorted({*vars(x)} - {"lightseq_changes"})) for name, x in model.named_modules()}
+
+
+def _twice(layer: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    return forward(*args, **kwargs)
 
 
 def test_an_attention_implementation_chosen_after_enabling_stays(alone: None) -> None:

@@ -29,6 +29,7 @@ from lightseq.models import adapters
 from lightseq.models.adapter_targets import find_targets
 from lightseq.models.build import build
 from lightseq.models.weights import base_parameters
+from lightseq.modules.changes import Changes
 from lightseq.modules.expert_adapters import ExpertAdapter
 from lightseq.modules.experts import use_grouped_experts
 from lightseq.modules.fp8 import to_fp8
@@ -89,7 +90,7 @@ def both(family: str) -> tuple[Any, Any]:
     assert not model.load_state_dict(trained, strict=False, assign=True).unexpected_keys
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".lora_" in name)
-    use_grouped_experts(model)
+    use_grouped_experts(model, Changes())
     return model, theirs
 
 

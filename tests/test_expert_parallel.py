@@ -21,6 +21,7 @@ from lightseq.distributed.parallel_dims import parallel_dims, whole_tensor
 from lightseq.distributed.world import World
 from lightseq.memory import offload
 from lightseq.models.weights import WEIGHTS
+from lightseq.modules.changes import Changes
 from lightseq.modules.expert_parallel import EXPERT, EXPERT_DATA, distribute_experts
 from lightseq.modules.experts import experts_modules, use_grouped_experts
 from lightseq.training.train import train
@@ -104,7 +105,7 @@ def test_tensors_are_gathered_whole_on_every_mesh_of_experts(world: int, expert_
 def saved_by_sharded_experts(_rank: int, gathers_again: bool, count: int) -> dict[str, int]:
     """Returns the number of saved whole weights of experts that two ranks share, and the bytes that are offloaded."""
     model, plain = (plain_model(tiny_config("qwen3_moe", num_experts=count)) for _ in range(2))
-    use_grouped_experts(model)
+    use_grouped_experts(model, Changes())
     with torch.no_grad():
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=(EXPERT, EXPERT_DATA))
         distribute_experts(model, mesh, torch.float32, gathers_again)

@@ -35,6 +35,7 @@ from lightseq.models import weights
 from lightseq.models.architecture import inspect_architecture
 from lightseq.models.build import build_on_meta
 from lightseq.models.decoder import float32_parameters
+from lightseq.modules.changes import Changes
 from lightseq.modules.dense_experts import run_chosen_experts
 from lightseq.modules.experts import IMPLEMENTATION, experts_modules, sort_by_expert, store_experts
 from lightseq.parallelize import parallelize
@@ -118,7 +119,7 @@ def test_only_chosen_experts_run_with_the_same_results(monkeypatch: pytest.Monke
         return [out.detach(), logits.detach(), x.grad, *(p.grad for p in block.parameters())]
 
     want = run()
-    run_chosen_experts(model)
+    run_chosen_experts(model, Changes())
     monkeypatch.setattr(torch, "bmm", None)  # transformers' products
     for got, right in zip(run(), want, strict=True):
         torch.testing.assert_close(got, right, rtol=1e-12, atol=1e-12)
@@ -142,7 +143,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 def test_a_changed_block_keeps_its_own_code(change: str) -> None:
     model, block = moe_block()
     CHANGES[change](block)
-    run_chosen_experts(model)
+    run_chosen_experts(model, Changes())
     assert [name for name, _ in experts_modules(model)] == ["model.layers.2.feed_forward.experts"]
 
 
@@ -157,7 +158,7 @@ def test_blocks_of_changed_classes_keep_their_own_code(
     names = {"__name__": package, "plain_forward": Llama4TextExperts.forward, "factor": factor}
     monkeypatch.setattr(Llama4TextExperts, "forward", FunctionType(times_factor.__code__, names))
     model, _ = moe_block()
-    run_chosen_experts(model)
+    run_chosen_experts(model, Changes())
     assert not [*experts_modules(model)]
 
 
@@ -204,7 +205,7 @@ def test_a_recomputed_layer_chooses_the_same_experts(policy: str) -> None:
     want = gradients_of(layer, x)
     layer.runs = count()
     if policy == "attention+mlp":
-        store_experts([layer])
+        store_experts([layer], Changes())
     apply_remat([layer], policy)
     for got, right in zip(gradients_of(layer, x), want, strict=True):
         torch.testing.assert_close(got, right)
@@ -218,7 +219,7 @@ def test_a_compiled_layer_repeats_no_choice_and_no_stored_product(policy: str, p
     layer, ran = _Unsteady(experts), list[str]()
     layer.runs = None
     if policy == "attention+mlp":
-        store_experts([layer])
+        store_experts([layer], Changes())
     apply_remat([layer], policy, compiled=True)
 
     def note(graph: fx.GraphModule, _inputs: Any) -> Any:

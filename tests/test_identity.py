@@ -37,6 +37,7 @@ from lightseq.memory.remat import checkpoint_groups
 from lightseq.models.adapters import Lora, add_adapters
 from lightseq.models.architecture import required_logit_transform
 from lightseq.modules import loss, mlp
+from lightseq.modules.changes import Changes
 from lightseq.modules.fp8 import to_fp8
 from lightseq.modules.low_rank import is_linear
 from lightseq.modules.mlp import tile_mlps
@@ -379,18 +380,18 @@ def test_a_changed_mlp_keeps_its_own_forward(name: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(mlp, "TILE_TOKENS", 4)
     ours, plain = gated(MLPS[name]), gated(MLPS[name])
     kind = type(ours.mlp)
-    tile_mlps([ours])
+    tile_mlps([ours], Changes())
     x = torch.randn(1, 11, SIZES["hidden_size"], dtype=torch.float64)
     torch.testing.assert_close(ours.mlp(x), plain.mlp(x))
     assert type(ours.mlp) is kind
     with pytest.raises(ValueError, match="has no gated MLP of plain linears"):
-        tile_mlps([gated(MLPS[name])], store=True)
+        tile_mlps([gated(MLPS[name])], Changes(), store=True)
 
 
 def test_an_mlp_that_computes_more_than_a_gated_one_keeps_its_own_forward() -> None:
     layer = nn.Module()
     layer.mlp = BitNetMLP(BitNetConfig(**SIZES, hidden_act="silu"))
-    tile_mlps([layer])
+    tile_mlps([layer], Changes())
     assert type(layer.mlp) is BitNetMLP
 
 
@@ -401,7 +402,7 @@ class SquaresItsMLP(LlamaDecoderLayer):
 
 def test_a_layer_of_another_class_keeps_its_mlps_output_for_the_backward_pass() -> None:
     layer = SquaresItsMLP(LlamaConfig(**SIZES), 0)
-    tile_mlps([layer], ends_layer=True)
+    tile_mlps([layer], Changes(), ends_layer=True)
     assert isinstance(layer.mlp, LlamaMLP) and not layer.mlp.ends_layer
 
 
@@ -418,7 +419,7 @@ def test_changed_projections_are_neither_stored_nor_converted_to_fp8(name: str) 
     model = llama()
     LINEARS[name](model.model.layers[1].self_attn.k_proj)
     with pytest.raises(ValueError, match="has no four plain linears"):
-        store_projections(model.model.layers)
+        store_projections(model.model.layers, Changes())
     pytest.importorskip("torchao")
     with pytest.raises(ValueError, match=r"--fp8 tensorwise: linear 1\.self_attn\.k_proj .*, which would be lost"):
         to_fp8(model.model.layers, "tensorwise", True, 16)
@@ -509,7 +510,7 @@ def test_changed_layers_do_not_run_in_tiles(name: str) -> None:
     model = llama()
     change(model.model.layers[1])
     with pytest.raises(ValueError, match=f"--tile_layers: {line}.*, which tiles would leave out"):
-        tile_layers(model.model.layers)
+        tile_layers(model.model.layers, Changes())
 
 
 def test_layers_with_hooks_do_not_share_a_checkpoint() -> None:

@@ -15,6 +15,7 @@ from lightseq.cli import BOTH
 from lightseq.memory.planner.layer_costs import ATTENTION, MLP, OTHERS, LayerTable, Treatment
 from lightseq.models.build import build
 from lightseq.models.family import preset_config
+from lightseq.modules.changes import Changes
 from lightseq.modules.experts import use_grouped_experts
 
 SIZES = {
@@ -86,7 +87,7 @@ def test_an_eager_layer_saves_what_the_plan_says(name: str) -> None:
     config = config_of(name)
     model = build(config)
     hf.enable(model)
-    use_grouped_experts(model)
+    use_grouped_experts(model, Changes())
     per_token = (saved_by_first_layer(model, 256) - saved_by_first_layer(model, 128)) / 128
     assert LayerTable(config, torch.float32).costs(0, EAGER).saved == per_token
 

@@ -46,6 +46,14 @@ READ_ENVIRONMENT = (
 )
 
 
+# The only files that set a forward or a class of a module themselves: wrappers of whole layers, and the head, which
+# gets its own forward back after each pass. Others record what they change (`modules/changes.py`).
+SET_FORWARDS = {
+    *("lightseq.memory.remat", "lightseq.memory.offload", "lightseq.memory.recomputation"),
+    *("lightseq.integrations.whole_batches", "lightseq.modules.replaced_head"),
+}
+
+
 @dataclass(frozen=True)
 class Module:
     """A source file under the name it is imported by; packages keep their `.__init__`."""
@@ -59,10 +67,10 @@ class Module:
 
 
 @cache
-def modules() -> tuple[Module, ...]:
-    found = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
-    names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in found]
-    return tuple(Module(name, path.read_text(encoding="utf-8")) for name, path in zip(names, found, strict=True))
+def modules(names: tuple[str, ...] = PACKAGES) -> tuple[Module, ...]:
+    found = [path for package in names for path in sorted((ROOT / package).rglob("*.py"))]
+    dotted = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in found]
+    return tuple(Module(name, path.read_text(encoding="utf-8")) for name, path in zip(dotted, found, strict=True))
 
 
 @cache
@@ -186,7 +194,7 @@ def test_only_the_listed_modules_are_imported_late() -> None:
 
 def test_no_files_import_each_other_in_a_circle() -> None:
     """Imports inside functions and under TYPE_CHECKING count too."""
-    found = circles(list(modules()))
+    found = circles(list(modules((*PACKAGES, "benchmarks"))))
     assert not found, "; ".join(" and ".join(circle) for circle in found)
 
 
@@ -236,6 +244,16 @@ def test_the_environment_is_read_where_it_may_be() -> None:
         if reads_environment(module) and not any(within(module.name, place) for place in READ_ENVIRONMENT)
     ]
     assert not readers, f"pass what these modules read from the environment in as an argument: {readers}"
+
+
+def test_changes_of_modules_are_recorded() -> None:
+    setters = set()
+    for module in modules():
+        assigned = [node.targets for node in nodes(module.source) if isinstance(node, ast.Assign)]
+        names = {part.attr for targets in assigned for x in targets for part in ast.walk(x) if hasattr(part, "attr")}
+        if names & {"forward", "__class__"}:
+            setters.add(module.name)
+    assert setters == SET_FORWARDS, "change modules through lightseq.modules.changes.Changes, which can undo it"
 
 
 def test_no_file_points_outside_the_repository() -> None:

@@ -21,6 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaModel
 from lightseq.config.remat_policies import POLICIES, STORE_MLP, STORES_MLP
 from lightseq.memory.remat import apply_remat
 from lightseq.modules import mlp as tiled
+from lightseq.modules.changes import Changes
 from lightseq.modules.low_rank import LinearWeights, input_gradient, is_linear
 from lightseq.modules.mlp import ACTIVATIONS, LINEARS, gated_mlp, tile_mlps
 from lightseq.utils.process import silenced_loggers
@@ -132,7 +133,7 @@ def test_adapters_beside_the_weights_give_what_peft_gives(
     adapters = [p for p in layer.parameters() if p.requires_grad]
     want = torch.autograd.grad(out := m(x), (x, *adapters), dout)
     monkeypatch.setattr(tiled, "TILE_TOKENS", 7)
-    tile_mlps([layer], store=store)
+    tile_mlps([layer], Changes(), store=store)
     with Operators() as operators:
         ours = m(x)
         found = torch.autograd.grad(ours, (x, *adapters), dout)
@@ -222,7 +223,7 @@ def test_intermediate_tensors_of_the_mlp_never_exist_whole(monkeypatch: pytest.M
         results(m(x), x, m, dout)
     layer = nn.Module()
     layer.mlp = m
-    tile_mlps([layer])
+    tile_mlps([layer], Changes())
     stored: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: stored.append(t) or t, lambda t: t):
         out = m(x)
@@ -238,7 +239,7 @@ def test_a_compiled_checkpoint_does_not_run_it_again(monkeypatch: pytest.MonkeyP
     m, (x, dout) = module(), inputs()
     layer = nn.Module()
     layer.mlp = m
-    tile_mlps([layer])
+    tile_mlps([layer], Changes())
     again = torch.compile(lambda x: checkpoint(lambda y: y + m(y.sin()), x, use_reentrant=False), backend="aot_eager")
     out = again(x)
     with Operators() as operators:
@@ -256,7 +257,7 @@ def test_a_checkpoint_does_not_recompute_the_end_of_its_layer(policy: str, monke
     multiply = tiled._act_mul
     monkeypatch.setattr(tiled, "_act_mul", lambda *given: made.append(len(given[0])) or multiply(*given))
     monkeypatch.setattr(tiled, "TILE_TOKENS", 5)
-    tile_mlps(model.layers, ends_layer=True)
+    tile_mlps(model.layers, Changes(), ends_layer=True)
     apply_remat(model.layers, policy)
     loss().backward()
     for parameter, expected in zip(parameters, want, strict=True):
@@ -288,7 +289,7 @@ def test_a_checkpoint_that_keeps_gate_and_up_makes_neither_again(
     multiply = tiled._act_mul
     monkeypatch.setattr(tiled, "_act_mul", lambda *given: made.append(len(given[0])) or multiply(*given))
     monkeypatch.setattr(tiled, "TILE_TOKENS", tile)
-    tile_mlps(model.layers, store=True)
+    tile_mlps(model.layers, Changes(), store=True)
     apply_remat(model.layers, STORE_MLP, compiled)
     for layer in model.layers if compiled else []:
         layer.forward = torch.compile(layer.forward, backend="aot_eager")
@@ -319,7 +320,7 @@ def test_an_mlp_before_a_norm_gives_the_same_gradients(
     multiply = tiled._act_mul
     monkeypatch.setattr(tiled, "_act_mul", lambda *given: made.append(len(given[0])) or multiply(*given))
     monkeypatch.setattr(tiled, "TILE_TOKENS", 5)
-    tile_mlps(model.layers, store=policy in STORES_MLP)
+    tile_mlps(model.layers, Changes(), store=policy in STORES_MLP)
     apply_remat(model.layers, policy, compiled)
     torch._dynamo.reset()
     for layer in model.layers if compiled else []:
@@ -350,7 +351,7 @@ def test_short_sequences_keep_the_modules_own_forward() -> None:
     m, (x, _) = module(), inputs()
     layer = nn.Module()
     layer.mlp = m
-    tile_mlps([layer])
+    tile_mlps([layer], Changes())
 
     with Operators() as operators:
         m(x)
@@ -362,7 +363,7 @@ def test_other_kinds_of_mlp_are_left_alone() -> None:
         layer = nn.Module()
         layer.mlp = module()
         change(layer.mlp)
-        tile_mlps([layer])
+        tile_mlps([layer], Changes())
         return type(layer.mlp) is not LlamaMLP
 
     class Adapted(nn.Linear):
@@ -375,8 +376,8 @@ def test_other_kinds_of_mlp_are_left_alone() -> None:
     assert not replaced(lambda m: setattr(m, "up_proj", Adapted(HIDDEN, INTERMEDIATE, bias=False)))
     assert not replaced(lambda m: setattr(m, "up_proj", nn.Linear(HIDDEN, INTERMEDIATE)))
     with pytest.raises(ValueError, match="no gated MLP of plain linears"):
-        tile_mlps([nn.Linear(2, 2)], store=True)
-    tile_mlps([nn.Linear(2, 2)])  # a layer without an MLP
+        tile_mlps([nn.Linear(2, 2)], Changes(), store=True)
+    tile_mlps([nn.Linear(2, 2)], Changes())  # a layer without an MLP
 
 
 @pytest.mark.parametrize("name", ["gated_mlp", "gated_mlp_stored"])
@@ -395,7 +396,7 @@ def test_layers_of_one_kind_are_compiled_once(policy: str, monkeypatch: pytest.M
     model, loss = small_llama()
     want = loss()
     monkeypatch.setattr(tiled, "TILE_TOKENS", 5)
-    tile_mlps(model.layers)
+    tile_mlps(model.layers, Changes())
     apply_remat(model.layers, policy, compiled=True)
     counted = CompileCounterWithBackend("aot_eager")
     torch._dynamo.reset()

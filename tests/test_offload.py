@@ -32,6 +32,7 @@ from lightseq.memory.pinned import PinnedMemory
 from lightseq.memory.remat import apply_remat
 from lightseq.models import weights
 from lightseq.models.build import build_on_meta
+from lightseq.modules.changes import Changes
 from lightseq.modules.mlp import tile_mlps
 from lightseq.modules.projections import store_projections
 from lightseq.training import errors
@@ -303,9 +304,9 @@ def _kept_by_llama(rank: int) -> None:
         hf.enable(wrapped)
         layers, host = list(wrapped.model.layers), Offload(torch.device("cpu"), HostBufferPool(float("inf"), False))
         store, products = policy in STORES_MLP, policy == STORE_LINEARS
-        tile_mlps(layers, store=store)
+        tile_mlps(layers, Changes(), store=store)
         if products:
-            store_projections(layers)
+            store_projections(layers, Changes())
         apply_remat(layers, policy, compiled, host)
         for layer in layers if compiled else []:
             layer.forward = torch.compile(layer.forward, backend="aot_eager")

@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaModel
 
 from lightseq.config.remat_policies import STORE_LINEARS
 from lightseq.memory.remat import apply_remat
+from lightseq.modules.changes import Changes
 from lightseq.modules.low_rank import LinearWeights
 from lightseq.modules.mlp import tile_mlps
 from lightseq.modules.projections import PROJECTIONS, store_projections
@@ -47,8 +48,8 @@ def test_stored_products_are_not_computed_again(compiled: bool, rank: int, monke
         return multiply(linear, x, out)
 
     monkeypatch.setattr(LinearWeights, "forward", counted)
-    tile_mlps(model.layers, store=True)
-    store_projections(model.layers)
+    tile_mlps(model.layers, Changes(), store=True)
+    store_projections(model.layers, Changes())
     apply_remat(model.layers, STORE_LINEARS, compiled)
     for layer in model.layers if compiled else []:
         layer.forward = torch.compile(layer.forward, backend="aot_eager")
@@ -66,13 +67,13 @@ def test_stored_products_are_not_computed_again(compiled: bool, rank: int, monke
 def test_projections_that_are_something_else_are_refused() -> None:
     model = LlamaModel(LlamaConfig(**CONFIG, attention_bias=True))
     with pytest.raises(ValueError, match="LlamaDecoderLayer has no four plain linears around its attention"):
-        store_projections(model.layers)
+        store_projections(model.layers, Changes())
 
 
 def test_a_second_backward_pass_through_stored_tensors_is_refused() -> None:
     model, trained, loss = made()
-    store_projections(model.layers)
-    tile_mlps(model.layers, store=True)
+    store_projections(model.layers, Changes())
+    tile_mlps(model.layers, Changes(), store=True)
     apply_remat(model.layers, STORE_LINEARS)
     total = loss()
     torch.autograd.grad(total, trained, retain_graph=True)

@@ -41,6 +41,7 @@ from lightseq.models.architecture import inspect_architecture
 from lightseq.models.flops import attention_forward_flops, recompute_flops
 from lightseq.models.layers import distinct
 from lightseq.modules import mlp
+from lightseq.modules.changes import Changes
 from lightseq.modules.low_rank import LinearWeights, concatenate_outputs
 from lightseq.modules.tiled import _ParameterGradients, tile_layers
 from lightseq.schedule import head_slices
@@ -114,7 +115,7 @@ def check(
         change(model)
     plain, ours = models
     context = hf.enable(ours)
-    tile_layers(ours.model.layers, keep)
+    tile_layers(ours.model.layers, Changes(), keep)
     inputs = ids(batch, length)
     want = gradients(plain, input_ids=inputs, labels=inputs)
     got = gradients(ours, **hf.shard_batch(context, inputs, inputs))
@@ -193,7 +194,7 @@ def heads_passed() -> Iterator[list[tuple[int, int]]]:
 def test_a_second_backward_pass_over_overwritten_activations_is_refused() -> None:
     model, inputs = build("llama"), ids()
     context = hf.enable(model)
-    tile_layers(model.model.layers)
+    tile_layers(model.model.layers, Changes())
     loss = model(**hf.shard_batch(context, inputs, inputs)).loss
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -207,7 +208,7 @@ def test_documents_are_kept_apart(keep: bool) -> None:
         model, inputs = build("llama"), ids()
         context = hf.enable(model, packed=True)
         if tiled:
-            tile_layers(model.model.layers, keep)
+            tile_layers(model.model.layers, Changes(), keep)
         found.append(gradients(model, **hf.shard_batch(context, inputs, inputs, cu_seqlens=[0, 4, 15, LENGTH])))
     torch.testing.assert_close(*found, rtol=1e-9, atol=1e-11)
 
@@ -235,8 +236,8 @@ def test_recomputed_products_match_the_report(policy: str, group: int) -> None:
         context, layers = hf.enable(model), list(model.model.layers)
         if tiled:
             lasts = layers[1:] if group > 1 else []
-            again = capture_forwards(lasts, partial(tile_layers, lasts, True))
-            tile_layers(layers, policy == "attention")
+            again = capture_forwards(lasts, partial(tile_layers, lasts, Changes(), True))
+            tile_layers(layers, Changes(), policy == "attention")
             if group > 1:
                 checkpoint_groups([layers[:2], layers[2:]], None, again)
         batch = hf.shard_batch(context, inputs, inputs)
@@ -255,7 +256,7 @@ def test_nothing_as_wide_as_the_mlp_is_longer_than_a_tile() -> None:
         model, inputs = build("llama"), ids(length=63)
         context = hf.enable(model)
         if tiled:
-            tile_layers(model.model.layers)
+            tile_layers(model.model.layers, Changes())
         layer, batch = model.model.layers[1], hf.shard_batch(context, inputs)
         turns = model.model.rotary_emb(torch.zeros(1, dtype=torch.float64), batch["position_ids"])
         hidden = torch.randn(1, 63, 16, dtype=torch.float64, requires_grad=True)
@@ -305,7 +306,7 @@ def test_the_input_of_a_group_is_freed_when_its_layers_have_run_again(
         model, inputs = build("llama"), ids()
         context, layers = hf.enable(model), model.model.layers
         inner = Offload(torch.device("cpu"), HostBufferPool(1e9, pinned=False), in_flight=1)
-        tile_layers(layers, False)
+        tile_layers(layers, Changes(), False)
         checkpoint_groups([list(layers)], inner if offloads else None)
         positions = hf.shard_batch(context, inputs)["position_ids"]
         turns = model.model.rotary_emb(torch.zeros(1, dtype=torch.float64), positions)
@@ -340,8 +341,8 @@ def held_by_backward(
         context, layers = hf.enable(model), model.model.layers
         last = layers[-1:]
         if tiled:
-            again = capture_forwards(last, partial(tile_layers, last, True))
-            tile_layers(layers, keep)
+            again = capture_forwards(last, partial(tile_layers, last, Changes(), True))
+            tile_layers(layers, Changes(), keep)
         else:
             again = capture_forwards(last, partial(apply_remat, last, "attention", offload=inner))
             apply_remat(layers, "attention" if keep else "full", offload=inner)
@@ -379,7 +380,7 @@ def test_layers_share_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for model, compiled in zip(models, (False, True), strict=True):
         context, inputs = hf.enable(model), ids()
-        tile_layers(model.model.layers, compiled=compiled)
+        tile_layers(model.model.layers, Changes(), compiled=compiled)
         batch = hf.shard_batch(context, inputs, inputs)
         found.append(gradients(model, **batch))
         with torch.no_grad():
@@ -391,7 +392,7 @@ def test_layers_share_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_layers_that_are_put_together_otherwise_are_refused() -> None:
     model = Phi3ForCausalLM(Phi3Config(**SIZES, bos_token_id=1, eos_token_id=2))
     with pytest.raises(ValueError, match="but this model has Phi3DecoderLayer"):
-        tile_layers(model.model.layers)
+        tile_layers(model.model.layers, Changes())
 
 
 @pytest.mark.parametrize(
@@ -412,7 +413,7 @@ def test_bfloat16_errs_at_most_twice_as_much_as_whole_layers(
             continue
         context = hf.enable(model)
         if kind == "tiled":
-            tile_layers(model.model.layers, compiled=compiled)
+            tile_layers(model.model.layers, Changes(), compiled=compiled)
         found.append(gradients(model, **hf.shard_batch(context, inputs, inputs)))
     truth, *others = ([x.double() for x in each] for each in found)
     names = ["loss", *(name for name, _ in model.named_parameters())]

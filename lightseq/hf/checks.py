@@ -18,10 +18,10 @@ from lightseq.hf.agreement import (
     compare_batches,
     finish_comparing_documents,
 )
-from lightseq.hf.changes import EnabledModel
 from lightseq.hf.gradient_scale import find_gradient_factor, scale_gradients
 from lightseq.hf.images import BESIDE_PIXELS, IMAGE_INPUTS, PIXELS, REMEDY, ImageFeatures, install, other_inputs
 from lightseq.hf.loss_checks import check_labels, check_loss, restore_loss_function
+from lightseq.hf.record import EnabledModel
 from lightseq.hf.router_losses import (
     check_router_loss,
     install_router_loss,

@@ -23,11 +23,11 @@ from lightseq.attention.config import AttentionConfig
 from lightseq.attention.context import SequenceContext, make_context, release
 from lightseq.attention.module_attention import attention_function
 from lightseq.distributed.roll_call import RollCall
-from lightseq.hf.changes import RECORD, EnabledModel, record_of
 from lightseq.hf.checks import install_checks
 from lightseq.hf.counted_positions import give_global_positions
 from lightseq.hf.image_attention import IMPLEMENTATION as WITH_IMAGES
 from lightseq.hf.image_attention import image_attention_function, sees_later_tokens_of_images
+from lightseq.hf.record import RECORD, EnabledModel, record_of
 from lightseq.models.architecture import (
     attentions_of,
     caps_scores,
@@ -169,7 +169,7 @@ def _install(model: PreTrainedModel, record: EnabledModel) -> None:
     # First, because it finds mixers by their classes, which the next lines replace.
     install_checks(model, record, length_dependent_rope=bool(ropes))
     for module, kind in mixer_modules(model):
-        distribute_mixer(module, kind, context.sequence, changes.set_attribute)
+        distribute_mixer(module, kind, context.sequence, changes)
 
 
 def _restore_attention(model: PreTrainedModel, plain: str | None) -> None:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from lightseq.attention.context import SequenceContext
 from lightseq.hf.agreement import BATCH_FACTS
-from lightseq.hf.changes import record_of
+from lightseq.hf.record import record_of
 from lightseq.kernels.logit_transform import LogitTransform
 from lightseq.models.architecture import head_change, known_logit_transform, transformers_model
 from lightseq.modules import loss

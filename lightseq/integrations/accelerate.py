@@ -27,7 +27,7 @@ from transformers.trainer_utils import seed_worker
 
 from lightseq import hf
 from lightseq.distributed.environment import ranks_per_host
-from lightseq.hf.changes import record_of
+from lightseq.hf.record import record_of
 from lightseq.integrations.whole_batches import WHOLE_BATCHES, WholeBatches, whole_batches_of
 from lightseq.models.architecture import layer_windows, transformers_model
 from lightseq.utils.formatting import check_names, divisors

@@ -23,9 +23,9 @@ from transformers.utils import ModelOutput
 from lightseq import hf
 from lightseq.attention.context import SequenceContext
 from lightseq.hf.agreement import BATCH_FACTS, COUNTED_TOKENS, add_to_checksum, announce_pass
-from lightseq.hf.changes import Changes, record_of
 from lightseq.hf.images import IMAGE_INPUTS, TOKEN_TYPES
 from lightseq.hf.loss_checks import has_fused_loss, loss_function_of
+from lightseq.hf.record import record_of
 from lightseq.hf.router_losses import share_router_loss
 from lightseq.hf.shard_batch import check_right_padding, counted_tokens
 from lightseq.integrations.lazy_logits import with_lazy_logits, without
@@ -38,6 +38,7 @@ from lightseq.models.architecture import (
     transformers_model,
 )
 from lightseq.models.decoder import decoder_layers, text_config
+from lightseq.modules.changes import Changes
 from lightseq.modules.compilation import allow_graphs_per_length
 from lightseq.modules.identity import is_known_code, product_change
 from lightseq.modules.loss import TokenMetrics, cross_entropy_sum, token_metrics

@@ -13,6 +13,7 @@ from lightseq.memory.offload import HostBufferPool, Offload, layers_in_flight
 from lightseq.memory.planner.placement import KEEP, OFFLOAD, OFFLOADED, RECOMPUTED, Placement
 from lightseq.memory.planner.plan import Plan
 from lightseq.memory.remat import apply_remat, capture_forwards, checkpoint_groups
+from lightseq.modules.changes import Changes
 from lightseq.modules.compilation import allow_graphs_per_length
 from lightseq.modules.fp8 import FP8_COMPILE_OPTIONS
 from lightseq.modules.tiled import tile_layers
@@ -34,6 +35,7 @@ class MemorySettings:
 def apply_recomputation(
     groups: Sequence[Sequence[nn.Module]],
     norm: nn.Module,
+    changes: Changes,
     config: TrainConfig,
     device: torch.device,
     memory: MemorySettings,
@@ -55,7 +57,8 @@ def apply_recomputation(
 
     def rematerialize(chosen: Sequence[nn.Module], policy: str) -> None:
         if config.tiles_layers:
-            tile_layers(chosen, store_attention=policy == "attention", compiled=config.compiles, options=options)
+            stores = policy == "attention"
+            tile_layers(chosen, changes, store_attention=stores, compiled=config.compiles, options=options)
             return
         apply_remat(chosen, policy, config.compiles, rerun_offload or offload)
         for layer in chosen:

@@ -20,6 +20,7 @@ from lightseq.config.remat_policies import POLICIES
 from lightseq.kernels.grouped_products import STORED_PRODUCT_OP
 from lightseq.memory.offload import Offload
 from lightseq.memory.stored_choices import CHOICE_OPS, choice_contexts
+from lightseq.modules.changes import Changes
 from lightseq.modules.experts import experts_modules
 from lightseq.modules.identity import hook_of
 from lightseq.modules.mlp import MLP_OP, STORED_MLP_OP
@@ -81,11 +82,12 @@ def _compiled_options(policy: str, routes: bool) -> dict[str, Any]:
 
 def capture_forwards(layers: Sequence[nn.Module], patch: Callable[[], None]) -> list[Forward]:
     """Returns the forwards that `patch` sets on the layers, and restores the previous ones."""
-    before = [layer.forward for layer in layers]
+    changes = Changes()
+    for layer in layers:
+        changes.restore_later(layer, "forward")
     patch()
     patched = [layer.forward for layer in layers]
-    for layer, forward in zip(layers, before, strict=True):
-        layer.forward = forward  # type: ignore[method-assign]
+    changes.undo()
     return patched
 
 

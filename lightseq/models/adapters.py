@@ -35,6 +35,7 @@ from lightseq.models.weights import (
     save_tensors,
     without_nan,
 )
+from lightseq.modules.changes import changes_of
 from lightseq.modules.expert_adapters import use_in_experts
 from lightseq.modules.low_rank import (
     RoundedOnce,
@@ -178,11 +179,12 @@ def add_adapters(model: PreTrainedModel, lora: Lora | None, dtype: torch.dtype) 
     from peft import inject_adapter_in_model
 
     inject_adapter_in_model(_peft_config(lora), model, low_cpu_mem_usage=True)
+    changes = changes_of(model)
     for module in model.modules():
         if hasattr(module, "parameter_name"):
-            use_in_experts(module)
+            use_in_experts(module, changes)
         elif hasattr(module, "lora_A") and has_plain_adapter(module):
-            module.__class__ = _rounded_once(type(module))  # type: ignore[assignment, arg-type]
+            changes.set_attribute(module, "__class__", _rounded_once(type(module)))  # type: ignore[arg-type]
     in_float32 = float32_parameters(model)
     assert sum(p.numel() for _, p in lora_parameters(model)) == count_adapter_parameters(lora, model.config)
     for name, parameter in model.named_parameters():

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 
 from lightseq.models.decoder import has_towers, text_decoder
+from lightseq.modules.changes import changes_of
 from lightseq.modules.dense_experts import run_chosen_experts
 
 
@@ -48,7 +49,7 @@ def build(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> PreTr
     every token run only for the tokens that chose them.
     """
     model = build_plain(config, dtype)
-    run_chosen_experts(model)
+    run_chosen_experts(model, changes_of(model))
     return model
 
 

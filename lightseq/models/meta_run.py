@@ -22,6 +22,7 @@ from lightseq.kernels.logit_transform import LogitTransform
 from lightseq.models.decoder import attending_part, headless, text_config, text_decoder
 from lightseq.models.layers import Attention, Experts, Heads, LinearMixer, Mixer
 from lightseq.models.mixers import distribute_mixer, mixer_modules
+from lightseq.modules.changes import Changes
 from lightseq.modules.experts import experts_modules
 from lightseq.modules.identity import StandIn, twin_forward
 from lightseq.modules.replaced_head import with_head
@@ -133,16 +134,14 @@ def _tokens_unmixed(model: PreTrainedModel, attention: Callable[..., Any]) -> It
 
     Their operators do nothing on the meta device and count no products.
     """
-    mixers = mixer_modules(model)
-    for module, kind in mixers:
-        distribute_mixer(module, kind, one_rank_context().sequence, setattr)
+    changes = Changes()
+    for module, kind in mixer_modules(model):
+        distribute_mixer(module, kind, one_rank_context().sequence, changes)
     try:
         with _attention_replaced(model, attention):
             yield
     finally:
-        for module, kind in mixers:
-            module.__class__ = kind.module
-            del module.sequence_group
+        changes.undo()
 
 
 def _experts(module: Any, per_token: int) -> Experts:

@@ -21,6 +21,7 @@ from lightseq.models.decoder import decoder_layers, text_config
 from lightseq.models.layers import LinearMixer
 from lightseq.models.recurrent_layers import distributed_forward, facts, replace_functions, replaced_functions
 from lightseq.models.token_wise import works_on_each_token
+from lightseq.modules.changes import Changes
 from lightseq.sequence.group import SequenceGroup
 from lightseq.utils.versions import OLDEST_FOR_RECURRENCES, check_transformers_for
 
@@ -131,13 +132,10 @@ def layer_types_of_mixers(config: Any, layers: Iterable[nn.Module]) -> set[str]:
     return found
 
 
-def distribute_mixer(
-    module: nn.Module, kind: MixerKind, group: SequenceGroup, set_attribute: Callable[[nn.Module, str, Any], None]
-) -> None:
+def distribute_mixer(module: nn.Module, kind: MixerKind, group: SequenceGroup, changes: Changes) -> None:
     """Replaces a module's forward by its kind's, and gives it the group.
 
-    `set_attribute` is `setattr`, or records the change so that it can be undone. Raises ValueError for a module whose
-    forward is not its class's.
+    Raises ValueError for a module whose forward is not its class's.
     """
     if "forward" in vars(module):
         raise ValueError(
@@ -146,9 +144,9 @@ def distribute_mixer(
         )
     if kind.functions:
         replace_functions(kind.module)
-    set_attribute(module, "sequence_group", group)
+    changes.set_attribute(module, "sequence_group", group)
     if not hasattr(type(module), "plain_class"):
-        set_attribute(module, "__class__", _distributed_class(kind))
+        changes.set_attribute(module, "__class__", _distributed_class(kind))
 
 
 @cache

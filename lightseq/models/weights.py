@@ -237,7 +237,7 @@ def load_or_refuse(model: PreTrainedModel, source: Path | str, flag: str, fill: 
         ) from error
 
 
-def check_weights(model: nn.Module, source: Path | str) -> None:
+def refuse_nan(model: nn.Module, source: Path | str) -> None:
     """Raises ValueError if this rank's part of a parameter holds NaN. `source` is where they were read."""
     for name, parameter in model.named_parameters():
         if has_nan(local_part_and_slices(parameter)[0]):

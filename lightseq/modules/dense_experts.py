@@ -14,13 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from lightseq.modules.changes import Changes
 from lightseq.modules.experts import experts_forward
 from lightseq.modules.identity import change_of, is_known_code, twin_forward
 
 TOKENS = 5
 
 
-def run_chosen_experts(model: nn.Module) -> None:
+def run_chosen_experts(model: nn.Module, changes: Changes) -> None:
     """Lets every block that is of the known form run only the chosen experts. Others stay as they are."""
     known: dict[tuple[type, ...], bool] = {}
     for block in model.modules():
@@ -31,8 +32,8 @@ def run_chosen_experts(model: nn.Module) -> None:
         if kinds not in known:
             known[kinds] = _runs_every_expert(block)
         if known[kinds]:
-            experts.__class__ = _chosen_experts(cast(Hashable, type(experts)))
-            block.__class__ = _block_of_chosen(cast(Hashable, type(block)))
+            changes.set_attribute(experts, "__class__", _chosen_experts(cast(Hashable, type(experts))))
+            changes.set_attribute(block, "__class__", _block_of_chosen(cast(Hashable, type(block))))
 
 
 def _has_known_parts(block: Any) -> bool:

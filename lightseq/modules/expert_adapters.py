@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightseq.kernels.grouped_products import grouped_product
+from lightseq.modules.changes import Changes
 from lightseq.modules.identity import change_of, linear_change, plain_class
 from lightseq.modules.low_rank import adapter_in_use
 
@@ -72,7 +73,7 @@ def split_by_expert(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]
     return a.view(experts, -1, a.shape[1]), b.view(len(b), -1, experts).permute(2, 0, 1)
 
 
-def use_in_experts(wrapper: Any) -> None:
+def use_in_experts(wrapper: Any, changes: Changes) -> None:
     """Lets experts add the adapter of peft's wrapper themselves; peft's own forward adds B·A to all their weights.
 
     The experts must run by `experts_forward`. Raises ValueError if the wrapper computes more than plain LoRA.
@@ -84,8 +85,10 @@ def use_in_experts(wrapper: Any) -> None:
     change = change_of(wrapper) or next(filter(None, map(linear_change, parts)), None)
     if plain_class(wrapper) is not ParamWrapper or change or wrapper.lora_variant:
         raise ValueError(f"the adapter of experts' {wrapper.parameter_name} {change or 'is no plain LoRA'}")
-    vars(wrapper.get_base_layer()).setdefault(WRAPPERS, {})[wrapper.parameter_name] = wrapper
-    wrapper.__class__ = _passing_on(cast(Hashable, type(wrapper)))
+    experts = wrapper.get_base_layer()
+    # In a dict, because a module would count the wrapper among its children.
+    changes.set_attribute(experts, WRAPPERS, {**vars(experts).get(WRAPPERS, {}), wrapper.parameter_name: wrapper})
+    changes.set_attribute(wrapper, "__class__", _passing_on(cast(Hashable, type(wrapper))))
 
 
 @cache

@@ -3,6 +3,7 @@
 Shape suffixes: T tokens, K experts of a token, R rows (T x K, sorted by expert), E experts, H hidden.
 """
 
+import functools
 from collections.abc import Iterable, Iterator
 from typing import Any, Final, NamedTuple
 
@@ -13,6 +14,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from lightseq.kernels.grouped_products import grouped_product
 from lightseq.kernels.token_rows import copy_to_rows, sum_rows
+from lightseq.modules.changes import Changes
 from lightseq.modules.expert_adapters import expert_adapter, is_transposed_without_mark
 
 IMPLEMENTATION: Final = "lightseq"  # in transformers' registry of functions that run experts
@@ -31,21 +33,23 @@ def parameters_of_experts(module: nn.Module) -> Iterator[nn.Parameter]:
         yield from module.get_submodule(name.rpartition(".")[0]).parameters()
 
 
-def use_grouped_experts(model: PreTrainedModel) -> None:
+def use_grouped_experts(model: PreTrainedModel, changes: Changes) -> None:
     """Lets a model run its experts with `experts_forward`."""
     for _, experts in experts_modules(model):
         if not _scales_inputs(experts):  # they have no other implementation
+            before = experts.config._experts_implementation  # a property
+            changes.call_later(functools.partial(setattr, experts.config, "_experts_implementation", before))
             experts.config._experts_implementation = IMPLEMENTATION
 
 
-def store_experts(layers: Iterable[nn.Module]) -> None:
+def store_experts(layers: Iterable[nn.Module], changes: Changes) -> None:
     """Lets a checkpoint around each layer store the first product of its experts.
 
     The backward pass then repeats no product of experts: it needs no result of the second one.
     """
     for layer in layers:
         for _, experts in experts_modules(layer):
-            experts.stores_products = True
+            changes.set_attribute(experts, "stores_products", True)
 
 
 class Routes(NamedTuple):

@@ -13,6 +13,7 @@ from transformers.activations import GELUTanh, NewGELUActivation, SiLUActivation
 
 from lightseq.kernels.fused.launches import fused_kernels
 from lightseq.kernels.fused.products import add_product, write_product
+from lightseq.modules.changes import Changes
 from lightseq.modules.experts import experts_modules
 from lightseq.modules.identity import change_of, is_known_code, plain_class, twin_forward
 from lightseq.modules.low_rank import LinearWeights, input_gradient, is_linear, linear_weights
@@ -39,7 +40,7 @@ ACTIVATIONS: Final[Mapping[str, Activation]] = {
 ACTIVATION_CLASSES: Final = (nn.SiLU, SiLUActivation, nn.GELU, GELUTanh, NewGELUActivation)
 
 
-def tile_mlps(layers: Iterable[nn.Module], store: bool = False, ends_layer: bool = False) -> None:
+def tile_mlps(layers: Iterable[nn.Module], changes: Changes, store: bool = False, ends_layer: bool = False) -> None:
     """Replaces the forward of every MLP that computes `down(act(gate(x)) * up(x))` with plain linears; others stay.
 
     The activation is SiLU, or GELU by tanh. An MLP, an activation or a linear with a hook or another forward than its
@@ -55,9 +56,11 @@ def tile_mlps(layers: Iterable[nn.Module], store: bool = False, ends_layer: bool
         if next(experts_modules(layer), None) is not None:
             continue
         if mlp is not None and (activation := gate_activation(mlp)) is not None:
-            mlp.tile_tokens, mlp.stores_products, mlp.activation_name = TILE_TOKENS, store, activation
-            mlp.ends_layer = ends_layer and _is_known(layer)
-            mlp.__class__ = _tiled_class(type(mlp))  # type: ignore[arg-type]
+            settings = {"tile_tokens": TILE_TOKENS, "stores_products": store, "activation_name": activation}
+            settings |= {"ends_layer": ends_layer and _is_known(layer)}
+            for name, value in settings.items():
+                changes.set_attribute(mlp, name, value)
+            changes.set_attribute(mlp, "__class__", _tiled_class(type(mlp)))  # type: ignore[arg-type]
         elif store:
             raise ValueError(f"{type(layer).__name__} has no gated MLP of plain linears whose gate and up to store")
 

@@ -7,13 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightseq.modules.changes import Changes
 from lightseq.modules.low_rank import LinearWeights, is_linear, linear_weights
 from lightseq.utils.checkpoint_context import reuse_or_compute
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
-def store_projections(layers: Iterable[nn.Module]) -> None:
+def store_projections(layers: Iterable[nn.Module], changes: Changes) -> None:
     """Lets a checkpoint around each layer store the outputs of attention's projections.
 
     Raises ValueError for a layer whose projections are not four plain linears, with or without low-rank adapters.
@@ -25,7 +26,7 @@ def store_projections(layers: Iterable[nn.Module]) -> None:
     for layer in layers:
         for name in PROJECTIONS:
             linear: Any = getattr(layer.self_attn, name)
-            linear.__class__ = _storing_class(type(linear))  # type: ignore[arg-type]
+            changes.set_attribute(linear, "__class__", _storing_class(type(linear)))  # type: ignore[arg-type]
 
 
 def has_projections(layer: nn.Module) -> bool:

@@ -5,6 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
+from lightseq.modules.changes import Changes
+
 
 def headless(model: Any) -> Any:
     """Returns the part of a transformers model that the head follows."""
@@ -37,9 +39,10 @@ class ReplacedHead:
     def __init__(self, head: Any, compute: Callable[[Tensor, Tensor, Tensor | None], Tensor]) -> None:
         self._head = head
         self._compute = compute
-        self._before: Any = vars(head).get("forward")
         self._result: tuple[Tensor, int] | None = None
-        self._head.forward = self._run
+        self._changes = Changes()
+        self._changes.restore_later(head, "forward")
+        head.forward = self._run
 
     def _run(self, hidden: Tensor) -> Tensor:
         result = self._compute(hidden, self._head.weight, self._head.bias)
@@ -60,10 +63,7 @@ class ReplacedHead:
 
     def restore(self) -> None:
         """Gives the head its own `forward` again."""
-        if self._before is None:
-            del self._head.forward
-        else:
-            self._head.forward = self._before
+        self._changes.undo()
 
 
 def tensor_version(x: Tensor) -> int:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lightseq.modules.changes import Changes
 from lightseq.modules.experts import experts_modules
 from lightseq.modules.router_loss import RouterSums, router_loss_share, router_sums
 from lightseq.sequence.group import SequenceGroup
@@ -29,6 +30,7 @@ class Routers:
         model: PreTrainedModel,
         recorder: nn.Module,
         group: SequenceGroup,
+        changes: Changes,
         top_k: int,
         coefficient: float = 0.0,
         bias_rate: float = 0.0,
@@ -64,9 +66,9 @@ class Routers:
         self._loads: list[Tensor | None] = [None] * len(self._biases)  # of a pass
         self._total_loads: list[Tensor] = []  # of all passes of a step
         for i, (router, index) in enumerate(routers):
-            router.register_forward_hook(partial(_observe_router, f"{self._name}|{i}", index))
+            changes.add_hook(router.register_forward_hook(partial(_observe_router, f"{self._name}|{i}", index)))
         for i, (experts, _) in enumerate(self._biases):
-            experts.register_forward_pre_hook(partial(_observe_experts, f"{self._name}|{i}"))
+            changes.add_hook(experts.register_forward_pre_hook(partial(_observe_experts, f"{self._name}|{i}")))
         _ROUTERS[self._name] = self
 
     def begin(self, counted: Tensor | None) -> None:

@@ -22,6 +22,7 @@ from lightseq.attention.module_attention import attend, context_of
 from lightseq.attention.operator import attention_backward
 from lightseq.kernels.attention.base import Saved
 from lightseq.modules import mlp
+from lightseq.modules.changes import Changes
 from lightseq.modules.fp8 import MULTIPLE
 from lightseq.modules.identity import change_of, is_known_code, plain_class
 from lightseq.modules.low_rank import (
@@ -44,6 +45,7 @@ Pair = tuple[Tensor, Tensor]
 
 def tile_layers(
     layers: Iterable[nn.Module],
+    changes: Changes,
     store_attention: bool = True,
     compiled: bool = False,
     options: dict[str, Any] | None = None,
@@ -59,7 +61,7 @@ def tile_layers(
         _check_layer(layer)
     functions = _TileFunctions(step(project), step(finish), mlp.TILE_TOKENS, store_attention)
     for layer in layers:
-        layer.forward = partial(_forward, functions, layer)  # type: ignore[method-assign]
+        changes.set_attribute(layer, "forward", partial(_forward, functions, layer))
 
 
 def check_layer_class(name: str) -> None:

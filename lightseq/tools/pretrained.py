@@ -15,11 +15,11 @@ from lightseq.models.hub import hub_error
 from lightseq.models.mxfp4 import is_mxfp4
 from lightseq.models.weights import (
     GENERATION_CONFIG,
-    check_weights,
     download,
     load_or_refuse,
     materialize,
     open_safetensors,
+    refuse_nan,
     tensor_files,
 )
 from lightseq.utils.formatting import first_line
@@ -53,7 +53,7 @@ def load_pretrained(directory: Path, device: torch.device) -> PreTrainedModel:
     """
     is_adapter = (directory / adapters.CONFIG).is_file()
     model = _load_adapted(directory, device) if is_adapter else _load_whole(directory, device)
-    check_weights(model, directory)
+    refuse_nan(model, directory)
     model.eval()
     return model
 

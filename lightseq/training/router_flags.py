@@ -6,6 +6,7 @@ from lightseq.attention.context import SequenceContext
 from lightseq.config.train_config import TrainConfig
 from lightseq.hf.router_losses import check_router_loss, has_router_loss
 from lightseq.models.decoder import text_config, text_decoder
+from lightseq.modules.changes import changes_of
 from lightseq.modules.router_loss import asks_for_router_logits
 from lightseq.modules.routers import Routers
 
@@ -40,4 +41,4 @@ def make_routers(config: TrainConfig, model: PreTrainedModel, context: SequenceC
             )
     owners = (model, text_config(model.config))
     top_k = next((int(found) for x in owners if (found := getattr(x, "num_experts_per_tok", None))), 0)
-    return Routers(model, text_decoder(model), context.sequence, top_k, coefficient, rate)
+    return Routers(model, text_decoder(model), context.sequence, changes_of(model), top_k, coefficient, rate)

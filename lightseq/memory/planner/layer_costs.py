@@ -25,6 +25,7 @@ from lightseq.models.decoder import attending_part, decoder_layers
 from lightseq.models.layers import Layer
 from lightseq.models.meta_run import layer_inputs
 from lightseq.models.mixers import distribute_mixer, mixer_modules, registered_mixers
+from lightseq.modules.changes import Changes, changes_of
 from lightseq.modules.experts import experts_modules, run_experts, store_experts, use_grouped_experts
 from lightseq.modules.mlp import TILE_TOKENS, tile_mlps
 from lightseq.modules.projections import store_projections
@@ -109,12 +110,13 @@ class LayerTable:
         if key not in self._graphs:
             layers, inputs = self._layers
             layer = nn.ModuleList([copy.deepcopy(layers[place])])
+            changes = Changes()
             if tiles:
-                tile_mlps(layer, store=stores is not None)
+                tile_mlps(layer, changes, store=stores is not None)
             if stores is not None:
-                store_experts(layer)
+                store_experts(layer, changes)
             if stores == STORE_LINEARS:
-                store_projections(layer)
+                store_projections(layer, changes)
             self._graphs[key] = LayerGraph(layer[0], *inputs[place])
         return self._graphs[key]
 
@@ -125,7 +127,7 @@ class LayerTable:
         model: PreTrainedModel = build_on_meta(self._config)
         layers = decoder_layers(model)[: last + 1]
         inputs = layer_inputs(model.to(self._dtype), layers, TOKENS)
-        use_grouped_experts(model)
+        use_grouped_experts(model, changes_of(model))
         if self._expert_ranks > 1:
             for _, experts in experts_modules(layers):
                 experts.expert_group = _TracedGroup(self._expert_ranks, self._dtype)
@@ -135,7 +137,7 @@ class LayerTable:
         for module in attention_modules(model):
             module.sequence_context = context  # type: ignore[assignment]
         for module, kind in mixer_modules(model):
-            distribute_mixer(module, kind, context.sequence, setattr)
+            distribute_mixer(module, kind, context.sequence, changes_of(model))
         return layers, inputs
 
 

@@ -15,7 +15,7 @@ from lightseq.distributed.environment import secrets
 from lightseq.distributed.start import init_distributed
 from lightseq.distributed.world import World
 from lightseq.models.presets import ModelFamily
-from lightseq.models.weights import check_finite
+from lightseq.models.weights import refuse_nan
 from lightseq.tools.evaluate.options import PROGRAM, Options, flags
 from lightseq.tools.evaluate.retrieval import needle_task
 from lightseq.tools.evaluate.tasks import Task, loss_task
@@ -46,7 +46,7 @@ def evaluate(family: ModelFamily, words: Sequence[str]) -> None:
         config = _without_training(given)
         task = on_all_ranks(world, lambda: _prepare(options, config, family, world))
         trainer = Trainer(config, task.inputs, world, build_engine(config, task.inputs, world))
-        on_all_ranks(world, lambda: check_finite(trainer.model, config.model_name_or_path))
+        on_all_ranks(world, lambda: refuse_nan(trainer.model, config.model_name_or_path))
         if world.is_main:
             trainer.terminal.header(_header(trainer, task), [*task.inputs.notes, *_notes(given, config)])
         begin = time.perf_counter()

@@ -1,17 +1,13 @@
-"""Record of an enabled model: its context, and every change of its modules with the way to undo it."""
+"""Changes of foreign modules, each recorded with the way to undo it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from lightseq.attention.context import SequenceContext
-from lightseq.models.architecture import transformers_model
-
-RECORD: Final = "lightseq_record"  # attribute of the transformers model
+RECORD: Final = "lightseq_changes"  # attribute of a model
 
 
 class Changes:
@@ -55,18 +51,11 @@ class Changes:
             self._undo.pop()()
 
 
-@dataclass
-class EnabledModel:
-    """Record of one enabled model, which the transformers model holds."""
-
-    context: SequenceContext
-    changes: Changes = field(default_factory=Changes)
-    disabled_by: str | None = None  # the function to call instead of `hf.disable`, of a trainer that added changes
-
-
-def record_of(model: nn.Module) -> EnabledModel | None:
-    """Returns the record of a transformers model, which may be inside wrappers; None if it is not enabled."""
-    return vars(transformers_model(model)).get(RECORD)
+def changes_of(model: nn.Module) -> Changes:
+    """Returns the record of what training has changed in a model, which the model holds."""
+    if RECORD not in vars(model):
+        setattr(model, RECORD, Changes())
+    return vars(model)[RECORD]  # type: ignore[no-any-return]
 
 
 def _own_value(module: nn.Module, name: str) -> tuple[Any, ...]:
