@@ -1,6 +1,7 @@
 """Options of distributed attention."""
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -42,11 +43,17 @@ class AttentionConfig:
     # Layers pass their heads in slices, one after the other (`tile_layers`); a schedule then needs fewer head groups.
     layers_slice_heads: bool = False
 
+    def with_windows(self, windows: Collection[int], ranks: int) -> "AttentionConfig":
+        """Returns the config for layers with these windows: `windows` is set if one does not see a whole row.
+
+        Raises ValueError for a requested schedule that these ranks cannot form.
+        """
+        return self if not windows or min(windows) >= self.longest_row(ranks) else replace(self, windows=True)
+
     def longest_row(self, ranks: int) -> int:
         """Returns the most tokens that a row of `length` tokens can have once it is padded for a group of ranks.
 
-        A layer's window matters if it is shorter, because tables cover the padding too. Raises ValueError for a
-        requested schedule that these ranks cannot form.
+        Tables cover the padding, too. Raises ValueError for a requested schedule that these ranks cannot form.
         """
         if self.schedule == AUTO:
             made = [schedule_without_steps(name, ranks) for name, x in SCHEDULES.items() if x.ulysses_group == "one"]

@@ -138,10 +138,9 @@ def _completed(config: AttentionConfig, model: PreTrainedModel, ranks: int) -> A
     parameter = next(model.parameters())
     reaches = [reach for reach in layer_windows(model.config) if reach is not None]
     return dataclasses.replace(
-        config,
+        config.with_windows(reaches, ranks),
         device=torch.device(config.device or parameter.device),
         dtype=config.dtype or parameter.dtype,
-        windows=config.windows or (bool(reaches) and min(reaches) < config.longest_row(ranks)),
         softcap=config.softcap or caps_scores(model.config),
     )
 

@@ -104,10 +104,11 @@ class Architecture:
         """Returns whether some layer mixes tokens without attention."""
         return any(isinstance(mixer, LinearMixer) for layer in self.kinds for mixer in layer.mixers)
 
-    def has_windows(self, length: int) -> bool:
-        """Returns whether some layer does not see all of a row of this length, padding included."""
-        windows = [mixer.window for layer in self.kinds for mixer in layer.attentions]
-        return any(window is not None and window < length for window in windows)
+    @property
+    def windows(self) -> set[int]:
+        """Returns the windows of all layers that have one, in tokens."""
+        found = {mixer.window for layer in self.kinds for mixer in layer.attentions}
+        return {window for window in found if window is not None}
 
     def attention_area(self, sizes: ArrayLike) -> float:
         """Returns twice the visible (query, key) pairs in documents of these sizes, the mean over all mixers.

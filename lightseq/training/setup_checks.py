@@ -165,8 +165,7 @@ def check_layers(config: TrainConfig, architecture: Architecture) -> None:
 
 def check_mixers(config: TrainConfig, architecture: Architecture, ranks: int) -> None:
     """Raises ValueError if windows or recurrent layers cannot span this many ranks in the way that the flags ask."""
-    row = AttentionConfig.from_flags(config, torch.device("cpu")).longest_row(ranks)
-    if architecture.has_windows(row):
+    if AttentionConfig.from_flags(config, torch.device("cpu")).with_windows(architecture.windows, ranks).windows:
         choose_windowed(ScheduleChoice(config.schedule))
     mixers = [mixer for layer in distinct(architecture.layers) for mixer in layer.linear_mixers]
     check_recurrent_schedule(config.recurrent_schedule, architecture.name, mixers, ranks)
@@ -202,8 +201,7 @@ def kernel_specs(
     """
     architecture = inspect_architecture(model_config)
     options = AttentionConfig.from_flags(config, torch.device(device_type))
-    windows = architecture.has_windows(options.longest_row(ranks))
-    options = replace(options, windows=windows, softcap=caps_scores(model_config))
+    options = replace(options.with_windows(architecture.windows, ranks), softcap=caps_scores(model_config))
     return [
         attention_kernel_spec(options, dim, capability, value_dim)
         for dim, value_dim in dict.fromkeys((x.heads.dim, x.heads.value_dim) for x in architecture.attentions)

@@ -1,4 +1,4 @@
-"""Which parameters weight decay applies to: weights of products and tables, as in transformers' Trainer."""
+"""Choice of the parameters to which weight decay applies: products and tables, as in transformers' Trainer."""
 
 import re
 from typing import Final

@@ -158,8 +158,7 @@ class PlannedRun:
         """Returns the schedule that training would choose, for one sequence and by the same rates."""
         length = self.config.model_max_length
         options = AttentionConfig.from_flags(self.config, torch.device("cuda"), self.hardware.gpus_per_host)
-        row = options.longest_row(self.sequence_ranks)
-        options = replace(options, windows=self.architecture.has_windows(row))
+        options = options.with_windows(self.architecture.windows, self.sequence_ranks)
         shape = attention_shape(
             self.architecture.attentions,
             length,
