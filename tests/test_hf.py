@@ -527,6 +527,18 @@ def test_right_padding_is_accepted_in_every_mask_dtype(alone: None) -> None:
     assert all(torch.equal(part["labels"], parts[0]["labels"]) for part in parts)
 
 
+def test_positions_of_padding_do_not_matter(alone: None) -> None:
+    """Collators write 0 or 1 there."""
+    context, batch, mask = hf.enable(llama()), ids(2, 6), torch.tensor([[1] * 6, [1, 1, 1, 0, 0, 0]])
+    for written in (0, 1):
+        positions = (mask.cumsum(-1) - 1).masked_fill(mask == 0, written)
+        given = hf.shard_batch(context, batch, attention_mask=mask, position_ids=positions)
+        assert "documents" not in given and torch.equal(given["position_ids"][1], torch.arange(6))
+        packed = torch.tensor([[0, 1, 0, 1, written, written]])
+        given = hf.shard_batch(context, batch[:1], attention_mask=mask[1:] | mask[1:].roll(1), position_ids=packed)
+        assert given["documents"].count == 2 and given["documents"].boundaries[1] == 2
+
+
 @pytest.mark.parametrize(
     "words, line",
     [

@@ -85,6 +85,16 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_a_buffer_with_nan_is_refused(files: Path, tmp_path: Path) -> None:
+    stored = load_file(files / "model" / "model.safetensors")
+    stored["model.layers.1.bias"][0] = torch.nan
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    model = build_on_meta(ScaledConfig.from_pretrained(files / "model"))
+    weights.materialize(model, CPU)
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.bias holds NaN; copy or download"):
+        weights.load(model, tmp_path)
+
+
 def flags(files: Path, output: str, more: str = "") -> str:
     return (
         f"--model_name_or_path {files}/model --data_path {files}/data.pkl --output_dir {files}/{output} "

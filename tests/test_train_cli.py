@@ -260,11 +260,13 @@ def with_nan_losses(rank: int, family: str, words: str, steps: tuple[int, ...]) 
 
 def test_too_many_losses_in_a_row_that_are_not_finite_end_the_run_on_every_rank(files: Files) -> None:
     assert journal.MAX_NONFINITE_LOSSES == 10
-    words = files.words("llama2", "nan-losses", "--max_steps 9 --save_strategy no --logging_steps 3")
+    words = files.words("llama2", "nan-losses", "--max_steps 9 --save_steps 1 --logging_steps 3")
     ends = spawn(2, with_nan_losses, "llama2", words, (1, 2, 4, 5, 6, 7))
     assert [end.status for end in ends] == [1, 1]
-    said = "error: steps 4 to 6 have a loss that is not finite; start over with other data or a lower --learning_rate"
+    said = "error: steps 4 to 6 have a loss that is not finite; resume from "
     assert ends[0].err.count("error: ") == 1 and said in ends[0].err and "error: " not in ends[1].err
+    # That of step 3 holds the weights with which the loss of step 4 is not finite.
+    assert "nan-losses/checkpoint-2 with other data or a lower --learning_rate" in ends[0].err
 
 
 def sums_over_ranks(rank: int, family: str, words: str) -> int:

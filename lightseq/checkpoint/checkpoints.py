@@ -53,7 +53,12 @@ def wait_until(holds: Callable[[], bool], directory: Path, seconds: float) -> bo
 def list_checkpoints(output_dir: Path) -> list[Path]:
     """Returns the checkpoints of a run, oldest first, without checking that they are complete."""
     found = [path for path in output_dir.glob("checkpoint-*") if NAME.fullmatch(path.name) and is_checkpoint(path)]
-    return sorted(found, key=lambda path: int(path.name.split("-")[1]))
+    return sorted(found, key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """Returns the step after which a checkpoint was written."""
+    return int(checkpoint.name.split("-")[1])
 
 
 def is_checkpoint(path: Path) -> bool:

@@ -59,6 +59,8 @@ def shard_batch(
     if attention_mask is not None and numbers_documents:
         cu_seqlens = with_numbered_documents(attention_mask, cu_seqlens)
         attention_mask = (attention_mask != 0).long()
+    if attention_mask is not None and cu_seqlens is None:
+        position_ids = continued_positions(position_ids, attention_mask)
     boundaries = find_boundaries(input_ids, cu_seqlens, position_ids)
     if boundaries is not None and boundaries[-1] < length:
         check_tail(boundaries[-1], length, [labels, shift_labels], attention_mask)
@@ -150,6 +152,22 @@ def find_boundaries(
     if not fit:
         raise ValueError("position_ids do not count up from 0 in each document; leave them out")
     return found
+
+
+def continued_positions(position_ids: Tensor | None, attention_mask: Tensor) -> Tensor | None:
+    """Lets positions count on over right padding, where transformers' collators write 0 or 1.
+
+    Positions of another shape than (batch, length) or (1, length) stay as they are.
+    """
+    if not isinstance(position_ids, Tensor) or position_ids.ndim != 2:
+        return position_ids
+    batch, length = attention_mask.shape
+    if position_ids.shape not in ((batch, length), (1, length)):
+        return position_ids
+    given = position_ids.expand(batch, -1)
+    tokens = (attention_mask != 0).sum(1, keepdim=True).to(given.device)
+    beyond = torch.arange(length, device=given.device, dtype=given.dtype) - tokens
+    return torch.where(beyond < 0, given, given.gather(1, tokens - 1) + 1 + beyond)
 
 
 def with_numbered_documents(

@@ -27,7 +27,7 @@ from lightseq.hf.images import IMAGE_INPUTS, TOKEN_TYPES
 from lightseq.hf.loss_checks import has_fused_loss, loss_function_of
 from lightseq.hf.record import record_of
 from lightseq.hf.router_losses import share_router_loss
-from lightseq.hf.shard_batch import check_right_padding, counted_tokens
+from lightseq.hf.shard_batch import check_right_padding, continued_positions, counted_tokens
 from lightseq.integrations.lazy_logits import with_lazy_logits, without
 from lightseq.kernels.logit_transform import LogitTransform
 from lightseq.memory.remat import apply_remat
@@ -198,9 +198,11 @@ class WholeBatches:
         mask = whole["attention_mask"]
         labels = whole["labels"] if shifted_here else None
         numbers_documents = check_right_padding(mask, labels, whole["shift_labels"])
+        edges = kwargs.pop("cu_seq_lens_q", None)
         if mask is not None and mask.shape == whole["input_ids"].shape and not numbers_documents:
             whole["attention_mask"] = None  # is right padding without labels; another check would wait for the device
-        edges = kwargs.pop("cu_seq_lens_q", None)
+            if edges is None:
+                whole["position_ids"] = continued_positions(whole["position_ids"], mask)
         if self._pad_to is not None:
             whole, edges = _padded(whole, self._pad_to), _padded_edges(edges, length, self._pad_to)
         given = kwargs.pop("num_items_in_batch", None)

@@ -180,7 +180,7 @@ def load(model: PreTrainedModel, source: Path | str, fill: FillParameter = fill)
             fill(parameter, without_nan(part_of(name, parameter), f"{directory}: {name}"))
         for name, buffer in buffers.items():
             if name in layout.renamed or name in layout.converted:
-                buffer.copy_(part_of(name, buffer)(...))  # type: ignore[arg-type]
+                buffer.copy_(without_nan(part_of(name, buffer), f"{directory}: {name}")(...))  # type: ignore[arg-type]
 
 
 def without_nan(read: Callable[[tuple[slice, ...]], Tensor], what: str) -> Callable[[tuple[slice, ...]], Tensor]:

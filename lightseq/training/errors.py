@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from lightseq.checkpoint.checkpoints import list_checkpoints
+from lightseq.checkpoint.checkpoints import list_checkpoints, step_of
 from lightseq.distributed.agreement import is_first_to, mark_done, wait_until_done
 from lightseq.distributed.watchdog import RankNotResponding
 from lightseq.distributed.world import World, exit_process, report_error
@@ -114,11 +114,28 @@ def exit_on_no_response() -> Iterator[None]:
         raise SystemExit(1) from error
 
 
-def end_for_bad_steps(step: int, count: int, what: str, output_dir: Path, world: World, terminal: Terminal) -> None:
-    """Ends the run on every rank. `what` is wrong with `count` steps in a row, up to step number `step`."""
+def end_for_skipped_steps(
+    step: int, count: int, reason: str, output_dir: Path, world: World, terminal: Terminal
+) -> None:
+    """Ends the run on every rank after `count` skipped steps in a row, up to step number `step`."""
+    saved = list_checkpoints(output_dir) if world.is_main else []
+    remedy = f"resume from {saved[-1]}, whose weights are still good," if saved else "start over"
+    _end(f"steps {step - count + 1} to {step} were skipped, the last because {reason}; {remedy}", world, terminal)
+
+
+def end_for_nonfinite_losses(step: int, count: int, output_dir: Path, world: World, terminal: Terminal) -> None:
+    """Ends the run on every rank after `count` losses in a row that are not finite, up to step number `step`.
+
+    The weights of later checkpoints give such losses, so the newest one before is named.
+    """
+    first = step - count + 1
+    saved = [path for path in list_checkpoints(output_dir) if step_of(path) < first - 1] if world.is_main else []
+    remedy = f"resume from {saved[-1]}" if saved else "start over"
+    _end(f"steps {first} to {step} have a loss that is not finite; {remedy}", world, terminal)
+
+
+def _end(problem: str, world: World, terminal: Terminal) -> None:
     if world.is_main:
         terminal.close()
-        saved = list_checkpoints(output_dir)
-        remedy = f"resume from {saved[-1]}, whose weights are still good," if saved else "start over"
-        report_error(f"steps {step - count + 1} to {step} {what}; {remedy} with other data or a lower --learning_rate")
+        report_error(f"{problem} with other data or a lower --learning_rate")
     raise SystemExit(1)

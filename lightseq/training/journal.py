@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from lightseq.training.errors import end_for_bad_steps, exit_on_write_error
+from lightseq.training.errors import end_for_nonfinite_losses, end_for_skipped_steps, exit_on_write_error
 from lightseq.training.metrics import MetricsFile
 from lightseq.training.optimization import UNKNOWN_PARAMETER
 from lightseq.training.step_stats import PendingRecord
@@ -48,7 +48,7 @@ class Journal:
         for step in range(record.step - pending.steps + 1, record.step + 1):
             self._nonfinite_losses = self._nonfinite_losses + 1 if step in lost else 0
             if self._nonfinite_losses >= MAX_NONFINITE_LOSSES:
-                self._end(step, self._nonfinite_losses, "have a loss that is not finite")
+                end_for_nonfinite_losses(step, self._nonfinite_losses, self._output_dir, self._world, self._terminal)
             self._skipped = self._skipped + 1 if step in nonfinite else 0
             scale_is_falling = self._scales_loss and self._skipped < MAX_SKIPPED_STEPS
             if step not in nonfinite or scale_is_falling:
@@ -61,7 +61,7 @@ class Journal:
             reason = f"{whose} is not finite"
             self._note(f"step {step}: {reason}; the step was skipped")
             if self._skipped >= MAX_SKIPPED_STEPS:
-                self._end(step, self._skipped, f"were skipped, the last because {reason}")
+                end_for_skipped_steps(step, self._skipped, reason, self._output_dir, self._world, self._terminal)
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Writes a record to the metrics and shows it, on the rank with `metrics`. Ends the run if it cannot write."""
@@ -71,9 +71,6 @@ class Journal:
             with exit_on_write_error(self._metrics.path, self._world, self._terminal, saves=self._saves):
                 self._metrics.write(record)
             self._terminal.show(record)
-
-    def _end(self, step: int, count: int, what: str) -> None:
-        end_for_bad_steps(step, count, what, self._output_dir, self._world, self._terminal)
 
     def _note(self, line: str) -> None:
         if self._world.is_main:
