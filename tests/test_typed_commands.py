@@ -45,6 +45,7 @@ TINY = {
     r"node01:29500": "localhost:0",
     r"--nproc_per_node([= ])\d+": r"--nproc_per_node\g<1>2",
     r"--lengths \S+": "--lengths 128,192",
+    r"--sample_prompts \S+": r"\g<0> --sample_max_new_tokens 2",
     r"--task needle": "--task needle --trials 1 --choices 2 --depths 0,1",
     r"--(length|model_max_length) \S+": r"--\1 128",
     r"--vocab_size \d+": f"--vocab_size {VOCABULARY}",
