@@ -40,10 +40,13 @@ TINY = {
     r"MODEL=meta-llama/\S+": 'STAGES="64:1 128:1" CONTEXT=32 MODEL=models/llama',
     r"meta-llama/[\w.-]+": "models/llama",
     r"\b(llama3-8b|llama3\.2-1b)\b": "tiny-llama3",
+    r"--data_path docs\b": "--data_path books",
     r"--nnodes=\d+": "--nnodes=1",
     r"node01:29500": "localhost:0",
     r"--nproc_per_node([= ])\d+": r"--nproc_per_node\g<1>2",
-    r"--lengths \S+": "--lengths 64,128",
+    r"--lengths \S+": "--lengths 128,192",
+    r"--sample_prompts \S+": r"\g<0> --sample_max_new_tokens 2",
+    r"--task needle": "--task needle --trials 1 --choices 2 --depths 0,1",
     r"--(length|model_max_length) \S+": r"--\1 128",
     r"--vocab_size \d+": f"--vocab_size {VOCABULARY}",
     r"--max_steps \d+": "--max_steps 4",
@@ -127,7 +130,7 @@ def type_command(line: str, folder: Path) -> None:
 
 def program_alone(line: str) -> str | None:
     """Returns what follows `python3` if a line is one program in one process, which need not wait for imports."""
-    if re.search(r"[*|;&<>$]|nproc_per_node|torch\.distributed|sweep\.py", line):
+    if re.search(r"[*|;&<>$]|nproc_per_node|max_restarts|torch\.distributed|sweep\.py", line):
         return None
     (command,) = split(line)
     return shlex.join(command.program) if command.words[0] in ("lightseq", "python3") else None
