@@ -12,7 +12,16 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from lightseq.data.columns import DOCUMENT_COLUMNS, IDS, MASK_COLUMNS, check_columns, check_masked, has_mask, ignored_columns_notes, is_blank
+from lightseq.data.columns import (
+    DOCUMENT_COLUMNS,
+    IDS,
+    MASK_COLUMNS,
+    check_columns,
+    check_masked,
+    has_mask,
+    ignored_columns_notes,
+    is_blank,
+)
 from lightseq.data.examples import Example, check_ids, locate_window, window, window_offsets, window_sizes
 from lightseq.data.sources import NamedRow, ReadOptions, Row, get_column
 from lightseq.data.token_directory import IntArray
