@@ -158,9 +158,14 @@ class _Renderer:
         return found
 
     def _render_marked(self) -> RenderedChat | None:
-        """Returns the chat with the answers that the template marks; None unless it marks every answer once."""
+        """Returns the chat with the answers that the template marks; None unless it marks every answer.
+
+        A template may mark what follows an answer in a span of its own, such as the end of the chat.
+        """
         text, spans = self._run(lambda: self.template.render_marked(self.turns, self.chat.inputs))
         answers = [number for number, turn in enumerate(self.chat.turns[: len(self.turns)]) if is_answer(turn)]
+        if len(spans) > len(answers):
+            spans = self._join_spans(answers, text, spans)
         if len(answers) != len(spans):
             return None
         try:
@@ -176,6 +181,23 @@ class _Renderer:
                     text = text[:end] + marker
                 learnt.append((start, end + len(marker) * text[end:].startswith(marker)))
         return RenderedChat(text, learnt)
+
+    def _join_spans(self, answers: list[int], text: str, spans: list[Span]) -> list[Span]:
+        """Joins each span that directly follows another one, and holds no next answer, to the one before it."""
+        joined: list[Span] = []
+        for start, end in spans:
+            following = len(joined) < len(answers) and self._holds(answers[len(joined)], text, start, end)
+            if joined and not following and not text[joined[-1][1] : start].strip():
+                joined[-1] = (joined[-1][0], end)
+            else:
+                joined.append((start, end))
+        return joined
+
+    def _holds(self, number: int, text: str, start: int, end: int) -> bool:
+        with suppress(_NotWritten):
+            self._check_answer(number, text, start, end)
+            return True
+        return False
 
     def _marker_after(self, number: int, text: str) -> str:
         """Returns the marker of the turn after an answer, up to which `text` reaches, if the model stops at it.
