@@ -63,6 +63,7 @@ def test_columns_that_repeat_the_row_are_known_from_others(tmp_path: Path) -> No
     assert one(tmp_path, {**CHAT_ROW, "prompt": "hi"}) == one(tmp_path, CHAT_ROW)
     assert one(tmp_path, {**CHAT_ROW, "conversations": [{"from": "human", "value": "hi"}]}).targets == LEARNT
     assert one(tmp_path, {"input_ids": [5, 6, 7], "text": "made from this"}).ids == [5, 6, 7]
+    assert one(tmp_path, {"input_ids": None, "text": "yo"}).text == "yo<eos>", "null counts as absent"
     for row in ({**pair, "text": "other"}, {**CHAT_ROW, "prompt": "other"}, {**CHAT_ROW, "text": "other"}):
         assert "differs from" in refusal(tmp_path, row)
     named = one(tmp_path, {"body": "other", **CHAT_ROW}, text_column="body")

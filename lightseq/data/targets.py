@@ -95,14 +95,17 @@ def detect_row_format(row: Row, text_column: str, where: str) -> RowFormat:
         raise ValueError(f"{where} has no column {text_column!r}; it has: {join_names(columns)}")
     chats = [name for name in CHAT_COLUMNS if name in columns]
     pair = next((pair for pair in PROMPT_COLUMNS if set(pair) <= set(columns)), None)
-    if text_column == "text" and "input_ids" in columns:
-        return RowFormat(IDS, partial(_read_ids, masked=has_mask(row)), masked=has_mask(row))
+    ids = RowFormat(IDS, partial(_read_ids, masked=has_mask(row)), masked=has_mask(row))
+    if text_column == "text" and row.get("input_ids") is not None:
+        return ids
     if text_column == "text" and chats:
         return RowFormat(CHAT, partial(_read_messages, column=chats[0]))
     if text_column == "text" and pair is not None:
         return RowFormat(PAIR, partial(_read_pair, pair=pair))
     if text_column in columns:
         return RowFormat(TEXT, partial(_read_text, column=text_column), masked=False, whole=True)
+    if "input_ids" in columns:  # null
+        return ids
     for name in columns:
         if name not in HARMLESS_BESIDE_TEXT and UNSUPPORTED.get(name) in (PREFERENCES, NO_TEXT):
             raise ValueError(f"{where}: column {name!r} {UNSUPPORTED[name]}")
