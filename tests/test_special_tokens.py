@@ -49,7 +49,7 @@ def tokenizer_of(template: str | None, single: str = "<bos> $A") -> PretrainedTo
 def test_specials_that_a_row_has_already_are_not_added(tmp_path: Path, single: str, row: dict[str, str]) -> None:
     tokenizer = tokenizer_of(None, single)
     first, last = next(iter(row)), [*row][-1]
-    rows = [row, {**row, last: row[last] + "<eos>"}]
+    rows = [row, *({**row, last: row[last] + end} for end in ("<eos>", "<eos>\n"))]
     rows += [{**each, first: "<bos>" + each[first]} for each in rows] if "<bos>" in single else []
     plain, *others = read_rows(tmp_path, tokenizer, *rows)
     assert plain.ids.count(BOS) == int("<bos>" in single) and plain.ids.count(EOS) == 1 == plain.targets[-1].count(

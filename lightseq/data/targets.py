@@ -39,7 +39,7 @@ from lightseq.data.columns import (
 )
 from lightseq.data.sources import Row, get_column, get_text, join_names
 from lightseq.data.token_directory import IntArray
-from lightseq.data.tokenizer import TargetMask, TextPart, Tokenizer
+from lightseq.data.tokenizer import TargetMask, TextPart, Tokenizer, strip_after_end
 from lightseq.utils.tensors import IGNORE_INDEX
 
 EMPTY, NO_ANSWER = "empty", "without an answer"
@@ -314,6 +314,7 @@ def _concatenated(row: Row, prompt: str, answer: str, where: str, tokenizer: Tok
             f"{where} has column {needs[0]!r}, which needs a chat template; give --tokenizer one that has, or give "
             "--chat_template"
         )
+    answer = strip_after_end(answer, tokenizer)
     return Sample(((prompt, False), (answer, True)), remarks=frozenset() if tokenizer.end else frozenset([UNENDED]))
 
 
