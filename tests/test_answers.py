@@ -44,6 +44,8 @@ def refusal(folder: Path, template: str, row: dict[str, Any]) -> str:
         ("gptoss", [["<|channel|>final<|message|>yo<|return|>"], ["<|channel|>final<|message|>well<|return|>"]]),
         ("deepseek_r1_distill", [["yo<｜end▁of▁sentence｜>", "well<｜end▁of▁sentence｜>"]]),
         ("qwen3_training", [["<think>\n\n</think>\n\nyo<|im_end|>", "<think>\n\n</think>\n\nwell<|im_end|>"]]),
+        ("phi3_training", [["yo<|end|>\n", "well<|end|>\n<eos>"]]),
+        ("phi3_5_training", [["yo<|end|>\n", "well<|end|>\n<eos>"]]),
         ("smolvlm", [[" yo<end_of_utterance>\n", " well<end_of_utterance>\n"]]),
     ],
 )

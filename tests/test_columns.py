@@ -63,6 +63,7 @@ def test_columns_that_repeat_the_row_are_known_from_others(tmp_path: Path) -> No
     assert one(tmp_path, {**CHAT_ROW, "prompt": "hi"}) == one(tmp_path, CHAT_ROW)
     assert one(tmp_path, {**CHAT_ROW, "conversations": [{"from": "human", "value": "hi"}]}).targets == LEARNT
     assert one(tmp_path, {"input_ids": [5, 6, 7], "text": "made from this"}).ids == [5, 6, 7]
+    assert one(tmp_path, {"input_ids": None, "text": "yo"}).text == "yo<eos>", "null counts as absent"
     for row in ({**pair, "text": "other"}, {**CHAT_ROW, "prompt": "other"}, {**CHAT_ROW, "text": "other"}):
         assert "differs from" in refusal(tmp_path, row)
     named = one(tmp_path, {"body": "other", **CHAT_ROW}, text_column="body")
@@ -186,8 +187,24 @@ def test_masks_of_targets_are_used_and_combined(tmp_path: Path) -> None:
         assert "not a 0 or 1 for each of the 20 input_ids" in refusal(tmp_path, {"input_ids": ids, name: [1]})
     both = one(tmp_path, {"input_ids": ids, "completion_mask": mask, "assistant_masks": [0] * 17 + [1] * 3})
     assert sum(both.mask) == 3
-    later = {"input_ids": ids, "loss_mask": mask}
-    assert "has loss_mask, but the first row has none" in refusal(tmp_path, {"input_ids": ids}, later)
+
+
+@pytest.mark.parametrize("name", ["labels", "completion_mask", "assistant_masks", "loss_mask"])
+def test_every_row_has_a_mask_of_targets_or_none_has(tmp_path: Path, name: str) -> None:
+    """Without its mask, a row would train on every token of its prompt."""
+    datasets = pytest.importorskip("datasets")
+    ids = list(range(40, 60))
+    masked = {"input_ids": ids, name: [-100] * 5 + ids[5:] if name == "labels" else [0] * 5 + [1] * 15}
+    for plain in ({"input_ids": ids}, {"input_ids": ids, name: None}):
+        assert f"line 2 has {name}, but the first row has none" in refusal(tmp_path, plain, masked)
+        assert "line 2 has no labels or mask, but the first row has; give" in refusal(tmp_path, masked, plain)
+    datasets.Dataset.from_list([masked, plain]).to_parquet(tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match="row 1 has no labels or mask, but the first row has"):
+        open_path(tmp_path / "a.parquet", byte_level())
+    found = read_rows(tmp_path, byte_level(), plain, plain)
+    assert [one.mask for one in found] == [[True] * 20] * 2, "a column of nulls alone"
+    empty = {"input_ids": [], name: None}
+    assert len(read_rows(tmp_path, byte_level(), masked, empty, masked)) == 2
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,19 @@ def test_labels_are_shifted_once_and_sequences_without_a_target_left_out(tmp_pat
     assert "every label is -100" in refusal(path, length=1)
 
 
+def test_every_sequence_has_labels_or_none_has(tmp_path: Path) -> None:
+    ids, given = [[1, 2, 3], [4, 5, 6]], [-100, 2, 3]
+    rows = [{"input_ids": ids[0], "labels": given}, {"input_ids": ids[1]}]
+    for content in (rows, [rows[0], {**rows[1], "labels": None}], {"input_ids": ids, "labels": [given, None]}):
+        said = refusal(pickle_file(tmp_path / "p.pkl", content))
+        assert "sequence 1 has no labels or mask, but the first row has" in said
+    for content in (rows[::-1], {"input_ids": ids[::-1], "labels": [None, given]}):
+        assert "sequence 1 has labels, but the first row has none" in refusal(pickle_file(tmp_path / "p.pkl", content))
+    for nothing in (None, [None, None]):
+        path = pickle_file(tmp_path / "p.pkl", {"input_ids": ids, "labels": nothing})
+        assert open_examples(path, 3, 10)[1].labels.tolist() == [5, 6, IGNORE_INDEX]
+
+
 # Columns that token ids were made from, and metadata.
 SOURCES: Mapping[str, list[object]] = {
     "text": ["a text", "b"],

@@ -49,7 +49,7 @@ def tokenizer_of(template: str | None, single: str = "<bos> $A") -> PretrainedTo
 def test_specials_that_a_row_has_already_are_not_added(tmp_path: Path, single: str, row: dict[str, str]) -> None:
     tokenizer = tokenizer_of(None, single)
     first, last = next(iter(row)), [*row][-1]
-    rows = [row, {**row, last: row[last] + "<eos>"}]
+    rows = [row, *({**row, last: row[last] + end} for end in ("<eos>", "<eos>\n"))]
     rows += [{**each, first: "<bos>" + each[first]} for each in rows] if "<bos>" in single else []
     plain, *others = read_rows(tmp_path, tokenizer, *rows)
     assert plain.ids.count(BOS) == int("<bos>" in single) and plain.ids.count(EOS) == 1 == plain.targets[-1].count(
@@ -113,6 +113,45 @@ def test_the_next_role_s_marker_ends_an_answer_if_the_model_stops_there(tmp_path
     masked = [USER, {**ANSWER, "weight": 0}, AGAIN, WELL]
     (found,) = read_rows(tmp_path, tokenizer, {"messages": masked})
     assert len(found.targets) == 1, "a masked answer's marker is no target"
+
+
+ENDS = {
+    "cohere2": ["<|END_RESPONSE|>", "<|END_OF_TURN_TOKEN|>"],
+    "cohere2_training": ["<|END_RESPONSE|>", "<|END_OF_TURN_TOKEN|>"],
+    "smolvlm": ["<end_of_utterance>"],
+    "idefics3": ["<end_of_utterance>"],
+    "llava_next": ["</s>"],
+    "gptoss": ["<|end|>", "<|return|>"],
+    "phi3": ["<|end|>", "<|endoftext|>"],
+    "glm4moe": ["<|user|>"],
+    "glm4moe_training": ["<|user|>"],
+}
+
+
+@pytest.mark.parametrize("template", ENDS)
+def test_an_answer_with_an_end_of_its_own_is_learnt_as_one_without(tmp_path: Path, template: str) -> None:
+    """The end may be any special token that the template writes there, or all of them."""
+    if template.startswith("glm"):
+        tokenizer = glm(template)
+    else:
+        tokenizer = byte_level(published(template))
+        tokenizer.backend.add_special_tokens({"additional_special_tokens": ENDS[template]})
+        tokenizer.backend.eos_token = ENDS[template][-1]
+
+    def rows(end: str) -> list[dict[str, Any]]:
+        yo, well = ({**turn, "content": turn["content"] + end} for turn in (ANSWER, WELL))
+        return [
+            {"messages": [USER, yo]},
+            {"messages": [USER, yo, AGAIN, well]},
+            {"messages": [yo, AGAIN, well]},
+            {"prompt": "hi", "completion": yo["content"]},
+            {"prompt": [USER], "completion": [yo], "system": "Be terse."},
+        ]
+
+    for number in (0, 1, 3, 4) if template.startswith("cohere") else range(5):  # Cohere's roles alternate
+        plain = read_rows(tmp_path, tokenizer, rows("")[number])
+        for end in (*ENDS[template], "".join(ENDS[template]), ENDS[template][-1] + "\n"):
+            assert read_rows(tmp_path, tokenizer, rows(end)[number]) == plain, (number, end)
 
 
 def test_reasoning_that_the_template_drops_leaves_the_markers_in_place(tmp_path: Path) -> None:

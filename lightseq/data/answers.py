@@ -73,25 +73,49 @@ def render_prompt(prompt: str, template: ChatTemplate) -> str:
 
 
 def _without_repeated_specials(chat: Chat, template: ChatTemplate) -> Chat:
-    """Removes a special token at the end of an answer or the beginning of the chat if the template writes it there."""
+    """Removes special tokens at the end of an answer or the beginning of the chat if the template writes them there."""
     turns, specials = [*chat.turns], template.special_texts
     answers = [turn for turn in turns if is_answer(turn) and turn["content"].rstrip().endswith(specials)]
-    if not answers and not turns[0]["content"].startswith(specials):
+    opening = turns[: 2 if turns[0]["role"] == "system" else 1]
+    if not answers and not any(turn["content"].startswith(specials) for turn in opening):
         return chat
-    asked = [{"role": "user", "content": PROBE}, {"role": "assistant", "content": PROBE}]
-    for form in (asked, with_parts(asked)):
-        with suppress(_NotWritten):
-            written = _Renderer(chat, template, turns).write(form, False)
-            before, after = written.partition(PROBE)[0], written.rpartition(PROBE)[2].lstrip()
-            begin = next((text for text in specials if before.startswith(text)), "")
-            end = next((text for text in specials if after.startswith(text)), "")
-            for number, turn in enumerate(turns):
-                content = turn["content"].removeprefix(begin) if number == 0 else turn["content"]
-                if end and turn in answers and content.rstrip().endswith(end):
-                    content = content.rstrip().removesuffix(end)
-                turns[number] = {**turn, "content": content}
-            break
+    begins, ends = _written_specials(_Renderer(chat, template, turns))
+    for number, turn in enumerate(turns):
+        content = turn["content"]
+        if number < len(opening):
+            for begin in begins:
+                content = content.removeprefix(begin)
+        while turn in answers and (end := next((end for end in ends if content.rstrip().endswith(end)), "")):
+            content = content.rstrip().removesuffix(end)
+        turns[number] = {**turn, "content": content}
     return replace(chat, turns=tuple(turns))
+
+
+def _written_specials(renderer: _Renderer) -> tuple[list[str], set[str]]:
+    """Returns the special tokens with which a template begins a chat, in order, and those with which it ends answers.
+
+    It may end the last answer with others than earlier ones. Contents are text, or parts if it does not write text.
+    """
+    asked = [{"role": "user", "content": PROBE}, {"role": "assistant", "content": PROBE}]
+    specials, stops = renderer.template.special_texts, renderer.template.end_texts
+    for form in (list, with_parts):
+        with suppress(_NotWritten):
+            written = renderer.write(form(asked), False)
+            if PROBE not in written:
+                continue
+            before, after = written.partition(PROBE)[0], written.rpartition(PROBE)[2]
+            begins, rest = list[str](), before
+            while begin := max(filter(rest.startswith, specials), key=len, default=""):
+                begins.append(begin)
+                rest = rest.removeprefix(begin)
+            to_user = shared = ""
+            with suppress(_NotWritten):
+                pieces = renderer.write(form([*asked, *asked]), False).split(PROBE)
+                to_answer, to_user = pieces[1:3] if len(pieces) == 5 else ("", "")
+                shared = to_user[: _shared_length(to_user, to_answer)]  # every turn ends so
+            ended = {text for text in specials if text in after or text in shared}
+            return begins, ended | {text for text in stops if text in to_user}
+    return [], set()
 
 
 class _NotWritten(ValueError):
@@ -134,9 +158,14 @@ class _Renderer:
         return found
 
     def _render_marked(self) -> RenderedChat | None:
-        """Returns the chat with the answers that the template marks; None unless it marks every answer once."""
+        """Returns the chat with the answers that the template marks; None unless it marks every answer.
+
+        A template may mark what follows an answer in a span of its own, such as the end of the chat.
+        """
         text, spans = self._run(lambda: self.template.render_marked(self.turns, self.chat.inputs))
         answers = [number for number, turn in enumerate(self.chat.turns[: len(self.turns)]) if is_answer(turn)]
+        if len(spans) > len(answers):
+            spans = self._join_spans(answers, text, spans)
         if len(answers) != len(spans):
             return None
         try:
@@ -152,6 +181,23 @@ class _Renderer:
                     text = text[:end] + marker
                 learnt.append((start, end + len(marker) * text[end:].startswith(marker)))
         return RenderedChat(text, learnt)
+
+    def _join_spans(self, answers: list[int], text: str, spans: list[Span]) -> list[Span]:
+        """Joins each span that directly follows another one, and holds no next answer, to the one before it."""
+        joined: list[Span] = []
+        for start, end in spans:
+            following = len(joined) < len(answers) and self._holds(answers[len(joined)], text, start, end)
+            if joined and not following and not text[joined[-1][1] : start].strip():
+                joined[-1] = (joined[-1][0], end)
+            else:
+                joined.append((start, end))
+        return joined
+
+    def _holds(self, number: int, text: str, start: int, end: int) -> bool:
+        with suppress(_NotWritten):
+            self._check_answer(number, text, start, end)
+            return True
+        return False
 
     def _marker_after(self, number: int, text: str) -> str:
         """Returns the marker of the turn after an answer, up to which `text` reaches, if the model stops at it.

@@ -140,6 +140,20 @@ def is_blank(value: Any) -> bool:
     return value is None or (isinstance(value, str | list | dict) and not value)
 
 
+def has_mask(row: Mapping[str, Any]) -> bool:
+    """Returns whether a row of token ids has labels or a mask of targets; null counts as absent."""
+    return any(row.get(name) is not None for name in MASK_COLUMNS)
+
+
+def check_masked(row: Mapping[str, Any], masked: bool, where: str) -> None:
+    """Raises ValueError if a row has labels or a mask and the first row has none, or the reverse."""
+    if has_mask(row) and not masked:
+        given = next(name for name in MASK_COLUMNS if row.get(name) is not None)
+        raise ValueError(f"{where} has {given}, but the first row has none; give every row labels or a mask")
+    if masked and not has_mask(row):
+        raise ValueError(f"{where} has no labels or mask, but the first row has; give every row labels or a mask")
+
+
 def check_columns(row: Mapping[str, Any], format_name: str, used: Collection[str], where: str) -> list[str]:
     """Returns the columns of another format, which must hold the same row again. `used` decide the row's format.
 

@@ -12,7 +12,16 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from lightseq.data.columns import DOCUMENT_COLUMNS, IDS, MASK_COLUMNS, check_columns, ignored_columns_notes, is_blank
+from lightseq.data.columns import (
+    DOCUMENT_COLUMNS,
+    IDS,
+    MASK_COLUMNS,
+    check_columns,
+    check_masked,
+    has_mask,
+    ignored_columns_notes,
+    is_blank,
+)
 from lightseq.data.examples import Example, check_ids, locate_window, window, window_offsets, window_sizes
 from lightseq.data.sources import NamedRow, ReadOptions, Row, get_column
 from lightseq.data.token_directory import IntArray
@@ -116,8 +125,13 @@ def _pickled_rows(path: Path, ignored_columns: Collection[str] = ()) -> Iterator
         rows = _rows_of_columns(path, content)
     else:
         raise ValueError(f"{path} is not a dict with 'input_ids', a list of lists of token ids; write it as one")
+    masked: bool | None = None
     for index, row in enumerate(rows):
-        yield f"{path} sequence {index}", {name: x for name, x in row.items() if name not in ignored_columns}
+        kept, where = {name: x for name, x in row.items() if name not in ignored_columns}, f"{path} sequence {index}"
+        if kept.get("input_ids"):
+            masked = has_mask(kept) if masked is None else masked
+            check_masked(kept, masked, where)
+        yield where, kept
 
 
 def _rows_of_columns(path: Path, columns: Mapping[str, Any]) -> Iterator[Row]:

@@ -5,7 +5,7 @@ A part is a piece of text and whether it is a target. Prompts and the chat templ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -32,12 +32,14 @@ from lightseq.data.columns import (
     TEXT,
     UNSUPPORTED,
     check_columns,
+    check_masked,
     check_repeated,
+    has_mask,
     is_blank,
 )
 from lightseq.data.sources import Row, get_column, get_text, join_names
 from lightseq.data.token_directory import IntArray
-from lightseq.data.tokenizer import TargetMask, TextPart, Tokenizer
+from lightseq.data.tokenizer import TargetMask, TextPart, Tokenizer, strip_after_end
 from lightseq.utils.tensors import IGNORE_INDEX
 
 EMPTY, NO_ANSWER = "empty", "without an answer"
@@ -80,28 +82,30 @@ class RowFormat:
         return self.name in (CHAT, PAIR)
 
 
-def detect_row_format(columns: Iterable[str], text_column: str, where: str) -> RowFormat:
+def detect_row_format(row: Row, text_column: str, where: str) -> RowFormat:
     """Returns the row format for the columns of the first row. Raises ValueError for unknown columns.
 
     Tokens come before chats, chats before prompts with answers, and these before text: a column of a later format
     usually repeats the row.
     """
-    columns = list(columns)
+    columns = list(row)
     if not columns:
         raise ValueError(f"{where} has no columns; give it {text_column!r}, messages, or prompt and completion")
     if text_column != "text" and text_column not in columns:
         raise ValueError(f"{where} has no column {text_column!r}; it has: {join_names(columns)}")
     chats = [name for name in CHAT_COLUMNS if name in columns]
     pair = next((pair for pair in PROMPT_COLUMNS if set(pair) <= set(columns)), None)
-    if text_column == "text" and "input_ids" in columns:
-        masked = not set(columns).isdisjoint(MASK_COLUMNS)
-        return RowFormat(IDS, partial(_read_ids, masked=masked), masked)
+    ids = RowFormat(IDS, partial(_read_ids, masked=has_mask(row)), masked=has_mask(row))
+    if text_column == "text" and row.get("input_ids") is not None:
+        return ids
     if text_column == "text" and chats:
         return RowFormat(CHAT, partial(_read_messages, column=chats[0]))
     if text_column == "text" and pair is not None:
         return RowFormat(PAIR, partial(_read_pair, pair=pair))
     if text_column in columns:
         return RowFormat(TEXT, partial(_read_text, column=text_column), masked=False, whole=True)
+    if "input_ids" in columns:  # null
+        return ids
     for name in columns:
         if name not in HARMLESS_BESIDE_TEXT and UNSUPPORTED.get(name) in (PREFERENCES, NO_TEXT):
             raise ValueError(f"{where}: column {name!r} {UNSUPPORTED[name]}")
@@ -134,11 +138,8 @@ def _read_ids(row: Row, where: str, _: Tokenizer, *, masked: bool) -> list[Sampl
     made_from = check_columns(row, IDS, ("input_ids",), where)
     ids = _integers(row, "input_ids", where)
     masks = [_target_mask(row, name, ids, where) for name in MASK_COLUMNS if row.get(name) is not None]
-    if masks and not masked:
-        raise ValueError(
-            f"{where} has {next(name for name in MASK_COLUMNS if row.get(name) is not None)}, but the first row has "
-            "none; give every row labels or a mask"
-        )
+    if len(ids):
+        check_masked(row, masked, where)
     if row.get("token_type_ids") is not None and _integers(row, "token_type_ids", where).any():
         raise ValueError(f"{where}: 'token_type_ids' are not all zero; remove them if the model does not use them")
     real = _real_tokens(row, len(ids), where)
@@ -313,6 +314,7 @@ def _concatenated(row: Row, prompt: str, answer: str, where: str, tokenizer: Tok
             f"{where} has column {needs[0]!r}, which needs a chat template; give --tokenizer one that has, or give "
             "--chat_template"
         )
+    answer = strip_after_end(answer, tokenizer)
     return Sample(((prompt, False), (answer, True)), remarks=frozenset() if tokenizer.end else frozenset([UNENDED]))
 
 

@@ -36,7 +36,7 @@ from lightseq.utils.progress import progress_bar
 T = TypeVar("T")
 TOKENIZER_ROWS: Final = 256  # rows per call of the tokenizer
 HEAD_START_SECONDS: Final = 0.5  # of the process with a progress bar
-CACHE_VERSION: Final = 7  # increase it when tokenization changes
+CACHE_VERSION: Final = 8  # increase it when tokenization changes
 
 
 def open_rows(

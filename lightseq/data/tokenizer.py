@@ -245,7 +245,7 @@ class PretrainedTokenizer:
 
     def encode_batch(self, texts: list[str], whole: bool) -> list[IntArray]:
         """Encodes whole documents or, without begin and end ids, parts; a fast tokenizer uses all cores."""
-        found = self._encode(texts, False)
+        found = self._encode([strip_after_end(text, self) for text in texts] if whole else texts, False)
         return [np.asarray(self._whole(ids) if whole else ids, dtype=np.int64) for ids in found]
 
     def _encode(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
@@ -289,6 +289,14 @@ class PretrainedTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         return str(self.backend.decode([int(i) for i in ids], skip_special_tokens=True))
+
+
+def strip_after_end(text: str, tokenizer: Tokenizer) -> str:
+    """Removes whitespace behind the end token of a text, which would otherwise get another end."""
+    if not text[-1:].isspace() or not (stripped := text.rstrip()).endswith(tokenizer.special_texts):
+        return text
+    ends = bool(tokenizer.end) and tuple(tokenizer.encode_part(stripped)[-len(tokenizer.end) :]) == tokenizer.end
+    return stripped if ends else text
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
