@@ -47,6 +47,10 @@ def generated(folder: Path, *flags: str, prompt: str = "hi") -> list[str]:
     return ["generate", str(folder), "--prompt", prompt, "--max_new_tokens", "4", "--temperature", "0", *flags]
 
 
+def encoded(text: str) -> list[int]:
+    return byte_level().encode_part(text).tolist()
+
+
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(llama(), tmp_path_factory.mktemp("plain"))
@@ -227,9 +231,24 @@ def test_numbers_that_are_not_finite_are_not_evaluated(plain: Path, tmp_path: Pa
     assert "Traceback" not in done.stderr
 
 
-def test_an_adapter_of_peft_is_generated_with(adapter: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(generated(adapter)) == 0
-    assert capsys.readouterr().out.startswith("hi")
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"target_modules": ["q_proj"]},
+        {"target_modules": ["lm_head", "embed_tokens"]},
+        {"target_modules": ["q_proj"], "trainable_token_indices": [3, 4]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+    ],
+    ids=str,
+)
+def test_an_adapter_of_peft_is_generated_with(
+    asked: dict[str, Any], plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = get_peft_model(LlamaForCausalLM.from_pretrained(plain), LoraConfig(r=2, init_lora_weights=False, **asked))
+    made.save_pretrained(tmp_path)
+    assert main(generated(tmp_path)) == 0
+    (ids,) = made.generate(torch.tensor([[2, *encoded("hi")]]), max_new_tokens=4, do_sample=False).tolist()
+    assert capsys.readouterr().out == byte_level().decode(ids) + "\n"
 
 
 def test_an_unpaired_surrogate_in_a_prompt_is_one_line(plain: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -78,7 +78,7 @@ def continuations(args: argparse.Namespace) -> list[str]:
     ids = [tokenizer.encode_part(text).tolist() if template else encode_prompt(tokenizer, text) for text in prompts]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = load_pretrained(directory, device)
-    _check_ids(ids, model.get_input_embeddings().num_embeddings, args.checkpoint)
+    _check_ids(ids, len(model.get_input_embeddings().weight), args.checkpoint)
     torch.manual_seed(args.seed)
     sampling = {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p}
     settings: dict[str, Any] = sampling if args.temperature else {"do_sample": False}

@@ -119,7 +119,8 @@ def _load_adapted(directory: Path, device: torch.device) -> Any:
     model = _load_whole(find_base(directory), device, adapters.read_rope(directory))
     adapted = _guarded(directory, lambda: PeftModel.from_pretrained(model, str(directory)))
     expected = get_peft_model_state_dict(adapted, save_embedding_layers=False).keys()
-    unknown = set() if has_towers(model.config) else stored - expected  # an adapter may be of towers, too
+    known = get_peft_model_state_dict(adapted, save_embedding_layers=True).keys()  # peft may add the base's weights
+    unknown = set() if has_towers(model.config) else stored - known - expected  # an adapter may be of towers, too
     if wrong := sorted({*(expected - stored), *unknown}):
         fault = "lacks" if wrong[0] in expected else "has, unlike the adapted model,"
         raise ValueError(f"{path} {fault} {wrong[0]}; {AGAIN}, or give its base model")
