@@ -56,7 +56,7 @@ def merge(adapter: Path, output_dir: Path, model_name_or_path: str | None) -> st
     Returns a summary line.
     """
     settings, rope = read_config(adapter), read_rope(adapter)
-    source = base_directory(settings, adapter, model_name_or_path, "--model_name_or_path")
+    source = base_directory(settings, adapter, model_name_or_path, "give its directory with --model_name_or_path")
     if output_dir.exists() and any(output_dir.iterdir()):
         raise ValueError(f"--output_dir {output_dir} is not empty; give another directory")
     path = adapter / ADAPTER_WEIGHTS
