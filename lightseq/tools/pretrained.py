@@ -150,7 +150,9 @@ def _guarded(path: Path, read: Callable[[], Any]) -> Any:
     except MemoryError:
         raise
     except Exception as error:
-        raise ValueError(f"{path} cannot be loaded by transformers: {_reason(error, path)}; correct it, or {AGAIN}") from error
+        raise ValueError(
+            f"{path} cannot be loaded by transformers: {_reason(error, path)}; correct it, or {AGAIN}"
+        ) from error
 
 
 def _reason(error: Exception, path: Path) -> str:
