@@ -286,12 +286,13 @@ RESULTS = ("return_dict_in_generate", "output_scores", "output_logits", "output_
     ids=str,
 )
 def test_valid_settings_for_generation_leave_the_text_as_it_is(
-    asked: dict[str, Any], plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    asked: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(generated(plain)) == 0
+    folder = save(llama(), tmp_path, CHATML)
+    assert main(generated(folder)) == 0
     expected = capsys.readouterr().out
-    settings("generation_config.json", **asked)(shutil.copytree(plain, tmp_path / "model"))
-    assert main(generated(tmp_path / "model")) == 0
+    settings("generation_config.json", **asked)(folder)
+    assert main(generated(folder)) == 0
     assert capsys.readouterr().out == expected
 
 

@@ -185,7 +185,7 @@ def _find_changes(
         experts: Any = model.get_submodule(parameters[name].rpartition(".")[0])
         _check_rank(name, a, b, settings["r"] * experts.num_experts, path)
         changes |= changes_of_experts(model, layout, parameters[name], a, b)
-    return changes, layout.renamed | {head: layout.renamed[table] for head, table in tied.items()}
+    return changes, {**layout.renamed, **{head: layout.renamed[table] for head, table in tied.items()}}
 
 
 def _parameters_of_experts(config: PreTrainedConfig, settings: Mapping[str, Any], path: Path) -> dict[str, str]:
