@@ -93,12 +93,12 @@ def continuations(args: argparse.Namespace) -> list[str]:
     answers = []
     for prompt in ids:
         given = torch.tensor([prompt], device=device)
-        inputs = {"inputs": given, "attention_mask": torch.ones_like(given), "max_new_tokens": args.max_new_tokens}
+        inputs = {"attention_mask": torch.ones_like(given), "max_new_tokens": args.max_new_tokens}
         try:
             with torch.inference_mode():
-                found = model.generate(**inputs, **settings, **TOKENS_ONLY, tokenizer=tokenizer.backend)  # type: ignore[operator]
+                found = model.generate(given, **inputs, **settings, **TOKENS_ONLY, tokenizer=tokenizer.backend)  # type: ignore[operator]
         except Exception as error:  # settings of generation_config.json may be anything
-            raise ValueError(_why_not(model, inputs | settings, args.checkpoint, error)) from error
+            raise ValueError(_why_not(model, given, inputs | settings, args.checkpoint, error)) from error
         answers.append((found[0].tolist(), found[0, len(prompt) :].tolist()))
     _say(_how(args, template is not None))
     for number, (_, added) in enumerate(answers, 1):
@@ -107,7 +107,7 @@ def continuations(args: argparse.Namespace) -> list[str]:
     return [tokenizer.decode(added if template else whole) for whole, added in answers]
 
 
-def _why_not(model: Any, inputs: dict[str, Any], checkpoint: str, error: Exception) -> str:
+def _why_not(model: Any, given: Any, inputs: dict[str, Any], checkpoint: str, error: Exception) -> str:
     """Returns whether the settings in generation_config.json are at fault, or the model's class fails without them."""
     import torch
     from transformers import GenerationConfig
@@ -117,7 +117,7 @@ def _why_not(model: Any, inputs: dict[str, Any], checkpoint: str, error: Excepti
     reason = f"{type(error).__name__}: {first_line(error)}"
     try:
         with torch.inference_mode():
-            plain.generate(**inputs | {"max_new_tokens": 1})
+            plain.generate(given, **inputs | {"max_new_tokens": 1})
     except Exception:
         return f"{checkpoint}: transformers cannot generate with {type(plain).__name__} ({reason}); give another model"
     return f"{checkpoint} cannot generate ({reason}); correct its generation_config.json, or give another checkpoint"
