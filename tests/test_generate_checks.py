@@ -47,6 +47,10 @@ def generated(folder: Path, *flags: str, prompt: str = "hi") -> list[str]:
     return ["generate", str(folder), "--prompt", prompt, "--max_new_tokens", "4", "--temperature", "0", *flags]
 
 
+def encoded(text: str) -> list[int]:
+    return byte_level().encode_part(text).tolist()
+
+
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(llama(), tmp_path_factory.mktemp("plain"))
@@ -147,10 +151,18 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "unknown": (rewritten(lambda x: x.update(other=torch.ones(1))), "unknown tensors ['other']"),
     "misshapen": (rewritten(lambda x: x.update({HEAD: torch.ones(8, 32)})), "has shape [8, 32], not the model's"),
     "NaN": (rewritten(lambda x: x[HEAD].fill_(math.nan)), "holds NaN"),
-    "tokenizer": (cut("tokenizer.json", content=b"{}"), "tokenizer "),
+    "tokenizer": (cut("tokenizer.json", content=b"{}"), "'added_tokens'; copy its files again, or give another"),
     "config": (cut("config.json", content=b"[]"), "config.json is not a JSON object"),
     "generation": (cut("generation_config.json", content=b"{"), "generation_config.json cannot be read ("),
     "generation type": (settings("generation_config.json", top_k="many"), "generation_config.json"),
+    "size": (settings("config.json", vocab_size="x"), "config.json cannot be loaded by transformers: Validation error"),
+    "activation": (settings("config.json", hidden_act="foo"), "transformers: hidden_act is 'foo'; correct it"),
+    "rope": (settings("config.json", rope_parameters={"rope_type": "foo", "rope_theta": 1e4}), "rope_type is 'foo'"),
+    "dtype": (settings("config.json", dtype="float99"), "config.json cannot be loaded by transformers: "),
+    "large end id": (
+        settings("generation_config.json", eos_token_id=2**40),
+        "eos_token_id is 1099511627776, not an id",
+    ),
     "end ids": (settings("generation_config.json", eos_token_id="a"), "eos_token_id is 'a', not an id"),
 }
 ADAPTER_DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -161,6 +173,11 @@ ADAPTER_DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "NaN": (rewritten(lambda x: [each.fill_(math.nan) for each in x.values()]), "holds NaN"),
     "missing": (rewritten(lambda x: x.pop(min(x))), "adapter_model.safetensors lacks base_model.model.model.layers.0"),
     "base": (settings("adapter_config.json", base_model_name_or_path=None), "does not name its base model"),
+    "lost base": (
+        settings("adapter_config.json", base_model_name_or_path="/no/where"),
+        "/no/where cannot be fetched (",
+    ),
+    "rank": (settings("adapter_config.json", r=3), "2, 32]"),
 }
 
 
@@ -223,13 +240,71 @@ def test_numbers_that_are_not_finite_are_not_evaluated(plain: Path, tmp_path: Pa
     (done,) = forked.World(
         1, f"-m lightseq {words} --output_dir {tmp_path}/out --data_cache {tmp_path}/cache", tmp_path
     ).end()
-    assert done.returncode == 2 and "holds NaN; give an earlier" in done.stderr
+    assert done.returncode == 2 and "holds NaN; copy or download the weights again" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_an_adapter_of_peft_is_generated_with(adapter: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(generated(adapter)) == 0
-    assert capsys.readouterr().out.startswith("hi")
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"target_modules": ["q_proj"]},
+        {"target_modules": ["lm_head", "embed_tokens"]},
+        {"target_modules": ["q_proj"], "trainable_token_indices": [3, 4]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+    ],
+    ids=str,
+)
+def test_an_adapter_of_peft_is_generated_with(
+    asked: dict[str, Any], plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = get_peft_model(LlamaForCausalLM.from_pretrained(plain), LoraConfig(r=2, init_lora_weights=False, **asked))
+    made.save_pretrained(tmp_path)
+    assert main(generated(tmp_path)) == 0
+    (ids,) = made.generate(torch.tensor([[2, *encoded("hi")]]), max_new_tokens=4, do_sample=False).tolist()
+    assert capsys.readouterr().out == byte_level().decode(ids) + "\n"
+
+
+def test_an_adapter_without_its_base_says_where_to_name_one(
+    adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ADAPTER_DAMAGE["lost base"][0](shutil.copytree(adapter, tmp_path / "adapter"))
+    remedy = f"edit base_model_name_or_path in {tmp_path}/adapter/adapter_config.json, or merge the adapter with"
+    refused(generated(tmp_path / "adapter"), remedy, capsys)
+
+
+RESULTS = ("return_dict_in_generate", "output_scores", "output_logits", "output_attentions", "output_hidden_states")
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"eos_token_id": -1},
+        dict.fromkeys(RESULTS, True),
+        {"num_return_sequences": 3, "do_sample": True},
+        {"stop_strings": ["no such text"]},
+    ],
+    ids=str,
+)
+def test_valid_settings_for_generation_leave_the_text_as_it_is(
+    asked: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = save(llama(), tmp_path, CHATML)
+    assert main(generated(folder)) == 0
+    expected = capsys.readouterr().out
+    settings("generation_config.json", **asked)(folder)
+    assert main(generated(folder)) == 0
+    assert capsys.readouterr().out == expected
+
+
+def test_a_class_that_cannot_generate_is_named_with_the_reason(
+    plain: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise AttributeError("no attribute 'image_outputs'")
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", fail)
+    reason = "cannot generate with LlamaForCausalLM (AttributeError: no attribute 'image_outputs'); give another model"
+    refused(generated(plain), reason, capsys)
 
 
 def test_an_unpaired_surrogate_in_a_prompt_is_one_line(plain: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -98,6 +98,7 @@ def change_config(adapter: Path, **values: Any) -> None:
         {"layers_to_transform": [1], "layers_pattern": "layers"},
         {"exclude_modules": ["model.layers.0.self_attn.q_proj"]},
         {"target_modules": r".*\.(q|v)_proj"},
+        {"target_modules": ["lm_head", "q_proj"]},  # peft saves the head's own weight, too
     ],
     ids=str,
 )
@@ -108,6 +109,25 @@ def test_plain_adapters_merge_like_peft(base: Path, tmp_path: Path, settings: di
     found = merged(tmp_path / "adapter", tmp_path / "merged")
     torch.testing.assert_close(found, logits(model.merge_and_unload()), rtol=1e-5, atol=1e-5)
     assert (found - logits(AutoModelForCausalLM.from_pretrained(base))).abs().max() > 0.01
+
+
+@pytest.mark.parametrize(
+    ("targets", "tied", "line"),
+    [
+        (["embed_tokens"], False, "embed_tokens.lora_embedding_A adapts embeddings, not a linear; use peft's merge"),
+        (["lm_head"], True, "which {base} ties to the embeddings; use peft's merge_and_unload"),
+        (["lm_head"], False, "lm_head.weight differs from {base}; give its base model with --model_name_or_path"),
+    ],
+)
+def test_an_adapter_of_embeddings_or_of_another_head_is_refused(
+    targets: list[str], tied: bool, line: str, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = AutoConfig.from_pretrained(base, tie_word_embeddings=tied)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
+    wrap(tmp_path / "base", target_modules=targets).save_pretrained(tmp_path / "adapter")
+    if "differs" in line:
+        LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
+    assert line.format(base=tmp_path / "base") in refusal(tmp_path / "adapter", capsys)
 
 
 def test_a_pissa_adapter_that_peft_converted_is_merged(base: Path, tmp_path: Path) -> None:

@@ -59,6 +59,9 @@ class Tokenizer(Protocol):
     def stop_ids(self) -> tuple[int, ...]: ...
 
     @property
+    def backend(self) -> Any: ...
+
+    @property
     def chat_template(self) -> ChatTemplate | None: ...
 
     @property
@@ -138,8 +141,9 @@ class ByteTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(int(i) for i in ids if i < 256).decode("utf-8", errors="replace")
 
-    def save_pretrained(self, directory: Path) -> None:
-        """Writes files from which `AutoTokenizer` loads the same tokenizer."""
+    @property
+    def backend(self) -> Any:
+        """The same tokenizer as one of transformers."""
         import tokenizers
         from transformers import PreTrainedTokenizerFast  # takes seconds to import
 
@@ -148,7 +152,11 @@ class ByteTokenizer:
         made.decoder = tokenizers.decoders.ByteLevel()
         end = tokenizers.AddedToken(END_OF_DOCUMENT, special=True, normalized=False)
         made.add_special_tokens([end])
-        PreTrainedTokenizerFast(tokenizer_object=made, eos_token=END_OF_DOCUMENT).save_pretrained(directory)
+        return PreTrainedTokenizerFast(tokenizer_object=made, eos_token=END_OF_DOCUMENT)
+
+    def save_pretrained(self, directory: Path) -> None:
+        """Writes files from which `AutoTokenizer` loads the same tokenizer."""
+        self.backend.save_pretrained(directory)
 
 
 def placeholder_tokenizer(vocab_size: int) -> Tokenizer:

@@ -21,6 +21,7 @@ OBJECTS: Final = (
     "added_tokens.json",
 )
 # Tokenizers may leave ids out, but memory and time grow with the largest one.
+MOST_ID: Final = 2**31 - 1
 GAPS, IDS_PER_TOKEN = 1 << 18, 4
 
 
@@ -36,7 +37,10 @@ def readable_tokenizer(name: str) -> Iterator[None]:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         kind = "" if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: "
-        raise ValueError(f"tokenizer {name}: {kind}{first_line(error)}; give a directory, a hub id, or byte") from error
+        remedy = (
+            "copy its files again, or give another" if directory.is_dir() else "give a directory, a hub id, or byte"
+        )
+        raise ValueError(f"tokenizer {name}: {kind}{first_line(error)}; {remedy}") from error
 
 
 def read_end_ids(name: str) -> tuple[int, ...]:
@@ -57,9 +61,9 @@ def read_end_ids(name: str) -> tuple[int, ...]:
         inner = settings.get("text_config")
         given = settings.get("eos_token_id", inner.get("eos_token_id") if isinstance(inner, dict) else None)
         ids = given if isinstance(given, list) else [given]
-        if any(type(found) is not int and found is not None for found in ids):
+        if any(found is not None and (type(found) is not int or found > MOST_ID) for found in ids):
             raise ValueError(f"{path}: eos_token_id is {given!r:.80}, not an id or a list of ids; correct it")
-        if found := tuple(one for one in ids if one is not None):
+        if found := tuple(one for one in ids if one is not None and one >= 0):  # as -1 for none
             return found
     return ()
 

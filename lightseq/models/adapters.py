@@ -348,20 +348,19 @@ def check_numbers(settings: Mapping[str, Any], path: Path) -> None:
             raise ValueError(f"{path}: {key} is {value!r}, not a number above 0; copy the adapter again")
 
 
-def base_directory(settings: Mapping[str, Any], adapter: Path, given: str | None, flag: str) -> Path:
+def base_directory(settings: Mapping[str, Any], adapter: Path, given: str | None, remedy: str) -> Path:
     """Returns the directory of an adapter's base model: of `given`, or as the adapter's settings say.
 
-    Raises ValueError if they name none, or a revision, with `flag` as the way to give one.
+    Raises ValueError if they name none, or a revision, with the remedy.
     """
     base, revision = given or settings.get("base_model_name_or_path"), settings.get("revision")
     if not isinstance(base, str) or not base:
-        raise ValueError(f"{adapter / CONFIG} does not name its base model; give {flag}")
+        raise ValueError(f"{adapter / CONFIG} does not name its base model; {remedy}")
     if given is None and revision not in (None, "main"):
         raise ValueError(
-            f"{adapter / CONFIG}: revision is {revision!r}; download that revision of {base} and give its directory "
-            f"with {flag}"
+            f"{adapter / CONFIG}: revision is {revision!r}; download that revision of {base}, and {remedy}"
         )
-    return Path(base) if Path(base).is_dir() else download(base, "give a local directory")
+    return Path(base) if Path(base).is_dir() else download(base, remedy)
 
 
 def lora_scale(settings: Mapping[str, Any]) -> float:

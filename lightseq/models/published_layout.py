@@ -162,7 +162,7 @@ def publish(
     group_of = {name: group for group in groups.values() for name in group}
     pending: dict[str, Tensor] = {}
     shaped: Any = _WithShapes(model, shapes)
-    twice = _embeddings_name(model) if layout is not None and layout.tied_head is not None else None
+    twice = embeddings_name(model) if layout is not None and layout.tied_head is not None else None
     for name, tensor in tensors:
         if name in group_of:
             pending[name] = tensor
@@ -177,7 +177,7 @@ def publish(
     assert not pending, f"tensors are missing beside {min(pending)}"
 
 
-def _embeddings_name(model: PreTrainedModel) -> str:
+def embeddings_name(model: PreTrainedModel) -> str:
     """Returns the name of the input embeddings' weight in the model."""
     return f"{module_name(model, model.get_input_embeddings())}.weight"
 

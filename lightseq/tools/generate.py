@@ -10,11 +10,16 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from lightseq.config.parser import Parser, count_flag, run_command, whole_number
 from lightseq.models.presets import ModelFamily
 from lightseq.utils.formatting import first_line, plural
+
+# Whatever generation_config.json asks for, the result is one sequence of ids.
+TOKENS_ONLY: Final[dict[str, Any]] = {"num_return_sequences": 1, "return_dict_in_generate": False} | dict.fromkeys(
+    ("output_scores", "output_logits", "output_attentions", "output_hidden_states"), False
+)
 
 
 def parser() -> Parser:
@@ -66,19 +71,20 @@ def continuations(args: argparse.Namespace) -> list[str]:
     from transformers.utils import logging
 
     from lightseq.data.tokenizer import encode_prompt
-    from lightseq.tools.pretrained import find_directory, load_pretrained
+    from lightseq.tools.pretrained import find_directory, load_pretrained, read_model_config
     from lightseq.training.sample_prompts import end_ids
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()  # it advises packages that make generation faster
     directory = find_directory(args.checkpoint)
+    read_model_config(directory)  # a fault of it would look like the tokenizer's
     tokenizer = _load_tokenizer(directory, args.checkpoint)
     template = None if args.raw else tokenizer.chat_template
     prompts = [_text_of(prompt, template) for prompt in args.prompt]
     ids = [tokenizer.encode_part(text).tolist() if template else encode_prompt(tokenizer, text) for text in prompts]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = load_pretrained(directory, device)
-    _check_ids(ids, model.get_input_embeddings().num_embeddings, args.checkpoint)
+    _check_ids(ids, len(model.get_input_embeddings().weight), args.checkpoint)
     torch.manual_seed(args.seed)
     sampling = {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p}
     settings: dict[str, Any] = sampling if args.temperature else {"do_sample": False}
@@ -87,22 +93,34 @@ def continuations(args: argparse.Namespace) -> list[str]:
     answers = []
     for prompt in ids:
         given = torch.tensor([prompt], device=device)
+        inputs = {"attention_mask": torch.ones_like(given), "max_new_tokens": args.max_new_tokens}
         try:
             with torch.inference_mode():
-                found = model.generate(  # type: ignore[operator]
-                    given, attention_mask=torch.ones_like(given), max_new_tokens=args.max_new_tokens, **settings
-                )
+                found = model.generate(given, **inputs, **settings, **TOKENS_ONLY, tokenizer=tokenizer.backend)  # type: ignore[operator]
         except Exception as error:  # settings of generation_config.json may be anything
-            raise ValueError(
-                f"{args.checkpoint} cannot generate ({type(error).__name__}: {first_line(error)}); correct its "
-                "generation_config.json, or give another checkpoint"
-            ) from error
+            raise ValueError(_why_not(model, given, inputs | settings, args.checkpoint, error)) from error
         answers.append((found[0].tolist(), found[0, len(prompt) :].tolist()))
     _say(_how(args, template is not None))
     for number, (_, added) in enumerate(answers, 1):
         if not tokenizer.decode(added).strip():
             _say(f"the answer to prompt {number} is empty: the model stopped after {plural(len(added), 'token')}")
     return [tokenizer.decode(added if template else whole) for whole, added in answers]
+
+
+def _why_not(model: Any, given: Any, inputs: dict[str, Any], checkpoint: str, error: Exception) -> str:
+    """Returns whether the settings in generation_config.json are at fault, or the model's class fails without them."""
+    import torch
+    from transformers import GenerationConfig
+
+    plain = model.get_base_model() if hasattr(model, "peft_config") else model
+    plain.generation_config = GenerationConfig()
+    reason = f"{type(error).__name__}: {first_line(error)}"
+    try:
+        with torch.inference_mode():
+            plain.generate(given, **inputs | {"max_new_tokens": 1})
+    except Exception:
+        return f"{checkpoint}: transformers cannot generate with {type(plain).__name__} ({reason}); give another model"
+    return f"{checkpoint} cannot generate ({reason}); correct its generation_config.json, or give another checkpoint"
 
 
 def _say(line: str) -> None:

@@ -18,11 +18,13 @@ from lightseq.checkpoint.manifest import MANIFEST, check_weights
 from lightseq.models.adapters import CONFIG, base_directory, lora_scale, read_config, read_json_object, read_rope
 from lightseq.models.adapters import WEIGHTS as ADAPTER_WEIGHTS
 from lightseq.models.build import build_on_meta
+from lightseq.models.decoder import head_weight_name, ties_embeddings
 from lightseq.models.mxfp4 import is_mxfp4
-from lightseq.models.published_layout import MissingTensorsError, layout_of_files
+from lightseq.models.published_layout import MissingTensorsError, embeddings_name, layout_of_files
 from lightseq.models.tokenizer_files import SETTINGS, copy_files, copy_tokenizer, remove_chat_templates
 from lightseq.models.weights import (
     INDEX,
+    LORA_INFIX,
     WEIGHTS,
     base_parameters,
     has_nan,
@@ -30,12 +32,14 @@ from lightseq.models.weights import (
     open_tensors,
     save_tensors,
     tensor_files,
+    without_wrappers,
 )
 from lightseq.tools.merged_experts import ExpertsChange, LinearChange, changes_of_experts, weights_by_adapter
 from lightseq.training.output_directory import create_output_dir
 from lightseq.utils.formatting import first_line
 
 PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
+EMBEDDING_INFIX: Final = ".lora_embedding_"
 NOT_COPIED: Final = (CONFIG, TRAINER_STATE, MANIFEST)  # files that do not apply to the merged model
 MERGED_DTYPES: Final = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # quantized ones have scales
 REMEDY: Final = "give its base model with --model_name_or_path"
@@ -52,10 +56,13 @@ def merge(adapter: Path, output_dir: Path, model_name_or_path: str | None) -> st
     Returns a summary line.
     """
     settings, rope = read_config(adapter), read_rope(adapter)
-    source = base_directory(settings, adapter, model_name_or_path, "--model_name_or_path")
+    source = base_directory(settings, adapter, model_name_or_path, "give its directory with --model_name_or_path")
     if output_dir.exists() and any(output_dir.iterdir()):
         raise ValueError(f"--output_dir {output_dir} is not empty; give another directory")
-    changes = _find_changes(source, _pairs(adapter / ADAPTER_WEIGHTS), settings, adapter / ADAPTER_WEIGHTS)
+    path = adapter / ADAPTER_WEIGHTS
+    pairs, copies = _read_adapter(path)
+    changes, names = _find_changes(source, pairs, settings, path)
+    _check_copies(source, {names.get(name, name): copy for name, copy in copies.items()}, path)
     for directory in (adapter, source):
         check_weights(directory)
     create_output_dir(output_dir)
@@ -102,24 +109,43 @@ def _write_index(source: Path, output_dir: Path) -> None:
     (output_dir / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _pairs(path: Path) -> Pairs:
-    """Returns A and B by the name of the module they adapt."""
+def _read_adapter(path: Path) -> tuple[Pairs, dict[str, Tensor]]:
+    """Returns A and B by the name of the module they adapt, and the base model's weights that peft saves beside them.
+
+    Those are of an adapted head, or embeddings.
+    """
     with open_safetensors(path) as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  a file is no mapping
     if wrong := [name for name, tensor in tensors.items() if has_nan(tensor)]:
         raise ValueError(f"{path}: {wrong[0]} holds NaN; give an earlier checkpoint")
     names = {name.removesuffix(A) for name in tensors if name.endswith(A)}
+    if embeddings := [name for name in tensors if EMBEDDING_INFIX in name]:
+        raise ValueError(f"{path}: {min(embeddings)} adapts embeddings, not a linear; use peft's merge_and_unload")
     if not names:
         raise ValueError(f"{path} has no LoRA tensors of a linear layer; copy the adapter again")
-    if unknown := tensors.keys() ^ {name + end for name in names for end in (A, B)}:
+    copies = {name for name in tensors if LORA_INFIX not in name and name.endswith(".weight")}
+    if unknown := (tensors.keys() - copies) ^ {name + end for name in names for end in (A, B)}:
         unsupported = "does not belong to a linear layer; merge it with peft"
         problem = unsupported if min(unknown) in tensors else "is missing; copy the adapter again"
         raise ValueError(f"{path}: {min(unknown)} {problem}")
-    return {name.removeprefix(PREFIX): (tensors[name + A], tensors[name + B]) for name in names}
+    pairs = {name.removeprefix(PREFIX): (tensors[name + A], tensors[name + B]) for name in names}
+    return pairs, {without_wrappers(name.removeprefix(PREFIX)): tensors[name] for name in copies}
 
 
-def _find_changes(source: Path, pairs: Pairs, settings: Mapping[str, Any], path: Path) -> dict[str, Change]:
-    """Returns what A and B add to each tensor in the files of the base model, whose names may differ from the model's.
+def _check_copies(source: Path, copies: Mapping[str, Tensor], path: Path) -> None:
+    """Raises ValueError unless weights of the base model in an adapter's file are those of the base model's files."""
+    with _readable(source):
+        files = tensor_files(source, REMEDY)
+    with _readable(source), open_tensors(files) as stored:
+        for name, copy in copies.items():
+            if name not in files or not torch.equal(stored(name)[...].to(copy.dtype), copy):
+                raise ValueError(f"{path}: {name} differs from {source}; {REMEDY}, or use peft's merge_and_unload")
+
+
+def _find_changes(
+    source: Path, pairs: Pairs, settings: Mapping[str, Any], path: Path
+) -> tuple[dict[str, Change], Mapping[str, str]]:
+    """Returns what A and B add to each tensor in the files of the base model, and the names there of the model's.
 
     Raises ValueError for A and B that are no matrices of the rank, and for weights that the files have in another
     shape: a transposed square one, as a Conv1D has, would take the wrong product.
@@ -128,7 +154,7 @@ def _find_changes(source: Path, pairs: Pairs, settings: Mapping[str, Any], path:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         model = build_on_meta(config)
     except Exception:  # a model of other code, whose weights the shapes check alone
-        return _linear_changes(pairs, settings["r"], path)
+        return _linear_changes(pairs, settings["r"], path), {}
     parameters = _parameters_of_experts(config, settings, path)
     linears = {name: pair for name, pair in pairs.items() if name not in parameters}
     changes = _linear_changes(linears, settings["r"], path)
@@ -136,6 +162,13 @@ def _find_changes(source: Path, pairs: Pairs, settings: Mapping[str, Any], path:
         with suppress(AttributeError):
             if isinstance(model.get_submodule(name), Conv1D):
                 raise ValueError(f"{source}: {name}.weight is transposed, as in GPT-2; use peft's merge_and_unload")
+    tied = {}
+    if ties_embeddings(model):
+        tied = {head_weight_name(model): embeddings_name(model)}
+        if shared := changes.keys() & tied.keys():
+            raise ValueError(
+                f"{path} adapts {min(shared)}, which {source} ties to the embeddings; use peft's merge_and_unload"
+            )
     with _readable(source):
         files = tensor_files(source, REMEDY)
     try:
@@ -143,7 +176,7 @@ def _find_changes(source: Path, pairs: Pairs, settings: Mapping[str, Any], path:
     except ValueError as error:  # the files have other tensors, too, which stay as they are
         if len(linears) < len(pairs) or isinstance(error, MissingTensorsError):
             raise ValueError(f"{source} does not match the model: {error}; {REMEDY}") from error
-        return changes
+        return changes, tied
     if converted := [name for name in changes if name in layout.converted]:
         raise ValueError(f"{source}: {converted[0]} is stored in one with others; use peft's merge_and_unload")
     changes = {layout.renamed.get(name, name): change for name, change in changes.items()}
@@ -152,7 +185,7 @@ def _find_changes(source: Path, pairs: Pairs, settings: Mapping[str, Any], path:
         experts: Any = model.get_submodule(parameters[name].rpartition(".")[0])
         _check_rank(name, a, b, settings["r"] * experts.num_experts, path)
         changes |= changes_of_experts(model, layout, parameters[name], a, b)
-    return changes
+    return changes, {**layout.renamed, **{head: layout.renamed[table] for head, table in tied.items()}}
 
 
 def _parameters_of_experts(config: PreTrainedConfig, settings: Mapping[str, Any], path: Path) -> dict[str, str]:

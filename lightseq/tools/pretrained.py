@@ -59,7 +59,7 @@ def load_pretrained(directory: Path, device: torch.device) -> PreTrainedModel:
 
 
 def _load_whole(directory: Path, device: torch.device, rope: Mapping[str, Any] | None = None) -> PreTrainedModel:
-    config = _guarded(directory, lambda: AutoConfig.from_pretrained(directory, trust_remote_code=False))
+    config = read_model_config(directory)
     if rope:
         config = with_text_settings(config, rope)
     tensor_files(directory, "save the model as safetensors")
@@ -70,7 +70,7 @@ def _load_whole(directory: Path, device: torch.device, rope: Mapping[str, Any] |
         model.to(device)
     else:
         dtype = config.dtype or text_config(config).dtype or torch.float32
-        model = _guarded(directory, lambda: _build(config, dtype))
+        model = _guarded(directory / CONFIG, lambda: _build(config, dtype))
         materialize(model, device, dtype=dtype)
         load_or_refuse(model, directory, "checkpoint")
     if (directory / GENERATION_CONFIG).is_file():
@@ -78,6 +78,18 @@ def _load_whole(directory: Path, device: torch.device, rope: Mapping[str, Any] |
             directory / GENERATION_CONFIG, lambda: GenerationConfig.from_pretrained(directory)
         )
     return model
+
+
+def read_model_config(directory: Path) -> PreTrainedConfig:
+    """Returns the config of the model in a directory, or of the one that an adapter in it changes.
+
+    Raises ValueError for one that transformers cannot read.
+    """
+    if (directory / adapters.CONFIG).is_file():
+        return read_model_config(find_base(directory))
+    if not (directory / CONFIG).is_file():
+        raise ValueError(f"{directory} has no {CONFIG}; {AGAIN}")
+    return _guarded(directory / CONFIG, lambda: AutoConfig.from_pretrained(directory, trust_remote_code=False))  # type: ignore[no-any-return]
 
 
 def _build(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -104,7 +116,11 @@ def find_base(adapter: Path) -> Path:
     """Returns the directory of an adapter's base model. Raises ValueError for settings that cannot be used."""
     settings = adapters.read_json_object(adapter / adapters.CONFIG)
     adapters.check_numbers(settings, adapter / adapters.CONFIG)
-    return adapters.base_directory(settings, adapter, None, "lightseq merge --model_name_or_path")
+    remedy = (
+        f"edit base_model_name_or_path in {adapter / adapters.CONFIG}, or merge the adapter with "
+        "`lightseq merge --model_name_or_path BASE` and generate from that"
+    )
+    return adapters.base_directory(settings, adapter, None, remedy)
 
 
 def _load_adapted(directory: Path, device: torch.device) -> Any:
@@ -119,7 +135,8 @@ def _load_adapted(directory: Path, device: torch.device) -> Any:
     model = _load_whole(find_base(directory), device, adapters.read_rope(directory))
     adapted = _guarded(directory, lambda: PeftModel.from_pretrained(model, str(directory)))
     expected = get_peft_model_state_dict(adapted, save_embedding_layers=False).keys()
-    unknown = set() if has_towers(model.config) else stored - expected  # an adapter may be of towers, too
+    known = get_peft_model_state_dict(adapted, save_embedding_layers=True).keys()  # peft may add the base's weights
+    unknown = set() if has_towers(model.config) else stored - known - expected  # an adapter may be of towers, too
     if wrong := sorted({*(expected - stored), *unknown}):
         fault = "lacks" if wrong[0] in expected else "has, unlike the adapted model,"
         raise ValueError(f"{path} {fault} {wrong[0]}; {AGAIN}, or give its base model")
@@ -133,4 +150,17 @@ def _guarded(path: Path, read: Callable[[], Any]) -> Any:
     except MemoryError:
         raise
     except Exception as error:
-        raise ValueError(f"{path} is not a model that transformers can load: {first_line(error)}; {AGAIN}") from error
+        raise ValueError(
+            f"{path} cannot be loaded by transformers: {_reason(error, path)}; correct it, or {AGAIN}"
+        ) from error
+
+
+def _reason(error: Exception, path: Path) -> str:
+    """Returns an error's first line, or of a value that transformers does not know the keys that have it."""
+    if not isinstance(error, KeyError) or path.name != CONFIG:
+        return first_line(error)
+    (value,) = error.args or (None,)
+    found = adapters.read_json_object(path)
+    inner = [each for each in found.values() if isinstance(each, dict)]
+    keys = [key for each in (found, *inner) for key, held in each.items() if held == value]
+    return f"{' or '.join(dict.fromkeys(keys))} is {value!r}" if keys else f"KeyError: {value!r}"

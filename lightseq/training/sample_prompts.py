@@ -66,4 +66,4 @@ def end_ids(model: Any, tokenizer_ends: Sequence[int | None]) -> set[int]:
     """Returns the ids that end a text: the model's own, and the tokenizer's."""
     given = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     ends = {*(given if isinstance(given, list) else [given]), *tokenizer_ends}
-    return ends - {None}
+    return {end for end in ends if end is not None and end >= 0}  # some settings have -1 for none

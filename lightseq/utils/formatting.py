@@ -6,13 +6,19 @@ from typing import Any
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of an error message; `path: reason` for file errors, and the wrong byte of a text."""
+    """Returns the first line of an error message, and the next after a colon.
+
+    Of file errors it is `path: reason`, and of text that is not UTF-8 the wrong byte.
+    """
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename}: {error.strerror}"
     if isinstance(error, UnicodeDecodeError):
         return f"not UTF-8 text (byte {error.start:,} is 0x{error.object[error.start]:02x})"
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(".") if lines else type(error).__name__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    said = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    return said.rstrip(".")
 
 
 def check_names(function: str, given: Iterable[str], known: Collection[str]) -> None:
