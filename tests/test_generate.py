@@ -105,6 +105,7 @@ def test_invalid_input_is_one_line(
 def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
     LlamaForCausalLM(LlamaConfig(vocab_size=300, **sizes)).save_pretrained(tmp_path)
+    capsys.readouterr()  # transformers' progress bar
     assert main(["generate", str(tmp_path), "--prompt", "a"]) == 2
     assert capsys.readouterr().err == f"error: {tmp_path} has no tokenizer; add one with its save_pretrained\n"
 

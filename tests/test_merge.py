@@ -114,7 +114,7 @@ def test_plain_adapters_merge_like_peft(base: Path, tmp_path: Path, settings: di
 @pytest.mark.parametrize(
     ("targets", "tied", "line"),
     [
-        (["embed_tokens"], False, "embed_tokens.lora_embedding_A adapts embeddings, not a linear; use peft's merge"),
+        (["embed_tokens"], False, "embed_tokens.lora_embedding_A does not belong to a linear layer; use peft's merge"),
         (["lm_head"], True, "which {base} ties to the embeddings; use peft's merge_and_unload"),
         (["lm_head"], False, "lm_head.weight differs from {base}; give its base model with --model_name_or_path"),
     ],

@@ -58,8 +58,7 @@ class Tokenizer(Protocol):
     @property
     def stop_ids(self) -> tuple[int, ...]: ...
 
-    @property
-    def backend(self) -> Any: ...
+    def as_transformers(self) -> Any: ...
 
     @property
     def chat_template(self) -> ChatTemplate | None: ...
@@ -141,9 +140,8 @@ class ByteTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(int(i) for i in ids if i < 256).decode("utf-8", errors="replace")
 
-    @property
-    def backend(self) -> Any:
-        """The same tokenizer as one of transformers."""
+    def as_transformers(self) -> Any:
+        """Returns the same tokenizer as one of transformers."""
         import tokenizers
         from transformers import PreTrainedTokenizerFast  # takes seconds to import
 
@@ -156,7 +154,7 @@ class ByteTokenizer:
 
     def save_pretrained(self, directory: Path) -> None:
         """Writes files from which `AutoTokenizer` loads the same tokenizer."""
-        self.backend.save_pretrained(directory)
+        self.as_transformers().save_pretrained(directory)
 
 
 def placeholder_tokenizer(vocab_size: int) -> Tokenizer:
@@ -250,6 +248,10 @@ class PretrainedTokenizer:
 
     def encode(self, text: str) -> IntArray:
         return self.encode_batch([text], whole=True)[0]
+
+    def as_transformers(self) -> Any:
+        """Returns the tokenizer of transformers."""
+        return self.backend
 
     def encode_batch(self, texts: list[str], whole: bool) -> list[IntArray]:
         """Encodes whole documents or, without begin and end ids, parts; a fast tokenizer uses all cores."""

@@ -90,13 +90,18 @@ def continuations(args: argparse.Namespace) -> list[str]:
     settings: dict[str, Any] = sampling if args.temperature else {"do_sample": False}
     ends = sorted(end_ids(model, tokenizer.stop_ids))
     settings |= {"eos_token_id": ends or None, "pad_token_id": (*tokenizer.end, *ends, 0)[0]}
+    settings |= {**TOKENS_ONLY, "tokenizer": tokenizer.as_transformers()}
     answers = []
     for prompt in ids:
         given = torch.tensor([prompt], device=device)
         inputs = {"attention_mask": torch.ones_like(given), "max_new_tokens": args.max_new_tokens}
         try:
             with torch.inference_mode():
-                found = model.generate(given, **inputs, **settings, **TOKENS_ONLY, tokenizer=tokenizer.backend)  # type: ignore[operator]
+                found = model.generate(given, **inputs, **settings)  # type: ignore[operator]
+        except torch.OutOfMemoryError as error:
+            raise ValueError(
+                f"the GPU has too little memory for {args.checkpoint}; give --max_new_tokens less"
+            ) from error
         except Exception as error:  # settings of generation_config.json may be anything
             raise ValueError(_why_not(model, given, inputs | settings, args.checkpoint, error)) from error
         answers.append((found[0].tolist(), found[0, len(prompt) :].tolist()))

@@ -56,7 +56,7 @@ def merge(adapter: Path, output_dir: Path, model_name_or_path: str | None) -> st
     Returns a summary line.
     """
     settings, rope = read_config(adapter), read_rope(adapter)
-    source = base_directory(settings, adapter, model_name_or_path, "give its directory with --model_name_or_path")
+    source = base_directory(settings, adapter, model_name_or_path, "give --model_name_or_path")
     if output_dir.exists() and any(output_dir.iterdir()):
         raise ValueError(f"--output_dir {output_dir} is not empty; give another directory")
     path = adapter / ADAPTER_WEIGHTS
@@ -120,7 +120,7 @@ def _read_adapter(path: Path) -> tuple[Pairs, dict[str, Tensor]]:
         raise ValueError(f"{path}: {wrong[0]} holds NaN; give an earlier checkpoint")
     names = {name.removesuffix(A) for name in tensors if name.endswith(A)}
     if embeddings := [name for name in tensors if EMBEDDING_INFIX in name]:
-        raise ValueError(f"{path}: {min(embeddings)} adapts embeddings, not a linear; use peft's merge_and_unload")
+        raise ValueError(f"{path}: {min(embeddings)} does not belong to a linear layer; use peft's merge_and_unload")
     if not names:
         raise ValueError(f"{path} has no LoRA tensors of a linear layer; copy the adapter again")
     copies = {name for name in tensors if LORA_INFIX not in name and name.endswith(".weight")}
