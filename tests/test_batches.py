@@ -131,7 +131,8 @@ def test_a_missing_source_is_refused_with_what_makes_it(tmp_path: Path) -> None:
         "rows.jsonl.gz": r"write \.jsonl\.gz rows there",
         "table.parquet": r"write \.parquet rows there",
         "tokens": "make a token directory with lightseq data",
-        "data.pkl": "make a token directory with lightseq data",
+        "data.pkl": "make the file with data_gen",
+        "book.txt": "give another file",
     }.items():
         with pytest.raises(ValueError, match=f"{name} does not exist; check the path, .*{remedy}"):
             open_examples(tmp_path / name, 9, 300, "byte")

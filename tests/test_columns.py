@@ -51,6 +51,7 @@ def test_unknown_columns_are_refused_unless_they_are_ignored(tmp_path: Path) -> 
     for row in (CHAT_ROW, {"prompt": "hi", "completion": "yo"}, {"text": "yo"}, {"input_ids": [5, 6]}):
         said = refusal(tmp_path, {**row, "mystery": 1})
         assert "column 'mystery' is not known beside " in said and "give --ignore_columns mystery" in said
+        assert "--ignore_columns" not in refusal(tmp_path, {**row, "a,b": 1}), "which would name two"
         ignored = one(tmp_path, {**row, "mystery": 1}, ignored_columns=("mystery",))
         assert ignored == one(tmp_path, row) == one(tmp_path, {**row, "mystery": None}), "null counts as absent"
         assert one(tmp_path, {**row, "id": 7, "source": "web", "metadata": {"a": 1}, "url": "x"}) == ignored

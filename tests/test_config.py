@@ -327,7 +327,7 @@ EVERY_KIND = """
 # In plain YAML `no` is False, 10:12 a number of seconds and 2e-5 a string.
 random_init: true
 save_strategy: no
-learning-rate: 2e-5
+--learning-rate: 2e-5
 evaluation_strategy: no
 model_max_length: 128K
 fsdp: ""

@@ -59,7 +59,7 @@ def _ungrouped(top: Mapping[Any, Any], path: Path) -> Iterator[tuple[str, Any]]:
         if group in GROUPS and not isinstance(inside, dict | None):
             raise ValueError(f"{path}: {group}: give `flag: value` lines below it")
         for key, value in (inside or {}).items() if group in GROUPS else [(group, inside)]:
-            name = normalize_flag(f"--{key}").removeprefix("--")
+            name = normalize_flag(f"--{str(key).removeprefix('--')}").removeprefix("--")
             name = OLDER_SPELLINGS.get(name, name)
             if name in seen:
                 raise ValueError(f"{path}: {name} is given twice; give it once")

@@ -110,8 +110,12 @@ def open_examples(
 
 def _how_to_make(path: Path) -> str:
     """Returns the remedy for a missing source: a file of rows is the user's, and a token directory is made."""
+    if path.suffix in TEXT_SUFFIXES:
+        return "check the path, or give another file"
     if (suffix := row_suffix(path)) is not None:
         return f"check the path, or write {suffix} rows there (docs/data.md says of which columns)"
+    if path.suffix == ".pkl":
+        return "check the path, or make the file with data_gen"
     return "check the path, make a token directory with lightseq data, or give hf:NAME for a data set of the hub"
 
 

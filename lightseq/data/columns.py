@@ -204,6 +204,8 @@ def _is_source(value: Any) -> bool:
 
 
 def _or_ignore(column: str) -> str:
+    if not column or "," in column:
+        return ""  # which --ignore_columns cannot name
     shown = column if column.isprintable() else ascii(column)
     return f", or give --ignore_columns {shown} if it changes nothing in training"
 
