@@ -20,11 +20,7 @@ TOKENIZER_FILES: Final = (
     *("tokenizer*", *VOCABULARY_FILES, "merges.txt", "added_tokens.json", "special_tokens_map.json"),
     *("chat_template*", f"{MORE_TEMPLATES}/*.jinja"),
 )
-PROCESSOR_FILES: Final = (
-    "preprocessor_config.json",
-    "processor_config.json",
-    "video_preprocessor_config.json",
-)  # images
+PROCESSOR_FILES: Final = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
 
 def named_files(directory: Path) -> set[str]:

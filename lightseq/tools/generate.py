@@ -100,7 +100,7 @@ def continuations(args: argparse.Namespace) -> list[str]:
                 found = model.generate(given, **inputs, **settings)  # type: ignore[operator]
         except torch.OutOfMemoryError as error:
             raise ValueError(
-                f"the GPU has too little memory for {args.checkpoint}; give --max_new_tokens less"
+                f"the GPU has too little memory for {args.checkpoint}; give a smaller --max_new_tokens"
             ) from error
         except Exception as error:  # settings of generation_config.json may be anything
             raise ValueError(_why_not(model, given, inputs | settings, args.checkpoint, error)) from error
@@ -113,7 +113,7 @@ def continuations(args: argparse.Namespace) -> list[str]:
 
 
 def _why_not(model: Any, given: Any, inputs: dict[str, Any], checkpoint: str, error: Exception) -> str:
-    """Returns whether the settings in generation_config.json are at fault, or the model's class fails without them."""
+    """Returns an error line that blames generation_config.json if the model generates without it, else the class."""
     import torch
     from transformers import GenerationConfig
 
