@@ -49,16 +49,17 @@ from benchmarks.tiny_models import (
     tiny_config,
 )
 from lightseq import hf
+from lightseq.architecture.inspection import inspect_architecture
 from lightseq.attention.context import release
 from lightseq.config.command_line import parse
 from lightseq.distributed.parallel_dims import parallel_dims, whole_tensor
 from lightseq.distributed.world import World
 from lightseq.memory.recomputation import MemorySettings
 from lightseq.models import weights
-from lightseq.models.architecture import inspect_architecture
-from lightseq.models.build import build_on_meta, model_class
-from lightseq.modules.replaced_head import with_head
+from lightseq.models.build import model_class
+from lightseq.models.decoder import with_head
 from lightseq.parallelize import parallelize
+from lightseq.parts.chosen_experts import build_to_train
 from lightseq.training.setup_checks import check_layers, check_packing
 
 # Class by type of model. A type in both lists, such as Gemma 3, is a composite.
@@ -237,7 +238,7 @@ def compare_training(config: PreTrainedConfig, packed: bool, flags: Sequence[str
     state = {name: tensor.clone() for name, tensor in want.state_dict().items()}
     expected = expect(with_head(want), packed)
     world = World(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size(), CPU)
-    model = build_on_meta(copy.deepcopy(config)).eval()
+    model = build_to_train(copy.deepcopy(config)).eval()
     parallel = parallelize(model, run, parallel_dims(world, expert_size=run.expert_ranks), MemorySettings())
     weights.materialize(model, CPU)
     for name, parameter in weights.base_parameters(model).items():

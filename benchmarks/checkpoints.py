@@ -24,18 +24,18 @@ from benchmarks.architectures import short_reason
 from benchmarks.command_line import NEEDED
 from benchmarks.tiny_models import empty_timm_towers
 from lightseq import hf
+from lightseq.architecture.family import check_config, preset_config
+from lightseq.architecture.inspection import inspect_architecture
 from lightseq.attention.context import release
 from lightseq.config.command_line import parse
-from lightseq.memory.planner.breakdown import GIB
-from lightseq.memory.planner.choice import make_plan
-from lightseq.memory.planner.plan import Plan
-from lightseq.memory.planner.rates import chip_named
-from lightseq.memory.planner.run import Hardware, PlannedRun
-from lightseq.models.architecture import inspect_architecture
-from lightseq.models.build import build_on_meta
 from lightseq.models.decoder import positions_in_table
-from lightseq.models.family import check_config, preset_config
 from lightseq.models.presets import LLAMA3
+from lightseq.parts.chosen_experts import build_to_train
+from lightseq.plan.breakdown import GIB
+from lightseq.plan.choice import make_plan
+from lightseq.plan.plan import Plan
+from lightseq.plan.rates import chip_named
+from lightseq.plan.run import Hardware, PlannedRun
 from lightseq.training.setup_checks import check_layers
 
 LENGTH, CHIP, HOST_GIB = "32K", "h100-80gb", 400
@@ -280,7 +280,7 @@ def billions(count: int) -> str:
 
 def refusal(config: PreTrainedConfig, line: str) -> str:
     """Returns the reason in a few words, and whether the model trains in a loop of one's own."""
-    model = build_on_meta(config)
+    model = build_to_train(config)
     try:
         release(hf.enable(model, length=LOOP_LENGTH, device=torch.device("cpu")))
     except ValueError as error:

@@ -31,13 +31,13 @@ import llama3
 from benchmarks.command_line import Parser, length, listed, one_of, positive
 from benchmarks.processes import Failed, run, torchrun
 from benchmarks.records import append, provenance, read_lines
+from lightseq.architecture.family import preset_config
+from lightseq.architecture.fewer_layers import with_layers
+from lightseq.architecture.flops import total_parameters
 from lightseq.config.parser import run_command
 from lightseq.data.token_directory import write_token_directory
-from lightseq.memory.planner.rates import GIB
-from lightseq.models.build import build_on_meta
-from lightseq.models.family import preset_config
-from lightseq.models.fewer_layers import with_layers
-from lightseq.models.flops import total_parameters
+from lightseq.parts.chosen_experts import build_to_train
+from lightseq.plan.rates import GIB
 from lightseq.training.metrics import METRICS, read_records
 
 WHAT, STRATEGIES = ("weights", "training"), ("all", "n_layers")
@@ -181,7 +181,7 @@ def line(search: LargestSearch, probe: Probe) -> str:
 
 def hold(name: str) -> int:
     """Allocates a model's weights on the GPU and prints their bytes."""
-    model = build_on_meta(preset_config(llama3.FAMILY, name)).to(torch.bfloat16).to_empty(device="cuda")
+    model = build_to_train(preset_config(llama3.FAMILY, name)).to(torch.bfloat16).to_empty(device="cuda")
     torch.cuda.synchronize()
     print(torch.cuda.max_memory_allocated())
     return 0 if next(model.parameters()).is_cuda else 1

@@ -6,10 +6,10 @@ from transformers import Gemma3TextConfig, LlamaConfig, PreTrainedConfig
 
 import llama2
 import llama3
+from lightseq.architecture.family import resolve
+from lightseq.architecture.fewer_layers import with_layers
 from lightseq.cli import BOTH
 from lightseq.models.decoder import text_config
-from lightseq.models.family import resolve
-from lightseq.models.fewer_layers import with_layers
 from lightseq.models.presets import ModelFamily
 
 

@@ -14,11 +14,10 @@ from benchmarks.processes import Failed, run
 from benchmarks.records import append, provenance
 from benchmarks.step_peers import OURS
 from benchmarks.step_trials import Trial, setting_of, trials, write_inputs
+from lightseq.architecture.flops import count_adapter_parameters, mfu, model_flops, peak_flops_per_second
+from lightseq.architecture.inspection import inspect_architecture
 from lightseq.config.lengths import format_tokens
-from lightseq.models.adapters import count_adapter_parameters
-from lightseq.models.architecture import inspect_architecture
 from lightseq.models.decoder import text_config
-from lightseq.models.flops import mfu, model_flops, peak_flops_per_second
 from lightseq.training.metrics import METRICS, RUN, read_records
 
 FACTS = ("schedule", "head_groups", "ulysses_size", "kernel", "transport", "remat", "placement", "compile", "note")
@@ -115,7 +114,7 @@ def read_run(trial: Trial) -> dict[str, Any]:
 
 
 def numbers(trial: Trial, outcome: Mapping[str, Any], device: str) -> dict[str, Any]:
-    """Returns medians after warm-up. lightseq/models/flops.py counts the model FLOPs of all implementations."""
+    """Returns medians after warm-up. lightseq/architecture/flops.py counts the model FLOPs of all implementations."""
     flags, config, sequences = trial.setting.flags, trial.setting.config, outcome.get("sequences", 1)
     seconds = outcome["step_seconds"][flags.warmup :]
     median, world = statistics.median(seconds), flags.nproc_per_node

@@ -19,9 +19,9 @@ from lightseq.cli import BOTH
 from lightseq.config.lengths import format_tokens
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.token_directory import write_token_directory
-from lightseq.models.adapters import Lora, lora_from_config
 from lightseq.models.decoder import ids_of_text, text_config
 from lightseq.models.presets import ModelFamily
+from lightseq.parts.adapters import Lora, lora_from_config
 
 ROOT = Path(__file__).resolve().parent.parent
 # On one process they run without a launcher, which accelerate takes as a sign to wrap the model in DDP.

@@ -75,7 +75,7 @@ def distance(cell: Cell, other: Cell) -> tuple[int, float]:
 
 def step_flops(cell: Cell) -> float | None:
     """Returns FLOPs of one optimizer step over all ranks, recomputation included; None for an unknown model."""
-    from lightseq.models import flops  # imports transformers, which takes seconds: only if needed
+    from lightseq.architecture import flops  # imports transformers, which takes seconds: only if needed
 
     model = _model_config(cell.family, cell.config.model_name)
     if model is None:
@@ -91,7 +91,7 @@ def step_flops(cell: Cell) -> float | None:
 
 @functools.cache
 def _model_config(family: str, name: str):  # type: ignore[no-untyped-def]  # of transformers, which is not imported yet
-    from lightseq.models.family import preset_config
+    from lightseq.architecture.family import preset_config
 
     known = next(each for each in FAMILIES if each.name == family)
     preset = known.aliases.get(name, name)
@@ -109,6 +109,6 @@ def check_device(device: str) -> str:
 
 
 def _peak(device: str) -> float | None:
-    from lightseq.models.flops import peak_flops_per_second
+    from lightseq.architecture.flops import peak_flops_per_second
 
     return peak_flops_per_second(device)

@@ -15,6 +15,7 @@ from lightseq.utils import quiet_transformers  # noqa: F401  first, because the 
 from transformers import PreTrainedModel
 
 from lightseq import hf
+from lightseq.architecture.inspection import inspect_architecture, required_logit_transform
 from lightseq.attention.config import AttentionConfig
 from lightseq.attention.context import SequenceContext
 from lightseq.config.remat_policies import STORE_LINEARS, STORES_MLP
@@ -25,16 +26,15 @@ from lightseq.distributed.stopwatch import Stopwatch
 from lightseq.memory.fsdp2 import ReduceScatterIntoSharedPool, WeightPrefetch
 from lightseq.memory.offload import Offload
 from lightseq.memory.recomputation import MemorySettings, apply_recomputation
-from lightseq.models.architecture import inspect_architecture, required_logit_transform
 from lightseq.models.decoder import decoder_layers, final_norm, float32_parameters, text_decoder
 from lightseq.models.weights import stored_buffers
-from lightseq.modules.changes import changes_of
-from lightseq.modules.expert_parallel import distribute_experts
-from lightseq.modules.experts import store_experts, use_grouped_experts
-from lightseq.modules.fp8 import to_fp8
-from lightseq.modules.loss_model import LossModel
-from lightseq.modules.mlp import tile_mlps
-from lightseq.modules.projections import store_projections
+from lightseq.parts.changes import changes_of
+from lightseq.parts.expert_parallel import distribute_experts
+from lightseq.parts.experts import store_experts, use_grouped_experts
+from lightseq.parts.fp8 import to_fp8
+from lightseq.parts.loss_model import LossModel
+from lightseq.parts.mlp import tile_mlps
+from lightseq.parts.projections import store_projections
 from lightseq.schedule.documents import local_tokens
 
 

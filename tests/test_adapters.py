@@ -20,15 +20,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from worlds import spawn
 
 from benchmarks.tiny_models import tiny_config
+from lightseq.architecture.flops import count_adapter_parameters, model_flops
 from lightseq.checkpoint.manifest import MANIFEST
 from lightseq.cli import main as lightseq
 from lightseq.config.command_line import parse
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import permutation
 from lightseq.memory.remat import apply_remat
-from lightseq.models import adapters, weights
-from lightseq.models.build import build_on_meta
-from lightseq.models.flops import model_flops
+from lightseq.models import weights
+from lightseq.parts import adapters
+from lightseq.parts.chosen_experts import build_to_train
 from lightseq.tools.merged_weights import merge
 from lightseq.training import loop
 from lightseq.training.metrics import read_records
@@ -147,7 +148,7 @@ def test_the_models_own_weights_are_frozen_in_the_dtype_that_computes(folder: Pa
     for name, held in json.loads((folder / "seen.json").read_text()).items():
         assert held == ("torch.float32 True" if ".lora_" in name else "torch.bfloat16 False"), name
     count = 2 * 4 * ((32 + 32) + (32 + 16) + (48 + 32))
-    assert adapters.count_adapter_parameters(LORA, CONFIG) == count
+    assert count_adapter_parameters(LORA, CONFIG) == count
     assert f"{count:,} trainable parameters" in (folder / "said.txt").read_text()
     own = 2 * model_flops(CONFIG, 8, 1) - model_flops(CONFIG, 8, 1, 1) + 6 * 8  # a third less on each weight of its own
     assert own - model_flops(CONFIG, 8, 1) == 2 * 8 * sum(
@@ -209,7 +210,7 @@ def test_an_adapter_computes_as_in_peft_and_its_part_is_not_rounded_away(bias: b
 
 
 def test_an_adapter_with_nan_is_refused(tmp_path: Path) -> None:
-    lora, model = adapters.Lora(2, 4.0, ("q_proj",)), build_on_meta(tiny_config("llama"))
+    lora, model = adapters.Lora(2, 4.0, ("q_proj",)), build_to_train(tiny_config("llama"))
     adapters.add_adapters(model, lora, torch.float32)
     weights.materialize(model, torch.device("cpu"))
     adapters.initialize(model, seed=0)

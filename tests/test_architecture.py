@@ -13,20 +13,20 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaForCausalLM, LlamaModel, PreTrainedConfig
 from worlds import spawn
 
+from lightseq.architecture.fewer_layers import with_layers
+from lightseq.architecture.flops import attention_forward_flops, model_flops
+from lightseq.architecture.inspection import inspect_architecture
 from lightseq.config.remat_policies import STORES_MLP
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import permutation
-from lightseq.kernels.logit_transform import LogitTransform
-from lightseq.memory.planner.breakdown import GIB
-from lightseq.memory.planner.choice import FRUGAL_GROUP, frugal_options
-from lightseq.memory.planner.rates import CHIPS
-from lightseq.memory.planner.run import Hardware, PlannedRun
-from lightseq.models.architecture import inspect_architecture
-from lightseq.models.fewer_layers import with_layers
-from lightseq.models.flops import attention_forward_flops, model_flops
-from lightseq.modules import mlp
+from lightseq.parts import mlp
+from lightseq.plan.breakdown import GIB
+from lightseq.plan.choice import FRUGAL_GROUP, frugal_options
+from lightseq.plan.rates import CHIPS
+from lightseq.plan.run import Hardware, PlannedRun
 from lightseq.training.metrics import read_records
 from lightseq.training.setup_checks import check_layers
+from lightseq.utils.logit_transform import LogitTransform
 
 LENGTH, VOCABULARY, STEPS = 43, 64, 3
 STANDS_IN = {"position_embeddings": (torch.zeros(1, 4, 8, device="meta", dtype=torch.bfloat16),) * 2}

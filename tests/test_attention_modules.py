@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotar
 from worlds import spawn
 
 from lightseq import hf
-from lightseq.models.attention_modules import attention_modules
+from lightseq.parts.attention import attention_modules
 
 LENGTH = 24
 

@@ -27,11 +27,11 @@ from benchmarks.step_peers.peer import Job, TrainerPeer, measure
 from benchmarks.step_peers.sft import fully_sharded, own_row_reason
 from benchmarks.step_peers.worker import prepare_of, stream_of
 from benchmarks.step_trials import Trial, setting_of, trials, write_inputs
+from lightseq.architecture.flops import model_flops
+from lightseq.architecture.inspection import inspect_architecture, layer_windows
 from lightseq.data.batches import BatchStream, open_examples
 from lightseq.distributed.world import World
 from lightseq.kernels.attention.torch_native import CpuKernel
-from lightseq.models.architecture import inspect_architecture, layer_windows
-from lightseq.models.flops import model_flops
 
 LENGTH, STEPS = 64, 3
 ON_H200 = {"commit": "c", "date": "d", "hardware": {"device": "NVIDIA H200"}, "versions": {"torch": "2"}}

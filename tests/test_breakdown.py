@@ -1,10 +1,10 @@
 """The breakdown of memory by purpose, against numbers by hand."""
 
+from lightseq.architecture.family import preset_config
 from lightseq.cli import BOTH
 from lightseq.config.command_line import parse
 from lightseq.config.train_config import TrainConfig
-from lightseq.memory.planner.breakdown import loss_bytes, stored_activations
-from lightseq.models.family import preset_config
+from lightseq.plan.breakdown import loss_bytes, stored_activations
 
 
 def given(words: str = "") -> TrainConfig:

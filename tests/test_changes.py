@@ -15,11 +15,11 @@ from lightseq.hf.record import record_of
 from lightseq.integrations.whole_batches import WholeBatches
 from lightseq.memory.remat import capture_forwards
 from lightseq.models.decoder import decoder_layers
-from lightseq.modules.changes import Changes, changes_of
-from lightseq.modules.dense_experts import run_chosen_experts
-from lightseq.modules.experts import store_experts, use_grouped_experts
-from lightseq.modules.mlp import tile_mlps
-from lightseq.modules.projections import store_projections
+from lightseq.parts.changes import Changes, changes_of
+from lightseq.parts.chosen_experts import run_chosen_experts
+from lightseq.parts.experts import store_experts, use_grouped_experts
+from lightseq.parts.mlp import tile_mlps
+from lightseq.parts.projections import store_projections
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 from worlds import NCCL_WORLDS, gpu_of, one_process, spawn
 
+from lightseq.architecture.flops import total_parameters
 from lightseq.checkpoint import checkpoints, manifest, resume, saver, state_files
 from lightseq.checkpoint.checkpoints import STATE, TRAINER_STATE, read_trainer_state, remove_leftovers
 from lightseq.checkpoint.manifest import MANIFEST, File, find_damage
@@ -36,7 +37,6 @@ from lightseq.distributed.world import World
 from lightseq.memory import staging
 from lightseq.memory.pinned import CannotPin
 from lightseq.models import weights
-from lightseq.models.flops import total_parameters
 from lightseq.training import journal, saving, trainer
 from lightseq.training.optimization import LocalAdamW, LossScaler
 

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 from schedules import fitting
 
-from lightseq.models.layers import Attention, Heads
+from lightseq.parts.facts import Attention, Heads
 from lightseq.schedule.algorithms import make_schedule
 from lightseq.schedule.chunks import Chunk, chunked_schedule, with_chunks
 from lightseq.schedule.documents import padded_length

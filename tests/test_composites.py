@@ -17,14 +17,15 @@ from transformers.models.timm_wrapper.modeling_timm_wrapper import TimmWrapperMo
 from benchmarks import tiny_models
 from benchmarks.architectures import compare_training
 from benchmarks.tiny_models import plain_model, tiny_config
+from lightseq.architecture.inspection import known_logit_transform
+from lightseq.architecture.meta_run import find_logit_transform
 from lightseq.data.tokenizer import ByteTokenizer
-from lightseq.kernels.logit_transform import LogitTransform
-from lightseq.models import adapters, weights
-from lightseq.models.architecture import known_logit_transform
-from lightseq.models.build import build_on_meta
-from lightseq.models.meta_run import find_logit_transform
+from lightseq.models import weights
 from lightseq.models.published_layout import layout_of_files
+from lightseq.parts import adapters
+from lightseq.parts.chosen_experts import build_to_train
 from lightseq.tools import generate
+from lightseq.utils.logit_transform import LogitTransform
 
 CPU = torch.device("cpu")
 IDS = torch.arange(3, 20)[None]
@@ -46,7 +47,7 @@ def saved(model_type: str, folder: Path) -> PreTrainedModel:
 
 
 def loaded(directory: Path) -> PreTrainedModel:
-    model = build_on_meta(AutoConfig.from_pretrained(directory))
+    model = build_to_train(AutoConfig.from_pretrained(directory))
     weights.materialize(model, CPU)
     weights.load(model, directory)
     return model.eval()
@@ -65,12 +66,12 @@ def without_timm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_towers_are_not_in_memory() -> None:
-    model = build_on_meta(tiny_config("gemma3"))
+    model = build_to_train(tiny_config("gemma3"))
     assert not [name for name, _ in model.named_parameters() if "language_model" not in name]
 
 
 def test_unknown_and_missing_tensors_are_refused_by_name() -> None:
-    model = build_on_meta(tiny_config("gemma3"))
+    model = build_to_train(tiny_config("gemma3"))
     names = [name for name, _ in model.named_parameters()]
     with pytest.raises(ValueError, match=r"missing tensors \['model.language_model.norm.weight'\]"):
         layout_of_files(model, names, [name for name in names if not name.endswith("language_model.norm.weight")])
@@ -108,7 +109,7 @@ def test_experts_keep_the_orientation_of_the_files(transposed: bool, tmp_path: P
 @pytest.mark.parametrize("transposed", [True, False])
 def test_experts_with_adapters_are_loaded(transposed: bool, tmp_path: Path) -> None:
     want = dict(expert_files(tmp_path, transposed).named_parameters())
-    model = build_on_meta(AutoConfig.from_pretrained(tmp_path / "published"))
+    model = build_to_train(AutoConfig.from_pretrained(tmp_path / "published"))
     lora = adapters.Lora(2, 4.0, (), parameters=("mlp.experts.gate_up_proj", "mlp.experts.down_proj"))
     adapters.add_adapters(model, lora, torch.float32)
     weights.materialize(model, CPU)
@@ -124,7 +125,7 @@ def test_experts_of_parameters_without_a_shape_are_loaded_and_saved(
 ) -> None:
     """ZeRO-3 leaves a parameter empty, and its shape in `ds_shape`."""
     want = dict(expert_files(tmp_path, transposed).named_parameters())
-    model = build_on_meta(AutoConfig.from_pretrained(tmp_path / "published"))
+    model = build_to_train(AutoConfig.from_pretrained(tmp_path / "published"))
     weights.materialize(model, CPU)
     names = {}
     for name, parameter in model.named_parameters():
@@ -153,7 +154,7 @@ def test_positions_of_an_encoder_in_older_files_are_kept(model_type: str, tmp_pa
 
 
 def test_a_save_fails_if_the_towers_are_gone(tmp_path: Path, alone: None) -> None:
-    model = build_on_meta(tiny_config("gemma3"))
+    model = build_to_train(tiny_config("gemma3"))
     weights.materialize(model, CPU)
     with pytest.raises(FileNotFoundError, match="is gone, which has the parts of the model that do not train"):
         weights.save_pretrained(model, tmp_path / "out", torch.float32, trained_from=tmp_path / "gone")
@@ -189,13 +190,13 @@ def test_a_composite_that_changes_the_logits_of_the_language_model_inside_is_ref
         return output
 
     forward = Llama4ForConditionalGeneration.forward
-    model = build_on_meta(tiny_config("llama4"))
+    model = build_to_train(tiny_config("llama4"))
     assert known_logit_transform(model) == LogitTransform(1.0, None)
     model.language_model.register_forward_hook(lambda *_: None)
     assert known_logit_transform(model) is None
     monkeypatch.setattr(Llama4ForConditionalGeneration, "forward", scaled)
     with pytest.raises(ValueError, match="changes the logits of its Llama4ForCausalLM"):
-        find_logit_transform(build_on_meta(tiny_config("llama4")))
+        find_logit_transform(build_to_train(tiny_config("llama4")))
 
 
 def test_a_model_with_images_generates_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

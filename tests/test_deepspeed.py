@@ -22,11 +22,11 @@ from lightseq.config.train_config import TrainConfig
 from lightseq.distributed import host_memory
 from lightseq.distributed.host_memory import MemoryBytes
 from lightseq.memory import offload
-from lightseq.memory.planner import deepspeed_memory
 from lightseq.models import weights
-from lightseq.models.build import build_on_meta
 from lightseq.models.random_weights import initialize
 from lightseq.models.weights import materialize
+from lightseq.parts.chosen_experts import build_to_train
+from lightseq.plan import deepspeed_memory
 from lightseq.training import build
 from lightseq.training.deepspeed_engine import DeepSpeedEngine
 from lightseq.training.metrics import read_records
@@ -268,7 +268,7 @@ def test_a_checkpoint_with_its_states_on_nvme_is_refused(files: Path, tmp_path: 
 
 def assert_fresh(masters: dict[str, torch.Tensor]) -> None:
     """Equal to the seed's weights to the bit, in any compute dtype."""
-    model = build_on_meta(CONFIG)
+    model = build_to_train(CONFIG)
     materialize(model, torch.device("cpu"))
     initialize(model, seed=42)
     assert masters.keys() == dict(model.named_parameters()).keys()

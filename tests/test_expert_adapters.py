@@ -22,17 +22,18 @@ from transformers import (
 )
 from worlds import spawn
 
+from lightseq.architecture.flops import count_adapter_parameters
 from lightseq.cli import main as lightseq
 from lightseq.config.command_line import parse
 from lightseq.data.batches import permutation
-from lightseq.models import adapters
-from lightseq.models.adapter_targets import find_targets
-from lightseq.models.build import build
 from lightseq.models.weights import base_parameters
-from lightseq.modules.changes import Changes
-from lightseq.modules.expert_adapters import ExpertAdapter
-from lightseq.modules.experts import use_grouped_experts
-from lightseq.modules.fp8 import to_fp8
+from lightseq.parts import adapters
+from lightseq.parts.adapter_targets import find_targets
+from lightseq.parts.changes import Changes
+from lightseq.parts.chosen_experts import build_to_train
+from lightseq.parts.expert_adapters import ExpertAdapter
+from lightseq.parts.experts import use_grouped_experts
+from lightseq.parts.fp8 import to_fp8
 from lightseq.training.metrics import read_records
 
 peft = pytest.importorskip("peft")
@@ -82,7 +83,7 @@ def named(model: Any) -> dict[str, nn.Parameter]:
 def both(family: str) -> tuple[Any, Any]:
     """Returns a model with our adapters, and peft's with the same weights."""
     torch.manual_seed(0)
-    model = build(copy.deepcopy(CONFIGS[family]))
+    model = build_to_train(copy.deepcopy(CONFIGS[family]), "cpu")
     plain, theirs = {name for name, _ in model.named_parameters()}, adapted(model)
     adapters.add_adapters(model, lora_of(model.config), torch.float32)
     assert base_parameters(model).keys() == plain
@@ -138,7 +139,7 @@ def test_a_product_takes_no_weight_of_the_experts_size() -> None:
 @pytest.mark.parametrize("family", CONFIGS)
 def test_merged_weights_equal_pefts(family: str, tmp_path: Path) -> None:
     torch.manual_seed(1)
-    base = build(copy.deepcopy(CONFIGS[family]))
+    base = build_to_train(copy.deepcopy(CONFIGS[family]), "cpu")
     base.save_pretrained(tmp_path / "base", max_shard_size="30KB")
     theirs = adapted(base)
     theirs.save_pretrained(tmp_path / "adapter")
@@ -193,14 +194,14 @@ def test_weights_of_experts_are_named_by_their_ends_and_counted() -> None:
     words = "--model_name_or_path x --data_path x --output_dir x --lora_rank 2 --lora_target_parameters down_proj"
     lora = adapters.lora_from_config(parse([*words.split(), "--lora_target_modules="], "train"), config)
     assert lora == adapters.Lora(2, 4.0, (), None, ("mlp.experts.down_proj",))
-    assert adapters.count_adapter_parameters(lora, config) == 2 * 2 * 4 * (16 + 32)
-    assert adapters.count_adapter_parameters(lora, config, active=True) == 2 * 2 * 2 * (16 + 32)
+    assert count_adapter_parameters(lora, config) == 2 * 2 * 4 * (16 + 32)
+    assert count_adapter_parameters(lora, config, active=True) == 2 * 2 * 2 * (16 + 32)
     assert not find_targets(config).taken
 
 
 def test_fp8_leaves_experts_and_routers() -> None:
     pytest.importorskip("torchao")
-    model = build(copy.deepcopy(CONFIGS["deepseek_v3"]))
+    model = build_to_train(copy.deepcopy(CONFIGS["deepseek_v3"]), "cpu")
     block = model.model.layers[1].mlp
     block.gate = nn.Linear(32, 4, bias=False)  # a router of other families
     to_fp8(model.model.layers, "rowwise", True, 16)
@@ -238,7 +239,7 @@ def logits(model: Any) -> Tensor:
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "llama4_text"])
 def test_runs_train_adapters_of_peft_and_save_them_for_peft(family: str, tmp_path: Path) -> None:
     torch.manual_seed(2)
-    build(copy.deepcopy(CONFIGS[family])).save_pretrained(tmp_path / "model")
+    build_to_train(copy.deepcopy(CONFIGS[family]), "cpu").save_pretrained(tmp_path / "model")
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     data = np.random.default_rng(3).integers(3, 64, (STEPS, LENGTH)).tolist()
     (tmp_path / "data.pkl").write_bytes(pickle.dumps({"input_ids": data}))

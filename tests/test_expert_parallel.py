@@ -21,9 +21,9 @@ from lightseq.distributed.parallel_dims import parallel_dims, whole_tensor
 from lightseq.distributed.world import World
 from lightseq.memory import offload
 from lightseq.models.weights import WEIGHTS
-from lightseq.modules.changes import Changes
-from lightseq.modules.expert_parallel import EXPERT, EXPERT_DATA, distribute_experts
-from lightseq.modules.experts import experts_modules, use_grouped_experts
+from lightseq.parts.changes import Changes
+from lightseq.parts.expert_parallel import EXPERT, EXPERT_DATA, distribute_experts
+from lightseq.parts.experts import experts_modules, use_grouped_experts
 from lightseq.training.train import train
 
 # Adam's first steps move a weight whose gradient is all but zero by the whole rate, so a high one magnifies rounding.

@@ -24,6 +24,7 @@ from worlds import spawn
 from benchmarks.command_line import NEEDED
 from benchmarks.tiny_models import LENGTH, ids, plain_model, tiny_config
 from lightseq import hf
+from lightseq.architecture.inspection import inspect_architecture
 from lightseq.attention.context import release
 from lightseq.cli import main
 from lightseq.config.command_line import parse
@@ -32,13 +33,11 @@ from lightseq.distributed.world import World
 from lightseq.memory.recomputation import MemorySettings
 from lightseq.memory.remat import apply_remat
 from lightseq.models import weights
-from lightseq.models.architecture import inspect_architecture
-from lightseq.models.build import build_on_meta
 from lightseq.models.decoder import float32_parameters
-from lightseq.modules.changes import Changes
-from lightseq.modules.dense_experts import run_chosen_experts
-from lightseq.modules.experts import IMPLEMENTATION, experts_modules, sort_by_expert, store_experts
 from lightseq.parallelize import parallelize
+from lightseq.parts.changes import Changes
+from lightseq.parts.chosen_experts import build_to_train, run_chosen_experts
+from lightseq.parts.experts import IMPLEMENTATION, experts_modules, sort_by_expert, store_experts
 from lightseq.training.setup_checks import check_layers
 from lightseq.utils import versions
 
@@ -61,7 +60,7 @@ def experts_of(model_type: str) -> Any:
     if model_type == "muse_spark":  # no tiny model of it can be built
         found = MuseSparkExperts(SimpleNamespace(**MUSE)).double()
     else:
-        model = build_on_meta(tiny_config(model_type))
+        model = build_to_train(tiny_config(model_type))
         found = next(experts for _, experts in experts_modules(model)).to_empty(device="cpu").double()
     torch.manual_seed(0)
     for parameter in found.parameters():
@@ -241,7 +240,7 @@ def _routers_train_in_float32(rank: int, state: dict[str, Tensor], config: PreTr
     """Returns the routers' gradients of a step in bfloat16."""
     run = parse([*NEEDED, "--model_max_length", str(LENGTH), "--bf16"], "")
     world = World(rank, dist.get_world_size(), rank, dist.get_world_size(), torch.device("cpu"))
-    model = build_on_meta(copy.deepcopy(config)).eval()
+    model = build_to_train(copy.deepcopy(config)).eval()
     parallel = parallelize(model, run, parallel_dims(world), MemorySettings())
     weights.materialize(model, torch.device("cpu"), dtype=torch.bfloat16)
     for name, parameter in weights.base_parameters(model).items():

@@ -23,7 +23,7 @@ from benchmarks.tiny_models import ids, plain_model, tiny_config
 from lightseq.cli import BOTH
 from lightseq.models import weights
 from lightseq.models.build import model_class
-from lightseq.modules.replaced_head import with_head
+from lightseq.models.decoder import with_head
 from lightseq.training.train import train
 
 LOSS_ERROR = 1e-5

@@ -21,6 +21,7 @@ from transformers import LlamaForCausalLM
 from worlds import spawn
 
 import llama2
+from lightseq.architecture.family import resolve
 from lightseq.checkpoint.checkpoints import STATE, TRAINER_STATE, list_checkpoints, read_trainer_state
 from lightseq.checkpoint.manifest import describe, find_damage
 from lightseq.checkpoint.state_files import restore_rng
@@ -28,8 +29,7 @@ from lightseq.checkpoint.tensor_index import read_index
 from lightseq.data.batches import open_examples
 from lightseq.data.token_directory import write_token_directory
 from lightseq.models import weights
-from lightseq.models.family import resolve
-from lightseq.modules import loss_model
+from lightseq.parts import loss_model
 from lightseq.training.metrics import read_records
 
 STEPS, SAVE_STEPS = 12, 3

@@ -7,9 +7,9 @@ from test_families import FAMILIES
 from transformers import PreTrainedConfig
 
 from benchmarks.architectures import tiny_config
-from lightseq.models.architecture import inspect_architecture
+from lightseq.architecture.fewer_layers import places_of_kinds, with_layers, with_layers_at
+from lightseq.architecture.inspection import inspect_architecture
 from lightseq.models.decoder import text_config
-from lightseq.models.fewer_layers import places_of_kinds, with_layers, with_layers_at
 
 
 def longer(config: PreTrainedConfig) -> PreTrainedConfig:

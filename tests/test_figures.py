@@ -11,7 +11,7 @@ import pytest
 from pages import PAGES, ROOT
 
 from lightseq.config.lengths import parse_tokens
-from lightseq.memory.planner.rates import CHIPS, attention_rates
+from lightseq.plan.rates import CHIPS, attention_rates
 from lightseq.schedule.algorithms import SCHEDULES
 from lightseq.schedule.cost import AttentionShape
 from lightseq.schedule.timing import RATES

@@ -5,9 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig
 
-from lightseq.memory.planner.placement import KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD, Placement
-from lightseq.models.architecture import inspect_architecture
-from lightseq.models.flops import (
+from lightseq.architecture.flops import (
     attention_forward_flops,
     matmul_parameters,
     mfu,
@@ -16,6 +14,8 @@ from lightseq.models.flops import (
     recompute_flops,
     total_parameters,
 )
+from lightseq.architecture.inspection import inspect_architecture
+from lightseq.memory.placement import KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD, Placement
 from lightseq.training.step_stats import FlopCounter
 
 LENGTH = 16

@@ -11,13 +11,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from worlds import spawn
 
 from lightseq import parallelize
+from lightseq.architecture.inspection import matrix_sizes
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.parallel_dims import parallel_dims
 from lightseq.distributed.world import World
 from lightseq.memory.recomputation import MemorySettings
-from lightseq.models.architecture import matrix_sizes
-from lightseq.models.build import build_on_meta
-from lightseq.modules.fp8 import check_fp8, check_hardware, to_fp8
+from lightseq.parts.chosen_experts import build_to_train
+from lightseq.parts.fp8 import check_fp8, check_hardware, to_fp8
 from lightseq.training import inputs, step_stats
 from lightseq.training.metrics import read_records
 
@@ -66,7 +66,7 @@ def test_losses_with_emulated_fp8_stay_with_bfloat16_and_the_model_is_saved_as_a
 
 @pytest.mark.parametrize(("local_tokens", "padded"), [(24, True), (32, False)])
 def test_the_layers_linears_change_and_nothing_else(local_tokens: int, padded: bool) -> None:
-    model = build_on_meta(CONFIG)
+    model = build_to_train(CONFIG)
     before = [name for name, _ in model.named_parameters()]
     to_fp8(model.model.layers, "rowwise", False, local_tokens)
     linears = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
@@ -132,13 +132,13 @@ def test_a_chip_without_rowwise_kernels_is_sent_to_tensorwise() -> None:
 
 def test_sizes_that_the_kernels_do_not_take_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
-    monkeypatch.setattr("lightseq.modules.fp8.check_hardware", lambda *_: None)
+    monkeypatch.setattr("lightseq.parts.fp8.check_hardware", lambda *_: None)
     odd = LlamaConfig(**CONFIG.to_dict() | {"intermediate_size": 200})
     check_fp8("tensorwise", False, matrix_sizes(CONFIG), cpu)
     check_fp8("tensorwise", True, matrix_sizes(odd), cpu)
     check_fp8(None, False, matrix_sizes(odd), cpu)
     with pytest.raises(ValueError, match="intermediate_size 200 is not a multiple of 16; leave --fp8 out"):
         check_fp8("tensorwise", False, matrix_sizes(odd), cpu)
-    monkeypatch.setattr("lightseq.modules.fp8.find_spec", lambda name: None)
+    monkeypatch.setattr("lightseq.parts.fp8.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="not installed; pip install torchao"):
         check_fp8("tensorwise", True, matrix_sizes(CONFIG), cpu)

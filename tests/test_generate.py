@@ -8,10 +8,10 @@ import torch
 from programs import alone
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from lightseq.architecture.family import resolve
 from lightseq.cli import BOTH, main
 from lightseq.data.tokenizer import ByteTokenizer, load_tokenizer
 from lightseq.models import hub
-from lightseq.models.family import resolve
 
 TEXTS = ("def f(x):\n    return x\t# naïve 你好 😀", "\x00\x7f <|im_end|> ¡\u00ad¿", "")
 

@@ -34,6 +34,7 @@ from worlds import spawn
 
 import lightseq
 from lightseq import hf, sequence_parallel
+from lightseq.architecture.family import preset_config
 from lightseq.attention.context import SequenceContext, find
 from lightseq.attention.executor import Executor
 from lightseq.attention.operator import attention
@@ -44,15 +45,14 @@ from lightseq.distributed.parallel_dims import parallel_dims
 from lightseq.distributed.world import World
 from lightseq.hf.checks import check_positions
 from lightseq.memory import offload
-from lightseq.memory.planner.rates import CHIPS
-from lightseq.memory.planner.run import Hardware
 from lightseq.memory.recomputation import MemorySettings
 from lightseq.models import random_weights, weights
-from lightseq.models.build import build_on_meta
-from lightseq.models.family import preset_config
-from lightseq.modules import mlp
-from lightseq.modules.loss_model import LossModel
 from lightseq.parallelize import parallelize
+from lightseq.parts import mlp
+from lightseq.parts.chosen_experts import build_to_train
+from lightseq.parts.loss_model import LossModel
+from lightseq.plan.rates import CHIPS
+from lightseq.plan.run import Hardware
 from lightseq.schedule.layout import Layout, shard, unshard
 from lightseq.sequence.group import SequenceGroup
 
@@ -234,11 +234,11 @@ LENGTHS = (16, 13, LENGTH, 20, 71, 16, 10, 33)
 
 def rope_models(config: LlamaConfig, schedule: str) -> Iterator[tuple[PreTrainedModel, SequenceContext]]:
     """Patched with its weights, and as the trainer does it: patched before it has memory. Patching changes a config."""
-    model = build_on_meta(copy.deepcopy(config))
+    model = build_to_train(copy.deepcopy(config))
     weights.materialize(model, CPU)
     random_weights.initialize(model, seed=3)
     yield model, hf.enable(model, schedule=schedule)
-    model = build_on_meta(copy.deepcopy(config))
+    model = build_to_train(copy.deepcopy(config))
     context = hf.enable(model, schedule=schedule, device=CPU)
     weights.materialize(model, CPU)
     random_weights.initialize(model, seed=3)
@@ -707,7 +707,7 @@ def counted_attention() -> Iterator[list[int]]:
 def prepared(remat: str, **flags: Any) -> tuple[LossModel, tuple[Tensor, ...]]:
     """A model as the trainer makes it, over all ranks, and one batch for it."""
     world = World(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size(), CPU)
-    model = build_on_meta(LlamaConfig(**SIZES | flags.pop("config", {})))
+    model = build_to_train(LlamaConfig(**SIZES | flags.pop("config", {})))
     asked = {"model_name_or_path": "m", "data_path": "d", "output_dir": "o", "model_max_length": LENGTH}
     config = TrainConfig(**asked, remat=remat, **flags)  # type: ignore[arg-type]
     memory = MemorySettings(state_on_host=config.state_on_host)

@@ -28,8 +28,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from worlds import spawn
 
 from lightseq import hf
+from lightseq.architecture.inspection import inspect_architecture
 from lightseq.attention.context import SequenceContext
-from lightseq.models.architecture import inspect_architecture
 from lightseq.utils import versions
 
 LENGTH, VOCABULARY = 50, 64

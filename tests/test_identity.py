@@ -31,18 +31,18 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecode
 from worlds import spawn
 
 from lightseq import hf
+from lightseq.architecture.inspection import required_logit_transform
 from lightseq.integrations import whole_batches
 from lightseq.integrations.whole_batches import WholeBatches
 from lightseq.memory.remat import checkpoint_groups
-from lightseq.models.adapters import Lora, add_adapters
-from lightseq.models.architecture import required_logit_transform
-from lightseq.modules import loss, mlp
-from lightseq.modules.changes import Changes
-from lightseq.modules.fp8 import to_fp8
-from lightseq.modules.low_rank import is_linear
-from lightseq.modules.mlp import tile_mlps
-from lightseq.modules.projections import store_projections
-from lightseq.modules.tiled import tile_layers
+from lightseq.parts import loss, mlp
+from lightseq.parts.adapters import Lora, add_adapters
+from lightseq.parts.changes import Changes
+from lightseq.parts.fp8 import to_fp8
+from lightseq.parts.low_rank import is_linear
+from lightseq.parts.mlp import tile_mlps
+from lightseq.parts.projections import store_projections
+from lightseq.parts.tiled import tile_layers
 
 SIZES: dict[str, Any] = {
     "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

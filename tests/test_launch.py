@@ -280,7 +280,7 @@ def test_stages_run_and_their_scaling_is_in_the_model_that_is_saved(tmp_path: Pa
     import torch
     from transformers import AutoConfig, LlamaForCausalLM
 
-    from lightseq.models.family import preset_config
+    from lightseq.architecture.family import preset_config
 
     torch.manual_seed(0)
     LlamaForCausalLM(preset_config(LLAMA3, "tiny-llama3")).save_pretrained(tmp_path / "model")

@@ -11,12 +11,12 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from worlds import one_process
 
 from lightseq import hf
+from lightseq.architecture.family import preset_config
 from lightseq.cli import BOTH
-from lightseq.memory.planner.layer_costs import ATTENTION, MLP, OTHERS, LayerTable, Treatment
-from lightseq.models.build import build
-from lightseq.models.family import preset_config
-from lightseq.modules.changes import Changes
-from lightseq.modules.experts import use_grouped_experts
+from lightseq.parts.changes import Changes
+from lightseq.parts.chosen_experts import build_to_train
+from lightseq.parts.experts import use_grouped_experts
+from lightseq.plan.layer_costs import ATTENTION, MLP, OTHERS, LayerTable, Treatment
 
 SIZES = {
     "vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -85,7 +85,7 @@ def saved_by_first_layer(model: PreTrainedModel, length: int) -> int:
 @pytest.mark.parametrize("name", MODELS)
 def test_an_eager_layer_saves_what_the_plan_says(name: str) -> None:
     config = config_of(name)
-    model = build(config)
+    model = build_to_train(config, "cpu")
     hf.enable(model)
     use_grouped_experts(model, Changes())
     per_token = (saved_by_first_layer(model, 256) - saved_by_first_layer(model, 128)) / 128

@@ -2,7 +2,7 @@
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -21,11 +21,12 @@ FLOORS = (
     ("lightseq.distributed", "lightseq.kernels"),
     ("lightseq.config",),
     ("lightseq.attention", "lightseq.recurrent"),
-    ("lightseq.modules",),
     ("lightseq.models",),
+    ("lightseq.parts",),
+    ("lightseq.architecture",),
     ("lightseq.data",),
     ("lightseq.memory", "lightseq.sequence_parallel"),
-    ("lightseq.hf",),
+    ("lightseq.hf", "lightseq.plan"),
     ("lightseq.checkpoint", "lightseq.parallelize", "lightseq.integrations"),
     ("lightseq.training",),
     ("lightseq.tools",),
@@ -37,7 +38,7 @@ FLOOR = {package: number for number, row in enumerate(FLOORS) for package in row
 
 # Modules that a package loads only when a user asks for a name of theirs. The package does not depend on them, so they
 # may stand on any floor. Nothing else of ours passes a whole name to `import_module`.
-LATE_IMPORTS = {"lightseq.hf.__init__": {"lightseq.memory.planner.choice"}}  # hf.plan_memory
+LATE_IMPORTS = {"lightseq.hf.__init__": {"lightseq.plan.choice"}}  # hf.plan_memory
 
 # The only places that may look at the environment.
 READ_ENVIRONMENT = (
@@ -47,10 +48,10 @@ READ_ENVIRONMENT = (
 
 
 # The only files that set a forward or a class of a module themselves: wrappers of whole layers, and the head, which
-# gets its own forward back after each pass. Others record what they change (`modules/changes.py`).
+# gets its own forward back after each pass. Others record what they change (`parts/changes.py`).
 SET_FORWARDS = {
     *("lightseq.memory.remat", "lightseq.memory.offload", "lightseq.memory.recomputation"),
-    *("lightseq.integrations.whole_batches", "lightseq.modules.replaced_head"),
+    *("lightseq.integrations.whole_batches", "lightseq.parts.head"),
 }
 
 
@@ -128,6 +129,21 @@ def circles(files: list[Module]) -> list[list[str]]:
     return sorted(map(list, groups))
 
 
+def by_folder(files: Iterable[Module]) -> list[Module]:
+    """Returns a module for each folder, which imports the folders that its files import from."""
+    names, found = {file.name for file in files}, dict[str, set[str]]()
+    for file in files:
+        targets = {target for name in imports(file) if (target := file_of(name, names)) is not None}
+        found.setdefault(folder_of(file.name), set()).update(map(folder_of, targets))
+    return [Module(name, "\n".join(f"import {target}" for target in sorted(to - {name}))) for name, to in found.items()]
+
+
+def folder_of(name: str) -> str:
+    """Returns the folder of a file; a file that stands in `lightseq` itself is a package of its own."""
+    above = name.rpartition(".")[0]
+    return above if "." in above or not name.startswith("lightseq.") else name
+
+
 def file_of(name: str, files: set[str]) -> str | None:
     """Returns the file that an imported name is, or is defined in; None for other packages."""
     above = name.rpartition(".")[0]
@@ -198,6 +214,20 @@ def test_no_files_import_each_other_in_a_circle() -> None:
     assert not found, "; ".join(" and ".join(circle) for circle in found)
 
 
+def test_no_folders_import_each_other_in_a_circle() -> None:
+    """A folder inside another counts as one of its own."""
+    found = circles(by_folder(modules()))
+    assert not found, "; ".join(" and ".join(circle) for circle in found)
+
+
+def test_a_circle_of_folders_is_found() -> None:
+    below = Module("lightseq.kernels.fused.launches", "from lightseq.kernels.transform import Transform")
+    above = Module("lightseq.kernels.transform", "")
+    user = Module("lightseq.kernels.convolution", "from lightseq.kernels.fused import launches")
+    assert circles(by_folder((below, above))) == []
+    assert circles(by_folder((below, above, user))) == [["lightseq.kernels", "lightseq.kernels.fused"]]
+
+
 def test_a_circle_of_files_is_found() -> None:
     sources = {"a": "import lightseq.b", "b": "def f():\n    from lightseq import c", "c": "from lightseq.a import x"}
     files = [Module(f"lightseq.{name}", source) for name, source in sources.items()]
@@ -211,7 +241,7 @@ def test_a_circle_of_files_is_found() -> None:
         ("llama3", "llama2"),
         ("lightseq.kernels", "lightseq.comm"),
         ("lightseq.comm", "lightseq.kernels"),
-        ("lightseq.hf", "lightseq.memory.planner"),
+        ("lightseq.hf", "lightseq.plan"),
         ("lightseq.hf", "lightseq.config"),
         ("analysis", "launch"),
         ("analysis", "lightseq.training"),
@@ -253,7 +283,7 @@ def test_changes_of_modules_are_recorded() -> None:
         names = {part.attr for targets in assigned for x in targets for part in ast.walk(x) if hasattr(part, "attr")}
         if names & {"forward", "__class__"}:
             setters.add(module.name)
-    assert setters == SET_FORWARDS, "change modules through lightseq.modules.changes.Changes, which can undo it"
+    assert setters == SET_FORWARDS, "change modules through lightseq.parts.changes.Changes, which can undo it"
 
 
 def test_no_file_points_outside_the_repository() -> None:
@@ -286,7 +316,7 @@ def test_imports_are_found_anywhere_in_a_file() -> None:
 def test_code_lines_leave_out_imports_docstrings_and_tables() -> None:
     source = (
         '"""A module of which this is the docstring."""\n'
-        "from lightseq.models.family import Family, resolve\n"
+        "from lightseq.architecture.family import Family, resolve\n"
         'TABLE = {"num_hidden_layers_of_it": 1}\n'
         "def patch(model):\n"
         '    """A function of which this is the docstring."""\n'

@@ -9,14 +9,14 @@ import torch.nn.functional as F
 from operators import LargestResult
 from torch import Tensor, nn
 
-from lightseq.kernels.logit_transform import UNCHANGED, LogitTransform
-from lightseq.modules.loss import (
+from lightseq.parts.loss import (
     IGNORE_INDEX,
     cross_entropy_sum,
     losses_and_hits,
     token_log_probs,
     token_metrics,
 )
+from lightseq.utils.logit_transform import UNCHANGED, LogitTransform
 
 TOKENS, HIDDEN, WORDS = 50, 16, 37
 CHUNKS = [1, 7, 25, 49, 50, 51, 2048]
@@ -333,7 +333,7 @@ def test_on_a_gpu_transformed_logits_err_at_most_twice_as_much_as_plain(
 def check_fused_kernel() -> None:
     """The Triton kernel on a CPU, whose logits need two blocks, the last of them padded."""
     from lightseq.kernels.fused import cross_entropy as fused_cross_entropy
-    from lightseq.modules.loss import _cross_entropy_
+    from lightseq.parts.loss import _cross_entropy_
 
     fused_cross_entropy.BLOCK = 32
     g = torch.Generator().manual_seed(0)

@@ -21,7 +21,7 @@ from transformers import (
 from lightseq.checkpoint.resume import check_model
 from lightseq.cli import main as lightseq
 from lightseq.config.train_config import TrainConfig
-from lightseq.models.adapters import CONFIG, Lora, read_config
+from lightseq.parts.adapters import CONFIG, Lora, read_config
 
 peft = pytest.importorskip("peft")
 

@@ -20,10 +20,10 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaModel
 
 from lightseq.config.remat_policies import POLICIES, STORE_MLP, STORES_MLP
 from lightseq.memory.remat import apply_remat
-from lightseq.modules import mlp as tiled
-from lightseq.modules.changes import Changes
-from lightseq.modules.low_rank import LinearWeights, input_gradient, is_linear
-from lightseq.modules.mlp import ACTIVATIONS, LINEARS, gated_mlp, tile_mlps
+from lightseq.parts import mlp as tiled
+from lightseq.parts.changes import Changes
+from lightseq.parts.low_rank import LinearWeights, input_gradient, is_linear
+from lightseq.parts.mlp import ACTIVATIONS, LINEARS, gated_mlp, tile_mlps
 from lightseq.utils.process import silenced_loggers
 
 TOKENS, HIDDEN, INTERMEDIATE = 50, 16, 40

@@ -15,10 +15,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GptOssConfig
 from worlds import spawn
 
+from lightseq.architecture.family import resolve
 from lightseq.models import weights
-from lightseq.models.build import build, build_on_meta
-from lightseq.models.family import resolve
+from lightseq.models.build import build
 from lightseq.models.presets import LLAMA3
+from lightseq.parts.chosen_experts import build_to_train
 from lightseq.tools.merged_weights import merge
 from lightseq.training.metrics import read_records
 
@@ -71,7 +72,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_value_is_read_exactly_and_only_a_ranks_experts_are(published: Path) -> None:
     source = resolve(LLAMA3, str(published / "packed"), False)
     assert source.in_mxfp4 and not hasattr(source.config, "quantization_config")
-    model = build_on_meta(source.config)
+    model = build_to_train(source.config)
     model.to_empty(device="cpu")
     weights.load(model, published / "packed")
     plain = load_file(published / "plain" / "model.safetensors")

@@ -31,10 +31,10 @@ from lightseq.memory.offload import HostBufferPool, Offload, OffloadedTensor, de
 from lightseq.memory.pinned import PinnedMemory
 from lightseq.memory.remat import apply_remat
 from lightseq.models import weights
-from lightseq.models.build import build_on_meta
-from lightseq.modules.changes import Changes
-from lightseq.modules.mlp import tile_mlps
-from lightseq.modules.projections import store_projections
+from lightseq.parts.changes import Changes
+from lightseq.parts.chosen_experts import build_to_train
+from lightseq.parts.mlp import tile_mlps
+from lightseq.parts.projections import store_projections
 from lightseq.training import errors
 from lightseq.training.terminal import Terminal
 
@@ -400,7 +400,7 @@ def _places_of_host_weights(rank: int, device: str, locks: bool) -> set[str]:
         Tensor.is_pinned = lambda self: self.data_ptr() in host.now  # type: ignore[assignment]
         Tensor.pin_memory = Tensor.clone  # type: ignore[method-assign,assignment]
     sizes = {"vocab_size": 9, "hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2}
-    model = build_on_meta(LlamaConfig(**sizes, num_hidden_layers=2, num_key_value_heads=1))
+    model = build_to_train(LlamaConfig(**sizes, num_hidden_layers=2, num_key_value_heads=1))
     place, mesh = CPUOffloadPolicy(pin_memory=True), init_device_mesh(device, (2,))
     root = nn.Sequential(model)
     for unit in (*model.model.layers, root):

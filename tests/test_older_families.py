@@ -7,9 +7,9 @@ from test_architectures import sweep
 
 from benchmarks.command_line import NEEDED
 from benchmarks.tiny_models import tiny_config
+from lightseq.architecture.family import apply_rope
+from lightseq.architecture.inspection import inspect_architecture
 from lightseq.config.command_line import parse
-from lightseq.models.architecture import inspect_architecture
-from lightseq.models.family import apply_rope
 from lightseq.training.setup_checks import check_layers
 
 OLDER = ("codegen", "gpt_bigcode", "gptj", "gpt_neox", "opt", "persimmon", "phi")

@@ -25,7 +25,7 @@ from lightseq.config.checks import FOLLOW_A_METRIC, LR_SCHEDULES
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.parallel_dims import local_part, shard_groups
 from lightseq.distributed.world import World, use_host_cores
-from lightseq.models.build import build_on_meta
+from lightseq.parts.chosen_experts import build_to_train
 from lightseq.training.fsdp_engine import FsdpEngine
 from lightseq.training.optimization import (
     LearningRate,
@@ -153,7 +153,7 @@ EXEMPT_HERE: dict[str, set[str]] = {
 
 @pytest.mark.parametrize("family", EXEMPT_HERE)
 def test_weight_decay_is_that_of_transformers_but_for_rates_and_sinks(family: str) -> None:
-    model = build_on_meta(tiny_config(family))
+    model = build_to_train(tiny_config(family))
     decayed, _ = make_optimizer(model, CONFIG).param_groups
     assert decayed["weight_decay"] == CONFIG.weight_decay
     decays = {id(p) for p in decayed["params"]}

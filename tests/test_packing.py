@@ -16,6 +16,7 @@ from worlds import spawn
 
 import llama3
 from lightseq import hf
+from lightseq.architecture.family import preset_config
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import BatchStream, permutation
 from lightseq.data.packing import PackedExamples, best_fit, open_packed
@@ -23,8 +24,7 @@ from lightseq.data.token_directory import write_token_directory
 from lightseq.distributed.world import World
 from lightseq.integrations.whole_batches import WholeBatches
 from lightseq.models import random_weights, weights
-from lightseq.models.build import build_on_meta
-from lightseq.models.family import preset_config
+from lightseq.parts.chosen_experts import build_to_train
 from lightseq.schedule.algorithms import SCHEDULES, make_schedule
 from lightseq.schedule.documents import balance, packed_schedule
 from lightseq.training.build import build_engine
@@ -282,7 +282,7 @@ def test_a_compiled_layer_is_not_compiled_again_for_other_documents() -> None:
 
 def _reference(folder: str, sequences: int, steps: int) -> list[float]:
     """Plain transformers on one document after the other, in the order in which the stream packs them."""
-    model = build_on_meta(preset_config(llama3.FAMILY, MODEL))
+    model = build_to_train(preset_config(llama3.FAMILY, MODEL))
     weights.materialize(model, CPU)
     random_weights.initialize(model, seed=42)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)

@@ -21,14 +21,14 @@ from worlds import NCCL_WORLDS, gpu_of, spawn
 
 import llama2
 import llama3
+from lightseq.architecture.family import preset_config
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import permutation
 from lightseq.distributed.world import World
 from lightseq.memory import offload
-from lightseq.models import adapters, random_weights, weights
-from lightseq.models.build import build_on_meta
-from lightseq.models.family import preset_config
-from lightseq.modules import loss, mlp
+from lightseq.models import random_weights, weights
+from lightseq.parts import adapters, loss, mlp
+from lightseq.parts.chosen_experts import build_to_train
 from lightseq.schedule import head_slices
 from lightseq.schedule.algorithms import SCHEDULES
 from lightseq.training.build import build_engine
@@ -79,7 +79,7 @@ def _sequences() -> list[np.ndarray]:
 
 
 def _plain(config: LlamaConfig, device: torch.device) -> LlamaForCausalLM:
-    model = build_on_meta(config)
+    model = build_to_train(config)
     weights.materialize(model, device)
     random_weights.initialize(model, seed=42)
     assert isinstance(model, LlamaForCausalLM)

@@ -27,15 +27,12 @@ from transformers import (
 )
 from transformers.models.llama.modeling_llama import LlamaMLP
 
+from lightseq.architecture.family import preset_config
+from lightseq.architecture.flops import total_parameters
 from lightseq.cli import BOTH, main
 from lightseq.distributed.host_memory import FREE_SHARE
 from lightseq.memory.offload import device_lifetimes
-from lightseq.memory.planner.advice import changes_to_fit, faster_change, longest, one_sequence_per_gpu
-from lightseq.memory.planner.attention_memory import AttentionMemory, attention_memory
-from lightseq.memory.planner.breakdown import FLOAT32_BYTES, GIB, Breakdown
-from lightseq.memory.planner.choice import SAME_SPEED, fast_options, frugal_options, make_plan, plan_from_earlier
-from lightseq.memory.planner.memory import attention_of, saved_by_layer, snapshots, state_bytes_on_host
-from lightseq.memory.planner.placement import (
+from lightseq.memory.placement import (
     ACTIONS,
     KEEP,
     OFFLOAD,
@@ -47,8 +44,14 @@ from lightseq.memory.planner.placement import (
     in_order,
     place,
 )
-from lightseq.memory.planner.plan import Plan, on_smaller_gpus, placement_of, plan_as_given, usable_gpu_bytes
-from lightseq.memory.planner.rates import (
+from lightseq.parts.facts import Heads, distinct
+from lightseq.plan.advice import changes_to_fit, faster_change, longest, one_sequence_per_gpu
+from lightseq.plan.attention_memory import AttentionMemory, attention_memory
+from lightseq.plan.breakdown import FLOAT32_BYTES, GIB, Breakdown
+from lightseq.plan.choice import SAME_SPEED, fast_options, frugal_options, make_plan, plan_from_earlier
+from lightseq.plan.memory import attention_of, saved_by_layer, snapshots, state_bytes_on_host
+from lightseq.plan.plan import Plan, on_smaller_gpus, placement_of, plan_as_given, usable_gpu_bytes
+from lightseq.plan.rates import (
     CHIPS,
     CLIP_BYTES,
     MATRIX_SHARE,
@@ -58,11 +61,8 @@ from lightseq.memory.planner.rates import (
     UPDATE_LAUNCH_SECONDS,
     chip_of_device,
 )
-from lightseq.memory.planner.run import PlannedRun
-from lightseq.memory.planner.step_time import exposed_copies, host_link
-from lightseq.models.family import preset_config
-from lightseq.models.flops import total_parameters
-from lightseq.models.layers import Heads, distinct
+from lightseq.plan.run import PlannedRun
+from lightseq.plan.step_time import exposed_copies, host_link
 from lightseq.schedule.auto import MAX_GATHERED_BYTES, ScheduleChoice, choose_by_time, estimate_choice, possible_choices
 from lightseq.schedule.cost import AttentionShape
 from lightseq.schedule.timing import RATES

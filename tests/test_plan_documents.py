@@ -18,20 +18,20 @@ from test_plan_training import planned_run
 from worlds import spawn
 
 import llama3
+from lightseq.architecture.family import preset_config
+from lightseq.architecture.inspection import Architecture, inspect_architecture
 from lightseq.cli import BOTH, main
 from lightseq.config.command_line import parse
 from lightseq.data.packing import open_packed
 from lightseq.data.token_directory import write_token_directory
 from lightseq.distributed.world import World
-from lightseq.memory.planner import document_lengths, rates
-from lightseq.memory.planner.choice import make_plan
-from lightseq.memory.planner.document_lengths import DocumentLengths, document_lengths_of, read_document_lengths
-from lightseq.memory.planner.placement import KEEP, OFFLOAD, in_order
-from lightseq.memory.planner.plan import plan_as_given
-from lightseq.memory.planner.rates import CHIPS
-from lightseq.models.architecture import Architecture, inspect_architecture
-from lightseq.models.family import preset_config
-from lightseq.models.layers import Attention
+from lightseq.memory.placement import KEEP, OFFLOAD, in_order
+from lightseq.parts.facts import Attention
+from lightseq.plan import document_lengths, rates
+from lightseq.plan.choice import make_plan
+from lightseq.plan.document_lengths import DocumentLengths, document_lengths_of, read_document_lengths
+from lightseq.plan.plan import plan_as_given
+from lightseq.plan.rates import CHIPS
 from lightseq.training.build import choose_memory_settings
 from lightseq.training.inputs import prepare
 
@@ -198,11 +198,11 @@ def _plan_on_rank(rank: int, command: str) -> tuple[DocumentLengths | None, floa
     config = parse(f"{command} --overwrite_output_dir".split(), "")
     inputs = prepare(config, llama3.FAMILY, world)
     assert inputs.documents is not None
-    memory, _ = choose_memory_settings(
+    _, _, plan = choose_memory_settings(
         config, replace(inputs, documents=DocumentLengths(10 + rank, 10 + rank, 10)), world
     )
-    assert memory.plan is not None
-    return memory.plan.run.documents, memory.plan.step_seconds
+    assert plan is not None
+    return plan.run.documents, plan.step_seconds
 
 
 def test_all_ranks_plan_with_the_same_documents_and_run_json_has_them(tmp_path: Path) -> None:

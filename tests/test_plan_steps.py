@@ -13,14 +13,14 @@ from benchmarks.command_line import NEEDED
 from benchmarks.records import read_lines
 from benchmarks.step_models import model_of
 from lightseq.config.command_line import parse
-from lightseq.memory.planner.attention_memory import SCORE_BLOCK_BYTES, attention_memory
-from lightseq.memory.planner.choice import SAME_SPEED, make_plan
-from lightseq.memory.planner.document_lengths import DocumentLengths
-from lightseq.memory.planner.placement import Placement, in_order
-from lightseq.memory.planner.plan import Plan, plan_as_given
-from lightseq.memory.planner.rates import GIB, PROCESS_BYTES, chip_of_device
-from lightseq.memory.planner.run import Hardware, PlannedRun
-from lightseq.models.layers import Heads
+from lightseq.memory.placement import Placement, in_order
+from lightseq.parts.facts import Heads
+from lightseq.plan.attention_memory import SCORE_BLOCK_BYTES, attention_memory
+from lightseq.plan.choice import SAME_SPEED, make_plan
+from lightseq.plan.document_lengths import DocumentLengths
+from lightseq.plan.plan import Plan, plan_as_given
+from lightseq.plan.rates import GIB, PROCESS_BYTES, chip_of_device
+from lightseq.plan.run import Hardware, PlannedRun
 from lightseq.schedule.auto import ScheduleChoice
 
 RESULTS = Path(records.__file__).parent / "results"

@@ -15,26 +15,26 @@ from small import CONFIG, LENGTH, losses, words, write_inputs
 from transformers import LlamaConfig
 from worlds import spawn
 
+from lightseq.architecture.flops import total_parameters
 from lightseq.config.command_line import parse
 from lightseq.config.deepspeed import DeepSpeedSettings
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.host_memory import FREE_SHARE, MemoryBytes, free_host_memory, host_memory
 from lightseq.distributed.world import World
 from lightseq.memory import offload
-from lightseq.memory.planner.advice import out_of_memory
-from lightseq.memory.planner.breakdown import GIB
-from lightseq.memory.planner.choice import make_plan
-from lightseq.memory.planner.memory import (
+from lightseq.memory.placement import KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD
+from lightseq.plan.advice import out_of_memory
+from lightseq.plan.breakdown import GIB
+from lightseq.plan.choice import make_plan
+from lightseq.plan.memory import (
     host_bytes,
     saved_by_layer,
     state_bytes_on_host,
 )
-from lightseq.memory.planner.placement import KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD
-from lightseq.memory.planner.plan import host_memory_for_layers, placement_of, plan_as_given
-from lightseq.memory.planner.rates import CHIPS, MARGIN, PROCESS_BYTES
-from lightseq.memory.planner.run import Hardware, PlannedRun
-from lightseq.memory.planner.run import planned_run as run_on_this_machine
-from lightseq.models.flops import total_parameters
+from lightseq.plan.plan import host_memory_for_layers, placement_of, plan_as_given
+from lightseq.plan.rates import CHIPS, MARGIN, PROCESS_BYTES
+from lightseq.plan.run import Hardware, PlannedRun
+from lightseq.plan.run import planned_run as run_on_this_machine
 from lightseq.tools.verify.machines import machine
 from lightseq.training.metrics import read_records
 from lightseq.training.setup_checks import warn_unreached
@@ -304,17 +304,17 @@ def test_an_out_of_memory_error_names_settings_that_fit(monkeypatch: pytest.Monk
     words = "--model_name_or_path m --data_path d --output_dir o --bf16 --model_max_length 6000000 --remat none"
     asked = parse(words.split(), "")
     here = World(0, 8, 0, 8, torch.device("cpu"))
-    monkeypatch.setattr("lightseq.memory.planner.advice.planned_run", lambda *_: _h200(model, asked))
+    monkeypatch.setattr("lightseq.plan.advice.planned_run", lambda *_: _h200(model, asked))
     *parts, remedy = out_of_memory(asked, model, here)
     assert parts[0].startswith("planned peak memory") and any("stored activations" in line for line in parts)
     assert remedy.startswith("to fit: without --remat (") and " GPUs (" in remedy
     fitting = replace(asked, model_max_length=2**17, offload="activations")
-    monkeypatch.setattr("lightseq.memory.planner.advice.planned_run", lambda *_: _h200(model, fitting))
+    monkeypatch.setattr("lightseq.plan.advice.planned_run", lambda *_: _h200(model, fitting))
     assert make_plan(_h200(model, fitting)).fits
     *_, remedy = out_of_memory(fitting, model, here)  # though the plan sees enough memory
     assert remedy.startswith("to fit: without --remat --offload (") and " GPUs (" in remedy
     chosen = replace(fitting, offload="auto")
-    monkeypatch.setattr("lightseq.memory.planner.advice.planned_run", lambda *_: _h200(model, chosen))
+    monkeypatch.setattr("lightseq.plan.advice.planned_run", lambda *_: _h200(model, chosen))
     *_, remedy = out_of_memory(chosen, model, here)
     budget = 0.9 * make_plan(_h200(model, chosen)).parts.total / GIB
     assert remedy.startswith(f"to fit: --device_memory_budget {budget:.1f}"), "the planner then plans with less"

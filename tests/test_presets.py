@@ -12,12 +12,13 @@ from huggingface_hub.errors import GatedRepoError
 from transformers import Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.tiny_models import tiny_config
+from lightseq.architecture import family
+from lightseq.architecture.family import apply_rope, check_config, context_warning, preset_config, resolve
+from lightseq.architecture.flops import total_parameters
 from lightseq.config.command_line import parse
 from lightseq.distributed.world import World
-from lightseq.models import family, hub
+from lightseq.models import hub
 from lightseq.models.decoder import text_config
-from lightseq.models.family import apply_rope, check_config, context_warning, preset_config, resolve
-from lightseq.models.flops import total_parameters
 from lightseq.models.presets import FAMILIES, LLAMA2, LLAMA3
 from lightseq.training.inputs import find_model
 from lightseq.utils import versions

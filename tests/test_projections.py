@@ -10,10 +10,10 @@ from transformers import LlamaConfig, LlamaModel
 
 from lightseq.config.remat_policies import STORE_LINEARS
 from lightseq.memory.remat import apply_remat
-from lightseq.modules.changes import Changes
-from lightseq.modules.low_rank import LinearWeights
-from lightseq.modules.mlp import tile_mlps
-from lightseq.modules.projections import PROJECTIONS, store_projections
+from lightseq.parts.changes import Changes
+from lightseq.parts.low_rank import LinearWeights
+from lightseq.parts.mlp import tile_mlps
+from lightseq.parts.projections import PROJECTIONS, store_projections
 
 LAYERS, WIDTH = 3, 16
 CONFIG = {

@@ -19,9 +19,9 @@ from transformers import CONFIG_MAPPING
 
 from benchmarks.command_line import NEEDED
 from benchmarks.tiny_models import plain_model, tiny_config
+from lightseq.architecture.inspection import inspect_architecture
 from lightseq.config.command_line import parse
 from lightseq.models import weights
-from lightseq.models.architecture import inspect_architecture
 from lightseq.training.setup_checks import check_layers
 
 FOLDER = Path(__file__).parent / "published_names"

@@ -15,7 +15,8 @@ from worlds import spawn
 
 from benchmarks.tiny_models import ids, tiny_config
 from lightseq.models import random_weights, weights
-from lightseq.models.build import build, build_on_meta
+from lightseq.models.build import build
+from lightseq.parts.chosen_experts import build_to_train
 
 CPU = torch.device("cpu")
 UNUSUAL: dict[str, dict[str, Any]] = {
@@ -31,7 +32,7 @@ UNUSUAL: dict[str, dict[str, Any]] = {
 
 
 def drawn(config: Any, seed: int = 5) -> PreTrainedModel:
-    model = build_on_meta(config)
+    model = build_to_train(config)
     weights.materialize(model, CPU)
     for parameter in model.parameters():
         torch.nn.init.constant_(parameter, math.nan)

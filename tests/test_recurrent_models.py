@@ -26,14 +26,14 @@ from benchmarks.architectures import compare_training, expect
 from benchmarks.command_line import NEEDED
 from benchmarks.tiny_models import ids, plain_model, tiny_config
 from lightseq import hf
+from lightseq.architecture.family import context_warning
+from lightseq.architecture.flops import describe_recurrences
+from lightseq.architecture.inspection import check_attention, inspect_architecture
 from lightseq.config.command_line import parse
 from lightseq.kernels.recurrent.selection import why_slow
-from lightseq.models import mixers
-from lightseq.models.architecture import check_attention, inspect_architecture
-from lightseq.models.build import build_on_meta
-from lightseq.models.family import context_warning
-from lightseq.models.flops import describe_recurrences
-from lightseq.models.recurrent_layers import without_kernels
+from lightseq.parts import recurrences as mixers
+from lightseq.parts.chosen_experts import build_to_train
+from lightseq.parts.transformers_recurrences import without_kernels
 from lightseq.training.setup_checks import check_mixers
 from lightseq.utils import versions
 
@@ -296,7 +296,7 @@ def test_mixers_of_an_old_transformers_are_refused(monkeypatch: pytest.MonkeyPat
 )  # fmt: skip
 def test_a_convolution_inside_a_projection_is_refused_wherever_it_is(model_type: str, name: str) -> None:
     for inner in (True, False):
-        model = build_on_meta(tiny_config(model_type))
+        model = build_to_train(tiny_config(model_type))
         check_attention(model)
         convolution = nn.Conv1d(32, 32, 3, padding=1)
         model.base_model.set_submodule(name, nn.Sequential(convolution) if inner else convolution)

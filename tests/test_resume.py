@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import Gemma2Config, NemotronConfig, PreTrainedConfig
 
+from lightseq.architecture.family import apply_rope, preset_config
 from lightseq.checkpoint.checkpoints import TRAINER_STATE
 from lightseq.checkpoint.resume import (
     changed_length_note,
@@ -20,9 +21,8 @@ from lightseq.checkpoint.resume import (
 from lightseq.cli import BOTH
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.world import World
-from lightseq.models import adapters
-from lightseq.models.adapters import Lora
-from lightseq.models.family import apply_rope, preset_config
+from lightseq.parts import adapters
+from lightseq.parts.adapters import Lora
 
 CONFIG = TrainConfig(model_name_or_path="base", data_path="d", output_dir="o")
 SCALINGS: list[dict[str, Any] | None] = [

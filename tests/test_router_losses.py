@@ -23,7 +23,7 @@ from lightseq import hf
 from lightseq.attention.context import SequenceContext
 from lightseq.hf.agreement import BATCH_FACTS
 from lightseq.hf.router_losses import ShardedRouterLogits
-from lightseq.modules import router_loss
+from lightseq.parts import router_loss
 
 LENGTH = 50  # 3 ranks do not divide it
 DOCUMENTS = (0, 13, 14, 37, 50)

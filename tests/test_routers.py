@@ -25,12 +25,12 @@ from lightseq.distributed.world import World
 from lightseq.hf.agreement import COUNTED_TOKENS
 from lightseq.memory.recomputation import MemorySettings
 from lightseq.models import weights
-from lightseq.models.build import build_on_meta
-from lightseq.modules import routers as routers_module
-from lightseq.modules.experts import experts_modules
-from lightseq.modules.router_loss import router_sums
-from lightseq.modules.routers import BIAS, Routers
 from lightseq.parallelize import parallelize
+from lightseq.parts import routers as routers_module
+from lightseq.parts.chosen_experts import build_to_train
+from lightseq.parts.experts import experts_modules
+from lightseq.parts.router_loss import router_sums
+from lightseq.parts.routers import BIAS, Routers
 from lightseq.training.metrics import read_records
 from lightseq.training.router_flags import make_routers
 
@@ -59,7 +59,7 @@ def train_passes(want: PreTrainedModel, flags: str, packed: bool) -> tuple[float
     run = parse([*NEEDED, "--model_max_length", str(LENGTH), *flags.split()], "")
     world = World(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size(), CPU)
     dims = parallel_dims(world)
-    model = build_on_meta(copy.deepcopy(want.config)).eval()
+    model = build_to_train(copy.deepcopy(want.config)).eval()
     parallel = parallelize(model, run, dims, MemorySettings())
     routers = make_routers(run, model, parallel.context)
     assert routers is not None

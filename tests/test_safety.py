@@ -16,11 +16,11 @@ import torch
 from torch.distributed.checkpoint import metadata
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from lightseq.architecture.family import resolve
 from lightseq.checkpoint import tensor_index
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.environment import cache_compiled_kernels
 from lightseq.models import weights
-from lightseq.models.family import resolve
 from lightseq.models.presets import ModelFamily
 from lightseq.models.weights import INDEX, WEIGHTS
 from lightseq.training.metrics import RUN, write_run

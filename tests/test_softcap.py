@@ -22,8 +22,8 @@ from lightseq.kernels.attention.reference import ReferenceKernel
 from lightseq.kernels.attention.registry import KERNELS
 from lightseq.kernels.attention.selection import select, with_softcap
 from lightseq.kernels.attention.tile import backward_tile, forward_tile
-from lightseq.kernels.logit_transform import LogitTransform
 from lightseq.schedule.table import Mask
+from lightseq.utils.logit_transform import LogitTransform
 
 LENGTH, CAP, BOUNDARIES = 50, 1.5, [0, 4, 31, 50]
 SIZES: dict[str, Any] = {

@@ -21,10 +21,11 @@ from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.parallel_dims import parallel_dims
 from lightseq.distributed.world import World
 from lightseq.memory.recomputation import MemorySettings
-from lightseq.models import adapters, weights
-from lightseq.models.build import build_on_meta
+from lightseq.models import weights
 from lightseq.models.decoder import decoder_layers
 from lightseq.parallelize import units
+from lightseq.parts import adapters
+from lightseq.parts.chosen_experts import build_to_train
 from lightseq.training.metrics import read_records
 
 CPU, LENGTH, RATE = torch.device("cpu"), 20, 0.1
@@ -89,7 +90,7 @@ def test_a_buffer_with_nan_is_refused(files: Path, tmp_path: Path) -> None:
     stored = load_file(files / "model" / "model.safetensors")
     stored["model.layers.1.bias"][0] = torch.nan
     save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
-    model = build_on_meta(ScaledConfig.from_pretrained(files / "model"))
+    model = build_to_train(ScaledConfig.from_pretrained(files / "model"))
     weights.materialize(model, CPU)
     with pytest.raises(ValueError, match=r"model\.layers\.1\.bias holds NaN; copy or download"):
         weights.load(model, tmp_path)
@@ -179,7 +180,7 @@ def test_adapters_keep_buffers_in_their_state_only(files: Path) -> None:
 
 
 def test_units_list_the_buffers_that_files_store(alone: None, files: Path) -> None:
-    model = build_on_meta(AutoConfig.from_pretrained(files / "model"))
+    model = build_to_train(AutoConfig.from_pretrained(files / "model"))
     config = TrainConfig(model_name_or_path="m", data_path="d", output_dir="o")
     found = units(model, config, parallel_dims(World(0, 1, 0, 1, CPU)), MemorySettings())
     assert [len(unit.buffers) for unit in found] == [0, 3, 3, 3, 0, 0]
@@ -190,7 +191,7 @@ def test_a_buffer_of_another_shape_is_refused_and_a_missing_one_keeps_its_value(
     (tmp_path / "config.json").write_text((files / "model" / "config.json").read_text())
     tensors = load_file(files / "model" / "model.safetensors")
     name, other = "model.layers.1.layer_scalar", "model.layers.0.layer_scalar"
-    model = build_on_meta(AutoConfig.from_pretrained(files / "model"))
+    model = build_to_train(AutoConfig.from_pretrained(files / "model"))
     weights.materialize(model, CPU)
     save_file({key: x for key, x in tensors.items() if key != name}, tmp_path / "model.safetensors")
     weights.load(model, tmp_path)

@@ -12,7 +12,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from benchmarks.tiny_models import plain_model, tiny_config
 from lightseq.models import random_weights, weights
-from lightseq.models.build import build_on_meta
+from lightseq.parts.chosen_experts import build_to_train
 
 CPU = torch.device("cpu")
 # Router biases in buffers and in frozen parameters, recurrences, stacked experts.
@@ -47,7 +47,7 @@ def published(config: PreTrainedConfig, folder: Path, float32: bool = False) -> 
 
 def trained(folder: Path, change: float = 0.0) -> dict[str, Tensor]:
     """Loads a model to compute in bfloat16, changes its weights, and saves it. Returns the new tensors."""
-    model = build_on_meta(AutoConfig.from_pretrained(folder / "base"))
+    model = build_to_train(AutoConfig.from_pretrained(folder / "base"))
     weights.materialize(model, CPU, dtype=torch.bfloat16)
     weights.load(model, folder / "base")
     with torch.no_grad():
@@ -81,7 +81,7 @@ def test_a_float32_base_is_stored_in_float32_and_its_config_names_the_dtype_of_t
 
 def test_training_in_float32_narrows_no_weight(tmp_path: Path, alone: None) -> None:
     published(tiny_config("llama"), tmp_path / "base")
-    model = build_on_meta(AutoConfig.from_pretrained(tmp_path / "base"))
+    model = build_to_train(AutoConfig.from_pretrained(tmp_path / "base"))
     weights.materialize(model, CPU)
     weights.load(model, tmp_path / "base")
     weights.save_pretrained(model, tmp_path / "out", torch.float32, trained_from=tmp_path / "base")
@@ -92,7 +92,7 @@ def test_a_changed_bias_of_a_router_keeps_its_small_steps(tmp_path: Path, alone:
     published(tiny_config("deepseek_v3"), tmp_path / "base")
     path = tmp_path / "base" / weights.WEIGHTS
     save_file({name: x.bfloat16() for name, x in load_file(path).items()}, path, metadata={"format": "pt"})
-    model = build_on_meta(AutoConfig.from_pretrained(tmp_path / "base"))
+    model = build_to_train(AutoConfig.from_pretrained(tmp_path / "base"))
     weights.materialize(model, CPU, dtype=torch.bfloat16)
     weights.load(model, tmp_path / "base")
     name, bias = next((name, x) for name, x in weights.stored_buffers(model).items() if "e_score" in name)
@@ -104,7 +104,7 @@ def test_a_changed_bias_of_a_router_keeps_its_small_steps(tmp_path: Path, alone:
 def test_random_weights_are_stored_as_the_class_says(tmp_path: Path, alone: None) -> None:
     for family, wide in (("gpt_oss", "layernorm"), ("deepseek_v3", "gate.weight")):
         config = tiny_config(family, vocab_size=VOCABULARY)
-        model = build_on_meta(config)
+        model = build_to_train(config)
         weights.materialize(model, CPU, dtype=torch.bfloat16)
         random_weights.initialize(model, seed=0)
         weights.save_pretrained(model, tmp_path / family, torch.bfloat16)

@@ -29,21 +29,21 @@ from transformers import (
 from worlds import one_process
 
 from lightseq import hf
+from lightseq.architecture.flops import attention_forward_flops, recompute_flops
+from lightseq.architecture.inspection import inspect_architecture
 from lightseq.attention.module_attention import attend
 from lightseq.attention.operator import attention_backward
 from lightseq.kernels.attention.base import Saved
 from lightseq.memory import offload
 from lightseq.memory.offload import HostBufferPool, Offload
-from lightseq.memory.planner.attention_memory import LiveBytes
-from lightseq.memory.planner.memory import tiled_elements
 from lightseq.memory.remat import apply_remat, capture_forwards, checkpoint_groups
-from lightseq.models.architecture import inspect_architecture
-from lightseq.models.flops import attention_forward_flops, recompute_flops
-from lightseq.models.layers import distinct
-from lightseq.modules import mlp
-from lightseq.modules.changes import Changes
-from lightseq.modules.low_rank import LinearWeights, concatenate_outputs
-from lightseq.modules.tiled import _ParameterGradients, tile_layers
+from lightseq.parts import mlp
+from lightseq.parts.changes import Changes
+from lightseq.parts.facts import distinct
+from lightseq.parts.low_rank import LinearWeights, concatenate_outputs
+from lightseq.parts.tiled import _ParameterGradients, tile_layers
+from lightseq.plan.attention_memory import LiveBytes
+from lightseq.plan.memory import tiled_elements
 from lightseq.schedule import head_slices
 
 SIZES: dict[str, Any] = dict(
@@ -186,7 +186,7 @@ def heads_passed() -> Iterator[list[tuple[int, int]]]:
         passed.append((dout.shape[2], saved.k.shape[2]))
         return attention_backward(dout, saved, *others)
 
-    module = "lightseq.modules.tiled"
+    module = "lightseq.parts.tiled"
     with patch(f"{module}.attend", forward), patch(f"{module}.attention_backward", backward):
         yield passed
 

@@ -15,12 +15,12 @@ from transformers import AutoModelForCausalLM
 from worlds import one_process, spawn
 
 from lightseq import hf
-from lightseq.memory.planner.plan import plan_as_given
-from lightseq.models import mixers
-from lightseq.models.architecture import inspect_architecture
-from lightseq.models.flops import model_flops, recompute_flops
-from lightseq.models.layers import Attention, LinearMixer, distinct
-from lightseq.models.mixers import MixerKind, mixer_modules, register_mixer
+from lightseq.architecture.flops import model_flops, recompute_flops
+from lightseq.architecture.inspection import inspect_architecture
+from lightseq.parts import recurrences as mixers
+from lightseq.parts.facts import Attention, LinearMixer, distinct
+from lightseq.parts.recurrences import MixerKind, mixer_modules, register_mixer
+from lightseq.plan.plan import plan_as_given
 from lightseq.training.metrics import read_records
 
 RATE, STEPS = 0.1, 2

@@ -40,8 +40,8 @@ from lightseq.data.sequences import read_pickle
 from lightseq.distributed.parallel_dims import parallel_dims
 from lightseq.distributed.preemption import STOP_MESSAGE, StopRequest
 from lightseq.distributed.world import World
-from lightseq.memory.planner.breakdown import Breakdown
 from lightseq.models import weights
+from lightseq.plan.breakdown import Breakdown
 from lightseq.training import journal, trainer
 from lightseq.training import train as training
 from lightseq.training.engine import Update

@@ -18,9 +18,9 @@ from lightseq.distributed.parallel_dims import local_part, parallel_dims, shard_
 from lightseq.distributed.world import World
 from lightseq.memory.recomputation import MemorySettings
 from lightseq.models import random_weights, weights
-from lightseq.models.build import build_on_meta
 from lightseq.models.decoder import decoder_layers, final_norm
 from lightseq.parallelize import Unit, apply_techniques, layer_groups, shard_parameters, units
+from lightseq.parts.chosen_experts import build_to_train
 from lightseq.training.optimization import clip, gradient_norms
 
 LENGTH = 24
@@ -35,7 +35,7 @@ def flags(**more: Any) -> TrainConfig:
 
 
 def built(tied: bool, memory: MemorySettings, **more: Any) -> tuple[Any, list[Unit]]:
-    model = build_on_meta(LlamaConfig(**SIZES, tie_word_embeddings=tied))
+    model = build_to_train(LlamaConfig(**SIZES, tie_word_embeddings=tied))
     world = World(dist.get_rank(), dist.get_world_size(), 0, 1, torch.device("cpu"))
     return model, units(model, flags(**more), parallel_dims(world), memory)
 
@@ -69,7 +69,7 @@ def test_only_layers_stay_gathered_for_the_backward_pass(alone: None) -> None:
 def gradients(_rank: int, mixed: bool) -> dict[str, tuple[float, Any]]:
     """Norm and clipped gradient of each parameter after one step; `mixed` shards some layers over half of the ranks."""
     world = World(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
-    model = build_on_meta(LlamaConfig(**SIZES))
+    model = build_to_train(LlamaConfig(**SIZES))
     parallel = apply_techniques(model, flags(model_max_length=LENGTH), parallel_dims(world), MemorySettings())
     parts = parallel.units
     if mixed:

@@ -32,7 +32,7 @@ from lightseq.distributed.world import World
 from lightseq.kernels.attention.torch_native import CpuKernel
 from lightseq.memory import offload
 from lightseq.models import random_weights
-from lightseq.modules import mlp
+from lightseq.parts import mlp
 from lightseq.schedule.algorithms import make_schedule
 from lightseq.schedule.layout import Layout
 from lightseq.schedule.table import Schedule

@@ -22,9 +22,9 @@ from lightseq.distributed.parallel_dims import parallel_dims
 from lightseq.distributed.world import World
 from lightseq.memory.recomputation import MemorySettings
 from lightseq.models import random_weights, weights
-from lightseq.models.build import build_on_meta
 from lightseq.models.tokenizer_files import copy_tokenizer
 from lightseq.parallelize import shard_parameters, units
+from lightseq.parts.chosen_experts import build_to_train
 
 WORLDS = [1, 2, 3]
 FSDP_MODES = ["full_shard", "hybrid_shard", "ddp"]
@@ -47,7 +47,7 @@ def tiny(tied: bool = False) -> LlamaConfig:
 
 def empty(config: LlamaConfig, fsdp: str | None = "full_shard") -> PreTrainedModel:
     """Split over all ranks, with memory and without values; NaN, so that none left unfilled goes unnoticed."""
-    model = build_on_meta(config)
+    model = build_to_train(config)
     if fsdp is not None:
         world = World(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size(), CPU)
         run = TrainConfig(model_name_or_path="m", data_path="d", output_dir="o")
@@ -134,7 +134,7 @@ def test_a_model_built_on_meta_computes_what_one_built_on_cpu_does(tied: bool, r
 
 
 def test_a_buffer_that_cannot_be_rebuilt_is_refused_by_name() -> None:
-    model = build_on_meta(tiny())
+    model = build_to_train(tiny())
     model.model.register_buffer("secret", torch.empty(3, device="meta"))
     with pytest.raises(ValueError, match=r"model\.secret"):
         weights.materialize(model, CPU)

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn, ones
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from lightseq.models.layers import LinearMixer
-from lightseq.models.mixers import MixerKind, register_mixer
+from lightseq.parts.facts import LinearMixer
+from lightseq.parts.recurrences import MixerKind, register_mixer
 from lightseq.sequence.documents import Documents
 from lightseq.sequence.halo import previous_tokens
 

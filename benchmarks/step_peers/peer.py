@@ -10,15 +10,16 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from lightseq.architecture.inspection import inspect_architecture, layer_windows
 from lightseq.data.batches import Batch
 from lightseq.distributed.parallel_dims import whole_tensor
 from lightseq.distributed.stopwatch import DeviceTimestamp
 from lightseq.distributed.world import World
-from lightseq.models import adapters, random_weights, weights
-from lightseq.models.adapters import Lora
-from lightseq.models.architecture import inspect_architecture, layer_windows
-from lightseq.models.build import build_on_meta
-from lightseq.models.layers import heads_of
+from lightseq.models import random_weights, weights
+from lightseq.parts import adapters
+from lightseq.parts.adapters import Lora
+from lightseq.parts.chosen_experts import build_to_train
+from lightseq.parts.facts import heads_of
 from lightseq.training.step_stats import StepResult
 
 SEED = 0  # of weights and data
@@ -110,7 +111,7 @@ class Job:
 
         They are float32 if they are trained, and in the compute dtype beneath adapters.
         """
-        model = build_on_meta(self.config)
+        model = build_to_train(self.config)
         if self.lora:
             model.to(self.dtype)
         weights.materialize(model, self.world.device)

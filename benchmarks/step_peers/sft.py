@@ -33,8 +33,8 @@ from transformers.utils import is_flash_attn_4_available
 from benchmarks.step_peers.peer import CLIP_NORM, SEED, Job, TrainerPeer, reset_peak_memory, step_numbers
 from lightseq.data.batches import Batch
 from lightseq.distributed.stopwatch import DeviceTimestamp
-from lightseq.models.adapters import Lora
 from lightseq.models.decoder import attending_part, has_towers, text_config
+from lightseq.parts.adapters import Lora
 
 
 def prepare_trl(job: Job) -> TrainerPeer:

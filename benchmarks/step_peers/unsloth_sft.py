@@ -28,8 +28,9 @@ from benchmarks.step_peers.sft import (
     tokenizer_of,
     trainer_arguments,
 )
+from lightseq.architecture.flops import count_adapter_parameters
 from lightseq.data.batches import Batch
-from lightseq.models.adapters import Lora, count_adapter_parameters
+from lightseq.parts.adapters import Lora
 
 
 def prepare(job: Job) -> TrainerPeer:

@@ -29,8 +29,8 @@ from lightseq.data.examples import Examples
 from lightseq.data.packing import open_packed
 from lightseq.distributed.start import init_distributed
 from lightseq.distributed.world import check_devices, use_host_cores
-from lightseq.models.adapters import lora_from_config
 from lightseq.models.decoder import text_config
+from lightseq.parts.adapters import lora_from_config
 
 # Imported on demand, because each needs its own packages and patches others on import.
 PEERS = {

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from lightseq.attention.context import SequenceContext
 from lightseq.attention.operator import attention
-from lightseq.kernels.logit_transform import LogitTransform
 from lightseq.schedule.chunks import Chunk
+from lightseq.utils.logit_transform import LogitTransform
 
 # Keywords passed to `attention`: documents, window and sinks, by transformers' names.
 PASSED_ON: Final = ("documents", "sliding_window", "s_aux")

@@ -18,7 +18,6 @@ from lightseq.attention.gathered import Gathered, gathered_elements
 from lightseq.comm.transport import base_transport_name
 from lightseq.kernels.attention.base import Saved
 from lightseq.kernels.attention.selection import with_softcap
-from lightseq.kernels.logit_transform import LogitTransform
 from lightseq.schedule.algorithms import SCHEDULES, check_heads
 from lightseq.schedule.chunks import Chunk, chunked_schedule
 from lightseq.schedule.documents import packed_schedule
@@ -26,6 +25,7 @@ from lightseq.schedule.table import Schedule
 from lightseq.schedule.windows import windowed_schedule
 from lightseq.sequence.documents import Documents, without_repeats
 from lightseq.utils.checkpoint_context import operator_wrapper, reuse_or_compute
+from lightseq.utils.logit_transform import LogitTransform
 
 LONG_FLOPS = 1e15  # of one attention pass on one rank: one to two seconds
 

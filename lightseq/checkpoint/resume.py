@@ -27,9 +27,9 @@ from lightseq.config.optimizers import NO_STATE, OPTIMIZERS
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.agreement import from_rank_0, on_all_ranks
 from lightseq.distributed.world import World
-from lightseq.models import adapters
-from lightseq.models.adapters import Lora, read_json_object
 from lightseq.models.decoder import text_config
+from lightseq.parts import adapters
+from lightseq.parts.adapters import Lora, read_json_object
 from lightseq.utils.formatting import first_line, plural
 
 NEWEST = ("True", "auto")  # values of the flag that ask for the newest checkpoint

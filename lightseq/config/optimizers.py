@@ -1,6 +1,6 @@
 """Optimizers of --optim and the state that each keeps.
 
-training/optimization.py makes them; memory/planner/rates.py has the cost of their updates.
+training/optimization.py makes them; plan/rates.py has the cost of their updates.
 """
 
 from collections.abc import Mapping

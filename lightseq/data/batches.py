@@ -40,7 +40,7 @@ from lightseq.data.text_files import TEXT_SUFFIXES
 from lightseq.data.token_cache import format_and_rows, open_rows
 from lightseq.data.token_directory import META, TokenDirectory
 from lightseq.data.tokenizer import Tokenizer, has_tokenizer, load_tokenizer, placeholder_tokenizer
-from lightseq.models.adapters import flag_for_weights
+from lightseq.parts.adapters import flag_for_weights
 from lightseq.utils.formatting import alternatives, first_line
 
 MAX_BUCKETS: Final = 8

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lightseq.architecture.inspection import transformers_model, windows_of_masks
 from lightseq.attention.context import SequenceContext
 from lightseq.comm.transport import base_transport_name
 from lightseq.hf.agreement import (
@@ -28,10 +29,9 @@ from lightseq.hf.router_losses import (
     mark_router_logits,
     unmark_router_logits,
 )
-from lightseq.models.architecture import transformers_model, windows_of_masks
 from lightseq.models.decoder import headless, positions_in_table, text_config
-from lightseq.models.mixers import attending_layers
-from lightseq.modules.router_loss import asks_for_router_logits
+from lightseq.parts.recurrences import attending_layers
+from lightseq.parts.router_loss import asks_for_router_logits
 from lightseq.sequence.documents import Documents
 from lightseq.utils.tensors import IGNORE_INDEX
 

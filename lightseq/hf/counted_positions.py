@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lightseq.models.attention_modules import attention_modules, names_in_forward
 from lightseq.models.decoder import decoder_layers
-from lightseq.modules.changes import Changes
+from lightseq.parts.attention import attention_modules, names_in_forward
+from lightseq.parts.changes import Changes
 
 COUNTS: Final = {"arange", "get_seq_length"}  # what the forward pass of such a module calls
 # Keyword that takes positions through a layer to its attention, in a checkpoint's recomputation too.

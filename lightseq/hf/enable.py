@@ -19,6 +19,16 @@ from lightseq.utils import quiet_transformers  # noqa: F401  first, because the 
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from lightseq.architecture.inspection import (
+    attentions_of,
+    caps_scores,
+    check_attention,
+    layer_windows,
+    length_dependent_ropes,
+    transformers_model,
+    windows_of_masks,
+)
+from lightseq.architecture.recurrent_schedule import check_recurrent_schedule
 from lightseq.attention.config import AttentionConfig
 from lightseq.attention.context import SequenceContext, make_context, release
 from lightseq.attention.module_attention import attention_function
@@ -28,20 +38,10 @@ from lightseq.hf.counted_positions import give_global_positions
 from lightseq.hf.image_attention import IMPLEMENTATION as WITH_IMAGES
 from lightseq.hf.image_attention import image_attention_function, sees_later_tokens_of_images
 from lightseq.hf.record import RECORD, EnabledModel, record_of
-from lightseq.models.architecture import (
-    attentions_of,
-    caps_scores,
-    check_attention,
-    layer_windows,
-    length_dependent_ropes,
-    transformers_model,
-    windows_of_masks,
-)
-from lightseq.models.attention_modules import attention_modules
 from lightseq.models.decoder import attending_part, positions_in_table, text_decoder
-from lightseq.models.layers import attention_shape
-from lightseq.models.mixers import distribute_mixer, mixer_modules
-from lightseq.models.recurrent_schedule import check_recurrent_schedule
+from lightseq.parts.attention import attention_modules
+from lightseq.parts.facts import attention_shape
+from lightseq.parts.recurrences import distribute_mixer, mixer_modules
 from lightseq.sequence_parallel import process_group
 from lightseq.utils.formatting import check_names
 from lightseq.utils.versions import UntestedVersionWarning, untested_versions

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from lightseq.attention.context import SequenceContext
 from lightseq.hf.image_attention import IMAGE_BLOCKS, ImageBlocks, image_blocks, sees_later_tokens_of_images
 from lightseq.models.decoder import has_towers, placeholder_ids
-from lightseq.modules.changes import Changes
+from lightseq.parts.changes import Changes
 from lightseq.sequence.documents import Documents
 from lightseq.utils.tensors import upload
 

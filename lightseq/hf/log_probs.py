@@ -14,13 +14,13 @@ from lightseq.utils import quiet_transformers  # noqa: F401  first, because the 
 # isort: split
 from transformers import PreTrainedModel
 
+from lightseq.architecture.inspection import head_change, known_logit_transform, transformers_model
 from lightseq.attention.context import SequenceContext
 from lightseq.hf.agreement import BATCH_FACTS
 from lightseq.hf.record import record_of
-from lightseq.kernels.logit_transform import LogitTransform
-from lightseq.models.architecture import head_change, known_logit_transform, transformers_model
-from lightseq.modules import loss
-from lightseq.modules.replaced_head import ReplacedHead
+from lightseq.parts import loss
+from lightseq.parts.head import ReplacedHead
+from lightseq.utils.logit_transform import LogitTransform
 from lightseq.utils.tensors import IGNORE_INDEX
 
 

@@ -5,9 +5,9 @@ from typing import Final
 
 from torch import nn
 
+from lightseq.architecture.inspection import transformers_model
 from lightseq.attention.context import SequenceContext
-from lightseq.models.architecture import transformers_model
-from lightseq.modules.changes import Changes
+from lightseq.parts.changes import Changes
 
 RECORD: Final = "lightseq_record"  # attribute of the transformers model
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lightseq.attention.context import SequenceContext
-from lightseq.modules.router_loss import RouterSums, router_loss_share, router_sums
+from lightseq.parts.router_loss import RouterSums, router_loss_share, router_sums
 
 FUNCTION: Final = "load_balancing_loss_func"
 PARAMETERS: Final = ("gate_logits", "num_experts", "top_k", "attention_mask")

@@ -21,6 +21,12 @@ from transformers.models.mixtral import modeling_mixtral
 from transformers.utils import ModelOutput
 
 from lightseq import hf
+from lightseq.architecture.inspection import (
+    configured_logit_transform,
+    head_change,
+    known_logit_transform,
+    transformers_model,
+)
 from lightseq.attention.context import SequenceContext
 from lightseq.hf.agreement import BATCH_FACTS, COUNTED_TOKENS, add_to_checksum, announce_pass
 from lightseq.hf.images import IMAGE_INPUTS, TOKEN_TYPES
@@ -29,21 +35,15 @@ from lightseq.hf.record import record_of
 from lightseq.hf.router_losses import share_router_loss
 from lightseq.hf.shard_batch import check_right_padding, continued_positions, counted_tokens
 from lightseq.integrations.lazy_logits import with_lazy_logits, without
-from lightseq.kernels.logit_transform import LogitTransform
 from lightseq.memory.remat import apply_remat
-from lightseq.models.architecture import (
-    configured_logit_transform,
-    head_change,
-    known_logit_transform,
-    transformers_model,
-)
 from lightseq.models.decoder import decoder_layers, text_config
-from lightseq.modules.changes import Changes
-from lightseq.modules.compilation import allow_graphs_per_length
-from lightseq.modules.identity import is_known_code, product_change
-from lightseq.modules.loss import TokenMetrics, cross_entropy_sum, token_metrics
-from lightseq.modules.replaced_head import ReplacedHead, tensor_version
-from lightseq.modules.router_loss import asks_for_router_logits
+from lightseq.parts.changes import Changes
+from lightseq.parts.compilation import allow_graphs_per_length
+from lightseq.parts.head import ReplacedHead, tensor_version
+from lightseq.parts.loss import TokenMetrics, cross_entropy_sum, token_metrics
+from lightseq.parts.probes import is_known_code, product_change
+from lightseq.parts.router_loss import asks_for_router_logits
+from lightseq.utils.logit_transform import LogitTransform
 from lightseq.utils.tensors import IGNORE_INDEX
 
 PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")  # of TRL's outputs

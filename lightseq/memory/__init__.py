@@ -1,1 +1,1 @@
-"""Activation offloading and checkpointing, optimizer state in host memory, and the memory planner."""
+"""Memory of a run: activations that are stored, offloaded or recomputed, and optimizer state on the host."""

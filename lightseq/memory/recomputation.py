@@ -10,13 +10,12 @@ from torch import nn
 
 from lightseq.config.train_config import TrainConfig
 from lightseq.memory.offload import HostBufferPool, Offload, layers_in_flight
-from lightseq.memory.planner.placement import KEEP, OFFLOAD, OFFLOADED, RECOMPUTED, Placement
-from lightseq.memory.planner.plan import Plan
+from lightseq.memory.placement import KEEP, OFFLOAD, OFFLOADED, RECOMPUTED, Placement
 from lightseq.memory.remat import apply_remat, capture_forwards, checkpoint_groups
-from lightseq.modules.changes import Changes
-from lightseq.modules.compilation import allow_graphs_per_length
-from lightseq.modules.fp8 import FP8_COMPILE_OPTIONS
-from lightseq.modules.tiled import tile_layers
+from lightseq.parts.changes import Changes
+from lightseq.parts.compilation import allow_graphs_per_length
+from lightseq.parts.fp8 import FP8_COMPILE_OPTIONS
+from lightseq.parts.tiled import tile_layers
 from lightseq.utils.versions import source_digest
 
 
@@ -29,7 +28,6 @@ class MemorySettings:
     reshard_after_forward: bool = True  # False keeps the layers' gathered weights for the backward pass
     placement: Placement | None = None  # each layer's activations, with --offload auto
     activation_bytes: float = math.inf  # limit of this rank's host memory for offloaded activations
-    plan: Plan | None = None  # which the settings come from; None: no planner decided, as on CPUs
 
 
 def apply_recomputation(

@@ -20,11 +20,11 @@ from lightseq.config.remat_policies import POLICIES
 from lightseq.kernels.grouped_products import STORED_PRODUCT_OP
 from lightseq.memory.offload import Offload
 from lightseq.memory.stored_choices import CHOICE_OPS, choice_contexts
-from lightseq.modules.changes import Changes
-from lightseq.modules.experts import experts_modules
-from lightseq.modules.identity import hook_of
-from lightseq.modules.mlp import MLP_OP, STORED_MLP_OP
-from lightseq.modules.projections import STORED_LINEAR_OP
+from lightseq.parts.changes import Changes
+from lightseq.parts.experts import experts_modules
+from lightseq.parts.mlp import MLP_OP, STORED_MLP_OP
+from lightseq.parts.probes import hook_of
+from lightseq.parts.projections import STORED_LINEAR_OP
 from lightseq.recurrent.head_exchange import SCAN_HEADS_OP
 from lightseq.recurrent.scan import SCAN_OP
 from lightseq.sequence.halo import TOKENS_BEFORE_OP

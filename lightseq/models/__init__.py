@@ -1,1 +1,1 @@
-"""Models: architecture, presets and names, reading and writing weights, adapters, and FLOP counts."""
+"""Models of transformers: config, class, presets, weights and their formats."""

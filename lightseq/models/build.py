@@ -12,8 +12,6 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 
 from lightseq.models.decoder import has_towers, text_decoder
-from lightseq.modules.changes import changes_of
-from lightseq.modules.dense_experts import run_chosen_experts
 
 
 def settings_of(config: PreTrainedConfig) -> str:
@@ -43,18 +41,7 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 
 
 def build(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Builds a model with new weights, as it trains.
-
-    A model with other inputs than text keeps only what text passes through. Experts whose own code runs all of them for
-    every token run only for the tokens that chose them.
-    """
-    model = build_plain(config, dtype)
-    run_chosen_experts(model, changes_of(model))
-    return model
-
-
-def build_plain(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Builds a model like `build`, with transformers' own code only."""
+    """Builds a model with new weights. One with other inputs than text keeps only what text passes through."""
     model: PreTrainedModel = model_class(config)._from_config(config, dtype=dtype)
     remove_towers(model)
     return model

@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from lightseq.modules.replaced_head import headless
-
 # Names in configs of tokens whose embeddings an encoder replaces, and of those at their start and end.
 PLACEHOLDER: Final = re.compile(r"((image|video|audio|vision)(_start|_end|_bos|_eos)?|[be]o[ia])_token_(id|index)")
 
@@ -69,6 +67,27 @@ def text_decoder(model: PreTrainedModel) -> Any:
         return headless(model) if _child(inner, LAYERS) is None else inner
     decoder = model.get_decoder()
     return headless(decoder) if isinstance(decoder, PreTrainedModel) else decoder
+
+
+def headless(model: Any) -> Any:
+    """Returns the part of a transformers model that the head follows."""
+    return _base_of(with_head(model))
+
+
+def with_head(model: Any) -> Any:
+    """Returns the model that makes the logits: the whole language model inside a composite that has one (Llama 4)."""
+    base = _base_of(model)
+    head_of = getattr(base, "get_output_embeddings", None)
+    return model if base is model or head_of is None or head_of() is None else with_head(base)
+
+
+def _base_of(model: Any) -> Any:
+    base = model.base_model
+    if base is not model:
+        return base
+    # A class may name another part as its base (Llama 4). An encoder of images has no embeddings of text.
+    parts = (child for child in model.children() if hasattr(child, "get_input_embeddings"))
+    return next((part for part in parts if model.get_input_embeddings() in part.modules()), base)
 
 
 def attending_part(model: PreTrainedModel) -> PreTrainedModel:

@@ -1,6 +1,6 @@
 """Head slices: the heads that a tiled layer passes to attention at a time, so that q, k and v never exist whole.
 
-The layer projects and attends slice by slice (`modules/tiled.py`). The schedule cuts each slice into head groups
+The layer projects and attends slice by slice (`parts/tiled.py`). The schedule cuts each slice into head groups
 (`Schedule`).
 """
 

@@ -13,7 +13,7 @@ from transformers.core_model_loading import Transpose, revert_weight_conversion
 
 from lightseq.models.published_layout import Conversion, PublishedLayout
 from lightseq.models.weights import without_wrappers
-from lightseq.modules.expert_adapters import split_by_expert
+from lightseq.parts.expert_adapters import split_by_expert
 
 
 @dataclass(frozen=True)

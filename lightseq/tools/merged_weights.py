@@ -15,9 +15,6 @@ from transformers.pytorch_utils import Conv1D
 
 from lightseq.checkpoint.checkpoints import TRAINER_STATE
 from lightseq.checkpoint.manifest import MANIFEST, check_weights
-from lightseq.models.adapters import CONFIG, base_directory, lora_scale, read_config, read_json_object, read_rope
-from lightseq.models.adapters import WEIGHTS as ADAPTER_WEIGHTS
-from lightseq.models.build import build_on_meta
 from lightseq.models.decoder import head_weight_name, ties_embeddings
 from lightseq.models.mxfp4 import is_mxfp4
 from lightseq.models.published_layout import MissingTensorsError, embeddings_name, layout_of_files
@@ -34,6 +31,9 @@ from lightseq.models.weights import (
     tensor_files,
     without_wrappers,
 )
+from lightseq.parts.adapters import CONFIG, base_directory, lora_scale, read_config, read_json_object, read_rope
+from lightseq.parts.adapters import WEIGHTS as ADAPTER_WEIGHTS
+from lightseq.parts.chosen_experts import build_to_train
 from lightseq.tools.merged_experts import ExpertsChange, LinearChange, changes_of_experts, weights_by_adapter
 from lightseq.training.output_directory import create_output_dir
 from lightseq.utils.formatting import first_line
@@ -152,7 +152,7 @@ def _find_changes(
     """
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-        model = build_on_meta(config)
+        model = build_to_train(config)
     except Exception:  # a model of other code, whose weights the shapes check alone
         return _linear_changes(pairs, settings["r"], path), {}
     parameters = _parameters_of_experts(config, settings, path)
@@ -192,7 +192,7 @@ def _parameters_of_experts(config: PreTrainedConfig, settings: Mapping[str, Any]
     """Returns the stacked weights that an adapter is of, by the names of the adapter's modules."""
     if not (targets := settings.get("target_parameters")):
         return {}
-    model = build_on_meta(config)
+    model = build_to_train(config)
     stacked = {name for name, parameter in model.named_parameters() if parameter.ndim > 2}
     try:
         found = weights_by_adapter(model, list(targets))

@@ -7,10 +7,9 @@ from typing import Any, Final
 import torch
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from lightseq.models import adapters
-from lightseq.models.build import build_plain, model_class
+from lightseq.architecture.family import MODEL_CONFIGS, model_within
+from lightseq.models.build import build, model_class
 from lightseq.models.decoder import float32_parameters, has_towers, text_config, with_text_settings
-from lightseq.models.family import MODEL_CONFIGS, model_within
 from lightseq.models.hub import hub_error
 from lightseq.models.mxfp4 import is_mxfp4
 from lightseq.models.weights import (
@@ -22,6 +21,7 @@ from lightseq.models.weights import (
     refuse_nan,
     tensor_files,
 )
+from lightseq.parts import adapters
 from lightseq.utils.formatting import first_line
 
 CONFIG: Final = "config.json"
@@ -95,7 +95,7 @@ def read_model_config(directory: Path) -> PreTrainedConfig:
 def _build(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Builds the model on the meta device, with the parameters in the dtype in which transformers loads them."""
     with torch.device("meta"):
-        model = build_plain(config)
+        model = build(config)
     in_float32 = float32_parameters(model)
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(torch.float32 if name in in_float32 else dtype)

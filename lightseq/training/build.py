@@ -10,10 +10,10 @@ from lightseq.distributed.agreement import on_all_ranks
 from lightseq.distributed.start_over import memory_limit
 from lightseq.distributed.watchdog import Watchdog
 from lightseq.distributed.world import World, make_deterministic
-from lightseq.memory.planner.choice import plan_on_all_ranks
-from lightseq.memory.planner.plan import host_memory_for_layers
-from lightseq.memory.planner.run import planned_run
 from lightseq.memory.recomputation import MemorySettings
+from lightseq.plan.choice import plan_on_all_ranks
+from lightseq.plan.plan import Plan, host_memory_for_layers
+from lightseq.plan.run import planned_run
 from lightseq.training.deepspeed_engine import DeepSpeedEngine
 from lightseq.training.device_memory import out_of_memory_handler
 from lightseq.training.engine import Engine
@@ -31,22 +31,24 @@ def build_engine(config: TrainConfig, inputs: Inputs, world: World, watchdog: Wa
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
     if config.deterministic:
         make_deterministic()
-    memory, planned = choose_memory_settings(config, inputs, world)
+    memory, planned, plan = choose_memory_settings(config, inputs, world)
     inputs = replace(inputs, dims=replace(inputs.dims, expert=planned.expert_ranks))
     on_all_ranks(world, inputs.dims.make_meshes)
-    with out_of_memory_handler(config, inputs, world, memory.plan, watchdog):
+    with out_of_memory_handler(config, inputs, world, plan, watchdog):
         if inputs.deepspeed is None:
-            engine: Engine = FsdpEngine(planned, inputs, memory)
+            engine: Engine = FsdpEngine(planned, inputs, memory, plan)
         else:
-            engine = DeepSpeedEngine(planned, inputs, memory)
+            engine = DeepSpeedEngine(planned, inputs, memory, plan)
     resume_engine(engine, config, inputs, world, watchdog)
     return engine
 
 
-def choose_memory_settings(config: TrainConfig, inputs: Inputs, world: World) -> tuple[MemorySettings, TrainConfig]:
-    """Returns the memory settings, and the flags with the planner's choices: the same on all ranks.
+def choose_memory_settings(
+    config: TrainConfig, inputs: Inputs, world: World
+) -> tuple[MemorySettings, TrainConfig, Plan | None]:
+    """Returns the memory settings, the flags with the planner's choices, and its plan: the same on all ranks.
 
-    On CPUs and under DeepSpeed there is no choice, except with budgets of memory.
+    On CPUs and under DeepSpeed the planner decides nothing, except with budgets of memory; then there is no plan.
     """
     config, plan = config.resolve_memory_flags(on_gpu=world.device.type == "cuda"), None
     if config.offload == "auto" or (world.device.type == "cuda" and inputs.deepspeed is None):
@@ -61,9 +63,8 @@ def choose_memory_settings(config: TrainConfig, inputs: Inputs, world: World) ->
         reshard_after_forward=run.reshard_after_forward,
         placement=plan.placement if plan and config.offload == "auto" else None,
         activation_bytes=host_memory_for_layers(run, world, inputs.deepspeed),
-        plan=plan,
     )
-    return memory, config
+    return memory, config, plan
 
 
 def resume_engine(
@@ -77,5 +78,5 @@ def resume_engine(
         engine.restore(directory)
         resume.restore_rng_state(directory, world)
 
-    with out_of_memory_handler(config, inputs, world, engine.memory.plan, watchdog):
+    with out_of_memory_handler(config, inputs, world, engine.plan, watchdog):
         on_all_ranks(world, restore)

@@ -23,9 +23,10 @@ from lightseq.distributed.environment import set_deepspeed_environment
 from lightseq.distributed.world import World, use_host_cores
 from lightseq.memory.recomputation import MemorySettings
 from lightseq.models import weights
-from lightseq.models.build import build_on_meta
 from lightseq.models.decoder import ties_embeddings
 from lightseq.parallelize import apply_techniques, layer_groups
+from lightseq.parts.chosen_experts import build_to_train
+from lightseq.plan.plan import Plan
 from lightseq.training.engine import Update, fill_weights
 from lightseq.training.inputs import Inputs
 from lightseq.training.optimization import UNKNOWN_PARAMETER, make_optimizer
@@ -49,12 +50,12 @@ ALLOWED_CLASSES: Final = frozenset(  # that DeepSpeed saves besides tensors
 class DeepSpeedEngine:
     """DeepSpeed engine that fills float32 master weights from files and exports them."""
 
-    def __init__(self, config: TrainConfig, inputs: Inputs, memory: MemorySettings) -> None:
+    def __init__(self, config: TrainConfig, inputs: Inputs, memory: MemorySettings, plan: Plan | None) -> None:
         assert inputs.deepspeed is not None
         dims, world = inputs.dims, inputs.dims.world
         self._deepspeed = _import(world)
         self._settings, self._world = inputs.deepspeed, world
-        self.config, self.dims, self.memory = config, dims, memory
+        self.config, self.dims, self.memory, self.plan = config, dims, memory, plan
         settings = self._settings
         on_all_ranks(world, lambda: self._check_settings(config))
         devices = {part: settings.device_of(part) for part in ("offload_optimizer", "offload_param")}
@@ -62,7 +63,7 @@ class DeepSpeedEngine:
         if offloads:
             use_host_cores(world)
         self.sharding_description = ", ".join([f"{settings.name} over all ranks", *offloads])
-        self.model = build_on_meta(inputs.model_config)
+        self.model = build_to_train(inputs.model_config)
         parallel = on_all_ranks(world, lambda: apply_techniques(self.model, config, dims, memory))
         inner, self.context, self.offload = parallel.loss_model, parallel.context, parallel.offload
         self.stopwatch, self.units = inner.stopwatch, parallel.units

@@ -11,10 +11,10 @@ from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.agreement import is_first_to
 from lightseq.distributed.watchdog import Watchdog
 from lightseq.distributed.world import World
-from lightseq.memory.planner.advice import RETRY_SHARE, out_of_memory
-from lightseq.memory.planner.breakdown import Breakdown, loss_bytes, measured_state_bytes, stored_activations
-from lightseq.memory.planner.choice import make_plan
-from lightseq.memory.planner.plan import Plan, on_smaller_gpus
+from lightseq.plan.advice import RETRY_SHARE, out_of_memory
+from lightseq.plan.breakdown import Breakdown, loss_bytes, measured_state_bytes, stored_activations
+from lightseq.plan.choice import make_plan
+from lightseq.plan.plan import Plan, on_smaller_gpus
 from lightseq.schedule.documents import local_tokens
 from lightseq.training.engine import Engine
 from lightseq.training.errors import exit_on_out_of_memory

@@ -14,9 +14,11 @@ from lightseq.distributed.parallel_dims import ParallelDims
 from lightseq.distributed.stopwatch import Stopwatch
 from lightseq.memory.offload import Offload
 from lightseq.memory.recomputation import MemorySettings
-from lightseq.models import adapters, random_weights, weights
-from lightseq.modules.routers import Routers
+from lightseq.models import random_weights, weights
 from lightseq.parallelize import Unit
+from lightseq.parts import adapters
+from lightseq.parts.routers import Routers
+from lightseq.plan.plan import Plan
 from lightseq.training.inputs import Inputs
 
 
@@ -40,6 +42,7 @@ class Engine(Protocol):
     dims: ParallelDims
     config: TrainConfig  # the flags, with the planner's choices
     memory: MemorySettings
+    plan: Plan | None  # which the memory settings come from; None: no planner decided, as on CPUs
     sharding_description: str  # sharding and location of the parameters, for display
     offload: Offload | None  # of activations
     routers: Routers | None  # of experts, if a flag balances them

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from lightseq.modules.loss import losses_and_hits
+from lightseq.parts.loss import losses_and_hits
 from lightseq.sequence.documents import Documents
 from lightseq.utils.tensors import IGNORE_INDEX
 

@@ -17,9 +17,11 @@ from lightseq.distributed.world import use_host_cores
 from lightseq.memory.host_adamw import compute_updates_on
 from lightseq.memory.pinned import PinnedMemory
 from lightseq.memory.recomputation import MemorySettings
-from lightseq.models import adapters, weights
-from lightseq.models.build import build_on_meta
+from lightseq.models import weights
 from lightseq.parallelize import parallelize
+from lightseq.parts import adapters
+from lightseq.parts.chosen_experts import build_to_train
+from lightseq.plan.plan import Plan
 from lightseq.training.engine import Update, fill_weights
 from lightseq.training.inputs import Inputs
 from lightseq.training.optimization import (
@@ -43,12 +45,12 @@ SHARDING = {
 class FsdpEngine:
     """FSDP2 or DDP engine with optimizers from torch and torchao."""
 
-    def __init__(self, config: TrainConfig, inputs: Inputs, memory: MemorySettings) -> None:
+    def __init__(self, config: TrainConfig, inputs: Inputs, memory: MemorySettings, plan: Plan | None) -> None:
         dims, world = inputs.dims, inputs.dims.world
-        self.config, self.dims, self.memory, self._world = config, dims, memory, world
+        self.config, self.dims, self.memory, self.plan, self._world = config, dims, memory, plan, world
         self.sharding_description = _describe_sharding(config, memory)
         self._max_grad_norm = config.max_grad_norm
-        self.model = build_on_meta(inputs.model_config)
+        self.model = build_to_train(inputs.model_config)
         adapters.add_adapters(self.model, inputs.lora, getattr(torch, config.compute_dtype))
         parallel = on_all_ranks(world, lambda: parallelize(self.model, config, dims, memory))
         self.loss_model: nn.Module = parallel.loss_model

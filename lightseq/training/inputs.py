@@ -11,6 +11,9 @@ from warnings import filterwarnings
 
 from transformers import PreTrainedConfig
 
+from lightseq.architecture.family import apply_rope, context_warning, resolve
+from lightseq.architecture.flops import count_adapter_parameters, total_parameters
+from lightseq.architecture.inspection import inspect_architecture, matrix_sizes
 from lightseq.checkpoint import checkpoints, resume
 from lightseq.checkpoint.manifest import check_weights
 from lightseq.checkpoint.resume import (
@@ -33,21 +36,17 @@ from lightseq.data.token_directory import made_with
 from lightseq.data.tokenizer import ByteTokenizer, has_tokenizer, read_chat_template
 from lightseq.distributed.parallel_dims import ParallelDims, parallel_dims
 from lightseq.distributed.world import World, check_devices
-from lightseq.memory.planner.document_lengths import DocumentLengths, document_lengths_of
 from lightseq.models import weights
-from lightseq.models.adapters import (
+from lightseq.models.decoder import has_towers, placeholder_ids, text_config
+from lightseq.models.presets import ModelFamily
+from lightseq.parts.adapters import (
     Lora,
     check_start,
-    count_adapter_parameters,
     lora_from_config,
     notes_on_targets,
 )
-from lightseq.models.architecture import inspect_architecture, matrix_sizes
-from lightseq.models.decoder import has_towers, placeholder_ids, text_config
-from lightseq.models.family import apply_rope, context_warning, resolve
-from lightseq.models.flops import total_parameters
-from lightseq.models.presets import ModelFamily
-from lightseq.modules.fp8 import check_fp8
+from lightseq.parts.fp8 import check_fp8
+from lightseq.plan.document_lengths import DocumentLengths, document_lengths_of
 from lightseq.training.optimization import check_lr_schedule
 from lightseq.training.output_directory import check_output_dir
 from lightseq.training.sample_prompts import SamplePrompts, read_sample_prompts

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch.profiler import record_function
 
+from lightseq.architecture.flops import count_adapter_parameters
 from lightseq.checkpoint import checkpoints
 from lightseq.distributed.agreement import from_rank_0
 from lightseq.distributed.preemption import StopRequest
-from lightseq.models.adapters import count_adapter_parameters
 from lightseq.training.early_stopping import early_stopping
 from lightseq.training.errors import exit_on_write_error
 from lightseq.training.evaluation import Perplexity

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.world import World
-from lightseq.memory.planner.breakdown import Breakdown
+from lightseq.plan.breakdown import Breakdown
 from lightseq.profiling.trace import read_trace, summary
 
 MAX_ALLOCATIONS = 1_000_000  # the latest ones are kept; enough for a few steps of large models

@@ -6,9 +6,9 @@ from lightseq.attention.context import SequenceContext
 from lightseq.config.train_config import TrainConfig
 from lightseq.hf.router_losses import check_router_loss, has_router_loss
 from lightseq.models.decoder import text_config, text_decoder
-from lightseq.modules.changes import changes_of
-from lightseq.modules.router_loss import asks_for_router_logits
-from lightseq.modules.routers import Routers
+from lightseq.parts.changes import changes_of
+from lightseq.parts.router_loss import asks_for_router_logits
+from lightseq.parts.routers import Routers
 
 
 def router_coefficient(config: TrainConfig, model_config: PreTrainedConfig) -> float:

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
+from lightseq.architecture.flops import describe_experts, describe_recurrences, total_parameters
+from lightseq.architecture.inspection import inspect_architecture
+from lightseq.architecture.recurrent_schedule import chosen_recurrent_schedule
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.rank_launcher import started_with
 from lightseq.kernels.recurrent.selection import why_slow
-from lightseq.memory.planner.plan import layer_flags
-from lightseq.models.architecture import inspect_architecture
-from lightseq.models.flops import describe_experts, describe_recurrences, total_parameters
-from lightseq.models.recurrent_schedule import chosen_recurrent_schedule
+from lightseq.plan.plan import layer_flags
 from lightseq.training.engine import Engine
 from lightseq.training.machine import hardware
 from lightseq.training.trainer import Trainer
@@ -41,7 +41,7 @@ def run_facts(trainer: Trainer, command: str, notes: Sequence[str]) -> dict[str,
         "ulysses_size": trainer.context.schedule.ulysses_size,
         "remat": engine.config.remat_policy,
         "layers_per_checkpoint": engine.config.group_size,
-        "memory_plan": engine.memory.plan.to_json() if engine.memory.plan else None,
+        "memory_plan": engine.plan.to_json() if engine.plan else None,
         "placement": engine.memory.placement.layers if engine.memory.placement else None,
         "host_memory_bytes": engine.offload.memory.limit_bytes if engine.offload else None,
         "fp8": trainer.config.fp8,
@@ -105,8 +105,8 @@ def _slow_reason(trainer: Trainer) -> str | None:
 
 def describe_memory(engine: Engine) -> str:
     """Returns how layers store, recompute and offload activations, with the planned memory if the planner decided."""
-    if engine.memory.plan is not None:
-        return str(engine.memory.plan)
+    if engine.plan is not None:
+        return str(engine.plan)
     config = engine.config
     moved = [f"{config.offload} in host memory"] if config.offload != "none" else []
     return ", ".join([*layer_flags(config), *moved])

@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightseq.data.batches import Batch
-from lightseq.kernels.logit_transform import LogitTransform
 from lightseq.training.errors import exit_on_write_error
 from lightseq.training.evaluation import evaluating
 from lightseq.training.metrics import SAMPLES, MetricsFile
 from lightseq.training.sample_prompts import SamplePrompts, end_ids
 from lightseq.training.trainer import Trainer
+from lightseq.utils.logit_transform import LogitTransform
 from lightseq.utils.tensors import IGNORE_INDEX
 
 MARK: Final = 0  # label of the tokens whose successor is wanted

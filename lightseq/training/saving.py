@@ -17,8 +17,9 @@ from lightseq.config.optimizers import NO_STATE, OPTIMIZERS
 from lightseq.data.tokenizer import ByteTokenizer
 from lightseq.distributed.environment import secrets
 from lightseq.distributed.world import exit_process, report_error
-from lightseq.models import adapters, weights
+from lightseq.models import weights
 from lightseq.models.tokenizer_files import CHAT_TEMPLATE, remove_chat_templates
+from lightseq.parts import adapters
 from lightseq.training.early_stopping import STOPPING, EarlyStopping
 from lightseq.training.metrics import METRICS
 from lightseq.training.trainer import Trainer

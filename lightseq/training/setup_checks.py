@@ -14,6 +14,15 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedConfig
 
+from lightseq.architecture.inspection import (
+    LENGTH_DEPENDENT_ROPE,
+    OWN_LOOP,
+    Architecture,
+    caps_scores,
+    inspect_architecture,
+    rope_types,
+)
+from lightseq.architecture.recurrent_schedule import check_recurrent_schedule
 from lightseq.attention.config import AttentionConfig
 from lightseq.attention.context import kernel_spec as attention_kernel_spec
 from lightseq.checkpoint.checkpoints import check_disk, list_checkpoints, saved_bytes, saves_left
@@ -29,17 +38,8 @@ from lightseq.distributed.agreement import on_all_ranks
 from lightseq.distributed.world import World
 from lightseq.kernels.attention.base import KernelSpec, compute_capability
 from lightseq.kernels.attention.selection import select
-from lightseq.models.architecture import (
-    LENGTH_DEPENDENT_ROPE,
-    OWN_LOOP,
-    Architecture,
-    caps_scores,
-    inspect_architecture,
-    rope_types,
-)
-from lightseq.models.layers import distinct, names_of_kinds
-from lightseq.models.recurrent_schedule import check_recurrent_schedule
-from lightseq.modules.tiled import check_layer_class
+from lightseq.parts.facts import distinct, names_of_kinds
+from lightseq.parts.tiled import check_layer_class
 from lightseq.schedule.algorithms import SCHEDULES
 from lightseq.schedule.auto import ScheduleChoice, choose_windowed
 from lightseq.utils.formatting import differences

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from lightseq.architecture.flops import mfu, model_flops, peak_flops_per_second, recompute_flops
 from lightseq.comm.transport import Transport
 from lightseq.distributed.stopwatch import DeviceTimestamp
 from lightseq.distributed.world import World
 from lightseq.memory.offload import Offload
-from lightseq.models.flops import mfu, model_flops, peak_flops_per_second, recompute_flops
 from lightseq.training.machine import hardware, process_memory
 from lightseq.training.metrics import StepRecord
 from lightseq.utils.tensors import scalar

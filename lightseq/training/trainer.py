@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from lightseq.architecture.flops import count_adapter_parameters
+from lightseq.architecture.inspection import inspect_architecture, length_dependent_ropes
 from lightseq.attention.context import SequenceContext, area_balance
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import Batch, bucket_lengths, padding_batch, trim_padding
 from lightseq.distributed.watchdog import Watchdog
 from lightseq.distributed.world import World
 from lightseq.hf.shard_batch import counted_tokens, local_batch
-from lightseq.memory.planner.advice import plan_notes
-from lightseq.memory.planner.breakdown import Breakdown
-from lightseq.models.adapters import count_adapter_parameters
-from lightseq.models.architecture import inspect_architecture, length_dependent_ropes
-from lightseq.modules.fp8 import MULTIPLE
+from lightseq.parts.fp8 import MULTIPLE
+from lightseq.plan.advice import plan_notes
+from lightseq.plan.breakdown import Breakdown
 from lightseq.sequence.documents import Documents
 from lightseq.training.device_memory import memory_parts, out_of_memory_handler
 from lightseq.training.engine import Engine
@@ -50,7 +50,7 @@ class Trainer:
         multiple = math.lcm(MULTIPLE * inputs.dims.sequence, engine.context.layout.chunk_count)
         self._lengths = bucket_lengths(config.model_max_length, multiple)
         self.batch_lengths, length_notes = _choose_batch_lengths(config, self._lengths, engine)
-        self.notes = (*inputs.notes, *(plan_notes(engine.memory.plan) if engine.memory.plan else ()), *length_notes)
+        self.notes = (*inputs.notes, *(plan_notes(engine.plan) if engine.plan else ()), *length_notes)
         self.shard = Sharding(self.context, world.device)
         self.adapter_parameters = count_adapter_parameters(inputs.lora, inputs.model_config)
         self._attention_area = inspect_architecture(inputs.model_config).attention_area
@@ -163,7 +163,7 @@ class Trainer:
 
     def out_of_memory_handler(self) -> AbstractContextManager[None]:
         """Returns a context that starts the run over, or explains, when memory runs out."""
-        plan = self.engine.memory.plan
+        plan = self.engine.plan
         return out_of_memory_handler(self.config, self.inputs, self.world, plan, self._watchdog, self.terminal)
 
     def _batches(self, step: int) -> list[Batch]:

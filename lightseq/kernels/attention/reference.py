@@ -8,7 +8,7 @@ from einops import rearrange, reduce, repeat
 from torch import Tensor
 
 from lightseq.kernels.attention.base import GradientMemory, KernelSpec, Saved
-from lightseq.kernels.logit_transform import LogitTransform
+from lightseq.utils.logit_transform import LogitTransform
 
 
 @dataclass(frozen=True)

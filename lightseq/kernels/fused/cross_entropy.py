@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightseq.kernels.logit_transform import UNCHANGED, LogitTransform
+from lightseq.utils.logit_transform import UNCHANGED, LogitTransform
 
 BLOCK = 8192  # logits that one program reads at once
 

@@ -18,7 +18,7 @@ from lightseq.data.examples import Example, Examples, WindowExamples, window
 from lightseq.data.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from lightseq.distributed.world import World
 from lightseq.models.decoder import placeholder_ids, text_config
-from lightseq.modules.loss import losses_and_hits
+from lightseq.parts.loss import losses_and_hits
 from lightseq.tools.evaluate.needle import IdNeedles, Ids, Search, TextNeedles, make_search
 from lightseq.tools.evaluate.options import CHOICES, DEPTHS, TRIALS, Options, lengths_of
 from lightseq.tools.evaluate.tasks import Result, Task, inputs_for

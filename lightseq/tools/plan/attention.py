@@ -15,7 +15,7 @@ from typing import Any
 
 from lightseq.config.lengths import parse_tokens
 from lightseq.config.parser import Parser, count_flag, run_command
-from lightseq.memory.planner.rates import CHIPS, MEASURED_ON, attention_rates, chip_named
+from lightseq.plan.rates import CHIPS, MEASURED_ON, attention_rates, chip_named
 from lightseq.schedule.algorithms import SCHEDULES, ulysses_group_size
 from lightseq.schedule.auto import (
     ChoiceEstimate,

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from lightseq.config.flag_names import normalize_flag
 from lightseq.config.parser import Parser, count_flag, print_error
-from lightseq.memory.planner.rates import CHIPS, DEFAULT_CORES
 from lightseq.models.presets import ModelFamily
+from lightseq.plan.rates import CHIPS, DEFAULT_CORES
 from lightseq.tools.plan import attention
 from lightseq.utils.process import without_collection
 

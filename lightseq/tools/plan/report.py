@@ -9,13 +9,13 @@ from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from lightseq.architecture.flops import describe_experts, describe_recurrences
+from lightseq.architecture.recurrent_schedule import chosen_recurrent_schedule
 from lightseq.config.train_config import TrainConfig
-from lightseq.memory.planner.advice import Change
-from lightseq.memory.planner.breakdown import GIB
-from lightseq.memory.planner.plan import Plan, usable_gpu_bytes
-from lightseq.memory.planner.run import PlannedRun
-from lightseq.models.flops import describe_experts, describe_recurrences
-from lightseq.models.recurrent_schedule import chosen_recurrent_schedule
+from lightseq.plan.advice import Change
+from lightseq.plan.breakdown import GIB
+from lightseq.plan.plan import Plan, usable_gpu_bytes
+from lightseq.plan.run import PlannedRun
 
 
 def record(plan: Plan, longest: int | None, changes: Sequence[Change]) -> dict[str, Any]:

@@ -10,25 +10,25 @@ from typing import Any
 from rich.console import Console
 from transformers import PreTrainedConfig
 
+from lightseq.architecture.family import apply_rope, check_weights_are_not_quantized, context_warning, resolve
+from lightseq.architecture.inspection import inspect_architecture
 from lightseq.attention.context import one_rank_context
 from lightseq.config.command_line import REQUIRED_BY_TOOLS, parse
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.parallel_dims import check_expert_size
 from lightseq.hf.router_losses import install_router_loss
 from lightseq.kernels.attention.selection import why_unsupported
-from lightseq.memory.planner.advice import changes_to_fit, faster_change, longest
-from lightseq.memory.planner.breakdown import GIB
-from lightseq.memory.planner.choice import make_plan
-from lightseq.memory.planner.document_lengths import read_document_lengths
-from lightseq.memory.planner.rates import DEFAULT_CORES, MEASURED_ON, chip_named
-from lightseq.memory.planner.run import Hardware, PlannedRun
-from lightseq.models.architecture import inspect_architecture
-from lightseq.models.build import build_on_meta
-from lightseq.models.family import apply_rope, check_weights_are_not_quantized, context_warning, resolve
 from lightseq.models.presets import ModelFamily
-from lightseq.modules.expert_parallel import split_of
-from lightseq.modules.experts import experts_modules
-from lightseq.modules.fp8 import check_hardware
+from lightseq.parts.chosen_experts import build_to_train
+from lightseq.parts.expert_parallel import split_of
+from lightseq.parts.experts import experts_modules
+from lightseq.parts.fp8 import check_hardware
+from lightseq.plan.advice import changes_to_fit, faster_change, longest
+from lightseq.plan.breakdown import GIB
+from lightseq.plan.choice import make_plan
+from lightseq.plan.document_lengths import read_document_lengths
+from lightseq.plan.rates import DEFAULT_CORES, MEASURED_ON, chip_named
+from lightseq.plan.run import Hardware, PlannedRun
 from lightseq.tools.plan.attention import MAX_SEQUENCE_RANKS
 from lightseq.tools.plan.report import record, tables
 from lightseq.training.router_flags import make_routers
@@ -107,7 +107,7 @@ def _planned_run(family: ModelFamily, own: argparse.Namespace, training: Sequenc
 def _check_routers(config: TrainConfig, config_of_model: PreTrainedConfig) -> None:
     """Raises ValueError for flags of routers that the model does not have."""
     if config.router_aux_loss_coef or config.router_bias_update_rate:
-        model = build_on_meta(config_of_model)
+        model = build_to_train(config_of_model)
         install_router_loss(model)
         make_routers(config, model, one_rank_context())
 
@@ -117,7 +117,7 @@ def _check_experts(run: PlannedRun) -> None:
     ranks, hardware = run.config.expert_ranks, run.hardware
     if ranks > 1:
         check_expert_size(ranks, hardware.ranks_per_host)
-        for _, experts in experts_modules(build_on_meta(run.model)):
+        for _, experts in experts_modules(build_to_train(run.model)):
             split_of(experts, ranks, hardware.gpus // ranks)
 
 

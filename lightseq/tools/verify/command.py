@@ -22,6 +22,9 @@ import torch.distributed as dist
 from rich.console import Console
 from transformers import PreTrainedConfig
 
+from lightseq.architecture.family import resolve
+from lightseq.architecture.fewer_layers import places_of_kinds, with_layers_at
+from lightseq.architecture.inspection import inspect_architecture
 from lightseq.config.command_line import REQUIRED_BY_TOOLS, parse
 from lightseq.config.flags import DataConfig, MemoryConfig, ModelConfig, ParallelismConfig
 from lightseq.config.train_config import TrainConfig
@@ -32,13 +35,10 @@ from lightseq.distributed.parallel_dims import parallel_dims
 from lightseq.distributed.start import init_distributed
 from lightseq.distributed.world import World
 from lightseq.kernels.attention.base import compute_capability
-from lightseq.memory.planner.choice import plan_on_all_ranks
-from lightseq.memory.planner.document_lengths import read_document_lengths
-from lightseq.models.architecture import inspect_architecture
 from lightseq.models.decoder import ids_of_text, text_config
-from lightseq.models.family import resolve
-from lightseq.models.fewer_layers import places_of_kinds, with_layers_at
 from lightseq.models.presets import ModelFamily
+from lightseq.plan.choice import plan_on_all_ranks
+from lightseq.plan.document_lengths import read_document_lengths
 from lightseq.tools.verify.data import Document, first_step, synthetic_rows
 from lightseq.tools.verify.kernels import kernel_row
 from lightseq.tools.verify.machines import machine_rows, software

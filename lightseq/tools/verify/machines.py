@@ -6,7 +6,7 @@ import torch
 
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.host_memory import host_memory
-from lightseq.memory.planner.breakdown import GIB
+from lightseq.plan.breakdown import GIB
 from lightseq.tools.verify.report import Row, all_gather_object, result_row
 from lightseq.training.machine import hardware, versions
 from lightseq.utils.formatting import differences, plural

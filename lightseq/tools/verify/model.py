@@ -16,17 +16,16 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from lightseq.architecture.flops import total_parameters
 from lightseq.attention.context import SequenceContext
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.parallel_dims import whole_tensor
 from lightseq.distributed.world import World
 from lightseq.models import random_weights, weights
-from lightseq.models.build import build_plain, constructed_buffers
-from lightseq.models.decoder import text_config
-from lightseq.models.flops import total_parameters
-from lightseq.models.recurrent_layers import without_kernels
-from lightseq.modules.experts import experts_modules
-from lightseq.modules.replaced_head import with_head
+from lightseq.models.build import build, constructed_buffers
+from lightseq.models.decoder import text_config, with_head
+from lightseq.parts.experts import experts_modules
+from lightseq.parts.transformers_recurrences import without_kernels
 from lightseq.tools.verify.data import Document, data_row
 from lightseq.tools.verify.report import FAIL, SKIP, Row, relative_error, result_row
 from lightseq.training.build import build_engine
@@ -126,7 +125,7 @@ def _distributed_step(trainer: Trainer) -> Step:
 def _plain_model(config: PreTrainedConfig, seed: int, device: torch.device) -> PreTrainedModel:
     """Returns the transformers model in float32 with the random weights that a run draws from the seed."""
     with torch.device("meta"):
-        model = build_plain(config)
+        model = build(config)
     weights.materialize(model, device)
     random_weights.initialize(model, seed, device=device)
     return model

@@ -1,0 +1,1 @@
+"""Facts about a whole model, read by building it on the meta device and running it there."""

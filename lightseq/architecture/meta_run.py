@@ -1,0 +1,357 @@
+"""Facts about a model, found by running its own code on the meta device, where no tensor has values."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import MoeModelOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from lightseq.attention.context import one_rank_context
+from lightseq.attention.module_attention import unhonoured_argument
+from lightseq.kernels.grouped_products import PRODUCT_OP
+from lightseq.models.decoder import attending_part, headless, text_config, text_decoder, with_head
+from lightseq.parts.changes import Changes
+from lightseq.parts.experts import experts_modules
+from lightseq.parts.facts import Attention, Experts, Heads, LinearMixer, Mixer
+from lightseq.parts.probes import StandIn, twin_forward
+from lightseq.parts.recurrences import distribute_mixer, mixer_modules
+from lightseq.utils.logit_transform import LogitTransform
+
+PROBE: Final = "lightseq_probe"
+TOKENS: Final = 4
+RANDOM: Final = ("rand", "uniform", "bernoulli", "exponential", "multinomial", "normal_", "dropout")  # in operators
+NOT_COMPARED: Final = ("hidden_states", "attention_mask")  # among layers; attention takes no mask
+
+
+@dataclass
+class LayerRun:
+    """Record of one layer in a forward pass on the meta device."""
+
+    mixers: list[Mixer] = field(default_factory=list)
+    linears: list[nn.Linear] = field(default_factory=list)  # in the order in which they ran
+    products: int = 0  # multiplications of matrix products
+    experts: Experts | None = None
+    saved_after_mlp: int = 0  # tensors saved for backward after its MLP, or at all if it has none
+    arguments: dict[str, Any] = field(default_factory=dict)  # apart from the hidden states
+
+
+@dataclass(frozen=True)
+class MetaRun:
+    """Facts that one forward pass on the meta device shows."""
+
+    layers: list[LayerRun]
+    layers_share_inputs: bool  # all layers get the same arguments, apart from the hidden states
+    layers_share_keys: bool  # some layer attends to keys and values of another
+    passes_documents: bool  # packed documents reach attention
+
+
+def run_on_meta(model: PreTrainedModel, layers: nn.ModuleList) -> MetaRun:
+    """Runs a model on the meta device once without its head, in bfloat16.
+
+    torch's grouped products take no other dtype there. Composites may have a forward of their own that nobody calls.
+    Raises ValueError if attention would not be what a kernel computes, or runs outside the layers.
+    """
+    model.to(torch.bfloat16)
+    name, ran = type(model).__name__, [LayerRun() for _ in layers]
+    running: list[LayerRun] = []  # the layer that runs now, if any
+    documents, passed, keys = object(), list[bool](), list[tuple[nn.Module, Tensor]]()
+    shared: list[nn.Module] = []  # attention modules with the keys of others
+
+    def probe(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any = None, **others: Any) -> Any:
+        if dropped := unhonoured_argument({"attention_mask": attention_mask} | others):
+            raise ValueError(f"{name} passes {dropped} to attention, which no kernel supports; use another model")
+        if not running:
+            raise ValueError(f"{name} attends outside its layers, which no schedule supports; use another model")
+        shared.extend(module for owner, other in keys if k is other and module is not owner)
+        keys.append((module, k))
+        passed.append(others.get("documents") is documents)
+        heads = Heads(q.shape[1], k.shape[1], q.shape[-1], v.shape[-1])
+        running[-1].mixers.append(Attention(heads, others.get("sliding_window")))
+        return _shaped_as_output(q, v), None
+
+    def enter(layer_run: LayerRun, _layer: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        running.append(layer_run)
+        products.take()
+        given = {str(i): value for i, value in enumerate(args) if i > 0} | keywords
+        layer_run.arguments = {key: value for key, value in given.items() if key not in NOT_COMPARED}
+
+    def leave(*_: Any) -> None:
+        running.pop().products = products.take()
+
+    def note_linear(linear: nn.Module, *_: Any) -> None:
+        running[-1].linears.append(linear)  # type: ignore[arg-type]
+
+    def note_mixer(facts: LinearMixer, *_: Any) -> None:
+        running[-1].mixers.append(facts)
+
+    def note_experts(experts: nn.Module, args: tuple[Any, ...]) -> None:
+        running[-1].experts = _experts(experts, per_token=args[1].shape[-1])
+
+    def take_documents(_module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        passed.append(keywords.pop("documents", None) is documents)
+        return args, keywords
+
+    hooks = list[Any]()
+    for module, kind in mixer_modules(layers):
+        hooks.append(module.register_forward_hook(partial(note_mixer, kind.facts(module))))
+        hooks.append(module.register_forward_pre_hook(take_documents, with_kwargs=True))
+    for layer, layer_run in zip(layers, ran, strict=True):
+        hooks.append(layer.register_forward_pre_hook(partial(enter, layer_run), with_kwargs=True))
+        hooks += [linear.register_forward_hook(note_linear) for linear in linears_of(layer)]
+        hooks += [experts.register_forward_pre_hook(note_experts) for _, experts in experts_modules(layer)]
+        hooks.append(layer.register_forward_hook(leave))
+    products = _Products(name)
+    with _tokens_unmixed(model, probe), _count_saved_after_mlps(layers) as saved, products:
+        _run(headless(model), TOKENS, documents=documents)
+    for hook in hooks:
+        hook.remove()
+    if len(saved) != len(ran):
+        raise ValueError(f"{name} has {len(ran)} layers and calls {len(saved)}; use a model that calls each once")
+    for layer_run, count in zip(ran, saved, strict=True):
+        layer_run.saved_after_mlp = count
+    first = ran[0].arguments
+    return MetaRun(
+        layers=ran,
+        layers_share_inputs=all(_are_same(layer_run.arguments, first) for layer_run in ran),
+        layers_share_keys=bool(shared),
+        passes_documents=all(passed),
+    )
+
+
+@contextmanager
+def _tokens_unmixed(model: PreTrainedModel, attention: Callable[..., Any]) -> Iterator[None]:
+    """Lets a model attend with a function, and its other mixers run as in training.
+
+    Their operators do nothing on the meta device and count no products.
+    """
+    changes = Changes()
+    for module, kind in mixer_modules(model):
+        distribute_mixer(module, kind, one_rank_context().sequence, changes)
+    try:
+        with _attention_replaced(model, attention):
+            yield
+    finally:
+        changes.undo()
+
+
+def _experts(module: Any, per_token: int) -> Experts:
+    """Returns the facts about a module of stacked experts."""
+    first, count = module.gate_up_proj if module.has_gate else module.up_proj, module.num_experts
+    return Experts(
+        count=count,
+        per_token=per_token,
+        first_product=first.numel() // count,
+        last_product=module.down_proj.numel() // count,
+    )
+
+
+class _Products(TorchDispatchMode):
+    """Counter of the multiplications of matrix products, grouped products of experts included."""
+
+    def __init__(self, model_name: str) -> None:
+        super().__init__()
+        self._model_name, self._count = model_name, 0
+
+    def take(self) -> int:
+        """Returns the multiplications since the last call."""
+        count, self._count = self._count, 0
+        return count
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = op(*args, **(kwargs or {}))
+        if any(part in op._opname for part in RANDOM):
+            raise ValueError(
+                f"{self._model_name} draws random numbers in its layers, and a recomputation would draw others; set "
+                "noise such as router_jitter_noise to 0 in its config, or use your own loop around hf.enable"
+            )
+        # mm, addmm, bmm, baddbmm, _grouped_mm: (..., rows, inner) x (..., inner, columns)
+        if "mm" in op._opname or op is PRODUCT_OP:
+            left = args[1 if "add" in op._opname else 0]
+            self._count += result.numel() * left.shape[-1]
+        return result
+
+
+def _run(model: nn.Module, tokens: int, **keywords: Any) -> None:
+    for rope in model.modules():
+        kinds: Any = getattr(rope, "rope_type", None)
+        if hasattr(rope, "inv_freq") or isinstance(kinds, dict):  # other types read positions, which have no values
+            rope.rope_type = dict.fromkeys(kinds, "default") if isinstance(kinds, dict) else "default"  # type: ignore[assignment]
+    ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
+    vocabulary = text_config(model.config).vocab_size  # type: ignore[arg-type]
+
+    def check_table(table: nn.Module, args: tuple[Any, ...]) -> None:
+        if args and args[0] is ids and table.num_embeddings < vocabulary:  # type: ignore[operator]
+            raise ValueError(
+                f"{type(model).__name__} looks up ids below {vocabulary} in a table of {table.num_embeddings}; correct "
+                "its config"
+            )
+
+    hooks = [x.register_forward_pre_hook(check_table) for x in model.modules() if isinstance(x, nn.Embedding)]
+    try:
+        model(input_ids=ids, position_ids=torch.zeros_like(ids), use_cache=False, **keywords)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def layer_inputs(
+    model: PreTrainedModel, layers: nn.ModuleList, tokens: int
+) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Returns the arguments with which a model on the meta device calls its first `layers`, on that many tokens."""
+    found: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def note(_layer: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        found.append((args, keywords))
+        if len(found) == len(layers):
+            raise _AllFound
+
+    def pass_on(_module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Any:
+        return _shaped_as_output(q, v), None
+
+    hooks = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
+    with _tokens_unmixed(model, pass_on), torch.no_grad(), suppress(_AllFound):
+        _run(headless(model), tokens)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+class _AllFound(Exception):
+    """Ends a forward pass whose other layers nobody asks about."""
+
+
+def _shaped_as_output(q: Tensor, v: Tensor) -> Tensor:
+    """Returns a tensor of the shape of attention's result, (B, S, H, D of the values), that depends on q."""
+    same = q.shape[-1] == v.shape[-1]
+    return (q if same else q[..., :1].expand(*q.shape[:-1], v.shape[-1])).transpose(1, 2).contiguous()
+
+
+def _are_same(x: Mapping[str, Any], y: Mapping[str, Any]) -> bool:
+    return x.keys() == y.keys() and all(x[key] is y[key] for key in x)
+
+
+@contextmanager
+def _count_saved_after_mlps(layers: nn.ModuleList) -> Iterator[list[int]]:
+    """Yields a list that receives, per layer, the number of tensors saved for backward after its MLP.
+
+    A layer without an MLP counts all that it saves.
+    """
+    since: list[Tensor] = []
+    counts: list[int] = []
+
+    def save(x: Tensor) -> Tensor:
+        since.append(x)
+        return x
+
+    mlps = [mlp for layer in layers if (mlp := getattr(layer, "mlp", None)) is not None]
+    hooks = [mlp.register_forward_hook(lambda *_: since.clear()) for mlp in mlps]
+    hooks += [layer.register_forward_hook(lambda *_: counts.append(len(since))) for layer in layers]
+    with saved_tensors_hooks(save, lambda x: x):
+        yield counts
+    for hook in hooks:
+        hook.remove()
+
+
+@contextmanager
+def _attention_replaced(model: PreTrainedModel, function: Callable[..., Any]) -> Iterator[None]:
+    ALL_ATTENTION_FUNCTIONS.register(PROBE, function)
+    part = attending_part(model)
+    part.set_attn_implementation(PROBE)
+    yield
+    part.set_attn_implementation("eager")
+
+
+class _LayersOutput(MoeModelOutputWithPast):
+    """Output of a model without its head. Fields that only models with other inputs have are None."""
+
+    def __getattr__(self, _name: str) -> None:
+        return None
+
+
+def find_logit_transform(model: PreTrainedModel) -> LogitTransform:
+    """Returns the function that makes logits of the head's result, found by running the model's own code on numbers.
+
+    The code runs with the attributes and the config that this model has now, on the CPU, without its layers and its
+    head. Raises ValueError for a function that is not known: the loss reads only the layers' output, the head's
+    parameters and the function.
+    """
+    if (inside := with_head(model)) is not model:
+        _check_passes_logits(model, inside)
+        return find_logit_transform(inside)
+    name, head, body = type(model).__name__, model.get_output_embeddings(), headless(model)
+    hidden = torch.linspace(0.5, 2.0, TOKENS * head.in_features, device="cpu").view(1, TOKENS, -1)
+    wide = torch.logspace(-3, 6, TOKENS * 16, device="cpu")  # in its middle a cap bends, at its ends it is a line
+    line = torch.linspace(-50.0, 50.0, TOKENS * 32, device="cpu")
+    product = torch.cat([line, wide, -wide]).view(1, TOKENS, 64)
+    given: list[Tensor] = []
+
+    def multiply(x: Tensor) -> Tensor:
+        given.append(x)
+        return product.clone()
+
+    inside, layers = StandIn(body, lambda *_, **__: _LayersOutput(hidden)), text_decoder(model)
+    vars(inside)["decoder"] = StandIn(layers, lambda *_, **__: _LayersOutput(hidden))  # OPT's head calls it
+    parts = {id(body): inside, id(head): StandIn(head, multiply)}
+    children = {key: parts[id(child)] for key, child in model._modules.items() if id(child) in parts}
+    ids = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
+    with torch.autocast("cpu", enabled=False), torch.enable_grad():
+        output = twin_forward(model, children, input_ids=ids, position_ids=ids, use_cache=False)
+    logits = output[0] if isinstance(output, tuple) else output.logits
+    before = _factor(hidden, given[0]) if len(given) == 1 else None
+    known = logits.shape == product.shape and not logits.requires_grad  # a trained scale needs gradients
+    found = _fit(product.flatten(), logits.flatten()) if known else None
+    scales_bias = before == 1.0 or head.bias is None
+    if found is None or before is None or not scales_bias:
+        raise ValueError(
+            f"{name} changes its logits in a way that the chunked loss does not support; use a model that scales or "
+            "softly caps them, or leaves them as they are"
+        )
+    return LogitTransform(found.scale * before, found.cap)
+
+
+def _check_passes_logits(model: PreTrainedModel, inside: PreTrainedModel) -> None:
+    """Raises ValueError unless a composite returns the logits of the language model inside as they are."""
+    logits = torch.linspace(-50.0, 50.0, TOKENS * 64, device="cpu").view(1, TOKENS, 64)
+    children = {key: StandIn(inside, lambda *_, **__: _LayersOutput(logits)) for key in model._modules}
+    embeds = torch.zeros(1, TOKENS, inside.get_input_embeddings().embedding_dim, device="cpu")
+    found = twin_forward(model, children, inputs_embeds=embeds, use_cache=False)
+    if not torch.equal(found[0] if isinstance(found, tuple) else found.logits, logits):
+        raise ValueError(f"{type(model).__name__} changes the logits of its {type(inside).__name__}; use another model")
+
+
+def _factor(hidden: Tensor, given: Tensor) -> float | None:
+    """Returns the factor between the layers' output and what the head gets (MiniCPM 3); None if it is anything else."""
+    if given.shape != hidden.shape or given.is_meta:
+        return None
+    if given.dtype != hidden.dtype:  # a cast; a factor would have been rounded too
+        return 1.0 if torch.equal(given, hidden.to(given.dtype)) else None
+    ratios = given / hidden
+    factor = float(ratios.flatten()[0])
+    alike = torch.allclose(ratios, ratios.new_tensor(factor), rtol=1e-6, atol=0)
+    return factor if alike and factor > 0 else None
+
+
+def _fit(product: Tensor, logits: Tensor) -> LogitTransform | None:
+    """Returns the transform that makes these logits of the product; None if there is none."""
+    smallest, largest = product.abs().argmin(), product.argmax()
+    scale, cap = float(logits[smallest] / product[smallest]), float(logits[largest])
+    if not (0 < scale < math.inf and 0 < cap < math.inf):
+        return None
+    scale = 1.0 if abs(scale - 1) < 1e-6 else scale
+    capped = cap < 0.99 * scale * float(product[largest])
+    found = LogitTransform(scale, cap if capped else None)
+    return found if torch.allclose(logits, found.logits(product), rtol=1e-5, atol=0) else None
+
+
+def linears_of(module: nn.Module) -> list[nn.Linear]:
+    """Returns all linears inside a module."""
+    return [m for m in module.modules() if isinstance(m, nn.Linear)]

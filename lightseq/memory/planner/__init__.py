@@ -1,1 +1,0 @@
-"""Estimates of memory and step time, and the choice of a memory plan."""

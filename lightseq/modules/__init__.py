@@ -1,1 +1,0 @@
-"""Replacements for parts of transformers' decoder layers and loss, which take less memory or time."""

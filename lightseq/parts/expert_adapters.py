@@ -1,0 +1,103 @@
+"""Low-rank adapters of stacked experts' weights, in peft's layers: two thin grouped products beside the experts' own.
+
+Shape suffixes: R rows, sorted by expert, E experts, I inputs, O outputs, K an adapter's rank.
+"""
+
+from collections.abc import Hashable
+from functools import cache
+from typing import Any, Final, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from lightseq.kernels.grouped_products import grouped_product
+from lightseq.parts.changes import Changes
+from lightseq.parts.low_rank import adapter_in_use
+from lightseq.parts.probes import change_of, linear_change, plain_class
+
+WRAPPERS: Final = "adapter_wrappers"  # attribute of experts: peft's wrapper of each adapted weight, by its name
+MULTIPLE: Final = 8  # of the rank, for GPU kernels, which need rows of whole 16 bytes
+
+
+class ExpertAdapter(NamedTuple):
+    """Adapter that adds scale · (x Aᵀ) Bᵀ to the product of each expert's rows with its weight.
+
+    With `reversed`, A has the outputs and B the inputs, and the adapter adds scale · (x B) A
+    (`is_transposed_without_mark`).
+    """
+
+    a_EKI: Tensor
+    b_EOK: Tensor
+    scale: float
+    reversed: bool = False
+
+    def product(self, x_RI: Tensor, ends_E: Tensor) -> Tensor:
+        """Returns what the adapter adds (R, O). Expert e has the rows before `ends_E[e]`, after those of e - 1."""
+        first, last = (self.b_EOK, self.a_EKI) if self.reversed else (self.a_EKI, self.b_EOK)
+        x_RK = grouped_product(x_RI, first, ends_E, self.reversed) * self.scale
+        return grouped_product(x_RK, last, ends_E, self.reversed)
+
+
+def is_transposed_without_mark(experts: nn.Module) -> bool:
+    """Returns whether weights are (inputs, outputs), which `is_transposed` does not say (Llama 4).
+
+    peft reads `is_transposed` alone, and gives such weights adapters with inputs and outputs exchanged.
+    """
+    return getattr(experts, "is_transposed_without_mark", False)
+
+
+def expert_adapter(experts: nn.Module, name: str, dtype: torch.dtype) -> ExpertAdapter | None:
+    """Returns the adapter of a weight of the experts, cast to `dtype`; None without one, or while it is not in use."""
+    wrapper: Any = vars(experts).get(WRAPPERS, {}).get(name)
+    if wrapper is None or not adapter_in_use(wrapper):
+        return None
+    (adapter,) = wrapper.lora_A
+    a, b = wrapper.lora_A[adapter].weight.to(dtype), wrapper.lora_B[adapter].weight.to(dtype)
+    a_EKI, b_EOK = split_by_expert(a, b, wrapper.num_experts)
+    if (group := getattr(experts, "expert_group", None)) is not None:  # this rank computes some experts
+        count = wrapper.num_experts // group.ranks
+        own = slice(group.rank * count, (group.rank + 1) * count)
+        a_EKI, b_EOK = a_EKI[own], b_EOK[own]
+    if padding := -a_EKI.shape[1] % MULTIPLE:
+        a_EKI, b_EOK = (
+            nn.functional.pad(a_EKI, (0, 0, 0, padding)),
+            nn.functional.pad(b_EOK, (0, padding)),
+        )
+    return ExpertAdapter(
+        a_EKI, b_EOK.contiguous(), wrapper.scaling[adapter], reversed=is_transposed_without_mark(experts)
+    )
+
+
+def split_by_expert(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """Returns views of peft's A (E·K, I), by expert and then rank, and B (O, K·E), by rank and then expert."""
+    return a.view(experts, -1, a.shape[1]), b.view(len(b), -1, experts).permute(2, 0, 1)
+
+
+def use_in_experts(wrapper: Any, changes: Changes) -> None:
+    """Lets experts add the adapter of peft's wrapper themselves; peft's own forward adds B·A to all their weights.
+
+    The experts must run by `experts_forward`. Raises ValueError if the wrapper computes more than plain LoRA.
+    """
+    from peft.tuners.lora.layer import ParamWrapper
+
+    (adapter,) = wrapper.lora_A
+    parts = (wrapper.lora_A[adapter], wrapper.lora_B[adapter])
+    change = change_of(wrapper) or next(filter(None, map(linear_change, parts)), None)
+    if plain_class(wrapper) is not ParamWrapper or change or wrapper.lora_variant:
+        raise ValueError(f"the adapter of experts' {wrapper.parameter_name} {change or 'is no plain LoRA'}")
+    experts = wrapper.get_base_layer()
+    # In a dict, because a module would count the wrapper among its children.
+    changes.set_attribute(experts, WRAPPERS, {**vars(experts).get(WRAPPERS, {}), wrapper.parameter_name: wrapper})
+    changes.set_attribute(wrapper, "__class__", _passing_on(cast(Hashable, type(wrapper))))
+
+
+@cache
+def _passing_on(kind: Any) -> Any:
+    """Returns a subclass of peft's wrapper that leaves the product of its adapter to the experts inside."""
+
+    def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not adapter_in_use(self):
+            return kind.forward(self, x, *args, **kwargs)  # type: ignore[no-any-return]
+        return self.base_layer(x, *args, **kwargs)  # type: ignore[no-any-return]
+
+    return type(f"Grouped{kind.__name__}", (kind,), {"forward": forward})

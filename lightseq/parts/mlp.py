@@ -1,0 +1,359 @@
+"""Gated MLPs over tiles of tokens: intermediates exist for one tile at a time, or are stored for backward.
+
+Shape suffixes: N tokens, H hidden, I intermediate, R an adapter's rank.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache, partial
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers.activations import GELUTanh, NewGELUActivation, SiLUActivation
+
+from lightseq.kernels.fused.launches import fused_kernels
+from lightseq.kernels.fused.products import add_product, write_product
+from lightseq.parts.changes import Changes
+from lightseq.parts.experts import experts_modules
+from lightseq.parts.low_rank import LinearWeights, input_gradient, is_linear, linear_weights
+from lightseq.parts.probes import change_of, is_known_code, plain_class, twin_forward
+from lightseq.utils.checkpoint_context import is_recomputing, reuse_or_compute
+
+TILE_TOKENS = 8192  # three bfloat16 buffers 14336 wide take 0.7 GiB; smaller tiles do not fill a GPU's last wave
+LINEARS = ("gate_proj", "up_proj", "down_proj")
+
+
+class Activation(NamedTuple):
+    """An activation of the gate."""
+
+    value: Callable[[Tensor], Tensor]
+    input_gradient: Callable[[Tensor, Tensor], Tensor]  # of the gradient of the value, and the input
+
+
+SILU, TANH_GELU = "silu", "gelu_tanh"
+ACTIVATIONS: Final[Mapping[str, Activation]] = {
+    SILU: Activation(torch.ops.aten.silu, torch.ops.aten.silu_backward),
+    TANH_GELU: Activation(
+        partial(torch.ops.aten.gelu, approximate="tanh"), partial(torch.ops.aten.gelu_backward, approximate="tanh")
+    ),
+}
+ACTIVATION_CLASSES: Final = (nn.SiLU, SiLUActivation, nn.GELU, GELUTanh, NewGELUActivation)
+
+
+def tile_mlps(layers: Iterable[nn.Module], changes: Changes, store: bool = False, ends_layer: bool = False) -> None:
+    """Replaces the forward of every MLP that computes `down(act(gate(x)) * up(x))` with plain linears; others stay.
+
+    The activation is SiLU, or GELU by tanh. An MLP, an activation or a linear with a hook or another forward than its
+    class's stays too. The linears may have low-rank adapters. The backward pass recomputes gate and up from the input,
+    tile by tile. An input that fits in one tile takes the module's own forward. Layers with experts stay (see
+    `store_experts`). With `store`, gate and up are saved for the backward pass at any length, a checkpoint may store
+    them, and a layer with any other MLP raises ValueError. `ends_layer` says that no backward pass needs the MLP's
+    output (`Layer.mlp_is_last`). It is then neither stored nor computed when a checkpoint recomputes the layer, if the
+    layer is transformers' own.
+    """
+    for layer in layers:
+        mlp: Any = getattr(layer, "mlp", None)
+        if next(experts_modules(layer), None) is not None:
+            continue
+        if mlp is not None and (activation := gate_activation(mlp)) is not None:
+            settings = {"tile_tokens": TILE_TOKENS, "stores_products": store, "activation_name": activation}
+            settings |= {"ends_layer": ends_layer and _is_known(layer)}
+            for name, value in settings.items():
+                changes.set_attribute(mlp, name, value)
+            changes.set_attribute(mlp, "__class__", _tiled_class(type(mlp)))  # type: ignore[arg-type]
+        elif store:
+            raise ValueError(f"{type(layer).__name__} has no gated MLP of plain linears whose gate and up to store")
+
+
+def gate_activation(mlp: Any) -> str | None:
+    """Returns the name of the gate's activation if `tile_mlps` replaces a module, else None."""
+    linears, act_fn = [getattr(mlp, name, None) for name in LINEARS], getattr(mlp, "act_fn", None)
+    is_known = type(act_fn) in ACTIVATION_CLASSES and _is_known(act_fn) and _is_known(mlp)
+    if not is_known or not all(map(is_linear, linears)):
+        return None
+    return next((name for name, activation in ACTIVATIONS.items() if _multiplies(mlp, activation.value)), None)
+
+
+def _is_known(module: Any) -> bool:
+    """Returns whether a module has the forward of its class, which a library wrote, and no hooks."""
+    return change_of(module) is None and is_known_code(plain_class(module).forward)
+
+
+def _multiplies(mlp: Any, activation: Callable[[Tensor], Tensor]) -> bool:
+    """Returns whether an MLP computes down(activation(gate(x)) * up(x)), found by running its own code on numbers."""
+    x = torch.zeros(1, 4, device="cpu")
+    gate, up, out = (torch.linspace(-4, end, 16, device="cpu")[None] for end in (4, 2, 1))
+    expected, given = activation(gate) * up, list[Tensor]()
+
+    def down(act: Tensor) -> Tensor:
+        given.append(act)
+        return out
+
+    children = {
+        "gate_proj": lambda y: gate.clone() if y is x else None,
+        "up_proj": lambda y: up.clone() if y is x else None,
+        "down_proj": down,
+        "act_fn": mlp.act_fn,
+    }
+    try:
+        with torch.autocast("cpu", enabled=False):
+            returned = twin_forward(mlp, children, x)
+    except Exception:  # the model's code may raise anything
+        return False
+    return returned is out and len(given) == 1 and torch.allclose(given[0], expected, rtol=1e-5, atol=1e-6)
+
+
+@cache
+def _tiled_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """Returns a subclass with a tiled forward.
+
+    If the forward of each module were replaced instead, the compiler would treat every layer as different, compile each
+    of them, and give up after eight.
+    """
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        store = self.stores_products and torch.is_grad_enabled()
+        if x.numel() <= self.tile_tokens * x.shape[-1] and not store:
+            return kind.forward(self, x)
+        linears = [linear_weights(getattr(self, name), x.dtype) for name in LINEARS]
+        return gated_mlp(x, linears, self.activation_name, self.tile_tokens, store, self.ends_layer)
+
+    return type(f"Tiled{kind.__name__}", (kind,), {"forward": forward})
+
+
+def gated_mlp(
+    x: Tensor,
+    linears: Sequence[LinearWeights],
+    activation: str,
+    tile_tokens: int,
+    store: bool = False,
+    ends_layer: bool = False,
+) -> Tensor:
+    """Returns down(act(gate(x)) * up(x)) for x (..., H) (arXiv 2002.05202).
+
+    `linears` are gate (I, H), up (I, H) and down (H, I); `activation` is one of ACTIVATIONS. The backward pass uses x,
+    and gate(x) and up(x), which it recomputes unless they are saved by `store`. With `ends_layer` the result is
+    uninitialized memory while a checkpoint recomputes the layer. act(gate) * up is rounded once; gradients of weights
+    and adapters accumulate over the tiles in float32 or wider, and frozen weights get none.
+    """
+    flat, tensors = x.reshape(-1, x.shape[-1]), [tensor for linear in linears for tensor in linear.tensors]
+    scales = [0.0 if linear.a is None else linear.scale for linear in linears]
+    given = flat, tensors, scales, activation, tile_tokens, ends_layer
+    out = _gated_mlp_stored(*given)[0] if store else _gated_mlp(*given)
+    return out.view(x.shape)
+
+
+def _unflatten_linears(tensors: Sequence[Tensor], scales: Sequence[float]) -> list[LinearWeights]:
+    """Rebuilds the linears that `gated_mlp` flattened; a scale of 0 stands for no adapter."""
+    left = iter(tensors)
+    return [
+        LinearWeights(next(left), next(left), next(left), scale) if scale else LinearWeights(next(left))
+        for scale in scales
+    ]
+
+
+@torch.library.custom_op("lightseq::gated_mlp", mutates_args=())
+def _gated_mlp(
+    x_NH: Tensor,
+    tensors: Sequence[Tensor],
+    scales: Sequence[float],
+    activation: str,
+    tile_tokens: int,
+    ends_layer: bool,
+) -> Tensor:
+    """Returns the output, which a checkpoint stores unless it is not needed."""
+    gate_IH, up_IH, down_HI = _unflatten_linears(tensors, scales)
+
+    def compute() -> tuple[Tensor]:
+        out = torch.empty(x_NH.shape, dtype=x_NH.dtype, device=x_NH.device)
+        if ends_layer and is_recomputing():
+            return (out,)
+        for rows in tiles(len(x_NH), tile_tokens):
+            gate, up = gate_IH.forward(x_NH[rows]), up_IH.forward(x_NH[rows])
+            _act_mul(gate, up, gate, activation)
+            down_HI.forward(gate, out=out[rows])
+            del gate, up  # before the next tile's are allocated
+        return (out,)
+
+    (out,) = compute() if ends_layer else reuse_or_compute(compute)
+    return out
+
+
+@_gated_mlp.register_fake
+def _(x_NH: Tensor, *_others: Any) -> Tensor:
+    return x_NH.new_empty(x_NH.shape)
+
+
+@torch.library.custom_op("lightseq::gated_mlp_stored", mutates_args=())
+def _gated_mlp_stored(
+    x_NH: Tensor,
+    tensors: Sequence[Tensor],
+    scales: Sequence[float],
+    activation: str,
+    tile_tokens: int,
+    ends_layer: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the output, gate and up, which a checkpoint stores.
+
+    With `ends_layer` it stores no output, which is uninitialized memory in the recomputation.
+    """
+    gate_IH, up_IH, down_HI = _unflatten_linears(tensors, scales)
+    out = torch.empty(x_NH.shape, dtype=x_NH.dtype, device=x_NH.device)
+
+    def compute() -> tuple[Tensor, ...]:
+        gate, up = (out.new_empty(len(x_NH), len(linear.weight)) for linear in (gate_IH, up_IH))
+        for rows in tiles(len(x_NH), tile_tokens):
+            gate_IH.forward(x_NH[rows], out=gate[rows])
+            up_IH.forward(x_NH[rows], out=up[rows])
+            act = torch.empty_like(gate[rows])
+            _act_mul(gate[rows], up[rows], act, activation)
+            down_HI.forward(act, out=out[rows])
+            del act
+        return (gate, up) if ends_layer else (gate, up, out)
+
+    gate, up, *stored = reuse_or_compute(compute)
+    return stored[0] if stored else out, gate, up
+
+
+@_gated_mlp_stored.register_fake
+def _(x_NH: Tensor, tensors: Sequence[Tensor], scales: Sequence[float], *_others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    gate_IH, up_IH, _ = _unflatten_linears(tensors, scales)
+    gate, up = (x_NH.new_empty(len(x_NH), len(linear.weight)) for linear in (gate_IH, up_IH))
+    return x_NH.new_empty(x_NH.shape), gate, up
+
+
+@torch.library.custom_op("lightseq::gated_mlp_backward", mutates_args=())
+def _gated_mlp_backward(
+    dout_NH: Tensor,
+    x_NH: Tensor,
+    tensors: Sequence[Tensor],
+    stored: Sequence[Tensor],
+    scales: Sequence[float],
+    activation: str,
+    trains: Sequence[bool],
+    tile_tokens: int,
+) -> list[Tensor]:
+    """Returns the gradients of x and of the tensors that train, in order. `stored` is gate and up, or empty."""
+    linears = _unflatten_linears(tensors, scales)
+    gate_IH, up_IH, down_HI = linears
+    dx = torch.empty(x_NH.shape, dtype=x_NH.dtype, device=x_NH.device)
+    wanted = iter(
+        [_GradientSum(x, len(x_NH) <= tile_tokens) if t else None for x, t in zip(tensors, trains, strict=True)]
+    )
+    sums = [_LinearGradients(linear, *(next(wanted) for _ in linear.tensors)) for linear in linears]
+    for rows in tiles(len(x_NH), tile_tokens):
+        x, dout = x_NH[rows], dout_NH[rows]
+        gate, up = (y[rows] for y in stored) if stored else (gate_IH.forward(x), up_IH.forward(x))
+        dgate, dup = (torch.empty_like(gate), torch.empty_like(up)) if stored else (gate, up)
+        act = input_gradient([down_HI], [dout], torch.empty_like(gate))
+        _act_mul_backward(gate, up, act, dgate, dup, activation)  # overwrites act with act(gate) * up
+        for total, dy, y_from in zip(sums, (dgate, dup, dout), (x, x, act), strict=True):
+            total.add(dy, y_from)
+        input_gradient([gate_IH, up_IH], [dgate, dup], dx[rows])
+        del gate, up, dgate, dup, act, dy, y_from
+    return [dx, *(done for total in sums for done in total.finish())]
+
+
+@_gated_mlp_backward.register_fake
+def _(
+    dout_NH: Tensor,
+    x_NH: Tensor,
+    tensors: Sequence[Tensor],
+    stored: Sequence[Tensor],
+    scales: Sequence[float],
+    activation: str,
+    trains: Sequence[bool],
+    tile_tokens: int,
+) -> list[Tensor]:
+    return [x.new_empty(x.shape) for x, t in zip((x_NH, *tensors), (True, *trains), strict=True) if t]
+
+
+class _LinearGradients(NamedTuple):
+    """Gradients of a linear's tensors, summed over the tiles; None for one that does not train."""
+
+    linear: LinearWeights
+    weight: "_GradientSum | None"
+    a: "_GradientSum | None" = None
+    b: "_GradientSum | None" = None
+
+    def add(self, dy: Tensor, x: Tensor) -> None:
+        if self.weight is not None:
+            self.weight.add(dy.T, x)
+        if self.a is not None and self.linear.b is not None:
+            self.a.add(self.linear.adapter_output_gradient(dy).T, x)
+        if self.b is not None and self.linear.a is not None:
+            self.b.add(dy.T, self.linear.adapter_output(x))
+
+    def finish(self) -> list[Tensor]:
+        return [total.finish() for total in (self.weight, self.a, self.b) if total is not None]
+
+
+class _GradientSum:
+    """Gradient of a weight: one product, or several added in float32 or wider."""
+
+    def __init__(self, weight: Tensor, one_tile: bool) -> None:
+        dtype = weight.dtype if one_tile else torch.promote_types(weight.dtype, torch.float32)
+        self._dtype, self._total = weight.dtype, torch.empty(weight.shape, dtype=dtype, device=weight.device)
+        self._is_empty = True
+
+    def add(self, a: Tensor, b: Tensor) -> None:
+        if self._is_empty:
+            write_product(self._total, a, b)
+        else:
+            add_product(self._total, a, b)
+        self._is_empty = False
+
+    def finish(self) -> Tensor:
+        return self._total.to(self._dtype)
+
+
+def tiles(tokens: int, size: int) -> Iterator[slice]:
+    """Yields the rows of each tile; the last may reach past the end."""
+    return (slice(start, start + size) for start in range(0, tokens, size))
+
+
+def _act_mul(gate: Tensor, up: Tensor, out: Tensor, activation: str) -> None:
+    if fused := fused_kernels(gate, "gated_activation"):
+        fused.act_mul(gate, up, out, activation == TANH_GELU)
+        return
+    out.copy_(ACTIVATIONS[activation].value(_wide(gate)) * _wide(up))
+
+
+def _act_mul_backward(gate: Tensor, up: Tensor, dact: Tensor, dgate: Tensor, dup: Tensor, activation: str) -> None:
+    """Writes the gradients of gate and up, which may overwrite them, and overwrites dact with the product."""
+    if fused := fused_kernels(gate, "gated_activation"):
+        fused.act_mul_backward(gate, up, dact, dgate, dup, activation == TANH_GELU)
+        return
+    g, u, d = _wide(gate), _wide(up), _wide(dact)
+    value, input_gradient_of = ACTIVATIONS[activation]
+    act = value(g)
+    for x, found in ((dgate, input_gradient_of(d * u, g)), (dup, d * act), (dact, act * u)):
+        x.copy_(found)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    x, tensors, *ctx.others = inputs  # scales, activation, tile_tokens, ends_layer
+    stored = output[1:] if isinstance(output, tuple) else ()
+    ctx.set_materialize_grads(False)  # no gradients arrive for gate and up
+    ctx.save_for_backward(x, *stored, *tensors)
+
+
+def _backward(ctx, dout: Tensor, *_stored: None):  # type: ignore[no-untyped-def]
+    trains = list(ctx.needs_input_grad[1])
+    x, *saved = ctx.saved_tensors
+    stored, tensors = saved[: -len(trains)], saved[-len(trains) :]
+    scales, activation, tile_tokens, _ = ctx.others
+    dx, *found = _gated_mlp_backward(dout.contiguous(), x, tensors, stored, scales, activation, trains, tile_tokens)
+    gradients = iter(found)
+    return dx, [next(gradients) if t else None for t in trains], *(None for _ in ctx.others)
+
+
+for _operator in (_gated_mlp, _gated_mlp_stored):
+    _operator.register_autograd(_backward, setup_context=_setup_context)
+
+# For checkpointing policies.
+MLP_OP, STORED_MLP_OP = (op.default for op in (torch.ops.lightseq.gated_mlp, torch.ops.lightseq.gated_mlp_stored))

@@ -1,0 +1,269 @@
+"""Router losses and expert biases of a run: observed inside layers, with gradients that checkpoints do not hide.
+
+Operators inside a layer note each router's sums, and in the backward pass add the gradient of the router loss to its
+logits. They are opaque to compilers, and a recomputed layer notes the same sums again, so that they count once.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, Final
+from weakref import WeakValueDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lightseq.parts.changes import Changes
+from lightseq.parts.experts import experts_modules
+from lightseq.parts.router_loss import RouterSums, router_loss_share, router_sums
+from lightseq.sequence.group import SequenceGroup
+
+BIAS: Final = "e_score_correction_bias"  # transformers' name of the bias that balances experts (DeepSeek V3)
+
+
+class Routers:
+    """Routers of a model whose layers run over the ranks of a sequence, on one rank."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        recorder: nn.Module,
+        group: SequenceGroup,
+        changes: Changes,
+        top_k: int,
+        coefficient: float = 0.0,
+        bias_rate: float = 0.0,
+    ) -> None:
+        """Adds hooks to the routers that `recorder`, the text decoder, names in `_can_record_outputs`.
+
+        Raises ValueError if the model has no routers, or no biases, as the loss or the biases need.
+        """
+        self._group, self._top_k = group, top_k
+        self.coefficient, self.bias_rate = coefficient, bias_rate
+        self._name = f"{group.name}-routers"
+        self._counted: Tensor | None = None
+        self._active = False
+        self._gradient: Tensor | None = None  # of the loss by the probability sums
+        routers = [*_routers(recorder)] if coefficient else []
+        self._biases = [*_biases(model)] if bias_rate else []
+        name = type(model).__name__
+        if coefficient and not routers:
+            raise ValueError(
+                f"--router_aux_loss_coef {coefficient} needs routers, which {name} does not have; set it to 0"
+            )
+        if bias_rate and not self._biases:
+            raise ValueError(
+                f"--router_bias_update_rate {bias_rate} needs routers with a buffer {BIAS}, which {name} lacks; leave "
+                "it out"
+            )
+        if rounded := [x.dtype for _, owner in self._biases if (x := getattr(owner, BIAS)).dtype is not torch.float32]:
+            raise ValueError(
+                f"--router_bias_update_rate {bias_rate}: {name} has {BIAS} in {rounded[0]}, which loses small steps; "
+                "train in float32, or leave the flag out"
+            )
+        self._sums: list[RouterSums | None] = [None] * len(routers)
+        self._loads: list[Tensor | None] = [None] * len(self._biases)  # of a pass
+        self._total_loads: list[Tensor] = []  # of all passes of a step
+        for i, (router, index) in enumerate(routers):
+            changes.add_hook(router.register_forward_hook(partial(_observe_router, f"{self._name}|{i}", index)))
+        for i, (experts, _) in enumerate(self._biases):
+            changes.add_hook(experts.register_forward_pre_hook(partial(_observe_experts, f"{self._name}|{i}")))
+        _ROUTERS[self._name] = self
+
+    def begin(self, counted: Tensor | None) -> None:
+        """Begins a forward pass, in which these tokens count, (batch, local); None: all."""
+        self._active, self._counted, self._gradient = True, counted, None
+
+    def finish(self) -> None:
+        """Ends the passes of a step. Passes between steps, such as evaluations, are not observed."""
+        self._active, self._counted, self._gradient = False, None, None
+
+    def add_loss(self, share: Tensor, passes: int) -> tuple[Tensor, Tensor]:
+        """Returns a share of the loss with that of the mean router loss of `passes` passes added, and the latter.
+
+        The latter is this rank's share of the pass's router loss, divided by `passes` and without coefficient. All
+        ranks of the sequence must call it, after the forward pass.
+        """
+        for i, loads in enumerate(self._loads):
+            assert loads is not None, "every layer's experts ran"
+            if i == len(self._total_loads):
+                self._total_loads.append(torch.zeros_like(loads))
+            self._total_loads[i] += loads
+        if not self._sums:
+            return share, torch.zeros_like(share, dtype=torch.float32)
+        sums = [x for x in self._sums if x is not None]
+        assert len(sums) == len(self._sums), "every router ran"
+        counts, probabilities, tokens = (torch.stack(field).sum(0) for field in zip(*sums, strict=True))
+        totals = torch.cat([counts, tokens.unsqueeze(0)])
+        dist.all_reduce(totals, group=self._group.process_group)
+        tokens = totals[-1].clamp_min(1)  # a batch may hold padding only
+        probabilities.requires_grad_()
+        with torch.enable_grad():
+            loss = router_loss_share(probabilities, totals[:-1], tokens) / passes
+        (gradient,) = torch.autograd.grad(loss, probabilities)
+        loss = loss.detach()
+        total: Tensor = _WithRouterLoss.apply(share, self.coefficient * loss, self, self.coefficient * gradient)
+        return total, loss
+
+    @torch.no_grad()
+    def update_biases(self, nonfinite: Tensor) -> None:
+        """Moves each expert's bias by the rate toward equal loads, as in DeepSeek V3 (arXiv 2408.15664).
+
+        Loads are sums over all ranks and passes of the step. They are integers, so all ranks move alike. Biases stay
+        in a step that was skipped, where `nonfinite` is not negative. All ranks must call it.
+        """
+        if not self._biases:
+            return
+        loads, self._total_loads = self._total_loads, []
+        together = torch.cat(loads)
+        dist.all_reduce(together)
+        for (_, owner), load in zip(self._biases, together.split([len(x) for x in loads]), strict=True):
+            bias = getattr(owner, BIAS)
+            direction = torch.sign(load.sum() - len(load) * load) * (nonfinite < 0).to(load.device)
+            bias += (self.bias_rate * direction).to(bias.dtype).view_as(bias)
+
+    # ---- called by the operators -------------------------------------------------------------------------------------
+
+    def note_router(self, index: int, logits: Tensor) -> None:
+        if self._active:
+            self._sums[index] = router_sums(logits.detach(), self._top_k, self._counted)
+
+    def note_experts(self, index: int, chosen: Tensor) -> None:
+        if self._active:
+            experts = self._biases[index][0].num_experts
+            counts = torch.zeros(experts, dtype=torch.int64, device=chosen.device)
+            ones = torch.ones_like(chosen, dtype=torch.int64)
+            if self._counted is not None:
+                ones = ones * self._counted.reshape(-1, 1)
+            self._loads[index] = counts.scatter_add_(0, chosen.flatten().long(), ones.flatten())
+
+    def gradient_of(self, logits: Tensor) -> Tensor:
+        """Returns the gradient of the router loss by a router's logits."""
+        if self._gradient is None:
+            return torch.zeros_like(logits)
+        weights = torch.softmax(logits.float(), dim=-1)
+        gradient = weights * (self._gradient - (weights * self._gradient).sum(-1, keepdim=True))
+        if self._counted is not None:
+            gradient = gradient * self._counted.reshape(-1, 1)
+        return gradient.to(logits.dtype)
+
+    def scale_gradient(self, gradient: Tensor, factor: Tensor) -> None:
+        """Sets the gradient by the probability sums, before the backward pass of the layers."""
+        self._gradient = gradient * factor
+
+
+_ROUTERS: WeakValueDictionary[str, Routers] = WeakValueDictionary()
+
+
+def _slot(text: str) -> tuple[Routers, int]:
+    name, _, index = text.rpartition("|")
+    return _ROUTERS[name], int(index)
+
+
+# ---- parts of a model ------------------------------------------------------------------------------------------------
+
+
+def _routers(recorder: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
+    """Yields the modules whose output transformers records as router logits, and where in the output they are."""
+    specs: Any = (getattr(recorder, "_can_record_outputs", None) or {}).get("router_logits", [])
+    for spec in specs if isinstance(specs, list) else [specs]:
+        kind: Any = getattr(spec, "target_class", spec)  # a class alone stands for the second output of its modules
+        index, within = getattr(spec, "index", 1), getattr(spec, "layer_name", None)
+        for name, module in recorder.named_modules():
+            recorded = isinstance(kind, type) and isinstance(module, kind)
+            if recorded and (not within or f".{within}." in f".{name}."):
+                yield module, index
+
+
+def _biases(model: PreTrainedModel) -> Iterator[tuple[Any, nn.Module]]:
+    """Yields the modules of experts whose router has a bias in a float32 buffer, and the module that holds it."""
+    for name, experts in experts_modules(model):
+        block = model.get_submodule(name.rpartition(".")[0])
+        for owner in block.modules():
+            if BIAS in owner._buffers:
+                yield experts, owner
+
+
+# ---- operators -------------------------------------------------------------------------------------------------------
+
+
+def _observe_router(slot: str, index: int, _router: nn.Module, _args: Any, output: Any) -> Any:
+    """Passes one of a router's outputs that has gradients through the operator."""
+    if isinstance(output, Tensor):
+        return _router_op(output, output, slot)
+    others = (i for i, x in enumerate(output) if i != index and isinstance(x, Tensor) and x.is_floating_point())
+    carrier = next(others, index)
+    observed = _router_op(output[carrier], output[index], slot)
+    return (*output[:carrier], observed, *output[carrier + 1 :])
+
+
+def _observe_experts(slot: str, _experts: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    hidden, chosen, *others = args
+    return hidden, _experts_op(chosen, slot), *others
+
+
+@torch.library.custom_op("lightseq::observe_router", mutates_args=())
+def _router_op(carrier: Tensor, logits: Tensor, slot: str) -> Tensor:
+    """Notes a router's sums, and returns a copy of its output `carrier`."""
+    routers, index = _slot(slot)
+    routers.note_router(index, logits)
+    return carrier.clone()
+
+
+@_router_op.register_fake
+def _(carrier: Tensor, logits: Tensor, slot: str) -> Tensor:
+    return torch.empty_like(carrier)
+
+
+@torch.library.custom_op("lightseq::router_loss_gradient", mutates_args=())
+def _gradient_op(logits: Tensor, gradient: Tensor, slot: str) -> Tensor:
+    """Returns the gradient by a router's logits. `gradient` keeps a compiler from calling it in the forward pass."""
+    return _slot(slot)[0].gradient_of(logits)
+
+
+@_gradient_op.register_fake
+def _(logits: Tensor, gradient: Tensor, slot: str) -> Tensor:
+    return torch.empty_like(logits)
+
+
+@torch.library.custom_op("lightseq::observe_experts", mutates_args=())
+def _experts_op(chosen: Tensor, slot: str) -> Tensor:
+    """Notes the loads of experts, and returns a copy of the tokens' choices."""
+    routers, index = _slot(slot)
+    routers.note_experts(index, chosen)
+    return chosen.clone()
+
+
+@_experts_op.register_fake
+def _(chosen: Tensor, slot: str) -> Tensor:
+    return torch.empty_like(chosen)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, str], output: Tensor) -> None:
+    _, logits, ctx.slot = inputs
+    ctx.save_for_backward(logits)
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+    (logits,) = ctx.saved_tensors
+    return gradient, _gradient_op(logits, gradient, ctx.slot), None
+
+
+_router_op.register_autograd(_backward, setup_context=_setup_context)
+
+
+class _WithRouterLoss(torch.autograd.Function):
+    """Sum of two shares. Its backward pass comes first, and scales the gradient that the operators read."""
+
+    @staticmethod
+    def forward(ctx: Any, share: Tensor, loss: Tensor, routers: Routers, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.routers = routers
+        ctx.save_for_backward(gradient)
+        return share + loss
+
+    @staticmethod
+    def backward(ctx: Any, factor: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        (gradient,) = ctx.saved_tensors
+        ctx.routers.scale_gradient(gradient, factor)
+        return factor, None, None, None

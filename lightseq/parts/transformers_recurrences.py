@@ -1,0 +1,288 @@
+"""Mixers of transformers' hybrid models, recognized by the functions that their forward calls.
+
+A recurrent module of transformers computes with functions of its modeling file: a short convolution, and a scan. Those
+functions are replaced by ones that run over the ranks of a sequence if the module around them passes a `Mixing`, and
+are transformers' own otherwise: models that are not enabled, such as a teacher, stay as they are.
+"""
+
+import dis
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache, wraps
+from types import CodeType, FunctionType
+from typing import Any, Final
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.activations import ACT2FN
+
+from lightseq.attention.module_attention import unhonoured_argument
+from lightseq.kernels.recurrent.base import CHUNK
+from lightseq.parts.facts import LinearMixer
+from lightseq.parts.probes import is_known_code
+from lightseq.recurrent.convolution import ACTIVATIONS, causal_convolution
+from lightseq.recurrent.scan import scan
+from lightseq.schedule.recurrences import DELTA_RULE, KIMI, MAMBA
+from lightseq.sequence.documents import Documents
+from lightseq.sequence.group import SequenceGroup
+
+MIXING: Final = "sequence_mixing"  # keyword in which a module's `Mixing` passes through transformers' code
+NORM_EPS: Final = 1e-6  # of normalized queries and keys, in all modeling files
+FUSED_MAMBA: Final = "mamba2_split_conv1d_scan_combined"
+
+
+@dataclass(eq=False)
+class Mixing:
+    """Context of the functions of one forward pass of a mixer, and the names of those that ran."""
+
+    group: SequenceGroup
+    documents: Documents | None
+    ran: list[str] = field(default_factory=list)
+
+
+# ---- functions of modeling files -------------------------------------------------------------------------------------
+
+
+def short_convolution(
+    mixing: Mixing,
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **others: Any,
+) -> Tensor:
+    """Replaces `causal_conv1d_fn`: channels (B, C, S), weight (C, W)."""
+    _check_keywords("causal_conv1d_fn", others)
+    fused = activation if activation in ACTIVATIONS else None
+    out = causal_convolution(mixing.group, hidden_states.transpose(1, 2), weight, bias, mixing.documents, fused)
+    out = out if activation == fused else ACT2FN[activation](out)
+    return out.transpose(1, 2)
+
+
+def delta_rule(
+    mixing: Mixing,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    chunk_size: int = 64,
+    use_qk_l2norm_in_kernel: bool = False,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Replaces `torch_chunk_gated_delta_rule` and `chunk_kimi_delta_attention`: (B, S, heads, dim)."""
+    _check_keywords("the delta rule", others)
+    if use_qk_l2norm_in_kernel:
+        query, key = _normalized(query), _normalized(key)
+    scale = query.shape[-1] ** -0.5
+    return scan(mixing.group, query, key, value, _wide(g), beta, scale, mixing.documents), None
+
+
+def mamba2_scan(
+    mixing: Mixing,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    **others: Any,
+) -> Tensor:
+    """Replaces `mamba2_chunk_scan`: hidden (B, S, heads, dim), dt (B, S, heads), B and C (B, S, groups, state)."""
+    _check_keywords("mamba2_chunk_scan", others)
+    if dt_bias is not None:
+        dt = dt + dt_bias.to(dt.dtype)
+    dt = _wide(F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
+    wide = _wide(hidden_states)
+    out = scan(mixing.group, C, B, wide * dt[..., None], A.to(dt.dtype) * dt, documents=mixing.documents)
+    return out if D is None else out + _wide(D)[:, None] * wide
+
+
+def _check_keywords(function: str, keywords: Mapping[str, Any]) -> None:
+    """Raises ValueError for a keyword that would change a function's result, such as an initial state."""
+    others = {name: value for name, value in keywords.items() if name != "position_embeddings"}  # of attention
+    if (name := unhonoured_argument(others)) is not None:
+        raise ValueError(f"{function} got {name}, which is not supported over ranks; leave it out")
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _normalized(x: Tensor) -> Tensor:
+    wide = _wide(x)
+    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + NORM_EPS)).to(x.dtype)
+
+
+REPLACEMENTS: Final[Mapping[str, Callable[..., Any]]] = {
+    "causal_conv1d_fn": short_convolution,
+    "torch_chunk_gated_delta_rule": delta_rule,
+    "chunk_kimi_delta_attention": delta_rule,
+    "mamba2_chunk_scan": mamba2_scan,
+}
+# Recurrences of their scans.
+RECURRENCES: Final[Mapping[str, str]] = {
+    "torch_chunk_gated_delta_rule": DELTA_RULE,
+    "chunk_kimi_delta_attention": KIMI,
+    "mamba2_chunk_scan": MAMBA,
+}
+# Functions that such forwards also name: for decoding with a cache, on tokens alone, or replaced below.
+HARMLESS: Final = frozenset(
+    {
+        "apply_mask_to_padding_states", "causal_conv1d_update", "mamba2_selective_state_update",
+        "recurrent_kimi_delta_attention", "torch_recurrent_gated_delta_rule", FUSED_MAMBA,
+    }
+)  # fmt: skip
+
+
+# Packages that functions of mixers come from.
+LIBRARIES: Final = ("torch", "transformers", "kernels", "fla", "mamba_ssm", "causal_conv1d", "triton")
+
+
+# ---- modules ---------------------------------------------------------------------------------------------------------
+
+
+def replaced_functions(kind: Any) -> tuple[str, ...]:
+    """Returns the functions of its modeling file that a class's forward calls and that are replaced here.
+
+    They are empty for other classes, for a class or function that is not transformers' own, and for a forward that
+    calls a function of its file that is not known.
+    """
+    forward: Any = inspect.unwrap(kind.forward)
+    if not isinstance(forward, FunctionType) or not forward.__module__.startswith("transformers.models."):
+        return ()
+    values = {name: _undispatched(forward.__globals__.get(name)) for name in _names(forward.__code__)}
+    found = {name for name, value in values.items() if callable(value) and not isinstance(value, type)}
+    functions = tuple(name for name in REPLACEMENTS if name in found)
+    others = found - REPLACEMENTS.keys() - HARMLESS
+    if not functions or others or kind.__call__ is not nn.Module.__call__:
+        return ()
+    if any(getattr(values[name], "__module__", None) != forward.__module__ for name in functions):
+        return ()
+    called = (kind.forward, *(values[name] for name in found))
+    return functions if all(map(_is_written_by_libraries, called)) else ()
+
+
+def _is_written_by_libraries(function: Any) -> bool:
+    """Returns whether a function and those of its modeling file that it calls are not patched."""
+    pending, seen = [function], set[int]()
+    while pending:
+        one = pending.pop()
+        if id(one) in seen or not isinstance(one, FunctionType):
+            continue
+        seen.add(id(one))
+        if not is_known_code(one, LIBRARIES):
+            return False
+        own = inspect.unwrap(one)
+        if isinstance(own, FunctionType) and own.__module__.startswith("transformers.models."):
+            pending += [_undispatched(own.__globals__.get(name)) for name in _names(own.__code__)]
+    return True
+
+
+@cache
+def _names(code: CodeType) -> frozenset[str]:
+    """Returns the names of globals that a function's code uses, with the functions inside it."""
+    own = {instruction.argval for instruction in dis.get_instructions(code) if instruction.opname == "LOAD_GLOBAL"}
+    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return frozenset(own.union(*map(_names, inner)))
+
+
+def distributed_forward(self: Any, *args: Any, documents: Documents | None = None, **kwargs: Any) -> Any:
+    """Runs a mixer's own forward, with functions that span the ranks of `self.sequence_group`.
+
+    Raises ValueError if the forward did not pass its keywords on to them.
+    """
+    mixing = Mixing(self.sequence_group, documents)
+    out = self.plain_forward(*args, **kwargs, **{MIXING: mixing})
+    if missing := [name for name in self.functions if name not in mixing.ran]:
+        raise ValueError(
+            f"{self.plain_class.__name__} does not pass its keywords to {missing[0]}, which would see one rank's "
+            "tokens; use another model"
+        )
+    return out
+
+
+def facts(module: nn.Module) -> LinearMixer:
+    """Returns what the plan needs of a mixer's convolution and scan, apart from its linears."""
+    kind: Any = getattr(type(module), "plain_class", type(module))
+    functions = replaced_functions(kind)
+    flops = sum(2 * conv.weight.numel() for conv in module.modules() if isinstance(conv, nn.Conv1d))
+    if functions == ("causal_conv1d_fn",):
+        return LinearMixer(kind.__name__, token_flops=flops)
+    found: Any = module
+    recurrence = next(RECURRENCES[name] for name in functions if name in RECURRENCES)
+    heads = getattr(found, "num_v_heads", None) or found.num_heads
+    keys = found.ssm_state_size if recurrence == MAMBA else getattr(found, "head_k_dim", None) or found.head_dim
+    values = getattr(found, "head_v_dim", None) or found.head_dim
+    flops += (4 if recurrence == MAMBA else 6) * heads * keys * values
+    # Keys, values and their gradients, products inside chunks, and a state and its gradient for each chunk.
+    # Decays of channels, and gradients beside them, are in float32.
+    elements = heads * ((11 if recurrence == KIMI else 4) * keys + 2 * values + CHUNK + 2 * keys * values // CHUNK)
+    return LinearMixer(
+        kind.__name__,
+        token_flops=flops,
+        token_elements=elements,
+        scan_heads=heads,
+        is_stored=True,
+        recurrence=recurrence,
+    )
+
+
+def replace_functions(kind: Any) -> None:
+    """Replaces the functions of a class's modeling file by ones that look for a module's `Mixing`."""
+    names = inspect.unwrap(kind.forward).__globals__
+    for name in (*replaced_functions(kind), FUSED_MAMBA):
+        if name in names and _undispatched(names[name]) is names[name]:
+            names[name] = _dispatching(name, names[name])
+
+
+@contextmanager
+def without_kernels(model: nn.Module) -> Iterator[None]:
+    """Lets mixers of transformers run on torch alone, as if neither fla nor mamba-ssm were installed.
+
+    transformers calls the kernels of those packages where it finds them. They round float32 to TF32, and each tunes
+    itself for minutes in every dtype.
+    """
+    files = [vars(sys.modules[name]) for name in sorted({type(module).__module__ for module in model.modules()})]
+    functions = [(file, name, file[name]) for file in files for name in (*REPLACEMENTS, FUSED_MAMBA) if name in file]
+    for file, name, function in functions:
+        file[name] = inspect.unwrap(function)
+    try:
+        yield
+    finally:
+        for file, name, function in functions:
+            file[name] = function
+
+
+def _dispatching(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+    replacement = REPLACEMENTS.get(name)
+
+    @wraps(plain)
+    def dispatch(*args: Any, **kwargs: Any) -> Any:
+        mixing = kwargs.pop(MIXING, None)
+        if mixing is None:
+            return plain(*args, **kwargs)
+        if replacement is None:
+            return None  # the fused kernel goes around the functions above; without it transformers calls them
+        mixing.ran.append(name)
+        return replacement(mixing, *args, **kwargs)
+
+    _PLAIN[dispatch] = plain
+    return dispatch
+
+
+_PLAIN: WeakKeyDictionary[Callable[..., Any], Callable[..., Any]] = WeakKeyDictionary()  # by the dispatching function
+
+
+def _undispatched(function: Any) -> Any:
+    """Returns the function that a dispatching one replaced; others as they are."""
+    return _PLAIN.get(function, function) if isinstance(function, FunctionType) else function

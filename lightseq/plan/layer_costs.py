@@ -1,0 +1,184 @@
+"""Memory and traffic of a layer under each checkpointing policy, read from the layer itself."""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from lightseq.architecture.inspection import inspect_architecture
+from lightseq.architecture.meta_run import layer_inputs
+from lightseq.attention.context import one_rank_context
+from lightseq.attention.module_attention import attention_function
+from lightseq.config.remat_policies import STORE_LINEARS, STORES_MLP
+from lightseq.config.train_config import TrainConfig
+from lightseq.kernels.grouped_products import grouped_product
+from lightseq.memory.remat import stored_operators
+from lightseq.models.decoder import attending_part, decoder_layers
+from lightseq.parts.attention import attention_modules
+from lightseq.parts.changes import Changes, changes_of
+from lightseq.parts.chosen_experts import build_to_train
+from lightseq.parts.experts import experts_modules, run_experts, store_experts, use_grouped_experts
+from lightseq.parts.facts import Layer
+from lightseq.parts.mlp import TILE_TOKENS, tile_mlps
+from lightseq.parts.projections import store_projections
+from lightseq.parts.recurrences import distribute_mixer, mixer_modules, registered_mixers
+from lightseq.plan.layer_graph import LAYER_INPUT, TOKENS, LayerGraph, Pass
+
+# Points of a layer's backward pass. The memory inside the operators that run at the first three is counted elsewhere.
+ATTENTION: Final = "attention"
+MLP: Final = "MLP"
+SCAN: Final = "recurrence"
+OTHERS: Final = "norms and linears"
+POINTS: Final[Mapping[Any, str]] = {
+    torch.ops.lightseq.attention_backward.default: ATTENTION,
+    torch.ops.lightseq.gated_mlp_backward.default: MLP,
+    torch.ops.lightseq.scan_backward.default: SCAN,
+}
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """Bytes per token of a layer under one checkpointing policy.
+
+    `working` holds, for each point of the backward pass, the peak beyond `saved`: temporaries, the gradient of the
+    layer's output and what is recomputed. Operators in POINTS and attention's gradients are counted elsewhere.
+    `moved_forward` and `moved_backward` are the traffic of element-wise work.
+    """
+
+    saved: float
+    working: Mapping[str, float]
+    moved_forward: float
+    moved_backward: float
+
+
+@dataclass(frozen=True)
+class Treatment:
+    """Choices of training that change what a layer saves and computes."""
+
+    policy: str  # of --remat
+    compiled: bool
+    tiles_mlp: bool  # its MLP runs over tiles of tokens
+
+
+def treatment_of(layer: Layer, config: TrainConfig, tokens: int, policy: str | None = None) -> Treatment:
+    """Returns how a rank with so many tokens treats a layer, under a remat policy (default: the config's)."""
+    policy = policy or config.remat_policy
+    return Treatment(policy, config.compiles, tiles_mlp=policy != "none" and tiles_mlp(layer, config, tokens))
+
+
+def tiles_mlp(layer: Layer, config: TrainConfig, tokens: int) -> bool:
+    """Returns whether the tiled MLP operator replaces the forward of a layer's MLP (`tile_mlps`)."""
+    other = config.remat_policy == "none" or config.tiles_layers or config.fp8 is not None
+    return layer.gated_mlp and tokens > TILE_TOKENS and not other
+
+
+class LayerTable:
+    """Costs of a model's layers in one dtype, each traced when it is first asked for."""
+
+    def __init__(self, config: PreTrainedConfig, dtype: torch.dtype, expert_ranks: int = 1) -> None:
+        self._expert_ranks = expert_ranks  # that hold different experts
+        self._config, self._dtype = copy.deepcopy(config), dtype  # building a model changes its config
+        self._graphs: dict[tuple[int, bool, str | None], LayerGraph] = {}
+        self._costs: dict[tuple[int, Treatment], LayerCosts] = {}
+
+    def __reduce__(self) -> Any:
+        """Sends only the config to another process, which traces layers itself if it asks for them."""
+        return layer_table, (self._config, self._dtype, self._expert_ranks)
+
+    def costs(self, place: int, treatment: Treatment) -> LayerCosts:
+        """Returns the costs of the layer at this place in the model."""
+        key = place, treatment
+        if key not in self._costs:
+            graph, compiled = self._graph(place, treatment), treatment.compiled
+            if treatment.policy == "none":
+                backward = graph.backward(compiled)
+            else:
+                backward = graph.backward_of_checkpoint(stored_operators(treatment.policy), compiled)
+            self._costs[key] = _costs(graph.forward(compiled), backward)
+        return self._costs[key]
+
+    def _graph(self, place: int, treatment: Treatment) -> LayerGraph:
+        stores = treatment.policy if treatment.policy in STORES_MLP else None
+        tiles = treatment.tiles_mlp or stores is not None  # the tiled operator also stores gate and up
+        key = place, tiles, stores
+        if key not in self._graphs:
+            layers, inputs = self._layers
+            layer = nn.ModuleList([copy.deepcopy(layers[place])])
+            changes = Changes()
+            if tiles:
+                tile_mlps(layer, changes, store=stores is not None)
+            if stores is not None:
+                store_experts(layer, changes)
+            if stores == STORE_LINEARS:
+                store_projections(layer, changes)
+            self._graphs[key] = LayerGraph(layer[0], *inputs[place])
+        return self._graphs[key]
+
+    @cached_property
+    def _layers(self) -> tuple[nn.ModuleList, list[tuple[tuple[Any, ...], dict[str, Any]]]]:
+        """Returns one layer of each kind and those before it on the meta device, with the arguments of their calls."""
+        last = max(layer.place for layer in inspect_architecture(self._config).layers)
+        model: PreTrainedModel = build_to_train(self._config)
+        layers = decoder_layers(model)[: last + 1]
+        inputs = layer_inputs(model.to(self._dtype), layers, TOKENS)
+        use_grouped_experts(model, changes_of(model))
+        if self._expert_ranks > 1:
+            for _, experts in experts_modules(layers):
+                experts.expert_group = _TracedGroup(self._expert_ranks, self._dtype)
+        ALL_ATTENTION_FUNCTIONS.register("lightseq_traced", attention_function)
+        attending_part(model).set_attn_implementation("lightseq_traced")
+        context = one_rank_context()
+        for module in attention_modules(model):
+            module.sequence_context = context  # type: ignore[assignment]
+        for module, kind in mixer_modules(model):
+            distribute_mixer(module, kind, context.sequence, changes_of(model))
+        return layers, inputs
+
+
+class _TracedGroup:
+    """Group of ranks with different experts, of which each has this rank's tokens."""
+
+    def __init__(self, ranks: int, dtype: torch.dtype) -> None:
+        self._ranks, self.dtype = ranks, dtype
+
+    def weight(self, parameter: Tensor) -> Tensor:
+        return parameter[: len(parameter) // self._ranks]
+
+    def product(self, x_RI: Tensor, parameter: Tensor, ends_E: Tensor, transposed: bool, stored: bool) -> Tensor:
+        return grouped_product(x_RI, self.weight(parameter), ends_E, transposed, stored)
+
+    def forward(self, module: Any, *tokens: Tensor) -> Tensor:
+        hidden, experts, weights = (x.repeat(self._ranks, 1) for x in tokens)
+        out = run_experts(module, hidden, experts, weights, module.num_experts // self._ranks)
+        return out.view(self._ranks, -1, out.shape[-1]).sum(0)
+
+
+_tables: dict[tuple[Any, ...], LayerTable] = {}
+
+
+def layer_table(model: PreTrainedConfig, dtype: torch.dtype, expert_ranks: int = 1) -> LayerTable:
+    """Returns the costs of a model's layers in a dtype; equal configs share a table."""
+    key = type(model), repr(vars(model)), dtype, expert_ranks, registered_mixers()
+    if key not in _tables:
+        _tables[key] = LayerTable(model, dtype, expert_ranks)
+    return _tables[key]
+
+
+def _costs(forward: Pass, backward: Pass) -> LayerCosts:
+    gradients = [value for name, value in backward.inputs.items() if name.startswith("tangents")]
+    saved = sum(value.bytes for value in backward.inputs.values()) - sum(value.bytes for value in gradients)
+    working: dict[str, float] = {}
+    # Autograd holds the gradient of a compiled layer's output, and a checkpoint its input, until the pass is over.
+    held = gradients if backward.compiled else [x for name, x in backward.inputs.items() if name == LAYER_INPUT]
+    for kernel, live in backward.live_bytes(held):
+        point = POINTS.get(kernel.op, OTHERS)
+        own = sum(value.bytes for value in kernel.writes) if point == ATTENTION else 0
+        working[point] = max(working.get(point, -saved), live - own - saved)
+    moved = [sum(kernel.moved for kernel in each.kernels if kernel.is_elementwise) for each in (forward, backward)]
+    return LayerCosts(float(saved), working, *map(float, moved))

@@ -1,0 +1,307 @@
+"""Predicted memory of a rank at each point of a step where it may peak."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import ceil
+
+from lightseq.config.remat_policies import STORES_MLP
+from lightseq.memory.offload import IN_FLIGHT, device_lifetimes, layers_in_flight
+from lightseq.memory.placement import KEEP, OFFLOADED, RECOMPUTE, RECOMPUTED, Placement
+from lightseq.parts.facts import Attention, Layer, distinct
+from lightseq.parts.mlp import TILE_TOKENS
+from lightseq.plan.attention_memory import MAX_FLASH_DIM, SCORE_BLOCK_BYTES, AttentionMemory, attention_memory
+from lightseq.plan.breakdown import Breakdown, StateBytes, loss_bytes, moments_of
+from lightseq.plan.layer_costs import ATTENTION, MLP, SCAN
+from lightseq.plan.rates import LAST_NORM, PROCESS_BYTES
+from lightseq.plan.run import PlannedRun
+from lightseq.schedule.timing import FLOAT32_BYTES
+
+TOKEN_BYTES = 3 * 8  # id, position and label
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Memory of one GPU at one point of a step."""
+
+    when: str
+    parts: Breakdown
+
+
+def peak(run: PlannedRun, placement: Placement) -> Snapshot:
+    """Returns the point of a step with the most memory on the GPU."""
+    return max(snapshots(run, placement), key=lambda snapshot: snapshot.parts.total)
+
+
+def snapshots(run: PlannedRun, placement: Placement) -> Iterator[Snapshot]:
+    """Yields the points of a step where memory may peak: the loss, each group's backward pass, and the embeddings'."""
+    step = _Step(run, placement)
+    yield step.loss()
+    last, groups = run.groups - 1, set(range(run.groups))
+    if max(step.lifetimes) <= IN_FLIGHT and len(run.architecture.kinds) == 1:  # no layer stays between offloaded ones
+        # Memory changes linearly from the second to the second-to-last group.
+        groups &= {0, 1, last // 2, last - 1, last}
+    for group in sorted(groups):
+        for layer in distinct(run.layers_of(group)):
+            yield from step.backward(group, layer)
+    yield step.end_of_backward()
+
+
+def working_bytes(run: PlannedRun, layer: Layer, action: str) -> Mapping[str, float]:
+    """Returns a layer's temporaries per token at each point of its backward pass, apart from operators' own memory."""
+    if run.config.tiles_layers:
+        elements = tiled_elements(layer, run.head_slices, runs_again=run.group_size > 1)
+        return {name: run.itemsize * count for name, count in elements.items()}
+    return run.costs(layer, "full" if action in RECOMPUTED else None).working
+
+
+def tiled_elements(layer: Layer, head_slices: int, runs_again: bool) -> Mapping[str, float]:
+    """Returns the temporaries of a layer under --tile_layers, in elements per token (counted).
+
+    All points hold the gradient of the layer's output. Attention also holds q, k, v and the gradient of its output for
+    one slice of heads, and the gradients of k and v of the slices before it. If a group of layers first runs forward
+    again (`runs_again`), the output of a layer is there too.
+    """
+    width = sum(mixer.width for mixer in layer.attentions)
+    key_value = sum(mixer.key_width + mixer.value_width for mixer in layer.attentions)
+    return {
+        MLP: layer.hidden * (1 + runs_again),
+        ATTENTION: layer.hidden + 2 * width / head_slices + key_value,
+    }
+
+
+def in_flight(run: PlannedRun) -> int:
+    """Returns the number of offloaded layers with tensors on the GPU at a time."""
+    return layers_in_flight(run.config.tiles_layers)
+
+
+def lifetimes_of(run: PlannedRun, placement: Placement) -> list[int]:
+    """Returns the lifetime on the GPU of each group's tensors, in groups; 0 for a group that stays there."""
+    return device_lifetimes([action in OFFLOADED for action in placement.layers[:: run.group_size]], in_flight(run))
+
+
+# ---- saved activations ----------------------------------------------------------------------------------------------
+
+
+def saved_by_layer(run: PlannedRun, layer: Layer, action: str) -> float:
+    """Returns the bytes that a layer saves between its forward and backward pass, on GPU or host."""
+    return run.tokens * run.costs(layer, "full" if action in RECOMPUTED else None).saved
+
+
+def saved_by_groups(run: PlannedRun, placement: Placement) -> list[float]:
+    """Returns the bytes saved for each group of layers: its input, or for a group of one all that the layer saves."""
+    known: dict[tuple[int, str], float] = {}
+    sizes = []
+    for layer, action in zip(run.layers[:: run.group_size], placement.layers[:: run.group_size], strict=True):
+        key = layer.place, RECOMPUTE if run.group_size > 1 else action
+        if key not in known:
+            known[key] = saved_by_layer(run, layer, key[1])
+        sizes.append(known[key])
+    return sizes
+
+
+def offloaded_by_rerun(run: PlannedRun, action: str) -> float:
+    """Returns the bytes that the largest group of layers offloads while it runs again: of all its layers but one."""
+    groups = map(run.layers_of, range(run.groups))
+    return max(sum(saved_by_layer(run, layer, action) for layer in group[1:]) for group in groups)
+
+
+# ---- points of a step -----------------------------------------------------------------------------------------------
+
+
+class _Step:
+    """Memory at the points of a step under a placement, and what is the same at all of them."""
+
+    def __init__(self, run: PlannedRun, placement: Placement) -> None:
+        self.run, self.offloads = run, placement.offloads
+        self.actions = placement.layers[:: run.group_size]
+        self.lifetimes, self.sizes = lifetimes_of(run, placement), saved_by_groups(run, placement)
+        state, on_gpu = _state_bytes(run), 1 - run.host_share
+        self.parameters, self.gradients, self.optimizer = (int(size * on_gpu) for size in state)
+        buffers = max(attention_of(run, layer).buffers for layer in run.architecture.kinds) * run.tokens
+        rope = 2 * max(mixer.heads.dim for mixer in run.architecture.attentions) * run.itemsize
+        mapped = run.transport == "symmetric"
+        self.attention_buffers = int(buffers if mapped else 0.0)
+        self.inputs = (rope + TOKEN_BYTES) * run.tokens + (0.0 if mapped else buffers)  # positions' cosines and sines
+
+    def loss(self) -> Snapshot:
+        """Returns memory during the loss: all activations are saved, and the head and last layer are gathered."""
+        run, last = self.run, self.run.groups - 1
+        logits, gradients = loss_bytes(run.model, run.config, run.tokens)
+        gathered = run.architecture.head + run.kept_parameters(last if run.reshard_after_forward else 0, last)
+        last_norm = LAST_NORM[run.config.compiles] * run.tokens * run.text.hidden_size
+        working = (gathered + last_norm) * run.itemsize
+        return self._snapshot("loss", saved=self._on_gpu(last), loss=logits + gradients, working=working)
+
+    def backward(self, group: int, layer: Layer) -> Iterator[Snapshot]:
+        """Yields memory at each point of a layer's backward pass."""
+        run, action, saved = self.run, self.actions[group], self._on_gpu(group)
+        weights, rerun = _weights_and_gradients(run, group, layer), self._saved_by_rerun(group)
+        gradients = 0.0 if run.adapter_parameters else _finished_gradients(run, group)
+
+        def saves(policy: str) -> float:
+            return run.tokens * run.costs(layer, policy).saved
+
+        for name, per_token in working_bytes(run, layer, action).items():
+            working = run.tokens * per_token + weights
+            if name == MLP:
+                working += _tiled_mlp_bytes(run, layer)
+            if name == SCAN:
+                working += max(x.token_elements for x in layer.linear_mixers) * run.itemsize * run.tokens
+            if name == ATTENTION:
+                working += attention_of(run, layer).backward * run.tokens
+            if run.config.tiles_layers and action in RECOMPUTED:  # output and log-sum-exp, recomputed
+                working += saves("attention") - saves("full")
+            was_offloaded = action in OFFLOADED if run.group_size == 1 else self.offloads
+            if name == ATTENTION and was_offloaded and run.config.remat_policy in STORES_MLP:
+                # What was fetched lives until the layer's end.
+                working += saves(run.config.remat_policy) - saves("attention")
+            when = f"backward of layer {group * run.group_size}, {name}"
+            yield self._snapshot(when, saved=saved, working=working + rerun, gradients=gradients)
+
+    def end_of_backward(self) -> Snapshot:
+        """Returns memory at the end of the backward pass, before the embeddings' whole gradient is sharded."""
+        run = self.run
+        working = run.tokens * run.text.hidden_size * run.itemsize
+        if not run.adapter_parameters:
+            working += run.architecture.head * (run.itemsize + FLOAT32_BYTES)
+        gradients = FLOAT32_BYTES * run.local_trained
+        return self._snapshot("backward of the embeddings", working=working, gradients=gradients)
+
+    def _snapshot(
+        self, when: str, *, working: float, saved: float = 0.0, loss: float = 0.0, gradients: float = 0.0
+    ) -> Snapshot:
+        accumulates = self.run.config.gradient_accumulation_steps > 1
+        parts = Breakdown(
+            parameters=self.parameters,
+            gradients=self.gradients if accumulates else min(int(gradients), self.gradients),
+            optimizer=self.optimizer,
+            stored_activations=int(saved),
+            loss=int(loss),
+            attention_buffers=self.attention_buffers,
+            working=int(working + self.inputs),
+        )
+        return Snapshot(when, parts)
+
+    def _on_gpu(self, last: int) -> float:
+        """Returns the bytes that groups up to `last` have on the GPU: those that stay, and offloaded ones in flight."""
+        lifetimes = enumerate(self.lifetimes[: last + 1])
+        return sum(self.sizes[i] for i, lifetime in lifetimes if not lifetime or i + lifetime > last)
+
+    def _saved_by_rerun(self, group: int) -> float:
+        """Returns the bytes that a group's layers save when they run forward again, less their input, if freed."""
+        run = self.run
+        if run.group_size == 1:
+            return 0.0
+        sizes = sorted((saved_by_layer(run, layer, KEEP) for layer in run.layers_of(group)), reverse=True)
+        if self.offloads:
+            stays = group == 0 and run.adapter_parameters  # the output of frozen embeddings is not freed
+            return sum(sizes[: in_flight(run)]) - (0.0 if stays else self.sizes[group])
+        return sum(sizes) - self.sizes[group]  # the input is counted already
+
+
+def _weights_and_gradients(run: PlannedRun, group: int, layer: Layer) -> float:
+    """Returns the bytes of the gathered weights and the unreduced gradients in the backward pass of a group.
+
+    Besides the group, the next one is gathered, or all groups that are still to come.
+    """
+    trains = run.adapter_parameters == 0  # gradients of adapters are too small to count
+    unit = run.parameters_of(group)
+    following = max(0, group - 1)
+    others = run.kept_parameters(following, following) * run.prefetches_weights
+    if not run.reshard_after_forward:
+        others = run.kept_parameters(0, group) - run.kept_parameters(group, group)
+    taken = (unit + others) * run.itemsize
+    if run.tied:  # the embeddings stay gathered, and have had a gradient since the loss
+        taken += (1 + trains) * run.architecture.head * run.itemsize
+    if trains:
+        summed = layer.parameters if run.config.tiles_layers else 0  # tiles accumulate gradients in float32
+        taken += (unit - summed) * run.itemsize + summed * FLOAT32_BYTES
+        if group < run.groups - 1:
+            taken += run.parameters_of(group + 1) * FLOAT32_BYTES  # the next group's gradients, being reduced
+        elif not run.tied:
+            taken += run.architecture.head * FLOAT32_BYTES
+    return taken
+
+
+def _finished_gradients(run: PlannedRun, group: int) -> float:
+    """Returns the bytes of finished gradients on the GPU, which belong to the layers after a group."""
+    before, below = run.parameters_before, min(len(run.layers), (group + 1) * run.group_size)
+    if run.state_on_host:
+        return FLOAT32_BYTES * max(0, before[run.layers_with_state_on_gpu] - before[below]) / run.shards
+    done = before[-1] - before[below] + (0 if run.tied else run.architecture.head)
+    return FLOAT32_BYTES * min(done / run.shards, run.local_trained)
+
+
+def _tiled_mlp_bytes(run: PlannedRun, layer: Layer) -> float:
+    """Returns the bytes of a tile's MLP-wide buffers and of the float32 gradients of the MLP's weights.
+
+    With adapters there are no such gradients, but the inputs and weights of the widest product side by side.
+    """
+    hidden, intermediate = layer.hidden, layer.intermediate
+    if run.config.tiles_layers:  # a tile's own forward and backward pass
+        return min(run.tokens, TILE_TOKENS) * max(run.costs(layer, "full").working.values())
+    if run.adapter_parameters:
+        return (4 * TILE_TOKENS + hidden) * intermediate * run.itemsize
+    return 3 * TILE_TOKENS * intermediate * run.itemsize + 3 * hidden * intermediate * FLOAT32_BYTES
+
+
+def attention_of(run: PlannedRun, layer: Layer) -> AttentionMemory:
+    """Returns the memory of a layer's attention, over one slice of heads: of the mixer that needs most."""
+    found = [_memory_of_mixer(run, mixer) for mixer in layer.attentions]
+    return AttentionMemory(
+        buffers=max((memory.buffers for memory in found), default=0.0),
+        backward=max((memory.backward for memory in found), default=0.0),
+    )
+
+
+def _memory_of_mixer(run: PlannedRun, mixer: Attention) -> AttentionMemory:
+    heads, slices, length = mixer.heads, run.head_slices, run.config.model_max_length
+    memory = attention_memory(
+        run.choice,
+        run.sequence_ranks,
+        replace(heads, query=heads.query // slices, key_value=heads.key_value // slices),
+        run.itemsize,
+        keep_gathered=run.keeps_gathered,
+        window_share=mixer.window / length if mixer.window is not None and mixer.window < length else None,
+    )
+    if heads.dim > MAX_FLASH_DIM:
+        memory = replace(memory, backward=memory.backward + SCORE_BLOCK_BYTES / run.tokens)
+    return memory
+
+
+# ---- host memory ----------------------------------------------------------------------------------------------------
+
+
+def host_bytes(run: PlannedRun, placement: Placement) -> float:
+    """Returns one rank's host memory: its process, offloaded activations, weights, gradients and optimizer state."""
+    saved = zip(saved_by_groups(run, placement), placement.layers[:: run.group_size], strict=True)
+    activations = sum(size for size, action in saved if action in OFFLOADED)
+    if run.group_size > 1 and placement.offloads:  # the group that runs again
+        activations += offloaded_by_rerun(run, KEEP)
+    return PROCESS_BYTES + activations + state_bytes_on_host(run)
+
+
+def state_bytes_on_host(run: PlannedRun) -> float:
+    """Returns the bytes of a rank's weights, gradients and optimizer state in host memory."""
+    # With adapters the padding is negligible.
+    padding = 0.0 if run.adapter_parameters else _gradient_padding(run.architecture.sizes, run.shards)
+    return run.host_share * (sum(_state_bytes(run)) + padding)
+
+
+def _state_bytes(run: PlannedRun) -> StateBytes:
+    """Returns the bytes of one rank's state, on GPU and host together."""
+    gradients = float(FLOAT32_BYTES * run.local_trained)
+    return StateBytes(run.weight_bytes, gradients, moments_of(run.config) * gradients)
+
+
+@lru_cache(maxsize=64)  # every plan of a search asks for the same
+def _gradient_padding(sizes: tuple[int, ...], shards: int) -> float:
+    """Returns the bytes that torch's pinned allocator adds by rounding up each gradient."""
+    parts = [FLOAT32_BYTES * ceil(size / shards) for size in sizes]
+    return float(sum(pinned_by_torch(size) - size for size in parts))
+
+
+def pinned_by_torch(size: int) -> int:
+    """Returns the bytes that torch's pinned allocator takes for `size` bytes: the next power of two."""
+    return 1 << (size - 1).bit_length()

@@ -1,0 +1,325 @@
+"""Predicted seconds of a training step by part, on the slowest rank."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from math import ceil
+
+from lightseq.architecture.flops import count_adapter_parameters, recompute_flops
+from lightseq.architecture.inspection import caps_scores
+from lightseq.config.remat_policies import STORE_LINEARS, STORE_MLP
+from lightseq.memory.placement import OFFLOADED, RECOMPUTED, Placement
+from lightseq.parts.facts import Attention, Experts, Layer, attention_shape
+from lightseq.parts.mlp import TILE_TOKENS
+from lightseq.plan import rates
+from lightseq.plan.layer_costs import tiles_mlp
+from lightseq.plan.memory import lifetimes_of, saved_by_groups
+from lightseq.plan.run import PlannedRun
+from lightseq.schedule.auto import estimate_choice
+from lightseq.schedule.cost import BACKWARD_FLOPS
+from lightseq.schedule.recurrences import HEADS
+from lightseq.schedule.timing import FLOAT32_BYTES
+
+WAITING = "waiting for the host"
+_estimated = lru_cache(maxsize=4096)(estimate_choice)
+FORWARD_AND_BACKWARD = (rates.FORWARD_SHARE, 1 - rates.FORWARD_SHARE)  # shares of a layer's time
+
+
+def step_seconds(run: PlannedRun, placement: Placement) -> dict[str, float]:
+    """Returns the seconds of each part; their sum is the step time."""
+    passes, layer = run.config.gradient_accumulation_steps, layer_seconds(run, placement)
+    parts = {name: passes * seconds for name, seconds in _compute_seconds(run, placement).items()}
+    parts["weights: gathered and reduced, exposed"] = passes * _exposed_collectives(run, layer)
+    if run.config.expert_ranks > 1:
+        parts["experts: tokens exchanged"] = passes * _token_exchange_seconds(run)
+    parts["offloading, exposed"] = passes * (_exposed_copies(run, placement, layer) + _exposed_weights(run, layer))
+    parts["optimizer"] = update_seconds(run)
+    launches = passes * len(run.layers) * rates.LAYER_LAUNCH_SECONDS[run.config.compiles]
+    parts[WAITING] = max(0.0, launches - sum(parts.values()))
+    return parts
+
+
+# ---- compute --------------------------------------------------------------------------------------------------------
+
+
+def layer_seconds(run: PlannedRun, placement: Placement) -> float:
+    """Returns the seconds of the mean layer's compute, forward and backward, with a layer's share of the loss."""
+    return sum(_compute_seconds(run, placement).values()) / len(run.layers)
+
+
+def _compute_seconds(run: PlannedRun, placement: Placement) -> dict[str, float]:
+    """Returns the seconds of GPU work in one forward and backward pass, by part."""
+    forward, backward = attention_seconds(run)
+    logits = run.tokens * run.text.vocab_size * run.itemsize
+    return {
+        "matrix products": matrix_seconds(run),
+        "attention": len(run.architecture.attentions) * (forward + backward)
+        + _attentions_again(run, placement) * forward,
+        "recurrences": _recurrence_seconds(run),
+        "norms, rotation, activation": run.tokens * _elementwise_bytes(run) / _memory_rate(run),
+        "adapters: joined to inputs and weights": _adapter_bytes(run) / _memory_rate(run),
+        "loss": logits * rates.LOGIT_PASSES / _memory_rate(run),
+        "weights: cast and copied": _weight_copies(run) * run.architecture.total / _memory_rate(run),
+    }
+
+
+def attention_seconds(run: PlannedRun) -> tuple[float, float]:
+    """Returns the seconds of the mean attention, forward and backward over all ranks, with communication.
+
+    Packed documents and windows are assumed to save as much of the communication as of the work.
+    """
+    mixers, length = run.architecture.attentions, run.config.model_max_length
+    of_documents = run.attention_share / run.architecture.attention_share(length)
+    total = 0.0
+    for mixer, count in Counter(mixers).items():
+        total += count * _full_attention_seconds(run, mixer) * mixer.area(length) / length**2 * of_documents
+    seconds = total / len(mixers)
+    forward = seconds / (1 + BACKWARD_FLOPS)
+    return forward, seconds - forward
+
+
+def _full_attention_seconds(run: PlannedRun, mixer: Attention) -> float:
+    """Returns the seconds of attention with a mixer's heads and kernel to a whole sequence, without documents."""
+    batch, length = run.config.per_device_train_batch_size, run.config.model_max_length
+    shape = attention_shape([mixer], length, batch, run.itemsize)
+    head_dim = min(rates.HEAD_DIM_SHARE, key=lambda known: abs(known - mixer.heads.dim))
+    share = rates.HEAD_DIM_SHARE[head_dim] * rates.KERNEL_SHARE.get(run.config.kernel_name, 1.0)
+    if mixer.heads.dim == 256 and run.config.kernel_name in ("auto", "fa4") and not _takes_cudnn(run, mixer):
+        share *= rates.WITHOUT_CUDNN if mixer.window is None else rates.WINDOW_WITHOUT_CUDNN
+    kernel = rates.attention_rates(run.hardware.chip, run.transport)
+    kernel = replace(kernel, flops_per_second=kernel.flops_per_second * (share * rates.ATTENTION_SHARE))
+    per_host = run.hardware.gpus_per_host
+    return _estimated(run.choice, run.sequence_ranks, shape, kernel, per_host, run.keeps_gathered).seconds
+
+
+def _takes_cudnn(run: PlannedRun, mixer: Attention) -> bool:
+    """Returns whether fa4 leaves a mixer's backward pass to cuDNN (kernels/attention/flash_attn.py)."""
+    config = run.config
+    return not (mixer.window or caps_scores(run.model) or config.deterministic or config.packing != "none")
+
+
+def _attentions_again(run: PlannedRun, placement: Placement) -> int:
+    """Returns the number of recomputed attention forward passes.
+
+    All layers that share a checkpoint run again, and under `full` all but the last of each group a second time.
+    """
+    mixers = [len(layer.attentions) for layer in run.layers]
+    if run.group_size > 1:
+        lasts = sum(len(run.layers_of(group)[-1].attentions) for group in range(run.groups))
+        return sum(mixers) + (sum(mixers) - lasts if run.config.remat_policy == "full" else 0)
+    return sum(n for n, action in zip(mixers, placement.layers, strict=True) if action in RECOMPUTED)
+
+
+def matrix_seconds(run: PlannedRun) -> float:
+    """Returns the seconds of matrix products in a forward and backward pass, with recomputation and the head."""
+    config, architecture = run.config, run.architecture
+    passes = 2 if run.adapter_parameters else 3  # forward; backward by the input, and by the weight where it trains
+    layers = 2.0 * run.tokens * passes * architecture.active
+    layers += recompute_flops(
+        run.model, run.tokens, 1, config.remat_policy, run.group_size, config.tiles_layers, attention_share=0.0
+    )
+    flops = layers * rates.FP8_TIME[config.fp8] + 2 * run.tokens * passes * architecture.head
+    precision = 1.0 if run.itemsize == 2 else 0.5 if config.tf32 else 1 / 16  # relative to bfloat16
+    return flops / (run.hardware.chip.peak_flops * rates.MATRIX_SHARE * precision)
+
+
+def _recurrence_seconds(run: PlannedRun) -> float:
+    """Returns the seconds of mixers without attention in a forward and backward pass, with recomputation."""
+    policy, total = run.config.remat_policy, 0.0
+    for mixer in (mixer for layer in run.layers for mixer in layer.linear_mixers):
+        again = policy == "full" if mixer.is_stored else policy != "none"
+        in_chain = mixer.scan_heads and run.sequence_ranks > 1 and run.config.recurrent_schedule != HEADS
+        chain = rates.CHAIN_TIME if in_chain else 1.0
+        share = rates.SCAN_SHARES[mixer.recurrence]
+        total += (3 + again + (run.group_size > 1)) * mixer.token_flops / share * chain
+    return run.tokens * total / run.hardware.chip.peak_flops
+
+
+def _elementwise_bytes(run: PlannedRun) -> float:
+    """Returns the bytes that elementwise kernels move per token in all layers, forward and backward."""
+    counts = Counter(map(id, run.layers))
+    return sum(counts[id(layer)] * _elementwise_bytes_of(run, layer) for layer in run.architecture.kinds)
+
+
+def _elementwise_bytes_of(run: PlannedRun, layer: Layer) -> float:
+    costs, compiled, reruns = run.costs(layer), run.config.compiles, run.group_size > 1
+    moved = costs.moved_forward * (1 + reruns) + costs.moved_backward
+    moved *= rates.ELEMENTWISE_TRAFFIC[compiled]
+    if tiles_mlp(layer, run.config, run.tokens):  # a third is the forward pass, which a group repeats
+        moved += rates.TILED_MLP[compiled] * layer.intermediate * run.itemsize * (4 / 3 if reruns else 1)
+    if run.head_slices > 1:  # norms forward, backward, and when a checkpoint runs a group of layers or attention again
+        passes = 2 + reruns + (run.config.remat_policy == "full")
+        moved += passes * (run.head_slices - 1) * rates.NORM[compiled] * layer.hidden * run.itemsize
+    return moved + rates.FP8_CAST_BYTES[run.config.fp8] * (layer.linear_inputs + layer.linear_outputs)
+
+
+def _adapter_bytes(run: PlannedRun) -> float:
+    """Returns the bytes that all layers move to join adapters to linears' inputs and weights, forward and backward."""
+    if run.lora is None:
+        return 0.0
+    config, rank, policy = run.config, run.lora.rank, run.config.remat_policy
+    again = recompute_flops(run.model, 1, 1, policy, run.group_size, config.tiles_layers, attention_share=0.0)
+    weights, tiles = 2 * run.architecture.linears + again / 2, ceil(run.tokens / TILE_TOKENS)
+    if config.tiles_layers:
+        weights *= tiles
+    per_token = ends = 0.0
+    for layer in run.layers:
+        repeated = _repeated_inputs(layer, policy) + (layer.linear_inputs if run.group_size > 1 else 0)
+        of_layer = layer.linear_inputs + layer.linear_outputs
+        ends += of_layer
+        per_token += rates.ADAPTER_ENDS * of_layer + rates.ADAPTER_REPEATS * repeated
+        if tiles_mlp(layer, config, run.tokens):
+            products = 8 if policy in ("attention", "full") else 6
+            weights += (tiles - 1) * layer.hidden * layer.intermediate * products
+    adapted = count_adapter_parameters(replace(run.lora, parameters=()), run.model) / (rank * ends)
+    return adapted * (per_token * run.tokens + rates.ADAPTER_WEIGHTS * weights) * run.itemsize
+
+
+def _weight_copies(run: PlannedRun) -> float:
+    """Returns the bytes per parameter that a pass moves to gather weights and reduce gradients."""
+    return rates.GATHER_COPIES * (1 + run.reshard_after_forward) + rates.REDUCE_COPIES
+
+
+def _repeated_inputs(layer: Layer, policy: str) -> int:
+    """Returns the elements per token that linears read when a checkpoint runs them again."""
+    if policy in ("none", STORE_LINEARS):
+        return 0
+    return layer.linear_inputs - layer.last_linear_input - (2 * layer.hidden if policy == STORE_MLP else 0)
+
+
+def _memory_rate(run: PlannedRun) -> float:
+    return run.hardware.chip.memory_rate * rates.MEMORY_SHARE
+
+
+# ---- communication and copies ---------------------------------------------------------------------------------------
+
+
+def _exposed_collectives(run: PlannedRun, layer_seconds: float) -> float:
+    """Returns the seconds of gathers and reductions that compute does not hide.
+
+    Nothing hides the first gather, nor the gathers of embeddings and head.
+    """
+    ends = run.architecture.head * (1 if run.tied else 2)
+    layers = [_collective_seconds(run, _exchanged_parameters(run, layer)) for layer in run.layers]
+    exposed = sum(max(0.0, seconds - layer_seconds) for seconds in layers)
+    experts = sum(_experts_seconds(run, layer.experts) for layer in run.layers if layer.experts is not None)
+    return exposed + layers[0] / 2 + _collective_seconds(run, ends) + experts
+
+
+def _exchanged_parameters(run: PlannedRun, layer: Layer) -> int:
+    """Returns the weights of a layer that FSDP2 gathers and whose gradients it reduces."""
+    if run.config.expert_ranks > 1 and layer.experts is not None:
+        return layer.parameters - layer.experts.weights
+    return run.gathered_parameters(layer)
+
+
+def _experts_seconds(run: PlannedRun, experts: Experts) -> float:
+    """Returns the seconds in which ranks with the same experts gather and reduce them, which compute waits for."""
+    ranks = run.config.expert_ranks
+    if ranks == 1:  # FSDP2 does it
+        return 0.0
+    same = run.hardware.gpus // ranks
+    gathers = 1 + run.gathers_experts_again
+    reduced = 0 if run.adapter_parameters else FLOAT32_BYTES
+    moved = experts.weights / ranks * (same - 1) / same * (gathers * run.itemsize + reduced)
+    return moved / _collective_rate(run, run.hardware.gpus)
+
+
+def _token_exchange_seconds(run: PlannedRun) -> float:
+    """Returns the seconds in which ranks with different experts exchange tokens: twice a pass, also when repeated."""
+    ranks = run.config.expert_ranks
+    sent = run.tokens * run.itemsize * (ranks - 1)
+    passes = 2 + (run.config.remat_policy != "none")
+    width = sum(layer.hidden for layer in run.layers if layer.experts is not None)
+    return 2 * passes * width * sent / _collective_rate(run, ranks)
+
+
+def _collective_seconds(run: PlannedRun, parameters: int) -> float:
+    """Returns the seconds of gathers in the compute dtype and a float32 reduction over shards, then replicas."""
+    others, gathers = (run.shards - 1) / run.shards, 1 + run.reshard_after_forward
+    seconds = parameters * others * (gathers * run.itemsize + FLOAT32_BYTES) / _collective_rate(run, run.shards)
+    replicas = run.hardware.gpus // run.shards
+    if replicas > 1:
+        sent = 2 * parameters / run.shards * FLOAT32_BYTES * (replicas - 1) / replicas
+        seconds += sent / _collective_rate(run, run.hardware.gpus)
+    return seconds
+
+
+def _collective_rate(run: PlannedRun, ranks: int) -> float:
+    across_hosts = ranks > run.hardware.gpus_per_host
+    return rates.NETWORK_RATE if across_hosts else run.hardware.chip.peer_rate * rates.PEER_SHARE
+
+
+def _exposed_copies(run: PlannedRun, placement: Placement, layer_seconds: float) -> float:
+    """Returns the seconds of activation copies, in both directions, that the layers' compute does not hide."""
+    if not placement.offloads:
+        return 0.0
+    forward, backward = (share * run.group_size * layer_seconds for share in FORWARD_AND_BACKWARD)
+    saved = zip(saved_by_groups(run, placement), placement.layers[:: run.group_size], strict=True)
+    copies = [size / host_link(run) if action in OFFLOADED else 0.0 for size, action in saved]
+    return exposed_copies(copies, lifetimes_of(run, placement), forward, backward)
+
+
+def exposed_copies(copies: Sequence[float], lifetimes: Sequence[int], forward: float, backward: float) -> float:
+    """Returns the seconds for which layers wait for copies, forward and backward.
+
+    `copies` are each layer's seconds in one direction, `lifetimes` come from `device_lifetimes`. Copies run one after
+    another. One to the host begins after the layer's forward pass, and the first layer past the lifetime waits for it.
+    One back begins with the backward pass of the lifetime's last layer, and the layer itself waits for it.
+    """
+    layers, ends = len(copies), {i + lifetime: i for i, lifetime in enumerate(lifetimes) if lifetime}
+    copied, now, link = [0.0] * layers, 0.0, 0.0  # ends of each copy, of compute so far, and of all copies so far
+    for i in range(layers):
+        now = max(now, copied[ends[i]] if i in ends else 0.0) + forward
+        if lifetimes[i]:
+            copied[i] = link = max(link, now) + copies[i]
+    exposed = now - layers * forward
+    copied, now, link = [0.0] * layers, 0.0, 0.0
+    for i in reversed(range(layers)):
+        if i + 1 < layers and i + 1 in ends:  # a layer that is on the GPU during the loss needs no copy
+            earlier = ends[i + 1]
+            copied[earlier] = link = max(link, now) + copies[earlier]
+        now = max(now, copied[i]) + backward
+    return max(0.0, exposed + now - layers * backward)
+
+
+def _exposed_weights(run: PlannedRun, layer_seconds: float) -> float:
+    """Returns the exposed seconds of weight copies from the host, for forward and backward.
+
+    Trained weights are copied in float32. Another layer's compute hides prefetched layers, but not embeddings and head.
+    """
+    if not run.state_on_host:
+        return 0.0
+    width = run.itemsize if run.adapter_parameters else FLOAT32_BYTES
+    per_weight = width / run.shards / host_link(run)
+    shares = FORWARD_AND_BACKWARD if run.prefetches_weights else (0.0, 0.0)
+    offloaded = run.layers[run.layers_with_state_on_gpu :]
+    exposed = sum(
+        max(0.0, layer.parameters * per_weight - share * layer_seconds) for layer in offloaded for share in shares
+    )
+    return exposed + run.architecture.head * per_weight * (1 if run.tied else 2)
+
+
+def host_link(run: PlannedRun) -> float:
+    """Returns the bytes per second between GPU and host in one direction."""
+    return run.hardware.chip.host_rate * rates.HOST_LINK_SHARE
+
+
+# ---- optimizer ------------------------------------------------------------------------------------------------------
+
+
+def update_seconds(run: PlannedRun) -> float:
+    """Returns the seconds of an optimizer step, with the gradients' norm and clipping."""
+    optim: str = run.config.optim
+    moved = rates.NORM_BYTES + rates.CLIP_BYTES
+    moved += rates.OPTIMIZER_BYTES.get(optim, rates.OPTIMIZER_BYTES["adamw_torch"])
+    on_host = run.local_trained * run.host_share
+    seconds = len(run.architecture.sizes) * rates.UPDATE_LAUNCH_SECONDS.get(optim, 0.0)
+    seconds += (run.local_trained - on_host) * moved / _memory_rate(run)
+    if not run.state_on_host:
+        return seconds
+    host_rate = min(run.hardware.cores_per_rank * rates.HOST_UPDATE_RATE, rates.HOST_UPDATE_MAX)
+    if streamed := rates.STREAMED_UPDATE_RATE.get(optim):  # this rate includes clipping
+        return seconds + on_host * rates.NORM_BYTES / host_rate + on_host / streamed
+    return seconds + on_host * moved / host_rate
