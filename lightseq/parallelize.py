@@ -18,7 +18,6 @@ from lightseq import hf
 from lightseq.architecture.inspection import inspect_architecture, required_logit_transform
 from lightseq.attention.config import AttentionConfig
 from lightseq.attention.context import SequenceContext
-from lightseq.config.remat_policies import STORE_LINEARS, STORES_MLP
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.environment import has_expandable_segments
 from lightseq.distributed.parallel_dims import ParallelDims
@@ -29,12 +28,11 @@ from lightseq.memory.recomputation import MemorySettings, apply_recomputation
 from lightseq.models.decoder import decoder_layers, final_norm, float32_parameters, text_decoder
 from lightseq.models.weights import stored_buffers
 from lightseq.parts.changes import changes_of
-from lightseq.parts.expert_parallel import distribute_experts
-from lightseq.parts.experts import store_experts, use_grouped_experts
+from lightseq.parts.expert_parallel import expert_group, shard_experts
+from lightseq.parts.fit import fit
 from lightseq.parts.fp8 import to_fp8
 from lightseq.parts.loss_model import LossModel
-from lightseq.parts.mlp import tile_mlps
-from lightseq.parts.projections import store_projections
+from lightseq.parts.part import Ranks, choices_of_policy
 from lightseq.schedule.documents import local_tokens
 
 
@@ -77,7 +75,7 @@ class ParallelModel:
     units: list[Unit]
     offload: Offload | None  # of activations
     whole: list[str]  # names of parameters of which every rank has all, because they compute in another dtype
-    experts: list[str]  # names of parameters that `distribute_experts` has split
+    experts: list[str]  # names of parameters that `shard_experts` has split
 
 
 def units(model: PreTrainedModel, config: TrainConfig, dims: ParallelDims, memory: MemorySettings) -> list[Unit]:
@@ -136,22 +134,17 @@ def apply_techniques(
     if config.fp8 is not None:
         tokens = local_tokens(context.schedule, config.model_max_length, config.packing != "none")
         to_fp8(layers, config.fp8, config.fp8_emulate, tokens)
-    if config.remat_policy != "none":
-        last = all(layer.mlp_is_last for layer in inspect_architecture(model.config).layers)
-        tile_mlps(layers, changes, config.remat_policy in STORES_MLP, ends_layer=last)
-    use_grouped_experts(model, changes)
     mesh, compute_dtype = dims.expert_mesh, getattr(torch, config.compute_dtype)
     # A checkpoint gathers experts again by itself.
     gathers_again = memory.reshard_after_forward and config.remat_policy == "none"
-    experts = [] if mesh is None else distribute_experts(model, mesh, compute_dtype, gathers_again)
-    if config.remat_policy in STORES_MLP:
-        store_experts(layers, changes)
-    if config.remat_policy == STORE_LINEARS:
-        store_projections(layers, changes)
+    experts = None if mesh is None else expert_group(mesh, compute_dtype, gathers_again)
+    choices = choices_of_policy(config.remat_policy, inspect_architecture(model.config).ends_with_mlps)
+    fit(list(layers), choices, Ranks(experts=experts), changes)
+    names_of_experts = [] if mesh is None else shard_experts(model, mesh)
     offload = apply_recomputation(layer_groups(found), final_norm(model), changes, config, device, memory)
     loss_model = LossModel(model, required_logit_transform(model), Stopwatch(device))
     whole = [] if config.compute_dtype == "float32" else [*float32_parameters(model)]
-    return ParallelModel(loss_model, context, found, offload, whole, experts)
+    return ParallelModel(loss_model, context, found, offload, whole, names_of_experts)
 
 
 def layer_groups(units: Sequence[Unit]) -> list[tuple[nn.Module, ...]]:

@@ -1,6 +1,7 @@
 """Changes of an enabled model's modules: undone the latest first, and only where nobody has changed them since."""
 
 import copy
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,9 +18,8 @@ from lightseq.memory.remat import capture_forwards
 from lightseq.models.decoder import decoder_layers
 from lightseq.parts.changes import Changes, changes_of
 from lightseq.parts.chosen_experts import run_chosen_experts
-from lightseq.parts.experts import store_experts, use_grouped_experts
-from lightseq.parts.mlp import tile_mlps
-from lightseq.parts.projections import store_projections
+from lightseq.parts.fit import fit
+from lightseq.parts.part import Ranks, choices_of_policy
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 
@@ -114,10 +114,8 @@ def test_what_training_replaces_in_a_model_is_undone(model_type: str) -> None:
     changed, plain = plain_model(config), plain_model(config)
     layers, changes = decoder_layers(changed), changes_of(changed)
     run_chosen_experts(changed, changes)
-    tile_mlps(layers, changes)
-    use_grouped_experts(changed, changes)
-    store_experts(layers, changes)
-    store_projections(layers, changes)
+    choices = choices_of_policy("attention+linears", ends_with_mlp=True)
+    fit(layers, replace(choices, tiles_mlp=model_type != "llama4_text"), Ranks(), changes)
     tiled = capture_forwards([layers[0]], lambda: changes.replace_forward(layers[0], _twice))
     assert kinds(changed) != kinds(plain) and tiled[0] is not layers[0].forward
     changes.undo()

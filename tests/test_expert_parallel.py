@@ -22,8 +22,10 @@ from lightseq.distributed.world import World
 from lightseq.memory import offload
 from lightseq.models.weights import WEIGHTS
 from lightseq.parts.changes import Changes
-from lightseq.parts.expert_parallel import EXPERT, EXPERT_DATA, distribute_experts
-from lightseq.parts.experts import experts_modules, use_grouped_experts
+from lightseq.parts.expert_parallel import EXPERT, EXPERT_DATA, expert_group, shard_experts
+from lightseq.parts.experts import experts_modules
+from lightseq.parts.fit import fit
+from lightseq.parts.part import Choices, Ranks
 from lightseq.training.train import train
 
 # Adam's first steps move a weight whose gradient is all but zero by the whole rate, so a high one magnifies rounding.
@@ -105,10 +107,11 @@ def test_tensors_are_gathered_whole_on_every_mesh_of_experts(world: int, expert_
 def saved_by_sharded_experts(_rank: int, gathers_again: bool, count: int) -> dict[str, int]:
     """Returns the number of saved whole weights of experts that two ranks share, and the bytes that are offloaded."""
     model, plain = (plain_model(tiny_config("qwen3_moe", num_experts=count)) for _ in range(2))
-    use_grouped_experts(model, Changes())
     with torch.no_grad():
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=(EXPERT, EXPERT_DATA))
-        distribute_experts(model, mesh, torch.float32, gathers_again)
+        group = expert_group(mesh, torch.float32, gathers_again)
+        fit([model], Choices(groups_experts=True), Ranks(experts=group), Changes())
+        shard_experts(model, mesh)
         for name, weight in plain.named_parameters():
             if isinstance(part := model.get_parameter(name), DTensor):
                 part.to_local().copy_(distribute_tensor(weight, mesh, part.placements).to_local())

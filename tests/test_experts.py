@@ -37,7 +37,9 @@ from lightseq.models.decoder import float32_parameters
 from lightseq.parallelize import parallelize
 from lightseq.parts.changes import Changes
 from lightseq.parts.chosen_experts import build_to_train, run_chosen_experts
-from lightseq.parts.experts import IMPLEMENTATION, experts_modules, sort_by_expert, store_experts
+from lightseq.parts.experts import IMPLEMENTATION, experts_modules, sort_by_expert
+from lightseq.parts.fit import fit
+from lightseq.parts.part import Ranks, choices_of_policy
 from lightseq.training.setup_checks import check_layers
 from lightseq.utils import versions
 
@@ -204,7 +206,7 @@ def test_a_recomputed_layer_chooses_the_same_experts(policy: str) -> None:
     want = gradients_of(layer, x)
     layer.runs = count()
     if policy == "attention+mlp":
-        store_experts([layer], Changes())
+        fit([layer], choices_of_policy(policy, ends_with_mlp=False), Ranks(), Changes())
     apply_remat([layer], policy)
     for got, right in zip(gradients_of(layer, x), want, strict=True):
         torch.testing.assert_close(got, right)
@@ -218,7 +220,7 @@ def test_a_compiled_layer_repeats_no_choice_and_no_stored_product(policy: str, p
     layer, ran = _Unsteady(experts), list[str]()
     layer.runs = None
     if policy == "attention+mlp":
-        store_experts([layer], Changes())
+        fit([layer], choices_of_policy(policy, ends_with_mlp=False), Ranks(), Changes())
     apply_remat([layer], policy, compiled=True)
 
     def note(graph: fx.GraphModule, _inputs: Any) -> Any:

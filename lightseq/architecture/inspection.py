@@ -101,6 +101,11 @@ class Architecture:
         return sum(layer.active for layer in self.layers)
 
     @property
+    def ends_with_mlps(self) -> bool:
+        """Returns whether only the residual sum follows the MLP in every layer."""
+        return all(layer.mlp_is_last for layer in self.kinds)
+
+    @property
     def has_recurrences(self) -> bool:
         """Returns whether some layer mixes tokens without attention."""
         return any(isinstance(mixer, LinearMixer) for layer in self.kinds for mixer in layer.mixers)

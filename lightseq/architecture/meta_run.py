@@ -19,14 +19,17 @@ from lightseq.attention.context import one_rank_context
 from lightseq.attention.module_attention import unhonoured_argument
 from lightseq.kernels.grouped_products import PRODUCT_OP
 from lightseq.models.decoder import attending_part, headless, text_config, text_decoder, with_head
+from lightseq.parts.attention import IMPLEMENTATION, attend_with
 from lightseq.parts.changes import Changes
 from lightseq.parts.experts import experts_modules
 from lightseq.parts.facts import Attention, Experts, Heads, LinearMixer, Mixer
+from lightseq.parts.fit import fit
+from lightseq.parts.part import Choices, Ranks
 from lightseq.parts.probes import StandIn, twin_forward
-from lightseq.parts.recurrences import distribute_mixer, mixer_modules
+from lightseq.parts.recurrences import mixer_modules
 from lightseq.utils.logit_transform import LogitTransform
 
-PROBE: Final = "lightseq_probe"
+PROBE: Final = f"{IMPLEMENTATION}_probe"  # in transformers' registry of attention functions
 TOKENS: Final = 4
 RANDOM: Final = ("rand", "uniform", "bernoulli", "exponential", "multinomial", "normal_", "dropout")  # in operators
 NOT_COMPARED: Final = ("hidden_states", "attention_mask")  # among layers; attention takes no mask
@@ -134,11 +137,11 @@ def _tokens_unmixed(model: PreTrainedModel, attention: Callable[..., Any]) -> It
     Their operators do nothing on the meta device and count no products.
     """
     changes = Changes()
-    for module, kind in mixer_modules(model):
-        distribute_mixer(module, kind, one_rank_context().sequence, changes)
+    ALL_ATTENTION_FUNCTIONS.register(PROBE, attention)
+    attend_with(attending_part(model), PROBE, changes)
+    fit([model], Choices(), Ranks(one_rank_context()), changes)
     try:
-        with _attention_replaced(model, attention):
-            yield
+        yield
     finally:
         changes.undo()
 
@@ -259,15 +262,6 @@ def _count_saved_after_mlps(layers: nn.ModuleList) -> Iterator[list[int]]:
         yield counts
     for hook in hooks:
         hook.remove()
-
-
-@contextmanager
-def _attention_replaced(model: PreTrainedModel, function: Callable[..., Any]) -> Iterator[None]:
-    ALL_ATTENTION_FUNCTIONS.register(PROBE, function)
-    part = attending_part(model)
-    part.set_attn_implementation(PROBE)
-    yield
-    part.set_attn_implementation("eager")
 
 
 class _LayersOutput(MoeModelOutputWithPast):

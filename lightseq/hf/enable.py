@@ -39,15 +39,15 @@ from lightseq.hf.image_attention import IMPLEMENTATION as WITH_IMAGES
 from lightseq.hf.image_attention import image_attention_function, sees_later_tokens_of_images
 from lightseq.hf.record import RECORD, EnabledModel, record_of
 from lightseq.models.decoder import attending_part, positions_in_table, text_decoder
-from lightseq.parts.attention import attention_modules
+from lightseq.parts.attention import IMPLEMENTATION, attend_with
 from lightseq.parts.facts import attention_shape
-from lightseq.parts.recurrences import distribute_mixer, mixer_modules
+from lightseq.parts.fit import fit
+from lightseq.parts.part import Choices, Ranks
+from lightseq.parts.recurrences import mixer_modules
 from lightseq.sequence_parallel import process_group
 from lightseq.utils.formatting import check_names
 from lightseq.utils.versions import UntestedVersionWarning, untested_versions
 
-IMPLEMENTATION: Final = "lightseq"
-IMPLEMENTATIONS: Final = (IMPLEMENTATION, WITH_IMAGES)
 ENABLE_OPTIONS: Final = tuple(field.name for field in dataclasses.fields(AttentionConfig))
 
 
@@ -150,31 +150,17 @@ def _install(model: PreTrainedModel, record: EnabledModel) -> None:
     inner, context, changes = transformers_model(model), record.context, record.changes
     changes.call_later(partial(release, context))
     changes.set_attribute(inner, RECORD, record)
-    part = attending_part(inner)
-    plain = part.config._attn_implementation
-    # A model whose config an enabled one shares was never plain; None is the default of transformers.
-    changes.call_later(partial(_restore_attention, part, None if plain in IMPLEMENTATIONS else plain))
-    part.set_attn_implementation(WITH_IMAGES if sees_later_tokens_of_images(inner) else IMPLEMENTATION)
+    attends_over_images = sees_later_tokens_of_images(inner)
+    attend_with(attending_part(inner), WITH_IMAGES if attends_over_images else IMPLEMENTATION, changes)
     # RoPE that scales with the length must see the length of the whole sequence on every rank, not the local one.
     ropes = length_dependent_ropes(model)
     for rope in ropes:
         changes.set_attribute(rope, "sequence_context", context)
         changes.replace_forward(rope, partial(_rope_forward, context))
-    windows = windows_of_masks(inner)
-    for module in attention_modules(text_decoder(inner)):
-        changes.set_attribute(module, "sequence_context", context)
-        changes.set_attribute(module, "window_of_mask", windows[module.layer_idx])  # type: ignore[index]
     give_global_positions(text_decoder(inner), changes)
-    # First, because it finds mixers by their classes, which the next lines replace.
+    # First, because it finds mixers by their classes, which `fit` replaces.
     install_checks(model, record, length_dependent_rope=bool(ropes))
-    for module, kind in mixer_modules(model):
-        distribute_mixer(module, kind, context.sequence, changes)
-
-
-def _restore_attention(model: PreTrainedModel, plain: str | None) -> None:
-    """Lets a model attend as before it was enabled, unless the user has chosen another implementation since."""
-    if model.config._attn_implementation in IMPLEMENTATIONS:
-        model.set_attn_implementation(plain)  # type: ignore[arg-type]
+    fit([text_decoder(inner)], Choices(windows=windows_of_masks(inner)), Ranks(sequence=context), changes)
 
 
 def _rope_forward(

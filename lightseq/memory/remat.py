@@ -15,28 +15,17 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from lightseq.attention.operator import ATTENTION_OP
 from lightseq.config.remat_policies import POLICIES
-from lightseq.kernels.grouped_products import STORED_PRODUCT_OP
 from lightseq.memory.offload import Offload
 from lightseq.memory.stored_choices import CHOICE_OPS, choice_contexts
 from lightseq.parts.changes import Changes
 from lightseq.parts.experts import experts_modules
-from lightseq.parts.mlp import MLP_OP, STORED_MLP_OP
+from lightseq.parts.fit import STORED_OPS
 from lightseq.parts.probes import hook_of
-from lightseq.parts.projections import STORED_LINEAR_OP
-from lightseq.recurrent.head_exchange import SCAN_HEADS_OP
-from lightseq.recurrent.scan import SCAN_OP
-from lightseq.sequence.halo import TOKENS_BEFORE_OP
 from lightseq.utils.checkpoint_context import Results, checkpoint_pass, free_memory, is_recomputing
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 Forward = Callable[..., Tensor]
-# Operators whose results a checkpoint may store.
-STORED = (
-    *(ATTENTION_OP, SCAN_OP, SCAN_HEADS_OP, TOKENS_BEFORE_OP),
-    *(MLP_OP, STORED_MLP_OP, STORED_LINEAR_OP, STORED_PRODUCT_OP),
-)
 
 
 def apply_remat(
@@ -183,31 +172,31 @@ def _identity(hidden: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
 
 def stored_operators(policy: str) -> tuple[torch._ops.OpOverload, ...]:
     """Returns the operators whose results a checkpoint stores under a policy, if the layer has them."""
-    return CHOICE_OPS if policy == "full" else STORED + CHOICE_OPS
+    return CHOICE_OPS if policy == "full" else STORED_OPS + CHOICE_OPS
 
 
 def _store_results(_ctx: Any, op: torch._ops.OpOverload, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in STORED or op in CHOICE_OPS else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if op in STORED_OPS or op in CHOICE_OPS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _store_choices(_ctx: Any, op: torch._ops.OpOverload, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if op in CHOICE_OPS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _selective_contexts(policy: Callable[..., CheckpointPolicy], name: str) -> Callable[[], Contexts]:
+def _selective_contexts(policy: Callable[..., CheckpointPolicy], operators: Sequence[Any]) -> Callable[[], Contexts]:
     """Returns contexts for torch.compile, which supports only torch's own policies.
 
-    Saved-tensor hooks do not see the tensors that these store. torch caches a compiled graph on disk only if `name`
-    identifies the policy, and only if the policy can be pickled, as functions of a module can.
+    Saved-tensor hooks do not see the tensors that these store. torch caches a compiled graph on disk only if the hash
+    identifies the policy, with its operators, and only if the policy can be pickled, as functions of a module can.
     """
     contexts = partial(create_selective_checkpoint_contexts, policy)
-    contexts.cache_hash = f"lightseq: {name}"  # type: ignore[attr-defined]
+    contexts.cache_hash = f"lightseq: {' '.join(map(str, operators))}"  # type: ignore[attr-defined]
     return contexts
 
 
 # Layers that share contexts share a graph.
-_STORING_RESULTS = _selective_contexts(_store_results, "stored operators")
-_STORING_CHOICES = _selective_contexts(_store_choices, "stored choices")
+_STORING_RESULTS = _selective_contexts(_store_results, STORED_OPS + CHOICE_OPS)
+_STORING_CHOICES = _selective_contexts(_store_choices, CHOICE_OPS)
 
 
 def _recompute_contexts() -> Contexts:

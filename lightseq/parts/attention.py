@@ -1,15 +1,22 @@
-"""Attention modules of a model: those whose forward pass calls the attention interface of transformers."""
+"""Attention of a model: the modules whose forward pass calls the attention interface of transformers."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from types import CodeType, FunctionType
 from typing import Any, Final
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import AttentionInterface
 
+from lightseq.attention.operator import ATTENTION_OP
+from lightseq.parts.changes import Changes
+from lightseq.parts.part import Choices, Part, Ranks
 from lightseq.parts.probes import functions_inside
+from lightseq.parts.projections import STORED_LINEAR_OP, store_projections
 
+IMPLEMENTATION: Final = "lightseq"  # begins the names under which transformers knows our functions
 INTERFACE: Final = "ALL_ATTENTION_FUNCTIONS"  # its name in transformers
 LIBRARY_CLASSES: Final = frozenset({*nn.Module.__mro__, *PreTrainedModel.__mro__})  # whose methods do not attend
 
@@ -68,3 +75,39 @@ def _names(code: CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _names(constant)
+
+
+def attend_with(model: PreTrainedModel, name: str, changes: Changes) -> None:
+    """Lets a model attend with a registered function of lightseq until the changes are undone.
+
+    It then attends as before, unless the user has chosen another function since.
+    """
+    before = model.config._attn_implementation
+    # A model whose config an enabled one shares was never plain; None is the default of transformers.
+    plain = None if before is not None and before.startswith(IMPLEMENTATION) else before
+    changes.call_later(partial(_attend_again, model, plain))
+    model.set_attn_implementation(name)
+
+
+def _attend_again(model: PreTrainedModel, plain: str | None) -> None:
+    if model.config._attn_implementation.startswith(IMPLEMENTATION):
+        model.set_attn_implementation(plain)  # type: ignore[arg-type]
+
+
+def _fit(modules: Sequence[nn.Module], choices: Choices, ranks: Ranks, changes: Changes) -> None:
+    """Gives attention its ranks and the windows of its model's mask, and lets projections be stored."""
+    if ranks.sequence is not None:
+        for attention in (found for module in modules for found in attention_modules(module)):
+            changes.set_attribute(attention, "sequence_context", ranks.sequence)
+            if choices.windows:
+                changes.set_attribute(attention, "window_of_mask", choices.windows[attention.layer_idx])  # type: ignore[index]
+    if choices.stores_projections:
+        store_projections(modules, changes)
+
+
+PART = Part(
+    name="attention",
+    fit=_fit,
+    stored=(ATTENTION_OP, STORED_LINEAR_OP),
+    backward=torch.ops.lightseq.attention_backward.default,
+)

@@ -59,22 +59,24 @@ class ExpertGroup:
         return _Scatter.apply(run_experts(module, hidden, chosen, weights, count), self.ranks, self.name)  # type: ignore[no-any-return]
 
 
-def distribute_experts(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, gathers_again: bool) -> list[str]:
-    """Gives each rank of the mesh (expert, expert_data) its part of the experts of a model on the meta device.
-
-    `gathers_again`: whether the backward pass gathers weights of products once more (`ExpertGroup`). Returns the names
-    of the parameters. Raises ValueError if a rank's experts do not split evenly.
-    """
-    experts_group, shards_group = mesh.get_group(EXPERT), mesh.get_group(EXPERT_DATA)
-    group = ExpertGroup(
+def expert_group(mesh: DeviceMesh, dtype: torch.dtype, gathers_again: bool) -> ExpertGroup:
+    """Returns the ranks of the mesh (expert, expert_data); the other arguments as in `ExpertGroup`."""
+    return ExpertGroup(
         ranks=mesh.size(0),
         rank=mesh.get_local_rank(EXPERT),
-        name=experts_group.group_name,
+        name=mesh.get_group(EXPERT).group_name,
         shards=mesh.size(1),
-        shards_name=shards_group.group_name,
+        shards_name=mesh.get_group(EXPERT_DATA).group_name,
         dtype=dtype,
         gathers_again=gathers_again,
     )
+
+
+def shard_experts(model: nn.Module, mesh: DeviceMesh) -> list[str]:
+    """Gives each rank of the mesh (expert, expert_data) its part of the experts of a model on the meta device.
+
+    Returns the names of the parameters. Raises ValueError if a rank's experts do not split evenly.
+    """
     names = list[str]()
     for prefix, experts in experts_modules(model):
         placements = split_of(experts, mesh.size(0), mesh.size(1))
@@ -82,7 +84,6 @@ def distribute_experts(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, g
             part: Any = DTensor.from_local(_part(parameter, mesh, placements), mesh, placements, run_check=False)
             setattr(experts, name, nn.Parameter(part, requires_grad=parameter.requires_grad))
             names.append(f"{prefix}.{name}")
-        experts.expert_group = group
     return names
 
 

@@ -4,18 +4,18 @@ Shape suffixes: T tokens, K experts of a token, R rows (T x K, sorted by expert)
 """
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from lightseq.kernels.grouped_products import grouped_product
+from lightseq.kernels.grouped_products import STORED_PRODUCT_OP, grouped_product
 from lightseq.kernels.token_rows import copy_to_rows, sum_rows
 from lightseq.parts.changes import Changes
 from lightseq.parts.expert_adapters import expert_adapter, is_transposed_without_mark
+from lightseq.parts.part import Choices, Part, Ranks
 
 IMPLEMENTATION: Final = "lightseq"  # in transformers' registry of functions that run experts
 
@@ -33,23 +33,25 @@ def parameters_of_experts(module: nn.Module) -> Iterator[nn.Parameter]:
         yield from module.get_submodule(name.rpartition(".")[0]).parameters()
 
 
-def use_grouped_experts(model: PreTrainedModel, changes: Changes) -> None:
-    """Lets a model run its experts with `experts_forward`."""
-    for _, experts in experts_modules(model):
+def _fit(modules: Sequence[nn.Module], choices: Choices, ranks: Ranks, changes: Changes) -> None:
+    """Lets experts run as grouped products, on the ranks that hold them, and lets their first products be stored."""
+    for module in modules:
+        if choices.groups_experts:
+            use_grouped_experts(module, changes)
+        for _, experts in experts_modules(module):
+            if ranks.experts is not None:
+                changes.set_attribute(experts, "expert_group", ranks.experts)
+            if choices.stores_products:  # the backward pass repeats none: it needs no result of the second one
+                changes.set_attribute(experts, "stores_products", True)
+
+
+def use_grouped_experts(module: nn.Module, changes: Changes) -> None:
+    """Lets the experts inside a module run with `experts_forward`."""
+    for _, experts in experts_modules(module):
         if not _scales_inputs(experts):  # they have no other implementation
             before = experts.config._experts_implementation  # a property
             changes.call_later(functools.partial(setattr, experts.config, "_experts_implementation", before))
             experts.config._experts_implementation = IMPLEMENTATION
-
-
-def store_experts(layers: Iterable[nn.Module], changes: Changes) -> None:
-    """Lets a checkpoint around each layer store the first product of its experts.
-
-    The backward pass then repeats no product of experts: it needs no result of the second one.
-    """
-    for layer in layers:
-        for _, experts in experts_modules(layer):
-            changes.set_attribute(experts, "stores_products", True)
 
 
 class Routes(NamedTuple):
@@ -198,3 +200,6 @@ class _RowBias(torch.autograd.Function):
         wide = torch.promote_types(dy.dtype, torch.float32)
         total = dy.new_zeros(ctx.count + 1, dy.shape[-1], dtype=wide)  # the last: rows of other ranks' experts
         return total.index_add_(0, experts_R, dy.to(wide))[: ctx.count].to(dy.dtype), None
+
+
+PART = Part(name="experts", fit=_fit, stored=(STORED_PRODUCT_OP,))

@@ -16,6 +16,7 @@ from lightseq.kernels.fused.products import add_product, write_product
 from lightseq.parts.changes import Changes
 from lightseq.parts.experts import experts_modules
 from lightseq.parts.low_rank import LinearWeights, input_gradient, is_linear, linear_weights
+from lightseq.parts.part import Choices, Part, Ranks
 from lightseq.parts.probes import change_of, is_known_code, plain_class, twin_forward
 from lightseq.utils.checkpoint_context import is_recomputing, reuse_or_compute
 
@@ -38,6 +39,12 @@ ACTIVATIONS: Final[Mapping[str, Activation]] = {
     ),
 }
 ACTIVATION_CLASSES: Final = (nn.SiLU, SiLUActivation, nn.GELU, GELUTanh, NewGELUActivation)
+
+
+def _fit(layers: Sequence[nn.Module], choices: Choices, _ranks: Ranks, changes: Changes) -> None:
+    """Lets the gated MLPs of decoder layers run over tiles of tokens."""
+    if choices.tiles_mlp:
+        tile_mlps(layers, changes, choices.stores_products, choices.ends_with_mlp)
 
 
 def tile_mlps(layers: Iterable[nn.Module], changes: Changes, store: bool = False, ends_layer: bool = False) -> None:
@@ -357,3 +364,10 @@ for _operator in (_gated_mlp, _gated_mlp_stored):
 
 # For checkpointing policies.
 MLP_OP, STORED_MLP_OP = (op.default for op in (torch.ops.lightseq.gated_mlp, torch.ops.lightseq.gated_mlp_stored))
+
+PART = Part(
+    name="MLP",
+    fit=_fit,
+    stored=(MLP_OP, STORED_MLP_OP),
+    backward=torch.ops.lightseq.gated_mlp_backward.default,
+)

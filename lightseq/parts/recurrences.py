@@ -6,13 +6,14 @@ compilation and saving read the layer itself.
 """
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from inspect import Parameter, signature
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -20,9 +21,13 @@ from lightseq.models.decoder import decoder_layers, text_config
 from lightseq.parts.attention import attention_modules
 from lightseq.parts.changes import Changes
 from lightseq.parts.facts import LinearMixer
+from lightseq.parts.part import Choices, Part, Ranks
 from lightseq.parts.token_wise import works_on_each_token
 from lightseq.parts.transformers_recurrences import distributed_forward, facts, replace_functions, replaced_functions
+from lightseq.recurrent.head_exchange import SCAN_HEADS_OP
+from lightseq.recurrent.scan import SCAN_OP
 from lightseq.sequence.group import SequenceGroup
+from lightseq.sequence.halo import TOKENS_BEFORE_OP
 from lightseq.utils.versions import OLDEST_FOR_RECURRENCES, check_transformers_for
 
 
@@ -132,6 +137,13 @@ def layer_types_of_mixers(config: Any, layers: Iterable[nn.Module]) -> set[str]:
     return found
 
 
+def _fit(modules: Sequence[nn.Module], _choices: Choices, ranks: Ranks, changes: Changes) -> None:
+    """Lets mixers span the ranks of a sequence."""
+    if ranks.sequence is not None:
+        for module, kind in (found for each in modules for found in mixer_modules(each)):
+            distribute_mixer(module, kind, ranks.sequence.sequence, changes)
+
+
 def distribute_mixer(module: nn.Module, kind: MixerKind, group: SequenceGroup, changes: Changes) -> None:
     """Replaces a module's forward by its kind's, and gives it the group.
 
@@ -161,3 +173,11 @@ def _distributed_class(kind: MixerKind) -> type[nn.Module]:
 
     members = {"forward": forward, "plain_class": kind.module, "plain_forward": plain_forward}
     return type(f"Distributed{kind.module.__name__}", (kind.module,), members | {"functions": kind.functions})
+
+
+PART = Part(
+    name="recurrence",
+    fit=_fit,
+    stored=(SCAN_OP, SCAN_HEADS_OP, TOKENS_BEFORE_OP),
+    backward=torch.ops.lightseq.scan_backward.default,
+)

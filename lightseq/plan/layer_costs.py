@@ -2,44 +2,40 @@
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from lightseq.architecture.inspection import inspect_architecture
+from lightseq.architecture.inspection import inspect_architecture, windows_of_masks
 from lightseq.architecture.meta_run import layer_inputs
 from lightseq.attention.context import one_rank_context
 from lightseq.attention.module_attention import attention_function
-from lightseq.config.remat_policies import STORE_LINEARS, STORES_MLP
 from lightseq.config.train_config import TrainConfig
 from lightseq.kernels.grouped_products import grouped_product
 from lightseq.memory.remat import stored_operators
 from lightseq.models.decoder import attending_part, decoder_layers
-from lightseq.parts.attention import attention_modules
+from lightseq.parts import attention, mlp, recurrences
+from lightseq.parts.attention import IMPLEMENTATION, attend_with
 from lightseq.parts.changes import Changes, changes_of
 from lightseq.parts.chosen_experts import build_to_train
-from lightseq.parts.experts import experts_modules, run_experts, store_experts, use_grouped_experts
+from lightseq.parts.experts import run_experts
 from lightseq.parts.facts import Layer
-from lightseq.parts.mlp import TILE_TOKENS, tile_mlps
-from lightseq.parts.projections import store_projections
-from lightseq.parts.recurrences import distribute_mixer, mixer_modules, registered_mixers
+from lightseq.parts.fit import PARTS, fit
+from lightseq.parts.mlp import TILE_TOKENS
+from lightseq.parts.part import Choices, Ranks, choices_of_policy
+from lightseq.parts.recurrences import registered_mixers
 from lightseq.plan.layer_graph import LAYER_INPUT, TOKENS, LayerGraph, Pass
 
-# Points of a layer's backward pass. The memory inside the operators that run at the first three is counted elsewhere.
-ATTENTION: Final = "attention"
-MLP: Final = "MLP"
-SCAN: Final = "recurrence"
+TRACED: Final = f"{IMPLEMENTATION}_traced"  # in transformers' registry of attention functions
+# Points of a layer's backward pass: operators whose own memory is counted elsewhere, and all others.
+ATTENTION, MLP, SCAN = attention.PART.name, mlp.PART.name, recurrences.PART.name
+POINTS: Final[Mapping[Any, str]] = {part.backward: part.name for part in PARTS if part.backward is not None}
 OTHERS: Final = "norms and linears"
-POINTS: Final[Mapping[Any, str]] = {
-    torch.ops.lightseq.attention_backward.default: ATTENTION,
-    torch.ops.lightseq.gated_mlp_backward.default: MLP,
-    torch.ops.lightseq.scan_backward.default: SCAN,
-}
 
 
 @dataclass(frozen=True)
@@ -84,7 +80,7 @@ class LayerTable:
     def __init__(self, config: PreTrainedConfig, dtype: torch.dtype, expert_ranks: int = 1) -> None:
         self._expert_ranks = expert_ranks  # that hold different experts
         self._config, self._dtype = copy.deepcopy(config), dtype  # building a model changes its config
-        self._graphs: dict[tuple[int, bool, str | None], LayerGraph] = {}
+        self._graphs: dict[tuple[int, Choices], LayerGraph] = {}
         self._costs: dict[tuple[int, Treatment], LayerCosts] = {}
 
     def __reduce__(self) -> Any:
@@ -104,41 +100,29 @@ class LayerTable:
         return self._costs[key]
 
     def _graph(self, place: int, treatment: Treatment) -> LayerGraph:
-        stores = treatment.policy if treatment.policy in STORES_MLP else None
-        tiles = treatment.tiles_mlp or stores is not None  # the tiled operator also stores gate and up
-        key = place, tiles, stores
+        """Returns the graph of a layer that is fitted as in training, alone in its sequence."""
+        ends_with_mlp = inspect_architecture(self._config).ends_with_mlps
+        choices = choices_of_policy(treatment.policy, ends_with_mlp, treatment.tiles_mlp)
+        key = place, choices
         if key not in self._graphs:
-            layers, inputs = self._layers
-            layer = nn.ModuleList([copy.deepcopy(layers[place])])
-            changes = Changes()
-            if tiles:
-                tile_mlps(layer, changes, store=stores is not None)
-            if stores is not None:
-                store_experts(layer, changes)
-            if stores == STORE_LINEARS:
-                store_projections(layer, changes)
-            self._graphs[key] = LayerGraph(layer[0], *inputs[place])
+            layers, inputs, windows = self._layers
+            layer, experts = copy.deepcopy(layers[place]), None
+            if self._expert_ranks > 1:
+                experts = _TracedGroup(self._expert_ranks, self._dtype)
+            fit([layer], replace(choices, windows=windows), Ranks(one_rank_context(), experts), Changes())
+            self._graphs[key] = LayerGraph(layer, *inputs[place])
         return self._graphs[key]
 
     @cached_property
-    def _layers(self) -> tuple[nn.ModuleList, list[tuple[tuple[Any, ...], dict[str, Any]]]]:
-        """Returns one layer of each kind and those before it on the meta device, with the arguments of their calls."""
+    def _layers(self) -> tuple[nn.ModuleList, list[tuple[tuple[Any, ...], dict[str, Any]]], tuple[int | None, ...]]:
+        """Returns one layer of each kind and all before it, on the meta device, their arguments, and their windows."""
         last = max(layer.place for layer in inspect_architecture(self._config).layers)
-        model: PreTrainedModel = build_to_train(self._config)
+        model = build_to_train(self._config)
         layers = decoder_layers(model)[: last + 1]
         inputs = layer_inputs(model.to(self._dtype), layers, TOKENS)
-        use_grouped_experts(model, changes_of(model))
-        if self._expert_ranks > 1:
-            for _, experts in experts_modules(layers):
-                experts.expert_group = _TracedGroup(self._expert_ranks, self._dtype)
-        ALL_ATTENTION_FUNCTIONS.register("lightseq_traced", attention_function)
-        attending_part(model).set_attn_implementation("lightseq_traced")
-        context = one_rank_context()
-        for module in attention_modules(model):
-            module.sequence_context = context  # type: ignore[assignment]
-        for module, kind in mixer_modules(model):
-            distribute_mixer(module, kind, context.sequence, changes_of(model))
-        return layers, inputs
+        ALL_ATTENTION_FUNCTIONS.register(TRACED, attention_function)
+        attend_with(attending_part(model), TRACED, changes_of(model))
+        return layers, inputs, windows_of_masks(model)
 
 
 class _TracedGroup:
