@@ -20,7 +20,7 @@ from lightseq.schedule.cost import AttentionShape
 from lightseq.schedule.documents import packed_schedule
 from lightseq.schedule.segments import Segments
 from lightseq.schedule.table import Mask
-from lightseq.schedule.windows import windowed_schedule
+from lightseq.schedule.windows import sliding, windowed_schedule
 
 
 @contextmanager
@@ -39,7 +39,7 @@ def lightseq_layer(case: Case, choice: Choice) -> Iterator[Layer]:
     padded = documents.padded_boundaries[-1] if documents else layout.padded_length(case.length)
     try:
         yield Layer(
-            attend=lambda q, k, v: attention(q, k, v, context, documents=documents, window=case.window)[0],
+            attend=lambda q, k, v: attention(q, k, v, context, documents=documents, reach=sliding(case.window))[0],
             positions=layout.positions(context.rank, padded),
             ranks=case.world,
             facts={

@@ -24,6 +24,7 @@ from lightseq.attention import operator
 from lightseq.attention.config import AttentionConfig
 from lightseq.attention.context import SequenceContext, make_context, release
 from lightseq.schedule.cost import AttentionShape
+from lightseq.schedule.windows import sliding
 from lightseq.sequence.documents import Documents
 from lightseq.utils.formatting import check_names
 
@@ -118,5 +119,5 @@ def attention(
     defaults to head_dim ** -0.5. With `window` a query sees that many keys, its own included. Every rank of the group
     must call it, forward and backward. Raises ValueError for shapes that do not fit together.
     """
-    out, _ = operator.attention(q, k, v, group, scale, documents, window)
+    out, _ = operator.attention(q, k, v, group, scale, documents, sliding(window))
     return out

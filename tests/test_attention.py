@@ -454,7 +454,7 @@ def _opcheck(rank: int, schedule: str) -> None:
     q = torch.randn(1, 4, 4, 8, requires_grad=True)
     kv = torch.randn(1, 4, 2, 8, requires_grad=True)
     torch.library.opcheck(
-        torch.ops.lightseq.attention.default, (q, kv, kv.clone(), None, None, f"{context.name}|0.3|5.0|None"),
+        torch.ops.lightseq.attention.default, (q, kv, kv.clone(), None, None, f"{context.name}|0.3|5.0||"),
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
     )  # fmt: skip
 

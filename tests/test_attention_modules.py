@@ -127,7 +127,7 @@ def test_an_attention_that_does_not_call_the_interface_is_not_patched(alone: Non
     model = llama(LlamaMixer)
     model.model.foo = FooAttention(model.config, 0)
     hf.enable(model)
-    assert not vars(model.model.foo).keys() & {"sequence_context", "window_of_mask"}
+    assert not vars(model.model.foo).keys() & {"sequence_context", "reach_of_mask"}
     assert all("sequence_context" in vars(layer.self_attn) for layer in model.model.layers)
 
 

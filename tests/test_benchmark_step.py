@@ -28,10 +28,11 @@ from benchmarks.step_peers.sft import fully_sharded, own_row_reason
 from benchmarks.step_peers.worker import prepare_of, stream_of
 from benchmarks.step_trials import Trial, setting_of, trials, write_inputs
 from lightseq.architecture.flops import model_flops
-from lightseq.architecture.inspection import inspect_architecture, layer_windows
+from lightseq.architecture.inspection import inspect_architecture, layer_reaches
 from lightseq.data.batches import BatchStream, open_examples
 from lightseq.distributed.world import World
 from lightseq.kernels.attention.torch_native import CpuKernel
+from lightseq.schedule.windows import sliding
 
 LENGTH, STEPS = 64, 3
 ON_H200 = {"commit": "c", "date": "d", "hardware": {"device": "NVIDIA H200"}, "versions": {"torch": "2"}}
@@ -343,7 +344,8 @@ def test_a_peer_that_cannot_pack_or_adapt_says_so(flag: str, peer: str, tmp_path
 
 def test_gemma_is_trained_by_lightseq_train_and_cut_with_its_windows(tmp_path: Path) -> None:
     setting = setting_of(parse(flags(Path("gemma3-4b"), tmp_path, "--layers 7")), on_gpu=True)
-    assert layer_windows(setting.config) == (1024,) * 5 + (None, 1024)
+    window = sliding(1024)
+    assert layer_reaches(setting.config) == (window,) * 5 + (None, window)
     assert " -m lightseq train --model_name_or_path " in " ".join(trials(setting)[0].command)
     _, config = model_of("gemma3-4b")
     found = inspect_architecture(config)

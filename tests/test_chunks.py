@@ -7,9 +7,10 @@ from schedules import fitting
 
 from lightseq.parts.facts import Attention, Heads
 from lightseq.schedule.algorithms import make_schedule
-from lightseq.schedule.chunks import Chunk, chunked_schedule, with_chunks
+from lightseq.schedule.chunks import chunked_schedule, with_chunks
 from lightseq.schedule.documents import padded_length
 from lightseq.schedule.proof import validate
+from lightseq.schedule.windows import CHUNK, WINDOW, Reach
 
 HEADS = Heads(query=8, key_value=8, dim=4, value_dim=4)
 
@@ -30,13 +31,12 @@ def test_every_schedule_computes_the_pairs_of_each_chunk_once(world: int, packed
         validate(table)
         assert table.layout.chunks_per_rank >= schedule.layout.chunks_per_rank or packed
         sizes = [stop - start for start, stop in pairwise(boundaries)]
-        expected = Attention(HEADS, Chunk(14)).area(sizes)
+        expected = Attention(HEADS, Reach(CHUNK, 14)).area(sizes)
         whole = [min(14, size - start) for size in sizes for start in range(0, size, 14)]
         assert expected == sum(size**2 for size in whole)
 
 
 def test_a_chunk_is_no_window() -> None:
     sizes = [40]
-    assert Attention(HEADS, Chunk(10)).area(sizes) == 4 * 10**2
-    assert Attention(HEADS, 10).area(sizes) == 10 * (80 - 10)
-    assert repr(Chunk(10)) != repr(10)
+    assert Attention(HEADS, Reach(CHUNK, 10)).area(sizes) == 4 * 10**2
+    assert Attention(HEADS, Reach(WINDOW, 10)).area(sizes) == 10 * (80 - 10)

@@ -32,6 +32,7 @@ from lightseq.plan.choice import make_plan
 from lightseq.plan.document_lengths import DocumentLengths, document_lengths_of, read_document_lengths
 from lightseq.plan.plan import plan_as_given
 from lightseq.plan.rates import CHIPS
+from lightseq.schedule.windows import sliding
 from lightseq.training.build import choose_memory_settings
 from lightseq.training.inputs import prepare
 
@@ -63,7 +64,10 @@ def with_windows(*windows: int | None) -> Architecture:
     """Returns an architecture with a layer for each window."""
     found = inspect_architecture(CONFIG)
     layer, heads = found.layers[0], found.attentions[0].heads
-    return replace(found, layers=tuple(replace(layer, mixers=(Attention(heads, window),)) for window in windows))
+    return replace(
+        found,
+        layers=tuple(replace(layer, mixers=(Attention(heads, sliding(window)),)) for window in windows),
+    )
 
 
 def test_the_area_is_twice_the_visible_pairs_without_the_diagonals_half() -> None:

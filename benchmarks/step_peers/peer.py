@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from lightseq.architecture.inspection import inspect_architecture, layer_windows
+from lightseq.architecture.inspection import inspect_architecture, layer_reaches
 from lightseq.data.batches import Batch
 from lightseq.distributed.parallel_dims import whole_tensor
 from lightseq.distributed.stopwatch import DeviceTimestamp
@@ -65,7 +65,7 @@ class Job:
     @property
     def has_windows(self) -> bool:
         """Returns whether some layers have a sliding window."""
-        return any(layer_windows(self.config))
+        return any(layer_reaches(self.config))
 
     @property
     def has_recurrences(self) -> bool:

@@ -48,7 +48,7 @@ from lightseq.parts.recurrences import (
     unknown_convolution,
 )
 from lightseq.parts.token_wise import works_on_each_token
-from lightseq.schedule.chunks import Chunk
+from lightseq.schedule.windows import CHUNK, Reach, sliding
 from lightseq.utils.formatting import first_line
 from lightseq.utils.logit_transform import LogitTransform
 
@@ -112,9 +112,9 @@ class Architecture:
 
     @property
     def windows(self) -> set[int]:
-        """Returns the windows of all layers that have one, in tokens."""
-        found = {mixer.window for layer in self.kinds for mixer in layer.attentions}
-        return {window for window in found if window is not None}
+        """Returns the tokens that queries of layers without full attention see at most."""
+        found = {mixer.reach for layer in self.kinds for mixer in layer.attentions}
+        return {reach.tokens for reach in found if reach is not None}
 
     def attention_area(self, sizes: ArrayLike) -> float:
         """Returns twice the visible (query, key) pairs in documents of these sizes, the mean over all mixers.
@@ -247,25 +247,26 @@ def caps_scores(config: PreTrainedConfig) -> bool:
     return getattr(text_config(config), "attn_logit_softcapping", None) is not None
 
 
-def layer_windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
-    """Returns the sliding window or the `Chunk` of each layer in tokens, None for full attention."""
-    window, text = sliding_window(config), text_config(config)
+def layer_reaches(config: PreTrainedConfig) -> tuple[Reach | None, ...]:
+    """Returns the sliding window or the chunk of each layer, None for full attention."""
+    text = text_config(config)
+    window = sliding(sliding_window(config))
     if not (kinds := getattr(text, "layer_types", None)):
         return (window,) * int(text.num_hidden_layers)
     chunk = getattr(text, "attention_chunk_size", None)
-    reaches = {"sliding_attention": window, "chunked_attention": None if chunk is None else Chunk(chunk)}
+    reaches = {"sliding_attention": window, "chunked_attention": None if chunk is None else Reach(CHUNK, chunk)}
     return tuple(reaches.get(kind) for kind in kinds)
 
 
-def windows_of_masks(model: PreTrainedModel) -> tuple[int | None, ...]:
-    """Returns the window of each layer that the model's own code applies with a mask; None for full attention.
+def reaches_of_masks(model: PreTrainedModel) -> tuple[Reach | None, ...]:
+    """Returns the reach of each layer that the model's own code applies with a mask; None for full attention.
 
     A config may have a leftover window that the code of its model does not read.
     """
     modules = {sys.modules.get(kind.__module__) for kind in type(text_decoder(model)).__mro__}
     config = text_config(model.config)
     if any(hasattr(module, name) for module in modules for name in MASKS):
-        return layer_windows(config)
+        return layer_reaches(config)
     return (None,) * int(config.num_hidden_layers)
 
 
@@ -293,7 +294,7 @@ def attentions_of(model: PreTrainedModel) -> tuple[Attention, ...]:
         text = text_config(model.config)
         # Where layers differ, transformers has a config of each.
         configs = text.per_layer_config if getattr(text, "is_heterogeneous", False) else (text,)
-        return tuple(Attention(heads_of(config), sliding_window(config)) for config in configs)
+        return tuple(Attention(heads_of(config), sliding(sliding_window(config))) for config in configs)
 
 
 def known_logit_transform(model: PreTrainedModel) -> LogitTransform | None:
@@ -371,9 +372,9 @@ def _inspect(kind: Any, text: str, _mixers: tuple[MixerKind, ...]) -> Architectu
     layers, head = decoder_layers(model), model.get_output_embeddings()
     try:
         ran = run_on_meta(model, layers)
-        for layer_run, reach in zip(ran.layers, windows_of_masks(model), strict=False):
-            if isinstance(reach, Chunk):  # layers pass no keyword for it
-                layer_run.mixers = [replace(x, window=reach) for x in layer_run.mixers if isinstance(x, Attention)]
+        for layer_run, reach in zip(ran.layers, reaches_of_masks(model), strict=False):
+            if reach is not None and reach.kind == CHUNK:  # layers pass no keyword for it
+                layer_run.mixers = [replace(x, reach=reach) for x in layer_run.mixers if isinstance(x, Attention)]
         logit_transform = find_logit_transform(model)
     except Exception as error:  # the model's code may raise anything
         if isinstance(error, ValueError) and not _is_raised_by_transformers(error):

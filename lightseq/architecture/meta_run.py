@@ -27,6 +27,7 @@ from lightseq.parts.fit import fit
 from lightseq.parts.part import Choices, Ranks
 from lightseq.parts.probes import StandIn, twin_forward
 from lightseq.parts.recurrences import mixer_modules
+from lightseq.schedule.windows import sliding
 from lightseq.utils.logit_transform import LogitTransform
 
 PROBE: Final = f"{IMPLEMENTATION}_probe"  # in transformers' registry of attention functions
@@ -78,7 +79,7 @@ def run_on_meta(model: PreTrainedModel, layers: nn.ModuleList) -> MetaRun:
         keys.append((module, k))
         passed.append(others.get("documents") is documents)
         heads = Heads(q.shape[1], k.shape[1], q.shape[-1], v.shape[-1])
-        running[-1].mixers.append(Attention(heads, others.get("sliding_window")))
+        running[-1].mixers.append(Attention(heads, sliding(others.get("sliding_window"))))
         return _shaped_as_output(q, v), None
 
     def enter(layer_run: LayerRun, _layer: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lightseq.attention.context import SequenceContext
 from lightseq.attention.operator import attention
-from lightseq.schedule.chunks import Chunk
+from lightseq.schedule.windows import CHUNK, Reach, sliding
 from lightseq.utils.logit_transform import LogitTransform
 
 # Keywords passed to `attention`: documents, window and sinks, by transformers' names.
@@ -80,26 +80,27 @@ def _scale_and_cap(q: Tensor, scaling: float | None, others: Mapping[str, Any]) 
     return LogitTransform(q.shape[-1] ** -0.5 if scaling is None else scaling, others.get("softcap"))
 
 
-def _checked_context(module: nn.Module, q: Tensor, others: Mapping[str, Any]) -> tuple[SequenceContext, int | None]:
-    """Returns the module's context, and its window or `Chunk`. Raises ValueError for unsupported keywords."""
+def _checked_context(module: nn.Module, q: Tensor, others: Mapping[str, Any]) -> tuple[SequenceContext, Reach | None]:
+    """Returns the module's context and reach. Raises ValueError for unsupported keywords."""
     if unknown := unhonoured_argument(others):
         remedy = "pass cu_seqlens to shard_batch" if unknown.startswith("cu_seq_lens") else "leave it out"
         raise ValueError(f"attention got {unknown}, which no kernel supports; {remedy}")
     context = context_of(module)
-    window = others.get("sliding_window")
-    of_mask = getattr(module, "window_of_mask", window)  # set by `hf.enable`
-    if isinstance(of_mask, Chunk):  # layers pass no keyword for it
+    window = sliding(others.get("sliding_window"))
+    of_mask: Reach | None = getattr(module, "reach_of_mask", window)  # set by `hf.enable`
+    if of_mask is not None and of_mask.kind == CHUNK:  # layers pass no keyword for it
         return context, of_mask
     if of_mask != window:
         _check_window(module, window, of_mask, tokens=q.shape[1] * context.schedule.world)
     return context, window
 
 
-def _check_window(module: nn.Module, window: int | None, of_mask: int | None, tokens: int) -> None:
+def _check_window(module: nn.Module, window: Reach | None, of_mask: Reach | None, tokens: int) -> None:
     """Raises ValueError if a layer passes another window than the mask of its model has, and sequences are longer."""
-    if min(x for x in (window, of_mask) if x is not None) < tokens:
+    if min(x.tokens for x in (window, of_mask) if x is not None) < tokens:
+        given, masked = (None if x is None else x.tokens for x in (window, of_mask))
         raise ValueError(
-            f"{type(module).__name__} passes window {window} to attention, but its model's mask has {of_mask}; set "
+            f"{type(module).__name__} passes window {given} to attention, but its model's mask has {masked}; set "
             f"sliding_window in the model's config to None, or to at least {tokens}, the length with its padding"
         )
 

@@ -19,10 +19,10 @@ from lightseq.comm.transport import base_transport_name
 from lightseq.kernels.attention.base import Saved
 from lightseq.kernels.attention.selection import with_softcap
 from lightseq.schedule.algorithms import SCHEDULES, check_heads
-from lightseq.schedule.chunks import Chunk, chunked_schedule
+from lightseq.schedule.chunks import chunked_schedule
 from lightseq.schedule.documents import packed_schedule
 from lightseq.schedule.table import Schedule
-from lightseq.schedule.windows import windowed_schedule
+from lightseq.schedule.windows import CHUNK, Reach, windowed_schedule
 from lightseq.sequence.documents import Documents, without_repeats
 from lightseq.utils.checkpoint_context import operator_wrapper, reuse_or_compute
 from lightseq.utils.logit_transform import LogitTransform
@@ -37,7 +37,7 @@ def attention(
     context: SequenceContext,
     scale: float | LogitTransform | None = None,
     documents: Documents | None = None,
-    window: int | None = None,
+    reach: Reach | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Computes causal attention of the local queries over the whole sequence, which is split over the group's ranks.
@@ -45,17 +45,17 @@ def attention(
     Every rank of the group passes its part in the context's layout; K divides H. Returns out (B, S, H, D) in q's dtype
     and the log-sum-exp of the scaled scores (B, H, S), at least float32 and without a gradient. `scale` defaults to D
     ** -0.5; a `LogitTransform` also caps the scores, before the mask (Gemma 2). With `documents` the parts are in their
-    layout, and no query sees a key of another document. With `window` a query sees only that many keys, its own and
-    those before; if it is a `Chunk`, the keys of its own chunk. `sinks` (H,) are logits that every softmax of a head
-    has besides its keys, without a value (gpt-oss, StreamingLLM, arXiv 2309.17453); the log-sum-exp includes them.
-    Values may have another dimension than keys; out has theirs. Raises ValueError for shapes that do not fit
+    layout, and no query sees a key of another document. `reach` limits the keys that a query sees to a window or a
+    chunk. `sinks` (H,) are logits that every softmax of a head has besides its keys, without a value (gpt-oss,
+    StreamingLLM, arXiv 2309.17453); the log-sum-exp includes them. Values may have another dimension than keys; out has
+    theirs. Raises ValueError for shapes that do not fit
     together, and for a schedule without windows or a kernel without caps.
     """
     _check_shapes(q_BSHD, k_BSKD, v_BSKD, context, documents)
     q, k, v = map(_last_dim_contiguous, (q_BSHD, k_BSKD, v_BSKD))
     call = _attention if _is_watched(q) else _Attention.apply
     boundaries = None if documents is None else documents.boundaries
-    out, lse, _ = call(q, k, v, boundaries, sinks, _options(context, scale, window, q))
+    out, lse, _ = call(q, k, v, boundaries, sinks, _options(context, scale, reach, q))
     return out, lse
 
 
@@ -65,7 +65,7 @@ def attention_backward(
     context: SequenceContext,
     scale: float | LogitTransform | None = None,
     documents: Documents | None = None,
-    window: int | None = None,
+    reach: Reach | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns dq, dk and dv, shaped as q, k and v, for a caller of `attention` without autograd.
 
@@ -74,7 +74,7 @@ def attention_backward(
     q, k, v, out, lse = saved
     boundaries = None if documents is None else documents.boundaries
     qkv = [*map(_last_dim_contiguous, (q, k, v))]
-    options = _options(context, scale, window, q)
+    options = _options(context, scale, reach, q)
     return _gradient_function(dout_BSHD)(
         _last_dim_contiguous(dout_BSHD), qkv, *k.shape[2:], (out, lse), boundaries, options
     )
@@ -86,7 +86,7 @@ class _Options(NamedTuple):
     context: SequenceContext
     scale: float
     softcap: float | None
-    window: int | None
+    reach: Reach | None
 
     def executor(self, table: Schedule, dim: int, value_dim: int) -> Executor:
         """Returns the executor of a table for heads with keys of `dim` and values of `value_dim`."""
@@ -95,14 +95,15 @@ class _Options(NamedTuple):
         return Executor(table, sequence.rank, kernel, sequence.transport, self.scale)
 
 
-def _options(context: SequenceContext, scale: float | LogitTransform | None, window: int | None, q: Tensor) -> str:
+def _options(context: SequenceContext, scale: float | LogitTransform | None, reach: Reach | None, q: Tensor) -> str:
     """Returns the options as a string that `_read_options` reads, because a custom operator takes no objects.
 
     Compiled graphs contain the string and torch's disk cache keeps it, so it means the same in every process.
     """
+    kind, tokens = ("", "") if reach is None else (reach.kind, reach.tokens)
     if isinstance(scale, LogitTransform):
-        return f"{context.name}|{scale.scale}|{scale.cap}|{window!r}"
-    return f"{context.name}|{q.shape[-1] ** -0.5 if scale is None else scale}|None|{window!r}"
+        return f"{context.name}|{scale.scale}|{scale.cap}|{kind}|{tokens}"
+    return f"{context.name}|{q.shape[-1] ** -0.5 if scale is None else scale}|None|{kind}|{tokens}"
 
 
 def _read_options(text: str) -> _Options:
@@ -111,8 +112,8 @@ def _read_options(text: str) -> _Options:
 
 
 @cache
-def _numbers(scale: str, softcap: str, window: str) -> tuple[float, float | None, int | None]:
-    reach = None if window == "None" else Chunk(window[6:-1]) if window.startswith("Chunk") else int(window)
+def _numbers(scale: str, softcap: str, kind: str, tokens: str) -> tuple[float, float | None, Reach | None]:
+    reach = Reach(kind, int(tokens)) if kind else None
     return float(scale), None if softcap == "None" else float(softcap), reach
 
 
@@ -170,18 +171,19 @@ def _check_packed(q: Tensor, context: SequenceContext, documents: Documents) -> 
         )
 
 
-def _table(context: SequenceContext, q: Tensor, boundaries: Tensor | None, window: int | None) -> Schedule:
+def _table(context: SequenceContext, q: Tensor, boundaries: Tensor | None, reach: Reach | None) -> Schedule:
     """Returns the schedule, limited to the documents if there are several, and to the window or the chunks."""
     whole = (0, q.shape[1] * context.schedule.world) if boundaries is None else without_repeats(boundaries)
-    if isinstance(window, Chunk) and window < whole[-1]:
-        return chunked_schedule(context.schedule, whole, window, packed=boundaries is not None)
-    if window is not None and window < whole[-1]:
+    if reach is not None and reach.tokens < whole[-1]:
+        if reach.kind == CHUNK:
+            return chunked_schedule(context.schedule, whole, reach.tokens, packed=boundaries is not None)
         if not SCHEDULES[context.schedule.name].one_tile_per_query:
             raise ValueError(
-                f"a row of {whole[-1]} tokens, padding included, exceeds a layer's window of {window}, which schedule "
-                f"{context.schedule.name} does not support; enable attention with that length, or with schedule prefix"
+                f"a row of {whole[-1]} tokens, padding included, exceeds a layer's window of {reach.tokens}, which "
+                f"schedule {context.schedule.name} does not support; enable attention with that length, or with "
+                "schedule prefix"
             )
-        return windowed_schedule(context.schedule, whole, window, packed=boundaries is not None)
+        return windowed_schedule(context.schedule, whole, reach.tokens, packed=boundaries is not None)
     return context.schedule if boundaries is None else packed_schedule(context.schedule, whole)
 
 
@@ -232,7 +234,7 @@ def _forward(
     context.sequence.check_documents(boundaries)
     _compare_shapes(context, q, v, boundaries)
     gathered = Gathered(_gathered_memory(context, q, v), *k.shape[2:])
-    executor = call.executor(_table(context, q, boundaries, call.window), k.shape[3], v.shape[3])
+    executor = call.executor(_table(context, q, boundaries, call.reach), k.shape[3], v.shape[3])
     out, lse = executor.forward(q, k, v, gathered if context.keeps_gathered else None)
     if sinks is not None:
         out, lse = _with_sinks(out, lse, sinks)
@@ -292,7 +294,7 @@ def _gradients(
     `tensors` are the rank's own q, k and v, or one tensor that the forward pass gathered. `dim` is that of keys.
     """
     call, (out, lse) = _read_options(options), results
-    table = _table(call.context, dout, boundaries, call.window)
+    table = _table(call.context, dout, boundaries, call.reach)
     qkv: tuple[Tensor, Tensor, Tensor] | Gathered
     if len(tensors) == 1:
         table, qkv = table.with_gathered_backward, Gathered(tensors[0], kv_heads, dim)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lightseq.architecture.inspection import transformers_model, windows_of_masks
+from lightseq.architecture.inspection import reaches_of_masks, transformers_model
 from lightseq.attention.context import SequenceContext
 from lightseq.comm.transport import base_transport_name
 from lightseq.hf.agreement import (
@@ -76,7 +76,7 @@ class Checks:
     ) -> None:
         self._context = context
         self._layers = attending_layers
-        self._windows = windows_of_masks(model)
+        self._reaches = reaches_of_masks(model)
         self._positions = positions_in_table(model)
         self._images = images
         self._unsplit_inputs = sorted(other_inputs(model) - {PIXELS, *BESIDE_PIXELS})
@@ -116,7 +116,7 @@ class Checks:
         if state.outermost is None:  # the model around the layers may not forward `documents` to them
             state.outermost, context.sequence.batch.packed = model, documents is not None
         if model is headless(inner := transformers_model(model)):
-            if windows_of_masks(inner) != self._windows:
+            if reaches_of_masks(inner) != self._reaches:
                 raise ValueError("the windows in the model's config changed after hf.enable; call hf.enable again")
             state.attention_passes = context.progress.passes
         return args, kwargs

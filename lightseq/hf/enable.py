@@ -23,10 +23,10 @@ from lightseq.architecture.inspection import (
     attentions_of,
     caps_scores,
     check_attention,
-    layer_windows,
+    layer_reaches,
     length_dependent_ropes,
+    reaches_of_masks,
     transformers_model,
-    windows_of_masks,
 )
 from lightseq.architecture.recurrent_schedule import check_recurrent_schedule
 from lightseq.attention.config import AttentionConfig
@@ -136,9 +136,9 @@ def disable(model: PreTrainedModel) -> None:
 def _completed(config: AttentionConfig, model: PreTrainedModel, ranks: int) -> AttentionConfig:
     """Returns a config with the device, dtype, windows and softcap of a model where they are left open."""
     parameter = next(model.parameters())
-    reaches = [reach for reach in layer_windows(model.config) if reach is not None]
+    sizes = [reach.tokens for reach in layer_reaches(model.config) if reach is not None]
     return dataclasses.replace(
-        config.with_windows(reaches, ranks),
+        config.with_windows(sizes, ranks),
         device=torch.device(config.device or parameter.device),
         dtype=config.dtype or parameter.dtype,
         softcap=config.softcap or caps_scores(model.config),
@@ -160,7 +160,7 @@ def _install(model: PreTrainedModel, record: EnabledModel) -> None:
     give_global_positions(text_decoder(inner), changes)
     # First, because it finds mixers by their classes, which `fit` replaces.
     install_checks(model, record, length_dependent_rope=bool(ropes))
-    fit([text_decoder(inner)], Choices(windows=windows_of_masks(inner)), Ranks(sequence=context), changes)
+    fit([text_decoder(inner)], Choices(reaches=reaches_of_masks(inner)), Ranks(sequence=context), changes)
 
 
 def _rope_forward(

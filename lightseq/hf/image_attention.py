@@ -21,6 +21,7 @@ from lightseq.attention.operator import attention, attention_backward
 from lightseq.kernels.attention.base import Saved
 from lightseq.models.decoder import text_config
 from lightseq.schedule.layout import shard
+from lightseq.schedule.windows import sliding
 from lightseq.sequence.documents import Documents
 
 IMAGE_BLOCKS: Final = "image_blocks"  # keyword of `ImageBlocks` in an attention call
@@ -169,7 +170,7 @@ def _with_blocks(
     if torch.is_autocast_enabled(device):
         q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-    options = (context_of(module), scale, others.get("documents"), others.get("sliding_window"))
+    options = (context_of(module), scale, others.get("documents"), sliding(others.get("sliding_window")))
     with torch.autocast(device, enabled=False):
         out: Tensor = _BlockAttention.apply(q, k, v, blocks.to(q.device), options)
     return out
@@ -180,8 +181,8 @@ class _BlockAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, blocks: ImageBlocks, options: tuple) -> Tensor:  # type: ignore[override]
-        context, scale, documents, window = options
-        causal, causal_lse = attention(q, k, v, context, scale, documents, window)
+        context, scale, documents, reach = options
+        causal, causal_lse = attention(q, k, v, context, scale, documents, reach)
         out, lse = causal.clone(), causal_lse.clone()
         pool = [_pool(context, x, blocks) for x in (k, v)]
         if blocks.queries.numel():
@@ -209,8 +210,8 @@ class _BlockAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         q, k, v, out, lse = ctx.saved_tensors
-        blocks, (context, scale, documents, window) = ctx.blocks, ctx.options
-        dq, dk, dv = attention_backward(dout, Saved(q, k, v, out, lse), context, scale, documents, window)
+        blocks, (context, scale, documents, reach) = ctx.blocks, ctx.options
+        dq, dk, dv = attention_backward(dout, Saved(q, k, v, out, lse), context, scale, documents, reach)
         pool = [_pool(context, x, blocks) for x in (k, v)]
         gradients = [torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in pool]
         if blocks.queries.numel():

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from transformers.trainer_utils import seed_worker
 
 from lightseq import hf
-from lightseq.architecture.inspection import layer_windows, transformers_model
+from lightseq.architecture.inspection import layer_reaches, transformers_model
 from lightseq.distributed.environment import ranks_per_host
 from lightseq.hf.record import record_of
 from lightseq.integrations.whole_batches import WHOLE_BATCHES, WholeBatches, whole_batches_of
@@ -120,7 +120,7 @@ def enable(model: nn.Module, mesh: DeviceMesh, accelerator: Accelerator, **optio
     mixed = accelerator.mixed_precision
     dtype = dtypes.get(mixed, torch.bfloat16 if mixed == "fp8" else inner.dtype)
     # Rows may be longer than a trainer's max_length: padding_free joins the rows of a batch.
-    windows = any(reach is not None for reach in layer_windows(inner.config))
+    windows = any(reach is not None for reach in layer_reaches(inner.config))
     here = {"device": accelerator.device, "dtype": dtype, "gpus_per_host": _ranks_per_host(mesh), "windows": windows}
     whole = WholeBatches(unwrapped, hf.enable(inner, mesh[SEQUENCE], **{**here, **options}))
     record = record_of(inner)

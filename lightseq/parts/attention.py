@@ -95,12 +95,12 @@ def _attend_again(model: PreTrainedModel, plain: str | None) -> None:
 
 
 def _fit(modules: Sequence[nn.Module], choices: Choices, ranks: Ranks, changes: Changes) -> None:
-    """Gives attention its ranks and the windows of its model's mask, and lets projections be stored."""
+    """Gives attention its ranks and the reaches of its model's mask, and lets projections be stored."""
     if ranks.sequence is not None:
         for attention in (found for module in modules for found in attention_modules(module)):
             changes.set_attribute(attention, "sequence_context", ranks.sequence)
-            if choices.windows:
-                changes.set_attribute(attention, "window_of_mask", choices.windows[attention.layer_idx])  # type: ignore[index]
+            if choices.reaches:
+                changes.set_attribute(attention, "reach_of_mask", choices.reaches[attention.layer_idx])  # type: ignore[index]
     if choices.stores_projections:
         store_projections(modules, changes)
 

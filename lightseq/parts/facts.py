@@ -9,9 +9,9 @@ from numpy.typing import ArrayLike
 from transformers import PreTrainedConfig
 
 from lightseq.models.decoder import text_config
-from lightseq.schedule.chunks import Chunk
 from lightseq.schedule.cost import AttentionShape
 from lightseq.schedule.recurrences import DELTA_RULE
+from lightseq.schedule.windows import CHUNK, Reach
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Attention:
     """Softmax attention, one of the mixers of a layer."""
 
     heads: Heads
-    window: int | None  # sliding window in tokens, the query's own included, or a `Chunk`; None: full attention
+    reach: Reach | None  # None: full attention
 
     @property
     def width(self) -> int:
@@ -54,13 +54,13 @@ class Attention:
     def area(self, sizes: ArrayLike) -> float:
         """Returns twice the visible (query, key) pairs in documents of these sizes, without half of the diagonal.
 
-        Without a window that is the sum of the squared sizes.
+        With full attention that is the sum of the squared sizes.
         """
         documents = np.asarray(sizes, dtype=np.float64)
-        if isinstance(self.window, Chunk):
-            whole, rest = np.divmod(documents, int(self.window))
-            return float((whole * int(self.window) ** 2 + rest**2).sum())
-        seen = documents if self.window is None else np.minimum(documents, self.window)
+        if self.reach is not None and self.reach.kind == CHUNK:
+            whole, rest = np.divmod(documents, self.reach.tokens)
+            return float((whole * self.reach.tokens**2 + rest**2).sum())
+        seen = documents if self.reach is None else np.minimum(documents, self.reach.tokens)
         return float((seen * (2 * documents - seen)).sum())
 
 

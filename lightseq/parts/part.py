@@ -9,13 +9,14 @@ from torch import Tensor, nn
 from lightseq.attention.context import SequenceContext
 from lightseq.config.remat_policies import STORE_LINEARS, STORES_MLP
 from lightseq.parts.changes import Changes
+from lightseq.schedule.windows import Reach
 
 
 @dataclass(frozen=True)
 class Choices:
-    """How the parts of a model compute. Each choice changes what a layer saves or computes; none depends on ranks."""
+    """Choices of how parts compute. Each changes what a layer saves or computes, and none depends on ranks."""
 
-    windows: tuple[int | None, ...] = ()  # of each layer's attention, which its model's mask applies
+    reaches: tuple[Reach | None, ...] = ()  # of each layer's attention, which its model's mask applies
     groups_experts: bool = False  # experts run as grouped products
     tiles_mlp: bool = False  # gated MLPs run over tiles of tokens
     ends_with_mlp: bool = False  # no backward pass needs the output of an MLP (`Layer.mlp_is_last`)

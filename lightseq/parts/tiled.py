@@ -35,6 +35,7 @@ from lightseq.parts.low_rank import (
 from lightseq.parts.probes import change_of, is_known_code, plain_class
 from lightseq.parts.projections import PROJECTIONS
 from lightseq.schedule.head_slices import count_head_slices
+from lightseq.schedule.windows import Reach
 from lightseq.utils.checkpoint_context import is_recomputing, take_memory
 
 # Layers of norm, attention, residual, norm, MLP, residual, in which q and k may have norms of their own.
@@ -191,10 +192,10 @@ class _TiledCall:
         return mlp.tiles(x.shape[1], size)
 
     @property
-    def window(self) -> int | None:
-        """Keys that a query of this layer sees; None: all before it."""
-        window: int | None = self.layer.self_attn.window_of_mask  # set by `hf.enable`
-        return window
+    def reach(self) -> Reach | None:
+        """Returns the keys that a query of this layer sees; None: all before it."""
+        reach: Reach | None = self.layer.self_attn.reach_of_mask  # set by `hf.enable`
+        return reach
 
     def head_slices(self, x: Tensor) -> Iterator[HeadSlice | None]:
         return head_slices(self.layer.self_attn, x.dtype)
@@ -223,9 +224,9 @@ class _TiledCall:
 
     def attention(self, x: Tensor) -> list[Pair]:
         """Returns out and its log-sum-exp of every slice."""
-        module = self.layer.self_attn
+        module, window = self.layer.self_attn, None if self.reach is None else self.reach.tokens
         return [
-            attend(module, *self.project_all_tiles(heads, x), module.scaling, sliding_window=self.window, **self.others)
+            attend(module, *self.project_all_tiles(heads, x), module.scaling, sliding_window=window, **self.others)
             for heads in self.head_slices(x)
         ]
 
@@ -238,7 +239,7 @@ class _TiledCall:
         for rows in self.tiles(x):
             dout[:, rows] = out_gradient(self.layer, heads, dresidual[:, rows], out[:, rows])
         saved = Saved(*self.project_all_tiles(heads, x), out, lse)
-        return attention_backward(dout, saved, context_of(module), module.scaling, documents, self.window)
+        return attention_backward(dout, saved, context_of(module), module.scaling, documents, self.reach)
 
 
 def heads_of_tile(slices: Sequence[Tensor], rows: slice) -> Tensor:

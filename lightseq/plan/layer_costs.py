@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from lightseq.architecture.inspection import inspect_architecture, windows_of_masks
+from lightseq.architecture.inspection import inspect_architecture, reaches_of_masks
 from lightseq.architecture.meta_run import layer_inputs
 from lightseq.attention.context import one_rank_context
 from lightseq.attention.module_attention import attention_function
@@ -30,6 +30,7 @@ from lightseq.parts.mlp import TILE_TOKENS
 from lightseq.parts.part import Choices, Ranks, choices_of_policy
 from lightseq.parts.recurrences import registered_mixers
 from lightseq.plan.layer_graph import LAYER_INPUT, TOKENS, LayerGraph, Pass
+from lightseq.schedule.windows import Reach
 
 TRACED: Final = f"{IMPLEMENTATION}_traced"  # in transformers' registry of attention functions
 # Points of a layer's backward pass: operators whose own memory is counted elsewhere, and all others.
@@ -105,24 +106,24 @@ class LayerTable:
         choices = choices_of_policy(treatment.policy, ends_with_mlp, treatment.tiles_mlp)
         key = place, choices
         if key not in self._graphs:
-            layers, inputs, windows = self._layers
+            layers, inputs, reaches = self._layers
             layer, experts = copy.deepcopy(layers[place]), None
             if self._expert_ranks > 1:
                 experts = _TracedGroup(self._expert_ranks, self._dtype)
-            fit([layer], replace(choices, windows=windows), Ranks(one_rank_context(), experts), Changes())
+            fit([layer], replace(choices, reaches=reaches), Ranks(one_rank_context(), experts), Changes())
             self._graphs[key] = LayerGraph(layer, *inputs[place])
         return self._graphs[key]
 
     @cached_property
-    def _layers(self) -> tuple[nn.ModuleList, list[tuple[tuple[Any, ...], dict[str, Any]]], tuple[int | None, ...]]:
-        """Returns one layer of each kind and all before it, on the meta device, their arguments, and their windows."""
+    def _layers(self) -> tuple[nn.ModuleList, list[tuple[tuple[Any, ...], dict[str, Any]]], tuple[Reach | None, ...]]:
+        """Returns one layer of each kind and all before it, on the meta device, their arguments, and their reaches."""
         last = max(layer.place for layer in inspect_architecture(self._config).layers)
         model = build_to_train(self._config)
         layers = decoder_layers(model)[: last + 1]
         inputs = layer_inputs(model.to(self._dtype), layers, TOKENS)
         ALL_ATTENTION_FUNCTIONS.register(TRACED, attention_function)
         attend_with(attending_part(model), TRACED, changes_of(model))
-        return layers, inputs, windows_of_masks(model)
+        return layers, inputs, reaches_of_masks(model)
 
 
 class _TracedGroup:

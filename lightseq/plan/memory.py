@@ -256,14 +256,14 @@ def attention_of(run: PlannedRun, layer: Layer) -> AttentionMemory:
 
 
 def _memory_of_mixer(run: PlannedRun, mixer: Attention) -> AttentionMemory:
-    heads, slices, length = mixer.heads, run.head_slices, run.config.model_max_length
+    heads, reach, slices, length = mixer.heads, mixer.reach, run.head_slices, run.config.model_max_length
     memory = attention_memory(
         run.choice,
         run.sequence_ranks,
         replace(heads, query=heads.query // slices, key_value=heads.key_value // slices),
         run.itemsize,
         keep_gathered=run.keeps_gathered,
-        window_share=mixer.window / length if mixer.window is not None and mixer.window < length else None,
+        window_share=reach.tokens / length if reach is not None and reach.tokens < length else None,
     )
     if heads.dim > MAX_FLASH_DIM:
         memory = replace(memory, backward=memory.backward + SCORE_BLOCK_BYTES / run.tokens)

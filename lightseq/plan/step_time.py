@@ -86,7 +86,7 @@ def _full_attention_seconds(run: PlannedRun, mixer: Attention) -> float:
     head_dim = min(rates.HEAD_DIM_SHARE, key=lambda known: abs(known - mixer.heads.dim))
     share = rates.HEAD_DIM_SHARE[head_dim] * rates.KERNEL_SHARE.get(run.config.kernel_name, 1.0)
     if mixer.heads.dim == 256 and run.config.kernel_name in ("auto", "fa4") and not _takes_cudnn(run, mixer):
-        share *= rates.WITHOUT_CUDNN if mixer.window is None else rates.WINDOW_WITHOUT_CUDNN
+        share *= rates.WITHOUT_CUDNN if mixer.reach is None else rates.WINDOW_WITHOUT_CUDNN
     kernel = rates.attention_rates(run.hardware.chip, run.transport)
     kernel = replace(kernel, flops_per_second=kernel.flops_per_second * (share * rates.ATTENTION_SHARE))
     per_host = run.hardware.gpus_per_host
@@ -96,7 +96,7 @@ def _full_attention_seconds(run: PlannedRun, mixer: Attention) -> float:
 def _takes_cudnn(run: PlannedRun, mixer: Attention) -> bool:
     """Returns whether fa4 leaves a mixer's backward pass to cuDNN (kernels/attention/flash_attn.py)."""
     config = run.config
-    return not (mixer.window or caps_scores(run.model) or config.deterministic or config.packing != "none")
+    return not (mixer.reach or caps_scores(run.model) or config.deterministic or config.packing != "none")
 
 
 def _attentions_again(run: PlannedRun, placement: Placement) -> int:

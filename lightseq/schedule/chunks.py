@@ -13,20 +13,8 @@ from lightseq.schedule.documents import MAX_PACKED_TABLES, assign_packed_tiles, 
 from lightseq.schedule.table import Schedule, derive_steps
 
 
-class Chunk(int):
-    """Tokens of a chunk: a query sees the keys of its own chunk, up to its own. Chunks count from a document's start.
-
-    Stands where a sliding window would.
-    """
-
-    def __repr__(self) -> str:
-        return f"Chunk({int(self)})"
-
-    __str__ = __repr__
-
-
 def with_chunks(boundaries: Sequence[int], chunk: int) -> tuple[int, ...]:
-    """Returns the boundaries with those of all chunks."""
+    """Adds the boundaries of chunks to those of documents. Chunks count from a document's start."""
     inside = (edge for start, stop in pairwise(boundaries) for edge in range(start, stop, chunk))
     return (*inside, boundaries[-1])
 
