@@ -29,6 +29,7 @@ from lightseq.models.decoder import decoder_layers, final_norm, float32_paramete
 from lightseq.models.weights import stored_buffers
 from lightseq.parts.changes import changes_of
 from lightseq.parts.expert_parallel import expert_group, shard_experts
+from lightseq.parts.experts import experts_modules
 from lightseq.parts.fit import fit
 from lightseq.parts.fp8 import to_fp8
 from lightseq.parts.loss_model import LossModel
@@ -50,20 +51,27 @@ class FsdpPolicy:
 class Unit:
     """Modules whose parameters are gathered, freed and reduced together."""
 
-    kind: Literal["layers", "end", "root"]  # neighbouring layers, the embeddings or the head, or all that is left
+    # Neighbouring layers, the embeddings or the head, all that is left, or experts inside layers that the mesh splits.
+    kind: Literal["layers", "end", "root", "experts"]
     modules: tuple[nn.Module, ...]  # in the order in which they run
     mesh: DeviceMesh  # over which the parameters are sharded
-    policy: FsdpPolicy
+    policy: FsdpPolicy | None  # None: the modules' own operator gathers them
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Returns the parameters of the modules. Norms inside of experts belong to their layer."""
+        return [x for module in self.modules for x in module.parameters(recurse=self.kind != "experts")]
 
     @property
     def buffers(self) -> list[Tensor]:
         """Returns the buffers that the model's files store. Every rank holds them whole."""
-        return [buffer for module in self.modules for buffer in stored_buffers(module).values()]
+        modules = () if self.kind == "experts" else self.modules  # those of experts are in their layers
+        return [buffer for module in modules for buffer in stored_buffers(module).values()]
 
     @property
     def state_on_host(self) -> bool:
         """Returns whether the parameters, and with them gradients and optimizer state, are in host memory."""
-        return isinstance(self.policy.offload, CPUOffloadPolicy)
+        return self.policy is not None and isinstance(self.policy.offload, CPUOffloadPolicy)
 
 
 @dataclass(frozen=True)
@@ -75,11 +83,10 @@ class ParallelModel:
     units: list[Unit]
     offload: Offload | None  # of activations
     whole: list[str]  # names of parameters of which every rank has all, because they compute in another dtype
-    experts: list[str]  # names of parameters that `shard_experts` has split
 
 
 def units(model: PreTrainedModel, config: TrainConfig, dims: ParallelDims, memory: MemorySettings) -> list[Unit]:
-    """Returns the units of a model: its embeddings, its groups of layers, its head, and the root.
+    """Returns the units of a model: its embeddings, its groups of layers, its head, the root, and experts of a mesh.
 
     A group of layers is one checkpoint, too. Embeddings tied to the head belong to the root and stay gathered for the
     whole step.
@@ -97,14 +104,17 @@ def units(model: PreTrainedModel, config: TrainConfig, dims: ParallelDims, memor
         offload = OffloadPolicy() if start < memory.layers_with_state_on_gpu else offload_policy
         group_policy = replace(policy, offload=offload, reshard_after_forward=memory.reshard_after_forward)
         groups.append(Unit("layers", tuple(layers[start : start + config.group_size]), mesh, group_policy))
+    experts = list[Unit]()
+    if dims.expert_mesh is not None:
+        experts.append(Unit("experts", tuple(x for _, x in experts_modules(model)), dims.expert_mesh, policy=None))
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     others = tuple(module for module in decoder.children() if module is not embeddings and module is not layers)
     if embeddings.weight is head.weight:
-        return [*groups, Unit("root", (embeddings, *others), mesh, policy)]
+        return [*groups, *experts, Unit("root", (embeddings, *others), mesh, policy)]
     # The backward pass reads neither the embedding table nor, after the fused loss, the head.
     unread = replace(policy, unshard_in_backward=False)
     first, last = (Unit("end", (end,), mesh, unread) for end in (embeddings, head))
-    return [first, *groups, last, Unit("root", others, mesh, policy)]
+    return [first, *groups, *experts, last, Unit("root", others, mesh, policy)]
 
 
 def parallelize(
@@ -112,7 +122,8 @@ def parallelize(
 ) -> ParallelModel:
     """Applies every technique to a model, which may be on the meta device, and shards it with FSDP2."""
     parallel = apply_techniques(model, config, dims, memory)
-    ignored = [model.get_parameter(name) for name in (*parallel.whole, *parallel.experts)]
+    ignored = [parameter for unit in parallel.units if unit.policy is None for parameter in unit.parameters]
+    ignored += map(model.get_parameter, parallel.whole)
     empty = [parameter for parameter in model.parameters() if not parameter.numel()]
     for parameter in empty:  # which FSDP2 cannot cut, so it would not cast them either
         parameter.data = parameter.data.to(getattr(torch, config.compute_dtype))
@@ -140,11 +151,12 @@ def apply_techniques(
     experts = None if mesh is None else expert_group(mesh, compute_dtype, gathers_again)
     choices = choices_of_policy(config.remat_policy, inspect_architecture(model.config).ends_with_mlps)
     fit(list(layers), choices, Ranks(experts=experts), changes)
-    names_of_experts = [] if mesh is None else shard_experts(model, mesh)
+    if mesh is not None:
+        shard_experts(model, mesh)
     offload = apply_recomputation(layer_groups(found), final_norm(model), changes, config, device, memory)
     loss_model = LossModel(model, required_logit_transform(model), Stopwatch(device))
     whole = [] if config.compute_dtype == "float32" else [*float32_parameters(model)]
-    return ParallelModel(loss_model, context, found, offload, whole, names_of_experts)
+    return ParallelModel(loss_model, context, found, offload, whole)
 
 
 def layer_groups(units: Sequence[Unit]) -> list[tuple[nn.Module, ...]]:
@@ -162,7 +174,9 @@ def shard_parameters(root: nn.Module, units: Sequence[Unit], ignored: Sequence[n
     # Without expandable segments a shared pool breaks into pieces, none of them large enough for a gradient.
     shares_pool = has_expandable_segments() and not any(unit.state_on_host for unit in units)
     for unit in units:
-        policy, modules = unit.policy, [root] if unit.kind == "root" else [*unit.modules]
+        if (policy := unit.policy) is None:
+            continue
+        modules = [root] if unit.kind == "root" else [*unit.modules]
         fully_shard(
             modules,
             mesh=unit.mesh,

@@ -72,19 +72,16 @@ def expert_group(mesh: DeviceMesh, dtype: torch.dtype, gathers_again: bool) -> E
     )
 
 
-def shard_experts(model: nn.Module, mesh: DeviceMesh) -> list[str]:
+def shard_experts(model: nn.Module, mesh: DeviceMesh) -> None:
     """Gives each rank of the mesh (expert, expert_data) its part of the experts of a model on the meta device.
 
-    Returns the names of the parameters. Raises ValueError if a rank's experts do not split evenly.
+    Raises ValueError if a rank's experts do not split evenly.
     """
-    names = list[str]()
-    for prefix, experts in experts_modules(model):
+    for _, experts in experts_modules(model):
         placements = split_of(experts, mesh.size(0), mesh.size(1))
         for name, parameter in [*experts.named_parameters(recurse=False)]:
             part: Any = DTensor.from_local(_part(parameter, mesh, placements), mesh, placements, run_check=False)
             setattr(experts, name, nn.Parameter(part, requires_grad=parameter.requires_grad))
-            names.append(f"{prefix}.{name}")
-    return names
 
 
 def split_of(experts: Any, ranks: int, shards: int) -> tuple[Placement, Placement]:

@@ -55,7 +55,7 @@ class FsdpEngine:
         parallel = on_all_ranks(world, lambda: parallelize(self.model, config, dims, memory))
         self.loss_model: nn.Module = parallel.loss_model
         self.context, self.offload, self.units = parallel.context, parallel.offload, parallel.units
-        self._whole, self._experts = parallel.whole, parallel.experts
+        self._whole = parallel.whole
         self.stopwatch = parallel.loss_model.stopwatch
         if memory.state_on_host or self.offload is not None:
             use_host_cores(world)
@@ -75,9 +75,8 @@ class FsdpEngine:
         FSDP2 would copy each of them into an allocation rounded up to a power of two.
         """
         device, host = self._world.device, torch.device("cpu")
-        modules = [module for unit in self.units if not unit.state_on_host for module in unit.modules]
-        on_gpu = {id(parameter) for module in modules for parameter in module.parameters()}
-        on_gpu |= {id(self.model.get_parameter(name)) for name in (*self._whole, *self._experts)}
+        on_gpu = {id(parameter) for unit in self.units if not unit.state_on_host for parameter in unit.parameters}
+        on_gpu |= {id(self.model.get_parameter(name)) for name in self._whole}
 
         def place(parameter: Tensor) -> torch.device:
             return host if self.memory.state_on_host and id(parameter) not in on_gpu else device
