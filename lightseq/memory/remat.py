@@ -22,8 +22,8 @@ from lightseq.memory.offload import Offload
 from lightseq.memory.stored_choices import CHOICE_OPS, choice_contexts
 from lightseq.parts.changes import Changes
 from lightseq.parts.experts import experts_modules
+from lightseq.parts.identity import hook_of
 from lightseq.parts.mlp import MLP_OP, STORED_MLP_OP
-from lightseq.parts.probes import hook_of
 from lightseq.parts.projections import STORED_LINEAR_OP
 from lightseq.recurrent.head_exchange import SCAN_HEADS_OP
 from lightseq.recurrent.scan import SCAN_OP

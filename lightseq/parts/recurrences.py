@@ -20,7 +20,7 @@ from lightseq.models.decoder import decoder_layers, text_config
 from lightseq.parts.attention import attention_modules
 from lightseq.parts.changes import Changes
 from lightseq.parts.facts import LinearMixer
-from lightseq.parts.token_wise import works_on_each_token
+from lightseq.parts.probes import works_on_each_token
 from lightseq.parts.transformers_recurrences import distributed_forward, facts, replace_functions, replaced_functions
 from lightseq.sequence.group import SequenceGroup
 from lightseq.utils.versions import OLDEST_FOR_RECURRENCES, check_transformers_for
