@@ -1,6 +1,7 @@
 """Attention modules of a model: those whose forward pass calls the attention interface of transformers."""
 
 from functools import cache
+from typing import Any
 
 from torch import nn
 
@@ -15,7 +16,8 @@ def attention_modules(model: nn.Module) -> list[nn.Module]:
     calls = cache(calls_attention_interface)  # for this model: others may have patched classes
 
     def attends(module: nn.Module) -> bool:
-        kind, own = type(module), vars(module).get("forward")
+        kind: Any = type(module)
+        own = vars(module).get("forward")
         return calls(kind.forward, kind) or (own is not None and calls_attention_interface(own, kind))
 
     return [module for module in model.modules() if hasattr(module, "layer_idx") and attends(module)]
