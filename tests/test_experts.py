@@ -1,11 +1,10 @@
 """Experts: their products, the choice that a checkpoint stores, and routers that stay in float32."""
 
 import copy
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from types import FunctionType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,9 +14,7 @@ import torch.distributed as dist
 from functorch.compile import min_cut_rematerialization_partition
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
-from torch.nn.utils.parametrize import register_parametrization
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
-from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
 from transformers.models.muse_spark.modeling_muse_spark import MuseSparkExperts
 from worlds import spawn
 
@@ -126,41 +123,11 @@ def test_only_chosen_experts_run_with_the_same_results(monkeypatch: pytest.Monke
         torch.testing.assert_close(got, right, rtol=1e-12, atol=1e-12)
 
 
-class _OtherExperts(Llama4TextExperts):
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        return 2 * super().forward(hidden_states)
-
-
-CHANGES: dict[str, Callable[[Any], Any]] = {
-    "hook": lambda block: block.experts.register_forward_hook(lambda *_: None),
-    "own forward": lambda block: setattr(block, "forward", block.forward),
-    "own class": lambda block: setattr(block.experts, "__class__", _OtherExperts),
-    "parametrization": lambda block: register_parametrization(block.router, "weight", nn.Identity()),
-    "biases": lambda block: block.experts.register_parameter("bias", nn.Parameter(torch.zeros(4, 32))),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_changed_block_keeps_its_own_code(change: str) -> None:
+def test_a_changed_block_keeps_its_own_code() -> None:
     model, block = moe_block()
-    CHANGES[change](block)
+    block.experts.register_forward_hook(lambda *_: None)
     run_chosen_experts(model, Changes())
     assert [name for name, _ in experts_modules(model)] == ["model.layers.2.feed_forward.experts"]
-
-
-def times_factor(self: Any, hidden_states: Tensor) -> Tensor:
-    return factor * plain_forward(self, hidden_states)  # type: ignore[name-defined]  # noqa: F821
-
-
-@pytest.mark.parametrize(("package", "factor"), [("transformers", 2), ("other", 1)], ids=["a later version", "a patch"])
-def test_blocks_of_changed_classes_keep_their_own_code(
-    package: str, factor: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    names = {"__name__": package, "plain_forward": Llama4TextExperts.forward, "factor": factor}
-    monkeypatch.setattr(Llama4TextExperts, "forward", FunctionType(times_factor.__code__, names))
-    model, _ = moe_block()
-    run_chosen_experts(model, Changes())
-    assert not [*experts_modules(model)]
 
 
 def test_facts_count_the_chosen_experts_and_the_shared_one() -> None:

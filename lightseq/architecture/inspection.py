@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from lightseq.architecture.meta_run import TOKENS, LayerRun, MetaRun, find_logit_transform, linears_of, run_on_meta
+from lightseq.architecture.meta_run import TOKENS, LayerRun, MetaRun, linears_of, run_on_meta
 from lightseq.models.build import constructed_buffers, settings_of
 from lightseq.models.decoder import (
     decoder_layers,
@@ -36,8 +36,9 @@ from lightseq.parts.attention import attention_modules
 from lightseq.parts.chosen_experts import build_to_train
 from lightseq.parts.experts import parameters_of_experts
 from lightseq.parts.facts import Attention, Layer, LinearMixer, distinct, heads_of
+from lightseq.parts.identity import hook_of, is_known_code, linear_change
 from lightseq.parts.mlp import gate_activation
-from lightseq.parts.probes import hook_of, is_known_code, linear_change
+from lightseq.parts.probes import find_logit_transform, works_on_each_token
 from lightseq.parts.projections import has_projections
 from lightseq.parts.recurrences import (
     MixerKind,
@@ -47,7 +48,6 @@ from lightseq.parts.recurrences import (
     registered_mixers,
     unknown_convolution,
 )
-from lightseq.parts.token_wise import works_on_each_token
 from lightseq.schedule.windows import CHUNK, Reach, sliding
 from lightseq.utils.formatting import first_line
 from lightseq.utils.logit_transform import LogitTransform

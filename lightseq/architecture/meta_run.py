@@ -1,6 +1,5 @@
 """Facts about a model, found by running its own code on the meta device, where no tensor has values."""
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -12,23 +11,20 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lightseq.attention.context import one_rank_context
 from lightseq.attention.module_attention import unhonoured_argument
 from lightseq.kernels.grouped_products import PRODUCT_OP
-from lightseq.models.decoder import attending_part, headless, text_config, text_decoder, with_head
+from lightseq.models.decoder import attending_part, headless, text_config
 from lightseq.parts.attention import IMPLEMENTATION, attend_with
 from lightseq.parts.changes import Changes
 from lightseq.parts.experts import experts_modules
 from lightseq.parts.facts import Attention, Experts, Heads, LinearMixer, Mixer
 from lightseq.parts.fit import fit
 from lightseq.parts.part import Choices, Ranks
-from lightseq.parts.probes import StandIn, twin_forward
 from lightseq.parts.recurrences import mixer_modules
 from lightseq.schedule.windows import sliding
-from lightseq.utils.logit_transform import LogitTransform
 
 PROBE: Final = f"{IMPLEMENTATION}_probe"  # in transformers' registry of attention functions
 TOKENS: Final = 4
@@ -263,88 +259,6 @@ def _count_saved_after_mlps(layers: nn.ModuleList) -> Iterator[list[int]]:
         yield counts
     for hook in hooks:
         hook.remove()
-
-
-class _LayersOutput(MoeModelOutputWithPast):
-    """Output of a model without its head. Fields that only models with other inputs have are None."""
-
-    def __getattr__(self, _name: str) -> None:
-        return None
-
-
-def find_logit_transform(model: PreTrainedModel) -> LogitTransform:
-    """Returns the function that makes logits of the head's result, found by running the model's own code on numbers.
-
-    The code runs with the attributes and the config that this model has now, on the CPU, without its layers and its
-    head. Raises ValueError for a function that is not known: the loss reads only the layers' output, the head's
-    parameters and the function.
-    """
-    if (inside := with_head(model)) is not model:
-        _check_passes_logits(model, inside)
-        return find_logit_transform(inside)
-    name, head, body = type(model).__name__, model.get_output_embeddings(), headless(model)
-    hidden = torch.linspace(0.5, 2.0, TOKENS * head.in_features, device="cpu").view(1, TOKENS, -1)
-    wide = torch.logspace(-3, 6, TOKENS * 16, device="cpu")  # in its middle a cap bends, at its ends it is a line
-    line = torch.linspace(-50.0, 50.0, TOKENS * 32, device="cpu")
-    product = torch.cat([line, wide, -wide]).view(1, TOKENS, 64)
-    given: list[Tensor] = []
-
-    def multiply(x: Tensor) -> Tensor:
-        given.append(x)
-        return product.clone()
-
-    inside, layers = StandIn(body, lambda *_, **__: _LayersOutput(hidden)), text_decoder(model)
-    vars(inside)["decoder"] = StandIn(layers, lambda *_, **__: _LayersOutput(hidden))  # OPT's head calls it
-    parts = {id(body): inside, id(head): StandIn(head, multiply)}
-    children = {key: parts[id(child)] for key, child in model._modules.items() if id(child) in parts}
-    ids = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
-    with torch.autocast("cpu", enabled=False), torch.enable_grad():
-        output = twin_forward(model, children, input_ids=ids, position_ids=ids, use_cache=False)
-    logits = output[0] if isinstance(output, tuple) else output.logits
-    before = _factor(hidden, given[0]) if len(given) == 1 else None
-    known = logits.shape == product.shape and not logits.requires_grad  # a trained scale needs gradients
-    found = _fit(product.flatten(), logits.flatten()) if known else None
-    scales_bias = before == 1.0 or head.bias is None
-    if found is None or before is None or not scales_bias:
-        raise ValueError(
-            f"{name} changes its logits in a way that the chunked loss does not support; use a model that scales or "
-            "softly caps them, or leaves them as they are"
-        )
-    return LogitTransform(found.scale * before, found.cap)
-
-
-def _check_passes_logits(model: PreTrainedModel, inside: PreTrainedModel) -> None:
-    """Raises ValueError unless a composite returns the logits of the language model inside as they are."""
-    logits = torch.linspace(-50.0, 50.0, TOKENS * 64, device="cpu").view(1, TOKENS, 64)
-    children = {key: StandIn(inside, lambda *_, **__: _LayersOutput(logits)) for key in model._modules}
-    embeds = torch.zeros(1, TOKENS, inside.get_input_embeddings().embedding_dim, device="cpu")
-    found = twin_forward(model, children, inputs_embeds=embeds, use_cache=False)
-    if not torch.equal(found[0] if isinstance(found, tuple) else found.logits, logits):
-        raise ValueError(f"{type(model).__name__} changes the logits of its {type(inside).__name__}; use another model")
-
-
-def _factor(hidden: Tensor, given: Tensor) -> float | None:
-    """Returns the factor between the layers' output and what the head gets (MiniCPM 3); None if it is anything else."""
-    if given.shape != hidden.shape or given.is_meta:
-        return None
-    if given.dtype != hidden.dtype:  # a cast; a factor would have been rounded too
-        return 1.0 if torch.equal(given, hidden.to(given.dtype)) else None
-    ratios = given / hidden
-    factor = float(ratios.flatten()[0])
-    alike = torch.allclose(ratios, ratios.new_tensor(factor), rtol=1e-6, atol=0)
-    return factor if alike and factor > 0 else None
-
-
-def _fit(product: Tensor, logits: Tensor) -> LogitTransform | None:
-    """Returns the transform that makes these logits of the product; None if there is none."""
-    smallest, largest = product.abs().argmin(), product.argmax()
-    scale, cap = float(logits[smallest] / product[smallest]), float(logits[largest])
-    if not (0 < scale < math.inf and 0 < cap < math.inf):
-        return None
-    scale = 1.0 if abs(scale - 1) < 1e-6 else scale
-    capped = cap < 0.99 * scale * float(product[largest])
-    found = LogitTransform(scale, cap if capped else None)
-    return found if torch.allclose(logits, found.logits(product), rtol=1e-5, atol=0) else None
 
 
 def linears_of(module: nn.Module) -> list[nn.Linear]:

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lightseq.models.decoder import decoder_layers
-from lightseq.parts.attention import attention_modules, names_in_forward
+from lightseq.parts.attention import attention_modules
 from lightseq.parts.changes import Changes
+from lightseq.parts.probes import counts_its_tokens
 
-COUNTS: Final = {"arange", "get_seq_length"}  # what the forward pass of such a module calls
 # Keyword that takes positions through a layer to its attention, in a checkpoint's recomputation too.
 POSITIONS_KEYWORD: Final = "lightseq_positions"
 
@@ -36,7 +36,7 @@ class _Offsets:
 
 def give_global_positions(decoder: PreTrainedModel, changes: Changes) -> None:
     """Changes the layers whose attention counts its tokens. Rows of a batch must have the same positions."""
-    found = {id(module) for module in attention_modules(decoder) if names_in_forward(module) >= COUNTS}
+    found = {id(module) for module in attention_modules(decoder) if counts_its_tokens(module)}
     for layer in decoder_layers(decoder) if found else ():
         counting = [module for module in layer.modules() if id(module) in found]
         if counting:

@@ -36,13 +36,14 @@ from lightseq.distributed.roll_call import RollCall
 from lightseq.hf.checks import install_checks
 from lightseq.hf.counted_positions import give_global_positions
 from lightseq.hf.image_attention import IMPLEMENTATION as WITH_IMAGES
-from lightseq.hf.image_attention import image_attention_function, sees_later_tokens_of_images
+from lightseq.hf.image_attention import image_attention_function
 from lightseq.hf.record import RECORD, EnabledModel, record_of
 from lightseq.models.decoder import attending_part, positions_in_table, text_decoder
 from lightseq.parts.attention import IMPLEMENTATION, attend_with
 from lightseq.parts.facts import attention_shape
 from lightseq.parts.fit import fit
 from lightseq.parts.part import Choices, Ranks
+from lightseq.parts.probes import sees_later_tokens_of_images
 from lightseq.parts.recurrences import mixer_modules
 from lightseq.sequence_parallel import process_group
 from lightseq.utils.formatting import check_names

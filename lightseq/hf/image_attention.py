@@ -4,22 +4,18 @@ The causal part is that of all models. What it leaves out lies within an image, 
 the rank of the query, and merged by log-sum-exp. Only images across the border of ranks are exchanged.
 """
 
-import sys
-from collections.abc import Hashable
 from dataclasses import dataclass
-from functools import cache, partial
-from typing import Any, Final, cast
+from functools import partial
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from lightseq.attention.context import SequenceContext
 from lightseq.attention.module_attention import attention_function, context_of
 from lightseq.attention.operator import attention, attention_backward
 from lightseq.kernels.attention.base import Saved
-from lightseq.models.decoder import text_config
 from lightseq.schedule.layout import shard
 from lightseq.schedule.windows import sliding
 from lightseq.sequence.documents import Documents
@@ -55,42 +51,6 @@ class ImageBlocks:
             exchanged=self.exchanged.to(device),
             most=self.most,
         )
-
-
-def sees_later_tokens_of_images(model: PreTrainedModel) -> bool:
-    """Returns whether image tokens see the later ones of their image, in every layer and within its window.
-
-    Runs the mask functions of the model's own file on a short row, because models differ in this.
-    """
-    kind, config_class = (cast(Hashable, type(x)) for x in (model.base_model, text_config(model.config)))
-    return _probe(kind, config_class)
-
-
-@cache
-def _probe(kind: Any, config_class: Any) -> bool:
-    module: Any = sys.modules[kind.__module__]
-    make_ids = getattr(module, "get_block_sequence_ids_for_mask", None)
-    make_masks = getattr(module, "create_masks_for_vision_model", None)
-    if make_ids is None or make_masks is None:
-        return False
-    config = config_class()
-    config._attn_implementation, config.sliding_window = "sdpa", 5
-    types = torch.tensor([[0, 1, 1, 1, 0, 0, 1, 1, 0, 0, 1, 0]])
-    count = types.shape[1]
-    places = torch.arange(count)
-    blocks = (types[0].diff(prepend=types[0, :1]) == 1).cumsum(0).masked_fill(types[0] == 0, -1)
-    bidirectional = (blocks[:, None] == blocks) & (blocks >= 0)
-    causal, inside = places[:, None] >= places, places > places[:, None] - config.sliding_window
-    try:
-        found = make_masks(
-            config=config, inputs_embeds=torch.zeros(1, count, 1), attention_mask=None, cache=None,
-            position_ids=places[None], block_sequence_ids=make_ids(types),
-        )  # fmt: skip
-        full, sliding = (found[name][0, 0] for name in ("full_attention", "sliding_attention"))
-    except Exception:  # the model's code may raise anything
-        return False
-    want = causal | bidirectional
-    return torch.equal(full, want) and torch.equal(sliding, want & inside)
 
 
 def image_blocks(

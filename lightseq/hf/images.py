@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lightseq.attention.context import SequenceContext
-from lightseq.hf.image_attention import IMAGE_BLOCKS, ImageBlocks, image_blocks, sees_later_tokens_of_images
+from lightseq.hf.image_attention import IMAGE_BLOCKS, ImageBlocks, image_blocks
 from lightseq.models.decoder import has_towers, placeholder_ids
 from lightseq.parts.changes import Changes
+from lightseq.parts.probes import sees_later_tokens_of_images
 from lightseq.sequence.documents import Documents
 from lightseq.utils.tensors import upload
 

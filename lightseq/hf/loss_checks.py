@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from inspect import unwrap
 from typing import Any
 
 import torch
@@ -75,10 +76,7 @@ def check_loss(context: SequenceContext, model: nn.Module, _args: tuple, kwargs:
 
 def has_fused_loss(model: nn.Module) -> bool:
     """Returns whether Liger replaced the forward pass with one that computes the loss without logits."""
-    forward: Any = transformers_model(model).forward
-    while hasattr(forward, "__wrapped__"):
-        forward = forward.__wrapped__
-    return str(forward.__module__).startswith("liger_kernel")
+    return unwrap(transformers_model(model).forward).__module__.startswith("liger_kernel")
 
 
 def loss_function_of(model: PreTrainedModel) -> Callable[..., Tensor]:

@@ -40,8 +40,8 @@ from lightseq.models.decoder import decoder_layers, text_config
 from lightseq.parts.changes import Changes
 from lightseq.parts.compilation import allow_graphs_per_length
 from lightseq.parts.head import ReplacedHead, tensor_version
+from lightseq.parts.identity import is_known_code, product_change
 from lightseq.parts.loss import TokenMetrics, cross_entropy_sum, token_metrics
-from lightseq.parts.probes import is_known_code, product_change
 from lightseq.parts.router_loss import asks_for_router_logits
 from lightseq.utils.logit_transform import LogitTransform
 from lightseq.utils.tensors import IGNORE_INDEX

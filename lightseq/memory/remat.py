@@ -21,7 +21,7 @@ from lightseq.memory.stored_choices import CHOICE_OPS, choice_contexts
 from lightseq.parts.changes import Changes
 from lightseq.parts.experts import experts_modules
 from lightseq.parts.fit import STORED_OPS
-from lightseq.parts.probes import hook_of
+from lightseq.parts.identity import hook_of
 from lightseq.utils.checkpoint_context import Results, checkpoint_pass, free_memory, is_recomputing
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]

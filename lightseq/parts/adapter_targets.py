@@ -16,7 +16,7 @@ from lightseq.models.build import settings_of
 from lightseq.models.decoder import decoder_layers
 from lightseq.parts.chosen_experts import build_to_train
 from lightseq.parts.experts import experts_modules
-from lightseq.parts.probes import product_change
+from lightseq.parts.identity import product_change
 
 
 @dataclass(frozen=True)

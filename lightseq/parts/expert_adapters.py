@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from lightseq.kernels.grouped_products import grouped_product
 from lightseq.parts.changes import Changes
+from lightseq.parts.identity import change_of, linear_change, plain_class
 from lightseq.parts.low_rank import adapter_in_use
-from lightseq.parts.probes import change_of, linear_change, plain_class
 
 WRAPPERS: Final = "adapter_wrappers"  # attribute of experts: peft's wrapper of each adapted weight, by its name
 MULTIPLE: Final = 8  # of the rank, for GPU kernels, which need rows of whole 16 bytes

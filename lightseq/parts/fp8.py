@@ -10,7 +10,7 @@ from torch import nn
 
 from lightseq.kernels.attention.base import compute_capability
 from lightseq.parts.experts import experts_modules
-from lightseq.parts.probes import linear_change
+from lightseq.parts.identity import linear_change
 
 MULTIPLE = 16  # torch._scaled_mm needs sizes that are multiples of it
 

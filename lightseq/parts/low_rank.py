@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightseq.parts.probes import change_of, linear_change, plain_class
+from lightseq.parts.identity import change_of, linear_change, plain_class
 
 
 class LinearWeights(NamedTuple):

@@ -9,19 +9,18 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers.activations import GELUTanh, NewGELUActivation, SiLUActivation
 
 from lightseq.kernels.fused.launches import fused_kernels
 from lightseq.kernels.fused.products import add_product, write_product
 from lightseq.parts.changes import Changes
 from lightseq.parts.experts import experts_modules
-from lightseq.parts.low_rank import LinearWeights, input_gradient, is_linear, linear_weights
+from lightseq.parts.identity import is_unchanged
+from lightseq.parts.low_rank import LinearWeights, input_gradient, linear_weights
 from lightseq.parts.part import Choices, Part, Ranks
-from lightseq.parts.probes import change_of, is_known_code, plain_class, twin_forward
+from lightseq.parts.probes import MLP_LINEARS, is_gated_mlp
 from lightseq.utils.checkpoint_context import is_recomputing, reuse_or_compute
 
 TILE_TOKENS = 8192  # three bfloat16 buffers 14336 wide take 0.7 GiB; smaller tiles do not fill a GPU's last wave
-LINEARS = ("gate_proj", "up_proj", "down_proj")
 
 
 class Activation(NamedTuple):
@@ -38,7 +37,6 @@ ACTIVATIONS: Final[Mapping[str, Activation]] = {
         partial(torch.ops.aten.gelu, approximate="tanh"), partial(torch.ops.aten.gelu_backward, approximate="tanh")
     ),
 }
-ACTIVATION_CLASSES: Final = (nn.SiLU, SiLUActivation, nn.GELU, GELUTanh, NewGELUActivation)
 
 
 def _fit(layers: Sequence[nn.Module], choices: Choices, _ranks: Ranks, changes: Changes) -> None:
@@ -64,7 +62,7 @@ def tile_mlps(layers: Iterable[nn.Module], changes: Changes, store: bool = False
             continue
         if mlp is not None and (activation := gate_activation(mlp)) is not None:
             settings = {"tile_tokens": TILE_TOKENS, "stores_products": store, "activation_name": activation}
-            settings |= {"ends_layer": ends_layer and _is_known(layer)}
+            settings |= {"ends_layer": ends_layer and is_unchanged(layer)}
             for name, value in settings.items():
                 changes.set_attribute(mlp, name, value)
             changes.set_attribute(mlp, "__class__", _tiled_class(type(mlp)))  # type: ignore[arg-type]
@@ -74,40 +72,7 @@ def tile_mlps(layers: Iterable[nn.Module], changes: Changes, store: bool = False
 
 def gate_activation(mlp: Any) -> str | None:
     """Returns the name of the gate's activation if `tile_mlps` replaces a module, else None."""
-    linears, act_fn = [getattr(mlp, name, None) for name in LINEARS], getattr(mlp, "act_fn", None)
-    is_known = type(act_fn) in ACTIVATION_CLASSES and _is_known(act_fn) and _is_known(mlp)
-    if not is_known or not all(map(is_linear, linears)):
-        return None
-    return next((name for name, activation in ACTIVATIONS.items() if _multiplies(mlp, activation.value)), None)
-
-
-def _is_known(module: Any) -> bool:
-    """Returns whether a module has the forward of its class, which a library wrote, and no hooks."""
-    return change_of(module) is None and is_known_code(plain_class(module).forward)
-
-
-def _multiplies(mlp: Any, activation: Callable[[Tensor], Tensor]) -> bool:
-    """Returns whether an MLP computes down(activation(gate(x)) * up(x)), found by running its own code on numbers."""
-    x = torch.zeros(1, 4, device="cpu")
-    gate, up, out = (torch.linspace(-4, end, 16, device="cpu")[None] for end in (4, 2, 1))
-    expected, given = activation(gate) * up, list[Tensor]()
-
-    def down(act: Tensor) -> Tensor:
-        given.append(act)
-        return out
-
-    children = {
-        "gate_proj": lambda y: gate.clone() if y is x else None,
-        "up_proj": lambda y: up.clone() if y is x else None,
-        "down_proj": down,
-        "act_fn": mlp.act_fn,
-    }
-    try:
-        with torch.autocast("cpu", enabled=False):
-            returned = twin_forward(mlp, children, x)
-    except Exception:  # the model's code may raise anything
-        return False
-    return returned is out and len(given) == 1 and torch.allclose(given[0], expected, rtol=1e-5, atol=1e-6)
+    return next((name for name, activation in ACTIVATIONS.items() if is_gated_mlp(mlp, activation.value)), None)
 
 
 @cache
@@ -122,7 +87,7 @@ def _tiled_class(kind: type[nn.Module]) -> type[nn.Module]:
         store = self.stores_products and torch.is_grad_enabled()
         if x.numel() <= self.tile_tokens * x.shape[-1] and not store:
             return kind.forward(self, x)
-        linears = [linear_weights(getattr(self, name), x.dtype) for name in LINEARS]
+        linears = [linear_weights(getattr(self, name), x.dtype) for name in MLP_LINEARS]
         return gated_mlp(x, linears, self.activation_name, self.tile_tokens, store, self.ends_layer)
 
     return type(f"Tiled{kind.__name__}", (kind,), {"forward": forward})

@@ -22,7 +22,7 @@ from lightseq.parts.attention import attention_modules
 from lightseq.parts.changes import Changes
 from lightseq.parts.facts import LinearMixer
 from lightseq.parts.part import Choices, Part, Ranks
-from lightseq.parts.token_wise import works_on_each_token
+from lightseq.parts.probes import works_on_each_token
 from lightseq.parts.transformers_recurrences import distributed_forward, facts, replace_functions, replaced_functions
 from lightseq.recurrent.head_exchange import SCAN_HEADS_OP
 from lightseq.recurrent.scan import SCAN_OP

@@ -45,6 +45,11 @@ def router_sums(logits: Tensor, top_k: int, counted: Tensor | None) -> RouterSum
     return RouterSums(counts, (weights.float() * flat.unsqueeze(-1)).sum(0), flat.sum())
 
 
+def total_sums(routers: list[RouterSums]) -> RouterSums:
+    """Adds up the sums of routers."""
+    return RouterSums(*(torch.stack(field).sum(0) for field in zip(*routers, strict=True)))
+
+
 def router_loss_share(probabilities: Tensor, counts: Tensor, tokens: Tensor) -> Tensor:
     """Returns a rank's share of the load-balancing loss: experts * sum(counts / tokens * probabilities / tokens).
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from lightseq.parts.changes import Changes
 from lightseq.parts.experts import experts_modules
-from lightseq.parts.router_loss import RouterSums, router_loss_share, router_sums
+from lightseq.parts.router_loss import RouterSums, router_loss_share, router_sums, total_sums
 from lightseq.sequence.group import SequenceGroup
 
 BIAS: Final = "e_score_correction_bias"  # transformers' name of the bias that balances experts (DeepSeek V3)
@@ -94,7 +94,7 @@ class Routers:
             return share, torch.zeros_like(share, dtype=torch.float32)
         sums = [x for x in self._sums if x is not None]
         assert len(sums) == len(self._sums), "every router ran"
-        counts, probabilities, tokens = (torch.stack(field).sum(0) for field in zip(*sums, strict=True))
+        counts, probabilities, tokens = total_sums(sums)
         totals = torch.cat([counts, tokens.unsqueeze(0)])
         dist.all_reduce(totals, group=self._group.process_group)
         tokens = totals[-1].clamp_min(1)  # a batch may hold padding only

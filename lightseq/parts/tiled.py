@@ -24,6 +24,7 @@ from lightseq.kernels.attention.base import Saved
 from lightseq.parts import mlp
 from lightseq.parts.changes import Changes
 from lightseq.parts.fp8 import MULTIPLE
+from lightseq.parts.identity import change_of, is_known_code, plain_class
 from lightseq.parts.low_rank import (
     LinearWeights,
     bias_of,
@@ -32,7 +33,6 @@ from lightseq.parts.low_rank import (
     input_gradient,
     linear_weights,
 )
-from lightseq.parts.probes import change_of, is_known_code, plain_class
 from lightseq.parts.projections import PROJECTIONS
 from lightseq.schedule.head_slices import count_head_slices
 from lightseq.schedule.windows import Reach

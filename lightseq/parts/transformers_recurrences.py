@@ -5,16 +5,14 @@ functions are replaced by ones that run over the ranks of a sequence if the modu
 are transformers' own otherwise: models that are not enabled, such as a teacher, stay as they are.
 """
 
-import dis
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, wraps
-from types import CodeType, FunctionType
+from functools import wraps
 from typing import Any, Final
-from weakref import WeakKeyDictionary
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +22,7 @@ from transformers.activations import ACT2FN
 from lightseq.attention.module_attention import unhonoured_argument
 from lightseq.kernels.recurrent.base import CHUNK
 from lightseq.parts.facts import LinearMixer
-from lightseq.parts.probes import is_known_code
+from lightseq.parts.probes import functions_of_mixer
 from lightseq.recurrent.convolution import ACTIVATIONS, causal_convolution
 from lightseq.recurrent.scan import scan
 from lightseq.schedule.recurrences import DELTA_RULE, KIMI, MAMBA
@@ -144,56 +142,12 @@ HARMLESS: Final = frozenset(
 )  # fmt: skip
 
 
-# Packages that functions of mixers come from.
-LIBRARIES: Final = ("torch", "transformers", "kernels", "fla", "mamba_ssm", "causal_conv1d", "triton")
-
-
 # ---- modules ---------------------------------------------------------------------------------------------------------
 
 
 def replaced_functions(kind: Any) -> tuple[str, ...]:
-    """Returns the functions of its modeling file that a class's forward calls and that are replaced here.
-
-    They are empty for other classes, for a class or function that is not transformers' own, and for a forward that
-    calls a function of its file that is not known.
-    """
-    forward: Any = inspect.unwrap(kind.forward)
-    if not isinstance(forward, FunctionType) or not forward.__module__.startswith("transformers.models."):
-        return ()
-    values = {name: _undispatched(forward.__globals__.get(name)) for name in _names(forward.__code__)}
-    found = {name for name, value in values.items() if callable(value) and not isinstance(value, type)}
-    functions = tuple(name for name in REPLACEMENTS if name in found)
-    others = found - REPLACEMENTS.keys() - HARMLESS
-    if not functions or others or kind.__call__ is not nn.Module.__call__:
-        return ()
-    if any(getattr(values[name], "__module__", None) != forward.__module__ for name in functions):
-        return ()
-    called = (kind.forward, *(values[name] for name in found))
-    return functions if all(map(_is_written_by_libraries, called)) else ()
-
-
-def _is_written_by_libraries(function: Any) -> bool:
-    """Returns whether a function and those of its modeling file that it calls are not patched."""
-    pending, seen = [function], set[int]()
-    while pending:
-        one = pending.pop()
-        if id(one) in seen or not isinstance(one, FunctionType):
-            continue
-        seen.add(id(one))
-        if not is_known_code(one, LIBRARIES):
-            return False
-        own = inspect.unwrap(one)
-        if isinstance(own, FunctionType) and own.__module__.startswith("transformers.models."):
-            pending += [_undispatched(own.__globals__.get(name)) for name in _names(own.__code__)]
-    return True
-
-
-@cache
-def _names(code: CodeType) -> frozenset[str]:
-    """Returns the names of globals that a function's code uses, with the functions inside it."""
-    own = {instruction.argval for instruction in dis.get_instructions(code) if instruction.opname == "LOAD_GLOBAL"}
-    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
-    return frozenset(own.union(*map(_names, inner)))
+    """Returns the functions that a class's forward calls and that are replaced here, if it calls no unknown ones."""
+    return functions_of_mixer(kind, REPLACEMENTS, HARMLESS)
 
 
 def distributed_forward(self: Any, *args: Any, documents: Documents | None = None, **kwargs: Any) -> Any:
@@ -241,7 +195,7 @@ def replace_functions(kind: Any) -> None:
     """Replaces the functions of a class's modeling file by ones that look for a module's `Mixing`."""
     names = inspect.unwrap(kind.forward).__globals__
     for name in (*replaced_functions(kind), FUSED_MAMBA):
-        if name in names and _undispatched(names[name]) is names[name]:
+        if name in names and names[name] not in _DISPATCHING:
             names[name] = _dispatching(name, names[name])
 
 
@@ -276,13 +230,8 @@ def _dispatching(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
         mixing.ran.append(name)
         return replacement(mixing, *args, **kwargs)
 
-    _PLAIN[dispatch] = plain
+    _DISPATCHING.add(dispatch)
     return dispatch
 
 
-_PLAIN: WeakKeyDictionary[Callable[..., Any], Callable[..., Any]] = WeakKeyDictionary()  # by the dispatching function
-
-
-def _undispatched(function: Any) -> Any:
-    """Returns the function that a dispatching one replaced; others as they are."""
-    return _PLAIN.get(function, function) if isinstance(function, FunctionType) else function
+_DISPATCHING: WeakSet[Callable[..., Any]] = WeakSet()
