@@ -24,6 +24,7 @@ from lightseq.plan.breakdown import GIB
 from lightseq.plan.choice import FRUGAL_GROUP, frugal_options
 from lightseq.plan.rates import CHIPS
 from lightseq.plan.run import Hardware, PlannedRun
+from lightseq.schedule.windows import sliding
 from lightseq.training.metrics import read_records
 from lightseq.training.setup_checks import check_layers
 from lightseq.utils.logit_transform import LogitTransform
@@ -180,9 +181,9 @@ def test_other_changes_of_the_logits_are_refused(monkeypatch: pytest.MonkeyPatch
 
 def test_the_windows_of_layers_and_their_work_are_known() -> None:
     every = inspect_architecture(config_of("mistral", sliding_window=8))
-    assert {mixer.window for mixer in every.attentions} == every.windows == {8}
+    assert {mixer.reach for mixer in every.attentions} == {sliding(8)} and every.windows == {8}
     some = inspect_architecture(config_of("qwen3", use_sliding_window=True, sliding_window=8, max_window_layers=1))
-    assert [mixer.window for mixer in some.attentions] == [None, 8]
+    assert [mixer.reach for mixer in some.attentions] == [None, sliding(8)]
     pairs = [sum(min(i + 1, window) for i in range(1000)) for window in (8, 1000)]
     assert some.attention_share(1000) == pytest.approx(sum(pairs) / (2 * pairs[1]), rel=2e-3)  # no diagonal counted
     assert every.attention_share(8) == 1.0
