@@ -10,11 +10,11 @@ from typing import Final
 from transformers import PreTrainedConfig
 
 from lightseq.architecture.inspection import inspect_architecture
+from lightseq.config.recurrent_schedules import RECURRENT_SCHEDULES
 from lightseq.config.remat_policies import POLICIES, STORE_LINEARS, STORE_MLP
 from lightseq.parts.adapter_targets import find_targets, last_part
 from lightseq.parts.adapters import Lora
 from lightseq.parts.facts import Attention, Layer, LinearMixer
-from lightseq.schedule.recurrences import RECURRENT_SCHEDULES
 
 # Dense tensor-core peaks in FLOP/s with float32 accumulation, in bfloat16 and FP8 (None: no FP8), by torch's name
 # for the device. The first matching pattern wins. Figures are from datasheets; those given with sparsity are halved.

@@ -5,10 +5,10 @@ from collections.abc import Iterable
 from transformers import PreTrainedConfig
 
 from lightseq.architecture.inspection import inspect_architecture
+from lightseq.config.recurrent_schedules import AUTO, HEADS
 from lightseq.parts.facts import LinearMixer
 from lightseq.recurrent.choice import check_heads_divide, choose
 from lightseq.schedule.layout import Layout
-from lightseq.schedule.recurrences import AUTO, HEADS
 
 
 def check_recurrent_schedule(requested: str, name: str, mixers: Iterable[LinearMixer], ranks: int) -> None:

@@ -8,10 +8,10 @@ from typing import Any, Final
 from lightseq.config.flags import FSDP_MODES, Flags, fsdp_words
 from lightseq.config.lengths import MAX_TOKENS
 from lightseq.config.optimizers import OPTIMIZERS
+from lightseq.config.recurrent_schedules import RECURRENT_SCHEDULES
 from lightseq.config.remat_policies import POLICIES, STORES_MLP
 from lightseq.kernels.attention.registry import KERNELS
 from lightseq.schedule.algorithms import SCHEDULES
-from lightseq.schedule.recurrences import RECURRENT_SCHEDULES
 
 AUTO: Final[dict[str, Any]] = {"auto": None}  # extends the names of a registry, which may grow at run time
 LR_SCHEDULES: Final = (  # of transformers, which takes seconds to import

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -10,8 +11,9 @@ from transformers import PreTrainedConfig
 
 from lightseq.models.decoder import text_config
 from lightseq.schedule.cost import AttentionShape
-from lightseq.schedule.recurrences import DELTA_RULE
 from lightseq.schedule.windows import CHUNK, Reach
+
+SCAN_PEAK_SHARE: Final = 0.027  # of the gated delta rule with its convolution, 32 heads of 128 x 128 (traces, H100)
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ class LinearMixer:
     token_elements: int = 0  # temporary elements of a token in its kernel's backward pass
     scan_heads: int = 0  # heads of values in its scan; 0: it has no scan, or an unknown one
     is_stored: bool = False  # checkpoints store its results as they do attention's
-    recurrence: str = DELTA_RULE  # sets the speed that the plan assumes, also for mixers without a scan
+    peak_share: float = SCAN_PEAK_SHARE  # of a chip's peak that its kernels reach in both passes
 
 
 Mixer = Attention | LinearMixer  # what lets a token read others

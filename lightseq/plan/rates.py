@@ -8,7 +8,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from lightseq.schedule.recurrences import DELTA_RULE, KIMI, MAMBA
 from lightseq.schedule.timing import RATES, Rates
 
 MIB, GIB = 2**20, 2**30
@@ -60,9 +59,6 @@ MARGIN = 0.08  # share of a GPU left to drivers, libraries and fragmentation (me
 # ---- time -----------------------------------------------------------------------------------------------------------
 # Shares of the datasheet's peaks. `points`: benchmarks/results/plan-steps.jsonl. `traces`: 1B at 32K and 8 layers of
 # 8B at 128K on two H200, read with `python3 -m analysis profile` (dev/LOG.md has the first).
-# With fla-core 0.6 on H100. The delta rule with its convolution has 32 heads of 128 x 128 (traces). The others are
-# relative to it: a layer takes 6.3, 13.7 and 4.6 ms for 16K tokens, both passes (Mamba 2: 48 heads of 128 x 64).
-SCAN_SHARES: Mapping[str, float] = {DELTA_RULE: 0.027, KIMI: 0.0124, MAMBA: 0.018}
 CHAIN_TIME = 1.35  # a scan over ranks, with its summaries, relative to one on a rank alone (one trace, two H100)
 MATRIX_SHARE = 0.70  # matrix products of layers and loss (points; traces: 0.68 and 0.73)
 ATTENTION_SHARE = 0.97  # of the isolated layer's speed (schedule/timing.py) inside a step (points)

@@ -8,6 +8,7 @@ from math import ceil
 
 from lightseq.architecture.flops import count_adapter_parameters, recompute_flops
 from lightseq.architecture.inspection import caps_scores
+from lightseq.config.recurrent_schedules import HEADS
 from lightseq.config.remat_policies import STORE_LINEARS, STORE_MLP
 from lightseq.memory.placement import OFFLOADED, RECOMPUTED, Placement
 from lightseq.parts.facts import Attention, Experts, Layer, attention_shape
@@ -18,7 +19,6 @@ from lightseq.plan.memory import lifetimes_of, saved_by_groups
 from lightseq.plan.run import PlannedRun
 from lightseq.schedule.auto import estimate_choice
 from lightseq.schedule.cost import BACKWARD_FLOPS
-from lightseq.schedule.recurrences import HEADS
 from lightseq.schedule.timing import FLOAT32_BYTES
 
 WAITING = "waiting for the host"
@@ -131,8 +131,7 @@ def _recurrence_seconds(run: PlannedRun) -> float:
         again = policy == "full" if mixer.is_stored else policy != "none"
         in_chain = mixer.scan_heads and run.sequence_ranks > 1 and run.config.recurrent_schedule != HEADS
         chain = rates.CHAIN_TIME if in_chain else 1.0
-        share = rates.SCAN_SHARES[mixer.recurrence]
-        total += (3 + again + (run.group_size > 1)) * mixer.token_flops / share * chain
+        total += (3 + again + (run.group_size > 1)) * mixer.token_flops / mixer.peak_share * chain
     return run.tokens * total / run.hardware.chip.peak_flops
 
 

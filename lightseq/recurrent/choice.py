@@ -1,7 +1,7 @@
 """Choice of how a recurrence spans ranks: states in a chain (scan.py), or heads exchanged (head_exchange.py)."""
 
+from lightseq.config.recurrent_schedules import AUTO, CHAIN, HEADS
 from lightseq.schedule.layout import MAX_FRAGMENTS
-from lightseq.schedule.recurrences import AUTO, CHAIN, HEADS
 
 
 def choose(requested: str, ranks: int, heads: int, fragments: int) -> str:

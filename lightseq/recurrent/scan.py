@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightseq.config.recurrent_schedules import HEADS
 from lightseq.kernels.recurrent.base import ScanInputs
 from lightseq.kernels.recurrent.selection import select_kernel
 from lightseq.recurrent.chain import final_gradients, gather, initial_states
 from lightseq.recurrent.choice import choose
 from lightseq.recurrent.fragments import FragmentPlan, Segments, count_fragments, plan_for, slots_of
 from lightseq.recurrent.head_exchange import scan_heads
-from lightseq.schedule.recurrences import HEADS
 from lightseq.sequence.documents import Documents
 from lightseq.sequence.group import SequenceGroup, find_group
 from lightseq.utils.checkpoint_context import reuse_or_compute

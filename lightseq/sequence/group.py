@@ -11,7 +11,6 @@ from torch import Tensor
 from lightseq.comm.transport import Transport
 from lightseq.schedule.documents import check_boundaries, packed_layout, packed_length, pad_boundaries
 from lightseq.schedule.layout import Layout, shard
-from lightseq.schedule.recurrences import AUTO
 from lightseq.sequence.documents import Documents, boundary_tensor, without_repeats
 
 
@@ -35,7 +34,7 @@ class SequenceGroup:
     layout: Layout  # of sequences that are not packed
     transport: Transport
     balances_documents: bool  # every packed sequence gets a layout that balances the work on its documents
-    recurrent_schedule: str = AUTO  # how scans span the ranks
+    recurrent_schedule: str = "auto"  # how scans span the ranks (config/recurrent_schedules.py)
     batch: BatchState = field(default_factory=BatchState)
 
     def check_documents(self, boundaries: Tensor | None) -> None:
@@ -108,7 +107,7 @@ def make_sequence_group(
     transport: Transport,
     balances_documents: bool = False,
     stem: str | None = None,
-    recurrent_schedule: str = AUTO,
+    recurrent_schedule: str = "auto",
 ) -> SequenceGroup:
     """Makes the group of a process group's ranks, and registers it under a new name until `release_group`.
 

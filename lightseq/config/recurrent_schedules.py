@@ -1,11 +1,7 @@
-"""Names of linear recurrences, and of the ways in which they span the ranks of a sequence."""
+"""Ways in which recurrences span the ranks of a sequence."""
 
 from collections.abc import Mapping
 from typing import Final
-
-DELTA_RULE: Final = "gated delta rule"
-KIMI: Final = "Kimi Delta Attention"
-MAMBA: Final = "Mamba 2"
 
 AUTO: Final = "auto"
 CHAIN: Final = "chain"
