@@ -23,7 +23,8 @@ from lightseq.memory.remat import apply_remat
 from lightseq.parts import mlp as tiled
 from lightseq.parts.changes import Changes
 from lightseq.parts.low_rank import LinearWeights, input_gradient, is_linear
-from lightseq.parts.mlp import ACTIVATIONS, LINEARS, gated_mlp, tile_mlps
+from lightseq.parts.mlp import ACTIVATIONS, gated_mlp, tile_mlps
+from lightseq.parts.probes import MLP_LINEARS
 from lightseq.utils.process import silenced_loggers
 
 TOKENS, HIDDEN, INTERMEDIATE = 50, 16, 40
@@ -118,7 +119,7 @@ def test_gradients_of_the_weights_add_up_over_many_tiles_in_float32() -> None:
 
 
 @pytest.mark.parametrize("store", [False, True])
-@pytest.mark.parametrize("targets", [LINEARS, ("gate_proj",), ("down_proj", "up_proj"), ()])
+@pytest.mark.parametrize("targets", [MLP_LINEARS, ("gate_proj",), ("down_proj", "up_proj"), ()])
 def test_adapters_beside_the_weights_give_what_peft_gives(
     targets: tuple[str, ...], store: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
