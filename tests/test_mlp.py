@@ -23,7 +23,8 @@ from lightseq.memory.remat import apply_remat
 from lightseq.parts import mlp as tiled
 from lightseq.parts.changes import Changes
 from lightseq.parts.low_rank import LinearWeights, input_gradient, is_linear
-from lightseq.parts.mlp import ACTIVATIONS, MLP_LINEARS, gated_mlp, tile_mlps
+from lightseq.parts.mlp import ACTIVATIONS, gated_mlp, tile_mlps
+from lightseq.parts.probes import MLP_LINEARS
 from lightseq.utils.process import silenced_loggers
 
 TOKENS, HIDDEN, INTERMEDIATE = 50, 16, 40
