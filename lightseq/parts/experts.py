@@ -77,7 +77,7 @@ def experts_forward(module: Any, hidden_TH: Tensor, experts_TK: Tensor, weights_
 
     A token's weights multiply the input of the second product, not its result, so that no backward pass needs that
     result (as in SonicMoE, arXiv 2512.14080); or the input of the first product, where the model does so
-    (dense_experts.py). Copies are summed in float32, in the order of a token's choices.
+    (chosen_experts.py). Copies are summed in float32, in the order of a token's choices.
     """
     if (group := getattr(module, "expert_group", None)) is not None:
         return group.forward(module, hidden_TH, experts_TK, weights_TK)  # type: ignore[no-any-return]

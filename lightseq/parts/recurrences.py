@@ -1,8 +1,8 @@
 """Modules that mix tokens without softmax attention, such as recurrences and short convolutions.
 
-Those of transformers are recognized (transformers_recurrences.py), others are registered. Softmax attention needs no entry: it
-is what calls transformers' attention interface. The plan, FLOPs, checkpoints,
-compilation and saving read the layer itself.
+Those of transformers are recognized (transformers_recurrences.py), others are registered. Softmax attention needs no
+entry: it is what calls transformers' attention interface. The plan, FLOPs, checkpoints, compilation and saving read the
+layer itself.
 """
 
 import sys
