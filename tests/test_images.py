@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from cases import slow_except
 from datasets import Dataset
 from test_integrations_trl import tokenizer
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from trainer_numbers import Numbers, UsesFsdp2, assert_equal, common, numbers, quick_first, shared_folder
+from trainer_numbers import Numbers, UsesFsdp2, assert_equal, common, numbers, shared_folder
 from transformers import PreTrainedConfig, PreTrainedModel, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 from worlds import spawn
@@ -344,7 +345,7 @@ def experts(rank: int, kind: str) -> None:
         check_step(wrapper, want, context, batch, kind, mean=True, limit=limit)
 
 
-@pytest.mark.parametrize("kind", quick_first(EXPERTS, ["qwen3_vl_moe"]))
+@pytest.mark.parametrize("kind", slow_except(["qwen3_vl_moe"], EXPERTS))
 def test_images_with_a_router_loss_equal_one_process(kind: str) -> None:
     spawn(2, experts, kind)
 

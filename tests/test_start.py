@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import forked
 import pytest
+from cases import slow_except
 from forked import Done
 from worlds import free_port
 
@@ -62,9 +63,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == "never comes" else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
-)
+@pytest.mark.parametrize("name", slow_except(["never comes"], CASES))
 def test_a_missing_rank_is_named_and_the_others_end(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     (tmp_path / "program.py").write_text(PROGRAM)
