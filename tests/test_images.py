@@ -241,9 +241,7 @@ def test_images_equal_one_process() -> None:
     spawn(2, wrapped_and_packed, "qwen3_vl", ["FSDP2"])
 
 
-@pytest.mark.parametrize(
-    "kind", ["idefics3", "lfm2_vl", *(pytest.param(k, marks=pytest.mark.slow) for k in PADDED[::2])]
-)
+@pytest.mark.parametrize("kind", slow_except(["idefics3"], [*PADDED, "lfm2_vl"]))
 def test_masks_of_images_smaller_than_the_largest_change_the_loss_as_in_one_process(kind: str) -> None:
     spawn(2, wrapped_and_packed, kind, [])
 

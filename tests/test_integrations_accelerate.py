@@ -183,7 +183,7 @@ def run(rank: int, size: int, case: Mapping[str, Any]) -> Numbers:
 
 @pytest.mark.compat("5.19")
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("case", slow_except(["accumulated"], CASES))
+@pytest.mark.parametrize("case", slow_except(["accumulated", "packed", "FSDP2"], CASES))
 def test_the_loop_equals_plain_torch(case: str, world: int) -> None:
     for size in sizes(world):
         ranks = spawn(world, run, size, CASES[case])

@@ -105,6 +105,8 @@ TRAINER_CASES: Mapping[str, dict[str, Any]] = {
     "without targets": {"train_dataset": [{"input_ids": ids[:1]} for ids in documents()]},
 }
 
+QUICK = ("accumulated", "custom", "iterable", "FSDP2", "adapters", "best", "metrics", "packed", "packed ids")  # by kind
+
 
 def train(rank: int, kind: type[Trainer], case: Mapping[str, Any], data_ranks: int, **options: Any) -> Numbers:
     case = dict(case)
@@ -139,7 +141,7 @@ def train_sequence_parallel(rank: int, case: Mapping[str, Any], size: int, world
 
 @pytest.mark.compat("5.19")
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("case", slow_except(["accumulated", "FSDP2", "packed"], TRAINER_CASES))
+@pytest.mark.parametrize("case", slow_except(QUICK, TRAINER_CASES))
 def test_trainer_equals_one_process(case: str, world: int) -> None:
     for size in sizes(world):
         data_ranks = world // size
@@ -225,14 +227,13 @@ def resume(rank: int, kind: type[Trainer], adapters: bool) -> tuple[Numbers, Num
     return found[0], found[1]
 
 
-@pytest.mark.slow
 @pytest.mark.compat("5.19")
 @pytest.mark.parametrize(
     ("kind", "adapters"),
     [
         (FullyShardedTrainer, False),
-        (SequenceParallelTrainer, False),
-        (SequenceParallelTrainer, True),
+        pytest.param(SequenceParallelTrainer, False, marks=pytest.mark.slow),
+        pytest.param(SequenceParallelTrainer, True, marks=pytest.mark.slow),
     ],
 )
 def test_a_resumed_run_equals_an_uninterrupted_one(kind: type[Trainer], adapters: bool) -> None:

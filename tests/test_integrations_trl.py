@@ -189,7 +189,7 @@ def sequence_parallel(
 
 @pytest.mark.compat("5.19")
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("case", slow_except(["adapters"], SFT_CASES))
+@pytest.mark.parametrize("case", slow_except(["padding free", "adapters", "dft"], SFT_CASES))
 def test_sft_equals_one_process(case: str, world: int) -> None:
     for size in sizes(world):
         wanted = spawn(world // size, sft, SFTTrainer, SFT_CASES[case], world // size)[0]
@@ -198,7 +198,7 @@ def test_sft_equals_one_process(case: str, world: int) -> None:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("case", slow_except(["sigmoid"], DPO_CASES))
+@pytest.mark.parametrize("case", slow_except(["adapters"], DPO_CASES))
 def test_dpo_equals_one_process(case: str, world: int, tmp_path: Path) -> None:
     for size in sizes(world):
         changes = []
@@ -210,8 +210,7 @@ def test_dpo_equals_one_process(case: str, world: int, tmp_path: Path) -> None:
             assert_equal(got, wanted)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", OTHER_CASES)
+@pytest.mark.parametrize("case", slow_except(["KTO", "ORPO"], OTHER_CASES))
 def test_trl_trainers_without_a_class_of_ours_equal_one_process(case: str, tmp_path: Path) -> None:
     name, changes = OTHER_CASES[case]
     plain, ours, _ = OTHERS[name]
@@ -305,7 +304,7 @@ class FullyShardedDPO(SequenceParallel, UsesFsdp2, DPOTrainer):
     pass
 
 
-@pytest.mark.slow
+@pytest.mark.compat("5.19")
 def test_dpo_with_fsdp2_equals_one_process(tmp_path: Path) -> None:
     preferences(tmp_path)
     case = {"rows": str(tmp_path)}

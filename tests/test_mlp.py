@@ -4,6 +4,7 @@ import copy
 import logging
 import weakref
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -304,8 +305,12 @@ def test_a_checkpoint_that_keeps_gate_and_up_makes_neither_again(
     assert sum(made) == 3 * 20, "an evaluation keeps nothing"
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy != "none"])
+@pytest.mark.parametrize(
+    ("policy", "compiled"),
+    slow_except(
+        [*((policy, False) for policy in POLICIES[1:]), (STORE_MLP, True)], product(POLICIES[1:], (False, True))
+    ),
+)
 def test_an_mlp_before_a_norm_gives_the_same_gradients(
     policy: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -675,8 +675,9 @@ def test_longer_sequences_recompute_more() -> None:
 @pytest.mark.parametrize(
     "flags",
     [
-        "--torch_compile False", "--remat full", "--remat attention+mlp", "--gradient_checkpointing True",
-        "--layers_per_checkpoint 2", "--tile_layers True", "--offload activations", "--offload both",
+        pytest.param("--torch_compile False", marks=pytest.mark.slow), "--remat full", "--remat attention+mlp",
+        "--gradient_checkpointing True", "--layers_per_checkpoint 2", "--tile_layers True", "--offload activations",
+        "--offload both",
         "--layers_per_checkpoint 2 --remat full --offload both --torch_compile True --tile_layers True",
     ],
 )  # fmt: skip
@@ -775,7 +776,7 @@ def test_the_record_and_the_table_name_the_layers_with_state_on_the_gpu(capsys: 
     [
         pytest.param("", "planned with 8 cores per rank", False, marks=pytest.mark.slow),
         ("", "unlimited memory, for the longest length too; --host_memory GIB", True),
-        ("--host_memory 400", "unlimited memory", False),
+        pytest.param("--host_memory 400", "unlimited memory", False, marks=pytest.mark.slow),
         ("--offload none", "unlimited memory", False),
         ("--offload both", "planned with 8 cores per rank", True),
         pytest.param("--offload both --host_cores 64", "planned with 8 cores per rank", False, marks=pytest.mark.slow),

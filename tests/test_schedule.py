@@ -35,7 +35,7 @@ def _sizes(name: str, world: int) -> list[int | None]:
 
 
 @pytest.mark.parametrize(
-    "worlds", [WORLDS[:BIG], pytest.param(WORLDS[BIG:], marks=pytest.mark.slow)], ids=["up to 16 ranks", "up to 32"]
+    "worlds", slow_except([WORLDS[:8]], [WORLDS[:8], WORLDS[8:]]), ids=["up to 8 ranks", "up to 32"]
 )
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_causal_pair_is_computed_once_in_every_world(name: str, worlds: range) -> None:

@@ -91,7 +91,7 @@ with start.init_distributed(60):
 @pytest.mark.parametrize(
     ("rank", "line"),
     [
-        (0, "waiting for 1 of 2 ranks to join at 127.0.0.1:{port}: 1"),
+        pytest.param(0, "waiting for 1 of 2 ranks to join at 127.0.0.1:{port}: 1", marks=pytest.mark.slow),
         (1, "rank 1 waits for the rendezvous store at 127.0.0.1:{port}, which rank 0 or the launcher hosts"),
     ],
 )
@@ -118,6 +118,7 @@ print(compiler.returncode)
 """
 
 
+@pytest.mark.slow
 def test_compile_workers_that_do_not_end_are_killed() -> None:
     alone = subprocess.run([sys.executable, "-c", STUCK_COMPILER], capture_output=True, text=True, timeout=60)
     assert (alone.stdout, alone.returncode) == (f"{-signal.SIGKILL}\n", 0), alone.stderr
