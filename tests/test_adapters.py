@@ -349,7 +349,8 @@ def test_a_run_that_leaves_rope_alone_leaves_the_config_as_it_was(folder: Path) 
     assert (folder / "same" / "config.json").read_bytes() == (folder / "model" / "config.json").read_bytes()
 
 
-@pytest.mark.parametrize("policy", ["attention", *(pytest.param(x, marks=pytest.mark.slow) for x in ("none", "full"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["attention", "none", "full"])
 def test_layers_with_adapters_compile_alike_and_give_the_same_gradients(policy: str) -> None:
     config = LlamaConfig(
         hidden_size=16, intermediate_size=24, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=3,

@@ -72,7 +72,7 @@ def test_pictures_of_one_run_are_beside_it(tmp_path: Path, capsys: pytest.Captur
     assert all((run / name).read_bytes().startswith(b"\x89PNG") for name in PICTURES)
 
 
-@pytest.mark.parametrize("command", [[], ["compare"]])
+@pytest.mark.parametrize("command", [[], pytest.param(["compare"], marks=pytest.mark.slow)])
 def test_pictures_of_several_runs_are_in_a_folder_of_their_own(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from analysis_files import about, attention_point, limit, record, step_point, write_lines, write_run
+from cases import slow_except
 
 from analysis.__main__ import main
 
@@ -155,7 +156,7 @@ def test_evaluations_verifications_and_plans_have_tables_and_commands(page: Page
     assert any("--offload activations" in text for text in page.details)
 
 
-@pytest.mark.parametrize("name", OTHER_RECORDS)
+@pytest.mark.parametrize("name", slow_except(["needle/evaluation.jsonl"], OTHER_RECORDS))
 def test_a_file_with_missing_facts_is_named_and_the_page_is_written(
     results: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -211,6 +212,7 @@ def test_the_page_asks_for_nothing_from_anywhere(page: Page) -> None:
     assert len(re.findall(r"\* plotly\.js v", page.text)) == 1 and len(page.text) < 6 * 2**20
 
 
+@pytest.mark.slow
 def test_another_page_is_not_replaced(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (results / "report.html").write_text("<title>My own</title>")
     assert main(["report", str(results)]) == 2
@@ -243,6 +245,7 @@ def test_unreadable_files_are_named_and_the_others_are_shown(results: Path, caps
     assert "2 training runs" in out, "neither a checkpoint's nor a hidden one"
 
 
+@pytest.mark.slow
 def test_garbled_lines_are_noted_and_the_others_are_shown(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for path in results.rglob("*.jsonl"):
         path.write_text("{garbled\n" + path.read_text())
@@ -296,7 +299,8 @@ def test_long_runs_are_thinned_evenly_and_unknown_numbers_are_gaps(tmp_path: Pat
     assert page.charts[0][1]["xaxis"]["type"] == "log", "the short run keeps some room"
 
 
-@pytest.mark.parametrize("module", ["plotly", pytest.param("jinja2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("module", ["plotly", "jinja2"])
 def test_without_the_extra_only_the_page_is_refused(tmp_path: Path, module: str) -> None:
     run = write_run(tmp_path / "run", [record(1)])
     code = f"import sys; sys.modules['{module}'] = None; import analysis.__main__ as a; sys.exit(a.main(sys.argv[1:]))"

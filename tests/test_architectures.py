@@ -84,7 +84,10 @@ def test_a_head_with_a_bias_trains_as_one_process_does(alone: None, monkeypatch:
             assert architectures.compare_training(config, packed).startswith("loss within")
 
 
-@pytest.mark.parametrize(("fault", "line"), [("labels", "loss"), ("positions", "loss"), ("documents", "loss")])
+@pytest.mark.parametrize(
+    ("fault", "line"),
+    [pytest.param("labels", "loss", marks=pytest.mark.slow), ("positions", "loss"), ("documents", "loss")],
+)
 def test_the_sweep_notices_a_planted_fault(alone: None, monkeypatch: pytest.MonkeyPatch, fault: str, line: str) -> None:
     def broken(context: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         batch = shard_batch(context, *args, **kwargs)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from cases import slow_except
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from trainer_numbers import common, documents, fresh_model
@@ -83,8 +84,9 @@ def check(ranks: list[Seen], size: int) -> None:
     assert len(set(rows)) == len(rows), "no row is drawn twice, neither in another epoch nor by another group"
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("run", [train, loop])
+@pytest.mark.parametrize(
+    ("run", "workers"), slow_except([(train, 2), (loop, 0)], [(train, 0), (train, 2), (loop, 0), (loop, 2)])
+)
 def test_ranks_of_a_group_augment_alike(run: Any, workers: int) -> None:
     check(spawn(2, run, 2, workers), 2)
 

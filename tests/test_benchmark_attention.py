@@ -60,6 +60,7 @@ def records(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     return header, rest
 
 
+@pytest.mark.slow
 def test_a_run_on_two_ranks_records_every_point_under_a_header(tmp_path: Path) -> None:
     file = tmp_path / "new" / "a.jsonl"
     words = f"--lengths 64,1K {SMALL} --schedules ring,auto --transports gloo,auto-blocking"
@@ -229,6 +230,7 @@ def test_bad_flags_are_refused_with_what_is_wrong(words: str, said: str) -> None
     assert said in str(refusal.value) and "\n" not in str(refusal.value)
 
 
+@pytest.mark.slow
 def test_the_program_alone_refuses_in_one_line_and_exits_2(tmp_path: Path) -> None:
     file = tmp_path / "there.jsonl"
     file.touch()

@@ -125,10 +125,10 @@ PACKAGES = {"plain": "torch", "rows": "torch", "fsdp2": "accelerate", "deepspeed
 @pytest.mark.parametrize(
     ("peer", "tied"),
     [
-        ("plain", True),
+        pytest.param("plain", True, marks=pytest.mark.slow),
         ("rows", True),
-        ("fsdp2", False),
-        ("trl", True),
+        pytest.param("fsdp2", False, marks=pytest.mark.slow),
+        pytest.param("trl", True, marks=pytest.mark.slow),
         ("trl", False),
         pytest.param("deepspeed", True, marks=pytest.mark.slow),
         pytest.param("deepspeed", False, marks=pytest.mark.slow),
@@ -342,6 +342,7 @@ def test_a_peer_that_cannot_pack_or_adapt_says_so(flag: str, peer: str, tmp_path
         worker.main([peer, *paths.split(), flag, "4"])
 
 
+@pytest.mark.slow
 def test_gemma_is_trained_by_lightseq_train_and_cut_with_its_windows(tmp_path: Path) -> None:
     setting = setting_of(parse(flags(Path("gemma3-4b"), tmp_path, "--layers 7")), on_gpu=True)
     window = sliding(1024)

@@ -152,6 +152,7 @@ def test_losses_on_two_by_two_ranks_equal_full_padding(files: Path) -> None:
     check_same_losses(files, 4, {"both": "--max_steps 4 --gradient_accumulation_steps 2 --sequence_parallel_size 2"})
 
 
+@pytest.mark.slow
 def test_texts_that_are_tokenised_on_access_make_short_batches_on_all_ranks(files: Path) -> None:
     lines = [json.dumps({"text": "x" * size}) for size in SIZES]
     (files / "texts.jsonl").write_text("\n".join(lines) + "\n")
@@ -202,6 +203,7 @@ def resumed(rank: int, files: Path) -> tuple[list[float], list[float]]:
     return small.losses(files, "whole"), small.losses(files, "again")
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_with_the_next_row_to_the_bit(files: Path) -> None:
     whole, again = spawn(2, resumed, files)[0]
     assert again == whole[2:], "the longest batch that is tried first changes nothing"

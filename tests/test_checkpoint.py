@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from cases import slow_except
 from programs import Ended, alone, captured, program, programs, run_in
 from safetensors import SafetensorError
 from small import CONFIG, losses, words, write_inputs
@@ -109,7 +110,7 @@ def with_an_older_view(rank: int, seen: int | None, words: str) -> Ended:
     return program(rank, "llama3", words)
 
 
-@pytest.mark.parametrize("seen", [-1, 0], ids=["some", "none"])
+@pytest.mark.parametrize("seen", [pytest.param(-1, marks=pytest.mark.slow), 0], ids=["some", "none"])
 def test_hosts_that_see_an_older_list_go_on_from_the_same_checkpoint(files: Path, tmp_path: Path, seen: int) -> None:
     shutil.copytree(files / "whole", tmp_path / "run")
     flags = f"--output_dir {tmp_path}/run --max_steps 5 --save_strategy no --resume_from_checkpoint True"
@@ -142,6 +143,7 @@ def test_an_attempt_that_saved_nothing_is_repeated_from_the_checkpoint_that_was_
     assert end.status == 2 and "already holds a run" in end.err
 
 
+@pytest.mark.slow
 def test_a_run_resumes_from_before_the_damage_and_retains_whole_checkpoints(files: Path, tmp_path: Path) -> None:
     shutil.copytree(files / "whole", tmp_path / "run")
     flip(tmp_path / "run" / "checkpoint-4" / "model.safetensors")
@@ -412,7 +414,11 @@ DISKS = {
 
 @pytest.mark.parametrize(
     ("failing", "beside"),
-    [("read", "True"), ("write", "True"), pytest.param("read", "False", marks=pytest.mark.slow)],
+    [
+        ("read", "True"),
+        pytest.param("write", "True", marks=pytest.mark.slow),
+        pytest.param("read", "False", marks=pytest.mark.slow),
+    ],
 )
 def test_a_failed_save_on_one_rank_ends_all_in_one_line_and_harms_no_checkpoint(
     files: Path, failing: str, beside: str
@@ -567,6 +573,7 @@ def draws(rank: int, runs: list[str]) -> list[Any]:
     return drawn
 
 
+@pytest.mark.slow
 def test_random_states_resume(files: Path) -> None:
     resumed = "--resume_from_checkpoint auto"
     parts = [("drawn", 4, ""), ("drawn2", 2, ""), ("drawn2", 4, resumed)]
@@ -590,6 +597,7 @@ def one_cannot_lock(rank: int, run: str) -> Ended:
     return program(rank, "llama3", run)
 
 
+@pytest.mark.slow
 def test_a_rank_without_memory_for_its_state_ends_all(files: Path) -> None:
     train(2, words(files, "pinned", "--max_steps 2 --save_steps 1"))
     flags = f"--max_steps 3 --resume_from_checkpoint {files / 'pinned' / 'checkpoint-2'}"
@@ -621,9 +629,7 @@ OTHERWISE = {
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize(
-    "case", [case if case == "three ranks" else pytest.param(case, marks=pytest.mark.slow) for case in OTHERWISE]
-)
+@pytest.mark.parametrize("case", slow_except(["three ranks"], OTHERWISE))
 def test_a_run_resumes_on_other_ranks_to_the_same_losses(files: Path, case: str) -> None:
     world, flags = OTHERWISE[case]
     base = "--max_steps 8 --save_steps 4 --gradient_accumulation_steps 2"

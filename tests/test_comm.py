@@ -95,7 +95,14 @@ def _every_schedule(rank: int, folder: Path, engine_bytes: int, blocking: bool) 
         assert transport.bytes_sent
 
 
-@pytest.mark.parametrize(("engine_bytes", "blocking"), [(0, False), (1 << 20, False), (1 << 20, True)])
+@pytest.mark.parametrize(
+    ("engine_bytes", "blocking"),
+    [
+        pytest.param(0, False, marks=pytest.mark.slow),
+        (1 << 20, False),
+        pytest.param(1 << 20, True, marks=pytest.mark.slow),
+    ],
+)
 def test_every_schedule_is_exact_over_mapped_memory(engine_bytes: int, blocking: bool, tmp_path: Path) -> None:
     spawn(4, _every_schedule, tmp_path, engine_bytes, blocking)
 

@@ -169,6 +169,7 @@ def test_globs_columns_and_max_tokens_choose_what_is_read(tmp_path: Path) -> Non
     assert source.meta["tokens"] == 8
 
 
+@pytest.mark.slow
 def test_the_standard_library_is_read_without_its_tests(tmp_path: Path) -> None:
     files = [path for path in expand_sources(["stdlib"]) if isinstance(path, Path)]
     assert "argparse.py" in {path.name for path in files} and files == sorted(files)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from cases import slow_except
 from schedules import fitting
 from torch import Tensor
 from worlds import GPU_WORLDS, NCCL_WORLDS, gpu_of, spawn
@@ -68,7 +69,7 @@ def _schedules(world: int) -> list[Schedule]:
     return found
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4, *(pytest.param(n, marks=pytest.mark.slow) for n in (6, 8))])
+@pytest.mark.parametrize("world", slow_except([2, 3], (1, 2, 3, 4, 6, 8)))
 def test_each_document_attends_to_itself_once_and_to_no_other(world: int) -> None:
     rng = random.Random(world)
     for schedule in _schedules(world):
@@ -326,7 +327,9 @@ def test_few_tables_of_documents_that_are_past_are_kept() -> None:
     assert max(spawn(2, _tables_left)) <= MAX_PACKED_TABLES
 
 
-@pytest.mark.parametrize("world", [3, 4])  # 2: with a kernel that takes documents in one call, above
+@pytest.mark.parametrize(
+    "world", [3, pytest.param(4, marks=pytest.mark.slow)]
+)  # 2: with a kernel that takes documents in one call, above
 def test_packed_documents_equal_each_one_alone(world: int) -> None:
     spawn(world, _parity, (150,), ("cpu",))
 

@@ -29,7 +29,10 @@ command.main(llama3.FAMILY, sys.argv[1:])
 """
 
 
-@pytest.mark.parametrize(("place", "ranks"), [("fsdp_engine.make_optimizer", 1), ("trainer.Trainer.step", 2)])
+@pytest.mark.parametrize(
+    ("place", "ranks"),
+    [("fsdp_engine.make_optimizer", 1), pytest.param("trainer.Trainer.step", 2, marks=pytest.mark.slow)],
+)
 def test_running_out_of_memory_ends_with_the_breakdown_and_a_remedy(place: str, ranks: int, tmp_path: Path) -> None:
     (tmp_path / "fail.py").write_text(FAILS.format(place=place))
     data = tmp_path / "data.pkl"

@@ -170,7 +170,8 @@ def test_loss_by_position_equals_one_process(files: Files, world: int) -> None:
         assert whole / summary["valid_tokens"] == pytest.approx(summary["loss"], rel=1e-12)
 
 
-@pytest.mark.parametrize("packing", ["none", pytest.param("best_fit", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("packing", ["none", "best_fit"])
 def test_a_limit_equals_a_file_that_is_cut_to_it(files: Files, tmp_path: Path, packing: str) -> None:
     """The first rows or documents count, also those too short to have a target."""
     tokens, texts = [*documents()[:2], np.array([3]), *documents()[2:]], ["ab", "", "cdefg", "h" * 99, "ijk"]
@@ -444,6 +445,7 @@ def _narrated(rank: int, runs: list[str]) -> list[Ended]:
     return evaluations(rank, runs)
 
 
+@pytest.mark.slow
 def test_only_rank_0_shows_progress(files: Files) -> None:
     words = [files.words("told", GOOD), files.words("told-needle", f"{SEARCH} --trials 1 --depths 0.5", "finder")]
     first, second = spawn(2, _narrated, [line.format(root=files.root) for line in words])

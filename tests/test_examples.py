@@ -160,7 +160,8 @@ def test_the_other_examples_equal_one_process_on_every_rank(world: int) -> None:
 LAUNCHER = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 
 
-@pytest.mark.parametrize("launcher", [[], pytest.param(LAUNCHER, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [[], LAUNCHER])
 def test_the_loop_runs_uninstalled_and_prints_its_losses(launcher: list[str], expected: list[list[float]]) -> None:
     lines = [line.split() for line in printed("train_loop.py", launcher)]
     assert [int(words[1]) for words in lines] == list(range(1, train_loop.STEPS + 1))

@@ -183,7 +183,7 @@ def test_layers_that_differ_train_resume_and_save(tmp_path: Path) -> None:
         "Nemotron H: Mamba 2, layers of experts alone",
         "Llama 4: inside a composite",
     ]
-    check_families(2, tmp_path, names, from_files=names)
+    check_families(2, tmp_path, names, from_files=names[1:2])
 
 
 @pytest.mark.slow

@@ -40,7 +40,8 @@ def last_step(output: Path) -> int:
     return max((r["step"] for r in read_records(metrics)), default=0) if metrics.is_file() else 0
 
 
-@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 8))])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 8))
 def test_a_run_that_loses_a_rank_resumes_to_the_result_of_one_that_does_not(seed: int, tmp_path: Path) -> None:
     dice = random.Random(seed)
     write_inputs(tmp_path)

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from cases import slow_except
 from test_families import FAMILIES
 from transformers import PreTrainedConfig
 
@@ -31,7 +32,21 @@ def longer(config: PreTrainedConfig) -> PreTrainedConfig:
     return type(config).from_dict(config.to_dict() | {"text_config": made.to_dict()})
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+QUICK = [  # one of each kind of layers
+    "Gemma 4 E: heads of two sizes, shared keys, embeddings per layer",
+    "Llama 4: inside a composite",
+    "Youtu: latent attention",
+    "gpt-oss: experts with biases, sinks",
+    "GPT-NeoX: attention beside the MLP",
+    "OPT: learned positions",
+    "LFM 2: short convolutions",
+    "Qwen 3.5: gated delta rule",
+    "Nemotron H: Mamba 2, layers of experts alone",
+    "Bamba: Mamba 2",
+]
+
+
+@pytest.mark.parametrize("name", slow_except(QUICK, FAMILIES))
 def test_chosen_layers_are_those_of_the_whole_model(name: str) -> None:
     model_type, changes = FAMILIES[name]
     config = longer(tiny_config(model_type, **changes))

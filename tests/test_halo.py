@@ -89,7 +89,15 @@ def every_layout(rank: int) -> None:
         release_group(group)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "world",
+    [
+        pytest.param(1, marks=pytest.mark.slow),
+        pytest.param(2, marks=pytest.mark.slow),
+        3,
+        pytest.param(4, marks=pytest.mark.slow),
+    ],
+)
 def test_tokens_across_ranks_equal_the_whole_sequence(world: int) -> None:
     spawn(world, every_layout)
 
@@ -104,7 +112,15 @@ def packed(rank: int) -> None:
             release_group(group)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "world",
+    [
+        pytest.param(1, marks=pytest.mark.slow),
+        pytest.param(2, marks=pytest.mark.slow),
+        3,
+        pytest.param(4, marks=pytest.mark.slow),
+    ],
+)
 def test_tokens_of_other_documents_are_zeros(world: int) -> None:
     spawn(world, packed)
 

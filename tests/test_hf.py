@@ -18,6 +18,7 @@ import peft
 import pytest
 import torch
 import torch.distributed as dist
+from cases import slow_except
 from schedules import fitting
 from torch import Tensor
 from torch._dynamo.utils import counters
@@ -163,8 +164,16 @@ def refused(call: Callable[[], Any], line: str) -> None:
     raise AssertionError(f"not refused: {line}")
 
 
+@pytest.mark.slow
 @pytest.mark.compat
-@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize(
+    "world",
+    [
+        2,
+        3,
+        4,
+    ],
+)
 def test_no_target_is_lost_at_a_border_and_positions_are_global(world: int) -> None:
     spawn(world, labels_and_positions)
 
@@ -189,7 +198,8 @@ def right_padding(rank: int) -> None:
         assert relative(logits[mask == 1], expected[mask == 1]) < 1e-5, schedule
 
 
-@pytest.mark.parametrize("world", [*(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3)), 4])
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 3, 4])
 def test_right_padding_equals_plain_transformers(world: int) -> None:
     spawn(world, right_padding)
 
@@ -261,7 +271,8 @@ def rope_scaling(rank: int) -> None:
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2, 3])
 def test_scaled_rotary_positions_equal_one_process(world: int) -> None:
     spawn(world, rope_scaling)
 
@@ -289,6 +300,7 @@ def double_precision(rank: int) -> None:
             assert relative(p.grad, q.grad) < 1e-10, schedule
 
 
+@pytest.mark.slow
 def test_double_precision_agrees_to_ten_digits() -> None:
     spawn(3, double_precision)
 
@@ -406,7 +418,7 @@ def disabled(rank: int) -> None:
                 find(context.name)
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_disabled_model_generates_as_before_and_may_be_enabled_again(world: int) -> None:
     spawn(world, disabled)
 
@@ -667,6 +679,7 @@ def test_training_works_after_an_evaluation_in_inference_mode() -> None:
     spawn(2, trains_after_inference)
 
 
+@pytest.mark.slow
 def test_a_whole_model_may_be_compiled(alone: None) -> None:
     model = llama(num_hidden_layers=1)
     context = hf.enable(model)
@@ -736,7 +749,7 @@ def test_the_tiled_mlp_of_an_eager_layer_runs_once() -> None:
     assert len(forward) > 5 and not backward
 
 
-@pytest.mark.parametrize("policy", ["attention", "full"])
+@pytest.mark.parametrize("policy", ["attention", pytest.param("full", marks=pytest.mark.slow)])
 def test_in_a_recomputed_group_the_mlps_of_all_layers_but_the_last_run_twice(policy: str) -> None:
     forward, backward = spawn(1, mlps_made, policy, 3)[0]
     assert len(backward) == len(forward) * 3 // 5
@@ -787,8 +800,12 @@ def test_weights_are_prefetched_on_one_rank_that_has_them_on_the_host(
     assert come == units
 
 
-@pytest.mark.parametrize("techniques", [{}, {"tile_layers": True}, {"offload": "activations"}, {"torch_compile": True}])
-@pytest.mark.parametrize(("policy", "again"), [("attention", 5), ("full", 5 + 3)])  # of 5 layers 2 end a group
+@pytest.mark.parametrize(
+    "techniques", slow_except([{}], [{}, {"tile_layers": True}, {"offload": "activations"}, {"torch_compile": True}])
+)
+@pytest.mark.parametrize(
+    ("policy", "again"), slow_except([("full", 5 + 3)], [("attention", 5), ("full", 5 + 3)])
+)  # of 5 layers 2 end a group
 def test_the_last_layer_of_a_recomputed_group_keeps_its_attention_output(
     alone: None, monkeypatch: pytest.MonkeyPatch, policy: str, again: int, techniques: dict[str, Any]
 ) -> None:
@@ -815,7 +832,13 @@ def test_the_last_layer_of_a_recomputed_group_keeps_its_attention_output(
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=[pytest.mark.slow, needs_compiler])])
+@pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param("aot_eager", marks=pytest.mark.slow),
+        pytest.param("inductor", marks=[pytest.mark.slow, needs_compiler]),
+    ],
+)
 def test_a_compiled_layer_runs_attention_once(alone: None, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     plain, batch = prepared("none", config={"num_hidden_layers": 1})

@@ -35,7 +35,8 @@ def trained(device: str | None, piece: int = 0) -> tuple[list[Tensor], list[Tens
     return [x.detach() for x in weights], [x.dequantize() if hasattr(x, "codes") else x for x in states]
 
 
-@pytest.mark.parametrize("piece", [1024, pytest.param(1 << 20, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("piece", [1024, 1 << 20])
 def test_updates_in_pieces_equal_updates_of_the_whole(piece: int) -> None:
     with torch.compiler.set_stance("force_eager"):  # the same arithmetic, and compiling takes long
         expected, got = trained(None), trained("cpu", piece)

@@ -12,6 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from cases import slow_except
 from test_comm import _symmetric
 from worlds import spawn
 
@@ -87,7 +88,7 @@ def _counted(rank: int, folder: Path, name: str, head_groups: int) -> Counter[st
     return min(counts, key=Counter.total)
 
 
-@pytest.mark.parametrize(("name", "head_groups"), MAX_CALLS)
+@pytest.mark.parametrize(("name", "head_groups"), slow_except([("prefix", 1), ("zigzag", 1)], MAX_CALLS))
 def test_a_layer_asks_little_of_the_host(name: str, head_groups: int, tmp_path: Path) -> None:
     for calls in spawn(4, _counted, tmp_path, name, head_groups):
         assert calls.total() <= MAX_CALLS[name, head_groups], calls.most_common(20)

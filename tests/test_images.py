@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from cases import slow_except
 from datasets import Dataset
 from test_integrations_trl import tokenizer
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from trainer_numbers import Numbers, UsesFsdp2, assert_equal, common, numbers, quick_first, shared_folder
+from trainer_numbers import Numbers, UsesFsdp2, assert_equal, common, numbers, shared_folder
 from transformers import PreTrainedConfig, PreTrainedModel, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 from worlds import spawn
@@ -240,9 +241,7 @@ def test_images_equal_one_process() -> None:
     spawn(2, wrapped_and_packed, "qwen3_vl", ["FSDP2"])
 
 
-@pytest.mark.parametrize(
-    "kind", ["idefics3", "lfm2_vl", *(pytest.param(k, marks=pytest.mark.slow) for k in PADDED[::2])]
-)
+@pytest.mark.parametrize("kind", slow_except(["idefics3"], [*PADDED, "lfm2_vl"]))
 def test_masks_of_images_smaller_than_the_largest_change_the_loss_as_in_one_process(kind: str) -> None:
     spawn(2, wrapped_and_packed, kind, [])
 
@@ -344,7 +343,7 @@ def experts(rank: int, kind: str) -> None:
         check_step(wrapper, want, context, batch, kind, mean=True, limit=limit)
 
 
-@pytest.mark.parametrize("kind", quick_first(EXPERTS, ["qwen3_vl_moe"]))
+@pytest.mark.parametrize("kind", slow_except(["qwen3_vl_moe"], EXPERTS))
 def test_images_with_a_router_loss_equal_one_process(kind: str) -> None:
     spawn(2, experts, kind)
 

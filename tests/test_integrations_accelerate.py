@@ -10,10 +10,11 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, ParallelismConfig
+from cases import slow_except
 from torch import Tensor
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader
-from trainer_numbers import CONFIG, Numbers, collate, documents, fresh_model, quick_first, sizes, use_fsdp2
+from trainer_numbers import CONFIG, Numbers, collate, documents, fresh_model, sizes, use_fsdp2
 from transformers import (
     GraniteConfig,
     GraniteForCausalLM,
@@ -182,7 +183,7 @@ def run(rank: int, size: int, case: Mapping[str, Any]) -> Numbers:
 
 @pytest.mark.compat("5.19")
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("case", quick_first(CASES, ["accumulated"]))
+@pytest.mark.parametrize("case", slow_except(["accumulated", "packed", "FSDP2"], CASES))
 def test_the_loop_equals_plain_torch(case: str, world: int) -> None:
     for size in sizes(world):
         ranks = spawn(world, run, size, CASES[case])

@@ -11,6 +11,7 @@ import torch
 import transformers.trainer
 from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin
+from cases import slow_except
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
@@ -27,7 +28,6 @@ from trainer_numbers import (
     fresh_model,
     numbers,
     packed_ids,
-    quick_first,
     shared_folder,
     sizes,
 )
@@ -105,6 +105,8 @@ TRAINER_CASES: Mapping[str, dict[str, Any]] = {
     "without targets": {"train_dataset": [{"input_ids": ids[:1]} for ids in documents()]},
 }
 
+QUICK = ("accumulated", "custom", "iterable", "FSDP2", "adapters", "best", "metrics", "packed", "packed ids")  # by kind
+
 
 def train(rank: int, kind: type[Trainer], case: Mapping[str, Any], data_ranks: int, **options: Any) -> Numbers:
     case = dict(case)
@@ -139,7 +141,7 @@ def train_sequence_parallel(rank: int, case: Mapping[str, Any], size: int, world
 
 @pytest.mark.compat("5.19")
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("case", quick_first(TRAINER_CASES, ["accumulated", "FSDP2", "packed"]))
+@pytest.mark.parametrize("case", slow_except(QUICK, TRAINER_CASES))
 def test_trainer_equals_one_process(case: str, world: int) -> None:
     for size in sizes(world):
         data_ranks = world // size
@@ -200,6 +202,7 @@ def dropped_out(rank: int, recomputes: bool) -> Numbers:
         return numbers(trainer)
 
 
+@pytest.mark.slow
 def test_recomputed_layers_repeat_their_dropout() -> None:
     wanted, got = spawn(2, dropped_out, False)[0], spawn(2, dropped_out, True)[0]
     assert_equal(got, wanted)

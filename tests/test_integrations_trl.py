@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import slow_except
 from trainer_numbers import (
     ADAPTERS,
     CONFIG,
@@ -17,7 +18,6 @@ from trainer_numbers import (
     fresh_model,
     numbers,
     packed_ids,
-    quick_first,
     sizes,
 )
 from worlds import spawn
@@ -189,7 +189,7 @@ def sequence_parallel(
 
 @pytest.mark.compat("5.19")
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("case", quick_first(SFT_CASES, ["adapters"]))
+@pytest.mark.parametrize("case", slow_except(["padding free", "adapters", "dft"], SFT_CASES))
 def test_sft_equals_one_process(case: str, world: int) -> None:
     for size in sizes(world):
         wanted = spawn(world // size, sft, SFTTrainer, SFT_CASES[case], world // size)[0]
@@ -198,7 +198,7 @@ def test_sft_equals_one_process(case: str, world: int) -> None:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("case", quick_first(DPO_CASES, ["sigmoid"]))
+@pytest.mark.parametrize("case", slow_except(["adapters"], DPO_CASES))
 def test_dpo_equals_one_process(case: str, world: int, tmp_path: Path) -> None:
     for size in sizes(world):
         changes = []
@@ -210,8 +210,7 @@ def test_dpo_equals_one_process(case: str, world: int, tmp_path: Path) -> None:
             assert_equal(got, wanted)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", OTHER_CASES)
+@pytest.mark.parametrize("case", slow_except(["KTO", "ORPO"], OTHER_CASES))
 def test_trl_trainers_without_a_class_of_ours_equal_one_process(case: str, tmp_path: Path) -> None:
     name, changes = OTHER_CASES[case]
     plain, ours, _ = OTHERS[name]
@@ -291,7 +290,7 @@ def refusal(rank: int, model: Any, adapters: Any) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("kind", [PrefixTuningConfig, PromptTuningConfig])
+@pytest.mark.parametrize("kind", [PrefixTuningConfig, pytest.param(PromptTuningConfig, marks=pytest.mark.slow)])
 def test_adapters_that_add_tokens_are_refused(kind: Any) -> None:
     for line in spawn(2, refusal, fresh_model(), kind(task_type="CAUSAL_LM", num_virtual_tokens=4)):
         assert "adapters add tokens to each sequence" in line and "use LoRA" in line
@@ -305,7 +304,7 @@ class FullyShardedDPO(SequenceParallel, UsesFsdp2, DPOTrainer):
     pass
 
 
-@pytest.mark.slow
+@pytest.mark.compat("5.19")
 def test_dpo_with_fsdp2_equals_one_process(tmp_path: Path) -> None:
     preferences(tmp_path)
     case = {"rows": str(tmp_path)}

@@ -169,6 +169,7 @@ def test_scripts_can_be_run() -> None:
     assert all(os.access(script, os.X_OK) for script in SCRIPTS)
 
 
+@pytest.mark.slow
 def test_scripts_are_clean_under_shellcheck() -> None:
     shellcheck = shutil.which("shellcheck", path=f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ['PATH']}")
     if shellcheck is None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from cases import slow_except
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -162,9 +163,7 @@ def run(rank: int, theirs: bool, name: str) -> Any:
     return train(rank, TheirsReads if theirs else kind, **changes)
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in ("unused parameters", "FSDP2") else pytest.param(n, marks=pytest.mark.slow) for n in CASES]
-)
+@pytest.mark.parametrize("name", slow_except(["FSDP2"], CASES))
 def test_a_loss_of_logits_trains_as_on_one_process(name: str) -> None:
     wanted = spawn(1, run, True, name)[0]
     for got in spawn(2, run, False, name):

@@ -205,8 +205,9 @@ def sharded(rank: int) -> None:
         preferences(model, want, context, None, "FSDP, adapters")
 
 
+@pytest.mark.slow
 @pytest.mark.compat
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [2, 3])
 def test_losses_of_log_probs_equal_one_process_under_fsdp(world: int) -> None:
     spawn(world, sharded)
 

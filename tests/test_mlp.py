@@ -4,10 +4,12 @@ import copy
 import logging
 import weakref
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from cases import slow_except
 from operators import LargestResult, Operators
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
@@ -278,7 +280,7 @@ def small_llama() -> tuple[LlamaModel, Callable[[], Tensor]]:
     return model, lambda: (model(input_ids=ids, use_cache=False).last_hidden_state * weigh).sum()
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("tile", [5, pytest.param(50, marks=pytest.mark.slow)])
 def test_a_checkpoint_that_keeps_gate_and_up_makes_neither_again(
     compiled: bool, tile: int, monkeypatch: pytest.MonkeyPatch
@@ -304,8 +306,12 @@ def test_a_checkpoint_that_keeps_gate_and_up_makes_neither_again(
     assert sum(made) == 3 * 20, "an evaluation keeps nothing"
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy != "none"])
+@pytest.mark.parametrize(
+    ("policy", "compiled"),
+    slow_except(
+        [*((policy, False) for policy in POLICIES[1:]), (STORE_MLP, True)], product(POLICIES[1:], (False, True))
+    ),
+)
 def test_an_mlp_before_a_norm_gives_the_same_gradients(
     policy: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -391,7 +397,7 @@ def test_the_operators_keep_torchs_contract(name: str) -> None:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", slow_except([STORE_MLP], POLICIES))
 def test_layers_of_one_kind_are_compiled_once(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each with guards of its own would be compiled anew, and after the eighth no more."""
     model, loss = small_llama()

@@ -281,6 +281,7 @@ def test_a_second_backward_pass_is_refused() -> None:
         loss.backward()
 
 
+@pytest.mark.slow
 def test_attention_outputs_are_offloaded_too() -> None:
     """Under remat `attention` a layer keeps its input, attention's output and its log-sum-exp, compiled or not; under
     `attention+mlp` what gate and up make besides, and under `attention+linears` what the projections do. Two layers

@@ -79,6 +79,7 @@ def plain(states: Iterable[Tensor]) -> Iterable[Tensor]:
         yield from (local.codes, local.scale) if hasattr(local, "codes") else (local,)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_of_one_rank_equals_one_that_never_stopped(tmp_path: Path) -> None:
     folder, flags = write_inputs(tmp_path), "--optim adamw_8bit --max_steps 3 --save_steps 2"
     lines = [words(folder, "whole", flags)]

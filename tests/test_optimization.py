@@ -397,7 +397,7 @@ def _held_between_batches(rank: int, words: str) -> list[int]:
     return held
 
 
-@pytest.mark.parametrize("offload", ["none", "optimizer"])
+@pytest.mark.parametrize("offload", ["none", pytest.param("optimizer", marks=pytest.mark.slow)])
 def test_offloaded_gradients_leave_the_device_after_every_batch(offload: str, tmp_path: Path) -> None:
     data = tmp_path / "data.pkl"
     data.write_bytes(pickle.dumps({"input_ids": [list(range(9))] * 6}))

@@ -63,7 +63,9 @@ def of_others(directory: Path) -> dict[str, str]:
 # ---- what stays ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("flags", ["--resume_from_checkpoint auto", "--overwrite_output_dir"])
+@pytest.mark.parametrize(
+    "flags", [pytest.param("--resume_from_checkpoint auto", marks=pytest.mark.slow), "--overwrite_output_dir"]
+)
 def test_a_run_that_begins_anew_removes_nothing_that_no_run_wrote(files: Path, tmp_path: Path, flags: str) -> None:
     before = write_others(tmp_path / "run")
     train(words(files, "run", f"{SAVED} --save_total_limit 1 {flags} --output_dir {tmp_path}/run"))

@@ -89,6 +89,7 @@ def test_a_wheel_trains_and_draws_outside_the_repository(wheel: Path) -> None:
     assert (folder / "page.html").is_file()
 
 
+@pytest.mark.slow
 def test_an_extra_is_added_without_replacing_the_clone(tmp_path: Path) -> None:
     """Installs as make does, then with an extra as the pages say: the clone's own files are imported both times."""
     source, prefix = tmp_path / "lightseq", tmp_path / "environment"

@@ -171,7 +171,7 @@ def _refused(call: Any, words: str) -> None:
         call()
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_packed_documents_in_a_loop_have_the_loss_and_gradients_of_each_alone(world: int) -> None:
     spawn(world, _loop)
 
@@ -273,6 +273,7 @@ def _recompilations(rank: int) -> None:
     assert counter.frame_count == 1
 
 
+@pytest.mark.slow
 def test_a_compiled_layer_is_not_compiled_again_for_other_documents() -> None:
     spawn(1, _recompilations)
 
@@ -363,6 +364,7 @@ def test_a_schedule_that_packed_documents_make_uneven_is_warned_of(schedule: str
     assert not warned(schedule, 1) and not warned(schedule, 8, "none") and not warned("auto", 8)
 
 
+@pytest.mark.slow
 def test_training_on_packed_documents_equals_training_on_each_alone(tmp_path: Path) -> None:
     case = {"schedule": "zigzag", "gradient_accumulation_steps": 2, "remat": "full", "offload": "activations"}
     _compare(tmp_path, 2, [case])

@@ -298,7 +298,10 @@ def test_layers_offload_into_what_weights_leave_of_host_memory() -> None:
 
 @pytest.mark.parametrize(
     ("remat", "weights"),  # whose products are saved and not repeated
-    [("attention+mlp", 2 * 4096 * 14336), ("attention+linears", 2 * 4096 * 14336 + (2 * 4096 + 2 * 1024) * 4096)],
+    [
+        ("attention+mlp", 2 * 4096 * 14336),
+        pytest.param("attention+linears", 2 * 4096 * 14336 + (2 * 4096 + 2 * 1024) * 4096, marks=pytest.mark.slow),
+    ],
 )
 def test_stored_products_take_memory_and_are_not_recomputed(remat: str, weights: int) -> None:
     flags, tokens = "--torch_compile --model_max_length 131072", 32768
@@ -333,7 +336,7 @@ def test_gate_and_up_are_freed_before_attention_runs_backward(size: int, offload
             assert snapshot.parts.total - other.parts.total == held * products
 
 
-@pytest.mark.parametrize("name", ["prefix", "ring", "zigzag"])
+@pytest.mark.parametrize("name", [pytest.param("prefix", marks=pytest.mark.slow), "ring", "zigzag"])
 def test_attention_memory_over_many_ranks_is_extrapolated(name: str) -> None:
     small, large, counted = (
         attention_memory(ScheduleChoice(name), world, Heads(8, 2, 64, 64), 2) for world in (8, 16, 12)
@@ -378,7 +381,7 @@ class HalfNarrowForCausalLM(LlamaForCausalLM):
 AutoModelForCausalLM.register(HalfNarrowConfig, HalfNarrowForCausalLM)
 
 
-@pytest.mark.parametrize("remat", ["none", "attention"])
+@pytest.mark.parametrize("remat", [pytest.param("none", marks=pytest.mark.slow), "attention"])
 def test_layers_that_differ_are_planned_one_by_one(remat: str) -> None:
     flags = f"--bf16 --torch_compile --remat {remat} --offload none --model_max_length 32K"
     models = LLAMA, HalfNarrowConfig(**{name: getattr(LLAMA, name) for name in SIZES})
@@ -510,7 +513,7 @@ def test_more_memory_never_makes_a_step_slower() -> None:
     assert seconds == sorted(seconds, reverse=True), seconds
 
 
-@pytest.mark.parametrize("budget", ["", "--host_memory_budget 8"])
+@pytest.mark.parametrize("budget", [pytest.param("", marks=pytest.mark.slow), "--host_memory_budget 8"])
 def test_auto_offloads_no_more_than_the_host_has(budget: str) -> None:
     flags = f"--model_max_length 256K --torch_compile --gradient_accumulation_steps 4 {budget}"
     assert make_plan(auto("llama3.2-3b", flags, 8, 16, 64)).fits
@@ -579,6 +582,7 @@ def test_the_longest_length_is_longest_under_auto_and_bounded_by_the_host() -> N
     assert by_host[0] < by_host[1] < others[1]
 
 
+@pytest.mark.slow
 def test_every_suggestion_makes_the_run_fit() -> None:
     run = planned_run(LLAMA, "--bf16 --model_max_length 6000000 --remat none", 8, 140 * GIB, 1900 * GIB, True)
     assert make_plan(run).shortages[0].startswith("GPU memory")
@@ -618,6 +622,7 @@ def test_a_suggestion_names_the_flags_to_leave_out() -> None:
     assert change.text == "without --gradient_checkpointing" and change.plan.fits
 
 
+@pytest.mark.slow
 def test_the_planner_stores_only_what_a_models_layers_can_store(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -642,6 +647,7 @@ def test_the_planner_stores_only_what_a_models_layers_can_store(
             assert main(asked.split()) == 2 and reason in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_tiles_are_planned_only_for_supported_layers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for model, tiled in ((LLAMA, True), (PHI, False)):
         run = planned_run(model, "--bf16 --model_max_length 1536K", 1, gpu=140 * GIB, chosen=True)
@@ -656,6 +662,7 @@ def test_tiles_are_planned_only_for_supported_layers(capsys: pytest.CaptureFixtu
 SMALL = preset_config(BOTH, "llama3.2-1b")
 
 
+@pytest.mark.slow
 def test_longer_sequences_recompute_more() -> None:
     chosen = [
         make_plan(planned_run(SMALL, f"--bf16 --model_max_length {length}", 2, 73 * GIB, 9 * GIB, chosen=True))
@@ -668,8 +675,9 @@ def test_longer_sequences_recompute_more() -> None:
 @pytest.mark.parametrize(
     "flags",
     [
-        "--torch_compile False", "--remat full", "--remat attention+mlp", "--gradient_checkpointing True",
-        "--layers_per_checkpoint 2", "--tile_layers True", "--offload activations", "--offload both",
+        pytest.param("--torch_compile False", marks=pytest.mark.slow), "--remat full", "--remat attention+mlp",
+        "--gradient_checkpointing True", "--layers_per_checkpoint 2", "--tile_layers True", "--offload activations",
+        "--offload both",
         "--layers_per_checkpoint 2 --remat full --offload both --torch_compile True --tile_layers True",
     ],
 )  # fmt: skip
@@ -750,6 +758,7 @@ def test_the_command_prints_a_table_and_writes_a_record(capsys: pytest.CaptureFi
     assert len(first["placement"]) == 32 and first["longest_length"] > 2**20
 
 
+@pytest.mark.slow
 def test_the_record_and_the_table_name_the_layers_with_state_on_the_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     flags = "--torch_compile --offload auto --optim adamw_8bit --gpus 1 --gpu_memory 80 --host_memory 125"
     _, record = as_json(f"{flags} --model_max_length 128K", capsys)
@@ -765,20 +774,23 @@ def test_the_record_and_the_table_name_the_layers_with_state_on_the_gpu(capsys: 
 @pytest.mark.parametrize(
     ("flags", "note", "noted"),
     [
-        ("", "planned with 8 cores per rank", False),
+        pytest.param("", "planned with 8 cores per rank", False, marks=pytest.mark.slow),
         ("", "unlimited memory, for the longest length too; --host_memory GIB", True),
-        ("--host_memory 400", "unlimited memory", False),
+        pytest.param("--host_memory 400", "unlimited memory", False, marks=pytest.mark.slow),
         ("--offload none", "unlimited memory", False),
         ("--offload both", "planned with 8 cores per rank", True),
-        ("--offload both --host_cores 64", "planned with 8 cores per rank", False),
+        pytest.param("--offload both --host_cores 64", "planned with 8 cores per rank", False, marks=pytest.mark.slow),
         ("--model_max_length 128K", "positions that the model covers", True),
-        ("--model_max_length 128K --rope_theta 5e6", "positions that the model covers", False),
-        ("--model_max_length 8K", "reference kernel", False),
-        ("--bf16 False --kernel reference", "reference kernel", True),
-        (
+        pytest.param(
+            "--model_max_length 128K --rope_theta 5e6", "positions that the model covers", False, marks=pytest.mark.slow
+        ),
+        pytest.param("--model_max_length 8K", "reference kernel", False, marks=pytest.mark.slow),
+        pytest.param("--bf16 False --kernel reference", "reference kernel", True, marks=pytest.mark.slow),
+        pytest.param(
             '--model_name_or_path llama3.2-1b --rope_scaling {"rope_type":"yarn","factor":8}',
             "from 131072 to 65536",
             True,
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -869,6 +881,7 @@ def test_an_impossible_plan_is_refused_in_one_line(flags: str, reason: str, caps
     assert error.startswith("error: ") and reason in error and error.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_kernel_without_windows_is_refused_for_a_model_that_has_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -133,6 +133,7 @@ def test_at_another_length_documents_keep_their_sizes() -> None:
     assert run.with_length(4096).attention_share == 1.0
 
 
+@pytest.mark.slow
 def test_the_choice_follows_from_the_time_of_the_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short documents hide fewer copies, so recomputing projections becomes faster than offloading their outputs.
 
@@ -170,6 +171,7 @@ def test_layers_that_save_products_offload_them_and_recompute_nothing_more(remat
     assert plan.step_seconds < 0.9 * all_offload.step_seconds
 
 
+@pytest.mark.slow
 def test_plan_prints_and_records_the_documents_of_the_data(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     data = write_documents(tmp_path / "tokens", (8192,) * 8)
     assert main(f"{PLAN} --packing best_fit --data_path {data}".split()) == 0

@@ -111,6 +111,7 @@ def test_packed_rows_are_planned_within_five_percent_and_ten(record: dict[str, A
     assert one_document.step_seconds > 1.1 * record["step_seconds"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("record", GEMMA, ids=[f"{r['length']}, {r['remat']}, {r['commit']}" for r in GEMMA])
 def test_windows_wide_heads_and_more_norms_are_planned_within_five_percent_and_ten(record: dict[str, Any]) -> None:
     words = [*NEEDED, "--bf16", "--model_max_length", str(record["length"]), "--remat", record["remat"]]

@@ -79,7 +79,8 @@ def test_every_placement_gives_the_losses_of_keeping_all_activations(tmp_path: P
         assert record["offloaded_bytes"] > 0
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_keeping_gathered_weights_changes_no_loss_evaluation_or_weight(ranks: int, tmp_path: Path) -> None:
     files = write_inputs(tmp_path)
     evaluation = f"--eval_data_path {files}/data.pkl --eval_strategy steps --eval_steps 1"
@@ -296,6 +297,7 @@ def test_unreached_evaluations_and_warmup_are_noted(flags: str, total: int, said
     assert len(notes) == len(said) and all(want in note for want, note in zip(said, notes, strict=True)), notes
 
 
+@pytest.mark.slow
 def test_an_out_of_memory_error_names_settings_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     model = LlamaConfig(
         vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,

@@ -35,7 +35,7 @@ def made(rank: int = 0) -> tuple[LlamaModel, list[nn.Parameter], Callable[[], Te
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 3])
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_stored_products_are_not_computed_again(compiled: bool, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     model, trained, loss = made(rank)

@@ -48,6 +48,7 @@ def run(program: str) -> tuple[str, str]:
     return done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_importing_lightseq_prints_nothing_and_loads_neither_the_planner_nor_the_flags() -> None:
     loaded = "print([x for x in ('lightseq.memory', 'lightseq.config.train_config') if x in sys.modules])"
     found = run(f"import sys; from lightseq import hf; {loaded}; hf.plan_memory; {loaded}; import lightseq.parallelize")

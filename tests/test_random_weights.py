@@ -109,6 +109,7 @@ def test_empty_parameters_need_no_draw(model_type: str, changes: dict[str, int])
     assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.compat("5.20")
 def test_a_model_with_empty_parameters_trains_and_resumes_on_any_number_of_ranks(tmp_path: Path) -> None:
     tiny_config("deepseek_v3", n_shared_experts=0).save_pretrained(tmp_path)

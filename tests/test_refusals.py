@@ -344,7 +344,8 @@ def test_the_ways_out_of_a_directory_that_holds_a_run_are_open(files: Path) -> N
     assert sorted(path.name for path in (files / "other").glob("checkpoint*")) == [f"checkpoint-{i}" for i in (1, 2, 3)]
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_the_launcher_shows_the_line_of_its_workers_once(ranks: int, files: Path, tmp_path: Path) -> None:
     launched = f"-m torch.distributed.run --standalone --nproc_per_node={ranks} llama3/train.py"
     done = forked.run(f"{launched} {GOOD} --sequence_parallel_size 3".format(files=files), tmp_path)

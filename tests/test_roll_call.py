@@ -59,7 +59,13 @@ def call_alone(rank: int, alone: int, how: str) -> None:
     ("world", "alone", "how", "says"),
     [
         (2, 0, "without gradients", "rank 0 runs the model without training it on 1 x 40 tokens, but rank 1 trains on"),
-        (2, 1, "in eval mode", "rank 1 runs the model without training it on 1 x 40 tokens, but rank 0 trains on"),
+        pytest.param(
+            2,
+            1,
+            "in eval mode",
+            "rank 1 runs the model without training it on 1 x 40 tokens, but rank 0 trains on",
+            marks=pytest.mark.slow,
+        ),
         (3, 2, "on a sample", r"rank \d trains on 1 x \d+ tokens, but rank \d trains on 1 x \d+ tokens"),
     ],
 )
@@ -137,7 +143,11 @@ def loop_with_accelerate(rank: int, reads: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("reads", "says"), [(True, "rank 0 reads logits"), (False, "rank 1 runs the model without training it")]
+    ("reads", "says"),
+    [
+        pytest.param(True, "rank 0 reads logits", marks=pytest.mark.slow),
+        (False, "rank 1 runs the model without training it"),
+    ],
 )
 def test_what_one_rank_of_a_loop_with_accelerate_does_is_named(reads: bool, says: str) -> None:
     named(2, loop_with_accelerate, reads, line=says)
@@ -160,6 +170,7 @@ def slow_rank(rank: int) -> list[str]:
     return [str(x.message) for x in caught if EVERY_RANK in str(x.message)]
 
 
+@pytest.mark.slow
 def test_a_slow_rank_is_waited_for_with_a_warning() -> None:
     first, second = spawn(2, slow_rank)
     assert len(first) == 1 and not second and "has waited" in first[0]

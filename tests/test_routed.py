@@ -103,7 +103,15 @@ def every_schedule(rank: int, folder: Path, names: str) -> None:
         assert transport.buffer_bytes == (near[0].buffer_bytes if near else 0)
 
 
-@pytest.mark.parametrize("names", ["abcc", "aabb", "abab", "aaab"])
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param("abcc", marks=pytest.mark.slow),
+        pytest.param("aabb", marks=pytest.mark.slow),
+        pytest.param("abab", marks=pytest.mark.slow),
+        "aaab",
+    ],
+)
 def test_each_peer_is_reached_its_own_way_with_the_results_of_one_transport(names: str, tmp_path: Path) -> None:
     spawn(4, every_schedule, tmp_path, names)
 
@@ -140,7 +148,14 @@ def in_order(rank: int, folder: Path, members: tuple[int, ...], names: str) -> N
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize(("members", "names"), [((0, 1, 2, 3), "abcc"), ((3, 0, 2), "a ba"), ((2, 3, 1), " aab")])
+@pytest.mark.parametrize(
+    ("members", "names"),
+    [
+        ((0, 1, 2, 3), "abcc"),
+        pytest.param((3, 0, 2), "a ba", marks=pytest.mark.slow),
+        pytest.param((2, 3, 1), " aab", marks=pytest.mark.slow),
+    ],
+)
 def test_received_tensors_come_once_and_in_order(members: tuple[int, ...], names: str, tmp_path: Path) -> None:
     """Also in a group of some ranks, whose order differs from the world's."""
     spawn(4, in_order, tmp_path, members, names)

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from trainer_numbers import CONFIG, Numbers, assert_equal, quick_first, sizes
+from cases import slow_except
+from trainer_numbers import CONFIG, Numbers, assert_equal, sizes
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, Trainer
 from worlds import spawn
 
@@ -67,15 +68,14 @@ def compare(world: int, module: str, run: str, kinds: tuple[type[Trainer], type[
 
 @pytest.mark.compat("5.20")
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("case", quick_first(TRAINER_CASES, ["accumulated"]))
+@pytest.mark.parametrize("case", slow_except(["accumulated"], TRAINER_CASES))
 def test_trainer_adds_the_router_loss_of_one_process(case: str, world: int) -> None:
     kinds = (Trainer, SequenceParallelTrainer)
     compare(world, "test_integrations_trainer", "train", kinds, [TRAINER_CASES[case]] * 2)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("case", TRL_CASES)
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", slow_except(["SFT packed", "DPO"], TRL_CASES))
 def test_trl_adds_the_router_loss_of_one_process(case: str, world: int, tmp_path: Path) -> None:
     run, changes = TRL_CASES[case]
     cases = [dict(changes), dict(changes)]

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import forked
 import pytest
+from cases import slow_except
 from programs import program
 from small import losses, words, write_inputs
 from worlds import spawn
@@ -52,9 +53,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == "rank 1 dies" else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
-)
+@pytest.mark.parametrize("name", slow_except(["rank 1 dies"], CASES))
 def test_a_rank_that_ends_over_the_last_save_is_named_and_the_run_resumes(name: str, tmp_path: Path) -> None:
     what, culprit, more = CASES[name]
     files = write_inputs(tmp_path)
@@ -125,12 +124,8 @@ SAVES = {  # the checkpoint after which the run dies, the step that gets a signa
     "DeepSpeed": (3, -1, "--save_steps 3 --logging_steps 5 --optim adamw_torch --deepspeed {files}/zero.json"),
 }
 
-QUICK_SAVES = ("training waits", "between two records")
 
-
-@pytest.mark.parametrize(
-    "case", [case if case in QUICK_SAVES else pytest.param(case, marks=pytest.mark.slow) for case in SAVES]
-)
+@pytest.mark.parametrize("case", slow_except(["between two records"], SAVES))
 def test_a_run_killed_right_after_a_save_has_the_records_of_all_saved_steps(case: str, tmp_path: Path) -> None:
     """A checkpoint becomes visible only after the records of its steps."""
     step, stopped_at, flags = SAVES[case]

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import slow_except
 from executables import write_python_program
 from slurm import ROOT, Cluster, Job, make_cluster
 
 from data_gen.__main__ import main as data_gen
 
 JOBS = sorted((ROOT / "launch" / "slurm").glob("*.sbatch"))
+QUICK = ("baseline", "flash", "one_node", "several_nodes")
 FLAGS = ("--model_name_or_path", "tiny-llama3", "--fsdp", "full_shard auto_wrap", "--note", "a 'quoted' $HOME *")
 TYPED = "--model_name_or_path tiny-llama3 --fsdp 'full_shard auto_wrap' --note \"a 'quoted' \\$HOME *\""
 PIPED = "envsubst '$MY_USER' < launch/slurm/{} | sbatch"
@@ -92,7 +94,9 @@ def test_envsubst_inserts_the_user_only(reporting: Cluster) -> None:
     ]
 
 
-@pytest.mark.parametrize("script", JOBS, ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "script", slow_except([job for job in JOBS if job.stem in QUICK], JOBS), ids=lambda path: path.name
+)
 def test_a_script_is_the_same_piped_and_submitted(script: Path, reporting: Cluster) -> None:
     options = re.findall(r"^#SBATCH (.*)$", script.read_text(), re.MULTILINE)
     assert {"--no-requeue", "--ntasks-per-node=1"} <= set(options)

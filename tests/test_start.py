@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import forked
 import pytest
+from cases import slow_except
 from forked import Done
 from worlds import free_port
 
@@ -62,9 +63,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == "never comes" else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
-)
+@pytest.mark.parametrize("name", slow_except(["never comes"], CASES))
 def test_a_missing_rank_is_named_and_the_others_end(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     (tmp_path / "program.py").write_text(PROGRAM)
@@ -92,7 +91,7 @@ with start.init_distributed(60):
 @pytest.mark.parametrize(
     ("rank", "line"),
     [
-        (0, "waiting for 1 of 2 ranks to join at 127.0.0.1:{port}: 1"),
+        pytest.param(0, "waiting for 1 of 2 ranks to join at 127.0.0.1:{port}: 1", marks=pytest.mark.slow),
         (1, "rank 1 waits for the rendezvous store at 127.0.0.1:{port}, which rank 0 or the launcher hosts"),
     ],
 )
@@ -119,6 +118,7 @@ print(compiler.returncode)
 """
 
 
+@pytest.mark.slow
 def test_compile_workers_that_do_not_end_are_killed() -> None:
     alone = subprocess.run([sys.executable, "-c", STUCK_COMPILER], capture_output=True, text=True, timeout=60)
     assert (alone.stdout, alone.returncode) == (f"{-signal.SIGKILL}\n", 0), alone.stderr

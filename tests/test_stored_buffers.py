@@ -138,7 +138,15 @@ def saved(folder: Path, **options: Any) -> dict[str, Tensor]:
 
 
 @pytest.mark.compat("5.20")
-@pytest.mark.parametrize(("world", "stage"), [(1, None), (2, None), (2, 1), (2, 3)])
+@pytest.mark.parametrize(
+    ("world", "stage"),
+    [
+        pytest.param(1, None, marks=pytest.mark.slow),
+        (2, None),
+        pytest.param(2, 1, marks=pytest.mark.slow),
+        pytest.param(2, 3, marks=pytest.mark.slow),
+    ],
+)
 def test_buffers_are_loaded_trained_with_saved_and_restored(world: int, stage: int | None, files: Path) -> None:
     output, engine = f"run-{world}-{stage}", ""
     if stage is not None:
@@ -168,6 +176,7 @@ def test_in_bfloat16_buffers_have_the_dtype_of_transformers(files: Path) -> None
             assert torch.equal(found[name], buffer), name
 
 
+@pytest.mark.slow
 def test_adapters_keep_buffers_in_their_state_only(files: Path) -> None:
     lora = "--lora_rank 2 --max_steps"
     run(1, flags(files, "lora", f"{lora} 1"), flags(files, "lora", f"{lora} 2 --resume_from_checkpoint auto"))

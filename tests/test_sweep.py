@@ -172,6 +172,7 @@ def test_a_sweep_goes_on_after_failures_and_runs_nothing_twice(sweep_dir: Path) 
     assert list(records(sweep_dir)) == list(found), "cells that were not asked for keep their records"
 
 
+@pytest.mark.slow
 def test_a_cell_is_done_only_with_all_steps_of_the_same_flags(sweep_dir: Path) -> None:
     first = "grid: {seed: [5, 6]}"
     assert launch(sweep_dir, sweep(sweep_dir, first)).returncode == 0
@@ -189,7 +190,7 @@ def test_a_cell_is_done_only_with_all_steps_of_the_same_flags(sweep_dir: Path) -
     assert ran(sweep_dir) == [], "a run's own files say that it is done"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_a_stopped_sweep_leaves_no_process_and_continues(number: signal.Signals, sweep_dir: Path) -> None:
     path = sweep(sweep_dir, "grid: {seed: [4, 2, 5]}")
     process, below = started(sweep_dir, path)
@@ -259,6 +260,7 @@ def test_listing_runs_nothing_and_shows_status_and_times(
     assert "2 not done, about" in shown and "estimated from the cells that ran" in shown
 
 
+@pytest.mark.slow
 def test_the_files_of_a_cell_replace_a_garbled_record(
     sweep_dir: Path, listed: Callable[..., tuple[int, str, str]]
 ) -> None:
@@ -394,6 +396,7 @@ def test_gpus_are_the_ones_visible_to_cuda(
     assert gpus_here() == HostGPUs("NVIDIA H200", tuple(devices.split()))
 
 
+@pytest.mark.slow
 def test_cells_at_once_share_no_gpu(sweep_dir: Path) -> None:
     program(sweep_dir / "nvidia-smi", NVIDIA_SMI)
     write_python_program(sweep_dir / "python", TRAINER.replace("steps = range", SEEN + "steps = range"))

@@ -168,7 +168,7 @@ def test_times_are_shown_in_a_readable_unit() -> None:
     assert shown == ["12 s", "83 min", "2.5 h", "48.0 h", "2 days", "8,449 days"]
 
 
-@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("width", [80, pytest.param(120, marks=pytest.mark.slow)])
 def test_the_table_shows_every_name_whole(width: int) -> None:
     cells = [cell for path in SHIPPED for cell in expand(read_sweep(path))]
     console = Console(width=width, record=True, file=open(os.devnull, "w"))  # noqa: SIM115

@@ -3,11 +3,13 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from cases import slow_except
 from operators import LargestResult, Operators
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor
@@ -140,8 +142,10 @@ def test_batches_and_lengths_that_tiles_do_not_divide(batch: int, length: int) -
     check("llama", batch, length=length)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
-@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize(
+    ("keep", "name"),
+    slow_except([(True, "llama"), (False, "qwen3")], product((True, False), ("llama", "qwen2", "qwen3"))),
+)
 def test_adapters_alone_get_gradients(name: str, keep: bool) -> None:
     check(name, keep=keep, change=partial(adapt, targets=["q_proj", "o_proj", "up_proj"]))
     check(name, keep=keep, change=partial(adapt, targets=["k_proj", "v_proj"]))
@@ -227,8 +231,9 @@ class _Products(TorchDispatchMode):
         return made
 
 
-@pytest.mark.parametrize("group", [1, 2])
-@pytest.mark.parametrize("policy", ["attention", "full"])
+@pytest.mark.parametrize(
+    ("policy", "group"), slow_except([("attention", 1), ("full", 2)], product(("attention", "full"), (1, 2)))
+)
 def test_recomputed_products_match_the_report(policy: str, group: int) -> None:
     counts = []
     for tiled in (False, True):
@@ -267,14 +272,15 @@ def test_nothing_as_wide_as_the_mlp_is_longer_than_a_tile() -> None:
     assert widest == [63 * 24, 63 * 16]
 
 
-@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("keep", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_the_backward_pass_of_tiled_layers_holds_the_planned_bytes(keep: bool) -> None:
     """Backward, for every token: gradients of output, input and attention's output; q, k and v, and their gradients."""
     again = 0 if keep else ATTENTION + 4  # its output and a log-sum-exp for every head
     assert held_by_backward(keep, grouped=False) == planned_widths() + again
 
 
-@pytest.mark.parametrize("ends_early", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.slow
+@pytest.mark.parametrize("ends_early", [True, False])
 def test_the_backward_pass_of_grouped_layers_holds_the_planned_bytes(ends_early: bool) -> None:
     """Beside what one of them takes, the inputs of all but the first, which was kept."""
     held = held_by_backward(False, grouped=True, ends_early=ends_early)
@@ -371,6 +377,7 @@ def test_gradients_of_weights_add_up_in_float32() -> None:
     assert total is not None and total.item() == 1024 and total.dtype is torch.bfloat16
 
 
+@pytest.mark.slow
 def test_layers_share_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     counted = CompileCounterWithBackend("aot_eager")
     plain = torch.compile
@@ -397,7 +404,10 @@ def test_layers_that_are_put_together_otherwise_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("device", "compiled"),
-    [("cpu", False), *(pytest.param("cuda", compiled, marks=pytest.mark.gpu(1)) for compiled in (False, True))],
+    [
+        pytest.param("cpu", False, marks=pytest.mark.slow),
+        *(pytest.param("cuda", compiled, marks=pytest.mark.gpu(1)) for compiled in (False, True)),
+    ],
 )
 def test_bfloat16_errs_at_most_twice_as_much_as_whole_layers(
     device: str, compiled: bool, monkeypatch: pytest.MonkeyPatch

@@ -543,6 +543,7 @@ def test_checkpoints_save_the_chat_template_that_they_were_trained_with(tmp_path
     assert (refused.status, refused.err) == (2, f"{line}leave it out\n") and not (tmp_path / "text").exists()
 
 
+@pytest.mark.slow
 def test_steps_without_a_target_are_counted_and_no_part_of_the_loss(tmp_path: Path) -> None:
     path = lines(tmp_path / "a.jsonl", {"prompt": "p" * 100, "completion": "ab"}, {"prompt": "p", "completion": "no"})
     common = (

@@ -75,10 +75,10 @@ def train(rank: int, lines: list[str]) -> list[Ended]:
 @pytest.mark.parametrize(
     ("world", "data", "more"),
     [
-        (1, "whole", "--remat attention"),
-        (2, "whole", "--remat none --torch_compile"),
+        pytest.param(1, "whole", "--remat attention", marks=pytest.mark.slow),
+        pytest.param(2, "whole", "--remat none --torch_compile", marks=pytest.mark.slow),
         (2, "packed", "--remat full"),
-        (3, "whole", "--remat full --layers_per_checkpoint 2"),
+        pytest.param(3, "whole", "--remat full --layers_per_checkpoint 2", marks=pytest.mark.slow),
         pytest.param(2, "whole", "--remat attention --torch_compile", marks=pytest.mark.slow),
         pytest.param(3, "packed", "--remat attention --schedule balanced", marks=pytest.mark.slow),
         pytest.param(3, "packed", "--remat none --torch_compile", marks=pytest.mark.slow),

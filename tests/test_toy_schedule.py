@@ -30,6 +30,7 @@ def train_with_toy(rank: int, runs: list[str]) -> list:
     return programs(rank, "llama3", runs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_schedule_of_ten_lines_trains(world: int, tmp_path) -> None:  # type: ignore[no-untyped-def]
     write_inputs(tmp_path)

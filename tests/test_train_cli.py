@@ -28,6 +28,7 @@ import tokenizers
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from cases import slow_except
 from programs import FAMILIES, Ended, program, programs
 from rich.console import Console
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -125,7 +126,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
     return Files(root)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_except(["llama2"], FAMILIES))
 def test_the_original_command_lines_run(files: Files, family: str) -> None:
     output = f"original-{family}"
     end = train(2, family, files.words(family, output, ORIGINAL, "--max_steps 2 --model_max_length 48"))[0]
@@ -134,11 +135,12 @@ def test_the_original_command_lines_run(files: Files, family: str) -> None:
     assert files.checkpoints(output) == ["checkpoint-2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [
         "--fp16",
-        pytest.param("--gradient_accumulation_steps 2 --optim sgd", marks=pytest.mark.slow),
+        "--gradient_accumulation_steps 2 --optim sgd",
         "--gradient_accumulation_steps 2 --sequence_parallel_size 1",
     ],
 )
@@ -282,6 +284,7 @@ def sums_over_ranks(rank: int, family: str, words: str) -> int:
     return sum(found)
 
 
+@pytest.mark.slow
 def test_copies_sum_their_gradients_once_an_update(files: Files) -> None:
     flags = '--max_steps 2 --save_strategy no --fsdp "" --gradient_accumulation_steps'
     once, often = (
@@ -290,6 +293,7 @@ def test_copies_sum_their_gradients_once_an_update(files: Files) -> None:
     assert once == often and all(n > 0 for n in once)
 
 
+@pytest.mark.slow
 def test_skipped_steps_are_counted_one_by_one_at_any_logging_interval(files: Files) -> None:
     """Windows of four: two in a row across a border end no run, three do and leave its checkpoint."""
     words = files.words("llama2", "seldom", "--max_steps 12 --save_steps 4 --logging_steps 4")
@@ -363,7 +367,7 @@ def test_ranks_agree_on_the_signals_known_at_the_poll() -> None:
     assert spawn(2, asked) == [[(None, False), ("SIGUSR1", True)]] * 2
 
 
-@pytest.mark.parametrize(("name", "every"), [("SIGTERM", 1), ("SIGINT", 2)])
+@pytest.mark.parametrize(("name", "every"), [pytest.param("SIGTERM", 1, marks=pytest.mark.slow), ("SIGINT", 2)])
 def test_a_signal_ends_all_ranks_after_the_step_with_a_checkpoint(files: Files, name: str, every: int) -> None:
     flags = f"--max_steps 5 --save_steps 100 --warmup_steps 2 --lr_scheduler_type cosine --logging_steps {every}"
     output = f"preempted-{name}"
@@ -489,6 +493,7 @@ def test_a_signal_is_acknowledged_and_a_later_ctrl_c_ends_the_process(
     assert done.stdout == "goes on\n" + "still\n" * (not ends) and done.stderr == f"\n{first}: {answer}\n"
 
 
+@pytest.mark.slow
 def test_a_run_that_its_launcher_restarts_resumes(files: Files) -> None:
     flags = "--max_steps 4 --save_steps 2"
     words = files.words("llama2", "again", flags)
@@ -575,11 +580,13 @@ def preparing(rank: int, family: str, words: str) -> Ended:
     return program(rank, family, words)
 
 
+@pytest.mark.slow
 def test_a_run_is_watched_from_its_start_and_may_take_its_time_until_its_first_step(files: Files) -> None:
     words = files.words("llama2", "prepared", "--max_steps 1 --save_strategy no --step_timeout 6")
     assert [end.status for end in spawn(2, preparing, "llama2", words)] == [0, 0]
 
 
+@pytest.mark.slow
 def test_a_run_resumes_into_another_directory(files: Files) -> None:
     flags = "--max_steps 4 --save_steps 2"
     train(2, "llama2", files.words("llama2", "first", flags))
@@ -632,9 +639,9 @@ def plain_loss(model: LlamaForCausalLM, data: Path) -> float:
 @pytest.mark.parametrize(
     ("family", "run", "flags"),
     [
-        ("llama2", programs, "--sequence_parallel_size 1"),
-        ("llama2", programs, "--fsdp ''"),
-        ("llama3", programs, "--gradient_accumulation_steps 2"),
+        pytest.param("llama2", programs, "--sequence_parallel_size 1", marks=pytest.mark.slow),
+        pytest.param("llama2", programs, "--fsdp ''", marks=pytest.mark.slow),
+        pytest.param("llama3", programs, "--gradient_accumulation_steps 2", marks=pytest.mark.slow),
         ("llama3", in_shards, "--sequence_parallel_size 1"),
     ],
 )
@@ -688,6 +695,7 @@ def test_checkpoints_are_saved_and_retained_as_the_flags_say(files: Files) -> No
     assert files.checkpoints("epochs") == ["checkpoint-2", "checkpoint-4"]
 
 
+@pytest.mark.slow
 def test_the_checkpoint_of_the_lowest_evaluation_loss_is_kept_besides_the_newest(files: Files) -> None:
     flags = f"--eval_data_path {files.root / 'eval.pkl'} --eval_strategy steps --eval_steps 1 --save_steps 2"
     flags += " --save_total_limit 1 --keep_best True --lr_scheduler_type constant"
@@ -703,6 +711,7 @@ def test_the_checkpoint_of_the_lowest_evaluation_loss_is_kept_besides_the_newest
     assert read_trainer_state(files.root / "best" / f"checkpoint-{first}")["eval_loss"] == saved[first]
 
 
+@pytest.mark.slow
 def test_a_model_is_evaluated_after_every_epoch(files: Files) -> None:
     flags = "--per_device_train_batch_size 4 --num_train_epochs 2 --save_strategy no"
     evaluated = f"--eval_data_path {files.root / 'eval.pkl'} --eval_strategy epoch"

@@ -91,14 +91,14 @@ QUICK = [
 ]
 LATER = [  # experts and recurrences, which need a later transformers
     "--model_name_or_path FOLDER/falcon_h1 --random_init --model_max_length 50",  # decays to almost nothing
-    "--model_name_or_path FOLDER/qwen3_moe --random_init --model_max_length 50",
     f"{MIXTURE} 2",
-    "--model_name_or_path FOLDER/qwen3_5 --random_init --model_max_length 50",
 ]
 GEMMA4 = {"num_kv_shared_layers": 0, "layer_types": [*["sliding_attention"] * 5, "full_attention"]}
 FLAGS = {
     1: [f"{TINY3} 90 --schedule prefix --remat full", f"{TINY2} 70 --bf16 --gradient_accumulation_steps 3"],
     2: [
+        "--model_name_or_path FOLDER/qwen3_moe --random_init --model_max_length 50",
+        "--model_name_or_path FOLDER/qwen3_5 --random_init --model_max_length 50",
         f"{TINY3} 70 --sequence_parallel_size 1 --per_device_train_batch_size 2 --fp16",
         f"{TINY3} 50 --data_path FOLDER/tokens --per_device_train_batch_size 3",
         f"{TINY3} 50 --data_path FOLDER/pairs --bf16 --schedule prefix",

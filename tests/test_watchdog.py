@@ -58,14 +58,15 @@ def run(what: str, folder: Path, timeout: float = TIMEOUT) -> list[Done]:
     return [first, world.ranks[1].end(time.monotonic() + 5 * (what != "freezes")), last]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "words"),
     [
         ("freezes", "no sign of life from rank 1 on"),
         ("dies", "no sign of life from rank 1 on"),
-        pytest.param("dies as another fails", "no sign of life from rank 1 on", marks=pytest.mark.slow),
-        pytest.param("raises", "no sign of life from rank 1 on", marks=pytest.mark.slow),
-        pytest.param("falls behind", "rank 1 on", marks=pytest.mark.slow),
+        ("dies as another fails", "no sign of life from rank 1 on"),
+        ("raises", "no sign of life from rank 1 on"),
+        ("falls behind", "rank 1 on"),
     ],
 )
 def test_the_rank_that_others_wait_for_is_named_and_all_end(what: str, words: str, tmp_path: Path) -> None:

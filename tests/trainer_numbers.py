@@ -1,7 +1,7 @@
 """Tiny model and documents for tests of trainers, and the numbers in which two trainers must agree."""
 
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
@@ -133,8 +133,3 @@ def assert_equal(got: Numbers, wanted: Numbers) -> None:
 def sizes(world: int) -> list[int]:
     """Returns the sequence parallel sizes to test. Data parallel runs are compared with the unmodified trainer's."""
     return [size for size in range(2, world + 1) if world % size == 0]
-
-
-def quick_first(cases: Iterable[str], quick: Sequence[str]) -> list[Any]:
-    """Returns cases as test parameters; all but the quick ones are slow."""
-    return [case if case in quick else pytest.param(case, marks=pytest.mark.slow) for case in cases]

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from multiprocessing import connection
 from typing import Any
 
 import forkserver
@@ -31,21 +32,27 @@ def spawn(world: int, fn: Callable[..., Any], *args: Any, device: str = "cpu") -
     other's memory as any.
     """
     context = mp.get_context("spawn") if device == "cuda" else forkserver.context()
-    queue = context.SimpleQueue()
+    pipes = [context.Pipe(duplex=False) for _ in range(world)]
     # Held here, as a launcher would: a rank that came before the one with the store would try again a second later.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes = [
-        context.Process(target=_enter, args=(rank, world, store.port, device, queue, fn, args), daemon=True)
-        for rank in range(world)
+        context.Process(target=_enter, args=(rank, world, store.port, device, writer, fn, args), daemon=True)
+        for rank, (_, writer) in enumerate(pipes)
     ]
-    for process in processes:
+    for process, (_, writer) in zip(processes, pipes, strict=True):
         process.start()
+        writer.close()  # so that the end of a rank ends its pipe
+    readers = {reader: rank for rank, (reader, _) in enumerate(pipes)}
     results: dict[int, Any] = {}
     try:
-        for _ in range(world):
-            rank, error, value = queue.get()
-            assert error is None, f"rank {rank} of {world}:\n{error}"
-            results[rank] = value
+        while len(results) < world:
+            for reader in connection.wait(list(readers)):
+                rank = readers.pop(reader)
+                try:
+                    error, results[rank] = reader.recv()
+                except EOFError:
+                    error = "ended without a result; `-n 0 -s` shows what it printed"
+                assert error is None, f"rank {rank} of {world}:\n{error}"
         for process in processes:
             process.join()
     finally:
@@ -73,7 +80,7 @@ def freeze_imports() -> None:
     gc.unfreeze = lambda: None
 
 
-def _enter(rank: int, world: int, port: int, device: str, queue: Any, fn: Callable[..., Any], args: tuple) -> None:
+def _enter(rank: int, world: int, port: int, device: str, writer: Any, fn: Callable[..., Any], args: tuple) -> None:
     freeze_imports()
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(LIMIT - 10)  # the others soon give up and say only that they waited
@@ -90,9 +97,9 @@ def _enter(rank: int, world: int, port: int, device: str, queue: Any, fn: Callab
         value = fn(rank, *args)
         dist.barrier()
         dist.destroy_process_group()
-        queue.put((rank, None, value))
+        writer.send((None, value))
     except BaseException:  # whatever it was, the parent must hear of it
-        queue.put((rank, traceback.format_exc(), None))
+        writer.send((traceback.format_exc(), None))
         os._exit(1)
 
 
