@@ -22,11 +22,13 @@ from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.environment import has_expandable_segments
 from lightseq.distributed.parallel_dims import ParallelDims
 from lightseq.distributed.stopwatch import Stopwatch
+from lightseq.hf.enable import enable_beside
 from lightseq.memory.fsdp2 import ReduceScatterIntoSharedPool, WeightPrefetch
 from lightseq.memory.offload import Offload
 from lightseq.memory.recomputation import MemorySettings, apply_recomputation
 from lightseq.models.decoder import decoder_layers, final_norm, float32_parameters, text_decoder
 from lightseq.models.weights import stored_buffers
+from lightseq.objectives.choice import objective_of
 from lightseq.parts.changes import changes_of
 from lightseq.parts.expert_parallel import expert_group, shard_experts
 from lightseq.parts.experts import experts_modules
@@ -56,6 +58,10 @@ class Unit:
     modules: tuple[nn.Module, ...]  # in the order in which they run
     mesh: DeviceMesh  # over which the parameters are sharded
     policy: FsdpPolicy | None  # None: the modules' own operator gathers them
+
+    def freed_after_forward(self) -> "Unit":
+        """Returns the unit with parameters that are freed after every forward pass."""
+        return self if self.policy is None else replace(self, policy=replace(self.policy, reshard_after_forward=True))
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -111,17 +117,27 @@ def units(model: PreTrainedModel, config: TrainConfig, dims: ParallelDims, memor
     others = tuple(module for module in decoder.children() if module is not embeddings and module is not layers)
     if embeddings.weight is head.weight:
         return [*groups, *experts, Unit("root", (embeddings, *others), mesh, policy)]
-    # The backward pass reads neither the embedding table nor, after the fused loss, the head.
+    # The backward pass reads neither the embedding table nor, after a loss that has its gradients already, the head.
     unread = replace(policy, unshard_in_backward=False)
-    first, last = (Unit("end", (end,), mesh, unread) for end in (embeddings, head))
+    first = Unit("end", (embeddings,), mesh, unread)
+    last = Unit("end", (head,), mesh, policy if objective_of(config).reads_head_in_backward else unread)
     return [first, *groups, *experts, last, Unit("root", others, mesh, policy)]
 
 
 def parallelize(
-    model: PreTrainedModel, config: TrainConfig, dims: ParallelDims, memory: MemorySettings
+    model: PreTrainedModel,
+    config: TrainConfig,
+    dims: ParallelDims,
+    memory: MemorySettings,
+    beside: SequenceContext | None = None,
 ) -> ParallelModel:
-    """Applies every technique to a model, which may be on the meta device, and shards it with FSDP2."""
-    parallel = apply_techniques(model, config, dims, memory)
+    """Applies every technique to a model, which may be on the meta device, and shards it with FSDP2.
+
+    `beside` is the context of a model of the same architecture that trains. This one then never runs backward.
+    """
+    parallel = apply_techniques(model, config, dims, memory, beside)
+    if beside is not None:  # no backward pass frees its weights
+        parallel = replace(parallel, units=[unit.freed_after_forward() for unit in parallel.units])
     ignored = [parameter for unit in parallel.units if unit.policy is None for parameter in unit.parameters]
     ignored += map(model.get_parameter, parallel.whole)
     empty = [parameter for parameter in model.parameters() if not parameter.numel()]
@@ -136,12 +152,20 @@ def parallelize(
 
 
 def apply_techniques(
-    model: PreTrainedModel, config: TrainConfig, dims: ParallelDims, memory: MemorySettings
+    model: PreTrainedModel,
+    config: TrainConfig,
+    dims: ParallelDims,
+    memory: MemorySettings,
+    beside: SequenceContext | None = None,
 ) -> ParallelModel:
-    """Applies every technique except sharding, which DeepSpeed does itself."""
+    """Applies every technique except sharding, which DeepSpeed does itself. `beside`: see `parallelize`."""
     changes = changes_of(model)
     found, layers, device = units(model, config, dims, memory), decoder_layers(model), dims.world.device
-    context = hf.enable(model, dims.sequence_mesh, AttentionConfig.from_flags(config, device, dims.world.local_size))
+    if beside is None:
+        options = AttentionConfig.from_flags(config, device, dims.world.local_size)
+        context = hf.enable(model, dims.sequence_mesh, options)
+    else:
+        enable_beside(model, context := beside)
     if config.fp8 is not None:
         tokens = local_tokens(context.schedule, config.model_max_length, config.packing != "none")
         to_fp8(layers, config.fp8, config.fp8_emulate, tokens)

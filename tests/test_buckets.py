@@ -62,7 +62,7 @@ def trained(rank: int, files: Path, output: str, flags: str, pads: bool) -> Run:
     if pads:
         trainer.batch_lengths = trainer.batch_lengths[-1:]
     lengths: list[int] = []
-    trainer.loss_model.register_forward_pre_hook(
+    trainer.models.trained.register_forward_pre_hook(
         lambda _, args: lengths.append(args[0].shape[1] * trainer.inputs.dims.sequence)
     )
     trainer.output_dir.mkdir(exist_ok=True)

@@ -25,7 +25,7 @@ FLOORS = (
     ("lightseq.parts",),
     ("lightseq.architecture",),
     ("lightseq.data",),
-    ("lightseq.memory", "lightseq.sequence_parallel"),
+    ("lightseq.memory", "lightseq.objectives", "lightseq.sequence_parallel"),
     ("lightseq.hf", "lightseq.plan"),
     ("lightseq.checkpoint", "lightseq.parallelize", "lightseq.integrations"),
     ("lightseq.training",),

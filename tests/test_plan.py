@@ -49,6 +49,7 @@ from lightseq.plan.advice import changes_to_fit, faster_change, longest, one_seq
 from lightseq.plan.attention_memory import AttentionMemory, attention_memory
 from lightseq.plan.breakdown import FLOAT32_BYTES, GIB, Breakdown
 from lightseq.plan.choice import SAME_SPEED, fast_options, frugal_options, make_plan, plan_from_earlier
+from lightseq.plan.copies import exposed_copies
 from lightseq.plan.memory import attention_of, saved_by_layer, snapshots, state_bytes_on_host
 from lightseq.plan.plan import Plan, on_smaller_gpus, placement_of, plan_as_given, usable_gpu_bytes
 from lightseq.plan.rates import (
@@ -62,7 +63,7 @@ from lightseq.plan.rates import (
     chip_of_device,
 )
 from lightseq.plan.run import PlannedRun
-from lightseq.plan.step_time import exposed_copies, host_link
+from lightseq.plan.step_time import host_link
 from lightseq.schedule.auto import MAX_GATHERED_BYTES, ScheduleChoice, choose_by_time, estimate_choice, possible_choices
 from lightseq.schedule.cost import AttentionShape
 from lightseq.schedule.timing import RATES

@@ -39,6 +39,7 @@ CHOICES: Final[Mapping[str, Collection[str]]] = {
     "scaling_strategy": ("all", "n_layers"),
     "offload": ("none", "activations", "optimizer", "both", "auto"),
     "packing": ("none", "best_fit"),
+    "objective": ("next_token", "dpo"),
 }
 
 FSDP_REFUSED: Final[Mapping[str, str]] = {
@@ -54,7 +55,7 @@ AT_LEAST_ONE: Final = (
 )
 POSITIVE: Final = (
     *("num_train_epochs", "lora_alpha", "rope_theta", "step_timeout", "host_memory_budget", "device_memory_budget"),
-    "adam_epsilon",
+    *("adam_epsilon", "beta"),
 )
 AT_MOST: Final[Mapping[str, float]] = {
     **dict.fromkeys(
@@ -240,6 +241,23 @@ def _check_lora(config: Flags) -> None:
         raise ValueError(f"{given} both replace the linear layers; leave one of them out")
 
 
+def _check_objective(config: Flags) -> None:
+    given = f"--objective {config.objective}"
+    if config.objective != "dpo":
+        if config.beta != _default(config, "beta"):
+            raise ValueError(f"--beta {config.beta} applies to --objective dpo, not {config.objective}; leave it out")
+        return
+    if config.packing == "none":
+        raise ValueError(f"{given} packs both answers of a pair into one row, but --packing is none; give best_fit")
+    if config.deepspeed is not None:
+        raise ValueError(f"{given} does not run under --deepspeed; leave --deepspeed out")
+    if config.lora_adapter is not None:
+        raise ValueError(
+            f"{given} compares with the base model without adapters, not with --lora_adapter {config.lora_adapter}; "
+            "merge it with `lightseq merge`, and start from the merged model"
+        )
+
+
 def _check_remat(config: Flags) -> None:
     implied = {None: config.remat, True: "attention", False: "none"}[config.gradient_checkpointing]
     if config.remat is not None and config.remat != implied:
@@ -340,5 +358,6 @@ CHECKS: Final = (
     _check_deepspeed,
     _check_expert_parallelism,
     _check_lora,
+    _check_objective,
     _check_evaluation,
 )

@@ -31,6 +31,8 @@ def parse(argv: Sequence[str], program: str, required: Sequence[str] = REQUIRED)
     given = _values(argv, program)
     if (path := given.pop("config", None)) is not None:
         given = {**_values_in_file(path, program), **given}
+    if given.get("objective") == "dpo":
+        given = {"packing": "best_fit", **given}
     config = TrainConfig(**given)
     for field in dataclasses.fields(TrainConfig):
         if field.name in required and not getattr(config, field.name):

@@ -144,10 +144,17 @@ REMEDIES: Final[Mapping[str, str]] = {
             "use_cache"
         ),
         "the loss is cross-entropy alone; leave it out, or use SequenceParallelTrainer (docs/trainers.md)": (
-            "label_smoothing_factor label_smoothing neftune_noise_alpha loss_type"
+            "label_smoothing_factor label_smoothing neftune_noise_alpha"
         ),
-        "`lightseq train` learns next tokens; for other objectives use TRL's trainers (docs/trainers.md)": (
-            "rl stage reward_model beta rlhf reference_model ref_model"
+        "--objective dpo has TRL's sigmoid loss; for others use TRL's trainers (docs/trainers.md)": (
+            "loss_type loss_weights f_divergence_type ld_alpha use_weighting"
+        ),
+        "the reference of --objective dpo is the model as it was before training; leave it out": (
+            "reference_model ref_model ref_model_name_or_path sync_ref_model precompute_ref_log_probs "
+            "precompute_ref_batch_size reference_free"
+        ),
+        "`lightseq train` has --objective next_token and dpo; for others use TRL's trainers (docs/trainers.md)": (
+            "rl stage reward_model rlhf"
         ),
         "--torch_compile True or False decides, and inductor compiles": "torch_compile_backend torch_compile_mode",
         "give --lr_scheduler_type cosine_with_min_lr and --lr_scheduler_kwargs": (

@@ -86,7 +86,8 @@ class DataConfig:
     packing: str = flag(
         "none",
         "none: one example per sequence. best_fit: packs whole documents into a sequence, without attention between "
-        "them. Documents longer than a sequence are split without losing a target.",
+        "them. Documents longer than a sequence are split without losing a target. Default with --objective dpo, which "
+        "packs pairs: best_fit.",
     )
     lazy_preprocess: bool = flag(
         False, "Tokenize the texts of a file of rows on access instead of beforehand. No effect on other data."
@@ -101,6 +102,14 @@ class TrainingConfig:
         None,
         "Checkpoint directory to resume from. True: the newest complete one in --output_dir; auto: the same, but "
         "starts a new run if there is none.",
+    )
+    objective: str = flag(
+        "next_token",
+        "What the model learns. next_token: texts, answers of chats, or tokens. dpo: to prefer the chosen answer of a "
+        "row to the rejected one (DPO with TRL's sigmoid loss), beside the model as it was before training.",
+    )
+    beta: float = flag(
+        0.1, "Strength with which --objective dpo holds the model to the reference: the factor of its log-ratios."
     )
     num_train_epochs: float = flag(3.0, "Passes over the data. Ignored if --max_steps is given.")
     max_steps: int | None = flag(None, "Optimizer steps. Default: as many as --num_train_epochs takes.")

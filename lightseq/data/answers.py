@@ -21,6 +21,7 @@ from lightseq.data.chat_template import ChatTemplate, Span, TemplateInputs, Turn
 from lightseq.data.chats import Chat, function_of, is_answer, with_parts, with_text_arguments, without_empty_contents
 from lightseq.data.columns import REASONING_KEYS, squeeze
 from lightseq.data.sources import check_encodable
+from lightseq.data.tokenizer import Tokenizer
 from lightseq.utils.formatting import first_line
 
 REWRITES: Final = "the chat template rewrites earlier turns, so each answer is an example of its own"
@@ -65,11 +66,28 @@ def render_answers(chat: Chat, template: ChatTemplate) -> list[RenderedChat]:
 
 def render_prompt(prompt: str, template: ChatTemplate) -> str:
     """Returns a prompt as a user's turn, and what precedes the answer. Raises ValueError if the template fails."""
-    turns, chat = [{"role": "user", "content": prompt}], Chat((), (), TemplateInputs(), "--prompt")
+    return render_turns([([{"role": "user", "content": prompt}], True)], TemplateInputs(), template, "--prompt")[0]
+
+
+def render_turns(
+    chats: Sequence[tuple[list[Turn], bool]], inputs: TemplateInputs, template: ChatTemplate, where: str
+) -> list[str]:
+    """Returns chats as text, each with or without the generation prompt. Raises ValueError if the template fails."""
+    renderer = _Renderer(Chat((), (), inputs, where), template, [])
     try:
-        return _Renderer(chat, template, turns).write(turns, True)
+        return [renderer.write(turns, adds_prompt) for turns, adds_prompt in chats]
     except _NotWritten:
-        return _Renderer(chat, template, turns).write(with_parts(turns), True)
+        return [renderer.write(with_parts(turns), adds_prompt) for turns, adds_prompt in chats]
+
+
+def template_of(tokenizer: Tokenizer, where: str) -> ChatTemplate:
+    """Returns the tokenizer's chat template. Raises ValueError if it has none."""
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            f"{where} is a chat, but tokenizer {tokenizer.name} has no chat template; give --tokenizer one that has, "
+            "or give --chat_template"
+        )
+    return tokenizer.chat_template
 
 
 def _without_repeated_specials(chat: Chat, template: ChatTemplate) -> Chat:

@@ -11,7 +11,9 @@ from typing import Any, Final
 
 from lightseq.utils.formatting import plural
 
-TEXT, CHAT, PAIR, IDS = "text", "chat", "prompt and answer", "ids"  # formats of rows, as notes call them
+# Formats of rows, as notes call them.
+TEXT, CHAT, PAIR, IDS = "text", "chat", "prompt and answer", "ids"
+PREFERENCE = "chosen and rejected"
 
 
 def _words(text: str) -> list[str]:
@@ -58,6 +60,15 @@ BESIDE: Final[Mapping[str, Mapping[str, str]]] = {
         **SYSTEM_COLUMNS,
         **TEMPLATE_COLUMNS,
     },
+    PREFERENCE: {
+        "prompt": "turns, or text; without it, what both answers begin with",
+        "tools": TEMPLATE_COLUMNS["tools"],
+        "chat_template_kwargs": TEMPLATE_COLUMNS["chat_template_kwargs"],
+        **dict.fromkeys(
+            ("score_chosen", "score_rejected", "chosen_rating", "rejected_rating", "chosen_score", "rejected_score"),
+            "not used: all pairs count the same",
+        ),
+    },
     IDS: {
         "attention_mask": "1, and 0 for padding at the end, which is cut off",
         "token_type_ids": "only zeros are accepted",
@@ -85,7 +96,8 @@ HARMLESS: Final = frozenset(
     """)
 )
 
-PREFERENCES: Final = "holds preferences, which SequenceParallelDPOTrainer trains on (docs/trainers.md)"
+PREFERENCES: Final = "holds preferences, which lightseq train --objective dpo trains on (docs/preferences.md)"
+PREFERENCE_COLUMNS: Final = ("chosen", "rejected")
 ONLY_TEXT: Final = "lightseq train reads text only, and SequenceParallelTrainer takes images (docs/trainers.md)"
 NO_TEXT: Final = f"holds no text; {ONLY_TEXT}"
 WEIGHTS: Final = ("weight", "weights", "loss_weight", "sample_weight", "token_weights", "loss_scale")
@@ -166,7 +178,7 @@ def check_columns(row: Mapping[str, Any], format_name: str, used: Collection[str
         known = column in used or column in BESIDE[format_name] or _is_harmless(column, value, beside_text)
         if known or is_blank(value):
             continue
-        if column in UNSUPPORTED:
+        if column in UNSUPPORTED and not (format_name == PREFERENCE and UNSUPPORTED[column] == PREFERENCES):
             raise UnknownColumnError(f"{where}: column {column!r} {UNSUPPORTED[column]}; remove it{_or_ignore(column)}")
         other_format = column in OTHER_FORMATS and (format_name != IDS or column not in PLAIN_PAIR)
         if not other_format and not (format_name == IDS and _is_source(value)):

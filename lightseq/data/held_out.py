@@ -9,7 +9,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from lightseq.data.columns import PREFERENCE
 from lightseq.data.examples import Example, Examples, LazyTextExamples, WindowExamples
+from lightseq.data.preferences import DOCUMENTS_OF_A_PAIR
 from lightseq.data.sequences import SequenceExamples
 from lightseq.utils.formatting import plural
 
@@ -51,6 +53,13 @@ class SelectedExamples:
         return self.source.sizes[self.indices]
 
 
+def documents_of_a_row(examples: Rows | SelectedExamples) -> int:
+    """Returns the documents that stay side by side: two for a row of preferences, whose windows are whole documents."""
+    source = examples.source if isinstance(examples, SelectedExamples) else examples
+    pairs = isinstance(source, WindowExamples) and source.source.meta.get("kind") == PREFERENCE
+    return DOCUMENTS_OF_A_PAIR if pairs else 1
+
+
 def hold_out(
     examples: Examples, fraction: float, seed: int, path: str | Path
 ) -> tuple[SelectedExamples, SelectedExamples]:
@@ -59,19 +68,23 @@ def hold_out(
     The latter are `fraction` of the rows, rounded up. Raises ValueError if no row is left to train on.
     """
     assert isinstance(examples, Rows), type(examples)
-    first = _first_examples(examples)
-    rows = np.flatnonzero(np.diff(first))  # a row of a single token has no example
+    together, first = documents_of_a_row(examples), _first_examples(examples)
+    rows = np.flatnonzero(np.diff(first[::together]))  # a row of a single token has no example
     count = math.ceil(round(fraction * len(rows), 6))
-    name = "document" if isinstance(examples, WindowExamples) else "row"
+    name = "pair" if together > 1 else "document" if isinstance(examples, WindowExamples) else "row"
     if count >= len(rows):
         raise ValueError(
             f"--eval_fraction {fraction} holds out {count} of {plural(len(rows), name)} in {path} and leaves none to "
             "train on; give a smaller share, split the text into several files, or give --eval_data_path"
         )
     order = np.random.default_rng((seed, HELD_OUT_STREAM)).permutation(len(rows))
-    held = _select(examples, first, np.sort(rows[order[:count]]), ())
+
+    def documents(drawn: NDArray[np.int64]) -> NDArray[np.int64]:
+        return (np.sort(drawn)[:, None] * together + np.arange(together)).ravel()
+
+    held = _select(examples, first, documents(rows[order[:count]]), ())
     note = f"{path}: held out {count:,} of {plural(len(rows), name)} for evaluation ({plural(len(held), 'example')})"
-    return _select(examples, first, np.sort(rows[order[count:]]), (*examples.notes, note)), held
+    return _select(examples, first, documents(rows[order[count:]]), (*examples.notes, note)), held
 
 
 def _select(

@@ -10,8 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightseq.data.batches import PADDING_WARNING_SHARE, open_examples
+from lightseq.data.columns import PREFERENCE
 from lightseq.data.examples import Example, WindowExamples, window_counts, window_sizes
-from lightseq.data.held_out import SelectedExamples
+from lightseq.data.held_out import SelectedExamples, documents_of_a_row
+from lightseq.data.preferences import DOCUMENTS_OF_A_PAIR
 from lightseq.data.sequences import SequenceExamples, open_pickle
 from lightseq.data.sources import ReadOptions
 from lightseq.data.token_directory import META, open_token_directory
@@ -98,6 +100,12 @@ def open_windows_to_pack(
     """Opens the data of `open_examples`, never truncated. Raises ValueError if lengths are not known beforehand."""
     first_cut = NO_LIMIT if Path(path).suffix == ".pkl" else length  # other sources are split, never truncated
     opened = open_examples(path, first_cut, vocab_size, tokenizer, lazy, progress, read_options)
+    if read_options is not None and read_options.pairs:
+        if not isinstance(opened, WindowExamples) or opened.source.meta.get("kind") != PREFERENCE:
+            raise ValueError(
+                f"{path} holds no preferences, which --objective dpo needs; give rows with chosen and rejected"
+            )
+        _check_pairs_fit(path, opened)
     if isinstance(opened, SequenceExamples):
         return replace(opened, length=length)
     if isinstance(opened, WindowExamples):
@@ -108,10 +116,24 @@ def open_windows_to_pack(
 
 
 def pack(path: str | Path, windows: Windows) -> PackedExamples:
-    """Packs the windows of `path` into sequences of their length."""
-    order, offsets = best_fit(windows.sizes, windows.length)
+    """Packs the windows of `path` into sequences of their length. The documents of a pair stay side by side."""
+    together = documents_of_a_row(windows)
+    order, offsets = best_fit(windows.sizes.reshape(-1, together).sum(1), windows.length)
+    order, offsets = (order[:, None] * together + np.arange(together)).ravel(), offsets * together
     notes = _notes(path, windows, offsets)
     return PackedExamples(windows, order, offsets, (*windows.notes, *notes))
+
+
+def _check_pairs_fit(path: str | Path, windows: WindowExamples) -> None:
+    """Raises ValueError if a pair has more tokens than a sequence. So every document of a pair is one window."""
+    sizes = windows.tokens.reshape(-1, DOCUMENTS_OF_A_PAIR).sum(1)
+    if longer := int((sizes > windows.length).sum()):
+        largest = int(sizes.argmax())
+        raise ValueError(
+            f"{path}: {longer:,} of {plural(len(sizes), 'pair')} have more than the {windows.length:,} tokens of "
+            f"--model_max_length, pair {largest:,} most ({sizes[largest]:,}, chosen and rejected together); give "
+            f"--model_max_length {sizes[largest]}, or remove them"
+        )
 
 
 def read_window_sizes(path: Path, length: int, vocab_size: int, options: ReadOptions) -> NDArray[np.int64] | None:

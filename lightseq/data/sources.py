@@ -42,6 +42,7 @@ class ReadOptions:
     ignored_columns: tuple[str, ...] = ()  # columns to read as if they were absent
     limits_documents: bool = False  # applies the limit to documents of tokenized data, which is refused otherwise
     refused_ids: Mapping[int, str] = field(default_factory=dict)  # token ids of images or audio, and their names
+    pairs: bool = False  # rows hold a chosen and a rejected answer; others are refused
 
 
 def split_columns(names: str | None) -> tuple[str, ...]:

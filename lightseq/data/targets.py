@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from lightseq.data.answers import RenderedChat, render_answers
+from lightseq.data.answers import RenderedChat, render_answers, template_of
 from lightseq.data.chat_template import ChatTemplate
 from lightseq.data.chats import Chat, read_chat, read_turns
 from lightseq.data.columns import (
@@ -25,6 +25,8 @@ from lightseq.data.columns import (
     MASK_COLUMNS,
     NO_TEXT,
     PAIR,
+    PREFERENCE,
+    PREFERENCE_COLUMNS,
     PREFERENCES,
     PROMPT_COLUMNS,
     SYSTEM_COLUMNS,
@@ -37,6 +39,7 @@ from lightseq.data.columns import (
     has_mask,
     is_blank,
 )
+from lightseq.data.preferences import Answer, encode_answers, read_answers
 from lightseq.data.sources import Row, get_column, get_text, join_names
 from lightseq.data.token_directory import IntArray
 from lightseq.data.tokenizer import TargetMask, TextPart, Tokenizer, strip_after_end
@@ -62,6 +65,7 @@ class Sample:
     padding: int = 0  # tokens cut off the end
     remarks: frozenset[str] = frozenset()  # what is unusual, for notes
     ignored: tuple[str, ...] = ()  # columns that the given ids were made from
+    answer: Answer | None = None  # one of a pair, to tokenize
 
 
 ReadRow = Callable[[Row, str, Tokenizer], list[Sample]]  # gets the row, its file and number, and the tokenizer
@@ -79,11 +83,13 @@ class RowFormat:
     @property
     def renders(self) -> bool:
         """Returns whether reading a row runs a chat template, which is foreign code."""
-        return self.name in (CHAT, PAIR)
+        return self.name in (CHAT, PAIR, PREFERENCE)
 
 
-def detect_row_format(row: Row, text_column: str, where: str) -> RowFormat:
+def detect_row_format(row: Row, text_column: str, where: str, pairs: bool = False) -> RowFormat:
     """Returns the row format for the columns of the first row. Raises ValueError for unknown columns.
+
+    With `pairs` rows must hold a chosen and a rejected answer, without it they must not.
 
     Tokens come before chats, chats before prompts with answers, and these before text: a column of a later format
     usually repeats the row.
@@ -91,6 +97,8 @@ def detect_row_format(row: Row, text_column: str, where: str) -> RowFormat:
     columns = list(row)
     if not columns:
         raise ValueError(f"{where} has no columns; give it {text_column!r}, messages, or prompt and completion")
+    if pairs:
+        return _preference_format(columns, text_column, where)
     if text_column != "text" and text_column not in columns:
         raise ValueError(f"{where} has no column {text_column!r}; it has: {join_names(columns)}")
     chats = [name for name in CHAT_COLUMNS if name in columns]
@@ -114,6 +122,17 @@ def detect_row_format(row: Row, text_column: str, where: str) -> RowFormat:
         "rename a question and its answer to prompt and completion; --text_column names a text of which every token "
         "is a target"
     )
+
+
+def _preference_format(columns: Sequence[str], text_column: str, where: str) -> RowFormat:
+    if missing := [name for name in PREFERENCE_COLUMNS if name not in columns]:
+        raise ValueError(
+            f"{where} has no column {missing[0]!r} for --objective dpo; it has: {join_names(columns)}; give rows with "
+            "chosen and rejected, or leave --objective out"
+        )
+    if text_column != "text":
+        raise ValueError(f"--text_column {text_column} is not read with --objective dpo; leave it out")
+    return RowFormat(PREFERENCE, _read_preference)
 
 
 def text_of_row(row: Row, column: str, where: str) -> str:
@@ -244,7 +263,7 @@ def _real_tokens(row: Row, count: int, where: str) -> int:
 
 def _read_messages(row: Row, where: str, tokenizer: Tokenizer, *, column: str) -> list[Sample]:
     others = check_columns(row, CHAT, (column,), where)
-    template = _template_of(tokenizer, where)
+    template = template_of(tokenizer, where)
     chat = read_chat(row, read_turns(get_column(row, column, where), column, where), template, where)
     check_repeated(row, others, chat.texts, column, where)
     return _render(chat, template)
@@ -277,18 +296,8 @@ def _read_pair(row: Row, where: str, tokenizer: Tokenizer, *, pair: tuple[str, s
                 [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}], pair[1], where
             ),
         ]
-    template = _template_of(tokenizer, where)
+    template = template_of(tokenizer, where)
     return _render(read_chat(row, turns, template, where), template)
-
-
-def _template_of(tokenizer: Tokenizer, where: str) -> ChatTemplate:
-    """Returns the tokenizer's chat template. Raises ValueError if it has none."""
-    if tokenizer.chat_template is None:
-        raise ValueError(
-            f"{where} is a chat, but tokenizer {tokenizer.name} has no chat template; give --tokenizer one that has, "
-            "or give --chat_template"
-        )
-    return tokenizer.chat_template
 
 
 def _side(row: Row, name: str, role: str, where: str) -> list[tuple[dict[str, Any], bool]]:
@@ -334,6 +343,10 @@ def _as_sample(rendered: RenderedChat, template: ChatTemplate) -> Sample:
     return Sample((*parts, (text[done:], False)), remarks=frozenset(remarks))
 
 
+def _read_preference(row: Row, where: str, tokenizer: Tokenizer) -> list[Sample]:
+    return [Sample(answer=answer) for answer in read_answers(row, where, tokenizer)] or [Sample(skipped=NO_ANSWER)]
+
+
 # ---- tokenizing ------------------------------------------------------------------------------------------------------
 
 
@@ -341,6 +354,8 @@ def encode_samples(
     samples: Sequence[Sample], row_format: RowFormat, tokenizer: Tokenizer
 ) -> list[tuple[IntArray, TargetMask | None]]:
     """Tokenizes samples in one call. Returns the ids of each, and the mask of its targets (None: all)."""
+    if row_format.name == PREFERENCE:
+        return encode_answers([sample.answer for sample in samples if sample.answer is not None], tokenizer)
     if row_format.whole:
         return [(ids, None) for ids in tokenizer.encode_batch([sample.parts[0][0] for sample in samples], True)]
     encoded = iter(tokenizer.encode_parts([sample.parts for sample in samples if sample.ids is None]))

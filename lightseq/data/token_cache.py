@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from lightseq.data.answers import REWRITES
-from lightseq.data.columns import ignored_columns_notes
+from lightseq.data.columns import PREFERENCE, ignored_columns_notes
 from lightseq.data.examples import MAX_NAMED, WindowExamples, check_ids, open_windows
+from lightseq.data.preferences import DOCUMENTS_OF_A_PAIR
 from lightseq.data.sources import (
     NamedRow,
     ReadOptions,
@@ -60,7 +61,7 @@ def format_and_rows(source: str | Path, options: ReadOptions) -> tuple[RowFormat
     first = next(rows, None)
     if first is None:
         raise ValueError(f"{source} holds no rows; give a source with rows")
-    row_format = detect_row_format(first[1], options.text_column, first[0])
+    row_format = detect_row_format(first[1], options.text_column, first[0], options.pairs)
     return row_format, itertools.chain([first], rows)
 
 
@@ -96,6 +97,8 @@ class RowReport:
         """The number of rows, and of examples where a row holds several."""
         if self.remarks.keys() & {REWRITES, PACKED}:
             return f"{plural(self.examples, 'example')} of {plural(self.rows, self.format_name + ' row')}"
+        if self.format_name == PREFERENCE:
+            return plural(self.examples // DOCUMENTS_OF_A_PAIR, "pair")
         return plural(self.examples, self.format_name + " row")
 
     @property

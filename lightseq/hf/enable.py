@@ -120,6 +120,15 @@ def enable(
     return context
 
 
+def enable_beside(model: PreTrainedModel, context: SequenceContext) -> None:
+    """Patches a model of the same architecture as an enabled one, to attend over the same context.
+
+    The two run forward one after the other, and only the last that ran may then run backward. Neither is disabled.
+    """
+    context.forward_pass.shared = True
+    _install(model, EnabledModel(context))
+
+
 def disable(model: PreTrainedModel) -> None:
     """Undoes `enable`: the model attends, checks its inputs and generates as before, with the weights it has now.
 

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightseq.utils import quiet_transformers  # noqa: F401  first, because the modules below import transformers
@@ -20,8 +19,8 @@ from lightseq.hf.agreement import BATCH_FACTS
 from lightseq.hf.record import record_of
 from lightseq.parts import loss
 from lightseq.parts.head import ReplacedHead
+from lightseq.sequence import sums
 from lightseq.utils.logit_transform import LogitTransform
-from lightseq.utils.tensors import IGNORE_INDEX
 
 
 def token_log_probs(
@@ -61,15 +60,8 @@ def sequence_sums(context: SequenceContext, values: Tensor, batch: Mapping[str, 
     share of a loss that is a sum over tokens; only such shares are summed for display. `values` are (batch, local),
     such as log-probabilities, or ones to count targets.
     """
-    labels, documents = _shifted_labels(batch), batch.get("documents")
-    wide = values.to(torch.promote_types(values.dtype, torch.float32))
-    wide = torch.where(labels == IGNORE_INDEX, 0.0, wide)
-    if documents is None:
-        sums = wide.sum(1)
-    else:
-        numbers = documents.document_numbers(context.rank).to(wide.device)
-        sums = wide.new_zeros(documents.count).index_add(0, numbers, wide.flatten())
-    return sum_over_ranks(context, sums)
+    own = sums.sum_of_targets(values, _shifted_labels(batch), batch.get("documents"), context.rank)
+    return sum_over_ranks(context, own)
 
 
 def gather_tokens(
@@ -109,23 +101,7 @@ def sum_over_ranks(context: SequenceContext, x: Tensor, gradient_factor: float =
             f"gradient_factor={gradient_factor} would scale gradients twice, because the model is in DDP or FSDP2 and "
             "scales them itself; leave it out"
         )
-    total: Tensor = _SumOverRanks.apply(x, context.group, gradient_factor)
-    return total
-
-
-class _SumOverRanks(torch.autograd.Function):
-    """Sum over a group whose ranks all compute the same loss."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, gradient_factor: float) -> Tensor:  # type: ignore[override]
-        ctx.gradient_factor = gradient_factor
-        total = x.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return gradient * ctx.gradient_factor, None, None
+    return sums.sum_over_ranks(context.group, x, gradient_factor)
 
 
 def _is_rounded(log_probs: Tensor) -> bool:

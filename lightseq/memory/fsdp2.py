@@ -1,4 +1,4 @@
-"""Additions to FSDP2: prefetch of offloaded weights, and gradients in the pool of activations."""
+"""Additions to FSDP2: prefetch of offloaded weights, gradients in the pool of activations, passes without gradients."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -80,3 +80,18 @@ class ReduceScatterIntoSharedPool(DefaultReduceScatter):
             current.wait_stream(default)
             out.record_stream(current)
         return out
+
+
+def forget_forward_passes(root: Any) -> None:
+    """Lets FSDP2 forget each forward pass of a model that never runs backward.
+
+    FSDP2 notes the order of units for the prefetch of the backward pass, and would note them for ever.
+    """
+
+    def forget(*_: Any) -> None:
+        order = root._get_fsdp_state()._comm_ctx.post_forward_order
+        for group in order:
+            group._post_forward_indices.clear()
+        order.clear()
+
+    root.register_forward_hook(forget)

@@ -168,6 +168,11 @@ def add_adapters(model: PreTrainedModel, lora: Lora | None, dtype: torch.dtype) 
             use_in_experts(module, changes)
         elif hasattr(module, "lora_A") and has_plain_adapter(module):
             changes.set_attribute(module, "__class__", _rounded_once(type(module)))  # type: ignore[arg-type]
+    freeze(model, dtype)
+
+
+def freeze(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Lets only adapters train, if there are any, and casts the model's own weights to the compute dtype."""
     in_float32 = float32_parameters(model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(LORA_INFIX in name)

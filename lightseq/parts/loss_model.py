@@ -1,9 +1,11 @@
 """Causal language model that returns its loss, computed in place of the head."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightseq.utils import quiet_transformers  # noqa: F401  first, because the modules below import transformers
@@ -20,7 +22,7 @@ from lightseq.sequence.documents import Documents
 from lightseq.utils.logit_transform import LogitTransform
 
 # Computes values per token in place of the loss, from hidden states, the head's weight, labels, the transform of the
-# logits, and the head's bias. `modules.loss.losses_and_hits` is one.
+# logits, and the head's bias. `parts.loss.losses_and_hits` is one.
 HeadReader = Callable[[Tensor, Tensor, Tensor, LogitTransform, Tensor | None], Tensor]
 
 
@@ -44,7 +46,7 @@ class LossModel(nn.Module):
         """Returns the sum of -log p(label) over this rank's valid labels.
 
         ids, positions and labels are (batch, local sequence), labels shifted. `documents`
-        describes a packed sequence. With `read`, as in evaluations, its result is returned instead.
+        describes a packed sequence. With `read`, as in evaluations and in DPO, its result is returned instead.
         """
         options: dict[str, Any] = {}  # only some models take them
         if documents is not None:
@@ -60,7 +62,8 @@ class LossModel(nn.Module):
             replaced.restore()
 
     def _read(self, labels: Tensor, read: HeadReader, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return read(hidden, weight, labels, self.transform, bias)
+        with self.stopwatch.lap() if torch.is_grad_enabled() else nullcontext():
+            return read(hidden, weight, labels, self.transform, bias)
 
     def _loss(self, labels: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         with self.stopwatch.lap():

@@ -3,7 +3,8 @@
 Shape suffixes: N tokens, I inputs, O outputs, R an adapter's rank.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -136,6 +137,20 @@ def has_plain_adapter(module: Any) -> bool:
 def adapter_in_use(module: Any) -> bool:
     """Returns whether a linear of peft with one adapter adds its product, which is not in the base weights."""
     return not (module.disable_adapters or module.merged) and list(module.active_adapters) == list(module.lora_A)
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Lets the base model answer inside the block. Unlike in peft's own way, no parameter is frozen meanwhile."""
+    layers: list[Any] = [module for module in model.modules() if hasattr(module, "lora_A")]
+    before = [layer.disable_adapters for layer in layers]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer, was_off in zip(layers, before, strict=True):
+            layer._disable_adapters = was_off
 
 
 class RoundedOnce:

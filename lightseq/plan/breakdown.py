@@ -1,5 +1,6 @@
 """Memory of a training step by purpose."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple
 
@@ -61,14 +62,15 @@ class StateBytes(NamedTuple):
     optimizer: float
 
 
-def measured_state_bytes(model: nn.Module, config: TrainConfig, on_host: bool) -> StateBytes:
+def measured_state_bytes(models: Sequence[nn.Module], config: TrainConfig, on_host: bool) -> StateBytes:
     """Returns this rank's state on the GPU, once allocated. `on_host`: some or all of it is in host memory.
 
     DeepSpeed's state is unknown here and counts as working memory.
     """
     if config.deepspeed:
         return StateBytes(0, 0, 0)
-    here = [p for p in model.parameters() if not (on_host and p.device.type == "cpu")]
+    every = [p for model in models for p in model.parameters()]
+    here = [p for p in every if not (on_host and p.device.type == "cpu")]
     parameters = sum(local_part(p).nbytes for p in here)
     gradients = sum(local_part(p).nbytes for p in here if p.requires_grad)
     return StateBytes(parameters, gradients, int(moments_of(config) * gradients))

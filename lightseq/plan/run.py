@@ -21,6 +21,8 @@ from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.host_memory import host_memory
 from lightseq.distributed.world import World
 from lightseq.models.decoder import text_config
+from lightseq.objectives.choice import objective_of
+from lightseq.objectives.objective import Objective
 from lightseq.parts.adapters import Lora, lora_from_config
 from lightseq.parts.facts import Layer, attention_shape
 from lightseq.plan.document_lengths import DocumentLengths
@@ -285,8 +287,12 @@ class PlannedRun:
     @property
     def weight_bytes(self) -> float:
         """Returns the bytes of one rank's weights: trained ones in float32, frozen ones in the compute dtype."""
-        frozen = self.itemsize * self.local_parameters if self.adapter_parameters else 0
-        return frozen + float(FLOAT32_BYTES * self.local_trained)
+        frozen_copies = (1 if self.adapter_parameters else 0) + len(self.objective.frozen_models)
+        return self.itemsize * self.local_parameters * frozen_copies + float(FLOAT32_BYTES * self.local_trained)
+
+    @cached_property
+    def objective(self) -> Objective:
+        return objective_of(self.config)
 
     @property
     def group_size(self) -> int:

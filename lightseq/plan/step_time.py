@@ -1,7 +1,6 @@
 """Predicted seconds of a training step by part, on the slowest rank."""
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from math import ceil
@@ -11,9 +10,10 @@ from lightseq.architecture.inspection import caps_scores
 from lightseq.config.recurrent_schedules import HEADS
 from lightseq.config.remat_policies import STORE_LINEARS, STORE_MLP
 from lightseq.memory.placement import OFFLOADED, RECOMPUTED, Placement
-from lightseq.parts.facts import Attention, Experts, Layer, attention_shape
+from lightseq.parts.facts import Attention, Experts, Layer, LinearMixer, attention_shape
 from lightseq.parts.mlp import TILE_TOKENS
 from lightseq.plan import rates
+from lightseq.plan.copies import exposed_copies
 from lightseq.plan.layer_costs import tiles_mlp
 from lightseq.plan.memory import lifetimes_of, saved_by_groups
 from lightseq.plan.run import PlannedRun
@@ -36,6 +36,9 @@ def step_seconds(run: PlannedRun, placement: Placement) -> dict[str, float]:
     parts["offloading, exposed"] = passes * (_exposed_copies(run, placement, layer) + _exposed_weights(run, layer))
     parts["optimizer"] = update_seconds(run)
     launches = passes * len(run.layers) * rates.LAYER_LAUNCH_SECONDS[run.config.compiles]
+    if more := passes * run.objective.passes_without_gradients:
+        parts["passes without gradients"] = more * _seconds_without_gradients(run)
+        launches *= 1 + rates.FORWARD_SHARE * run.objective.passes_without_gradients
     parts[WAITING] = max(0.0, launches - sum(parts.values()))
     return parts
 
@@ -119,9 +122,32 @@ def matrix_seconds(run: PlannedRun) -> float:
     layers += recompute_flops(
         run.model, run.tokens, 1, config.remat_policy, run.group_size, config.tiles_layers, attention_share=0.0
     )
-    flops = layers * rates.FP8_TIME[config.fp8] + 2 * run.tokens * passes * architecture.head
-    precision = 1.0 if run.itemsize == 2 else 0.5 if config.tf32 else 1 / 16  # relative to bfloat16
-    return flops / (run.hardware.chip.peak_flops * rates.MATRIX_SHARE * precision)
+    head = 2.0 * run.tokens * (passes + run.objective.reads_head_in_backward) * architecture.head
+    return (layers * rates.FP8_TIME[config.fp8] + head) / _matrix_rate(run)
+
+
+def _matrix_rate(run: PlannedRun) -> float:
+    precision = 1.0 if run.itemsize == 2 else 0.5 if run.config.tf32 else 1 / 16  # relative to bfloat16
+    return run.hardware.chip.peak_flops * rates.MATRIX_SHARE * precision
+
+
+def _seconds_without_gradients(run: PlannedRun) -> float:
+    """Returns the seconds of a forward pass that stores nothing, such as the reference's, with its exposed gathers."""
+    architecture, traffic = run.architecture, rates.ELEMENTWISE_TRAFFIC[run.config.compiles]
+    layers, head = architecture.active * rates.FP8_TIME[run.config.fp8], architecture.head
+    seconds = 2 * run.tokens * (layers + head) / _matrix_rate(run)
+    seconds += len(architecture.attentions) * attention_seconds(run)[0]
+    seconds += sum(_scan_seconds(run, mixer) for layer in run.layers for mixer in layer.linear_mixers)
+    moved = run.tokens * sum(run.costs(layer).moved_forward * traffic for layer in run.layers)
+    moved += run.tokens * run.text.vocab_size * run.itemsize + rates.GATHER_COPIES * architecture.total
+    seconds += moved / _memory_rate(run)
+    each = seconds / len(run.layers)
+    gathers = [_gather_seconds(run, _exchanged_parameters(run, layer)) for layer in run.layers]
+    exposed = sum(max(0.0, gather - each) for gather in gathers) + gathers[0]
+    if run.state_on_host:
+        copy = run.itemsize / run.shards / host_link(run)
+        exposed += sum(max(0.0, layer.parameters * copy - each) for layer in run.layers[run.layers_with_state_on_gpu :])
+    return seconds + exposed + _gather_seconds(run, head * (1 if run.tied else 2))
 
 
 def _recurrence_seconds(run: PlannedRun) -> float:
@@ -129,10 +155,16 @@ def _recurrence_seconds(run: PlannedRun) -> float:
     policy, total = run.config.remat_policy, 0.0
     for mixer in (mixer for layer in run.layers for mixer in layer.linear_mixers):
         again = policy == "full" if mixer.is_stored else policy != "none"
-        in_chain = mixer.scan_heads and run.sequence_ranks > 1 and run.config.recurrent_schedule != HEADS
-        chain = rates.CHAIN_TIME if in_chain else 1.0
-        total += (3 + again + (run.group_size > 1)) * mixer.token_flops / mixer.peak_share * chain
-    return run.tokens * total / run.hardware.chip.peak_flops
+        total += (3 + again + (run.group_size > 1)) * _scan_seconds(run, mixer)
+    return total
+
+
+def _scan_seconds(run: PlannedRun, mixer: LinearMixer) -> float:
+    """Returns the seconds of a mixer without attention in one forward pass."""
+    in_chain = mixer.scan_heads and run.sequence_ranks > 1 and run.config.recurrent_schedule != HEADS
+    chain = rates.CHAIN_TIME if in_chain else 1.0
+    work = run.tokens * mixer.token_flops / mixer.peak_share * chain
+    return work / run.hardware.chip.peak_flops
 
 
 def _elementwise_bytes(run: PlannedRun) -> float:
@@ -237,12 +269,18 @@ def _token_exchange_seconds(run: PlannedRun) -> float:
 def _collective_seconds(run: PlannedRun, parameters: int) -> float:
     """Returns the seconds of gathers in the compute dtype and a float32 reduction over shards, then replicas."""
     others, gathers = (run.shards - 1) / run.shards, 1 + run.reshard_after_forward
-    seconds = parameters * others * (gathers * run.itemsize + FLOAT32_BYTES) / _collective_rate(run, run.shards)
+    seconds = gathers * _gather_seconds(run, parameters)
+    seconds += parameters * others * FLOAT32_BYTES / _collective_rate(run, run.shards)
     replicas = run.hardware.gpus // run.shards
     if replicas > 1:
         sent = 2 * parameters / run.shards * FLOAT32_BYTES * (replicas - 1) / replicas
         seconds += sent / _collective_rate(run, run.hardware.gpus)
     return seconds
+
+
+def _gather_seconds(run: PlannedRun, parameters: int) -> float:
+    others = (run.shards - 1) / run.shards
+    return parameters * others * run.itemsize / _collective_rate(run, run.shards)
 
 
 def _collective_rate(run: PlannedRun, ranks: int) -> float:
@@ -258,29 +296,6 @@ def _exposed_copies(run: PlannedRun, placement: Placement, layer_seconds: float)
     saved = zip(saved_by_groups(run, placement), placement.layers[:: run.group_size], strict=True)
     copies = [size / host_link(run) if action in OFFLOADED else 0.0 for size, action in saved]
     return exposed_copies(copies, lifetimes_of(run, placement), forward, backward)
-
-
-def exposed_copies(copies: Sequence[float], lifetimes: Sequence[int], forward: float, backward: float) -> float:
-    """Returns the seconds for which layers wait for copies, forward and backward.
-
-    `copies` are each layer's seconds in one direction, `lifetimes` come from `device_lifetimes`. Copies run one after
-    another. One to the host begins after the layer's forward pass, and the first layer past the lifetime waits for it.
-    One back begins with the backward pass of the lifetime's last layer, and the layer itself waits for it.
-    """
-    layers, ends = len(copies), {i + lifetime: i for i, lifetime in enumerate(lifetimes) if lifetime}
-    copied, now, link = [0.0] * layers, 0.0, 0.0  # ends of each copy, of compute so far, and of all copies so far
-    for i in range(layers):
-        now = max(now, copied[ends[i]] if i in ends else 0.0) + forward
-        if lifetimes[i]:
-            copied[i] = link = max(link, now) + copies[i]
-    exposed = now - layers * forward
-    copied, now, link = [0.0] * layers, 0.0, 0.0
-    for i in reversed(range(layers)):
-        if i + 1 < layers and i + 1 in ends:  # a layer that is on the GPU during the loss needs no copy
-            earlier = ends[i + 1]
-            copied[earlier] = link = max(link, now) + copies[earlier]
-        now = max(now, copied[i]) + backward
-    return max(0.0, exposed + now - layers * backward)
 
 
 def _exposed_weights(run: PlannedRun, layer_seconds: float) -> float:

@@ -83,7 +83,7 @@ def memory_parts(engine: Engine, device: torch.device, taken_by_forward: int | N
     """
     config, model = engine.config, engine.model.config
     tokens = tokens_per_forward(config, engine.context)
-    states = measured_state_bytes(engine.model, config, engine.memory.state_on_host)
+    states = measured_state_bytes((engine.model, *engine.frozen.values()), config, engine.memory.state_on_host)
     logits, gradients = loss_bytes(model, config, tokens)
     stored = stored_activations(model, config, tokens)
     if taken_by_forward is not None:

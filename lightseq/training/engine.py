@@ -1,6 +1,6 @@
 """Engine protocol: what shards a model, runs its backward pass and updates it. build.py chooses an engine."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -36,6 +36,7 @@ class Engine(Protocol):
 
     model: PreTrainedModel
     loss_model: nn.Module  # ids, positions, labels -> this rank's sum of losses
+    frozen: Mapping[str, nn.Module]  # models that the objective needs beside it, called alike
     context: SequenceContext
     units: list[Unit]
     optimizer: Any  # its groups hold the learning rate

@@ -1,24 +1,29 @@
 """Engine with FSDP2 or DDP, and optimizers from torch and torchao."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from lightseq.checkpoint import checkpoints, resume, state_files
+from lightseq.checkpoint.resume import FRESH_START
 from lightseq.config.optimizers import EIGHT_BIT
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.agreement import on_all_ranks
 from lightseq.distributed.parallel_dims import local_part, shard_groups
 from lightseq.distributed.world import use_host_cores
+from lightseq.memory.fsdp2 import forget_forward_passes
 from lightseq.memory.host_adamw import compute_updates_on
 from lightseq.memory.pinned import PinnedMemory
 from lightseq.memory.recomputation import MemorySettings
 from lightseq.models import weights
-from lightseq.parallelize import parallelize
+from lightseq.objectives.choice import objective_of
+from lightseq.parallelize import ParallelModel, parallelize
 from lightseq.parts import adapters
 from lightseq.parts.chosen_experts import build_to_train
 from lightseq.plan.plan import Plan
@@ -60,23 +65,36 @@ class FsdpEngine:
         if memory.state_on_host or self.offload is not None:
             use_host_cores(world)
         self._locked = PinnedMemory()
-        on_all_ranks(world, self._materialize)
+        on_all_ranks(world, lambda: self._materialize(self.model, parallel))
         self.routers = on_all_ranks(world, lambda: make_routers(config, self.model, self.context))
         on_all_ranks(world, lambda: fill_weights(self.model, inputs, config.seed, device=world.device))
+        self.frozen = {name: self._load_frozen(inputs) for name in objective_of(config).frozen_models}
         self._trained = [(p, shard_groups(p)) for p in self.model.parameters() if p.requires_grad]
         self.optimizer: Any = make_optimizer(self.model, config)
         if memory.state_on_host and world.device.type == "cuda" and config.optim in EIGHT_BIT:
             compute_updates_on(world.device, self.optimizer)
         self._scaler = LossScaler() if config.fp16 else None
 
-    def _materialize(self) -> None:
-        """Allocates the weights and page-locks those on the host in place.
+    def _load_frozen(self, inputs: Inputs) -> nn.Module:
+        """Builds a model that never changes, with the weights from which the run started, also when it resumes."""
+        config, world = self.config, self._world
+        model = build_to_train(inputs.model_config)
+        adapters.freeze(model, getattr(torch, config.compute_dtype))
+        parallel = on_all_ranks(world, lambda: parallelize(model, config, self.dims, self.memory, beside=self.context))
+        forget_forward_passes(parallel.loss_model)
+        on_all_ranks(world, lambda: self._materialize(model, parallel))
+        base = replace(inputs, resume_point=FRESH_START, lora=None, lora_adapter=None)
+        on_all_ranks(world, lambda: fill_weights(model, base, config.seed, device=world.device))
+        return parallel.loss_model.eval()
+
+    def _materialize(self, model: PreTrainedModel, parallel: ParallelModel) -> None:
+        """Allocates a model's weights and page-locks those on the host in place.
 
         FSDP2 would copy each of them into an allocation rounded up to a power of two.
         """
         device, host = self._world.device, torch.device("cpu")
-        on_gpu = {id(parameter) for unit in self.units if not unit.state_on_host for parameter in unit.parameters}
-        on_gpu |= {id(self.model.get_parameter(name)) for name in self._whole}
+        on_gpu = {id(parameter) for unit in parallel.units if not unit.state_on_host for parameter in unit.parameters}
+        on_gpu |= {id(model.get_parameter(name)) for name in parallel.whole}
 
         def place(parameter: Tensor) -> torch.device:
             return host if self.memory.state_on_host and id(parameter) not in on_gpu else device
@@ -86,8 +104,8 @@ class FsdpEngine:
                 self._locked.lock_new(local)
 
         dtype = getattr(torch, self.config.compute_dtype)
-        weights.materialize(self.model, device, place, lock_on_host, self.loss_model, dtype)
-        self._locked.retain_only(local_part(p) for p in self.model.parameters())
+        weights.materialize(model, device, place, lock_on_host, parallel.loss_model, dtype)
+        self._locked.retain_only(local_part(p) for kept in {self.model, model} for p in kept.parameters())
 
     def backward(self, share: Tensor, last: bool) -> None:
         """Runs the backward pass. Gradients are reduce-scattered every time, so no rank holds full gradients.

@@ -39,6 +39,7 @@ from lightseq.distributed.world import World, check_devices
 from lightseq.models import weights
 from lightseq.models.decoder import has_towers, placeholder_ids, text_config
 from lightseq.models.presets import ModelFamily
+from lightseq.objectives.choice import objective_of
 from lightseq.parts.adapters import (
     Lora,
     check_start,
@@ -347,6 +348,7 @@ def find_examples(
         chat_template=config.chat_template,
         limits_documents=limits_evaluation,
         refused_ids=placeholder_ids(model.config),
+        pairs=objective_of(config).trains_on_pairs,
     )
     return open_data(path, length, vocab_size, model.tokenizer, config.lazy_preprocess, world.is_main, read_options)
 

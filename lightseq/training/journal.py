@@ -40,7 +40,7 @@ class Journal:
         record = pending.record()
         if record.loss is not None:
             self.losses.append(record.loss)
-        self.log(asdict(record))
+        self.log({**asdict(record), **pending.objective_means()})
         if record.steps_without_target:
             which = f"{record.steps_without_target:,} of {plural(pending.steps, 'step')} up to step {record.step:,}"
             self._note(f"{which} had no target; only momentum and weight decay change the weights in such a step")

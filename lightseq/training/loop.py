@@ -12,9 +12,9 @@ from lightseq.architecture.flops import count_adapter_parameters
 from lightseq.checkpoint import checkpoints
 from lightseq.distributed.agreement import from_rank_0
 from lightseq.distributed.preemption import StopRequest
+from lightseq.objectives.objective import Evaluation
 from lightseq.training.early_stopping import early_stopping
 from lightseq.training.errors import exit_on_write_error
-from lightseq.training.evaluation import Perplexity
 from lightseq.training.journal import Journal
 from lightseq.training.metrics import RUN, MetricsFile, write_end
 from lightseq.training.profiler import StepProfile
@@ -120,15 +120,14 @@ class TrainingLoop:
         profile.close()
         return saved, stopped_by
 
-    def _evaluate(self, done: int, stats: StepStats) -> Perplexity:
+    def _evaluate(self, done: int, stats: StepStats) -> Evaluation:
         with stats.paused():
             found = self.trainer.evaluate()
-            means = {"eval_loss": found.loss, "eval_perplexity": found.value, "eval_accuracy": found.accuracy}
             counts: dict[str, Any] = {}
             if self._stopping is not None:
                 self._stopping.observe(from_rank_0(found.loss))
                 counts = {**self._stopping.state(), "stopped_early": self._stopping.stops}
-            self.journal.log({"step": done, **means, **counts})
+            self.journal.log({"step": done, **found.record(), **counts})
         return found
 
     @property
@@ -151,10 +150,14 @@ class TrainingLoop:
             trainer.terminal.note(f"stopped early after step {self._done}: {self._stopping}")
 
     def _new_stats(self) -> StepStats:
-        engine = self.trainer.engine
-        trains_router_loss = engine.routers is not None and engine.routers.coefficient > 0
+        trainer = self.trainer
         return StepStats(
-            self.trainer.world, self._flops, engine.context.transport, trains_router_loss, offload=engine.offload
+            trainer.world,
+            self._flops,
+            trainer.context.transport,
+            has_router_loss=trainer.router_loss.is_trained,
+            offload=trainer.engine.offload,
+            metrics=trainer.objective.metrics,
         )
 
     def _due(self, done: int, strategy: str, every: int) -> bool:

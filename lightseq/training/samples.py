@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightseq.data.batches import Batch
+from lightseq.objectives.objective import evaluating
 from lightseq.training.errors import exit_on_write_error
-from lightseq.training.evaluation import evaluating
 from lightseq.training.metrics import SAMPLES, MetricsFile
 from lightseq.training.sample_prompts import SamplePrompts, end_ids
 from lightseq.training.trainer import Trainer
@@ -57,7 +57,7 @@ class Samples:
         """Returns the prompts with their continuations, as tokens."""
         texts, open_rows = [list(prompt) for prompt in prompts], set(range(len(prompts)))
         length = self._trainer.shortest_length(max(map(len, texts)) + self._count)
-        with evaluating(self._trainer.loss_model):
+        with evaluating(self._trainer.models.trained):
             for _ in range(self._count):
                 self._trainer.mark(None, "samples")
                 tokens = self._next_tokens(texts, length)
@@ -78,7 +78,7 @@ class Samples:
             labels[row, len(text) - 1] = MARK
         sizes = tuple(map(len, texts)) + (0,) * (self._rows - len(texts))
         shard = self._trainer.shard(Batch(ids, labels, valid_tokens=len(texts), sizes=sizes))
-        found = self._trainer.loss_model(*shard, likeliest_tokens).amax(1)
+        found = self._trainer.models.trained(*shard, likeliest_tokens).amax(1)
         dist.all_reduce(found, op=dist.ReduceOp.MAX)  # one rank of a group has the last token of a text
         return found.tolist()  # type: ignore[no-any-return]
 

@@ -25,12 +25,13 @@ class StepResult:
     """Results of one optimizer step on one rank. Tensors stay on the device. Counts are per sequence-parallel group."""
 
     loss: Tensor  # this rank's share; the sum over ranks is the loss
+    metrics: Tensor  # the same, of the objective's other means
     router_loss: Tensor  # the same, without coefficient; 0 if it is not trained with
     grad_norm: Tensor
     nonfinite: Tensor  # index of the first parameter with a non-finite gradient, or -1
     learning_rate: float
     valid_tokens: int
-    targets: Tensor  # valid tokens of all groups, counted on the device
+    counted: Tensor  # what the loss is the mean over, such as targets, of all groups; on the device
     positions: int  # padding included
     tokens: int  # without padding
     attention_area: float  # twice the visible (query, key) pairs in a layer
@@ -74,6 +75,7 @@ class StepStats:
     transport: Transport
     has_router_loss: bool = False
     offload: Offload | None = None
+    metrics: tuple[str, ...] = ()  # names of the objective's means beside the loss
     results: list[StepResult] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -102,6 +104,7 @@ class StepStats:
         losses = torch.stack([result.loss for result in results])
         sums: dict[str, float | Tensor] = {
             "loss": losses.sum(),
+            **dict(zip(self.metrics, torch.stack([result.metrics for result in results]).sum(0), strict=True)),
             "router_loss": torch.stack([result.router_loss for result in results]).sum(),
             "valid_tokens": sum(result.valid_tokens for result in counted),
             "positions": sum(result.positions for result in counted),
@@ -123,7 +126,7 @@ class StepStats:
         not_finite = losses.isfinite().logical_not().double().unbind()  # of each step
         totals, worsts = reduce_over_ranks([*sums.values(), *not_finite], [*worst.values()], device)
         norm = results[-1].grad_norm.to(device, torch.float64, non_blocking=True).reshape(1)
-        with_target = (torch.stack([result.targets for result in results]) > 0).sum(dtype=torch.float64).reshape(1)
+        with_target = (torch.stack([result.counted for result in results]) > 0).sum(dtype=torch.float64).reshape(1)
         nonfinite = torch.stack([result.nonfinite for result in results]).to(device, torch.float64, non_blocking=True)
         numbers = torch.cat([totals[: len(sums)], worsts, norm, with_target, totals[len(sums) :], nonfinite])
         if device.type == "cuda":
@@ -135,6 +138,7 @@ class StepStats:
             world=self.world,
             flops=self.flops,
             has_router_loss=self.has_router_loss,
+            metrics=self.metrics,
             names=(*sums, *worst, "grad_norm", "steps_with_target"),
             numbers=numbers,
             begin=self._begin,
@@ -155,6 +159,7 @@ class PendingRecord:
     world: World
     flops: FlopCounter
     has_router_loss: bool
+    metrics: tuple[str, ...]  # names of the objective's means
     names: tuple[str, ...]
     # A value per name; then per step, on how many ranks the loss is not finite; then per step, the index of the first
     # parameter with a non-finite gradient.
@@ -175,10 +180,18 @@ class PendingRecord:
         first, found = self.step - self.steps + 1, self.numbers[-2 * self.steps : -self.steps].tolist()
         return {first + i for i, ranks in enumerate(found) if ranks}
 
+    def objective_means(self) -> dict[str, float | None]:
+        """Returns the objective's means beside the loss, over the same steps. Call `record` first."""
+        x = self._numbers()
+        return {name: _mean(x[name], x["steps_with_target"]) for name in self.metrics}
+
+    def _numbers(self) -> dict[str, float]:
+        return dict(zip(self.names, self.numbers.tolist(), strict=False))
+
     def record(self) -> StepRecord:
         """Returns the record of the last step, the same on every rank. Waits for the device to finish the step."""
         self.begin.seconds_until(self.arrived)  # waits for the numbers
-        x = dict(zip(self.names, self.numbers.tolist(), strict=False))
+        x = self._numbers()
         saving = sum(begin.seconds_until(end) for begin, end in self.saving)
         paused = sum(begin.seconds_until(end) for begin, end in self.pauses) + saving
         seconds, ranks = (self.begin.seconds_until(self.end) - paused) / self.steps, self.world.size
@@ -192,7 +205,7 @@ class PendingRecord:
         on_gpu = self.world.device.type == "cuda"
         return StepRecord(
             step=self.step,
-            loss=x["loss"] / x["steps_with_target"] if x["steps_with_target"] else None,
+            loss=_mean(x["loss"], x["steps_with_target"]),
             router_loss=x["router_loss"] / self.steps if self.has_router_loss else None,
             grad_norm=x["grad_norm"],
             skipped_steps=len(self.nonfinite_parameters()),
@@ -219,6 +232,10 @@ class PendingRecord:
             comm_bytes=round(x["sent_bytes"] / self.steps),
             attention_balance=1 / x["imbalance"] if x["imbalance"] else None,
         )
+
+
+def _mean(total: float, steps: float) -> float | None:
+    return total / steps if steps else None
 
 
 def reduce_over_ranks(sums: list[float | Tensor], worst: list[float], device: torch.device) -> tuple[Tensor, Tensor]:

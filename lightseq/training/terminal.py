@@ -52,9 +52,7 @@ class Terminal:
 
     def show(self, record: Mapping[str, Any]) -> None:
         if "eval_loss" in record:
-            perplexity = record["eval_perplexity"]
-            shown = "too large for a float" if perplexity is None else four_significant_digits(perplexity)
-            numbers = f"loss {record['eval_loss']:.4f}, perplexity {shown}, accuracy {record['eval_accuracy']:.1%}"
+            numbers = ", ".join([f"loss {record['eval_loss']:.4f}", *_other_means(record)])
             self._console.print(f"step {record['step']}: evaluation {numbers}", markup=False)
             return
         loss = "no target" if record["loss"] is None else f"loss {record['loss']:.4f}"
@@ -128,6 +126,19 @@ class Terminal:
         progress = Progress(*columns, console=self._console)
         self._bar = progress, progress.add_task("train", total=self._total, completed=self._first, status="first step")
         progress.start()
+
+
+def _other_means(record: Mapping[str, Any]) -> list[str]:
+    """Returns the means of an evaluation that a reader looks at first, as far as its objective has them."""
+    shown = []
+    if "eval_perplexity" in record:
+        perplexity = record["eval_perplexity"]
+        size = "too large for a float" if perplexity is None else four_significant_digits(perplexity)
+        shown += [f"perplexity {size}", f"accuracy {record['eval_accuracy']:.1%}"]
+    if "eval_rewards/accuracies" in record:
+        margin = record["eval_rewards/margins"]
+        shown += [f"accuracy {record['eval_rewards/accuracies']:.1%}", f"margin {margin:.4f}"]
+    return shown
 
 
 def _change(losses: Sequence[float]) -> str:

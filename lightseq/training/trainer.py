@@ -3,8 +3,9 @@
 import math
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,6 +20,9 @@ from lightseq.data.batches import Batch, bucket_lengths, padding_batch, trim_pad
 from lightseq.distributed.watchdog import Watchdog
 from lightseq.distributed.world import World
 from lightseq.hf.shard_batch import counted_tokens, local_batch
+from lightseq.objectives.choice import objective_of
+from lightseq.objectives.objective import Evaluation, Models, Shard
+from lightseq.objectives.router_loss import RouterLoss
 from lightseq.parts.fp8 import MULTIPLE
 from lightseq.plan.advice import plan_notes
 from lightseq.plan.breakdown import Breakdown
@@ -26,7 +30,6 @@ from lightseq.sequence.documents import Documents
 from lightseq.training.device_memory import memory_parts, out_of_memory_handler
 from lightseq.training.engine import Engine
 from lightseq.training.errors import exit_on_data_error
-from lightseq.training.evaluation import Perplexity, Shard, measure
 from lightseq.training.inputs import Inputs
 from lightseq.training.optimization import LearningRate
 from lightseq.training.step_stats import StepResult
@@ -43,7 +46,10 @@ class Trainer:
     ) -> None:
         """Prepares the trainer. `watchdog`, if given, is notified of every phase of a step."""
         self.config, self.inputs, self.world, self.engine = config, inputs, world, engine
-        self.model, self.loss_model, self.context = engine.model, engine.loss_model, engine.context
+        self.model, self.context = engine.model, engine.context
+        self.objective = objective_of(config)
+        self.models = Models(engine.loss_model, engine.context.sequence, engine.frozen)
+        self.router_loss = RouterLoss(engine.routers, world.device)
         self.output_dir = Path(config.output_dir)
         self.first_step = inputs.stream.first_step
         # Every rank's part of a batch has to be a multiple of the tokens that FP8 needs.
@@ -70,23 +76,21 @@ class Trainer:
         self.mark(step + 1, "data")
         batches = self._batches(step)
         data_seconds = time.perf_counter() - begin
-        valid = sum(batch.valid_tokens for batch in batches)
-        targets = self.engine.dims.sum_over_batches(valid)
-        divisor = targets.clamp_min(1)
+        counted = self.engine.dims.sum_over_batches(sum(map(self.objective.count, batches)))
+        divisor = counted.clamp_min(1)
         loss, imbalance = torch.zeros((), dtype=torch.float32, device=self.world.device), 0.0
-        routers, router_loss = self.engine.routers, torch.zeros_like(loss)
+        metrics = loss.new_zeros(len(self.objective.metrics))
         for batch in batches:
             with self.phase(step, "forward"):
                 shard = self.shard(batch)
                 if shard.documents is not None:
                     imbalance = max(imbalance, 1 / area_balance(self.context, shard.documents))
-                if routers is not None:
-                    routers.begin(self.shard.counted(batch, shard.documents))
-                share = self.loss_model(*shard) / divisor
+                self.router_loss.begin(partial(self.shard.counted, batch, shard.documents))
+                found = self.objective.share(self.models, shard)
+                share = found.loss / divisor
                 loss += share.detach()
-                if routers is not None:
-                    share, added = routers.add_loss(share, len(batches) * self.engine.dims.data_ranks)
-                    router_loss += added
+                metrics += found.metrics / divisor
+                share = self.router_loss.add(share, len(batches) * self.engine.dims.data_ranks)
             with self.phase(step, "backward"):
                 self.engine.backward(share, last=batch is batches[-1])
         rate = self.learning_rate.apply(self.engine.optimizer, step)
@@ -94,17 +98,16 @@ class Trainer:
             for call in self.before_update:
                 call()
             update = self.engine.update()
-            if routers is not None:
-                routers.finish()
-                routers.update_biases(update.nonfinite)
+            router_loss = self.router_loss.finish(update.nonfinite)
         return StepResult(
             loss=loss,
+            metrics=metrics,
             router_loss=router_loss,
             grad_norm=update.norm,
             nonfinite=update.nonfinite,
             learning_rate=rate,
-            valid_tokens=valid,
-            targets=targets,
+            valid_tokens=sum(batch.valid_tokens for batch in batches),
+            counted=counted,
             positions=sum(batch.input_ids.numel() for batch in batches),
             tokens=sum(sum(batch.sizes) for batch in batches),
             attention_area=sum(self._attention_area(batch.document_sizes) for batch in batches),
@@ -123,23 +126,23 @@ class Trainer:
             blank = padding_batch(self.config.per_device_train_batch_size, self.batch_lengths[-1])
             buffers = [buffer for unit in self.engine.units for buffer in unit.buffers]
             before = [buffer.clone() for buffer in buffers]
-            self.engine.try_memory(lambda: self.loss_model(*self.shard(blank)))
+            self.engine.try_memory(lambda: self.objective.share(self.models, self.shard(blank)).loss)
             for buffer, value in zip(buffers, before, strict=True):  # a layer may count its passes, for example
                 buffer.copy_(value)
 
-    def evaluate(self, bin_starts: Sequence[int] = (0,), shows_progress: bool = False) -> Perplexity:
-        """Returns the mean loss over all valid tokens of the evaluation data, overall and by position."""
+    def evaluate(self) -> Evaluation:
+        """Returns the objective's loss over all evaluation data, and its other means."""
+        return self.objective.evaluate(self.models, self.evaluation_shards())
+
+    def evaluation_shards(self, shows_progress: bool = False) -> Iterator[Shard]:
+        """Yields this rank's part of each batch of the evaluation data."""
         stream, data_rank = self.inputs.eval_stream, self.inputs.dims.data_rank
         assert stream is not None, "checked with the flags"
-
-        def shards() -> Iterator[Shard]:
-            for step in progress_bar(range(stream.steps), None, shows_progress and self.world.is_main, "evaluating"):
-                self.mark(None, "evaluation")
-                with exit_on_data_error(self.world, self.terminal):
-                    batch = stream.batch(step, 0, data_rank)
-                yield self.shard(*trim_padding([batch], self.batch_lengths, stream.data_ranks))
-
-        return measure(self.loss_model, shards(), bin_starts, stream.length, self.world.device)
+        for step in progress_bar(range(stream.steps), None, shows_progress and self.world.is_main, "evaluating"):
+            self.mark(None, "evaluation")
+            with exit_on_data_error(self.world, self.terminal):
+                batch = stream.batch(step, 0, data_rank)
+            yield self.shard(*trim_padding([batch], self.batch_lengths, stream.data_ranks))
 
     def shortest_length(self, tokens: int) -> int:
         """Returns the shortest of few lengths that holds a sequence of `tokens` tokens."""

@@ -18,11 +18,11 @@ from lightseq.data.examples import Example, Examples, WindowExamples, window
 from lightseq.data.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from lightseq.distributed.world import World
 from lightseq.models.decoder import placeholder_ids, text_config
+from lightseq.objectives.objective import evaluating
 from lightseq.parts.loss import losses_and_hits
 from lightseq.tools.evaluate.needle import IdNeedles, Ids, Search, TextNeedles, make_search
 from lightseq.tools.evaluate.options import CHOICES, DEPTHS, TRIALS, Options, lengths_of
 from lightseq.tools.evaluate.tasks import Result, Task, inputs_for
-from lightseq.training.evaluation import evaluating
 from lightseq.training.inputs import FoundModel, evaluation_stream, find_examples
 from lightseq.training.setup_checks import require_chats
 from lightseq.training.trainer import Trainer
@@ -166,9 +166,9 @@ def _sums(trainer: Trainer, texts: LazyExamples, length: int) -> NDArray[np.floa
     dims = trainer.inputs.dims
     stream = evaluation_stream(texts, length, trainer.config, dims.data_ranks)
     out = torch.zeros(2, stream.steps * stream.sequences_per_step, dtype=torch.float64, device=trainer.world.device)
-    with evaluating(trainer.loss_model):
+    with evaluating(trainer.models.trained):
         for step in progress_bar(range(stream.steps), None, trainer.world.is_main, f"needle, {length:,} tokens"):
-            values = trainer.loss_model(*trainer.shard(stream.batch(step, 0, dims.data_rank)), losses_and_hits)
+            values = trainer.models.trained(*trainer.shard(stream.batch(step, 0, dims.data_rank)), losses_and_hits)
             first = (step * stream.data_ranks + dims.data_rank) * stream.batch_size
             out[:, first : first + stream.batch_size] = values.double().sum(-1)
     dist.all_reduce(out)

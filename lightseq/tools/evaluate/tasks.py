@@ -7,8 +7,8 @@ from typing import Any
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import BatchStream, require_target
 from lightseq.distributed.world import World
+from lightseq.objectives.next_token import POWERS, Bin, Perplexity, bin_starts, measure, perplexity
 from lightseq.tools.evaluate.options import Options
-from lightseq.training.evaluation import POWERS, Bin, Perplexity, bin_starts, perplexity
 from lightseq.training.inputs import FoundModel, Inputs, evaluation_stream, fetch_weights, find_examples
 from lightseq.training.setup_checks import require_chats
 from lightseq.training.trainer import Trainer
@@ -55,7 +55,7 @@ def loss_task(options: Options, config: TrainConfig, model: FoundModel, world: W
     stream = evaluation_stream(examples, config.model_max_length, config, model.dims.data_ranks)
 
     def run(trainer: Trainer) -> Result:
-        found = trainer.evaluate(starts, shows_progress=True)
+        found = measure(trainer.models, trainer.evaluation_shards(shows_progress=True), starts, stream.length)
         summary = {"loss": found.loss, "perplexity": found.value, "valid_tokens": found.valid_tokens}
         rows = [{**asdict(b), "perplexity": perplexity(b.loss)} for b in found.bins]
         return Result({**summary, "sequences": len(examples)}, rows, _table(found))

@@ -1,30 +1,39 @@
-"""Evaluation loss, perplexity and accuracy, overall and by the length of the context."""
+"""Next token: the mean of -log p over all tokens with a target, and its evaluation by the length of the context."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
+from lightseq.data.batches import Batch
+from lightseq.objectives.objective import Models, Shard, Share, evaluating, sum_over_all_ranks
 from lightseq.parts.loss import losses_and_hits
-from lightseq.sequence.documents import Documents
 from lightseq.utils.tensors import IGNORE_INDEX
 
 POWERS: Final = "powers"
 
 
-class Shard(NamedTuple):
-    """A rank's part of a batch. Tensors have the shape (batch, local sequence)."""
+@dataclass(frozen=True)
+class NextToken:
+    """Objective of pretraining and of answers in chats: the labels say which tokens are targets."""
 
-    ids: Tensor
-    positions: Tensor  # within the whole sequence, or within the document if packed
-    labels: Tensor  # shifted
-    documents: Documents | None  # None unless packed
+    metrics: tuple[str, ...] = ()
+    trains_on_pairs: bool = False
+    frozen_models: tuple[str, ...] = ()
+    passes_without_gradients: int = 0
+    reads_head_in_backward: bool = False  # the loss computes its gradients in the forward pass
+
+    def count(self, batch: Batch) -> int:
+        return batch.valid_tokens
+
+    def share(self, models: Models, shard: Shard) -> Share:
+        loss = models.trained(*shard)
+        return Share(loss, loss.new_zeros(0))
+
+    def evaluate(self, models: Models, shards: Iterable[Shard]) -> "Perplexity":
+        return measure(models, shards)
 
 
 @dataclass(frozen=True)
@@ -50,6 +59,9 @@ class Perplexity:
     def value(self) -> float | None:
         return perplexity(self.loss)
 
+    def record(self) -> dict[str, float | None]:
+        return {"eval_loss": self.loss, "eval_perplexity": self.value, "eval_accuracy": self.accuracy}
+
 
 def perplexity(loss: float | None) -> float | None:
     """Returns exp(loss), or None if the loss is None or the result overflows a float."""
@@ -68,41 +80,27 @@ def bin_starts(bins: str, length: int) -> tuple[int, ...]:
     return tuple(i * length // int(bins) for i in range(int(bins)))
 
 
-def measure(
-    loss_model: nn.Module, shards: Iterable[Shard], starts: Sequence[int], length: int, device: torch.device
-) -> Perplexity:
-    """Evaluates the model on every shard. All ranks need the same number of shards and get the same result."""
-    borders = torch.tensor(starts, device=device)
-    sums = torch.zeros(len(starts), dtype=torch.float64, device=device)
-    counts = torch.zeros(len(starts), dtype=torch.int64, device=device)
+def measure(models: Models, shards: Iterable[Shard], starts: Sequence[int] = (), length: int = 0) -> Perplexity:
+    """Evaluates the trained model on every shard. All ranks need the same number of shards and get the same result.
+
+    `starts` are the first positions of bins, the last of which ends with the sequence of `length` tokens.
+    """
+    device = next(models.trained.parameters()).device
+    borders = torch.tensor(starts or (0,), device=device)
+    sums = torch.zeros(len(borders), dtype=torch.float64, device=device)
+    counts = torch.zeros(len(borders), dtype=torch.int64, device=device)
     hit_count = torch.zeros((), dtype=torch.int64, device=device)
-    with evaluating(loss_model):
+    with evaluating(models.trained):
         for ids, positions, labels, documents in shards:
-            losses, hits = loss_model(ids, positions, labels, documents, losses_and_hits)
+            losses, hits = models.trained(ids, positions, labels, documents, losses_and_hits)
             bins = torch.bucketize(positions.flatten(), borders, right=True) - 1
             sums.index_add_(0, bins, losses.flatten().double())
             counts.index_add_(0, bins, (labels != IGNORE_INDEX).flatten().long())
             hit_count += hits.long().sum()
-    for counted in (sums, counts, hit_count):
-        dist.all_reduce(counted)
+    sum_over_all_ranks(sums, counts, hit_count)
     valid = int(counts.sum())
-    ends = [*starts[1:], length]
     found = tuple(
         Bin(first, end - 1, total / count if count else None, count)
-        for first, end, total, count in zip(starts, ends, sums.tolist(), counts.tolist(), strict=True)
+        for first, end, total, count in zip(starts, [*starts[1:], length], sums.tolist(), counts.tolist(), strict=False)
     )
     return Perplexity(float(sums.sum()) / max(1, valid), int(hit_count) / max(1, valid), valid, found)
-
-
-@contextmanager
-def evaluating(loss_model: nn.Module) -> Iterator[None]:
-    """Puts the model into evaluation mode inside the block and back into training mode afterwards."""
-    loss_model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        loss_model.train()
-        for module in loss_model.modules():
-            if isinstance(module, FSDPModule):  # frees gathered parameters, which FSDP2 holds for a backward pass
-                module.reshard()

@@ -1,0 +1,119 @@
+"""Objective protocol: all that the trainer, the engines and the planner know of a run's loss."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from lightseq.data.batches import Batch
+from lightseq.sequence.documents import Documents
+from lightseq.sequence.group import SequenceGroup
+
+
+class Shard(NamedTuple):
+    """A rank's part of a batch. Tensors have the shape (batch, local sequence)."""
+
+    ids: Tensor
+    positions: Tensor  # within the whole sequence, or within the document if packed
+    labels: Tensor  # shifted
+    documents: Documents | None  # None unless packed
+
+
+class Share(NamedTuple):
+    """A rank's share of a batch, not yet divided: the sum over all ranks and batches of a step is its total."""
+
+    loss: Tensor  # scalar, with gradients
+    metrics: Tensor  # a value for each of the objective's `metrics`, without gradients
+
+
+@dataclass(frozen=True)
+class Models:
+    """Models of a run on one rank: each is called with a shard and returns losses or values per token."""
+
+    trained: nn.Module
+    group: SequenceGroup  # the ranks that share a sequence
+    frozen: Mapping[str, nn.Module] = field(default_factory=dict)  # by the names of `Objective.frozen_models`
+
+
+class Evaluation(Protocol):
+    """Result of an evaluation, the same on every rank."""
+
+    @property
+    def loss(self) -> float: ...
+
+    def record(self) -> dict[str, float | None]:
+        """Returns the values for metrics.jsonl, `eval_loss` among them."""
+        ...
+
+
+class Objective(Protocol):
+    """What a run learns. A value that follows from the flags; the models are passed to it."""
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Returns the names of the means that a step reports beside the loss."""
+        ...
+
+    @property
+    def trains_on_pairs(self) -> bool:
+        """Returns whether rows hold a chosen and a rejected answer, and not a text, a chat or tokens."""
+        ...
+
+    @property
+    def frozen_models(self) -> tuple[str, ...]:
+        """Returns the names of models beside the trained one that never change.
+
+        Each has the run's architecture and the weights that the run started from, in the compute dtype. The engine
+        shards it in the same units and saves nothing of it. The planner counts its memory.
+        """
+        ...
+
+    @property
+    def passes_without_gradients(self) -> int:
+        """Returns the forward passes of a batch beside the trained model's own, of whichever model."""
+        ...
+
+    @property
+    def reads_head_in_backward(self) -> bool:
+        """Returns whether the backward pass computes logits again, for which the head must be gathered again."""
+        ...
+
+    def count(self, batch: Batch) -> int:
+        """Returns what the loss of a step is divided by, as far as this whole batch adds to it.
+
+        Labels are final here. The trainer sums over the step's batches and all data ranks.
+        """
+        ...
+
+    def share(self, models: Models, shard: Shard) -> Share:
+        """Runs the models on a rank's part of a batch. All ranks of the sequence must call it."""
+        ...
+
+    def evaluate(self, models: Models, shards: Iterable[Shard]) -> Evaluation:
+        """Evaluates the models on every shard. All ranks need the same number of shards."""
+        ...
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Puts the model into evaluation mode inside the block and back into training mode afterwards."""
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train()
+        for module in model.modules():
+            if isinstance(module, FSDPModule):  # frees gathered parameters, which FSDP2 holds for a backward pass
+                module.reshard()
+
+
+def sum_over_all_ranks(*sums: Tensor) -> None:
+    """Replaces each tensor by its sum over all ranks of the run."""
+    for x in sums:
+        dist.all_reduce(x)
