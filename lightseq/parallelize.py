@@ -15,7 +15,7 @@ from lightseq.utils import quiet_transformers  # noqa: F401  first, because the 
 from transformers import PreTrainedModel
 
 from lightseq import hf
-from lightseq.architecture.inspection import inspect_architecture, required_logit_transform
+from lightseq.architecture.inspection import inspect_architecture
 from lightseq.attention.config import AttentionConfig
 from lightseq.attention.context import SequenceContext
 from lightseq.config.train_config import TrainConfig
@@ -34,6 +34,7 @@ from lightseq.parts.expert_parallel import expert_group, shard_experts
 from lightseq.parts.experts import experts_modules
 from lightseq.parts.fit import fit
 from lightseq.parts.fp8 import to_fp8
+from lightseq.parts.head import required_logit_transform
 from lightseq.parts.loss_model import LossModel
 from lightseq.parts.part import Ranks, choices_of_policy
 from lightseq.schedule.documents import local_tokens

@@ -28,10 +28,11 @@ from benchmarks.step_peers.sft import fully_sharded, own_row_reason
 from benchmarks.step_peers.worker import prepare_of, stream_of
 from benchmarks.step_trials import Trial, setting_of, trials, write_inputs
 from lightseq.architecture.flops import model_flops
-from lightseq.architecture.inspection import inspect_architecture, layer_reaches
+from lightseq.architecture.inspection import inspect_architecture
 from lightseq.data.batches import BatchStream, open_examples
 from lightseq.distributed.world import World
 from lightseq.kernels.attention.torch_native import CpuKernel
+from lightseq.parts.attention import layer_reaches
 from lightseq.schedule.windows import sliding
 
 LENGTH, STEPS = 64, 3

@@ -19,12 +19,12 @@ from transformers.models.timm_wrapper.modeling_timm_wrapper import TimmWrapperMo
 from benchmarks import tiny_models
 from benchmarks.architectures import compare_training
 from benchmarks.tiny_models import plain_model, tiny_config
-from lightseq.architecture.inspection import known_logit_transform
 from lightseq.data.tokenizer import ByteTokenizer
 from lightseq.models import weights
 from lightseq.models.published_layout import layout_of_files
 from lightseq.parts import adapters
 from lightseq.parts.chosen_experts import build_to_train
+from lightseq.parts.head import known_logit_transform
 from lightseq.parts.probes import find_logit_transform
 from lightseq.tools import generate
 from lightseq.utils.logit_transform import LogitTransform

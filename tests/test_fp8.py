@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from worlds import spawn
 
 from lightseq import parallelize
-from lightseq.architecture.inspection import matrix_sizes
+from lightseq.architecture.flops import matrix_sizes
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.parallel_dims import parallel_dims
 from lightseq.distributed.world import World

@@ -31,7 +31,6 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecode
 from worlds import spawn
 
 from lightseq import hf
-from lightseq.architecture.inspection import required_logit_transform
 from lightseq.integrations import whole_batches
 from lightseq.integrations.whole_batches import WholeBatches
 from lightseq.memory.remat import checkpoint_groups
@@ -39,6 +38,7 @@ from lightseq.parts import loss, mlp
 from lightseq.parts.adapters import Lora, add_adapters
 from lightseq.parts.changes import Changes
 from lightseq.parts.fp8 import to_fp8
+from lightseq.parts.head import required_logit_transform
 from lightseq.parts.low_rank import is_linear
 from lightseq.parts.mlp import tile_mlps
 from lightseq.parts.projections import store_projections

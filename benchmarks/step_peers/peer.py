@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from lightseq.architecture.inspection import inspect_architecture, layer_reaches
+from lightseq.architecture.inspection import inspect_architecture
 from lightseq.data.batches import Batch
 from lightseq.distributed.parallel_dims import whole_tensor
 from lightseq.distributed.stopwatch import DeviceTimestamp
@@ -18,6 +18,7 @@ from lightseq.distributed.world import World
 from lightseq.models import random_weights, weights
 from lightseq.parts import adapters
 from lightseq.parts.adapters import Lora
+from lightseq.parts.attention import layer_reaches
 from lightseq.parts.chosen_experts import build_to_train
 from lightseq.parts.facts import heads_of
 from lightseq.training.step_stats import StepResult

@@ -60,6 +60,17 @@ def count_adapter_parameters(lora: Lora | None, model_config: PreTrainedConfig, 
     return lora.rank * (linears + experts)
 
 
+def matrix_sizes(config: PreTrainedConfig) -> dict[str, int]:
+    """Returns the sizes of a layer's weight matrices, by the names that config.json gives them."""
+    found = inspect_architecture(config)
+    sizes = {"hidden_size": found.layers[0].hidden, "intermediate_size": found.layers[0].intermediate}
+    for attention in dict.fromkeys(found.attentions):
+        of_heads = f"head_dim {attention.heads.dim}"
+        sizes[f"attention heads x {of_heads}"] = attention.width
+        sizes[f"key/value heads x {of_heads}"] = attention.key_width
+    return sizes
+
+
 def describe_experts(config: PreTrainedConfig, ranks: int) -> str | None:
     """Describes a model's experts, of which `ranks` ranks hold different ones; None without experts."""
     found = inspect_architecture(config)

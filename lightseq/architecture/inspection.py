@@ -4,10 +4,9 @@ Nothing depends on the model's name. A model that would train only approximately
 """
 
 import json
-import sys
 import traceback
 from collections import Counter
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, Final, cast
@@ -30,13 +29,12 @@ from lightseq.models.decoder import (
     text_config,
     text_decoder,
     ties_embeddings,
-    with_head,
+    transformers_model,
 )
-from lightseq.parts.attention import attention_modules
+from lightseq.parts.attention import attention_modules, reaches_of_masks, sliding_window
 from lightseq.parts.chosen_experts import build_to_train
 from lightseq.parts.experts import parameters_of_experts
 from lightseq.parts.facts import Attention, Layer, LinearMixer, distinct, heads_of
-from lightseq.parts.identity import hook_of, is_known_code, linear_change
 from lightseq.parts.mlp import gate_activation
 from lightseq.parts.probes import find_logit_transform, works_on_each_token
 from lightseq.parts.projections import has_projections
@@ -48,7 +46,7 @@ from lightseq.parts.recurrences import (
     registered_mixers,
     unknown_convolution,
 )
-from lightseq.schedule.windows import CHUNK, Reach, sliding
+from lightseq.schedule.windows import CHUNK, sliding
 from lightseq.utils.formatting import first_line
 from lightseq.utils.logit_transform import LogitTransform
 
@@ -56,8 +54,6 @@ MAX_LAYERS: Final = 10_000  # building a layer on the meta device takes a millis
 # Attention alone has fewer requirements.
 OWN_LOOP: Final = "use your own loop around hf.enable (examples/README.md), or another model"
 OTHER_HEADS: Final = ("summary_", "classifier_")  # in the names of settings that a language model's head lacks
-MASKS: Final = ("create_sliding_window_causal_mask", "create_chunked_causal_mask")  # of transformers
-LENGTH_DEPENDENT_ROPE: Final = frozenset({"dynamic", "longrope"})
 
 
 @dataclass(frozen=True)
@@ -135,47 +131,6 @@ class Architecture:
         return self.attention_area(length) / length**2
 
 
-def matrix_sizes(config: PreTrainedConfig) -> dict[str, int]:
-    """Returns the sizes of a layer's weight matrices, by the names that config.json gives them."""
-    found = inspect_architecture(config)
-    sizes = {"hidden_size": found.layers[0].hidden, "intermediate_size": found.layers[0].intermediate}
-    for attention in dict.fromkeys(found.attentions):
-        of_heads = f"head_dim {attention.heads.dim}"
-        sizes[f"attention heads x {of_heads}"] = attention.width
-        sizes[f"key/value heads x {of_heads}"] = attention.key_width
-    return sizes
-
-
-def rope_types(source: object) -> set[str]:
-    """Returns the RoPE types of a config or of a RoPE module.
-
-    Both hold a single type, or a mapping from kind of layer to type (Gemma 3, OLMo 3).
-    """
-    found = getattr(source, "rope_type", None)
-    if isinstance(found, Mapping):
-        return {str(kind) for kind in found.values()}
-    if found is not None:
-        return {str(found)}
-    config = text_config(source) if isinstance(source, PreTrainedConfig) else source
-    parameters = getattr(config, "rope_parameters", None) or {}
-    all_layers = [parameters, *(value for value in parameters.values() if isinstance(value, Mapping))]
-    return {str(each["rope_type"]) for each in all_layers if "rope_type" in each}
-
-
-def length_dependent_ropes(model: nn.Module) -> list[nn.Module]:
-    """Returns the RoPE modules that scale with the length of the sequence."""
-    return [m for m in model.modules() if hasattr(m, "rope_type") and rope_types(m) & LENGTH_DEPENDENT_ROPE]
-
-
-def transformers_model(model: nn.Module) -> PreTrainedModel:
-    """Returns the transformers model, which may be inside a wrapper such as PEFT's. Raises ValueError without one."""
-    modules = model.modules() if isinstance(model, nn.Module) else ()
-    found = next((module for module in modules if isinstance(module, PreTrainedModel)), None)
-    if found is None:
-        raise ValueError(f"{type(model).__name__} is no transformers model, and holds none; pass a PreTrainedModel")
-    return found
-
-
 def check_attention(model: PreTrainedModel) -> None:
     """Raises ValueError for a model whose attention is not supported exactly."""
     _check_kind_of_attention(model)
@@ -233,43 +188,6 @@ def _check_attention_dropout(model: PreTrainedModel) -> None:
             raise ValueError(f"{type(model).__name__} has {name} {rate}; {remedy}")
 
 
-def sliding_window(config: PreTrainedConfig) -> int | None:
-    """Returns the sliding window in tokens, the query's own included; None for full attention."""
-    text = text_config(config)
-    kinds = getattr(text, "layer_types", None)
-    asked = "sliding_attention" in kinds if kinds else getattr(text, "use_sliding_window", True)
-    window = getattr(text, "sliding_window", None) if asked else None
-    return None if window is None else int(window)
-
-
-def caps_scores(config: PreTrainedConfig) -> bool:
-    """Returns whether layers softly cap their attention scores. The cap itself is what they pass to attention."""
-    return getattr(text_config(config), "attn_logit_softcapping", None) is not None
-
-
-def layer_reaches(config: PreTrainedConfig) -> tuple[Reach | None, ...]:
-    """Returns the sliding window or the chunk of each layer, None for full attention."""
-    text = text_config(config)
-    window = sliding(sliding_window(config))
-    if not (kinds := getattr(text, "layer_types", None)):
-        return (window,) * int(text.num_hidden_layers)
-    chunk = getattr(text, "attention_chunk_size", None)
-    reaches = {"sliding_attention": window, "chunked_attention": None if chunk is None else Reach(CHUNK, chunk)}
-    return tuple(reaches.get(kind) for kind in kinds)
-
-
-def reaches_of_masks(model: PreTrainedModel) -> tuple[Reach | None, ...]:
-    """Returns the reach of each layer that the model's own code applies with a mask; None for full attention.
-
-    A config may have a leftover window that the code of its model does not read.
-    """
-    modules = {sys.modules.get(kind.__module__) for kind in type(text_decoder(model)).__mro__}
-    config = text_config(model.config)
-    if any(hasattr(module, name) for module in modules for name in MASKS):
-        return layer_reaches(config)
-    return (None,) * int(config.num_hidden_layers)
-
-
 def inspect_architecture(config: PreTrainedConfig) -> Architecture:
     """Returns the architecture of a config. Raises ValueError if it cannot be trained."""
     key = (type(config), repr(vars(config)), registered_mixers())
@@ -297,53 +215,12 @@ def attentions_of(model: PreTrainedModel) -> tuple[Attention, ...]:
         return tuple(Attention(heads_of(config), sliding(sliding_window(config))) for config in configs)
 
 
-def known_logit_transform(model: PreTrainedModel) -> LogitTransform | None:
-    """Returns the function that makes logits of the head's result, or None if the model is not known well enough.
-
-    It reads the model as it is now, whose attributes and config may have changed since it was built.
-    """
-    if head_change(model) is not None:
-        return None
-    try:
-        return find_logit_transform(model)
-    except Exception:  # the model's code may raise anything
-        return None
-
-
-def required_logit_transform(model: PreTrainedModel) -> LogitTransform:
-    """Returns what `known_logit_transform` does. Raises ValueError for a model that does more to its logits."""
-    name = type(model).__name__
-    change = head_change(model) or ((hook := hook_of(model)) and f"{name} {hook}")
-    if change:
-        raise ValueError(f"{change}, which the chunked loss would leave out; use your own loop around hf.enable")
-    found = known_logit_transform(model)
-    if found is None:
-        raise ValueError(f"{name} makes its logits in an unknown way; use your own loop around hf.enable")
-    return found
-
-
 def configured_logit_transform(config: PreTrainedConfig) -> LogitTransform | None:
     """Returns the function that makes logits in a model that its config builds, or None if it is not known."""
     try:
         return inspect_architecture(config).logit_transform
     except ValueError:
         return None
-
-
-def head_change(model: PreTrainedModel) -> str | None:
-    """Returns why logits may not be the head's product with its weight and a function of that; None if they are.
-
-    The function that the model's own code applies is another question (`known_logit_transform`). The answer reads as
-    "LlamaForCausalLM's LM head has a forward hook".
-    """
-    if (change := linear_change(model.get_output_embeddings())) is not None:
-        return f"{type(model).__name__}'s LM head {change}"
-    for part in (model, with_head(model)):
-        if (change := hook_of(part, ("forward_hooks",))) is not None:
-            return f"{type(part).__name__} {change}"
-        if not is_known_code(part.forward):
-            return f"{type(part).__name__} has a forward of its own"
-    return None
 
 
 def _is_raised_by_transformers(error: Exception) -> bool:

@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lightseq.architecture.inspection import reaches_of_masks, transformers_model
 from lightseq.attention.context import SequenceContext
 from lightseq.comm.transport import base_transport_name
 from lightseq.hf.agreement import (
@@ -29,7 +28,8 @@ from lightseq.hf.router_losses import (
     mark_router_logits,
     unmark_router_logits,
 )
-from lightseq.models.decoder import headless, positions_in_table, text_config
+from lightseq.models.decoder import headless, positions_in_table, text_config, transformers_model
+from lightseq.parts.attention import reaches_of_masks
 from lightseq.parts.recurrences import attending_layers
 from lightseq.parts.router_loss import asks_for_router_logits
 from lightseq.sequence.documents import Documents

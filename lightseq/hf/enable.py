@@ -19,15 +19,7 @@ from lightseq.utils import quiet_transformers  # noqa: F401  first, because the 
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from lightseq.architecture.inspection import (
-    attentions_of,
-    caps_scores,
-    check_attention,
-    layer_reaches,
-    length_dependent_ropes,
-    reaches_of_masks,
-    transformers_model,
-)
+from lightseq.architecture.inspection import attentions_of, check_attention
 from lightseq.architecture.recurrent_schedule import check_recurrent_schedule
 from lightseq.attention.config import AttentionConfig
 from lightseq.attention.context import SequenceContext, make_context, release
@@ -38,8 +30,15 @@ from lightseq.hf.counted_positions import give_global_positions
 from lightseq.hf.image_attention import IMPLEMENTATION as WITH_IMAGES
 from lightseq.hf.image_attention import image_attention_function
 from lightseq.hf.record import RECORD, EnabledModel, record_of
-from lightseq.models.decoder import attending_part, positions_in_table, text_decoder
-from lightseq.parts.attention import IMPLEMENTATION, attend_with
+from lightseq.models.decoder import attending_part, positions_in_table, text_decoder, transformers_model
+from lightseq.parts.attention import (
+    IMPLEMENTATION,
+    attend_with,
+    caps_scores,
+    layer_reaches,
+    length_dependent_ropes,
+    reaches_of_masks,
+)
 from lightseq.parts.facts import attention_shape
 from lightseq.parts.fit import fit
 from lightseq.parts.part import Choices, Ranks

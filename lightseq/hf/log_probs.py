@@ -13,12 +13,12 @@ from lightseq.utils import quiet_transformers  # noqa: F401  first, because the 
 # isort: split
 from transformers import PreTrainedModel
 
-from lightseq.architecture.inspection import head_change, known_logit_transform, transformers_model
 from lightseq.attention.context import SequenceContext
 from lightseq.hf.agreement import BATCH_FACTS
 from lightseq.hf.record import record_of
+from lightseq.models.decoder import transformers_model
 from lightseq.parts import loss
-from lightseq.parts.head import ReplacedHead
+from lightseq.parts.head import ReplacedHead, head_change, known_logit_transform
 from lightseq.sequence import sums
 from lightseq.utils.logit_transform import LogitTransform
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lightseq.architecture.inspection import transformers_model
 from lightseq.attention.context import SequenceContext
+from lightseq.models.decoder import transformers_model
 from lightseq.parts.head import tensor_version
 
 

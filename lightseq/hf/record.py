@@ -5,8 +5,8 @@ from typing import Final
 
 from torch import nn
 
-from lightseq.architecture.inspection import transformers_model
 from lightseq.attention.context import SequenceContext
+from lightseq.models.decoder import transformers_model
 from lightseq.parts.changes import Changes
 
 RECORD: Final = "lightseq_record"  # attribute of the transformers model

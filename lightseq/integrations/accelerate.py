@@ -26,10 +26,11 @@ from transformers import PreTrainedModel
 from transformers.trainer_utils import seed_worker
 
 from lightseq import hf
-from lightseq.architecture.inspection import layer_reaches, transformers_model
 from lightseq.distributed.environment import ranks_per_host
 from lightseq.hf.record import record_of
 from lightseq.integrations.whole_batches import WHOLE_BATCHES, WholeBatches, whole_batches_of
+from lightseq.models.decoder import transformers_model
+from lightseq.parts.attention import layer_reaches
 from lightseq.utils.formatting import check_names, divisors
 
 ATTENTION_OPTIONS = (*hf.ENABLE_OPTIONS, "config")

@@ -21,12 +21,7 @@ from transformers.models.mixtral import modeling_mixtral
 from transformers.utils import ModelOutput
 
 from lightseq import hf
-from lightseq.architecture.inspection import (
-    configured_logit_transform,
-    head_change,
-    known_logit_transform,
-    transformers_model,
-)
+from lightseq.architecture.inspection import configured_logit_transform
 from lightseq.attention.context import SequenceContext
 from lightseq.hf.agreement import BATCH_FACTS, COUNTED_TOKENS, add_to_checksum, announce_pass
 from lightseq.hf.images import IMAGE_INPUTS, TOKEN_TYPES
@@ -36,10 +31,10 @@ from lightseq.hf.router_losses import share_router_loss
 from lightseq.hf.shard_batch import check_right_padding, continued_positions, counted_tokens
 from lightseq.integrations.lazy_logits import with_lazy_logits, without
 from lightseq.memory.remat import apply_remat
-from lightseq.models.decoder import decoder_layers, text_config
+from lightseq.models.decoder import decoder_layers, text_config, transformers_model
 from lightseq.parts.changes import Changes
 from lightseq.parts.compilation import allow_graphs_per_length
-from lightseq.parts.head import ReplacedHead, tensor_version
+from lightseq.parts.head import ReplacedHead, head_change, known_logit_transform, tensor_version
 from lightseq.parts.identity import is_known_code, product_change
 from lightseq.parts.loss import TokenMetrics, cross_entropy_sum, token_metrics
 from lightseq.parts.router_loss import asks_for_router_logits

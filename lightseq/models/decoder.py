@@ -90,6 +90,15 @@ def _base_of(model: Any) -> Any:
     return next((part for part in parts if model.get_input_embeddings() in part.modules()), base)
 
 
+def transformers_model(model: nn.Module) -> PreTrainedModel:
+    """Returns the transformers model, which may be inside a wrapper such as PEFT's. Raises ValueError without one."""
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    found = next((module for module in modules if isinstance(module, PreTrainedModel)), None)
+    if found is None:
+        raise ValueError(f"{type(model).__name__} is no transformers model, and holds none; pass a PreTrainedModel")
+    return found
+
+
 def attending_part(model: PreTrainedModel) -> PreTrainedModel:
     """Returns the model whose config says how the text decoder attends. Encoders of images attend in their own way."""
     part: PreTrainedModel = text_decoder(model) if has_towers(model.config) else model

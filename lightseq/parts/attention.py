@@ -1,20 +1,25 @@
 """Attention of a model: the modules whose forward pass calls the attention interface of transformers."""
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from typing import Any, Final
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from lightseq.attention.operator import ATTENTION_OP
+from lightseq.models.decoder import text_config, text_decoder
 from lightseq.parts.changes import Changes
 from lightseq.parts.part import Choices, Part, Ranks
 from lightseq.parts.probes import calls_attention_interface
 from lightseq.parts.projections import STORED_LINEAR_OP, store_projections
+from lightseq.schedule.windows import CHUNK, Reach, sliding
 
 IMPLEMENTATION: Final = "lightseq"  # begins the names under which transformers knows our functions
+MASKS: Final = ("create_sliding_window_causal_mask", "create_chunked_causal_mask")  # of transformers
+LENGTH_DEPENDENT_ROPE: Final = frozenset({"dynamic", "longrope"})
 
 
 def attention_modules(model: nn.Module) -> list[nn.Module]:
@@ -30,6 +35,64 @@ def attention_modules(model: nn.Module) -> list[nn.Module]:
         return calls(kind.forward, kind) or (own is not None and calls_attention_interface(own, kind))
 
     return [module for module in model.modules() if hasattr(module, "layer_idx") and attends(module)]
+
+
+def rope_types(source: object) -> set[str]:
+    """Returns the RoPE types of a config or of a RoPE module.
+
+    Both hold a single type, or a mapping from kind of layer to type (Gemma 3, OLMo 3).
+    """
+    found = getattr(source, "rope_type", None)
+    if isinstance(found, Mapping):
+        return {str(kind) for kind in found.values()}
+    if found is not None:
+        return {str(found)}
+    config = text_config(source) if isinstance(source, PreTrainedConfig) else source
+    parameters = getattr(config, "rope_parameters", None) or {}
+    all_layers = [parameters, *(value for value in parameters.values() if isinstance(value, Mapping))]
+    return {str(each["rope_type"]) for each in all_layers if "rope_type" in each}
+
+
+def length_dependent_ropes(model: nn.Module) -> list[nn.Module]:
+    """Returns the RoPE modules that scale with the length of the sequence."""
+    return [m for m in model.modules() if hasattr(m, "rope_type") and rope_types(m) & LENGTH_DEPENDENT_ROPE]
+
+
+def sliding_window(config: PreTrainedConfig) -> int | None:
+    """Returns the sliding window in tokens, the query's own included; None for full attention."""
+    text = text_config(config)
+    kinds = getattr(text, "layer_types", None)
+    asked = "sliding_attention" in kinds if kinds else getattr(text, "use_sliding_window", True)
+    window = getattr(text, "sliding_window", None) if asked else None
+    return None if window is None else int(window)
+
+
+def caps_scores(config: PreTrainedConfig) -> bool:
+    """Returns whether layers softly cap their attention scores. The cap itself is what they pass to attention."""
+    return getattr(text_config(config), "attn_logit_softcapping", None) is not None
+
+
+def layer_reaches(config: PreTrainedConfig) -> tuple[Reach | None, ...]:
+    """Returns the sliding window or the chunk of each layer, None for full attention."""
+    text = text_config(config)
+    window = sliding(sliding_window(config))
+    if not (kinds := getattr(text, "layer_types", None)):
+        return (window,) * int(text.num_hidden_layers)
+    chunk = getattr(text, "attention_chunk_size", None)
+    reaches = {"sliding_attention": window, "chunked_attention": None if chunk is None else Reach(CHUNK, chunk)}
+    return tuple(reaches.get(kind) for kind in kinds)
+
+
+def reaches_of_masks(model: PreTrainedModel) -> tuple[Reach | None, ...]:
+    """Returns the reach of each layer that the model's own code applies with a mask; None for full attention.
+
+    A config may have a leftover window that the code of its model does not read.
+    """
+    modules = {sys.modules.get(kind.__module__) for kind in type(text_decoder(model)).__mro__}
+    config = text_config(model.config)
+    if any(hasattr(module, name) for module in modules for name in MASKS):
+        return layer_reaches(config)
+    return (None,) * int(config.num_hidden_layers)
 
 
 def attend_with(model: PreTrainedModel, name: str, changes: Changes) -> None:

@@ -1,11 +1,16 @@
-"""Replacement of a language model's head by a function of its input, such as a loss in chunks."""
+"""Head of a language model: the function that makes logits, and its replacement by a loss in chunks."""
 
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from lightseq.models.decoder import with_head
 from lightseq.parts.changes import Changes
+from lightseq.parts.identity import hook_of, is_known_code, linear_change
+from lightseq.parts.probes import find_logit_transform
+from lightseq.utils.logit_transform import LogitTransform
 
 
 class ReplacedHead:
@@ -48,3 +53,44 @@ class ReplacedHead:
 def tensor_version(x: Tensor) -> int:
     """Returns the number of in-place changes of a tensor; 0 in inference mode, which does not count them."""
     return 0 if x.is_inference() else x._version
+
+
+def known_logit_transform(model: PreTrainedModel) -> LogitTransform | None:
+    """Returns the function that makes logits of the head's result, or None if the model is not known well enough.
+
+    It reads the model as it is now, whose attributes and config may have changed since it was built.
+    """
+    if head_change(model) is not None:
+        return None
+    try:
+        return find_logit_transform(model)
+    except Exception:  # the model's code may raise anything
+        return None
+
+
+def required_logit_transform(model: PreTrainedModel) -> LogitTransform:
+    """Returns what `known_logit_transform` does. Raises ValueError for a model that does more to its logits."""
+    name = type(model).__name__
+    change = head_change(model) or ((hook := hook_of(model)) and f"{name} {hook}")
+    if change:
+        raise ValueError(f"{change}, which the chunked loss would leave out; use your own loop around hf.enable")
+    found = known_logit_transform(model)
+    if found is None:
+        raise ValueError(f"{name} makes its logits in an unknown way; use your own loop around hf.enable")
+    return found
+
+
+def head_change(model: PreTrainedModel) -> str | None:
+    """Returns why logits may not be the head's product with its weight and a function of that; None if they are.
+
+    The function that the model's own code applies is another question (`known_logit_transform`). The answer reads as
+    "LlamaForCausalLM's LM head has a forward hook".
+    """
+    if (change := linear_change(model.get_output_embeddings())) is not None:
+        return f"{type(model).__name__}'s LM head {change}"
+    for part in (model, with_head(model)):
+        if (change := hook_of(part, ("forward_hooks",))) is not None:
+            return f"{type(part).__name__} {change}"
+        if not is_known_code(part.forward):
+            return f"{type(part).__name__} has a forward of its own"
+    return None

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from lightseq.architecture.inspection import inspect_architecture, reaches_of_masks
+from lightseq.architecture.inspection import inspect_architecture
 from lightseq.architecture.meta_run import layer_inputs
 from lightseq.attention.context import one_rank_context
 from lightseq.attention.module_attention import attention_function
@@ -20,7 +20,7 @@ from lightseq.kernels.grouped_products import grouped_product
 from lightseq.memory.remat import stored_operators
 from lightseq.models.decoder import attending_part, decoder_layers
 from lightseq.parts import attention, mlp, recurrences
-from lightseq.parts.attention import IMPLEMENTATION, attend_with
+from lightseq.parts.attention import IMPLEMENTATION, attend_with, reaches_of_masks
 from lightseq.parts.changes import Changes, changes_of
 from lightseq.parts.chosen_experts import build_to_train
 from lightseq.parts.experts import run_experts

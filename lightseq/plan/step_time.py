@@ -6,10 +6,10 @@ from functools import lru_cache
 from math import ceil
 
 from lightseq.architecture.flops import count_adapter_parameters, recompute_flops
-from lightseq.architecture.inspection import caps_scores
 from lightseq.config.recurrent_schedules import HEADS
 from lightseq.config.remat_policies import STORE_LINEARS, STORE_MLP
 from lightseq.memory.placement import OFFLOADED, RECOMPUTED, Placement
+from lightseq.parts.attention import caps_scores
 from lightseq.parts.facts import Attention, Experts, Layer, LinearMixer, attention_shape
 from lightseq.parts.mlp import TILE_TOKENS
 from lightseq.plan import rates

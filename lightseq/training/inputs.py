@@ -12,8 +12,8 @@ from warnings import filterwarnings
 from transformers import PreTrainedConfig
 
 from lightseq.architecture.family import apply_rope, context_warning, resolve
-from lightseq.architecture.flops import count_adapter_parameters, total_parameters
-from lightseq.architecture.inspection import inspect_architecture, matrix_sizes
+from lightseq.architecture.flops import count_adapter_parameters, matrix_sizes, total_parameters
+from lightseq.architecture.inspection import inspect_architecture
 from lightseq.checkpoint import checkpoints, resume
 from lightseq.checkpoint.manifest import check_weights
 from lightseq.checkpoint.resume import (

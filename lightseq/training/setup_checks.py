@@ -14,14 +14,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedConfig
 
-from lightseq.architecture.inspection import (
-    LENGTH_DEPENDENT_ROPE,
-    OWN_LOOP,
-    Architecture,
-    caps_scores,
-    inspect_architecture,
-    rope_types,
-)
+from lightseq.architecture.inspection import OWN_LOOP, Architecture, inspect_architecture
 from lightseq.architecture.recurrent_schedule import check_recurrent_schedule
 from lightseq.attention.config import AttentionConfig
 from lightseq.attention.context import kernel_spec as attention_kernel_spec
@@ -38,6 +31,7 @@ from lightseq.distributed.agreement import on_all_ranks
 from lightseq.distributed.world import World
 from lightseq.kernels.attention.base import KernelSpec, compute_capability
 from lightseq.kernels.attention.selection import select
+from lightseq.parts.attention import LENGTH_DEPENDENT_ROPE, caps_scores, rope_types
 from lightseq.parts.facts import distinct, names_of_kinds
 from lightseq.parts.tiled import check_layer_class
 from lightseq.schedule.algorithms import SCHEDULES

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from lightseq.architecture.flops import count_adapter_parameters
-from lightseq.architecture.inspection import inspect_architecture, length_dependent_ropes
+from lightseq.architecture.inspection import inspect_architecture
 from lightseq.attention.context import SequenceContext, area_balance
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import Batch, bucket_lengths, padding_batch, trim_padding
@@ -23,6 +23,7 @@ from lightseq.hf.shard_batch import counted_tokens, local_batch
 from lightseq.objectives.choice import objective_of
 from lightseq.objectives.objective import Evaluation, Models, Shard
 from lightseq.objectives.router_loss import RouterLoss
+from lightseq.parts.attention import length_dependent_ropes
 from lightseq.parts.fp8 import MULTIPLE
 from lightseq.plan.advice import plan_notes
 from lightseq.plan.breakdown import Breakdown
