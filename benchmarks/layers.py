@@ -13,8 +13,8 @@ from lightseq.attention.config import AttentionConfig
 from lightseq.attention.context import make_context, release
 from lightseq.attention.operator import attention
 from lightseq.kernels.attention.base import Kernel, Saved
-from lightseq.kernels.attention.selection import select
 from lightseq.kernels.attention.tile import backward_tile, forward_tile
+from lightseq.kernels.attention.tile_kernel_choice import select
 from lightseq.schedule.algorithms import make_schedule
 from lightseq.schedule.cost import AttentionShape
 from lightseq.schedule.documents import packed_schedule

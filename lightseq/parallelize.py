@@ -28,7 +28,7 @@ from lightseq.memory.offload import Offload
 from lightseq.memory.recomputation import MemorySettings, apply_recomputation
 from lightseq.models.decoder import decoder_layers, final_norm, float32_parameters, text_decoder
 from lightseq.models.weights import stored_buffers
-from lightseq.objectives.choice import objective_of
+from lightseq.objectives.registry import objective_of
 from lightseq.parts.changes import changes_of
 from lightseq.parts.expert_parallel import expert_group, shard_experts
 from lightseq.parts.experts import experts_modules

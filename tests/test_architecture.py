@@ -21,7 +21,7 @@ from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import permutation
 from lightseq.parts import mlp
 from lightseq.plan.breakdown import GIB
-from lightseq.plan.choice import FRUGAL_GROUP, frugal_options
+from lightseq.plan.make_plan import FRUGAL_GROUP, frugal_options
 from lightseq.plan.rates import CHIPS
 from lightseq.plan.run import Hardware, PlannedRun
 from lightseq.schedule.windows import sliding

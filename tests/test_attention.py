@@ -24,8 +24,8 @@ from lightseq.attention import executor
 from lightseq.attention.config import AttentionConfig
 from lightseq.attention.context import Progress, SequenceContext, make_context
 from lightseq.attention.operator import LONG_FLOPS, _advance, attention
-from lightseq.comm.select import NoTransport
 from lightseq.comm.transport import Exchange, Outbox, Receive, SendRecvTransport
+from lightseq.comm.transport_choice import NoTransport
 from lightseq.kernels.attention.base import Kernel, KernelSpec, Saved
 from lightseq.kernels.attention.registry import KERNELS
 from lightseq.kernels.attention.tile import backward_tile, forward_tile

@@ -15,9 +15,9 @@ from torch import Tensor
 from worlds import spawn
 
 from lightseq.comm import symmetric
-from lightseq.comm.select import Blocking
 from lightseq.comm.symmetric import SymmetricTransport
 from lightseq.comm.transport import Exchange, Receive, Send
+from lightseq.comm.transport_choice import Blocking
 from lightseq.kernels.fused.launches import Launches
 
 

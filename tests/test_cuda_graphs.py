@@ -23,8 +23,8 @@ from lightseq.attention.cuda_graphs import RUNS_BEFORE_CAPTURE, GraphCache, is_s
 from lightseq.attention.executor import Executor, _backward_spec, _forward_spec
 from lightseq.attention.gathered import Gathered, gathered_elements
 from lightseq.attention.operator import attention
-from lightseq.comm.select import Blocking, WithoutCudaGraphs, make_transport
 from lightseq.comm.transport import Exchange, Outbox, base_transport_name
+from lightseq.comm.transport_choice import Blocking, WithoutCudaGraphs, make_transport
 from lightseq.kernels.attention.base import KernelSpec
 from lightseq.kernels.attention.registry import KERNELS
 from lightseq.kernels.fused.launches import Launches

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from worlds import spawn
 
-from lightseq.comm.select import make_transport
+from lightseq.comm.transport_choice import make_transport
 from lightseq.schedule.layout import Layout, unshard
 from lightseq.sequence.documents import Documents
 from lightseq.sequence.group import SequenceGroup, find_group, make_sequence_group, release_group

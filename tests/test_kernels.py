@@ -19,8 +19,8 @@ from lightseq.kernels.attention.flash_attn import FlashAttention4
 from lightseq.kernels.attention.lse_merge import merge
 from lightseq.kernels.attention.reference import ReferenceKernel
 from lightseq.kernels.attention.registry import KERNELS
-from lightseq.kernels.attention.selection import select
 from lightseq.kernels.attention.tile import backward_tile, forward_tile
+from lightseq.kernels.attention.tile_kernel_choice import select
 from lightseq.kernels.attention.torch_native import CpuKernel
 from lightseq.schedule.segments import Segments
 from lightseq.schedule.table import Mask

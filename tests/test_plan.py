@@ -48,8 +48,8 @@ from lightseq.parts.facts import Heads, distinct
 from lightseq.plan.advice import changes_to_fit, faster_change, longest, one_sequence_per_gpu
 from lightseq.plan.attention_memory import AttentionMemory, attention_memory
 from lightseq.plan.breakdown import FLOAT32_BYTES, GIB, Breakdown
-from lightseq.plan.choice import SAME_SPEED, fast_options, frugal_options, make_plan, plan_from_earlier
 from lightseq.plan.copies import exposed_copies
+from lightseq.plan.make_plan import SAME_SPEED, fast_options, frugal_options, make_plan, plan_from_earlier
 from lightseq.plan.memory import attention_of, saved_by_layer, snapshots, state_bytes_on_host
 from lightseq.plan.plan import Plan, on_smaller_gpus, placement_of, plan_as_given, usable_gpu_bytes
 from lightseq.plan.rates import (
@@ -606,7 +606,7 @@ def test_flags_that_make_a_step_slower_are_named() -> None:
 def test_hopeless_numbers_of_gpus_are_ruled_out_without_their_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks: list[int] = []
     monkeypatch.setattr(
-        "lightseq.schedule.choice.choose_by_time",
+        "lightseq.schedule.schedule_choice.choose_by_time",
         lambda world, *a, **k: ranks.append(world) or choose_by_time(world, *a, **k),
     )
     run = planned_run(LLAMA, "--bf16 --model_max_length 65536", 8, gpu=1 * GIB)

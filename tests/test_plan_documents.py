@@ -28,8 +28,8 @@ from lightseq.distributed.world import World
 from lightseq.memory.placement import KEEP, OFFLOAD, in_order
 from lightseq.parts.facts import Attention
 from lightseq.plan import document_lengths, rates
-from lightseq.plan.choice import make_plan
 from lightseq.plan.document_lengths import DocumentLengths, document_lengths_of, read_document_lengths
+from lightseq.plan.make_plan import make_plan
 from lightseq.plan.plan import plan_as_given
 from lightseq.plan.rates import CHIPS
 from lightseq.schedule.windows import sliding

@@ -25,7 +25,7 @@ from lightseq.memory import offload
 from lightseq.memory.placement import KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD
 from lightseq.plan.advice import out_of_memory
 from lightseq.plan.breakdown import GIB
-from lightseq.plan.choice import make_plan
+from lightseq.plan.make_plan import make_plan
 from lightseq.plan.memory import (
     host_bytes,
     saved_by_layer,

@@ -33,7 +33,7 @@ from lightseq.data.sources import ReadOptions
 from lightseq.distributed.parallel_dims import whole_tensor
 from lightseq.distributed.world import World
 from lightseq.models.presets import LLAMA3
-from lightseq.objectives.choice import OBJECTIVES, objective_of
+from lightseq.objectives.registry import OBJECTIVES, objective_of
 from lightseq.plan.plan import Plan, plan_as_given
 from lightseq.training.build import build_engine
 from lightseq.training.inputs import prepare

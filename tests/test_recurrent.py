@@ -16,14 +16,14 @@ from torch.nn import functional as F
 from transformers.models.bamba.modeling_bamba import mamba2_chunk_scan
 from worlds import NCCL_WORLDS, spawn
 
-from lightseq.comm.select import make_transport
+from lightseq.comm.transport_choice import make_transport
 from lightseq.kernels.recurrent.base import ScanInputs
-from lightseq.kernels.recurrent.selection import select_kernel
+from lightseq.kernels.recurrent.scan_kernel_choice import select_kernel
 from lightseq.kernels.recurrent.torch_scan import TorchScan
 from lightseq.kernels.recurrent.torch_scan import scan as torch_scan
 from lightseq.memory.remat import apply_remat
-from lightseq.recurrent.convolution import causal_convolution
 from lightseq.recurrent.scan import scan
+from lightseq.recurrent.short_convolution import causal_convolution
 from lightseq.schedule.layout import MAX_FRAGMENTS, Layout, unshard
 from lightseq.sequence import halo
 from lightseq.sequence.documents import Documents

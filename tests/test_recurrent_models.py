@@ -30,7 +30,7 @@ from lightseq.architecture.family import context_warning
 from lightseq.architecture.flops import describe_recurrences
 from lightseq.architecture.inspection import check_attention, inspect_architecture
 from lightseq.config.command_line import parse
-from lightseq.kernels.recurrent.selection import why_slow
+from lightseq.kernels.recurrent.scan_kernel_choice import why_slow
 from lightseq.parts import recurrences as mixers
 from lightseq.parts.chosen_experts import build_to_train
 from lightseq.parts.transformers_recurrences import without_kernels

@@ -14,10 +14,11 @@ from test_comm import mapped_files
 from torch import Tensor
 from worlds import spawn
 
-from lightseq.comm import routed, select, symmetric
-from lightseq.comm.select import make_transport
+from lightseq.comm import routed, symmetric
+from lightseq.comm import transport_choice
 from lightseq.comm.symmetric import SymmetricTransport
 from lightseq.comm.transport import Exchange, Receive, Send, SendRecvTransport, Transport, base_transport_name
+from lightseq.comm.transport_choice import make_transport
 
 SCHEDULES = ("ring", "striped", "zigzag", "balanced", "prefix", "ulysses")
 GPU = torch.device("cuda", 0)

@@ -16,8 +16,8 @@ from lightseq.attention import context
 from lightseq.attention.config import AttentionConfig
 from lightseq.schedule.algorithms import SCHEDULES, make_schedule, schedule_without_steps
 from lightseq.schedule.auto import ScheduleChoice, choose_by_counts, choose_by_time, possible_choices, why_impossible
-from lightseq.schedule.choice import choose
 from lightseq.schedule.cost import AttentionShape, tile_flops
+from lightseq.schedule.schedule_choice import choose
 from lightseq.schedule.table import Schedule, Step, Tile
 from lightseq.schedule.timing import H200_NCCL, H200_SYMMETRIC, estimate, kernel_seconds
 from lightseq.schedule.traffic import Traffic, count_traffic

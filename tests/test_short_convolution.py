@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightseq.kernels import convolution
-from lightseq.kernels.convolution import convolve_torch, gradients_torch
+from lightseq.kernels import fragment_convolution as convolution
+from lightseq.kernels.fragment_convolution import convolve_torch, gradients_torch
 
 BATCH = 2
 
@@ -91,7 +91,7 @@ def compare(kernels: Any, case: Case, dtype: torch.dtype, device: str) -> None:
 
 
 def check_interpreted() -> None:
-    from lightseq.kernels.fused import convolution as fused
+    from lightseq.kernels.fused import convolution_kernels as fused
 
     fused.ROWS, fused.BLOCK, fused.UNROLL, fused.MAX_PARTIALS = 8, 4, 2, 3  # several tiles and programs
     for case in CASES:

@@ -21,8 +21,8 @@ from lightseq.kernels.attention.base import KernelSpec, Saved, SoftCapKernel
 from lightseq.kernels.attention.flash_attn import FlashAttention2, FlashAttention3, FlashAttention4
 from lightseq.kernels.attention.reference import ReferenceKernel
 from lightseq.kernels.attention.registry import KERNELS
-from lightseq.kernels.attention.selection import select, with_softcap
 from lightseq.kernels.attention.tile import backward_tile, forward_tile
+from lightseq.kernels.attention.tile_kernel_choice import select, with_softcap
 from lightseq.schedule.table import Mask
 from lightseq.utils.logit_transform import LogitTransform
 

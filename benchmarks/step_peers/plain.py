@@ -25,7 +25,7 @@ from benchmarks.step_peers.peer import CLIP_NORM, Job, Peer, StepOutcome, plain_
 from lightseq.data.batches import Batch
 from lightseq.kernels.attention.base import Kernel, KernelSpec, Saved, compute_capability
 from lightseq.kernels.attention.registry import KERNELS
-from lightseq.kernels.attention.selection import select
+from lightseq.kernels.attention.tile_kernel_choice import select
 
 NAME = "plain_ulysses"
 LOSS_TOKENS = 4096

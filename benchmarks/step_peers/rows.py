@@ -16,7 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from benchmarks.step_peers.peer import Job, Peer
 from benchmarks.step_peers.plain import LossModel, spec_of, training_step, ulysses
-from lightseq.kernels.attention.selection import select
+from lightseq.kernels.attention.tile_kernel_choice import select
 from lightseq.parts.experts import experts_modules
 
 NAME, EXPERTS = "rows_attention", "grouped_mm"

@@ -7,7 +7,7 @@ from transformers import PreTrainedConfig
 from lightseq.architecture.inspection import inspect_architecture
 from lightseq.config.recurrent_schedules import AUTO, HEADS
 from lightseq.parts.facts import LinearMixer
-from lightseq.recurrent.choice import check_heads_divide, choose
+from lightseq.recurrent.chain_or_heads import check_heads_divide, choose
 from lightseq.schedule.layout import Layout
 
 

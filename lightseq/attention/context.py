@@ -8,18 +8,18 @@ import torch.distributed as dist
 
 from lightseq.attention.config import AttentionConfig
 from lightseq.attention.forward_pass import ForwardPass
-from lightseq.comm.select import make_transport
 from lightseq.comm.transport import Transport, base_transport_name
+from lightseq.comm.transport_choice import make_transport
 from lightseq.config.recurrent_schedules import HEADS, RECURRENT_SCHEDULES
 from lightseq.distributed.environment import cache_compiled_kernels, disable_multicast
 from lightseq.kernels.attention.base import KernelSpec, compute_capability
-from lightseq.kernels.attention.selection import Kernels, Selection, why_unsupported
+from lightseq.kernels.attention.tile_kernel_choice import Kernels, Selection, why_unsupported
 from lightseq.schedule.algorithms import SCHEDULES, check_heads, make_schedule, with_few_fragments
 from lightseq.schedule.auto import AUTO, ScheduleChoice
-from lightseq.schedule.choice import ScheduleRequest, choose
 from lightseq.schedule.cost import AttentionShape
 from lightseq.schedule.documents import balance, has_own_layouts, packed_schedule
 from lightseq.schedule.layout import Layout
+from lightseq.schedule.schedule_choice import ScheduleRequest, choose
 from lightseq.schedule.table import Schedule
 from lightseq.sequence.documents import Documents
 from lightseq.sequence.group import SequenceGroup, make_sequence_group, release_group, traced_group

@@ -17,7 +17,7 @@ from lightseq.attention.executor import Executor
 from lightseq.attention.gathered import Gathered, gathered_elements
 from lightseq.comm.transport import base_transport_name
 from lightseq.kernels.attention.base import Saved
-from lightseq.kernels.attention.selection import with_softcap
+from lightseq.kernels.attention.tile_kernel_choice import with_softcap
 from lightseq.schedule.algorithms import SCHEDULES, check_heads
 from lightseq.schedule.chunks import chunked_schedule
 from lightseq.schedule.documents import packed_schedule

@@ -45,5 +45,5 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Imports the memory planner when it is asked for, because nothing else here needs it."""
     if name == "plan_memory":
-        return import_module("lightseq.plan.choice").plan_memory
+        return import_module("lightseq.plan.make_plan").plan_memory
     raise AttributeError(f"module {__name__} has no attribute {name}")

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import (
 )
 
 from lightseq.config.remat_policies import POLICIES
+from lightseq.memory.expert_choices import CHOICE_OPS, choice_contexts
 from lightseq.memory.offload import Offload
-from lightseq.memory.stored_choices import CHOICE_OPS, choice_contexts
 from lightseq.parts.changes import Changes
 from lightseq.parts.experts import experts_modules
 from lightseq.parts.fit import STORED_OPS

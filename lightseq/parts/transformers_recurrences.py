@@ -23,8 +23,8 @@ from lightseq.attention.module_attention import unhonoured_argument
 from lightseq.kernels.recurrent.base import CHUNK
 from lightseq.parts.facts import SCAN_PEAK_SHARE, LinearMixer
 from lightseq.parts.probes import functions_of_mixer
-from lightseq.recurrent.convolution import ACTIVATIONS, causal_convolution
 from lightseq.recurrent.scan import scan
+from lightseq.recurrent.short_convolution import ACTIVATIONS, causal_convolution
 from lightseq.sequence.documents import Documents
 from lightseq.sequence.group import SequenceGroup
 

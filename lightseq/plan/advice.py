@@ -12,8 +12,8 @@ from transformers import PreTrainedConfig
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.world import World
 from lightseq.plan.breakdown import GIB
-from lightseq.plan.choice import can_fit, make_plan
 from lightseq.plan.document_lengths import DocumentLengths
+from lightseq.plan.make_plan import can_fit, make_plan
 from lightseq.plan.plan import (
     PLANNED_FLAGS,
     Plan,

@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 
 from lightseq.attention.executor import Executor
 from lightseq.attention.gathered import Gathered, gathered_elements
-from lightseq.comm.select import NoTransport
 from lightseq.comm.transport import Outbox
+from lightseq.comm.transport_choice import NoTransport
 from lightseq.kernels.attention.base import GradientMemory, KernelSpec, Saved, gradient_memory
 from lightseq.kernels.fused.launches import Launches
 from lightseq.parts.facts import Heads

@@ -224,7 +224,7 @@ def _offload_first_layers(run: PlannedRun, resident: str, offloaded: str) -> Pla
 def layer_costs(run: PlannedRun) -> list[dict[str, LayerCost]]:
     """Returns the cost of each layer by action."""
     # Under other policies more than attention is recomputed, and its time is not known. `place` then recomputes only if
-    # nothing else fits, and the search for a plan (choice.py) drops such a placement.
+    # nothing else fits, and the search for a plan (make_plan.py) drops such a placement.
     again = attention_seconds(run)[0] if run.config.remat_policy == "attention" else PROHIBITIVE_SECONDS
     known = {id(layer): _costs_of(run, layer, again) for layer in run.architecture.kinds}
     return [known[id(layer)] for layer in run.layers]

@@ -21,8 +21,8 @@ from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.host_memory import host_memory
 from lightseq.distributed.world import World
 from lightseq.models.decoder import text_config
-from lightseq.objectives.choice import objective_of
 from lightseq.objectives.objective import Objective
+from lightseq.objectives.registry import objective_of
 from lightseq.parts.adapters import Lora, lora_from_config
 from lightseq.parts.facts import Layer, attention_shape
 from lightseq.plan.document_lengths import DocumentLengths
@@ -30,10 +30,10 @@ from lightseq.plan.layer_costs import LayerCosts, LayerTable, layer_table, treat
 from lightseq.plan.rates import CHIPS, DEFAULT_CORES, Chip, chip_of_device
 from lightseq.schedule.algorithms import schedule_without_steps, with_few_fragments
 from lightseq.schedule.auto import ScheduleChoice
-from lightseq.schedule.choice import choose
 from lightseq.schedule.cost import AttentionShape
 from lightseq.schedule.documents import local_tokens
 from lightseq.schedule.head_slices import count_head_slices
+from lightseq.schedule.schedule_choice import choose
 from lightseq.schedule.table import Schedule
 from lightseq.schedule.timing import FLOAT32_BYTES
 from lightseq.utils.formatting import divisors

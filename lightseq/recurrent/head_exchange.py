@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightseq.kernels.recurrent.base import ScanInputs
-from lightseq.kernels.recurrent.selection import select_kernel
+from lightseq.kernels.recurrent.scan_kernel_choice import select_kernel
 from lightseq.recurrent.fragments import MAX_PLANS
 from lightseq.schedule.layout import Layout
 from lightseq.sequence.group import SequenceGroup, find_group

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from lightseq.config.recurrent_schedules import HEADS
 from lightseq.kernels.recurrent.base import ScanInputs
-from lightseq.kernels.recurrent.selection import select_kernel
+from lightseq.kernels.recurrent.scan_kernel_choice import select_kernel
 from lightseq.recurrent.chain import final_gradients, gather, initial_states
-from lightseq.recurrent.choice import choose
+from lightseq.recurrent.chain_or_heads import choose
 from lightseq.recurrent.fragments import FragmentPlan, Segments, count_fragments, plan_for, slots_of
 from lightseq.recurrent.head_exchange import scan_heads
 from lightseq.sequence.documents import Documents

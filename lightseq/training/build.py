@@ -11,7 +11,7 @@ from lightseq.distributed.start_over import memory_limit
 from lightseq.distributed.watchdog import Watchdog
 from lightseq.distributed.world import World, make_deterministic
 from lightseq.memory.recomputation import MemorySettings
-from lightseq.plan.choice import plan_on_all_ranks
+from lightseq.plan.make_plan import plan_on_all_ranks
 from lightseq.plan.plan import Plan, host_memory_for_layers
 from lightseq.plan.run import planned_run
 from lightseq.training.deepspeed_engine import DeepSpeedEngine

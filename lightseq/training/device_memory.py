@@ -13,7 +13,7 @@ from lightseq.distributed.watchdog import Watchdog
 from lightseq.distributed.world import World
 from lightseq.plan.advice import RETRY_SHARE, out_of_memory
 from lightseq.plan.breakdown import Breakdown, loss_bytes, measured_state_bytes, stored_activations
-from lightseq.plan.choice import make_plan
+from lightseq.plan.make_plan import make_plan
 from lightseq.plan.plan import Plan, on_smaller_gpus
 from lightseq.schedule.documents import local_tokens
 from lightseq.training.engine import Engine

@@ -22,7 +22,7 @@ from lightseq.memory.host_adamw import compute_updates_on
 from lightseq.memory.pinned import PinnedMemory
 from lightseq.memory.recomputation import MemorySettings
 from lightseq.models import weights
-from lightseq.objectives.choice import objective_of
+from lightseq.objectives.registry import objective_of
 from lightseq.parallelize import ParallelModel, parallelize
 from lightseq.parts import adapters
 from lightseq.parts.chosen_experts import build_to_train

@@ -39,7 +39,7 @@ from lightseq.distributed.world import World, check_devices
 from lightseq.models import weights
 from lightseq.models.decoder import has_towers, placeholder_ids, text_config
 from lightseq.models.presets import ModelFamily
-from lightseq.objectives.choice import objective_of
+from lightseq.objectives.registry import objective_of
 from lightseq.parts.adapters import (
     Lora,
     check_start,

@@ -14,7 +14,7 @@ from lightseq.architecture.inspection import inspect_architecture
 from lightseq.architecture.recurrent_schedule import chosen_recurrent_schedule
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.rank_launcher import started_with
-from lightseq.kernels.recurrent.selection import why_slow
+from lightseq.kernels.recurrent.scan_kernel_choice import why_slow
 from lightseq.plan.plan import layer_flags
 from lightseq.training.engine import Engine
 from lightseq.training.machine import hardware

@@ -30,7 +30,7 @@ from lightseq.data.targets import CHAT, PAIR
 from lightseq.distributed.agreement import on_all_ranks
 from lightseq.distributed.world import World
 from lightseq.kernels.attention.base import KernelSpec, compute_capability
-from lightseq.kernels.attention.selection import select
+from lightseq.kernels.attention.tile_kernel_choice import select
 from lightseq.parts.attention import LENGTH_DEPENDENT_ROPE, caps_scores, rope_types
 from lightseq.parts.facts import distinct, names_of_kinds
 from lightseq.parts.tiled import check_layer_class

@@ -20,8 +20,8 @@ from lightseq.data.batches import Batch, bucket_lengths, padding_batch, trim_pad
 from lightseq.distributed.watchdog import Watchdog
 from lightseq.distributed.world import World
 from lightseq.hf.shard_batch import counted_tokens, local_batch
-from lightseq.objectives.choice import objective_of
 from lightseq.objectives.objective import Evaluation, Models, Shard
+from lightseq.objectives.registry import objective_of
 from lightseq.objectives.router_loss import RouterLoss
 from lightseq.parts.attention import length_dependent_ropes
 from lightseq.parts.fp8 import MULTIPLE

@@ -17,7 +17,7 @@ from lightseq.config.command_line import REQUIRED_BY_TOOLS, parse
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.parallel_dims import check_expert_size
 from lightseq.hf.router_losses import install_router_loss
-from lightseq.kernels.attention.selection import why_unsupported
+from lightseq.kernels.attention.tile_kernel_choice import why_unsupported
 from lightseq.models.presets import ModelFamily
 from lightseq.parts.chosen_experts import build_to_train
 from lightseq.parts.expert_parallel import split_of
@@ -25,8 +25,8 @@ from lightseq.parts.experts import experts_modules
 from lightseq.parts.fp8 import check_hardware
 from lightseq.plan.advice import changes_to_fit, faster_change, longest
 from lightseq.plan.breakdown import GIB
-from lightseq.plan.choice import make_plan
 from lightseq.plan.document_lengths import read_document_lengths
+from lightseq.plan.make_plan import make_plan
 from lightseq.plan.rates import DEFAULT_CORES, MEASURED_ON, chip_named
 from lightseq.plan.run import Hardware, PlannedRun
 from lightseq.tools.plan.attention import MAX_SEQUENCE_RANKS

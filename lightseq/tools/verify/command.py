@@ -37,8 +37,8 @@ from lightseq.distributed.world import World
 from lightseq.kernels.attention.base import compute_capability
 from lightseq.models.decoder import ids_of_text, text_config
 from lightseq.models.presets import ModelFamily
-from lightseq.plan.choice import plan_on_all_ranks
 from lightseq.plan.document_lengths import read_document_lengths
+from lightseq.plan.make_plan import plan_on_all_ranks
 from lightseq.tools.verify.data import Document, first_step, synthetic_rows
 from lightseq.tools.verify.kernels import kernel_row
 from lightseq.tools.verify.machines import machine_rows, software

@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from lightseq.kernels.convolution import convolve, convolve_backward
+from lightseq.kernels.fragment_convolution import convolve, convolve_backward
 from lightseq.schedule.layout import Layout
 from lightseq.sequence.documents import Documents
 from lightseq.sequence.group import SequenceGroup, find_group
