@@ -15,6 +15,8 @@ from lightseq.data.columns import (
     HARMLESS_KEYS,
     IDS,
     PAIR,
+    PREFERENCE,
+    PREFERENCE_COLUMNS,
     PROMPT_COLUMNS,
     ROLES,
     TARGET_KEYS,
@@ -26,6 +28,9 @@ PAGE = Path(__file__).with_name("data.md")
 BEGIN, END = "<!-- Made by docs/make_columns.py from lightseq/data/columns.py. -->\n", "<!-- End of what it made. -->\n"
 
 
+KINDS = (
+    (IDS, "tokens"), (CHAT, "chats, prompts"), (PAIR, "prompts"), (PREFERENCE, "preferences"), (TEXT, "text"),
+)  # fmt: skip
 CHAT_KINDS = "chats of OpenAI and ChatML (turns with `role` and `content`) and of ShareGPT (`from` and `value`)"
 PAIR_KINDS = "prompts and answers, as text or turns: Alpaca, Dolly, TRL's prompt and completion"
 
@@ -56,6 +61,7 @@ def tables() -> str:
         ("`input_ids`", "tokens", "every token, or those that a mask names"),
         (code(CHAT_COLUMNS, " or "), CHAT_KINDS, "the assistant's turns"),
         (pairs, PAIR_KINDS, "the answer; with a chat template, text is a chat of two turns"),
+        (code(PREFERENCE_COLUMNS, " and "), "[preferences](preferences.md), with `--objective dpo`", "both answers"),
         ("`text`, or the one that `--text_column` names", "text", "every token, and the end-of-sequence token"),
     ]
     parts = [
@@ -65,7 +71,7 @@ def tables() -> str:
             ("column", "meaning"),
             [
                 (names, f"{kind}: {meaning}")
-                for format_name, kind in ((IDS, "tokens"), (CHAT, "chats, prompts"), (PAIR, "prompts"), (TEXT, "text"))
+                for format_name, kind in KINDS
                 for names, meaning in by_meaning(_own(format_name))
             ],
         ),
@@ -82,7 +88,7 @@ def tables() -> str:
 
 def _own(format_name: str) -> Mapping[str, str]:
     """Returns the columns beside a format that are not listed with the chats already."""
-    shared = BESIDE[CHAT] if format_name == PAIR else {}
+    shared = BESIDE[CHAT] if format_name in (PAIR, PREFERENCE) else {}
     return {name: meaning for name, meaning in BESIDE[format_name].items() if name not in shared}
 
 

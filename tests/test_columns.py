@@ -73,7 +73,7 @@ def test_columns_that_repeat_the_row_are_known_from_others(tmp_path: Path) -> No
 
 def test_a_class_or_a_quality_score_beside_text_changes_nothing(tmp_path: Path) -> None:
     assert one(tmp_path, {"text": "yo", "label": 1, "score": 3.5}).text == "yo<eos>"
-    assert "SequenceParallelDPOTrainer" in refusal(tmp_path, {"text": "yo", "label": False})
+    assert "holds preferences" in refusal(tmp_path, {"text": "yo", "label": False})
 
 
 def test_the_system_prompt_and_earlier_turns_of_a_row_are_in_its_text(tmp_path: Path) -> None:
@@ -305,7 +305,10 @@ def test_masks_of_long_answers_follow_the_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "'chosen' holds preferences, which SequenceParallelDPO"),
+        (
+            {"prompt": "a", "chosen": "b", "rejected": "c"},
+            "'chosen' holds preferences, which lightseq train --objective dpo",
+        ),
         ({"chosen": [USER, ANSWER], "rejected": [USER, ANSWER]}, "'chosen' holds preferences"),
         ({"image": "a.png", "caption": "b"}, "'image' holds no text; lightseq train reads text only"),
         ({"weight": 1, "body": "b"}, "has no column 'text', messages, or prompt and completion; it has: weight, body"),

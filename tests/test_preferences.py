@@ -377,12 +377,13 @@ def test_whole_pairs_are_held_out(tmp_path: Path) -> None:
 
 REFUSED_FLAGS = {
     "--packing none": "--objective dpo packs both answers of a pair into one row, but --packing is none; give best_fit",
-    "--deepspeed zero.json": "--objective dpo does not run under --deepspeed; leave --deepspeed out",
+    "--deepspeed zero.json": "--deepspeed zero.json does not work with --objective dpo; leave it out",
+    "--lazy_preprocess True": "--lazy_preprocess True does not work with --objective dpo; leave it out",
     "--lora_rank 4 --lora_adapter before": "--objective dpo compares with the base model without adapters, not with",
     "--beta 0": "--beta 0.0: give a number above 0",
     "--objective next_token --beta 0.2": "--beta 0.2 applies to --objective dpo, not next_token; leave it out",
     "--objective ppo": "--objective 'ppo' is unknown; choose from next_token, dpo",
-    "--loss_type ipo": "unknown flag --loss_type; --objective dpo has TRL's sigmoid loss; use TRL for others",
+    "--loss_type ipo": "unknown flag --loss_type; --objective dpo has TRL's sigmoid loss; for others use TRL's",
 }
 
 

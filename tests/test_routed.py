@@ -65,7 +65,7 @@ def on_hosts(names: str, folder: Path) -> Iterator[dict[str, list[Transport]]]:
         patch("socket.gethostname", return_value=names[dist.get_rank()]),
         patch.object(symmetric, "SymmetricTransport", mapped),
         patch.object(routed, "SendRecvTransport", gloo),
-        patch.object(select, "SendRecvTransport", gloo),
+        patch.object(transport_choice, "SendRecvTransport", gloo),
     ):
         yield made
 

@@ -37,7 +37,7 @@ NEWEST = ("True", "auto")  # values of the flag that ask for the newest checkpoi
 LEARNING_FLAGS: Final = (
     *("optim", *ADAM_FLAGS, "learning_rate", "weight_decay", "max_grad_norm"),
     *("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_ratio", "warmup_steps"),
-    *("bf16", "fp16", "tf32", "fp8", "gradient_accumulation_steps", "per_device_train_batch_size"),
+    *("bf16", "fp16", "tf32", "fp8", "gradient_accumulation_steps", "per_device_train_batch_size", "beta"),
 )
 ENDLESS_LR_SCHEDULES: Final = ("constant", "constant_with_warmup", "inverse_sqrt")  # do not depend on the last step
 CONFIG = "config.json"

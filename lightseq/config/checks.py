@@ -249,8 +249,9 @@ def _check_objective(config: Flags) -> None:
         return
     if config.packing == "none":
         raise ValueError(f"{given} packs both answers of a pair into one row, but --packing is none; give best_fit")
-    if config.deepspeed is not None:
-        raise ValueError(f"{given} does not run under --deepspeed; leave --deepspeed out")
+    for flag in ("deepspeed", "lazy_preprocess"):
+        if value := getattr(config, flag):
+            raise ValueError(f"--{flag} {value} does not work with {given}; leave it out")
     if config.lora_adapter is not None:
         raise ValueError(
             f"{given} compares with the base model without adapters, not with --lora_adapter {config.lora_adapter}; "

@@ -6,10 +6,10 @@ differ, which need not be the prompt's end.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -100,7 +100,7 @@ def _render_turns(
             )
         sides.append([turn for turn, _ in turns])
     if PROMPT not in names:
-        sides = _split_shared(*sides, where)  # type: ignore[arg-type]
+        sides = _split_shared(*sides, where)  # type: ignore[call-arg, arg-type]
     prompt, *answers = sides
     texts = [turn["content"] for side in sides for turn in side]
     if not all(answers):
@@ -124,14 +124,14 @@ def _split_shared(chosen: Shared, rejected: Shared, where: str) -> list[Shared]:
     return [chosen[:count], chosen[count:], rejected[count:]]
 
 
-def encode_answers(answers: Sequence[Answer], tokenizer: Tokenizer) -> list[tuple[IntArray, TargetMask]]:
+def encode_answers(answers: Sequence[Answer], tokenizer: Tokenizer) -> list[tuple[IntArray, TargetMask | None]]:
     """Tokenizes answers with their prompts in one call. Returns the ids of each document, and its targets."""
     ids: dict[tuple[bool, str], IntArray] = {}
     for adds in (False, True):
         of_kind = [answer for answer in answers if answer.adds_special_tokens is adds]
         texts = [*dict.fromkeys(text for a in of_kind for text in (a.prompt, a.document, a.other))]
         ids |= {(adds, text): found for text, found in zip(texts, _encode(texts, adds, tokenizer), strict=True)}
-    encoded = []
+    encoded = list[tuple[IntArray, TargetMask | None]]()
     for answer in answers:
         prompt, document, other = (
             ids[answer.adds_special_tokens, text] for text in (answer.prompt, answer.document, answer.other)
@@ -151,8 +151,13 @@ def _encode(texts: list[str], adds_special_tokens: bool, tokenizer: Tokenizer) -
     return [np.asarray(ids, dtype=np.int64) for ids in found]
 
 
-@lru_cache(maxsize=1)
 def _backend(tokenizer: Tokenizer) -> Any:
+    """Returns the tokenizer of transformers, made once: that of bytes takes longer than a row."""
+    return _made_backend(cast(Hashable, tokenizer))
+
+
+@lru_cache(maxsize=1)
+def _made_backend(tokenizer: Any) -> Any:
     return tokenizer.as_transformers()
 
 

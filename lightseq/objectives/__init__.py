@@ -1,1 +1,1 @@
-"""What a run learns: shares of a loss, their divisor, metrics, evaluation, and the models they need."""
+"""Objectives of a run: shares of a loss, their divisor, metrics, evaluation, and the models they need."""

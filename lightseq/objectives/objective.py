@@ -52,7 +52,7 @@ class Evaluation(Protocol):
 
 
 class Objective(Protocol):
-    """What a run learns. A value that follows from the flags; the models are passed to it."""
+    """Loss of a run, as a value that follows from the flags; the models are passed to it."""
 
     @property
     def metrics(self) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ import copy
 import copyreg
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
@@ -79,7 +79,7 @@ class DeepSpeedEngine:
             lambda: copy_script(directory), f"{directory}/zero_to_fp32.py"
         )
         self.loss_model: nn.Module = self._engine
-        self.frozen: dict[str, nn.Module] = {}  # the checks of flags refuse objectives that need any
+        self.frozen: Mapping[str, nn.Module] = {}  # the checks of flags refuse objectives that need any
         self.optimizer: Any = self._engine.optimizer
         on_all_ranks(world, lambda: fill_weights(self.model, inputs, config.seed, self._fill))
 

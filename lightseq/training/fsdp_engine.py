@@ -1,6 +1,6 @@
 """Engine with FSDP2 or DDP, and optimizers from torch and torchao."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,9 @@ class FsdpEngine:
         on_all_ranks(world, lambda: self._materialize(self.model, parallel))
         self.routers = on_all_ranks(world, lambda: make_routers(config, self.model, self.context))
         on_all_ranks(world, lambda: fill_weights(self.model, inputs, config.seed, device=world.device))
-        self.frozen = {name: self._load_frozen(inputs) for name in objective_of(config).frozen_models}
+        self.frozen: Mapping[str, nn.Module] = {
+            name: self._load_frozen(inputs) for name in objective_of(config).frozen_models
+        }
         self._trained = [(p, shard_groups(p)) for p in self.model.parameters() if p.requires_grad]
         self.optimizer: Any = make_optimizer(self.model, config)
         if memory.state_on_host and world.device.type == "cuda" and config.optim in EIGHT_BIT:

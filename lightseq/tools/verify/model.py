@@ -62,7 +62,8 @@ def model_rows(
     by their documents.
     """
     plain_config = copy.deepcopy(inputs.model_config)  # training modifies the config
-    config = replace(config, router_aux_loss_coef=0.0)  # the plain loss is that of the tokens
+    # The plain loss is that of the tokens.
+    config = replace(config, router_aux_loss_coef=0.0, objective="next_token", beta=TrainConfig.beta)
     trainer = Trainer(config, inputs, world, build_engine(config, inputs, world))
     length = inputs.stream.length
     trainer.batch_lengths = (length,)
