@@ -14,7 +14,7 @@ from test_comm import mapped_files
 from torch import Tensor
 from worlds import spawn
 
-from lightseq.comm import routed, symmetric
+from lightseq.comm import routed, symmetric, transport_choice
 from lightseq.comm.symmetric import SymmetricTransport
 from lightseq.comm.transport import Exchange, Receive, Send, SendRecvTransport, Transport, base_transport_name
 from lightseq.comm.transport_choice import make_transport
