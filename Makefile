@@ -92,12 +92,13 @@ train: $(READY) data/stdlib/meta.json
 	@text=$$($(RUN) -m lightseq generate "$(OUTPUT)/checkpoint-$(STEPS)" --prompt "import " --max_new_tokens 200) && \
 	    printf '%s\n' "$$text" | sed '/^[[:space:]]*$$/d; s/^/  | /'
 
-# Three files at a time on two cores, for some tests wait without computing. In the order of tests/conftest.py.
+# Three tests at a time on two cores, for some wait without computing. A worker begins with a third of the files, for the
+# sake of what the tests of a file share, and takes tests from others at the end.
 test: $(TESTS)
-	@$(RUN) -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m "not gpu and not slow" $(ARGS)
+	@$(RUN) -m pytest -q -n 3 --dist worksteal -m "not gpu and not slow" $(ARGS)
 
 test-all: $(TESTS)
-	@$(RUN) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not gpu" $(ARGS)
+	@$(RUN) -m pytest -q -n 2 --dist worksteal -m "not gpu" $(ARGS)
 
 test-compat: .venv/.dev
 	@grep -vE '^(torch|transformers|tokenizers)[=<]' constraints.txt > .venv/compat-constraints.txt

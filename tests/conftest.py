@@ -1,11 +1,10 @@
-"""Knows what the whole test suite shares: threads per process, where a GPU test can run, and what begins first."""
+"""What the whole test suite shares: threads per process, where a test can run, and common fixtures."""
 
 import gc
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,29 +20,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Collecting tests imports torch and transformers, and nothing of them is garbage.
 gc.disable()
 
-# The files that take longest, in order: begun last, one would leave every worker but its own without work.
-LONGEST = (
-    "train_cli", "plan", "goldens", "terminals", "hf", "samples", "checkpoint", "families", "sweep", "verify", "images",
-    "parity", "deepspeed", "checkpoints", "analysis_report",
-    "evaluate", "roll_call", "schedule", "architecture", "hostile_files", "rank_launcher", "adapters", "saving",
-    "windows", "integrations_trl", "benchmark_step", "refusals", "weights", "plan_steps", "tiled", "layer_costs",
-    "faults", "token_cache", "analysis_curves", "documents", "slurm", "output_directory", "schedule_time",
-    "attention", "happens_before", "loss", "halo", "merge", "content", "kernels", "errors", "packing",
-)  # fmt: skip
-
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("numprocesses", None):
         from forkserver import share
 
         share()
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    missing = [name for name in LONGEST if not Path(__file__).with_name(f"test_{name}.py").is_file()]
-    assert not missing, f"LONGEST names files that are not here: {missing}"
-    places = {f"test_{name}": place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(Path(item.fspath).stem, len(LONGEST)))
 
 
 def pytest_collection_finish() -> None:

@@ -167,6 +167,7 @@ def all_losses(rank: int, schedules: tuple[str, ...] | None = None) -> None:
         preferences(model, want, hf.enable(model, schedule=schedule), None, f"{schedule}, adapters")
 
 
+@pytest.mark.compat
 def test_losses_of_log_probs_equal_one_process() -> None:
     spawn(2, all_losses, ("zigzag", "prefix"))
 
