@@ -26,10 +26,10 @@ from lightseq.data.sources import ReadOptions
 from lightseq.data.token_directory import write_token_directory
 from lightseq.data.tokenizer import ByteTokenizer, load_tokenizer
 from lightseq.distributed.world import World
+from lightseq.objectives.next_token import bin_starts, perplexity
 from lightseq.tools.evaluate import command, evaluate
 from lightseq.tools.evaluate.needle import FILLER, QUESTION, SENTENCE, IdNeedles, Search, TextNeedles, make_search
 from lightseq.tools.evaluate.retrieval import haystack
-from lightseq.objectives.next_token import bin_starts, perplexity
 from lightseq.training.optimization import LearningRate
 from lightseq.utils import progress
 from lightseq.utils.formatting import four_significant_digits
