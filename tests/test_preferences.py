@@ -21,7 +21,7 @@ from worlds import spawn
 
 from lightseq.architecture.family import preset_config
 from lightseq.architecture.flops import total_parameters
-from lightseq.checkpoint.resume import ResumePoint
+from lightseq.checkpoint.resume import ResumePoint, check_flags
 from lightseq.cli import BOTH
 from lightseq.config.checks import CHOICES
 from lightseq.config.command_line import parse
@@ -125,16 +125,16 @@ def train(rank: int, words: str, resume_from: Path | None = None) -> Run:
     }
 
 
-def train_all(rank: int, files: Path) -> dict[str, Run]:
-    found, size = {}, dist.get_world_size()
-    for name, (flags, rate) in CASES.items():
-        given = f"{flags} --learning_rate {rate}"
-        found[name] = train(rank, words_of(files, f"{name}-{size}", given))
-        if size == 1:
-            train(rank, words_of(files, f"{name}-stopped", f"{given} --save_strategy steps --save_steps 2"))
-        if size == 2:
-            checkpoint = files / f"{name}-stopped" / "checkpoint-2"
-            found[f"{name} resumed"] = train(rank, words_of(files, f"{name}-resumed", given), checkpoint)
+def train_case(rank: int, files: Path, name: str) -> list[Run]:
+    """Trains on this many ranks: on one the run saves after two steps, and on two a run resumes from there."""
+    (flags, rate), size = CASES[name], dist.get_world_size()
+    words = words_of(files, f"{name}-{size}", f"{flags} --learning_rate {rate}")
+    if size == 1:
+        return [train(rank, f"{words} --save_strategy steps --save_steps 2")]
+    found = [train(rank, words)]
+    if size == 2:
+        resumed = words_of(files, f"{name}-resumed", f"{flags} --learning_rate {rate}")
+        found.append(train(rank, resumed, files / f"{name}-1" / "checkpoint-2"))
     return found
 
 
@@ -186,14 +186,38 @@ def train_by_trl(_rank: int, files: Path, name: str, ours: Run) -> Run:
     }
 
 
+class Runs:
+    """Runs of a module's tests, made when a test first needs them."""
+
+    def __init__(self, files: Path) -> None:
+        self.files = write_inputs(files)
+        self._found: dict[tuple[str, int], list[Run]] = {}
+        self._trl: dict[str, Run] = {}
+
+    def ours(self, name: str, world: int, resumed: bool = False) -> Run:
+        if (name, world) not in self._found:
+            if world == 2:
+                self.ours(name, 1)  # which saves
+            self._found[name, world] = spawn(world, train_case, self.files, name)[0]
+        return self._found[name, world][resumed]
+
+    def trl(self, name: str) -> Run:
+        if name not in self._trl:
+            self._trl[name] = spawn(1, train_by_trl, self.files, name, self.ours(name, 1))[0]
+        return self._trl[name]
+
+
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Returns the runs by their number of ranks, and TRL's."""
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     pytest.importorskip("trl")
-    files = write_inputs(tmp_path_factory.mktemp("preferences"))
-    found: dict[str, Any] = {str(world): spawn(world, train_all, files) for world in (1, 2, 3)}
-    found["trl"] = {name: spawn(1, train_by_trl, files, name, found["1"][0][name])[0] for name in CASES}
-    return found
+    return Runs(tmp_path_factory.mktemp("preferences"))
+
+
+def cases(worlds: Sequence[int]) -> list[Any]:
+    """Returns the cases on numbers of ranks. Quick ones are all on one rank, and full fine-tuning on two."""
+    quick = {(name, 1) for name in CASES} | {("full", 2)}
+    every = [(name, world) for world in worlds for name in CASES]
+    return [case if case in quick else pytest.param(*case, marks=pytest.mark.slow) for case in every]
 
 
 def steps(run: Run) -> list[dict[str, Any]]:
@@ -207,10 +231,9 @@ def assert_weights_equal(got: Run, wanted: Run) -> None:
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("world", ["1", "2", "3"])
-@pytest.mark.parametrize("name", CASES)
-def test_losses_metrics_and_weights_equal_those_of_trl_on_one_process(runs: Any, name: str, world: str) -> None:
-    ours, theirs = runs[world][0][name], runs["trl"][name]
+@pytest.mark.parametrize(("name", "world"), cases([1, 2, 3]))
+def test_losses_metrics_and_weights_equal_those_of_trl_on_one_process(runs: Runs, name: str, world: int) -> None:
+    ours, theirs = runs.ours(name, world), runs.trl(name)
     assert [record["loss"] for record in steps(ours)] == pytest.approx(theirs["losses"], rel=1e-5)
     for record, logged in zip(steps(ours), theirs["history"], strict=True):
         for metric in METRICS:
@@ -222,25 +245,35 @@ def test_losses_metrics_and_weights_equal_those_of_trl_on_one_process(runs: Any,
     assert_weights_equal(ours, theirs)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_reference_stays_while_the_trained_weights_move(runs: Any, name: str) -> None:
-    for world in ("1", "2", "3"):
-        run = runs[world][0][name]
-        assert run["reference_stayed"]
-        assert any(not np.array_equal(before, run["weights"][key]) for key, before in run["before"].items())
-    first, *later = steps(runs["1"][0][name])
+@pytest.mark.parametrize(("name", "world"), cases([1, 2]))
+def test_the_reference_stays_while_the_trained_weights_move(runs: Runs, name: str, world: int) -> None:
+    run = runs.ours(name, world)
+    assert run["reference_stayed"]
+    assert any(not np.array_equal(before, run["weights"][key]) for key, before in run["before"].items())
+    first, *later = steps(run)
     assert first["loss"] == pytest.approx(math.log(2), rel=1e-6) and first["rewards/margins"] == 0
     assert all(record["rewards/chosen"] > 0 for record in later)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_run_resumed_on_more_ranks_compares_with_the_same_reference(runs: Any, name: str) -> None:
-    resumed, whole = runs["2"][0][f"{name} resumed"], runs["1"][0][name]
+@pytest.mark.parametrize(("name", "world"), cases([2]))
+def test_a_run_resumed_on_more_ranks_compares_with_the_same_reference(runs: Runs, name: str, world: int) -> None:
+    resumed, whole = runs.ours(name, world, resumed=True), runs.ours(name, 1)
     (last,) = steps(resumed)
     assert last["step"] == STEPS
     for metric in ("loss", *METRICS):
         assert last[metric] == pytest.approx(steps(whole)[-1][metric], rel=1e-5, abs=1e-6), metric
     assert_weights_equal(resumed, whole)
+
+
+def test_a_run_does_not_resume_beside_another_reference(runs: Runs) -> None:
+    runs.ours("full", 1)
+    checkpoint = runs.files / "full-1" / "checkpoint-2"
+    assert check_flags(checkpoint, parse(words_of(runs.files, "o").split(), "test")) != ()
+    other = parse(words_of(runs.files, "o", "--model_name_or_path elsewhere").split(), "test")
+    with pytest.raises(
+        ValueError, match=rf"weights of {runs.files}/model, not of elsewhere; give --model_name_or_path"
+    ):
+        check_flags(checkpoint, other)
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------------

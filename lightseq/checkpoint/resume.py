@@ -28,6 +28,7 @@ from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.agreement import from_rank_0, on_all_ranks
 from lightseq.distributed.world import World
 from lightseq.models.decoder import text_config
+from lightseq.objectives.choice import objective_of
 from lightseq.parts import adapters
 from lightseq.parts.adapters import Lora, read_json_object
 from lightseq.utils.formatting import first_line, plural
@@ -142,6 +143,12 @@ def check_flags(resume_from: Path, config: TrainConfig) -> tuple[str, ...]:
             f"--resume_from_checkpoint {resume_from} has the state of --optim {then['optim']}, not of {config.optim}; "
             f"give --optim {then['optim']}, or start over from its weights with "
             f"{adapters.flag_for_weights(resume_from)}"
+        )
+    before = then.get("model_name_or_path")
+    if objective_of(config).frozen_models and before not in (None, config.model_name_or_path):
+        raise ValueError(
+            f"--resume_from_checkpoint {resume_from} has a reference with the weights of {before}, not of "
+            f"{config.model_name_or_path}; give --model_name_or_path {before}"
         )
     changes = ", ".join(f"--{name} {now[name]} (was {then[name]})" for name in changed)
     return (f"resumed with {changes}",) if changes else ()
