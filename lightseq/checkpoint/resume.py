@@ -28,7 +28,7 @@ from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.agreement import from_rank_0, on_all_ranks
 from lightseq.distributed.world import World
 from lightseq.models.decoder import text_config
-from lightseq.objectives.choice import objective_of
+from lightseq.objectives.registry import objective_of
 from lightseq.parts import adapters
 from lightseq.parts.adapters import Lora, read_json_object
 from lightseq.utils.formatting import first_line, plural
