@@ -247,7 +247,7 @@ def faults(rank: int) -> dict[str, str | None]:
     found = dict[str, str | None]()
     want = built("mixtral")
     model = copy.deepcopy(want)
-    sums, share, all_reduce = router_loss.router_sums, router_loss.router_loss_share, dist.all_reduce
+    sums, share, total = router_loss.router_sums, router_loss.router_loss_share, router_loss.sums_over_ranks
     module: Any = __import__("lightseq.hf.router_losses", fromlist=["x"])
     with enabled(model) as context:
 
@@ -257,20 +257,17 @@ def faults(rank: int) -> dict[str, str | None]:
                     patch.setattr(module, key, value)
                 found[name] = compare(want, model, context, ids(2), masked_tail())
 
-        class Alone:
-            """Adds the loss of each shard alone to the others'."""
+        def alone(routers: Any, _group: Any) -> router_loss.RouterSums:
+            counts, probabilities, tokens = total(routers, None)
+            return router_loss.RouterSums(2 * counts, probabilities, 2 * tokens)  # as if the other rank's were the same
 
-            @staticmethod
-            def all_reduce(x: Tensor, group: Any = None) -> None:
-                x *= 2  # as if the other rank's counts were the same
-
-        def multiplied_first(p: Tensor, counts: Tensor, tokens: Tensor) -> Tensor:
-            whole = p.detach().clone()
-            all_reduce(whole)
-            return share(p * (whole / whole.mean()), counts, tokens)
+        def multiplied_first(x: router_loss.RouterSums) -> Tensor:
+            whole = x.probabilities.detach().clone()
+            dist.all_reduce(whole)
+            return share(x._replace(probabilities=x.probabilities * (whole / whole.mean())))
 
         compared("none")
-        compared("shards alone", dist=Alone)
+        compared("shards alone", sums_over_ranks=alone)
         compared("multiplied first", router_loss_share=multiplied_first)
         compared("padding", router_sums=lambda logits, top_k, counted: sums(logits, top_k, None))
     return found

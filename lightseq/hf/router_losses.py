@@ -10,13 +10,12 @@ from inspect import unwrap
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lightseq.attention.context import SequenceContext
 from lightseq.parts.probes import is_load_balancing_loss
-from lightseq.parts.router_loss import router_loss_share, router_sums, total_sums
+from lightseq.parts.router_loss import router_loss_share, router_sums, sums_over_ranks
 
 FUNCTION: Final = "load_balancing_loss_func"
 RouterLoss = Callable[..., Tensor | int]
@@ -97,10 +96,8 @@ def _share(logits: ShardedRouterLogits, top_k: int) -> Tensor:
     """Returns this rank's share of a router loss. All ranks of the group must call it."""
     state = logits.context.forward_pass
     state.router_losses += 1
-    sums = total_sums([router_sums(x.to(logits[0].device), top_k, logits.counted) for x in logits])
-    totals = torch.cat([sums.counts, sums.tokens.unsqueeze(0)])
-    dist.all_reduce(totals, group=logits.context.group)
-    return router_loss_share(sums.probabilities, totals[:-1], totals[-1])
+    sums = [router_sums(x.to(logits[0].device), top_k, logits.counted) for x in logits]
+    return router_loss_share(sums_over_ranks(sums, logits.context.group))
 
 
 def _namespaces(model: PreTrainedModel) -> Iterator[dict[str, Any]]:

@@ -1,8 +1,10 @@
 """Load-balancing loss of routers, from counts and probabilities that ranks can sum."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedConfig
 
@@ -45,15 +47,23 @@ def router_sums(logits: Tensor, top_k: int, counted: Tensor | None) -> RouterSum
     return RouterSums(counts, (weights.float() * flat.unsqueeze(-1)).sum(0), flat.sum())
 
 
-def total_sums(routers: list[RouterSums]) -> RouterSums:
-    """Adds up the sums of routers."""
-    return RouterSums(*(torch.stack(field).sum(0) for field in zip(*routers, strict=True)))
+def sums_over_ranks(routers: Sequence[RouterSums], group: dist.ProcessGroup | None) -> RouterSums:
+    """Adds up the sums of routers, their counts and tokens also over the ranks of a group, all of which must call it.
+
+    The probabilities stay those of this rank's tokens.
+    """
+    counts, probabilities, tokens = (torch.stack(field).sum(0) for field in zip(*routers, strict=True))
+    totals = torch.cat([counts, tokens.unsqueeze(0)])
+    if group is not None:
+        dist.all_reduce(totals, group=group)
+    return RouterSums(totals[:-1], probabilities, totals[-1].clamp_min(1))  # a batch may hold padding only
 
 
-def router_loss_share(probabilities: Tensor, counts: Tensor, tokens: Tensor) -> Tensor:
+def router_loss_share(sums: RouterSums) -> Tensor:
     """Returns a rank's share of the load-balancing loss: experts * sum(counts / tokens * probabilities / tokens).
 
-    `counts` and `tokens` are sums over all routers and all ranks that share a sequence, and carry no gradient, so the
-    loss is linear in the probabilities, which are this rank's own. The shares of the ranks add up to the loss.
+    Counts and tokens of all ranks carry no gradient, so the loss is linear in the probabilities, which are this rank's
+    own. The shares of the ranks add up to the loss.
     """
+    counts, probabilities, tokens = sums
     return len(counts) * (counts.float() / tokens * probabilities / tokens).sum()

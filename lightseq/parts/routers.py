@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from lightseq.parts.changes import Changes
 from lightseq.parts.experts import experts_modules
-from lightseq.parts.router_loss import RouterSums, router_loss_share, router_sums, total_sums
+from lightseq.parts.router_loss import RouterSums, router_loss_share, router_sums, sums_over_ranks
 from lightseq.sequence.group import SequenceGroup
 
 BIAS: Final = "e_score_correction_bias"  # transformers' name of the bias that balances experts (DeepSeek V3)
@@ -94,14 +94,11 @@ class Routers:
             return share, torch.zeros_like(share, dtype=torch.float32)
         sums = [x for x in self._sums if x is not None]
         assert len(sums) == len(self._sums), "every router ran"
-        counts, probabilities, tokens = total_sums(sums)
-        totals = torch.cat([counts, tokens.unsqueeze(0)])
-        dist.all_reduce(totals, group=self._group.process_group)
-        tokens = totals[-1].clamp_min(1)  # a batch may hold padding only
-        probabilities.requires_grad_()
+        total_sums = sums_over_ranks(sums, self._group.process_group)
+        total_sums.probabilities.requires_grad_()
         with torch.enable_grad():
-            loss = router_loss_share(probabilities, totals[:-1], tokens) / passes
-        (gradient,) = torch.autograd.grad(loss, probabilities)
+            loss = router_loss_share(total_sums) / passes
+        (gradient,) = torch.autograd.grad(loss, total_sums.probabilities)
         loss = loss.detach()
         total: Tensor = _WithRouterLoss.apply(share, self.coefficient * loss, self, self.coefficient * gradient)
         return total, loss
