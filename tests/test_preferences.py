@@ -105,6 +105,11 @@ def frozen_weights(trainer: Trainer) -> list[np.ndarray]:
     return [whole_tensor(p.detach()).numpy().copy() for model in models for p in model.parameters()]
 
 
+def noted_passes(model: Any) -> int:
+    """Returns how many units FSDP2 remembers of forward passes, for a backward pass."""
+    return len(model._get_fsdp_state()._comm_ctx.post_forward_order)
+
+
 def train(rank: int, words: str, resume_from: Path | None = None) -> Run:
     """Trains, and returns the records and the weights before and after."""
     trainer = make_trainer(rank, words, resume_from)
@@ -120,6 +125,7 @@ def train(rank: int, words: str, resume_from: Path | None = None) -> Run:
         "records": read_records(metrics.path) if metrics is not None else [],
         "before": before,
         "weights": whole_weights(trainer),
+        "noted_passes": sum(map(noted_passes, trainer.models.frozen.values())),
         "reference_stayed": all(map(np.array_equal, reference, frozen_weights(trainer))),
         "pairs": [int(document) // 2 for row in documents for document in row[::2]],
     }
@@ -248,7 +254,7 @@ def test_losses_metrics_and_weights_equal_those_of_trl_on_one_process(runs: Runs
 @pytest.mark.parametrize(("name", "world"), cases([1, 2]))
 def test_the_reference_stays_while_the_trained_weights_move(runs: Runs, name: str, world: int) -> None:
     run = runs.ours(name, world)
-    assert run["reference_stayed"]
+    assert run["reference_stayed"] and run["noted_passes"] == 0
     assert any(not np.array_equal(before, run["weights"][key]) for key, before in run["before"].items())
     first, *later = steps(run)
     assert first["loss"] == pytest.approx(math.log(2), rel=1e-6) and first["rewards/margins"] == 0
@@ -281,6 +287,8 @@ def test_a_run_does_not_resume_beside_another_reference(runs: Runs) -> None:
 ASKED, GOOD, BAD = ({"role": role, "content": text} for role, text in
                     (("user", "Sky?"), ("assistant", "Blue."), ("assistant", "Bluish green.")))  # fmt: skip
 SEARCH = {"type": "function", "function": {"name": "search", "parameters": {"type": "object", "properties": {}}}}
+# The generation prompt holds a thought, and a chat does not: targets begin before it.
+THINKING = CHATML.replace("assistant\n{% endif %}", "assistant\n<think></think>{% endif %}")
 READ_ALIKE = {
     "text": ({"prompt": "The sky is", "chosen": " blue.", "rejected": " green or so."}, None),
     "text that ends": ({"prompt": "The sky is", "chosen": " blue.<eos>", "rejected": " green."}, None),
@@ -288,6 +296,7 @@ READ_ALIKE = {
     "turns": ({"prompt": [ASKED], "chosen": [GOOD], "rejected": [BAD]}, CHATML),
     "turns without a prompt": ({"chosen": [ASKED, GOOD], "rejected": [ASKED, BAD], "score_chosen": 8.0}, CHATML),
     "functions": ({"prompt": [ASKED], "chosen": [GOOD], "rejected": [BAD], "tools": [SEARCH]}, CHATML),
+    "a prompt that no answer follows": ({"prompt": [ASKED], "chosen": [GOOD], "rejected": [BAD]}, THINKING),
     "a template that thinks": (
         {"prompt": [ASKED], "chosen": [GOOD], "rejected": [BAD], "chat_template_kwargs": {"enable_thinking": False}},
         "qwen3",

@@ -10,6 +10,7 @@ import torch
 from lightseq.data.batches import Batch
 from lightseq.objectives.objective import Models, Shard, Share, evaluating, sum_over_all_ranks
 from lightseq.parts.loss import losses_and_hits
+from lightseq.utils.formatting import four_significant_digits
 from lightseq.utils.tensors import IGNORE_INDEX
 
 POWERS: Final = "powers"
@@ -24,6 +25,9 @@ class NextToken:
     frozen_models: tuple[str, ...] = ()
     passes_without_gradients: int = 0
     reads_head_in_backward: bool = False  # the loss computes its gradients in the forward pass
+
+    def __str__(self) -> str:
+        return ""
 
     def count(self, batch: Batch) -> int:
         return batch.valid_tokens
@@ -58,6 +62,10 @@ class Perplexity:
     @property
     def value(self) -> float | None:
         return perplexity(self.loss)
+
+    def __str__(self) -> str:
+        size = "too large for a float" if self.value is None else four_significant_digits(self.value)
+        return f"loss {self.loss:.4f}, perplexity {size}, accuracy {self.accuracy:.1%}"
 
     def record(self) -> dict[str, float | None]:
         return {"eval_loss": self.loss, "eval_perplexity": self.value, "eval_accuracy": self.accuracy}

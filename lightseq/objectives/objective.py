@@ -50,9 +50,17 @@ class Evaluation(Protocol):
         """Returns the values for metrics.jsonl, `eval_loss` among them."""
         ...
 
+    def __str__(self) -> str:
+        """Returns the means for the terminal, the loss first."""
+        ...
+
 
 class Objective(Protocol):
     """Loss of a run, as a value that follows from the flags; the models are passed to it."""
+
+    def __str__(self) -> str:
+        """Returns a line for the terminal; empty for next tokens."""
+        ...
 
     @property
     def metrics(self) -> tuple[str, ...]:

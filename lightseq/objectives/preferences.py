@@ -19,7 +19,7 @@ from lightseq.sequence.sums import sum_of_targets, sum_over_ranks
 from lightseq.utils.logit_transform import LogitTransform
 
 REFERENCE: Final = "reference"
-ACCURACIES: Final = "rewards/accuracies"
+ACCURACIES, MARGINS = "rewards/accuracies", "rewards/margins"
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,16 @@ class Preferences:
     beta: float
     has_adapters: bool  # the trained model without its adapters is the reference
     metrics: tuple[str, ...] = (
-        *("rewards/chosen", "rewards/rejected", ACCURACIES, "rewards/margins"),
+        *("rewards/chosen", "rewards/rejected", ACCURACIES, MARGINS),
         *("logps/chosen", "logps/rejected"),
     )  # TRL's names
     trains_on_pairs: bool = True
     passes_without_gradients: int = 1
     reads_head_in_backward: bool = True
+
+    def __str__(self) -> str:
+        reference = "the model without its adapters" if self.has_adapters else "a second model in the compute dtype"
+        return f"dpo, beta {self.beta:g}, reference: {reference}"
 
     @property
     def frozen_models(self) -> tuple[str, ...]:
@@ -95,6 +99,10 @@ class PreferenceMeans:
 
     loss: float
     metrics: dict[str, float]
+
+    def __str__(self) -> str:
+        accuracy, margin = self.metrics[ACCURACIES], self.metrics[MARGINS]
+        return f"loss {self.loss:.4f}, accuracy {accuracy:.1%}, margin {margin:.4f}"
 
     def record(self) -> dict[str, float | None]:
         return {"eval_loss": self.loss, **{f"eval_{name}": value for name, value in self.metrics.items()}}

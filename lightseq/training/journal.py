@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from lightseq.objectives.objective import Evaluation
 from lightseq.training.errors import end_for_nonfinite_losses, end_for_skipped_steps, exit_on_write_error
 from lightseq.training.metrics import MetricsFile
 from lightseq.training.optimization import UNKNOWN_PARAMETER
@@ -40,7 +41,10 @@ class Journal:
         record = pending.record()
         if record.loss is not None:
             self.losses.append(record.loss)
-        self.log({**asdict(record), **pending.objective_means()})
+        values = {**asdict(record), **pending.objective_means()}
+        self._write(values)
+        if self._metrics is not None:
+            self._terminal.show(values)
         if record.steps_without_target:
             which = f"{record.steps_without_target:,} of {plural(pending.steps, 'step')} up to step {record.step:,}"
             self._note(f"{which} had no target; only momentum and weight decay change the weights in such a step")
@@ -63,14 +67,18 @@ class Journal:
             if self._skipped >= MAX_SKIPPED_STEPS:
                 end_for_skipped_steps(step, self._skipped, reason, self._output_dir, self._world, self._terminal)
 
-    def log(self, record: Mapping[str, Any]) -> None:
-        """Writes a record to the metrics and shows it, on the rank with `metrics`. Ends the run if it cannot write."""
-        if "eval_loss" in record:
-            self.eval_losses.append(record["eval_loss"])
+    def record_evaluation(self, step: int, found: Evaluation, counts: Mapping[str, Any]) -> None:
+        """Reports an evaluation, with the counts of early stopping if there are any."""
+        self.eval_losses.append(found.loss)
+        self._write({"step": step, **found.record(), **counts})
+        if self._metrics is not None:
+            self._terminal.show_evaluation(step, str(found))
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        """Writes a record to the metrics, on the rank with `metrics`. Ends the run if it cannot."""
         if self._metrics is not None:
             with exit_on_write_error(self._metrics.path, self._world, self._terminal, saves=self._saves):
                 self._metrics.write(record)
-            self._terminal.show(record)
 
     def _note(self, line: str) -> None:
         if self._world.is_main:

@@ -127,7 +127,7 @@ class TrainingLoop:
             if self._stopping is not None:
                 self._stopping.observe(from_rank_0(found.loss))
                 counts = {**self._stopping.state(), "stopped_early": self._stopping.stops}
-            self.journal.log({"step": done, **found.record(), **counts})
+            self.journal.record_evaluation(done, found, counts)
         return found
 
     @property

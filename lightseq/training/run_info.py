@@ -79,7 +79,7 @@ def describe_run(trainer: Trainer) -> dict[str, Any]:
         "data": f"{c.data_path}, {plural(len(trainer.inputs.stream.examples), 'example')}",
         "ranks": f"{world.size} ({trainer.engine.dims.data_ranks} data x {trainer.inputs.dims.sequence} sequence) on "
         f"{hardware(world.device)['device']}",
-        **_objective(trainer),
+        **({"objective": objective} if (objective := str(trainer.objective)) else {}),
         "sequence": f"{c.model_max_length:,} tokens, {trainer.inputs.stream.sequences_per_step} a step",
         "precision": f"{c.compute_dtype} compute, {_fp8(c)}float32 master weights",
         "schedule": str(trainer.context.schedule),
@@ -88,14 +88,6 @@ def describe_run(trainer: Trainer) -> dict[str, Any]:
         "memory plan": describe_memory(trainer.engine),
         "parameters": trainer.engine.sharding_description + _adapters(trainer),
     }  # fmt: skip
-
-
-def _objective(trainer: Trainer) -> dict[str, str]:
-    """Returns a line on an objective that compares with a reference."""
-    if not trainer.objective.trains_on_pairs:
-        return {}
-    frozen = "a second model in the compute dtype" if trainer.models.frozen else "the model without its adapters"
-    return {"objective": f"{trainer.config.objective}, beta {trainer.config.beta:g}, reference: {frozen}"}
 
 
 def _recurrent_schedule(trainer: Trainer) -> str | None:

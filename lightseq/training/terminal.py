@@ -23,7 +23,6 @@ from rich.progress import (
 )
 from rich.table import Column
 
-from lightseq.utils.formatting import four_significant_digits
 from lightseq.utils.progress import LINE_SECONDS
 
 BESIDE_STATUS = 15  # columns besides the two numbers of steps
@@ -50,11 +49,12 @@ class Terminal:
         if self._console.is_terminal and self._total:  # now, because the first step can take minutes
             self._start_bar()
 
+    def show_evaluation(self, step: int, numbers: str) -> None:
+        """Prints an evaluation's means."""
+        self._console.print(f"step {step}: evaluation {numbers}", markup=False)
+
     def show(self, record: Mapping[str, Any]) -> None:
-        if "eval_loss" in record:
-            numbers = ", ".join([f"loss {record['eval_loss']:.4f}", *_other_means(record)])
-            self._console.print(f"step {record['step']}: evaluation {numbers}", markup=False)
-            return
+        """Shows the record of a step."""
         loss = "no target" if record["loss"] is None else f"loss {record['loss']:.4f}"
         share = f"{record['padding_percent']:.0f}"
         padding = "" if share == "0" else f", {share}% padding"
@@ -126,19 +126,6 @@ class Terminal:
         progress = Progress(*columns, console=self._console)
         self._bar = progress, progress.add_task("train", total=self._total, completed=self._first, status="first step")
         progress.start()
-
-
-def _other_means(record: Mapping[str, Any]) -> list[str]:
-    """Returns the means of an evaluation that a reader looks at first, as far as its objective has them."""
-    shown = []
-    if "eval_perplexity" in record:
-        perplexity = record["eval_perplexity"]
-        size = "too large for a float" if perplexity is None else four_significant_digits(perplexity)
-        shown += [f"perplexity {size}", f"accuracy {record['eval_accuracy']:.1%}"]
-    if "eval_rewards/accuracies" in record:
-        margin = record["eval_rewards/margins"]
-        shown += [f"accuracy {record['eval_rewards/accuracies']:.1%}", f"margin {margin:.4f}"]
-    return shown
 
 
 def _change(losses: Sequence[float]) -> str:
