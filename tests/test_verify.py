@@ -87,7 +87,6 @@ QUICK = [
     f"{TINY2} 150 --schedule ulysses --fsdp '' --bf16",
     f"{TINY3} 50 --data_path FOLDER/pairs",  # a target that sees one token has no gradient of queries and keys
     f"{TINY3} 90 --packing best_fit --schedule prefix --gradient_accumulation_steps 2",
-    "--model_name_or_path FOLDER/gemma4 --random_init --model_max_length 50",
 ]
 LATER = [  # experts and recurrences, which need a later transformers
     "--model_name_or_path FOLDER/falcon_h1 --random_init --model_max_length 50",  # decays to almost nothing
@@ -97,6 +96,7 @@ GEMMA4 = {"num_kv_shared_layers": 0, "layer_types": [*["sliding_attention"] * 5,
 FLAGS = {
     1: [f"{TINY3} 90 --schedule prefix --remat full", f"{TINY2} 70 --bf16 --gradient_accumulation_steps 3"],
     2: [
+        "--model_name_or_path FOLDER/gemma4 --random_init --model_max_length 50",
         "--model_name_or_path FOLDER/qwen3_moe --random_init --model_max_length 50",
         "--model_name_or_path FOLDER/qwen3_5 --random_init --model_max_length 50",
         f"{TINY3} 70 --sequence_parallel_size 1 --per_device_train_batch_size 2 --fp16",
