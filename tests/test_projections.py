@@ -6,12 +6,13 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import LlamaConfig, LlamaModel
 
 from lightseq.config.remat_policies import STORE_LINEARS
 from lightseq.memory.remat import apply_remat
 from lightseq.parts.changes import Changes
-from lightseq.parts.low_rank import LinearWeights
+from lightseq.parts.low_rank import LinearWeights, input_gradient
 from lightseq.parts.mlp import tile_mlps
 from lightseq.parts.projections import PROJECTIONS, store_projections
 
@@ -79,3 +80,17 @@ def test_a_second_backward_pass_through_stored_tensors_is_refused() -> None:
     torch.autograd.grad(total, trained, retain_graph=True)
     with pytest.raises(RuntimeError, match="are freed by the backward pass; use --remat none"):
         torch.autograd.grad(total, trained)
+
+
+def joint_gradient(dy: Tensor, *weights: Tensor) -> Tensor:
+    linears = [LinearWeights(weight) for weight in weights]
+    return input_gradient(linears, [dy] * len(linears), torch.full((len(dy), weights[0].shape[1]), torch.nan)).relu()
+
+
+def test_an_input_gradient_reads_no_memory_that_it_has_not_written() -> None:
+    """torch.compile turns `addmm` with a factor of 0 into a product of 0 and the memory, on GPUs and in float32."""
+    dy, *weights = torch.randn(3, 4), torch.randn(4, 5), torch.randn(4, 5)
+    graph = make_fx(joint_gradient)(dy, *weights).graph
+    read = [node for node in graph.nodes if node.op == "call_function" and "addmm" in str(node.target)]
+    assert len(read) == 1 and not read[0].kwargs
+    torch.testing.assert_close(joint_gradient(dy, *weights), (dy @ weights[0] + dy @ weights[1]).relu())

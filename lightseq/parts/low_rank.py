@@ -86,7 +86,10 @@ def input_gradient(linears: Sequence[LinearWeights], dys: Sequence[Tensor], into
         left, right = dy_NO, linear.weight
         if linear.a is not None and linear.b is not None:
             left, right = _joined(left, linear.adapter_output_gradient(dy_NO), 1), _joined(right, linear.a, 0)
-        into.addmm_(left, right, beta=float(i > 0))
+        if i == 0:  # not addmm_ with beta=0, of which torch.compile makes 0 * into on GPUs: NaN, if that holds any
+            torch.mm(left, right, out=into)
+        else:
+            into.addmm_(left, right)
     return into
 
 
