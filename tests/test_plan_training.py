@@ -221,7 +221,7 @@ def test_host_memory_is_what_every_cgroup_leaves(
 
 
 def test_all_readers_of_host_memory_respect_cgroups(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("distributed.host_memory", "memory.planner.run", "tools.verify.machines"):
+    for module in ("distributed.host_memory", "plan.run", "tools.verify.machines"):
         monkeypatch.setattr(f"lightseq.{module}.host_memory", lambda: MemoryBytes(80 * GIB, 64 * GIB))
     world = World(0, 4, 0, 4, torch.device("cpu"))
     config = parse(["--model_name_or_path", "m", "--data_path", "d", "--output_dir", "o"], "")
