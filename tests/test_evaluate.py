@@ -460,7 +460,7 @@ import sys, torch
 from lightseq.tools.evaluate import command
 from lightseq.training import trainer
 from lightseq.cli import BOTH
-trainer.Trainer.evaluate = lambda *_, **__: torch.empty(1 << 55, dtype=torch.uint8)
+trainer.Trainer.evaluation_shards = lambda *_, **__: torch.empty(1 << 55, dtype=torch.uint8)
 command.main(BOTH, sys.argv[1:])
 """
 

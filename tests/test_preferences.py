@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -360,6 +361,17 @@ def test_rows_that_are_no_pairs_are_refused_by_name(case: str, tmp_path: Path) -
     with pytest.raises(ValueError, match=r"^[^\n]*$") as refused:
         read_rows(tmp_path, byte_level(CHATML), row, pairs=True)
     assert line in str(refused.value)
+
+
+def test_a_chat_template_for_text_and_data_without_rows_are_refused(tmp_path: Path) -> None:
+    tokenizer = replace(byte_level(CHATML), template_replaced=True)
+    with pytest.raises(ValueError, match=r"--chat_template applies to turns, but .* holds text; leave it out"):
+        read_rows(tmp_path, tokenizer, PAIR, pairs=True)
+    tokens = open_path(write_rows(tmp_path / "rows.jsonl", PAIR), byte_level(None), pairs=True).source.path
+    with pytest.raises(ValueError, match="holds no rows, which --objective dpo needs"):
+        open_packed(tokens, 64, 300, read_options=ReadOptions(pairs=True))
+    with pytest.raises(ValueError, match="holds preferences, which lightseq train --objective dpo trains on"):
+        open_packed(tokens, 64, 300)
 
 
 def test_pairs_without_their_objective_are_refused_with_the_remedy(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from lightseq.config.flags import FSDP_MODES, Flags, fsdp_words
 from lightseq.config.lengths import MAX_TOKENS
+from lightseq.config.objectives import OBJECTIVES, check_objective
 from lightseq.config.optimizers import OPTIMIZERS
 from lightseq.config.recurrent_schedules import RECURRENT_SCHEDULES
 from lightseq.config.remat_policies import POLICIES, STORES_MLP
@@ -39,7 +40,7 @@ CHOICES: Final[Mapping[str, Collection[str]]] = {
     "scaling_strategy": ("all", "n_layers"),
     "offload": ("none", "activations", "optimizer", "both", "auto"),
     "packing": ("none", "best_fit"),
-    "objective": ("next_token", "dpo"),
+    "objective": OBJECTIVES,
 }
 
 FSDP_REFUSED: Final[Mapping[str, str]] = {
@@ -241,24 +242,6 @@ def _check_lora(config: Flags) -> None:
         raise ValueError(f"{given} both replace the linear layers; leave one of them out")
 
 
-def _check_objective(config: Flags) -> None:
-    given = f"--objective {config.objective}"
-    if config.objective != "dpo":
-        if config.beta != _default(config, "beta"):
-            raise ValueError(f"--beta {config.beta} applies to --objective dpo, not {config.objective}; leave it out")
-        return
-    if config.packing == "none":
-        raise ValueError(f"{given} packs both answers of a pair into one row, but --packing is none; give best_fit")
-    for flag in ("deepspeed", "lazy_preprocess"):
-        if value := getattr(config, flag):
-            raise ValueError(f"--{flag} {value} does not work with {given}; leave it out")
-    if config.lora_adapter is not None:
-        raise ValueError(
-            f"{given} compares with the base model without adapters, not with --lora_adapter {config.lora_adapter}; "
-            "merge it with `lightseq merge`, and start from the merged model"
-        )
-
-
 def _check_remat(config: Flags) -> None:
     implied = {None: config.remat, True: "attention", False: "none"}[config.gradient_checkpointing]
     if config.remat is not None and config.remat != implied:
@@ -359,6 +342,6 @@ CHECKS: Final = (
     _check_deepspeed,
     _check_expert_parallelism,
     _check_lora,
-    _check_objective,
+    check_objective,
     _check_evaluation,
 )

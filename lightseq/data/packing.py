@@ -10,12 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightseq.data.batches import PADDING_WARNING_SHARE, open_examples
-from lightseq.data.columns import PREFERENCE
+from lightseq.data.columns import PREFERENCE, PREFERENCES
 from lightseq.data.examples import Example, WindowExamples, window_counts, window_sizes
 from lightseq.data.held_out import SelectedExamples, documents_of_a_row
 from lightseq.data.preferences import DOCUMENTS_OF_A_PAIR
 from lightseq.data.sequences import SequenceExamples, open_pickle
-from lightseq.data.sources import ReadOptions
+from lightseq.data.sources import ReadOptions, holds_rows
 from lightseq.data.token_directory import META, open_token_directory
 from lightseq.data.tokenizer import Tokenizer
 from lightseq.utils.formatting import plural
@@ -100,15 +100,16 @@ def open_windows_to_pack(
     """Opens the data of `open_examples`, never truncated. Raises ValueError if lengths are not known beforehand."""
     first_cut = NO_LIMIT if Path(path).suffix == ".pkl" else length  # other sources are split, never truncated
     opened = open_examples(path, first_cut, vocab_size, tokenizer, lazy, progress, read_options)
-    if read_options is not None and read_options.pairs:
-        if not isinstance(opened, WindowExamples) or opened.source.meta.get("kind") != PREFERENCE:
-            raise ValueError(
-                f"{path} holds no preferences, which --objective dpo needs; give rows with chosen and rejected"
-            )
-        _check_pairs_fit(path, opened)
+    pairs = read_options is not None and read_options.pairs
+    if pairs and not holds_rows(path):
+        raise ValueError(f"{path} holds no rows, which --objective dpo needs; give rows with chosen and rejected")
     if isinstance(opened, SequenceExamples):
         return replace(opened, length=length)
     if isinstance(opened, WindowExamples):
+        if not pairs and opened.source.meta.get("kind") == PREFERENCE:
+            raise ValueError(f"{path} {PREFERENCES}; give its rows with that")
+        if pairs:
+            _check_pairs_fit(path, opened)
         return opened
     raise ValueError(
         f"--packing best_fit needs the length of every text in {path} beforehand; leave --lazy_preprocess out"

@@ -24,7 +24,7 @@ from lightseq.data.columns import (
     check_repeated,
     is_blank,
 )
-from lightseq.data.sources import Row, get_text
+from lightseq.data.sources import Row, get_text, join_names
 from lightseq.data.token_directory import IntArray
 from lightseq.data.tokenizer import TargetMask, Tokenizer
 
@@ -41,7 +41,19 @@ class Answer:
     document: str  # the prompt and this answer
     other: str  # the prompt and the pair's other answer
     adds_special_tokens: bool  # as the tokenizer does; a chat template writes them itself
+    ends: bool  # with a token after which the model stops
     where: str  # file and row, for errors
+
+
+def check_preferences(columns: Sequence[str], text_column: str, where: str) -> None:
+    """Raises ValueError unless rows with these columns hold pairs."""
+    if missing := [name for name in PREFERENCE_COLUMNS if name not in columns]:
+        raise ValueError(
+            f"{where} has no column {missing[0]!r} for --objective dpo; it has: {join_names(columns)}; give rows with "
+            "chosen and rejected, or leave --objective out"
+        )
+    if text_column != "text":
+        raise ValueError(f"--text_column {text_column} is not read with --objective dpo; leave it out")
 
 
 def read_answers(row: Row, where: str, tokenizer: Tokenizer) -> list[Answer]:
@@ -65,9 +77,19 @@ def read_answers(row: Row, where: str, tokenizer: Tokenizer) -> list[Answer]:
     check_repeated(row, others, texts, " and ".join(names), where)
     if documents is None:
         return []
-    prompt, chosen, rejected = documents
-    adds = not holds_turns
-    return [Answer(prompt, chosen, rejected, adds, where), Answer(prompt, rejected, chosen, adds, where)]
+    prompt, *both = documents
+    ends = template_of(tokenizer, where).special_texts if holds_turns else ()
+    return [
+        Answer(
+            prompt,
+            document,
+            other,
+            adds_special_tokens=not holds_turns,
+            ends=document.rstrip().endswith(ends) if holds_turns else bool(tokenizer.end),
+            where=where,
+        )
+        for document, other in (both, reversed(both))
+    ]
 
 
 def _render_texts(
@@ -76,6 +98,8 @@ def _render_texts(
     """Returns the texts of a row, and those of the prompt and both documents, None if an answer is empty."""
     if needs := [name for name in TEMPLATE_COLUMNS if not is_blank(row.get(name))]:
         raise ValueError(f"{where}: column {needs[0]!r} needs a prompt and answers that are turns, not text")
+    if getattr(tokenizer, "template_replaced", False):
+        raise ValueError(f"--chat_template applies to turns, but {where} holds text; leave it out")
     texts = [get_text(row, name, where) for name in names]
     if PROMPT not in names:
         texts = _split_shared(*texts, where)  # type: ignore[call-arg]

@@ -26,7 +26,6 @@ from lightseq.data.columns import (
     NO_TEXT,
     PAIR,
     PREFERENCE,
-    PREFERENCE_COLUMNS,
     PREFERENCES,
     PROMPT_COLUMNS,
     SYSTEM_COLUMNS,
@@ -39,7 +38,7 @@ from lightseq.data.columns import (
     has_mask,
     is_blank,
 )
-from lightseq.data.preferences import Answer, encode_answers, read_answers
+from lightseq.data.preferences import Answer, check_preferences, encode_answers, read_answers
 from lightseq.data.sources import Row, get_column, get_text, join_names
 from lightseq.data.token_directory import IntArray
 from lightseq.data.tokenizer import TargetMask, TextPart, Tokenizer, strip_after_end
@@ -98,7 +97,8 @@ def detect_row_format(row: Row, text_column: str, where: str, pairs: bool = Fals
     if not columns:
         raise ValueError(f"{where} has no columns; give it {text_column!r}, messages, or prompt and completion")
     if pairs:
-        return _preference_format(columns, text_column, where)
+        check_preferences(columns, text_column, where)
+        return RowFormat(PREFERENCE, _read_preference)
     if text_column != "text" and text_column not in columns:
         raise ValueError(f"{where} has no column {text_column!r}; it has: {join_names(columns)}")
     chats = [name for name in CHAT_COLUMNS if name in columns]
@@ -122,17 +122,6 @@ def detect_row_format(row: Row, text_column: str, where: str, pairs: bool = Fals
         "rename a question and its answer to prompt and completion; --text_column names a text of which every token "
         "is a target"
     )
-
-
-def _preference_format(columns: Sequence[str], text_column: str, where: str) -> RowFormat:
-    if missing := [name for name in PREFERENCE_COLUMNS if name not in columns]:
-        raise ValueError(
-            f"{where} has no column {missing[0]!r} for --objective dpo; it has: {join_names(columns)}; give rows with "
-            "chosen and rejected, or leave --objective out"
-        )
-    if text_column != "text":
-        raise ValueError(f"--text_column {text_column} is not read with --objective dpo; leave it out")
-    return RowFormat(PREFERENCE, _read_preference)
 
 
 def text_of_row(row: Row, column: str, where: str) -> str:
@@ -344,7 +333,9 @@ def _as_sample(rendered: RenderedChat, template: ChatTemplate) -> Sample:
 
 
 def _read_preference(row: Row, where: str, tokenizer: Tokenizer) -> list[Sample]:
-    return [Sample(answer=answer) for answer in read_answers(row, where, tokenizer)] or [Sample(skipped=NO_ANSWER)]
+    answers = read_answers(row, where, tokenizer)
+    found = [Sample(answer=x, remarks=frozenset() if x.ends else frozenset([UNENDED])) for x in answers]
+    return found or [Sample(skipped=NO_ANSWER)]
 
 
 # ---- tokenizing ------------------------------------------------------------------------------------------------------

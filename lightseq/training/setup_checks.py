@@ -26,7 +26,7 @@ from lightseq.data.batches import BatchStream
 from lightseq.data.examples import Examples, WindowExamples
 from lightseq.data.held_out import SelectedExamples
 from lightseq.data.packing import PackedExamples
-from lightseq.data.targets import CHAT, PAIR
+from lightseq.data.targets import CHAT, PAIR, PREFERENCE
 from lightseq.distributed.agreement import on_all_ranks
 from lightseq.distributed.world import World
 from lightseq.kernels.attention.base import KernelSpec, compute_capability
@@ -230,7 +230,7 @@ def require_chats(config: TrainConfig, opened: Sequence[Examples]) -> None:
     windows = [examples.windows if isinstance(examples, PackedExamples) else examples for examples in opened]
     windows = [examples.source if isinstance(examples, SelectedExamples) else examples for examples in windows]
     kinds = {x.source.meta.get("kind") for x in windows if isinstance(x, WindowExamples)}
-    if not kinds & {CHAT, PAIR}:
+    if not kinds & {CHAT, PAIR, PREFERENCE}:
         raise ValueError(
             "--chat_template applies to chats and to prompts with answers, which the data does not hold; leave it out"
         )
