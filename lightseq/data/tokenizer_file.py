@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from lightseq.utils.files import JSON_BYTES, open_regular, read_json
+from lightseq.utils.files import JSON_BYTES, open_regular, read_json, read_json_object
 from lightseq.utils.formatting import first_line
 
 GENERATION_CONFIG, CONFIG = "generation_config.json", "config.json"
@@ -52,12 +52,7 @@ def read_end_ids(name: str) -> tuple[int, ...]:
         path = _file_of(name, file)
         if path is None:
             continue
-        try:
-            settings = read_json(path)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{path} cannot be read ({first_line(error)}); correct it, or copy it again") from error
-        if not isinstance(settings, dict):
-            raise ValueError(f"{path} is not a JSON object; correct it, or copy it again")
+        settings = read_json_object(path, "correct it, or copy it again")
         inner = settings.get("text_config")
         given = settings.get("eos_token_id", inner.get("eos_token_id") if isinstance(inner, dict) else None)
         ids = given if isinstance(given, list) else [given]

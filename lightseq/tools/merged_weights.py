@@ -31,11 +31,12 @@ from lightseq.models.weights import (
     tensor_files,
     without_wrappers,
 )
-from lightseq.parts.adapters import CONFIG, base_directory, lora_scale, read_config, read_json_object, read_rope
-from lightseq.parts.adapters import WEIGHTS as ADAPTER_WEIGHTS
+from lightseq.parts.adapter_files import CONFIG, base_directory, lora_scale, read_config, read_rope
+from lightseq.parts.adapter_files import WEIGHTS as ADAPTER_WEIGHTS
 from lightseq.parts.chosen_experts import build_to_train
 from lightseq.tools.merged_experts import ExpertsChange, LinearChange, changes_of_experts, weights_by_adapter
 from lightseq.training.output_directory import create_output_dir
+from lightseq.utils.files import read_json_object
 from lightseq.utils.formatting import first_line
 
 PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"

@@ -40,12 +40,8 @@ from lightseq.models import weights
 from lightseq.models.decoder import has_towers, placeholder_ids, text_config
 from lightseq.models.presets import ModelFamily
 from lightseq.objectives.registry import objective_of
-from lightseq.parts.adapters import (
-    Lora,
-    check_start,
-    lora_from_config,
-    notes_on_targets,
-)
+from lightseq.parts.adapter_files import check_start
+from lightseq.parts.adapters import Lora, lora_from_config, notes_on_targets
 from lightseq.parts.fp8 import check_fp8
 from lightseq.plan.document_lengths import DocumentLengths, document_lengths_of
 from lightseq.training.optimization import check_lr_schedule
