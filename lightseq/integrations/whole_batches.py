@@ -24,7 +24,7 @@ from lightseq import hf
 from lightseq.architecture.inspection import configured_logit_transform
 from lightseq.attention.context import SequenceContext
 from lightseq.hf.agreement import BATCH_FACTS, COUNTED_TOKENS, add_to_checksum, announce_pass
-from lightseq.hf.images import IMAGE_INPUTS, TOKEN_TYPES
+from lightseq.hf.image_inputs import IMAGE_INPUTS, TOKEN_TYPES
 from lightseq.hf.loss_checks import has_fused_loss, loss_function_of
 from lightseq.hf.record import record_of
 from lightseq.hf.router_losses import share_router_loss
