@@ -42,23 +42,22 @@ def forward_arguments(model: PreTrainedModel) -> set[str]:
 
 def checked_images(model: PreTrainedModel, input_ids: Tensor, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns the images of a batch without token types. Raises ValueError if they cannot be split exactly."""
-    images = dict(given)
+    name, images = type(model).__name__, dict(given)
     if (reason := why_refused(model)) is not None:
-        raise ValueError(f"{type(model).__name__} {reason}; {REMEDY}")
+        raise ValueError(f"{name} {reason}; {REMEDY}")
     check_shapes(model, images)
     is_image = (input_ids == model.config.image_token_id).to(images[PIXELS].device)
     if sees_later_tokens_of_images(model) and not images.keys() & set(TOKEN_TYPES):
         raise ValueError(
-            f"{PIXELS} without token_type_ids, by which tokens of an image see each other in {type(model).__name__}; "
-            f"{ALL_INPUTS}"
+            f"{PIXELS} without token_type_ids, by which tokens of an image see each other in {name}; {ALL_INPUTS}"
         )
-    for name in TOKEN_TYPES:
-        types = images.pop(name, None)
+    for key in TOKEN_TYPES:
+        types = images.pop(key, None)
         if types is not None and (
             types.shape != is_image.shape or not bool((types.to(is_image.device) == is_image).all())
         ):
             raise ValueError(
-                f"{name} are not 1 for image tokens and 0 for others, such as those of videos; pass what the processor "
+                f"{key} are not 1 for image tokens and 0 for others, such as those of videos; pass what the processor "
                 "returns for text and images"
             )
     return images

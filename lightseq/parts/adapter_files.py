@@ -11,17 +11,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from lightseq.config.train_config import TrainConfig
 from lightseq.models.decoder import text_config
+from lightseq.models.hub import download
 from lightseq.models.tokenizer_files import PROCESSOR_FILES, copy_files, copy_tokenizer
-from lightseq.models.weights import (
-    FillParameter,
-    download,
-    fill,
-    global_shape,
-    open_safetensors,
-    open_tensors,
-    save_tensors,
-    without_nan,
-)
+from lightseq.models.weight_files import open_safetensors, open_tensors, save_tensors
+from lightseq.models.weights import FillParameter, fill, global_shape, without_nan
 from lightseq.parts.adapters import Lora, lora_parameters, peft_config
 from lightseq.utils.files import read_json_object
 

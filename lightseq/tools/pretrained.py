@@ -10,17 +10,10 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrai
 from lightseq.architecture.family import MODEL_CONFIGS, model_within
 from lightseq.models.build import build, model_class
 from lightseq.models.decoder import float32_parameters, has_towers, text_config, with_text_settings
-from lightseq.models.hub import hub_error
+from lightseq.models.hub import download, hub_error
 from lightseq.models.mxfp4 import is_mxfp4
-from lightseq.models.weights import (
-    GENERATION_CONFIG,
-    download,
-    load_or_refuse,
-    materialize,
-    open_safetensors,
-    refuse_nan,
-    tensor_files,
-)
+from lightseq.models.weight_files import open_safetensors, tensor_files
+from lightseq.models.weights import GENERATION_CONFIG, load_or_refuse, materialize, refuse_nan
 from lightseq.parts import adapter_files
 from lightseq.utils.files import read_json_object
 from lightseq.utils.formatting import first_line
