@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from lightseq.architecture.family import resolve
 from lightseq.cli import BOTH, main
-from lightseq.data.tokenizer import ByteTokenizer, load_tokenizer
+from lightseq.data.load_tokenizer import load_tokenizer
+from lightseq.data.tokenizer import ByteTokenizer
 from lightseq.models import hub
 
 TEXTS = ("def f(x):\n    return x\t# naïve 你好 😀", "\x00\x7f <|im_end|> ¡\u00ad¿", "")

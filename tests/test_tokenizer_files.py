@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub.utils import filter_repo_objects
 
-from lightseq.data.tokenizer import has_tokenizer
+from lightseq.data.load_tokenizer import has_tokenizer
 from lightseq.models import hub
 from lightseq.models.tokenizer_files import copy_tokenizer, remove_chat_templates
 

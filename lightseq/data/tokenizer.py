@@ -13,17 +13,11 @@ from typing import Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from lightseq.data.chat_template import ChatTemplate, find_names
+from lightseq.data.chat_template import ChatTemplate
 from lightseq.data.token_directory import IntArray
-from lightseq.data.tokenizer_file import read_end_ids, readable_tokenizer
-from lightseq.models.hub import hub_error
-from lightseq.models.tokenizer_files import VOCABULARY_FILES, named_files
-from lightseq.utils.files import read_text
-from lightseq.utils.formatting import first_line
 
 TextPart = tuple[str, bool]  # text, and whether it is a target
 TargetMask = NDArray[np.bool_]
-BYTE_TOKENIZER_BYTES: Final = 2**16  # most bytes of tokenizer.json of the tokenizer of bytes
 # Words, numbers, whitespace, code, and scripts that tokenizers split in different ways.
 SAMPLE_TEXTS: Final = (
     "Hello, world! It's 1,234,567.89 o'clock -- don't\t\n\n  def f(x):\n    return x**2  # naïve café "
@@ -328,85 +322,3 @@ def _target_mask(encoding: Any, parts: tuple[TextPart, ...]) -> TargetMask:
         start, end = end, end + len(text)
         found[np.searchsorted(ends, start, side="right") : np.searchsorted(starts, end)] |= target
     return found
-
-
-def read_chat_template(given: str) -> str:
-    """Returns the Jinja template of --chat_template: the text of a file, or the value itself if it is a template.
-
-    Raises ValueError if it is neither.
-    """
-    if "{{" in given or "{%" in given:
-        return given
-    try:
-        return read_text(Path(given).expanduser())
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else first_line(error)
-        raise ValueError(
-            f"--chat_template {given!r:.200} cannot be read ({reason}); give a file, or a Jinja template"
-        ) from error
-
-
-def has_tokenizer(name: str) -> bool:
-    """Returns whether a name is `byte`, or a directory or a hub id with the files of a tokenizer."""
-    if name == "byte":
-        return True
-    if Path(name).exists():
-        directory = Path(name)
-        common = any((directory / file).is_file() for file in VOCABULARY_FILES)
-        return common or any((directory / file).is_file() for file in named_files(directory))
-    return not hub_error(name, "tokenizer_config.json")
-
-
-def load_tokenizer(name: str, chat_template: str | None = None) -> Tokenizer:
-    """Loads `byte`, or a local directory or hub id with AutoTokenizer, without running its code.
-
-    `chat_template`, a file or a template, replaces the tokenizer's. Raises ValueError if either cannot be used.
-    """
-    template = None if chat_template is None else read_chat_template(chat_template)
-    if name == "byte":
-        if template is not None:
-            raise ValueError("--chat_template needs a tokenizer with tokens that end a turn, not byte; give another")
-        return ByteTokenizer()
-    if not Path(name).exists() and (reason := hub_error(name, "tokenizer_config.json")):
-        raise ValueError(
-            f"tokenizer {name} is not a local directory and cannot be fetched from the hub ({reason}); check the id "
-            "and the network, or give a directory, or byte"
-        )
-    if template is None and _is_byte_tokenizer(Path(name)):
-        return ByteTokenizer(name)
-    from transformers import AutoTokenizer  # takes seconds to import; `byte` does not need it
-
-    with readable_tokenizer(name):
-        backend: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    if template is not None:
-        _replace_chat_template(backend, template)
-    # Not len(backend), because ids may have gaps.
-    vocab_size = max(backend.get_vocab().values()) + 1
-    return PretrainedTokenizer(name, vocab_size, backend, template is not None, read_end_ids(name))
-
-
-def _is_byte_tokenizer(directory: Path) -> bool:
-    """Returns whether a directory holds what `ByteTokenizer.save_pretrained` writes."""
-    file = directory / "tokenizer.json"
-    if not file.is_file() or file.stat().st_size > BYTE_TOKENIZER_BYTES:
-        return False
-    try:
-        model = json.loads(read_text(file))["model"]
-        return model["vocab"] == BYTE_VOCABULARY and not model["merges"]
-    except (ValueError, LookupError, TypeError, OSError):
-        return False  # damaged files are refused by their own parser
-
-
-def _replace_chat_template(backend: Any, template: str) -> None:
-    """Sets the template of a tokenizer. Raises ValueError if Jinja cannot parse it."""
-    from jinja2 import TemplateSyntaxError
-
-    try:
-        find_names(template)
-    except TemplateSyntaxError as error:
-        raise ValueError(
-            f"--chat_template is not a Jinja template (line {error.lineno}: {first_line(error)}); correct it"
-        ) from error
-    except RecursionError as error:
-        raise ValueError("--chat_template nests too deeply for Jinja; simplify it") from error
-    backend.chat_template = template

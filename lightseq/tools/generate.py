@@ -141,7 +141,7 @@ def _how(args: argparse.Namespace, as_turn: bool) -> str:
 
 def _load_tokenizer(directory: Path, checkpoint: str) -> Any:
     """Loads the tokenizer of a model, or of an adapter's base model if the adapter has none."""
-    from lightseq.data.tokenizer import has_tokenizer, load_tokenizer
+    from lightseq.data.load_tokenizer import has_tokenizer, load_tokenizer
     from lightseq.parts.adapter_files import CONFIG
     from lightseq.tools.pretrained import find_base
 

@@ -30,10 +30,11 @@ from lightseq.data.batches import BatchStream, open_examples, require_target
 from lightseq.data.content import hash_content
 from lightseq.data.examples import Examples
 from lightseq.data.held_out import hold_out
+from lightseq.data.load_tokenizer import has_tokenizer, read_chat_template
 from lightseq.data.packing import PackedExamples, open_packed, open_windows_to_pack, pack
 from lightseq.data.sources import ReadOptions, holds_columns, holds_rows, split_columns
 from lightseq.data.token_directory import made_with
-from lightseq.data.tokenizer import ByteTokenizer, has_tokenizer, read_chat_template
+from lightseq.data.tokenizer import ByteTokenizer
 from lightseq.distributed.parallel_dims import ParallelDims, parallel_dims
 from lightseq.distributed.world import World, check_devices
 from lightseq.models import hub, weight_files
