@@ -148,7 +148,7 @@ FROZEN = """
 import os, signal, sys, time
 from lightseq.distributed import rank_launcher
 rank_launcher.GRACE_SECONDS = 0.2
-code = "import os, time; os.write(1, b'1\\n'); time.sleep(600)"  # a rank starts with Ctrl-C held back
+code = "import os, time; os.write(1, b'1\\\\n'); time.sleep(600)"  # a rank starts with Ctrl-C held back
 sys.exit(rank_launcher.Launch([sys.executable, "-c", code], 2).run())
 """
 
@@ -156,7 +156,7 @@ sys.exit(rank_launcher.Launch([sys.executable, "-c", code], 2).run())
 EARLY = """
 import sys
 from lightseq.distributed.rank_launcher import Launch
-code = "import os, time; os.write(1, b'1\\n'); time.sleep(0.5); from lightseq.distributed import rank_launcher as r; "
+code = "import os, time; os.write(1, b'1\\\\n'); time.sleep(0.5); from lightseq.distributed import rank_launcher as r; "
 code += "r.end_at_once_on_ctrl_c(); time.sleep(600)"
 sys.exit(Launch([sys.executable, "-c", code], 2).run())
 """
