@@ -1,4 +1,9 @@
-"""Tokenizers: raw bytes, or a Hugging Face tokenizer. Both also compute the mask of targets."""
+"""Tokenizers: raw bytes, or a Hugging Face tokenizer. Both also compute the mask of targets.
+
+`encode` adds a document's begin and end ids, `encode_part` does not. `encode_parts` encodes texts given in parts and
+also returns the masks of targets. A model stops at `stop_ids`. `vocabulary_fingerprint` identifies the ids of a text,
+`fingerprint` also the text of a chat.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,57 +32,6 @@ SAMPLE_TEXTS: Final = (
     "_under_ ▁ Ġ `` '' \u3000\u2003\x00\x7f\ufeff  ",
     "\n\n  tabs\t\tand    spaces   ", "가", "ΐ ά",
 )  # fmt: skip
-
-
-class Tokenizer(Protocol):
-    """Interface of a tokenizer. `encode` adds a document's begin and end ids, `encode_part` does not.
-
-    `encode_parts` encodes texts given in parts and also returns the masks of targets. `special_texts` are its special
-    tokens. A model stops at `stop_ids`. `vocabulary_fingerprint` identifies the ids of a text, `fingerprint` also the
-    text of a chat.
-    """
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def begin(self) -> tuple[int, ...]: ...
-
-    @property
-    def end(self) -> tuple[int, ...]: ...
-
-    @property
-    def stop_ids(self) -> tuple[int, ...]: ...
-
-    def as_transformers(self) -> Any: ...
-
-    @property
-    def chat_template(self) -> ChatTemplate | None: ...
-
-    @property
-    def fingerprint(self) -> str: ...
-
-    @property
-    def vocabulary_fingerprint(self) -> str: ...
-
-    @property
-    def special_ids(self) -> tuple[int, ...]: ...
-
-    @property
-    def special_texts(self) -> tuple[str, ...]: ...
-
-    def encode(self, text: str) -> IntArray: ...
-
-    def encode_part(self, text: str) -> IntArray: ...
-
-    def encode_batch(self, texts: list[str], whole: bool) -> list[IntArray]: ...
-
-    def encode_parts(self, texts: list[tuple[TextPart, ...]]) -> list[tuple[IntArray, TargetMask]]: ...
-
-    def decode(self, ids: Iterable[int]) -> str: ...
 
 
 def _byte_vocabulary() -> dict[str, int]:
@@ -293,6 +247,9 @@ class PretrainedTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         return str(self.backend.decode([int(i) for i in ids], skip_special_tokens=True))
+
+
+Tokenizer = ByteTokenizer | PretrainedTokenizer
 
 
 def strip_after_end(text: str, tokenizer: Tokenizer) -> str:
