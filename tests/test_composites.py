@@ -206,7 +206,7 @@ def test_a_composite_that_changes_the_logits_of_the_language_model_inside_is_ref
 def test_a_model_with_images_generates_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(tiny_models.SIZES, "vocab_size", 320)
     saved("qwen3_vl", tmp_path)
-    ByteTokenizer().save_pretrained(tmp_path / "published")
+    ByteTokenizer().as_transformers().save_pretrained(tmp_path / "published")
     words = [str(tmp_path / "published"), "--prompt", "def ", "--max_new_tokens", "3"]
     assert generate.continuations(generate.parser().parse_args(words))[0].startswith("def ")
 

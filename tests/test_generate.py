@@ -23,7 +23,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     LlamaForCausalLM(LlamaConfig(vocab_size=300, **sizes)).save_pretrained(path)
-    ByteTokenizer().save_pretrained(path)
+    ByteTokenizer().as_transformers().save_pretrained(path)
     return path
 
 

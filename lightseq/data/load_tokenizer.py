@@ -60,7 +60,7 @@ def load_tokenizer(name: str, chat_template: str | None = None) -> Tokenizer:
 
 
 def _is_byte_tokenizer(directory: Path) -> bool:
-    """Returns whether a directory holds what `ByteTokenizer.save_pretrained` writes."""
+    """Returns whether a directory holds the files of `ByteTokenizer.as_transformers()`."""
     file = directory / "tokenizer.json"
     if not file.is_file() or file.stat().st_size > BYTE_TOKENIZER_BYTES:
         return False

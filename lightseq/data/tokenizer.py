@@ -12,7 +12,6 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -65,13 +64,7 @@ class ByteTokenizer:
     def end(self) -> tuple[int, ...]:
         return (self.end_of_document,)
 
-    @property
-    def stop_ids(self) -> tuple[int, ...]:
-        return self.end
-
-    @property
-    def special_ids(self) -> tuple[int, ...]:
-        return (self.end_of_document,)
+    stop_ids = special_ids = end
 
     def encode(self, text: str) -> IntArray:
         return np.append(self.encode_part(text), np.uint16(self.end_of_document))
@@ -89,7 +82,7 @@ class ByteTokenizer:
         return bytes(int(i) for i in ids if i < 256).decode("utf-8", errors="replace")
 
     def as_transformers(self) -> Any:
-        """Returns the same tokenizer as one of transformers."""
+        """Returns the same tokenizer as one of transformers, whose files `AutoTokenizer` loads."""
         import tokenizers
         from transformers import PreTrainedTokenizerFast  # takes seconds to import
 
@@ -99,10 +92,6 @@ class ByteTokenizer:
         end = tokenizers.AddedToken(END_OF_DOCUMENT, special=True, normalized=False)
         made.add_special_tokens([end])
         return PreTrainedTokenizerFast(tokenizer_object=made, eos_token=END_OF_DOCUMENT)
-
-    def save_pretrained(self, directory: Path) -> None:
-        """Writes files from which `AutoTokenizer` loads the same tokenizer."""
-        self.as_transformers().save_pretrained(directory)
 
 
 def placeholder_tokenizer(vocab_size: int) -> Tokenizer:

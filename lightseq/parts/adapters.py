@@ -58,23 +58,19 @@ def lora_from_config(config: TrainConfig, model_config: PreTrainedConfig) -> Lor
     linears = sorted({last_part(name) for name in found.linears} - found.taken - found.refused)
     asked = config.lora_target_modules.replace(",", " ").split()
     targets = linears if asked == [ALL_LINEARS] else asked
+    flag = f"--lora_target_modules {config.lora_target_modules}"
+    remedy = f"choose from {', '.join(linears)}, or {ALL_LINEARS}"
     if not targets and not parameters:
-        raise ValueError(f"--lora_target_modules is empty; choose from {', '.join(linears)}, or {ALL_LINEARS}")
+        raise ValueError(f"--lora_target_modules is empty; {remedy}")
     if taken := [name for name in targets if name in found.taken]:
         raise ValueError(
-            f"--lora_target_modules {config.lora_target_modules}: peft puts adapters for {taken[0]} on this model's "
-            f"experts or router; leave it out, and give experts with --lora_target_parameters"
+            f"{flag}: peft puts adapters for {taken[0]} on this model's experts or router; leave it out, and give "
+            "experts with --lora_target_parameters"
         )
     if refused := [name for name in targets if name in found.refused]:
-        raise ValueError(
-            f"--lora_target_modules {config.lora_target_modules}: peft adds no adapter to {refused[0]} of "
-            f"{model_config.model_type}; choose from {', '.join(linears)}, or {ALL_LINEARS}"
-        )
+        raise ValueError(f"{flag}: peft adds no adapter to {refused[0]} of {model_config.model_type}; {remedy}")
     if unknown := [name for name in targets if name not in linears]:
-        raise ValueError(
-            f"--lora_target_modules {config.lora_target_modules}: {unknown[0]} is not a linear of the model's layers; "
-            f"choose from {', '.join(linears)}, or {ALL_LINEARS}"
-        )
+        raise ValueError(f"{flag}: {unknown[0]} is not a linear of the model's layers; {remedy}")
     layers = None
     if has_towers(model_config):
         model = build_to_train(model_config)

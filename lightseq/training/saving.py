@@ -138,7 +138,7 @@ class Saving:
         if not self._world.is_main:
             return
         if self._inputs.bytes_are_tokens:
-            ByteTokenizer().save_pretrained(directory)
+            ByteTokenizer().as_transformers().save_pretrained(directory)
         if self._inputs.chat_template is not None:
             remove_chat_templates(directory)
             (directory / CHAT_TEMPLATE).write_text(self._inputs.chat_template, encoding="utf-8")
