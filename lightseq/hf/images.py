@@ -231,10 +231,7 @@ def _chosen(images: Mapping[str, Tensor], chosen: Tensor) -> dict[str, Tensor]:
     if grid is None:
         return {name: value[chosen.to(value.device)] for name, value in images.items()}
     patches = images[PIXELS].split(grid.prod(-1).tolist())
-    return {
-        PIXELS: torch.cat([patches[i] for i in chosen.tolist()]),
-        "image_grid_thw": grid[chosen.to(grid.device)],
-    }
+    return {PIXELS: torch.cat([patches[i] for i in chosen.tolist()]), "image_grid_thw": grid[chosen.to(grid.device)]}
 
 
 def _rope_positions(
