@@ -28,7 +28,7 @@ from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import permutation
 from lightseq.memory.remat import apply_remat
 from lightseq.models import weights
-from lightseq.parts import adapters
+from lightseq.parts import adapter_files, adapters
 from lightseq.parts.chosen_experts import build_to_train
 from lightseq.tools.merged_weights import merge
 from lightseq.training import loop
@@ -126,7 +126,7 @@ def test_adapters_train_and_are_saved_and_merged_as_by_peft(folder: Path) -> Non
     assert abs(untrained(input_ids=ids, labels=ids).loss.item() - expected[-1]) > 0.01, "nothing was learnt"
     opened = peft.PeftModel.from_pretrained(untrained, checkpoint)
     assert opened(input_ids=ids, labels=ids).loss.item() == pytest.approx(expected[-1], abs=1e-5)
-    shutil.copyfile(checkpoint / adapters.WEIGHTS, folder / "model" / "stray.safetensors")  # of nobody's index
+    shutil.copyfile(checkpoint / adapter_files.WEIGHTS, folder / "model" / "stray.safetensors")  # of nobody's index
     assert lightseq(["merge", "--adapter", str(checkpoint), "--output_dir", str(folder / "merged")]) == 0
     (folder / "model" / "stray.safetensors").unlink()
     assert [file.name for file in (folder / "merged").glob("*.safetensors")] == ["model.safetensors"]
@@ -138,7 +138,7 @@ def test_adapters_train_and_are_saved_and_merged_as_by_peft(folder: Path) -> Non
 
 def test_a_resumed_run_of_adapters_equals_one_that_never_stopped(folder: Path) -> None:
     assert losses(folder, "parts") == losses(folder, "whole")
-    files = [load_file(folder / run / f"checkpoint-{STEPS}" / adapters.WEIGHTS) for run in ("parts", "whole")]
+    files = [load_file(folder / run / f"checkpoint-{STEPS}" / adapter_files.WEIGHTS) for run in ("parts", "whole")]
     assert all(torch.equal(files[0][name], files[1][name]) for name in files[1])
     state = dcp.FileSystemReader(folder / "whole" / f"checkpoint-{STEPS}" / "state").read_metadata()
     assert all(".lora_" in name for name in state.state_dict_metadata), "the model's own weights are not saved again"
@@ -217,9 +217,9 @@ def test_an_adapter_with_nan_is_refused(tmp_path: Path) -> None:
     for value in (0.5, torch.nan):
         whole = {name: parameter.detach() for name, parameter in adapters.lora_parameters(model)}
         next(iter(whole.values()))[0, 0] = value
-        adapters.save(whole.items(), tmp_path, lora, "base", None, None)
+        adapter_files.save(whole.items(), tmp_path, lora, "base", None, None)
         with pytest.raises(ValueError, match=r"lora_A\.weight holds NaN") if value != 0.5 else nullcontext():
-            adapters.load(model, tmp_path)
+            adapter_files.load(model, tmp_path)
 
 
 def test_every_linear_of_the_layers_gets_an_adapter_of_twice_the_scale_by_default() -> None:
@@ -273,28 +273,31 @@ def halve(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "line"),
     [
-        (lambda a, b: flip(a / adapters.WEIGHTS), "a is damaged: the SHA-256 of adapter_model.safetensors differs"),
-        (lambda a, b: halve(a / adapters.WEIGHTS), "a/adapter_model.safetensors cannot be read ("),
-        (lambda a, b: (a / adapters.WEIGHTS).unlink(), "a/adapter_model.safetensors cannot be read (No such file"),
-        (lambda a, b: save_file({}, a / adapters.WEIGHTS), "a/adapter_model.safetensors has no LoRA tensors"),
         (
-            lambda a, b: save_file({"x.lora_A.weight": torch.ones(2, 2)}, a / adapters.WEIGHTS),
+            lambda a, b: flip(a / adapter_files.WEIGHTS),
+            "a is damaged: the SHA-256 of adapter_model.safetensors differs",
+        ),
+        (lambda a, b: halve(a / adapter_files.WEIGHTS), "a/adapter_model.safetensors cannot be read ("),
+        (lambda a, b: (a / adapter_files.WEIGHTS).unlink(), "a/adapter_model.safetensors cannot be read (No such file"),
+        (lambda a, b: save_file({}, a / adapter_files.WEIGHTS), "a/adapter_model.safetensors has no LoRA tensors"),
+        (
+            lambda a, b: save_file({"x.lora_A.weight": torch.ones(2, 2)}, a / adapter_files.WEIGHTS),
             "a/adapter_model.safetensors: x.lora_B.weight is missing",
         ),
         (
             lambda a, b: save_file(
-                load_file(a / adapters.WEIGHTS) | {"a.lora_embedding_A": torch.ones(2)}, a / adapters.WEIGHTS
+                load_file(a / adapter_files.WEIGHTS) | {"a.lora_embedding_A": torch.ones(2)}, a / adapter_files.WEIGHTS
             ),
             "a/adapter_model.safetensors: a.lora_embedding_A does not belong to a linear layer",
         ),
-        (lambda a, b: halve(a / adapters.CONFIG), "a/adapter_config.json cannot be read ("),
-        (lambda a, b: (a / adapters.CONFIG).write_text("[]"), "a/adapter_config.json is not a JSON object"),
-        (lambda a, b: (a / adapters.CONFIG).write_text('{"lora_alpha": 8}'), "a/adapter_config.json: r is None"),
+        (lambda a, b: halve(a / adapter_files.CONFIG), "a/adapter_config.json cannot be read ("),
+        (lambda a, b: (a / adapter_files.CONFIG).write_text("[]"), "a/adapter_config.json is not a JSON object"),
+        (lambda a, b: (a / adapter_files.CONFIG).write_text('{"lora_alpha": 8}'), "a/adapter_config.json: r is None"),
         (
-            lambda a, b: (a / adapters.CONFIG).write_text('{"r": 4, "lora_alpha": 8, "peft_type": "LORA"}'),
+            lambda a, b: (a / adapter_files.CONFIG).write_text('{"r": 4, "lora_alpha": 8, "peft_type": "LORA"}'),
             "a/adapter_config.json does not name its base model; give --model_name_or_path",
         ),
-        (lambda a, b: (a / adapters.ROPE_FILE).write_text("{"), "a/adapter_rope.json cannot be read ("),
+        (lambda a, b: (a / adapter_files.ROPE_FILE).write_text("{"), "a/adapter_rope.json cannot be read ("),
         (lambda a, b: halve(b / "model-00002-of-00003.safetensors"), "model-00002-of-00003.safetensors cannot be read"),
         (lambda a, b: narrow(b / "model-00003-of-00003.safetensors"), "but the adapter's is ["),
         (lambda a, b: halve(b / "config.json"), "b/config.json cannot be read ("),
@@ -307,8 +310,8 @@ def test_damaged_files_are_named_and_no_partial_model_is_left(
     shutil.copytree(folder / "far" / "checkpoint-1", adapter)
     AutoModelForCausalLM.from_pretrained(folder / "model").save_pretrained(base, max_shard_size="30KB")
     assert len(list(base.glob("*.safetensors"))) == 3
-    config = json.loads((adapter / adapters.CONFIG).read_text())
-    (adapter / adapters.CONFIG).write_text(json.dumps(config | {"base_model_name_or_path": str(base)}))
+    config = json.loads((adapter / adapter_files.CONFIG).read_text())
+    (adapter / adapter_files.CONFIG).write_text(json.dumps(config | {"base_model_name_or_path": str(base)}))
     damage(adapter, base)
     capsys.readouterr()
     assert lightseq(["merge", "--adapter", str(adapter), "--output_dir", str(tmp_path / "merged")]) == 2

@@ -37,7 +37,7 @@ from lightseq.data.sources import ReadOptions
 from lightseq.distributed.world import World
 from lightseq.memory import staging
 from lightseq.memory.pinned import CannotPin
-from lightseq.models import weights
+from lightseq.models import weight_files
 from lightseq.training import journal, saving, trainer
 from lightseq.training.optimization import LocalAdamW, LossScaler
 
@@ -387,7 +387,7 @@ def test_copies_are_queued_before_a_step_is_recorded_and_written_after(files: Pa
 
 def with_a_failing_disk(rank: int, failing: str, runs: list[str]) -> list[Ended]:
     """Rank 1 cannot read back what it wrote, or safetensors, which has an error of its own, cannot write on rank 0."""
-    describe, save_file = manifest.describe, weights.save_file
+    describe, save_file = manifest.describe, weight_files.save_file
 
     def read(path: Path) -> File:
         if rank == 1 and "checkpoint-2" in str(path):
@@ -402,7 +402,7 @@ def with_a_failing_disk(rank: int, failing: str, runs: list[str]) -> list[Ended]
     if failing == "read":
         manifest.describe = read
     else:
-        weights.save_file = write
+        weight_files.save_file = write
     return programs(rank, "llama3", runs)
 
 

@@ -20,7 +20,7 @@ from benchmarks import tiny_models
 from benchmarks.architectures import compare_training
 from benchmarks.tiny_models import plain_model, tiny_config
 from lightseq.data.tokenizer import ByteTokenizer
-from lightseq.models import weights
+from lightseq.models import weight_files, weights
 from lightseq.models.published_layout import layout_of_files
 from lightseq.parts import adapters
 from lightseq.parts.chosen_experts import build_to_train
@@ -40,7 +40,7 @@ def saved(model_type: str, folder: Path) -> PreTrainedModel:
     model: PreTrainedModel = type(new).from_pretrained(folder / "new").eval()
     model.save_pretrained(folder / "published")
     if model_type == "gemma3":  # the published names, which transformers writes only if it has read them
-        file = folder / "published" / weights.WEIGHTS
+        file = folder / "published" / weight_files.WEIGHTS
         renamed = {
             name.replace("vision_tower.", "vision_tower.vision_model."): x for name, x in load_file(file).items()
         }
@@ -91,7 +91,7 @@ def expert_files(folder: Path, transposed: bool) -> Any:
     new.save_pretrained(folder / "new")
     model = type(new).from_pretrained(folder / "new").eval()
     model.save_pretrained(folder / "published")
-    file = folder / "published" / weights.WEIGHTS
+    file = folder / "published" / weight_files.WEIGHTS
     tensors = {name: x.mT if transposed and ".experts." in name else x for name, x in load_file(file).items()}
     assert tensors["model.language_model.layers.1.mlp.experts.gate_up_proj"].shape[1] == (32 if transposed else 48)
     save_file({name: x.contiguous() for name, x in tensors.items()}, file, metadata={"format": "pt"})
@@ -104,7 +104,7 @@ def test_experts_keep_the_orientation_of_the_files(transposed: bool, tmp_path: P
     model = loaded(tmp_path / "published")
     assert torch.equal(logits(model), logits(want))
     weights.save_pretrained(model, tmp_path / "out", torch.float32, trained_from=tmp_path / "published")
-    before, after = (load_file(tmp_path / name / weights.WEIGHTS) for name in ("published", "out"))
+    before, after = (load_file(tmp_path / name / weight_files.WEIGHTS) for name in ("published", "out"))
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
 
@@ -138,20 +138,20 @@ def test_experts_of_parameters_without_a_shape_are_loaded_and_saved(
     weights.save_pretrained(
         model, tmp_path / "out", torch.float32, tensors=whole.items(), trained_from=tmp_path / "published"
     )
-    before, after = (load_file(tmp_path / name / weights.WEIGHTS) for name in ("published", "out"))
+    before, after = (load_file(tmp_path / name / weight_files.WEIGHTS) for name in ("published", "out"))
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
 
 @pytest.mark.parametrize("model_type", ["llava", "gemma3"])
 def test_positions_of_an_encoder_in_older_files_are_kept(model_type: str, tmp_path: Path, alone: None) -> None:
     want = saved(model_type, tmp_path)
-    file = tmp_path / "published" / weights.WEIGHTS
+    file = tmp_path / "published" / weight_files.WEIGHTS
     positions = {"vision_tower.vision_model.embeddings.position_ids": torch.arange(4)[None]}
     save_file(load_file(file) | positions, file, metadata={"format": "pt"})
     model = loaded(tmp_path / "published")
     assert torch.equal(logits(model), logits(want))
     weights.save_pretrained(model, tmp_path / "out", torch.float32, trained_from=tmp_path / "published")
-    before, after = (load_file(tmp_path / name / weights.WEIGHTS) for name in ("published", "out"))
+    before, after = (load_file(tmp_path / name / weight_files.WEIGHTS) for name in ("published", "out"))
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
 
@@ -181,7 +181,7 @@ def test_tables_that_text_passes_on_its_way_to_the_decoder_are_kept_as_they_are(
     assert not [name for name, _ in model.named_parameters() if "tower" in name]
     assert torch.equal(logits(model), logits(want))
     weights.save_pretrained(model, tmp_path / "out", torch.float32, trained_from=tmp_path / "published")
-    before, after = (load_file(tmp_path / name / weights.WEIGHTS) for name in ("published", "out"))
+    before, after = (load_file(tmp_path / name / weight_files.WEIGHTS) for name in ("published", "out"))
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
 
@@ -206,7 +206,7 @@ def test_a_composite_that_changes_the_logits_of_the_language_model_inside_is_ref
 def test_a_model_with_images_generates_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(tiny_models.SIZES, "vocab_size", 320)
     saved("qwen3_vl", tmp_path)
-    ByteTokenizer().save_pretrained(tmp_path / "published")
+    ByteTokenizer().as_transformers().save_pretrained(tmp_path / "published")
     words = [str(tmp_path / "published"), "--prompt", "def ", "--max_new_tokens", "3"]
     assert generate.continuations(generate.parser().parse_args(words))[0].startswith("def ")
 
@@ -236,9 +236,9 @@ def test_a_checkpoint_trains_resumes_and_merges_with_its_towers_unchanged(
     run("train", *flags, "--output_dir", str(tmp_path / "again"), *resumed)
     run("train", *flags, "--output_dir", str(tmp_path / "lora"), "--lora_rank", "2")
     run("merge", "--adapter", str(tmp_path / "lora" / "checkpoint-4"), "--output_dir", str(tmp_path / "merged"))
-    before = load_file(model / weights.WEIGHTS)
-    whole, again = (load_file(tmp_path / name / "checkpoint-4" / weights.WEIGHTS) for name in ("out", "again"))
-    merged = load_file(tmp_path / "merged" / weights.WEIGHTS)
+    before = load_file(model / weight_files.WEIGHTS)
+    whole, again = (load_file(tmp_path / name / "checkpoint-4" / weight_files.WEIGHTS) for name in ("out", "again"))
+    merged = load_file(tmp_path / "merged" / weight_files.WEIGHTS)
     for name, tensor in before.items():
         trains, is_linear = name.startswith("language_model"), name.endswith("_proj.weight")
         assert torch.equal(whole[name], again[name]), name

@@ -22,7 +22,7 @@ from lightseq.config.train_config import TrainConfig
 from lightseq.distributed import host_memory
 from lightseq.distributed.host_memory import MemoryBytes
 from lightseq.memory import offload
-from lightseq.models import weights
+from lightseq.models import weight_files, weights
 from lightseq.models.random_weights import initialize
 from lightseq.models.weights import materialize
 from lightseq.parts.chosen_experts import build_to_train
@@ -108,7 +108,7 @@ def with_a_full_disk(rank: int, line: str) -> Ended:
     def full(*args: Any, **kwargs: Any) -> None:
         raise SafetensorError("I/O error: No space left on device (os error 28)")
 
-    weights.save_file, weights.SHARD_BYTES = full, 1  # at the first of many tensors
+    weight_files.save_file, weights.SHARD_BYTES = full, 1  # at the first of many tensors
     return program(rank, "llama3", line)
 
 

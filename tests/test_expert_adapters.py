@@ -68,7 +68,7 @@ def adapted(model: Any) -> Any:
     """Returns peft's model around transformers' own with the same weights, with adapters that change it."""
     own = type(model)(copy.deepcopy(model.config))
     own.load_state_dict(model.state_dict())
-    found = peft.get_peft_model(own, adapters._peft_config(lora_of(model.config)))
+    found = peft.get_peft_model(own, adapters.peft_config(lora_of(model.config)))
     with torch.no_grad():
         for name, parameter in found.named_parameters():
             if "lora_B" in name:

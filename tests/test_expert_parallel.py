@@ -20,7 +20,7 @@ from lightseq.cli import BOTH
 from lightseq.distributed.parallel_dims import parallel_dims, whole_tensor
 from lightseq.distributed.world import World
 from lightseq.memory import offload
-from lightseq.models.weights import WEIGHTS
+from lightseq.models.weight_files import WEIGHTS
 from lightseq.parts.changes import Changes
 from lightseq.parts.expert_parallel import EXPERT, EXPERT_DATA, expert_group, shard_experts
 from lightseq.parts.experts import experts_modules

@@ -21,7 +21,7 @@ from benchmarks import architectures
 from benchmarks.architectures import compare_loop, compare_training
 from benchmarks.tiny_models import ids, plain_model, tiny_config
 from lightseq.cli import BOTH
-from lightseq.models import weights
+from lightseq.models import weight_files
 from lightseq.models.build import model_class
 from lightseq.models.decoder import with_head
 from lightseq.training.train import train
@@ -146,7 +146,7 @@ def _problem(out: Path, first: Path, again: Path, adapters: Path, loss: float) -
     if steps_of(again)[-1]["loss"] != steps[-1]["loss"]:
         return f"loss after a resume {steps_of(again)[-1]['loss']}, without {steps[-1]['loss']}"
     published, trained, resumed = (
-        load_file(folder / weights.WEIGHTS)
+        load_file(folder / weight_files.WEIGHTS)
         for folder in (out / "published", first / "checkpoint-3", again / "checkpoint-3")
     )
     if published.keys() != trained.keys():

@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from lightseq.architecture.family import resolve
 from lightseq.cli import BOTH, main
-from lightseq.data.tokenizer import ByteTokenizer, load_tokenizer
+from lightseq.data.load_tokenizer import load_tokenizer
+from lightseq.data.tokenizer import ByteTokenizer
 from lightseq.models import hub
 
 TEXTS = ("def f(x):\n    return x\t# naïve 你好 😀", "\x00\x7f <|im_end|> ¡\u00ad¿", "")
@@ -22,7 +23,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     LlamaForCausalLM(LlamaConfig(vocab_size=300, **sizes)).save_pretrained(path)
-    ByteTokenizer().save_pretrained(path)
+    ByteTokenizer().as_transformers().save_pretrained(path)
     return path
 
 

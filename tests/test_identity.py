@@ -31,7 +31,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecode
 from worlds import spawn
 
 from lightseq import hf
-from lightseq.integrations import whole_batches
+from lightseq.integrations import pass_head
 from lightseq.integrations.whole_batches import WholeBatches
 from lightseq.memory.remat import checkpoint_groups
 from lightseq.parts import loss, mlp
@@ -228,7 +228,7 @@ def whole_losses(rank: int, names: list[str]) -> None:
     for name in names:
         model, want = built(*HEADS[name]), built(*HEADS[name])
         WholeBatches(model, hf.enable(model))
-        with counted(whole_batches, "cross_entropy_sum") as chunked:
+        with counted(pass_head, "cross_entropy_sum") as chunked:
             loss = model(input_ids=IDS, labels=IDS).loss
         plain = want(input_ids=IDS, labels=IDS).loss
         assert relative(loss, plain) < 1e-6, name
@@ -304,7 +304,7 @@ def wrapped_by_libraries(rank: int) -> None:
         context = hf.enable(model)
         whole = WholeBatches(model, context)
         wrapped = wrap(model)
-        with counted(whole_batches, "cross_entropy_sum") as chunked:
+        with counted(pass_head, "cross_entropy_sum") as chunked:
             wrapped(input_ids=IDS, labels=IDS).loss.backward()
         whole.remove()
         with counted(loss, "token_log_probs") as in_head:

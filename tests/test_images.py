@@ -25,7 +25,7 @@ from worlds import spawn
 
 from benchmarks.tiny_models import plain_model, tiny_config
 from lightseq import hf
-from lightseq.hf.images import IMAGE_INPUTS, why_refused
+from lightseq.hf.image_inputs import IMAGE_INPUTS, why_refused
 from lightseq.integrations import SequenceParallel, SequenceParallelSFTTrainer, SequenceParallelTrainer
 from lightseq.integrations.whole_batches import WholeBatches
 from lightseq.models.decoder import text_decoder

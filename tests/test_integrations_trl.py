@@ -30,25 +30,11 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast, Trainer
-from trl import (
-    DPOConfig,
-    DPOTrainer,
-    GRPOConfig,
-    GRPOTrainer,
-    KTOConfig,
-    KTOTrainer,
-    SFTConfig,
-    SFTTrainer,
-)
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
-from lightseq.integrations import (
-    SequenceParallel,
-    SequenceParallelDPOTrainer,
-    SequenceParallelSFTTrainer,
-    whole_batches,
-)
+from lightseq.integrations import SequenceParallel, SequenceParallelDPOTrainer, SequenceParallelSFTTrainer, pass_head
 
 WORLDS = [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
 SFT_CASES: Mapping[str, dict[str, Any]] = {
@@ -256,13 +242,13 @@ class WholeRewardsEntropy(RewardsEntropy, SFTTrainer): ...
 def heads_of_steps(rank: int, kinds: list[Any]) -> tuple[list[bool], float]:
     """Trains trainers for a step each. Returns whether our head computed gradients in its forward pass, wherever it
     ran, and the last trainer's gradient norm."""
-    flags, plain = list[bool](), whole_batches.token_metrics
+    flags, plain = list[bool](), pass_head.token_metrics
 
     def spied(*arguments: Any, **options: Any) -> Any:
         flags.append(options["equal_factors"])
         return plain(*arguments, **options)
 
-    whole_batches.token_metrics = spied  # type: ignore[assignment]
+    pass_head.token_metrics = spied  # type: ignore[assignment]
     rows = Dataset.from_list([{"input_ids": ids} for ids in documents()])
     for kind in kinds:
         with tempfile.TemporaryDirectory() as folder:

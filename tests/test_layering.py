@@ -43,7 +43,8 @@ LATE_IMPORTS = {"lightseq.hf.__init__": {"lightseq.plan.make_plan"}}  # hf.plan_
 # The only places that may look at the environment.
 READ_ENVIRONMENT = (
     *("lightseq.distributed.environment", "lightseq.distributed.start", "lightseq.distributed.start_over"),
-    *("lightseq.distributed.world", "lightseq.distributed.rank_launcher", "launch"),
+    *("lightseq.distributed.world", "lightseq.distributed.rank_launcher", "lightseq.distributed.job_launchers"),
+    "launch",
 )
 
 

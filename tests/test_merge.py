@@ -9,19 +9,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from lightseq.checkpoint.resume import check_model
 from lightseq.cli import main as lightseq
 from lightseq.config.train_config import TrainConfig
-from lightseq.parts.adapters import CONFIG, Lora, read_config
+from lightseq.parts.adapter_files import CONFIG, read_config
+from lightseq.parts.adapters import Lora
 
 peft = pytest.importorskip("peft")
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, GptOssConfig
 from worlds import spawn
 
 from lightseq.architecture.family import resolve
-from lightseq.models import weights
+from lightseq.models import weight_files, weights
 from lightseq.models.build import build
 from lightseq.models.presets import LLAMA3
 from lightseq.parts.chosen_experts import build_to_train
@@ -78,10 +78,10 @@ def test_every_value_is_read_exactly_and_only_a_ranks_experts_are(published: Pat
     plain = load_file(published / "plain" / "model.safetensors")
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, plain[name].float()), name
-    files = weights.tensor_files(published / "packed", "")
+    files = weight_files.tensor_files(published / "packed", "")
     assert files.keys() == plain.keys()
     name = "model.layers.1.mlp.experts.gate_up_proj"
-    with weights.open_tensors(files) as stored:
+    with weight_files.open_tensors(files) as stored:
         part = stored(name)[1:3, 5:9, 2:7]
     assert part.dtype == torch.bfloat16 and torch.equal(part, plain[name][1:3, 5:9, 2:7])
 

@@ -14,7 +14,7 @@ from lightseq.config.command_line import parse
 from lightseq.data.packing import PackedExamples, open_packed
 from lightseq.data.sources import ReadOptions
 from lightseq.distributed.world import World
-from lightseq.hf.images import check_text_only
+from lightseq.hf.image_inputs import check_text_only
 from lightseq.integrations.whole_batches import WholeBatches
 from lightseq.models.decoder import placeholder_ids
 from lightseq.models.presets import LLAMA3

@@ -21,7 +21,7 @@ from benchmarks.command_line import NEEDED
 from benchmarks.tiny_models import plain_model, tiny_config
 from lightseq.architecture.inspection import inspect_architecture
 from lightseq.config.command_line import parse
-from lightseq.models import weights
+from lightseq.models import weight_files, weights
 from lightseq.training.setup_checks import check_layers
 
 FOLDER = Path(__file__).parent / "published_names"
@@ -46,7 +46,7 @@ def published(family: dict[str, Any], folder: Path) -> Any:
     new.save_pretrained(folder / "new")
     kind = type(new)  # a model that was loaded is saved with the names that it was loaded with
     kind.from_pretrained(folder / "new").save_pretrained(folder / "published")
-    file = folder / "published" / weights.WEIGHTS
+    file = folder / "published" / weight_files.WEIGHTS
     tensors = {name: torch.full((3,), float(len(name))) for name in family.get("left_out", [])}
     for name, tensor in load_file(file).items():
         prefix = next((prefix for prefix in family.get("renamed", {}) if name.startswith(prefix)), "")
@@ -76,7 +76,7 @@ def test_a_published_checkpoint_keeps_its_names(name: str, tmp_path: Path, alone
     family = json.loads((FOLDER / f"{name}.json").read_text())
     plain = published(family, tmp_path)
     source, target = tmp_path / "published", tmp_path / "saved"
-    before = load_file(source / weights.WEIGHTS)
+    before = load_file(source / weight_files.WEIGHTS)
     left_out = family.get("left_out", [])
     assert {re.sub(r"(?<=\.)\d+(?=\.)", "{}", x) for x in before if x not in left_out} == set(family["names"])
 
@@ -89,7 +89,7 @@ def test_a_published_checkpoint_keeps_its_names(name: str, tmp_path: Path, alone
         assert not torch.equal(logits(model), logits(plain))
     weights.save_pretrained(model, target, torch.float32, trained_from=source)
 
-    after = load_file(target / weights.WEIGHTS)
+    after = load_file(target / weight_files.WEIGHTS)
     assert before.keys() == after.keys()
     same = {x for x in before if torch.equal(before[x], after[x])}
     towers = {x for x in before if re.search(r"vision|visual|multi_modal", x)}

@@ -14,7 +14,8 @@ import pytest
 
 from lightseq.cli import main
 from lightseq.distributed import rank_launcher
-from lightseq.distributed.rank_launcher import Launch, adopt_launcher, parse_launcher_flags, start_ranks
+from lightseq.distributed.job_launchers import adopt_launcher
+from lightseq.distributed.rank_launcher import Launch, parse_launcher_flags, start_ranks
 
 # Variables of any launcher, which a test run may have been started with.
 PREFIXES = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "MPI_", "RAY_")

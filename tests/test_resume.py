@@ -11,17 +11,11 @@ from transformers import Gemma2Config, NemotronConfig, PreTrainedConfig
 
 from lightseq.architecture.family import apply_rope, preset_config
 from lightseq.checkpoint.checkpoints import TRAINER_STATE
-from lightseq.checkpoint.resume import (
-    changed_length_note,
-    changed_ranks_note,
-    check_engine,
-    check_flags,
-    check_model,
-)
+from lightseq.checkpoint.resume import changed_length_note, changed_ranks_note, check_engine, check_flags, check_model
 from lightseq.cli import BOTH
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.world import World
-from lightseq.parts import adapters
+from lightseq.parts import adapter_files
 from lightseq.parts.adapters import Lora
 
 CONFIG = TrainConfig(model_name_or_path="base", data_path="d", output_dir="o")
@@ -84,7 +78,7 @@ def test_an_adapter_resumes_with_its_scale_and_base_model(tmp_path: Path) -> Non
     yarn = {"rope_scaling": {"rope_type": "yarn", "factor": 16}}
     scaled = TrainConfig(model_name_or_path="base", data_path="d", output_dir="o", **yarn)
     changed = model(yarn["rope_scaling"])
-    adapters.save([], tmp_path, lora, "base", None, adapters.changed_rope(scaled, changed))
+    adapter_files.save([], tmp_path, lora, "base", None, adapter_files.changed_rope(scaled, changed))
     assert check_model(tmp_path, scaled, changed, lora) == ()
     with pytest.raises(ValueError, match=r"was trained with lora_alpha 8\.0, but this run has 99\.0; "):
         check_model(tmp_path, scaled, changed, other)
@@ -96,11 +90,11 @@ def test_an_adapter_resumes_with_its_scale_and_base_model(tmp_path: Path) -> Non
         check_model(tmp_path, scaled, changed, Lora(4, 8.0, ("q_proj", "k_proj")))
     with pytest.raises(ValueError, match=r"was trained with rope_parameters .*, but this run has the base model's; "):
         check_model(tmp_path, CONFIG, model(), lora)
-    saved = json.loads((tmp_path / adapters.CONFIG).read_text())
-    (tmp_path / adapters.CONFIG).write_text(json.dumps(saved | {"use_rslora": True}))
+    saved = json.loads((tmp_path / adapter_files.CONFIG).read_text())
+    (tmp_path / adapter_files.CONFIG).write_text(json.dumps(saved | {"use_rslora": True}))
     with pytest.raises(ValueError, match=r"was trained with use_rslora True, but this run has False; "):
         check_model(tmp_path, scaled, changed, lora)
-    (tmp_path / adapters.CONFIG).write_text(json.dumps(saved | {"base_model_name_or_path": "another"}))
+    (tmp_path / adapter_files.CONFIG).write_text(json.dumps(saved | {"base_model_name_or_path": "another"}))
     (note,) = check_model(tmp_path, scaled, changed, lora)
     assert note.startswith("warning: ") and "was trained on another and continues on base" in note
 
@@ -133,7 +127,7 @@ def test_flags_that_change_how_a_model_learns_are_named_and_another_optimizer_is
 
 def test_a_new_run_starts_from_an_adapter_by_the_flag_for_adapters(tmp_path: Path) -> None:
     (tmp_path / TRAINER_STATE).write_text(json.dumps({"step": 3, "config": {"optim": "sgd"}}))
-    for file, flag in (("config.json", "model_name_or_path"), (adapters.CONFIG, "lora_adapter")):
+    for file, flag in (("config.json", "model_name_or_path"), (adapter_files.CONFIG, "lora_adapter")):
         (tmp_path / file).write_text("{}")
         with pytest.raises(ValueError, match=f"start over from its weights with --{flag} {tmp_path}$"):
             check_flags(tmp_path, CONFIG)

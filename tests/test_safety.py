@@ -22,7 +22,7 @@ from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.environment import cache_compiled_kernels
 from lightseq.models import weights
 from lightseq.models.presets import ModelFamily
-from lightseq.models.weights import INDEX, WEIGHTS
+from lightseq.models.weight_files import INDEX, WEIGHTS
 from lightseq.training.metrics import RUN, write_run
 from lightseq.utils.masking import is_secret_name, mask_secrets
 

@@ -15,7 +15,7 @@ from worlds import spawn
 
 from lightseq.checkpoint.checkpoints import read_trainer_state
 from lightseq.config.command_line import parse
-from lightseq.data.tokenizer import load_tokenizer
+from lightseq.data.load_tokenizer import load_tokenizer
 from lightseq.tools import generate
 from lightseq.training.metrics import read_records
 from lightseq.training.sample_prompts import read_sample_prompts

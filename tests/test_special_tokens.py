@@ -15,7 +15,8 @@ from transformers import PreTrainedTokenizerFast
 
 from data_gen.__main__ import main as data_gen
 from lightseq.data.examples import open_windows
-from lightseq.data.tokenizer import PretrainedTokenizer, load_tokenizer
+from lightseq.data.load_tokenizer import load_tokenizer
+from lightseq.data.tokenizer import PretrainedTokenizer
 
 pytestmark = pytest.mark.usefixtures("rendered_here")
 BOS, EOS = 2, 1

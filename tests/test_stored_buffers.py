@@ -24,7 +24,7 @@ from lightseq.memory.recomputation import MemorySettings
 from lightseq.models import weights
 from lightseq.models.decoder import decoder_layers
 from lightseq.parallelize import units
-from lightseq.parts import adapters
+from lightseq.parts import adapter_files
 from lightseq.parts.chosen_experts import build_to_train
 from lightseq.training.metrics import read_records
 
@@ -184,7 +184,7 @@ def test_adapters_keep_buffers_in_their_state_only(files: Path) -> None:
     checkpoint = files / "lora" / "checkpoint-2"
     state = dict(state_files.read_full_tensors(checkpoint / STATE, state_files.BUFFER))
     assert state.keys() == weights.stored_buffers(AutoModelForCausalLM.from_pretrained(files / "model")).keys()
-    assert all(".lora_" in name for name in load_file(checkpoint / adapters.WEIGHTS))
+    assert all(".lora_" in name for name in load_file(checkpoint / adapter_files.WEIGHTS))
     assert [int(state[f"model.layers.{i}.passes"]) for i in range(3)] == [7, 8, 9]
 
 

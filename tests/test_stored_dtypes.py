@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
 from benchmarks.tiny_models import plain_model, tiny_config
-from lightseq.models import random_weights, weights
+from lightseq.models import random_weights, weight_files, weights
 from lightseq.parts.chosen_experts import build_to_train
 
 CPU = torch.device("cpu")
@@ -34,14 +34,14 @@ def published(config: PreTrainedConfig, folder: Path, float32: bool = False) -> 
         if buffer.is_floating_point():
             buffer.copy_(6.94 + 0.12 * torch.rand(buffer.shape))
     model.save_pretrained(folder)
-    tensors = load_file(folder / weights.WEIGHTS)
+    tensors = load_file(folder / weight_files.WEIGHTS)
     kept = next((name for name in tensors if ".experts.1." in name), max(tensors))
     if not float32:
         tensors = {
             name: x.bfloat16() if x.squeeze().ndim > 1 and x.is_floating_point() and name != kept else x
             for name, x in tensors.items()
         }
-        save_file(tensors, folder / weights.WEIGHTS, metadata={"format": "pt"})
+        save_file(tensors, folder / weight_files.WEIGHTS, metadata={"format": "pt"})
     return tensors
 
 
@@ -55,7 +55,7 @@ def trained(folder: Path, change: float = 0.0) -> dict[str, Tensor]:
             if parameter.requires_grad:
                 parameter *= 1 + change
     weights.save_pretrained(model, folder / "out", torch.bfloat16, trained_from=folder / "base")
-    return load_file(folder / "out" / weights.WEIGHTS)
+    return load_file(folder / "out" / weight_files.WEIGHTS)
 
 
 @pytest.mark.parametrize("family", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
@@ -85,12 +85,12 @@ def test_training_in_float32_narrows_no_weight(tmp_path: Path, alone: None) -> N
     weights.materialize(model, CPU)
     weights.load(model, tmp_path / "base")
     weights.save_pretrained(model, tmp_path / "out", torch.float32, trained_from=tmp_path / "base")
-    assert {x.dtype for x in load_file(tmp_path / "out" / weights.WEIGHTS).values()} == {torch.float32}
+    assert {x.dtype for x in load_file(tmp_path / "out" / weight_files.WEIGHTS).values()} == {torch.float32}
 
 
 def test_a_changed_bias_of_a_router_keeps_its_small_steps(tmp_path: Path, alone: None) -> None:
     published(tiny_config("deepseek_v3"), tmp_path / "base")
-    path = tmp_path / "base" / weights.WEIGHTS
+    path = tmp_path / "base" / weight_files.WEIGHTS
     save_file({name: x.bfloat16() for name, x in load_file(path).items()}, path, metadata={"format": "pt"})
     model = build_to_train(AutoConfig.from_pretrained(tmp_path / "base"))
     weights.materialize(model, CPU, dtype=torch.bfloat16)
@@ -98,7 +98,7 @@ def test_a_changed_bias_of_a_router_keeps_its_small_steps(tmp_path: Path, alone:
     name, bias = next((name, x) for name, x in weights.stored_buffers(model).items() if "e_score" in name)
     bias += 0.001
     weights.save_pretrained(model, tmp_path / "out", torch.bfloat16, trained_from=tmp_path / "base")
-    assert torch.equal(load_file(tmp_path / "out" / weights.WEIGHTS)[name], bias)
+    assert torch.equal(load_file(tmp_path / "out" / weight_files.WEIGHTS)[name], bias)
 
 
 def test_random_weights_are_stored_as_the_class_says(tmp_path: Path, alone: None) -> None:
@@ -108,7 +108,7 @@ def test_random_weights_are_stored_as_the_class_says(tmp_path: Path, alone: None
         weights.materialize(model, CPU, dtype=torch.bfloat16)
         random_weights.initialize(model, seed=0)
         weights.save_pretrained(model, tmp_path / family, torch.bfloat16)
-        found = load_file(tmp_path / family / weights.WEIGHTS)
+        found = load_file(tmp_path / family / weight_files.WEIGHTS)
         assert {x.dtype for name, x in found.items() if wide in name} == {torch.float32}
         assert {x.dtype for name, x in found.items() if "proj" in name} == {torch.bfloat16}
 
@@ -125,5 +125,5 @@ def test_an_index_beside_a_single_file_is_not_read(tmp_path: Path, alone: None) 
     other = {name: x + 1 for name, x in before.items()}
     save_file(other, tmp_path / "base" / "model-00001-of-00001.safetensors", metadata={"format": "pt"})
     index = {"weight_map": dict.fromkeys(other, "model-00001-of-00001.safetensors")}
-    (tmp_path / "base" / weights.INDEX).write_text(json.dumps(index))
+    (tmp_path / "base" / weight_files.INDEX).write_text(json.dumps(index))
     assert all(torch.equal(x, before[name]) for name, x in trained(tmp_path).items())

@@ -27,9 +27,10 @@ from lightseq.config.command_line import parse
 from lightseq.data import token_cache
 from lightseq.data.batches import open_examples
 from lightseq.data.examples import WindowExamples
+from lightseq.data.load_tokenizer import load_tokenizer
 from lightseq.data.sources import ReadOptions, source_identity
 from lightseq.data.token_directory import write_token_directory
-from lightseq.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from lightseq.data.tokenizer import ByteTokenizer, Tokenizer
 from lightseq.models import hub
 from lightseq.training.inputs import find_examples
 from lightseq.training.metrics import read_records

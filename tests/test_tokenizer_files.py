@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from huggingface_hub.utils import filter_repo_objects
 
-from lightseq.data.tokenizer import has_tokenizer
-from lightseq.models import weights
+from lightseq.data.load_tokenizer import has_tokenizer
+from lightseq.models import hub
 from lightseq.models.tokenizer_files import copy_tokenizer, remove_chat_templates
 
 SETTINGS = ["added_tokens.json", "special_tokens_map.json", "tokenizer_config.json"]
@@ -70,10 +70,10 @@ def test_the_hub_gives_the_same_files(name: str, tmp_path: Path, monkeypatch: py
         fetched.update(filter_repo_objects(held, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns))
         return str(tmp_path)
 
-    monkeypatch.setattr(weights, "snapshot_download", fetch)
-    weights.download_tokenizer("some/model")
+    monkeypatch.setattr(hub, "snapshot_download", fetch)
+    hub.download_tokenizer("some/model")
     assert fetched == {*files, "config.json"}
-    weights.download("some/model")
+    hub.download("some/model")
     assert fetched >= {*files, "config.json", "model.safetensors", "generation_config.json"}
     assert not any(name.startswith(("original/", "state/", "pytorch")) for name in fetched)
 

@@ -41,7 +41,7 @@ from lightseq.data.sequences import read_pickle
 from lightseq.distributed.parallel_dims import parallel_dims
 from lightseq.distributed.preemption import STOP_MESSAGE, StopRequest
 from lightseq.distributed.world import World
-from lightseq.models import weights
+from lightseq.models import hub, weights
 from lightseq.plan.breakdown import Breakdown
 from lightseq.training import journal, trainer
 from lightseq.training import train as training
@@ -405,7 +405,7 @@ def test_the_tokenizer_comes_from_the_flag_or_else_the_weights(tmp_path: Path, m
     def of(weights: Path | str | None, tokenizer: str | None) -> Path | None:
         return tokenizer_directory(FoundModel(LlamaConfig(), weights, tokenizer, 1, ()), Path("fetched"))
 
-    monkeypatch.setattr(weights, "download_tokenizer", lambda hub_id: Path("hub") / hub_id)
+    monkeypatch.setattr(hub, "download_tokenizer", lambda hub_id: Path("hub") / hub_id)
     assert of("some/model", "some/model") == Path("fetched") and of("some/model", str(tmp_path)) == tmp_path
     assert of("some/model", "other/model") == Path("hub/other/model")
     assert of(tmp_path, "byte") is None and of(None, None) is None

@@ -23,7 +23,7 @@ from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.parallel_dims import parallel_dims
 from lightseq.distributed.world import World
 from lightseq.memory.recomputation import MemorySettings
-from lightseq.models import random_weights, weights
+from lightseq.models import random_weights, weight_files, weights
 from lightseq.models.tokenizer_files import copy_tokenizer
 from lightseq.parallelize import shard_parameters, units
 from lightseq.parts.chosen_experts import build_to_train
@@ -201,7 +201,7 @@ def round_trip(rank: int, folder: str, tied: bool, want: dict[str, Tensor]) -> N
     model = empty(tiny(tied))
     CountedFile.rows = {}
     patch = pytest.MonkeyPatch()
-    patch.setattr(weights, "safe_open", CountedFile)
+    patch.setattr(weight_files, "safe_open", CountedFile)
     weights.load(model, Path(folder, "in"))
     patch.undo()
     assert differing(model, want) == []
@@ -226,7 +226,7 @@ def test_weights_go_in_and_out_unchanged_on_any_number_of_ranks(world: int, tied
     assert len(list((tmp_path / "in").glob("*.safetensors"))) > 2
     want = {name: p.detach() for name, p in model.named_parameters()}
     spawn(world, round_trip, str(tmp_path), tied, want)
-    assert [p.name for p in (tmp_path / "whole").glob("*.safetensors")] == [weights.WEIGHTS]
+    assert [p.name for p in (tmp_path / "whole").glob("*.safetensors")] == [weight_files.WEIGHTS]
     files = sorted(p.name for p in (tmp_path / "shards").glob("*.safetensors"))
     assert len(files) > 3 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
     for name in ("whole", "shards"):
@@ -275,7 +275,7 @@ def test_the_saving_dtype_is_recorded_and_held_to(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["dtype"] == "bfloat16"
     assert config["architectures"] == ["LlamaForCausalLM"]
-    assert {x.dtype for x in load_file(tmp_path / weights.WEIGHTS).values()} == {torch.bfloat16}
+    assert {x.dtype for x in load_file(tmp_path / weight_files.WEIGHTS).values()} == {torch.bfloat16}
     assert AutoModelForCausalLM.from_pretrained(tmp_path).dtype == torch.bfloat16
 
 
@@ -296,7 +296,7 @@ def test_a_head_that_differs_from_the_embeddings_it_is_tied_to_is_refused_on_eve
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     if row is not None:
         tensors["lm_head.weight"][row, 3] += 1.0
-    save_file(tensors, tmp_path / weights.WEIGHTS)
+    save_file(tensors, tmp_path / weight_files.WEIGHTS)
     for line in spawn(2, load_tied, str(tmp_path)):
         assert (line is None) == (row is None)
         assert line is None or "lm_head.weight differs from model.embed_tokens.weight" in line
@@ -308,7 +308,7 @@ def test_a_head_that_differs_from_the_embeddings_it_is_tied_to_is_refused_on_eve
 def changed(directory: Path, change: Callable[[dict[str, Tensor]], object]) -> Path:
     tensors = drawn(tied=False)
     change(tensors)
-    save_file(tensors, directory / weights.WEIGHTS)
+    save_file(tensors, directory / weight_files.WEIGHTS)
     return directory
 
 
@@ -362,7 +362,7 @@ def test_a_tied_head_in_the_files_is_written_back(tmp_path: Path, alone: None) -
     with torch.no_grad():
         model.get_input_embeddings().weight += 1.0
     weights.save_pretrained(model, tmp_path / "out", torch.float32, trained_from=directory)
-    before, after = load_file(directory / weights.WEIGHTS), load_file(tmp_path / "out" / weights.WEIGHTS)
+    before, after = load_file(directory / weight_files.WEIGHTS), load_file(tmp_path / "out" / weight_files.WEIGHTS)
     assert before.keys() == after.keys()
     assert torch.equal(after["lm_head.weight"], before["lm_head.weight"] + 1.0)
     assert torch.equal(after["lm_head.weight"], after["model.embed_tokens.weight"])
@@ -402,7 +402,7 @@ def test_tensors_that_transformers_does_not_load_are_kept_as_they_are(name: str,
         weights.load(model, directory)
     if error is None:
         weights.save_pretrained(model, tmp_path / "out", torch.float32, trained_from=directory)
-        before, after = load_file(directory / weights.WEIGHTS), load_file(tmp_path / "out" / weights.WEIGHTS)
+        before, after = load_file(directory / weight_files.WEIGHTS), load_file(tmp_path / "out" / weight_files.WEIGHTS)
         assert before.keys() == after.keys()
         assert all(x.dtype == after[name].dtype and torch.equal(x, after[name]) for name, x in before.items())
 

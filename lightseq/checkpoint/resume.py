@@ -29,8 +29,9 @@ from lightseq.distributed.agreement import from_rank_0, on_all_ranks
 from lightseq.distributed.world import World
 from lightseq.models.decoder import text_config
 from lightseq.objectives.registry import objective_of
-from lightseq.parts import adapters
-from lightseq.parts.adapters import Lora, read_json_object
+from lightseq.parts import adapter_files, adapters
+from lightseq.parts.adapters import Lora
+from lightseq.utils.files import read_json_object
 from lightseq.utils.formatting import first_line, plural
 
 NEWEST = ("True", "auto")  # values of the flag that ask for the newest checkpoint
@@ -127,7 +128,7 @@ def check_engine(directory: Path, engine: str | None, ranks: int) -> None:
     raise ValueError(
         f"--resume_from_checkpoint {directory} was saved by {was}, but this run uses "
         f"{f'{engine} on {ranks} ranks' if engine else 'FSDP2'}; resume as it was saved, or start over from its "
-        f"weights with {adapters.flag_for_weights(directory)}"
+        f"weights with {adapter_files.flag_for_weights(directory)}"
     )
 
 
@@ -142,7 +143,7 @@ def check_flags(resume_from: Path, config: TrainConfig) -> tuple[str, ...]:
         raise ValueError(
             f"--resume_from_checkpoint {resume_from} has the state of --optim {then['optim']}, not of {config.optim}; "
             f"give --optim {then['optim']}, or start over from its weights with "
-            f"{adapters.flag_for_weights(resume_from)}"
+            f"{adapter_files.flag_for_weights(resume_from)}"
         )
     before = then.get("model_name_or_path")
     if objective_of(config).frozen_models and before not in (None, config.model_name_or_path):
@@ -221,7 +222,7 @@ def _adapter_differences(
         before, now = (each if isinstance(each, str) else ",".join(sorted(each)) for each in (found, wanted))
         if before != now:
             yield f"lora_target_{name}", before or "none", now or "none"
-    both = adapters.read_rope(directory), adapters.changed_rope(config, model)
+    both = adapter_files.read_rope(directory), adapter_files.changed_rope(config, model)
     before, now = (_without_none((rope or {}).get("rope_parameters", "the base model's")) for rope in both)
     if not _are_equal(before, now):
         yield "rope_parameters", before, now
@@ -230,14 +231,14 @@ def _adapter_differences(
 def _base_model_note(directory: Path, config: TrainConfig) -> tuple[str, ...]:
     """Returns a warning if an adapter's base model has another name. Its directory may only have moved."""
     before = _adapter_config(directory).get("base_model_name_or_path")
-    now = adapters.base_model_name(config.model_name_or_path)
+    now = adapter_files.base_model_name(config.model_name_or_path)
     if before in (None, now):
         return ()
     return (f"warning: the adapter in {directory} was trained on {before} and continues on {now}",)
 
 
 def _adapter_config(directory: Path) -> Mapping[str, Any]:
-    return adapters.read_config(directory) if (directory / adapters.CONFIG).is_file() else {}
+    return adapter_files.read_config(directory) if (directory / adapter_files.CONFIG).is_file() else {}
 
 
 def _are_equal(before: Any, now: Any) -> bool:

@@ -16,14 +16,8 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from lightseq.data.examples import (
-    IGNORE_INDEX,
-    MAX_NAMED,
-    Example,
-    Examples,
-    open_lazy_texts,
-    open_windows,
-)
+from lightseq.data.examples import IGNORE_INDEX, MAX_NAMED, Example, Examples, open_lazy_texts, open_windows
+from lightseq.data.load_tokenizer import has_tokenizer, load_tokenizer
 from lightseq.data.sequences import open_pickle
 from lightseq.data.sources import (
     FOLDER_SUFFIXES,
@@ -39,8 +33,8 @@ from lightseq.data.targets import IDS
 from lightseq.data.text_files import TEXT_SUFFIXES
 from lightseq.data.token_cache import format_and_rows, open_rows
 from lightseq.data.token_directory import META, TokenDirectory
-from lightseq.data.tokenizer import Tokenizer, has_tokenizer, load_tokenizer, placeholder_tokenizer
-from lightseq.parts.adapters import flag_for_weights
+from lightseq.data.tokenizer import Tokenizer, placeholder_tokenizer
+from lightseq.parts.adapter_files import flag_for_weights
 from lightseq.utils.formatting import alternatives, first_line
 
 MAX_BUCKETS: Final = 8

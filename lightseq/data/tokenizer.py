@@ -1,4 +1,9 @@
-"""Tokenizers: raw bytes, or a Hugging Face tokenizer. Both also compute the mask of targets."""
+"""Tokenizers: raw bytes, or a Hugging Face tokenizer. Both also compute the mask of targets.
+
+`encode` adds a document's begin and end ids, `encode_part` does not. `encode_parts` encodes texts given in parts and
+also returns the masks of targets. A model stops at `stop_ids`. `vocabulary_fingerprint` identifies the ids of a text,
+`fingerprint` also the text of a chat.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +12,16 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightseq.data.chat_template import ChatTemplate, find_names
+from lightseq.data.chat_template import ChatTemplate
 from lightseq.data.token_directory import IntArray
-from lightseq.data.tokenizer_file import read_end_ids, readable_tokenizer
-from lightseq.models.hub import hub_error
-from lightseq.models.tokenizer_files import VOCABULARY_FILES, named_files
-from lightseq.utils.files import read_text
-from lightseq.utils.formatting import first_line
 
 TextPart = tuple[str, bool]  # text, and whether it is a target
 TargetMask = NDArray[np.bool_]
-BYTE_TOKENIZER_BYTES: Final = 2**16  # most bytes of tokenizer.json of the tokenizer of bytes
 # Words, numbers, whitespace, code, and scripts that tokenizers split in different ways.
 SAMPLE_TEXTS: Final = (
     "Hello, world! It's 1,234,567.89 o'clock -- don't\t\n\n  def f(x):\n    return x**2  # naïve café "
@@ -33,57 +31,6 @@ SAMPLE_TEXTS: Final = (
     "_under_ ▁ Ġ `` '' \u3000\u2003\x00\x7f\ufeff  ",
     "\n\n  tabs\t\tand    spaces   ", "가", "ΐ ά",
 )  # fmt: skip
-
-
-class Tokenizer(Protocol):
-    """Interface of a tokenizer. `encode` adds a document's begin and end ids, `encode_part` does not.
-
-    `encode_parts` encodes texts given in parts and also returns the masks of targets. `special_texts` are its special
-    tokens. A model stops at `stop_ids`. `vocabulary_fingerprint` identifies the ids of a text, `fingerprint` also the
-    text of a chat.
-    """
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def begin(self) -> tuple[int, ...]: ...
-
-    @property
-    def end(self) -> tuple[int, ...]: ...
-
-    @property
-    def stop_ids(self) -> tuple[int, ...]: ...
-
-    def as_transformers(self) -> Any: ...
-
-    @property
-    def chat_template(self) -> ChatTemplate | None: ...
-
-    @property
-    def fingerprint(self) -> str: ...
-
-    @property
-    def vocabulary_fingerprint(self) -> str: ...
-
-    @property
-    def special_ids(self) -> tuple[int, ...]: ...
-
-    @property
-    def special_texts(self) -> tuple[str, ...]: ...
-
-    def encode(self, text: str) -> IntArray: ...
-
-    def encode_part(self, text: str) -> IntArray: ...
-
-    def encode_batch(self, texts: list[str], whole: bool) -> list[IntArray]: ...
-
-    def encode_parts(self, texts: list[tuple[TextPart, ...]]) -> list[tuple[IntArray, TargetMask]]: ...
-
-    def decode(self, ids: Iterable[int]) -> str: ...
 
 
 def _byte_vocabulary() -> dict[str, int]:
@@ -117,13 +64,7 @@ class ByteTokenizer:
     def end(self) -> tuple[int, ...]:
         return (self.end_of_document,)
 
-    @property
-    def stop_ids(self) -> tuple[int, ...]:
-        return self.end
-
-    @property
-    def special_ids(self) -> tuple[int, ...]:
-        return (self.end_of_document,)
+    stop_ids = special_ids = end
 
     def encode(self, text: str) -> IntArray:
         return np.append(self.encode_part(text), np.uint16(self.end_of_document))
@@ -141,7 +82,7 @@ class ByteTokenizer:
         return bytes(int(i) for i in ids if i < 256).decode("utf-8", errors="replace")
 
     def as_transformers(self) -> Any:
-        """Returns the same tokenizer as one of transformers."""
+        """Returns the same tokenizer as one of transformers, whose files `AutoTokenizer` loads."""
         import tokenizers
         from transformers import PreTrainedTokenizerFast  # takes seconds to import
 
@@ -151,10 +92,6 @@ class ByteTokenizer:
         end = tokenizers.AddedToken(END_OF_DOCUMENT, special=True, normalized=False)
         made.add_special_tokens([end])
         return PreTrainedTokenizerFast(tokenizer_object=made, eos_token=END_OF_DOCUMENT)
-
-    def save_pretrained(self, directory: Path) -> None:
-        """Writes files from which `AutoTokenizer` loads the same tokenizer."""
-        self.as_transformers().save_pretrained(directory)
 
 
 def placeholder_tokenizer(vocab_size: int) -> Tokenizer:
@@ -301,6 +238,9 @@ class PretrainedTokenizer:
         return str(self.backend.decode([int(i) for i in ids], skip_special_tokens=True))
 
 
+Tokenizer = ByteTokenizer | PretrainedTokenizer
+
+
 def strip_after_end(text: str, tokenizer: Tokenizer) -> str:
     """Removes whitespace behind the end token of a text, which would otherwise get another end."""
     if not text[-1:].isspace() or not (stripped := text.rstrip()).endswith(tokenizer.special_texts):
@@ -328,85 +268,3 @@ def _target_mask(encoding: Any, parts: tuple[TextPart, ...]) -> TargetMask:
         start, end = end, end + len(text)
         found[np.searchsorted(ends, start, side="right") : np.searchsorted(starts, end)] |= target
     return found
-
-
-def read_chat_template(given: str) -> str:
-    """Returns the Jinja template of --chat_template: the text of a file, or the value itself if it is a template.
-
-    Raises ValueError if it is neither.
-    """
-    if "{{" in given or "{%" in given:
-        return given
-    try:
-        return read_text(Path(given).expanduser())
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else first_line(error)
-        raise ValueError(
-            f"--chat_template {given!r:.200} cannot be read ({reason}); give a file, or a Jinja template"
-        ) from error
-
-
-def has_tokenizer(name: str) -> bool:
-    """Returns whether a name is `byte`, or a directory or a hub id with the files of a tokenizer."""
-    if name == "byte":
-        return True
-    if Path(name).exists():
-        directory = Path(name)
-        common = any((directory / file).is_file() for file in VOCABULARY_FILES)
-        return common or any((directory / file).is_file() for file in named_files(directory))
-    return not hub_error(name, "tokenizer_config.json")
-
-
-def load_tokenizer(name: str, chat_template: str | None = None) -> Tokenizer:
-    """Loads `byte`, or a local directory or hub id with AutoTokenizer, without running its code.
-
-    `chat_template`, a file or a template, replaces the tokenizer's. Raises ValueError if either cannot be used.
-    """
-    template = None if chat_template is None else read_chat_template(chat_template)
-    if name == "byte":
-        if template is not None:
-            raise ValueError("--chat_template needs a tokenizer with tokens that end a turn, not byte; give another")
-        return ByteTokenizer()
-    if not Path(name).exists() and (reason := hub_error(name, "tokenizer_config.json")):
-        raise ValueError(
-            f"tokenizer {name} is not a local directory and cannot be fetched from the hub ({reason}); check the id "
-            "and the network, or give a directory, or byte"
-        )
-    if template is None and _is_byte_tokenizer(Path(name)):
-        return ByteTokenizer(name)
-    from transformers import AutoTokenizer  # takes seconds to import; `byte` does not need it
-
-    with readable_tokenizer(name):
-        backend: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    if template is not None:
-        _replace_chat_template(backend, template)
-    # Not len(backend), because ids may have gaps.
-    vocab_size = max(backend.get_vocab().values()) + 1
-    return PretrainedTokenizer(name, vocab_size, backend, template is not None, read_end_ids(name))
-
-
-def _is_byte_tokenizer(directory: Path) -> bool:
-    """Returns whether a directory holds what `ByteTokenizer.save_pretrained` writes."""
-    file = directory / "tokenizer.json"
-    if not file.is_file() or file.stat().st_size > BYTE_TOKENIZER_BYTES:
-        return False
-    try:
-        model = json.loads(read_text(file))["model"]
-        return model["vocab"] == BYTE_VOCABULARY and not model["merges"]
-    except (ValueError, LookupError, TypeError, OSError):
-        return False  # damaged files are refused by their own parser
-
-
-def _replace_chat_template(backend: Any, template: str) -> None:
-    """Sets the template of a tokenizer. Raises ValueError if Jinja cannot parse it."""
-    from jinja2 import TemplateSyntaxError
-
-    try:
-        find_names(template)
-    except TemplateSyntaxError as error:
-        raise ValueError(
-            f"--chat_template is not a Jinja template (line {error.lineno}: {first_line(error)}); correct it"
-        ) from error
-    except RecursionError as error:
-        raise ValueError("--chat_template nests too deeply for Jinja; simplify it") from error
-    backend.chat_template = template

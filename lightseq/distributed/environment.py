@@ -25,6 +25,7 @@ MAX_RESTARTS: Final = "TORCHELASTIC_MAX_RESTARTS"  # of torch's launcher, and of
 LAUNCHER_SECONDS = 30.0  # the launcher's default
 ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # torch's older and newer name
 
+REFUSED: Final = 2  # the status of a command that was given invalid input
 MOST_PROCESSES: Final = 2**20
 CACHE_FOLDER = "LIGHTSEQ_CACHE_DIR"  # where compiled kernels are cached
 CACHE_CONDITIONS = (
@@ -49,7 +50,7 @@ def refuse_variable(name: str, problem: str) -> NoReturn:
     """Prints one line about an environment variable and exits with status 2. Works before the ranks have connected."""
     given = f"{name}={os.environ[name]!r:.80}" if name in os.environ else name
     print(f"error: {given} {problem}; unset it, or start with torch.distributed.run", file=sys.stderr, flush=True)
-    raise SystemExit(2)
+    raise SystemExit(REFUSED)
 
 
 def ranks_per_host() -> int | None:

@@ -1,4 +1,4 @@
-"""Start of a command's ranks on this host, one process per GPU, and ranks that srun or mpirun has started.
+"""Start of a command's ranks on this host, one process per GPU.
 
 `lightseq train` alone is the whole command on one host. torch.distributed.run, srun, mpirun and Ray start processes
 themselves; each process is then one rank.
@@ -9,7 +9,6 @@ import ctypes
 import itertools
 import math
 import os
-import re
 import shutil
 import signal
 import socket
@@ -17,18 +16,17 @@ import subprocess
 import sys
 import time
 import uuid
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
-from lightseq.distributed.environment import MAX_RESTARTS, refuse_variable, whole_number_in
+from lightseq.distributed.environment import MAX_RESTARTS, REFUSED, whole_number_in
+from lightseq.distributed.job_launchers import adopt_launcher
 from lightseq.distributed.start_over import LAUNCH
 
 FORWARDED: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 5.0  # in which ranks may end by themselves after one has failed, or after a second Ctrl-C
-REFUSED: Final = 2  # the status of a command that was given invalid input
 INTERRUPTED: Final = 130  # the status of a program that Ctrl-C has ended
 PR_SET_PDEATHSIG: Final = 1  # of prctl
 
@@ -60,97 +58,6 @@ def gpus_here() -> HostGPUs:
     known = {index for index, _ in rows}
     present = itertools.takewhile(lambda word: word in known or word.startswith(("GPU-", "MIG-")), devices)
     return HostGPUs(rows[0][1].strip(), tuple(present))
-
-
-class _Launcher(NamedTuple):
-    """Variables in which a launcher tells a process its place."""
-
-    rank: str
-    size: str
-    local_rank: str
-    local_size: str | None
-    job: str  # equal for all ranks of a job, and for no other job on the host
-
-
-SRUN = _Launcher("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", None, "SLURM_JOB_ID")
-MPIRUN = (
-    _Launcher(
-        "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
-        "PMIX_NAMESPACE",
-    ),
-    _Launcher("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_JOBID"),
-)  # fmt: skip
-
-
-def adopt_launcher() -> bool:
-    """Returns whether a launcher started this process as one of its ranks.
-
-    Translates the variables of srun and mpirun to torch's. A job of one task is not their rank, and neither is a batch
-    script of Slurm: they may start ranks.
-    """
-    if "RANK" in os.environ:
-        return True
-    for launcher in (SRUN, *MPIRUN):
-        if launcher is SRUN and _in_batch_script():
-            continue
-        if launcher.rank in os.environ and _size(launcher) > 1:
-            _translate(launcher)
-            return True
-    return "RAY_JOB_ID" in os.environ
-
-
-def _in_batch_script() -> bool:
-    """Returns whether a script of sbatch started this process: it has the variables of a task, but no step."""
-    return "SLURM_STEP_ID" not in os.environ and os.environ.get("SLURM_TASK_PID", str(os.getpid())) != str(os.getpid())
-
-
-def _size(launcher: _Launcher) -> int:
-    """Returns the number of ranks; a step of a Slurm job may have fewer tasks than the job."""
-    size = whole_number_in(launcher.size, 1, least=1)
-    return whole_number_in("SLURM_STEP_NUM_TASKS", size, least=1) if launcher is SRUN else size
-
-
-def _translate(launcher: _Launcher) -> None:
-    size, local_rank = _size(launcher), whole_number_in(launcher.local_rank, 0)
-    if launcher is SRUN:
-        tasks = re.match(
-            r"\d+", os.environ.get("SLURM_STEP_TASKS_PER_NODE", os.environ.get("SLURM_TASKS_PER_NODE", ""))
-        )
-        hosts = whole_number_in("SLURM_STEP_NUM_NODES", whole_number_in("SLURM_NNODES", 1, least=1), least=1)
-        local_size = int(tasks.group()) if tasks else -(-size // hosts)
-    else:
-        local_size = whole_number_in(launcher.local_size or "", size, least=1)
-    found = {
-        "RANK": str(whole_number_in(launcher.rank, 0)),
-        "WORLD_SIZE": str(size),
-        "LOCAL_RANK": str(local_rank),
-        "LOCAL_WORLD_SIZE": str(local_size),
-    }
-    if launcher.job in os.environ or local_size == size:
-        # The same on all ranks of a job, and different for jobs that share a host. mpirun is the parent of its ranks.
-        job = os.environ.get(launcher.job, str(os.getppid()))
-        found["MASTER_PORT"] = str(20000 + zlib.crc32(job.encode()) % 20000)
-    if local_size == size:
-        found["MASTER_ADDR"] = "127.0.0.1"
-    elif launcher is SRUN:
-        found["MASTER_ADDR"] = _first_host(
-            os.environ.get("SLURM_STEP_NODELIST", os.environ.get("SLURM_JOB_NODELIST", ""))
-        )
-    for name, value in found.items():
-        os.environ.setdefault(name, value)
-    for name, meaning in {"MASTER_ADDR": "the name of the first", "MASTER_PORT": "a free port there"}.items():
-        if name not in os.environ:
-            print(f"error: {name} is not set; with mpirun on several hosts, export {meaning}", file=sys.stderr)
-            raise SystemExit(REFUSED)
-
-
-def _first_host(nodes: str) -> str:
-    """Returns the first host of Slurm's list, such as node01 of node[01-04]."""
-    done = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=False)
-    names = done.stdout.split()
-    if not names:
-        refuse_variable("SLURM_JOB_NODELIST", "is not a list of hosts that scontrol knows; set MASTER_ADDR")
-    return names[0]
 
 
 LAUNCHER_FLAGS: Final = (  # names, and their help
@@ -278,7 +185,9 @@ class Launch:
                 self._end()
             time.sleep(POLL_SECONDS)
         status = next(code for code in self._statuses() if code)
-        self._wait_seconds(GRACE_SECONDS)
+        end = time.monotonic() + GRACE_SECONDS
+        while None in self._statuses() and time.monotonic() < end:
+            time.sleep(POLL_SECONDS)
         # A rank that a signal ended is the cause of what the others report, whoever was seen first.
         ended = next((rank for rank, code in enumerate(self._statuses()) if code and code < 0), None)
         self._end()
@@ -289,11 +198,6 @@ class Launch:
             hint = "; the kernel does that when the host's memory runs out" if number == signal.SIGKILL else ""
             print(f"error: rank {ended} was ended by {number.name}{hint}", file=sys.stderr, flush=True)
         return 128 + number
-
-    def _wait_seconds(self, seconds: float) -> None:
-        end = time.monotonic() + seconds
-        while None in self._statuses() and time.monotonic() < end:
-            time.sleep(POLL_SECONDS)
 
     def _statuses(self) -> list[int | None]:
         """Returns the exit status of each rank, negative for a signal; None while it runs."""

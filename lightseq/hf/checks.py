@@ -19,15 +19,11 @@ from lightseq.hf.agreement import (
     finish_comparing_documents,
 )
 from lightseq.hf.gradient_scale import find_gradient_factor, scale_gradients
-from lightseq.hf.images import BESIDE_PIXELS, IMAGE_INPUTS, PIXELS, REMEDY, ImageFeatures, install, other_inputs
+from lightseq.hf.image_inputs import BESIDE_PIXELS, IMAGE_INPUTS, PIXELS, REMEDY, other_inputs
+from lightseq.hf.images import ImageFeatures, install
 from lightseq.hf.loss_checks import check_labels, check_loss, restore_loss_function
 from lightseq.hf.record import EnabledModel
-from lightseq.hf.router_losses import (
-    check_router_loss,
-    install_router_loss,
-    mark_router_logits,
-    unmark_router_logits,
-)
+from lightseq.hf.router_losses import check_router_loss, install_router_loss, mark_router_logits, unmark_router_logits
 from lightseq.models.decoder import headless, positions_in_table, text_config, transformers_model
 from lightseq.parts.attention import reaches_of_masks
 from lightseq.parts.recurrences import attending_layers

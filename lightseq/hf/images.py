@@ -6,7 +6,6 @@ The sum of all ranks' gradients of encoders and projector then is that of one pr
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from inspect import signature
 from typing import Any, Final
 from weakref import WeakValueDictionary
 
@@ -16,17 +15,24 @@ from transformers import PreTrainedModel
 
 from lightseq.attention.context import SequenceContext
 from lightseq.hf.image_attention import IMAGE_BLOCKS, ImageBlocks, image_blocks
+from lightseq.hf.image_inputs import (
+    ALL_INPUTS,
+    BESIDE_PIXELS,
+    IMAGE_INPUTS,
+    MASK,
+    PIXELS,
+    REMEDY,
+    TOKEN_TYPES,
+    check_text_only,
+    checked_images,
+    forward_arguments,
+    part_of_config,
+)
 from lightseq.models.decoder import has_towers, placeholder_ids
 from lightseq.parts.changes import Changes
 from lightseq.parts.probes import sees_later_tokens_of_images
 from lightseq.sequence.documents import Documents
-from lightseq.utils.tensors import upload
 
-PIXELS: Final = "pixel_values"
-TOKEN_TYPES: Final = ("mm_token_type_ids", "token_type_ids")  # 1 for tokens of images
-MASK: Final = "pixel_attention_mask"  # 0 for padding of images that are smaller than the largest
-BESIDE_PIXELS: Final = ("image_grid_thw", "image_sizes", "spatial_shapes", MASK)  # have a row for each image
-IMAGE_INPUTS: Final = (PIXELS, *BESIDE_PIXELS, *TOKEN_TYPES)  # what `shard_batch` takes of images
 LOCAL_IMAGES: Final = "local_images"  # key of `LocalImages` in a batch
 # Fields of a model's image features. Features of tokens are in the last two.
 FEATURE_FIELDS: Final = frozenset(
@@ -95,10 +101,6 @@ class ImageFeatures:
         return type(output)(**fields)  # DDP could not make an output with unknown fields anew
 
 
-ALL_INPUTS: Final = "pass all that the processor returns"
-REMEDY: Final = "train the model on rows of text, or on one rank without lightseq"
-
-
 def install(model: PreTrainedModel, context: SequenceContext, changes: Changes) -> ImageFeatures:
     """Lets a model with images keep the features of a rank's own tokens, and `shard_batch` find the model."""
     features, part = ImageFeatures(), model.base_model
@@ -109,26 +111,6 @@ def install(model: PreTrainedModel, context: SequenceContext, changes: Changes) 
         _MODELS[context.name] = model
         changes.call_later(partial(_MODELS.pop, context.name, None))
     return features
-
-
-def other_inputs(model: PreTrainedModel) -> frozenset[str]:
-    """Returns the arguments of a model that are neither text nor options of text models."""
-    if not has_towers(model.config):
-        return frozenset()
-    return frozenset(_parameters(model) - _TEXT_ARGUMENTS)
-
-
-_TEXT_ARGUMENTS: Final = frozenset(
-    {
-        "self", "args", "kwargs", "input_ids", "attention_mask", "position_ids", "past_key_values", "cache",
-        "cache_position", "inputs_embeds", "labels", "use_cache", "logits_to_keep", "output_attentions",
-        "output_hidden_states", "output_router_logits", "return_dict",
-    }
-)  # fmt: skip
-
-
-def _parameters(model: PreTrainedModel) -> set[str]:
-    return {name for part in (model, model.base_model) for name in signature(type(part).forward).parameters}
 
 
 def whole_images(
@@ -154,84 +136,7 @@ def whole_images(
         raise ValueError(f"{next(iter(given))} without {PIXELS}; {ALL_INPUTS}")
     if model is None or not hasattr(model.base_model, "get_image_features"):
         raise ValueError(f"{PIXELS} are given, but the context's model takes no images, or is gone; {REMEDY}")
-    if (reason := why_refused(model)) is not None:
-        raise ValueError(f"{type(model).__name__} {reason}; {REMEDY}")
-    check_shapes(model, given)
-    is_image = (input_ids == model.config.image_token_id).to(given[PIXELS].device)
-    if sees_later_tokens_of_images(model) and not given.keys() & set(TOKEN_TYPES):
-        raise ValueError(
-            f"{PIXELS} without token_type_ids, by which tokens of an image see each other in {type(model).__name__}; "
-            "pass all that the processor returns"
-        )
-    for name in TOKEN_TYPES:
-        types = given.pop(name, None)
-        if types is not None and (
-            types.shape != is_image.shape or not bool((types.to(is_image.device) == is_image).all())
-        ):
-            raise ValueError(
-                f"{name} are not 1 for image tokens and 0 for others, such as those of videos; pass what the processor "
-                "returns for text and images"
-            )
-    return model, given
-
-
-def check_shapes(model: PreTrainedModel, images: Mapping[str, Tensor]) -> None:
-    """Raises ValueError for images without a part, or with parts of shapes or types that no processor returns."""
-    pixels = images[PIXELS]
-    if pixels.ndim < 2 or not pixels.numel():
-        raise ValueError(f"{PIXELS} are {tuple(pixels.shape)}, without an image; leave them out of a batch of text")
-    if "image_grid_thw" in _parameters(model) and "image_grid_thw" not in images:
-        raise ValueError(f"{PIXELS} without image_grid_thw, which {type(model).__name__} needs; {ALL_INPUTS}")
-    for key, sides in {key: images[key] for key in BESIDE_PIXELS[:3] if key in images}.items():
-        if sides.is_floating_point() or sides.is_complex() or sides.dtype == torch.bool:
-            raise ValueError(f"{key} are {sides.dtype}; give whole numbers, as the processor does")
-        if sides.ndim != 2 or sides.shape[1] != (3 if key == "image_grid_thw" else 2):
-            wanted = "(images, 3)" if key == "image_grid_thw" else "(images, 2)"
-            raise ValueError(f"{key} are {tuple(sides.shape)}; give {wanted}, as the processor does")
-    if (mask := images.get(MASK)) is not None:
-        shape = tuple(pixels.shape)
-        if tuple(mask.shape) not in [shape[:i] + shape[i + 1 :] for i in range(1, len(shape))]:
-            raise ValueError(f"{MASK} {tuple(mask.shape)} does not fit {PIXELS} {shape}; {ALL_INPUTS}")
-
-
-def check_text_only(input_ids: Tensor, placeholders: Mapping[int, str]) -> None:
-    """Raises ValueError for tokens of images or audio in a batch without any. Those on a GPU are checked there.
-
-    `placeholders` are the names of such token ids.
-    """
-    found = torch.isin(input_ids, upload(torch.tensor([*placeholders]), input_ids.device))
-    if input_ids.device.type != "cpu":
-        torch._assert_async(~found.any(), "input_ids have tokens of images or audio, but there are no pixel_values")
-    elif found.any():
-        row, token = (int(x) for x in found.nonzero()[0])
-        name = placeholders[int(input_ids[row, token])]
-        raise ValueError(
-            f"row {row} has token id {int(input_ids[row, token])}, the model's {name}, but the batch has no "
-            "pixel_values; pass all that the processor returns, or leave the row out"
-        )
-
-
-def why_refused(model: PreTrainedModel) -> str | None:
-    """Returns why a model's images cannot be split exactly over ranks, None if they can."""
-    takes = _parameters(model)
-    if not isinstance(getattr(model.config, "image_token_id", None), int):
-        return "has no image_token_id in its config, which tells where its images are"
-    index = getattr(model.base_model, "get_rope_index", None)
-    if index is None and takes & set(TOKEN_TYPES) and not sees_later_tokens_of_images(model):
-        kind = next(name for name in TOKEN_TYPES if name in takes)
-        return f"takes {kind}, by which tokens attend to later ones in a way that attention over ranks does not know"
-    if index is not None and not {"mm_token_type_ids", "image_grid_thw"} <= signature(index).parameters.keys():
-        return "computes positions from other inputs than image_grid_thw"
-    for part in ("vision_config", "perceiver_config"):
-        for name, rate in _part_of_config(model, part).items():
-            if isinstance(rate, float) and rate > 0 and "drop" in name:
-                return f"has {name} {rate} in its {part}, and ranks would drop other parts of an image; set it to 0"
-    return None
-
-
-def _part_of_config(model: PreTrainedModel, name: str) -> dict[str, Any]:
-    config = getattr(model.config, name, None)
-    return {} if config is None else dict(config.to_dict())
+    return model, checked_images(model, input_ids, given)
 
 
 def local_images(
@@ -286,7 +191,7 @@ def _without_padding(model: PreTrainedModel, images: Mapping[str, Tensor]) -> Ma
     The model drops images of zeros, and takes the others row by row.
     """
     pixels = images[PIXELS]
-    if pixels.ndim != 5 or MASK not in _parameters(model):
+    if pixels.ndim != 5 or MASK not in forward_arguments(model):
         return images
     is_real = (pixels.to(model.dtype) != 0).flatten(2).any(-1)
     if not is_real.any():
@@ -296,7 +201,7 @@ def _without_padding(model: PreTrainedModel, images: Mapping[str, Tensor]) -> Ma
 
 def _features_of_images(model: PreTrainedModel, images: Mapping[str, Tensor], count: int) -> tuple[int, ...] | None:
     """Returns the features of each image, `count` in all; None if they are not known before they are made."""
-    vision, pixels = _part_of_config(model, "vision_config"), images[PIXELS]
+    vision, pixels = part_of_config(model, "vision_config"), images[PIXELS]
     grid, shapes, in_patches = (images.get(name) for name in BESIDE_PIXELS[:3])
     if grid is not None:
         if int(grid.prod(-1).sum()) != len(pixels):
@@ -308,7 +213,7 @@ def _features_of_images(model: PreTrainedModel, images: Mapping[str, Tensor], co
         if len(in_patches) != len(pixels) or not isinstance(side, int):
             return None
         found = (in_patches // side).prod(-1)
-    elif pixels.ndim != 4 and not (pixels.ndim == 5 and pixels.shape[1] == 1 and MASK in _parameters(model)):
+    elif pixels.ndim != 4 and not (pixels.ndim == 5 and pixels.shape[1] == 1 and MASK in forward_arguments(model)):
         return None
     elif shapes is not None:
         if len(shapes) != len(pixels) or not isinstance(patch := vision.get("patch_size"), int):
@@ -326,10 +231,7 @@ def _chosen(images: Mapping[str, Tensor], chosen: Tensor) -> dict[str, Tensor]:
     if grid is None:
         return {name: value[chosen.to(value.device)] for name, value in images.items()}
     patches = images[PIXELS].split(grid.prod(-1).tolist())
-    return {
-        PIXELS: torch.cat([patches[i] for i in chosen.tolist()]),
-        "image_grid_thw": grid[chosen.to(grid.device)],
-    }
+    return {PIXELS: torch.cat([patches[i] for i in chosen.tolist()]), "image_grid_thw": grid[chosen.to(grid.device)]}
 
 
 def _rope_positions(

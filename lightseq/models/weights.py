@@ -1,45 +1,33 @@
-"""Loading and saving of weights in Hugging Face directories (safetensors, one file or sharded).
+"""A model's weights: memory for them, loading from a directory in Hugging Face's format, and saving to one.
 
 A model is built and sharded on the meta device. Each rank then allocates and fills only its own part.
 """
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from huggingface_hub import snapshot_download
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from lightseq.distributed.parallel_dims import whole_tensor
-from lightseq.models import mxfp4
 from lightseq.models.build import constructed_buffers
 from lightseq.models.decoder import has_towers, text_config, ties_embeddings
+from lightseq.models.hub import download
 from lightseq.models.published_layout import PublishedLayout, layout_of_files, publish
 from lightseq.models.stored_tensors import StoredTensors, float_dtypes
-from lightseq.models.tokenizer_files import (
-    MORE_TEMPLATES,
-    PROCESSOR_FILES,
-    TOKENIZER_FILES,
-    copy_files,
-    copy_tokenizer,
-    named_files,
-)
-from lightseq.utils.files import open_regular, read_json
-from lightseq.utils.formatting import first_line, is_plain_name
+from lightseq.models.tokenizer_files import PROCESSOR_FILES, copy_files, copy_tokenizer
+from lightseq.models.weight_files import INDEX, WEIGHTS, open_tensors, save_tensors, tensor_files, write_index
+from lightseq.utils.formatting import first_line
 
 SHARD_BYTES = 4 << 30  # of one file; rank 0 collects them in host memory
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 ONE_MODEL = "copy config.json and the weights from one model, and remove tensors that it does not have"
 ROWS_AT_ONCE = 4096  # rows compared at a time
 LORA_INFIX = ".lora_"  # in the names of adapter parameters only
@@ -244,36 +232,6 @@ def refuse_nan(model: nn.Module, source: Path | str) -> None:
             raise ValueError(f"{source}: {name} holds NaN; give an earlier checkpoint")
 
 
-DOWNLOAD_REMEDY = "give a local directory, or add --random_init to train from random weights"
-
-
-def download(hub_id: str, remedy: str = DOWNLOAD_REMEDY) -> Path:
-    """Downloads a hub repository's safetensors and tokenizer and returns their directory.
-
-    Raises ValueError if the download fails.
-    """
-    return _download(hub_id, ("*.safetensors", "*.json", *TOKENIZER_FILES), hub_id, remedy)
-
-
-def download_tokenizer(hub_id: str) -> Path:
-    """Downloads a hub repository's tokenizer and returns its directory. Raises ValueError if the download fails."""
-    return _download(
-        hub_id, ("config.json", *TOKENIZER_FILES), f"tokenizer {hub_id}", "give a local directory, or byte"
-    )
-
-
-def _download(hub_id: str, patterns: Sequence[str], what: str, remedy: str) -> Path:
-    def fetch(*patterns: str, ignored: str | None = None) -> Path:
-        return Path(snapshot_download(hub_id, allow_patterns=list(patterns), ignore_patterns=ignored))
-
-    try:
-        directory = fetch(*patterns, ignored="*/*")  # folders hold the same weights in the formats of other programs
-        fetch(f"{MORE_TEMPLATES}/*.jinja", *sorted(named_files(directory)))
-        return directory
-    except Exception as error:  # OSError, ValueError, or an error of the HTTP client, which differs between versions
-        raise ValueError(f"{what} cannot be fetched ({type(error).__name__}); {remedy}") from error
-
-
 def save_pretrained(
     model: PreTrainedModel,
     directory: Path,
@@ -329,7 +287,7 @@ def save_pretrained(
     if main:
         if pending:
             flush()
-        _write_index(directory, written)
+        write_index(directory, written)
         config = model.config.__class__.from_dict(model.config.to_dict())
         _set_dtype(config, dtype)
         config.architectures = [type(model).__name__.removeprefix("FSDP")]
@@ -369,99 +327,3 @@ def full_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yields every parameter, gathered whole from all ranks; tied ones once. Every rank must iterate to the end."""
     for name, parameter in model.named_parameters():
         yield name, whole_tensor(parameter.detach())
-
-
-def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    """Writes a safetensors file with default permissions; the library would make it private to the owner."""
-    path.touch()
-    mode = path.stat().st_mode
-    save_file(tensors, path, metadata={"format": "pt"})
-    path.chmod(mode)
-
-
-@contextmanager
-def open_safetensors(path: Path) -> Iterator[Any]:
-    """Opens a safetensors file. Raises ValueError if it is damaged or no regular file."""
-    try:
-        open_regular(path).close()
-        opened = safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} cannot be read ({reason_of(error)}); copy or download it again") from error
-    with opened as file:
-        yield file
-
-
-def reason_of(error: SafetensorError | OSError) -> str:
-    """Returns the reason without the path."""
-    return error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
-
-
-@contextmanager
-def open_tensors(files: Mapping[str, Path]) -> Iterator[Callable[[str], Any]]:
-    """Yields a function that returns a tensor in the files by name; only its parts that are asked for are read."""
-    with ExitStack() as stack:
-        opened: dict[Path, Any] = {}
-        held: dict[Path, set[str]] = {}
-
-        def names_in(file: Path) -> set[str]:
-            if file not in opened:
-                opened[file] = stack.enter_context(open_safetensors(file))
-                held[file] = set(opened[file].keys())
-            return held[file]
-
-        def tensor(name: str) -> Any:
-            file, blocks, scales = files[name], name + mxfp4.BLOCKS, name + mxfp4.SCALES
-            if blocks not in names_in(file) or name in names_in(file):
-                return opened[file].get_slice(name)
-            beside = file if scales in names_in(file) else file.parent / _weight_map(file.parent / INDEX)[scales]
-            names_in(beside)
-            return mxfp4.PackedSlice(opened[file].get_slice(blocks), opened[beside].get_slice(scales))
-
-        yield tensor
-
-
-def tensor_files(directory: Path, remedy: str) -> dict[str, Path]:
-    """Returns the file of each tensor by name, and of a weight in MXFP4 the file of its blocks.
-
-    An index beside a single file is not read, as in transformers. Raises ValueError for missing files.
-    """
-    if (directory / WEIGHTS).is_file():
-        with open_safetensors(directory / WEIGHTS) as file:
-            return mxfp4.join_packed(dict.fromkeys(file.keys(), directory / WEIGHTS), directory)
-    if (directory / INDEX).is_file():
-        names = _weight_map(directory / INDEX)
-        absent = [file for file in names.values() if not is_plain_name(file) or not (directory / file).is_file()]
-        if absent:
-            raise ValueError(f"{directory / INDEX} names {absent[0]}, which is missing; copy the whole directory")
-        return mxfp4.join_packed({name: directory / file for name, file in names.items()}, directory)
-    raise ValueError(f"{directory} has no {WEIGHTS}; {remedy}")
-
-
-def bytes_of(directory: Path) -> int:
-    """Returns the size of a model's files of weights, as far as they are there."""
-    single, index = directory / WEIGHTS, directory / INDEX
-    names = {WEIGHTS} if single.is_file() or not index.is_file() else set(_weight_map(index).values())
-    files = (directory / name for name in names if is_plain_name(name))
-    return sum(file.stat().st_size for file in files if file.is_file())
-
-
-def _weight_map(path: Path) -> dict[str, str]:
-    """Returns the file name of each tensor by name, from an index."""
-    try:
-        names = read_json(path)["weight_map"]
-        return {str(name): str(file) for name, file in names.items()}
-    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
-        raise ValueError(f"{path} cannot be read as an index of weights; copy or download it again") from error
-
-
-def _write_index(directory: Path, written: dict[str, str]) -> None:
-    files = sorted(set(written.values()))
-    if len(files) == 1:
-        (directory / files[0]).rename(directory / WEIGHTS)
-        return
-    names = {file: f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i, file in enumerate(files)}
-    for file, name in names.items():
-        (directory / file).rename(directory / name)
-    size = sum((directory / name).stat().st_size for name in names.values())
-    index = {"metadata": {"total_size": size}, "weight_map": {k: names[f] for k, f in written.items()}}
-    (directory / INDEX).write_text(json.dumps(index, indent=2))

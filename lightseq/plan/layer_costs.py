@@ -29,7 +29,8 @@ from lightseq.parts.fit import PARTS, fit
 from lightseq.parts.mlp import TILE_TOKENS
 from lightseq.parts.part import Choices, Ranks, choices_of_policy
 from lightseq.parts.recurrences import registered_mixers
-from lightseq.plan.layer_graph import LAYER_INPUT, TOKENS, LayerGraph, Pass
+from lightseq.plan.layer_graph import TOKENS, LayerGraph
+from lightseq.plan.layer_kernels import LAYER_INPUT, Pass
 from lightseq.schedule.windows import Reach
 
 TRACED: Final = f"{IMPLEMENTATION}_traced"  # in transformers' registry of attention functions

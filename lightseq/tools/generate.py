@@ -141,8 +141,8 @@ def _how(args: argparse.Namespace, as_turn: bool) -> str:
 
 def _load_tokenizer(directory: Path, checkpoint: str) -> Any:
     """Loads the tokenizer of a model, or of an adapter's base model if the adapter has none."""
-    from lightseq.data.tokenizer import has_tokenizer, load_tokenizer
-    from lightseq.parts.adapters import CONFIG
+    from lightseq.data.load_tokenizer import has_tokenizer, load_tokenizer
+    from lightseq.parts.adapter_files import CONFIG
     from lightseq.tools.pretrained import find_base
 
     if not has_tokenizer(str(directory)) and (directory / CONFIG).is_file():

@@ -19,23 +19,14 @@ from lightseq.models.decoder import head_weight_name, ties_embeddings
 from lightseq.models.mxfp4 import is_mxfp4
 from lightseq.models.published_layout import MissingTensorsError, embeddings_name, layout_of_files
 from lightseq.models.tokenizer_files import SETTINGS, copy_files, copy_tokenizer, remove_chat_templates
-from lightseq.models.weights import (
-    INDEX,
-    LORA_INFIX,
-    WEIGHTS,
-    base_parameters,
-    has_nan,
-    open_safetensors,
-    open_tensors,
-    save_tensors,
-    tensor_files,
-    without_wrappers,
-)
-from lightseq.parts.adapters import CONFIG, base_directory, lora_scale, read_config, read_json_object, read_rope
-from lightseq.parts.adapters import WEIGHTS as ADAPTER_WEIGHTS
+from lightseq.models.weight_files import INDEX, WEIGHTS, open_safetensors, open_tensors, save_tensors, tensor_files
+from lightseq.models.weights import LORA_INFIX, base_parameters, has_nan, without_wrappers
+from lightseq.parts.adapter_files import CONFIG, base_directory, lora_scale, read_config, read_rope
+from lightseq.parts.adapter_files import WEIGHTS as ADAPTER_WEIGHTS
 from lightseq.parts.chosen_experts import build_to_train
 from lightseq.tools.merged_experts import ExpertsChange, LinearChange, changes_of_experts, weights_by_adapter
 from lightseq.training.output_directory import create_output_dir
+from lightseq.utils.files import read_json_object
 from lightseq.utils.formatting import first_line
 
 PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"

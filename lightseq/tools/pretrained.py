@@ -10,18 +10,12 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrai
 from lightseq.architecture.family import MODEL_CONFIGS, model_within
 from lightseq.models.build import build, model_class
 from lightseq.models.decoder import float32_parameters, has_towers, text_config, with_text_settings
-from lightseq.models.hub import hub_error
+from lightseq.models.hub import download, hub_error
 from lightseq.models.mxfp4 import is_mxfp4
-from lightseq.models.weights import (
-    GENERATION_CONFIG,
-    download,
-    load_or_refuse,
-    materialize,
-    open_safetensors,
-    refuse_nan,
-    tensor_files,
-)
-from lightseq.parts import adapters
+from lightseq.models.weight_files import open_safetensors, tensor_files
+from lightseq.models.weights import GENERATION_CONFIG, load_or_refuse, materialize, refuse_nan
+from lightseq.parts import adapter_files
+from lightseq.utils.files import read_json_object
 from lightseq.utils.formatting import first_line
 
 CONFIG: Final = "config.json"
@@ -34,7 +28,7 @@ def find_directory(checkpoint: str) -> Path:
     if directory.is_dir() and not any((directory / name).is_file() for name in MODEL_CONFIGS):
         raise ValueError(f"{checkpoint} is a directory without config.json; give {model_within(directory)}")
     if (directory / CONFIG).is_file():
-        adapters.read_json_object(directory / CONFIG)
+        read_json_object(directory / CONFIG)
     if directory.is_dir():
         return directory
     if not directory.exists() and checkpoint.count("/") > 1:  # no id of the Hub
@@ -51,7 +45,7 @@ def load_pretrained(directory: Path, device: torch.device) -> PreTrainedModel:
 
     Raises ValueError for files that cannot be read, or that do not hold exactly the model's weights, or NaN.
     """
-    is_adapter = (directory / adapters.CONFIG).is_file()
+    is_adapter = (directory / adapter_files.CONFIG).is_file()
     model = _load_adapted(directory, device) if is_adapter else _load_whole(directory, device)
     refuse_nan(model, directory)
     model.eval()
@@ -85,7 +79,7 @@ def read_model_config(directory: Path) -> PreTrainedConfig:
 
     Raises ValueError for one that transformers cannot read.
     """
-    if (directory / adapters.CONFIG).is_file():
+    if (directory / adapter_files.CONFIG).is_file():
         return read_model_config(find_base(directory))
     if not (directory / CONFIG).is_file():
         raise ValueError(f"{directory} has no {CONFIG}; {AGAIN}")
@@ -114,13 +108,13 @@ def _load_quantized(directory: Path, config: PreTrainedConfig) -> PreTrainedMode
 
 def find_base(adapter: Path) -> Path:
     """Returns the directory of an adapter's base model. Raises ValueError for settings that cannot be used."""
-    settings = adapters.read_json_object(adapter / adapters.CONFIG)
-    adapters.check_numbers(settings, adapter / adapters.CONFIG)
+    settings = read_json_object(adapter / adapter_files.CONFIG)
+    adapter_files.check_numbers(settings, adapter / adapter_files.CONFIG)
     remedy = (
-        f"edit base_model_name_or_path in {adapter / adapters.CONFIG}, or merge the adapter with "
+        f"edit base_model_name_or_path in {adapter / adapter_files.CONFIG}, or merge the adapter with "
         "`lightseq merge --model_name_or_path BASE` and generate from that"
     )
-    return adapters.base_directory(settings, adapter, None, remedy)
+    return adapter_files.base_directory(settings, adapter, None, remedy)
 
 
 def _load_adapted(directory: Path, device: torch.device) -> Any:
@@ -129,10 +123,10 @@ def _load_adapted(directory: Path, device: torch.device) -> Any:
         from peft import PeftModel, get_peft_model_state_dict
     except ImportError as error:
         raise ValueError(f"{directory} is an adapter, which needs peft; pip install peft") from error
-    path = directory / adapters.WEIGHTS
+    path = directory / adapter_files.WEIGHTS
     with open_safetensors(path) as file:
         stored = set(file.keys())
-    model = _load_whole(find_base(directory), device, adapters.read_rope(directory))
+    model = _load_whole(find_base(directory), device, adapter_files.read_rope(directory))
     adapted = _guarded(directory, lambda: PeftModel.from_pretrained(model, str(directory)))
     expected = get_peft_model_state_dict(adapted, save_embedding_layers=False).keys()
     known = get_peft_model_state_dict(adapted, save_embedding_layers=True).keys()  # peft may add the base's weights
@@ -160,7 +154,7 @@ def _reason(error: Exception, path: Path) -> str:
     if not isinstance(error, KeyError) or path.name != CONFIG:
         return first_line(error)
     (value,) = error.args or (None,)
-    found = adapters.read_json_object(path)
+    found = read_json_object(path)
     inner = [each for each in found.values() if isinstance(each, dict)]
     keys = [key for each in (found, *inner) for key, held in each.items() if held == value]
     return f"{' or '.join(dict.fromkeys(keys))} is {value!r}" if keys else f"KeyError: {value!r}"

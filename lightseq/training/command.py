@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from lightseq.config.command_line import help_text, print_help_if_asked
 from lightseq.config.parser import print_error
 from lightseq.distributed.environment import is_main_process, set_up_process
-from lightseq.distributed.rank_launcher import INTERRUPTED, adopt_launcher
+from lightseq.distributed.job_launchers import adopt_launcher
+from lightseq.distributed.rank_launcher import INTERRUPTED
 from lightseq.models.presets import ModelFamily
 from lightseq.utils.process import without_collection
 from lightseq.utils.versions import check_transformers

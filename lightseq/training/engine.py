@@ -16,7 +16,7 @@ from lightseq.memory.offload import Offload
 from lightseq.memory.recomputation import MemorySettings
 from lightseq.models import random_weights, weights
 from lightseq.parallelize import Unit
-from lightseq.parts import adapters
+from lightseq.parts import adapter_files, adapters
 from lightseq.parts.routers import Routers
 from lightseq.plan.plan import Plan
 from lightseq.training.inputs import Inputs
@@ -96,7 +96,7 @@ def fill_weights(
     if inputs.resume_from is not None and inputs.lora is None:
         return  # the checkpoint replaces them
     if inputs.lora_adapter is not None and inputs.resume_from is None:
-        adapters.load(model, inputs.lora_adapter, fill)
+        adapter_files.load(model, inputs.lora_adapter, fill)
     else:
         adapters.initialize(model, seed, fill, device)
     if inputs.weights is None:

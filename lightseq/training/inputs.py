@@ -30,22 +30,19 @@ from lightseq.data.batches import BatchStream, open_examples, require_target
 from lightseq.data.content import hash_content
 from lightseq.data.examples import Examples
 from lightseq.data.held_out import hold_out
+from lightseq.data.load_tokenizer import has_tokenizer, read_chat_template
 from lightseq.data.packing import PackedExamples, open_packed, open_windows_to_pack, pack
 from lightseq.data.sources import ReadOptions, holds_columns, holds_rows, split_columns
 from lightseq.data.token_directory import made_with
-from lightseq.data.tokenizer import ByteTokenizer, has_tokenizer, read_chat_template
+from lightseq.data.tokenizer import ByteTokenizer
 from lightseq.distributed.parallel_dims import ParallelDims, parallel_dims
 from lightseq.distributed.world import World, check_devices
-from lightseq.models import weights
+from lightseq.models import hub, weight_files
 from lightseq.models.decoder import has_towers, placeholder_ids, text_config
 from lightseq.models.presets import ModelFamily
 from lightseq.objectives.registry import objective_of
-from lightseq.parts.adapters import (
-    Lora,
-    check_start,
-    lora_from_config,
-    notes_on_targets,
-)
+from lightseq.parts.adapter_files import check_start
+from lightseq.parts.adapters import Lora, lora_from_config, notes_on_targets
 from lightseq.parts.fp8 import check_fp8
 from lightseq.plan.document_lengths import DocumentLengths, document_lengths_of
 from lightseq.training.optimization import check_lr_schedule
@@ -133,7 +130,7 @@ def prepare(config: TrainConfig, family: ModelFamily, world: World, resume_point
     tokenizer = model.tokenizer or made_with(Path(config.data_path))
     profile_notes = check_profiled(config, world.device, stream.first_step, total_steps)
     trained = count_adapter_parameters(model.lora, model.config) or total_parameters(model.config)
-    base_bytes = 0 if model.lora or not isinstance(model.weights, Path) else weights.bytes_of(model.weights)
+    base_bytes = 0 if model.lora or not isinstance(model.weights, Path) else weight_files.bytes_of(model.weights)
     disk_notes = check_disk_space(config, trained, base_bytes, stream, total_steps)
     prompts = read_sample_prompts(config, tokenizer, text_config(model.config).vocab_size)
     # Last, because a download can take hours and all other checks should come first.
@@ -366,7 +363,7 @@ def fetch_weights(model: FoundModel, world: World, verified: Path | None = None)
 
     Raises ValueError if their manifest shows damage. A `verified` directory is not read again.
     """
-    directory = weights.download(model.weights) if isinstance(model.weights, str) else model.weights
+    directory = hub.download(model.weights) if isinstance(model.weights, str) else model.weights
     if world.is_main and directory is not None and directory != verified:
         check_weights(directory)
     return directory
@@ -379,7 +376,7 @@ def tokenizer_directory(model: FoundModel, directory: Path | None) -> Path | Non
         return None
     if named == str(model.weights):
         return directory
-    return Path(named) if Path(named).is_dir() else weights.download_tokenizer(named)
+    return Path(named) if Path(named).is_dir() else hub.download_tokenizer(named)
 
 
 def _bytes_are_tokens(config: TrainConfig, directory: Path | None) -> bool:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from lightseq.config.train_config import TrainConfig
-from lightseq.data.tokenizer import Tokenizer, encode_prompt, load_tokenizer
+from lightseq.data.load_tokenizer import load_tokenizer
+from lightseq.data.tokenizer import Tokenizer, encode_prompt
 from lightseq.utils.files import CONFIG_BYTES, read_text
 from lightseq.utils.formatting import first_line, plural
 

@@ -19,7 +19,7 @@ from lightseq.distributed.environment import secrets
 from lightseq.distributed.world import exit_process, report_error
 from lightseq.models import weights
 from lightseq.models.tokenizer_files import CHAT_TEMPLATE, remove_chat_templates
-from lightseq.parts import adapters
+from lightseq.parts import adapter_files
 from lightseq.training.early_stopping import STOPPING, EarlyStopping
 from lightseq.training.metrics import METRICS
 from lightseq.training.trainer import Trainer
@@ -120,8 +120,9 @@ class Saving:
     def _write_model(self, directory: Path, state: Path) -> None:
         whole = state_files.read_full_tensors(state, state_files.PARAMETER)
         if self._inputs.lora is not None:
-            base, rope = self._config.model_name_or_path, adapters.changed_rope(self._config, self._inputs.model_config)
-            adapters.save(whole, directory, self._inputs.lora, base, self._inputs.tokenizer, rope)
+            base = self._config.model_name_or_path
+            rope = adapter_files.changed_rope(self._config, self._inputs.model_config)
+            adapter_files.save(whole, directory, self._inputs.lora, base, self._inputs.tokenizer, rope)
         else:
             buffers = state_files.read_full_tensors(state, state_files.BUFFER)
             self._write_pretrained(directory, chain(whole, buffers))
@@ -137,7 +138,7 @@ class Saving:
         if not self._world.is_main:
             return
         if self._inputs.bytes_are_tokens:
-            ByteTokenizer().save_pretrained(directory)
+            ByteTokenizer().as_transformers().save_pretrained(directory)
         if self._inputs.chat_template is not None:
             remove_chat_templates(directory)
             (directory / CHAT_TEMPLATE).write_text(self._inputs.chat_template, encoding="utf-8")

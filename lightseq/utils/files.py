@@ -8,6 +8,8 @@ import stat
 from pathlib import Path
 from typing import Any, Final
 
+from lightseq.utils.formatting import first_line
+
 CONFIG_BYTES: Final = 1 << 20  # files that a user writes
 JSON_BYTES: Final = 64 << 20  # files that programs write, such as an index of weights
 RECORDS_BYTES: Final = 8 << 30  # files with a line per step or benchmark
@@ -74,3 +76,14 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def read_json(path: Path, limit: int = JSON_BYTES) -> Any:
     """Returns the value in a JSON file. Raises OSError, or ValueError for invalid text."""
     return parse_json(read_text(path, limit))
+
+
+def read_json_object(path: Path, remedy: str = "copy it again") -> dict[str, Any]:
+    """Returns the object in a JSON file. Raises ValueError naming the file and the remedy if it holds none."""
+    try:
+        found = read_json(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read ({first_line(error)}); {remedy}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is not a JSON object; {remedy}")
+    return found

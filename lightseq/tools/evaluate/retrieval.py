@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.examples import Example, Examples, WindowExamples, window
-from lightseq.data.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
+from lightseq.data.load_tokenizer import has_tokenizer, load_tokenizer
+from lightseq.data.tokenizer import Tokenizer
 from lightseq.distributed.world import World
 from lightseq.models.decoder import placeholder_ids, text_config
 from lightseq.objectives.objective import evaluating

@@ -1,17 +1,23 @@
-"""Checks of a local tokenizer's files before transformers reads them, and errors of its parsers in one line."""
+"""Loading of a tokenizer, with checks of its files before transformers reads them, and errors of one line."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from lightseq.utils.files import JSON_BYTES, open_regular, read_json
+from lightseq.data.chat_template import find_names
+from lightseq.data.tokenizer import BYTE_VOCABULARY, ByteTokenizer, PretrainedTokenizer, Tokenizer
+from lightseq.models.hub import hub_error
+from lightseq.models.tokenizer_files import VOCABULARY_FILES, named_files
+from lightseq.utils.files import JSON_BYTES, open_regular, read_json, read_json_object, read_text
 from lightseq.utils.formatting import first_line
 
 GENERATION_CONFIG, CONFIG = "generation_config.json", "config.json"
 TOKENIZER_BYTES: Final = 512 << 20
+BYTE_TOKENIZER_BYTES: Final = 2**16  # most bytes of tokenizer.json of the tokenizer of bytes
 FILES: Final = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")  # that transformers may open
 OBJECTS: Final = (
     "tokenizer.json",
@@ -23,6 +29,88 @@ OBJECTS: Final = (
 # Tokenizers may leave ids out, but memory and time grow with the largest one.
 MOST_ID: Final = 2**31 - 1
 GAPS, IDS_PER_TOKEN = 1 << 18, 4
+
+
+def load_tokenizer(name: str, chat_template: str | None = None) -> Tokenizer:
+    """Loads `byte`, or a local directory or hub id with AutoTokenizer, without running its code.
+
+    `chat_template`, a file or a template, replaces the tokenizer's. Raises ValueError if either cannot be used.
+    """
+    template = None if chat_template is None else read_chat_template(chat_template)
+    if name == "byte":
+        if template is not None:
+            raise ValueError("--chat_template needs a tokenizer with tokens that end a turn, not byte; give another")
+        return ByteTokenizer()
+    if not Path(name).exists() and (reason := hub_error(name, "tokenizer_config.json")):
+        raise ValueError(
+            f"tokenizer {name} is not a local directory and cannot be fetched from the hub ({reason}); check the id "
+            "and the network, or give a directory, or byte"
+        )
+    if template is None and _is_byte_tokenizer(Path(name)):
+        return ByteTokenizer(name)
+    from transformers import AutoTokenizer  # takes seconds to import; `byte` does not need it
+
+    with readable_tokenizer(name):
+        backend: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    if template is not None:
+        _replace_chat_template(backend, template)
+    # Not len(backend), because ids may have gaps.
+    vocab_size = max(backend.get_vocab().values()) + 1
+    return PretrainedTokenizer(name, vocab_size, backend, template is not None, read_end_ids(name))
+
+
+def _is_byte_tokenizer(directory: Path) -> bool:
+    """Returns whether a directory holds the files of `ByteTokenizer.as_transformers()`."""
+    file = directory / "tokenizer.json"
+    if not file.is_file() or file.stat().st_size > BYTE_TOKENIZER_BYTES:
+        return False
+    try:
+        model = json.loads(read_text(file))["model"]
+        return model["vocab"] == BYTE_VOCABULARY and not model["merges"]
+    except (ValueError, LookupError, TypeError, OSError):
+        return False  # damaged files are refused by their own parser
+
+
+def _replace_chat_template(backend: Any, template: str) -> None:
+    """Sets the template of a tokenizer. Raises ValueError if Jinja cannot parse it."""
+    from jinja2 import TemplateSyntaxError
+
+    try:
+        find_names(template)
+    except TemplateSyntaxError as error:
+        raise ValueError(
+            f"--chat_template is not a Jinja template (line {error.lineno}: {first_line(error)}); correct it"
+        ) from error
+    except RecursionError as error:
+        raise ValueError("--chat_template nests too deeply for Jinja; simplify it") from error
+    backend.chat_template = template
+
+
+def read_chat_template(given: str) -> str:
+    """Returns the Jinja template of --chat_template: the text of a file, or the value itself if it is a template.
+
+    Raises ValueError if it is neither.
+    """
+    if "{{" in given or "{%" in given:
+        return given
+    try:
+        return read_text(Path(given).expanduser())
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else first_line(error)
+        raise ValueError(
+            f"--chat_template {given!r:.200} cannot be read ({reason}); give a file, or a Jinja template"
+        ) from error
+
+
+def has_tokenizer(name: str) -> bool:
+    """Returns whether a name is `byte`, or a directory or a hub id with the files of a tokenizer."""
+    if name == "byte":
+        return True
+    if Path(name).exists():
+        directory = Path(name)
+        common = any((directory / file).is_file() for file in VOCABULARY_FILES)
+        return common or any((directory / file).is_file() for file in named_files(directory))
+    return not hub_error(name, "tokenizer_config.json")
 
 
 @contextmanager
@@ -52,12 +140,7 @@ def read_end_ids(name: str) -> tuple[int, ...]:
         path = _file_of(name, file)
         if path is None:
             continue
-        try:
-            settings = read_json(path)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{path} cannot be read ({first_line(error)}); correct it, or copy it again") from error
-        if not isinstance(settings, dict):
-            raise ValueError(f"{path} is not a JSON object; correct it, or copy it again")
+        settings = read_json_object(path, "correct it, or copy it again")
         inner = settings.get("text_config")
         given = settings.get("eos_token_id", inner.get("eos_token_id") if isinstance(inner, dict) else None)
         ids = given if isinstance(given, list) else [given]

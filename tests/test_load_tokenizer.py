@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from lightseq.data.tokenizer_file import check_tokenizer, readable_tokenizer
+from lightseq.data.load_tokenizer import check_tokenizer, readable_tokenizer
 
 
 @pytest.fixture
