@@ -4,7 +4,7 @@ from typing import Final
 
 from lightseq.config.flags import Flags
 
-OBJECTIVES: Final = ("next_token", "dpo")  # objectives/choice.py says what each is
+OBJECTIVES: Final = ("next_token", "dpo")  # objectives/registry.py says what each is
 
 
 def check_objective(config: Flags) -> None:
