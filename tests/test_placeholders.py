@@ -18,7 +18,8 @@ from lightseq.hf.image_inputs import check_text_only
 from lightseq.integrations.whole_batches import WholeBatches
 from lightseq.models.decoder import placeholder_ids
 from lightseq.models.presets import LLAMA3
-from lightseq.training.inputs import find_examples, find_model
+from lightseq.training.find_model import find_model
+from lightseq.training.inputs import find_examples
 
 IMAGE = 62
 

@@ -21,7 +21,7 @@ from lightseq.distributed.world import World
 from lightseq.models import hub
 from lightseq.models.decoder import text_config
 from lightseq.models.presets import FAMILIES, LLAMA2, LLAMA3
-from lightseq.training.inputs import find_model
+from lightseq.training.find_model import find_model
 from lightseq.utils import versions
 
 YARN = {"rope_type": "yarn", "factor": 8}

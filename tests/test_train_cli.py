@@ -46,8 +46,8 @@ from lightseq.plan.breakdown import Breakdown
 from lightseq.training import journal, trainer
 from lightseq.training import train as training
 from lightseq.training.engine import Update
+from lightseq.training.find_model import FoundModel, tokenizer_directory
 from lightseq.training.fsdp_engine import FsdpEngine
-from lightseq.training.inputs import FoundModel, tokenizer_directory
 from lightseq.training.metrics import MetricsFile, read_records
 from lightseq.training.output_directory import continues_after_restart, lock_directory, mark_begun
 from lightseq.training.profiler import StepProfile

@@ -21,7 +21,7 @@ from lightseq.tools.evaluate.retrieval import needle_task
 from lightseq.tools.evaluate.tasks import Task, loss_task
 from lightseq.training.build import build_engine
 from lightseq.training.errors import exit_on_out_of_memory
-from lightseq.training.inputs import find_model
+from lightseq.training.find_model import find_model
 from lightseq.training.machine import hardware, versions
 from lightseq.training.output_directory import create_output_dir
 from lightseq.training.run_info import describe_run

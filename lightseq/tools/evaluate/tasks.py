@@ -9,7 +9,8 @@ from lightseq.data.batches import BatchStream, require_target
 from lightseq.distributed.world import World
 from lightseq.objectives.next_token import POWERS, Bin, Perplexity, bin_starts, measure, perplexity
 from lightseq.tools.evaluate.options import Options
-from lightseq.training.inputs import FoundModel, Inputs, evaluation_stream, fetch_weights, find_examples
+from lightseq.training.find_model import FoundModel, fetch_weights
+from lightseq.training.inputs import Inputs, evaluation_stream, find_examples
 from lightseq.training.setup_checks import require_chats
 from lightseq.training.trainer import Trainer
 from lightseq.utils.formatting import aligned, four_significant_digits, plural
