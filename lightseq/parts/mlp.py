@@ -50,11 +50,10 @@ def tile_mlps(layers: Iterable[nn.Module], changes: Changes, store: bool = False
 
     The activation is SiLU, or GELU by tanh. An MLP, an activation or a linear with a hook or another forward than its
     class's stays too. The linears may have low-rank adapters. The backward pass recomputes gate and up from the input,
-    tile by tile. An input that fits in one tile takes the module's own forward. Layers with experts stay (see
-    `store_experts`). With `store`, gate and up are saved for the backward pass at any length, a checkpoint may store
-    them, and a layer with any other MLP raises ValueError. `ends_layer` says that no backward pass needs the MLP's
-    output (`Layer.mlp_is_last`). It is then neither stored nor computed when a checkpoint recomputes the layer, if the
-    layer is transformers' own.
+    tile by tile. An input that fits in one tile takes the module's own forward. Layers with experts stay. With `store`,
+    gate and up are saved for the backward pass at any length, a checkpoint may store them, and a layer with any other
+    MLP raises ValueError. `ends_layer` says that no backward pass needs the MLP's output (`Layer.mlp_is_last`). It is
+    then neither stored nor computed when a checkpoint recomputes the layer, if the layer is transformers' own.
     """
     for layer in layers:
         mlp: Any = getattr(layer, "mlp", None)
