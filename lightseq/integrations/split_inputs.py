@@ -87,7 +87,15 @@ def split_inputs(
     divisor = batch.pop("num_items_in_batch", None)
     if given is not None:
         divisor = torch.as_tensor(given, device=batch["input_ids"].device)
-    return SplitInputs(batch, options, local, divisor, shifted_here, length, has_router_loss)
+    return SplitInputs(
+        batch=batch,
+        options=options,
+        labels=local,
+        divisor=divisor,
+        shifted_here=shifted_here,
+        length=length,
+        has_router_loss=has_router_loss,
+    )
 
 
 def _refuse_options(config: PreTrainedConfig, options: dict[str, Any]) -> None:
