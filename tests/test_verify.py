@@ -159,6 +159,8 @@ def test_only_flags_that_change_a_step_are_verified(tmp_path: Path) -> None:
 def _without_a_move(*args: Any) -> Schedule:
     """Returns a schedule whose first operand that travels in the forward pass stays at home."""
     schedule = make_schedule(*args)
+    if schedule.world == 1:  # of the run on the meta device
+        return schedule
     t = next(i for i, step in enumerate(schedule.forward) if step.moves)
     step = dataclasses.replace(schedule.forward[t], moves=schedule.forward[t].moves[1:])
     return dataclasses.replace(schedule, forward=(*schedule.forward[:t], step, *schedule.forward[t + 1 :]))

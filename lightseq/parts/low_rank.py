@@ -70,7 +70,7 @@ class LinearWeights(NamedTuple):
             lambda: dy_NO.T @ self.adapter_output(x_NI),
         )
         found = [make() if needed else None for make, needed in zip(makers, needs_tensors, strict=False)]
-        return input_gradient([self], [dy_NO], torch.empty_like(x_NI)) if needs_x else None, found
+        return input_gradient([self], [dy_NO]) if needs_x else None, found
 
 
 def _joined(x: Tensor, y: Tensor, dim: int) -> Tensor:
@@ -80,16 +80,17 @@ def _joined(x: Tensor, y: Tensor, dim: int) -> Tensor:
     return torch.cat([x, y, y.new_zeros(shape)] if shape[dim] else [x, y], dim)
 
 
-def input_gradient(linears: Sequence[LinearWeights], dys: Sequence[Tensor], into: Tensor) -> Tensor:
-    """Writes the gradient of an input that several linears share to `into`, adapters included, and returns it."""
+def input_gradient(linears: Sequence[LinearWeights], dys: Sequence[Tensor], into: Tensor | None = None) -> Tensor:
+    """Returns the gradient of an input that several linears share, adapters included, written to `into` if given.
+
+    Code that is compiled must not give `into`: Inductor multiplies what its memory holds by 0, which may give NaN.
+    """
     for i, (linear, dy_NO) in enumerate(zip(linears, dys, strict=True)):
         left, right = dy_NO, linear.weight
         if linear.a is not None and linear.b is not None:
             left, right = _joined(left, linear.adapter_output_gradient(dy_NO), 1), _joined(right, linear.a, 0)
-        if i == 0:  # not addmm_ with beta=0, of which torch.compile makes 0 * into on GPUs: NaN, if that holds any
-            torch.mm(left, right, out=into)
-        else:
-            into.addmm_(left, right)
+        into = left @ right if into is None else into.addmm_(left, right, beta=float(i > 0))
+    assert into is not None, "there is a linear"
     return into
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from lightseq.config.remat_policies import STORE_LINEARS, STORE_MLP
+from lightseq.config.remat_policies import POLICIES, STORE_LINEARS, STORE_MLP
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.agreement import from_rank_0, on_all_ranks
 from lightseq.distributed.host_memory import free_host_memory
@@ -36,13 +36,15 @@ STATE_STEPS = 8  # steps in the number of layers with state on the GPU that `--o
 FRUGAL_GROUP = 4  # layers per checkpoint where memory is short
 MIN_RESHARD_GAIN = 1e-3  # share of the GPU's time that keeping gathered weights has to save
 SAME_SPEED = 1e-2  # relative difference of step times that the planner cannot resolve
+SAME_WORK = 1e-3  # relative difference of GPU times that decides nothing
 
 
 def make_plan(run: PlannedRun) -> Plan:
     """Plans a run: the fastest choice of the flags left to the planner that fits, or else that with the least memory.
 
-    Among equally fast plans it prefers optimizer state on the GPU, then less host memory, then less GPU time. Gathered
-    weights are kept from the forward to the backward pass if they fit as well and that saves time.
+    Among equally fast plans it prefers optimizer state on the GPU, then less host memory, then less GPU time, then less
+    recomputation. Gathered weights are kept from the forward to the backward pass if they fit as well and that saves
+    time.
     """
     run, found = without_device_budget(run), []
     for options in (fast_options(run), frugal_options(run)):
@@ -51,14 +53,23 @@ def make_plan(run: PlannedRun) -> Plan:
             break
     if fitting := [_without_reshard(plan) for plan in found if plan.fits]:
         limit = min(plan.step_seconds for plan in fitting) * (1 + SAME_SPEED)
-        return min((plan for plan in fitting if plan.step_seconds <= limit), key=_preference)
+        fast = [plan for plan in fitting if plan.step_seconds <= limit]
+        preferred = min(map(_preference, fast))
+        alike = [plan for plan in fast if _preference(plan) == preferred]
+        busy = min(map(_busy_seconds, alike)) * (1 + SAME_WORK)
+        return min((plan for plan in alike if _busy_seconds(plan) <= busy), key=_recomputation)
     within_host = [plan for plan in found if not plan.missing_host_bytes]
     return min(within_host or found[:1], key=lambda plan: plan.parts.total)
 
 
-def _preference(plan: Plan) -> tuple[bool, float, int, float]:
-    """Returns the sort key of equally fast plans, the best first. Nanoseconds are noise of the arithmetic."""
-    return plan.run.state_on_host, plan.host_bytes, plan.run.config.expert_ranks, round(_busy_seconds(plan), 9)
+def _preference(plan: Plan) -> tuple[bool, float, int]:
+    """Returns the sort key of equally fast plans, the best first."""
+    return plan.run.state_on_host, plan.host_bytes, plan.run.config.expert_ranks
+
+
+def _recomputation(plan: Plan) -> tuple[int, float]:
+    """Returns the sort key of plans with equal work on the GPU, the best first."""
+    return POLICIES.index(plan.run.config.remat_policy), _busy_seconds(plan)
 
 
 def _without_reshard(plan: Plan) -> Plan:
