@@ -307,7 +307,7 @@ def test_masks_of_long_answers_follow_the_text(tmp_path: Path) -> None:
     [
         (
             {"prompt": "a", "chosen": "b", "rejected": "c"},
-            "'chosen' holds preferences, which lightseq train --objective dpo",
+            "'chosen' holds preferences, which only lightseq train --objective dpo",
         ),
         ({"chosen": [USER, ANSWER], "rejected": [USER, ANSWER]}, "'chosen' holds preferences"),
         ({"image": "a.png", "caption": "b"}, "'image' holds no text; lightseq train reads text only"),

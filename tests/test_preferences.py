@@ -2,6 +2,7 @@
 
 import json
 import math
+import pickle
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -276,6 +277,8 @@ def test_a_run_does_not_resume_beside_another_reference(runs: Runs) -> None:
     runs.ours("full", 1)
     checkpoint = runs.files / "full-1" / "checkpoint-2"
     assert check_flags(checkpoint, parse(words_of(runs.files, "o").split(), "test")) != ()
+    respelled = parse(words_of(runs.files, "o", f"--model_name_or_path {runs.files}/./model/").split(), "test")
+    assert check_flags(checkpoint, respelled) != ()
     other = parse(words_of(runs.files, "o", "--model_name_or_path elsewhere").split(), "test")
     with pytest.raises(
         ValueError, match=rf"weights of {runs.files}/model, not of elsewhere; give --model_name_or_path"
@@ -368,14 +371,19 @@ def test_a_chat_template_for_text_and_data_without_rows_are_refused(tmp_path: Pa
     with pytest.raises(ValueError, match=r"--chat_template applies to turns, but .* holds text; leave it out"):
         read_rows(tmp_path, tokenizer, PAIR, pairs=True)
     tokens = open_path(write_rows(tmp_path / "rows.jsonl", PAIR), byte_level(None), pairs=True).source.path
-    with pytest.raises(ValueError, match="holds no rows, which --objective dpo needs"):
-        open_packed(tokens, 64, 300, read_options=ReadOptions(pairs=True))
-    with pytest.raises(ValueError, match="holds preferences, which lightseq train --objective dpo trains on"):
+    pickled = tmp_path / "rows.pkl"
+    pickled.write_bytes(pickle.dumps([PAIR]))
+    for path in (tokens, pickled):
+        with pytest.raises(
+            ValueError, match=r"holds no rows, which --objective dpo needs; .* rows of \.jsonl or \.parquet$"
+        ):
+            open_packed(path, 64, 300, read_options=ReadOptions(pairs=True))
+    with pytest.raises(ValueError, match="holds preferences, which only lightseq train --objective dpo reads"):
         open_packed(tokens, 64, 300)
 
 
 def test_pairs_without_their_objective_are_refused_with_the_remedy(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="'chosen' holds preferences, which lightseq train --objective dpo trains on"):
+    with pytest.raises(ValueError, match="'chosen' holds preferences, which only lightseq train --objective dpo reads"):
         read_rows(tmp_path, byte_level(CHATML), PAIR)
 
 

@@ -146,7 +146,8 @@ def check_flags(resume_from: Path, config: TrainConfig) -> tuple[str, ...]:
             f"{adapter_files.flag_for_weights(resume_from)}"
         )
     before = then.get("model_name_or_path")
-    if objective_of(config).frozen_models and before not in (None, config.model_name_or_path):
+    names = {adapter_files.base_model_name(name) for name in (before, config.model_name_or_path) if name}
+    if objective_of(config).frozen_models and len(names) > 1:
         raise ValueError(
             f"--resume_from_checkpoint {resume_from} has a reference with the weights of {before}, not of "
             f"{config.model_name_or_path}; give --model_name_or_path {before}"

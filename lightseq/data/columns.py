@@ -96,7 +96,7 @@ HARMLESS: Final = frozenset(
     """)
 )
 
-PREFERENCES: Final = "holds preferences, which lightseq train --objective dpo trains on (docs/preferences.md)"
+PREFERENCES: Final = "holds preferences, which only lightseq train --objective dpo reads (docs/preferences.md)"
 PREFERENCE_COLUMNS: Final = ("chosen", "rejected")
 ONLY_TEXT: Final = "lightseq train reads text only, and SequenceParallelTrainer takes images (docs/trainers.md)"
 NO_TEXT: Final = f"holds no text; {ONLY_TEXT}"

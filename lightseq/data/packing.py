@@ -98,11 +98,13 @@ def open_windows_to_pack(
     read_options: ReadOptions | None = None,
 ) -> WindowExamples | SequenceExamples:
     """Opens the data of `open_examples`, never truncated. Raises ValueError if lengths are not known beforehand."""
+    pairs = read_options is not None and read_options.pairs
+    if pairs and Path(path).exists() and not holds_rows(path):
+        raise ValueError(
+            f"{path} holds no rows, which --objective dpo needs; give chosen and rejected in rows of .jsonl or .parquet"
+        )
     first_cut = NO_LIMIT if Path(path).suffix == ".pkl" else length  # other sources are split, never truncated
     opened = open_examples(path, first_cut, vocab_size, tokenizer, lazy, progress, read_options)
-    pairs = read_options is not None and read_options.pairs
-    if pairs and not holds_rows(path):
-        raise ValueError(f"{path} holds no rows, which --objective dpo needs; give rows with chosen and rejected")
     if isinstance(opened, SequenceExamples):
         return replace(opened, length=length)
     if isinstance(opened, WindowExamples):
