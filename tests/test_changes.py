@@ -108,6 +108,17 @@ def test_disabling_removes_what_was_added_for_whole_batches(alone: None) -> None
     assert found() == before and torch.equal(model(ids).logits, expected)
 
 
+def test_models_that_share_a_config_are_disabled_one_after_the_other(alone: None) -> None:
+    first, tokens = llama(), torch.arange(8)[None]
+    second = LlamaForCausalLM(first.config)
+    expected = first(tokens, use_cache=False).logits
+    hf.enable(first)
+    hf.enable(second)
+    for model in (first, second):
+        hf.disable(model)
+    assert torch.equal(first(tokens, use_cache=False).logits, expected)
+
+
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_moe", "llama4_text"])
 def test_what_training_replaces_in_a_model_is_undone(model_type: str) -> None:
     config, x = tiny_config(model_type), ids()

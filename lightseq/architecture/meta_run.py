@@ -135,9 +135,9 @@ def _tokens_unmixed(model: PreTrainedModel, attention: Callable[..., Any]) -> It
     """
     changes = Changes()
     ALL_ATTENTION_FUNCTIONS.register(PROBE, attention)
-    attend_with(attending_part(model), PROBE, changes)
-    fit([model], Choices(), Ranks(one_rank_context()), changes)
     try:
+        attend_with(attending_part(model), PROBE, changes)
+        fit([model], Choices(), Ranks(one_rank_context()), changes)
         yield
     finally:
         changes.undo()

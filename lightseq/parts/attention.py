@@ -100,16 +100,20 @@ def attend_with(model: PreTrainedModel, name: str, changes: Changes) -> None:
 
     It then attends as before, unless the user has chosen another function since.
     """
-    before = model.config._attn_implementation
     # A model whose config an enabled one shares was never plain; None is the default of transformers.
-    plain = None if before is not None and before.startswith(IMPLEMENTATION) else before
+    plain = None if _attends_with_ours(model) else model.config._attn_implementation
     changes.call_later(partial(_attend_again, model, plain))
     model.set_attn_implementation(name)
 
 
 def _attend_again(model: PreTrainedModel, plain: str | None) -> None:
-    if model.config._attn_implementation.startswith(IMPLEMENTATION):
+    if _attends_with_ours(model):
         model.set_attn_implementation(plain)  # type: ignore[arg-type]
+
+
+def _attends_with_ours(model: PreTrainedModel) -> bool:
+    name = model.config._attn_implementation
+    return name is not None and name.startswith(IMPLEMENTATION)
 
 
 def _fit(modules: Sequence[nn.Module], choices: Choices, ranks: Ranks, changes: Changes) -> None:
