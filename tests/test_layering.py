@@ -10,6 +10,8 @@ from typing import TypeGuard
 
 import pytest
 
+from lightseq.kernels.recurrent.scan_kernel_choice import MODULES
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("lightseq", "llama2", "llama3", "data_gen", "launch", "analysis")
 
@@ -101,6 +103,20 @@ def late_imports(module: Module) -> set[str]:
     named = [call.args[0] for call in calls if ast.unparse(call.func).endswith("import_module")]
     found = {node.value for node in named if isinstance(node, ast.Constant)}
     return {name for name in found if within(str(name), "lightseq")}
+
+
+def kernels_by_name() -> set[tuple[str, str]]:
+    """Returns the modules, and classes inside them, that lightseq's kernels import by name ('' for a whole module)."""
+    calls = [node for module in modules() for node in nodes(module.source) if isinstance(node, ast.Call)]
+    found = {
+        (f"lightseq.kernels.attention.{call.args[0].value}", str(call.args[1].value))
+        for call in calls
+        if ast.unparse(call.func) == "_class" and all(isinstance(arg, ast.Constant) for arg in call.args)
+    }
+    fused = [call for call in calls if ast.unparse(call.func) == "fused_kernels"]
+    names = {call.args[1].value for call in fused if len(call.args) > 1} | {"copies"}
+    found |= {(f"lightseq.kernels.fused.{name}", "") for name in names}
+    return found | {(f"lightseq.kernels.recurrent.{module}", kind) for module, kind in MODULES.values()}
 
 
 def package_of(name: str) -> str:
@@ -207,6 +223,17 @@ def test_packages_import_from_floors_below() -> None:
 def test_only_the_listed_modules_are_imported_late() -> None:
     found = {module.name: late for module in modules() if (late := late_imports(module))}
     assert found == LATE_IMPORTS
+
+
+def test_modules_that_only_a_gpu_imports_exist() -> None:
+    """Kernels are imported by name when a tensor is on a GPU, so a module that was renamed fails nowhere else."""
+    named = kernels_by_name()
+    assert {"lightseq.kernels.fused.copies", "lightseq.kernels.attention.flash_attn"} <= {name for name, _ in named}
+    sources = {module.name: module.source for module in modules()}
+    for name, kind in sorted(named):
+        assert name in sources, f"{name} is imported by name and does not exist"
+        defined = {node.name for node in nodes(sources[name]) if isinstance(node, ast.ClassDef)}
+        assert not kind or kind in defined, f"{name} defines no {kind}"
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:

@@ -55,7 +55,7 @@ def _kernels(x_BSC: Tensor, weight_CW: Tensor) -> ModuleType | None:
     In float32 their fast exponential and long sums have more than twice the error of torch's operators.
     """
     fits = x_BSC.dtype is not torch.float32 and weight_CW.shape[1] <= MAX_TAPS
-    return fused_kernels(x_BSC, "convolution") if fits else None
+    return fused_kernels(x_BSC, "convolution_kernels") if fits else None
 
 
 def convolve_torch(
