@@ -19,22 +19,28 @@ from trainer_numbers import (
     numbers,
     packed_ids,
     sizes,
+    tokenizer,
 )
 from worlds import spawn
 
 pytest.importorskip("trl")
 
+import torch
 from datasets import Dataset
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import PreTrainedTokenizerFast, Trainer
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
+from transformers import LlamaConfig, LlamaForSequenceClassification, Trainer
+from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 from trl.experimental.cpo import CPOConfig, CPOTrainer
+from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
-from lightseq.integrations import SequenceParallel, SequenceParallelDPOTrainer, SequenceParallelSFTTrainer, pass_head
+from lightseq.integrations import (
+    SequenceParallel,
+    SequenceParallelDPOTrainer,
+    SequenceParallelRewardTrainer,
+    SequenceParallelSFTTrainer,
+    pass_head,
+)
 
 WORLDS = [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
 SFT_CASES: Mapping[str, dict[str, Any]] = {
@@ -57,13 +63,11 @@ DPO_CASES: Mapping[str, dict[str, Any]] = {
     "precomputed": {"precompute_ref_log_probs": True},
     "weighted": {"use_weighting": True, "ld_alpha": 0.5},
 }
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    words = {f"<{index}>": index for index in range(CONFIG.vocab_size)}
-    model = Tokenizer(WordLevel(words, unk_token="<1>"))
-    model.pre_tokenizer = WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=model, pad_token="<0>", eos_token="<2>")
+REWARD_CASES: Mapping[str, dict[str, Any]] = {
+    "plain": {"center_rewards_coefficient": 0.1},
+    "adapters": {"adapters": True},
+    "checkpointed": {"gradient_checkpointing": True, "gradient_accumulation_steps": 2},
+}
 
 
 def text(ids: list[int]) -> str:
@@ -98,7 +102,7 @@ class SequenceParallelCPO(SequenceParallel, CPOTrainer):
     pass
 
 
-class SequenceParallelGRPO(SequenceParallel, GRPOTrainer):
+class SequenceParallelOnlineDPO(SequenceParallel, OnlineDPOTrainer):
     pass
 
 
@@ -167,6 +171,22 @@ def other(rank: int, kind: type[Trainer], case: Mapping[str, Any], data_ranks: i
     return found
 
 
+def reward(rank: int, kind: type[Trainer], case: Mapping[str, Any], data_ranks: int, **options: Any) -> Numbers:
+    case = dict(case)
+    adapters = LoraConfig(**ADAPTERS, modules_to_save=["score"]) if case.pop("adapters", False) else None
+    rows = Dataset.load_from_disk(case.pop("rows"))
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = RewardConfig(**common(folder, learning_rate=0.02, **case))
+        arguments.per_device_train_batch_size = 2 // data_ranks
+        torch.manual_seed(0)
+        model = LlamaForSequenceClassification(LlamaConfig(**{**CONFIG.to_dict(), "num_labels": 1}))
+        trainer = kind(
+            model, args=arguments, train_dataset=rows, eval_dataset=rows.select(range(6)),
+            processing_class=tokenizer(), peft_config=adapters, **options,
+        )  # fmt: skip
+        return numbers(trainer)
+
+
 def sequence_parallel(
     rank: int, run: Any, kind: type[Trainer], case: Mapping[str, Any], size: int, world: int
 ) -> Numbers:
@@ -196,6 +216,19 @@ def test_dpo_equals_one_process(case: str, world: int, tmp_path: Path) -> None:
             assert_equal(got, wanted)
 
 
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("case", slow_except(["plain"], REWARD_CASES))
+def test_rewards_equal_one_process(case: str, world: int, tmp_path: Path) -> None:
+    for size in sizes(world):
+        changes = []
+        for name in ("wanted", "got"):
+            preferences(tmp_path / f"{name}-{size}")
+            changes.append({**REWARD_CASES[case], "rows": str(tmp_path / f"{name}-{size}")})
+        wanted = spawn(world // size, reward, RewardTrainer, changes[0], world // size)[0]
+        for got in spawn(world, sequence_parallel, reward, SequenceParallelRewardTrainer, changes[1], size, world):
+            assert_equal(got, wanted)
+
+
 @pytest.mark.parametrize("case", slow_except(["KTO", "ORPO"], OTHER_CASES))
 def test_trl_trainers_without_a_class_of_ours_equal_one_process(case: str, tmp_path: Path) -> None:
     name, changes = OTHER_CASES[case]
@@ -209,20 +242,20 @@ def test_trl_trainers_without_a_class_of_ours_equal_one_process(case: str, tmp_p
         assert_equal(got, wanted)
 
 
-def refusal_of_grpo(rank: int) -> str:
+def refusal_of_online_dpo(rank: int) -> str:
     with tempfile.TemporaryDirectory() as folder:
-        arguments = GRPOConfig(**common(folder, num_generations=2, eval_strategy="no"))
+        arguments = OnlineDPOConfig(**common(folder, eval_strategy="no"))
         with pytest.raises(ValueError) as caught:
-            SequenceParallelGRPO(
-                fresh_model(), args=arguments, reward_funcs=len, train_dataset=Dataset.from_list([{"prompt": "<3>"}]),
+            SequenceParallelOnlineDPO(
+                fresh_model(), reward_funcs=len, args=arguments, train_dataset=Dataset.from_list([{"prompt": "<3>"}]),
                 processing_class=tokenizer(),
             )  # fmt: skip
     return str(caught.value)
 
 
-def test_a_trl_trainer_that_generates_is_refused() -> None:
-    for line in spawn(2, refusal_of_grpo):
-        assert line.startswith("TRL's GRPOTrainer does not work with sequence_parallel_size > 1; SFTTrainer, ")
+def test_a_trl_trainer_that_was_never_compared_is_refused() -> None:
+    for line in spawn(2, refusal_of_online_dpo):
+        assert line.startswith("TRL's OnlineDPOTrainer does not work with sequence_parallel_size > 1; SFTTrainer, ")
 
 
 class RewardsEntropy:

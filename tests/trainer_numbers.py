@@ -12,9 +12,12 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM, Trainer
+from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Trainer
 
 CONFIG = LlamaConfig(
     vocab_size=64,
@@ -30,6 +33,13 @@ LENGTHS = (50, 17, 33, 60, 24, 60, 9, 41, 60, 35, 21, 48)  # of the documents: b
 STEPS = 3
 ADAPTERS = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"], "init_lora_weights": False}
 Numbers = dict[str, Any]
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = {f"<{index}>": index for index in range(CONFIG.vocab_size)}
+    model = Tokenizer(WordLevel(words, unk_token="<1>"))
+    model.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=model, pad_token="<0>", eos_token="<2>")
 
 
 def documents(count: int = len(LENGTHS), seed: int = 1) -> list[list[int]]:

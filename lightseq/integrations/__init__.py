@@ -1,14 +1,23 @@
-"""lightseq inside other trainers: transformers' Trainer, TRL's SFTTrainer and DPOTrainer, loops with accelerate."""
+"""lightseq inside other trainers: transformers' Trainer, TRL's trainers, loops with accelerate."""
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightseq.integrations.trainer import SequenceParallel, SequenceParallelTrainer
-    from lightseq.integrations.trl import SequenceParallelDPOTrainer, SequenceParallelSFTTrainer
+    from lightseq.integrations.trl import (
+        SequenceParallelDPOTrainer,
+        SequenceParallelGRPOTrainer,
+        SequenceParallelRewardTrainer,
+        SequenceParallelRLOOTrainer,
+        SequenceParallelSFTTrainer,
+    )
 
 __all__ = [
     "SequenceParallel",
     "SequenceParallelDPOTrainer",
+    "SequenceParallelGRPOTrainer",
+    "SequenceParallelRLOOTrainer",
+    "SequenceParallelRewardTrainer",
     "SequenceParallelSFTTrainer",
     "SequenceParallelTrainer",
 ]

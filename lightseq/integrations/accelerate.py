@@ -27,9 +27,10 @@ from transformers.trainer_utils import seed_worker
 
 from lightseq import hf
 from lightseq.distributed.environment import ranks_per_host
-from lightseq.hf.record import record_of
-from lightseq.integrations.whole_batches import WHOLE_BATCHES, WholeBatches, whole_batches_of
-from lightseq.models.decoder import transformers_model
+from lightseq.integrations.split_model import SPLIT_MODEL, SplitModel, split_model_of
+from lightseq.integrations.whole_batches import WholeBatches
+from lightseq.integrations.whole_scores import WholeScores, score_of
+from lightseq.models.decoder import headless, transformers_model
 from lightseq.parts.attention import layer_reaches
 from lightseq.utils.formatting import check_names, divisors
 
@@ -103,7 +104,7 @@ def share_batches(accelerator: Accelerator, sequence_parallel_size: int | None) 
     return mesh
 
 
-def enable(model: nn.Module, mesh: DeviceMesh, accelerator: Accelerator, **options: Any) -> WholeBatches:
+def enable(model: nn.Module, mesh: DeviceMesh, accelerator: Accelerator, **options: Any) -> SplitModel:
     """Splits a model's sequences over the mesh's sequence axis; the model still takes whole batches.
 
     A second call for the same model returns the first result.
@@ -111,11 +112,13 @@ def enable(model: nn.Module, mesh: DeviceMesh, accelerator: Accelerator, **optio
     unwrapped = accelerator.unwrap_model(model)
     _check_adapters(unwrapped)
     inner = transformers_model(unwrapped)
-    if inner.get_output_embeddings() is None:
+    has_head = inner.get_output_embeddings() is not None
+    if not has_head and score_of(inner) is None:
         raise ValueError(
-            f"{type(inner).__name__} has no LM head, which sequence_parallel_size > 1 needs; use a causal LM"
+            f"{type(inner).__name__} has neither an LM head nor a layer that scores tokens, which "
+            "sequence_parallel_size > 1 needs; use a causal LM or a sequence classifier"
         )
-    if (found := whole_batches_of(inner)) is not None:
+    if (found := split_model_of(inner)) is not None:
         return found
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}  # of autocast; fp8 has no other attention than bf16
     mixed = accelerator.mixed_precision
@@ -123,18 +126,17 @@ def enable(model: nn.Module, mesh: DeviceMesh, accelerator: Accelerator, **optio
     # Rows may be longer than a trainer's max_length: padding_free joins the rows of a batch.
     windows = any(reach is not None for reach in layer_reaches(inner.config))
     here = {"device": accelerator.device, "dtype": dtype, "gpus_per_host": _ranks_per_host(mesh), "windows": windows}
-    whole = WholeBatches(unwrapped, hf.enable(inner, mesh[SEQUENCE], **{**here, **options}))
-    record = record_of(inner)
-    assert record is not None
-    record.changes.set_attribute(inner, WHOLE_BATCHES, whole)
-    record.disabled_by = f"{__name__}.disable"
+    context = hf.enable(inner if has_head else headless(inner), mesh[SEQUENCE], **{**here, **options})
+    whole: SplitModel = WholeBatches(unwrapped, context) if has_head else WholeScores(unwrapped, context)
+    whole.record.changes.set_attribute(inner, SPLIT_MODEL, whole)
+    whole.record.disabled_by = f"{__name__}.disable"
     return whole
 
 
 def disable(model: nn.Module) -> None:
     """Undoes `enable`, so that the model generates. Does nothing for a model whose sequences are not split."""
-    if whole_batches_of(model) is not None and (record := record_of(model)) is not None:
-        record.changes.undo()
+    if (split := split_model_of(model)) is not None:
+        split.record.changes.undo()
 
 
 def _check_adapters(model: nn.Module) -> None:
@@ -170,7 +172,7 @@ def _gather_for_metrics(accelerator: Accelerator, size: int, input_data: Any, us
     def one_per_group(data: Any) -> Any:
         if size == ranks:  # one group, all of whose ranks have the same
             return recursively_apply(lambda x: torch.atleast_1d(x.detach()).clone(), data)
-        return recursively_apply(partial(_rows_of_every, size, ranks), type(accelerator).gather(accelerator, data))
+        return recursively_apply(partial(rows_of_every, size, ranks), type(accelerator).gather(accelerator, data))
 
     accelerator.gather = one_per_group  # type: ignore[method-assign]
     try:
@@ -223,7 +225,7 @@ def _prepare_model(accelerator: Accelerator, model: nn.Module, *args: Any, **kwa
     """Prepares a model as accelerate does. Outputs of a wrapper around it, such as DDP's, then have logits."""
     prepared: nn.Module = type(accelerator).prepare_model(accelerator, model, *args, **kwargs)
     holds_transformer = any(isinstance(module, PreTrainedModel) for module in model.modules())
-    whole = whole_batches_of(model) if holds_transformer else None
+    whole = split_model_of(model) if holds_transformer else None
     if prepared is not model and whole is not None:
         whole.watch(prepared)
     return prepared
@@ -245,6 +247,6 @@ def _step_times(scheduler: AcceleratedScheduler, times: int, *args: Any, **kwarg
             AcceleratedScheduler.step(scheduler, *args, **kwargs)
 
 
-def _rows_of_every(size: int, ranks: int, gathered: Tensor) -> Tensor:
+def rows_of_every(size: int, ranks: int, gathered: Tensor) -> Tensor:
     """Returns the rows of every `size`-th rank from the rows of all ranks."""
     return gathered.unflatten(0, (ranks, -1))[::size].flatten(0, 1)

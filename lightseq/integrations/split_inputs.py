@@ -13,6 +13,7 @@ from lightseq.attention.context import SequenceContext
 from lightseq.hf.agreement import BATCH_FACTS, COUNTED_TOKENS, add_to_checksum
 from lightseq.hf.image_inputs import IMAGE_INPUTS, TOKEN_TYPES
 from lightseq.hf.shard_batch import check_right_padding, continued_positions, counted_tokens
+from lightseq.integrations.packed_rows import PackedRows, pack_rows
 from lightseq.parts.router_loss import asks_for_router_logits
 from lightseq.utils.tensors import IGNORE_INDEX
 
@@ -38,8 +39,9 @@ class SplitInputs:
     labels: Tensor | None  # of this rank, shifted
     divisor: Tensor | None  # of the loss: the number of valid tokens
     shifted_here: bool  # from labels, as TRL does; per-token values then end one token earlier
-    length: int  # of the batch, before padding
+    length: int  # of the batch, or of its packed row, before padding
     has_router_loss: bool
+    packed: PackedRows | None  # the batch was packed into one row
 
     @cached_property
     def nonzero_divisor(self) -> Tensor | None:
@@ -48,13 +50,20 @@ class SplitInputs:
 
 
 def split_inputs(
-    context: SequenceContext, config: PreTrainedConfig, kwargs: dict[str, Any], pad_to: int | None, keeps_targets: bool
+    context: SequenceContext,
+    config: PreTrainedConfig,
+    kwargs: dict[str, Any],
+    pad_to: int | None,
+    keeps_targets: bool,
+    packs_rows: bool,
 ) -> SplitInputs:
     """Returns this rank's part of the arguments of a model. Raises ValueError for those that cannot be split.
 
     Rows are padded to `pad_to` tokens, if given. `keeps_targets` leaves the first token of a document a target.
+    `packs_rows` lets the rows of a padded batch be documents of one row.
     """
-    options = dict(kwargs)
+    padding = kwargs.get("attention_mask")
+    options, packed = pack_rows(kwargs) if packs_rows else (dict(kwargs), None)
     _refuse_options(config, options)
     for name in PACKING:
         options.pop(name, None)
@@ -77,7 +86,7 @@ def split_inputs(
         labels = nn.functional.pad(whole["labels"][:, 1:], (0, 1), value=IGNORE_INDEX)
         whole |= {"labels": None, "shift_labels": labels}
     batch = hf.shard_batch(context, cu_seqlens=edges, **whole)
-    add_to_checksum(batch[BATCH_FACTS], {"attention_mask": mask})
+    add_to_checksum(batch[BATCH_FACTS], {"attention_mask": padding})
     has_router_loss = asks_for_router_logits(config, options)
     batch.pop(COUNTED_TOKENS, None)
     if has_router_loss and (counted := _counted_tokens(context, whole["input_ids"], mask, length, batch)) is not None:
@@ -95,6 +104,7 @@ def split_inputs(
         shifted_here=shifted_here,
         length=length,
         has_router_loss=has_router_loss,
+        packed=packed,
     )
 
 

@@ -15,14 +15,18 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments, __version__
 
 from lightseq.integrations.accelerate import ATTENTION_OPTIONS, enable, share_batches
-from lightseq.integrations.whole_batches import WholeBatches, whole_batches_of
+from lightseq.integrations.rollouts import SharedRollouts, generates
+from lightseq.integrations.split_model import SplitModel, split_model_of
 from lightseq.utils.formatting import check_names
 
 OLDEST_TRANSFORMERS = "5.19"  # whose losses count ranks with the same batch once
-TRL_TRAINERS = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "ORPOTrainer", "CPOTrainer")  # which work; see the tests
+TRL_TRAINERS = (  # which work; see the tests
+    *("SFTTrainer", "DPOTrainer", "KTOTrainer", "ORPOTrainer", "CPOTrainer", "GRPOTrainer", "RLOOTrainer"),
+    "RewardTrainer",
+)
 
 
-class SequenceParallel:
+class SequenceParallel(SharedRollouts):
     """Mixin that splits every sequence over neighbouring ranks. It comes before the trainer among the bases.
 
     `sequence_parallel_size` ranks (default: all) share a batch, as tensor parallel ranks do in Trainer, and all of them
@@ -57,6 +61,7 @@ class SequenceParallel:
         self._attention_options = attention_options or {}
         super().__init__(*args, **kwargs)
         self._enable_models()
+        self._set_up_rollouts()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -76,6 +81,7 @@ class SequenceParallel:
         if self._ranks_per_batch > 1:
             _check_arguments(self.args)
             _check_trl_trainer(type(self))
+            self._set_generation_batch()
             self.accelerator.state.dynamo_plugin.backend = DynamoBackend.NO  # it would compile the hooks, too
 
     def _enable_models(self) -> None:
@@ -92,11 +98,10 @@ class SequenceParallel:
         for model in (self.model, getattr(self, "ref_model", None)):
             if isinstance(model, nn.Module):
                 whole = enable(model, self._sequence_mesh, self.accelerator, **options)
-                is_sft_loss, is_mean = self._sft_loss()
                 whole.configure(
                     pad_to=length if packs and self._compiles() else None,
-                    replaces_trl_head=is_sft_loss,
-                    weighs_tokens_equally=is_mean,
+                    weighs_tokens_equally=self._is_mean_loss(),
+                    packs_rows=generates(type(self)),  # of prompts padded on the left, and completions
                 )
 
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
@@ -104,7 +109,7 @@ class SequenceParallel:
         self._enable_models()
         return super()._precompute_ref_logps(*args, **kwargs)  # type: ignore[misc]
 
-    def _split_line(self, whole: WholeBatches) -> str:
+    def _split_line(self, whole: SplitModel) -> str:
         """Describes how sequences are split, because nothing else in a trainer's output shows it."""
         ranks, context = self._ranks_per_batch, whole.context
         groups = self.accelerator.num_processes // ranks  # which train batches of their own
@@ -113,18 +118,23 @@ class SequenceParallel:
             f"lightseq: {ranks} ranks share each sequence (groups: {groups}); {how}, transport {context.transport.name}"
         )
 
-    def _sft_loss(self) -> tuple[bool, bool]:
-        """Returns whether TRL's SFTTrainer computes the loss, and whether it is the mean over all tokens.
-
-        A subclass with another `compute_loss` may need gradients of entropies, which only TRL's fused head has.
-        """
+    def _is_mean_loss(self) -> bool:
+        """Returns whether TRL's SFTTrainer computes the loss, as the mean over all tokens."""
         trl = sys.modules.get("trl")
         if trl is None or not isinstance(self, trl.SFTTrainer):
-            return False, False
+            return False
         trainer: Any = self
-        inherited = type(trainer).compute_loss is trl.SFTTrainer.compute_loss
-        is_mean = trainer.compute_loss_func is None and trainer.label_smoother is None and self.args.loss_type == "nll"
-        return inherited, inherited and is_mean
+        below: Any = super(SharedRollouts, self)
+        inherited = (
+            type(trainer).compute_loss is SharedRollouts.compute_loss
+            and below.compute_loss.__func__ is trl.SFTTrainer.compute_loss
+        )
+        return (
+            inherited
+            and trainer.compute_loss_func is None
+            and trainer.label_smoother is None
+            and self.args.loss_type == "nll"
+        )
 
     def _compiles(self) -> bool:
         if self._compile_layers is not None:
@@ -161,7 +171,7 @@ class SequenceParallel:
             # An evaluation marks the model as prepared, but without DDP, and Trainer would not prepare it again.
             self.model._is_accelerate_prepared = False
         with_remat = self._sequence_mesh is not None and self.args.gradient_checkpointing
-        if (whole := whole_batches_of(self.model)) is not None:
+        if (whole := split_model_of(self.model)) is not None:
             self.accelerator.print(self._split_line(whole))
             whole.change_layers(with_remat, self._compiles())
             if self.accelerator.device.type == "cuda":  # ranks hold different tokens, so dropout must differ
@@ -184,7 +194,7 @@ class SequenceParallel:
 
     def _announce(self, call: str) -> None:
         """Raises ValueError if other ranks do not make this call, before a loader waits for them."""
-        whole = whole_batches_of(self.model)
+        whole = split_model_of(self.model)
         if whole is not None and (roll_call := whole.context.forward_pass.roll_call) is not None:
             roll_call.make(f"calls {call}", is_training_step=False)
 
@@ -234,7 +244,7 @@ def _check_arguments(arguments: TrainingArguments) -> None:
 
 
 def _check_trl_trainer(kind: type) -> None:
-    """Raises ValueError for TRL's trainers that generate, or whose models have no LM head."""
+    """Raises ValueError for TRL's trainers that no test compares with one process."""
     base = next((c for c in kind.__mro__ if c.__module__.startswith("trl.") and issubclass(c, Trainer)), None)
     if base is not None and base.__name__ not in TRL_TRAINERS:
         raise ValueError(

@@ -5,7 +5,7 @@ class MySFT(SequenceParallel, SFTTrainer): ...
 
 from typing import Any
 
-from trl import DPOTrainer, SFTTrainer
+from trl import DPOTrainer, GRPOTrainer, RewardTrainer, RLOOTrainer, SFTTrainer
 from trl.data_utils import is_conversational, is_conversational_from_value
 
 from lightseq.integrations.trainer import SequenceParallel
@@ -32,3 +32,15 @@ class SequenceParallelSFTTrainer(SequenceParallel, _ChecksTemplate, SFTTrainer):
 
 class SequenceParallelDPOTrainer(SequenceParallel, _ChecksTemplate, DPOTrainer):
     """TRL's DPOTrainer with sequences split over ranks, in the reference model too."""
+
+
+class SequenceParallelGRPOTrainer(SequenceParallel, GRPOTrainer):
+    """TRL's GRPOTrainer with sequences split over ranks, which generate the completions together."""
+
+
+class SequenceParallelRLOOTrainer(SequenceParallel, RLOOTrainer):
+    """TRL's RLOOTrainer with sequences split over ranks, which generate the completions together."""
+
+
+class SequenceParallelRewardTrainer(SequenceParallel, _ChecksTemplate, RewardTrainer):
+    """TRL's RewardTrainer with sequences split over ranks; the score of a row's last token lies on one of them."""

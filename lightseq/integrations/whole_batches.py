@@ -17,26 +17,23 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.models.mixtral import modeling_mixtral
 from transformers.utils import ModelOutput
 
-from lightseq import hf
 from lightseq.architecture.inspection import configured_logit_transform
 from lightseq.attention.context import SequenceContext
 from lightseq.hf.agreement import announce_pass
 from lightseq.hf.loss_checks import has_fused_loss, loss_function_of
-from lightseq.hf.record import record_of
 from lightseq.hf.router_losses import share_router_loss
 from lightseq.integrations.lazy_logits import with_lazy_logits, without
 from lightseq.integrations.pass_head import PassHead, check_trl_head, check_trl_reads_all
 from lightseq.integrations.split_inputs import SplitInputs, split_inputs
-from lightseq.memory.remat import apply_remat
-from lightseq.models.decoder import decoder_layers, text_config, transformers_model
+from lightseq.integrations.split_model import SplitModel
+from lightseq.integrations.trl_head import trl_head_of
+from lightseq.models.decoder import text_config
 from lightseq.parts.changes import Changes
-from lightseq.parts.compilation import allow_graphs_per_length
 from lightseq.parts.head import ReplacedHead, head_change, known_logit_transform
 from lightseq.parts.loss import TokenMetrics
 from lightseq.utils.tensors import IGNORE_INDEX
 
 PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")  # of TRL's outputs
-WHOLE_BATCHES = "whole_batches"  # attribute of the transformers model
 
 
 @dataclass
@@ -51,7 +48,7 @@ class _Pass:
 
 @dataclass
 class TokenOutput(ModelOutput):
-    """Results of the whole batch that TRL's SFTTrainer reads, as from its own fused head."""
+    """Results of the whole batch that TRL's trainers read, as from TRL's own fused head."""
 
     loss: Tensor | None = None
     log_probs: Tensor | None = None
@@ -61,8 +58,8 @@ class TokenOutput(ModelOutput):
     aux_loss: Tensor | None = None
 
 
-class WholeBatches:
-    """The hooks of one enabled model.
+class WholeBatches(SplitModel):
+    """The hooks of one enabled model with an LM head.
 
     They replace the model's outputs: `loss` covers the whole batch, and per-token values of TRL's fused head, like
     logits, are in the order of the whole batch. With labels the loss is computed in chunks, and logits exist only
@@ -71,19 +68,15 @@ class WholeBatches:
     """
 
     def __init__(self, model: nn.Module, context: SequenceContext) -> None:
-        self.model, self.context = transformers_model(model), context
-        context.forward_pass.gradients_are_averaged_outside = True  # DDP's average is scaled here, not by the checks
+        super().__init__(model, context)
         self._outermost = model  # without the wrappers of DDP and FSDP
         self._unread: Callable[[], Tensor] | None = None  # gathers this pass's logits
         self._is_inside = False  # the outermost module's forward pass runs
         self._ending: RemovableHandle | None = None  # hook of the outermost module that ran last
-        self._replaces_trl_head = self._weighs_tokens_equally = self._keeps_targets = False
+        self._weighs_tokens_equally = self._keeps_targets = self._packs_rows = False
         self._pad_to: int | None = None
-        self._ranks = context.layout.world
         self._configured_logit_transform = configured_logit_transform(self.model.config)  # None: not a known model
-        self._layers_are_changed = False
         self._pass: _Pass | None = None
-        self._changes = Changes()
         for hook in (
             self.model.register_forward_pre_hook(self._shard, with_kwargs=True, prepend=True),
             self.model.register_forward_pre_hook(self._pass_labels_to_trl, with_kwargs=True),
@@ -92,19 +85,16 @@ class WholeBatches:
             self._changes.add_hook(hook)
         self._changes.call_later(self._stop_ending)
         self.watch(model)
-        record = record_of(model)
-        assert record is not None, "its context comes from hf.enable"
-        record.changes.call_later(self.remove)
 
-    def configure(self, *, pad_to: int | None, replaces_trl_head: bool, weighs_tokens_equally: bool) -> None:
+    def configure(self, *, pad_to: int | None, weighs_tokens_equally: bool, packs_rows: bool) -> None:
         """Sets what a trainer knows of its batches and loss.
 
-        `pad_to`: tokens of every packed row, so that compiled layers see one length. `replaces_trl_head`: computes the
-        token metrics in place of TRL's fused head, as for SFTTrainer's loss. `weighs_tokens_equally`: that loss is the
-        mean over all tokens (see `parts.loss.token_metrics`). The first token of a document stays a target of the
-        document before it, because trainers count targets before they call the model.
+        `pad_to`: tokens of every packed row, so that compiled layers see one length. `weighs_tokens_equally`: the loss
+        is the mean over all tokens (see `parts.loss.token_metrics`). `packs_rows`: rows of prompts padded on the left
+        and completions padded on the right become documents of one row. The first token of a document stays a target
+        of the document before it, because trainers count targets before they call the model.
         """
-        self._pad_to, self._replaces_trl_head, self._keeps_targets = pad_to, replaces_trl_head, True
+        self._pad_to, self._packs_rows, self._keeps_targets = pad_to, packs_rows, True
         self._weighs_tokens_equally = weighs_tokens_equally
 
     def watch(self, outermost: nn.Module) -> None:
@@ -114,25 +104,6 @@ class WholeBatches:
         """
         self._changes.add_hook(outermost.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True))
 
-    def change_layers(self, recompute: bool, compile_each: bool) -> None:
-        """Lets layers recompute all but attention, and compiles each. A second call changes nothing."""
-        layers: Any = decoder_layers(self.model)
-        if self._layers_are_changed:
-            return
-        self._layers_are_changed = True
-        for layer in layers:
-            self._changes.restore_later(layer, "forward")
-        if recompute:
-            apply_remat(layers, "attention", compile_each, has_dropout=True)
-        if compile_each:
-            allow_graphs_per_length()
-            for layer in layers:
-                layer.forward = torch.compile(layer.forward)
-
-    def remove(self) -> None:
-        """Removes the hooks, and restores the layers. Disabling the model does so, too."""
-        self._changes.undo()
-
     # ---- before the model --------------------------------------------------------------------------------------------
 
     @torch.compiler.disable
@@ -141,7 +112,10 @@ class WholeBatches:
         if len(args) > 1:
             raise ValueError(f"{len(args)} positional arguments; pass all but the first by keyword")
         kwargs = {**({"input_ids": args[0]} if args else {}), **kwargs}
-        local = split_inputs(self.context, self.model.config, kwargs, self._pad_to, self._keeps_targets)
+        packs_rows = self._packs_rows and bool(kwargs.get("fused_lm_head"))
+        local = split_inputs(
+            self.context, self.model.config, kwargs, self._pad_to, self._keeps_targets, packs_rows=packs_rows
+        )
         self._pass = this = _Pass(local, Changes())
         inputs = {**local.options, **local.batch}
         if local.labels is None:
@@ -149,7 +123,9 @@ class WholeBatches:
         if inputs.get("fused_lm_head"):
             check_trl_reads_all(self.model, self._configured_logit_transform)
             share_router_loss(vars(modeling_mixtral))  # whose function TRL's fused head calls
-            if self._replaces_trl_head and (head := self._pass_head(local.labels)) is not None:
+            asked = trl_head_of(self.model)
+            head = self._pass_head(local.labels, asked.temperature) if asked is not None and asked.is_known else None
+            if head is not None:
                 del inputs["fused_lm_head"]
                 self._replace_head(this, head, partial(head.token_log_probs, equal_factors=self._weighs_tokens_equally))
             return (), inputs
@@ -162,13 +138,13 @@ class WholeBatches:
         labels = {"labels": local.labels, "shift_labels": local.labels, "num_items_in_batch": local.nonzero_divisor}
         return (), inputs | labels
 
-    def _pass_head(self, labels: Tensor) -> PassHead | None:
+    def _pass_head(self, labels: Tensor, temperature: float = 1.0) -> PassHead | None:
         """Returns the head that computes the loss of this pass in place of the logits; None if the model needs them."""
         if self._configured_logit_transform is None:
             return None
         transform = known_logit_transform(self.model)
         if transform is not None:
-            return PassHead(self.model, transform, labels)
+            return PassHead(self.model, transform.with_temperature(temperature), labels)
         if (change := head_change(self.model)) and self.context.rank == 0:
             warnings.warn(f"{change}, so the logits of a rank's tokens exist whole", stacklevel=2)
         return None
@@ -279,7 +255,7 @@ class WholeBatches:
             if local is None:
                 continue
             whole = self._in_order(local.float(), inputs).to(local.dtype)
-            setattr(output, name, whole[:, :-1] if inputs.shifted_here else whole)
+            setattr(output, name, whole[:, :-1] if inputs.shifted_here else whole)  # nothing follows the last token
         if output.loss is not None:
             output.loss = self._sum(output.loss)
         return output
@@ -290,18 +266,16 @@ class WholeBatches:
         """Returns what TRL's fused head would, from token metrics (batch, local) of this rank."""
         assert inputs.labels is not None and inputs.nonzero_divisor is not None
         mask = (inputs.labels != IGNORE_INDEX).to(log_probs.dtype)
-        values = self._in_order(torch.stack([log_probs, metrics.entropy, metrics.hits, mask], -1), inputs)
-        values = values[:, : inputs.length - 1 if inputs.shifted_here else inputs.length]
-        log_probs, (entropy, hits, mask) = values[..., 0], values[..., 1:].detach().unbind(-1)
+        # Entropies come apart, so that they get no gradient where no loss reads them.
+        values = self._in_order(torch.stack([log_probs, metrics.hits, mask], -1), inputs)
+        entropy = self._in_order(metrics.entropy, inputs)
+        if inputs.shifted_here:  # nothing follows the last token
+            values, entropy = values[:, :-1], entropy[:, :-1]
+        log_probs, (hits, mask) = values[..., 0], values[..., 1:].detach().unbind(-1)
         loss = -log_probs.sum() / inputs.nonzero_divisor
         if (router_loss := getattr(output, "aux_loss", None)) is not None:
             loss = loss + getattr(text_config(self.model.config), "router_aux_loss_coef", 0.0) * router_loss
         return TokenOutput(loss, log_probs, entropy, hits.bool(), mask.bool(), router_loss)
-
-    def _in_order(self, values: Tensor, inputs: SplitInputs) -> Tensor:
-        """Returns values (batch, local, ...) of all ranks in the order of the batch (batch, length, ...)."""
-        whole = hf.gather_padded_tokens(self.context, values, inputs.batch, gradient_factor=self._ranks)
-        return whole[:, : inputs.length]
 
     def _loss(self, share: Tensor, inputs: SplitInputs) -> Tensor:
         """Returns the loss of the whole batch.
@@ -311,11 +285,3 @@ class WholeBatches:
         """
         loss = self._sum(share)
         return loss if inputs.divisor is None else loss.masked_fill(inputs.divisor == 0, torch.nan)
-
-    def _sum(self, share: Tensor) -> Tensor:
-        return hf.sum_over_ranks(self.context, share, gradient_factor=self._ranks)
-
-
-def whole_batches_of(model: nn.Module) -> WholeBatches | None:
-    """Returns the hooks of a model, which may be inside wrappers; None if its sequences are not split here."""
-    return vars(transformers_model(model)).get(WHOLE_BATCHES)

@@ -102,7 +102,7 @@ def attend_with(model: PreTrainedModel, name: str, changes: Changes) -> None:
     """
     # A model whose config an enabled one shares was never plain; None is the default of transformers.
     plain = None if _attends_with_ours(model) else model.config._attn_implementation
-    changes.call_later(partial(_attend_again, model, plain))
+    changes.call_later(partial(_attend_again, model, plain), again=partial(model.set_attn_implementation, name))
     model.set_attn_implementation(name)
 
 

@@ -1,6 +1,8 @@
 """Changes of foreign modules, each recorded with the way to undo it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -8,6 +10,14 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 RECORD: Final = "lightseq_changes"  # attribute of a model
+
+
+@dataclass(frozen=True)
+class _Change:
+    """A change of a module: the way to undo it for good, and, if there is one, the way to pause it."""
+
+    undo: Callable[[], object]
+    pause: Callable[[], Callable[[], object]] | None = None  # returns what makes the change again
 
 
 class Changes:
@@ -18,13 +28,14 @@ class Changes:
     """
 
     def __init__(self) -> None:
-        self._undo: list[Callable[[], object]] = []
+        self._changes: list[_Change] = []
 
     def set_attribute(self, module: nn.Module, name: str, value: Any) -> None:
         """Sets an attribute of a module, or its class by the name of `__class__`."""
         before = _own_value(module, name)
         setattr(module, name, value)
-        self._undo.append(partial(_replace, module, name, value, before))
+        undo = partial(_replace, module, name, value, before)
+        self._changes.append(_Change(undo, partial(_pause_attribute, module, name, undo)))
 
     def replace_forward(self, module: nn.Module, function: Callable[..., Any]) -> None:
         """Lets a module's forward be `function(module, forward, ...)`, where `forward` is what it was.
@@ -35,20 +46,38 @@ class Changes:
 
     def restore_later(self, module: nn.Module, name: str) -> None:
         """Lets `undo` give an attribute the value that it has now, whoever sets it until then."""
-        self._undo.append(partial(_restore, module, name, _own_value(module, name)))
+        before = _own_value(module, name)
+        undo = partial(_restore, module, name, before)
+        self._changes.append(_Change(undo, partial(_pause_attribute, module, name, undo)))
 
     def add_hook(self, hook: RemovableHandle) -> None:
         """Takes over a hook, which `undo` removes."""
-        self._undo.append(hook.remove)
+        self._changes.append(_Change(hook.remove, partial(_pause_hook, hook)))
 
-    def call_later(self, function: Callable[[], object]) -> None:
-        """Lets `undo` call a function. Pass a method or a partial: what these hold is copied with a model."""
-        self._undo.append(function)
+    def call_later(self, function: Callable[[], object], again: Callable[[], object] | None = None) -> None:
+        """Lets `undo` call a function. Pass a method or a partial: what these hold is copied with a model.
+
+        If `again` reverts what the function does, a pause calls the function, and `again` at its end.
+        """
+        self._changes.append(_Change(function, None if again is None else partial(_call, function, again)))
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Lets modules compute as before the changes, and makes the same changes again at the end.
+
+        Compiled functions, hooks and the order of hooks stay. Functions of `call_later` are not called.
+        """
+        resume = [change.pause() for change in reversed(self._changes) if change.pause is not None]
+        try:
+            yield
+        finally:
+            for function in reversed(resume):
+                function()
 
     def undo(self) -> None:
         """Reverts all changes. A second call does nothing."""
-        while self._undo:
-            self._undo.pop()()
+        while self._changes:
+            self._changes.pop().undo()
 
 
 def changes_of(model: nn.Module) -> Changes:
@@ -76,3 +105,27 @@ def _restore(module: nn.Module, name: str, before: tuple[Any, ...]) -> None:
         setattr(module, name, before[0])
     elif name in vars(module):
         delattr(module, name)
+
+
+def _pause_attribute(module: nn.Module, name: str, undo: Callable[[], object]) -> Callable[[], object]:
+    now = _own_value(module, name)
+    undo()
+    return partial(_restore, module, name, now)
+
+
+def _pause_hook(hook: RemovableHandle) -> Callable[[], object]:
+    """Lets a hook do nothing, in its place among the hooks."""
+    hooks = hook.hooks_dict_ref()
+    if hooks is None or hook.id not in hooks:
+        return _nothing
+    now, hooks[hook.id] = hooks[hook.id], _nothing
+    return partial(hooks.__setitem__, hook.id, now)
+
+
+def _call(function: Callable[[], object], again: Callable[[], object]) -> Callable[[], object]:
+    function()
+    return again
+
+
+def _nothing(*_args: Any, **_kwargs: Any) -> None:
+    pass

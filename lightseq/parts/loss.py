@@ -75,7 +75,7 @@ class TokenMetrics(NamedTuple):
     """Values of every token, shaped as the labels, float32 (float64 for float64 inputs); 0 without a target."""
 
     log_probs: Tensor  # log p(label), with gradients
-    entropy: Tensor  # of the predicted distribution, in nats
+    entropy: Tensor  # of the predicted distribution, in nats; with gradients, unless the factors are equal
     hits: Tensor  # 1 if the label is the most probable token, and the first of equals
 
 
@@ -83,7 +83,7 @@ def token_metrics(
     hidden: Tensor, weight: Tensor, labels: Tensor, transform: LogitTransform = UNCHANGED, bias: Tensor | None = None,
     equal_factors: bool = False, chunk_tokens: int = CHUNK_TOKENS,
 ) -> TokenMetrics:  # fmt: skip
-    """Returns log-probabilities with gradients, entropies and hits of all tokens, as trainers log them.
+    """Returns log-probabilities and entropies with gradients, and hits of all tokens, as trainers read them.
 
     Takes the arguments of `cross_entropy_sum`. `equal_factors` promises that the loss weighs the log-probabilities of
     all tokens with a target equally, as a mean does. Then the forward pass computes the gradients too, which saves the
@@ -134,7 +134,7 @@ class _HeadGradients:
         self.hidden = torch.empty_like(hidden_ND) if wanted[0] else None
         self.weight = torch.zeros_like(weight_VD, dtype=wide) if wanted[1] else None
         self.bias = torch.zeros_like(bias_V, dtype=wide) if bias_V is not None and wanted[2] else None
-        self._hidden_ND, self._weight_VD = hidden_ND, weight_VD
+        self._hidden_ND, self._weight_VD, self._bias_V = hidden_ND, weight_VD, bias_V
 
     def __bool__(self) -> bool:
         return any(x is not None for x in (self.hidden, self.weight, self.bias))
@@ -147,6 +147,12 @@ class _HeadGradients:
             add_product(self.weight, dlogits.T, self._hidden_ND[chunk])
         if self.bias is not None:
             self.bias += dlogits.sum(0, dtype=self.bias.dtype)
+
+    def in_dtypes(self) -> list[Tensor | None]:
+        """Returns the gradients of input, weight and bias, in the dtypes of what they belong to."""
+        weight = None if self.weight is None else self.weight.to(self._weight_VD.dtype)
+        bias = None if self.bias is None or self._bias_V is None else self.bias.to(self._bias_V.dtype)
+        return [self.hidden, weight, bias]
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -210,20 +216,22 @@ class _TokenMetrics(torch.autograd.Function):
         else:
             ctx.save_for_backward(hidden_ND, weight_VD, bias_V, labels)
         log_probs, entropy, hits = (x.clone() for x in values)  # FSDP2 warns about views
-        ctx.mark_non_differentiable(entropy, hits)
+        ctx.mark_non_differentiable(*((entropy, hits) if equal else (hits,)))
         ctx.set_materialize_grads(False)
         return log_probs, entropy, hits
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, upstream: Tensor | None, *_):  # type: ignore[no-untyped-def, override]
-        if upstream is None:
+    def backward(ctx, of_log_probs: Tensor | None, of_entropy: Tensor | None, _):  # type: ignore[no-untyped-def, override]
+        if of_entropy is not None:
+            gradients = _entropy_gradients(ctx, of_log_probs, of_entropy)
+        elif of_log_probs is None:
             return (None,) * 7
-        if ctx.equal:
+        elif ctx.equal:
             labels = ctx.saved_tensors[-1]
-            gradients = _scaled_gradients(ctx, -_common_value(upstream, labels != IGNORE_INDEX))
+            gradients = _scaled_gradients(ctx, -_common_value(of_log_probs, labels != IGNORE_INDEX))
         else:
-            gradients = _log_prob_gradients(ctx, upstream)
+            gradients = _log_prob_gradients(ctx, of_log_probs)
         return *gradients, None, None, None, None
 
 
@@ -280,8 +288,30 @@ def _log_prob_gradients(ctx, upstream: Tensor) -> list[Tensor | None]:  # type: 
         logits = F.linear(hidden_ND[chunk], weight_VD, bias_V)
         _cross_entropy_(logits, labels_N[chunk], True, ctx.transform, factors_N[chunk])
         gradients.add(chunk, logits)
-    dweight = None if gradients.weight is None else gradients.weight.to(weight_VD.dtype)
-    return [gradients.hidden, dweight, None if gradients.bias is None else gradients.bias.to(bias_V.dtype)]
+    return gradients.in_dtypes()
+
+
+def _entropy_gradients(ctx, of_log_probs: Tensor | None, of_entropy: Tensor) -> list[Tensor | None]:  # type: ignore[no-untyped-def]
+    """Returns the gradients of log-probabilities and entropies together, from logits that are computed again.
+
+    With H = -sum p log p, dH / dlogit = -p (log p + H).
+    """
+    hidden_ND, weight_VD, bias_V, labels = ctx.saved_tensors
+    labels_N, entropy_N = labels.view(-1), of_entropy.reshape(-1, 1)
+    log_probs_N = torch.zeros_like(entropy_N) if of_log_probs is None else of_log_probs.reshape(-1, 1)
+    gradients = _HeadGradients(hidden_ND, weight_VD, bias_V, ctx.needs_input_grad[:3])
+    for chunk in chunks(len(hidden_ND), ctx.chunk_tokens):
+        logits = F.linear(hidden_ND[chunk], weight_VD, bias_V)
+        valid, target = labels_N[chunk] != IGNORE_INDEX, labels_N[chunk].clamp_min(0).unsqueeze(-1)
+        wide = ctx.transform.logits(logits.to(entropy_N.dtype))
+        log_p = wide.log_softmax(-1)
+        p = log_p.exp()
+        entropy = -(p * log_p).sum(-1, keepdim=True)
+        gradient = log_p.add_(entropy).mul_(-entropy_N[chunk]).sub_(log_probs_N[chunk]).mul_(p)
+        gradient.scatter_add_(-1, target, log_probs_N[chunk])
+        gradient *= ctx.transform.slope(wide)
+        gradients.add(chunk, gradient.masked_fill_(~valid.unsqueeze(-1), 0.0).to(logits.dtype))
+    return gradients.in_dtypes()
 
 
 def _common_value(x: Tensor, chosen: Tensor) -> Tensor:

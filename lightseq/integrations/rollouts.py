@@ -1,0 +1,287 @@
+"""Trainers of TRL that generate: each rank of a group generates a part of the completions, and all train on all."""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from inspect import iscoroutinefunction
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import gather_object, set_seed
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightseq.integrations.accelerate import DATA, SEQUENCE, rows_of_every
+from lightseq.integrations.split_model import split_model_of
+
+
+class GroupAccelerator:
+    """View of an accelerator in which the ranks that share sequences are one process.
+
+    Values are gathered from the first rank of each group. Everything else is the accelerator's own.
+    """
+
+    def __init__(self, accelerator: Accelerator, mesh: DeviceMesh) -> None:
+        self._accelerator = accelerator
+        self.num_processes: int = mesh[DATA].size()
+        self.process_index: int = mesh.get_local_rank(DATA)
+        self._ranks = mesh[SEQUENCE].size()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._accelerator, name)
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Returns the rows of all groups, on every rank."""
+        return rows_of_every(self._ranks, self._accelerator.num_processes, self._accelerator.gather(tensor))
+
+    def reduce(self, tensor: Tensor, reduction: str = "mean", scale: float = 1.0) -> Tensor:
+        """Returns the sum or the mean over groups, times `scale`."""
+        groups = self.gather(tensor[None])
+        return (groups.sum(0) if reduction == "sum" else groups.mean(0)) * scale
+
+    def gather_object(self, rows: Sequence[Any]) -> list[Any]:
+        """Returns the rows of all groups in one list, on every rank."""
+        return [row for rank in gather_object([list(rows)])[:: self._ranks] for row in rank]
+
+
+class RankAccelerator:
+    """View of an accelerator that gathers different numbers of rows of each rank."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._accelerator, name)
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Returns the rows of all ranks."""
+        return torch.cat(gather_object([torch.atleast_1d(tensor).cpu()])).to(tensor.device)
+
+
+class SharedRollouts:
+    """Mixin for trainers that generate completions and score them, such as TRL's GRPOTrainer.
+
+    Each rank of a group generates a part of the group's completions, on the model as it is without lightseq. The first
+    rank of a group scores all of them. Losses, advantages and metrics are computed as if a group were one process.
+    """
+
+    accelerator: Any
+    args: Any
+    model: Any
+    _sequence_mesh: DeviceMesh | None
+
+    def _set_up_rollouts(self) -> None:
+        """Adapts a trainer that generates to groups of ranks, after its constructor. Does nothing for others."""
+        if self._sequence_mesh is None or not generates(type(self)):
+            return
+        if getattr(self, "environment_factories", None) is not None:
+            raise ValueError(
+                "environment_factory does not work with sequence_parallel_size > 1, because the states of environments "
+                "lie on one rank; use tools, or rollout_func"
+            )
+        # Ranks of a group shuffle completions alike; generation draws from states of its own.
+        set_seed(self.args.seed + self._sequence_mesh.get_local_rank(DATA))
+        if functions := getattr(self, "reward_funcs", None):
+            self.reward_funcs = [x if isinstance(x, nn.Module) else _without_nan(x) for x in functions]
+
+    def _set_generation_batch(self) -> None:
+        """Counts a generation batch in groups of ranks. Raises ValueError if prompts would be split between batches."""
+        arguments, mesh = self.args, self._sequence_mesh
+        if mesh is None or getattr(arguments, "generation_batch_size", None) is None:
+            return
+        groups, own = mesh[DATA].size(), arguments.per_device_train_batch_size * arguments.steps_per_generation
+        arguments.generation_batch_size = own * groups
+        _check_divides("per_device_train_batch_size x steps_per_generation", own, groups, arguments.num_generations)
+        if arguments.do_eval and arguments.eval_strategy != "no":
+            generations = arguments.num_generations_eval or arguments.num_generations
+            _check_divides("per_device_eval_batch_size", arguments.per_device_eval_batch_size, groups, generations)
+
+    # ---- as if a group of ranks were one process ---------------------------------------------------------------------
+
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        with self._as_groups():
+            return super()._get_train_sampler(*args, **kwargs)  # type: ignore[misc]
+
+    def _generate_and_score_completions(self, *args: Any, **kwargs: Any) -> Any:
+        with self._as_groups():
+            return super()._generate_and_score_completions(*args, **kwargs)  # type: ignore[misc]
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        with self._as_groups():
+            return super().compute_loss(*args, **kwargs)  # type: ignore[misc]
+
+    @contextmanager
+    def _as_groups(self) -> Iterator[None]:
+        """Lets the trainer see an accelerator of groups, if it generates."""
+        if self._sequence_mesh is None or not generates(type(self)):
+            yield
+            return
+        groups, module = GroupAccelerator(self.accelerator, self._sequence_mesh), _module_of(type(self))
+        with _replaced(vars(self), accelerator=groups):
+            with _replaced(vars(module), gather=groups.gather, gather_object=groups.gather_object):
+                yield
+
+    # ---- completions and rewards -------------------------------------------------------------------------------------
+
+    def _generate(self, prompts: list[Any], *args: Any, **kwargs: Any) -> Any:
+        """Generates completions of a group's prompts, each once, and returns them all on every rank of the group."""
+        mesh, whole = self._sequence_mesh, split_model_of(self.model)
+        if mesh is None or whole is None:
+            return super()._generate(prompts, *args, **kwargs)  # type: ignore[misc]
+        rank, ranks, group = mesh.get_local_rank(SEQUENCE), mesh[SEQUENCE].size(), mesh.get_group(SEQUENCE)
+        uses_server = getattr(self, "use_vllm", False) and self.vllm_mode == "server"  # type: ignore[attr-defined]
+        if len(prompts) < ranks or (uses_server and len(prompts) % ranks):
+            return self._generate_alike(prompts, *args, **kwargs)
+        part = slice(len(prompts) * rank // ranks, len(prompts) * (rank + 1) // ranks)
+        ranks_apart, module = RankAccelerator(_own_accelerator(self.accelerator)), _module_of(type(self))
+        with whole.paused(), _drawing(rank), _replaced(vars(self), accelerator=ranks_apart):
+            with _replaced(vars(module), gather_object=gather_object):
+                own = super()._generate(prompts[part], *args, **kwargs)  # type: ignore[misc]
+        parts: list[Any] = [None] * ranks
+        dist.all_gather_object(parts, own, group=group)
+        return _merged(parts)
+
+    def _generate_alike(self, prompts: list[Any], *args: Any, **kwargs: Any) -> Any:
+        """Generates all completions on every rank of a group, and returns those of its first rank.
+
+        A server is asked once for each group, because its client sees the group as one process.
+        """
+        mesh, whole = self._sequence_mesh, split_model_of(self.model)
+        assert mesh is not None and whole is not None
+        if getattr(self, "rollout_func", None) is not None:
+            raise ValueError(
+                f"rollout_func would be called for {len(prompts)} prompts on each of {mesh[SEQUENCE].size()} ranks; "
+                "raise per_device_train_batch_size or steps_per_generation to a multiple of sequence_parallel_size"
+            )
+        client: Any = getattr(self, "vllm_generation", None)
+        groups, ours = self.accelerator, {} if client is None else vars(client)
+        theirs = {} if client is None else vars(sys.modules[type(client).__module__])
+        with whole.paused(), _drawing(0), _replaced(ours, accelerator=groups):
+            with _replaced(theirs, gather_object=groups.gather_object):
+                found = [super()._generate(prompts, *args, **kwargs)]  # type: ignore[misc]
+        dist.broadcast_object_list(found, group=mesh.get_group(SEQUENCE), group_src=0)
+        return found[0]
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Returns the rewards (completions, functions) of all groups, which the first rank of each group computes.
+
+        Reward models run on all ranks, because their weights may be sharded. An error is raised on every rank.
+        """
+        if self._sequence_mesh is None:
+            return super()._calculate_rewards(*args, **kwargs)  # type: ignore[misc, no-any-return]
+        functions: list[Any] = self.reward_funcs
+        scores = self._sequence_mesh.get_local_rank(SEQUENCE) == 0 or any(isinstance(x, nn.Module) for x in functions)
+        own, error = None, None
+        if scores:
+            try:
+                with _replaced(vars(_module_of(type(self))), gather=lambda x: x):
+                    own = super()._calculate_rewards(*args, **kwargs).cpu()  # type: ignore[misc]
+            except Exception as raised:  # a user's function may raise anything
+                error = raised
+        found = gather_object([(own, None if error is None else f"{type(error).__name__}: {error}")])
+        if error is not None:
+            raise error
+        if errors := [f"rank {rank}: {text}" for rank, (_, text) in enumerate(found) if text is not None]:
+            raise RuntimeError(f"a reward function failed on {errors[0]}")
+        ranks = self._sequence_mesh[SEQUENCE].size()
+        return torch.cat([rows for rows, _ in found[::ranks]]).to(self.accelerator.device)
+
+
+def _own_accelerator(accelerator: Any) -> Accelerator:
+    return accelerator._accelerator if isinstance(accelerator, GroupAccelerator) else accelerator
+
+
+def generates(kind: type) -> bool:
+    """Returns whether a trainer generates completions and scores them."""
+    return bool(_generating_classes(kind))
+
+
+def _generating_classes(kind: type) -> list[type]:
+    return [c for c in kind.__mro__ if c is not SharedRollouts and "_generate_and_score_completions" in vars(c)]
+
+
+def _module_of(kind: type) -> Any:
+    """Returns the module of the trainer that generates, whose functions gather over all ranks."""
+    return sys.modules[_generating_classes(kind)[-1].__module__]
+
+
+@contextmanager
+def _replaced(names: dict[str, Any], **values: Any) -> Iterator[None]:
+    """Gives names of a module or an object other values; names that are not there stay away."""
+    before = {name: names[name] for name in values if name in names}
+    names.update({name: values[name] for name in before})
+    try:
+        yield
+    finally:
+        names.update(before)
+
+
+@contextmanager
+def _drawing(rank: int) -> Iterator[None]:
+    """Draws samples that differ between ranks, from a seed that a group shares, and then goes on as the group did."""
+    seed = int(torch.randint(2**31, ()))
+    before = torch.get_rng_state()
+    torch.manual_seed(seed + rank)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before)  # those of GPUs differ between ranks anyway
+
+
+def _merged(parts: Sequence[Any]) -> Any:
+    """Joins what ranks have made of their parts of a batch: tuples or lists, with an item for each prompt."""
+    first = parts[0]
+    if isinstance(first, tuple):
+        return tuple(_merged_lists([part[i] for part in parts], parts) for i in range(len(first)))
+    return _merged_lists(parts, parts)
+
+
+def _merged_lists(values: Sequence[Any], parts: Sequence[Any]) -> Any:
+    if all(value is None for value in values):
+        return None
+    if isinstance(values[0], Mapping):
+        names = dict.fromkeys(name for value in values for name in value)
+        return {name: _merged_lists([value.get(name) for value in values], parts) for name in names}
+    # A part without images, for example, has None for all its prompts; prompts come first in what a trainer generates.
+    filled = [
+        [None] * len(part[0]) if value is None else list(value) for value, part in zip(values, parts, strict=True)
+    ]
+    return [item for value in filled for item in value]
+
+
+def _without_nan(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Lets a reward function refuse NaN and infinity. None stands for no reward."""
+    name = getattr(function, "__name__", type(function).__name__)
+    if iscoroutinefunction(function):
+
+        @wraps(function)
+        async def checked_later(*args: Any, **kwargs: Any) -> Any:
+            return _check_rewards(name, await function(*args, **kwargs))
+
+        return checked_later
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        return _check_rewards(name, function(*args, **kwargs))
+
+    return checked
+
+
+def _check_rewards(name: str, rewards: Any) -> Any:
+    for index, reward in enumerate(rewards):
+        if reward is not None and not -float("inf") < float(reward) < float("inf"):
+            raise ValueError(
+                f"reward function {name} returned {float(reward)} for completion {index}; return a finite number, or "
+                "None for a completion that it does not score"
+            )
+    return rewards
+
+
+def _check_divides(name: str, own: int, groups: int, generations: int) -> None:
+    if own * groups % generations:
+        raise ValueError(
+            f"{name} ({own}) times the groups of ranks that share sequences ({groups}) is {own * groups}, which "
+            f"num_generations ({generations}) does not divide; give {name} a multiple of it"
+        )

@@ -1,0 +1,83 @@
+"""What models split inside trainers share: hooks that are removed or paused together, and values of whole batches."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from lightseq import hf
+from lightseq.attention.context import SequenceContext
+from lightseq.hf.record import record_of
+from lightseq.integrations.split_inputs import SplitInputs
+from lightseq.memory.remat import apply_remat
+from lightseq.models.decoder import decoder_layers, transformers_model
+from lightseq.parts.changes import Changes
+from lightseq.parts.compilation import allow_graphs_per_length
+
+SPLIT_MODEL: Final = "lightseq_split_model"  # attribute of the transformers model
+
+
+class SplitModel:
+    """An enabled model that takes whole batches. Its hooks split them, and gather what the model returns.
+
+    Gradients are right where the reduction over all ranks averages them, as DDP and FSDP do: gradients of a rank's
+    tokens are multiplied by the ranks of its group.
+    """
+
+    def __init__(self, model: nn.Module, context: SequenceContext) -> None:
+        self.model, self.context = transformers_model(model), context
+        context.forward_pass.gradients_are_averaged_outside = True  # DDP's average is scaled here, not by the checks
+        self._ranks = context.layout.world
+        self._layers_are_changed = False
+        self._changes = Changes()
+        record = record_of(model)
+        assert record is not None, "its context comes from hf.enable"
+        self.record = record
+        record.changes.call_later(self.remove)
+
+    def configure(self, *, pad_to: int | None, weighs_tokens_equally: bool, packs_rows: bool) -> None:
+        """Sets what a trainer knows of its batches and loss."""
+
+    def watch(self, outermost: nn.Module) -> None:
+        """Prepares a module around the model, such as DDP's, for what the model returns."""
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Lets the model compute as it does without lightseq, on whole sequences of its own rank, to generate."""
+        with self._changes.paused(), self.record.changes.paused():
+            yield
+
+    def change_layers(self, recompute: bool, compile_each: bool) -> None:
+        """Lets layers recompute all but attention, and compiles each. A second call changes nothing."""
+        layers: Any = decoder_layers(self.model)
+        if self._layers_are_changed:
+            return
+        self._layers_are_changed = True
+        for layer in layers:
+            self._changes.restore_later(layer, "forward")
+        if recompute:
+            apply_remat(layers, "attention", compile_each, has_dropout=True)
+        if compile_each:
+            allow_graphs_per_length()
+            for layer in layers:
+                layer.forward = torch.compile(layer.forward)
+
+    def remove(self) -> None:
+        """Removes the hooks, and restores the layers. Disabling the model does so, too."""
+        self._changes.undo()
+
+    def _in_order(self, values: Tensor, inputs: SplitInputs) -> Tensor:
+        """Returns values (batch, local, ...) of all ranks in the order of the batch (batch, length, ...)."""
+        whole = hf.gather_padded_tokens(self.context, values, inputs.batch, gradient_factor=self._ranks)
+        whole = whole[:, : inputs.length]
+        return whole if inputs.packed is None else inputs.packed.unpack(whole)
+
+    def _sum(self, share: Tensor) -> Tensor:
+        return hf.sum_over_ranks(self.context, share, gradient_factor=self._ranks)
+
+
+def split_model_of(model: nn.Module) -> SplitModel | None:
+    """Returns the hooks of a model, which may be inside wrappers; None if its sequences are not split here."""
+    return vars(transformers_model(model)).get(SPLIT_MODEL)

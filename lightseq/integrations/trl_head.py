@@ -1,0 +1,52 @@
+"""What TRL's fused LM head was told to compute, read from the function that TRL put in a model's place."""
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+from transformers import PreTrainedModel
+
+TRL_FUNCTION: Final = ("trl.trainer.utils", "_fused_forward")  # of `add_fused_lm_head`
+KNOWN_OUTPUTS: Final = frozenset({"log_probs", "entropy", "is_top1"})  # which `parts.loss.token_metrics` returns
+
+
+@dataclass(frozen=True)
+class TrlHead:
+    """Arguments of TRL's `add_fused_lm_head` for one model."""
+
+    temperature: float
+    outputs: tuple[str, ...]
+    casts_to_float32: bool  # the head's product
+
+    @property
+    def is_known(self) -> bool:
+        """Returns whether our head computes the same."""
+        return not self.casts_to_float32 and KNOWN_OUTPUTS.issuperset(self.outputs)
+
+
+def trl_head_of(model: PreTrainedModel) -> TrlHead | None:
+    """Returns what TRL's head in a model computes; None without one, or if another version of TRL made it.
+
+    accelerate wraps the function again, to cast and to convert outputs.
+    """
+    function: Any = model.forward
+    while function is not None:
+        function = getattr(function, "__func__", function)
+        if (getattr(function, "__module__", None), _code_name(function)) == TRL_FUNCTION:
+            break
+        function = getattr(function, "model_forward", None) or getattr(function, "__wrapped__", None)
+    if function is None:
+        return None
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    given = {name: cell.cell_contents for name, cell in cells}
+    try:
+        return TrlHead(
+            temperature=float(given["temperature"]),
+            outputs=tuple(given["outputs"]),
+            casts_to_float32=bool(given["cast_lm_head_to_fp32"]),
+        )
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _code_name(function: Any) -> str | None:
+    return getattr(getattr(function, "__code__", None), "co_name", None)
