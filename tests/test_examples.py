@@ -170,7 +170,9 @@ def test_the_loop_runs_uninstalled_and_prints_its_losses(launcher: list[str], ex
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", [[], LAUNCHER])
-@pytest.mark.parametrize("script", ["with_fsdp2.py", "with_trainer.py", "with_accelerate.py", "sft.py", "dpo.py"])
+@pytest.mark.parametrize(
+    "script", ["with_fsdp2.py", "with_trainer.py", "with_accelerate.py", "sft.py", "dpo.py", "grpo.py"]
+)
 def test_the_other_scripts_run_uninstalled(script: str, launcher: list[str]) -> None:
     assert sum("loss" in line for line in printed(script, launcher)) >= 5
 

@@ -1,10 +1,12 @@
 """TRL's trainers that generate, with sequences split over ranks, give the numbers of TRL on one process per group."""
 
+import tempfile
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from cases import slow_except
 from trainer_numbers import (
     ADAPTERS,
@@ -28,7 +30,7 @@ from peft import LoraConfig
 from transformers import Trainer
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-from lightseq.integrations import SequenceParallelGRPOTrainer, SequenceParallelRLOOTrainer
+from lightseq.integrations import SequenceParallel, SequenceParallelGRPOTrainer, SequenceParallelRLOOTrainer
 
 WORLDS = [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
 GENERATIONS = 4
@@ -47,6 +49,7 @@ GRPO_CASES: Mapping[str, dict[str, Any]] = {
     "accumulated": {"gradient_accumulation_steps": 2, "temperature": 0.7},
     "generated": {"generate": True, "gradient_checkpointing": True},
     "truncated": {"mask_truncated_completions": True},
+    "one prompt a batch": {"num_generations": 8},  # on two groups of ranks, each has half of its completions
 }
 RLOO_CASES: Mapping[str, dict[str, Any]] = {"kl": {"beta": 0.1}, "no kl": {"beta": 0.0}}
 
@@ -74,7 +77,7 @@ class SplitRloo(Indexed, SequenceParallelRLOOTrainer):
     pass
 
 
-class SplitShardedGrpo(Indexed, UsesFsdp2, SequenceParallelGRPOTrainer):
+class SplitShardedGrpo(Indexed, SequenceParallel, UsesFsdp2, GRPOTrainer):
     pass
 
 
@@ -113,12 +116,18 @@ def run(rank: int, kind: type[Trainer], case: Mapping[str, Any], data_ranks: int
     config, function = (GRPOConfig, {} if generates else {"rollout_func": rollouts}) if is_grpo else (RLOOConfig, {})
     with shared_folder() as folder:
         fresh_model().save_pretrained(f"{folder}/model")  # of the reference
-        arguments = config(
-            **common(
-                folder, num_generations=GENERATIONS, max_completion_length=24, learning_rate=0.1, **generation, **case
-            )
-            | {"per_device_train_batch_size": 8 // data_ranks, "per_device_eval_batch_size": 8 // data_ranks}
-        )
+        dist.barrier()
+        batch = 8 // data_ranks
+        options_of_trainer = {
+            "num_generations": GENERATIONS,
+            "max_completion_length": 24,
+            "learning_rate": 0.1,
+            "per_device_train_batch_size": batch,
+            "per_device_eval_batch_size": batch,
+            **generation,
+            **case,
+        }
+        arguments = config(**common(folder, **options_of_trainer))
         model = fresh_model()
         model.config._name_or_path = f"{folder}/model"
         trainer = kind(
@@ -159,3 +168,62 @@ def test_grpo_equals_one_process(case: str, world: int) -> None:
 @pytest.mark.parametrize("case", slow_except(["kl"], RLOO_CASES))
 def test_rloo_equals_one_process(case: str, world: int) -> None:
     check(Rloo, SplitRloo, RLOO_CASES[case], world)
+
+
+@pytest.mark.parametrize("case", slow_except([], ["grpo, kl", "generated", "adapters"]))
+def test_grpo_with_fsdp2_equals_one_process(case: str) -> None:
+    check(Grpo, SplitShardedGrpo, GRPO_CASES[case], 2)
+
+
+def small(rank: int, batch: int, function: Any, reward: Any = rewards, **options: Any) -> list[int] | str:
+    """Trains for one step. Returns the numbers of prompts that this rank completed, or the error."""
+    asked = list[int]()
+
+    def counted(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        asked.append(len(prompts))
+        return rollouts(prompts, trainer)
+
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = GRPOConfig(
+            **common(
+                folder, num_generations=2, max_completion_length=8, max_steps=1, eval_strategy="no",
+                per_device_train_batch_size=batch,
+            )
+        )  # fmt: skip
+        try:
+            trainer = SequenceParallelGRPOTrainer(
+                fresh_model(), args=arguments, reward_funcs=reward, train_dataset=prompts(),
+                processing_class=tokenizer(), rollout_func=counted if function else None, **options,
+            )  # fmt: skip
+            trainer.train()
+        except (ValueError, RuntimeError) as error:
+            return str(error)
+    return asked
+
+
+def test_ranks_of_a_group_complete_a_part_of_the_prompts_each() -> None:
+    assert spawn(3, small, 4, True) == [[1], [1], [2]]
+
+
+@pytest.mark.slow
+def test_fewer_prompts_than_ranks_are_completed_by_the_model_but_not_by_a_rollout_function() -> None:
+    assert spawn(4, two_groups, False) == [[]] * 4
+    assert all(
+        x.startswith("rollout_func would be called for 1 prompts on each of 2 ranks; ")
+        for x in spawn(4, two_groups, True)
+    )
+
+
+def two_groups(rank: int, function: bool) -> list[int] | str:
+    return small(rank, 1, function, sequence_parallel_size=2)
+
+
+def test_what_cannot_be_scored_or_divided_stops_every_rank() -> None:
+    for line in spawn(2, small, 4, True, not_a_number):
+        assert "reward function not_a_number returned nan for completion 1; return a finite number" in line
+    for line in spawn(2, small, 3, True):
+        assert line.startswith("per_device_train_batch_size x steps_per_generation (3) times the groups of ranks that ")
+
+
+def not_a_number(completions: list[str], **_: Any) -> list[float]:
+    return [0.0, float("nan"), 1.0, 2.0]

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from cases import slow_except
 from trainer_numbers import (
     ADAPTERS,
@@ -25,7 +26,6 @@ from worlds import spawn
 
 pytest.importorskip("trl")
 
-import torch
 from datasets import Dataset
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig
 from transformers import LlamaConfig, LlamaForSequenceClassification, Trainer

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -77,6 +77,7 @@ def shared_folder() -> Iterator[str]:
 def use_fsdp2(accelerator: Accelerator) -> None:
     """Does what accelerate does for `fsdp_plugin`, which it takes on GPUs only."""
     accelerator.state.distributed_type = DistributedType.FSDP
+    PartialState._shared_state["distributed_type"] = DistributedType.FSDP  # from which later states are made
     accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap"
     )

@@ -1,12 +1,12 @@
-"""TRL's own tests of SFTTrainer and DPOTrainer, run with this project's trainers on several ranks.
+"""TRL's own tests of its trainers, run with this project's trainers on several ranks.
 
 python tests/trl_own_tests.py --trl PATH
 
 PATH is a checkout of TRL's repository, best at the installed version. Each test runs twice: unmodified in one process,
-and, if it passes and makes a trainer, with `SequenceParallelSFTTrainer` or `SequenceParallelDPOTrainer` on all ranks
-(gloo, CPU). There it passes only if it passes on every rank. Each run is forked from a process that has imported the
-tests. Models and data sets are the stand-ins of trl_hub.py. Tests of vision models are left out. The exit status is 1
-if a test fails on several ranks, unless this project refuses its model or an option with a ValueError.
+and, if it passes and makes a trainer, with `SequenceParallelSFTTrainer` and its siblings on all ranks (gloo, CPU).
+There it passes only if it passes on every rank. Each run is forked from a process that has imported the tests. Models
+and data sets are the stand-ins of trl_hub.py. Tests of vision models are left out. The exit status is 1 if a test fails
+on several ranks, unless this project refuses its model or an option with a ValueError.
 """
 
 import argparse
@@ -31,7 +31,8 @@ import pytest
 from worlds import free_port, freeze_imports
 
 HERE = Path(__file__).resolve().parent
-FILES = ("tests/test_sft_trainer.py", "tests/test_dpo_trainer.py")
+TRAINERS = ("SFTTrainer", "DPOTrainer", "GRPOTrainer", "RLOOTrainer", "RewardTrainer")
+FILES = tuple(f"tests/test_{name.removesuffix('Trainer').lower()}_trainer.py" for name in TRAINERS)
 HELPERS = ("tests/conftest.py", "tests/testing_utils.py")
 VISION = re.compile(r"vlm|vision|ForConditionalGeneration", re.IGNORECASE)
 TRAINS, MAKES = "tests that train", "tests that only make a trainer"
@@ -198,7 +199,7 @@ class Runner:
 
             os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
             os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks))
-            for name in ("SFTTrainer", "DPOTrainer"):
+            for name in TRAINERS:
                 if hasattr(item.module, name):
                     setattr(item.module, name, getattr(integrations, f"SequenceParallel{name}"))
         end.send(self._outcome(item, runtestprotocol(item, log=False)))

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +23,33 @@ from lightseq.sequence import sums
 from lightseq.utils.logit_transform import LogitTransform
 
 
+@overload
 def token_log_probs(
-    context: SequenceContext, model: nn.Module, batch: Mapping[str, Any], temperature: float = 1.0
-) -> Tensor:
+    context: SequenceContext,
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    temperature: float = ...,
+    with_entropy: Literal[False] = ...,
+) -> Tensor: ...
+@overload
+def token_log_probs(
+    context: SequenceContext,
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    temperature: float = ...,
+    *,
+    with_entropy: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+def token_log_probs(
+    context: SequenceContext,
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """Returns log p(target) of this rank's tokens, (batch, local) float32, with gradients; 0 without a target.
+
+    `with_entropy` also returns the entropy of each predicted distribution in nats, of the same shape, with gradients.
 
     `batch` comes from `shard_batch`, with labels: the value of a token belongs to the token after it. Logits are
     divided by `temperature`, and never exist whole. `model` is the outermost module, as wrapped by PEFT and FSDP2;
@@ -44,12 +67,12 @@ def token_log_probs(
     if not temperature > 0:
         raise ValueError(f"temperature is {temperature}; give a number above 0")
     inputs = {key: x for key, x in batch.items() if key not in ("labels", "shift_labels", "num_items_in_batch")}
-    with _log_probs_for_logits(inner, labels, temperature):
+    with _log_probs_for_logits(inner, labels, temperature, with_entropy):
         output = model(**inputs)  # the whole model, because FSDP2 gathers the head's weight in its hooks
     log_probs: Tensor = output[0] if isinstance(output, tuple) else output.logits
     if _is_rounded(log_probs):
         raise ValueError(f"the model's output is cast to {log_probs.dtype}; set output_dtype of FSDP2 to float32")
-    return log_probs
+    return (log_probs[..., 0], log_probs[..., 1]) if with_entropy else log_probs
 
 
 def sequence_sums(context: SequenceContext, values: Tensor, batch: Mapping[str, Any]) -> Tensor:
@@ -116,13 +139,17 @@ def _shifted_labels(batch: Mapping[str, Any]) -> Tensor:
 
 
 @contextmanager
-def _log_probs_for_logits(model: PreTrainedModel, labels: Tensor, temperature: float) -> Iterator[None]:
+def _log_probs_for_logits(
+    model: PreTrainedModel, labels: Tensor, temperature: float, with_entropy: bool
+) -> Iterator[None]:
     """Lets the model return the labels' log-probabilities as its logits, computed in its head.
+
+    With entropies, the two are stacked in the last dimension.
 
     A model that makes logits in another way than a known function of a linear's result makes them itself.
     """
     if (transform := known_logit_transform(model)) is not None:
-        with _log_probs_in_head(model, transform, labels, temperature):
+        with _log_probs_in_head(model, transform, labels, temperature, with_entropy):
             yield
         return
     change = head_change(model) or f"{type(model).__name__} makes its logits in an unknown way"
@@ -130,7 +157,10 @@ def _log_probs_for_logits(model: PreTrainedModel, labels: Tensor, temperature: f
 
     def return_log_probs(_model: nn.Module, _args: tuple, output: Any) -> Any:
         logits = output[0] if isinstance(output, tuple) else output.logits
-        return _with_logits(output, loss.log_probs_of_logits(logits, labels, temperature))
+        log_probs = loss.log_probs_of_logits(logits, labels, temperature)
+        if with_entropy:
+            log_probs = torch.stack([log_probs, loss.entropy_of_logits(logits, labels, temperature)], -1)
+        return _with_logits(output, log_probs)
 
     hook = model.register_forward_hook(return_log_probs)  # after the user's hooks, which may change the logits
     try:
@@ -141,11 +171,14 @@ def _log_probs_for_logits(model: PreTrainedModel, labels: Tensor, temperature: f
 
 @contextmanager
 def _log_probs_in_head(
-    model: PreTrainedModel, transform: LogitTransform, labels: Tensor, temperature: float
+    model: PreTrainedModel, transform: LogitTransform, labels: Tensor, temperature: float, with_entropy: bool
 ) -> Iterator[None]:
     """Computes log-probabilities in the place of a linear head, in chunks."""
 
     def log_probs(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if with_entropy:
+            metrics = loss.token_metrics(hidden, weight, labels, transform.with_temperature(temperature), bias)
+            return torch.stack([metrics.log_probs, metrics.entropy], -1)
         return loss.token_log_probs(hidden, weight, labels, temperature=temperature, transform=transform, bias=bias)
 
     replaced = ReplacedHead(model.get_output_embeddings(), log_probs)

@@ -1,8 +1,9 @@
 """Trainers of TRL that generate: each rank of a group generates a part of the completions, and all train on all."""
 
+import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from inspect import iscoroutinefunction
 from typing import Any
@@ -71,7 +72,9 @@ class SharedRollouts:
     accelerator: Any
     args: Any
     model: Any
+    state: Any
     _sequence_mesh: DeviceMesh | None
+    _generations = 0  # calls so far, which sample from different seeds
 
     def _set_up_rollouts(self) -> None:
         """Adapts a trainer that generates to groups of ranks, after its constructor. Does nothing for others."""
@@ -82,7 +85,7 @@ class SharedRollouts:
                 "environment_factory does not work with sequence_parallel_size > 1, because the states of environments "
                 "lie on one rank; use tools, or rollout_func"
             )
-        # Ranks of a group shuffle completions alike; generation draws from states of its own.
+        # Ranks of a group shuffle completions alike, as one process would.
         set_seed(self.args.seed + self._sequence_mesh.get_local_rank(DATA))
         if functions := getattr(self, "reward_funcs", None):
             self.reward_funcs = [x if isinstance(x, nn.Module) else _without_nan(x) for x in functions]
@@ -137,7 +140,7 @@ class SharedRollouts:
             return self._generate_alike(prompts, *args, **kwargs)
         part = slice(len(prompts) * rank // ranks, len(prompts) * (rank + 1) // ranks)
         ranks_apart, module = RankAccelerator(_own_accelerator(self.accelerator)), _module_of(type(self))
-        with whole.paused(), _drawing(rank), _replaced(vars(self), accelerator=ranks_apart):
+        with whole.paused(), self._samples(rank), _replaced(vars(self), accelerator=ranks_apart):
             with _replaced(vars(module), gather_object=gather_object):
                 own = super()._generate(prompts[part], *args, **kwargs)  # type: ignore[misc]
         parts: list[Any] = [None] * ranks
@@ -159,11 +162,18 @@ class SharedRollouts:
         client: Any = getattr(self, "vllm_generation", None)
         groups, ours = self.accelerator, {} if client is None else vars(client)
         theirs = {} if client is None else vars(sys.modules[type(client).__module__])
-        with whole.paused(), _drawing(0), _replaced(ours, accelerator=groups):
+        with whole.paused(), self._samples(0), _replaced(ours, accelerator=groups):
             with _replaced(theirs, gather_object=groups.gather_object):
                 found = [super()._generate(prompts, *args, **kwargs)]  # type: ignore[misc]
         dist.broadcast_object_list(found, group=mesh.get_group(SEQUENCE), group_src=0)
         return found[0]
+
+    def _samples(self, rank: int) -> AbstractContextManager[None]:
+        """Returns a context that samples for one rank of this group, otherwise than before."""
+        assert self._sequence_mesh is not None
+        self._generations += 1
+        group, step = self._sequence_mesh.get_local_rank(DATA), int(self.state.global_step)
+        return _drawing(self.args.seed, step, self._generations, group, rank)
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
         """Returns the rewards (completions, functions) of all groups, which the first rank of each group computes.
@@ -220,11 +230,10 @@ def _replaced(names: dict[str, Any], **values: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _drawing(rank: int) -> Iterator[None]:
-    """Draws samples that differ between ranks, from a seed that a group shares, and then goes on as the group did."""
-    seed = int(torch.randint(2**31, ()))
+def _drawing(*key: int) -> Iterator[None]:
+    """Draws samples from a seed that follows from the key, and then goes on with the random numbers of before."""
     before = torch.get_rng_state()
-    torch.manual_seed(seed + rank)
+    torch.manual_seed(random.Random(repr(key)).getrandbits(63))
     try:
         yield
     finally:

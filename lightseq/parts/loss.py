@@ -67,6 +67,13 @@ def log_probs_of_logits(logits: Tensor, labels: Tensor, temperature: float = 1.0
     return -F.cross_entropy(wide, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="none").view(labels.shape)
 
 
+def entropy_of_logits(logits: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
+    """Returns the entropies of `token_metrics`, of logits (..., V) that exist whole."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    log_p = wide.log_softmax(-1)
+    return -(log_p.exp() * log_p).sum(-1).masked_fill(labels == IGNORE_INDEX, 0.0)
+
+
 def _cast(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return None if bias is None else bias.to(dtype)
 

@@ -1,0 +1,78 @@
+"""TRL's GRPOTrainer with sequences split over all ranks, which generate the completions together; our lines are marked.
+
+python3 examples/grpo.py
+python3 -m torch.distributed.run --nproc_per_node=2 examples/grpo.py
+
+With a vLLM server (`trl vllm-serve --model NAME`), set `use_vllm=True, vllm_mode="server"` as without lightseq.
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from trl import GRPOConfig
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs uninstalled
+
+from lightseq.integrations import SequenceParallelGRPOTrainer
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Returns a tokenizer that needs no download: a token per byte."""
+    tokens = ["<pad>", "<eos>", *sorted(ByteLevel.alphabet())]
+    tokenizer = Tokenizer(BPE({token: index for index, token in enumerate(tokens)}, merges=[]))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+
+
+TOKENIZER = byte_tokenizer()
+CONFIG = LlamaConfig(
+    vocab_size=len(TOKENIZER), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
+)
+
+
+def share_of_first_half(completion_ids: list[list[int]], **_: object) -> list[float]:
+    """Rewards tokens from the first half of the vocabulary."""
+    return [sum(token < len(TOKENIZER) // 2 for token in ids) / len(ids) for ids in completion_ids]
+
+
+def train(output_dir: str) -> list[float]:
+    """Returns the mean reward of every step."""
+    torch.manual_seed(0)
+    arguments = GRPOConfig(
+        output_dir,
+        use_cpu=not torch.cuda.is_available(),
+        bf16=torch.cuda.is_available(),
+        per_device_train_batch_size=8,  # completions of a group of ranks
+        num_generations=8,
+        max_completion_length=32,
+        max_steps=15,
+        learning_rate=1e-2,
+        logging_steps=1,
+        save_strategy="no",
+        disable_tqdm=True,
+        ddp_find_unused_parameters=False,
+    )
+    trainer = SequenceParallelGRPOTrainer(  # lightseq 1: instead of GRPOTrainer
+        LlamaForCausalLM(CONFIG),
+        args=arguments,
+        reward_funcs=share_of_first_half,
+        train_dataset=Dataset.from_list([{"prompt": f"{a} plus {a} is "} for a in range(64)]),
+        processing_class=TOKENIZER,
+        sequence_parallel_size=None,  # lightseq 2: ranks that share a sequence; None is all of them
+    )
+    trainer.train()
+    rewards = [float(record["reward"]) for record in trainer.state.log_history if "reward" in record]
+    trainer.accelerator.print(f"mean reward {rewards[0]:.2f} at first, {rewards[-1]:.2f} at last")
+    return rewards
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        train(folder)
