@@ -22,7 +22,6 @@ from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.environment import has_expandable_segments
 from lightseq.distributed.parallel_dims import ParallelDims
 from lightseq.distributed.stopwatch import Stopwatch
-from lightseq.hf.enable import enable_beside
 from lightseq.memory.fsdp2 import ReduceScatterIntoSharedPool, WeightPrefetch
 from lightseq.memory.offload import Offload
 from lightseq.memory.recomputation import MemorySettings, apply_recomputation
@@ -166,7 +165,7 @@ def apply_techniques(
         options = AttentionConfig.from_flags(config, device, dims.world.local_size)
         context = hf.enable(model, dims.sequence_mesh, options)
     else:
-        enable_beside(model, context := beside)
+        context = hf.enable_beside(model, beside)
     if config.fp8 is not None:
         tokens = local_tokens(context.schedule, config.model_max_length, config.packing != "none")
         to_fp8(layers, config.fp8, config.fp8_emulate, tokens)

@@ -14,8 +14,15 @@ from lightseq.config.recurrent_schedules import HEADS, RECURRENT_SCHEDULES
 from lightseq.distributed.environment import cache_compiled_kernels, disable_multicast
 from lightseq.kernels.attention.base import KernelSpec, compute_capability
 from lightseq.kernels.attention.tile_kernel_choice import Kernels, Selection, why_unsupported
-from lightseq.schedule.algorithms import SCHEDULES, check_heads, make_schedule, with_few_fragments
-from lightseq.schedule.auto import AUTO, ScheduleChoice
+from lightseq.schedule.algorithms import (
+    SCHEDULES,
+    allows_heads,
+    check_heads,
+    check_takes_windows,
+    make_schedule,
+    with_few_fragments,
+)
+from lightseq.schedule.auto import AUTO, ScheduleChoice, check_takes_recurrences
 from lightseq.schedule.cost import AttentionShape
 from lightseq.schedule.documents import balance, has_own_layouts, packed_schedule
 from lightseq.schedule.layout import Layout
@@ -47,6 +54,7 @@ class SequenceContext:
     progress: Progress = field(default_factory=Progress)
     forward_pass: ForwardPass = field(default_factory=ForwardPass)
     keeps_gathered: bool = False  # the backward pass reuses q, k and v as the forward pass gathered them
+    config: AttentionConfig = field(default_factory=AttentionConfig)  # options, completed by the model's
 
     @property
     def name(self) -> str:
@@ -128,9 +136,53 @@ def make_context(group: dist.ProcessGroup, shape: AttentionShape, config: Attent
         stem=f"{chosen.schedule}-{schedule.world}-{sizes}",
         recurrent_schedule=config.recurrent_schedule,
     )
-    context = SequenceContext(sequence, schedule, kernels, keeps_gathered=keeps_gathered)
+    context = SequenceContext(sequence, schedule, kernels, keeps_gathered=keeps_gathered, config=config)
     _CONTEXTS[context.name] = context
     return context
+
+
+def context_beside(context: SequenceContext, shape: AttentionShape, config: AttentionConfig) -> SequenceContext:
+    """Returns the context of another model over the same ranks, in the same layout and over the same transport.
+
+    It is the given one if its schedule and kernels take the other model's layers. `config` has what these need. Raises
+    ValueError for windows, heads or recurrences that the schedule does not support.
+    """
+    schedule, layers = _schedule_beside(context.schedule, shape, config), (shape, *shape.other_layers)
+    spec, own = kernel_spec(config, shape.head_dim, compute_capability(context.config.device)), context.kernels.spec
+    if schedule is context.schedule and replace(own, head_dim=0, value_dim=None) == replace(spec, head_dim=0):
+        kernels = context.kernels
+    else:
+        kernels = Kernels(config.kernel, spec)
+    for layer in layers:
+        kernels.of(layer.head_dim, layer.values)
+    if kernels is context.kernels:
+        return context
+    sequence = make_sequence_group(
+        context.group,
+        schedule.layout,
+        context.transport,
+        balances_documents=context.sequence.balances_documents,
+        stem=f"{schedule.name}-{schedule.world}-{schedule.ulysses_size}x{schedule.head_groups_per_rank}",
+        recurrent_schedule=config.recurrent_schedule,
+    )
+    beside = SequenceContext(sequence, schedule, kernels, config=config)
+    _CONTEXTS[beside.name] = beside
+    return beside
+
+
+def _schedule_beside(schedule: Schedule, shape: AttentionShape, config: AttentionConfig) -> Schedule:
+    """Returns a schedule of the same layout for other layers, which may need fewer groups of heads."""
+    if config.windows:
+        check_takes_windows(schedule.name)
+    if config.recurrent_schedule != HEADS:
+        check_takes_recurrences(schedule.name, shape)
+    layers = (shape, *shape.other_layers)
+    if all(allows_heads(schedule, layer.heads, layer.kv_heads) for layer in layers):
+        return schedule
+    with_one_group = make_schedule(schedule.name, schedule.world, ulysses_size=schedule.ulysses_size)
+    for layer in layers:
+        check_heads(with_one_group, layer.heads, layer.kv_heads)
+    return replace(with_one_group, layout=schedule.layout)
 
 
 def _smallest(group: dist.ProcessGroup, size: int) -> int:

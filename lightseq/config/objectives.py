@@ -5,6 +5,8 @@ from typing import Final
 from lightseq.config.flags import Flags
 
 OBJECTIVES: Final = ("next_token", "dpo")  # objectives/registry.py says what each is
+# KL(teacher, student), KL(student, teacher), and a generalized Jensen-Shannon divergence (parts/divergence.py).
+DIVERGENCES: Final = ("forward", "reverse", "jsd")
 
 
 def check_objective(config: Flags) -> None:

@@ -11,13 +11,19 @@ log_probs = hf.token_log_probs(context, model, batch)      # of this rank's toke
 sums = hf.sequence_sums(context, log_probs, batch)         # of whole sequences, the same on every rank
 in_order = hf.gather_tokens(context, log_probs, batch)     # of all tokens, the same on every rank
 
+Distillation takes a frozen teacher, which may have another architecture:
+
+hf.enable_beside(teacher, context)
+values = hf.divergence(context, model, teacher, batch)     # of this rank's tokens; use them as log-probabilities
+
 hf.disable(model)   # the plain model again, to generate for example
 """
 
 from importlib import import_module
 from typing import Any
 
-from lightseq.hf.enable import ENABLE_OPTIONS, IMPLEMENTATION, disable, enable
+from lightseq.hf.divergence import divergence
+from lightseq.hf.enable import ENABLE_OPTIONS, IMPLEMENTATION, disable, enable, enable_beside
 from lightseq.hf.log_probs import (
     gather_padded_tokens,
     gather_tokens,
@@ -31,7 +37,9 @@ __all__ = [
     "ENABLE_OPTIONS",
     "IMPLEMENTATION",
     "disable",
+    "divergence",
     "enable",
+    "enable_beside",
     "gather_padded_tokens",
     "gather_tokens",
     "plan_memory",

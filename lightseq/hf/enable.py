@@ -22,7 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from lightseq.architecture.inspection import attentions_of, check_attention
 from lightseq.architecture.recurrent_schedule import check_recurrent_schedule
 from lightseq.attention.config import AttentionConfig
-from lightseq.attention.context import SequenceContext, make_context, release
+from lightseq.attention.context import SequenceContext, context_beside, make_context, release
 from lightseq.attention.module_attention import attention_function
 from lightseq.distributed.roll_call import RollCall
 from lightseq.hf.checks import install_checks
@@ -44,6 +44,7 @@ from lightseq.parts.fit import fit
 from lightseq.parts.part import Choices, Ranks
 from lightseq.parts.probes import sees_later_tokens_of_images
 from lightseq.parts.recurrences import mixer_modules
+from lightseq.schedule.cost import AttentionShape
 from lightseq.sequence_parallel import process_group
 from lightseq.utils.formatting import check_names
 from lightseq.utils.versions import UntestedVersionWarning, untested_versions
@@ -93,13 +94,7 @@ def enable(
         (kind.facts(module) for module, kind in mixers),
         dist.get_world_size(ranks),
     )
-    shape = attention_shape(
-        attentions_of(model),
-        config.length,
-        element_bytes=config.dtype.itemsize,
-        with_recurrences=bool(mixers),
-    )
-    context = make_context(ranks, shape, config)
+    context = make_context(ranks, _shape(model, config), config)
     context.forward_pass.roll_call = RollCall(context.group)
     is_reference = context.selection.kernel.name.startswith("reference")
     if is_reference and config.kernel == "auto" and config.device.type == "cuda" and context.rank == 0:
@@ -119,13 +114,33 @@ def enable(
     return context
 
 
-def enable_beside(model: PreTrainedModel, context: SequenceContext) -> None:
-    """Patches a model of the same architecture as an enabled one, to attend over the same context.
+def enable_beside(
+    model: PreTrainedModel, context: SequenceContext, dtype: torch.dtype | None = None
+) -> SequenceContext:
+    """Patches a frozen model, such as a teacher, to run over the ranks of an enabled one and on the same batches.
 
-    The two run forward one after the other, and only the last that ran may then run backward. Neither is disabled.
+    The model may have another architecture. `dtype` is that of its q, k and v (default: as in the other model). The two
+    run forward one after the other, and only the model of `context` runs backward, after the other's forward pass.
+    Returns the model's context, which is the given one if that takes its layers.
+
+    Raises ValueError for an unsupported model, as `enable` does, and if it needs another schedule than `context` has.
     """
-    context.forward_pass.shared = True
-    _install(model, EnabledModel(context))
+    check_attention(model)
+    config = dataclasses.replace(context.config, dtype=dtype or context.config.dtype)
+    config = _completed(config, model, context.layout.world)
+    if mixers := mixer_modules(model):
+        facts = (kind.facts(module) for module, kind in mixers)
+        name = type(transformers_model(model)).__name__
+        check_recurrent_schedule(config.recurrent_schedule, name, facts, context.layout.world)
+    found = context_beside(context, _shape(model, config), config)
+    if found is context:
+        context.forward_pass.shared = True
+    else:
+        found.forward_pass.roll_call = RollCall(context.group)
+    if (before := record_of(model)) is not None:
+        before.changes.undo()
+    _install(model, EnabledModel(found))
+    return found
 
 
 def disable(model: PreTrainedModel) -> None:
@@ -140,6 +155,17 @@ def disable(model: PreTrainedModel) -> None:
     if (function := record.disabled_by) is not None:
         raise ValueError(f"{name} is split inside a trainer or accelerate; call {function} instead")
     record.changes.undo()
+
+
+def _shape(model: PreTrainedModel, config: AttentionConfig) -> AttentionShape:
+    """Returns the shape of a model's attention, for a completed config."""
+    assert config.dtype is not None
+    return attention_shape(
+        attentions_of(model),
+        config.length,
+        element_bytes=config.dtype.itemsize,
+        with_recurrences=bool(mixer_modules(model)),
+    )
 
 
 def _completed(config: AttentionConfig, model: PreTrainedModel, ranks: int) -> AttentionConfig:

@@ -1,7 +1,7 @@
 """Losses of log-probabilities, such as DPO and GRPO, of sequences split across ranks. Users call them as `hf.NAME`."""
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal, overload
 
@@ -20,7 +20,6 @@ from lightseq.models.decoder import transformers_model
 from lightseq.parts import loss
 from lightseq.parts.head import ReplacedHead, head_change, known_logit_transform
 from lightseq.sequence import sums
-from lightseq.utils.logit_transform import LogitTransform
 
 
 @overload
@@ -61,18 +60,28 @@ def token_log_probs(
 
     Raises ValueError for a model that is not enabled with this context.
     """
-    inner, labels = transformers_model(model), _shifted_labels(batch)
-    if (record := record_of(inner)) is None or record.context is not context:
-        raise ValueError(f"{type(inner).__name__} is not enabled with this context; pass the context of its hf.enable")
+    inner, labels = transformers_model(model), shifted_labels(batch)
+    check_context(context, inner)
     if not temperature > 0:
         raise ValueError(f"temperature is {temperature}; give a number above 0")
-    inputs = {key: x for key, x in batch.items() if key not in ("labels", "shift_labels", "num_items_in_batch")}
     with _log_probs_for_logits(inner, labels, temperature, with_entropy):
-        output = model(**inputs)  # the whole model, because FSDP2 gathers the head's weight in its hooks
-    log_probs: Tensor = output[0] if isinstance(output, tuple) else output.logits
-    if _is_rounded(log_probs):
-        raise ValueError(f"the model's output is cast to {log_probs.dtype}; set output_dtype of FSDP2 to float32")
-    return (log_probs[..., 0], log_probs[..., 1]) if with_entropy else log_probs
+        values = values_of_tokens(model, batch)
+    return (values[..., 0], values[..., 1]) if with_entropy else values
+
+
+def check_context(context: SequenceContext, model: PreTrainedModel) -> None:
+    """Raises ValueError unless a model is enabled with a context."""
+    if (record := record_of(model)) is None or record.context is not context:
+        raise ValueError(f"{type(model).__name__} is not enabled with this context; pass the context of its hf.enable")
+
+
+def values_of_tokens(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    """Returns what a model computes in the place of its logits for this rank's tokens. Raises ValueError if rounded."""
+    output = model(**without_labels(batch))  # the whole model, because FSDP2 gathers the head's weight in its hooks
+    values: Tensor = output[0] if isinstance(output, tuple) else output.logits
+    if _is_rounded(values):
+        raise ValueError(f"the model's output is cast to {values.dtype}; set output_dtype of FSDP2 to float32")
+    return values
 
 
 def sequence_sums(context: SequenceContext, values: Tensor, batch: Mapping[str, Any]) -> Tensor:
@@ -83,7 +92,7 @@ def sequence_sums(context: SequenceContext, values: Tensor, batch: Mapping[str, 
     share of a loss that is a sum over tokens; only such shares are summed for display. `values` are (batch, local),
     such as log-probabilities, or ones to count targets.
     """
-    own = sums.sum_of_targets(values, _shifted_labels(batch), batch.get("documents"), context.rank)
+    own = sums.sum_of_targets(values, shifted_labels(batch), batch.get("documents"), context.rank)
     return sum_over_ranks(context, own)
 
 
@@ -127,11 +136,17 @@ def sum_over_ranks(context: SequenceContext, x: Tensor, gradient_factor: float =
     return sums.sum_over_ranks(context.group, x, gradient_factor)
 
 
-def _is_rounded(log_probs: Tensor) -> bool:
-    return torch.finfo(log_probs.dtype).bits < 32
+def _is_rounded(values: Tensor) -> bool:
+    return torch.finfo(values.dtype).bits < 32
 
 
-def _shifted_labels(batch: Mapping[str, Any]) -> Tensor:
+def without_labels(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the inputs of a model that computes no loss."""
+    return {key: x for key, x in batch.items() if key not in ("labels", "shift_labels", "num_items_in_batch")}
+
+
+def shifted_labels(batch: Mapping[str, Any]) -> Tensor:
+    """Returns the labels of this rank's tokens. Raises ValueError if the batch has none."""
     labels = batch.get("shift_labels")
     if not isinstance(labels, Tensor):
         raise ValueError("the batch has no shift_labels; pass labels to shard_batch, and all that it returns on")
@@ -149,7 +164,14 @@ def _log_probs_for_logits(
     A model that makes logits in another way than a known function of a linear's result makes them itself.
     """
     if (transform := known_logit_transform(model)) is not None:
-        with _log_probs_in_head(model, transform, labels, temperature, with_entropy):
+
+        def log_probs(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            if with_entropy:
+                metrics = loss.token_metrics(hidden, weight, labels, transform.with_temperature(temperature), bias)
+                return torch.stack([metrics.log_probs, metrics.entropy], -1)
+            return loss.token_log_probs(hidden, weight, labels, temperature=temperature, transform=transform, bias=bias)
+
+        with computing_in_head(model, log_probs):
             yield
         return
     change = head_change(model) or f"{type(model).__name__} makes its logits in an unknown way"
@@ -170,18 +192,11 @@ def _log_probs_for_logits(
 
 
 @contextmanager
-def _log_probs_in_head(
-    model: PreTrainedModel, transform: LogitTransform, labels: Tensor, temperature: float, with_entropy: bool
+def computing_in_head(
+    model: PreTrainedModel, compute: Callable[[Tensor, Tensor, Tensor | None], Tensor]
 ) -> Iterator[None]:
-    """Computes log-probabilities in the place of a linear head, in chunks."""
-
-    def log_probs(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if with_entropy:
-            metrics = loss.token_metrics(hidden, weight, labels, transform.with_temperature(temperature), bias)
-            return torch.stack([metrics.log_probs, metrics.entropy], -1)
-        return loss.token_log_probs(hidden, weight, labels, temperature=temperature, transform=transform, bias=bias)
-
-    replaced = ReplacedHead(model.get_output_embeddings(), log_probs)
+    """Lets the model return `compute(hidden, weight, bias)` of its linear head as its logits."""
+    replaced = ReplacedHead(model.get_output_embeddings(), compute)
     hook = model.register_forward_hook(  # before FSDP's, which may cast the output
         lambda _model, _args, output: _with_logits(output, replaced.result()), prepend=True
     )

@@ -133,7 +133,7 @@ def losses_and_hits(
     return torch.cat(both, dim=1).view(2, *labels.shape)
 
 
-class _HeadGradients:
+class HeadGradients:
     """Gradients of a head's input, weight and bias, summed in float32 over chunks of logits; None where not wanted."""
 
     def __init__(self, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, wanted: Sequence[bool]) -> None:
@@ -181,7 +181,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         total = hidden_ND.new_zeros((), dtype=torch.promote_types(hidden_ND.dtype, torch.float32))
         wanted = ctx.needs_input_grad[:3] if with_gradient else (False,) * 3
-        gradients = _HeadGradients(hidden_ND, weight_VD, bias_V, wanted)
+        gradients = HeadGradients(hidden_ND, weight_VD, bias_V, wanted)
         for chunk in chunks(len(hidden_ND), chunk_tokens):
             logits = F.linear(hidden_ND[chunk], weight_VD, bias_V)
             total += _cross_entropy_(logits, labels_N[chunk], with_gradient, transform).sum()
@@ -211,7 +211,7 @@ class _TokenMetrics(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         values = hidden_ND.new_zeros((3, *labels.shape), dtype=torch.promote_types(hidden_ND.dtype, torch.float32))
         values_N, labels_N = values.view(3, -1), labels.view(-1)
-        gradients = _HeadGradients(hidden_ND, weight_VD, bias_V, ctx.needs_input_grad[:3] if equal else (False,) * 3)
+        gradients = HeadGradients(hidden_ND, weight_VD, bias_V, ctx.needs_input_grad[:3] if equal else (False,) * 3)
         for chunk in chunks(len(hidden_ND), chunk_tokens):
             logits = F.linear(hidden_ND[chunk], weight_VD, bias_V)
             _token_metrics_(logits, labels_N[chunk], values_N[:, chunk], bool(gradients), transform)
@@ -236,7 +236,7 @@ class _TokenMetrics(torch.autograd.Function):
             return (None,) * 7
         elif ctx.equal:
             labels = ctx.saved_tensors[-1]
-            gradients = _scaled_gradients(ctx, -_common_value(of_log_probs, labels != IGNORE_INDEX))
+            gradients = _scaled_gradients(ctx, -common_value(of_log_probs, labels != IGNORE_INDEX))
         else:
             gradients = _log_prob_gradients(ctx, of_log_probs)
         return *gradients, None, None, None, None
@@ -274,7 +274,7 @@ class _TokenLogProbs(torch.autograd.Function):
         return *_log_prob_gradients(ctx, upstream), None, None, None
 
 
-def _save(ctx, gradients: _HeadGradients, weight_VD: Tensor, bias_V: Tensor | None, *others: Tensor) -> None:  # type: ignore[no-untyped-def]
+def _save(ctx, gradients: HeadGradients, weight_VD: Tensor, bias_V: Tensor | None, *others: Tensor) -> None:  # type: ignore[no-untyped-def]
     """Saves gradients for `_scaled_gradients`, and other tensors behind them."""
     ctx.save_for_backward(gradients.hidden, gradients.weight, gradients.bias, *others)
     ctx.gradient_dtypes = (None, weight_VD.dtype, None if bias_V is None else bias_V.dtype)
@@ -283,14 +283,14 @@ def _save(ctx, gradients: _HeadGradients, weight_VD: Tensor, bias_V: Tensor | No
 def _scaled_gradients(ctx, factor: Tensor) -> list[Tensor | None]:  # type: ignore[no-untyped-def]
     """Returns the saved gradients times a factor, in the dtypes of what they belong to."""
     pairs = zip(ctx.saved_tensors[:3], ctx.gradient_dtypes, strict=True)
-    return [None if x is None else _scaled(x, factor, dtype or x.dtype) for x, dtype in pairs]
+    return [None if x is None else scaled(x, factor, dtype or x.dtype) for x, dtype in pairs]
 
 
 def _log_prob_gradients(ctx, upstream: Tensor) -> list[Tensor | None]:  # type: ignore[no-untyped-def]
     """Returns the gradients of log-probabilities whose own are `upstream`, from logits that are computed again."""
     hidden_ND, weight_VD, bias_V, labels = ctx.saved_tensors
     labels_N, factors_N = labels.view(-1), upstream.neg().reshape(-1).contiguous()  # factors of losses, -log p
-    gradients = _HeadGradients(hidden_ND, weight_VD, bias_V, ctx.needs_input_grad[:3])
+    gradients = HeadGradients(hidden_ND, weight_VD, bias_V, ctx.needs_input_grad[:3])
     for chunk in chunks(len(hidden_ND), ctx.chunk_tokens):
         logits = F.linear(hidden_ND[chunk], weight_VD, bias_V)
         _cross_entropy_(logits, labels_N[chunk], True, ctx.transform, factors_N[chunk])
@@ -306,7 +306,7 @@ def _entropy_gradients(ctx, of_log_probs: Tensor | None, of_entropy: Tensor) -> 
     hidden_ND, weight_VD, bias_V, labels = ctx.saved_tensors
     labels_N, entropy_N = labels.view(-1), of_entropy.reshape(-1, 1)
     log_probs_N = torch.zeros_like(entropy_N) if of_log_probs is None else of_log_probs.reshape(-1, 1)
-    gradients = _HeadGradients(hidden_ND, weight_VD, bias_V, ctx.needs_input_grad[:3])
+    gradients = HeadGradients(hidden_ND, weight_VD, bias_V, ctx.needs_input_grad[:3])
     for chunk in chunks(len(hidden_ND), ctx.chunk_tokens):
         logits = F.linear(hidden_ND[chunk], weight_VD, bias_V)
         valid, target = labels_N[chunk] != IGNORE_INDEX, labels_N[chunk].clamp_min(0).unsqueeze(-1)
@@ -321,7 +321,7 @@ def _entropy_gradients(ctx, of_log_probs: Tensor | None, of_entropy: Tensor) -> 
     return gradients.in_dtypes()
 
 
-def _common_value(x: Tensor, chosen: Tensor) -> Tensor:
+def common_value(x: Tensor, chosen: Tensor) -> Tensor:
     """Returns the value that all chosen elements share, NaN if they differ, 0 if none is chosen; without host waits."""
     lowest, highest = x.masked_fill(~chosen, torch.inf).amin(), x.masked_fill(~chosen, -torch.inf).amax()
     return torch.where(lowest == highest, highest, torch.nan).masked_fill(lowest == torch.inf, 0.0)
@@ -370,7 +370,7 @@ def _cross_entropy_(
     return losses
 
 
-def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns x * factor, rounded once. On a GPU a 0-dimensional factor would first be rounded to x's dtype."""
     if fused := fused_kernels(x, "cross_entropy"):
         return fused.scaled(x, factor, dtype)
