@@ -95,6 +95,13 @@ def grpo(log_probs: Tensor, targets: Tensor) -> Tensor:
     return -((terms * targets).sum(1) / targets.sum(1)).mean()
 
 
+def plain_log_probs_and_entropies(want: Any) -> tuple[Tensor, Tensor]:
+    log_p = want(IDS, attention_mask=MASK).logits.log_softmax(-1)
+    targets = F.pad(LABELS[:, 1:], (0, 1), value=-100)
+    entropy = -(log_p.exp() * log_p).sum(-1).masked_fill(targets == -100, 0.0)
+    return plain_log_probs(want, IDS, LABELS, MASK), entropy
+
+
 def preferences(model: Any, want: Any, context: Any, references: tuple[Callable, Callable] | None, label: str) -> None:
     """DPO over right-padded pairs, alone and with a share of each rank's tokens added, and GRPO."""
     batch = hf.shard_batch(context, IDS, LABELS, MASK)
@@ -125,6 +132,12 @@ def preferences(model: Any, want: Any, context: Any, references: tuple[Callable,
     total = share.detach().clone()
     dist.all_reduce(total)
     assert abs(total - nll) < 1e-5, label
+
+    ours, entropy = hf.token_log_probs(context, model, batch, with_entropy=True)
+    theirs, plain_entropy = plain_log_probs_and_entropies(want)
+    in_order = [hf.gather_tokens(context, x, batch) for x in (ours, entropy)]
+    losses = [(x.square() + 0.1 * y.square()).mean() / 10 for x, y in (in_order, (theirs, plain_entropy))]
+    check(model, want, *losses, f"{label}: entropies")
 
     ours, theirs = both()
     in_order = hf.gather_tokens(context, ours, batch)

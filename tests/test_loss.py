@@ -16,8 +16,8 @@ from lightseq.parts.loss import (
     cross_entropy_sum,
     losses_and_hits,
     token_log_probs,
-    token_metrics,
 )
+from lightseq.parts.token_metrics import token_metrics
 from lightseq.utils.logit_transform import UNCHANGED, LogitTransform
 
 TOKENS, HIDDEN, WORDS = 50, 16, 37
@@ -451,9 +451,17 @@ def test_token_metrics_and_their_gradients_equal_torch(
     torch.testing.assert_close(got.entropy, entropy, rtol=1e-12, atol=1e-13)
     assert torch.equal(got.hits, hits) and got.hits.sum() >= 8 and not got.hits.requires_grad
     given = torch.full_like(want, 0.37) if equal else upstream(labels)
-    expected = torch.autograd.grad(want, (hidden, weight, bias), given)
-    for g, w in zip(torch.autograd.grad(got.log_probs, (hidden, weight, bias), given), expected, strict=True):
+    expected = torch.autograd.grad(want, (hidden, weight, bias), given, retain_graph=True)
+    for g, w in zip(
+        torch.autograd.grad(got.log_probs, (hidden, weight, bias), given, retain_graph=True), expected, strict=True
+    ):
         torch.testing.assert_close(g, w, rtol=1e-11, atol=1e-12)
+    assert got.entropy.requires_grad == (not equal)
+    if not equal:  # a loss of both
+        ours, theirs = ((given * x + given.cos() * y).sum() for x, y in ((got.log_probs, got.entropy), (want, entropy)))
+        found, expected = (torch.autograd.grad(x, (hidden, weight, bias)) for x in (ours, theirs))
+        for g, w in zip(found, expected, strict=True):
+            torch.testing.assert_close(g, w, rtol=1e-11, atol=1e-12)
 
 
 def test_equal_factors_may_differ_only_where_there_is_no_target() -> None:

@@ -20,7 +20,14 @@ from typing import Any
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 with contextlib.redirect_stdout(None):
     import this
@@ -63,6 +70,13 @@ MODELS: Mapping[str, tuple[str, dict[str, Any], str | None]] = {
         "nemotron_3_nano",
     ),
     "tiny-GPTNeoXForCausalLM": ("gpt_neox", {}, None),
+    "tiny-LlamaForCausalLM-3.2": ("llama", {}, "llama3_2"),
+    "tiny-MistralForCausalLM-0.2": ("mistral", {}, None),
+}
+CLASSIFIERS: Mapping[str, tuple[str, str]] = {  # model type, chat template; each gives a token one score
+    "tiny-Qwen2ForSequenceClassification-2.5": ("qwen2", "qwen2_5"),
+    "tiny-Qwen3ForSequenceClassification": ("qwen3", "qwen3"),
+    "tiny-LlamaForSequenceClassification-3.2": ("llama", "llama3_2"),
 }
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|start|>", "<|message|>", "<|channel|>", "<|end|>")
 REMOTE_CODE = """from transformers import LlamaConfig, LlamaForCausalLM
@@ -89,6 +103,8 @@ def generate(folder: Path) -> None:
     tokenizer = train_tokenizer([*ZEN, json.dumps(TOOL), *(chat_template(t) for _, _, t in MODELS.values() if t)])
     for name, (model_type, options, template) in MODELS.items():
         write_model(folder / ORGANIZATION / name, tokenizer, model_type, options, template)
+    for name, (model_type, template) in CLASSIFIERS.items():
+        write_model(folder / ORGANIZATION / name, tokenizer, model_type, {"num_labels": 1}, template)
     write_remote_model(folder / ORGANIZATION / "tiny-RemoteForCausalLM", tokenizer)
     save_tokenizer(folder / "Qwen" / "Qwen3-4B", tokenizer, "qwen3")  # a test takes only its chat template
 
@@ -105,6 +121,7 @@ def data_sets() -> dict[str, dict[str, list[dict[str, Any]]]]:
     bad = [[{"role": "assistant", "content": text}] for text in wrong]
     zen = {
         "standard_language_modeling": _rows(text=ZEN),
+        "standard_prompt_only": _rows(prompt=prompts),
         "standard_prompt_completion": _rows(prompt=prompts, completion=answers),
         "standard_preference": _rows(prompt=prompts, chosen=answers, rejected=wrong),
         "standard_implicit_prompt_preference": _rows(
@@ -115,6 +132,7 @@ def data_sets() -> dict[str, dict[str, list[dict[str, Any]]]]:
             prompt=prompts, completion=answers, label=[index % 2 == 0 for index in range(len(ZEN))]
         ),
         "conversational_language_modeling": _rows(messages=_joined(user, good)),
+        "conversational_prompt_only": _rows(prompt=user),
         "conversational_prompt_completion": _rows(prompt=user, completion=good),
         "conversational_preference": _rows(prompt=user, chosen=good, rejected=bad),
         "conversational_implicit_prompt_preference": _rows(chosen=_joined(user, good), rejected=_joined(user, bad)),
@@ -211,7 +229,8 @@ def write_model(
 ) -> None:
     config = CONFIG_MAPPING[model_type](**{**SIZES, **options}, **vocabulary(tokenizer))
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    kind = AutoModelForSequenceClassification if "num_labels" in options else AutoModelForCausalLM
+    kind.from_config(config).save_pretrained(folder)
     save_tokenizer(folder, tokenizer, template)
 
 

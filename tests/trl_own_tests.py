@@ -144,7 +144,7 @@ class Runner:
             ours = self._run(item, self.ranks) if unmodified.word == "passed" and unmodified.used else None
         result = Result(item.nodeid.removeprefix("tests/"), unmodified, ours)
         self.results.append(result)
-        print(describe(result), flush=True)
+        print(describe(result)[:400], flush=True)
         return True
 
     def _run(self, item: pytest.Item, ranks: int) -> Outcome:

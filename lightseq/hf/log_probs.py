@@ -19,6 +19,7 @@ from lightseq.hf.record import record_of
 from lightseq.models.decoder import transformers_model
 from lightseq.parts import loss
 from lightseq.parts.head import ReplacedHead, head_change, known_logit_transform
+from lightseq.parts.token_metrics import entropy_of_logits, token_metrics
 from lightseq.sequence import sums
 
 
@@ -167,7 +168,7 @@ def _log_probs_for_logits(
 
         def log_probs(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             if with_entropy:
-                metrics = loss.token_metrics(hidden, weight, labels, transform.with_temperature(temperature), bias)
+                metrics = token_metrics(hidden, weight, labels, transform.with_temperature(temperature), bias)
                 return torch.stack([metrics.log_probs, metrics.entropy], -1)
             return loss.token_log_probs(hidden, weight, labels, temperature=temperature, transform=transform, bias=bias)
 
@@ -181,7 +182,7 @@ def _log_probs_for_logits(
         logits = output[0] if isinstance(output, tuple) else output.logits
         log_probs = loss.log_probs_of_logits(logits, labels, temperature)
         if with_entropy:
-            log_probs = torch.stack([log_probs, loss.entropy_of_logits(logits, labels, temperature)], -1)
+            log_probs = torch.stack([log_probs, entropy_of_logits(logits, labels, temperature)], -1)
         return _with_logits(output, log_probs)
 
     hook = model.register_forward_hook(return_log_probs)  # after the user's hooks, which may change the logits

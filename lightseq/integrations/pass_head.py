@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 
 from lightseq.parts.head import known_logit_transform, tensor_version
 from lightseq.parts.identity import is_known_code, product_change
-from lightseq.parts.loss import TokenMetrics, cross_entropy_sum, token_metrics
+from lightseq.parts.loss import cross_entropy_sum
+from lightseq.parts.token_metrics import TokenMetrics, token_metrics
 from lightseq.utils.logit_transform import LogitTransform
 
 

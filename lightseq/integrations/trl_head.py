@@ -6,7 +6,7 @@ from typing import Any, Final
 from transformers import PreTrainedModel
 
 TRL_FUNCTION: Final = ("trl.trainer.utils", "_fused_forward")  # of `add_fused_lm_head`
-KNOWN_OUTPUTS: Final = frozenset({"log_probs", "entropy", "is_top1"})  # which `parts.loss.token_metrics` returns
+KNOWN_OUTPUTS: Final = frozenset({"log_probs", "entropy", "is_top1"})  # which `parts.token_metrics` returns
 
 
 @dataclass(frozen=True)

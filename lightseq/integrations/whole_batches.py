@@ -30,7 +30,7 @@ from lightseq.integrations.trl_head import trl_head_of
 from lightseq.models.decoder import text_config
 from lightseq.parts.changes import Changes
 from lightseq.parts.head import ReplacedHead, head_change, known_logit_transform
-from lightseq.parts.loss import TokenMetrics
+from lightseq.parts.token_metrics import TokenMetrics
 from lightseq.utils.tensors import IGNORE_INDEX
 
 PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")  # of TRL's outputs
@@ -90,7 +90,7 @@ class WholeBatches(SplitModel):
         """Sets what a trainer knows of its batches and loss.
 
         `pad_to`: tokens of every packed row, so that compiled layers see one length. `weighs_tokens_equally`: the loss
-        is the mean over all tokens (see `parts.loss.token_metrics`). `packs_rows`: rows of prompts padded on the left
+        is the mean over all tokens (see `parts.token_metrics`). `packs_rows`: rows of prompts padded on the left
         and completions padded on the right become documents of one row. The first token of a document stays a target
         of the document before it, because trainers count targets before they call the model.
         """

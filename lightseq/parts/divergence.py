@@ -80,7 +80,7 @@ def token_divergence(
     """Returns the divergence of the student from the teacher at every token with a target, over the whole vocabulary.
 
     Labels (...) are already shifted, IGNORE_INDEX without a target. The teacher gets no gradient. `equal_factors` is
-    the promise of `parts.loss.token_metrics`. With it, or if the student's head is frozen, the forward pass computes
+    the promise of `parts.token_metrics`. With it, or if the student's head is frozen, the forward pass computes
     the gradients, and nothing of the teacher is saved. Otherwise the backward pass computes both models' logits again.
 
     Raises ValueError for vocabularies of different sizes.
