@@ -27,10 +27,16 @@ pytest.importorskip("trl")
 
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import Trainer
-from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer
+from trl import DistillationConfig, DistillationTrainer, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-from lightseq.integrations import SequenceParallel, SequenceParallelGRPOTrainer, SequenceParallelRLOOTrainer
+from lightseq.integrations import (
+    SequenceParallel,
+    SequenceParallelDistillationTrainer,
+    SequenceParallelGRPOTrainer,
+    SequenceParallelRLOOTrainer,
+)
+from lightseq.integrations.distillation import SequenceParallelDistillation
 
 WORLDS = [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
 GENERATIONS = 4
@@ -50,6 +56,12 @@ GRPO_CASES: Mapping[str, dict[str, Any]] = {
     "generated": {"generate": True, "gradient_checkpointing": True},
     "truncated": {"mask_truncated_completions": True},
     "one prompt a batch": {"num_generations": 8},  # on two groups of ranks, each has half of its completions
+}
+DISTILLATION_CASES: Mapping[str, dict[str, Any]] = {
+    "forward": {"beta": 0.0},
+    "reverse": {"beta": 1.0, "temperature": 0.7},
+    "jsd": {"beta": 0.3, "gradient_accumulation_steps": 2},
+    "adapters": {"beta": 0.5, "adapters": True, "gradient_checkpointing": True},
 }
 RLOO_CASES: Mapping[str, dict[str, Any]] = {"kl": {"beta": 0.1}, "no kl": {"beta": 0.0}}
 
@@ -74,6 +86,18 @@ class Rloo(Indexed, RLOOTrainer):
 
 
 class SplitRloo(Indexed, SequenceParallelRLOOTrainer):
+    pass
+
+
+class Distillation(Indexed, DistillationTrainer):
+    pass
+
+
+class SplitDistillation(Indexed, SequenceParallelDistillationTrainer):
+    pass
+
+
+class SplitShardedDistillation(Indexed, SequenceParallelDistillation, UsesFsdp2, DistillationTrainer):
     pass
 
 
@@ -140,6 +164,33 @@ def run(rank: int, kind: type[Trainer], case: Mapping[str, Any], data_ranks: int
     return found
 
 
+def teacher() -> LlamaForCausalLM:
+    torch.manual_seed(5)
+    return LlamaForCausalLM(LlamaConfig(**{**CONFIG.to_dict(), "hidden_size": 64, "num_hidden_layers": 3}))
+
+
+def distill(rank: int, kind: type[Trainer], case: Mapping[str, Any], data_ranks: int, **options: Any) -> Numbers:
+    case = dict(case)
+    adapters = LoraConfig(**ADAPTERS) if case.pop("adapters", False) else None
+    batch = 4 // data_ranks
+    with shared_folder() as folder:
+        arguments = DistillationConfig(
+            **common(folder, max_completion_length=12, learning_rate=0.1, per_device_train_batch_size=batch, **case)
+            | {"generation_kwargs": {"do_sample": False}, "per_device_eval_batch_size": batch}
+        )
+        trainer = kind(
+            fresh_model(), teacher_model=teacher(), args=arguments, train_dataset=prompts(), eval_dataset=prompts(),
+            processing_class=tokenizer(), peft_config=adapters, **options,
+        )  # fmt: skip
+        found = numbers(trainer)
+    found["history"] = [{k: v for k, v in r.items() if "step_time" not in k} for r in found["history"]]
+    return found
+
+
+def split_distill(rank: int, kind: type[Trainer], case: Mapping[str, Any], size: int, world: int) -> Numbers:
+    return distill(rank, kind, case, world // size, sequence_parallel_size=size)
+
+
 def split(rank: int, kind: type[Trainer], case: Mapping[str, Any], size: int, world: int) -> Numbers:
     return run(rank, kind, case, world // size, sequence_parallel_size=size)
 
@@ -168,6 +219,23 @@ def test_grpo_equals_one_process(case: str, world: int) -> None:
 @pytest.mark.parametrize("case", slow_except(["kl"], RLOO_CASES))
 def test_rloo_equals_one_process(case: str, world: int) -> None:
     check(Rloo, SplitRloo, RLOO_CASES[case], world)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("case", slow_except(["forward"], DISTILLATION_CASES))
+def test_distillation_equals_one_process(case: str, world: int) -> None:
+    for size in sizes(world):
+        wanted = spawn(world // size, distill, Distillation, DISTILLATION_CASES[case], world // size)[0]
+        assert any(np_changed(wanted))
+        for got in spawn(world, split_distill, SplitDistillation, DISTILLATION_CASES[case], size, world):
+            assert_equal(got, wanted)
+
+
+@pytest.mark.slow
+def test_distillation_with_fsdp2_equals_one_process() -> None:
+    wanted = spawn(1, distill, Distillation, DISTILLATION_CASES["jsd"], 1)[0]
+    for got in spawn(2, split_distill, SplitShardedDistillation, DISTILLATION_CASES["jsd"], 2, 2):
+        assert_equal(got, wanted)
 
 
 @pytest.mark.parametrize("case", slow_except([], ["grpo, kl", "generated", "adapters"]))

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lightseq.integrations.trainer import SequenceParallel, SequenceParallelTrainer
     from lightseq.integrations.trl import (
+        SequenceParallelDistillationTrainer,
         SequenceParallelDPOTrainer,
         SequenceParallelGRPOTrainer,
         SequenceParallelRewardTrainer,
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 __all__ = [
     "SequenceParallel",
     "SequenceParallelDPOTrainer",
+    "SequenceParallelDistillationTrainer",
     "SequenceParallelGRPOTrainer",
     "SequenceParallelRLOOTrainer",
     "SequenceParallelRewardTrainer",

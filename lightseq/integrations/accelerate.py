@@ -104,10 +104,13 @@ def share_batches(accelerator: Accelerator, sequence_parallel_size: int | None) 
     return mesh
 
 
-def enable(model: nn.Module, mesh: DeviceMesh, accelerator: Accelerator, **options: Any) -> SplitModel:
+def enable(
+    model: nn.Module, mesh: DeviceMesh, accelerator: Accelerator, base_only: bool = False, **options: Any
+) -> SplitModel:
     """Splits a model's sequences over the mesh's sequence axis; the model still takes whole batches.
 
-    A second call for the same model returns the first result.
+    With `base_only` the model's base model is enabled, and takes what `split_inputs` returns. A second call for the
+    same model returns the first result.
     """
     unwrapped = accelerator.unwrap_model(model)
     _check_adapters(unwrapped)
@@ -126,8 +129,12 @@ def enable(model: nn.Module, mesh: DeviceMesh, accelerator: Accelerator, **optio
     # Rows may be longer than a trainer's max_length: padding_free joins the rows of a batch.
     windows = any(reach is not None for reach in layer_reaches(inner.config))
     here = {"device": accelerator.device, "dtype": dtype, "gpus_per_host": _ranks_per_host(mesh), "windows": windows}
-    context = hf.enable(inner if has_head else headless(inner), mesh[SEQUENCE], **{**here, **options})
-    whole: SplitModel = WholeBatches(unwrapped, context) if has_head else WholeScores(unwrapped, context)
+    enabled = headless(inner) if base_only or not has_head else inner
+    context = hf.enable(enabled, mesh[SEQUENCE], **{**here, **options})
+    if base_only:
+        whole = SplitModel(enabled, context)
+    else:
+        whole = WholeBatches(unwrapped, context) if has_head else WholeScores(unwrapped, context)
     whole.record.changes.set_attribute(inner, SPLIT_MODEL, whole)
     whole.record.disabled_by = f"{__name__}.disable"
     return whole

@@ -74,7 +74,7 @@ class SplitModel:
         whole = whole[:, : inputs.length]
         return whole if inputs.packed is None else inputs.packed.unpack(whole)
 
-    def _sum(self, share: Tensor) -> Tensor:
+    def sum(self, share: Tensor) -> Tensor:
         return hf.sum_over_ranks(self.context, share, gradient_factor=self._ranks)
 
 

@@ -41,6 +41,7 @@ class SequenceParallel(SharedRollouts):
     model: Any
     model_wrapped: Any
     is_fsdp_enabled: bool
+    own_trl_trainers: tuple[str, ...] = ()  # those of TRL's trainers that a subclass of this mixin makes work
 
     def __init__(
         self,
@@ -88,11 +89,7 @@ class SequenceParallel(SharedRollouts):
         """Splits the sequences of the model and of a reference model, once each."""
         if self._sequence_mesh is None:
             return
-        if getattr(self, "model_init", None) is not None:
-            raise ValueError(
-                "model_init makes another model for train(), which would not be split, so it does not work with "
-                "sequence_parallel_size > 1; pass model instead"
-            )
+        self._refuse_model_init()
         length, packs = getattr(self.args, "max_length", None), bool(getattr(self.args, "packing", False))
         options = {"packed": packs, **({"length": length} if length else {}), **self._attention_options}
         for model in (self.model, getattr(self, "ref_model", None)):
@@ -103,6 +100,13 @@ class SequenceParallel(SharedRollouts):
                     weighs_tokens_equally=self._is_mean_loss(),
                     packs_rows=generates(type(self)),  # of prompts padded on the left, and completions
                 )
+
+    def _refuse_model_init(self) -> None:
+        if getattr(self, "model_init", None) is not None:
+            raise ValueError(
+                "model_init makes another model for train(), which would not be split, so it does not work with "
+                "sequence_parallel_size > 1; pass model instead"
+            )
 
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
         """Computes log-probabilities of TRL's reference model, while the trainer is made."""
@@ -243,10 +247,11 @@ def _check_arguments(arguments: TrainingArguments) -> None:
         raise ValueError("eval_use_gather_object=True does not work with sequence_parallel_size > 1; leave it out")
 
 
-def _check_trl_trainer(kind: type) -> None:
+def _check_trl_trainer(kind: type[SequenceParallel]) -> None:
     """Raises ValueError for TRL's trainers that no test compares with one process."""
     base = next((c for c in kind.__mro__ if c.__module__.startswith("trl.") and issubclass(c, Trainer)), None)
-    if base is not None and base.__name__ not in TRL_TRAINERS:
+    known = (*TRL_TRAINERS, *kind.own_trl_trainers)
+    if base is not None and base.__name__ not in known:
         raise ValueError(
             f"TRL's {base.__name__} does not work with sequence_parallel_size > 1; {', '.join(TRL_TRAINERS)} do"
         )

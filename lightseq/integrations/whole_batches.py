@@ -209,7 +209,7 @@ class WholeBatches(SplitModel):
     def _with_router_loss(self, output: ModelOutput) -> ModelOutput:
         """Returns an output with the router loss of the whole batch, without logits of the routers."""
         if isinstance(share := getattr(output, "aux_loss", None), Tensor):
-            output.aux_loss = self._sum(share)
+            output.aux_loss = self.sum(share)
         return output if getattr(output, "router_logits", None) is None else without(output, "router_logits")
 
     def _with_logits_later(self, output: ModelOutput, loss: Tensor, gather: Callable[[], Tensor]) -> ModelOutput:
@@ -257,7 +257,7 @@ class WholeBatches(SplitModel):
             whole = self._in_order(local.float(), inputs).to(local.dtype)
             setattr(output, name, whole[:, :-1] if inputs.shifted_here else whole)  # nothing follows the last token
         if output.loss is not None:
-            output.loss = self._sum(output.loss)
+            output.loss = self.sum(output.loss)
         return output
 
     def _gather_metrics(
@@ -283,5 +283,5 @@ class WholeBatches(SplitModel):
         Without a target, gradients are zero. The loss then is NaN, as on one process, if the caller counted the targets
         (`num_items_in_batch`), else 0.
         """
-        loss = self._sum(share)
+        loss = self.sum(share)
         return loss if inputs.divisor is None else loss.masked_fill(inputs.divisor == 0, torch.nan)
