@@ -23,11 +23,12 @@ from lightseq.hf.image_inputs import BESIDE_PIXELS, IMAGE_INPUTS, PIXELS, REMEDY
 from lightseq.hf.images import ImageFeatures, install
 from lightseq.hf.loss_checks import check_labels, check_loss, restore_loss_function
 from lightseq.hf.record import EnabledModel
-from lightseq.hf.router_losses import check_router_loss, install_router_loss, mark_router_logits, unmark_router_logits
+from lightseq.hf.router_losses import install_router_loss, mark_router_logits, unmark_router_logits
 from lightseq.models.decoder import headless, positions_in_table, text_config, transformers_model
 from lightseq.parts.attention import reaches_of_masks
 from lightseq.parts.recurrences import attending_layers
 from lightseq.parts.router_loss import asks_for_router_logits
+from lightseq.parts.routers import has_router_loss
 from lightseq.sequence.documents import Documents
 from lightseq.utils.tensors import IGNORE_INDEX
 
@@ -93,7 +94,8 @@ class Checks:
         if state.outermost is None:
             state.counted_tokens = counted
             if asks_for_router_logits(model.config, kwargs):
-                check_router_loss(transformers_model(model))
+                install_router_loss(transformers_model(model))  # again, if a function of the file was replaced since
+                has_router_loss(transformers_model(model))  # raises for another loss
                 if facts is None:
                     raise ValueError("output_router_logits=True needs all that shard_batch returns; pass it on")
         self._check_positions_and_documents(kwargs.get("position_ids"), documents)
