@@ -10,6 +10,7 @@ from lightseq.attention.config import AttentionConfig
 from lightseq.attention.forward_pass import ForwardPass
 from lightseq.comm.transport import Transport, base_transport_name
 from lightseq.comm.transport_choice import make_transport
+from lightseq.config.recurrent_schedules import AUTO as AUTO_RECURRENT
 from lightseq.config.recurrent_schedules import HEADS, RECURRENT_SCHEDULES
 from lightseq.distributed.environment import cache_compiled_kernels, disable_multicast
 from lightseq.kernels.attention.base import KernelSpec, compute_capability
@@ -46,6 +47,7 @@ class SequenceContext:
     shapes: set[tuple[int, ...]] = field(default_factory=set)  # of inputs, known to be the same on all ranks
     progress: Progress = field(default_factory=Progress)
     forward_pass: ForwardPass = field(default_factory=ForwardPass)
+    recurrent_schedule: str = AUTO_RECURRENT  # how scans of the layers beside attention span the ranks
     keeps_gathered: bool = False  # the backward pass reuses q, k and v as the forward pass gathered them
 
     @property
@@ -111,7 +113,7 @@ def make_context(group: dist.ProcessGroup, shape: AttentionShape, config: Attent
         config = replace(config, gpus_per_host=_smallest(group, config.gpus_per_host))
     chosen = choose(schedule_request(config, world, shape, rated))
     schedule = make_schedule(chosen.schedule, world, chosen.head_groups or 1, chosen.ulysses_size)
-    if shape.with_recurrences:
+    if config.carries_states:
         schedule = with_few_fragments(schedule)
     kernels = Kernels(config.kernel, spec)
     for layer in (shape, *shape.other_layers):
@@ -126,9 +128,14 @@ def make_context(group: dist.ProcessGroup, shape: AttentionShape, config: Attent
         transport,
         balances_documents=has_own_layouts(schedule),
         stem=f"{chosen.schedule}-{schedule.world}-{sizes}",
-        recurrent_schedule=config.recurrent_schedule,
     )
-    context = SequenceContext(sequence, schedule, kernels, keeps_gathered=keeps_gathered)
+    context = SequenceContext(
+        sequence,
+        schedule,
+        kernels,
+        recurrent_schedule=config.recurrent_schedule,
+        keeps_gathered=keeps_gathered,
+    )
     _CONTEXTS[context.name] = context
     return context
 
@@ -160,8 +167,7 @@ def kernel_spec(
 
 def schedule_request(config: AttentionConfig, world: int, shape: AttentionShape, transport: str) -> ScheduleRequest:
     """Returns what a schedule is chosen for. `transport` is a name without suffixes."""
-    if config.recurrent_schedule == HEADS and config.schedule != AUTO:
-        shape = replace(shape, with_recurrences=False)  # exchanged heads take every layout that is asked for
+    takes_all = config.recurrent_schedule == HEADS and config.schedule != AUTO  # exchanged heads, a layout asked for
     return ScheduleRequest(
         world=world,
         shape=shape,
@@ -171,6 +177,7 @@ def schedule_request(config: AttentionConfig, world: int, shape: AttentionShape,
         keep_gathered=config.keep_gathered,
         packed=config.packed,
         windows=config.windows,
+        carries_states=config.carries_states and not takes_all,
         slices_heads=config.layers_slice_heads,
     )
 

@@ -85,7 +85,7 @@ def enable(
             f"positions; give {positions} or less"
         )
     mixers, ranks = mixer_modules(model), process_group(group)
-    config = _completed(config, model, dist.get_world_size(ranks))
+    config = dataclasses.replace(_completed(config, model, dist.get_world_size(ranks)), carries_states=bool(mixers))
     assert config.device is not None and config.dtype is not None
     check_recurrent_schedule(
         config.recurrent_schedule,
@@ -93,12 +93,7 @@ def enable(
         (kind.facts(module) for module, kind in mixers),
         dist.get_world_size(ranks),
     )
-    shape = attention_shape(
-        attentions_of(model),
-        config.length,
-        element_bytes=config.dtype.itemsize,
-        with_recurrences=bool(mixers),
-    )
+    shape = attention_shape(attentions_of(model), config.length, element_bytes=config.dtype.itemsize)
     context = make_context(ranks, shape, config)
     context.forward_pass.roll_call = RollCall(context.group)
     is_reference = context.selection.kernel.name.startswith("reference")

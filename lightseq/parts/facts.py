@@ -185,9 +185,7 @@ def heads_of(config: PreTrainedConfig) -> Heads:
         raise ValueError(f"{config.model_type} has no single number of attention heads for all layers") from error
 
 
-def attention_shape(
-    mixers: Sequence[Attention], length: int, batch: int = 1, element_bytes: int = 2, with_recurrences: bool = False
-) -> AttentionShape:
+def attention_shape(mixers: Sequence[Attention], length: int, batch: int = 1, element_bytes: int = 2) -> AttentionShape:
     """Returns the shape of the attention that takes most FLOPs in all layers, with those of other heads beside it."""
     flops = Counter[Heads]()
     for mixer in mixers:
@@ -196,4 +194,4 @@ def attention_shape(
         AttentionShape(length, heads.query, heads.key_value, heads.dim, batch, element_bytes, heads.value_dim)
         for heads, _ in flops.most_common()
     ]
-    return replace(shapes[0], other_layers=tuple(shapes[1:]), with_recurrences=with_recurrences)
+    return replace(shapes[0], other_layers=tuple(shapes[1:]))
