@@ -64,17 +64,10 @@ def shard_batch(
     boundaries = find_boundaries(input_ids, cu_seqlens, position_ids)
     if boundaries is not None and boundaries[-1] < length:
         check_tail(boundaries[-1], length, [labels, shift_labels], attention_mask)
-    if shift_labels is not None:
-        labels = shift_labels
-        if attention_mask is not None:
-            labels = without_masked(labels, attention_mask)
-    elif labels is not None:
-        if attention_mask is not None:
-            labels = labels.masked_fill(attention_mask == 0, IGNORE_INDEX)
-        labels = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
-        if boundaries is not None:
-            labels[:, [end - 1 for end in boundaries[1:]]] = IGNORE_INDEX
-            labels[:, boundaries[-1] :] = IGNORE_INDEX
+    if shift_labels is None and labels is not None:
+        labels = shifted_labels(labels, attention_mask, boundaries)
+    elif shift_labels is not None:
+        labels = shift_labels if attention_mask is None else without_masked(shift_labels, attention_mask)
     if labels is not None:
         check_labels(labels)
     ids, local, documents = local_batch(context.sequence, input_ids, labels, boundaries)
@@ -212,6 +205,17 @@ def check_tail(end: int, length: int, labels: Sequence[Tensor | None], attention
 def _restarts(position_ids: Tensor, boundaries: tuple[int, ...]) -> bool:
     got = position_ids.reshape(-1)[: boundaries[-1]]
     return torch.equal(got, torch.from_numpy(document_positions(boundaries)).to(got.dtype))
+
+
+def shifted_labels(labels: Tensor, attention_mask: Tensor | None, boundaries: Sequence[int] | None) -> Tensor:
+    """Returns each token's target, the label of the next one. Masked tokens are none, nor are other documents'."""
+    if attention_mask is not None:
+        labels = labels.masked_fill(attention_mask == 0, IGNORE_INDEX)
+    labels = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+    if boundaries is not None:
+        labels[:, [end - 1 for end in boundaries[1:]]] = IGNORE_INDEX
+        labels[:, boundaries[-1] :] = IGNORE_INDEX
+    return labels
 
 
 def without_masked(shift_labels: Tensor, attention_mask: Tensor) -> Tensor:
