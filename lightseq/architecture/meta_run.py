@@ -24,7 +24,7 @@ from lightseq.parts.facts import Attention, Experts, Heads, LinearMixer, Mixer
 from lightseq.parts.fit import fit
 from lightseq.parts.part import Choices, Ranks
 from lightseq.parts.recurrences import mixer_modules
-from lightseq.schedule.windows import sliding
+from lightseq.schedule.reach import sliding
 
 PROBE: Final = f"{IMPLEMENTATION}_probe"  # in transformers' registry of attention functions
 TOKENS: Final = 4

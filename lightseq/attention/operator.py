@@ -17,11 +17,9 @@ from lightseq.attention.gathered import Gathered, gathered_elements
 from lightseq.attention.input_checks import check_shapes, compare_shapes
 from lightseq.kernels.attention.base import Saved
 from lightseq.kernels.attention.tile_kernel_choice import with_softcap
-from lightseq.schedule.algorithms import SCHEDULES
-from lightseq.schedule.chunks import chunked_schedule
 from lightseq.schedule.documents import packed_schedule
+from lightseq.schedule.reach import Reach
 from lightseq.schedule.table import Schedule
-from lightseq.schedule.windows import CHUNK, Reach, windowed_schedule
 from lightseq.sequence.documents import Documents, without_repeats
 from lightseq.utils.checkpoint_context import operator_wrapper, reuse_or_compute
 from lightseq.utils.logit_transform import LogitTransform
@@ -131,15 +129,7 @@ def _table(context: SequenceContext, q: Tensor, boundaries: Tensor | None, reach
     """Returns the schedule, limited to the documents if there are several, and to the window or the chunks."""
     whole = (0, q.shape[1] * context.schedule.world) if boundaries is None else without_repeats(boundaries)
     if reach is not None and reach.tokens < whole[-1]:
-        if reach.kind == CHUNK:
-            return chunked_schedule(context.schedule, whole, reach.tokens, packed=boundaries is not None)
-        if not SCHEDULES[context.schedule.name].one_tile_per_query:
-            raise ValueError(
-                f"a row of {whole[-1]} tokens, padding included, exceeds a layer's window of {reach.tokens}, which "
-                f"schedule {context.schedule.name} does not support; enable attention with that length, or with "
-                "schedule prefix"
-            )
-        return windowed_schedule(context.schedule, whole, reach.tokens, packed=boundaries is not None)
+        return reach.limit(context.schedule, whole, packed=boundaries is not None)
     return context.schedule if boundaries is None else packed_schedule(context.schedule, whole)
 
 
