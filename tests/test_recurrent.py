@@ -63,10 +63,6 @@ def group_of(layout: Layout, balances_documents: bool = False) -> SequenceGroup:
     )
 
 
-def inputs_of(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None = None) -> ScanInputs:
-    return ScanInputs(q, k, v, g, beta)
-
-
 def draw(kind: str, length: int, strength: float, heads: int = HEADS, groups: int = GROUPS) -> ScanInputs:
     """Draws inputs of a recurrence. Decays range from almost none to almost all of a state, with their strength."""
     q, k = (torch.randn(BATCH, length, groups, KEYS, dtype=torch.float64) for _ in range(2))
@@ -121,7 +117,7 @@ def compare_scan(
     boundaries = (0, length) if documents is None else tuple(documents.padded_boundaries)
     given, weights, expected = reference(kind, strength, schedule == "heads", boundaries)
     mine = [group.shard(x.detach(), documents=documents).requires_grad_() for x in given]
-    out = scan(group, inputs_of(*mine), schedule, SCALE, documents)
+    out = scan(group, ScanInputs(*mine), schedule, SCALE, documents)
     found = torch.autograd.grad((out * group.shard(weights, documents=documents)).sum(), mine)
     for want, got in zip(expected, [out.detach(), *found], strict=True):
         torch.testing.assert_close(joined(group, got, length, documents), want, rtol=1e-9, atol=1e-11)
@@ -223,7 +219,7 @@ class Mixer(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
         v = causal_convolution(self.group, v.flatten(2), self.weight, None).view_as(v)
-        return scan(self.group, inputs_of(q, k, v, g), "chain")
+        return scan(self.group, ScanInputs(q, k, v, g), "chain")
 
 
 def calls_of_a_checkpoint(rank: int, compiled: bool) -> list[int]:
@@ -281,7 +277,7 @@ def scattered(rank: int) -> str:
     group = group_of(Layout("striped", dist.get_world_size()))
     x = [group.shard(part) for part in draw("delta", 16, 1.0) if part is not None]
     with pytest.raises(ValueError, match="use --schedule zigzag") as refusal:
-        scan(group, inputs_of(*x), "chain")
+        scan(group, ScanInputs(*x), "chain")
     return str(refusal.value)
 
 
@@ -294,7 +290,7 @@ def without_documents(rank: int) -> None:
     x = [group.shard(part) for part in draw("delta", 16, 1.0) if part is not None]
     group.batch.packed = True
     for run in (
-        lambda: scan(group, inputs_of(*x), "chain"),
+        lambda: scan(group, ScanInputs(*x), "chain"),
         lambda: causal_convolution(group, x[2].flatten(2), torch.ones(HEADS * VALUES, 2, dtype=torch.float64), None),
     ):
         with pytest.raises(ValueError, match="the model's layers do not pass them on"):
@@ -368,7 +364,7 @@ def on_gpus(rank: int) -> list[float]:
     group = make_sequence_group(dist.group.WORLD, layout, make_transport("auto", dist.group.WORLD, device))
     mine = [group.shard(x.detach()).to(torch.bfloat16).requires_grad_() for x in whole]
     mine[3] = group.shard(whole[3].detach()).float().requires_grad_()
-    out = scan(group, inputs_of(*mine), "chain")
+    out = scan(group, ScanInputs(*mine), "chain")
     found = torch.autograd.grad((out * group.shard(weights.to(device))).sum(), mine)
     pairs = zip([wanted.detach(), *gradients], [out.detach(), *found], strict=True)
     return [float((joined(group, got, length, None).double() - want).norm() / want.norm()) for want, got in pairs]

@@ -101,7 +101,7 @@ def mamba2_scan(
         dt = dt + dt_bias.to(dt.dtype)
     dt = _wide(F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
     wide = _wide(hidden_states)
-    x = ScanInputs(C, B, wide * dt[..., None], A.to(dt.dtype) * dt, None)
+    x = ScanInputs(C, B, wide * dt[..., None], A.to(dt.dtype) * dt)
     out = scan(mixing.group, x, mixing.schedule, documents=mixing.documents)
     return out if D is None else out + _wide(D)[:, None] * wide
 

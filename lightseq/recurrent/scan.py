@@ -118,8 +118,7 @@ def _scan_backward(
     boundaries: Tensor | None,
 ) -> list[Tensor]:
     """Returns the gradients of q, k, v, g and, if it is given, beta."""
-    group, (q, k, v, g) = find_group(group_name), inputs[:4]
-    x = ScanInputs(q, k, v, g, inputs[4] if len(inputs) > 4 else None)
+    group, x = find_group(group_name), ScanInputs(*inputs)
     plan, kernel = plan_for(group, x.v.shape[1], boundaries, x.v.device), select_kernel(x)
     initial = _at_segments(states, plan, plan.first) if plan.communicates else None
     outer = kernel.backward(_take(x, plan.outer), scale, plan.outer.edges, initial, _rows(dout, plan.outer))
