@@ -5,7 +5,7 @@ Shape suffixes: B batch, S local sequence, H query heads, K key/value heads, D h
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -232,15 +232,7 @@ _attention_backward = torch.library.custom_op("lightseq::attention_backward", _g
 
 
 @_attention_backward.register_fake
-def _(
-    dout: Tensor,
-    tensors: Sequence[Tensor],
-    kv_heads: int,
-    dim: int,
-    results: Sequence[Tensor],
-    boundaries: Tensor | None,
-    options: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(dout: Tensor, tensors: Sequence[Tensor], kv_heads: int, dim: int, *_others: Any) -> tuple[Tensor, Tensor, Tensor]:
     *tokens, heads, value_dim = dout.shape
     shapes = ((heads, dim), (kv_heads, dim), (kv_heads, value_dim))
     dq, dk, dv = (dout.new_empty(*tokens, *shape) for shape in shapes)
