@@ -18,9 +18,10 @@ from lightseq.kernels.attention.tile_kernel_choice import select
 from lightseq.schedule.algorithms import make_schedule
 from lightseq.schedule.cost import AttentionShape
 from lightseq.schedule.documents import packed_schedule
+from lightseq.schedule.reach import sliding
 from lightseq.schedule.segments import Segments
 from lightseq.schedule.table import Mask
-from lightseq.schedule.windows import sliding, windowed_schedule
+from lightseq.schedule.windows import windowed_schedule
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lightseq.data.columns import UnknownColumnError
+from lightseq.data.samples import EMPTY
 from lightseq.data.sources import (
     FOLDER_SUFFIXES,
     HUB_PREFIX,
@@ -21,7 +22,7 @@ from lightseq.data.sources import (
     parse_row,
     read_rows,
 )
-from lightseq.data.targets import EMPTY, text_of_row
+from lightseq.data.targets import text_of_row
 from lightseq.data.text_files import TEXT_BYTES
 from lightseq.utils.files import read_text
 from lightseq.utils.formatting import first_line, plural

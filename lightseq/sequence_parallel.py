@@ -24,7 +24,7 @@ from lightseq.attention import operator
 from lightseq.attention.config import AttentionConfig
 from lightseq.attention.context import SequenceContext, make_context, release
 from lightseq.schedule.cost import AttentionShape
-from lightseq.schedule.windows import sliding
+from lightseq.schedule.reach import sliding
 from lightseq.sequence.documents import Documents
 from lightseq.utils.formatting import check_names
 

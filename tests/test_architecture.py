@@ -24,7 +24,7 @@ from lightseq.plan.breakdown import GIB
 from lightseq.plan.make_plan import FRUGAL_GROUP, frugal_options
 from lightseq.plan.rates import CHIPS
 from lightseq.plan.run import Hardware, PlannedRun
-from lightseq.schedule.windows import sliding
+from lightseq.schedule.reach import sliding
 from lightseq.training.metrics import read_records
 from lightseq.training.setup_checks import check_layers
 from lightseq.utils.logit_transform import LogitTransform

@@ -33,7 +33,7 @@ from lightseq.data.batches import BatchStream, open_examples
 from lightseq.distributed.world import World
 from lightseq.kernels.attention.torch_native import CpuKernel
 from lightseq.parts.attention import layer_reaches
-from lightseq.schedule.windows import sliding
+from lightseq.schedule.reach import sliding
 
 LENGTH, STEPS = 64, 3
 ON_H200 = {"commit": "c", "date": "d", "hardware": {"device": "NVIDIA H200"}, "versions": {"torch": "2"}}

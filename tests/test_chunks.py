@@ -10,7 +10,7 @@ from lightseq.schedule.algorithms import make_schedule
 from lightseq.schedule.chunks import chunked_schedule, with_chunks
 from lightseq.schedule.documents import padded_length
 from lightseq.schedule.proof import validate
-from lightseq.schedule.windows import CHUNK, WINDOW, Reach
+from lightseq.schedule.reach import CHUNK, WINDOW, Reach
 
 HEADS = Heads(query=8, key_value=8, dim=4, value_dim=4)
 

@@ -32,7 +32,7 @@ from lightseq.plan.document_lengths import DocumentLengths, document_lengths_of,
 from lightseq.plan.make_plan import make_plan
 from lightseq.plan.plan import plan_as_given
 from lightseq.plan.rates import CHIPS
-from lightseq.schedule.windows import sliding
+from lightseq.schedule.reach import sliding
 from lightseq.training.build import choose_memory_settings
 from lightseq.training.inputs import prepare
 

@@ -56,11 +56,10 @@ def layouts(world: int, recurrent_schedule: str = "chain") -> list[Layout]:
     return [replace(layout, most_packed_chunks=MAX_FRAGMENTS) for layout in found]
 
 
-def group_of(layout: Layout, balances_documents: bool = False, recurrent_schedule: str = "chain") -> SequenceGroup:
+def group_of(layout: Layout, balances_documents: bool = False) -> SequenceGroup:
     assert dist.group.WORLD is not None
-    transport = make_transport("auto", dist.group.WORLD, CPU)
     return make_sequence_group(
-        dist.group.WORLD, layout, transport, balances_documents, recurrent_schedule=recurrent_schedule
+        dist.group.WORLD, layout, make_transport("auto", dist.group.WORLD, CPU), balances_documents
     )
 
 
@@ -112,11 +111,13 @@ def reference(
     return given, weights, [wanted.detach(), *torch.autograd.grad((wanted * weights).sum(), given)]
 
 
-def compare_scan(group: SequenceGroup, kind: str, length: int, strength: float, documents: Documents | None) -> None:
+def compare_scan(
+    group: SequenceGroup, schedule: str, kind: str, length: int, strength: float, documents: Documents | None
+) -> None:
     boundaries = (0, length) if documents is None else tuple(documents.padded_boundaries)
-    given, weights, expected = reference(kind, strength, group.recurrent_schedule == "heads", boundaries)
+    given, weights, expected = reference(kind, strength, schedule == "heads", boundaries)
     mine = [group.shard(x.detach(), documents=documents).requires_grad_() for x in given]
-    out = scan(group, *mine[:4], mine[4] if len(mine) > 4 else None, SCALE, documents)  # type: ignore[misc]
+    out = scan(group, ScanInputs(*mine), schedule, SCALE, documents)
     found = torch.autograd.grad((out * group.shard(weights, documents=documents)).sum(), mine)
     for want, got in zip(expected, [out.detach(), *found], strict=True):
         torch.testing.assert_close(joined(group, got, length, documents), want, rtol=1e-9, atol=1e-11)
@@ -124,11 +125,11 @@ def compare_scan(group: SequenceGroup, kind: str, length: int, strength: float, 
 
 def every_scan(rank: int, kind: str, recurrent_schedule: str) -> None:
     for layout in layouts(dist.get_world_size(), recurrent_schedule):
-        group, shortest = group_of(layout, recurrent_schedule=recurrent_schedule), layout.chunk_count
+        group, shortest = group_of(layout), layout.chunk_count
         cases = ((70, 5.0), (shortest, 1.0), (9 * shortest + 1, 0.01), (150, 0.1))
         for length, strength in cases if recurrent_schedule == "chain" else cases[:2]:
             padded = layout.padded_length(length)  # tokens of padding come last, and change nothing before them
-            compare_scan(group, kind, padded, strength, None)
+            compare_scan(group, recurrent_schedule, kind, padded, strength, None)
         release_group(group)
 
 
@@ -151,10 +152,10 @@ def test_scan_by_exchanged_heads_equals_the_sequential_definition(world: int, ki
 def packed_scans(rank: int, kind: str, recurrent_schedule: str) -> None:
     for layout in layouts(dist.get_world_size(), recurrent_schedule):
         for balances in (False, True):
-            group = group_of(layout, balances, recurrent_schedule)
+            group = group_of(layout, balances)
             for boundaries in (DOCUMENTS, (0, 60, 80), (0, 30, 60, 90)):
                 documents = group.pack(boundaries)
-                compare_scan(group, kind, documents.padded_boundaries[-1], 0.3, documents)
+                compare_scan(group, recurrent_schedule, kind, documents.padded_boundaries[-1], 0.3, documents)
             release_group(group)
 
 
@@ -218,7 +219,7 @@ class Mixer(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
         v = causal_convolution(self.group, v.flatten(2), self.weight, None).view_as(v)
-        return scan(self.group, q, k, v, g)
+        return scan(self.group, ScanInputs(q, k, v, g), "chain")
 
 
 def calls_of_a_checkpoint(rank: int, compiled: bool) -> list[int]:
@@ -276,7 +277,7 @@ def scattered(rank: int) -> str:
     group = group_of(Layout("striped", dist.get_world_size()))
     x = [group.shard(part) for part in draw("delta", 16, 1.0) if part is not None]
     with pytest.raises(ValueError, match="use --schedule zigzag") as refusal:
-        scan(group, *x)  # type: ignore[arg-type]
+        scan(group, ScanInputs(*x), "chain")
     return str(refusal.value)
 
 
@@ -289,7 +290,7 @@ def without_documents(rank: int) -> None:
     x = [group.shard(part) for part in draw("delta", 16, 1.0) if part is not None]
     group.batch.packed = True
     for run in (
-        lambda: scan(group, *x),  # type: ignore[arg-type]
+        lambda: scan(group, ScanInputs(*x), "chain"),
         lambda: causal_convolution(group, x[2].flatten(2), torch.ones(HEADS * VALUES, 2, dtype=torch.float64), None),
     ):
         with pytest.raises(ValueError, match="the model's layers do not pass them on"):
@@ -363,7 +364,7 @@ def on_gpus(rank: int) -> list[float]:
     group = make_sequence_group(dist.group.WORLD, layout, make_transport("auto", dist.group.WORLD, device))
     mine = [group.shard(x.detach()).to(torch.bfloat16).requires_grad_() for x in whole]
     mine[3] = group.shard(whole[3].detach()).float().requires_grad_()
-    out = scan(group, *mine)  # type: ignore[arg-type]
+    out = scan(group, ScanInputs(*mine), "chain")
     found = torch.autograd.grad((out * group.shard(weights.to(device))).sum(), mine)
     pairs = zip([wanted.detach(), *gradients], [out.detach(), *found], strict=True)
     return [float((joined(group, got, length, None).double() - want).norm() / want.norm()) for want, got in pairs]

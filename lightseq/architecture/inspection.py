@@ -31,7 +31,7 @@ from lightseq.models.decoder import (
     ties_embeddings,
     transformers_model,
 )
-from lightseq.parts.attention import attention_modules, reaches_of_masks, sliding_window
+from lightseq.parts.attention import attention_modules, reaches_by_type, reaches_of_masks, sliding_window
 from lightseq.parts.chosen_experts import build_to_train
 from lightseq.parts.experts import parameters_of_experts
 from lightseq.parts.facts import Attention, Layer, LinearMixer, distinct, heads_of
@@ -46,7 +46,7 @@ from lightseq.parts.recurrences import (
     registered_mixers,
     unknown_convolution,
 )
-from lightseq.schedule.windows import CHUNK, sliding
+from lightseq.schedule.reach import sliding
 from lightseq.utils.formatting import first_line
 from lightseq.utils.logit_transform import LogitTransform
 
@@ -159,10 +159,7 @@ def _check_kind_of_attention(model: PreTrainedModel) -> None:
         raise ValueError(f"{name} does not use the attention interface of transformers")
     if not all(getattr(x, "is_causal", True) for x in (config, *modules)):
         raise ValueError(f"{name} attends in both directions (is_causal is False); use a causal model")
-    window = sliding_window(config)
-    chunk = ["chunked_attention"] if getattr(config, "attention_chunk_size", None) else []
-    known = {"full_attention", *(["sliding_attention"] if window else []), *chunk}
-    known |= layer_types_of_mixers(config, layers_of(decoder))
+    known = {*reaches_by_type(config)} | layer_types_of_mixers(config, layers_of(decoder))
     if factor := getattr(config, "z_loss_coefficient", None):
         raise ValueError(
             f"{name} adds a mean over each rank's own logits to its loss (z_loss_coefficient {factor}); set it to 0"
@@ -250,7 +247,7 @@ def _inspect(kind: Any, text: str, _mixers: tuple[MixerKind, ...]) -> Architectu
     try:
         ran = run_on_meta(model, layers)
         for layer_run, reach in zip(ran.layers, reaches_of_masks(model), strict=False):
-            if reach is not None and reach.kind == CHUNK:  # layers pass no keyword for it
+            if reach is not None and not reach.is_passed:
                 layer_run.mixers = [replace(x, reach=reach) for x in layer_run.mixers if isinstance(x, Attention)]
         logit_transform = find_logit_transform(model)
     except Exception as error:  # the model's code may raise anything

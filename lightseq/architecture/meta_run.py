@@ -24,7 +24,7 @@ from lightseq.parts.facts import Attention, Experts, Heads, LinearMixer, Mixer
 from lightseq.parts.fit import fit
 from lightseq.parts.part import Choices, Ranks
 from lightseq.parts.recurrences import mixer_modules
-from lightseq.schedule.windows import sliding
+from lightseq.schedule.reach import sliding
 
 PROBE: Final = f"{IMPLEMENTATION}_probe"  # in transformers' registry of attention functions
 TOKENS: Final = 4
@@ -61,70 +61,89 @@ def run_on_meta(model: PreTrainedModel, layers: nn.ModuleList) -> MetaRun:
     Raises ValueError if attention would not be what a kernel computes, or runs outside the layers.
     """
     model.to(torch.bfloat16)
-    name, ran = type(model).__name__, [LayerRun() for _ in layers]
-    running: list[LayerRun] = []  # the layer that runs now, if any
-    documents, passed, keys = object(), list[bool](), list[tuple[nn.Module, Tensor]]()
-    shared: list[nn.Module] = []  # attention modules with the keys of others
+    observer = _Observer(type(model).__name__, layers)
+    with _tokens_unmixed(model, observer.attend), _count_saved_after_mlps(layers) as saved, observer.products:
+        _run(headless(model), TOKENS, documents=observer.documents)
+    return observer.finish(saved)
 
-    def probe(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any = None, **others: Any) -> Any:
+
+class _Observer:
+    """Hooks of one forward pass on the meta device, and what they saw."""
+
+    def __init__(self, model_name: str, layers: nn.ModuleList) -> None:
+        self.documents = object()  # passed to the model in place of packed documents
+        self.products = _Products(model_name)
+        self._model_name = model_name
+        self._layers = [LayerRun() for _ in layers]
+        self._running: list[LayerRun] = []  # the layer that runs now, if any
+        self._passed: list[bool] = []  # for each mixer that ran, whether it got the documents
+        self._keys: list[tuple[nn.Module, Tensor]] = []  # by attention module
+        self._shares_keys = False
+        self._hooks: list[Any] = []
+        for module, kind in mixer_modules(layers):
+            self._hooks.append(module.register_forward_hook(partial(self._note_mixer, kind.facts(module))))
+            self._hooks.append(module.register_forward_pre_hook(self._take_documents, with_kwargs=True))
+        for layer, layer_run in zip(layers, self._layers, strict=True):
+            self._hooks.append(layer.register_forward_pre_hook(partial(self._enter, layer_run), with_kwargs=True))
+            self._hooks += [linear.register_forward_hook(self._note_linear) for linear in linears_of(layer)]
+            self._hooks += [x.register_forward_pre_hook(self._note_experts) for _, x in experts_modules(layer)]
+            self._hooks.append(layer.register_forward_hook(self._leave))
+
+    def attend(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any = None, **others: Any
+    ) -> Any:
+        """Notes a call of attention, in place of its result."""
+        name = self._model_name
         if dropped := unhonoured_argument({"attention_mask": attention_mask} | others):
             raise ValueError(f"{name} passes {dropped} to attention, which no kernel supports; use another model")
-        if not running:
+        if not self._running:
             raise ValueError(f"{name} attends outside its layers, which no schedule supports; use another model")
-        shared.extend(module for owner, other in keys if k is other and module is not owner)
-        keys.append((module, k))
-        passed.append(others.get("documents") is documents)
+        self._shares_keys |= any(k is other and module is not owner for owner, other in self._keys)
+        self._keys.append((module, k))
+        self._passed.append(others.get("documents") is self.documents)
         heads = Heads(q.shape[1], k.shape[1], q.shape[-1], v.shape[-1])
-        running[-1].mixers.append(Attention(heads, sliding(others.get("sliding_window"))))
+        self._running[-1].mixers.append(Attention(heads, sliding(others.get("sliding_window"))))
         return _shaped_as_output(q, v), None
 
-    def enter(layer_run: LayerRun, _layer: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        running.append(layer_run)
-        products.take()
+    def finish(self, saved: list[int]) -> MetaRun:
+        """Removes the hooks and returns the facts. `saved` are each layer's tensors saved after its MLP."""
+        for hook in self._hooks:
+            hook.remove()
+        ran, name = self._layers, self._model_name
+        if len(saved) != len(ran):
+            raise ValueError(f"{name} has {len(ran)} layers and calls {len(saved)}; use a model that calls each once")
+        for layer_run, count in zip(ran, saved, strict=True):
+            layer_run.saved_after_mlp = count
+        return MetaRun(
+            layers=ran,
+            layers_share_inputs=all(_are_same(layer_run.arguments, ran[0].arguments) for layer_run in ran),
+            layers_share_keys=self._shares_keys,
+            passes_documents=all(self._passed),
+        )
+
+    # ---- hooks -------------------------------------------------------------------------------------------------------
+
+    def _enter(self, layer_run: LayerRun, _layer: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        self._running.append(layer_run)
+        self.products.take()
         given = {str(i): value for i, value in enumerate(args) if i > 0} | keywords
         layer_run.arguments = {key: value for key, value in given.items() if key not in NOT_COMPARED}
 
-    def leave(*_: Any) -> None:
-        running.pop().products = products.take()
+    def _leave(self, *_: Any) -> None:
+        self._running.pop().products = self.products.take()
 
-    def note_linear(linear: nn.Module, *_: Any) -> None:
-        running[-1].linears.append(linear)  # type: ignore[arg-type]
+    def _note_linear(self, linear: Any, *_: Any) -> None:
+        self._running[-1].linears.append(linear)
 
-    def note_mixer(facts: LinearMixer, *_: Any) -> None:
-        running[-1].mixers.append(facts)
+    def _note_mixer(self, facts: LinearMixer, *_: Any) -> None:
+        self._running[-1].mixers.append(facts)
 
-    def note_experts(experts: nn.Module, args: tuple[Any, ...]) -> None:
-        running[-1].experts = _experts(experts, per_token=args[1].shape[-1])
+    def _note_experts(self, experts: nn.Module, args: tuple[Any, ...]) -> None:
+        self._running[-1].experts = _experts(experts, per_token=args[1].shape[-1])
 
-    def take_documents(_module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        passed.append(keywords.pop("documents", None) is documents)
+    def _take_documents(self, _module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        self._passed.append(keywords.pop("documents", None) is self.documents)
         return args, keywords
-
-    hooks = list[Any]()
-    for module, kind in mixer_modules(layers):
-        hooks.append(module.register_forward_hook(partial(note_mixer, kind.facts(module))))
-        hooks.append(module.register_forward_pre_hook(take_documents, with_kwargs=True))
-    for layer, layer_run in zip(layers, ran, strict=True):
-        hooks.append(layer.register_forward_pre_hook(partial(enter, layer_run), with_kwargs=True))
-        hooks += [linear.register_forward_hook(note_linear) for linear in linears_of(layer)]
-        hooks += [experts.register_forward_pre_hook(note_experts) for _, experts in experts_modules(layer)]
-        hooks.append(layer.register_forward_hook(leave))
-    products = _Products(name)
-    with _tokens_unmixed(model, probe), _count_saved_after_mlps(layers) as saved, products:
-        _run(headless(model), TOKENS, documents=documents)
-    for hook in hooks:
-        hook.remove()
-    if len(saved) != len(ran):
-        raise ValueError(f"{name} has {len(ran)} layers and calls {len(saved)}; use a model that calls each once")
-    for layer_run, count in zip(ran, saved, strict=True):
-        layer_run.saved_after_mlp = count
-    first = ran[0].arguments
-    return MetaRun(
-        layers=ran,
-        layers_share_inputs=all(_are_same(layer_run.arguments, first) for layer_run in ran),
-        layers_share_keys=bool(shared),
-        passes_documents=all(passed),
-    )
 
 
 @contextmanager

@@ -40,6 +40,7 @@ class AttentionConfig:
     keep_gathered: bool = True
     # How scans of recurrent layers span the ranks: auto, chain or heads.
     recurrent_schedule: str = "auto"
+    carries_states: bool = False  # some layers carry a state through the sequence, and take no scattered tokens
     # Layers pass their heads in slices, one after the other (`tile_layers`); a schedule then needs fewer head groups.
     layers_slice_heads: bool = False
 

@@ -10,6 +10,7 @@ from lightseq.attention.config import AttentionConfig
 from lightseq.attention.forward_pass import ForwardPass
 from lightseq.comm.transport import Transport, base_transport_name
 from lightseq.comm.transport_choice import make_transport
+from lightseq.config.recurrent_schedules import AUTO as AUTO_RECURRENT
 from lightseq.config.recurrent_schedules import HEADS, RECURRENT_SCHEDULES
 from lightseq.distributed.environment import cache_compiled_kernels, disable_multicast
 from lightseq.kernels.attention.base import KernelSpec, compute_capability
@@ -18,11 +19,12 @@ from lightseq.schedule.algorithms import (
     SCHEDULES,
     allows_heads,
     check_heads,
+    check_takes_recurrences,
     check_takes_windows,
     make_schedule,
     with_few_fragments,
 )
-from lightseq.schedule.auto import AUTO, ScheduleChoice, check_takes_recurrences
+from lightseq.schedule.auto import AUTO, ScheduleChoice
 from lightseq.schedule.cost import AttentionShape
 from lightseq.schedule.documents import balance, has_own_layouts, packed_schedule
 from lightseq.schedule.layout import Layout
@@ -53,6 +55,7 @@ class SequenceContext:
     shapes: set[tuple[int, ...]] = field(default_factory=set)  # of inputs, known to be the same on all ranks
     progress: Progress = field(default_factory=Progress)
     forward_pass: ForwardPass = field(default_factory=ForwardPass)
+    recurrent_schedule: str = AUTO_RECURRENT  # how scans of the layers beside attention span the ranks
     keeps_gathered: bool = False  # the backward pass reuses q, k and v as the forward pass gathered them
     config: AttentionConfig = field(default_factory=AttentionConfig)  # options, completed by the model's
 
@@ -119,7 +122,7 @@ def make_context(group: dist.ProcessGroup, shape: AttentionShape, config: Attent
         config = replace(config, gpus_per_host=_smallest(group, config.gpus_per_host))
     chosen = choose(schedule_request(config, world, shape, rated))
     schedule = make_schedule(chosen.schedule, world, chosen.head_groups or 1, chosen.ulysses_size)
-    if shape.with_recurrences:
+    if config.carries_states:
         schedule = with_few_fragments(schedule)
     kernels = Kernels(config.kernel, spec)
     for layer in (shape, *shape.other_layers):
@@ -134,9 +137,15 @@ def make_context(group: dist.ProcessGroup, shape: AttentionShape, config: Attent
         transport,
         balances_documents=has_own_layouts(schedule),
         stem=f"{chosen.schedule}-{schedule.world}-{sizes}",
-        recurrent_schedule=config.recurrent_schedule,
     )
-    context = SequenceContext(sequence, schedule, kernels, keeps_gathered=keeps_gathered, config=config)
+    context = SequenceContext(
+        sequence,
+        schedule,
+        kernels,
+        recurrent_schedule=config.recurrent_schedule,
+        keeps_gathered=keeps_gathered,
+        config=config,
+    )
     _CONTEXTS[context.name] = context
     return context
 
@@ -163,9 +172,8 @@ def context_beside(context: SequenceContext, shape: AttentionShape, config: Atte
         context.transport,
         balances_documents=context.sequence.balances_documents,
         stem=f"{schedule.name}-{schedule.world}-{schedule.ulysses_size}x{schedule.head_groups_per_rank}",
-        recurrent_schedule=config.recurrent_schedule,
     )
-    beside = SequenceContext(sequence, schedule, kernels, config=config)
+    beside = SequenceContext(sequence, schedule, kernels, recurrent_schedule=config.recurrent_schedule, config=config)
     _CONTEXTS[beside.name] = beside
     return beside
 
@@ -174,8 +182,8 @@ def _schedule_beside(schedule: Schedule, shape: AttentionShape, config: Attentio
     """Returns a schedule of the same layout for other layers, which may need fewer groups of heads."""
     if config.windows:
         check_takes_windows(schedule.name)
-    if config.recurrent_schedule != HEADS:
-        check_takes_recurrences(schedule.name, shape)
+    if config.carries_states and config.recurrent_schedule != HEADS:
+        check_takes_recurrences(schedule.name)
     layers = (shape, *shape.other_layers)
     if all(allows_heads(schedule, layer.heads, layer.kv_heads) for layer in layers):
         return schedule
@@ -212,8 +220,7 @@ def kernel_spec(
 
 def schedule_request(config: AttentionConfig, world: int, shape: AttentionShape, transport: str) -> ScheduleRequest:
     """Returns what a schedule is chosen for. `transport` is a name without suffixes."""
-    if config.recurrent_schedule == HEADS and config.schedule != AUTO:
-        shape = replace(shape, with_recurrences=False)  # exchanged heads take every layout that is asked for
+    takes_all = config.recurrent_schedule == HEADS and config.schedule != AUTO  # exchanged heads, a layout asked for
     return ScheduleRequest(
         world=world,
         shape=shape,
@@ -223,6 +230,7 @@ def schedule_request(config: AttentionConfig, world: int, shape: AttentionShape,
         keep_gathered=config.keep_gathered,
         packed=config.packed,
         windows=config.windows,
+        carries_states=config.carries_states and not takes_all,
         slices_heads=config.layers_slice_heads,
     )
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lightseq.attention.context import SequenceContext
 from lightseq.attention.operator import attention
-from lightseq.schedule.windows import CHUNK, Reach, sliding
+from lightseq.schedule.reach import Reach, sliding
 from lightseq.utils.logit_transform import LogitTransform
 
 # Keywords passed to `attention`: documents, window and sinks, by transformers' names.
@@ -88,7 +88,7 @@ def _checked_context(module: nn.Module, q: Tensor, others: Mapping[str, Any]) ->
     context = context_of(module)
     window = sliding(others.get("sliding_window"))
     of_mask: Reach | None = getattr(module, "reach_of_mask", window)  # set by `hf.enable`
-    if of_mask is not None and of_mask.kind == CHUNK:  # layers pass no keyword for it
+    if of_mask is not None and not of_mask.is_passed:
         return context, of_mask
     if of_mask != window:
         _check_window(module, window, of_mask, tokens=q.shape[1] * context.schedule.world)

@@ -5,24 +5,21 @@ Shape suffixes: B batch, S local sequence, H query heads, K key/value heads, D h
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from lightseq.attention.context import SequenceContext, find
 from lightseq.attention.executor import Executor
 from lightseq.attention.gathered import Gathered, gathered_elements
-from lightseq.comm.transport import base_transport_name
+from lightseq.attention.input_checks import check_shapes, compare_shapes
 from lightseq.kernels.attention.base import Saved
 from lightseq.kernels.attention.tile_kernel_choice import with_softcap
-from lightseq.schedule.algorithms import SCHEDULES, check_heads
-from lightseq.schedule.chunks import chunked_schedule
 from lightseq.schedule.documents import packed_schedule
+from lightseq.schedule.reach import Reach
 from lightseq.schedule.table import Schedule
-from lightseq.schedule.windows import CHUNK, Reach, windowed_schedule
 from lightseq.sequence.documents import Documents, without_repeats
 from lightseq.utils.checkpoint_context import operator_wrapper, reuse_or_compute
 from lightseq.utils.logit_transform import LogitTransform
@@ -51,7 +48,7 @@ def attention(
     theirs. Raises ValueError for shapes that do not fit
     together, and for a schedule without windows or a kernel without caps.
     """
-    _check_shapes(q_BSHD, k_BSKD, v_BSKD, context, documents)
+    check_shapes(q_BSHD, k_BSKD, v_BSKD, context, documents)
     q, k, v = map(_last_dim_contiguous, (q_BSHD, k_BSKD, v_BSKD))
     call = _attention if _is_watched(q) else _Attention.apply
     boundaries = None if documents is None else documents.boundaries
@@ -128,86 +125,12 @@ def _last_dim_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _check_shapes(q: Tensor, k: Tensor, v: Tensor, context: SequenceContext, documents: Documents | None) -> None:
-    if (
-        k.shape[:-1] != v.shape[:-1]
-        or q.ndim != 4
-        or k.ndim != 4
-        or q.shape[0] != k.shape[0]
-        or q.shape[3] != k.shape[3]
-    ):
-        shapes = _shapes(q, k, v)
-        raise ValueError(f"q, k and v do not fit together: {shapes}; expected (batch, sequence, heads, head_dim)")
-    if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"q is {q.dtype}, k {k.dtype} and v {v.dtype}; cast them to one dtype")
-    if q.shape[1] != k.shape[1]:
-        raise ValueError(f"attention needs as many keys as queries, not {_shapes(q, k, v)}; pass use_cache=False")
-    if q.shape[2] % k.shape[2]:
-        raise ValueError(f"{q.shape[2]} query heads are not a multiple of {k.shape[2]} key/value heads")
-    check_heads(context.schedule, q.shape[2], k.shape[2])
-    if documents is not None:
-        _check_packed(q, context, documents)
-    elif q.shape[1] % context.layout.chunks_per_rank:
-        raise ValueError(
-            f"{q.shape[1]} local tokens do not divide into {context.layout.chunks_per_rank} chunks; "
-            "shard the padded sequence with lightseq.schedule.layout.shard"
-        )
-
-
-def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
-    return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-
-
-def _check_packed(q: Tensor, context: SequenceContext, documents: Documents) -> None:
-    if q.shape[0] != 1:
-        raise ValueError(
-            f"the batch has {q.shape[0]} packed sequences; documents need a batch of 1, so use one longer sequence"
-        )
-    expected = context.layout.world * q.shape[1]
-    if not torch.compiler.is_compiling() and int(documents.boundaries[-1]) != expected:
-        raise ValueError(
-            f"{q.shape[1]} local tokens on {context.layout.world} ranks do not add up to the documents' "
-            f"{int(documents.boundaries[-1])}; shard the sequence by their layout"
-        )
-
-
 def _table(context: SequenceContext, q: Tensor, boundaries: Tensor | None, reach: Reach | None) -> Schedule:
     """Returns the schedule, limited to the documents if there are several, and to the window or the chunks."""
     whole = (0, q.shape[1] * context.schedule.world) if boundaries is None else without_repeats(boundaries)
     if reach is not None and reach.tokens < whole[-1]:
-        if reach.kind == CHUNK:
-            return chunked_schedule(context.schedule, whole, reach.tokens, packed=boundaries is not None)
-        if not SCHEDULES[context.schedule.name].one_tile_per_query:
-            raise ValueError(
-                f"a row of {whole[-1]} tokens, padding included, exceeds a layer's window of {reach.tokens}, which "
-                f"schedule {context.schedule.name} does not support; enable attention with that length, or with "
-                "schedule prefix"
-            )
-        return windowed_schedule(context.schedule, whole, reach.tokens, packed=boundaries is not None)
+        return reach.limit(context.schedule, whole, packed=boundaries is not None)
     return context.schedule if boundaries is None else packed_schedule(context.schedule, whole)
-
-
-def _compare_shapes(context: SequenceContext, q: Tensor, v: Tensor, boundaries: Tensor | None) -> None:
-    """Raises ValueError if ranks pass different shapes, all new to them, which would otherwise deadlock.
-
-    Each shape is compared only once, because comparing waits for all ranks. Ranks that pass a shape they have seen skip
-    the comparison. If only some ranks do, the group hangs until the watchdog or the process group's timeout ends it.
-    """
-    shape = (*q.shape, *v.shape[2:], int(boundaries is not None))
-    waits_for_ranks = base_transport_name(context.transport.name) != "none"
-    if shape in context.shapes or not waits_for_ranks:
-        return
-    mine = (shape, None if boundaries is None else without_repeats(boundaries))
-    everyone = [mine] * context.schedule.world
-    dist.all_gather_object(everyone, mine, group=context.group)
-    if len({theirs for theirs, _ in everyone}) > 1:
-        found = ", ".join(f"rank {rank} {x[0]} x {x[1]} tokens" for rank, (x, _) in enumerate(everyone))
-        raise ValueError(
-            f"the ranks pass different shapes to attention: {found}; shard the same padded sequence on all of them"
-        )
-    if len({theirs for _, theirs in everyone}) > 1:
-        raise ValueError("the ranks pass different documents to attention; pack the same sequence on all of them")
-    context.shapes.add(shape)
 
 
 def _advance(context: SequenceContext, q: Tensor) -> None:
@@ -232,7 +155,7 @@ def _forward(
     call = _read_options(options)
     context = call.context
     context.sequence.check_documents(boundaries)
-    _compare_shapes(context, q, v, boundaries)
+    compare_shapes(context, q, v, boundaries)
     gathered = Gathered(_gathered_memory(context, q, v), *k.shape[2:])
     executor = call.executor(_table(context, q, boundaries, call.reach), k.shape[3], v.shape[3])
     out, lse = executor.forward(q, k, v, gathered if context.keeps_gathered else None)
@@ -309,15 +232,7 @@ _attention_backward = torch.library.custom_op("lightseq::attention_backward", _g
 
 
 @_attention_backward.register_fake
-def _(
-    dout: Tensor,
-    tensors: Sequence[Tensor],
-    kv_heads: int,
-    dim: int,
-    results: Sequence[Tensor],
-    boundaries: Tensor | None,
-    options: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(dout: Tensor, tensors: Sequence[Tensor], kv_heads: int, dim: int, *_others: Any) -> tuple[Tensor, Tensor, Tensor]:
     *tokens, heads, value_dim = dout.shape
     shapes = ((heads, dim), (kv_heads, dim), (kv_heads, value_dim))
     dq, dk, dv = (dout.new_empty(*tokens, *shape) for shape in shapes)

@@ -5,7 +5,7 @@ from collections import ChainMap
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final
 
-from lightseq.config.flags import FSDP_MODES, Flags, fsdp_words
+from lightseq.config.all_flags import FSDP_MODES, Flags, fsdp_words
 from lightseq.config.lengths import MAX_TOKENS
 from lightseq.config.objectives import OBJECTIVES, check_objective
 from lightseq.config.optimizers import OPTIMIZERS

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from lightseq.config.flags import Flags
+from lightseq.config.all_flags import Flags
 
 OBJECTIVES: Final = ("next_token", "dpo")  # objectives/registry.py says what each is
 # KL(teacher, student), KL(student, teacher), and a generalized Jensen-Shannon divergence (parts/divergence.py).

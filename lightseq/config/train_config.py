@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any
 
+from lightseq.config.all_flags import Flags
 from lightseq.config.checks import check
-from lightseq.config.flags import Flags
 from lightseq.utils.masking import mask_secrets
 
 

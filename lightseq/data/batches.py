@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from lightseq.data.columns import IDS
 from lightseq.data.examples import IGNORE_INDEX, MAX_NAMED, Example, Examples, open_lazy_texts, open_windows
 from lightseq.data.load_tokenizer import has_tokenizer, load_tokenizer
 from lightseq.data.sequences import open_pickle
@@ -29,7 +30,6 @@ from lightseq.data.sources import (
     ignored_files,
     row_suffix,
 )
-from lightseq.data.targets import IDS
 from lightseq.data.text_files import TEXT_SUFFIXES
 from lightseq.data.token_cache import format_and_rows, open_rows
 from lightseq.data.token_directory import META, TokenDirectory

@@ -10,8 +10,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from lightseq.data.samples import EMPTY
 from lightseq.data.sources import MAX_NAMED, ReadOptions, SkippedRows, read_rows
-from lightseq.data.targets import EMPTY, text_of_row
+from lightseq.data.targets import text_of_row
 from lightseq.data.token_directory import IntArray, TokenDirectory, open_token_directory
 from lightseq.data.tokenizer import Tokenizer
 from lightseq.utils.formatting import plural

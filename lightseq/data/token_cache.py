@@ -18,6 +18,7 @@ from lightseq.data.answers import REWRITES
 from lightseq.data.columns import PREFERENCE, ignored_columns_notes
 from lightseq.data.examples import MAX_NAMED, WindowExamples, check_ids, open_windows
 from lightseq.data.preferences import DOCUMENTS_OF_A_PAIR
+from lightseq.data.samples import Sample
 from lightseq.data.sources import (
     NamedRow,
     ReadOptions,
@@ -27,8 +28,9 @@ from lightseq.data.sources import (
     read_rows,
     source_identity,
 )
-from lightseq.data.targets import PACKED, RowFormat, Sample, detect_row_format, encode_samples
+from lightseq.data.targets import RowFormat, detect_row_format, encode_samples
 from lightseq.data.token_directory import IntArray, remove_partials, write_token_directory
+from lightseq.data.token_rows import PACKED
 from lightseq.data.tokenizer import TargetMask, Tokenizer
 from lightseq.utils.formatting import alternatives, plural
 from lightseq.utils.limited import LimitError, limited_map

@@ -23,11 +23,13 @@ from lightseq.hf.image_inputs import BESIDE_PIXELS, IMAGE_INPUTS, PIXELS, REMEDY
 from lightseq.hf.images import ImageFeatures, install
 from lightseq.hf.loss_checks import check_labels, check_loss, restore_loss_function
 from lightseq.hf.record import EnabledModel
-from lightseq.hf.router_losses import check_router_loss, install_router_loss, mark_router_logits, unmark_router_logits
-from lightseq.models.decoder import headless, positions_in_table, text_config, transformers_model
+from lightseq.hf.router_losses import install_router_loss, mark_router_logits, unmark_router_logits
+from lightseq.models.decoder import decoder_layers, headless, positions_in_table, text_config, transformers_model
 from lightseq.parts.attention import reaches_of_masks
 from lightseq.parts.recurrences import attending_layers
 from lightseq.parts.router_loss import asks_for_router_logits
+from lightseq.parts.router_replay import ROUTED_EXPERTS, check_experts, check_shape
+from lightseq.parts.routers import has_router_loss
 from lightseq.sequence.documents import Documents
 from lightseq.utils.tensors import IGNORE_INDEX
 
@@ -74,6 +76,7 @@ class Checks:
         self._layers = attending_layers
         self._reaches = reaches_of_masks(model)
         self._positions = positions_in_table(model)
+        self._decoder_layers = decoder_layers(model)
         self._images = images
         self._unsplit_inputs = sorted(other_inputs(model) - {PIXELS, *BESIDE_PIXELS})
         self._length_dependent_rope = length_dependent_rope
@@ -88,12 +91,14 @@ class Checks:
             self._check_other_inputs(kwargs)
             self._check_table(model, args, kwargs)
             self._images.begin(kwargs)
+            self._check_routed_experts(args, kwargs)
         documents, facts = kwargs.get("documents"), kwargs.pop(BATCH_FACTS, None)
         counted = kwargs.pop(COUNTED_TOKENS, None)
         if state.outermost is None:
             state.counted_tokens = counted
             if asks_for_router_logits(model.config, kwargs):
-                check_router_loss(transformers_model(model))
+                install_router_loss(transformers_model(model))  # again, if a function of the file was replaced since
+                has_router_loss(transformers_model(model))  # raises for another loss
                 if facts is None:
                     raise ValueError("output_router_logits=True needs all that shard_batch returns; pass it on")
         self._check_positions_and_documents(kwargs.get("position_ids"), documents)
@@ -124,6 +129,12 @@ class Checks:
             raise ValueError(
                 f"{name} is not supported: the model takes text, and images that shard_batch returns; {remedy}"
             )
+
+    def _check_routed_experts(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Raises ValueError for a choice of experts that does not fit the model or the batch."""
+        if (routed := kwargs.get(ROUTED_EXPERTS)) is not None:
+            check_shape(routed, args[0] if args else kwargs["input_ids"])
+            check_experts(routed, self._decoder_layers)
 
     def _check_table(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Raises ValueError on every rank if a rank has a position beyond the model's table of positions."""

@@ -30,7 +30,7 @@ from lightseq.hf.counted_positions import give_global_positions
 from lightseq.hf.image_attention import IMPLEMENTATION as WITH_IMAGES
 from lightseq.hf.image_attention import image_attention_function
 from lightseq.hf.record import RECORD, EnabledModel, record_of
-from lightseq.models.decoder import attending_part, positions_in_table, text_decoder, transformers_model
+from lightseq.models.decoder import attending_part, decoder_layers, positions_in_table, text_decoder, transformers_model
 from lightseq.parts.attention import (
     IMPLEMENTATION,
     attend_with,
@@ -44,6 +44,7 @@ from lightseq.parts.fit import fit
 from lightseq.parts.part import Choices, Ranks
 from lightseq.parts.probes import sees_later_tokens_of_images
 from lightseq.parts.recurrences import mixer_modules
+from lightseq.parts.router_replay import install as install_router_replay
 from lightseq.schedule.cost import AttentionShape
 from lightseq.sequence_parallel import process_group
 from lightseq.utils.formatting import check_names
@@ -86,7 +87,7 @@ def enable(
             f"positions; give {positions} or less"
         )
     mixers, ranks = mixer_modules(model), process_group(group)
-    config = _completed(config, model, dist.get_world_size(ranks))
+    config = dataclasses.replace(_completed(config, model, dist.get_world_size(ranks)), carries_states=bool(mixers))
     assert config.device is not None and config.dtype is not None
     check_recurrent_schedule(
         config.recurrent_schedule,
@@ -127,8 +128,9 @@ def enable_beside(
     """
     check_attention(model)
     config = dataclasses.replace(context.config, dtype=dtype or context.config.dtype)
-    config = _completed(config, model, context.layout.world)
-    if mixers := mixer_modules(model):
+    mixers = mixer_modules(model)
+    config = dataclasses.replace(_completed(config, model, context.layout.world), carries_states=bool(mixers))
+    if mixers:
         facts = (kind.facts(module) for module, kind in mixers)
         name = type(transformers_model(model)).__name__
         check_recurrent_schedule(config.recurrent_schedule, name, facts, context.layout.world)
@@ -160,12 +162,7 @@ def disable(model: PreTrainedModel) -> None:
 def _shape(model: PreTrainedModel, config: AttentionConfig) -> AttentionShape:
     """Returns the shape of a model's attention, for a completed config."""
     assert config.dtype is not None
-    return attention_shape(
-        attentions_of(model),
-        config.length,
-        element_bytes=config.dtype.itemsize,
-        with_recurrences=bool(mixer_modules(model)),
-    )
+    return attention_shape(attentions_of(model), config.length, element_bytes=config.dtype.itemsize)
 
 
 def _completed(config: AttentionConfig, model: PreTrainedModel, ranks: int) -> AttentionConfig:
@@ -195,6 +192,7 @@ def _install(model: PreTrainedModel, record: EnabledModel) -> None:
     give_global_positions(text_decoder(inner), changes)
     # First, because it finds mixers by their classes, which `fit` replaces.
     install_checks(model, record, length_dependent_rope=bool(ropes))
+    install_router_replay(decoder_layers(inner), changes)
     fit([text_decoder(inner)], Choices(reaches=reaches_of_masks(inner)), Ranks(sequence=context), changes)
 
 

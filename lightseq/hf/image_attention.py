@@ -17,7 +17,7 @@ from lightseq.attention.module_attention import attention_function, context_of
 from lightseq.attention.operator import attention, attention_backward
 from lightseq.kernels.attention.base import Saved
 from lightseq.schedule.layout import shard
-from lightseq.schedule.windows import sliding
+from lightseq.schedule.reach import sliding
 from lightseq.sequence.documents import Documents
 
 IMAGE_BLOCKS: Final = "image_blocks"  # keyword of `ImageBlocks` in an attention call

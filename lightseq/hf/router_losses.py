@@ -4,10 +4,9 @@ Models of transformers call the global function `load_balancing_loss_func` of th
 function that computes an enabled model's share, which it knows by the type of the logits, and passes other calls on.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from inspect import unwrap
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +15,8 @@ from transformers import PreTrainedModel
 from lightseq.attention.context import SequenceContext
 from lightseq.parts.probes import is_load_balancing_loss
 from lightseq.parts.router_loss import router_loss_share, router_sums, sums_over_ranks
+from lightseq.parts.routers import FUNCTION, router_loss_namespaces
 
-FUNCTION: Final = "load_balancing_loss_func"
 RouterLoss = Callable[..., Tensor | int]
 
 
@@ -33,32 +32,15 @@ def install_router_loss(model: PreTrainedModel) -> None:
 
     Nothing else changes in them, so the function stays when a model is disabled.
     """
-    for namespace in _namespaces(model):
+    for namespace in router_loss_namespaces(model):
         share_router_loss(namespace)
 
 
 def share_router_loss(namespace: dict[str, Any]) -> None:
     """Replaces the loss function in a module's namespace, unless it is replaced already or computes another loss."""
     function = namespace[FUNCTION]
-    if not _is_shared(function) and is_load_balancing_loss(function):
+    if getattr(function, "func", None) is not _router_loss and is_load_balancing_loss(function):
         namespace[FUNCTION] = partial(_router_loss, function)
-
-
-def check_router_loss(model: PreTrainedModel) -> None:
-    """Raises ValueError if a model's router loss is not the load-balancing loss that is computed here.
-
-    A model without a router loss passes, because it adds none to its loss.
-    """
-    if any(not _is_shared(namespace[FUNCTION]) for namespace in _namespaces(model)):
-        raise ValueError(
-            f"{type(model).__name__} has a router loss of its own, which needs the whole sequence on one rank; set "
-            "output_router_logits to False"
-        )
-
-
-def has_router_loss(model: PreTrainedModel) -> bool:
-    """Returns whether a model computes a load-balancing loss."""
-    return next(_namespaces(model), None) is not None
 
 
 @torch.compiler.disable
@@ -98,14 +80,3 @@ def _share(logits: ShardedRouterLogits, top_k: int) -> Tensor:
     state.router_losses += 1
     sums = [router_sums(x.to(logits[0].device), top_k, logits.counted) for x in logits]
     return router_loss_share(sums_over_ranks(sums, logits.context.group))
-
-
-def _namespaces(model: PreTrainedModel) -> Iterator[dict[str, Any]]:
-    """Yields the namespaces of a model's forward passes that hold the loss function."""
-    forwards = [vars(kind).get("forward") for kind in type(model).__mro__]
-    found = [unwrap(x).__globals__ for x in (*forwards, vars(model).get("forward")) if hasattr(x, "__code__")]
-    yield from {id(namespace): namespace for namespace in found if FUNCTION in namespace}.values()
-
-
-def _is_shared(function: Any) -> bool:
-    return getattr(function, "func", None) is _router_loss

@@ -9,6 +9,7 @@ from torch import Tensor
 from lightseq.attention.context import SequenceContext
 from lightseq.hf.agreement import BATCH_FACTS, COUNTED_TOKENS, batch_facts
 from lightseq.hf.images import local_images, whole_images
+from lightseq.parts.router_replay import ROUTED_EXPERTS, check_shape
 from lightseq.schedule.documents import check_boundaries, document_positions
 from lightseq.sequence.documents import Documents
 from lightseq.sequence.group import SequenceGroup
@@ -25,6 +26,7 @@ def shard_batch(
     cu_seqlens: Tensor | Sequence[int] | None = None,
     position_ids: Tensor | None = None,
     shift_labels: Tensor | None = None,
+    routed_experts: Tensor | None = None,
     **images: Tensor | None,
 ) -> dict[str, Any]:
     """Returns this rank's part of a whole batch (batch, length), as keyword arguments of the patched model.
@@ -37,6 +39,9 @@ def shard_batch(
     A batch of one may hold several packed documents: `cu_seqlens` gives the first token of each and the end of the
     last, or `position_ids` restart at each. Documents neither attend to each other nor predict each other's tokens,
     unless `shift_labels` say so.
+
+    `routed_experts`, (batch, length, layers, experts of a token), lets the layers take a rollout's choice of experts
+    (`parts.router_replay`). Layers are all of the model's, or those with experts.
 
     `images` are what a processor returns beside the text: `pixel_values`, and where the model takes them
     `image_grid_thw`, `image_sizes`, `spatial_shapes`, `pixel_attention_mask` and token types. A rank gets those that
@@ -55,7 +60,9 @@ def shard_batch(
             shapes = f"{name} {tuple(x.shape)} and input_ids {tuple(input_ids.shape)}"
             raise ValueError(f"{shapes} differ in shape; give one value per token")
     length, given_images = input_ids.shape[1], whole_images(context, input_ids, images)
-    others = {"attention_mask": attention_mask, "position_ids": position_ids, **images}
+    others = {"attention_mask": attention_mask, "position_ids": position_ids, ROUTED_EXPERTS: routed_experts, **images}
+    if routed_experts is not None:
+        check_shape(routed_experts, input_ids)
     if attention_mask is not None and numbers_documents:
         cu_seqlens = with_numbered_documents(attention_mask, cu_seqlens)
         attention_mask = (attention_mask != 0).long()
@@ -64,17 +71,10 @@ def shard_batch(
     boundaries = find_boundaries(input_ids, cu_seqlens, position_ids)
     if boundaries is not None and boundaries[-1] < length:
         check_tail(boundaries[-1], length, [labels, shift_labels], attention_mask)
-    if shift_labels is not None:
-        labels = shift_labels
-        if attention_mask is not None:
-            labels = without_masked(labels, attention_mask)
-    elif labels is not None:
-        if attention_mask is not None:
-            labels = labels.masked_fill(attention_mask == 0, IGNORE_INDEX)
-        labels = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
-        if boundaries is not None:
-            labels[:, [end - 1 for end in boundaries[1:]]] = IGNORE_INDEX
-            labels[:, boundaries[-1] :] = IGNORE_INDEX
+    if shift_labels is None and labels is not None:
+        labels = shifted_labels(labels, attention_mask, boundaries)
+    elif shift_labels is not None:
+        labels = shift_labels if attention_mask is None else without_masked(shift_labels, attention_mask)
     if labels is not None:
         check_labels(labels)
     ids, local, documents = local_batch(context.sequence, input_ids, labels, boundaries)
@@ -87,6 +87,8 @@ def shard_batch(
     batch[BATCH_FACTS] = batch_facts(input_ids, labels, others)
     if (counted := counted_tokens(context.sequence, input_ids, attention_mask, documents)) is not None:
         batch[COUNTED_TOKENS] = counted
+    if routed_experts is not None:
+        batch[ROUTED_EXPERTS] = context.sequence.shard(routed_experts.to(input_ids.device), documents=documents)
     if given_images is not None:
         model, inputs = given_images
         batch |= local_images(
@@ -212,6 +214,17 @@ def check_tail(end: int, length: int, labels: Sequence[Tensor | None], attention
 def _restarts(position_ids: Tensor, boundaries: tuple[int, ...]) -> bool:
     got = position_ids.reshape(-1)[: boundaries[-1]]
     return torch.equal(got, torch.from_numpy(document_positions(boundaries)).to(got.dtype))
+
+
+def shifted_labels(labels: Tensor, attention_mask: Tensor | None, boundaries: Sequence[int] | None) -> Tensor:
+    """Returns each token's target, the label of the next one. Masked tokens are none, nor are other documents'."""
+    if attention_mask is not None:
+        labels = labels.masked_fill(attention_mask == 0, IGNORE_INDEX)
+    labels = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+    if boundaries is not None:
+        labels[:, [end - 1 for end in boundaries[1:]]] = IGNORE_INDEX
+        labels[:, boundaries[-1] :] = IGNORE_INDEX
+    return labels
 
 
 def without_masked(shift_labels: Tensor, attention_mask: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from lightseq.config.flags import Flags
+from lightseq.config.all_flags import Flags
 from lightseq.objectives.next_token import NextToken
 from lightseq.objectives.objective import Objective
 from lightseq.objectives.preferences import Preferences

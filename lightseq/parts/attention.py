@@ -15,7 +15,7 @@ from lightseq.parts.changes import Changes
 from lightseq.parts.part import Choices, Part, Ranks
 from lightseq.parts.probes import calls_attention_interface
 from lightseq.parts.projections import STORED_LINEAR_OP, store_projections
-from lightseq.schedule.windows import CHUNK, Reach, sliding
+from lightseq.schedule.reach import CHUNK, Reach, sliding
 
 IMPLEMENTATION: Final = "lightseq"  # begins the names under which transformers knows our functions
 MASKS: Final = ("create_sliding_window_causal_mask", "create_chunked_causal_mask")  # of transformers
@@ -75,12 +75,20 @@ def caps_scores(config: PreTrainedConfig) -> bool:
 def layer_reaches(config: PreTrainedConfig) -> tuple[Reach | None, ...]:
     """Returns the sliding window or the chunk of each layer, None for full attention."""
     text = text_config(config)
-    window = sliding(sliding_window(config))
     if not (kinds := getattr(text, "layer_types", None)):
-        return (window,) * int(text.num_hidden_layers)
-    chunk = getattr(text, "attention_chunk_size", None)
-    reaches = {"sliding_attention": window, "chunked_attention": None if chunk is None else Reach(CHUNK, chunk)}
+        return (sliding(sliding_window(config)),) * int(text.num_hidden_layers)
+    reaches = reaches_by_type(config)
     return tuple(reaches.get(kind) for kind in kinds)
+
+
+def reaches_by_type(config: PreTrainedConfig) -> dict[str, Reach | None]:
+    """Returns the reach of attention for each of the `layer_types` that a config can have; None for full attention."""
+    found: dict[str, Reach | None] = {"full_attention": None}
+    if window := sliding_window(config):
+        found["sliding_attention"] = sliding(window)
+    if chunk := getattr(text_config(config), "attention_chunk_size", None):
+        found["chunked_attention"] = Reach(CHUNK, chunk)
+    return found
 
 
 def reaches_of_masks(model: PreTrainedModel) -> tuple[Reach | None, ...]:

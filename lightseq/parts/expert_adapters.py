@@ -22,8 +22,7 @@ MULTIPLE: Final = 8  # of the rank, for GPU kernels, which need rows of whole 16
 class ExpertAdapter(NamedTuple):
     """Adapter that adds scale · (x Aᵀ) Bᵀ to the product of each expert's rows with its weight.
 
-    With `reversed`, A has the outputs and B the inputs, and the adapter adds scale · (x B) A
-    (`is_transposed_without_mark`).
+    With `reversed`, A has the outputs and B the inputs, and the adapter adds scale · (x B) A.
     """
 
     a_EKI: Tensor
@@ -38,16 +37,12 @@ class ExpertAdapter(NamedTuple):
         return grouped_product(x_RK, last, ends_E, self.reversed)
 
 
-def is_transposed_without_mark(experts: nn.Module) -> bool:
-    """Returns whether weights are (inputs, outputs), which `is_transposed` does not say (Llama 4).
+def expert_adapter(experts: Any, name: str, dtype: torch.dtype, transposed: bool) -> ExpertAdapter | None:
+    """Returns the adapter of a weight of the experts, cast to `dtype`; None without one, or while it is not in use.
 
-    peft reads `is_transposed` alone, and gives such weights adapters with inputs and outputs exchanged.
+    The weight of a `transposed` expert is (inputs, outputs). peft takes the experts' word for that, `is_transposed`,
+    and exchanges inputs and outputs of an adapter where it is wrong.
     """
-    return getattr(experts, "is_transposed_without_mark", False)
-
-
-def expert_adapter(experts: nn.Module, name: str, dtype: torch.dtype) -> ExpertAdapter | None:
-    """Returns the adapter of a weight of the experts, cast to `dtype`; None without one, or while it is not in use."""
     wrapper: Any = vars(experts).get(WRAPPERS, {}).get(name)
     if wrapper is None or not adapter_in_use(wrapper):
         return None
@@ -64,7 +59,7 @@ def expert_adapter(experts: nn.Module, name: str, dtype: torch.dtype) -> ExpertA
             nn.functional.pad(b_EOK, (0, padding)),
         )
     return ExpertAdapter(
-        a_EKI, b_EOK.contiguous(), wrapper.scaling[adapter], reversed=is_transposed_without_mark(experts)
+        a_EKI, b_EOK.contiguous(), wrapper.scaling[adapter], reversed=transposed != experts.is_transposed
     )
 
 

@@ -14,7 +14,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from lightseq.kernels.grouped_products import STORED_PRODUCT_OP, grouped_product
 from lightseq.kernels.token_rows import copy_to_rows, sum_rows
 from lightseq.parts.changes import Changes
-from lightseq.parts.expert_adapters import expert_adapter, is_transposed_without_mark
+from lightseq.parts.expert_adapters import expert_adapter
 from lightseq.parts.part import Choices, Part, Ranks
 
 IMPLEMENTATION: Final = "lightseq"  # in transformers' registry of functions that run experts
@@ -120,11 +120,11 @@ def _linear(
 ) -> Tensor:
     """Applies a weight of the experts, with its bias if they have one, to their rows."""
     group, parameter = getattr(module, "expert_group", None), getattr(module, name)
-    transposed = module.is_transposed or is_transposed_without_mark(module)
+    transposed = module.is_transposed or getattr(module, "is_transposed_without_mark", False)
     x = x.to(parameter.dtype if group is None else group.dtype)
     product = grouped_product if group is None else group.product
     y = product(x, parameter, routes.ends_E, transposed, stored)
-    if (adapter := expert_adapter(module, name, x.dtype)) is not None:
+    if (adapter := expert_adapter(module, name, x.dtype, transposed)) is not None:
         y = y + adapter.product(x, routes.ends_E)
     if not module.has_bias:
         return y

@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 
 from lightseq.models.decoder import text_config
 from lightseq.schedule.cost import AttentionShape
-from lightseq.schedule.windows import CHUNK, Reach
+from lightseq.schedule.reach import Reach
 
 SCAN_PEAK_SHARE: Final = 0.027  # of the gated delta rule with its convolution, 32 heads of 128 x 128 (traces, H100)
 
@@ -58,12 +58,9 @@ class Attention:
 
         With full attention that is the sum of the squared sizes.
         """
-        documents = np.asarray(sizes, dtype=np.float64)
-        if self.reach is not None and self.reach.kind == CHUNK:
-            whole, rest = np.divmod(documents, self.reach.tokens)
-            return float((whole * self.reach.tokens**2 + rest**2).sum())
-        seen = documents if self.reach is None else np.minimum(documents, self.reach.tokens)
-        return float((seen * (2 * documents - seen)).sum())
+        if self.reach is not None:
+            return self.reach.area(sizes)
+        return float(np.square(np.asarray(sizes, dtype=np.float64)).sum())
 
 
 @dataclass(frozen=True)
@@ -185,9 +182,7 @@ def heads_of(config: PreTrainedConfig) -> Heads:
         raise ValueError(f"{config.model_type} has no single number of attention heads for all layers") from error
 
 
-def attention_shape(
-    mixers: Sequence[Attention], length: int, batch: int = 1, element_bytes: int = 2, with_recurrences: bool = False
-) -> AttentionShape:
+def attention_shape(mixers: Sequence[Attention], length: int, batch: int = 1, element_bytes: int = 2) -> AttentionShape:
     """Returns the shape of the attention that takes most FLOPs in all layers, with those of other heads beside it."""
     flops = Counter[Heads]()
     for mixer in mixers:
@@ -196,4 +191,4 @@ def attention_shape(
         AttentionShape(length, heads.query, heads.key_value, heads.dim, batch, element_bytes, heads.value_dim)
         for heads, _ in flops.most_common()
     ]
-    return replace(shapes[0], other_layers=tuple(shapes[1:]), with_recurrences=with_recurrences)
+    return replace(shapes[0], other_layers=tuple(shapes[1:]))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from lightseq.attention.context import SequenceContext
 from lightseq.config.remat_policies import STORE_LINEARS, STORES_MLP
 from lightseq.parts.changes import Changes
-from lightseq.schedule.windows import Reach
+from lightseq.schedule.reach import Reach
 
 
 @dataclass(frozen=True)

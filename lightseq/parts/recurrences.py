@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from lightseq.attention.context import SequenceContext
 from lightseq.models.decoder import decoder_layers, text_config
 from lightseq.parts.attention import attention_modules
 from lightseq.parts.changes import Changes
@@ -26,7 +27,6 @@ from lightseq.parts.probes import works_on_each_token
 from lightseq.parts.transformers_recurrences import distributed_forward, facts, replace_functions, replaced_functions
 from lightseq.recurrent.head_exchange import SCAN_HEADS_OP
 from lightseq.recurrent.scan import SCAN_OP
-from lightseq.sequence.group import SequenceGroup
 from lightseq.sequence.halo import TOKENS_BEFORE_OP
 from lightseq.utils.versions import OLDEST_FOR_RECURRENCES, check_transformers_for
 
@@ -36,7 +36,8 @@ class MixerKind:
     """Class of modules that mix tokens without softmax attention.
 
     `forward` replaces the class's forward and gets this rank's part of the sequence; `self.sequence_group` is the group
-    of ranks. Packed batches also pass `documents`, if the layers forward keywords.
+    of ranks, and `self.recurrent_schedule` how a `scan` spans them. Packed batches also pass `documents`, if the layers
+    forward keywords.
     """
 
     module: type[nn.Module]  # its subclasses are other kinds
@@ -141,11 +142,11 @@ def _fit(modules: Sequence[nn.Module], _choices: Choices, ranks: Ranks, changes:
     """Lets mixers span the ranks of a sequence."""
     if ranks.sequence is not None:
         for module, kind in (found for each in modules for found in mixer_modules(each)):
-            distribute_mixer(module, kind, ranks.sequence.sequence, changes)
+            distribute_mixer(module, kind, ranks.sequence, changes)
 
 
-def distribute_mixer(module: nn.Module, kind: MixerKind, group: SequenceGroup, changes: Changes) -> None:
-    """Replaces a module's forward by its kind's, and gives it the group.
+def distribute_mixer(module: nn.Module, kind: MixerKind, context: SequenceContext, changes: Changes) -> None:
+    """Replaces a module's forward by its kind's, and gives it the ranks of the context.
 
     Raises ValueError for a module whose forward is not its class's.
     """
@@ -156,7 +157,8 @@ def distribute_mixer(module: nn.Module, kind: MixerKind, group: SequenceGroup, c
         )
     if kind.functions:
         replace_functions(kind.module)
-    changes.set_attribute(module, "sequence_group", group)
+    changes.set_attribute(module, "sequence_group", context.sequence)
+    changes.set_attribute(module, "recurrent_schedule", context.recurrent_schedule)
     if not hasattr(type(module), "plain_class"):
         changes.set_attribute(module, "__class__", _distributed_class(kind))
 

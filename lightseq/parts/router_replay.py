@@ -4,7 +4,7 @@ The server that generates a completion and the trainer round differently, so the
 Training with the server's choice keeps log-probabilities of both close (Rollout Routing Replay, arXiv 2510.11370).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, Final
 
@@ -43,8 +43,9 @@ class _Chosen(TorchFunctionMode):
         return torch.return_types.topk((scores.gather(-1, self._experts_TK), self._experts_TK))
 
 
-def install(layers: Sequence[nn.Module], changes: Changes) -> None:
+def install(layers: Iterable[nn.Module], changes: Changes) -> None:
     """Lets layers with experts take `routed_experts` beside their other arguments. Layers without experts drop it."""
+    layers = list(layers)
     if not any(True for layer in layers for _ in experts_modules(layer)):
         return
     with_experts = 0
@@ -58,29 +59,39 @@ def install(layers: Sequence[nn.Module], changes: Changes) -> None:
         with_experts += has_experts
 
 
-def layers_with_experts(layers: Sequence[nn.Module]) -> int:
-    """Returns the number of layers that have experts."""
-    return sum(any(True for _ in experts_modules(layer)) for layer in layers)
+def check_shape(routed: Any, input_ids: Tensor) -> None:
+    """Raises ValueError unless a choice has whole numbers for each of a batch's tokens."""
+    if not isinstance(routed, Tensor) or routed.is_floating_point() or routed.ndim != 4:
+        given = f"{tuple(routed.shape)} of {routed.dtype}" if isinstance(routed, Tensor) else type(routed).__name__
+        raise ValueError(f"{ROUTED_EXPERTS} is {given}; give whole numbers (batch, length, layers, experts of a token)")
+    if routed.shape[:2] != input_ids.shape:
+        raise ValueError(
+            f"{ROUTED_EXPERTS} is for {tuple(routed.shape[:2])} tokens (batch, length), but input_ids are "
+            f"{tuple(input_ids.shape)}; give a choice for each token, of prompts too"
+        )
 
 
-def check_routed_experts(routed: Any, batch: tuple[int, int], layers: Sequence[nn.Module]) -> None:
-    """Raises ValueError unless a choice has an expert's number for each of a batch's tokens, layers and choices."""
+def check_experts(routed: Tensor, layers: Iterable[nn.Module]) -> None:
+    """Raises ValueError unless a choice fits the layers and experts of a model. Waits for the device."""
+    layers = list(layers)
     found = [experts for layer in layers for _, experts in experts_modules(layer)]
     if not found:
-        raise ValueError(f"{ROUTED_EXPERTS}: the model has no experts; leave it out")
-    if not isinstance(routed, Tensor) or routed.is_floating_point() or routed.ndim != 4:
-        shape = tuple(routed.shape) if isinstance(routed, Tensor) else type(routed).__name__
-        raise ValueError(f"{ROUTED_EXPERTS} is {shape}; give whole numbers (batch, length, layers, experts of a token)")
-    if tuple(routed.shape[:2]) != batch:
-        raise ValueError(f"{ROUTED_EXPERTS} is for {tuple(routed.shape[:2])} tokens, but the batch has {batch}")
-    counts = {len(layers), layers_with_experts(layers)}
+        raise ValueError(f"{ROUTED_EXPERTS}: the model has no experts that can be chosen for it; leave it out")
+    counts = sorted({len(layers), _layers_with_experts(layers)})
     if routed.shape[2] not in counts:
-        names = " or ".join(map(str, sorted(counts)))
-        raise ValueError(f"{ROUTED_EXPERTS} has {routed.shape[2]} layers, but the model {names}; give all, or those with experts")
+        raise ValueError(
+            f"{ROUTED_EXPERTS} has {routed.shape[2]} layers, but the model {' or '.join(map(str, counts))}; give all "
+            "layers, or those with experts"
+        )
+    experts = int(found[0].num_experts)
     lowest, highest = (int(x) for x in routed.aminmax())
-    if lowest < 0 or highest >= (experts := int(found[0].num_experts)):
+    if lowest < 0 or highest >= experts:
         wrong = lowest if lowest < 0 else highest
-        raise ValueError(f"{ROUTED_EXPERTS} names expert {wrong}, but layers have experts 0 to {experts - 1}")
+        raise ValueError(f"{ROUTED_EXPERTS} names expert {wrong}; layers have experts 0 to {experts - 1}")
+
+
+def _layers_with_experts(layers: Iterable[nn.Module]) -> int:
+    return sum(any(True for _ in experts_modules(layer)) for layer in layers)
 
 
 def _blocks(layer: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
@@ -99,18 +110,18 @@ def _take_choice(
 ) -> Any:
     """Runs a layer with its part of a choice. Checkpoints hold the choice with the layer's other arguments."""
     routed = kwargs.pop(ROUTED_EXPERTS, None)
-    if routed is None:
+    number, place, layers = index
+    if routed is None or place is None:
         return forward(*args, **kwargs)
-    return _run_with_choice(replay, index, routed, forward, args, kwargs)
+    experts_TK = routed[:, :, number if routed.shape[2] == layers else place].flatten(0, 1).long()
+    return _run_with_choice(replay, experts_TK, forward, args, kwargs)
 
 
 @torch.compiler.disable
 def _run_with_choice(
-    replay: _Replay, index: tuple[int, int | None, int], routed: Tensor, forward: Callable[..., Any], args: Any, kwargs: Any
+    replay: _Replay, experts_TK: Tensor | None, forward: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
-    number, place, layers = index
-    if place is not None:
-        replay.experts_TK = routed[:, :, number if routed.shape[2] == layers else place].flatten(0, 1).long()
+    replay.experts_TK = experts_TK
     try:
         return forward(*args, **kwargs)
     finally:
@@ -126,9 +137,8 @@ def _choose(
     with _Chosen(replay.experts_TK, experts) as chosen:
         output = forward(*args, **kwargs)
     if not chosen.is_used:
-        k = replay.experts_TK.shape[1]
         raise ValueError(
-            f"{type(block).__name__} did not choose {k} of {experts} experts by topk, so {ROUTED_EXPERTS} cannot replace "
-            "its choice; give as many experts a token as the model takes, or leave it out"
+            f"{type(block).__name__} did not choose {replay.experts_TK.shape[1]} of {experts} experts by topk, so "
+            f"{ROUTED_EXPERTS} cannot replace its choice; give as many a token as the model takes, or leave it out"
         )
     return output

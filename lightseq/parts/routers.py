@@ -2,10 +2,13 @@
 
 Operators inside a layer note each router's sums, and in the backward pass add the gradient of the router loss to its
 logits. They are opaque to compilers, and a recomputed layer notes the same sums again, so that they count once.
+Autograd alone would not do: no gradient reaches logits inside a checkpoint of several layers, and those of all layers
+would stay in memory. A user's own loop gets the model's own logits and loss instead (hf/router_losses.py).
 """
 
 from collections.abc import Iterator
 from functools import partial
+from inspect import unwrap
 from typing import Any, Final
 from weakref import WeakValueDictionary
 
@@ -16,9 +19,11 @@ from transformers import PreTrainedModel
 
 from lightseq.parts.changes import Changes
 from lightseq.parts.experts import experts_modules
+from lightseq.parts.probes import is_load_balancing_loss
 from lightseq.parts.router_loss import RouterSums, router_loss_share, router_sums, sums_over_ranks
 from lightseq.sequence.group import SequenceGroup
 
+FUNCTION: Final = "load_balancing_loss_func"  # transformers' name of the router loss, a global of modeling files
 BIAS: Final = "e_score_correction_bias"  # transformers' name of the bias that balances experts (DeepSeek V3)
 
 
@@ -159,6 +164,24 @@ def _slot(text: str) -> tuple[Routers, int]:
 
 
 # ---- parts of a model ------------------------------------------------------------------------------------------------
+
+
+def has_router_loss(model: PreTrainedModel) -> bool:
+    """Returns whether a model computes a router loss. Raises ValueError if it is not the load-balancing loss."""
+    functions = [namespace[FUNCTION] for namespace in router_loss_namespaces(model)]
+    if not all(map(is_load_balancing_loss, functions)):
+        raise ValueError(
+            f"{type(model).__name__} has a router loss of its own, which needs the whole sequence on one rank; set "
+            "output_router_logits to False"
+        )
+    return bool(functions)
+
+
+def router_loss_namespaces(model: PreTrainedModel) -> Iterator[dict[str, Any]]:
+    """Yields the namespaces of a model's forward passes that hold the function of the router loss."""
+    forwards = [vars(kind).get("forward") for kind in type(model).__mro__]
+    found = [unwrap(x).__globals__ for x in (*forwards, vars(model).get("forward")) if hasattr(x, "__code__")]
+    yield from {id(namespace): namespace for namespace in found if FUNCTION in namespace}.values()
 
 
 def _routers(recorder: nn.Module) -> Iterator[tuple[nn.Module, Any]]:

@@ -35,7 +35,7 @@ from lightseq.parts.low_rank import (
 )
 from lightseq.parts.projections import PROJECTIONS
 from lightseq.schedule.head_slices import count_head_slices
-from lightseq.schedule.windows import Reach
+from lightseq.schedule.reach import Reach
 from lightseq.utils.checkpoint_context import is_recomputing, take_memory
 
 # Layers of norm, attention, residual, norm, MLP, residual, in which q and k may have norms of their own.

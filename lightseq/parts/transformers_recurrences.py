@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
 from lightseq.attention.module_attention import unhonoured_argument
-from lightseq.kernels.recurrent.base import CHUNK
+from lightseq.kernels.recurrent.base import CHUNK, ScanInputs
 from lightseq.parts.facts import SCAN_PEAK_SHARE, LinearMixer
 from lightseq.parts.probes import functions_of_mixer
 from lightseq.recurrent.scan import scan
@@ -38,6 +38,7 @@ class Mixing:
     """Context of the functions of one forward pass of a mixer, and the names of those that ran."""
 
     group: SequenceGroup
+    schedule: str  # of the scan, one of RECURRENT_SCHEDULES
     documents: Documents | None
     ran: list[str] = field(default_factory=list)
 
@@ -76,8 +77,8 @@ def delta_rule(
     _check_keywords("the delta rule", others)
     if use_qk_l2norm_in_kernel:
         query, key = _normalized(query), _normalized(key)
-    scale = query.shape[-1] ** -0.5
-    return scan(mixing.group, query, key, value, _wide(g), beta, scale, mixing.documents), None
+    x = ScanInputs(query, key, value, _wide(g), beta)
+    return scan(mixing.group, x, mixing.schedule, query.shape[-1] ** -0.5, mixing.documents), None
 
 
 def mamba2_scan(
@@ -100,7 +101,8 @@ def mamba2_scan(
         dt = dt + dt_bias.to(dt.dtype)
     dt = _wide(F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
     wide = _wide(hidden_states)
-    out = scan(mixing.group, C, B, wide * dt[..., None], A.to(dt.dtype) * dt, documents=mixing.documents)
+    x = ScanInputs(C, B, wide * dt[..., None], A.to(dt.dtype) * dt)
+    out = scan(mixing.group, x, mixing.schedule, documents=mixing.documents)
     return out if D is None else out + _wide(D)[:, None] * wide
 
 
@@ -164,7 +166,7 @@ def distributed_forward(self: Any, *args: Any, documents: Documents | None = Non
 
     Raises ValueError if the forward did not pass its keywords on to them.
     """
-    mixing = Mixing(self.sequence_group, documents)
+    mixing = Mixing(self.sequence_group, self.recurrent_schedule, documents)
     out = self.plain_forward(*args, **kwargs, **{MIXING: mixing})
     if missing := [name for name in self.functions if name not in mixing.ran]:
         raise ValueError(

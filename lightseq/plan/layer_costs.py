@@ -31,7 +31,7 @@ from lightseq.parts.part import Choices, Ranks, choices_of_policy
 from lightseq.parts.recurrences import registered_mixers
 from lightseq.plan.layer_graph import TOKENS, LayerGraph
 from lightseq.plan.layer_kernels import LAYER_INPUT, Pass
-from lightseq.schedule.windows import Reach
+from lightseq.schedule.reach import Reach
 
 TRACED: Final = f"{IMPLEMENTATION}_traced"  # in transformers' registry of attention functions
 # Points of a layer's backward pass: operators whose own memory is counted elsewhere, and all others.

@@ -162,12 +162,8 @@ class PlannedRun:
         length = self.config.model_max_length
         options = AttentionConfig.from_flags(self.config, torch.device("cuda"), self.hardware.gpus_per_host)
         options = options.with_windows(self.architecture.windows, self.sequence_ranks)
-        shape = attention_shape(
-            self.architecture.attentions,
-            length,
-            element_bytes=self.itemsize,
-            with_recurrences=self.architecture.has_recurrences,
-        )
+        options = replace(options, carries_states=self.architecture.has_recurrences)
+        shape = attention_shape(self.architecture.attentions, length, element_bytes=self.itemsize)
         return choose(schedule_request(options, self.sequence_ranks, shape, self.transport))
 
     @cached_property

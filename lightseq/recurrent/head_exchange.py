@@ -150,7 +150,7 @@ def scan_heads(
 def _compute(inputs: list[Tensor], scale: float, group: SequenceGroup, boundaries: Tensor | None) -> Tensor:
     group.check_documents(boundaries)
     exchange = _exchange_for(group, inputs[2].shape[1], boundaries, inputs[2].device)
-    x = _scan_inputs(exchange.heads_for_tokens(_to_exchange(inputs, exchange.world)))
+    x = ScanInputs(*exchange.heads_for_tokens(_to_exchange(inputs, exchange.world)))
     out = select_kernel(x).forward(x, scale, exchange.edges).run(None)
     return exchange.tokens_for_heads([out])[0]
 
@@ -162,22 +162,8 @@ def _to_exchange(inputs: list[Tensor], world: int) -> list[Tensor]:
     return [_spread(q, heads), _spread(k, heads), *others]
 
 
-def _scan_inputs(parts: list[Tensor]) -> ScanInputs:
-    q, k, v, g = parts[:4]
-    return ScanInputs(q, k, v, g, parts[4] if len(parts) > 4 else None)
-
-
 @scan_heads.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor | None,
-    scale: float,
-    group_name: str,
-    boundaries: Tensor | None,
-) -> Tensor:
+def _(q: Tensor, k: Tensor, v: Tensor, *_others: Any) -> Tensor:
     return v.new_empty(v.shape)
 
 
@@ -188,7 +174,7 @@ def _scan_heads_backward(
     """Returns the gradients of q, k, v, g and, if it is given, beta."""
     exchange = _exchange_for(find_group(group_name), dout.shape[1], boundaries, dout.device)
     *parts, dout = exchange.heads_for_tokens([*_to_exchange(inputs, exchange.world), dout])
-    x = _scan_inputs(parts)
+    x = ScanInputs(*parts)
     found = select_kernel(x).backward(x, scale, exchange.edges, None, dout).run(None)
     del x, parts, dout
     dq, dk, *others = exchange.tokens_for_heads([gradient for gradient in found if gradient is not None])
@@ -197,7 +183,7 @@ def _scan_heads_backward(
 
 
 @_scan_heads_backward.register_fake
-def _(dout: Tensor, inputs: list[Tensor], scale: float, group_name: str, boundaries: Tensor | None) -> list[Tensor]:
+def _(dout: Tensor, inputs: list[Tensor], *_others: Any) -> list[Tensor]:
     return [x.new_empty(x.shape) for x in inputs]
 
 

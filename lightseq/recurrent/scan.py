@@ -24,21 +24,18 @@ from lightseq.utils.checkpoint_context import reuse_or_compute
 
 def scan(
     group: SequenceGroup,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor | None = None,
+    x: ScanInputs,
+    schedule: str,
     scale: float = 1.0,
     documents: Documents | None = None,
 ) -> Tensor:
     """Returns the outputs (B, S, H, V) of a recurrence for this rank's part of a sequence.
 
-    q and k are (B, S, G, K), v (B, S, H, V), the log decay g (B, S, H) or (B, S, H, K), beta (B, S, H) or None. They
-    lie in the group's layout, or in the documents' layout; states start anew in each document. Every rank of the group
-    must call it, forward and backward. Raises ValueError for a layout or heads that the group's `recurrent_schedule`
-    does not take.
+    Inputs lie in the group's layout, or in the documents' layout; states start anew in each document. `schedule` is one
+    of `RECURRENT_SCHEDULES`. Every rank of the group must call it, forward and backward. Raises ValueError for a layout
+    or heads that the schedule does not take.
     """
+    q, k, v, g, beta = x
     if k.shape != q.shape or v.shape[2] % q.shape[2]:
         raise ValueError(
             f"a recurrence has {v.shape[2]} heads of values, {q.shape[2]} of queries and {k.shape[2]} of keys; set "
@@ -46,7 +43,7 @@ def scan(
         )
     boundaries = None if documents is None else documents.boundaries
     fragments = count_fragments(group, v.shape[1], packed=documents is not None)
-    if choose(group.recurrent_schedule, group.layout.world, v.shape[2], fragments) == HEADS:
+    if choose(schedule, group.layout.world, v.shape[2], fragments) == HEADS:
         return scan_heads(q, k, v, g, beta, scale, group.name, boundaries)
     slots_of(group, v.shape[1], boundaries)
     out, _, _ = _scan(q, k, v, g, beta, scale, group.name, boundaries)
@@ -121,8 +118,7 @@ def _scan_backward(
     boundaries: Tensor | None,
 ) -> list[Tensor]:
     """Returns the gradients of q, k, v, g and, if it is given, beta."""
-    group, (q, k, v, g) = find_group(group_name), inputs[:4]
-    x = ScanInputs(q, k, v, g, inputs[4] if len(inputs) > 4 else None)
+    group, x = find_group(group_name), ScanInputs(*inputs)
     plan, kernel = plan_for(group, x.v.shape[1], boundaries, x.v.device), select_kernel(x)
     initial = _at_segments(states, plan, plan.first) if plan.communicates else None
     outer = kernel.backward(_take(x, plan.outer), scale, plan.outer.edges, initial, _rows(dout, plan.outer))
@@ -140,15 +136,7 @@ def _scan_backward(
 
 
 @_scan_backward.register_fake
-def _(
-    dout: Tensor,
-    inputs: list[Tensor],
-    states: Tensor,
-    transitions: Tensor,
-    scale: float,
-    group_name: str,
-    boundaries: Tensor | None,
-) -> list[Tensor]:
+def _(dout: Tensor, inputs: list[Tensor], *_others: Any) -> list[Tensor]:
     return [x.new_empty(x.shape) for x in inputs]
 
 

@@ -57,15 +57,7 @@ def _convolution(
 
 
 @_convolution.register_fake
-def _(
-    x_BSC: Tensor,
-    before_BFWC: Tensor,
-    weight_CW: Tensor,
-    bias_C: Tensor | None,
-    boundaries: Tensor | None,
-    group_name: str,
-    silu: bool,
-) -> Tensor:
+def _(x_BSC: Tensor, *_others: Any) -> Tensor:
     return x_BSC.new_empty(x_BSC.shape)
 
 
@@ -92,14 +84,7 @@ def _convolution_backward(
 
 @_convolution_backward.register_fake
 def _(
-    dout_BSC: Tensor,
-    x_BSC: Tensor,
-    before_BFWC: Tensor,
-    weight_CW: Tensor,
-    bias_C: Tensor | None,
-    boundaries: Tensor | None,
-    group_name: str,
-    silu: bool,
+    dout_BSC: Tensor, x_BSC: Tensor, before_BFWC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, *_others: Any
 ) -> list[Tensor]:
     given = [x_BSC, weight_CW, *([] if bias_C is None else [bias_C])]
     return [x.new_empty(x.shape) for x in given]

@@ -265,6 +265,20 @@ def check_heads(schedule: Schedule, heads: int, kv_heads: int) -> None:
         )
 
 
+def takes_recurrences(name: str) -> bool:
+    """Returns whether layers can carry a state through the tokens of a rank, which a striped layout scatters."""
+    return SCHEDULES[name].layout != "striped"
+
+
+def check_takes_recurrences(name: str) -> None:
+    """Raises ValueError for a schedule with scattered tokens, for a model whose layers carry a state through them."""
+    if not takes_recurrences(name):
+        raise ValueError(
+            f"schedule {name} scatters tokens that recurrent layers read in order; use zigzag, prefix or ulysses, or "
+            "--recurrent_schedule heads"
+        )
+
+
 def check_takes_windows(name: str) -> None:
     """Raises ValueError for a schedule that does not support sliding windows (`Algorithm.one_tile_per_query`)."""
     able = [other for other, algorithm in SCHEDULES.items() if algorithm.one_tile_per_query]

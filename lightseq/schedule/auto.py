@@ -47,14 +47,15 @@ def choose_by_time(
     gpus_per_host: int,
     requested: ScheduleChoice = ScheduleChoice(),  # noqa: B008 (immutable)
     keep_gathered: bool = False,
+    names: tuple[str, ...] = tuple(SCHEDULES),
 ) -> ScheduleChoice:
     """Chooses the schedule with the least predicted time. The result depends on the arguments only, so ranks agree.
 
-    Raises ValueError if no choice fits `requested`.
+    Raises ValueError if no choice fits `requested`, with one of `names` if it leaves the schedule open.
     """
     found = [
         ChoiceEstimate(choice, estimate_choice(choice, world, shape, rates, gpus_per_host, keep_gathered))
-        for choice in _require_choices(world, shape, requested)
+        for choice in _require_choices(world, shape, requested, names)
     ]
     return choose_best(found, shape.kv_heads).choice
 
@@ -63,6 +64,7 @@ def choose_by_counts(
     world: int,
     shape: AttentionShape,
     requested: ScheduleChoice = ScheduleChoice(),  # noqa: B008
+    names: tuple[str, ...] = tuple(SCHEDULES),
 ) -> ScheduleChoice:
     """Chooses by counts: least arithmetic on the critical path, then fewest exposed bytes, then fewest moved bytes.
 
@@ -73,7 +75,8 @@ def choose_by_counts(
         c = cost(make_schedule(choice.schedule, world, choice.head_groups or 1, choice.ulysses_size), shape)
         return (round(c.critical_flops / c.flops, 3), c.exposed_bytes, c.max_rank_bytes)
 
-    return min(_require_choices(world, shape, requested._replace(head_groups=requested.head_groups or 1)), key=price)
+    requested = requested._replace(head_groups=requested.head_groups or 1)
+    return min(_require_choices(world, shape, requested, names), key=price)
 
 
 def choose_windowed(requested: ScheduleChoice) -> ScheduleChoice:
@@ -147,9 +150,10 @@ def possible_choices(
     world: int,
     shape: AttentionShape,
     requested: ScheduleChoice = ScheduleChoice(),  # noqa: B008
+    names: tuple[str, ...] = tuple(SCHEDULES),
 ) -> Iterator[ScheduleChoice]:
     """Yields every choice that fits `requested` and that these ranks and heads allow."""
-    for name in SCHEDULES if requested.schedule == AUTO else (requested.schedule,):
+    for name in names if requested.schedule == AUTO else (requested.schedule,):
         splits_some = SCHEDULES[name].ulysses_group == "half"
         sizes = [u for u in range(2, world) if world % u == 0] if splits_some else [None]
         for size in sizes if requested.ulysses_size is None else [requested.ulysses_size]:
@@ -160,27 +164,19 @@ def possible_choices(
                     yield choice
 
 
-def _require_choices(world: int, shape: AttentionShape, requested: ScheduleChoice) -> list[ScheduleChoice]:
+def _require_choices(
+    world: int, shape: AttentionShape, requested: ScheduleChoice, names: tuple[str, ...]
+) -> list[ScheduleChoice]:
     """Returns the possible choices. Raises ValueError with a reason if there are none."""
-    if found := list(possible_choices(world, shape, requested)):
+    if found := list(possible_choices(world, shape, requested, names)):
         return found
-    name = next(iter(SCHEDULES)) if requested.schedule == AUTO else requested.schedule
+    name = names[0] if requested.schedule == AUTO else requested.schedule
     raise ValueError(why_impossible(requested._replace(schedule=name), world, shape))
-
-
-def check_takes_recurrences(schedule: str, shape: AttentionShape) -> None:
-    """Raises ValueError for a schedule with scattered tokens if some layer carries a state through the sequence."""
-    if shape.with_recurrences and SCHEDULES[schedule].layout == "striped":
-        raise ValueError(
-            f"schedule {schedule} scatters tokens that recurrent layers read in order; use zigzag, prefix or "
-            "ulysses, or --recurrent_schedule heads"
-        )
 
 
 def why_impossible(choice: ScheduleChoice, world: int, shape: AttentionShape) -> str | None:
     """Returns the reason why a choice is impossible, None if it is possible."""
     try:
-        check_takes_recurrences(choice.schedule, shape)
         schedule = schedule_without_steps(choice.schedule, world, choice.head_groups or 1, choice.ulysses_size)
         for layer in (shape, *shape.other_layers):
             check_heads(schedule, layer.heads, layer.kv_heads)

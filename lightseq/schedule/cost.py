@@ -22,7 +22,6 @@ class AttentionShape:
     element_bytes: int = 2
     value_dim: int | None = None  # of a head's values (default: head_dim, that of queries and keys)
     other_layers: tuple["AttentionShape", ...] = ()  # with other heads
-    with_recurrences: bool = False  # layers without attention carry a state through the sequence
 
     @property
     def values(self) -> int:

@@ -5,9 +5,8 @@ a window cuts each chunk of that layout into pieces, so that a rank fetches only
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
-from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,26 +18,6 @@ from lightseq.schedule.segments import Segments
 from lightseq.schedule.table import Assignment, Schedule, Tile, derive_steps
 
 Ints = NDArray[np.int64]
-
-WINDOW: Final = "window"
-CHUNK: Final = "chunk"
-
-
-@dataclass(frozen=True)
-class Reach:
-    """Keys that a query of a layer sees, up to its own: the last `tokens` (its own included), or those of its chunk.
-
-    Chunks of `tokens` count from the start of a document (Llama 4).
-    """
-
-    kind: str  # WINDOW or CHUNK
-    tokens: int
-
-
-def sliding(window: int | None) -> Reach | None:
-    """Returns the reach of a sliding window of so many tokens; None for full attention."""
-    return None if window is None else Reach(WINDOW, window)
-
 
 MAX_PIECES = 64  # of a chunk
 MAX_EXCESS = 0.02  # of the tokens fetched, over those that the window needs

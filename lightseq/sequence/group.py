@@ -34,7 +34,6 @@ class SequenceGroup:
     layout: Layout  # of sequences that are not packed
     transport: Transport
     balances_documents: bool  # every packed sequence gets a layout that balances the work on its documents
-    recurrent_schedule: str = "auto"  # how scans span the ranks (config/recurrent_schedules.py)
     batch: BatchState = field(default_factory=BatchState)
 
     def check_documents(self, boundaries: Tensor | None) -> None:
@@ -107,7 +106,6 @@ def make_sequence_group(
     transport: Transport,
     balances_documents: bool = False,
     stem: str | None = None,
-    recurrent_schedule: str = "auto",
 ) -> SequenceGroup:
     """Makes the group of a process group's ranks, and registers it under a new name until `release_group`.
 
@@ -123,7 +121,6 @@ def make_sequence_group(
         layout=layout,
         transport=transport,
         balances_documents=balances_documents,
-        recurrent_schedule=recurrent_schedule,
     )
     _GROUPS[group.name] = group
     return group

@@ -4,11 +4,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from lightseq.attention.context import SequenceContext
 from lightseq.config.train_config import TrainConfig
-from lightseq.hf.router_losses import check_router_loss, has_router_loss
 from lightseq.models.decoder import text_config, text_decoder
 from lightseq.parts.changes import changes_of
 from lightseq.parts.router_loss import asks_for_router_logits
-from lightseq.parts.routers import Routers
+from lightseq.parts.routers import Routers, has_router_loss
 
 
 def router_coefficient(config: TrainConfig, model_config: PreTrainedConfig) -> float:
@@ -32,13 +31,11 @@ def make_routers(config: TrainConfig, model: PreTrainedModel, context: SequenceC
             f"--router_bias_update_rate {rate} moves biases of the model, which adapters do not save; leave it out, or "
             "--lora_rank"
         )
-    if coefficient:
-        check_router_loss(model)
-        if not has_router_loss(model):
-            raise ValueError(
-                f"--router_aux_loss_coef {coefficient}: {type(model).__name__} has no router loss in transformers; "
-                "leave it out"
-            )
+    if coefficient and not has_router_loss(model):
+        raise ValueError(
+            f"--router_aux_loss_coef {coefficient}: {type(model).__name__} has no router loss in transformers; leave "
+            "it out"
+        )
     owners = (model, text_config(model.config))
     top_k = next((int(found) for x in owners if (found := getattr(x, "num_experts_per_tok", None))), 0)
     return Routers(model, text_decoder(model), context.sequence, changes_of(model), top_k, coefficient, rate)

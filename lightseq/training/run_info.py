@@ -91,9 +91,9 @@ def describe_run(trainer: Trainer) -> dict[str, Any]:
 
 
 def _recurrent_schedule(trainer: Trainer) -> str | None:
-    group, length = trainer.context.sequence, trainer.config.model_max_length
-    tokens = group.layout.padded_length(length) // group.layout.world
-    return chosen_recurrent_schedule(trainer.inputs.model_config, group.recurrent_schedule, group.layout, tokens)
+    context, length = trainer.context, trainer.config.model_max_length
+    tokens = context.layout.padded_length(length) // context.layout.world
+    return chosen_recurrent_schedule(trainer.inputs.model_config, context.recurrent_schedule, context.layout, tokens)
 
 
 def _slow_reason(trainer: Trainer) -> str | None:

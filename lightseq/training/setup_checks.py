@@ -23,16 +23,16 @@ from lightseq.config.optimizers import EIGHT_BIT
 from lightseq.config.remat_policies import STORE_LINEARS, STORES_MLP
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import BatchStream
+from lightseq.data.columns import CHAT, PAIR, PREFERENCE
 from lightseq.data.examples import Examples, WindowExamples
 from lightseq.data.held_out import SelectedExamples
 from lightseq.data.packing import PackedExamples
-from lightseq.data.targets import CHAT, PAIR, PREFERENCE
 from lightseq.distributed.agreement import on_all_ranks
 from lightseq.distributed.world import World
 from lightseq.kernels.attention.base import KernelSpec, compute_capability
 from lightseq.kernels.attention.tile_kernel_choice import select
 from lightseq.parts.attention import LENGTH_DEPENDENT_ROPE, caps_scores, rope_types
-from lightseq.parts.facts import distinct, names_of_kinds
+from lightseq.parts.facts import Layer, distinct, names_of_kinds
 from lightseq.parts.tiled import check_layer_class
 from lightseq.schedule.algorithms import SCHEDULES
 from lightseq.schedule.auto import ScheduleChoice, choose_windowed
@@ -86,7 +86,7 @@ def check_packages(config: TrainConfig) -> None:
 
 def check_layers(config: TrainConfig, architecture: Architecture) -> None:
     """Raises ValueError if the flags need something that the model's layers do not support."""
-    kinds, policy = names_of_kinds(architecture.layers), config.remat_policy
+    kinds = names_of_kinds(architecture.layers)
     unmarked = any(".experts." in name for name in architecture.outside_linears)  # by older versions
     if unmarked or any(layer.experts for layer in architecture.kinds):
         check_transformers_for(f"the experts of {architecture.name}", OLDEST_FOR_EXPERTS)
@@ -131,29 +131,30 @@ def check_layers(config: TrainConfig, architecture: Architecture) -> None:
             "pass could choose otherwise; leave it out"
         )
     for layer in distinct(architecture.layers):
-        if layer.mixes_tokens and not layer.mixers:  # nothing here knows whether and how its tokens read others
-            raise ValueError(
-                f"{architecture.name} has a layer ({layer.kind}) without attention or a registered mixer; {OWN_LOOP}"
-            )
-        if (calls := len(layer.attentions)) > 1:
-            raise ValueError(
-                f"{architecture.name} has a layer ({layer.kind}) with {calls} calls of attention, not one; {OWN_LOOP}"
-            )
-        if policy in STORES_MLP and not layer.can_store_mlp:
-            raise ValueError(
-                f"--remat {policy} needs a gated MLP of plain linear layers, which {layer.kind} does not have; give "
-                "--remat attention"
-            )
-        if policy == STORE_LINEARS and not layer.plain_projections:
-            raise ValueError(
-                f"--remat {STORE_LINEARS} needs four attention projections without bias, which {layer.kind} does not "
-                "have; give --remat attention+mlp"
-            )
+        _check_layer(config.remat_policy, architecture.name, layer)
     asked = config.fsdp_transformer_layer_cls_to_wrap
     if asked is not None and [asked] != kinds:
         raise ValueError(
             f"--fsdp_transformer_layer_cls_to_wrap {asked}: the layers of {config.model_name_or_path} are of the class "
             f"{' and '.join(kinds)}; give that, or leave it out"
+        )
+
+
+def _check_layer(policy: str, name: str, layer: Layer) -> None:
+    """Raises ValueError for a layer of a model with this name that cannot span ranks, or store what a policy says."""
+    if layer.mixes_tokens and not layer.mixers:  # nothing here knows whether and how its tokens read others
+        raise ValueError(f"{name} has a layer ({layer.kind}) without attention or a registered mixer; {OWN_LOOP}")
+    if (calls := len(layer.attentions)) > 1:
+        raise ValueError(f"{name} has a layer ({layer.kind}) with {calls} calls of attention, not one; {OWN_LOOP}")
+    if policy in STORES_MLP and not layer.can_store_mlp:
+        raise ValueError(
+            f"--remat {policy} needs a gated MLP of plain linear layers, which {layer.kind} does not have; give "
+            "--remat attention"
+        )
+    if policy == STORE_LINEARS and not layer.plain_projections:
+        raise ValueError(
+            f"--remat {STORE_LINEARS} needs four attention projections without bias, which {layer.kind} does not "
+            "have; give --remat attention+mlp"
         )
 
 

@@ -27,7 +27,7 @@ class ScanInputs(NamedTuple):
     k: Tensor  # (B, S, G, K)
     v: Tensor  # (B, S, H, V)
     g: Tensor  # (B, S, H) or (B, S, H, K), float32 or wider, at most 0
-    beta: Tensor | None  # (B, S, H)
+    beta: Tensor | None = None  # (B, S, H)
 
 
 class Summary(NamedTuple):

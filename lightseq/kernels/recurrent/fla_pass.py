@@ -36,7 +36,7 @@ class FlaPass:
 
     def __init__(self, x: ScanInputs, scale: float, edges: Sequence[int]) -> None:
         self._batch, self._scale = len(x.v), scale
-        self._dtypes = [None if part is None else part.dtype for part in x]
+        self._dtypes = [part.dtype for part in x if part is not None]
         self._q, self._k, self._v = (self._flat(part) for part in (x.q.to(x.k.dtype), x.k, x.v.to(x.k.dtype)))
         self._tables = _chunk_tables(tuple(edges), self._batch, x.v.device)
         self._of_segments: dict[str, Any] = {"cu_seqlens": self._tables.starts, "chunk_indices": self._tables.chunks}
@@ -59,10 +59,10 @@ class FlaPass:
     def _gradients(self, dq: Tensor, dk: Tensor, dv: Tensor, dg: Tensor, dbeta: Tensor | None) -> ScanInputs:
         """Returns the gradients of the inputs. dg is that of the decays summed within each chunk."""
         dg = chunk_local_cumsum(dg, chunk_size=CHUNK, reverse=True, **self._of_segments)
-        pairs = zip((dq, dk, dv, dg, dbeta), self._dtypes, strict=True)
-        return ScanInputs(*(None if part is None else self._rows(part, dtype) for part, dtype in pairs))  # type: ignore[arg-type]
+        found = [part for part in (dq, dk, dv, dg, dbeta) if part is not None]
+        return ScanInputs(*(self._rows(part, dtype) for part, dtype in zip(found, self._dtypes, strict=True)))
 
-    def _rows(self, x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    def _rows(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         return x.to(dtype).unflatten(1, (self._batch, -1)).squeeze(0)
 
 

@@ -71,7 +71,7 @@ class _Backward:
             (gradients,) = vjp((dout, torch.zeros_like(state) if dfinal is None else dfinal[:, n]))
             found.append(gradients)
         joined: dict[str, Any] = {name: torch.cat([each[name] for each in found], 1).contiguous() for name in found[0]}
-        return ScanInputs(**{"beta": None} | joined)
+        return ScanInputs(**joined)
 
     def _parts(self) -> Iterator[tuple[ScanInputs, Tensor]]:
         bounds = pairwise(self.edges)
@@ -84,7 +84,7 @@ def _outputs_from(x: ScanInputs, scale: float, state: Tensor) -> Tensor:
 
 
 def _results_of(scale: float, state: Tensor, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    return scan(ScanInputs(**{"beta": None} | given), scale, state)
+    return scan(ScanInputs(**given), scale, state)
 
 
 def _segments(x: ScanInputs, edges: Sequence[int]) -> Iterator[ScanInputs]:

@@ -16,7 +16,6 @@ from lightseq.attention.context import one_rank_context
 from lightseq.config.command_line import REQUIRED_BY_TOOLS, parse
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.parallel_dims import check_expert_size
-from lightseq.hf.router_losses import install_router_loss
 from lightseq.kernels.attention.tile_kernel_choice import why_unsupported
 from lightseq.models.presets import ModelFamily
 from lightseq.parts.chosen_experts import build_to_train
@@ -108,7 +107,6 @@ def _check_routers(config: TrainConfig, config_of_model: PreTrainedConfig) -> No
     """Raises ValueError for flags of routers that the model does not have."""
     if config.router_aux_loss_coef or config.router_bias_update_rate:
         model = build_to_train(config_of_model)
-        install_router_loss(model)
         make_routers(config, model, one_rank_context())
 
 
