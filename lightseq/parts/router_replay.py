@@ -5,6 +5,7 @@ Training with the server's choice keeps log-probabilities of both close (Rollout
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -12,17 +13,26 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightseq.parts.attention import attention_modules
 from lightseq.parts.changes import Changes
 from lightseq.parts.experts import experts_modules
 
 ROUTED_EXPERTS: Final = "routed_experts"  # argument of layers: (batch, tokens, layers, experts of a token)
 
 
+@dataclass
 class _Replay:
-    """Choice of one layer in its running forward pass."""
+    """Choice of one layer, and the place of the layer among all, and among those with experts."""
 
-    def __init__(self) -> None:
-        self.experts_TK: Tensor | None = None
+    number: int
+    place: int
+    layers: int
+    experts_TK: Tensor | None = None  # in the running forward pass
+
+    def take(self, routed: Tensor) -> None:
+        """Takes the layer's part of a choice."""
+        number = self.number if routed.shape[2] == self.layers else self.place
+        self.experts_TK = routed[:, :, number].flatten(0, 1).long()
 
 
 class _Chosen(TorchFunctionMode):
@@ -45,18 +55,19 @@ class _Chosen(TorchFunctionMode):
 
 def install(layers: Iterable[nn.Module], changes: Changes) -> None:
     """Lets layers with experts take `routed_experts` beside their other arguments. Layers without experts drop it."""
-    layers = list(layers)
-    if not any(True for layer in layers for _ in experts_modules(layer)):
+    layers, place = list(layers), 0
+    if not _layers_with_experts(layers):
         return
-    with_experts = 0
     for number, layer in enumerate(layers):
-        replay, has_experts = _Replay(), False
-        for block, experts in _blocks(layer):
-            has_experts = True
+        blocks = [*_blocks(layer)]
+        replay = _Replay(number, place, len(layers)) if blocks else None
+        place += bool(blocks)
+        readers = attention_modules(layer)
+        for block, experts in blocks:
             changes.replace_forward(block, partial(_choose, replay, int(experts.num_experts)))
-        index = (number, with_experts if has_experts else None, len(layers))
-        changes.replace_forward(layer, partial(_take_choice, replay, index))
-        with_experts += has_experts
+        for reader in readers:
+            changes.add_hook(reader.register_forward_pre_hook(partial(_take_in_layer, replay), with_kwargs=True))
+        changes.replace_forward(layer, partial(_take_before_layer, replay, bool(readers)))
 
 
 def check_shape(routed: Any, input_ids: Tensor) -> None:
@@ -100,45 +111,68 @@ def _blocks(layer: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
         yield layer.get_submodule(name.rpartition(".")[0]), experts
 
 
-def _take_choice(
-    replay: _Replay,
-    index: tuple[int, int | None, int],
-    _layer: nn.Module,
+def _take_before_layer(
+    replay: _Replay | None,
+    has_readers: bool,
+    layer: nn.Module,
     forward: Callable[..., Any],
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Runs a layer with its part of a choice. Checkpoints hold the choice with the layer's other arguments."""
-    routed = kwargs.pop(ROUTED_EXPERTS, None)
-    number, place, layers = index
-    if routed is None or place is None:
+    """Runs a layer with its part of a choice.
+
+    The layer passes the choice on to its attention, which takes it again where transformers' checkpoint runs the layer
+    a second time. Raises ValueError for such a checkpoint around a layer without attention.
+    """
+    if (routed := kwargs.get(ROUTED_EXPERTS)) is None:
         return forward(*args, **kwargs)
-    experts_TK = routed[:, :, number if routed.shape[2] == layers else place].flatten(0, 1).long()
-    return _run_with_choice(replay, experts_TK, forward, args, kwargs)
+    if not has_readers:
+        kwargs.pop(ROUTED_EXPERTS)
+        if replay is not None and layer.training and getattr(layer, "gradient_checkpointing", False):
+            raise ValueError(
+                f"{ROUTED_EXPERTS}: transformers' checkpoint of {type(layer).__name__} would choose experts again; "
+                "leave gradient_checkpointing out"
+            )
+    return _run_with_choice(replay, routed, forward, args, kwargs)
 
 
 @torch.compiler.disable
 def _run_with_choice(
-    replay: _Replay, experts_TK: Tensor | None, forward: Callable[..., Any], args: Any, kwargs: Any
+    replay: _Replay | None, routed: Tensor, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]
 ) -> Any:
-    replay.experts_TK = experts_TK
+    if replay is not None:
+        replay.take(routed)
     try:
         return forward(*args, **kwargs)
     finally:
-        replay.experts_TK = None
+        if replay is not None:
+            replay.experts_TK = None
+
+
+def _take_in_layer(
+    replay: _Replay | None, _attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Takes the choice that a layer passes on, also when a checkpoint runs the layer again."""
+    routed = kwargs.pop(ROUTED_EXPERTS, None)
+    if routed is None:
+        return None
+    if replay is not None:
+        replay.take(routed)
+    return args, kwargs
 
 
 def _choose(
-    replay: _Replay, experts: int, block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+    replay: _Replay | None, experts: int, block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     """Runs a block of experts, whose router scores all experts, and takes those of the replay."""
-    if replay.experts_TK is None:
+    if replay is None or replay.experts_TK is None:
         return forward(*args, **kwargs)
-    with _Chosen(replay.experts_TK, experts) as chosen:
+    chosen_TK, replay.experts_TK = replay.experts_TK, None
+    with _Chosen(chosen_TK, experts) as chosen:
         output = forward(*args, **kwargs)
     if not chosen.is_used:
         raise ValueError(
-            f"{type(block).__name__} did not choose {replay.experts_TK.shape[1]} of {experts} experts by topk, so "
+            f"{type(block).__name__} did not choose {chosen_TK.shape[1]} of {experts} experts by topk, so "
             f"{ROUTED_EXPERTS} cannot replace its choice; give as many a token as the model takes, or leave it out"
         )
     return output
