@@ -6,10 +6,11 @@ from typing import Any, Final
 
 from torch import Tensor
 
+from lightseq.parts.router_replay import ROUTED_EXPERTS
 from lightseq.utils.tensors import IGNORE_INDEX
 
 # Arguments of a model that a packed batch has, too. Others, such as images and positions, belong to padded rows.
-PACKED: Final = ("input_ids", "labels", "attention_mask")
+PACKED: Final = ("input_ids", "labels", "attention_mask", ROUTED_EXPERTS)
 
 
 @dataclass(frozen=True)
@@ -48,4 +49,6 @@ def pack_rows(kwargs: dict[str, Any]) -> tuple[dict[str, Any], PackedRows | None
         own = labels.flatten()[places]
         own[edges[:-1]] = IGNORE_INDEX  # nothing predicts the first token of a row
         packed["labels"] = own[None]
+    if (routes := kwargs.get(ROUTED_EXPERTS)) is not None:
+        packed[ROUTED_EXPERTS] = routes.flatten(0, 1)[places][None]
     return packed, PackedRows(shape=(ids.shape[0], ids.shape[1]), places=places)

@@ -2,11 +2,9 @@
 
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import wraps
-from inspect import iscoroutinefunction
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -16,7 +14,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightseq.integrations.accelerate import DATA, SEQUENCE, rows_of_every
+from lightseq.integrations.rollout_checks import check_divides, check_rollout, routes_of_rows, without_nan
 from lightseq.integrations.split_model import split_model_of
+from lightseq.parts.router_replay import ROUTED_EXPERTS
+
+# What GRPO's `_generate` returns.
+ROLLOUT: Final = (
+    *("prompt_ids", "completion_ids", "tool_mask", "completions", "logprobs", "extra_fields", "images", "tool_images"),
+)
 
 
 class GroupAccelerator:
@@ -75,6 +80,7 @@ class SharedRollouts:
     state: Any
     _sequence_mesh: DeviceMesh | None
     _generations = 0  # calls so far, which sample from different seeds
+    _routes: Any = None  # the experts that the rollout of the running pass has chosen, or its micro-batch of them
 
     def _set_up_rollouts(self) -> None:
         """Adapts a trainer that generates to groups of ranks, after its constructor. Does nothing for others."""
@@ -88,7 +94,7 @@ class SharedRollouts:
         # Ranks of a group shuffle completions alike, as one process would.
         set_seed(self.args.seed + self._sequence_mesh.get_local_rank(DATA))
         if functions := getattr(self, "reward_funcs", None):
-            self.reward_funcs = [x if isinstance(x, nn.Module) else _without_nan(x) for x in functions]
+            self.reward_funcs = [x if isinstance(x, nn.Module) else without_nan(x) for x in functions]
 
     def _set_generation_batch(self) -> None:
         """Counts a generation batch in groups of ranks. Raises ValueError if prompts would be split between batches."""
@@ -97,10 +103,10 @@ class SharedRollouts:
             return
         groups, own = mesh[DATA].size(), arguments.per_device_train_batch_size * arguments.steps_per_generation
         arguments.generation_batch_size = own * groups
-        _check_divides("per_device_train_batch_size x steps_per_generation", own, groups, arguments.num_generations)
+        check_divides("per_device_train_batch_size x steps_per_generation", own, groups, arguments.num_generations)
         if arguments.do_eval and arguments.eval_strategy != "no":
             generations = arguments.num_generations_eval or arguments.num_generations
-            _check_divides("per_device_eval_batch_size", arguments.per_device_eval_batch_size, groups, generations)
+            check_divides("per_device_eval_batch_size", arguments.per_device_eval_batch_size, groups, generations)
 
     # ---- as if a group of ranks were one process ---------------------------------------------------------------------
 
@@ -110,7 +116,32 @@ class SharedRollouts:
 
     def _generate_and_score_completions(self, *args: Any, **kwargs: Any) -> Any:
         with self._as_groups():
-            return super()._generate_and_score_completions(*args, **kwargs)  # type: ignore[misc]
+            found: dict[str, Any] = super()._generate_and_score_completions(*args, **kwargs)  # type: ignore[misc]
+        routes, self._routes = self._routes, None
+        if routes is not None:
+            mask = torch.cat([found["prompt_mask"], found["completion_mask"]], 1)
+            found[ROUTED_EXPERTS] = routes_of_rows(routes, mask)
+        return found
+
+    def _compute_loss(self, model: nn.Module, inputs: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        self._routes = inputs.get(ROUTED_EXPERTS)
+        try:
+            return super()._compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
+        finally:
+            self._routes = None
+
+    def _get_per_token_logps_and_entropies(
+        self, model: nn.Module, input_ids: Tensor, attention_mask: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Lets layers take the experts of the rollout, in the model that is trained."""
+        split = split_model_of(self.model)
+        call: Any = super()._get_per_token_logps_and_entropies  # type: ignore[misc]
+        if self._routes is None or split is None or split_model_of(model) is not split:
+            return call(model, input_ids, attention_mask, *args, **kwargs)
+        given = self._routes
+        routes = given if isinstance(given, Tensor) else routes_of_rows(given, attention_mask)
+        with split.replaying(routes):
+            return call(model, input_ids, attention_mask, *args, **kwargs)
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         with self._as_groups():
@@ -145,7 +176,7 @@ class SharedRollouts:
                 own = super()._generate(prompts[part], *args, **kwargs)  # type: ignore[misc]
         parts: list[Any] = [None] * ranks
         dist.all_gather_object(parts, own, group=group)
-        return _merged(parts)
+        return self._checked(_merged(parts))
 
     def _generate_alike(self, prompts: list[Any], *args: Any, **kwargs: Any) -> Any:
         """Generates all completions on every rank of a group, and returns those of its first rank.
@@ -166,7 +197,19 @@ class SharedRollouts:
             with _replaced(theirs, gather_object=groups.gather_object):
                 found = [super()._generate(prompts, *args, **kwargs)]  # type: ignore[misc]
         dist.broadcast_object_list(found, group=mesh.get_group(SEQUENCE), group_src=0)
-        return found[0]
+        return self._checked(found[0])
+
+    def _checked(self, found: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Returns what a trainer generated, and remembers the experts that a rollout of GRPO has chosen.
+
+        Raises ValueError for a rollout whose values have other lengths than its completions.
+        """
+        if len(found) != len(ROLLOUT):
+            return found
+        rollout = dict(zip(ROLLOUT, found, strict=True))
+        self._routes = rollout["extra_fields"].get(ROUTED_EXPERTS)
+        check_rollout(rollout)
+        return found
 
     def _samples(self, rank: int) -> AbstractContextManager[None]:
         """Returns a context that samples for one rank of this group, otherwise than before."""
@@ -259,38 +302,3 @@ def _merged_lists(values: Sequence[Any], parts: Sequence[Any]) -> Any:
         [None] * len(part[0]) if value is None else list(value) for value, part in zip(values, parts, strict=True)
     ]
     return [item for value in filled for item in value]
-
-
-def _without_nan(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Lets a reward function refuse NaN and infinity. None stands for no reward."""
-    name = getattr(function, "__name__", type(function).__name__)
-    if iscoroutinefunction(function):
-
-        @wraps(function)
-        async def checked_later(*args: Any, **kwargs: Any) -> Any:
-            return _check_rewards(name, await function(*args, **kwargs))
-
-        return checked_later
-
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        return _check_rewards(name, function(*args, **kwargs))
-
-    return checked
-
-
-def _check_rewards(name: str, rewards: Any) -> Any:
-    for index, reward in enumerate(rewards):
-        if reward is not None and not -float("inf") < float(reward) < float("inf"):
-            raise ValueError(
-                f"reward function {name} returned {float(reward)} for completion {index}; return a finite number, or "
-                "None for a completion that it does not score"
-            )
-    return rewards
-
-
-def _check_divides(name: str, own: int, groups: int, generations: int) -> None:
-    if own * groups % generations:
-        raise ValueError(
-            f"{name} ({own}) times the groups of ranks that share sequences ({groups}) is {own * groups}, which "
-            f"num_generations ({generations}) does not divide; give {name} a multiple of it"
-        )

@@ -15,9 +15,10 @@ from lightseq.hf.image_inputs import IMAGE_INPUTS, TOKEN_TYPES
 from lightseq.hf.shard_batch import check_right_padding, continued_positions, counted_tokens
 from lightseq.integrations.packed_rows import PackedRows, pack_rows
 from lightseq.parts.router_loss import asks_for_router_logits
+from lightseq.parts.router_replay import ROUTED_EXPERTS
 from lightseq.utils.tensors import IGNORE_INDEX
 
-PER_BATCH = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids", *IMAGE_INPUTS)
+PER_BATCH = (*("input_ids", "labels", "shift_labels", "attention_mask", "position_ids", ROUTED_EXPERTS, *IMAGE_INPUTS),)
 # What collators of packed documents add; `cu_seq_lens_q` has all that is needed.
 PACKING = ("cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 REFUSED = {

@@ -31,6 +31,7 @@ class SplitModel:
         context.forward_pass.gradients_are_averaged_outside = True  # DDP's average is scaled here, not by the checks
         self._ranks = context.layout.world
         self._layers_are_changed = False
+        self._routes: Tensor | None = None
         self._changes = Changes()
         record = record_of(model)
         assert record is not None, "its context comes from hf.enable"
@@ -39,6 +40,22 @@ class SplitModel:
 
     def configure(self, *, pad_to: int | None, weighs_tokens_equally: bool, packs_rows: bool) -> None:
         """Sets what a trainer knows of its batches and loss."""
+
+    @contextmanager
+    def replaying(self, routed_experts: Tensor) -> Iterator[None]:
+        """Lets the passes inside take the experts of these rows, (batch, length, layers, experts of a token)."""
+        self._routes = routed_experts
+        try:
+            yield
+        finally:
+            self._routes = None
+
+    def next_routes(self, rows: int) -> Tensor | None:
+        """Returns the experts of the next rows, if passes replay a rollout's."""
+        if self._routes is None:
+            return None
+        taken, self._routes = self._routes[:rows], self._routes[rows:]
+        return taken
 
     def watch(self, outermost: nn.Module) -> None:
         """Prepares a module around the model, such as DDP's, for what the model returns."""

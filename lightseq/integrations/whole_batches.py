@@ -30,6 +30,7 @@ from lightseq.integrations.trl_head import trl_head_of
 from lightseq.models.decoder import text_config
 from lightseq.parts.changes import Changes
 from lightseq.parts.head import ReplacedHead, head_change, known_logit_transform
+from lightseq.parts.router_replay import ROUTED_EXPERTS
 from lightseq.parts.token_metrics import TokenMetrics
 from lightseq.utils.tensors import IGNORE_INDEX
 
@@ -113,6 +114,8 @@ class WholeBatches(SplitModel):
             raise ValueError(f"{len(args)} positional arguments; pass all but the first by keyword")
         kwargs = {**({"input_ids": args[0]} if args else {}), **kwargs}
         packs_rows = self._packs_rows and bool(kwargs.get("fused_lm_head"))
+        if packs_rows and (routes := self.next_routes(len(kwargs["input_ids"]))) is not None:
+            kwargs[ROUTED_EXPERTS] = routes
         local = split_inputs(
             self.context, self.model.config, kwargs, self._pad_to, self._keeps_targets, packs_rows=packs_rows
         )
