@@ -242,6 +242,14 @@ def test_another_router_loss_is_refused_by_the_models_name(monkeypatch: pytest.M
             model(**batch, output_router_logits=True)
 
 
+def test_a_loss_function_that_was_restored_is_replaced_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with one_process(), enabled(model := built("mixtral")) as context:
+        plain = modeling_mixtral.load_balancing_loss_func.args[0]
+        monkeypatch.setattr(modeling_mixtral, "load_balancing_loss_func", plain)  # whose loss is of one shard
+        model(**hf.shard_batch(context, ids(), ids()), output_router_logits=True)
+        assert modeling_mixtral.load_balancing_loss_func is not plain
+
+
 def faults(rank: int) -> dict[str, str | None]:
     """Returns what the comparison says of three faults, which it must find."""
     found = dict[str, str | None]()

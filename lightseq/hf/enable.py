@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map
 
 from lightseq.utils import quiet_transformers  # noqa: F401  first, because the modules below import transformers
 
@@ -26,7 +27,6 @@ from lightseq.attention.context import SequenceContext, context_beside, make_con
 from lightseq.attention.module_attention import attention_function
 from lightseq.distributed.roll_call import RollCall
 from lightseq.hf.checks import install_checks
-from lightseq.hf.counted_positions import give_global_positions
 from lightseq.hf.image_attention import IMPLEMENTATION as WITH_IMAGES
 from lightseq.hf.image_attention import image_attention_function
 from lightseq.hf.record import RECORD, EnabledModel, record_of
@@ -189,7 +189,6 @@ def _install(model: PreTrainedModel, record: EnabledModel) -> None:
     for rope in ropes:
         changes.set_attribute(rope, "sequence_context", context)
         changes.replace_forward(rope, partial(_rope_forward, context))
-    give_global_positions(text_decoder(inner), changes)
     # First, because it finds mixers by their classes, which `fit` replaces.
     install_checks(model, record, length_dependent_rope=bool(ropes))
     install_router_replay(decoder_layers(inner), changes)
@@ -213,8 +212,5 @@ def _rope_forward(
     last = position_ids.max()
     dist.all_reduce(last, op=dist.ReduceOp.MAX, group=context.group)
     call.arguments["position_ids"] = torch.cat([position_ids, last.expand(len(position_ids), 1)], 1)
-    rotations = forward(*call.args[1:], **call.kwargs)  # cosines and sines, or both in complex numbers (Llama 4)
-    if isinstance(rotations, Tensor):
-        return rotations[:, :-1]
-    cos, sin = rotations
-    return cos[:, :-1], sin[:, :-1]
+    rotations = forward(*call.args[1:], **call.kwargs)  # cosines and sines, or both in complex numbers
+    return tree_map(lambda x: x[:, :-1], rotations)  # type: ignore[no-any-return]

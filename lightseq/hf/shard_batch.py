@@ -50,15 +50,7 @@ def shard_batch(
     may number documents from 1, as multipack trainers do.
     """
     numbers_documents = check_right_padding(attention_mask)
-    if not isinstance(input_ids, Tensor):
-        raise ValueError(f"input_ids are a {type(input_ids).__name__}; give a tensor (batch, length)")
-    if input_ids.ndim != 2 or not input_ids.numel():
-        raise ValueError(f"input_ids are {tuple(input_ids.shape)}; give (batch, length) with at least one token")
-    given = {"labels": labels, "shift_labels": shift_labels, "attention_mask": attention_mask}
-    for name, x in given.items():
-        if x is not None and x.shape != input_ids.shape:
-            shapes = f"{name} {tuple(x.shape)} and input_ids {tuple(input_ids.shape)}"
-            raise ValueError(f"{shapes} differ in shape; give one value per token")
+    check_shapes(input_ids, labels=labels, shift_labels=shift_labels, attention_mask=attention_mask)
     length, given_images = input_ids.shape[1], whole_images(context, input_ids, images)
     others = {"attention_mask": attention_mask, "position_ids": position_ids, ROUTED_EXPERTS: routed_experts, **images}
     if routed_experts is not None:
@@ -98,6 +90,18 @@ def shard_batch(
         valid = (labels != IGNORE_INDEX).sum().clamp_min(1)  # without a target the loss is 0, not NaN
         batch |= {"labels": local, "shift_labels": local, "num_items_in_batch": valid}
     return batch
+
+
+def check_shapes(input_ids: Tensor, **given: Tensor | None) -> None:
+    """Raises ValueError unless ids are (batch, length), and the other tensors have a value for each."""
+    if not isinstance(input_ids, Tensor):
+        raise ValueError(f"input_ids are a {type(input_ids).__name__}; give a tensor (batch, length)")
+    if input_ids.ndim != 2 or not input_ids.numel():
+        raise ValueError(f"input_ids are {tuple(input_ids.shape)}; give (batch, length) with at least one token")
+    for name, x in given.items():
+        if x is not None and x.shape != input_ids.shape:
+            shapes = f"{name} {tuple(x.shape)} and input_ids {tuple(input_ids.shape)}"
+            raise ValueError(f"{shapes} differ in shape; give one value per token")
 
 
 def local_batch(

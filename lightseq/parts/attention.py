@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from lightseq.attention.operator import ATTENTION_OP
 from lightseq.models.decoder import text_config, text_decoder
 from lightseq.parts.changes import Changes
+from lightseq.parts.counted_positions import give_global_positions
 from lightseq.parts.part import Choices, Part, Ranks
 from lightseq.parts.probes import calls_attention_interface
 from lightseq.parts.projections import STORED_LINEAR_OP, store_projections
@@ -125,9 +126,11 @@ def _attends_with_ours(model: PreTrainedModel) -> bool:
 
 
 def _fit(modules: Sequence[nn.Module], choices: Choices, ranks: Ranks, changes: Changes) -> None:
-    """Gives attention its ranks and the reaches of its model's mask, and lets projections be stored."""
+    """Gives attention its ranks, global positions and the reaches of its model's mask. Lets projections be stored."""
     if ranks.sequence is not None:
-        for attention in (found for module in modules for found in attention_modules(module)):
+        attentions = [attention for module in modules for attention in attention_modules(module)]
+        give_global_positions(modules, attentions, changes)
+        for attention in attentions:
             changes.set_attribute(attention, "sequence_context", ranks.sequence)
             if choices.reaches:
                 changes.set_attribute(attention, "reach_of_mask", choices.reaches[attention.layer_idx])  # type: ignore[index]

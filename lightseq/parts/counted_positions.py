@@ -3,17 +3,14 @@
 Such a module adds the tokens of a cache to the count. It gets a cache that says where this rank's tokens are.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from inspect import Parameter, signature
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
-from lightseq.models.decoder import decoder_layers
-from lightseq.parts.attention import attention_modules
 from lightseq.parts.changes import Changes
 from lightseq.parts.probes import counts_its_tokens
 
@@ -34,11 +31,14 @@ class _Offsets:
         return key, value
 
 
-def give_global_positions(decoder: PreTrainedModel, changes: Changes) -> None:
-    """Changes the layers whose attention counts its tokens. Rows of a batch must have the same positions."""
-    found = {id(module) for module in attention_modules(decoder) if counts_its_tokens(module)}
-    for layer in decoder_layers(decoder) if found else ():
-        counting = [module for module in layer.modules() if id(module) in found]
+def give_global_positions(modules: Sequence[nn.Module], attentions: Sequence[nn.Module], changes: Changes) -> None:
+    """Changes the attention modules that count their tokens, and the layers around them, which lie in `modules`.
+
+    Rows of a batch must have the same positions.
+    """
+    found = {module for module in attentions if counts_its_tokens(module)}
+    for layer in (layer for module in modules for layer in module.modules()) if found else ():
+        counting = [module for module in layer.children() if module in found]
         if counting:
             kinds = [parameter.kind for parameter in signature(type(layer).forward).parameters.values()]
             if Parameter.VAR_KEYWORD not in kinds:
