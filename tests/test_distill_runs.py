@@ -63,6 +63,7 @@ MEASURES = {
     "adapters": Divergence("jsd"),
     "experts": Divergence("jsd", 0.2),
 }
+RESUMED = ("llama", "adapters")
 Run = dict[str, Any]
 
 
@@ -139,7 +140,7 @@ def train_case(rank: int, files: Path, name: str) -> list[Run]:
     if size == 1:
         return [train(rank, f"{words} --save_strategy steps --save_steps 2")]
     found = [train(rank, words)]
-    if size == 2 and (files / f"{name}-1").is_dir():
+    if size == 2 and name in RESUMED:
         found.append(train(rank, words_of(files, name, f"{name}-resumed"), files / f"{name}-1" / "checkpoint-2"))
     return found
 
@@ -200,7 +201,7 @@ class Runs:
         self._plain: dict[str, Run] = {}
 
     def ours(self, name: str, world: int, resumed: bool = False) -> Run:
-        if resumed:
+        if world == 2 and name in RESUMED:
             self.ours(name, 1)  # which saves
         if (name, world) not in self._found:
             self._found[name, world] = spawn(world, train_case, self.files, name)[0]
@@ -233,14 +234,14 @@ def test_losses_metrics_and_weights_equal_plain_transformers(runs: Runs, name: s
         assert [record[key] for key in names] == pytest.approx(wanted, rel=2e-5)
     (evaluation,) = (record for record in ours["records"] if "eval_loss" in record)
     assert [evaluation[f"eval_{key}"] for key in names[:3]] == pytest.approx(theirs["evaluation"], rel=1e-5)
-    assert evaluation["eval_loss"] < theirs["steps"][0][0], "what learns nothing would agree with anything"
+    assert any(not np.array_equal(before, ours["weights"][key]) for key, before in ours["before"].items())
     assert ours["weights"].keys() == theirs["weights"].keys()
     for key, weight in theirs["weights"].items():
         assert np.linalg.norm(ours["weights"][key] - weight) <= 1e-5 * np.linalg.norm(weight), key
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "adapters"])
+@pytest.mark.parametrize("name", RESUMED)
 def test_a_run_resumed_on_more_ranks_goes_on_with_its_teacher(runs: Runs, name: str) -> None:
     resumed, whole = runs.ours(name, 2, resumed=True), runs.ours(name, 1)
     (last,) = steps(resumed)

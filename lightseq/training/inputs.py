@@ -117,7 +117,7 @@ def prepare(config: TrainConfig, family: ModelFamily, world: World, resume_point
     prompts = read_sample_prompts(config, tokenizer, text_config(model.config).vocab_size)
     # Last, because a download can take hours and all other checks should come first.
     directory = fetch_weights(model, world, verified=resume_point.path)
-    teacher = found and found.fetch(world, verified=resume_point.path)
+    teacher = found.fetch(world, verified=resume_point.path) if found else None
     check_notes = checkpoint_notes + streams.notes + profile_notes + disk_notes + (found.notes if found else ())
     documents = document_lengths_of(stream.examples, config.model_max_length, inspect_architecture(model.config))
     return Inputs(
