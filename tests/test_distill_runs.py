@@ -218,7 +218,7 @@ def runs(files: Path) -> Runs:
     return Runs(files)
 
 
-QUICK = {("adapters", 1), ("packed", 2)}
+QUICK = {("packed", 2)}
 EVERY = [(name, world) for name in CASES for world in (1, 2, 3)]
 
 
@@ -250,6 +250,7 @@ def test_a_run_resumed_on_more_ranks_goes_on_with_its_teacher(runs: Runs, name: 
         assert np.linalg.norm(resumed["weights"][key] - weight) <= 1e-5 * np.linalg.norm(weight), key
 
 
+@pytest.mark.slow
 def test_a_run_does_not_resume_with_another_teacher(runs: Runs) -> None:
     runs.ours("adapters", 1)
     checkpoint = runs.files / "adapters-1" / "checkpoint-2"

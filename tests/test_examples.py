@@ -93,6 +93,7 @@ def loop_of_distillation(rank: int, size: int) -> list[float]:
     return distill.train(World(rank, size, rank, size, torch.device("cpu")))
 
 
+@pytest.mark.slow
 def test_the_loop_of_distillation_gives_the_same_losses_on_two_ranks() -> None:
     (wanted,) = spawn(1, loop_of_distillation, 1)
     assert wanted[-1] < 0.9 * wanted[0]
