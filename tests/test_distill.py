@@ -163,9 +163,9 @@ def test_three_updates_in_a_loop_equal_one_process(world: int, cases: list[Case]
             assert_equal(found[case], want, f"{case}, {world} ranks")
 
 
-def sharded(rank: int) -> None:
+def sharded(rank: int, ties: tuple[bool, ...]) -> None:
     """Under FSDP2 the head of the teacher is gathered for its own forward pass only."""
-    for tied in (False, True):
+    for tied in ties:
         student, teacher, measure = models_of("llama")
         if tied:
             student.lm_head.weight, teacher.lm_head.weight = (
@@ -190,8 +190,9 @@ def sharded(rank: int) -> None:
 
 
 @pytest.mark.compat
-def test_gradients_under_fsdp_equal_one_process() -> None:
-    spawn(2, sharded)
+@pytest.mark.parametrize(("world", "ties"), [(2, (False,)), pytest.param(3, (False, True), marks=pytest.mark.slow)])
+def test_gradients_under_fsdp_equal_one_process(world: int, ties: tuple[bool, ...]) -> None:
+    spawn(world, sharded, ties)
 
 
 def other_layouts(rank: int) -> None:

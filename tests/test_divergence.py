@@ -114,6 +114,7 @@ def test_unequal_factors_that_were_promised_equal_give_nan() -> None:
     assert torch.autograd.grad((found * factors).sum(), pupil.weight)[0].isnan().all()
 
 
+@pytest.mark.slow  # imports TRL
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
 def test_values_and_gradients_equal_those_of_trl(beta: float) -> None:
     trl = pytest.importorskip("trl.kernels.chunked_divergence")

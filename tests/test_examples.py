@@ -16,6 +16,7 @@ from worlds import spawn
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
 
+import distill  # noqa: E402
 import dpo  # noqa: E402
 import images  # noqa: E402
 import sft  # noqa: E402
@@ -85,6 +86,18 @@ def test_the_loop_over_images_gives_the_same_losses_on_two_ranks() -> None:
     (wanted,) = spawn(1, loop_over_images, 1)
     assert wanted[-1] < wanted[0] - 0.3
     for losses in spawn(2, loop_over_images, 2):
+        assert losses == pytest.approx(wanted, abs=1e-5)
+
+
+def loop_of_distillation(rank: int, size: int) -> list[float]:
+    return distill.train(World(rank, size, rank, size, torch.device("cpu")))
+
+
+@pytest.mark.slow
+def test_the_loop_of_distillation_gives_the_same_losses_on_two_ranks() -> None:
+    (wanted,) = spawn(1, loop_of_distillation, 1)
+    assert wanted[-1] < 0.9 * wanted[0]
+    for losses in spawn(2, loop_of_distillation, 2):
         assert losses == pytest.approx(wanted, abs=1e-5)
 
 
@@ -171,7 +184,7 @@ def test_the_loop_runs_uninstalled_and_prints_its_losses(launcher: list[str], ex
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", [[], LAUNCHER])
 @pytest.mark.parametrize(
-    "script", ["with_fsdp2.py", "with_trainer.py", "with_accelerate.py", "sft.py", "dpo.py", "grpo.py"]
+    "script", ["distill.py", "with_fsdp2.py", "with_trainer.py", "with_accelerate.py", "sft.py", "dpo.py", "grpo.py"]
 )
 def test_the_other_scripts_run_uninstalled(script: str, launcher: list[str]) -> None:
     assert sum("loss" in line for line in printed(script, launcher)) >= 5

@@ -156,8 +156,9 @@ def context_beside(context: SequenceContext, shape: AttentionShape, config: Atte
     It is the given one if its schedule and kernels take the other model's layers. `config` has what these need. Raises
     ValueError for windows, heads or recurrences that the schedule does not support.
     """
+    assert config.device is not None, "the caller sets it"
     schedule, layers = _schedule_beside(context.schedule, shape, config), (shape, *shape.other_layers)
-    spec, own = kernel_spec(config, shape.head_dim, compute_capability(context.config.device)), context.kernels.spec
+    spec, own = kernel_spec(config, shape.head_dim, compute_capability(config.device)), context.kernels.spec
     if schedule is context.schedule and replace(own, head_dim=0, value_dim=None) == replace(spec, head_dim=0):
         kernels = context.kernels
     else:

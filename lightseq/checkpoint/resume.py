@@ -40,6 +40,7 @@ LEARNING_FLAGS: Final = (
     *("optim", *ADAM_FLAGS, "learning_rate", "weight_decay", "max_grad_norm"),
     *("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_ratio", "warmup_steps"),
     *("bf16", "fp16", "tf32", "fp8", "gradient_accumulation_steps", "per_device_train_batch_size", "beta"),
+    *("distill_kind", "distill_temperature", "distill_beta"),
 )
 ENDLESS_LR_SCHEDULES: Final = ("constant", "constant_with_warmup", "inverse_sqrt")  # do not depend on the last step
 CONFIG = "config.json"
@@ -147,10 +148,17 @@ def check_flags(resume_from: Path, config: TrainConfig) -> tuple[str, ...]:
         )
     before = then.get("model_name_or_path")
     names = {adapter_files.base_model_name(name) for name in (before, config.model_name_or_path) if name}
-    if objective_of(config).frozen_models and len(names) > 1:
+    frozen = objective_of(config).frozen_models
+    if any(model.source is None for model in frozen) and len(names) > 1:
         raise ValueError(
             f"--resume_from_checkpoint {resume_from} has a reference with the weights of {before}, not of "
             f"{config.model_name_or_path}; give --model_name_or_path {before}"
+        )
+    teachers = {adapter_files.base_model_name(name) for name in (then.get("teacher"), config.teacher) if name}
+    if len(teachers) > 1:
+        raise ValueError(
+            f"--resume_from_checkpoint {resume_from} has learned from --teacher {then['teacher']}, not from "
+            f"{config.teacher}; give --teacher {then['teacher']}"
         )
     changes = ", ".join(f"--{name} {now[name]} (was {then[name]})" for name in changed)
     return (f"resumed with {changes}",) if changes else ()

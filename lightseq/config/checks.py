@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from lightseq.config.all_flags import FSDP_MODES, Flags, fsdp_words
 from lightseq.config.lengths import MAX_TOKENS
-from lightseq.config.objectives import OBJECTIVES, check_objective
+from lightseq.config.objectives import DIVERGENCES, OBJECTIVES, check_objective
 from lightseq.config.optimizers import OPTIMIZERS
 from lightseq.config.recurrent_schedules import RECURRENT_SCHEDULES
 from lightseq.config.remat_policies import POLICIES, STORES_MLP
@@ -41,6 +41,7 @@ CHOICES: Final[Mapping[str, Collection[str]]] = {
     "offload": ("none", "activations", "optimizer", "both", "auto"),
     "packing": ("none", "best_fit"),
     "objective": OBJECTIVES,
+    "distill_kind": DIVERGENCES,
 }
 
 FSDP_REFUSED: Final[Mapping[str, str]] = {
@@ -56,7 +57,7 @@ AT_LEAST_ONE: Final = (
 )
 POSITIVE: Final = (
     *("num_train_epochs", "lora_alpha", "rope_theta", "step_timeout", "host_memory_budget", "device_memory_budget"),
-    *("adam_epsilon", "beta"),
+    *("adam_epsilon", "beta", "distill_temperature"),
 )
 AT_MOST: Final[Mapping[str, float]] = {
     **dict.fromkeys(

@@ -153,7 +153,7 @@ REMEDIES: Final[Mapping[str, str]] = {
             "reference_model ref_model ref_model_name_or_path sync_ref_model precompute_ref_log_probs "
             "precompute_ref_batch_size reference_free"
         ),
-        "`lightseq train` has --objective next_token and dpo; for others use TRL's trainers (docs/trainers.md)": (
+        "`lightseq train` has --objective next_token, dpo, distill; for others use TRL's trainers (docs/trainers.md)": (
             "rl stage reward_model rlhf"
         ),
         "--torch_compile True or False decides, and inductor compiles": "torch_compile_backend torch_compile_mode",

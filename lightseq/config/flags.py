@@ -99,11 +99,24 @@ class TrainingConfig:
     objective: str = flag(
         "next_token",
         "What the model learns. next_token: texts, answers of chats, or tokens. dpo: to prefer the chosen answer of a "
-        "row to the rejected one (DPO with TRL's sigmoid loss), beside the model as it was before training.",
+        "row to the rejected one (DPO with TRL's sigmoid loss), beside the model as it was before training. distill: "
+        "the distributions of --teacher, in place of the tokens.",
     )
     beta: float = flag(
         0.1, "Strength with which --objective dpo holds the model to the reference: the factor of its log-ratios."
     )
+    teacher: str | None = flag(
+        None,
+        "Local directory or Hub id of the model that --objective distill learns from. It may have another "
+        "architecture, but needs the same tokenizer.",
+    )
+    distill_kind: str = flag(
+        "forward",
+        "Divergence of the model from the teacher, over the whole vocabulary. forward: KL(teacher, model). reverse: "
+        "KL(model, teacher). jsd: generalized Jensen-Shannon divergence.",
+    )
+    distill_temperature: float = flag(1.0, "Divisor of both models' logits before the divergence.")
+    distill_beta: float = flag(0.5, "Weight of the teacher in the mixture of --distill_kind jsd.")
     num_train_epochs: float = flag(3.0, "Passes over the data. Ignored if --max_steps is given.")
     max_steps: int | None = flag(None, "Optimizer steps. Default: as many as --num_train_epochs takes.")
     per_device_train_batch_size: int = flag(1, "Sequences per forward pass of a sequence-parallel group.")

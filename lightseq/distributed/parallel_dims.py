@@ -1,6 +1,6 @@
 """Split of a run's ranks: which share a sequence, which hold shards of the parameters, which hold copies."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -92,6 +92,12 @@ class ParallelDims:
             return None
         ranks = torch.arange(self.world.size).view(-1, self.expert).T
         return DeviceMesh(self.world.device.type, ranks, mesh_dim_names=("expert", "expert_data"))
+
+    def with_whole_experts(self) -> "ParallelDims":
+        """Returns the split of a model whose experts FSDP2 shards like other weights, over the same meshes."""
+        other = replace(self, expert=1)
+        vars(other).update({name: vars(self)[name] for name in ("sequence_mesh", "parameter_mesh")})
+        return other
 
     @property
     def replica(self) -> int:

@@ -104,8 +104,9 @@ def _run_teacher(
     @torch.compiler.disable
     def take(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         stays = weight is before[0] and weight.numel() == before[1]  # else it is gathered for this pass only
-        tensors = (x if x is None or stays else x.detach().clone() for x in (weight, bias))
-        found.append(HeadInput(hidden.detach(), *tensors, transform))
+        if not stays:
+            weight, bias = weight.clone(), None if bias is None else bias.clone()
+        found.append(HeadInput(hidden.detach(), weight, bias, transform))
         return hidden.new_zeros(hidden.shape[:-1], dtype=torch.float32)
 
     options = {"output_router_logits": False} if asks_for_router_logits(inner.config, {}) else {}

@@ -8,8 +8,8 @@ from typing import Final
 import torch
 
 from lightseq.data.batches import Batch
-from lightseq.objectives.objective import Models, Shard, Share, evaluating, sum_over_all_ranks
-from lightseq.parts.loss import losses_and_hits
+from lightseq.objectives.objective import FrozenModel, Models, Shard, Share, evaluating, sum_over_all_ranks
+from lightseq.parts.loss import CHUNK_TOKENS, losses_and_hits
 from lightseq.utils.formatting import four_significant_digits
 from lightseq.utils.tensors import IGNORE_INDEX
 
@@ -22,12 +22,15 @@ class NextToken:
 
     metrics: tuple[str, ...] = ()
     trains_on_pairs: bool = False
-    frozen_models: tuple[str, ...] = ()
+    frozen_models: tuple[FrozenModel, ...] = ()
     passes_without_gradients: int = 0
     reads_head_in_backward: bool = False  # the loss computes its gradients in the forward pass
 
     def __str__(self) -> str:
         return ""
+
+    def logit_bytes(self, tokens: int, vocabulary: int, itemsize: int) -> int:
+        return min(tokens, CHUNK_TOKENS) * vocabulary * itemsize
 
     def count(self, batch: Batch) -> int:
         return batch.valid_tokens

@@ -24,6 +24,13 @@ class Shard(NamedTuple):
     documents: Documents | None  # None unless packed
 
 
+class FrozenModel(NamedTuple):
+    """A model beside the trained one that never changes, in the compute dtype."""
+
+    name: str
+    source: str | None = None  # directory or Hub id; None: the architecture and the weights that the run started from
+
+
 class Share(NamedTuple):
     """A rank's share of a batch, not yet divided: the sum over all ranks and batches of a step is its total."""
 
@@ -37,7 +44,7 @@ class Models:
 
     trained: nn.Module
     group: SequenceGroup  # the ranks that share a sequence
-    frozen: Mapping[str, nn.Module] = field(default_factory=dict)  # by the names of `Objective.frozen_models`
+    frozen: Mapping[str, nn.Module] = field(default_factory=dict)  # by the names in `Objective.frozen_models`
 
 
 class Evaluation(Protocol):
@@ -73,22 +80,25 @@ class Objective(Protocol):
         ...
 
     @property
-    def frozen_models(self) -> tuple[str, ...]:
-        """Returns the names of models beside the trained one that never change.
+    def frozen_models(self) -> tuple[FrozenModel, ...]:
+        """Returns the models beside the trained one.
 
-        Each has the run's architecture and the weights that the run started from, in the compute dtype. The engine
-        shards it in the same units and saves nothing of it. The planner counts its memory.
+        The engine shards them in units of the same kinds and saves nothing of them. The planner counts their memory.
         """
         ...
 
     @property
     def passes_without_gradients(self) -> int:
-        """Returns the forward passes of a batch beside the trained model's own, of whichever model."""
+        """Returns the forward passes of a batch beside the trained model's own, of models of its architecture."""
         ...
 
     @property
     def reads_head_in_backward(self) -> bool:
         """Returns whether the backward pass computes logits again, for which the head must be gathered again."""
+        ...
+
+    def logit_bytes(self, tokens: int, vocabulary: int, itemsize: int) -> int:
+        """Returns the bytes of a chunk of `tokens` local tokens' logits, with what the loss makes of them."""
         ...
 
     def count(self, batch: Batch) -> int:

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightseq.data.batches import Batch
-from lightseq.objectives.objective import Models, Shard, Share, evaluating, sum_over_all_ranks
-from lightseq.parts.loss import token_log_probs
+from lightseq.objectives.objective import FrozenModel, Models, Shard, Share, evaluating, sum_over_all_ranks
+from lightseq.parts.loss import CHUNK_TOKENS, token_log_probs
 from lightseq.parts.low_rank import adapters_off
 from lightseq.sequence.sums import sum_of_targets, sum_over_ranks
 from lightseq.utils.logit_transform import LogitTransform
@@ -44,8 +44,11 @@ class Preferences:
         return f"dpo, beta {self.beta:g}, reference: {reference}"
 
     @property
-    def frozen_models(self) -> tuple[str, ...]:
-        return () if self.has_adapters else (REFERENCE,)
+    def frozen_models(self) -> tuple[FrozenModel, ...]:
+        return () if self.has_adapters else (FrozenModel(REFERENCE),)
+
+    def logit_bytes(self, tokens: int, vocabulary: int, itemsize: int) -> int:
+        return min(tokens, CHUNK_TOKENS) * vocabulary * itemsize
 
     def count(self, batch: Batch) -> int:
         return _pairs(len(batch.document_sizes))

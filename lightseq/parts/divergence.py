@@ -139,9 +139,9 @@ class _TokenDivergence(torch.autograd.Function):
             ctx.options = None
             ctx.save_for_backward(labels, gradients.hidden, gradients.weight, gradients.bias)
         else:
-            *of_teacher, teacher_transform = options.teacher
-            ctx.options = replace(options, teacher=HeadInput(*(None,) * 3, teacher_transform))
-            ctx.save_for_backward(labels, hidden_ND, weight_VD, bias_V, *of_teacher)
+            ctx.save_for_backward(labels, hidden_ND, weight_VD, bias_V, *options.teacher[:3])
+            freed: Any = None  # the context holds tensors by `save_for_backward` only
+            ctx.options = replace(options, teacher=options.teacher._replace(hidden=freed, weight=freed, bias=freed))
         divergence, student_log_probs, teacher_log_probs = (x.clone() for x in found)  # FSDP2 warns about views
         ctx.mark_non_differentiable(student_log_probs, teacher_log_probs)
         ctx.set_materialize_grads(False)
@@ -152,7 +152,7 @@ class _TokenDivergence(torch.autograd.Function):
     def backward(ctx, upstream: Tensor | None, *_):  # type: ignore[no-untyped-def, override]
         if upstream is None:
             return (None,) * 5
-        labels, hidden, weight, bias, *of_teacher = ctx.saved_tensors
+        labels, hidden, weight, bias, *of_teacher = ctx.saved_tensors  # nothing of the teacher if it is not needed
         valid = labels != IGNORE_INDEX
         factors_N = upstream.masked_fill(~valid, 0.0).view(-1)
         if ctx.options is None:
@@ -161,7 +161,8 @@ class _TokenDivergence(torch.autograd.Function):
             common = common_value(upstream, valid)
             pairs = zip((weight, bias), ctx.dtypes, strict=True)
             return hidden, *(None if x is None else scaled(x, common, dtype) for x, dtype in pairs), None, None
-        options = replace(ctx.options, teacher=HeadInput(*of_teacher, ctx.options.teacher.transform))
+        named = dict(zip(("hidden", "weight", "bias"), of_teacher, strict=True))
+        options = replace(ctx.options, teacher=ctx.options.teacher._replace(**named))
         gradients = HeadGradients(hidden, weight, bias, ctx.needs_input_grad[:3])
         student = HeadInput(hidden, weight, bias, options.transform)
         for chunk in chunks(len(hidden), options.chunk_tokens):
@@ -231,5 +232,5 @@ def _rows(hidden: Tensor) -> Tensor:
 
 
 def _cast(model: HeadInput, dtype: torch.dtype) -> HeadInput:
-    tensors: list[Any] = [None if x is None else x.to(dtype) for x in model[:3]]
-    return HeadInput(*tensors, model.transform)
+    bias = None if model.bias is None else model.bias.to(dtype)
+    return HeadInput(model.hidden.to(dtype), model.weight.to(dtype), bias, model.transform)

@@ -130,7 +130,11 @@ def plan_notes(plan: Plan) -> list[str]:
 
 
 def out_of_memory(
-    config: TrainConfig, model: PreTrainedConfig, world: World, documents: DocumentLengths | None = None
+    config: TrainConfig,
+    model: PreTrainedConfig,
+    world: World,
+    documents: DocumentLengths | None = None,
+    teacher: PreTrainedConfig | None = None,
 ) -> list[str]:
     """Returns lines with the planned memory by purpose, and changes that would make the run fit.
 
@@ -140,7 +144,7 @@ def out_of_memory(
         gpus = "more GPUs per sequence (--sequence_parallel_size), or a lower --model_max_length"
         return [f"to fit: offload_optimizer and offload_param in {config.deepspeed}, {gpus}"]
     config_here = config.resolve_memory_flags(on_gpu=world.device.type == "cuda")
-    run = without_device_budget(planned_run(config_here, model, world, documents))
+    run = without_device_budget(planned_run(config_here, model, world, documents, teacher))
     plan, usable = make_plan(run), usable_gpu_bytes(run)
     room = f", {usable / GIB:.1f} GiB usable" if math.isfinite(usable) else ""
     lines = [f"planned peak memory per GPU ({plan.when}{room}):", *plan.parts.lines()]

@@ -13,8 +13,8 @@ from lightseq.config.optimizers import OPTIMIZERS
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.parallel_dims import local_part
 from lightseq.models.decoder import text_config
+from lightseq.objectives.registry import objective_of
 from lightseq.parts.facts import Layer
-from lightseq.parts.loss import CHUNK_TOKENS
 from lightseq.plan.layer_costs import layer_table, treatment_of
 from lightseq.plan.rates import GIB
 from lightseq.schedule.timing import FLOAT32_BYTES
@@ -100,6 +100,6 @@ def stored_activations(model: PreTrainedConfig, config: TrainConfig, tokens: int
 def loss_bytes(model: PreTrainedConfig, config: TrainConfig, tokens: int) -> tuple[int, int]:
     """Returns the bytes of a chunk's logits, and of the gradients of the head (float32) and hidden states."""
     text = text_config(model)
-    logits = min(tokens, CHUNK_TOKENS) * text.vocab_size * config.itemsize
+    logits = objective_of(config).logit_bytes(tokens, text.vocab_size, config.itemsize)
     head = 0 if config.lora_rank else FLOAT32_BYTES * text.vocab_size * text.hidden_size
     return logits, head + tokens * text.hidden_size * config.itemsize

@@ -250,13 +250,14 @@ def plan_on_all_ranks(
     earlier: Mapping[str, Any] | None = None,
     gpu_bytes_limit: float = math.inf,
     documents: DocumentLengths | None = None,
+    teacher: PreTrainedConfig | None = None,
 ) -> Plan:
     """Returns the same plan on all ranks, for the one with the least memory.
 
     It fills at most `gpu_bytes_limit` of a GPU. `earlier` holds the choices of the run that this one resumes, if any.
-    `documents` are the lengths of documents in packed rows.
+    `documents` are the lengths of documents in packed rows, and `teacher` is the config of --teacher.
     """
-    run = planned_run(config, model, world, documents)
+    run = planned_run(config, model, world, documents, teacher)
     least = torch.tensor([run.hardware.gpu_memory, free_host_memory(world, share=1.0)], dtype=torch.float64)
     dist.all_reduce(least, op=dist.ReduceOp.MIN)
     gpu, free = least.tolist()
@@ -287,4 +288,6 @@ def plan_memory(
         hardware = hardware_here(ranks, per_host, torch.device("cuda", torch.cuda.current_device()))
     check_names("hf.plan_memory", flags, [field.name for field in fields(TrainConfig)])
     config = TrainConfig(model_max_length=length, **flags)
+    if config.teacher is not None:
+        raise ValueError("hf.plan_memory does not count a teacher; run `lightseq plan --objective distill`")
     return make_plan(PlannedRun(model if isinstance(model, PreTrainedConfig) else model.config, config, hardware))

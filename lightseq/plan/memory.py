@@ -37,6 +37,8 @@ def snapshots(run: PlannedRun, placement: Placement) -> Iterator[Snapshot]:
     """Yields the points of a step where memory may peak: the loss, each group's backward pass, and the embeddings'."""
     step = _Step(run, placement)
     yield step.loss()
+    if run.teacher_run is not None:
+        yield step.teacher(run.teacher_run)
     last, groups = run.groups - 1, set(range(run.groups))
     if max(step.lifetimes) <= IN_FLIGHT and len(run.architecture.kinds) == 1:  # no layer stays between offloaded ones
         # Memory changes linearly from the second to the second-to-last group.
@@ -118,6 +120,7 @@ class _Step:
         self.lifetimes, self.sizes = lifetimes_of(run, placement), saved_by_groups(run, placement)
         state, on_gpu = _state_bytes(run), 1 - run.host_share
         self.parameters, self.gradients, self.optimizer = (int(size * on_gpu) for size in state)
+        self.parameters += 0 if run.state_on_host else int(run.teacher_bytes)
         buffers = max(attention_of(run, layer).buffers for layer in run.architecture.kinds) * run.tokens
         rope = 2 * max(mixer.heads.dim for mixer in run.architecture.attentions) * run.itemsize
         mapped = run.transport == "symmetric"
@@ -130,8 +133,15 @@ class _Step:
         logits, gradients = loss_bytes(run.model, run.config, run.tokens)
         gathered = run.architecture.head + run.kept_parameters(last if run.reshard_after_forward else 0, last)
         last_norm = LAST_NORM[run.config.compiles] * run.tokens * run.text.hidden_size
-        working = (gathered + last_norm) * run.itemsize
+        working = (gathered + last_norm) * run.itemsize + _of_teacher_in_loss(run)
         return self._snapshot("loss", saved=self._on_gpu(last), loss=logits + gradients, working=working)
+
+    def teacher(self, run: PlannedRun) -> Snapshot:
+        """Returns memory in the largest layer of the teacher's forward pass, before the trained model's."""
+        largest = max(run.parameters_of(group) for group in range(run.groups))
+        per_token = max(max(run.costs(layer, "full").working.values()) for layer in run.architecture.kinds)
+        working = 2 * largest * run.itemsize + run.tokens * per_token
+        return self._snapshot("forward of the teacher", working=working)
 
     def backward(self, group: int, layer: Layer) -> Iterator[Snapshot]:
         """Yields memory at each point of a layer's backward pass."""
@@ -198,6 +208,13 @@ class _Step:
             stays = group == 0 and run.adapter_parameters  # the output of frozen embeddings is not freed
             return sum(sizes[: in_flight(run)]) - (0.0 if stays else self.sizes[group])
         return sum(sizes) - self.sizes[group]  # the input is counted already
+
+
+def _of_teacher_in_loss(run: PlannedRun) -> float:
+    """Returns the bytes that the teacher leaves for the loss: its hidden states and its whole head."""
+    if (teacher := run.teacher_run) is None:
+        return 0.0
+    return float((teacher.tokens * teacher.text.hidden_size + teacher.architecture.head) * run.itemsize)
 
 
 def _weights_and_gradients(run: PlannedRun, group: int, layer: Layer) -> float:
@@ -286,7 +303,7 @@ def state_bytes_on_host(run: PlannedRun) -> float:
     """Returns the bytes of a rank's weights, gradients and optimizer state in host memory."""
     # With adapters the padding is negligible.
     padding = 0.0 if run.adapter_parameters else _gradient_padding(run.architecture.sizes, run.shards)
-    return run.host_share * (sum(_state_bytes(run)) + padding)
+    return run.host_share * (sum(_state_bytes(run)) + padding) + (run.teacher_bytes if run.state_on_host else 0.0)
 
 
 def _state_bytes(run: PlannedRun) -> StateBytes:

@@ -72,6 +72,7 @@ NORM: Mapping[bool, int] = {False: 18, True: 2}  # elements of the hidden size t
 TILED_MLP: Mapping[bool, int] = {False: 8, True: 12}  # elements of its width that an MLP over tiles moves (same steps)
 FORWARD_SHARE = 0.25  # of a layer's time; backward with recomputation takes three times as long (counted)
 LOGIT_PASSES = 3.3  # passes over the logits by the loss kernel (traces)
+DIVERGENCE_PASSES = 30  # passes over float32 logits by both models' share of a divergence (counted)
 # Bytes per parameter to cast and split gathered weights, and to cast and join gradients (traces: 22 with two gathers).
 GATHER_COPIES, REDUCE_COPIES = 8.0, 6.0
 # Bytes per parameter and update: counted; adamw_torch scaled from the fused one by its time (11.9 against 5.1 ms).

@@ -23,6 +23,7 @@ from lightseq.distributed.world import World
 from lightseq.models.decoder import text_config
 from lightseq.objectives.objective import Objective
 from lightseq.objectives.registry import objective_of
+from lightseq.objectives.teacher import flags_for_teacher
 from lightseq.parts.adapters import Lora, lora_from_config
 from lightseq.parts.facts import Layer, attention_shape
 from lightseq.plan.document_lengths import DocumentLengths
@@ -78,6 +79,7 @@ class PlannedRun:
     layers_with_state_on_gpu: int = 0  # ... except for the first layers
     reshard_after_forward: bool = True  # FSDP2's option; False keeps gathered weights for the backward pass
     documents: DocumentLengths | None = None  # None: a sequence is one document
+    teacher: PreTrainedConfig | None = None  # a frozen model of another architecture that also runs forward
 
     def __post_init__(self) -> None:
         if self.hardware.gpus % self.sequence_ranks:
@@ -99,6 +101,9 @@ class PlannedRun:
         for name in names:
             if name in vars(self):
                 vars(other)[name] = vars(self)[name]
+        if (teacher := self.teacher_run) is not None:
+            flags = {"config": other.teacher_flags, "state_offloaded": other.state_on_host}
+            vars(other)["teacher_run"] = teacher.changed(**flags, hardware=other.hardware, documents=other.documents)
         return other
 
     # ---- ranks and the sequence -------------------------------------------------------------------------------------
@@ -283,8 +288,26 @@ class PlannedRun:
     @property
     def weight_bytes(self) -> float:
         """Returns the bytes of one rank's weights: trained ones in float32, frozen ones in the compute dtype."""
-        frozen_copies = (1 if self.adapter_parameters else 0) + len(self.objective.frozen_models)
+        references = sum(frozen.source is None for frozen in self.objective.frozen_models)
+        frozen_copies = (1 if self.adapter_parameters else 0) + references
         return self.itemsize * self.local_parameters * frozen_copies + float(FLOAT32_BYTES * self.local_trained)
+
+    @property
+    def teacher_flags(self) -> TrainConfig:
+        """Returns the flags of the teacher's forward pass."""
+        return flags_for_teacher(self.config, inspect_architecture(self.teacher).has_recurrences)
+
+    @cached_property
+    def teacher_run(self) -> "PlannedRun | None":
+        """Returns the run of which the teacher's forward pass is one; None without a teacher."""
+        if self.teacher is None:
+            return None
+        return PlannedRun(self.teacher, self.teacher_flags, self.hardware, self.state_on_host, documents=self.documents)
+
+    @property
+    def teacher_bytes(self) -> float:
+        """Returns the bytes of one rank's part of the teacher, which is on the host if some of the state is."""
+        return 0.0 if self.teacher_run is None else float(self.itemsize * self.teacher_run.local_parameters)
 
     @cached_property
     def objective(self) -> Objective:
@@ -313,11 +336,16 @@ class PlannedRun:
 
 
 def planned_run(
-    config: TrainConfig, model: PreTrainedConfig, world: World, documents: DocumentLengths | None = None
+    config: TrainConfig,
+    model: PreTrainedConfig,
+    world: World,
+    documents: DocumentLengths | None = None,
+    teacher: PreTrainedConfig | None = None,
 ) -> PlannedRun:
     """Returns the planned run on this machine."""
     per_host = world.size if world.size % world.local_size else world.local_size  # hosts may differ
-    return PlannedRun(model, config, hardware_here(world.size, per_host, world.device), documents=documents)
+    hardware = hardware_here(world.size, per_host, world.device)
+    return PlannedRun(model, config, hardware, documents=documents, teacher=teacher)
 
 
 def hardware_here(gpus: int, gpus_per_host: int, device: torch.device) -> Hardware:

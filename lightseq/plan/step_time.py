@@ -39,6 +39,9 @@ def step_seconds(run: PlannedRun, placement: Placement) -> dict[str, float]:
     if more := passes * run.objective.passes_without_gradients:
         parts["passes without gradients"] = more * _seconds_without_gradients(run)
         launches *= 1 + rates.FORWARD_SHARE * run.objective.passes_without_gradients
+    if (teacher := run.teacher_run) is not None:
+        parts["teacher"] = passes * (_seconds_without_gradients(teacher) + _divergence_seconds(run))
+        launches += rates.FORWARD_SHARE * passes * len(teacher.layers) * rates.LAYER_LAUNCH_SECONDS[run.config.compiles]
     parts[WAITING] = max(0.0, launches - sum(parts.values()))
     return parts
 
@@ -148,6 +151,12 @@ def _seconds_without_gradients(run: PlannedRun) -> float:
         copy = run.itemsize / run.shards / host_link(run)
         exposed += sum(max(0.0, layer.parameters * copy - each) for layer in run.layers[run.layers_with_state_on_gpu :])
     return seconds + exposed + _gather_seconds(run, head * (1 if run.tied else 2))
+
+
+def _divergence_seconds(run: PlannedRun) -> float:
+    """Returns the seconds in which a divergence reads and writes float32 logits, beside its matrix products."""
+    logits = run.tokens * run.text.vocab_size * FLOAT32_BYTES
+    return logits * rates.DIVERGENCE_PASSES / _memory_rate(run)
 
 
 def _recurrence_seconds(run: PlannedRun) -> float:

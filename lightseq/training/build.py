@@ -51,12 +51,13 @@ def choose_memory_settings(
     On CPUs and under DeepSpeed the planner decides nothing, except with budgets of memory; then there is no plan.
     """
     config, plan = config.resolve_memory_flags(on_gpu=world.device.type == "cuda"), None
+    teacher = inputs.teacher and inputs.teacher.config
     if config.offload == "auto" or (world.device.type == "cuda" and inputs.deepspeed is None):
         earlier = earlier_plan(inputs.resume_from)
-        plan = plan_on_all_ranks(config, inputs.model_config, world, earlier, memory_limit(), inputs.documents)
+        plan = plan_on_all_ranks(config, inputs.model_config, world, earlier, memory_limit(), inputs.documents, teacher)
         run, config = plan.run, plan.run.config
     else:
-        run = planned_run(config, inputs.model_config, world, inputs.documents)
+        run = planned_run(config, inputs.model_config, world, inputs.documents, teacher)
     memory = MemorySettings(
         state_on_host=run.state_on_host,
         layers_with_state_on_gpu=run.layers_with_state_on_gpu,

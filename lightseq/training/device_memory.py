@@ -42,7 +42,8 @@ def out_of_memory_handler(
     def explain() -> Sequence[str]:
         if watchdog is not None:
             watchdog.mark_explained()
-        return out_of_memory(config, inputs.model_config, world, inputs.documents)
+        teacher = inputs.teacher and inputs.teacher.config
+        return out_of_memory(config, inputs.model_config, world, inputs.documents, teacher)
 
     return exit_on_out_of_memory(world, terminal, explain, next_plan)
 

@@ -91,8 +91,9 @@ def fill_weights(
     seed: int,
     fill: weights.FillParameter = weights.fill,
     device: torch.device | None = None,
+    flag: str = "--model_name_or_path",
 ) -> None:
-    """Loads the weights, or draws random ones on `device`. Raises ValueError if they cannot be read."""
+    """Loads the weights that `flag` names, or draws random ones on `device`. Raises ValueError for unreadable ones."""
     if inputs.resume_from is not None and inputs.lora is None:
         return  # the checkpoint replaces them
     if inputs.lora_adapter is not None and inputs.resume_from is None:
@@ -102,4 +103,4 @@ def fill_weights(
     if inputs.weights is None:
         random_weights.initialize(model, seed, fill, device)
     else:
-        weights.load_or_refuse(model, inputs.weights, "--model_name_or_path", fill)
+        weights.load_or_refuse(model, inputs.weights, flag, fill)

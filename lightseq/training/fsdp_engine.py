@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lightseq.architecture.inspection import inspect_architecture
 from lightseq.checkpoint import checkpoints, resume, state_files
 from lightseq.checkpoint.resume import FRESH_START
 from lightseq.config.optimizers import EIGHT_BIT
@@ -23,6 +24,7 @@ from lightseq.memory.pinned import PinnedMemory
 from lightseq.memory.recomputation import MemorySettings
 from lightseq.models import weights
 from lightseq.objectives.registry import objective_of
+from lightseq.objectives.teacher import flags_for_teacher
 from lightseq.parallelize import ParallelModel, parallelize
 from lightseq.parts import adapters
 from lightseq.parts.chosen_experts import build_to_train
@@ -69,7 +71,8 @@ class FsdpEngine:
         self.routers = on_all_ranks(world, lambda: make_routers(config, self.model, self.context))
         on_all_ranks(world, lambda: fill_weights(self.model, inputs, config.seed, device=world.device))
         self.frozen: Mapping[str, nn.Module] = {
-            name: self._load_frozen(inputs) for name in objective_of(config).frozen_models
+            frozen.name: self._load_frozen(inputs) if frozen.source is None else self._load_teacher(inputs)
+            for frozen in objective_of(config).frozen_models
         }
         self._trained = [(p, shard_groups(p)) for p in self.model.parameters() if p.requires_grad]
         self.optimizer: Any = make_optimizer(self.model, config)
@@ -77,16 +80,34 @@ class FsdpEngine:
             compute_updates_on(world.device, self.optimizer)
         self._scaler = LossScaler() if config.fp16 else None
 
-    def _load_frozen(self, inputs: Inputs) -> nn.Module:
+    def _load_teacher(self, inputs: Inputs) -> nn.Module:
+        """Builds the model that --teacher names."""
+        assert inputs.teacher is not None, "`prepare` finds it"
+        config = flags_for_teacher(self.config, inspect_architecture(inputs.teacher.config).has_recurrences)
+        of_teacher = replace(
+            inputs,
+            model_config=inputs.teacher.config,
+            weights=inputs.teacher.weights,
+            dims=self.dims.with_whole_experts(),
+        )
+        return self._load_frozen(of_teacher, config, MemorySettings(self.memory.state_on_host), "--teacher")
+
+    def _load_frozen(
+        self,
+        inputs: Inputs,
+        config: TrainConfig | None = None,
+        memory: MemorySettings | None = None,
+        flag: str = "--model_name_or_path",
+    ) -> nn.Module:
         """Builds a model that never changes, with the weights from which the run started, also when it resumes."""
-        config, world = self.config, self._world
+        config, memory, world, dims = config or self.config, memory or self.memory, self._world, inputs.dims
         model = build_to_train(inputs.model_config)
         adapters.freeze(model, getattr(torch, config.compute_dtype))
-        parallel = on_all_ranks(world, lambda: parallelize(model, config, self.dims, self.memory, beside=self.context))
+        parallel = on_all_ranks(world, lambda: parallelize(model, config, dims, memory, beside=self.context))
         forget_forward_passes(parallel.loss_model)
         on_all_ranks(world, lambda: self._materialize(model, parallel))
         base = replace(inputs, resume_point=FRESH_START, lora=None, lora_adapter=None)
-        on_all_ranks(world, lambda: fill_weights(model, base, config.seed, device=world.device))
+        on_all_ranks(world, lambda: fill_weights(model, base, config.seed, device=world.device, flag=flag))
         return parallel.loss_model.eval()
 
     def _materialize(self, model: PreTrainedModel, parallel: ParallelModel) -> None:

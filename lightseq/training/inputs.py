@@ -43,6 +43,7 @@ from lightseq.parts.adapter_files import check_start
 from lightseq.parts.adapters import Lora
 from lightseq.plan.document_lengths import DocumentLengths, document_lengths_of
 from lightseq.training.find_model import FoundModel, fetch_weights, find_model, tokenizer_directory
+from lightseq.training.find_teacher import FetchedTeacher, find_teacher
 from lightseq.training.optimization import check_lr_schedule
 from lightseq.training.output_directory import check_output_dir
 from lightseq.training.sample_prompts import SamplePrompts, read_sample_prompts
@@ -71,6 +72,7 @@ class Inputs:
     resume_point: ResumePoint = FRESH_START
     lora: Lora | None = None  # None: all weights are trained
     lora_adapter: Path | None = None  # to start from
+    teacher: FetchedTeacher | None = None  # of --objective distill
     documents: DocumentLengths | None = None  # None: rows are not packed
     tokenizer: Path | None = None  # directory of the tokenizer to save with checkpoints
     bytes_are_tokens: bool = False  # the tokenizer of bytes is saved with checkpoints
@@ -101,6 +103,7 @@ def prepare(config: TrainConfig, family: ModelFamily, world: World, resume_point
     _check_flags(config, world, resume_point)
     model = find_model(config, family, world)
     _check_adapters(config, model, resume_point.path)
+    found = find_teacher(config, family, model, world)
     deepspeed = deepspeed_settings(config, model.dims.data_ranks, text_config(model.config).hidden_size)
     checkpoint_notes = _check_checkpoint(config, world, model, deepspeed, resume_point.path)
     streams = _open_streams(config, world, model, resume_point.path)
@@ -114,7 +117,8 @@ def prepare(config: TrainConfig, family: ModelFamily, world: World, resume_point
     prompts = read_sample_prompts(config, tokenizer, text_config(model.config).vocab_size)
     # Last, because a download can take hours and all other checks should come first.
     directory = fetch_weights(model, world, verified=resume_point.path)
-    check_notes = checkpoint_notes + streams.notes + profile_notes + disk_notes
+    teacher = found.fetch(world, verified=resume_point.path) if found else None
+    check_notes = checkpoint_notes + streams.notes + profile_notes + disk_notes + (found.notes if found else ())
     documents = document_lengths_of(stream.examples, config.model_max_length, inspect_architecture(model.config))
     return Inputs(
         model_config=model.config,
@@ -128,6 +132,7 @@ def prepare(config: TrainConfig, family: ModelFamily, world: World, resume_point
         resume_point=resume_point,
         lora=model.lora,
         lora_adapter=Path(config.lora_adapter) if config.lora_adapter else None,
+        teacher=teacher,
         documents=documents,
         tokenizer=tokenizer_directory(model, directory) if config.save_strategy != "no" else None,
         bytes_are_tokens=_bytes_are_tokens(config, directory),

@@ -42,7 +42,7 @@ from lightseq.utils.versions import OLDEST_FOR_EXPERTS, check_transformers_for
 Notes = tuple[str, ...]
 # Hosts may keep copies of these in different places.
 INPUT_FLAGS = (
-    *("model_name_or_path", "lora_adapter", "tokenizer", "chat_template"),
+    *("model_name_or_path", "lora_adapter", "teacher", "tokenizer", "chat_template"),
     *("data_path", "eval_data_path", "deepspeed"),
 )
 

@@ -30,6 +30,7 @@ from lightseq.plan.rates import DEFAULT_CORES, MEASURED_ON, chip_named
 from lightseq.plan.run import Hardware, PlannedRun
 from lightseq.tools.plan.attention import MAX_SEQUENCE_RANKS
 from lightseq.tools.plan.report import record, tables
+from lightseq.training.find_teacher import check_vocabularies, teacher_source
 from lightseq.training.router_flags import make_routers
 from lightseq.training.setup_checks import check_layers, check_mixers, check_packing, kernel_specs
 from lightseq.utils.files import open_output
@@ -86,7 +87,9 @@ def _planned_run(family: ModelFamily, own: argparse.Namespace, training: Sequenc
     gpu = chip.memory_bytes if own.gpu_memory is None else own.gpu_memory * GIB
     host = math.inf if own.host_memory is None else own.host_memory * GIB
     hardware = Hardware(chip, own.gpus, own.gpus_per_host, gpu, host, own.host_cores)
-    run = PlannedRun(model, config, hardware, documents=read_document_lengths(config, model))
+    run = PlannedRun(
+        model, config, hardware, documents=read_document_lengths(config, model), teacher=_teacher(family, config, model)
+    )
     _check_chip(run)
     check_mixers(config, run.architecture, run.sequence_ranks)
     _check_experts(run)
@@ -101,6 +104,15 @@ def _planned_run(family: ModelFamily, own: argparse.Namespace, training: Sequenc
             "add --bf16, or --kernel reference to plan everything else"
         )
     return run
+
+
+def _teacher(family: ModelFamily, config: TrainConfig, model: PreTrainedConfig) -> PreTrainedConfig | None:
+    """Returns the config of --teacher. Raises ValueError if it has another vocabulary than the model."""
+    if config.teacher is None:
+        return None
+    teacher = teacher_source(family, config.teacher, needs_weights=False).config
+    check_vocabularies(config, model, teacher)
+    return teacher
 
 
 def _check_routers(config: TrainConfig, config_of_model: PreTrainedConfig) -> None:
