@@ -19,7 +19,7 @@ from transformers import (
     GraniteConfig,
     GraniteForCausalLM,
     LlamaForCausalLM,
-    LlamaForSequenceClassification,
+    LlamaModel,
     NanoChatConfig,
     NanoChatForCausalLM,
     PreTrainedModel,
@@ -237,7 +237,7 @@ def refusals(rank: int) -> list[str]:
         lambda: prepare(Accelerator(cpu=True), fresh_model(), sequence_parallel_size=0),
         lambda: prepare(Accelerator(cpu=True), fresh_model(), sequence_parallel_size="2"),
         lambda: hf.disable(prepare(Accelerator(cpu=True), fresh_model()).module),
-        lambda: prepare(Accelerator(cpu=True), LlamaForSequenceClassification(CONFIG)),
+        lambda: prepare(Accelerator(cpu=True), LlamaModel(CONFIG)),
         lambda: generate(prepare(Accelerator(cpu=True), fresh_model()).module),
         prepare_replicas,
     ]
@@ -315,7 +315,7 @@ def test_impossible_requests_are_refused() -> None:
         "sequence_parallel_size=0 is not a number of ranks; give 1 or more",
         "sequence_parallel_size='2' is not a number of ranks",
         "call lightseq.integrations.accelerate.disable instead",
-        "no LM head",
+        "neither an LM head",
         "to generate, call",
         "use dp_shard_size",
     )

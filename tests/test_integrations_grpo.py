@@ -24,13 +24,13 @@ from trainer_numbers import (
 )
 from worlds import spawn
 
-from benchmarks.tiny_models import plain_model, tiny_config
+from benchmarks.tiny_models import tiny_config
 
 pytest.importorskip("trl")
 
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer
 from trl import DistillationConfig, DistillationTrainer, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from lightseq.integrations import (
@@ -60,7 +60,7 @@ GRPO_CASES: Mapping[str, dict[str, Any]] = {
     "truncated": {"mask_truncated_completions": True},
     "mixture": {"family": "qwen3_moe", "router_aux_loss_coef": 0.1, "beta": 0.1},
     "replayed": {"family": "qwen3_moe", "replay": True, "max_steps": 1, "eval_strategy": "no"},
-    "hybrid": {"family": "qwen3_5_text"},
+    "hybrid": {"family": "qwen3_5_text", "learning_rate": 0.01},
     "one prompt a batch": {"num_generations": 8},  # on two groups of ranks, each has half of its completions
 }
 DISTILLATION_CASES: Mapping[str, dict[str, Any]] = {
@@ -147,7 +147,7 @@ def rollouts_with_experts(prompts: list[str], trainer: Any) -> dict[str, Any]:
 
 def fresh_family(family: str) -> Any:
     torch.manual_seed(0)
-    return plain_model(tiny_config(family))
+    return AutoModelForCausalLM.from_config(tiny_config(family, initializer_range=0.02))
 
 
 def rewards(completion_ids: list[list[int]], log_metric: Any, log_extra: Any, **_: Any) -> list[float | None]:

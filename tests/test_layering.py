@@ -54,7 +54,7 @@ READ_ENVIRONMENT = (
 # gets its own forward back after each pass. Others record what they change (`parts/changes.py`).
 SET_FORWARDS = {
     *("lightseq.memory.remat", "lightseq.memory.offload", "lightseq.memory.recomputation"),
-    *("lightseq.integrations.whole_batches", "lightseq.parts.head"),
+    *("lightseq.integrations.split_model", "lightseq.parts.head"),
 }
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from lightseq.attention.context import SequenceContext
 from lightseq.hf.agreement import BATCH_FACTS, COUNTED_TOKENS, batch_facts
 from lightseq.hf.images import local_images, whole_images
-from lightseq.parts.router_replay import ROUTED_EXPERTS, check_shape
+from lightseq.parts.router_replay import OWN_CHOICE, ROUTED_EXPERTS, check_shape
 from lightseq.schedule.documents import check_boundaries, document_positions
 from lightseq.sequence.documents import Documents
 from lightseq.sequence.group import SequenceGroup
@@ -41,7 +41,7 @@ def shard_batch(
     unless `shift_labels` say so.
 
     `routed_experts`, (batch, length, layers, experts of a token), lets the layers take a rollout's choice of experts
-    (`parts.router_replay`). Layers are all of the model's, or those with experts.
+    (`parts.router_replay`). Layers are all of the model's, or those with experts; -1 leaves a choice to the layer.
 
     `images` are what a processor returns beside the text: `pixel_values`, and where the model takes them
     `image_grid_thw`, `image_sizes`, `spatial_shapes`, `pixel_attention_mask` and token types. A rank gets those that
@@ -80,7 +80,9 @@ def shard_batch(
     if (counted := counted_tokens(context.sequence, input_ids, attention_mask, documents)) is not None:
         batch[COUNTED_TOKENS] = counted
     if routed_experts is not None:
-        batch[ROUTED_EXPERTS] = context.sequence.shard(routed_experts.to(input_ids.device), documents=documents)
+        batch[ROUTED_EXPERTS] = context.sequence.shard(
+            routed_experts.to(input_ids.device), fill=OWN_CHOICE, documents=documents
+        )
     if given_images is not None:
         model, inputs = given_images
         batch |= local_images(

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightseq import hf
+from lightseq.distributed.parallel_dims import whole_tensor
 from lightseq.integrations.accelerate import enable
 from lightseq.integrations.split_inputs import SplitInputs, split_inputs
 from lightseq.integrations.split_model import SplitModel, split_model_of
@@ -106,4 +107,4 @@ def _whole(parameter: Tensor | None) -> Tensor | None:
             "FSDP2 shards the student's LM head by itself, so its gradients would not be summed over ranks; leave the "
             "head in the root of FSDP2, or use DDP"
         )
-    return parameter.full_tensor()
+    return whole_tensor(parameter)

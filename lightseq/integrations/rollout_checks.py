@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightseq.parts.router_replay import ROUTED_EXPERTS
+from lightseq.parts.router_replay import OWN_CHOICE, ROUTED_EXPERTS
 
 
 def check_rollout(rollout: Mapping[str, Any]) -> None:
@@ -32,7 +32,7 @@ def check_rollout(rollout: Mapping[str, Any]) -> None:
 def routes_of_rows(routes: Sequence[Any], attention_mask: Tensor) -> Tensor:
     """Returns the experts of rows (tokens, layers, experts of a token) in the places of a padded batch."""
     rows = [torch.as_tensor(row) for row in routes]
-    padded = torch.zeros(*attention_mask.shape, *rows[0].shape[1:], dtype=rows[0].dtype)
+    padded = torch.full((*attention_mask.shape, *rows[0].shape[1:]), OWN_CHOICE, dtype=torch.int16)
     starts = (attention_mask != 0).int().argmax(1).tolist()
     for row, start, chosen in zip(padded, starts, rows, strict=True):
         room = len(row) - start

@@ -1,4 +1,4 @@
-"""What models split inside trainers share: hooks that are removed or paused together, and values of whole batches."""
+"""Base of models that are split inside trainers: hooks, removed or paused together, and values of whole batches."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

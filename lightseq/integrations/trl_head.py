@@ -1,4 +1,4 @@
-"""What TRL's fused LM head was told to compute, read from the function that TRL put in a model's place."""
+"""Arguments of TRL's fused LM head, read from the function that TRL put in the place of a model's forward."""
 
 from dataclasses import dataclass
 from typing import Any, Final

@@ -18,6 +18,7 @@ from lightseq.parts.changes import Changes
 from lightseq.parts.experts import experts_modules
 
 ROUTED_EXPERTS: Final = "routed_experts"  # argument of layers: (batch, tokens, layers, experts of a token)
+OWN_CHOICE: Final = -1  # stands for all experts of a token that the layer chooses itself, such as padding
 
 
 @dataclass
@@ -50,7 +51,8 @@ class _Chosen(TorchFunctionMode):
         if result[1].shape != self._experts_TK.shape or scores.shape[-1] != self._experts:
             return result  # chooses groups of experts
         self.is_used = True
-        return torch.return_types.topk((scores.gather(-1, self._experts_TK), self._experts_TK))
+        experts_TK = torch.where(self._experts_TK < 0, result[1], self._experts_TK)
+        return torch.return_types.topk((scores.gather(-1, experts_TK), experts_TK))
 
 
 def install(layers: Iterable[nn.Module], changes: Changes) -> None:
@@ -96,9 +98,12 @@ def check_experts(routed: Tensor, layers: Iterable[nn.Module]) -> None:
         )
     experts = int(found[0].num_experts)
     lowest, highest = (int(x) for x in routed.aminmax())
-    if lowest < 0 or highest >= experts:
-        wrong = lowest if lowest < 0 else highest
-        raise ValueError(f"{ROUTED_EXPERTS} names expert {wrong}; layers have experts 0 to {experts - 1}")
+    if lowest < OWN_CHOICE or highest >= experts:
+        wrong = lowest if lowest < OWN_CHOICE else highest
+        raise ValueError(
+            f"{ROUTED_EXPERTS} names expert {wrong}; layers have experts 0 to {experts - 1}, and {OWN_CHOICE} leaves "
+            "the choice of a token to them"
+        )
 
 
 def _layers_with_experts(layers: Iterable[nn.Module]) -> int:
