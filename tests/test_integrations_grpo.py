@@ -32,6 +32,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer
 from trl import DistillationConfig, DistillationTrainer, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from trl.generation import vllm_generation
 
 from lightseq.integrations import (
     SequenceParallel,
@@ -330,3 +331,46 @@ def test_what_cannot_be_scored_or_divided_stops_every_rank() -> None:
 
 def not_a_number(completions: list[str], **_: Any) -> list[float]:
     return [0.0, float("nan"), 1.0, 2.0]
+
+
+class Server:
+    """Stand-in for the client of a vLLM server, which counts the completions that it is asked for."""
+
+    asked = 0
+
+    def __init__(self, **_: Any) -> None:
+        self.updates = 0
+
+    def init_communicator(self, **_: Any) -> None: ...
+
+    def reset_prefix_cache(self) -> None: ...
+
+    def get_server_info(self) -> dict[str, Any]:
+        return {"model_config": {"logprobs_mode": "processed_logprobs"}}
+
+    def update_named_params(self, metadata: list[Any], params: Any) -> None:
+        assert len(metadata) == len(list(params))
+
+    def generate(self, prompts: list[list[int]], n: int, **_: Any) -> dict[str, Any]:
+        Server.asked += n * len(prompts)
+        completions = [completion([*ids, 3 * copy]) for ids in prompts for copy in range(n)]
+        log_probs = [[[-3.5 - 0.01 * token] for token in ids] for ids in completions]
+        return {"prompt_ids": prompts, "completion_ids": completions, "logprobs": log_probs}
+
+
+def served(rank: int, kind: type[Trainer], data_ranks: int, case: Mapping[str, Any], options: Any) -> Numbers:
+    vllm_generation.is_vllm_available = lambda *_, **__: True  # type: ignore[assignment]
+    vllm_generation.VLLMClient = Server  # type: ignore[assignment, misc]
+    case = {"use_vllm": True, "vllm_mode": "server", "generate": True, "max_steps": 2, "eval_strategy": "no", **case}
+    found = run(rank, kind, case, data_ranks, **options)
+    return {**found, "asked": Server.asked}
+
+
+@pytest.mark.parametrize("world, size, case", [(2, 2, {}), pytest.param(4, 2, {}, marks=pytest.mark.slow),
+    pytest.param(3, 3, {}, marks=pytest.mark.slow)])  # fmt: skip
+def test_a_server_is_asked_once_for_each_completion(world: int, size: int, case: Mapping[str, Any]) -> None:
+    wanted = spawn(world // size, served, GRPOTrainer, world // size, case, {})
+    found = spawn(world, served, SequenceParallelGRPOTrainer, world // size, case, {"sequence_parallel_size": size})
+    assert [x["asked"] for x in found] == [wanted[0]["asked"]] + [0] * (world - 1) and wanted[0]["asked"]
+    for got in found:
+        assert_equal(got, wanted[0])
