@@ -1,13 +1,14 @@
 """verl's updates with sequences split over ranks give the numbers of verl's own FSDP2 engine."""
 
 import os
+from collections.abc import Callable
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from worlds import spawn
 
 if find_spec("verl") is None:
@@ -18,7 +19,20 @@ os.environ["VERL_PLATFORM"] = "cpu"
 os.environ["VERL_USE_EXTERNAL_MODULES"] = "lightseq.integrations.verl_on_cpu"
 
 from verl.utils import tensordict_utils as tu
-from verl_numbers import Case, batch, loss_function, make_engine, nested, numbers, save_model, update, values_of_rows
+from verl_numbers import (
+    LENGTHS,
+    Case,
+    batch,
+    exported,
+    loss_function,
+    make_engine,
+    nested,
+    numbers,
+    save_model,
+    update,
+    values_of_rows,
+    weights,
+)
 
 CASES = {
     "sft": Case(),
@@ -57,3 +71,95 @@ def test_updates_equal_those_of_verls_engine(folder: str, ranks: int, sequence_r
             assert got["weights"].keys() == wanted["weights"].keys()
             for weight, values in wanted["weights"].items():
                 np.testing.assert_allclose(got["weights"][weight], values, rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+def _resumed(rank: int, folder: str, checkpoint: str, lora_rank: int) -> tuple[Any, Any]:
+    case = Case(lora_rank=lora_rank)
+    engine = make_engine(folder, case, 2)
+    update(engine, case)
+    engine.save_checkpoint(checkpoint, global_step=1)
+    went_on = update(engine, case), weights(engine)
+    fresh = make_engine(folder, case, 2)
+    fresh.load_checkpoint(checkpoint, del_local_after_load=False)
+    return went_on, (update(fresh, case), weights(fresh))
+
+
+@pytest.mark.parametrize("lora_rank", [pytest.param(0, marks=pytest.mark.slow), 4])
+def test_a_checkpoint_resumes_bit_equal(folder: str, tmp_path: Path, lora_rank: int) -> None:
+    for went_on, resumed in spawn(2, _resumed, folder, str(tmp_path), lora_rank):
+        assert went_on[0] == resumed[0]
+        assert all(np.array_equal(went_on[1][name], resumed[1][name]) for name in went_on[1])
+
+
+def _exported_by_both(rank: int, folder: str, case: Case) -> list[Any]:
+    """Returns the exported weights after two updates of one data-parallel batch, by both engines."""
+    found = []
+    for sequence_ranks in (2, None):
+        engine = make_engine(folder, case, sequence_ranks)
+        for _ in range(2):
+            update(engine, case)
+        found.append(exported(engine, base_sync_done=bool(case.lora_rank)))
+    return found
+
+
+@pytest.mark.parametrize("case", [Case(), pytest.param(Case(lora_rank=4), marks=pytest.mark.slow)])
+def test_exported_weights_equal_those_of_verls_engine(folder: str, case: Case) -> None:
+    for (ours, our_adapter), (theirs, their_adapter) in spawn(2, _exported_by_both, folder, case):
+        assert ours.keys() == theirs.keys() and our_adapter == their_adapter
+        for name, weight in theirs.items():
+            np.testing.assert_allclose(ours[name], weight, rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+def _messages(rank: int, folder: str) -> dict[str, str | None]:
+    """Returns what each kind of bad input raises; only rank 1 has it where ranks may differ."""
+    case, found = Case(), dict[str, str | None]()
+    for name, changes in {
+        "ranks": {"ulysses_sequence_parallel_size": 3},
+        "padded": {"pad_to_length": True},
+        "option": {"attention_options": {"shedule": "zigzag"}},
+    }.items():
+        found[name] = _message(lambda changes=changes: make_engine(folder, case, 2, **changes))
+    engine = make_engine(folder, case, 1)
+
+    def train(change: Callable[[Any], None]) -> None:
+        data = batch(engine, case)
+        if rank == 1:
+            change(data)
+        with engine.train_mode():
+            engine.train_batch(data, loss_function(case))
+
+    for name, change in {
+        "long row": lambda data: tu.assign_non_tensor(data, max_token_len_per_gpu=20),
+        "no mask": lambda data: data.pop("loss_mask"),
+        "positions": lambda data: data.set("position_ids", nested([torch.arange(n) + 1 for n in LENGTHS[1::2]])),
+        "sums": lambda data: tu.assign_non_tensor(data, calculate_sum_pi_squared=True),
+        "temperatures": lambda data: data.set("temperature", torch.tensor([1.0, 1.0, 1.0, 0.5])),
+    }.items():
+        found[name] = _message(lambda change=change: train(change))
+    update(engine, case)  # which still works
+    return found
+
+
+def _message(call: Callable[[], Any]) -> str | None:
+    try:
+        call()
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return None
+
+
+def test_bad_input_gets_one_line_on_every_rank(folder: str) -> None:
+    of_ranks = spawn(2, _messages, folder)
+    assert of_ranks[0] == of_ranks[1]
+    wanted = {
+        "ranks": "ulysses_sequence_parallel_size 3 does not divide 2 ranks; use 1 or 2",
+        "padded": "pad_to_length is not supported by strategy=lightseq; turn it off",
+        "option": "attention_options has no option shedule; did you mean schedule?",
+        "long row": "rank 1: a row has 60 tokens, but a micro-batch holds 20 (max_token_len_per_gpu 20, ",
+        "no mask": "rank 1: the batch has no loss_mask",
+        "positions": "rank 1: position_ids do not count up from 0 in each row",
+        "sums": "rank 1: calculate_sum_pi_squared is not supported",
+        "temperatures": "rank 1: rows have temperatures from 0.5 to 1",
+    }
+    for name, start in wanted.items():
+        assert (of_ranks[0][name] or "").startswith(start), (name, of_ranks[0][name])

@@ -70,7 +70,7 @@ def make_engine(folder: str, case: Case, sequence_ranks: int | None, **changes: 
     if ours:
         from lightseq.integrations.verl import LightseqEngineConfig
 
-        config = LightseqEngineConfig(ulysses_sequence_parallel_size=sequence_ranks, **settings)
+        config = LightseqEngineConfig(**{"ulysses_sequence_parallel_size": sequence_ranks, **settings})
         kind = EngineRegistry.get_engine_cls("language_model", "lightseq")
     else:
         config, kind = FSDPEngineConfig(strategy="fsdp2", **settings), FSDPEngineWithLMHead
@@ -172,6 +172,12 @@ def weights(engine: Any) -> dict[str, Any]:
     """Returns the trained parameters."""
     trained = {name: p.detach() for name, p in engine.module.named_parameters() if p.requires_grad}
     return {name: (p.full_tensor() if isinstance(p, DTensor) else p).numpy().copy() for name, p in trained.items()}
+
+
+def exported(engine: Any, base_sync_done: bool) -> tuple[dict[str, Any], Any]:
+    """Returns the weights that rollouts get, and the config of an adapter."""
+    named, adapter = engine.get_per_tensor_param(base_sync_done=base_sync_done)
+    return {name: x.detach().float().numpy().copy() for name, x in named}, adapter
 
 
 def numbers(engine: Any, case: Case) -> dict[str, Any]:

@@ -63,8 +63,9 @@ class LightseqEngine(FSDPEngineWithLMHead):
     def _init_device_mesh(self) -> None:
         ranks, size = dist.get_world_size(), self.engine_config.ulysses_sequence_parallel_size
         if size < 1 or ranks % size:
-            sizes = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
-            raise ValueError(f"ulysses_sequence_parallel_size {size} does not divide {ranks} ranks; use one of {sizes}")
+            *sizes, last = [str(n) for n in range(1, ranks + 1) if ranks % n == 0]
+            choice = f"{', '.join(sizes)} or {last}" if sizes else last
+            raise ValueError(f"ulysses_sequence_parallel_size {size} does not divide {ranks} ranks; use {choice}")
         self.device_mesh = create_device_mesh(world_size=ranks, fsdp_size=self.engine_config.fsdp_size)
         self.ulysses_sequence_parallel_size = size
         # verl asks this mesh for its data-parallel rank, also where no sequence is split.
@@ -198,8 +199,8 @@ class LightseqEngine(FSDPEngineWithLMHead):
                 return "use_dynamic_bsz needs max_token_len_per_gpu; give the tokens of a micro-batch on one rank"
             if longest > most * ranks:
                 return (
-                    f"a row has {longest} tokens, but max_token_len_per_gpu {most} allows {most * ranks} on {ranks} "
-                    f"ranks that share it; give max_token_len_per_gpu {-(-longest // ranks)} or more"
+                    f"a row has {longest} tokens, but a micro-batch holds {most * ranks} (max_token_len_per_gpu {most}, "
+                    f"ulysses_sequence_parallel_size {ranks}); give max_token_len_per_gpu {-(-longest // ranks)} or more"
                 )
         table = positions_in_table(transformers_model(self.module))
         if table is not None and longest > table:

@@ -24,6 +24,7 @@ MODULE = SimpleNamespace(  # what verl calls of torch.cuda
     current_device=_zero,
     device_count=lambda: 1,
     empty_cache=_nothing,
+    get_device_name=lambda *_: "CPU",
     get_rng_state=torch.get_rng_state,
     ipc_collect=_nothing,
     is_available=lambda: True,
