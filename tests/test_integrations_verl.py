@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +11,25 @@ import pytest
 import torch
 from worlds import spawn
 
-if find_spec("verl") is None:
+try:
+    version("verl")  # the name alone could also be a folder
+except PackageNotFoundError:
     pytest.skip("needs verl (`make test-verl`)", allow_module_level=True)
 
 # Before verl is imported, here and in the processes that this file starts.
 os.environ["VERL_PLATFORM"] = "cpu"
 os.environ["VERL_USE_EXTERNAL_MODULES"] = "lightseq.integrations.verl_on_cpu"
 
+import hydra
+from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3_5TextConfig
 from verl.utils import tensordict_utils as tu
+from verl.utils.config import omega_conf_to_dataclass
 from verl_numbers import (
+    CONFIG,
+    EXPERTS,
     LENGTHS,
+    SIZES,
+    TIED,
     Case,
     batch,
     exported,
@@ -30,7 +39,6 @@ from verl_numbers import (
     numbers,
     save_model,
     update,
-    values_of_rows,
     weights,
 )
 
@@ -42,18 +50,31 @@ CASES = {
 }
 
 
-def _numbers_of_both(rank: int, folder: str, sequence_ranks: int) -> dict[str, tuple[Any, Any]]:
+def _numbers_of_both(rank: int, folder: str, cases: dict[str, Case], *settings: Any) -> dict[str, tuple[Any, Any]]:
+    sequence_ranks, changes = settings
     return {
-        name: (numbers(make_engine(folder, case, sequence_ranks), case), numbers(make_engine(folder, case, None), case))
-        for name, case in CASES.items()
+        name: tuple(
+            numbers(make_engine(folder, case, size, **changes), case)  # one after the other
+            for size in (sequence_ranks, None)
+        )
+        for name, case in cases.items()
     }
+
+
+def assert_equal(results: list[dict[str, tuple[Any, Any]]]) -> None:
+    for both in results:
+        for name, (got, wanted) in both.items():
+            for ours, theirs in zip(got["updates"], wanted["updates"], strict=True):
+                assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-5), name
+            for kind in ("rows", "weights"):
+                assert got[kind].keys() == wanted[kind].keys()
+                for key, values in wanted[kind].items():
+                    np.testing.assert_allclose(got[kind][key], values, rtol=1e-5, atol=1e-5, err_msg=f"{name}, {key}")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    made = str(tmp_path_factory.mktemp("model"))
-    save_model(made)
-    return made
+    return save_model(str(tmp_path_factory.mktemp("model")))
 
 
 @pytest.mark.parametrize(
@@ -61,34 +82,45 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     [(2, 2), pytest.param(2, 1, marks=pytest.mark.slow), pytest.param(4, 2, marks=pytest.mark.slow)],
 )
 def test_updates_equal_those_of_verls_engine(folder: str, ranks: int, sequence_ranks: int) -> None:
-    for both in spawn(ranks, _numbers_of_both, folder, sequence_ranks):
-        for name, (got, wanted) in both.items():
-            for ours, theirs in zip(got["updates"], wanted["updates"], strict=True):
-                assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-5), name
-            assert got["rows"].keys() == wanted["rows"].keys()
-            for row, values in wanted["rows"].items():
-                np.testing.assert_allclose(got["rows"][row], values, rtol=1e-5, atol=1e-5, err_msg=f"{name}, row {row}")
-            assert got["weights"].keys() == wanted["weights"].keys()
-            for weight, values in wanted["weights"].items():
-                np.testing.assert_allclose(got["weights"][weight], values, rtol=1e-5, atol=1e-5, err_msg=name)
+    assert_equal(spawn(ranks, _numbers_of_both, folder, CASES, sequence_ranks, {}))
 
 
-def _resumed(rank: int, folder: str, checkpoint: str, lora_rank: int) -> tuple[Any, Any]:
-    case = Case(lora_rank=lora_rank)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "config", "changes"),
+    [
+        (2, TIED, {"param_offload": True, "optimizer_offload": True, "reshard_after_forward": False}),
+        (2, EXPERTS, {"use_no_sync_for_gradient_accumulation": False}),
+        (4, CONFIG, {"fsdp_size": 2}),
+    ],
+    ids=["tied embeddings, offloaded", "experts", "replicated shards"],
+)
+def test_updates_under_other_settings(
+    tmp_path: Path, ranks: int, config: PreTrainedConfig, changes: dict[str, Any]
+) -> None:
+    folder = save_model(str(tmp_path), config)
+    assert_equal(spawn(ranks, _numbers_of_both, folder, {"ppo": CASES["ppo"]}, 2, changes))
+
+
+def _resumed(rank: int, folder: str, checkpoint: str, case: Case) -> tuple[Any, Any, Any]:
     engine = make_engine(folder, case, 2)
     update(engine, case)
     engine.save_checkpoint(checkpoint, global_step=1)
-    went_on = update(engine, case), weights(engine)
+    saved, went_on = weights(engine), (update(engine, case), weights(engine))
     fresh = make_engine(folder, case, 2)
     fresh.load_checkpoint(checkpoint, del_local_after_load=False)
-    return went_on, (update(fresh, case), weights(fresh))
+    return saved, went_on, (update(fresh, case), weights(fresh))
 
 
-@pytest.mark.parametrize("lora_rank", [pytest.param(0, marks=pytest.mark.slow), 4])
-def test_a_checkpoint_resumes_bit_equal(folder: str, tmp_path: Path, lora_rank: int) -> None:
-    for went_on, resumed in spawn(2, _resumed, folder, str(tmp_path), lora_rank):
+@pytest.mark.parametrize("case", [pytest.param(Case(), marks=pytest.mark.slow), Case(lora_rank=4)])
+def test_a_checkpoint_resumes_bit_equal(folder: str, tmp_path: Path, case: Case) -> None:
+    for saved, went_on, resumed in spawn(2, _resumed, folder, str(tmp_path), case):
         assert went_on[0] == resumed[0]
         assert all(np.array_equal(went_on[1][name], resumed[1][name]) for name in went_on[1])
+        if not case.lora_rank:
+            model = AutoModelForCausalLM.from_pretrained(tmp_path / "huggingface", dtype="float32")
+            assert all(np.allclose(p.detach(), saved[name], atol=1e-2) for name, p in model.named_parameters())
+            assert "lightseq" not in (tmp_path / "huggingface" / "config.json").read_text()
 
 
 def _exported_by_both(rank: int, folder: str, case: Case) -> list[Any]:
@@ -155,7 +187,7 @@ def test_bad_input_gets_one_line_on_every_rank(folder: str) -> None:
         "ranks": "ulysses_sequence_parallel_size 3 does not divide 2 ranks; use 1 or 2",
         "padded": "pad_to_length is not supported by strategy=lightseq; turn it off",
         "option": "attention_options has no option shedule; did you mean schedule?",
-        "long row": "rank 1: a row has 60 tokens, but a micro-batch holds 20 (max_token_len_per_gpu 20, ",
+        "long row": "rank 1: a row has 60 tokens, but a micro-batch holds 20 (max_token_len_per_gpu 20 on 1 ",
         "no mask": "rank 1: the batch has no loss_mask",
         "positions": "rank 1: position_ids do not count up from 0 in each row",
         "sums": "rank 1: calculate_sum_pi_squared is not supported",
@@ -163,3 +195,34 @@ def test_bad_input_gets_one_line_on_every_rank(folder: str) -> None:
     }
     for name, start in wanted.items():
         assert (of_ranks[0][name] or "").startswith(start), (name, of_ranks[0][name])
+
+
+def test_verls_ppo_config_takes_the_engine() -> None:
+    actor, ours = "actor_rollout_ref.actor", "lightseq.integrations.verl.LightseqEngineConfig"
+    words = [f"{actor}.strategy=lightseq", f"{actor}.fsdp_config._target_={ours}"]
+    words += [f"{actor}.fsdp_config.ulysses_sequence_parallel_size=2", f"{actor}.ppo_micro_batch_size_per_gpu=1"]
+    with hydra.initialize_config_module("verl.trainer.config", version_base=None):
+        config = hydra.compose("ppo_trainer", overrides=words)
+    engine = omega_conf_to_dataclass(config.actor_rollout_ref.actor).engine
+    assert f"{type(engine).__module__}.{type(engine).__name__}" == ours
+    assert (engine.strategy, engine.ulysses_sequence_parallel_size) == ("lightseq", 2)
+    assert config.actor_rollout_ref.ref.strategy == "lightseq"
+
+
+def _message_of_hybrid(rank: int, folder: str) -> str | None:
+    return _message(lambda: make_engine(folder, Case(), 2))
+
+
+def test_a_hybrid_names_the_version_it_needs(tmp_path: Path) -> None:
+    config = Qwen3_5TextConfig(
+        **SIZES,
+        head_dim=8,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        layer_types=["linear_attention", "full_attention"],
+    )
+    folder = save_model(str(tmp_path), config)
+    for message in spawn(2, _message_of_hybrid, folder):
+        assert message is not None and "is too old for" in message and message.endswith("install 5.22 or newer")

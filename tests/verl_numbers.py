@@ -10,23 +10,25 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
 from verl.workers.utils.losses import ppo_loss, sft_loss
 
-CONFIG = LlamaConfig(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=128,
-    architectures=["LlamaForCausalLM"],
-)
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+CONFIG = LlamaConfig(**SIZES)
+TIED = LlamaConfig(**SIZES, tie_word_embeddings=True)
+EXPERTS = Qwen3MoeConfig(**SIZES, head_dim=8, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2)
 LENGTHS = (50, 17, 33, 60, 24, 9, 41, 35)  # of the rows; a third of each is the prompt
 TOKENS = 128  # of a micro-batch, over the ranks that share it
 FLOAT32 = {"param_dtype": "fp32", "reduce_dtype": "fp32"}
@@ -42,9 +44,10 @@ class Case:
     checkpointing: bool = False
 
 
-def save_model(folder: str) -> None:
+def save_model(folder: str, config: PreTrainedConfig = CONFIG) -> str:
     torch.manual_seed(0)
-    LlamaForCausalLM(CONFIG).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
 
 
 def model_config(folder: str, ours: bool, **changes: Any) -> HFModelConfig:
@@ -78,7 +81,9 @@ def make_engine(folder: str, case: Case, sequence_ranks: int | None, **changes: 
     optimizer = FSDPOptimizerConfig(
         lr=0.5, optimizer="SGD", weight_decay=0.0, clip_grad=1e9, lr_warmup_steps=0, total_training_steps=9
     )
-    engine = kind(model, config, optimizer, CheckpointConfig())
+    saved = ["model", "optimizer", "extra", *(() if case.lora_rank else ("hf_model",))]
+    checkpoints = CheckpointConfig(save_contents=saved, load_contents=saved[:3])
+    engine = kind(model, config, optimizer, checkpoints)
     torch.manual_seed(1)  # of adapters
     engine.initialize()
     return engine

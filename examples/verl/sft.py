@@ -1,7 +1,7 @@
 """verl's SFT trainer on a tiny model, with each sequence split over two ranks. More words are settings of verl.
 
 python3 -m torch.distributed.run --nproc_per_node=2 examples/verl/sft.py
-python3 -m torch.distributed.run --nproc_per_node=2 examples/verl/sft.py model.lora_rank=4 trainer.total_training_steps=2
+python3 -m torch.distributed.run --nproc_per_node=2 examples/verl/sft.py model.lora_rank=4 optim.lr=1e-3
 """
 
 import os
@@ -25,14 +25,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from verl.trainer.sft_trainer import SFTTrainer
 from verl.utils.distributed import initialize_global_process_group
 
-WORDS, ROWS, SEQUENCE_RANKS = 64, 64, 2
+WORDS, ROWS = 64, 64
 CHAT = "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} <end> {% endfor %}"
-SETTINGS = (
-    "model.external_lib=lightseq.integrations.verl",  # lightseq 1: registers the engine
-    "engine._target_=lightseq.integrations.verl.LightseqEngineConfig",  # lightseq 2: its settings
-    "engine.strategy=lightseq",
-    f"engine.ulysses_sequence_parallel_size={SEQUENCE_RANKS}",  # lightseq 3: ranks that share a sequence
-)
 
 
 def make_model(folder: Path) -> None:
@@ -70,6 +64,12 @@ def make_model(folder: Path) -> None:
 
 def train(folder: Path) -> None:
     """Runs what `python3 -m verl.trainer.sft_trainer` runs."""
+    lightseq = (
+        "model.external_lib=lightseq.integrations.verl",  # registers the engine
+        "engine._target_=lightseq.integrations.verl.LightseqEngineConfig",
+        "engine.strategy=lightseq",
+        f"engine.ulysses_sequence_parallel_size={min(2, dist.get_world_size())}",  # ranks that share a sequence
+    )
     tiny = [
         *(f"model.path={folder}", f"data.train_files={folder}/chats.parquet", "data.num_workers=0"),
         *("data.train_batch_size=8", "data.max_token_len_per_gpu=128", "optim.lr=1e-2"),
@@ -80,7 +80,7 @@ def train(folder: Path) -> None:
     if not torch.cuda.is_available():
         tiny += ["+engine.mixed_precision.param_dtype=fp32", "+engine.mixed_precision.reduce_dtype=fp32"]
     with hydra.initialize_config_module("verl.trainer.config", version_base=None):
-        config = hydra.compose("sft_trainer_engine", overrides=[*tiny, *SETTINGS, *sys.argv[1:]])
+        config = hydra.compose("sft_trainer_engine", overrides=[*tiny, *lightseq, *sys.argv[1:]])
     SFTTrainer(config).fit()
 
 

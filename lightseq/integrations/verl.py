@@ -52,8 +52,8 @@ class LightseqEngineConfig(FSDPEngineConfig):
 class LightseqEngine(FSDPEngineWithLMHead):
     """verl's FSDP2 engine with packed rows split over ranks, and a head that never makes logits.
 
-    Optimizer, learning rate, checkpoints, adapters and the export of weights are verl's. `ulysses_sequence_parallel_size`
-    neighbouring ranks share rows; groups of them are data parallel.
+    Optimizer, learning rate, checkpoints, adapters and the export of weights are verl's.
+    `ulysses_sequence_parallel_size` neighbouring ranks share rows; groups of them are data parallel.
     """
 
     def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> None:
@@ -102,13 +102,15 @@ class LightseqEngine(FSDPEngineWithLMHead):
         param_dtype = PrecisionType.to_dtype(precision.get("param_dtype", "bf16"))
         reduce_dtype = PrecisionType.to_dtype(precision.get("reduce_dtype", "fp32"))
         if param_dtype == torch.float16:
-            raise ValueError("mixed_precision.param_dtype is float16, which this engine does not scale; use bf16 or fp32")
+            raise ValueError(
+                "mixed_precision.param_dtype is float16, which this engine does not scale; use bf16 or fp32"
+            )
         longest = settings.max_token_len_per_gpu or 0
         options = {"packed": True, **settings.attention_options}
         if longest:
             options.setdefault("length", longest * self.ulysses_sequence_parallel_size)
         self._sequence_context = hf.enable(
-            module, self.ulysses_device_mesh["sp"], device=torch.device(device), dtype=param_dtype, **options
+            module, self.ulysses_device_mesh["sp"], device=torch.device(get_device_id()), dtype=param_dtype, **options
         )
         offload = None
         if settings.offload_policy or (settings.forward_only and device != "cpu"):
@@ -158,21 +160,24 @@ class LightseqEngine(FSDPEngineWithLMHead):
         context = self._sequence_context
         batch = hf.shard_batch(context, ids, shift_labels=ids.roll(-1, 1), cu_seqlens=edges)
         temperature = _temperature(micro_batch["temperature"])
-        wanted = tu.get_non_tensor_data(micro_batch, "calculate_entropy", default=False)
-        names = ["log_probs", "entropy"] if wanted else ["log_probs"]
-        found: Any = hf.token_log_probs(context, self.module, batch, temperature, with_entropy=bool(wanted))
-        stacked = torch.stack(found if wanted else [found], -1)
-        whole = hf.gather_tokens(context, stacked, batch)[0]
+        if tu.get_non_tensor_data(micro_batch, "calculate_entropy", default=False):
+            log_probs, entropy = hf.token_log_probs(context, self.module, batch, temperature, with_entropy=True)
+            own = {"log_probs": log_probs, "entropy": entropy}
+        else:
+            own = {"log_probs": hf.token_log_probs(context, self.module, batch, temperature)}
+        whole = hf.gather_tokens(context, torch.stack([*own.values()], -1), batch)[0]
         return {
             name: torch.nested.nested_tensor_from_jagged(values, edges)
-            for name, values in zip(names, whole.unbind(-1), strict=True)
+            for name, values in zip(own, whole.unbind(-1), strict=True)
         }
 
     def _check_batch(self, data: TensorDict) -> None:
         """Raises ValueError on every rank for a batch that this engine cannot train on, before any model runs."""
         try:
             problem = self._problem(data)
-        except Exception as error:  # also on ranks whose batch cannot be read
+        except ValueError as error:
+            problem = str(error)
+        except Exception as error:  # else the other ranks would wait for this one
             problem = f"{type(error).__name__}: {error}"
         problems: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(problems, problem)
@@ -188,8 +193,7 @@ class LightseqEngine(FSDPEngineWithLMHead):
         for name in ("calculate_sum_pi_squared", "distillation_use_topk", "distillation_only"):
             if tu.get_non_tensor_data(data, name, default=False):
                 return f"{name} is not supported by strategy=lightseq; turn it off"
-        others = extract_multi_modal_inputs(data["multi_modal_inputs"]) if "multi_modal_inputs" in data.keys() else {}
-        if others or data["position_ids"].dim() == 3:
+        if extract_multi_modal_inputs(data.get("multi_modal_inputs", [])) or data["position_ids"].dim() == 3:
             return "the batch has images or other inputs beside text, which strategy=lightseq does not take in verl"
         lengths = rows.offsets().diff()
         longest, ranks = int(lengths.max()), self.ulysses_sequence_parallel_size
@@ -199,8 +203,8 @@ class LightseqEngine(FSDPEngineWithLMHead):
                 return "use_dynamic_bsz needs max_token_len_per_gpu; give the tokens of a micro-batch on one rank"
             if longest > most * ranks:
                 return (
-                    f"a row has {longest} tokens, but a micro-batch holds {most * ranks} (max_token_len_per_gpu {most}, "
-                    f"ulysses_sequence_parallel_size {ranks}); give max_token_len_per_gpu {-(-longest // ranks)} or more"
+                    f"a row has {longest} tokens, but a micro-batch holds {most * ranks} (max_token_len_per_gpu {most} "
+                    f"on {ranks} sequence ranks); give max_token_len_per_gpu {-(-longest // ranks)} or more"
                 )
         table = positions_in_table(transformers_model(self.module))
         if table is not None and longest > table:

@@ -1,6 +1,6 @@
-"""Lets verl run on processes without a GPU: VERL_PLATFORM=cpu VERL_USE_EXTERNAL_MODULES=lightseq.integrations.verl_on_cpu.
+"""Platform with which verl runs on processes without a GPU, for trials and tests.
 
-verl has no platform for CPUs of its own. This one is for trials and tests.
+export VERL_PLATFORM=cpu VERL_USE_EXTERNAL_MODULES=lightseq.integrations.verl_on_cpu
 """
 
 from collections.abc import Iterator
