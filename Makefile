@@ -25,14 +25,14 @@ endif
 TOOLS = $$($(RUN) -c 'import sysconfig; print(sysconfig.get_path("scripts"))')
 
 # What `make test-compat` installs, each pair in an environment of its own under .venv.
-OLDEST := 'torch==2.11.0' 'transformers==5.10.*'
+OLDEST := 'torch==2.11.0' 'transformers==5.9.*'
 MIXED := 'torch==2.11.0' 'transformers<6'
 NEWEST := 'torch==2.13.0' 'transformers<6'
 
 # Tests start hundreds of processes, which would compile this program anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install train test test-all test-compat test-trl test-gpu check clean
+.PHONY: help install train test test-all test-compat test-trl test-verl test-gpu check clean
 
 help:
 	@echo "make install    install lightseq and what it needs into .venv"
@@ -42,6 +42,7 @@ help:
 	@echo "make test-all   all tests that need no GPU (about 50 minutes on 2 cores)"
 	@echo "make test-compat  some tests (six minutes each) with the oldest torch and transformers, the oldest torch and the newest transformers, and the newest of both; installs all three"
 	@echo "make test-trl   TRL's own tests with our trainers on 2 CPU processes (10 minutes); TRL_CHECKOUT=PATH is its repository"
+	@echo "make test-verl  the verl engine beside verl's own on CPU processes (four minutes), in an environment of its own"
 	@echo "make test-gpu   the tests that need GPUs"
 	@echo "make check      ruff, mypy, shellcheck"
 	@echo "make clean      remove caches and $(TRAINED); keeps .venv and data/"
@@ -119,6 +120,13 @@ endef
 test-trl: $(TESTS)
 	@test -n "$(TRL_CHECKOUT)" || { echo "give a checkout of TRL's repository with TRL_CHECKOUT=PATH" >&2; exit 2; }
 	@$(RUN) tests/trl_own_tests.py --trl "$(TRL_CHECKOUT)" $(ARGS)
+
+# verl takes no transformers that other tests need.
+test-verl: .venv/.dev
+	@grep -vE '^(torch|transformers|tokenizers)[=<]' constraints.txt > .venv/verl-constraints.txt
+	@python3 -m venv .venv/verl && .venv/verl/bin/python -m pip install -qq --disable-pip-version-check \
+	    -c .venv/verl-constraints.txt 'torch==2.13.0' -e ".[verl]" pytest pytest-timeout
+	@.venv/verl/bin/python -m pytest -q tests/test_integrations_verl.py $(ARGS)
 
 test-gpu: $(TESTS)
 	@$(RUN) -m pytest -q -m gpu $(ARGS)

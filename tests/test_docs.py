@@ -105,6 +105,7 @@ def source_of(path: str) -> str:
 
 # ---- commands ------------------------------------------------------------------------------------------------------
 
+VERL_PROGRAMS = ("sft_trainer", "main_ppo")  # take settings of Hydra; verl is not installed here
 MAX_TOKENS = 2**15  # of a training run that ends within seconds
 
 
@@ -144,7 +145,9 @@ def check_make(words: Sequence[str]) -> None:
 
 def check_program(program: Sequence[str]) -> None:
     """Checks a Python program; training and its relatives parse their flags after they have joined the ranks."""
-    if program[0] in ("llama2/train.py", "llama3/train.py"):
+    if program[0] == "examples/verl/sft.py" or program[:2] in (("-m", f"verl.trainer.{x}") for x in VERL_PROGRAMS):
+        assert all("=" in word or word == "..." for word in program[1 if program[0] != "-m" else 2 :]), program
+    elif program[0] in ("llama2/train.py", "llama3/train.py"):
         check_training(program[1:])
     elif program[:2] == ("-m", "lightseq") and program[2:3] and "--attention" not in program:
         check_tool(program)

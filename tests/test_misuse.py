@@ -132,7 +132,7 @@ def test_sequences_beyond_a_table_of_positions_are_refused(model: PreTrainedMode
 
 def test_an_old_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "version", lambda name: "4.57.1")
-    one_line(versions.check_transformers, ImportError, "transformers 4.57.1 is too old for lightseq; install 5.10")
+    one_line(versions.check_transformers, ImportError, "transformers 4.57.1 is too old for lightseq; install 5.9")
 
 
 # ---- rows ----------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Final
 
 from packaging.version import Version
 
-OLDEST_TRANSFORMERS: Final = "5.10"
+OLDEST_TRANSFORMERS: Final = "5.9"
 OLDEST_FOR_EXPERTS: Final = "5.20"  # marks modules of stacked experts with all that lightseq reads
 OLDEST_FOR_RECURRENCES: Final = "5.22"  # every such mixer passes its keywords on
 NEWEST_TESTED: Final = {"torch": "2.13", "transformers": "5.24"}
