@@ -4,12 +4,13 @@ import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import gather_object, set_seed
+from accelerate.utils import gather_object, recursively_apply, set_seed
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -39,9 +40,10 @@ class GroupAccelerator:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._accelerator, name)
 
-    def gather(self, tensor: Tensor) -> Tensor:
-        """Returns the rows of all groups, on every rank."""
-        return rows_of_every(self._ranks, self._accelerator.num_processes, self._accelerator.gather(tensor))
+    def gather(self, data: Any) -> Any:
+        """Returns the rows of all groups, on every rank, of a tensor or of tensors in containers."""
+        first_rows = partial(rows_of_every, self._ranks, self._accelerator.num_processes)
+        return recursively_apply(first_rows, self._accelerator.gather(data))
 
     def reduce(self, tensor: Tensor, reduction: str = "mean", scale: float = 1.0) -> Tensor:
         """Returns the sum or the mean over groups, times `scale`."""
