@@ -61,6 +61,7 @@ GRPO_CASES: Mapping[str, dict[str, Any]] = {
     "mixture": {"family": "qwen3_moe", "router_aux_loss_coef": 0.1, "beta": 0.1},
     "replayed": {"family": "qwen3_moe", "replay": True, "max_steps": 1, "eval_strategy": "no"},
     "hybrid": {"family": "qwen3_5_text", "learning_rate": 0.01},
+    "head in float32": {"cast_lm_head_to_fp32": True, "max_steps": 1},
     "one prompt a batch": {"num_generations": 8},  # on two groups of ranks, each has half of its completions
 }
 DISTILLATION_CASES: Mapping[str, dict[str, Any]] = {

@@ -3,9 +3,13 @@
 from dataclasses import dataclass
 from typing import Any, Final
 
+from torch import nn
 from transformers import PreTrainedModel
 
+from lightseq.parts.identity import hook_of, product_change
+
 TRL_FUNCTION: Final = ("trl.trainer.utils", "_fused_forward")  # of `add_fused_lm_head`
+TRL_CAST: Final = "cast_forward_to_fp32"  # a head's forward with `cast_lm_head_to_fp32`
 KNOWN_OUTPUTS: Final = frozenset({"log_probs", "entropy", "is_top1"})  # which `parts.token_metrics` returns
 
 
@@ -46,6 +50,13 @@ def trl_head_of(model: PreTrainedModel) -> TrlHead | None:
         )
     except (KeyError, TypeError, ValueError):
         return None
+
+
+def change_beside_trl(head: nn.Linear) -> str | None:
+    """Returns why a head may compute more than TRL's function does, which casts the product as TRL's head does."""
+    own = vars(head).get("forward")
+    is_cast = _code_name(own) == TRL_CAST and own.__module__.startswith("trl.")
+    return hook_of(head) if is_cast else product_change(head)
 
 
 def _code_name(function: Any) -> str | None:
