@@ -1,10 +1,12 @@
 """TRL's trainers that generate, with sequences split over ranks, give the numbers of TRL on one process per group."""
 
+import random
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -62,6 +64,7 @@ GRPO_CASES: Mapping[str, dict[str, Any]] = {
     "mixture": {"family": "qwen3_moe", "router_aux_loss_coef": 0.1, "beta": 0.1},
     "replayed": {"family": "qwen3_moe", "replay": True, "max_steps": 1, "eval_strategy": "no"},
     "hybrid": {"family": "qwen3_5_text", "learning_rate": 0.01},
+    "head in float32": {"cast_lm_head_to_fp32": True, "max_steps": 1},
     "one prompt a batch": {"num_generations": 8},  # on two groups of ranks, each has half of its completions
 }
 DISTILLATION_CASES: Mapping[str, dict[str, Any]] = {
@@ -85,6 +88,28 @@ class Grpo(Indexed, GRPOTrainer):
 
 
 class SplitGrpo(Indexed, SequenceParallelGRPOTrainer):
+    pass
+
+
+class OwnLoss:
+    """Mixin of a user, which reads the number of processes and calls the loss within the trainer's own."""
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        found = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
+        accelerator: Any = self.accelerator  # type: ignore[attr-defined]
+        rows = slice(accelerator.process_index * len(inputs), (accelerator.process_index + 1) * len(inputs))
+        gathered = accelerator.gather(found["advantages"])
+        return {**found, "advantages": gathered[rows] + 0.1 * accelerator.num_processes}
+
+    def compute_loss(self, model: Any, inputs: Any, *_args: Any, **_kwargs: Any) -> Any:
+        return 2 * self._compute_loss(model, inputs)  # type: ignore[attr-defined]
+
+
+class OwnLossGrpo(OwnLoss, Grpo):
+    pass
+
+
+class SplitOwnLossGrpo(OwnLoss, SplitGrpo):
     pass
 
 
@@ -279,13 +304,22 @@ def test_grpo_with_fsdp2_equals_one_process(case: str) -> None:
     check(Grpo, SplitShardedGrpo, GRPO_CASES[case], 2)
 
 
-def small(rank: int, batch: int, function: Any, reward: Any = rewards, **options: Any) -> list[int] | str:
-    """Trains for one step. Returns the numbers of prompts that this rank completed, or the error."""
-    asked = list[int]()
+def test_a_subclass_sees_a_group_as_one_process() -> None:
+    check(OwnLossGrpo, SplitOwnLossGrpo, {"max_steps": 1}, 2)
+
+
+def small(
+    rank: int, batch: int, function: dict[str, Any] | None, reward: Any = rewards, record: Any = len, **options: Any
+) -> list[Any] | str:
+    """Trains for one step. Returns a record of each call of the rollout function, or the error.
+
+    `function` has the fields that a rollout function adds; None lets the model generate.
+    """
+    asked = list[Any]()
 
     def counted(prompts: list[str], trainer: Any) -> dict[str, Any]:
-        asked.append(len(prompts))
-        return rollouts(prompts, trainer)
+        asked.append(record(prompts))
+        return {**rollouts(prompts, trainer), **(function or {})}
 
     with tempfile.TemporaryDirectory() as folder:
         arguments = GRPOConfig(
@@ -297,7 +331,7 @@ def small(rank: int, batch: int, function: Any, reward: Any = rewards, **options
         try:
             trainer = SequenceParallelGRPOTrainer(
                 fresh_model(), args=arguments, reward_funcs=reward, train_dataset=prompts(),
-                processing_class=tokenizer(), rollout_func=counted if function else None, **options,
+                processing_class=tokenizer(), rollout_func=None if function is None else counted, **options,
             )  # fmt: skip
             trainer.train()
         except (ValueError, RuntimeError) as error:
@@ -306,26 +340,26 @@ def small(rank: int, batch: int, function: Any, reward: Any = rewards, **options
 
 
 def test_ranks_of_a_group_complete_a_part_of_the_prompts_each() -> None:
-    assert spawn(3, small, 4, True) == [[1], [1], [2]]
+    assert spawn(3, small, 4, {}) == [[1], [1], [2]]
 
 
 @pytest.mark.slow
 def test_fewer_prompts_than_ranks_are_completed_by_the_model_but_not_by_a_rollout_function() -> None:
-    assert spawn(4, two_groups, False) == [[]] * 4
+    assert spawn(4, two_groups, None) == [[]] * 4
     assert all(
         x.startswith("rollout_func would be called for 1 prompts on each of 2 ranks; ")
-        for x in spawn(4, two_groups, True)
+        for x in spawn(4, two_groups, {})
     )
 
 
-def two_groups(rank: int, function: bool) -> list[int] | str:
+def two_groups(rank: int, function: dict[str, Any] | None) -> list[int] | str:
     return small(rank, 1, function, sequence_parallel_size=2)
 
 
 def test_what_cannot_be_scored_or_divided_stops_every_rank() -> None:
-    for line in spawn(2, small, 4, True, not_a_number):
+    for line in spawn(2, small, 4, {}, not_a_number):
         assert "reward function not_a_number returned nan for completion 1; return a finite number" in line
-    for line in spawn(2, small, 3, True):
+    for line in spawn(2, small, 3, {}):
         assert line.startswith("per_device_train_batch_size x steps_per_generation (3) times the groups of ranks that ")
 
 
@@ -374,3 +408,41 @@ def test_a_server_is_asked_once_for_each_completion(world: int, size: int, case:
     assert [x["asked"] for x in found] == [wanted[0]["asked"]] + [0] * (world - 1) and wanted[0]["asked"]
     for got in found:
         assert_equal(got, wanted[0])
+
+
+def drawn(completions: list[str], **_: Any) -> Iterator[float]:
+    return (float(torch.rand(())) for _ in completions)
+
+
+class Later:
+    async def __call__(self, completions: list[str], **_: Any) -> list[float]:
+        return [float(len(x)) for x in completions]
+
+
+def of_server(completions: list[str], server: list[str], **_: Any) -> list[float]:
+    return [1.0 / (x == "abcd") for x in server]  # else an error
+
+
+def of_each(completions: list[str], scores: list[float], **_: Any) -> list[float]:
+    return scores
+
+
+@pytest.mark.parametrize("reward", [drawn, *(pytest.param(x, marks=pytest.mark.slow) for x in (Later(), of_server))])
+def test_rewards_may_be_drawn_awaited_and_read_from_a_rollout(reward: Any) -> None:
+    assert spawn(2, small, 4, {"server": "abcd"}, reward) == [[2], [2]]
+
+
+def test_a_rollout_whose_fields_do_not_fit_is_refused() -> None:
+    for line in spawn(2, small, 4, {"scores": [1.0]}, of_each):
+        assert line.startswith("rollout_func returned 1 scores for 2 completions; ")
+    (line,) = spawn(1, small, 4, {"routed_experts": [0] * 4})
+    assert line.startswith("rollout_func returned routed_experts, which needs sequence_parallel_size > 1; ")
+
+
+def random_numbers(_prompts: list[str]) -> tuple[float, float, float]:
+    return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+
+def test_ranks_of_a_group_draw_other_samples_from_every_generator() -> None:
+    (first,), (second,) = spawn(2, small, 4, {}, rewards, random_numbers)
+    assert all(x != y for x, y in zip(first, second, strict=True))

@@ -234,7 +234,7 @@ def _numbered(rank: int) -> None:
     torch.testing.assert_close(torch.stack(losses), losses[0].expand(4))
     whole = WholeBatches(model, context)
     torch.testing.assert_close(model(input_ids=ids, labels=labels, attention_mask=mask).loss, losses[0])
-    whole.configure(pad_to=12, weighs_tokens_equally=False, packs_rows=False)
+    whole.configure(pad_to=12, weighs_tokens_equally=False, packs_rows=False, own_head=False)
     for given in ({"attention_mask": mask}, {"cu_seq_lens_q": torch.tensor([0, 4, 8])}):
         assert model(input_ids=ids, **given).logits.shape[1] == 8
 

@@ -10,8 +10,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from lightseq.integrations.trl_head import change_beside_trl
 from lightseq.parts.head import known_logit_transform, tensor_version
-from lightseq.parts.identity import is_known_code, product_change
+from lightseq.parts.identity import is_known_code
 from lightseq.parts.loss import cross_entropy_sum
 from lightseq.parts.token_metrics import TokenMetrics, token_metrics
 from lightseq.utils.logit_transform import LogitTransform
@@ -68,7 +69,7 @@ def check_trl_reads_all(model: PreTrainedModel, of_config: LogitTransform | None
     It reads the LM head's weights, and from the config the function that makes logits of their product, `of_config`.
     """
     name, head = type(model).__name__, model.get_output_embeddings()
-    change = f"'s LM head {x}" if isinstance(head, nn.Linear) and (x := product_change(head)) else None
+    change = f"'s LM head {x}" if isinstance(head, nn.Linear) and (x := change_beside_trl(head)) else None
     if not is_known_code(model.forward) and is_known_code(type(model).forward):
         change = " has a forward of its own"
     found = known_logit_transform(model)

@@ -1,7 +1,7 @@
 """Checks of what a rollout returns: lengths, experts, rewards and numbers of completions."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
+from functools import partial
 from inspect import iscoroutinefunction
 from typing import Any
 
@@ -43,9 +43,8 @@ def routes_of_rows(routes: Sequence[Any], attention_mask: Tensor) -> Tensor:
 def without_nan(function: Callable[..., Any]) -> Callable[..., Any]:
     """Lets a reward function refuse NaN and infinity. None stands for no reward."""
     name = getattr(function, "__name__", type(function).__name__)
-    if iscoroutinefunction(function):
+    if _is_async(function):
 
-        @wraps(function)
         async def checked_later(*args: Any, **kwargs: Any) -> Any:
             return _finite(name, await function(*args, **kwargs))
 
@@ -57,7 +56,15 @@ def without_nan(function: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-def _finite(name: str, rewards: Any) -> Any:
+def _is_async(function: Any) -> bool:
+    """Returns whether a call must be awaited, as TRL decides it: also for objects and partials."""
+    while isinstance(function, partial):
+        function = function.func
+    return iscoroutinefunction(function) or iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+def _finite(name: str, rewards: Any) -> list[Any]:
+    rewards = list(rewards)  # of a generator
     for index, reward in enumerate(rewards):
         if reward is not None and not -float("inf") < float(reward) < float("inf"):
             raise ValueError(

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Final
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
@@ -116,6 +117,11 @@ class SharedRollouts:
         with self._as_groups():
             return super()._get_train_sampler(*args, **kwargs)  # type: ignore[misc]
 
+    def _prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
+        """Also lets a subclass that scores completions see groups."""
+        with self._as_groups():
+            return super()._prepare_inputs(*args, **kwargs)  # type: ignore[misc]
+
     def _generate_and_score_completions(self, *args: Any, **kwargs: Any) -> Any:
         with self._as_groups():
             found: dict[str, Any] = super()._generate_and_score_completions(*args, **kwargs)  # type: ignore[misc]
@@ -128,7 +134,8 @@ class SharedRollouts:
     def _compute_loss(self, model: nn.Module, inputs: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         self._routes = inputs.get(ROUTED_EXPERTS)
         try:
-            return super()._compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
+            with self._as_groups():  # also for a compute_loss of the user that calls this
+                return super()._compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
         finally:
             self._routes = None
 
@@ -152,7 +159,11 @@ class SharedRollouts:
     @contextmanager
     def _as_groups(self) -> Iterator[None]:
         """Lets the trainer see an accelerator of groups, if it generates."""
-        if self._sequence_mesh is None or not generates(type(self)):
+        if (
+            self._sequence_mesh is None
+            or not generates(type(self))
+            or isinstance(self.accelerator, GroupAccelerator)  # in a call around this one
+        ):
             yield
             return
         groups, module = GroupAccelerator(self.accelerator, self._sequence_mesh), _module_of(type(self))
@@ -166,7 +177,7 @@ class SharedRollouts:
         """Generates completions of a group's prompts, each once, and returns them all on every rank of the group."""
         mesh, whole = self._sequence_mesh, split_model_of(self.model)
         if mesh is None or whole is None:
-            return super()._generate(prompts, *args, **kwargs)  # type: ignore[misc]
+            return self._without_routes(super()._generate(prompts, *args, **kwargs))  # type: ignore[misc]
         rank, ranks, group = mesh.get_local_rank(SEQUENCE), mesh[SEQUENCE].size(), mesh.get_group(SEQUENCE)
         uses_server = getattr(self, "use_vllm", False) and self.vllm_mode == "server"  # type: ignore[attr-defined]
         if len(prompts) < ranks or (uses_server and len(prompts) % ranks):
@@ -213,6 +224,14 @@ class SharedRollouts:
         check_rollout(rollout)
         return found
 
+    def _without_routes(self, found: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Raises ValueError for a rollout with experts, which layers on one rank for each sequence do not take."""
+        if len(found) == len(ROLLOUT) and ROUTED_EXPERTS in dict(zip(ROLLOUT, found, strict=True))["extra_fields"]:
+            raise ValueError(
+                f"rollout_func returned {ROUTED_EXPERTS}, which needs sequence_parallel_size > 1; leave them out"
+            )
+        return found
+
     def _samples(self, rank: int) -> AbstractContextManager[None]:
         """Returns a context that samples for one rank of this group, otherwise than before."""
         assert self._sequence_mesh is not None
@@ -223,7 +242,8 @@ class SharedRollouts:
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
         """Returns the rewards (completions, functions) of all groups, which the first rank of each group computes.
 
-        Reward models run on all ranks, because their weights may be sharded. An error is raised on every rank.
+        Reward models run on all ranks, because their weights may be sharded. An error is raised on every rank. Ranks of
+        a group go on with the random state of the first, from which its reward functions may have drawn.
         """
         if self._sequence_mesh is None:
             return super()._calculate_rewards(*args, **kwargs)  # type: ignore[misc, no-any-return]
@@ -236,13 +256,15 @@ class SharedRollouts:
                     own = super()._calculate_rewards(*args, **kwargs).cpu()  # type: ignore[misc]
             except Exception as raised:  # a user's function may raise anything
                 error = raised
-        found = gather_object([(own, None if error is None else f"{type(error).__name__}: {error}")])
+        text = None if error is None else f"{type(error).__name__}: {error}"
+        found = gather_object([(own, text, torch.get_rng_state())])
         if error is not None:
             raise error
-        if errors := [f"rank {rank}: {text}" for rank, (_, text) in enumerate(found) if text is not None]:
+        if errors := [f"rank {rank}: {text}" for rank, (_, text, _) in enumerate(found) if text is not None]:
             raise RuntimeError(f"a reward function failed on {errors[0]}")
         ranks = self._sequence_mesh[SEQUENCE].size()
-        return torch.cat([rows for rows, _ in found[::ranks]]).to(self.accelerator.device)
+        torch.set_rng_state(found[self._sequence_mesh.get_local_rank(DATA) * ranks][2])
+        return torch.cat([rows for rows, _, _ in found[::ranks]]).to(self.accelerator.device)
 
 
 def _own_accelerator(accelerator: Any) -> Accelerator:
@@ -276,13 +298,18 @@ def _replaced(names: dict[str, Any], **values: Any) -> Iterator[None]:
 
 @contextmanager
 def _drawing(*key: int) -> Iterator[None]:
-    """Draws samples from a seed that follows from the key, and then goes on with the random numbers of before."""
-    before = torch.get_rng_state()
-    torch.manual_seed(random.Random(repr(key)).getrandbits(63))
+    """Draws samples from a seed that follows from the key, and then goes on with the random numbers of before.
+
+    A rollout function may draw from Python's and NumPy's generators, too.
+    """
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    set_seed(random.Random(repr(key)).getrandbits(32))
     try:
         yield
     finally:
-        torch.set_rng_state(before)  # those of GPUs differ between ranks anyway
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        torch.set_rng_state(before[2])  # those of GPUs differ between ranks anyway
 
 
 def _merged(parts: Sequence[Any]) -> Any:
@@ -298,9 +325,20 @@ def _merged_lists(values: Sequence[Any], parts: Sequence[Any]) -> Any:
         return None
     if isinstance(values[0], Mapping):
         names = dict.fromkeys(name for value in values for name in value)
-        return {name: _merged_lists([value.get(name) for value in values], parts) for name in names}
+        return {name: _merged_field(name, [value.get(name) for value in values], parts) for name in names}
     # A part without images, for example, has None for all its prompts; prompts come first in what a trainer generates.
     filled = [
         [None] * len(part[0]) if value is None else list(value) for value, part in zip(values, parts, strict=True)
     ]
     return [item for value in filled for item in value]
+
+
+def _merged_field(name: str, values: Sequence[Any], parts: Sequence[Any]) -> Any:
+    """Joins a field of a rollout. TRL gives each completion its item of a list, and all completions any other value."""
+    given = [value for value in values if value is not None]
+    if name != ROUTED_EXPERTS and not any(isinstance(value, list) for value in given):
+        return given[0] if given else None
+    for value, part in zip(values, parts, strict=True):
+        if value is not None and len(value) != len(part[0]):
+            raise ValueError(f"rollout_func returned {len(value)} {name} for {len(part[0])} completions; give one each")
+    return _merged_lists(values, parts)

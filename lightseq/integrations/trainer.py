@@ -17,6 +17,8 @@ from transformers import Trainer, TrainingArguments, __version__
 from lightseq.integrations.accelerate import ATTENTION_OPTIONS, enable, share_batches
 from lightseq.integrations.rollouts import SharedRollouts, generates
 from lightseq.integrations.split_model import SplitModel, split_model_of
+from lightseq.integrations.trl_head import trl_head_of
+from lightseq.models.decoder import transformers_model
 from lightseq.utils.formatting import check_names
 
 OLDEST_TRANSFORMERS = "5.19"  # whose losses count ranks with the same batch once
@@ -92,14 +94,17 @@ class SequenceParallel(SharedRollouts):
         self._refuse_model_init()
         length, packs = getattr(self.args, "max_length", None), bool(getattr(self.args, "packing", False))
         options = {"packed": packs, **({"length": length} if length else {}), **self._attention_options}
-        for model in (self.model, getattr(self, "ref_model", None)):
-            if isinstance(model, nn.Module):
-                whole = enable(model, self._sequence_mesh, self.accelerator, **options)
-                whole.configure(
-                    pad_to=length if packs and self._compiles() else None,
-                    weighs_tokens_equally=self._is_mean_loss(),
-                    packs_rows=generates(type(self)),  # of prompts padded on the left, and completions
-                )
+        models = [x for x in (self.model, getattr(self, "ref_model", None)) if isinstance(x, nn.Module)]
+        heads = [trl_head_of(transformers_model(self.accelerator.unwrap_model(model))) for model in models]
+        own_head = all(head is not None and head.is_known for head in heads)
+        for model in models:
+            whole = enable(model, self._sequence_mesh, self.accelerator, **options)
+            whole.configure(
+                own_head=own_head,
+                pad_to=length if packs and self._compiles() else None,
+                weighs_tokens_equally=self._is_mean_loss(),
+                packs_rows=generates(type(self)),  # of prompts padded on the left, and completions
+            )
 
     def _refuse_model_init(self) -> None:
         if getattr(self, "model_init", None) is not None:

@@ -3,9 +3,13 @@
 from dataclasses import dataclass
 from typing import Any, Final
 
+from torch import nn
 from transformers import PreTrainedModel
 
+from lightseq.parts.identity import hook_of, product_change
+
 TRL_FUNCTION: Final = ("trl.trainer.utils", "_fused_forward")  # of `add_fused_lm_head`
+TRL_CAST: Final = "cast_forward_to_fp32"  # a head's forward with `cast_lm_head_to_fp32`
 KNOWN_OUTPUTS: Final = frozenset({"log_probs", "entropy", "is_top1"})  # which `parts.token_metrics` returns
 
 
@@ -31,7 +35,9 @@ def trl_head_of(model: PreTrainedModel) -> TrlHead | None:
     function: Any = model.forward
     while function is not None:
         function = getattr(function, "__func__", function)
-        if (getattr(function, "__module__", None), _code_name(function)) == TRL_FUNCTION:
+        # Its own __module__ is that of the forward that it stands for.
+        names = getattr(function, "__globals__", {})
+        if (names.get("__name__"), _code_name(function)) == TRL_FUNCTION:
             break
         function = getattr(function, "model_forward", None) or getattr(function, "__wrapped__", None)
     if function is None:
@@ -46,6 +52,13 @@ def trl_head_of(model: PreTrainedModel) -> TrlHead | None:
         )
     except (KeyError, TypeError, ValueError):
         return None
+
+
+def change_beside_trl(head: nn.Linear) -> str | None:
+    """Returns why a head may compute more than TRL's function does, which casts the product as TRL's head does."""
+    own = vars(head).get("forward")
+    is_cast = _code_name(own) == TRL_CAST and own.__module__.startswith("trl.")
+    return hook_of(head) if is_cast else product_change(head)
 
 
 def _code_name(function: Any) -> str | None:

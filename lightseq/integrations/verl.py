@@ -82,6 +82,8 @@ class LightseqEngine(FSDPEngineWithLMHead):
         with_meta = get_init_weight_context_manager(
             use_meta_tensor=not config.tie_word_embeddings, mesh=self.device_mesh
         )
+        if settings.trust_remote_code:
+            raise ValueError("trust_remote_code=True: lightseq runs no code that ships with a model; set it to False")
         with with_meta(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             module = get_hf_auto_model_class(config).from_pretrained(
@@ -89,7 +91,7 @@ class LightseqEngine(FSDPEngineWithLMHead):
                 dtype=dtype,
                 config=config,
                 attn_implementation="sdpa",  # flash-attention of verl's default need not be installed
-                trust_remote_code=settings.trust_remote_code,
+                trust_remote_code=False,
             )
         module.to(dtype)
         if settings.enable_gradient_checkpointing:

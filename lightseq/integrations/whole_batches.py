@@ -74,7 +74,7 @@ class WholeBatches(SplitModel):
         self._unread: Callable[[], Tensor] | None = None  # gathers this pass's logits
         self._is_inside = False  # the outermost module's forward pass runs
         self._ending: RemovableHandle | None = None  # hook of the outermost module that ran last
-        self._weighs_tokens_equally = self._keeps_targets = self._packs_rows = False
+        self._weighs_tokens_equally = self._keeps_targets = self._packs_rows = self._own_head = False
         self._pad_to: int | None = None
         self._configured_logit_transform = configured_logit_transform(self.model.config)  # None: not a known model
         self._pass: _Pass | None = None
@@ -87,15 +87,16 @@ class WholeBatches(SplitModel):
         self._changes.call_later(self._stop_ending)
         self.watch(model)
 
-    def configure(self, *, pad_to: int | None, weighs_tokens_equally: bool, packs_rows: bool) -> None:
+    def configure(self, *, pad_to: int | None, weighs_tokens_equally: bool, packs_rows: bool, own_head: bool) -> None:
         """Sets what a trainer knows of its batches and loss.
 
         `pad_to`: tokens of every packed row, so that compiled layers see one length. `weighs_tokens_equally`: the loss
-        is the mean over all tokens (see `parts.token_metrics`). `packs_rows`: rows of prompts padded on the left
-        and completions padded on the right become documents of one row. The first token of a document stays a target
-        of the document before it, because trainers count targets before they call the model.
+        is the mean over all tokens (see `parts.token_metrics`). `packs_rows`: rows of prompts padded on the left and
+        completions padded on the right become documents of one row. `own_head`: our head computes what TRL's is asked
+        for, in all models of the trainer, because two heads would round differently. The first token of a document
+        stays a target of the document before it, because trainers count targets before they call the model.
         """
-        self._pad_to, self._packs_rows, self._keeps_targets = pad_to, packs_rows, True
+        self._pad_to, self._packs_rows, self._keeps_targets, self._own_head = pad_to, packs_rows, True, own_head
         self._weighs_tokens_equally = weighs_tokens_equally
 
     def watch(self, outermost: nn.Module) -> None:
@@ -127,7 +128,7 @@ class WholeBatches(SplitModel):
             check_trl_reads_all(self.model, self._configured_logit_transform)
             share_router_loss(vars(modeling_mixtral))  # whose function TRL's fused head calls
             asked = trl_head_of(self.model)
-            head = self._pass_head(local.labels, asked.temperature) if asked is not None and asked.is_known else None
+            head = self._pass_head(local.labels, asked.temperature) if self._own_head and asked is not None else None
             if head is not None:
                 del inputs["fused_lm_head"]
                 self._replace_head(this, head, partial(head.token_log_probs, equal_factors=self._weighs_tokens_equally))
