@@ -179,8 +179,10 @@ class SharedRollouts:
         if mesh is None or whole is None:
             return self._without_routes(super()._generate(prompts, *args, **kwargs))  # type: ignore[misc]
         rank, ranks, group = mesh.get_local_rank(SEQUENCE), mesh[SEQUENCE].size(), mesh.get_group(SEQUENCE)
-        uses_server = getattr(self, "use_vllm", False) and self.vllm_mode == "server"  # type: ignore[attr-defined]
-        if len(prompts) < ranks or (uses_server and len(prompts) % ranks):
+        # vLLM's clients cut what several ranks generate into equal parts.
+        uses_vllm, of_vllm = getattr(self, "use_vllm", False), vars(self)
+        cuts_evenly = uses_vllm and (of_vllm["vllm_mode"] == "server" or of_vllm["vllm_tensor_parallel_size"] > 1)
+        if len(prompts) < ranks or (cuts_evenly and len(prompts) % ranks):
             return self._generate_alike(prompts, *args, **kwargs)
         part = slice(len(prompts) * rank // ranks, len(prompts) * (rank + 1) // ranks)
         ranks_apart, module = RankAccelerator(_own_accelerator(self.accelerator)), _module_of(type(self))
