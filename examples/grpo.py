@@ -6,35 +6,15 @@ python3 -m torch.distributed.run --nproc_per_node=2 examples/grpo.py
 With a vLLM server (`trl vllm-serve --model NAME`), set `use_vllm=True, vllm_mode="server"` as without lightseq.
 """
 
-import sys
 import tempfile
-from pathlib import Path
 
 import torch
 from datasets import Dataset
-from tokenizers import Tokenizer
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from sft import CONFIG, TOKENIZER
+from transformers import LlamaForCausalLM
 from trl import GRPOConfig
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs uninstalled
-
 from lightseq.integrations import SequenceParallelGRPOTrainer
-
-
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Returns a tokenizer that needs no download: a token per byte."""
-    tokens = ["<pad>", "<eos>", *sorted(ByteLevel.alphabet())]
-    tokenizer = Tokenizer(BPE({token: index for index, token in enumerate(tokens)}, merges=[]))
-    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
-
-
-TOKENIZER = byte_tokenizer()
-CONFIG = LlamaConfig(
-    vocab_size=len(TOKENIZER), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
-)
 
 
 def share_of_first_half(completion_ids: list[list[int]], **_: object) -> list[float]:

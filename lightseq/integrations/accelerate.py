@@ -7,7 +7,7 @@ for batch in loader:
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -198,7 +198,7 @@ def _all_tensors(data: Any) -> bool:
 
 def _gather_objects(accelerator: Accelerator, size: int, rows: Any) -> list[Any]:
     """Returns the objects of every `size`-th rank in one list, without those that fill up the last batch."""
-    gathered = [row for rank in gather_object([list(rows)])[::size] for row in rank]
+    gathered = objects_of_every(size, rows)
     state = accelerator.gradient_state
     return gathered[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else gathered
 
@@ -220,11 +220,9 @@ def _prepare_data_loader(
 
 def _begin_alike(begin: Callable[[], None], group: dist.ProcessGroup) -> None:
     """Begins an epoch with the same random state on a group, from which torch seeds the loader's workers, too."""
-    states: list[Any] = [random.getstate(), np.random.get_state(), torch.get_rng_state()]
+    states = [random_states()]
     dist.broadcast_object_list(states, group=group, group_src=0)
-    random.setstate(states[0])
-    np.random.set_state(states[1])
-    torch.set_rng_state(states[2])
+    set_random_states(states[0])
     begin()
 
 
@@ -252,6 +250,23 @@ def _step_times(scheduler: AcceleratedScheduler, times: int, *args: Any, **kwarg
     for _ in range(times if scheduler.gradient_state.sync_gradients else 1):
         if inner._step_count <= getattr(inner, "total_steps", inner._step_count):  # OneCycleLR raises after its end
             AcceleratedScheduler.step(scheduler, *args, **kwargs)
+
+
+def random_states() -> tuple[Any, ...]:
+    """Returns the states of the generators of Python, NumPy and torch on the host."""
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+
+def set_random_states(states: tuple[Any, ...]) -> None:
+    """Sets the states that `random_states` returned, here or on another rank."""
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+
+
+def objects_of_every(size: int, rows: Iterable[Any]) -> list[Any]:
+    """Returns the objects of every `size`-th rank in one list."""
+    return [row for rank in gather_object([list(rows)])[::size] for row in rank]
 
 
 def rows_of_every(size: int, ranks: int, gathered: Tensor) -> Tensor:

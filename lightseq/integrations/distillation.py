@@ -61,12 +61,14 @@ class SequenceParallelDistillation(SequenceParallel):
         measure = Divergence(kind, **({"beta": self.beta} if kind == "jsd" else {}), temperature=self.temperature)
         # The loss weighs all targets equally, so its gradients are computed together with it.
         found = token_divergence(student, teacher, local.labels, measure, equal_factors=True)
-        loss, entropy_sum = split.sum(found.divergence.sum()), split.sum(entropy.sum())
+        loss, entropy_sum = split.sum(torch.stack([found.divergence.sum(), entropy.sum()]))
         divisor = targets.clamp_min(1) if num_items_in_batch is None else num_items_in_batch
         return loss / divisor, entropy_sum.detach(), targets
 
     def _split(self, split: SplitModel, inputs: Mapping[str, Any]) -> tuple[SplitInputs, Tensor]:
         """Returns this rank's part of a micro-batch, whose rows become one row, and the number of all targets."""
+        if "pixel_values" in inputs:
+            raise ValueError("pixel_values: distillation over several ranks takes text only; leave images out")
         prompt, completion = inputs["prompt_ids"], inputs["completion_ids"]
         targets = inputs["completion_mask"]
         if "tool_mask" in inputs:
@@ -79,11 +81,6 @@ class SequenceParallelDistillation(SequenceParallel):
             "attention_mask": torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1),
             "labels": labels,
         }
-        images = [name for name in ("pixel_values", "image_grid_thw") if name in inputs]
-        if images:
-            raise ValueError(
-                f"{images[0]}: distillation over several ranks takes text only; use prompts without images"
-            )
         local = split_inputs(split.context, split.model.config, whole, pad_to=None, keeps_targets=True, packs_rows=True)
         return local, targets.sum()
 

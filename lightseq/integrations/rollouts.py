@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Final
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
@@ -15,7 +14,14 @@ from accelerate.utils import gather_object, recursively_apply, set_seed
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightseq.integrations.accelerate import DATA, SEQUENCE, rows_of_every
+from lightseq.integrations.accelerate import (
+    DATA,
+    SEQUENCE,
+    objects_of_every,
+    random_states,
+    rows_of_every,
+    set_random_states,
+)
 from lightseq.integrations.rollout_checks import check_divides, check_rollout, routes_of_rows, without_nan
 from lightseq.integrations.split_model import split_model_of
 from lightseq.parts.router_replay import ROUTED_EXPERTS
@@ -53,7 +59,7 @@ class GroupAccelerator:
 
     def gather_object(self, rows: Sequence[Any]) -> list[Any]:
         """Returns the rows of all groups in one list, on every rank."""
-        return [row for rank in gather_object([list(rows)])[:: self._ranks] for row in rank]
+        return objects_of_every(self._ranks, rows)
 
 
 class RankAccelerator:
@@ -245,7 +251,7 @@ class SharedRollouts:
         """Returns the rewards (completions, functions) of all groups, which the first rank of each group computes.
 
         Reward models run on all ranks, because their weights may be sharded. An error is raised on every rank. Ranks of
-        a group go on with the random state of the first, from which its reward functions may have drawn.
+        a group go on with the random states of the first, from which its reward functions may have drawn.
         """
         if self._sequence_mesh is None:
             return super()._calculate_rewards(*args, **kwargs)  # type: ignore[misc, no-any-return]
@@ -259,13 +265,13 @@ class SharedRollouts:
             except Exception as raised:  # a user's function may raise anything
                 error = raised
         text = None if error is None else f"{type(error).__name__}: {error}"
-        found = gather_object([(own, text, torch.get_rng_state())])
+        found = gather_object([(own, text, random_states())])
         if error is not None:
             raise error
         if errors := [f"rank {rank}: {text}" for rank, (_, text, _) in enumerate(found) if text is not None]:
             raise RuntimeError(f"a reward function failed on {errors[0]}")
         ranks = self._sequence_mesh[SEQUENCE].size()
-        torch.set_rng_state(found[self._sequence_mesh.get_local_rank(DATA) * ranks][2])
+        set_random_states(found[self._sequence_mesh.get_local_rank(DATA) * ranks][2])
         return torch.cat([rows for rows, _, _ in found[::ranks]]).to(self.accelerator.device)
 
 
@@ -304,22 +310,17 @@ def _drawing(*key: int) -> Iterator[None]:
 
     A rollout function may draw from Python's and NumPy's generators, too.
     """
-    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    before = random_states()
     set_seed(random.Random(repr(key)).getrandbits(32))
     try:
         yield
     finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])
-        torch.set_rng_state(before[2])  # those of GPUs differ between ranks anyway
+        set_random_states(before)  # those of GPUs differ between ranks anyway
 
 
-def _merged(parts: Sequence[Any]) -> Any:
-    """Joins what ranks have made of their parts of a batch: tuples or lists, with an item for each prompt."""
-    first = parts[0]
-    if isinstance(first, tuple):
-        return tuple(_merged_lists([part[i] for part in parts], parts) for i in range(len(first)))
-    return _merged_lists(parts, parts)
+def _merged(parts: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
+    """Joins what ranks have generated for their parts of a batch: values with an item for each prompt."""
+    return tuple(_merged_lists(values, parts) for values in zip(*parts, strict=True))
 
 
 def _merged_lists(values: Sequence[Any], parts: Sequence[Any]) -> Any:

@@ -92,6 +92,7 @@ class SplitModel:
         return whole if inputs.packed is None else inputs.packed.unpack(whole)
 
     def sum(self, share: Tensor) -> Tensor:
+        """Returns the sum of the shares of all ranks that share a sequence, on each of them."""
         return hf.sum_over_ranks(self.context, share, gradient_factor=self._ranks)
 
 

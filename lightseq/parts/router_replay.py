@@ -66,6 +66,7 @@ def install(layers: Iterable[nn.Module], changes: Changes) -> None:
         place += bool(blocks)
         readers = attention_modules(layer)
         for block, experts in blocks:
+            assert replay is not None
             changes.replace_forward(block, partial(_choose, replay, int(experts.num_experts)))
         for reader in readers:
             changes.add_hook(reader.register_forward_pre_hook(partial(_take_in_layer, replay), with_kwargs=True))
@@ -97,7 +98,7 @@ def check_experts(routed: Tensor, layers: Iterable[nn.Module]) -> None:
             "layers, or those with experts"
         )
     experts = int(found[0].num_experts)
-    lowest, highest = (int(x) for x in routed.aminmax())
+    lowest, highest = torch.stack(routed.aminmax()).tolist()  # waits once
     if lowest < OWN_CHOICE or highest >= experts:
         wrong = lowest if lowest < OWN_CHOICE else highest
         raise ValueError(
@@ -167,10 +168,10 @@ def _take_in_layer(
 
 
 def _choose(
-    replay: _Replay | None, experts: int, block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+    replay: _Replay, experts: int, block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     """Runs a block of experts, whose router scores all experts, and takes those of the replay."""
-    if replay is None or replay.experts_TK is None:
+    if replay.experts_TK is None:
         return forward(*args, **kwargs)
     chosen_TK, replay.experts_TK = replay.experts_TK, None
     with _Chosen(chosen_TK, experts) as chosen:

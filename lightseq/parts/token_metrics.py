@@ -132,7 +132,7 @@ def _entropy_gradients(ctx, of_log_probs: Tensor | None, of_entropy: Tensor) -> 
 def _token_metrics_(
     logits_NV: Tensor, labels_N: Tensor, values_3N: Tensor, with_gradient: bool, transform: LogitTransform
 ) -> None:
-    """Writes log p(label), entropy and hit of every row into `values_3N`, and gradients as `_cross_entropy_` does."""
+    """Writes log p(label), entropy and hit of every row into `values_3N`, and gradients as `cross_entropy_in_place`."""
     log_probs, entropy, hits = values_3N
     if fused := fused_kernels(logits_NV, "cross_entropy"):
         losses = fused.cross_entropy_(
