@@ -64,6 +64,7 @@ GRPO_CASES: Mapping[str, dict[str, Any]] = {
     "mixture": {"family": "qwen3_moe", "router_aux_loss_coef": 0.1, "beta": 0.1},
     "replayed": {"family": "qwen3_moe", "replay": True, "max_steps": 1, "eval_strategy": "no"},
     "hybrid": {"family": "qwen3_5_text", "learning_rate": 0.01},
+    "compiled": {"compile_layers": True, "generate": True, "adapters": True, "gradient_checkpointing": True},
     "head in float32": {"cast_lm_head_to_fp32": True, "max_steps": 1},
     "one prompt a batch": {"num_generations": 8},  # on two groups of ranks, each has half of its completions
 }
@@ -196,6 +197,8 @@ def run(rank: int, kind: type[Trainer], case: Mapping[str, Any], data_ranks: int
     generation = {"generation_kwargs": {"do_sample": False}} if generates or not is_grpo else {}
     config, function = (GRPOConfig, {} if generates else {"rollout_func": rollouts}) if is_grpo else (RLOOConfig, {})
     family, replays = case.pop("family", None), case.pop("replay", False)
+    if case.pop("compile_layers", False) and options:
+        options["compile_layers"] = True
     if replays and options:  # the plain trainer chooses the same experts by itself
         function = {"rollout_func": rollouts_with_experts}
     make = fresh_model if family is None else partial(fresh_family, family)
@@ -302,6 +305,23 @@ def test_distillation_with_fsdp2_equals_one_process() -> None:
 @pytest.mark.parametrize("case", slow_except([], ["grpo, kl", "generated", "adapters"]))
 def test_grpo_with_fsdp2_equals_one_process(case: str) -> None:
     check(Grpo, SplitShardedGrpo, GRPO_CASES[case], 2)
+
+
+def graphs(rank: int) -> tuple[int, int]:
+    """Returns the lengths of the micro-batches' rows that were trained, and the graphs of compiled layers."""
+    torch._dynamo.utils.counters.clear()
+    case = {"compile_layers": True, "max_steps": 2, "eval_strategy": "no", "per_device_train_batch_size": 2}
+    more = {"gradient_accumulation_steps": 4}
+    found = run(rank, SplitGrpo, {**case, **more}, 1, sequence_parallel_size=2)
+    lengths = len({len(ids) for ids in found["logs"][0]})
+    return lengths, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.slow
+def test_compiled_layers_have_one_graph_for_all_lengths_but_the_first() -> None:
+    for lengths, found in spawn(2, graphs):
+        assert lengths > 3
+        assert found == 2
 
 
 def test_a_subclass_sees_a_group_as_one_process() -> None:

@@ -34,8 +34,8 @@ class SequenceParallel(SharedRollouts):
     `sequence_parallel_size` ranks (default: all) share a batch, as tensor parallel ranks do in Trainer, and all of them
     have its loss; groups of them are data parallel. `gradient_checkpointing` stores attention's output and recomputes
     the rest of each layer. `compile_layers` compiles each layer instead of the whole model (default: with
-    `torch_compile`, and on GPUs for packed rows, which are then padded to `max_length`). `attention_options` are those
-    of `hf.enable`.
+    `torch_compile`, and on GPUs for packed rows, which are then padded to `max_length`, and in trainers that generate).
+    `attention_options` are those of `hf.enable`.
     """
 
     accelerator: Any
@@ -148,7 +148,7 @@ class SequenceParallel(SharedRollouts):
     def _compiles(self) -> bool:
         if self._compile_layers is not None:
             return self._compile_layers
-        packs = bool(getattr(self.args, "packing", False))
+        packs = bool(getattr(self.args, "packing", False)) or generates(type(self))
         return bool(self.args.torch_compile) or (packs and self.accelerator.device.type == "cuda")
 
     # ---- ranks that share a batch count once, as tensor parallel ranks do --------------------------------------------
