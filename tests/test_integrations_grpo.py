@@ -308,7 +308,7 @@ def test_grpo_with_fsdp2_equals_one_process(case: str) -> None:
 
 
 def graphs(rank: int) -> tuple[int, int]:
-    """Returns the lengths of the micro-batches' rows that were trained, and the graphs of compiled layers."""
+    """Returns how many lengths completions have, and the graphs of compiled layers."""
     torch._dynamo.utils.counters.clear()
     case = {"compile_layers": True, "max_steps": 2, "eval_strategy": "no", "per_device_train_batch_size": 2}
     more = {"gradient_accumulation_steps": 4}
@@ -318,10 +318,10 @@ def graphs(rank: int) -> tuple[int, int]:
 
 
 @pytest.mark.slow
-def test_compiled_layers_have_one_graph_for_all_lengths_but_the_first() -> None:
+def test_compiled_layers_have_two_graphs_with_and_without_gradients_for_all_lengths() -> None:
     for lengths, found in spawn(2, graphs):
-        assert lengths > 3
-        assert found == 2
+        assert lengths > 4
+        assert found <= 4
 
 
 def test_a_subclass_sees_a_group_as_one_process() -> None:
