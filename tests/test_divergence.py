@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightseq.config.objectives import DIVERGENCES
 from lightseq.parts.divergence import Divergence, HeadInput, token_divergence
+from lightseq.parts.token_metrics import entropy_of_logits
 from lightseq.utils.logit_transform import UNCHANGED, LogitTransform
 from lightseq.utils.tensors import IGNORE_INDEX
 
@@ -79,12 +80,17 @@ def test_values_and_gradients_equal_plain_autograd(measure: Divergence, transfor
     pupil, other = student(transform=transform), teacher(transform=LogitTransform(0.4))
     (labels, factors), inputs = labels_and_factors(), pupil[:3]
     want = plain(pupil, other, labels, measure)
+    entropy = entropy_of_logits(logits_of(pupil).detach(), labels, measure.temperature)
     for chunk_tokens in (1, 7, 50, 512):
         found = token_divergence(pupil, other, labels, measure, chunk_tokens=chunk_tokens)
         assert found.divergence.shape == labels.shape and found.divergence.dtype == torch.float64
         torch.testing.assert_close(found.divergence, want, rtol=1e-11, atol=1e-13)
         assert_gradients_equal((found.divergence * factors).sum(), (want * factors).sum(), inputs)
-        equal = token_divergence(pupil, other, labels, measure, equal_factors=True, chunk_tokens=chunk_tokens)
+        assert found.student_entropy is None
+        equal = token_divergence(
+            pupil, other, labels, measure, equal_factors=True, with_entropy=True, chunk_tokens=chunk_tokens
+        )
+        torch.testing.assert_close(equal.student_entropy, entropy)
         torch.testing.assert_close(equal.divergence, want, rtol=1e-11, atol=1e-13)
         assert_gradients_equal(-0.37 * equal.divergence.sum(), -0.37 * want.sum(), inputs)
     for head, log_probs in ((pupil, found.student_log_probs), (other, found.teacher_log_probs)):

@@ -16,7 +16,6 @@ from lightseq.integrations.trainer import SequenceParallel
 from lightseq.models.decoder import headless, transformers_model
 from lightseq.parts.divergence import Divergence, HeadInput, token_divergence
 from lightseq.parts.head import required_logit_transform
-from lightseq.parts.token_metrics import token_metrics
 from lightseq.utils.tensors import IGNORE_INDEX
 
 
@@ -53,15 +52,12 @@ class SequenceParallelDistillation(SequenceParallel):
         inner = self.accelerator.unwrap_model(self.teacher_model)
         with torch.no_grad():  # through the wrapper, which gathers sharded weights
             teacher = self._forward_redirection(self.teacher_model, inner, _head_input, inner, local)
-            entropy = token_metrics(
-                student.hidden, student.weight, local.labels, student.transform.with_temperature(self.temperature),
-                student.bias,
-            ).entropy  # fmt: skip
         kind = {0.0: "forward", 1.0: "reverse"}.get(self.beta, "jsd")
         measure = Divergence(kind, **({"beta": self.beta} if kind == "jsd" else {}), temperature=self.temperature)
         # The loss weighs all targets equally, so its gradients are computed together with it.
-        found = token_divergence(student, teacher, local.labels, measure, equal_factors=True)
-        loss, entropy_sum = split.sum(torch.stack([found.divergence.sum(), entropy.sum()]))
+        found = token_divergence(student, teacher, local.labels, measure, equal_factors=True, with_entropy=True)
+        assert found.student_entropy is not None
+        loss, entropy_sum = split.sum(torch.stack([found.divergence.sum(), found.student_entropy.sum()]))
         divisor = targets.clamp_min(1) if num_items_in_batch is None else num_items_in_batch
         return loss / divisor, entropy_sum.detach(), targets
 

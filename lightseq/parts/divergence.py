@@ -71,11 +71,12 @@ class TokenDivergence(NamedTuple):
     divergence: Tensor  # with gradients of the student
     student_log_probs: Tensor  # log p(label), at temperature 1, without gradients
     teacher_log_probs: Tensor
+    student_entropy: Tensor | None  # in nats, at the divergence's temperature, without gradients; if asked for
 
 
 def token_divergence(
     student: HeadInput, teacher: HeadInput, labels: Tensor, divergence: Divergence = Divergence(),
-    equal_factors: bool = False, chunk_tokens: int | None = None,
+    equal_factors: bool = False, with_entropy: bool = False, chunk_tokens: int | None = None,
 ) -> TokenDivergence:  # fmt: skip
     """Returns the divergence of the student from the teacher at every token with a target, over the whole vocabulary.
 
@@ -93,7 +94,7 @@ def token_divergence(
         dtype = torch.get_autocast_dtype(device)
         with torch.autocast(device, enabled=False):
             both = _cast(student, dtype), _cast(teacher, dtype)
-            return token_divergence(*both, labels, divergence, equal_factors, chunk_tokens)
+            return token_divergence(*both, labels, divergence, equal_factors, with_entropy, chunk_tokens)
     *tensors, transform = student
     trains_head = any(x is not None and x.requires_grad for x in tensors[1:])
     trains = torch.is_grad_enabled() and (trains_head or student.hidden.requires_grad)
@@ -103,9 +104,10 @@ def token_divergence(
         transform=transform,
         chunk_tokens=CHUNK_TOKENS if chunk_tokens is None else chunk_tokens,
         gradients_in_forward=trains and (equal_factors or not trains_head),
+        with_entropy=with_entropy,
     )
     found = _TokenDivergence.apply(_rows(student.hidden), student.weight, student.bias, labels.contiguous(), options)
-    return TokenDivergence(*found)
+    return TokenDivergence(*found[:3], student_entropy=found[3] if with_entropy else None)
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,7 @@ class _Options:
     transform: LogitTransform  # of the student
     chunk_tokens: int
     gradients_in_forward: bool
+    with_entropy: bool
 
 
 class _TokenDivergence(torch.autograd.Function):
@@ -125,13 +128,14 @@ class _TokenDivergence(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[no-untyped-def, override]
         ctx, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, labels: Tensor, options: _Options
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         student = HeadInput(hidden_ND, weight_VD, bias_V, options.transform)
-        found = hidden_ND.new_zeros((3, *labels.shape), dtype=torch.promote_types(hidden_ND.dtype, torch.float32))
+        wide, count = torch.promote_types(hidden_ND.dtype, torch.float32), 4 if options.with_entropy else 3
+        found = hidden_ND.new_zeros((count, *labels.shape), dtype=wide)
         wanted = ctx.needs_input_grad[:3] if options.gradients_in_forward else (False,) * 3
         gradients = HeadGradients(hidden_ND, weight_VD, bias_V, wanted)
         for chunk in chunks(len(hidden_ND), options.chunk_tokens):
-            dlogits = _divergence_of_chunk(student, options, labels.view(-1), chunk, found.view(3, -1))
+            dlogits = _divergence_of_chunk(student, options, labels.view(-1), chunk, found.view(count, -1))
             gradients.add(chunk, dlogits)
             del dlogits  # before the next chunk's are allocated
         ctx.dtypes = weight_VD.dtype, None if bias_V is None else bias_V.dtype
@@ -142,10 +146,10 @@ class _TokenDivergence(torch.autograd.Function):
             ctx.save_for_backward(labels, hidden_ND, weight_VD, bias_V, *options.teacher[:3])
             freed: Any = None  # the context holds tensors by `save_for_backward` only
             ctx.options = replace(options, teacher=options.teacher._replace(hidden=freed, weight=freed, bias=freed))
-        divergence, student_log_probs, teacher_log_probs = (x.clone() for x in found)  # FSDP2 warns about views
-        ctx.mark_non_differentiable(student_log_probs, teacher_log_probs)
+        divergence, *others = (x.clone() for x in found)  # FSDP2 warns about views
+        ctx.mark_non_differentiable(*others)
         ctx.set_materialize_grads(False)
-        return divergence, student_log_probs, teacher_log_probs
+        return divergence, *others
 
     @staticmethod
     @once_differentiable
@@ -174,22 +178,22 @@ class _TokenDivergence(torch.autograd.Function):
 
 
 def _divergence_of_chunk(
-    student: HeadInput, options: _Options, labels_N: Tensor, chunk: slice, found_3N: Tensor | None = None,
+    student: HeadInput, options: _Options, labels_N: Tensor, chunk: slice, found: Tensor | None = None,
     factors_N: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Returns the gradient of a chunk's logits before their transform, in the dtype of the head.
 
     Each row's is that of its divergence, times its factor if there are factors. Writes the values of
-    `TokenDivergence` if there is room for them.
+    `TokenDivergence` into `found` (values, N), if it is given.
     """
     labels_C, temperature = labels_N[chunk], options.divergence.temperature
     valid, target = labels_C != IGNORE_INDEX, labels_C.clamp_min(0).unsqueeze(-1)
-    both, of_labels = [], []
+    both, metrics = [], []
     for model in (student, options.teacher):
         logits = model.transform.logits(_product(model, chunk))
-        if temperature == 1.0 or found_3N is not None:
+        if temperature == 1.0 or found is not None:
             lse = logits.logsumexp(-1, keepdim=True)
-            of_labels.append((logits.gather(-1, target) - lse).squeeze(-1))
+            metrics.append((logits.gather(-1, target) - lse).squeeze(-1))
         if temperature != 1.0:
             logits /= temperature
             lse = logits.logsumexp(-1, keepdim=True)
@@ -197,9 +201,11 @@ def _divergence_of_chunk(
     (logits, lse), (log_q, lse_q) = both
     slope = options.transform.with_temperature(temperature).slope(logits)
     log_p = logits.sub_(lse)
+    if found is not None and options.with_entropy:
+        metrics.append(-(log_p.exp() * log_p).sum(-1))
     values = options.divergence.of(log_p, log_q.sub_(lse_q))
-    if found_3N is not None:
-        found_3N[:, chunk] = torch.stack([values, *of_labels]).masked_fill_(~valid, 0.0)
+    if found is not None:
+        found[:, chunk] = torch.stack([values, *metrics]).masked_fill_(~valid, 0.0)
     gradient = log_p.mul_(slope) if isinstance(slope, Tensor) or slope != 1.0 else log_p
     if factors_N is not None:
         gradient *= factors_N[chunk].unsqueeze(-1)
