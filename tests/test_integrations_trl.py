@@ -28,12 +28,13 @@ pytest.importorskip("trl")
 
 from datasets import Dataset
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig
-from transformers import LlamaConfig, LlamaForSequenceClassification, Trainer
+from transformers import AutoModelForSequenceClassification, LlamaConfig, Trainer
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
+from benchmarks.tiny_models import tiny_config
 from lightseq.integrations import (
     SequenceParallel,
     SequenceParallelDPOTrainer,
@@ -67,6 +68,8 @@ REWARD_CASES: Mapping[str, dict[str, Any]] = {
     "plain": {"center_rewards_coefficient": 0.1},
     "adapters": {"adapters": True},
     "checkpointed": {"gradient_checkpointing": True, "gradient_accumulation_steps": 2},
+    "hybrid": {"family": "qwen3_5_text"},
+    "mixture": {"family": "qwen3_moe"},
 }
 
 
@@ -174,12 +177,14 @@ def other(rank: int, kind: type[Trainer], case: Mapping[str, Any], data_ranks: i
 def reward(rank: int, kind: type[Trainer], case: Mapping[str, Any], data_ranks: int, **options: Any) -> Numbers:
     case = dict(case)
     adapters = LoraConfig(**ADAPTERS, modules_to_save=["score"]) if case.pop("adapters", False) else None
-    rows = Dataset.load_from_disk(case.pop("rows"))
+    rows, family = Dataset.load_from_disk(case.pop("rows")), case.pop("family", None)
+    config = LlamaConfig(**CONFIG.to_dict()) if family is None else tiny_config(family, initializer_range=0.02)
+    config.num_labels = 1
     with tempfile.TemporaryDirectory() as folder:
         arguments = RewardConfig(**common(folder, learning_rate=0.02, **case))
         arguments.per_device_train_batch_size = 2 // data_ranks
         torch.manual_seed(0)
-        model = LlamaForSequenceClassification(LlamaConfig(**{**CONFIG.to_dict(), "num_labels": 1}))
+        model = AutoModelForSequenceClassification.from_config(config)
         trainer = kind(
             model, args=arguments, train_dataset=rows, eval_dataset=rows.select(range(6)),
             processing_class=tokenizer(), peft_config=adapters, **options,
