@@ -18,6 +18,7 @@ from lightseq.kernels.attention.tile_kernel_choice import select
 from lightseq.schedule.algorithms import make_schedule
 from lightseq.schedule.cost import AttentionShape
 from lightseq.schedule.documents import packed_schedule
+from lightseq.schedule.nodes import Nodes
 from lightseq.schedule.reach import sliding
 from lightseq.schedule.segments import Segments
 from lightseq.schedule.table import Mask
@@ -63,10 +64,10 @@ def single_gpu_layer(case: Case, kernel: str) -> Iterator[Layer]:
     chosen = select(kernel, case.spec).kernel
     mask: Mask | Segments = Mask.CAUSAL
     if case.window:
-        table = windowed_schedule(make_schedule("ulysses", 1), (0, case.length), case.window, packed=False)
+        table = windowed_schedule(make_schedule("ulysses", 1), Nodes((0, case.length)), case.window, packed=False)
         mask = table.forward[0].tiles[0][0].mask
     elif case.boundaries:
-        mask = packed_schedule(make_schedule("prefix", 1), case.boundaries).forward[0].tiles[0][0].mask
+        mask = packed_schedule(make_schedule("prefix", 1), Nodes(case.boundaries)).forward[0].tiles[0][0].mask
     yield Layer(
         attend=lambda q, k, v: WholeSequence.apply(q, k, v, chosen, mask),
         positions=torch.arange(case.length),

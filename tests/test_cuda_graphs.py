@@ -31,6 +31,7 @@ from lightseq.kernels.fused.launches import Launches
 from lightseq.schedule.algorithms import make_schedule
 from lightseq.schedule.documents import packed_schedule
 from lightseq.schedule.layout import shard
+from lightseq.schedule.nodes import Nodes
 
 
 class _Graph:
@@ -192,7 +193,7 @@ def test_after_a_failed_recording_passes_run_and_memory_is_freed() -> None:
 def _pass(name: str, tokens: int, backward: bool, boundaries: tuple[int, ...] = (), batch: int = 1) -> Any:
     table = make_schedule(name, 4)
     if boundaries:
-        table = packed_schedule(table, boundaries)
+        table = packed_schedule(table, Nodes(boundaries))
     shape = torch.Size((batch, tokens // 4, 32, 128))
     if backward:
         return _backward_spec(table, 0, shape, 8, 128, torch.bfloat16)

@@ -31,15 +31,13 @@ from lightseq.schedule.cost import AttentionShape
 from lightseq.schedule.documents import (
     MAX_IMBALANCE,
     MAX_PACKED_TABLES,
-    area_before,
     assign_chunks,
-    document_positions,
     imbalance,
     packed_schedule,
-    pad_boundaries,
     padded_length,
 )
 from lightseq.schedule.layout import Layout, unshard
+from lightseq.schedule.nodes import Nodes
 from lightseq.schedule.proof import InvalidSchedule, validate
 from lightseq.schedule.segments import Segments
 from lightseq.schedule.table import Assignment, Schedule
@@ -75,12 +73,12 @@ def test_each_document_attends_to_itself_once_and_to_no_other(world: int) -> Non
     for schedule in _schedules(world):
         for length in (1, 17, 203):
             for boundaries in _sizes(length, rng):
-                whole = pad_boundaries(boundaries, padded_length(schedule, length))
+                whole = Nodes(boundaries).padded(padded_length(schedule, length))
                 validate(packed_schedule(schedule, whole))
 
 
 def test_a_lost_or_foreign_segment_is_caught() -> None:
-    schedule = packed_schedule(make_schedule("prefix", 2), (0, 30, 47, 64))
+    schedule = packed_schedule(make_schedule("prefix", 2), Nodes((0, 30, 47, 64)))
     assert any(
         isinstance(t.mask, Segments) and len(t.mask.table) > 1 for s in schedule.forward for r in s.tiles for t in r
     )
@@ -98,9 +96,9 @@ def test_a_lost_or_foreign_segment_is_caught() -> None:
 
 def test_nothing_is_fetched_for_documents_that_lie_on_one_rank() -> None:
     for schedule in [s for s in _schedules(4) if s.ulysses_size == 1 and s.name != "striped"]:
-        packed = packed_schedule(schedule, tuple(range(0, 1025, 64)))
+        packed = packed_schedule(schedule, Nodes(tuple(range(0, 1025, 64))))
         assert not any(step.moves for step in packed.forward + packed.backward), schedule
-    alone = packed_schedule(make_schedule("ring", 4), (0, 250, 1024))
+    alone = packed_schedule(make_schedule("ring", 4), Nodes((0, 250, 1024)))
     senders = {move.src for step in alone.forward for move in step.moves}
     assert senders == {0, 1, 2}
     first = {(move.src, move.dst) for step in alone.forward for move in step.moves if move.src == 0}
@@ -117,19 +115,19 @@ def test_no_key_is_fetched_twice_and_what_a_rank_waits_for_first_is_a_part() -> 
 def test_ranks_have_equal_tokens_and_nearly_equal_area() -> None:
     schedule = make_schedule("prefix", 4)
     for seed in range(20):
-        boundaries = lognormal(1 << 17, 1 << 10, 1 << 16, seed)
-        layout = packed_schedule(schedule, boundaries).layout
-        areas = np.diff(area_before(boundaries, np.linspace(0, 1 << 17, layout.chunk_count + 1).astype(np.int64)))
+        nodes = lognormal(1 << 17, 1 << 10, 1 << 16, seed)
+        layout = packed_schedule(schedule, nodes).layout
+        areas = np.diff(nodes.area_before(np.linspace(0, 1 << 17, layout.chunk_count + 1).astype(np.int64)))
         assert {layout.chunk_groups.count(rank) for rank in range(4)} == {layout.chunks_per_rank}
         assert imbalance(areas, layout.chunk_groups) <= MAX_IMBALANCE, (seed, layout)
 
 
-def lognormal(length: int, least: int, most: int, seed: int) -> tuple[int, ...]:
-    """Boundaries of documents of log-normal lengths, the last cut at the end."""
+def lognormal(length: int, least: int, most: int, seed: int) -> Nodes:
+    """Documents of log-normal lengths, the last cut at the end."""
     rng = np.random.default_rng(seed)
     sizes = np.clip(np.exp(rng.normal(np.log(8192), 1.0, 256)), least, most).astype(int)
     edges = [0, *np.cumsum(sizes).tolist()]
-    return (*[x for x in edges if x < length], length)
+    return Nodes((*[x for x in edges if x < length], length))
 
 
 def test_chunks_are_shared_out_as_well_as_trying_everything_would() -> None:
@@ -138,10 +136,10 @@ def test_chunks_are_shared_out_as_well_as_trying_everything_would() -> None:
 
 
 def test_areas_and_positions_are_counted_per_document() -> None:
-    boundaries = (0, 1, 5, 12)
-    assert document_positions(boundaries).tolist() == [0, 0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6]
-    pairs = np.cumsum(document_positions(boundaries) + 1)
-    assert area_before(boundaries, np.arange(13)).tolist() == [0, *pairs.tolist()]
+    nodes = Nodes((0, 1, 5, 12))
+    assert nodes.positions().tolist() == [0, 0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6]
+    pairs = np.cumsum(nodes.positions() + 1)
+    assert nodes.area_before(np.arange(13)).tolist() == [0, *pairs.tolist()]
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------
@@ -170,7 +168,7 @@ def test_gpu_kernels_take_every_kind_of_segments(name: str) -> None:
     for schedule, boundaries in product((make_schedule("prefix", 2), make_schedule("striped", 2)), (
         (0, 1, 100, 700, 701, 2048), (0, 640, 2048), (0, 2048), tuple(range(0, 2049, 16))
     )):  # fmt: skip
-        table = packed_schedule(schedule, boundaries)
+        table = packed_schedule(schedule, Nodes(boundaries))
         rows = 2048 // table.layout.chunk_count
         for tile in [tile for step in table.forward for tiles in step.tiles for tile in tiles]:
             assert isinstance(tile.mask, Segments)
@@ -320,7 +318,7 @@ def _tables_left(rank: int) -> int:
     for end in range(2, 2 + 3 * MAX_PACKED_TABLES):
         _packed(context, _inputs(64), (0, end, 64))
     gc.collect()
-    return sum(isinstance(x, Schedule) and x.boundaries is not None for x in gc.get_objects())
+    return sum(isinstance(x, Schedule) and x.nodes is not None for x in gc.get_objects())
 
 
 def test_few_tables_of_documents_that_are_past_are_kept() -> None:

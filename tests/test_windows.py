@@ -38,8 +38,9 @@ from lightseq.kernels.attention.tile import backward_tile, forward_tile
 from lightseq.kernels.attention.torch_native import CpuKernel
 from lightseq.schedule.algorithms import SCHEDULES, make_schedule
 from lightseq.schedule.cost import AttentionShape, move_bytes
-from lightseq.schedule.documents import local_tokens, pad_boundaries, padded_length
+from lightseq.schedule.documents import local_tokens, padded_length
 from lightseq.schedule.layout import Layout
+from lightseq.schedule.nodes import Nodes
 from lightseq.schedule.proof import InvalidSchedule, validate
 from lightseq.schedule.segments import Segments
 from lightseq.schedule.table import Schedule
@@ -105,16 +106,16 @@ def visible_pairs(length: int, window: int) -> int:
 def test_every_visible_pair_is_computed_once(length: int, window: int) -> None:
     for schedule in schedules():
         whole = schedule.layout.padded_length(length)
-        table = windowed_schedule(schedule, (0, whole), window, packed=False)
+        table = windowed_schedule(schedule, Nodes((0, whole)), window, packed=False)
         validate(table)
         area = sum(tile.mask.area for step in table.forward for tiles in step.tiles for tile in tiles)  # type: ignore
         assert area == visible_pairs(whole, window) * schedule.total_head_groups
-        documents = pad_boundaries((0, 7, 30, 41), padded_length(schedule, length))
+        documents = Nodes((0, 7, 30, 41)).padded(padded_length(schedule, length))
         validate(windowed_schedule(schedule, documents, window, packed=True))
 
 
 def test_the_proof_refuses_another_window() -> None:
-    table = windowed_schedule(make_schedule("prefix", 2), (0, 48), 5, packed=False)
+    table = windowed_schedule(make_schedule("prefix", 2), Nodes((0, 48)), 5, packed=False)
     for window in (4, 6, None):
         object.__setattr__(table, "window", window)
         with pytest.raises(InvalidSchedule, match="query"):
@@ -132,7 +133,7 @@ def test_a_rank_keeps_its_tokens_in_order_when_chunks_are_cut() -> None:
 def test_only_the_window_moves(world: int) -> None:
     """Every run of a rank's tokens needs the window's keys before it, unless they are the rank's own."""
     window, shape = 4096, AttentionShape(131072, 32, 8, 128)
-    table = windowed_schedule(make_schedule("prefix", world), (0, shape.length), window, packed=False)
+    table = windowed_schedule(make_schedule("prefix", world), Nodes((0, shape.length)), window, packed=False)
     moves = [move for step in table.forward for move in step.moves]
     runs = 2 * world - 2  # the first has no key before it, and the middle one has its rank's own
     needed = runs * window * 2 * shape.kv_heads * shape.head_dim * shape.element_bytes
@@ -142,7 +143,7 @@ def test_only_the_window_moves(world: int) -> None:
 def test_ring_schedules_are_refused() -> None:
     for name in ("ring", "striped", "zigzag", "balanced"):
         with pytest.raises(ValueError, match=f"schedule {name} does not support sliding windows; use prefix"):
-            windowed_schedule(make_schedule(name, 2), (0, 48), 5, packed=False)
+            windowed_schedule(make_schedule(name, 2), Nodes((0, 48)), 5, packed=False)
 
 
 # ---- kernels --------------------------------------------------------------------------------------------------------

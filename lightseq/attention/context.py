@@ -248,7 +248,7 @@ def one_rank_context() -> SequenceContext:
 
 def area_balance(context: SequenceContext, documents: Documents) -> float:
     """Returns the mean attention area of a rank over the largest, for one packed sequence."""
-    return balance(packed_schedule(context.schedule, documents.padded_boundaries))
+    return balance(packed_schedule(context.schedule, documents.nodes))
 
 
 def release(context: SequenceContext) -> None:

@@ -102,4 +102,4 @@ class GraphCache:
 def is_short(spec: PassSpec) -> bool:
     """Returns whether launching a pass may take longer than running it. Tables of packed documents do not repeat."""
     small = spec.flops <= MAX_FLOPS and spec.outbox_bytes <= MAX_OUTBOX_BYTES
-    return small and not spec.schedule.boundaries and all(spec.in_final_dtype.values())
+    return small and spec.schedule.nodes is None and all(spec.in_final_dtype.values())

@@ -294,7 +294,7 @@ def _copy(dst: Tensor, x: Tensor) -> None:
 
 def program_and_launches(spec: PassSpec, transport: Transport, outbox: Outbox) -> tuple[Program, Launches]:
     """Returns a pass's program in this outbox and its launches, cached. The oldest is dropped if there are too many."""
-    packed = bool(spec.schedule.boundaries)
+    packed = spec.schedule.nodes is not None
     known: dict[PassSpec, tuple[Program, Launches]] = outbox.cache.setdefault((Program, packed), {})
     if spec not in known:
         if len(known) >= (MAX_PACKED_TABLES if packed else MAX_PROGRAMS):
@@ -306,7 +306,7 @@ def program_and_launches(spec: PassSpec, transport: Transport, outbox: Outbox) -
 def _cached_specs(make: Callable[..., PassSpec]) -> Callable[..., PassSpec]:
     """Caches specs, which all layers share; only a few of packed sequences, since each has its own table."""
     whole, packed = lru_cache(MAX_PROGRAMS)(make), lru_cache(MAX_PACKED_TABLES)(make)
-    return wraps(make)(lambda schedule, *more: (packed if schedule.boundaries else whole)(schedule, *more))
+    return wraps(make)(lambda schedule, *more: (whole if schedule.nodes is None else packed)(schedule, *more))
 
 
 @_cached_specs

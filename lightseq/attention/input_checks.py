@@ -7,7 +7,7 @@ from torch import Tensor
 from lightseq.attention.context import SequenceContext
 from lightseq.comm.transport import base_transport_name
 from lightseq.schedule.algorithms import check_heads
-from lightseq.sequence.documents import Documents, without_repeats
+from lightseq.sequence.documents import Documents, nodes_of
 
 
 def check_shapes(q: Tensor, k: Tensor, v: Tensor, context: SequenceContext, documents: Documents | None) -> None:
@@ -47,10 +47,10 @@ def _check_packed(q: Tensor, context: SequenceContext, documents: Documents) -> 
             f"the batch has {q.shape[0]} packed sequences; documents need a batch of 1, so use one longer sequence"
         )
     expected = context.layout.world * q.shape[1]
-    if not torch.compiler.is_compiling() and int(documents.boundaries[-1]) != expected:
+    if not torch.compiler.is_compiling() and documents.length != expected:
         raise ValueError(
             f"{q.shape[1]} local tokens on {context.layout.world} ranks do not add up to the documents' "
-            f"{int(documents.boundaries[-1])}; shard the sequence by their layout"
+            f"{documents.length}; shard the sequence by their layout"
         )
 
 
@@ -64,7 +64,7 @@ def compare_shapes(context: SequenceContext, q: Tensor, v: Tensor, boundaries: T
     waits_for_ranks = base_transport_name(context.transport.name) != "none"
     if shape in context.shapes or not waits_for_ranks:
         return
-    mine = (shape, None if boundaries is None else without_repeats(boundaries))
+    mine = (shape, None if boundaries is None else nodes_of(boundaries))
     everyone = [mine] * context.schedule.world
     dist.all_gather_object(everyone, mine, group=context.group)
     if len({theirs for theirs, _ in everyone}) > 1:

@@ -18,9 +18,10 @@ from lightseq.attention.input_checks import check_shapes, compare_shapes
 from lightseq.kernels.attention.base import Saved
 from lightseq.kernels.attention.tile_kernel_choice import with_softcap
 from lightseq.schedule.documents import packed_schedule
+from lightseq.schedule.nodes import Nodes
 from lightseq.schedule.reach import Reach
 from lightseq.schedule.table import Schedule
-from lightseq.sequence.documents import Documents, without_repeats
+from lightseq.sequence.documents import Documents, nodes_of
 from lightseq.utils.checkpoint_context import operator_wrapper, reuse_or_compute
 from lightseq.utils.logit_transform import LogitTransform
 
@@ -127,10 +128,10 @@ def _last_dim_contiguous(x: Tensor) -> Tensor:
 
 def _table(context: SequenceContext, q: Tensor, boundaries: Tensor | None, reach: Reach | None) -> Schedule:
     """Returns the schedule, limited to the documents if there are several, and to the window or the chunks."""
-    whole = (0, q.shape[1] * context.schedule.world) if boundaries is None else without_repeats(boundaries)
-    if reach is not None and reach.tokens < whole[-1]:
-        return reach.limit(context.schedule, whole, packed=boundaries is not None)
-    return context.schedule if boundaries is None else packed_schedule(context.schedule, whole)
+    nodes = Nodes((0, q.shape[1] * context.schedule.world)) if boundaries is None else nodes_of(boundaries)
+    if reach is not None and reach.tokens < nodes.length:
+        return reach.limit(context.schedule, nodes, packed=boundaries is not None)
+    return context.schedule if boundaries is None else packed_schedule(context.schedule, nodes)
 
 
 def _advance(context: SequenceContext, q: Tensor) -> None:

@@ -10,7 +10,7 @@ from lightseq.attention.context import SequenceContext
 from lightseq.hf.agreement import BATCH_FACTS, COUNTED_TOKENS, batch_facts
 from lightseq.hf.images import local_images, whole_images
 from lightseq.parts.router_replay import OWN_CHOICE, ROUTED_EXPERTS, check_shape
-from lightseq.schedule.documents import check_boundaries, document_positions
+from lightseq.schedule.nodes import Nodes, check_boundaries
 from lightseq.sequence.documents import Documents
 from lightseq.sequence.group import SequenceGroup
 from lightseq.utils.tensors import IGNORE_INDEX, upload
@@ -123,7 +123,7 @@ def counted_tokens(
     Masked tokens do not count, nor does the padding that a layout adds.
     """
     length = input_ids.shape[1]
-    padded = group.layout.padded_length(length) if documents is None else int(documents.boundaries[-1])
+    padded = group.layout.padded_length(length) if documents is None else documents.length
     if attention_mask is None and padded == length:
         return None
     counted = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask != 0
@@ -219,7 +219,7 @@ def check_tail(end: int, length: int, labels: Sequence[Tensor | None], attention
 
 def _restarts(position_ids: Tensor, boundaries: tuple[int, ...]) -> bool:
     got = position_ids.reshape(-1)[: boundaries[-1]]
-    return torch.equal(got, torch.from_numpy(document_positions(boundaries)).to(got.dtype))
+    return torch.equal(got, torch.from_numpy(Nodes(boundaries).positions()).to(got.dtype))
 
 
 def shifted_labels(labels: Tensor, attention_mask: Tensor | None, boundaries: Sequence[int] | None) -> Tensor:

@@ -24,6 +24,7 @@ from lightseq.kernels.fused.launches import Launches
 from lightseq.parts.facts import Heads
 from lightseq.schedule.algorithms import make_schedule, ulysses_group_size
 from lightseq.schedule.auto import ScheduleChoice
+from lightseq.schedule.nodes import Nodes
 from lightseq.schedule.windows import windowed_schedule
 
 CHUNK_TOKENS = 512  # tokens per chunk in a counted run
@@ -69,7 +70,7 @@ def _count(
     local = CHUNK_TOKENS * table.layout.chunks_per_rank
     if window_share is not None:
         length = local * world
-        table = windowed_schedule(table, (0, length), max(1, round(window_share * length)), packed=False)
+        table = windowed_schedule(table, Nodes((0, length)), max(1, round(window_share * length)), packed=False)
     dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
     query, key, dim, value_dim = heads.query, heads.key_value, heads.dim, heads.value_dim
     shapes = ((query, dim), (key, dim), (key, value_dim), (query, value_dim))

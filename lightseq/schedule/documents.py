@@ -1,69 +1,27 @@
-"""Packed documents: boundaries, balanced layouts, and a schedule's table limited to what their tokens see.
+"""Packed documents and trees: balanced layouts, and a schedule's table limited to what their tokens see.
 
-A document is a run of neighbouring tokens. `boundaries` are the first token of each and the end of the last; they begin
-with 0 and rise, and the last is a multiple of the number of chunks.
+The length of a row, its padding included, is a multiple of the number of chunks.
 """
 
 import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lightseq.schedule.algorithms import SCHEDULES, assign_tiles, prefix, with_ulysses
 from lightseq.schedule.layout import Layout
+from lightseq.schedule.nodes import Ints, Nodes
 from lightseq.schedule.segments import CAUSAL, FIRST_KEY, FIRST_QUERY, KEYS, QUERIES, Segments
 from lightseq.schedule.table import Assignment, Schedule, Tile, derive_steps
-
-Ints = NDArray[np.int64]
 
 # Cached tables of packed sequences. They rarely repeat, and each keeps index tensors of kernels on the device (12 MiB
 # at 1M tokens over four ranks under striped).
 MAX_PACKED_TABLES = 8
-# Padding is packed as documents of one kernel tile, because a token that sees no key has no softmax.
-PADDING_TOKENS = 128
 MIN_CHUNK_TOKENS = 16
 MAX_IMBALANCE = 1.03  # attention area of the fullest rank over the mean; above it more chunks are tried
 MAX_SWAPS = 256
-
-
-def check_boundaries(boundaries: Sequence[int], length: int) -> tuple[int, ...]:
-    """Returns the boundaries as integers. Raises ValueError unless they begin with 0, rise and stay within `length`."""
-    found = tuple(int(x) for x in boundaries)
-    if len(found) < 2 or found[0] != 0 or any(b <= a for a, b in pairwise(found)):
-        shown = ", ".join(map(str, found[:8])) + (", …" if len(found) > 8 else "")
-        raise ValueError(
-            f"document boundaries {shown} do not rise from 0; give the first token of each document, and the end"
-        )
-    if found[-1] > length:
-        raise ValueError(f"documents end at token {found[-1]} of a sequence of {length}; cut them, or pad the sequence")
-    return found
-
-
-def pad_boundaries(boundaries: Sequence[int], length: int) -> tuple[int, ...]:
-    """Adds documents of padding up to `length`."""
-    return (*boundaries, *range(boundaries[-1] + PADDING_TOKENS, length, PADDING_TOKENS), *(
-        [length] if boundaries[-1] < length else []
-    ))  # fmt: skip
-
-
-def document_positions(boundaries: Sequence[int]) -> Ints:
-    """Returns the position of every token in its own document."""
-    edges = np.asarray(boundaries)
-    return np.arange(edges[-1]) - np.repeat(edges[:-1], np.diff(edges))
-
-
-def area_before(boundaries: Sequence[int], positions: Ints) -> Ints:
-    """Counts the visible (query, key) pairs of all queries before each position."""
-    edges = np.asarray(boundaries)
-    sizes = np.diff(edges)
-    whole = np.concatenate([[0], np.cumsum(sizes * (sizes + 1) // 2)])
-    document = np.clip(np.searchsorted(edges, positions, side="right") - 1, 0, len(sizes) - 1)
-    inside = positions - edges[document]
-    return whole[document] + inside * (inside + 1) // 2
 
 
 # ---- chunks to ranks -------------------------------------------------------------------------------------------------
@@ -113,18 +71,18 @@ def imbalance(areas: Ints, chunk_groups: Sequence[int]) -> float:
     return float(totals.max() / totals.mean())
 
 
-def balanced_layout(boundaries: Sequence[int], ranks: Layout) -> Layout:
+def balanced_layout(nodes: Nodes, ranks: Layout) -> Layout:
     """Returns the layout with the fewest chunks per rank within MAX_IMBALANCE: kernels are faster on large chunks.
 
     `ranks` is the layout that the same ranks have for one document.
     """
-    world, ulysses, length = ranks.world, ranks.ulysses, boundaries[-1]
+    world, ulysses, length = ranks.world, ranks.ulysses, nodes.length
     groups, most = world // ulysses, max_chunks_per_rank(length, ranks)
     best: tuple[float, Layout] | None = None
     chunks = 1
     while chunks <= most and length % (world * chunks) == 0:
         edges = np.linspace(0, length, groups * chunks + 1).astype(np.int64)
-        areas = np.diff(area_before(boundaries, edges))
+        areas = np.diff(nodes.area_before(edges))
         chunk_groups = assign_chunks(areas, groups)
         uneven = imbalance(areas, chunk_groups)
         if best is None or uneven < best[0]:
@@ -137,12 +95,12 @@ def balanced_layout(boundaries: Sequence[int], ranks: Layout) -> Layout:
 
 
 @lru_cache(maxsize=MAX_PACKED_TABLES)
-def packed_layout(layout: Layout, balanced: bool, boundaries: tuple[int, ...]) -> Layout:
-    """Returns the layout of a packed sequence on the ranks of `layout`: that one, or one that balances its documents.
+def packed_layout(layout: Layout, balanced: bool, nodes: Nodes) -> Layout:
+    """Returns the layout of a packed sequence on the ranks of `layout`: that one, or one that balances its nodes.
 
-    The end of `boundaries` is a `packed_length`.
+    The length of `nodes` is a `packed_length`.
     """
-    return balanced_layout(boundaries, layout) if balanced else layout
+    return balanced_layout(nodes, layout) if balanced else layout
 
 
 def packed_length(layout: Layout, balanced: bool, length: int) -> int:
@@ -168,17 +126,17 @@ def local_tokens(schedule: Schedule, length: int, packed: bool) -> int:
 
 
 @lru_cache(maxsize=MAX_PACKED_TABLES)  # a batch's table serves all its layers, forward and backward
-def packed_schedule(schedule: Schedule, boundaries: tuple[int, ...]) -> Schedule:
-    """Makes the schedule's table for one sequence of documents, with a layout of its own under prefix and usp.
+def packed_schedule(schedule: Schedule, nodes: Nodes) -> Schedule:
+    """Makes the schedule's table for one sequence of documents or trees, with a layout of its own under prefix and usp.
 
-    The end of `boundaries` is a `padded_length`.
+    The length of `nodes` is a `padded_length`.
     """
-    layout = packed_layout(schedule.layout, has_own_layouts(schedule), boundaries)
-    limited = limit_to_documents(assign_packed_tiles(schedule, layout), layout.group_layout, boundaries)
+    layout = packed_layout(schedule.layout, has_own_layouts(schedule), nodes)
+    limited = limit_to_nodes(assign_packed_tiles(schedule, layout), layout.group_layout, nodes)
     if layout.ulysses > 1:
         limited = with_ulysses(limited, layout.ulysses)
     return replace(
-        schedule, layout=layout, boundaries=boundaries,
+        schedule, layout=layout, nodes=nodes,
         forward=derive_steps(layout, limited), backward=derive_steps(layout, limited, backward=True),
     )  # fmt: skip
 
@@ -214,40 +172,60 @@ def has_own_layouts(schedule: Schedule) -> bool:
     return SCHEDULES[schedule.name].packed_work == "own_layout"
 
 
-def limit_to_documents(assignment: Assignment, layout: Layout, boundaries: Sequence[int]) -> Assignment:
+def limit_to_nodes(assignment: Assignment, layout: Layout, nodes: Nodes) -> Assignment:
     """Replaces masks by segments, and drops tiles and chunks in which no query sees a key."""
-    edges = np.asarray(boundaries)
-    chunks = np.array([layout.chunk_range(chunk, int(edges[-1])) for chunk in range(layout.chunk_count)])
+    chunks = np.array([layout.chunk_range(chunk, nodes.length) for chunk in range(layout.chunk_count)])
     known: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[Tile, ...]] = {}
 
     def limited(tile: Tile) -> tuple[Tile, ...]:
         if (tile.q, tile.kv) not in known:
-            known[tile.q, tile.kv] = _limit_tile(tile, chunks, edges)
+            known[tile.q, tile.kv] = _limit_tile(tile, chunks, nodes)
         return tuple(found._replace(head_group=tile.head_group) for found in known[tile.q, tile.kv])
 
     rows = [[tuple(found for tile in tiles for found in limited(tile)) for tiles in row] for row in assignment]
     return [row for row in rows if any(row)]
 
 
-def _limit_tile(tile: Tile, chunks: Ints, boundaries: Ints) -> tuple[Tile, ...]:
+def _limit_tile(tile: Tile, chunks: Ints, nodes: Nodes) -> tuple[Tile, ...]:
     """Returns the tile with its segments, or nothing if no query sees a key."""
-    segments = find_segments(chunks[list(tile.q)], chunks[list(tile.kv)], boundaries)
+    segments = find_segments(chunks[list(tile.q)], chunks[list(tile.kv)], nodes)
     if not len(segments.table):
         return ()
     segments, q, kv = segments.cut(int(chunks[0, 2]))
-    return (Tile(tile.q[q], tile.kv[kv], segments),)
+    return (Tile(tuple(tile.q[i] for i in q), tuple(tile.kv[i] for i in kv), segments),)
 
 
-def find_segments(q: Ints, kv: Ints, boundaries: Ints) -> Segments:
-    """Finds the segments of a tile: runs of a document's queries against the keys that they see.
+def find_segments(q: Ints, kv: Ints, nodes: Nodes) -> Segments:
+    """Finds the segments of a tile: runs of a node's queries against the keys of that node or of an ancestor.
 
-    `q` and `kv` have a row (first, step, count) of positions for each chunk of the tile, in rising order.
+    `q` and `kv` have a row (first, step, count) of tokens for each chunk of the tile, in rising order.
     """
     found: list[list[int]] = []
     for i, chunk in enumerate(q.tolist()):
-        for segment in _segments_of_chunk(chunk, i * chunk[2], kv, boundaries):
+        for segment in _segments_of_chunk(chunk, i * chunk[2], kv, nodes.edges):
             _append(found, segment)
+    if nodes.parents is not None:
+        _add_ancestors(found, q, kv, nodes)
     return Segments(np.array(found, dtype=np.int64).reshape(-1, 5))
+
+
+def _add_ancestors(found: list[list[int]], q: Ints, kv: Ints, nodes: Nodes) -> None:
+    """Adds the segments of queries that see whole ancestors.
+
+    Queries that follow those of a full segment, and see the same keys, join it.
+    """
+    full = {(x[FIRST_QUERY] + x[QUERIES], x[FIRST_KEY], x[KEYS]): x for x in found if not x[CAUSAL]}
+    r = nodes.rectangles
+    first_query, end_query = (_tokens_before(x, q) for x in (r.first_query, r.end_query))
+    first_key, end_key = (_tokens_before(x, kv) for x in (r.first_key, r.end_key))
+    columns = first_query, end_query - first_query, first_key, end_key - first_key
+    for query, queries, key, keys in zip(*(x.tolist() for x in columns), strict=True):
+        if not queries or not keys:
+            continue
+        if (query, key, keys) in full:
+            full[query, key, keys][QUERIES] += queries
+        else:
+            found.append([query, queries, key, keys, 0])
 
 
 def _segments_of_chunk(chunk: Sequence[int], chunk_start: int, kv: Ints, boundaries: Ints) -> Iterator[list[int]]:
@@ -265,9 +243,9 @@ def _segments_of_chunk(chunk: Sequence[int], chunk_start: int, kv: Ints, boundar
     document_starts = boundaries[inside.start - 1 : inside.stop]
     document_ends = boundaries[inside.start : inside.stop + 1]
     first_query, end_query = (np.clip(-((start - x) // step), 0, size) for x in (document_starts, document_ends))
-    first_key = _keys_before(document_starts, kv)
+    first_key = _tokens_before(document_starts, kv)
     seen_by_first, seen_by_last = (
-        _keys_before(start + step * query + 1, kv) - first_key for query in (first_query, end_query - 1)
+        _tokens_before(start + step * query + 1, kv) - first_key for query in (first_query, end_query - 1)
     )
     queries_without_keys = np.where(seen_by_last > 0, seen_by_first == 0, end_query - first_query)
     causal = np.where(seen_by_last > seen_by_first, seen_by_last - seen_by_first + 1 - queries_without_keys, 0)
@@ -280,10 +258,10 @@ def _segments_of_chunk(chunk: Sequence[int], chunk_start: int, kv: Ints, boundar
             yield [query + causal_queries, full_queries, key, keys, 0]
 
 
-def _keys_before(positions: Ints, kv: Ints) -> Ints:
-    """Counts a tile's keys before each position."""
-    starts, steps, sizes = kv.T
-    counts: Ints = np.clip(-((starts - positions[:, None]) // steps), 0, sizes).sum(1)
+def _tokens_before(tokens: Ints, chunks: Ints) -> Ints:
+    """Counts the tokens of a tile's chunks before each token of the row."""
+    starts, steps, sizes = chunks.T
+    counts: Ints = np.clip(-((starts - tokens[:, None]) // steps), 0, sizes).sum(1)
     return counts
 
 

@@ -5,6 +5,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from lightseq.schedule.nodes import Nodes
 from lightseq.schedule.segments import Segments
 from lightseq.schedule.table import Mask, Schedule, Step
 
@@ -18,7 +19,7 @@ class InvalidSchedule(ValueError):
 def validate(schedule: Schedule) -> None:
     """Raises InvalidSchedule, naming the step, unless both passes compute causal attention over the whole sequence.
 
-    A schedule of packed documents must compute it within each document, one with a window only inside it.
+    A schedule of a packed sequence must compute it over each path of nodes, one with a window only inside it.
     """
     for backward, steps in ((False, schedule.forward), (True, schedule.backward)):
         name = f"{schedule.name} on {schedule.world} ranks, {'backward' if backward else 'forward'}"
@@ -74,13 +75,9 @@ def _needs_and_results(schedule: Schedule, step: Step, backward: bool) -> tuple[
 def _check_coverage(schedule: Schedule, steps: tuple[Step, ...], name: str) -> None:
     """Counts how often each query meets each key, token by token on a short sequence."""
     layout = schedule.layout
-    boundaries = schedule.boundaries or (0, layout.chunk_count * TOKENS_PER_CHUNK)
-    length, sizes = boundaries[-1], torch.tensor(boundaries).diff()
+    nodes = schedule.nodes or Nodes((0, layout.chunk_count * TOKENS_PER_CHUNK))
+    length, want = nodes.length, _wanted(nodes, schedule.window)
     positions = [layout.chunk_positions(chunk, length) for chunk in range(layout.chunk_count)]
-    document = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
-    want = (document[:, None] == document[None, :]).int().tril()
-    if schedule.window is not None:
-        want = want.triu(1 - schedule.window)
     for head_group in range(schedule.total_head_groups):
         met = torch.zeros(length, length, dtype=torch.int32)
         for step in steps:
@@ -97,6 +94,18 @@ def _check_coverage(schedule: Schedule, steps: tuple[Step, ...], name: str) -> N
             )
 
 
+def _wanted(nodes: Nodes, window: int | None) -> Tensor:
+    """Returns 1 where a query sees a key, int32 (tokens, tokens), from the definition of `Nodes`."""
+    sizes, position = torch.tensor(nodes.boundaries).diff(), torch.from_numpy(nodes.positions())
+    on_path = torch.eye(len(sizes), dtype=torch.int32)
+    for node in range(len(sizes)):
+        on_path[node, nodes.ancestors(node)] = 1
+    node_of_token = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
+    back = position[:, None] - position[None, :]
+    seen = on_path[node_of_token[:, None], node_of_token[None, :]] * (back >= 0)
+    return seen if window is None else seen * (back < window)
+
+
 def _visible(mask: Mask | Segments, queries: int, keys: int) -> Tensor:
     """Returns 1 where a query of a tile sees a key, int32 (queries, keys)."""
     if isinstance(mask, Mask):
@@ -106,7 +115,10 @@ def _visible(mask: Mask | Segments, queries: int, keys: int) -> Tensor:
         part = _visible_under(Mask.CAUSAL if causal else Mask.FULL, rows, seen)
         if mask.window is not None:
             part = part.triu(seen - rows - mask.window + 1)
-        visible[q : q + rows, k : k + seen] += part
+        if mask.gathered is None:
+            visible[q : q + rows, k : k + seen] += part
+        else:
+            visible[q : q + rows].index_add_(1, torch.from_numpy(mask.gathered[k : k + seen]), part)
     return visible
 
 

@@ -8,6 +8,7 @@ from numpy.typing import ArrayLike
 
 from lightseq.schedule.algorithms import SCHEDULES
 from lightseq.schedule.chunks import chunked_schedule
+from lightseq.schedule.nodes import Nodes
 from lightseq.schedule.table import Schedule
 from lightseq.schedule.windows import windowed_schedule
 
@@ -39,20 +40,20 @@ class Reach:
         seen = np.minimum(documents, self.tokens)
         return float((seen * (2 * documents - seen)).sum())
 
-    def limit(self, schedule: Schedule, boundaries: tuple[int, ...], *, packed: bool) -> Schedule:
+    def limit(self, schedule: Schedule, nodes: Nodes, *, packed: bool) -> Schedule:
         """Returns the schedule's table for one sequence, limited to these keys.
 
-        `boundaries` separate documents, or are (0, padded length). Raises ValueError for a schedule that does not
+        `nodes` are those of the sequence, or one of its padded length. Raises ValueError for a schedule that does not
         support windows.
         """
         if self.kind == CHUNK:
-            return chunked_schedule(schedule, boundaries, self.tokens, packed=packed)
+            return chunked_schedule(schedule, nodes, self.tokens, packed=packed)
         if not SCHEDULES[schedule.name].one_tile_per_query:
             raise ValueError(
-                f"a row of {boundaries[-1]} tokens, padding included, exceeds a layer's window of {self.tokens}, which "
+                f"a row of {nodes.length} tokens, padding included, exceeds a layer's window of {self.tokens}, which "
                 f"schedule {schedule.name} does not support; enable attention with that length, or with schedule prefix"
             )
-        return windowed_schedule(schedule, boundaries, self.tokens, packed=packed)
+        return windowed_schedule(schedule, nodes, self.tokens, packed=packed)
 
 
 def sliding(window: int | None) -> Reach | None:

@@ -1,9 +1,11 @@
-"""Masks of tiles with packed documents or windows: runs of queries, each against a run of keys.
+"""Masks of tiles with packed documents, trees or windows: runs of queries, each against a run of keys.
 
 A segment is causal, aligned bottom-right (its last query sees its last key), or full. Under a window, segments are
-causal, and a query sees only the last keys up to its own, as many as the window has.
+causal, and a query sees only the last keys up to its own, as many as the window has. In a tree, a query may stand in
+several segments, with other keys in each.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -16,10 +18,14 @@ FIRST_QUERY, QUERIES, FIRST_KEY, KEYS, CAUSAL = range(5)
 
 
 class VarlenCall(NamedTuple):
-    """Segments for one varlen kernel call: all causal or all full, and no two share a key."""
+    """Segments for one varlen kernel call: all causal or all full. No two share a query, or a key.
+
+    `gathered` is that of `Segments`. Under it, segments may hold the same key.
+    """
 
     segments: NDArray[np.int64]
     causal: bool
+    gathered: NDArray[np.int64] | None = None
 
     @property
     def queries(self) -> "slice | NDArray[np.int64]":
@@ -29,15 +35,17 @@ class VarlenCall(NamedTuple):
     @property
     def keys(self) -> "slice | NDArray[np.int64]":
         """Indices of the keys in the tile."""
-        return _run(self.segments[:, FIRST_KEY], self.segments[:, KEYS])
+        found = _run(self.segments[:, FIRST_KEY], self.segments[:, KEYS])
+        return found if self.gathered is None else self.gathered[found]
 
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """All segments of one tile, in the order of their queries. No two share a query; several may share keys."""
+    """All segments of one tile. Those that share a query have different keys; several may share keys."""
 
     table: NDArray[np.int64]  # (segments, 5)
     window: int | None = None  # keys that a query sees, with its own; None: all before it
+    gathered: NDArray[np.int64] | None = None  # tile's keys in the order in which segments count them; None: the tile's
     cache: dict[Any, Any] = field(default_factory=dict)  # index tensors of kernels, by device
 
     def __repr__(self) -> str:
@@ -56,7 +64,7 @@ class Segments:
 
     @cached_property
     def varlen_calls(self) -> tuple[VarlenCall, ...]:
-        """The calls that together hold all segments: one, except under striped.
+        """The calls that together hold all segments: one, except under striped and in trees.
 
         A segment of one query counts as causal or full, whichever fits.
         """
@@ -64,24 +72,57 @@ class Segments:
         for segment in self.table.tolist():
             kind = {segment[CAUSAL]} if segment[QUERIES] > 1 else set()
             for kinds, taken in calls:
-                if len(kinds | kind) <= 1 and taken[-1][FIRST_KEY] + taken[-1][KEYS] <= segment[FIRST_KEY]:
+                if len(kinds | kind) <= 1 and _follows(taken[-1], segment):
                     taken.append(segment)
                     kinds |= kind
                     break
             else:
                 calls.append((kind, [segment]))
-        return tuple(VarlenCall(np.array(taken), 1 in kinds) for kinds, taken in calls)
+        return tuple(VarlenCall(np.array(taken), 1 in kinds, self.gathered) for kinds, taken in calls)
 
-    def cut(self, size: int) -> "tuple[Segments, slice, slice]":
-        """Cuts off the chunks, `size` tokens each, before the first and after the last that a segment touches.
+    @cached_property
+    def shares_queries(self) -> bool:
+        """True if a query stands in several segments, whose results have to be merged."""
+        runs = self.table[np.argsort(self.table[:, FIRST_QUERY], kind="stable")]
+        return bool((runs[1:, FIRST_QUERY] < runs[:-1, FIRST_QUERY] + runs[:-1, QUERIES]).any())
 
-        Returns segments relative to the first chunk kept, and the kept chunks of queries and of keys.
+    def cut(self, size: int) -> "tuple[Segments, list[int], list[int]]":
+        """Leaves out the chunks, `size` tokens each, that no segment touches.
+
+        Returns segments relative to the chunks kept, and the indices of the kept chunks of queries and of keys.
         """
-        low_q, low_k = (int(self.table[:, i].min()) // size for i in (FIRST_QUERY, FIRST_KEY))
-        ends = (self.table[:, FIRST_QUERY] + self.table[:, QUERIES], self.table[:, FIRST_KEY] + self.table[:, KEYS])
-        high_q, high_k = (-(-int(end.max()) // size) for end in ends)
-        moved = self.table - np.array([low_q * size, 0, low_k * size, 0, 0])
-        return Segments(moved, self.window), slice(low_q, high_q), slice(low_k, high_k)
+        table, gathered = self.table.copy(), self.gathered
+        q = _touched(table[:, FIRST_QUERY], table[:, QUERIES], size)
+        table[:, FIRST_QUERY] = _moved(table[:, FIRST_QUERY], q, size)
+        if gathered is not None:
+            kv = np.unique(gathered // size)
+            gathered = _moved(gathered, kv, size)
+        else:
+            kv = _touched(table[:, FIRST_KEY], table[:, KEYS], size)
+            table[:, FIRST_KEY] = _moved(table[:, FIRST_KEY], kv, size)
+        return Segments(table, self.window, gathered), q.tolist(), kv.tolist()
+
+
+def _follows(last: Sequence[int], segment: Sequence[int]) -> bool:
+    """Returns whether a segment lies behind another, in its queries and in its keys."""
+    return (
+        last[FIRST_QUERY] + last[QUERIES] <= segment[FIRST_QUERY] and last[FIRST_KEY] + last[KEYS] <= segment[FIRST_KEY]
+    )
+
+
+def _touched(first: NDArray[np.int64], counts: NDArray[np.int64], size: int) -> NDArray[np.int64]:
+    """Returns the chunks that runs of tokens touch, in rising order."""
+    begin, end = first // size, (first + counts - 1) // size + 1
+    edges = np.zeros(int(end.max()) + 1, dtype=np.int64)
+    np.add.at(edges, begin, 1)
+    np.add.at(edges, end, -1)
+    return np.flatnonzero(np.cumsum(edges))
+
+
+def _moved(tokens: NDArray[np.int64], chunks: NDArray[np.int64], size: int) -> NDArray[np.int64]:
+    """Returns the indices of tokens once only these chunks are left."""
+    moved: NDArray[np.int64] = np.searchsorted(chunks, tokens // size) * size + tokens % size
+    return moved
 
 
 def _run(starts: NDArray[np.int64], sizes: NDArray[np.int64]) -> "slice | NDArray[np.int64]":

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from lightseq.schedule.layout import Layout
+from lightseq.schedule.nodes import Nodes
 from lightseq.schedule.segments import Segments
 
 
@@ -98,7 +99,7 @@ class Schedule:
     total_head_groups: int
     forward: tuple[Step, ...]
     backward: tuple[Step, ...]
-    boundaries: tuple[int, ...] | None = None  # where documents begin, and the end; None: one document of any length
+    nodes: Nodes | None = None  # of a packed sequence; None: one document of any length
     window: int | None = None  # keys that a query sees, with its own; None: all before it
     # Each rank gathers the whole q, k and v of its heads, so they can be saved for the backward pass, in place of the
     # rank's own q, k and v.

@@ -1,7 +1,8 @@
 """Sliding windows: a schedule's table limited to the keys that queries see, so that nothing else is computed or moved.
 
-A query sees the last `window` keys up to its own. Layers of a model may differ in it, but share a layout: the table of
-a window cuts each chunk of that layout into pieces, so that a rank fetches only the tail of the chunk before its own.
+A query sees the last `window` keys up to its own, in a tree those of its path. Layers of a model may differ in it, but
+share a layout: the table of a window cuts each chunk of that layout into pieces, so that a rank fetches only the tail
+of the chunk before its own.
 """
 
 from collections.abc import Iterator, Sequence
@@ -9,40 +10,38 @@ from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lightseq.schedule.algorithms import assign_tiles, check_takes_windows, with_ulysses
 from lightseq.schedule.documents import MAX_PACKED_TABLES, assign_packed_tiles, packed_schedule
 from lightseq.schedule.layout import Layout
+from lightseq.schedule.nodes import Ints, Nodes
 from lightseq.schedule.segments import Segments
 from lightseq.schedule.table import Assignment, Schedule, Tile, derive_steps
-
-Ints = NDArray[np.int64]
 
 MAX_PIECES = 64  # of a chunk
 MAX_EXCESS = 0.02  # of the tokens fetched, over those that the window needs
 
 
 @lru_cache(maxsize=MAX_PACKED_TABLES)  # a model has few windows, and all its layers share their tables
-def windowed_schedule(schedule: Schedule, boundaries: tuple[int, ...], window: int, *, packed: bool) -> Schedule:
+def windowed_schedule(schedule: Schedule, nodes: Nodes, window: int, *, packed: bool) -> Schedule:
     """Makes the schedule's table for one sequence whose layers have a window.
 
-    `boundaries` separate documents, or are (0, padded length). A `packed` sequence keeps the layout of its documents,
+    `nodes` are those of the sequence, or one of its padded length. A `packed` sequence keeps the layout of its nodes,
     also if there is only one. Raises ValueError for a schedule that computes parts of a query's keys in different
     tiles.
     """
     check_takes_windows(schedule.name)
     if packed:
-        layout = packed_schedule(schedule, boundaries).layout
+        layout = packed_schedule(schedule, nodes).layout
         pieces, assignment = 1, assign_packed_tiles(schedule, layout)
     else:
-        pieces = pieces_per_chunk(schedule.layout, boundaries[-1], window)
+        pieces = pieces_per_chunk(schedule.layout, nodes.length, window)
         layout, assignment = cut_layout(schedule.layout, pieces), assign_tiles(schedule)
-    limited = limit_to_window(assignment, layout.group_layout, pieces, boundaries, window)
+    limited = limit_to_window(assignment, layout.group_layout, pieces, nodes, window)
     if layout.ulysses > 1:
         limited = with_ulysses(limited, layout.ulysses)
     return replace(
-        schedule, layout=layout, boundaries=boundaries, window=window,
+        schedule, layout=layout, nodes=nodes, window=window,
         forward=derive_steps(layout, limited), backward=derive_steps(layout, limited, backward=True),
     )  # fmt: skip
 
@@ -76,39 +75,58 @@ def cut_layout(layout: Layout, pieces: int) -> Layout:
     return Layout("explicit", layout.world, layout.chunks_per_rank * pieces, chunk_groups=chunk_groups)
 
 
-def limit_to_window(
-    assignment: Assignment, layout: Layout, pieces: int, boundaries: Sequence[int], window: int
-) -> Assignment:
+def limit_to_window(assignment: Assignment, layout: Layout, pieces: int, nodes: Nodes, window: int) -> Assignment:
     """Cuts the chunks of an assignment into pieces, and drops those in which no query sees a key."""
-    edges = np.asarray(boundaries)
-    size = int(edges[-1]) // layout.chunk_count
+    size = nodes.length // layout.chunk_count
     known: dict[tuple[tuple[int, ...], tuple[int, ...]], Tile] = {}
 
     def limited(tile: Tile) -> Tile:
         if (tile.q, tile.kv) not in known:
             q, kv = (tuple(c * pieces + i for c in chunks for i in range(pieces)) for chunks in (tile.q, tile.kv))
-            segments, q_kept, kv_kept = find_window_segments(q, kv, size, edges, window).cut(size)
-            known[tile.q, tile.kv] = Tile(q[q_kept], kv[kv_kept], segments)
+            segments, q_kept, kv_kept = find_window_segments(q, kv, size, nodes, window).cut(size)
+            known[tile.q, tile.kv] = Tile(tuple(q[i] for i in q_kept), tuple(kv[i] for i in kv_kept), segments)
         return known[tile.q, tile.kv]._replace(head_group=tile.head_group)
 
     return [[tuple(limited(tile) for tile in tiles) for tiles in row] for row in assignment]
 
 
-def find_window_segments(q: Sequence[int], kv: Sequence[int], size: int, boundaries: Ints, window: int) -> Segments:
-    """Finds the segments of a tile of chunks of `size` tokens: a document's neighbouring queries and all their keys."""
+def find_window_segments(q: Sequence[int], kv: Sequence[int], size: int, nodes: Nodes, window: int) -> Segments:
+    """Finds the segments of a tile of chunks of `size` tokens: a node's neighbouring queries and all their keys.
+
+    In a tree these are gathered: at most `window` - 1 keys of a node's ancestors, which its siblings gather too.
+    """
     keys = list(_runs(kv, size))
     assert len(keys) == 1, "the keys of a tile under a window lie side by side"
     ((first_key, last_key),) = keys
-    found, row = [], 0
+    edges, found, row = nodes.edges, list[list[int]](), 0
+    gathered, count = list[Ints](), 0
     for begin, end in _runs(q, size):
-        inside = boundaries[(boundaries > begin) & (boundaries < end)].tolist()
+        inside = edges[(edges > begin) & (edges < end)].tolist()
         for start, stop in zip([begin, *inside], [*inside, end], strict=True):
-            document = int(boundaries[np.searchsorted(boundaries, start, side="right") - 1])
-            first = max(document, start - window + 1)
+            node = int(np.searchsorted(edges, start, side="right")) - 1
+            first = max(int(edges[node]), start - window + 1)
             assert first_key <= first and stop <= last_key, "a tile under a window holds all keys of its queries"
-            found.append([row, stop - start, first - first_key, stop - first, 1])
+            if nodes.parents is None:
+                found.append([row, stop - start, first - first_key, stop - first, 1])
+            else:
+                seen = [*_last_tokens_before(nodes, node, window - 1 - (start - first)), np.arange(first, stop)]
+                gathered += seen
+                found.append([row, stop - start, count, sum(map(len, seen)), 1])
+                count += found[-1][3]
             row += stop - start
-    return Segments(np.array(found, dtype=np.int64).reshape(-1, 5), window)
+    table = np.array(found, dtype=np.int64).reshape(-1, 5)
+    return Segments(table, window, np.concatenate(gathered) - first_key if gathered else None)
+
+
+def _last_tokens_before(nodes: Nodes, node: int, count: int) -> list[Ints]:
+    """Returns the last `count` tokens of a node's ancestors, in the order of their positions."""
+    found = list[Ints]()
+    for ancestor in nodes.ancestors(node):
+        start, stop = nodes.boundaries[ancestor : ancestor + 2]
+        if count > 0:
+            found.insert(0, np.arange(max(start, stop - count), stop))
+            count -= len(found[0])
+    return found
 
 
 def _runs(chunks: Sequence[int], size: int) -> Iterator[tuple[int, int]]:

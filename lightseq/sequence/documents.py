@@ -1,13 +1,12 @@
-"""Documents of a packed sequence: their boundaries, layout, positions and numbers."""
+"""Documents of a packed sequence, or nodes of its trees: their boundaries, layout, positions and numbers."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lightseq.schedule.documents import document_positions
 from lightseq.schedule.layout import Layout, shard
+from lightseq.schedule.nodes import ROOT, Nodes
 
 MIN_BOUNDARIES = 256  # smallest boundary tensor; it doubles as needed, so compiled graphs see few shapes
 
@@ -16,42 +15,64 @@ MIN_BOUNDARIES = 256  # smallest boundary tensor; it doubles as needed, so compi
 class Documents:
     """Documents of one packed sequence, the same on all ranks of a group; made by `SequenceGroup.pack`.
 
+    In a row of trees each node is one of them (see `schedule.nodes`).
+
     Not a tensor, because model wrappers move tensors to the device, and reading them there makes the host wait.
     """
 
-    boundaries: Tensor  # int64 on the CPU; the end repeats up to a few sizes, so that shapes rarely change
+    boundaries: Tensor  # the `node_tensor`, which operators take, int64 on the CPU
     layout: Layout
     count: int  # of documents, padding left out
 
     @property
+    def nodes(self) -> Nodes:
+        """Returns the nodes, padding included."""
+        return nodes_of(self.boundaries)
+
+    @property
     def padded_boundaries(self) -> tuple[int, ...]:
-        """Returns the start of every document, padding included, and the end: `boundaries` without repeats."""
-        return without_repeats(self.boundaries)
+        """Returns the start of every document, padding included, and the end."""
+        return self.nodes.boundaries
+
+    @property
+    def length(self) -> int:
+        """Returns the tokens of the sequence, padding included."""
+        return int(self.boundaries.view(-1, self.boundaries.shape[-1])[0, -1])
 
     def shard(self, x: Tensor, rank: int, fill: float = 0) -> Tensor:
         """Returns one rank's part of a whole tensor (batch, length, ...), padded with `fill`."""
-        return shard(x, self.layout, rank, fill=fill, padded_length=int(self.boundaries[-1]))
+        return shard(x, self.layout, rank, fill=fill, padded_length=self.length)
 
     def positions(self, rank: int) -> Tensor:
-        """Returns the position of each local token in its document, int64 (1, local), on the CPU."""
-        every = torch.from_numpy(document_positions(self.padded_boundaries))
+        """Returns the position of each local token in its document or row, int64 (1, local), on the CPU."""
+        every = torch.from_numpy(self.nodes.positions())
         return self.shard(every.unsqueeze(0), rank)
 
     def document_numbers(self, rank: int) -> Tensor:
         """Returns the number of each local token's document, int64 (local,). Padding belongs to the last document."""
         ends = torch.tensor(self.padded_boundaries[1:])
-        positions = self.layout.positions(rank, int(self.boundaries[-1]))
+        positions = self.layout.positions(rank, self.length)
         return torch.bucketize(positions, ends, right=True).clamp_max(self.count - 1)
 
 
-def boundary_tensor(boundaries: Sequence[int]) -> Tensor:
-    """Returns boundaries as a tensor of one of few sizes, in which the end repeats."""
+def node_tensor(nodes: Nodes) -> Tensor:
+    """Returns nodes as a tensor of one of few sizes, because compiled graphs depend on it.
+
+    Without parents it has the boundaries (size,), in which the end repeats. With parents it has a second row for them.
+    """
     size = MIN_BOUNDARIES
-    while size < len(boundaries):
+    while size < len(nodes.boundaries):
         size *= 2
-    return torch.tensor([*boundaries, *[boundaries[-1]] * (size - len(boundaries))], dtype=torch.int64)
+    more = size - len(nodes.boundaries)
+    rows = [[*nodes.boundaries, *[nodes.length] * more]]
+    if nodes.parents is None:
+        return torch.tensor(rows[0], dtype=torch.int64)
+    rows.append([*nodes.parents, *[ROOT] * (size - len(nodes.parents))])
+    return torch.tensor(rows, dtype=torch.int64)
 
 
-def without_repeats(boundaries: Tensor) -> tuple[int, ...]:
-    """Returns the boundaries of a `boundary_tensor` as integers, its end once."""
-    return tuple(dict.fromkeys(boundaries.tolist()))
+def nodes_of(table: Tensor) -> Nodes:
+    """Returns the nodes of a `node_tensor`."""
+    boundaries, *parents = table.view(-1, table.shape[-1]).tolist()
+    edges = tuple(dict.fromkeys(boundaries))
+    return Nodes(edges, tuple(parents[0][: len(edges) - 1]) if parents else None)

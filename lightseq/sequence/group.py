@@ -9,9 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightseq.comm.transport import Transport
-from lightseq.schedule.documents import check_boundaries, packed_layout, packed_length, pad_boundaries
+from lightseq.schedule.documents import packed_layout, packed_length
 from lightseq.schedule.layout import Layout, shard
-from lightseq.sequence.documents import Documents, boundary_tensor, without_repeats
+from lightseq.schedule.nodes import Nodes, check_nodes
+from lightseq.sequence.documents import Documents, node_tensor, nodes_of
 
 
 @dataclass
@@ -59,35 +60,44 @@ class SequenceGroup:
         padded = self.layout.padded_length(length)
         return self.layout.positions_on(device, self.rank, padded).clamp_max(length - 1).unsqueeze(0)
 
-    def pack(self, boundaries: Sequence[int], length: int | None = None) -> Documents:
+    def pack(
+        self, boundaries: Sequence[int], length: int | None = None, parents: Sequence[int] | None = None
+    ) -> Documents:
         """Packs documents into a sequence of `length` tokens (default: the end of the last document).
 
-        `boundaries` are the first token of each document and the end of the last. The sequence is padded to `length`,
-        and further if the layout needs it. Raises ValueError if boundaries do not rise from 0, or exceed `length`.
+        `boundaries` are the first token of each document and the end of the last. With `parents`, they are nodes of
+        trees: each has the index of its parent, or -1 (see `schedule.nodes`). The sequence is padded to `length`, and
+        further if the layout needs it. Raises ValueError if boundaries do not rise from 0, or exceed `length`, and for
+        nodes that do not stand depth first.
         """
         length = int(boundaries[-1]) if length is None else length
-        real = check_boundaries(boundaries, length)
-        whole = pad_boundaries(real, packed_length(self.layout, self.balances_documents, length))
-        return Documents(boundary_tensor(whole), self.packed_layout(whole), len(real) - 1)
+        real = check_nodes(boundaries, parents, length)
+        whole = real.padded(packed_length(self.layout, self.balances_documents, length))
+        return Documents(node_tensor(whole), self.packed_layout(whole), len(real.boundaries) - 1)
 
-    def packed_layout(self, boundaries: tuple[int, ...]) -> Layout:
-        """Returns the layout of a packed sequence with these padded boundaries."""
-        return packed_layout(self.layout, self.balances_documents, boundaries)
+    def packed_layout(self, nodes: Nodes) -> Layout:
+        """Returns the layout of a packed sequence with these nodes, padding included."""
+        return packed_layout(self.layout, self.balances_documents, nodes)
 
     def layout_and_edges(self, local: int, boundaries: Tensor | None) -> tuple[Layout, tuple[int, ...]]:
         """Returns the layout of a sequence, and where its documents begin and the last ends.
 
-        `local` tokens are on each rank. `boundaries` are those of packed documents on the CPU, padded, or None.
+        `local` tokens are on each rank. `boundaries` are those of packed documents on the CPU, padded, or None. Raises
+        ValueError for trees, whose nodes do not begin with nothing before them.
         """
         if boundaries is None:
             return self.layout, (0, local * self.layout.world)
-        edges = without_repeats(boundaries)
-        return self.packed_layout(edges), edges
+        nodes = nodes_of(boundaries)
+        if nodes.parents is not None:
+            raise ValueError(
+                "recurrent layers and short convolutions do not take rows that share a prefix; pack whole rows instead"
+            )
+        return self.packed_layout(nodes), nodes.boundaries
 
     def match(self, documents: Documents) -> bool:
         """Returns whether the documents were packed for ranks that hold the same parts of a sequence."""
-        whole = without_repeats(documents.boundaries)
-        if whole[-1] != packed_length(self.layout, self.balances_documents, whole[-1]):
+        whole = documents.nodes
+        if whole.length != packed_length(self.layout, self.balances_documents, whole.length):
             return False
         return self.packed_layout(whole) == documents.layout
 

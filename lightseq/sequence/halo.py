@@ -52,7 +52,7 @@ def _check(group: SequenceGroup, x: Tensor, count: int, documents: Documents | N
             f"{tuple(x.shape)} is no part of a sequence in {layout.chunks_per_rank} chunks; shard (batch, length, ...)"
         )
     if documents is not None and not torch.compiler.is_compiling():
-        whole, found = int(documents.boundaries[-1]), x.shape[1] * layout.world
+        whole, found = documents.length, x.shape[1] * layout.world
         if whole != found:
             raise ValueError(f"the documents have {whole} tokens, but the ranks hold {found}; shard x with them")
 

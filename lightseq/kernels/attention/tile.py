@@ -140,6 +140,7 @@ class _DeviceCall:
     causal: bool
     window: int | None
     sizes: tuple[tuple[int, int], ...]  # queries and keys of each segment
+    repeats_keys: bool  # some segments hold the same key
 
     @property
     def mask(self) -> Mask:
@@ -148,6 +149,10 @@ class _DeviceCall:
     def has_all_queries(self, q: Tensor) -> bool:
         queries = self.queries
         return isinstance(queries, slice) and (queries.start, queries.stop) == (0, q.shape[1])
+
+    def inputs(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns this call's queries, keys and values."""
+        return q[:, self.queries], k[:, self.keys], v[:, self.keys]
 
     def select(self, saved: Saved) -> Saved:
         """Returns this call's queries and keys of the saved tensors."""
@@ -183,6 +188,7 @@ def _upload_call(call: VarlenCall, window: int | None, device: torch.device) -> 
         causal=call.causal or window is not None,
         window=window,
         sizes=tuple(zip(rows.tolist(), keys.tolist(), strict=True)),
+        repeats_keys=not isinstance(call.keys, slice) and len(np.unique(call.keys)) < len(call.keys),
     )
 
 
@@ -193,12 +199,27 @@ def _forward_segments(
     if len(calls) == 1 and calls[0].has_all_queries(q):
         keys = calls[0].keys
         return _forward_call(kernel, q, k[:, keys], v[:, keys], calls[0], scale, into)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    lse = q.new_full((1, q.shape[2], q.shape[1]), -torch.inf, dtype=wide)
+    if segments.shares_queries:
+        sums = q.new_zeros(*q.shape[:3], v.shape[3], dtype=wide)
+        for call in calls:
+            _merge_call(sums, lse, _forward_call(kernel, *call.inputs(q, k, v), call, scale), call.queries)
+        return sums.to(q.dtype) if into is None else into.copy_(sums), lse
     out = q.new_zeros(*q.shape[:3], v.shape[3]) if into is None else into.zero_()
-    lse = q.new_full((1, q.shape[2], q.shape[1]), -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
     for call in calls:
-        queries, keys = call.queries, call.keys
-        out[:, queries], lse[:, :, queries] = _forward_call(kernel, q[:, queries], k[:, keys], v[:, keys], call, scale)
+        out[:, call.queries], lse[:, :, call.queries] = _forward_call(kernel, *call.inputs(q, k, v), call, scale)
     return out, lse
+
+
+def _merge_call(out: Tensor, lse: Tensor, part: tuple[Tensor, Tensor], queries: slice | Tensor) -> None:
+    """Merges the result of a call for these queries into out and lse in place."""
+    if isinstance(queries, slice):
+        merge_into(out[:, queries], lse[:, :, queries], *part)
+        return
+    own_out, own_lse = out[:, queries], lse[:, :, queries]  # copies
+    merge_into(own_out, own_lse, *part)
+    out[:, queries], lse[:, :, queries] = own_out, own_lse
 
 
 def _forward_call(
@@ -240,7 +261,10 @@ def _backward_segments(
     for call in calls:
         made = _backward_call(kernel, dout, saved, call, scale, (None, None, None))
         for total, gradient, where in zip(sums, made, (call.queries, call.keys, call.keys), strict=True):
-            total[:, where] += gradient  # an index occurs once in a call
+            if isinstance(where, Tensor) and where is not call.queries and call.repeats_keys:
+                total.index_add_(1, where, gradient.to(total.dtype))
+            else:
+                total[:, where] += gradient
     for x, total in zip((dq, dk, dv), sums, strict=True):
         x.copy_(total)
     return dq, dk, dv

@@ -1,0 +1,152 @@
+"""Nodes of a packed row: documents, and the nodes of trees, in which rows that begin alike share their prefix.
+
+A node is a run of neighbouring tokens. Its queries see their own node causally, and every ancestor whole. A document is
+a node without parent and children. Nodes of a tree stand depth first, so an ancestor lies before its descendants.
+Positions are depths: a node's first token has the position after its parent's last.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+
+ROOT = -1  # parent of a node without one
+# Padding is packed as documents of one kernel tile, because a token that sees no key has no softmax.
+PADDING_TOKENS = 128
+
+
+@dataclass(frozen=True)
+class Rectangles:
+    """Queries that see all tokens of an ancestor, one entry for each run of neighbouring descendants.
+
+    Entries are sorted by the ancestors' depth in the tree, and then by queries.
+    """
+
+    first_query: Ints
+    end_query: Ints
+    first_key: Ints
+    end_key: Ints
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Runs of a row's tokens, and their parents. Equal ones compare equal, so tables are cached by them."""
+
+    boundaries: tuple[int, ...]  # first token of each node, and the end of the last; they begin with 0 and rise
+    parents: tuple[int, ...] | None = None  # index of each node's parent, or ROOT; None: all are documents
+
+    def __post_init__(self) -> None:
+        if self.parents is not None and all(parent == ROOT for parent in self.parents):
+            object.__setattr__(self, "parents", None)
+
+    @property
+    def length(self) -> int:
+        """Returns the tokens of the row."""
+        return self.boundaries[-1]
+
+    @property
+    def edges(self) -> Ints:
+        return np.asarray(self.boundaries, dtype=np.int64)
+
+    @cached_property
+    def first_positions(self) -> Ints:
+        """Returns the position of each node's first token."""
+        found = [0] * (len(self.boundaries) - 1)
+        for node, parent in enumerate(self.parents or ()):
+            if parent != ROOT:
+                found[node] = found[parent] + self.boundaries[parent + 1] - self.boundaries[parent]
+        return np.array(found, dtype=np.int64)
+
+    @cached_property
+    def rectangles(self) -> Rectangles:
+        """Returns which queries see which whole ancestors."""
+        levels: list[int] = []
+        runs: dict[int, list[list[int]]] = {}  # of an ancestor: begin and end of its descendants
+        for node, parent in enumerate(self.parents or ()):
+            levels.append(0 if parent == ROOT else levels[parent] + 1)
+            for ancestor in self.ancestors(node):
+                of_ancestor = runs.setdefault(ancestor, [])
+                if of_ancestor and of_ancestor[-1][1] == self.boundaries[node]:
+                    of_ancestor[-1][1] = self.boundaries[node + 1]
+                else:
+                    of_ancestor.append([self.boundaries[node], self.boundaries[node + 1]])
+        order = sorted((levels[a], begin, end, a) for a, found in runs.items() for begin, end in found)
+        table = np.array([(begin, end, *self.boundaries[a : a + 2]) for _, begin, end, a in order], dtype=np.int64)
+        return Rectangles(*table.reshape(-1, 4).T)
+
+    def ancestors(self, node: int) -> list[int]:
+        """Returns a node's parent, that one's parent and so on."""
+        found = list[int]()
+        while self.parents is not None and (node := self.parents[node]) != ROOT:
+            found.append(node)
+        return found
+
+    def positions(self) -> Ints:
+        """Returns the position of every token in its row, whose prefix other rows may share."""
+        sizes = np.diff(self.edges)
+        return np.arange(self.length) - np.repeat(self.edges[:-1] - self.first_positions, sizes)
+
+    def area_before(self, tokens: Ints) -> Ints:
+        """Counts the visible (query, key) pairs of all queries before each token of the row."""
+        sizes = np.diff(self.edges)
+        whole = np.concatenate([[0], np.cumsum(sizes * (sizes + 1) // 2 + sizes * self.first_positions)])
+        node = np.clip(np.searchsorted(self.edges, tokens, side="right") - 1, 0, len(sizes) - 1)
+        inside = tokens - self.edges[node]
+        return whole[node] + inside * (inside + 1) // 2 + inside * self.first_positions[node]
+
+    def padded(self, length: int) -> "Nodes":
+        """Adds documents of padding up to `length`."""
+        end = self.length
+        padding = [*range(end + PADDING_TOKENS, length, PADDING_TOKENS), *([length] if end < length else [])]
+        parents = None if self.parents is None else (*self.parents, *[ROOT] * len(padding))
+        return Nodes((*self.boundaries, *padding), parents)
+
+    def cut(self, tokens: int) -> "Nodes":
+        """Cuts nodes at every multiple of `tokens` in the position. Tokens of different parts do not see each other."""
+        boundaries, parents = list[int](), list[int]()
+        last_part = list[int]()  # of each node: the index of its last part
+        for node, (start, stop) in enumerate(pairwise(self.boundaries)):
+            position = int(self.first_positions[node])
+            parent = ROOT if self.parents is None else self.parents[node]
+            begins_inside = parent != ROOT and position % tokens
+            edges = [start, *range(start + tokens - position % tokens, stop, tokens)]
+            parents += [last_part[parent] if begins_inside else ROOT, *[ROOT] * (len(edges) - 1)]
+            boundaries += edges
+            last_part.append(len(boundaries) - 1)
+        return Nodes((*boundaries, self.length), tuple(parents))
+
+
+def check_boundaries(boundaries: Sequence[int], length: int) -> tuple[int, ...]:
+    """Returns the boundaries as integers. Raises ValueError unless they begin with 0, rise and stay within `length`."""
+    found = tuple(int(x) for x in boundaries)
+    if len(found) < 2 or found[0] != 0 or any(b <= a for a, b in pairwise(found)):
+        shown = ", ".join(map(str, found[:8])) + (", …" if len(found) > 8 else "")
+        raise ValueError(
+            f"document boundaries {shown} do not rise from 0; give the first token of each document, and the end"
+        )
+    if found[-1] > length:
+        raise ValueError(f"documents end at token {found[-1]} of a sequence of {length}; cut them, or pad the sequence")
+    return found
+
+
+def check_nodes(boundaries: Sequence[int], parents: Sequence[int] | None, length: int) -> Nodes:
+    """Returns nodes of a row. Raises ValueError for boundaries as `check_boundaries`, and for parents out of order."""
+    edges = check_boundaries(boundaries, length)
+    if parents is None:
+        return Nodes(edges)
+    found = tuple(int(x) for x in parents)
+    if len(found) != len(edges) - 1:
+        raise ValueError(f"{len(found)} parents for {len(edges) - 1} nodes; give one for each, {ROOT} for a root")
+    for node, parent in enumerate(found):
+        path = [node - 1, *Nodes(edges, found[:node]).ancestors(node - 1)] if node else []
+        if parent != ROOT and parent not in path:
+            raise ValueError(
+                f"node {node} has parent {parent}, but stands behind nodes {', '.join(map(str, path)) or 'none'}; "
+                "order nodes depth first, each behind its parent and all descendants of earlier children"
+            )
+    return Nodes(edges, found)
