@@ -249,7 +249,9 @@ def distill(rank: int, kind: type[Trainer], case: Mapping[str, Any], data_ranks:
     model = fresh_model() if family is None else fresh_family(family)
     with shared_folder() as folder:
         arguments = DistillationConfig(
-            **common(folder, max_completion_length=12, learning_rate=0.1, per_device_train_batch_size=batch, **case)
+            **common(
+                folder, max_completion_length=12, per_device_train_batch_size=batch, **{"learning_rate": 0.1, **case}
+            )
             | {"generation_kwargs": {"do_sample": False}, "per_device_eval_batch_size": batch}
         )
         trainer = kind(

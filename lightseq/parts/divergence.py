@@ -106,8 +106,10 @@ def token_divergence(
         gradients_in_forward=trains and (equal_factors or not trains_head),
         with_entropy=with_entropy,
     )
-    found = _TokenDivergence.apply(_rows(student.hidden), student.weight, student.bias, labels.contiguous(), options)
-    return TokenDivergence(*found[:3], student_entropy=found[3] if with_entropy else None)
+    values, of_student, of_teacher, *entropy = _TokenDivergence.apply(
+        _rows(student.hidden), student.weight, student.bias, labels.contiguous(), options
+    )
+    return TokenDivergence(values, of_student, of_teacher, entropy[0] if with_entropy else None)
 
 
 @dataclass(frozen=True)
