@@ -28,6 +28,7 @@ from lightseq.schedule.reach import CHUNK, WINDOW, Reach
 from lightseq.schedule.segments import Segments
 from lightseq.schedule.table import Schedule
 from lightseq.schedule.windows import windowed_schedule
+from lightseq.sequence.shared_prefixes import share_prefixes
 
 HEADS, DIM = (8, 2), 8
 REACHES = (None, Reach(WINDOW, 5), Reach(WINDOW, 1), Reach(CHUNK, 6))
@@ -223,3 +224,50 @@ def test_attention_equals_every_path_by_itself(world: int, kernel: str) -> None:
     found: list[Any] = spawn(world, worst_error, kernel, world)
     for error, where in found:
         assert error < 1e-12, where
+
+
+# ---- rows as trees ---------------------------------------------------------------------------------------------------
+
+
+def rows_of(rng: random.Random) -> list[list[int]]:
+    """Draws rows that branch from earlier ones: at a token, at their end, with equal rows, and rows of one token."""
+    rows: list[list[int]] = []
+    for _ in range(rng.randint(1, 8)):
+        if rows and rng.random() < 0.8:
+            other = rng.choice(rows)
+            rows.append(other[: rng.randint(1, len(other))] + [rng.randrange(4) for _ in range(rng.randint(0, 9))])
+        else:
+            rows.append([rng.randrange(4) for _ in range(rng.randint(1, 12))])
+    return rows
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_rows_lie_on_paths_of_their_tree_and_every_token_has_one_target(seed: int) -> None:
+    rows = rows_of(random.Random(seed))
+    shared = share_prefixes(rows)
+    check_nodes(shared.nodes.boundaries, shared.nodes.parents, shared.nodes.length)
+    sees, positions = visible(shared.nodes, None), shared.nodes.positions()
+    targets = shared.targets
+    for row, places in zip(rows, shared.places, strict=True):
+        assert shared.ids[places].tolist() == row
+        assert positions[places].tolist() == list(range(len(row)))
+        for i, place in enumerate(places):
+            assert sees[place].nonzero().flatten().tolist() == sorted(places[: i + 1].tolist())
+        assert shared.ids[targets[places[:-1]]].tolist() == row[1:]  # the next token of every row through here
+    assert (targets[[places[-1] for places in shared.places]] == -1).all()
+    counts = shared.sum_over_rows([np.ones(len(row)) for row in rows])
+    assert counts.sum() == sum(map(len, rows)) and (counts >= 1).all()
+
+
+def test_answers_to_a_prompt_compute_the_prompt_once() -> None:
+    prompt = list(range(100))
+    shared = share_prefixes([[*prompt, *[200 + i] * (10 + i)] for i in range(4)])
+    assert shared.nodes == Nodes((0, 99, 110, 122, 135, 149), (ROOT, 0, 0, 0, 0))
+    assert shared.ids[99:101].tolist() == [99, 200]  # each branch begins with a copy of the prompt's last token
+
+
+@pytest.mark.parametrize("rows, said", [([], "there are no rows"), ([[1], []], "row 1 has no tokens; leave it out")])
+def test_rows_without_tokens_are_refused(rows: list[list[int]], said: str) -> None:
+    with pytest.raises(ValueError) as error:
+        share_prefixes(rows)
+    assert str(error.value) == said

@@ -1,0 +1,106 @@
+"""Rows of tokens that begin alike, as trees of nodes: every prefix is computed once.
+
+A node ends one token before its rows differ, and each branch begins with a copy of their last common token. That copy
+predicts the branch's next token, so every token has at most one target. Rows that are equal, or a row that is the
+beginning of another, part at the last token of the shorter one, which has no target.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightseq.schedule.nodes import ROOT, Nodes
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class SharedRows:
+    """Rows as one row of trees."""
+
+    nodes: Nodes
+    ids: Ints  # (tokens,), those of all nodes
+    places: tuple[Ints, ...]  # for each row, the place of each of its tokens among `ids`
+
+    @property
+    def targets(self) -> Ints:
+        """Returns the place of a token that holds each token's target, (tokens,); -1 without a target."""
+        found = np.full(len(self.ids), -1, dtype=np.int64)
+        for places in self.places:
+            found[places[:-1]] = places[1:]
+        return found
+
+    def sum_over_rows(self, values: Sequence[Sequence[float] | NDArray[np.float64]]) -> NDArray[np.float64]:
+        """Returns the sum of the rows' values at every token, (tokens,)."""
+        total = np.zeros(len(self.ids))
+        for places, of_row in zip(self.places, values, strict=True):
+            total[places] += of_row  # a row has a place once
+        return total
+
+
+@dataclass
+class _Tree:
+    """Nodes so far, in depth-first order."""
+
+    parts: list[Ints]
+    parents: list[int]
+    starts: list[int]
+
+    def add(self, tokens: Ints, parent: int) -> int:
+        self.starts.append(self.starts[-1] + len(tokens))
+        self.parts.append(tokens)
+        self.parents.append(parent)
+        return len(self.parts) - 1
+
+
+def share_prefixes(rows: Sequence[Sequence[int] | Ints]) -> SharedRows:
+    """Returns rows as trees. Raises ValueError for no rows, and for a row without tokens."""
+    arrays = [np.asarray(row, dtype=np.int64) for row in rows]
+    if not arrays or not all(map(len, arrays)):
+        empty = next((i for i, row in enumerate(arrays) if not len(row)), None)
+        raise ValueError("there are no rows" if empty is None else f"row {empty} has no tokens; leave it out")
+    tree = _Tree(parts=[], parents=[], starts=[0])
+    places: list[list[Ints]] = [[] for _ in arrays]
+
+    def node(members: Sequence[int], begin: int, end: int, parent: int) -> int:
+        made = tree.add(arrays[members[0]][begin:end], parent)
+        for member in members:
+            places[member].append(np.arange(tree.starts[made], tree.starts[made + 1]))
+        return made
+
+    waiting = [(group, 0, ROOT) for group in reversed(_grouped(range(len(arrays)), arrays, 0))]
+    while waiting:
+        members, begin, parent = waiting.pop()
+        if len(members) == 1:
+            node(members, begin, len(arrays[members[0]]), parent)
+            continue
+        split = begin + _common([arrays[member][begin:] for member in members]) - 1
+        if split > begin:
+            parent = node(members, begin, split, parent)
+        # Behind the copied token. A row that ends with it stands alone, and so do equal rows.
+        ended = [[member] for member in members if len(arrays[member]) == split + 1]
+        others = [member for member in members if len(arrays[member]) > split + 1]
+        groups = [*ended, *_grouped(others, arrays, split + 1)]
+        waiting += [(group, split, parent) for group in reversed(groups)]
+    nodes = Nodes(tuple(tree.starts), tuple(tree.parents))
+    return SharedRows(nodes, np.concatenate(tree.parts), tuple(np.concatenate(found) for found in places))
+
+
+def _grouped(members: Sequence[int], rows: Sequence[Ints], at: int) -> list[list[int]]:
+    """Groups rows by their token at an index, in the order of their first members."""
+    groups: dict[int, list[int]] = {}
+    for member in members:
+        groups.setdefault(int(rows[member][at]), []).append(member)
+    return [*groups.values()]
+
+
+def _common(rows: Sequence[Ints]) -> int:
+    """Returns how many tokens the rows have in common at their beginning."""
+    shortest = min(map(len, rows))
+    found = shortest
+    for row in rows[1:]:
+        differ = row[:found] != rows[0][:found]
+        found = int(differ.argmax()) if differ.any() else found
+    return found
