@@ -177,12 +177,14 @@ def check(plain: type[Trainer], ours: type[Trainer], case: Mapping[str, Any], wo
             assert_equal(got, wanted)
 
 
+QUICK: Mapping[str, Any] = {"max_steps": 1, "eval_strategy": "no"}
 SFT_CASES: Mapping[str, dict[str, Any]] = {
+    "one step": {"columns": "completions", **QUICK},
     "messages": {},
     "completions": {"columns": "completions", "gradient_accumulation_steps": 2},
     "adapters": {"adapters": True, "gradient_checkpointing": True},
     "dft": {"loss_type": "dft"},
-    **{kind: {"family": kind} for kind in FAMILIES if kind != "qwen2_5_vl"},
+    **{kind: {"family": kind} for kind in FAMILIES if kind not in ("qwen2_5_vl", "gemma4")},
     "qwen3_5_moe": {"family": "qwen3_5_moe", "max_steps": 1},  # a scan and experts round more
     "gemma3, completions": {"family": "gemma3", "columns": "completions"},
     "idefics3, completions": {"family": "idefics3", "columns": "completions"},
@@ -190,18 +192,20 @@ SFT_CASES: Mapping[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("case", slow_except(["completions"], SFT_CASES))
+@pytest.mark.parametrize("case", slow_except(["one step"], SFT_CASES))
 def test_sft_with_a_processor_equals_one_process(case: str, world: int) -> None:
     check(SFTTrainer, SequenceParallelSFTTrainer, SFT_CASES[case], world)
 
 
 DPO_CASES: Mapping[str, dict[str, Any]] = {
+    "one step": QUICK,
     "sigmoid": {},
     "adapters": {"adapters": True},
     "two losses": {"loss_type": ["sigmoid", "ipo"], "loss_weights": [1.0, 0.5], "gradient_accumulation_steps": 2},
     **{kind: {"family": kind} for kind in ("qwen3_vl", "gemma3", "idefics3", "llava_next")},
 }
 GRPO_CASES: Mapping[str, dict[str, Any]] = {
+    "one step": QUICK,
     "dapo": {},
     "kl": {"beta": 0.1, "loss_type": "grpo"},
     "generated": {"generate": True},
@@ -218,13 +222,13 @@ RLOO_CASES: Mapping[str, dict[str, Any]] = {"kl": {"beta": 0.1}, "gemma3": {"fam
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("case", slow_except(["sigmoid"], DPO_CASES))
+@pytest.mark.parametrize("case", slow_except(["one step"], DPO_CASES))
 def test_dpo_with_a_processor_equals_one_process(case: str, world: int) -> None:
     check(DPOTrainer, SequenceParallelDPOTrainer, DPO_CASES[case], world)
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("case", slow_except(["dapo"], GRPO_CASES))
+@pytest.mark.parametrize("case", slow_except(["one step"], GRPO_CASES))
 def test_grpo_with_a_processor_equals_one_process(case: str, world: int) -> None:
     check(Grpo, SplitGrpo, GRPO_CASES[case], world)
 
@@ -242,14 +246,24 @@ def test_a_processor_with_fsdp2_equals_one_process() -> None:
     check(Grpo, ShardedGrpo, {"family": "qwen3_vl", "generate": True}, 2)
 
 
-def refused(rank: int, side: str) -> str:
+def refused(rank: int, kind: type[Trainer], case: Mapping[str, Any]) -> str:
     try:
-        run(rank, SequenceParallelGRPOTrainer, {"padding_side": side, "max_steps": 0}, 1)
+        run(rank, kind, {"max_steps": 1, **case}, 1)
     except ValueError as error:
         return str(error)
     return ""
 
 
-def test_a_processor_that_pads_on_the_right_is_refused_where_prompts_are_padded_on_the_left() -> None:
-    for line in spawn(2, refused, "right"):
-        assert line.startswith("the processor pads on the right, but TRL pads prompts on the left"), line
+REFUSED: list[tuple[type[Trainer], dict[str, Any], str]] = [
+    (SequenceParallelGRPOTrainer, {"padding_side": "right"}, "the processor pads on the right, but TRL pads prompts"),
+    (SequenceParallelGRPOTrainer, {"family": "gemma4"}, "the rows have images, but Gemma4ForConditionalGeneration"),
+    (SequenceParallelSFTTrainer, {"family": "gemma4"}, "the rows have images, but Gemma4ForConditionalGeneration"),
+]
+
+
+@pytest.mark.parametrize("kind, case, line", slow_except(REFUSED[:2], REFUSED))
+def test_images_that_cannot_be_split_are_refused_before_training(
+    kind: type[Trainer], case: Mapping[str, Any], line: str
+) -> None:
+    for found in spawn(2, refused, kind, case):
+        assert found.startswith(line), found

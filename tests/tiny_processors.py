@@ -7,7 +7,10 @@ from importlib.resources import files
 from typing import Any, Final
 
 from transformers import (
+    AutoProcessor,
     Gemma3Processor,
+    Gemma4Config,
+    Gemma4Processor,
     Idefics3Processor,
     LlavaNextProcessor,
     LlavaProcessor,
@@ -15,11 +18,15 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
     ProcessorMixin,
+    Qwen2_5_VLConfig,
     Qwen2_5_VLProcessor,
+    Qwen2VLConfig,
     Qwen2VLProcessor,
+    Qwen3VLConfig,
     Qwen3VLProcessor,
 )
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
@@ -55,6 +62,33 @@ class Qwen2_5_VLImagesProcessor(ImagesOnly, Qwen2_5_VLProcessor): ...
 class Qwen3VLImagesProcessor(ImagesOnly, Qwen3VLProcessor): ...
 
 
+def register_processors() -> None:
+    """Lets AutoProcessor load the processors of this file."""
+    AutoProcessor.register(Qwen2VLConfig, Qwen2VLImagesProcessor, exist_ok=True)
+    AutoProcessor.register(Qwen2_5_VLConfig, Qwen2_5_VLImagesProcessor, exist_ok=True)
+    AutoProcessor.register(Qwen3VLConfig, Qwen3VLImagesProcessor, exist_ok=True)
+    AutoProcessor.register(Gemma4Config, Gemma4ImagesProcessor, exist_ok=True)
+
+
+class Gemma4ImagesProcessor(Gemma4Processor):
+    """Processor of Gemma 4 without sounds and videos."""
+
+    def __init__(self, image_processor: Any = None, tokenizer: Any = None, chat_template: Any = None) -> None:
+        for name in ("image", "boi", "eoi", "boa", "eoa", "audio", "video"):
+            setattr(self, f"{name}_token", GEMMA4_TOKENS[f"{name}_token"])
+            setattr(self, f"{name}_token_id", tokenizer.convert_tokens_to_ids(GEMMA4_TOKENS[f"{name}_token"]))
+        ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)  # type: ignore[arg-type]
+
+
+GEMMA4_TOKENS: Final = {
+    "image_token": "<|image|>",
+    "boi_token": "<|image>",
+    "eoi_token": "<image|>",
+    "audio_token": "<|audio|>",
+    "boa_token": "<|audio>",
+    "eoa_token": "<audio|>",
+    "video_token": "<|video|>",
+}
 QWEN_TOKENS: Final = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 QWEN_IDS: Final = {
     "image_token_id": "<|image_pad|>",
@@ -84,6 +118,10 @@ def _of_qwen(kind: type[ProcessorMixin]) -> Callable[..., ProcessorMixin]:
 
 def _of_gemma3(tokenizer: PreTrainedTokenizerFast, template: str) -> ProcessorMixin:
     return Gemma3Processor(Gemma3ImageProcessorPil(size=SQUARE), tokenizer, template, image_seq_length=FEATURES)
+
+
+def _of_gemma4(tokenizer: PreTrainedTokenizerFast, template: str) -> ProcessorMixin:
+    return Gemma4ImagesProcessor(Gemma4ImageProcessorPil(patch_size=PATCH, max_soft_tokens=70), tokenizer, template)
 
 
 def _of_idefics3(tokenizer: PreTrainedTokenizerFast, template: str) -> ProcessorMixin:
@@ -129,7 +167,9 @@ FAMILIES: Final[Mapping[str, Family]] = {
         "qwen2_5_vl", _of_qwen(Qwen2_5_VLImagesProcessor), QWEN_TOKENS, QWEN_IDS,
         {**QWEN_VISION, "fullatt_block_indexes": [1], "window_size": 4 * PATCH},
     ),
-    "qwen3_vl": Family("qwen3_vl", _of_qwen(Qwen3VLImagesProcessor), QWEN_TOKENS, QWEN_IDS, DEEP),
+    "qwen3_vl": Family(
+        "qwen3_vl", _of_qwen(Qwen3VLImagesProcessor), QWEN_TOKENS, QWEN_IDS, DEEP, text={"num_hidden_layers": 3}
+    ),
     "qwen3_5": Family(
         "qwen3_5_nothink", _of_qwen(Qwen3VLImagesProcessor), QWEN_TOKENS, QWEN_IDS, SHALLOW, text=HYBRID
     ),
@@ -140,7 +180,13 @@ FAMILIES: Final[Mapping[str, Family]] = {
         "gemma3", _of_gemma3, GEMMA_TOKENS,
         {"image_token_id": "<image_soft_token>", "boi_token_index": "<start_of_image>",
          "eoi_token_index": "<end_of_image>"},
-        CLIP, whole={"mm_tokens_per_image": FEATURES},
+        {**CLIP, "vision_use_head": False}, {"layer_types": ["sliding_attention", "full_attention"]},
+        {"mm_tokens_per_image": FEATURES},
+    ),
+    "gemma4": Family(
+        "gemma4", _of_gemma4, GEMMA4_TOKENS,
+        {f"{name}_id": GEMMA4_TOKENS[name] for name in GEMMA4_TOKENS if name != "eoa_token"},
+        {"patch_size": PATCH, "position_embedding_size": 630, "default_output_length": 70},
     ),
     "idefics3": Family(
         "idefics3", _of_idefics3, ("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"),
@@ -170,11 +216,15 @@ def processor_of(kind: str, tokenizer: PreTrainedTokenizerFast) -> ProcessorMixi
 def config_of(kind: str, processor: Any, **text: Any) -> PreTrainedConfig:
     """Returns the config of a tiny model for a processor; `text` changes fields of its decoder."""
     family, tokenizer = FAMILIES[kind], processor.tokenizer
-    config: Any = tiny_config(kind)
+    encoder = {"model_type": "gemma4_vision", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    encoder |= {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8}
+    config: Any = tiny_config(kind, **({"vision_config": encoder} if kind == "gemma4" else {}))
     ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in family.ids.items()}
     own = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
     vars(config.vision_config).update(family.vision)
     vars(config.get_text_config()).update({**own, **family.text, **text})
+    if kind == "gemma4":
+        config.get_text_config().vocab_size_per_layer_input = len(tokenizer)
     if "qwen" in kind:  # positions have three axes
         of_text = config.get_text_config()
         of_text.rope_parameters = {**of_text.rope_parameters, "mrope_section": [1, 1, 2], "rope_theta": 100.0}

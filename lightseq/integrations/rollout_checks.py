@@ -6,10 +6,8 @@ from inspect import iscoroutinefunction
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lightseq.hf.image_inputs import TOKEN_TYPES, forward_arguments
-from lightseq.models.decoder import transformers_model
 from lightseq.parts.router_replay import OWN_CHOICE, ROUTED_EXPERTS
 
 
@@ -81,16 +79,4 @@ def check_divides(name: str, own: int, groups: int, generations: int) -> None:
         raise ValueError(
             f"{name} ({own}) times the groups of ranks that share sequences ({groups}) is {own * groups}, which "
             f"num_generations ({generations}) does not divide; give {name} a multiple of it"
-        )
-
-
-def check_padding_side(model: nn.Module, processor: Any, dataset: Any) -> None:
-    """Raises ValueError for a processor that marks image tokens where TRL, which pads prompts itself, has others."""
-    columns = getattr(dataset, "column_names", None) or ()
-    side = getattr(getattr(processor, "tokenizer", None), "padding_side", "left")  # a tokenizer alone marks none
-    has_images = isinstance(columns, list) and not {"image", "images"}.isdisjoint(columns)
-    if side != "left" and has_images and forward_arguments(transformers_model(model)) & set(TOKEN_TYPES):
-        raise ValueError(
-            f"the processor pads on the {side}, but TRL pads prompts on the left, so that its marks of image tokens "
-            "would belong to others; set processor.tokenizer.padding_side = 'left'"
         )

@@ -14,13 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightseq.integrations.accelerate import DATA, SEQUENCE, random_states, set_random_states
 from lightseq.integrations.accelerator_views import GroupAccelerator, RankAccelerator, own_accelerator
-from lightseq.integrations.rollout_checks import (
-    check_divides,
-    check_padding_side,
-    check_rollout,
-    routes_of_rows,
-    without_nan,
-)
+from lightseq.integrations.rollout_checks import check_divides, check_rollout, routes_of_rows, without_nan
 from lightseq.integrations.split_model import split_model_of
 from lightseq.parts.router_replay import ROUTED_EXPERTS
 
@@ -40,9 +34,7 @@ class SharedRollouts:
     accelerator: Any
     args: Any
     model: Any
-    processing_class: Any
     state: Any
-    train_dataset: Any
     _sequence_mesh: DeviceMesh | None
     _generations = 0  # calls so far, which sample from different seeds
     _routes: Any = None  # the experts that the rollout of the running pass has chosen, or its micro-batch of them
@@ -56,7 +48,6 @@ class SharedRollouts:
                 "environment_factory does not work with sequence_parallel_size > 1, because the states of environments "
                 "lie on one rank; use tools, or rollout_func"
             )
-        check_padding_side(self.model, self.processing_class, self.train_dataset)
         # Ranks of a group shuffle completions alike, as one process would.
         set_seed(self.args.seed + self._sequence_mesh.get_local_rank(DATA))
         if functions := getattr(self, "reward_funcs", None):
