@@ -82,6 +82,7 @@ CLASSIFIERS: Mapping[str, tuple[str, str]] = {  # model type, chat template; eac
 }
 VISION_MODELS: Mapping[str, str] = {  # kind of model among those of tiny_processors.py
     "tiny-Gemma3ForConditionalGeneration": "gemma3",
+    "tiny-Gemma4ForConditionalGeneration": "gemma4",
     "tiny-LlavaForConditionalGeneration": "llava",
     "tiny-LlavaNextForConditionalGeneration": "llava_next",
     "tiny-Qwen2VLForConditionalGeneration": "qwen2_vl",
