@@ -41,7 +41,7 @@ help:
 	@echo "make test       install what tests need, run the quick tests on the CPU (about seven minutes on 2 cores); ARGS='-k name' goes to pytest"
 	@echo "make test-all   all tests that need no GPU (about 50 minutes on 2 cores)"
 	@echo "make test-compat  some tests (six minutes each) with the oldest torch and transformers, the oldest torch and the newest transformers, and the newest of both; installs all three"
-	@echo "make test-trl   TRL's own tests with our trainers on 2 CPU processes (10 minutes); TRL_CHECKOUT=PATH is its repository"
+	@echo "make test-trl   TRL's own tests with our trainers on 2 CPU processes; TRL_CHECKOUT=PATH is its repository"
 	@echo "make test-verl  the verl engine beside verl's own on CPU processes (four minutes), in an environment of its own"
 	@echo "make test-gpu   the tests that need GPUs"
 	@echo "make check      ruff, mypy, shellcheck"

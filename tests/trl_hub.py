@@ -17,8 +17,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from datasets import Dataset
+from datasets import Dataset, Features, Image, List, Value
+from tiny_processors import model_of, processor_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     CONFIG_MAPPING,
@@ -78,6 +80,17 @@ CLASSIFIERS: Mapping[str, tuple[str, str]] = {  # model type, chat template; eac
     "tiny-Qwen3ForSequenceClassification": ("qwen3", "qwen3"),
     "tiny-LlamaForSequenceClassification-3.2": ("llama", "llama3_2"),
 }
+VISION_MODELS: Mapping[str, str] = {  # kind of model among those of tiny_processors.py
+    "tiny-Gemma3ForConditionalGeneration": "gemma3",
+    "tiny-Gemma4ForConditionalGeneration": "gemma4",
+    "tiny-LlavaForConditionalGeneration": "llava",
+    "tiny-LlavaNextForConditionalGeneration": "llava_next",
+    "tiny-Qwen2VLForConditionalGeneration": "qwen2_vl",
+    "tiny-Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl",
+    "tiny-Qwen3VLForConditionalGeneration": "qwen3_vl",
+    "tiny-Qwen3_5ForConditionalGeneration-NoThink": "qwen3_5",
+    "tiny-Qwen3_5MoeForConditionalGeneration-3.6": "qwen3_5_moe",
+}
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|start|>", "<|message|>", "<|channel|>", "<|end|>")
 REMOTE_CODE = """from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -100,11 +113,15 @@ def main() -> None:
 def generate(folder: Path) -> None:
     for name, configs in data_sets().items():
         write_data_set(folder / ORGANIZATION / name, configs)
+    for name, configs in image_data_sets().items():
+        write_data_set(folder / ORGANIZATION / name, configs, "image" if name == "zen-image" else "images")
     tokenizer = train_tokenizer([*ZEN, json.dumps(TOOL), *(chat_template(t) for _, _, t in MODELS.values() if t)])
     for name, (model_type, options, template) in MODELS.items():
         write_model(folder / ORGANIZATION / name, tokenizer, model_type, options, template)
     for name, (model_type, template) in CLASSIFIERS.items():
         write_model(folder / ORGANIZATION / name, tokenizer, model_type, {"num_labels": 1}, template)
+    for name, kind in VISION_MODELS.items():
+        write_vision_model(folder / ORGANIZATION / name, tokenizer, kind)
     write_remote_model(folder / ORGANIZATION / "tiny-RemoteForCausalLM", tokenizer)
     save_tokenizer(folder / "Qwen" / "Qwen3-4B", tokenizer, "qwen3")  # a test takes only its chat template
 
@@ -186,14 +203,66 @@ def _rows(**columns: Any) -> list[dict[str, Any]]:
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
-def write_data_set(folder: Path, configs: Mapping[str, list[dict[str, Any]]]) -> None:
+def image_data_sets() -> dict[str, dict[str, list[dict[str, Any]]]]:
+    """Returns the same for data sets of images with text: one in each row, or up to three beside the text."""
+    prompts, answers = zip(*(_halves(line) for line in ZEN), strict=True)
+    answer, wrong = ([_message("assistant", text) for text in texts] for texts in (answers, answers[1:] + answers[:1]))
+    generator = np.random.default_rng(0)
+
+    def pictures(count: int) -> list[np.ndarray]:
+        sides = generator.integers(32, 64, (count, 2))
+        return [generator.integers(0, 256, (*side, 3), dtype=np.uint8) for side in sides]
+
+    plain = [_message("user", text) for text in prompts]
+    one = {"image": [pictures(1)[0] for _ in ZEN]}
+    counts = [1 + row % 3 if row % 6 != 4 else 0 for row in range(len(ZEN))]
+    mixed = [
+        _message("user", [*[{"type": "image"}] * count, {"type": "text", "text": text}])
+        for text, count in zip(prompts, counts, strict=True)
+    ]
+    several = {"images": [pictures(count) for count in counts]}
+    in_parts = [_message("assistant", [{"type": "text", "text": text}]) for text in answers]
+    wrong_parts = in_parts[1:] + in_parts[:1]
+    return {
+        "zen-image": _vision_configs(plain, answer, wrong, one),
+        "zen-multi-image": _vision_configs(mixed, in_parts, wrong_parts, several),
+    }
+
+
+def _vision_configs(prompts: Any, answers: Any, wrong: Any, images: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    return {
+        "conversational_language_modeling": _rows(messages=_joined(prompts, answers), **images),
+        "conversational_prompt_only": _rows(prompt=prompts, **images),
+        "conversational_prompt_completion": _rows(prompt=prompts, completion=answers, **images),
+        "conversational_preference": _rows(prompt=prompts, chosen=answers, rejected=wrong, **images),
+    }
+
+
+def _message(role: str, content: Any) -> list[dict[str, Any]]:
+    return [{"role": role, "content": content}]
+
+
+def write_data_set(folder: Path, configs: Mapping[str, list[dict[str, Any]]], images: str | None = None) -> None:
+    """Writes configs of a data set; `images` is the column of images."""
     described = []
     for config, rows in configs.items():
         (folder / config).mkdir(parents=True)
+        features = None if images is None else _features(rows[0], images)
         for split, part in (("train", rows[:-TEST_ROWS]), ("test", rows[-TEST_ROWS:])):
-            Dataset.from_list(part).to_parquet(folder / config / f"{split}.parquet")
+            Dataset.from_list(part, features).to_parquet(folder / config / f"{split}.parquet")
         described.append({"config_name": config, "data_dir": config})
     (folder / "README.md").write_text(f"---\nconfigs: {json.dumps(described)}\n---\n")  # JSON is YAML
+
+
+def _features(row: Mapping[str, Any], images: str) -> Features:
+    part = {"type": Value("string"), "text": Value("string")}
+    content = {
+        name: Value("string") if isinstance(row[name][0]["content"], str) else List(part)
+        for name in row
+        if name != images
+    }
+    messages = {name: List({"role": Value("string"), "content": kind}) for name, kind in content.items()}
+    return Features({**messages, images: Image() if images == "image" else List(Image())})
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------
@@ -232,6 +301,14 @@ def write_model(
     kind = AutoModelForSequenceClassification if "num_labels" in options else AutoModelForCausalLM
     kind.from_config(config).save_pretrained(folder)
     save_tokenizer(folder, tokenizer, template)
+
+
+def write_vision_model(folder: Path, tokenizer: Tokenizer, kind: str) -> None:
+    """Writes a model that takes images, and its processor."""
+    whole = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    processor = processor_of(kind, whole)
+    model_of(kind, processor).save_pretrained(folder)
+    processor.save_pretrained(folder)
 
 
 def write_remote_model(folder: Path, tokenizer: Tokenizer) -> None:

@@ -5,7 +5,7 @@ python tests/trl_own_tests.py --trl PATH
 PATH is a checkout of TRL's repository, best at the installed version. Each test runs twice: unmodified in one process,
 and, if it passes and makes a trainer, with `SequenceParallelSFTTrainer` and its siblings on all ranks (gloo, CPU).
 There it passes only if it passes on every rank. Each run is forked from a process that has imported the tests. Models
-and data sets are the stand-ins of trl_hub.py. Tests of vision models are left out. The exit status is 1 if a test fails
+and data sets are the stand-ins of trl_hub.py. The exit status is 1 if a test fails
 on several ranks, unless this project refuses its model or an option with a ValueError.
 """
 
@@ -13,7 +13,6 @@ import argparse
 import ast
 import multiprocessing
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -34,7 +33,6 @@ HERE = Path(__file__).resolve().parent
 TRAINERS = ("SFTTrainer", "DPOTrainer", "GRPOTrainer", "RLOOTrainer", "RewardTrainer")
 FILES = tuple(f"tests/test_{name.removesuffix('Trainer').lower()}_trainer.py" for name in TRAINERS)
 HELPERS = ("tests/conftest.py", "tests/testing_utils.py")
-VISION = re.compile(r"vlm|vision|ForConditionalGeneration", re.IGNORECASE)
 TRAINS, MAKES = "tests that train", "tests that only make a trainer"
 
 
@@ -52,12 +50,13 @@ def main() -> int:
         parser.error(f"--trl {options.trl}: no {missing[0]} there; give a checkout of TRL's repository")
     with tempfile.TemporaryDirectory() as folder:
         print("generating models and data sets", flush=True)
-        subprocess.run([sys.executable, HERE / "trl_hub.py", folder], check=True, capture_output=True)
+        this = {**os.environ, "PYTHONPATH": str(HERE.parent)}  # this repository before an installed one
+        subprocess.run([sys.executable, HERE / "trl_hub.py", folder], check=True, capture_output=True, env=this)
         os.environ.update(
             HF_HOME=f"{folder}/home", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", DS_ACCELERATOR="cpu"
         )
         os.chdir(folder)
-        sys.path.insert(0, str(HERE.parent))  # this lightseq before an installed one
+        sys.path.insert(0, str(HERE.parent))
         runner = Runner(checkout, options.ranks, options.timeout, Path(folder))
         tests = [str(checkout / name) for name in FILES]
         pytest.main(["-q", "-s", "--import-mode=append", "-k", options.k, *tests], plugins=[runner])
@@ -101,6 +100,7 @@ class Runner:
         for name in ("trl", "lightseq.integrations.trl", "deepspeed"):
             if find_spec(name):
                 import_module(name)
+        import_module("tiny_processors").register_processors()
         add_missing_names(self.checkout / name for name in (*FILES, *HELPERS))
         self._watch_trainers()
 
@@ -137,11 +137,8 @@ class Runner:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> bool:
-        if VISION.search(item.nodeid):
-            unmodified, ours = Outcome("skipped", "vision"), None
-        else:
-            unmodified = self._run(item, ranks=1)
-            ours = self._run(item, self.ranks) if unmodified.word == "passed" and unmodified.used else None
+        unmodified = self._run(item, ranks=1)
+        ours = self._run(item, self.ranks) if unmodified.word == "passed" and unmodified.used else None
         result = Result(item.nodeid.removeprefix("tests/"), unmodified, ours)
         self.results.append(result)
         print(describe(result)[:400], flush=True)

@@ -6,11 +6,13 @@ from typing import Any, Final
 
 from torch import Tensor
 
+from lightseq.hf.image_inputs import IMAGE_INPUTS, TOKEN_TYPES
 from lightseq.parts.router_replay import ROUTED_EXPERTS
 from lightseq.utils.tensors import IGNORE_INDEX
 
-# Arguments of a model that a packed batch has, too. Others, such as images and positions, belong to padded rows.
-PACKED: Final = ("input_ids", "labels", "attention_mask", ROUTED_EXPERTS)
+# Arguments of a model that a packed batch has, too. Others, such as positions, belong to padded rows. Images stay as
+# they are, because they come in the order of their tokens.
+PACKED: Final = ("input_ids", "labels", "attention_mask", ROUTED_EXPERTS, *IMAGE_INPUTS)
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ def pack_rows(kwargs: dict[str, Any]) -> tuple[dict[str, Any], PackedRows | None
         own = labels.flatten()[places]
         own[edges[:-1]] = IGNORE_INDEX  # nothing predicts the first token of a row
         packed["labels"] = own[None]
-    if (routes := kwargs.get(ROUTED_EXPERTS)) is not None:
-        packed[ROUTED_EXPERTS] = routes.flatten(0, 1)[places][None]
+    for name in (ROUTED_EXPERTS, *TOKEN_TYPES):
+        if (values := kwargs.get(name)) is not None:
+            packed[name] = values.flatten(0, 1)[places][None]
     return packed, PackedRows(shape=(ids.shape[0], ids.shape[1]), places=places)

@@ -4,24 +4,16 @@ import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
-from accelerate.utils import gather_object, recursively_apply, set_seed
+from accelerate.utils import gather_object, set_seed
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightseq.integrations.accelerate import (
-    DATA,
-    SEQUENCE,
-    objects_of_every,
-    random_states,
-    rows_of_every,
-    set_random_states,
-)
+from lightseq.integrations.accelerate import DATA, SEQUENCE, random_states, set_random_states
+from lightseq.integrations.accelerator_views import GroupAccelerator, RankAccelerator, own_accelerator
 from lightseq.integrations.rollout_checks import check_divides, check_rollout, routes_of_rows, without_nan
 from lightseq.integrations.split_model import split_model_of
 from lightseq.parts.router_replay import ROUTED_EXPERTS
@@ -30,50 +22,6 @@ from lightseq.parts.router_replay import ROUTED_EXPERTS
 ROLLOUT: Final = (
     *("prompt_ids", "completion_ids", "tool_mask", "completions", "logprobs", "extra_fields", "images", "tool_images"),
 )
-
-
-class GroupAccelerator:
-    """View of an accelerator in which the ranks that share sequences are one process.
-
-    Values are gathered from the first rank of each group. Everything else is the accelerator's own.
-    """
-
-    def __init__(self, accelerator: Accelerator, mesh: DeviceMesh) -> None:
-        self._accelerator = accelerator
-        self.num_processes: int = mesh[DATA].size()
-        self.process_index: int = mesh.get_local_rank(DATA)
-        self._ranks = mesh[SEQUENCE].size()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._accelerator, name)
-
-    def gather(self, data: Any) -> Any:
-        """Returns the rows of all groups, on every rank, of a tensor or of tensors in containers."""
-        first_rows = partial(rows_of_every, self._ranks, self._accelerator.num_processes)
-        return recursively_apply(first_rows, self._accelerator.gather(data))
-
-    def reduce(self, tensor: Tensor, reduction: str = "mean", scale: float = 1.0) -> Tensor:
-        """Returns the sum or the mean over groups, times `scale`."""
-        groups = self.gather(tensor[None])
-        return (groups.sum(0) if reduction == "sum" else groups.mean(0)) * scale
-
-    def gather_object(self, rows: Sequence[Any]) -> list[Any]:
-        """Returns the rows of all groups in one list, on every rank."""
-        return objects_of_every(self._ranks, rows)
-
-
-class RankAccelerator:
-    """View of an accelerator that gathers different numbers of rows of each rank."""
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        self._accelerator = accelerator
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._accelerator, name)
-
-    def gather(self, tensor: Tensor) -> Tensor:
-        """Returns the rows of all ranks."""
-        return torch.cat(gather_object([torch.atleast_1d(tensor).cpu()])).to(tensor.device)
 
 
 class SharedRollouts:
@@ -191,7 +139,7 @@ class SharedRollouts:
         if len(prompts) < ranks or (cuts_evenly and len(prompts) % ranks):
             return self._generate_alike(prompts, *args, **kwargs)
         part = slice(len(prompts) * rank // ranks, len(prompts) * (rank + 1) // ranks)
-        ranks_apart, module = RankAccelerator(_own_accelerator(self.accelerator)), _module_of(type(self))
+        ranks_apart, module = RankAccelerator(own_accelerator(self.accelerator)), _module_of(type(self))
         with whole.paused(), self._samples(rank), _replaced(vars(self), accelerator=ranks_apart):
             with _replaced(vars(module), gather_object=gather_object):
                 own = super()._generate(prompts[part], *args, **kwargs)  # type: ignore[misc]
@@ -273,10 +221,6 @@ class SharedRollouts:
         ranks = self._sequence_mesh[SEQUENCE].size()
         set_random_states(found[self._sequence_mesh.get_local_rank(DATA) * ranks][2])
         return torch.cat([rows for rows, _, _ in found[::ranks]]).to(self.accelerator.device)
-
-
-def _own_accelerator(accelerator: Any) -> Accelerator:
-    return accelerator._accelerator if isinstance(accelerator, GroupAccelerator) else accelerator
 
 
 def generates(kind: type) -> bool:

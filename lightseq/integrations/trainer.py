@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments, __version__
 
 from lightseq.integrations.accelerate import ATTENTION_OPTIONS, enable, share_batches
+from lightseq.integrations.image_checks import check_images
 from lightseq.integrations.rollouts import SharedRollouts, generates
 from lightseq.integrations.split_model import SplitModel, split_model_of
 from lightseq.integrations.trl_head import trl_head_of
@@ -92,6 +93,7 @@ class SequenceParallel(SharedRollouts):
         if self._sequence_mesh is None:
             return
         self._refuse_model_init()
+        check_images(self)
         length, packs = getattr(self.args, "max_length", None), bool(getattr(self.args, "packing", False))
         options = {"packed": packs, **({"length": length} if length else {}), **self._attention_options}
         models = [x for x in (self.model, getattr(self, "ref_model", None)) if isinstance(x, nn.Module)]
