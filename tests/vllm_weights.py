@@ -1,7 +1,7 @@
 """Weights of a trainer for a vLLM server on the CPU, through a file instead of NCCL. The server imports this file.
 
-vLLM registers engines for weight transfer by name; `--worker-extension-cls vllm_weights.FileTransfer` registers this one
-in its workers, and `--weight-transfer-config '{"backend": "file"}'` chooses it.
+vLLM registers engines for weight transfer by name. `--worker-extension-cls vllm_weights.FileTransfer` registers this
+one in its workers, and `--weight-transfer-config '{"backend": "file"}'` chooses it.
 """
 
 from dataclasses import dataclass
