@@ -112,7 +112,7 @@ def check_server_weights(trainer: Any) -> None:
             "or set vllm_importance_sampling_correction=False to train on what it returns"
         )
     if not getattr(trainer, "_warned_of_server", False) and trainer.accelerator.is_main_process:
-        logger.warning("%s (%.2f is usual in bfloat16); see sampling/ in the logs", line, 0.05)
+        logger.warning("%s (0.01 to 0.05 is usual in bfloat16); see sampling/ in the logs", line)
     trainer._warned_of_server = True
 
 
