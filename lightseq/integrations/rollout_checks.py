@@ -1,14 +1,22 @@
-"""Checks of what a rollout returns: lengths, experts, rewards and numbers of completions."""
+"""Joins what ranks have generated, and checks it: lengths, experts, rewards, numbers of rows, a server's weights."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from inspect import iscoroutinefunction
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from lightseq.parts.router_replay import OWN_CHOICE, ROUTED_EXPERTS
+
+logger = logging.getLogger(__name__)
+
+# Mean differences, over sampled tokens, between log-probabilities of a server and of the trainer. Rounding to bfloat16
+# gives about 0.01 to 0.05, other experts or 8-bit weights up to some tenths, a foreign model more than 1.
+UNUSUAL_DIFFERENCE: Final = 0.2
+LARGEST_DIFFERENCE: Final = 1.0
 
 
 def check_rollout(rollout: Mapping[str, Any]) -> None:
@@ -80,3 +88,71 @@ def check_divides(name: str, own: int, groups: int, generations: int) -> None:
             f"{name} ({own}) times the groups of ranks that share sequences ({groups}) is {own * groups}, which "
             f"num_generations ({generations}) does not divide; give {name} a multiple of it"
         )
+
+
+def check_server_weights(trainer: Any) -> None:
+    """Raises ValueError if a vLLM server's log-probabilities are far from the trainer's. Warns once if unusually far.
+
+    All ranks read the same number, which TRL has gathered for its logs.
+    """
+    metrics = trainer._metrics["train" if trainer.model.training else "eval"]
+    name = "sampling/sampling_logp_difference"
+    if not metrics.get(f"{name}/mean"):  # without a server, or without importance sampling
+        return
+    mean, largest = metrics[f"{name}/mean"][-1], metrics[f"{name}/max"][-1]
+    if mean <= UNUSUAL_DIFFERENCE:
+        return
+    line = (
+        f"the log-probabilities that vLLM returned differ from the trainer's by {mean:.2f} on average (at most "
+        f"{largest:.1f}), as if vLLM had other weights"
+    )
+    if mean > LARGEST_DIFFERENCE and _samples_all_tokens(trainer):
+        raise ValueError(
+            f"{line}; serve the model that is trained, to this trainer alone, with --logprobs-mode processed_logprobs, "
+            "or set vllm_importance_sampling_correction=False to train on what it returns"
+        )
+    if not getattr(trainer, "_warned_of_server", False) and trainer.accelerator.is_main_process:
+        logger.warning("%s (0.01 to 0.05 is usual in bfloat16); see sampling/ in the logs", line)
+    trainer._warned_of_server = True
+
+
+def _samples_all_tokens(trainer: Any) -> bool:
+    """Returns whether a server samples from the whole distribution, whose log-probabilities the trainer computes."""
+    generation = trainer.vllm_generation
+    return (
+        generation.top_p == 1
+        and (generation.top_k or 0) <= 0
+        and not generation.min_p
+        and generation.repetition_penalty == 1
+        and not generation.generation_kwargs
+        and generation.structured_outputs_regex is None
+    )
+
+
+def merged(parts: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
+    """Joins what ranks have generated for their parts of a batch: values with an item for each prompt."""
+    return tuple(_merged_lists(values, parts) for values in zip(*parts, strict=True))
+
+
+def _merged_lists(values: Sequence[Any], parts: Sequence[Any]) -> Any:
+    if all(value is None for value in values):
+        return None
+    if isinstance(values[0], Mapping):
+        names = dict.fromkeys(name for value in values for name in value)
+        return {name: _merged_field(name, [value.get(name) for value in values], parts) for name in names}
+    # A part without images, for example, has None for all its prompts; prompts come first in what a trainer generates.
+    filled = [
+        [None] * len(part[0]) if value is None else list(value) for value, part in zip(values, parts, strict=True)
+    ]
+    return [item for value in filled for item in value]
+
+
+def _merged_field(name: str, values: Sequence[Any], parts: Sequence[Any]) -> Any:
+    """Joins a field of a rollout. TRL gives each completion its item of a list, and all completions any other value."""
+    given = [value for value in values if value is not None]
+    if name != ROUTED_EXPERTS and not any(isinstance(value, list) for value in given):
+        return given[0] if given else None
+    for value, part in zip(values, parts, strict=True):
+        if value is not None and len(value) != len(part[0]):
+            raise ValueError(f"rollout_func returned {len(value)} {name} for {len(part[0])} completions; give one each")
+    return _merged_lists(values, parts)

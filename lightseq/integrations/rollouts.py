@@ -2,7 +2,7 @@
 
 import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final
 
@@ -13,8 +13,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightseq.integrations.accelerate import DATA, SEQUENCE, random_states, set_random_states
-from lightseq.integrations.accelerator_views import GroupAccelerator, RankAccelerator, own_accelerator
-from lightseq.integrations.rollout_checks import check_divides, check_rollout, routes_of_rows, without_nan
+from lightseq.integrations.group_accelerator import GroupAccelerator, own_accelerator
+from lightseq.integrations.rollout_checks import (
+    check_divides,
+    check_rollout,
+    check_server_weights,
+    merged,
+    routes_of_rows,
+    without_nan,
+)
+from lightseq.integrations.rollout_failures import CheckedClient, RankAccelerator
 from lightseq.integrations.split_model import split_model_of
 from lightseq.parts.router_replay import ROUTED_EXPERTS
 
@@ -35,6 +43,7 @@ class SharedRollouts:
     args: Any
     model: Any
     state: Any
+    vllm_generation: Any
     _sequence_mesh: DeviceMesh | None
     _generations = 0  # calls so far, which sample from different seeds
     _routes: Any = None  # the experts that the rollout of the running pass has chosen, or its micro-batch of them
@@ -52,6 +61,12 @@ class SharedRollouts:
         set_seed(self.args.seed + self._sequence_mesh.get_local_rank(DATA))
         if functions := getattr(self, "reward_funcs", None):
             self.reward_funcs = [x if isinstance(x, nn.Module) else without_nan(x) for x in functions]
+        if (client := self._vllm_client()) is not None:
+            self.vllm_generation.vllm_client = CheckedClient(client, self.args.ddp_timeout)
+
+    def _vllm_client(self) -> Any:
+        """Returns the client of a vLLM server, which the first of all ranks has."""
+        return getattr(getattr(self, "vllm_generation", None), "vllm_client", None)
 
     def _set_generation_batch(self) -> None:
         """Counts a generation batch in groups of ranks. Raises ValueError if prompts would be split between batches."""
@@ -79,6 +94,8 @@ class SharedRollouts:
     def _generate_and_score_completions(self, *args: Any, **kwargs: Any) -> Any:
         with self._as_groups():
             found: dict[str, Any] = super()._generate_and_score_completions(*args, **kwargs)  # type: ignore[misc]
+        if self._sequence_mesh is not None:
+            check_server_weights(self)
         routes, self._routes = self._routes, None
         if routes is not None:
             mask = torch.cat([found["prompt_mask"], found["completion_mask"]], 1)
@@ -139,13 +156,17 @@ class SharedRollouts:
         if len(prompts) < ranks or (cuts_evenly and len(prompts) % ranks):
             return self._generate_alike(prompts, *args, **kwargs)
         part = slice(len(prompts) * rank // ranks, len(prompts) * (rank + 1) // ranks)
-        ranks_apart, module = RankAccelerator(own_accelerator(self.accelerator)), _module_of(type(self))
+        own_prompts, module = prompts[part], _module_of(type(self))
+        ranks_apart = RankAccelerator(own_accelerator(self.accelerator), len(own_prompts), self._vllm_client())
         with whole.paused(), self._samples(rank), _replaced(vars(self), accelerator=ranks_apart):
             with _replaced(vars(module), gather_object=gather_object):
-                own = super()._generate(prompts[part], *args, **kwargs)  # type: ignore[misc]
+                try:
+                    own = super()._generate(own_prompts, *args, **kwargs)  # type: ignore[misc]
+                except Exception as error:  # a user's function may raise anything
+                    ranks_apart.fail(error)
         parts: list[Any] = [None] * ranks
         dist.all_gather_object(parts, own, group=group)
-        return self._checked(_merged(parts))
+        return self._checked(merged(parts))
 
     def _generate_alike(self, prompts: list[Any], *args: Any, **kwargs: Any) -> Any:
         """Generates all completions on every rank of a group, and returns those of its first rank.
@@ -260,32 +281,3 @@ def _drawing(*key: int) -> Iterator[None]:
         yield
     finally:
         set_random_states(before)  # those of GPUs differ between ranks anyway
-
-
-def _merged(parts: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
-    """Joins what ranks have generated for their parts of a batch: values with an item for each prompt."""
-    return tuple(_merged_lists(values, parts) for values in zip(*parts, strict=True))
-
-
-def _merged_lists(values: Sequence[Any], parts: Sequence[Any]) -> Any:
-    if all(value is None for value in values):
-        return None
-    if isinstance(values[0], Mapping):
-        names = dict.fromkeys(name for value in values for name in value)
-        return {name: _merged_field(name, [value.get(name) for value in values], parts) for name in names}
-    # A part without images, for example, has None for all its prompts; prompts come first in what a trainer generates.
-    filled = [
-        [None] * len(part[0]) if value is None else list(value) for value, part in zip(values, parts, strict=True)
-    ]
-    return [item for value in filled for item in value]
-
-
-def _merged_field(name: str, values: Sequence[Any], parts: Sequence[Any]) -> Any:
-    """Joins a field of a rollout. TRL gives each completion its item of a list, and all completions any other value."""
-    given = [value for value in values if value is not None]
-    if name != ROUTED_EXPERTS and not any(isinstance(value, list) for value in given):
-        return given[0] if given else None
-    for value, part in zip(values, parts, strict=True):
-        if value is not None and len(value) != len(part[0]):
-            raise ValueError(f"rollout_func returned {len(value)} {name} for {len(part[0])} completions; give one each")
-    return _merged_lists(values, parts)

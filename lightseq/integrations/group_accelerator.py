@@ -1,12 +1,11 @@
-"""Views of an accelerator: groups of ranks as processes, and ranks with different numbers of rows."""
+"""View of an accelerator in which groups of ranks are processes."""
 
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object, recursively_apply
+from accelerate.utils import recursively_apply
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -41,20 +40,6 @@ class GroupAccelerator:
     def gather_object(self, rows: Sequence[Any]) -> list[Any]:
         """Returns the rows of all groups in one list, on every rank."""
         return objects_of_every(self._ranks, rows)
-
-
-class RankAccelerator:
-    """View of an accelerator that gathers different numbers of rows of each rank."""
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        self._accelerator = accelerator
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._accelerator, name)
-
-    def gather(self, tensor: Tensor) -> Tensor:
-        """Returns the rows of all ranks."""
-        return torch.cat(gather_object([torch.atleast_1d(tensor).cpu()])).to(tensor.device)
 
 
 def own_accelerator(accelerator: Any) -> Accelerator:

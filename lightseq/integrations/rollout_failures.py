@@ -1,0 +1,150 @@
+"""Failures while completions are generated, of one rank or of the server that it asks: every rank raises them."""
+
+import queue
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import Tensor
+
+
+class SharedError(RuntimeError):
+    """An error of one rank, as all ranks raise it."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Stands for what a rank or a server could not give. Every rank that reads it raises the error."""
+
+    text: str
+
+    def __iter__(self) -> NoReturn:
+        raise SharedError(self.text)
+
+
+class RankAccelerator:
+    """View of an accelerator for ranks that generate a part of the completions each.
+
+    It gathers different numbers of rows of each rank. A rank that fails puts its failure in the place of the rows that
+    the others wait for, so that all raise the same line without another collective.
+    """
+
+    def __init__(self, accelerator: Accelerator, prompts: int, client: Any = None) -> None:
+        self._accelerator = accelerator
+        self._prompts = prompts
+        self._client = client
+        self._raised: Exception | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._accelerator, name)
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Returns the rows of all ranks."""
+        if (error := getattr(self._client, "error", None)) is not None:  # a rollout_func may have its own client
+            raise error
+        if tensor.dim() and len(tensor) != self._prompts:
+            raise ValueError(
+                f"{len(tensor)} completions were returned for {self._prompts} prompts; return one for each, in order"
+            )
+        return torch.cat(self._gathered(torch.atleast_1d(tensor).cpu())).to(tensor.device)
+
+    def fail(self, error: Exception) -> NoReturn:
+        """Raises the error of this rank on all ranks, which wait in `gather` or failed too."""
+        if error is self._raised:  # on all ranks
+            raise error
+        text = f"generation failed on rank {self._accelerator.process_index}: {type(error).__name__}: {error}"
+        try:
+            self._gathered(Failure(str(error) if isinstance(error, SharedError) else text))
+        except SharedError as shared:
+            raise shared from error
+        raise AssertionError("a gathered failure is raised")
+
+    def _gathered(self, item: Any) -> list[Any]:
+        items: list[Any] = gather_object([item])
+        if failures := [x for x in items if isinstance(x, Failure)]:
+            self._raised = SharedError(failures[0].text)
+            raise self._raised
+        return items
+
+
+class CheckedClient:
+    """Client of a vLLM server whose errors reach all ranks.
+
+    One rank talks to the server, and the others wait for what it received. Instead of raising an error, it hands them a
+    `Failure`. A request may take nine tenths of the time that they wait.
+    """
+
+    def __init__(self, client: Any, ddp_timeout: float) -> None:
+        self._client = client
+        self._ddp_timeout = ddp_timeout
+        self.error: Exception | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    def update_named_params(self, metadata: Any, named_params: Iterable[Any]) -> None:
+        """Sends weights to the server."""
+        self._attempt(self._client.update_named_params, metadata, named_params)
+        for _ in named_params:  # the other ranks gather sharded weights along with this one
+            pass
+
+    def reset_prefix_cache(self) -> None:
+        """Lets the server forget what it computed with former weights."""
+        self._attempt(self._client.reset_prefix_cache)
+
+    def image_features(self, images: Sequence[Any], **options: Any) -> Any:
+        """Returns the server's features of images."""
+        return self._attempt(self._client.image_features, images, **options) or [None] * len(images)
+
+    def generate(self, prompts: Sequence[Any], n: int = 1, **options: Any) -> Any:
+        """Returns n completions of each prompt, or a failure in the place of each of their fields."""
+        found = self._attempt(self._generate, prompts=prompts, n=n, **options)
+        if self.error is None:
+            return found
+        failure, self.error = Failure(f"{type(self.error).__name__}: {self.error}"), None
+        return dict.fromkeys(("prompt_ids", "completion_ids", "logprobs", "logprob_token_ids"), failure)
+
+    def _attempt(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.error is None:
+            try:
+                return function(*args, **kwargs)
+            except Exception as error:  # requests and TRL's client raise many kinds
+                self.error = error
+        return None
+
+    def _generate(self, prompts: Sequence[Any], n: int, **options: Any) -> Any:
+        url, limit = getattr(self._client, "base_url", ""), 0.9 * self._ddp_timeout
+        try:
+            found = _within(limit, self._client.generate, prompts=prompts, n=n, **options)
+        except queue.Empty:
+            raise TimeoutError(
+                f"the vLLM server {url} has not answered within {limit:.0f} s; other ranks wait for ddp_timeout "
+                f"({self._ddp_timeout:.0f} s) at most: raise it, or ask for fewer or shorter completions"
+            ) from None
+        if (count := len(found["completion_ids"])) != n * len(prompts):
+            raise ValueError(
+                f"the vLLM server {url} returned {count} completions for {len(prompts)} prompts x num_generations {n}; "
+                f"{n * len(prompts)} are needed"
+            )
+        return found
+
+
+def _within(seconds: float, function: Callable[..., Any], **options: Any) -> Any:
+    """Calls a function in the background. Raises queue.Empty if it takes longer; it is not ended then."""
+    results: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+    def call() -> None:
+        try:
+            results.put((function(**options), None))
+        except BaseException as error:
+            results.put((None, error))
+
+    threading.Thread(target=call, daemon=True).start()
+    found, error = results.get(timeout=seconds)
+    if error is not None:
+        raise error
+    return found

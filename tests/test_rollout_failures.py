@@ -1,0 +1,121 @@
+"""What fails on one rank, or at a vLLM server, while completions are generated ends all ranks with the same line."""
+
+import tempfile
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from trainer_numbers import common, fresh_model, tokenizer
+from worlds import spawn
+
+pytest.importorskip("trl")
+
+from test_integrations_grpo import Server, prompts, rewards, rollouts
+from trl import GRPOConfig
+from trl.generation import vllm_generation
+
+from lightseq.integrations import SequenceParallelGRPOTrainer
+
+
+class DeadServer(Server):
+    def generate(self, *_: Any, **__: Any) -> dict[str, Any]:
+        raise ConnectionError("connection refused")
+
+
+class LateServer(Server):
+    def generate(self, *_: Any, **__: Any) -> dict[str, Any]:
+        time.sleep(60)
+        return {}
+
+
+class LazyServer(Server):
+    def generate(self, prompts: list[list[int]], n: int, **options: Any) -> dict[str, Any]:
+        found = super().generate(prompts, n, **options)
+        return {**found, "completion_ids": found["completion_ids"][:-1], "logprobs": found["logprobs"][:-1]}
+
+
+class StuckServer(Server):
+    def update_named_params(self, metadata: list[Any], params: Iterable[Any]) -> None:
+        raise ConnectionError("no update")
+
+
+class ForeignServer(Server):
+    def generate(self, prompts: list[list[int]], n: int, **options: Any) -> dict[str, Any]:
+        found = super().generate(prompts, n, **options)
+        return {**found, "logprobs": [[[-9.0] for _ in ids] for ids in found["completion_ids"]]}
+
+
+def one_rank_fails(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    if dist.get_rank() == 1:
+        raise KeyError("answer")
+    return rollouts(prompts, trainer)
+
+
+def one_rank_forgets(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    return rollouts(prompts[:1] if dist.get_rank() == 1 else prompts, trainer)
+
+
+def with_stuck_server(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    return rollouts(prompts, trainer)
+
+
+def run(source: Any, size: int, **options: Any) -> str:
+    """Trains for one step on completions of a server or of a rollout function. Returns the error."""
+    is_server, uses_server = isinstance(source, type), isinstance(source, type) or source is with_stuck_server
+    vllm_generation.is_vllm_available = lambda *_, **__: True  # type: ignore[assignment]
+    vllm_generation.VLLMClient = source if is_server else StuckServer
+    with tempfile.TemporaryDirectory() as folder:
+        settings = {"num_generations": 2, "max_completion_length": 24, "max_steps": 1, "eval_strategy": "no"}
+        server = {"use_vllm": True, "vllm_mode": "server"} if uses_server else {}
+        trainer = SequenceParallelGRPOTrainer(
+            fresh_model(),
+            args=GRPOConfig(**common(folder, per_device_train_batch_size=4, **settings, **server, **options)),
+            reward_funcs=rewards,
+            train_dataset=prompts(),
+            processing_class=tokenizer(),
+            rollout_func=None if is_server else source,
+            sequence_parallel_size=size,
+        )
+        before = [p.detach().clone() for p in trainer.model.parameters()]
+        try:
+            trainer.train()
+        except (ValueError, RuntimeError) as error:
+            assert all(p.equal(old) for p, old in zip(trainer.model.parameters(), before, strict=True))
+            return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def errors(rank: int, size: int, cases: dict[Any, dict[str, Any]]) -> list[str]:
+    return [run(source, size, **options) for source, options in cases.items()]
+
+
+CASES: dict[Any, tuple[dict[str, Any], str]] = {
+    DeadServer: ({}, "SharedError: ConnectionError: connection refused"),
+    LateServer: ({"ddp_timeout": 1}, "SharedError: TimeoutError: the vLLM server  has not answered within 1 s; other "),
+    LazyServer: ({}, "SharedError: ValueError: the vLLM server  returned "),
+    StuckServer: ({}, "SharedError: ConnectionError: no update"),
+    ForeignServer: ({}, "ValueError: the log-probabilities that vLLM returned differ from the trainer's by 4."),
+    one_rank_fails: ({}, "SharedError: generation failed on rank 1: KeyError: 'answer'"),
+    one_rank_forgets: ({}, "SharedError: generation failed on rank 1: ValueError: 1 completions were returned for 2 "),
+    with_stuck_server: ({}, "SharedError: generation failed on rank 0: ConnectionError: no update"),
+}
+
+
+@pytest.mark.parametrize("world, size", [(2, 2), pytest.param(4, 2, marks=pytest.mark.slow)])
+def test_all_ranks_raise_what_fails_on_one_before_an_update(world: int, size: int) -> None:
+    wanted = [line for _, line in CASES.values()]
+    for found in spawn(world, errors, size, {source: options for source, (options, _) in CASES.items()}):
+        assert [line[: len(start)] for line, start in zip(found, wanted, strict=True)] == wanted
+
+
+def accepted(rank: int) -> list[str]:
+    """Trains on what is far from the trainer, as a user may ask for."""
+    truncated = {"top_k": 5}
+    return [run(ForeignServer, 2, **x) for x in (truncated, {"vllm_importance_sampling_correction": False})]
+
+
+@pytest.mark.slow
+def test_far_log_probabilities_are_accepted_where_a_user_asks_for_them() -> None:
+    assert spawn(2, accepted) == [["", ""]] * 2
