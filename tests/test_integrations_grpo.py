@@ -76,6 +76,7 @@ DISTILLATION_CASES: Mapping[str, dict[str, Any]] = {
     "mixture": {"family": "qwen3_moe"},
     "hybrid": {"family": "qwen3_5_text", "learning_rate": 0.01},
 }
+LONG_PROMPT = " ".join(f"<{3 + i % 37}>" for i in range(60))
 RLOO_CASES: Mapping[str, dict[str, Any]] = {
     "kl": {"beta": 0.1},
     "no kl": {"beta": 0.0},
@@ -334,6 +335,39 @@ def test_compiled_layers_have_two_graphs_with_and_without_gradients_for_all_leng
     for lengths, found in spawn(2, graphs):
         assert lengths > 4
         assert found <= 4
+
+
+PREFIX_CASES: Mapping[str, dict[str, Any]] = {
+    "all weights": {"entropy_coef": 0.1},
+    "kl, several micro-batches": {"beta": 0.1, "gradient_accumulation_steps": 2},
+    "adapters": {"adapters": True, "beta": 0.1, "gradient_checkpointing": True},
+    "windows": {"family": "gemma3_text", "learning_rate": 0.01},
+    "sinks": {"family": "gpt_oss", "router_aux_loss_coef": 0.0, "learning_rate": 0.01},
+    "mixture with router loss": {"family": "qwen3_moe", "router_aux_loss_coef": 0.1},
+    "hybrid": {"family": "qwen3_5_text", "learning_rate": 0.01},
+}
+
+
+class SameOpening:
+    """Mixin whose completions of a prompt share the prompt, and begin alike."""
+
+    def _generate(self, prompts: list[str], *args: Any, **kwargs: Any) -> Any:
+        return super()._generate([f"{p} {LONG_PROMPT} <{40 + i % 2}>" for i, p in enumerate(prompts)], *args, **kwargs)  # type: ignore[misc]
+
+
+class OpeningGrpo(SameOpening, GRPOTrainer):
+    pass
+
+
+class SplitOpeningGrpo(SameOpening, SequenceParallelGRPOTrainer):
+    pass
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("case", slow_except(["all weights"], PREFIX_CASES))
+def test_completions_that_share_a_prompt_equal_one_process(case: str, world: int) -> None:
+    """Also equal: completions that are equal, because the prompt's last token tells only two kinds apart."""
+    check(OpeningGrpo, SplitOpeningGrpo, PREFIX_CASES[case], world)
 
 
 def test_a_subclass_sees_a_group_as_one_process() -> None:

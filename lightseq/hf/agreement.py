@@ -137,7 +137,8 @@ def begin_comparing_documents(context: SequenceContext, documents: Documents) ->
     """
     if "cpu" not in dist.get_backend_config(context.group):
         return
-    mine = torch.tensor([hash(documents.padded_boundaries)])
+    nodes = documents.nodes
+    mine = torch.tensor([hash((nodes.boundaries, nodes.parents or ()))])
     everyone = [torch.empty_like(mine) for _ in range(context.layout.world)]
     work = dist.all_gather(everyone, mine, group=context.group, async_op=True)
     context.forward_pass.comparison = (work, everyone)

@@ -27,6 +27,7 @@ def shard_batch(
     position_ids: Tensor | None = None,
     shift_labels: Tensor | None = None,
     routed_experts: Tensor | None = None,
+    parents: Sequence[int] | None = None,
     **images: Tensor | None,
 ) -> dict[str, Any]:
     """Returns this rank's part of a whole batch (batch, length), as keyword arguments of the patched model.
@@ -39,6 +40,9 @@ def shard_batch(
     A batch of one may hold several packed documents: `cu_seqlens` gives the first token of each and the end of the
     last, or `position_ids` restart at each. Documents neither attend to each other nor predict each other's tokens,
     unless `shift_labels` say so.
+
+    `parents` makes the documents that `cu_seqlens` separates nodes of trees, whose tokens see all nodes on their path
+    (`schedule.nodes`). Targets then come in `shift_labels`, because the last token of a node has one too.
 
     `routed_experts`, (batch, length, layers, experts of a token), lets the layers take a rollout's choice of experts
     (`parts.router_replay`). Layers are all of the model's, or those with experts; -1 leaves a choice to the layer.
@@ -61,6 +65,8 @@ def shard_batch(
     if attention_mask is not None and cu_seqlens is None:
         position_ids = continued_positions(position_ids, attention_mask)
     boundaries = find_boundaries(input_ids, cu_seqlens, position_ids)
+    if parents is not None and (cu_seqlens is None or labels is not None):
+        raise ValueError("parents need cu_seqlens, where nodes begin, and shift_labels instead of labels")
     if boundaries is not None and boundaries[-1] < length:
         check_tail(boundaries[-1], length, [labels, shift_labels], attention_mask)
     if shift_labels is None and labels is not None:
@@ -69,7 +75,7 @@ def shard_batch(
         labels = shift_labels if attention_mask is None else without_masked(shift_labels, attention_mask)
     if labels is not None:
         check_labels(labels)
-    ids, local, documents = local_batch(context.sequence, input_ids, labels, boundaries)
+    ids, local, documents = local_batch(context.sequence, input_ids, labels, boundaries, parents)
     if documents is None:
         positions = context.sequence.positions(length, input_ids.device).expand(len(input_ids), -1)
         batch: dict[str, Any] = {"input_ids": ids, "position_ids": positions}
@@ -107,10 +113,14 @@ def check_shapes(input_ids: Tensor, **given: Tensor | None) -> None:
 
 
 def local_batch(
-    group: SequenceGroup, input_ids: Tensor, labels: Labels, boundaries: Sequence[int] | None
+    group: SequenceGroup,
+    input_ids: Tensor,
+    labels: Labels,
+    boundaries: Sequence[int] | None,
+    parents: Sequence[int] | None = None,
 ) -> tuple[Tensor, Labels, Documents | None]:
     """Returns this rank's shard of a batch's ids and shifted labels, and the documents if `boundaries` are given."""
-    documents = None if boundaries is None else group.pack(boundaries, input_ids.shape[1])
+    documents = None if boundaries is None else group.pack(boundaries, input_ids.shape[1], parents)
     local: Any = labels if labels is None else group.shard(labels, IGNORE_INDEX, documents)
     return group.shard(input_ids, documents=documents), local, documents
 

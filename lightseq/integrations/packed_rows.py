@@ -1,39 +1,58 @@
-"""Rows of a padded batch as the documents of one row, so that no padding is computed."""
+"""Rows of a padded batch as documents or trees of one row: no padding is computed, and a shared prefix only once."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, Final
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from lightseq.hf.image_inputs import IMAGE_INPUTS, TOKEN_TYPES
 from lightseq.parts.router_replay import ROUTED_EXPERTS
-from lightseq.utils.tensors import IGNORE_INDEX
+from lightseq.sequence.shared_prefixes import share_prefixes
+from lightseq.utils.tensors import IGNORE_INDEX, upload
 
 # Arguments of a model that a packed batch has, too. Others, such as positions, belong to padded rows. Images stay as
 # they are, because they come in the order of their tokens.
 PACKED: Final = ("input_ids", "labels", "attention_mask", ROUTED_EXPERTS, *IMAGE_INPUTS)
 
 
+PARENTS: Final = "parents"  # of the nodes that `cu_seq_lens_q` separates
+# Trees must save this share of the tokens. Each depth costs a kernel launch, and short nodes are slower.
+LEAST_SAVED: Final = 0.05
+
+
 @dataclass(frozen=True)
 class PackedRows:
-    """Places of a padded batch's tokens in one row of documents."""
+    """Places of a padded batch's tokens in one row of documents or trees."""
 
     shape: tuple[int, int]  # of the padded batch
     places: Tensor  # (tokens,), in the flattened batch
+    in_trees: Tensor | None = None  # (tokens,): the same tokens in a row of trees; None: documents, in the same order
+    has_target: Tensor | None = None  # (tokens,): whether a row of trees predicts something for this row there
 
     def unpack(self, values: Tensor) -> Tensor:
-        """Returns values (1, tokens, ...) in their places of the padded batch (batch, length, ...), 0 for padding."""
+        """Returns values (1, tokens, ...) in their places of the padded batch (batch, length, ...), 0 for padding.
+
+        A token of a shared prefix has its value in all rows; their gradients are summed.
+        """
         batch, length = self.shape
-        padded = values.new_zeros(batch * length, *values.shape[2:]).index_copy(0, self.places, values[0])
+        found = values[0]
+        if self.in_trees is not None and self.has_target is not None:
+            found = found[self.in_trees]
+            found = found.where(self.has_target.view(-1, *[1] * (found.ndim - 1)), 0)
+        padded = values.new_zeros(batch * length, *values.shape[2:]).index_copy(0, self.places, found)
         return padded.unflatten(0, (batch, length))
 
 
-def pack_rows(kwargs: dict[str, Any]) -> tuple[dict[str, Any], PackedRows | None]:
+def pack_rows(kwargs: dict[str, Any], shares_prefixes: bool = False) -> tuple[dict[str, Any], PackedRows | None]:
     """Returns the arguments of a model with all rows as documents of one, and their places; None if they stay padded.
 
     Rows may be padded on either side. Without padding, rows are packed too, because attention of several documents is
-    balanced better over ranks than that of each row. Waits for the device, which has the mask.
+    balanced better over ranks than that of each row. With `shares_prefixes`, rows that begin alike become trees, if
+    that saves enough tokens. Waits for the device, which has the mask.
     """
     ids, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
     if not isinstance(ids, Tensor) or not isinstance(mask, Tensor) or mask.shape != ids.shape:
@@ -46,6 +65,8 @@ def pack_rows(kwargs: dict[str, Any]) -> tuple[dict[str, Any], PackedRows | None
         return kwargs, None
     places = kept.flatten().nonzero().squeeze(1)
     edges = [0, *accumulate(lengths)]
+    if shares_prefixes and _depends_on_ids_alone(kwargs) and (trees := _as_trees(kwargs, places, edges)) is not None:
+        return trees
     packed = {**kwargs, "input_ids": ids.flatten()[places][None], "attention_mask": None, "cu_seq_lens_q": edges}
     if (labels := kwargs.get("labels")) is not None:
         own = labels.flatten()[places]
@@ -55,3 +76,36 @@ def pack_rows(kwargs: dict[str, Any]) -> tuple[dict[str, Any], PackedRows | None
         if (values := kwargs.get(name)) is not None:
             packed[name] = values.flatten(0, 1)[places][None]
     return packed, PackedRows(shape=(ids.shape[0], ids.shape[1]), places=places)
+
+
+def _depends_on_ids_alone(kwargs: dict[str, Any]) -> bool:
+    """Returns whether rows with labels differ in their ids only, not also in images or in a rollout's experts."""
+    others = (ROUTED_EXPERTS, *IMAGE_INPUTS, *TOKEN_TYPES)
+    return isinstance(kwargs.get("labels"), Tensor) and all(kwargs.get(name) is None for name in others)
+
+
+def _as_trees(kwargs: dict[str, Any], places: Tensor, edges: Sequence[int]) -> tuple[dict[str, Any], PackedRows] | None:
+    """Returns what `pack_rows` does for trees, given places and edges of rows; None if they share few tokens."""
+    ids, labels = kwargs["input_ids"], kwargs["labels"]
+    of_tokens, of_labels = torch.stack([ids.flatten()[places], labels.flatten()[places]]).cpu().numpy()
+    shared = share_prefixes([of_tokens[a:b] for a, b in pairwise(edges)])
+    if shared.nodes.parents is None or len(shared.ids) > (1 - LEAST_SAVED) * len(of_tokens):
+        return None
+    in_trees = np.concatenate(shared.places)
+    # A token's target is the next one of its row, if that has a label.
+    targets = np.append(of_labels[1:], IGNORE_INDEX)
+    targets[np.array(edges[1:]) - 1] = IGNORE_INDEX
+    has_target = targets != IGNORE_INDEX
+    shift_labels = np.full(len(shared.ids), IGNORE_INDEX)
+    shift_labels[in_trees[has_target]] = targets[has_target]
+    row, of_trees, predicts = (upload(torch.from_numpy(x), ids.device) for x in (shared.ids, in_trees, has_target))
+    packed = {
+        **kwargs,
+        "input_ids": row[None],
+        "attention_mask": None,
+        "labels": None,
+        "shift_labels": upload(torch.from_numpy(shift_labels), ids.device)[None],
+        "cu_seq_lens_q": [*shared.nodes.boundaries],
+        PARENTS: shared.nodes.parents,
+    }
+    return packed, PackedRows((ids.shape[0], ids.shape[1]), places, of_trees, predicts)

@@ -13,7 +13,7 @@ from lightseq.attention.context import SequenceContext
 from lightseq.hf.agreement import BATCH_FACTS, COUNTED_TOKENS, add_to_checksum
 from lightseq.hf.image_inputs import IMAGE_INPUTS, TOKEN_TYPES
 from lightseq.hf.shard_batch import check_right_padding, continued_positions, counted_tokens
-from lightseq.integrations.packed_rows import PackedRows, pack_rows
+from lightseq.integrations.packed_rows import PARENTS, PackedRows, pack_rows
 from lightseq.parts.router_loss import asks_for_router_logits
 from lightseq.parts.router_replay import ROUTED_EXPERTS
 from lightseq.utils.tensors import IGNORE_INDEX
@@ -57,22 +57,24 @@ def split_inputs(
     pad_to: int | None,
     keeps_targets: bool,
     packs_rows: bool,
+    shares_prefixes: bool = False,
 ) -> SplitInputs:
     """Returns this rank's part of the arguments of a model. Raises ValueError for those that cannot be split.
 
     Rows are padded to `pad_to` tokens, if given. `keeps_targets` leaves the first token of a document a target.
-    `packs_rows` lets the rows of a padded batch be documents of one row.
+    `packs_rows` lets the rows of a padded batch be documents of one row, or with `shares_prefixes` trees of one.
     """
-    padding = kwargs.get("attention_mask")
-    options, packed = pack_rows(kwargs) if packs_rows else (dict(kwargs), None)
+    padding, shifted_here = kwargs.get("attention_mask"), kwargs.get("shift_labels") is None
+    shares_prefixes = shares_prefixes and not asks_for_router_logits(config, kwargs)  # its loss counts every row
+    options, packed = pack_rows(kwargs, shares_prefixes) if packs_rows else (dict(kwargs), None)
+    parents = options.pop(PARENTS, None)
     _refuse_options(config, options)
     for name in PACKING:
         options.pop(name, None)
     whole = {name: options.pop(name, None) for name in PER_BATCH}
     if whole["input_ids"] is None:
         raise ValueError("input_ids are missing; pass the whole batch")
-    length, shifted_here = whole["input_ids"].shape[1], whole["shift_labels"] is None
-    mask = whole["attention_mask"]
+    length, mask = whole["input_ids"].shape[1], whole["attention_mask"]
     numbers_documents = check_right_padding(mask, whole["labels"] if shifted_here else None, whole["shift_labels"])
     edges = options.pop("cu_seq_lens_q", None)
     if mask is not None and mask.shape == whole["input_ids"].shape and not numbers_documents:
@@ -86,7 +88,7 @@ def split_inputs(
         # Counted already, so targets at the starts of documents stay: shard_batch would remove them.
         labels = nn.functional.pad(whole["labels"][:, 1:], (0, 1), value=IGNORE_INDEX)
         whole |= {"labels": None, "shift_labels": labels}
-    batch = hf.shard_batch(context, cu_seqlens=edges, **whole)
+    batch = hf.shard_batch(context, cu_seqlens=edges, parents=parents, **whole)
     add_to_checksum(batch[BATCH_FACTS], {"attention_mask": padding})
     has_router_loss = asks_for_router_logits(config, options)
     batch.pop(COUNTED_TOKENS, None)

@@ -38,7 +38,15 @@ class SplitModel:
         self.record = record
         record.changes.call_later(self.remove)
 
-    def configure(self, *, pad_to: int | None, weighs_tokens_equally: bool, packs_rows: bool, own_head: bool) -> None:
+    def configure(
+        self,
+        *,
+        pad_to: int | None,
+        weighs_tokens_equally: bool,
+        packs_rows: bool,
+        shares_prefixes: bool,
+        own_head: bool,
+    ) -> None:
         """Sets what a trainer knows of its batches and loss."""
 
     @contextmanager

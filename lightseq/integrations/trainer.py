@@ -36,7 +36,8 @@ class SequenceParallel(SharedRollouts):
     have its loss; groups of them are data parallel. `gradient_checkpointing` stores attention's output and recomputes
     the rest of each layer. `compile_layers` compiles each layer instead of the whole model (default: with
     `torch_compile`, and on GPUs for packed rows, which are then padded to `max_length`, and in trainers that generate).
-    `attention_options` are those of `hf.enable`.
+    `share_prefixes` computes the prompt of a micro-batch's completions once, in models without recurrent layers and
+    without a router loss. `attention_options` are those of `hf.enable`.
     """
 
     accelerator: Any
@@ -51,17 +52,19 @@ class SequenceParallel(SharedRollouts):
         *args: Any,
         sequence_parallel_size: int | None = None,
         compile_layers: bool | None = None,
+        share_prefixes: bool = True,
         attention_options: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         if not isinstance(self, Trainer):
             raise TypeError(f"{type(self).__name__} has no trainer among its bases; {_bases_remedy(type(self))}")
-        own = ("sequence_parallel_size", "compile_layers", "attention_options")
+        own = ("sequence_parallel_size", "compile_layers", "share_prefixes", "attention_options")
         if (known := _keywords_after(type(self))) is not None:
             check_names(type(self).__name__, kwargs, [*own, *known])
         check_names("attention_options", attention_options or (), ATTENTION_OPTIONS)
         self._sequence_parallel_size = sequence_parallel_size
         self._compile_layers = compile_layers
+        self._share_prefixes = share_prefixes
         self._attention_options = attention_options or {}
         super().__init__(*args, **kwargs)
         self._enable_models()
@@ -106,6 +109,7 @@ class SequenceParallel(SharedRollouts):
                 pad_to=length if packs and self._compiles() else None,
                 weighs_tokens_equally=self._is_mean_loss(),
                 packs_rows=generates(type(self)),  # of prompts padded on the left, and completions
+                shares_prefixes=self._share_prefixes and not whole.context.config.carries_states,
             )
 
     def _refuse_model_init(self) -> None:

@@ -74,7 +74,8 @@ class WholeBatches(SplitModel):
         self._unread: Callable[[], Tensor] | None = None  # gathers this pass's logits
         self._is_inside = False  # the outermost module's forward pass runs
         self._ending: RemovableHandle | None = None  # hook of the outermost module that ran last
-        self._weighs_tokens_equally = self._keeps_targets = self._packs_rows = self._own_head = False
+        self._weighs_tokens_equally = self._keeps_targets = self._own_head = False
+        self._packs_rows = self._shares_prefixes = False
         self._pad_to: int | None = None
         self._configured_logit_transform = configured_logit_transform(self.model.config)  # None: not a known model
         self._pass: _Pass | None = None
@@ -87,17 +88,26 @@ class WholeBatches(SplitModel):
         self._changes.call_later(self._stop_ending)
         self.watch(model)
 
-    def configure(self, *, pad_to: int | None, weighs_tokens_equally: bool, packs_rows: bool, own_head: bool) -> None:
+    def configure(
+        self,
+        *,
+        pad_to: int | None,
+        weighs_tokens_equally: bool,
+        packs_rows: bool,
+        shares_prefixes: bool,
+        own_head: bool,
+    ) -> None:
         """Sets what a trainer knows of its batches and loss.
 
         `pad_to`: tokens of every packed row, so that compiled layers see one length. `weighs_tokens_equally`: the loss
         is the mean over all tokens (see `parts.token_metrics`). `packs_rows`: rows of prompts padded on the left and
-        completions padded on the right become documents of one row. `own_head`: our head computes what TRL's is asked
-        for, in all models of the trainer, because two heads would round differently. The first token of a document
-        stays a target of the document before it, because trainers count targets before they call the model.
+        completions padded on the right become documents of one row, or trees with `shares_prefixes`. `own_head`: our
+        head computes what TRL's is asked for, in all models of the trainer, because two heads would round differently.
+        The first token of a document stays a target of the document before it, because trainers count targets before
+        they call the model.
         """
         self._pad_to, self._packs_rows, self._keeps_targets, self._own_head = pad_to, packs_rows, True, own_head
-        self._weighs_tokens_equally = weighs_tokens_equally
+        self._weighs_tokens_equally, self._shares_prefixes = weighs_tokens_equally, shares_prefixes
 
     def watch(self, outermost: nn.Module) -> None:
         """Lets outputs of a module around the model, such as DDP's, have logits; inside it they have none.
@@ -118,7 +128,13 @@ class WholeBatches(SplitModel):
         if packs_rows and (routes := self.next_routes(len(kwargs["input_ids"]))) is not None:
             kwargs[ROUTED_EXPERTS] = routes
         local = split_inputs(
-            self.context, self.model.config, kwargs, self._pad_to, self._keeps_targets, packs_rows=packs_rows
+            self.context,
+            self.model.config,
+            kwargs,
+            self._pad_to,
+            self._keeps_targets,
+            packs_rows=packs_rows,
+            shares_prefixes=self._shares_prefixes,
         )
         self._pass = this = _Pass(local, Changes())
         inputs = {**local.options, **local.batch}

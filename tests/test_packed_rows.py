@@ -1,0 +1,68 @@
+"""Rows of a padded batch in one row: documents, and trees where they begin alike."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("accelerate")
+
+from lightseq.integrations.packed_rows import PARENTS, pack_rows
+from lightseq.parts.router_replay import ROUTED_EXPERTS
+from lightseq.utils.tensors import IGNORE_INDEX
+
+PROMPT = list(range(10, 30))
+ANSWERS = ([1, 2, 3], [1, 2, 4, 5], [6], [1, 2, 3])
+
+
+def batch(answers: Any = ANSWERS) -> dict[str, Any]:
+    """Returns a batch as GRPO makes it: prompts padded on the left, answers on the right."""
+    longest = max(map(len, answers))
+    ids, mask = torch.zeros(2, len(answers), 22 + longest, dtype=torch.int64).unbind(0)
+    for row, answer in enumerate(answers):
+        ids[row, 2 : 22 + len(answer)] = torch.tensor([*PROMPT, *answer])
+        mask[row, 2 : 22 + len(answer)] = 1
+    labels = ids.masked_fill(mask == 0, IGNORE_INDEX)
+    labels[:, :22] = IGNORE_INDEX
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def predicted(given: dict[str, Any], shares_prefixes: bool) -> Tensor:
+    """Returns what every token of the padded batch predicts, as the packed row has it; 0 without a target."""
+    packed, rows = pack_rows(given, shares_prefixes)
+    assert rows is not None
+    targets = packed.get("shift_labels")
+    if targets is None:
+        targets = torch.nn.functional.pad(packed["labels"][:, 1:], (0, 1), value=IGNORE_INDEX)
+    return rows.unpack(targets.masked_fill(targets == IGNORE_INDEX, 0).double().requires_grad_())
+
+
+def test_a_shared_prompt_is_packed_once() -> None:
+    given = batch()
+    packed, rows = pack_rows(given, shares_prefixes=True)
+    assert rows is not None and packed[PARENTS] is not None
+    # The prompt without its last token; its copy before 1 and before 6, that of 2 before 3, 3 and 4.
+    assert packed["input_ids"].shape == (1, 19 + 2 + 2 + (1 + 1 + 1) + 2 + 1)
+    assert torch.equal(predicted(given, True), predicted(given, False))
+    assert packed["cu_seq_lens_q"][0] == 0 and packed["cu_seq_lens_q"][-1] == packed["input_ids"].shape[1]
+
+
+def test_gradients_of_a_shared_token_are_summed_over_its_rows() -> None:
+    _, rows = pack_rows(batch(), shares_prefixes=True)
+    assert rows is not None and rows.in_trees is not None
+    values = torch.zeros(1, int(rows.in_trees.max()) + 1, dtype=torch.float64, requires_grad=True)
+    rows.unpack(values).sum().backward()
+    assert values.grad is not None
+    assert values.grad.sum() == sum(map(len, ANSWERS)) and values.grad.max() == 3  # three answers begin with 1
+
+
+@pytest.mark.parametrize("change", ["few shared tokens", "experts of a rollout", "without labels"])
+def test_rows_stay_documents(change: str) -> None:
+    given = batch(([*range(100, 600)], [*range(600, 1100)]) if change == "few shared tokens" else ANSWERS)
+    if change == "experts of a rollout":
+        given[ROUTED_EXPERTS] = torch.zeros(*given["input_ids"].shape, 2, 1, dtype=torch.int64)
+    if change == "without labels":
+        given["labels"] = None
+    packed, rows = pack_rows(given, shares_prefixes=True)
+    assert rows is not None and PARENTS not in packed
