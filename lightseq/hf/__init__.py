@@ -11,6 +11,10 @@ log_probs = hf.token_log_probs(context, model, batch)      # of this rank's toke
 sums = hf.sequence_sums(context, log_probs, batch)         # of whole sequences, the same on every rank
 in_order = hf.gather_tokens(context, log_probs, batch)     # of all tokens, the same on every rank
 
+Rows that begin alike, such as completions of a prompt, are computed as trees:
+
+batch = hf.shard_rows(context, rows, weights)              # lists of token ids, and a weight for each token
+
 Distillation takes a frozen teacher, which may have another architecture:
 
 hf.enable_beside(teacher, context)
@@ -32,6 +36,7 @@ from lightseq.hf.log_probs import (
     token_log_probs,
 )
 from lightseq.hf.shard_batch import shard_batch
+from lightseq.hf.shard_rows import shard_rows
 
 __all__ = [
     "ENABLE_OPTIONS",
@@ -45,6 +50,7 @@ __all__ = [
     "plan_memory",
     "sequence_sums",
     "shard_batch",
+    "shard_rows",
     "sum_over_ranks",
     "token_log_probs",
 ]

@@ -13,6 +13,7 @@ from lightseq.comm.transport import base_transport_name
 from lightseq.hf.agreement import (
     BATCH_FACTS,
     COUNTED_TOKENS,
+    LOSS_WEIGHTS,
     announce_pass,
     begin_comparing_documents,
     compare_batches,
@@ -93,10 +94,14 @@ class Checks:
             self._images.begin(kwargs)
             self._check_routed_experts(args, kwargs)
         documents, facts = kwargs.get("documents"), kwargs.pop(BATCH_FACTS, None)
-        counted = kwargs.pop(COUNTED_TOKENS, None)
+        counted, weights = kwargs.pop(COUNTED_TOKENS, None), kwargs.pop(LOSS_WEIGHTS, None)
         if state.outermost is None:
-            state.counted_tokens = counted
+            state.counted_tokens, state.loss_weights = counted, weights
             if asks_for_router_logits(model.config, kwargs):
+                if weights is not None:
+                    raise ValueError(
+                        "router losses do not take rows that share a prefix; pass whole rows to shard_batch"
+                    )
                 install_router_loss(transformers_model(model))  # again, if a function of the file was replaced since
                 has_router_loss(transformers_model(model))  # raises for another loss
                 if facts is None:

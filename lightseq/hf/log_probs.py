@@ -88,12 +88,17 @@ def values_of_tokens(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
 def sequence_sums(context: SequenceContext, values: Tensor, batch: Mapping[str, Any]) -> Tensor:
     """Returns the sums of per-token values over the targets of whole sequences: (batch,), or (documents,) if packed.
 
+    A batch of `shard_rows` has a sum for each row: (rows,).
+
     The sums are the same on every rank. Every rank must compute the same loss and call `backward`; parameter gradients,
     summed over ranks, then count the loss once, as on one process. Do not sum this loss over ranks. A rank may add its
     share of a loss that is a sum over tokens; only such shares are summed for display. `values` are (batch, local),
     such as log-probabilities, or ones to count targets.
     """
-    own = sums.sum_of_targets(values, shifted_labels(batch), batch.get("documents"), context.rank)
+    documents = batch.get("documents")
+    if documents is not None and documents.rows is not None:
+        return documents.rows.sums(gather_padded_tokens(context, values, batch)[0])
+    own = sums.sum_of_targets(values, shifted_labels(batch), documents, context.rank)
     return sum_over_ranks(context, own)
 
 

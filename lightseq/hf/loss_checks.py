@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from lightseq.attention.context import SequenceContext
 from lightseq.models.decoder import transformers_model
 from lightseq.parts.head import tensor_version
+from lightseq.parts.loss import log_probs_of_logits
 
 
 @torch.compiler.disable
@@ -44,9 +46,22 @@ def _sharded_loss(
                 f"the loss of a shard needs {name}, which {model_name} did not get or does not pass to its "
                 "loss; pass all that shard_batch returns, or use another model"
             )
-    loss = loss_function(*args, **kwargs)
+    loss = _loss(context, loss_function, *args, **kwargs)
     _record_loss(context, loss)
     return loss
+
+
+@torch.compiler.disable
+def _loss(context: SequenceContext, loss_function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """Calls the loss function, or computes the weighted sum of `hf.shard_rows`."""
+    weights = context.forward_pass.loss_weights
+    if weights is None:
+        return loss_function(*args, **kwargs)
+    if unwrap(loss_function) is not ForCausalLMLoss:
+        raise ValueError(f"hf.shard_rows needs the loss ForCausalLMLoss, not {loss_function}; use hf.token_log_probs")
+    logits = kwargs["logits"] if "logits" in kwargs else args[0]
+    log_probs = log_probs_of_logits(logits, kwargs["shift_labels"])
+    return -(weights * log_probs).sum() / kwargs["num_items_in_batch"]
 
 
 @torch.compiler.disable

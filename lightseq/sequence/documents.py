@@ -1,12 +1,37 @@
 """Documents of a packed sequence, or nodes of its trees: their boundaries, layout, positions and numbers."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lightseq.schedule.layout import Layout, shard
-from lightseq.schedule.nodes import ROOT, Nodes
+from lightseq.schedule.nodes import ROOT, Ints, Nodes
+from lightseq.utils.tensors import upload
+
+
+@dataclass(frozen=True, eq=False)
+class RowPlaces:
+    """Places of rows in a row of trees, in which rows share the tokens of a common prefix."""
+
+    places: Tensor  # (tokens of all rows,), int64 on the CPU: where each token stands
+    has_target: Tensor  # (tokens of all rows,), bool: whether the row learns what this token predicts
+    sizes: tuple[int, ...]  # tokens of each row
+
+    @classmethod
+    def of(cls, places: Sequence[Ints], has_target: Sequence[NDArray[np.bool_]]) -> "RowPlaces":
+        """Joins the arrays of all rows."""
+        joined = (torch.from_numpy(np.concatenate(x)) for x in (places, has_target))
+        return cls(*joined, sizes=tuple(map(len, places)))
+
+    def sums(self, values: Tensor) -> Tensor:
+        """Returns the sums over each row's targets, (rows,), of values (tokens of the trees,)."""
+        places, has_target = (upload(x, values.device) for x in (self.places, self.has_target))
+        return torch.stack([x.sum() for x in values[places].where(has_target, 0).split(self.sizes)])
+
 
 MIN_BOUNDARIES = 256  # smallest boundary tensor; it doubles as needed, so compiled graphs see few shapes
 
@@ -23,6 +48,7 @@ class Documents:
     boundaries: Tensor  # the `node_tensor`, which operators take, int64 on the CPU
     layout: Layout
     count: int  # of documents, padding left out
+    rows: RowPlaces | None = None  # of `hf.shard_rows`
 
     @property
     def nodes(self) -> Nodes:

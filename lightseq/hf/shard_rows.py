@@ -1,0 +1,79 @@
+"""A rank's part of rows that begin alike, as trees: a prefix is computed once, and learned as often as it occurs."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightseq.attention.context import SequenceContext
+from lightseq.hf.agreement import LOSS_WEIGHTS
+from lightseq.hf.shard_batch import shard_batch
+from lightseq.sequence.documents import RowPlaces
+from lightseq.sequence.shared_prefixes import share_prefixes
+from lightseq.utils.tensors import IGNORE_INDEX, upload
+
+
+def shard_rows(
+    context: SequenceContext,
+    rows: Sequence[Sequence[int]],
+    weights: Sequence[Sequence[float]],
+    device: torch.device | str | None = None,
+) -> dict[str, Any]:
+    """Returns this rank's part of rows of token ids, as keyword arguments of the patched model.
+
+    `weights` has a number for each token of `rows`, of any sign: 0 for a prompt, an advantage for a completion. The
+    model's `loss` is this rank's share of the sum of weight x -log p(token) over all rows, divided by
+    `num_items_in_batch`: the number of tokens with another weight than 0, each row counted by itself. Replace it with
+    the sum over all groups of ranks and micro-batches, or with a divisor of your own. The first token of a row has no
+    prediction, so its weight does nothing.
+
+    `token_log_probs` returns values of this rank's tokens, and `sequence_sums` sums of rows. `device` is where the
+    tensors go (default: that of the context). Every rank of the group passes the same rows.
+
+    Raises ValueError for rows without tokens, weights of other lengths or that are not finite, and models with
+    recurrent layers, which do not take shared prefixes.
+    """
+    if context.config.carries_states:
+        raise ValueError(
+            "recurrent layers and short convolutions do not take rows that share a prefix; pass whole rows to "
+            "shard_batch with cu_seqlens"
+        )
+    own_weights = _checked_weights(rows, weights)
+    shared, target = share_prefixes(rows), context.config.device if device is None else torch.device(device)
+    assert target is not None, "the context has a device"
+    # The weight of a token belongs to the token before it, which predicts it.
+    predicted = [np.append(x[1:], 0.0) for x in own_weights]
+    is_target = shared.sum_over_rows([(x != 0).astype(np.float64) for x in predicted]) > 0
+    labels = np.where(is_target, shared.ids[shared.targets], IGNORE_INDEX)
+    ids, shift_labels = (upload(torch.from_numpy(x)[None], target) for x in (shared.ids, labels))
+    nodes = shared.nodes
+    batch = shard_batch(
+        context,
+        ids,
+        shift_labels=shift_labels,
+        cu_seqlens=nodes.boundaries,
+        parents=nodes.parents or [-1] * (len(nodes.boundaries) - 1),
+    )
+    documents = batch["documents"]
+    sums = upload(torch.from_numpy(shared.sum_over_rows(predicted)).float()[None], target)
+    count = sum(int(np.count_nonzero(x[1:])) for x in own_weights)
+    batch[LOSS_WEIGHTS] = context.sequence.shard(sums, documents=documents)
+    batch["documents"] = replace(documents, rows=RowPlaces.of(shared.places, [x != 0 for x in predicted]))
+    batch["num_items_in_batch"] = torch.full_like(batch["num_items_in_batch"], max(count, 1))
+    return batch
+
+
+def _checked_weights(rows: Sequence[Sequence[int]], weights: Sequence[Sequence[float]]) -> list[np.ndarray]:
+    if len(weights) != len(rows):
+        raise ValueError(f"there are weights for {len(weights)} rows, but {len(rows)} rows; give one list for each row")
+    found = [np.asarray(x, dtype=np.float64) for x in weights]
+    for index, (row, x) in enumerate(zip(rows, found, strict=True)):
+        if x.shape != (len(row),):
+            raise ValueError(
+                f"row {index} has {len(row)} tokens, but weights {x.shape}; give one weight for each token"
+            )
+        if not np.isfinite(x).all():
+            raise ValueError(f"row {index} has the weight {x[~np.isfinite(x)][0]}; give finite numbers")
+    return found

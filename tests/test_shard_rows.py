@@ -1,0 +1,103 @@
+"""Rows that share prefixes in a user's own loop: losses, sums of rows and gradients of the rows one by one."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import slow_except
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from worlds import spawn
+
+from benchmarks.tiny_models import tiny_config
+from lightseq import hf
+
+PROMPT = [5, 9, 13, 2, 7, 30, 31, 8, 4, 11, 19, 3]
+ROWS = [
+    [*PROMPT, 20, 21, 22],
+    [*PROMPT, 20, 21, 25, 26, 27, 28],
+    [*PROMPT, 33],
+    [*PROMPT, 20, 21, 22],  # an equal row
+    PROMPT[:6],  # another row's beginning
+    [40, 41, 42, 43],
+]
+WEIGHTS = [[0.0] * 12 + [1.0] * 3, [0.0] * 12 + [-0.5] * 6, [0.25] * 13, [0.0] * 12 + [-1.0] * 3, [1.0] * 6, [2.0] * 4]
+FAMILIES = ("llama", "gemma3_text", "gpt_oss", "llama4_text", "deepseek_v3", "qwen3_moe", "qwen3")
+
+
+def fresh(family: str) -> Any:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(tiny_config(family), attn_implementation="eager").eval()
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
+
+
+def row_by_row(family: str) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Returns the weighted loss, the log-probabilities of each row's targets summed, and the gradients."""
+    model, total, sums = fresh(family), torch.zeros(()), []
+    for row, weights in zip(ROWS, WEIGHTS, strict=True):
+        ids, factors = torch.tensor([row]), torch.tensor(weights)[1:]
+        log_p = model(ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
+        log_probs = log_p.gather(-1, ids[0, 1:, None])[:, 0]
+        total = total - (factors * log_probs).sum()
+        sums.append(log_probs[factors != 0].sum().detach())
+    count = sum(sum(x != 0 for x in weights[1:]) for weights in WEIGHTS)
+    (total / count).backward()
+    return (total / count).detach(), torch.stack(sums), gradients_of(model)
+
+
+def as_trees(rank: int, family: str) -> tuple[Any, Any, dict[str, Any]]:
+    model = fresh(family)
+    context = hf.enable(model, length=64, packed=True, windows=True)
+    batch = hf.shard_rows(context, ROWS, WEIGHTS)
+    with torch.no_grad():
+        log_probs = hf.token_log_probs(context, model, batch)
+        sums = hf.sequence_sums(context, log_probs, batch)
+    loss = model(**batch).loss
+    loss.backward()
+    found = gradients_of(model)
+    for x in (loss := loss.detach(), *found.values()):
+        dist.all_reduce(x)
+    return loss.numpy(), sums.numpy(), {name: x.numpy() for name, x in found.items()}
+
+
+@pytest.mark.parametrize("world", slow_except([2], (1, 2, 3, 4)))
+@pytest.mark.parametrize("family", slow_except(["llama", "gpt_oss"], FAMILIES))
+def test_losses_and_gradients_equal_those_of_the_rows_one_by_one(family: str, world: int) -> None:
+    loss, sums, gradients = row_by_row(family)
+    for found_loss, found_sums, found in spawn(world, as_trees, family):
+        torch.testing.assert_close(torch.tensor(found_loss), loss, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(torch.tensor(found_sums), sums, rtol=1e-5, atol=1e-5)
+        for name, want in gradients.items():
+            error = (torch.tensor(found[name]) - want).norm() / want.norm().clamp_min(1e-6)
+            assert error < 2e-5, f"{name} differs by {error:.1e}"
+
+
+def refusals(rank: int) -> list[str]:
+    said = []
+    hybrid, llama = (hf.enable(fresh(family), length=64) for family in ("qwen3_5_text", "llama"))
+    for context, rows, weights in (
+        (hybrid, ROWS, WEIGHTS),
+        (llama, [[1, 2]], [[1.0]]),
+        (llama, [[1, 2]], [[0.0, float("nan")]]),
+        (llama, [[1, 2]], []),
+        (llama, [[1, 2], []], [[1.0, 1.0], []]),
+    ):
+        with pytest.raises(ValueError) as error:
+            hf.shard_rows(context, rows, weights)
+        said.append(str(error.value))
+    return said
+
+
+def test_rows_that_cannot_be_learned_are_refused() -> None:
+    for said in spawn(2, refusals):
+        assert [x.partition(";")[0] for x in said] == [
+            "recurrent layers and short convolutions do not take rows that share a prefix",
+            "row 0 has 2 tokens, but weights (1,)",
+            "row 0 has the weight nan",
+            "there are weights for 0 rows, but 1 rows",
+            "row 1 has no tokens",
+        ]
