@@ -82,13 +82,20 @@ def shard(group: SequenceContext, x: Tensor, fill: float = 0, documents: Documen
     return group.sequence.shard(x, fill, documents)
 
 
-def pack(group: SequenceContext, boundaries: Sequence[int], length: int | None = None) -> Documents:
+def pack(
+    group: SequenceContext,
+    boundaries: Sequence[int],
+    length: int | None = None,
+    parents: Sequence[int] | None = None,
+) -> Documents:
     """Packs documents into a sequence of `length` tokens (default: the end of the last document).
 
-    `boundaries` are the first token of each document and the end of the last. The sequence is padded to `length`, and
-    further if the schedule needs it. Raises ValueError if boundaries do not rise from 0, or exceed `length`.
+    `boundaries` are the first token of each document and the end of the last. With `parents`, an index or -1 for each,
+    they are nodes of trees, depth first: a token sees its own node up to itself, and all ancestors of the node. The
+    sequence is padded to `length`, and further if the schedule needs it. Raises ValueError if boundaries do not rise
+    from 0, or exceed `length`, and for nodes out of order.
     """
-    return group.sequence.pack(boundaries, length)
+    return group.sequence.pack(boundaries, length, parents)
 
 
 def positions(

@@ -39,7 +39,8 @@ def _check_arenas(schedule: Schedule, backward: bool, rank: int) -> None:
                 if local_start(layout, rank, chunks) is None:
                     kind = (item, tile.head_group)
                     (arena,) = (a for a in found if (a.item, a.head_group) == kind and a.first <= t <= a.last)
-                    assert arena.chunks[arena.find(chunks) :][: len(chunks)] == chunks
+                    ((start, count),) = arena.find(chunks)
+                    assert arena.chunks[start : start + count] == chunks
                     read[arena] |= {*chunks}
                     used[arena] |= {t}
     for arena in found:

@@ -2,7 +2,6 @@
 
 import random
 from itertools import product
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +16,7 @@ from lightseq.attention.context import SequenceContext, make_context
 from lightseq.attention.operator import attention
 from lightseq.kernels.attention.registry import KERNELS
 from lightseq.schedule.algorithms import SCHEDULES, make_schedule
+from lightseq.schedule.arenas import arenas
 from lightseq.schedule.auto import ScheduleChoice, why_impossible
 from lightseq.schedule.chunks import chunked_schedule
 from lightseq.schedule.cost import AttentionShape
@@ -31,6 +31,7 @@ from lightseq.schedule.windows import windowed_schedule
 from lightseq.sequence.shared_prefixes import share_prefixes
 
 HEADS, DIM = (8, 2), 8
+ANSWERS = Nodes((0, 199, *range(240, 521, 40)), (ROOT, *[0] * 8))
 REACHES = (None, Reach(WINDOW, 5), Reach(WINDOW, 1), Reach(CHUNK, 6))
 
 
@@ -51,6 +52,7 @@ def by_hand() -> list[Nodes]:
         Nodes((0, 5, 9, 30), (ROOT, 0, 1)),
         Nodes((0, 7, 8, 12, 20, 22, 33, 40), (ROOT, 0, 1, 1, 0, ROOT, ROOT)),
         Nodes((0, 1, 2, 3, 4, 5, 6), (ROOT, 0, 1, 1, 0, 4)),
+        ANSWERS,
     ]
 
 
@@ -122,6 +124,16 @@ def test_nothing_is_fetched_that_no_query_sees() -> None:
                 for _, _, key, keys, _ in tile.mask.table.tolist():
                     seen[key : key + keys] = True
                 assert seen.reshape(len(tile.kv), -1).any(1).all(), tile
+
+
+def test_a_tile_copies_keys_that_do_not_lie_side_by_side() -> None:
+    table = packed_schedule(make_schedule("prefix", 2), ANSWERS.padded(1024))
+    runs = []
+    for rank in range(2):
+        for arena in arenas(table.forward, table.layout, rank):
+            tiles = [tile for step in table.forward[arena.first : arena.last + 1] for tile in step.tiles[rank]]
+            runs += [len(arena.find(tile.kv)) for tile in tiles if {*tile.kv} <= {*arena.chunks}]
+    assert max(runs) > 1
 
 
 def test_segments_are_one_causal_call_and_one_full_call_for_each_depth() -> None:
@@ -199,9 +211,8 @@ def packed(context: SequenceContext, inputs: list[Tensor], nodes: Nodes, reach: 
     return gathered
 
 
-def worst_error(rank: int, kernel: str, seed: int) -> tuple[float, str]:
-    rng, world, worst = random.Random(seed), dist.get_world_size(), (0.0, "")
-    trees = [*by_hand(), *(tree(rng, rng.randint(3, 14), 25) for _ in range(3))]
+def worst_error(rank: int, kernel: str, trees: list[Nodes]) -> tuple[float, str]:
+    world, worst = dist.get_world_size(), (0.0, "")
     for schedule, ulysses in [(s.name, s.ulysses_size) for s in schedules(world)]:
         config = AttentionConfig(
             schedule=schedule, ulysses_size=ulysses if schedule != "ulysses" else None, kernel=kernel,
@@ -218,11 +229,18 @@ def worst_error(rank: int, kernel: str, seed: int) -> tuple[float, str]:
     return worst
 
 
-@pytest.mark.parametrize("world", slow_except([2], (1, 2, 3, 4)))
-@pytest.mark.parametrize("kernel", slow_except(["reference"], [k for k in KERNELS if k in ("reference", "cpu")]))
+def test_attention_over_two_ranks_equals_every_path_by_itself() -> None:
+    for error, where in spawn(2, worst_error, "reference", [by_hand()[2], ANSWERS]):
+        assert error < 1e-12, where
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", (1, 2, 3, 4))
+@pytest.mark.parametrize("kernel", [k for k in KERNELS if k in ("reference", "cpu")])
 def test_attention_equals_every_path_by_itself(world: int, kernel: str) -> None:
-    found: list[Any] = spawn(world, worst_error, kernel, world)
-    for error, where in found:
+    rng = random.Random(world)
+    drawn = [tree(rng, rng.randint(3, 14), 25) for _ in range(4)]
+    for error, where in spawn(world, worst_error, kernel, [*by_hand(), *drawn]):
         assert error < 1e-12, where
 
 

@@ -102,8 +102,9 @@ class _Lowering:
                 slot = self.slot(move.item, move.chunk, move.head_group)
                 arrivals.append(Arrival(move.item, slot, move.src, remote, self.layouts[move.item].unpacked(remote)))
             else:
-                arena, start = self.find_in_arena(t + 1, move.item, (move.chunk,), move.head_group)
-                fetches.append(Fetch(arena, start, move.src, remote))
+                (place,) = self.find_in_arena(t + 1, move.item, (move.chunk,), move.head_group)
+                assert place.arena is not None
+                fetches.append(Fetch(place.arena, place.start, move.src, remote))
         return sends, fetches, arrivals
 
     def tile(self, t: int, i: int, tile: Tile) -> TileProgram:
@@ -130,13 +131,12 @@ class _Lowering:
             return OutputSlot(item, outbox=None, final=final, own=())
         return OutputSlot(item, outbox=None, final=None, own=tuple(OwnPart(c, slot, None) for c, slot in own))
 
-    def operand(self, t: int, item: str, chunks: tuple[int, ...], head_group: int) -> ChunkRange:
+    def operand(self, t: int, item: str, chunks: tuple[int, ...], head_group: int) -> tuple[ChunkRange, ...]:
         """Returns where a tile of step `t` finds the chunks of an operand."""
         start = local_start(self.layout, self.rank, chunks)
         if start is not None:
-            return ChunkRange(None, start, len(chunks), self.item_head_group(item, head_group))
-        arena, start = self.find_in_arena(t, item, chunks, head_group)
-        return ChunkRange(arena, start, len(chunks), 0)
+            return (ChunkRange(None, start, len(chunks), self.item_head_group(item, head_group)),)
+        return self.find_in_arena(t, item, chunks, head_group)
 
     def own_fetches(self, arena: int) -> list[Fetch]:
         """Returns the copies of this rank's own chunks into an arena."""
@@ -144,11 +144,11 @@ class _Lowering:
         own = [(i, chunk) for i, chunk in enumerate(a.chunks) if self.layout.home(chunk) == self.rank]
         return [Fetch(arena, i, self.rank, self.staged_chunk(a.item, chunk, a.head_group)) for i, chunk in own]
 
-    def find_in_arena(self, t: int, item: str, chunks: tuple[int, ...], head_group: int) -> tuple[int, int]:
-        """Returns the arena that holds chunks side by side at step `t`, and the index of the first in it."""
+    def find_in_arena(self, t: int, item: str, chunks: tuple[int, ...], head_group: int) -> tuple[ChunkRange, ...]:
+        """Returns where chunks lie in the arena that holds them at step `t`."""
         for i, a in enumerate(self.arenas):
             if (a.item, a.head_group) == (item, head_group) and a.first <= t <= a.last and chunks[0] in a.chunks:
-                return i, a.find(chunks)
+                return tuple(ChunkRange(i, start, count, 0) for start, count in a.find(chunks))
         raise AssertionError(f"no arena holds {item} {chunks} of head group {head_group} at step {t}")
 
     def item_head_group(self, item: str, head_group: int) -> int:

@@ -89,8 +89,8 @@ class TileProgram(NamedTuple):
     """One kernel call: where its operands are and where its results go."""
 
     tile: Tile
-    q: ChunkRange
-    kv: ChunkRange | None  # None: gathered in the forward pass
+    q: tuple[ChunkRange, ...]  # several, if they do not lie side by side
+    kv: tuple[ChunkRange, ...] | None  # None: gathered in the forward pass
     outputs: tuple[OutputSlot, ...]
 
 

@@ -11,7 +11,8 @@ from lightseq.schedule.table import OPERANDS, Items, Step, Tile, result_chunks
 class Arena:
     """Buffer of chunks side by side, some of them from other ranks, that the tiles of one rank read in place.
 
-    It is filled from the step before `first` on, and freed after step `last`.
+    A tile of a tree leaves out siblings' chunks, which another tile may read; it then copies its own side by side. The
+    arena is filled from the step before `first` on, and freed after step `last`.
     """
 
     item: str
@@ -20,11 +21,15 @@ class Arena:
     first: int
     last: int
 
-    def find(self, chunks: tuple[int, ...]) -> int:
-        """Returns the index in the arena at which `chunks` lie side by side."""
-        start = self.chunks.index(chunks[0])
-        assert self.chunks[start : start + len(chunks)] == chunks, f"{chunks} do not lie side by side in {self}"
-        return start
+    def find(self, chunks: tuple[int, ...]) -> list[tuple[int, int]]:
+        """Returns the runs in which `chunks` lie side by side: the index of the first in the arena, and their count."""
+        runs: list[tuple[int, int]] = []
+        for index in map(self.chunks.index, chunks):
+            if runs and sum(runs[-1]) == index:
+                runs[-1] = runs[-1][0], runs[-1][1] + 1
+            else:
+                runs.append((index, 1))
+        return runs
 
 
 class ResultBlock(NamedTuple):

@@ -24,8 +24,11 @@ class RowPlaces:
     @classmethod
     def of(cls, places: Sequence[Ints], has_target: Sequence[NDArray[np.bool_]]) -> "RowPlaces":
         """Joins the arrays of all rows."""
-        joined = (torch.from_numpy(np.concatenate(x)) for x in (places, has_target))
-        return cls(*joined, sizes=tuple(map(len, places)))
+        return cls(
+            places=torch.from_numpy(np.concatenate(places)),
+            has_target=torch.from_numpy(np.concatenate(has_target)),
+            sizes=tuple(map(len, places)),
+        )
 
     def sums(self, values: Tensor) -> Tensor:
         """Returns the sums over each row's targets, (rows,), of values (tokens of the trees,)."""
