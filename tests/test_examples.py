@@ -20,6 +20,7 @@ import distill  # noqa: E402
 import dpo  # noqa: E402
 import images  # noqa: E402
 import sft  # noqa: E402
+import shared_prefix  # noqa: E402
 import train_loop  # noqa: E402
 import with_accelerate  # noqa: E402
 import with_fsdp2  # noqa: E402
@@ -87,6 +88,36 @@ def test_the_loop_over_images_gives_the_same_losses_on_two_ranks() -> None:
     assert wanted[-1] < wanted[0] - 0.3
     for losses in spawn(2, loop_over_images, 2):
         assert losses == pytest.approx(wanted, abs=1e-5)
+
+
+def loop_over_answers(rank: int, size: int) -> list[float]:
+    return shared_prefix.train(World(rank, size, rank, size, torch.device("cpu")))
+
+
+def test_the_loop_over_answers_to_one_prompt_equals_answers_one_by_one() -> None:
+    (wanted,) = spawn(1, answers_one_by_one)
+    for losses in spawn(2, loop_over_answers, 2):
+        assert losses == pytest.approx(wanted, abs=1e-5)
+
+
+def answers_one_by_one(rank: int) -> list[float]:
+    """Trains as the example does in plain transformers, which computes the prompt for every answer."""
+    model, losses = fresh_model(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    prompt = torch.randint(256, (shared_prefix.PROMPT,)).tolist()
+    rows = torch.tensor(
+        [prompt + torch.randint(256, (shared_prefix.LENGTH,)).tolist() for _ in range(shared_prefix.ANSWERS)]
+    )
+    advantages = torch.linspace(-1, 1, shared_prefix.ANSWERS)
+    for _ in range(shared_prefix.STEPS):
+        log_p = model(rows).logits[:, shared_prefix.PROMPT - 1 : -1].log_softmax(-1)
+        log_probs = log_p.gather(-1, rows[:, shared_prefix.PROMPT :, None]).squeeze(-1)
+        loss = -(advantages[:, None] * log_probs).sum() / log_probs.numel()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
 
 
 def loop_of_distillation(rank: int, size: int) -> list[float]:
