@@ -77,7 +77,7 @@ def _compare(flags: argparse.Namespace, words: Sequence[str]) -> None:
             result = flags.output.with_suffix("") / f"{label.replace(' ', '-')}-{completion}.json"
             record = {"benchmark": "grpo", "label": label, "completion": completion, **_take(flags, name, more, result)}
             if record["skipped"] is None:
-                found[label] = result.with_suffix(".pt")
+                found[label] = result.with_suffix(".safetensors")
                 if "trl" in found and name != "trl":
                     record["log_probs_beside_trl"] = _differences(found[label], found["trl"])
             append(flags.output, {**record, **about})
@@ -127,8 +127,9 @@ def _take(flags: argparse.Namespace, name: str, more: Sequence[str], result: Pat
 def _differences(ours: Path, theirs: Path) -> dict[str, float]:
     """Returns the mean and the largest difference of log-probabilities of the first update's completions."""
     import torch
+    from safetensors.torch import load_file
 
-    a, b = torch.load(ours), torch.load(theirs)
+    a, b = load_file(ours), load_file(theirs)
     differences = torch.cat([(a[key] - b[key]).abs() for key in a.keys() & b.keys()])
     return {"completions": len(a.keys() & b.keys()), "mean": float(differences.mean()), "max": float(differences.max())}
 

@@ -8,10 +8,12 @@ from torch import Tensor
 
 pytest.importorskip("accelerate")
 
-from lightseq.integrations.packed_rows import PARENTS, pack_rows
+from lightseq.integrations.packed_rows import pack_rows
 from lightseq.parts.router_replay import ROUTED_EXPERTS
+from lightseq.schedule.nodes import Nodes
 from lightseq.utils.tensors import IGNORE_INDEX
 
+EDGES = "cu_seq_lens_q"
 PROMPT = list(range(10, 30))
 ANSWERS = ([1, 2, 3], [1, 2, 4, 5], [6], [1, 2, 3])
 
@@ -41,11 +43,11 @@ def predicted(given: dict[str, Any], shares_prefixes: bool) -> Tensor:
 def test_a_shared_prompt_is_packed_once() -> None:
     given = batch()
     packed, rows = pack_rows(given, shares_prefixes=True)
-    assert rows is not None and packed[PARENTS] is not None
+    assert rows is not None and isinstance(packed[EDGES], Nodes)
     # The prompt without its last token; its copy before 1 and before 6, that of 2 before 3, 3 and 4.
     assert packed["input_ids"].shape == (1, 19 + 2 + 2 + (1 + 1 + 1) + 2 + 1)
     assert torch.equal(predicted(given, True), predicted(given, False))
-    assert packed["cu_seq_lens_q"][0] == 0 and packed["cu_seq_lens_q"][-1] == packed["input_ids"].shape[1]
+    assert packed[EDGES].length == packed["input_ids"].shape[1]
 
 
 def test_gradients_of_a_shared_token_are_summed_over_its_rows() -> None:
@@ -65,4 +67,4 @@ def test_rows_stay_documents(change: str) -> None:
     if change == "without labels":
         given["labels"] = None
     packed, rows = pack_rows(given, shares_prefixes=True)
-    assert rows is not None and PARENTS not in packed
+    assert rows is not None and not isinstance(packed[EDGES], Nodes)

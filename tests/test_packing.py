@@ -27,6 +27,7 @@ from lightseq.models import random_weights, weights
 from lightseq.parts.chosen_experts import build_to_train
 from lightseq.schedule.algorithms import SCHEDULES, make_schedule
 from lightseq.schedule.documents import balance, packed_schedule
+from lightseq.schedule.nodes import Nodes
 from lightseq.training.build import build_engine
 from lightseq.training.inputs import prepare
 from lightseq.training.trainer import Trainer
@@ -234,7 +235,7 @@ def _numbered(rank: int) -> None:
     torch.testing.assert_close(torch.stack(losses), losses[0].expand(4))
     whole = WholeBatches(model, context)
     torch.testing.assert_close(model(input_ids=ids, labels=labels, attention_mask=mask).loss, losses[0])
-    whole.configure(pad_to=12, weighs_tokens_equally=False, packs_rows=False, own_head=False)
+    whole.configure(pad_to=12, weighs_tokens_equally=False, packs_rows=False, shares_prefixes=False, own_head=False)
     for given in ({"attention_mask": mask}, {"cu_seq_lens_q": torch.tensor([0, 4, 8])}):
         assert model(input_ids=ids, **given).logits.shape[1] == 8
 
@@ -359,7 +360,7 @@ def test_a_schedule_that_packed_documents_make_uneven_is_warned_of(schedule: str
             note.startswith(f"warning: --schedule {schedule} does not balance packed documents") for note in notes
         )
 
-    table = packed_schedule(make_schedule(schedule, 8), (0, 100, 700, 720, 724, 1024))
+    table = packed_schedule(make_schedule(schedule, 8), Nodes((0, 100, 700, 720, 724, 1024)))
     assert warned(schedule, 8) == (balance(table) < 0.9), balance(table)
     assert not warned(schedule, 1) and not warned(schedule, 8, "none") and not warned("auto", 8)
 

@@ -35,6 +35,7 @@ from lightseq.models import random_weights
 from lightseq.parts import mlp
 from lightseq.schedule.algorithms import make_schedule
 from lightseq.schedule.layout import Layout
+from lightseq.schedule.nodes import Nodes
 from lightseq.schedule.table import Schedule
 from lightseq.sequence.group import SequenceGroup
 from lightseq.tools.verify import command as verify
@@ -202,14 +203,14 @@ def _restart_positions(rank: int) -> Any:
 
 def _run_documents_together(rank: int) -> Any:
     return _instead(
-        SequenceGroup, "pack", lambda right, group, boundaries, length: right(group, (0, boundaries[-1]), length)
+        SequenceGroup, "pack", lambda right, group, boundaries, *more: right(group, (0, boundaries[-1]), *more)
     )
 
 
 def _forget_where_documents_begin(rank: int) -> Any:
     """Leaves positions right, and attends over the borders of documents."""
     return _instead(
-        attention, "packed_schedule", lambda right, schedule, boundaries: right(schedule, (0, boundaries[-1]))
+        attention, "packed_schedule", lambda right, schedule, nodes: right(schedule, Nodes((0, nodes.length)))
     )
 
 

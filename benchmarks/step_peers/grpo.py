@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from datasets import Dataset
 from peft import LoraConfig
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import is_flash_attn_4_available
@@ -43,14 +44,14 @@ class KeepsLogProbs:
     """Mixin that keeps the log-probabilities of the first update, of every completion by its last tokens."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.log_probs = dict[tuple[int, ...], Tensor]()
+        self.log_probs = dict[str, Tensor]()
         super().__init__(*args, **kwargs)
 
     def _get_per_token_logps_and_entropies(self, model: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         found = super()._get_per_token_logps_and_entropies(model, input_ids, *args, **kwargs)  # type: ignore[misc]
         if self.state.global_step == 0:  # type: ignore[attr-defined]
             for ids, log_probs in zip(input_ids, found[0].detach(), strict=True):
-                self.log_probs[tuple(ids[-KEY_TOKENS:].tolist())] = log_probs.float().cpu()
+                self.log_probs[" ".join(map(str, ids[-KEY_TOKENS:].tolist()))] = log_probs.float().cpu()
         return found
 
 
@@ -165,7 +166,7 @@ def main(words: Sequence[str]) -> None:
         dist.all_gather_object(every, trainer.log_probs)
         if world.is_main:
             flags.result.write_text(json.dumps(numbers, indent=2) + "\n")
-            torch.save({key: value for found in every for key, value in found.items()}, flags.result.with_suffix(".pt"))
+            save_file({k: v for found in every for k, v in found.items()}, flags.result.with_suffix(".safetensors"))
 
 
 if __name__ == "__main__":

@@ -23,11 +23,10 @@ def shard_batch(
     input_ids: Tensor,
     labels: Tensor | None = None,
     attention_mask: Tensor | None = None,
-    cu_seqlens: Tensor | Sequence[int] | None = None,
+    cu_seqlens: Tensor | Sequence[int] | Nodes | None = None,
     position_ids: Tensor | None = None,
     shift_labels: Tensor | None = None,
     routed_experts: Tensor | None = None,
-    parents: Sequence[int] | None = None,
     **images: Tensor | None,
 ) -> dict[str, Any]:
     """Returns this rank's part of a whole batch (batch, length), as keyword arguments of the patched model.
@@ -41,8 +40,8 @@ def shard_batch(
     last, or `position_ids` restart at each. Documents neither attend to each other nor predict each other's tokens,
     unless `shift_labels` say so.
 
-    `parents` makes the documents that `cu_seqlens` separates nodes of trees, whose tokens see all nodes on their path
-    (`schedule.nodes`). Targets then come in `shift_labels`, because the last token of a node has one too.
+    `cu_seqlens` may be `Nodes` of trees, whose tokens see all nodes on their path (`schedule.nodes`). Targets then come
+    in `shift_labels`, because the last token of a node has one too.
 
     `routed_experts`, (batch, length, layers, experts of a token), lets the layers take a rollout's choice of experts
     (`parts.router_replay`). Layers are all of the model's, or those with experts; -1 leaves a choice to the layer.
@@ -53,6 +52,13 @@ def shard_batch(
     Raises ValueError for a mask other than right padding, and for positions of neither kind. In a batch of one, a mask
     may number documents from 1, as multipack trainers do.
     """
+    parents = None
+    if isinstance(cu_seqlens, Nodes):
+        parents, cu_seqlens = cu_seqlens.parents, cu_seqlens.boundaries
+    if parents is not None and labels is not None:
+        raise ValueError(
+            "labels of rows that share a prefix cannot be shifted; pass shift_labels or use hf.shard_rows"
+        )
     numbers_documents = check_right_padding(attention_mask)
     check_shapes(input_ids, labels=labels, shift_labels=shift_labels, attention_mask=attention_mask)
     length, given_images = input_ids.shape[1], whole_images(context, input_ids, images)
@@ -65,8 +71,6 @@ def shard_batch(
     if attention_mask is not None and cu_seqlens is None:
         position_ids = continued_positions(position_ids, attention_mask)
     boundaries = find_boundaries(input_ids, cu_seqlens, position_ids)
-    if parents is not None and (cu_seqlens is None or labels is not None):
-        raise ValueError("parents need cu_seqlens, where nodes begin, and shift_labels instead of labels")
     if boundaries is not None and boundaries[-1] < length:
         check_tail(boundaries[-1], length, [labels, shift_labels], attention_mask)
     if shift_labels is None and labels is not None:

@@ -48,14 +48,7 @@ def shard_rows(
     is_target = shared.sum_over_rows([(x != 0).astype(np.float64) for x in predicted]) > 0
     labels = np.where(is_target, shared.ids[shared.targets], IGNORE_INDEX)
     ids, shift_labels = (upload(torch.from_numpy(x)[None], target) for x in (shared.ids, labels))
-    nodes = shared.nodes
-    batch = shard_batch(
-        context,
-        ids,
-        shift_labels=shift_labels,
-        cu_seqlens=nodes.boundaries,
-        parents=nodes.parents or [-1] * (len(nodes.boundaries) - 1),
-    )
+    batch = shard_batch(context, ids, shift_labels=shift_labels, cu_seqlens=shared.nodes)
     documents = batch["documents"]
     sums = upload(torch.from_numpy(shared.sum_over_rows(predicted)).float()[None], target)
     count = sum(int(np.count_nonzero(x[1:])) for x in own_weights)

@@ -19,7 +19,6 @@ from lightseq.utils.tensors import IGNORE_INDEX, upload
 PACKED: Final = ("input_ids", "labels", "attention_mask", ROUTED_EXPERTS, *IMAGE_INPUTS)
 
 
-PARENTS: Final = "parents"  # of the nodes that `cu_seq_lens_q` separates
 # Trees must save this share of the tokens. Each depth costs a kernel launch, and short nodes are slower.
 LEAST_SAVED: Final = 0.05
 
@@ -105,7 +104,6 @@ def _as_trees(kwargs: dict[str, Any], places: Tensor, edges: Sequence[int]) -> t
         "attention_mask": None,
         "labels": None,
         "shift_labels": upload(torch.from_numpy(shift_labels), ids.device)[None],
-        "cu_seq_lens_q": [*shared.nodes.boundaries],
-        PARENTS: shared.nodes.parents,
+        "cu_seq_lens_q": shared.nodes,
     }
     return packed, PackedRows((ids.shape[0], ids.shape[1]), places, of_trees, predicts)

@@ -13,9 +13,10 @@ from lightseq.attention.context import SequenceContext
 from lightseq.hf.agreement import BATCH_FACTS, COUNTED_TOKENS, add_to_checksum
 from lightseq.hf.image_inputs import IMAGE_INPUTS, TOKEN_TYPES
 from lightseq.hf.shard_batch import check_right_padding, continued_positions, counted_tokens
-from lightseq.integrations.packed_rows import PARENTS, PackedRows, pack_rows
+from lightseq.integrations.packed_rows import PackedRows, pack_rows
 from lightseq.parts.router_loss import asks_for_router_logits
 from lightseq.parts.router_replay import ROUTED_EXPERTS
+from lightseq.schedule.nodes import Nodes
 from lightseq.utils.tensors import IGNORE_INDEX
 
 PER_BATCH = (*("input_ids", "labels", "shift_labels", "attention_mask", "position_ids", ROUTED_EXPERTS, *IMAGE_INPUTS),)
@@ -67,7 +68,6 @@ def split_inputs(
     padding, shifted_here = kwargs.get("attention_mask"), kwargs.get("shift_labels") is None
     shares_prefixes = shares_prefixes and not asks_for_router_logits(config, kwargs)  # its loss counts every row
     options, packed = pack_rows(kwargs, shares_prefixes) if packs_rows else (dict(kwargs), None)
-    parents = options.pop(PARENTS, None)
     _refuse_options(config, options)
     for name in PACKING:
         options.pop(name, None)
@@ -88,7 +88,7 @@ def split_inputs(
         # Counted already, so targets at the starts of documents stay: shard_batch would remove them.
         labels = nn.functional.pad(whole["labels"][:, 1:], (0, 1), value=IGNORE_INDEX)
         whole |= {"labels": None, "shift_labels": labels}
-    batch = hf.shard_batch(context, cu_seqlens=edges, parents=parents, **whole)
+    batch = hf.shard_batch(context, cu_seqlens=edges, **whole)
     add_to_checksum(batch[BATCH_FACTS], {"attention_mask": padding})
     has_router_loss = asks_for_router_logits(config, options)
     batch.pop(COUNTED_TOKENS, None)
@@ -155,10 +155,12 @@ def _padded(batch: dict[str, Tensor | None], length: int) -> dict[str, Tensor | 
     return {**batch, **padded, "position_ids": positions}
 
 
-def _padded_edges(edges: Tensor | None, length: int, padded: int) -> Tensor | list[int] | None:
+def _padded_edges(edges: Tensor | Nodes | None, length: int, padded: int) -> Tensor | Nodes | list[int] | None:
     """Adds the document of padding that `_padded` makes to the edges of documents that fill a row."""
     if edges is None or padded <= length:
         return edges
+    if isinstance(edges, Nodes):
+        return edges.padded(padded)
     found: list[int] = edges.flatten().tolist()
     return [*found, padded] if found[-1] == length else found
 
