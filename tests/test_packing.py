@@ -22,6 +22,7 @@ from lightseq.data.batches import BatchStream, permutation
 from lightseq.data.packing import PackedExamples, best_fit, open_packed
 from lightseq.data.token_directory import write_token_directory
 from lightseq.distributed.world import World
+from lightseq.integrations.split_model import TrainerBatches
 from lightseq.integrations.whole_batches import WholeBatches
 from lightseq.models import random_weights, weights
 from lightseq.parts.chosen_experts import build_to_train
@@ -235,7 +236,7 @@ def _numbered(rank: int) -> None:
     torch.testing.assert_close(torch.stack(losses), losses[0].expand(4))
     whole = WholeBatches(model, context)
     torch.testing.assert_close(model(input_ids=ids, labels=labels, attention_mask=mask).loss, losses[0])
-    whole.configure(pad_to=12, weighs_tokens_equally=False, packs_rows=False, shares_prefixes=False, own_head=False)
+    whole.configure(TrainerBatches(keeps_targets=True, pad_to=12))
     for given in ({"attention_mask": mask}, {"cu_seq_lens_q": torch.tensor([0, 4, 8])}):
         assert model(input_ids=ids, **given).logits.shape[1] == 8
 

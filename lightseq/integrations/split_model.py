@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -17,6 +18,19 @@ from lightseq.parts.changes import Changes
 from lightseq.parts.compilation import allow_graphs_per_length
 
 SPLIT_MODEL: Final = "lightseq_split_model"  # attribute of the transformers model
+
+
+@dataclass(frozen=True)
+class TrainerBatches:
+    """Batches of a trainer, and what it computes of them. The defaults are those of a loop with accelerate."""
+
+    keeps_targets: bool = False  # first tokens of documents stay targets, because the trainer has counted them
+    pad_to: int | None = None  # tokens of every packed row, so that compiled layers see one length
+    weighs_tokens_equally: bool = False  # the loss is the mean over all tokens (see `parts.token_metrics`)
+    packs_rows: bool = False  # prompts padded on the left, with completions, become documents of one row
+    shares_prefixes: bool = False  # packed rows that begin alike become trees
+    # Our head computes what TRL's is asked for, in all models of the trainer: two heads would round differently.
+    own_head: bool = False
 
 
 class SplitModel:
@@ -38,16 +52,8 @@ class SplitModel:
         self.record = record
         record.changes.call_later(self.remove)
 
-    def configure(
-        self,
-        *,
-        pad_to: int | None,
-        weighs_tokens_equally: bool,
-        packs_rows: bool,
-        shares_prefixes: bool,
-        own_head: bool,
-    ) -> None:
-        """Sets what a trainer knows of its batches and loss."""
+    def configure(self, batches: TrainerBatches) -> None:
+        """Takes what a trainer knows of its batches and loss."""
 
     @contextmanager
     def replaying(self, routed_experts: Tensor) -> Iterator[None]:

@@ -17,7 +17,7 @@ from transformers import Trainer, TrainingArguments, __version__
 from lightseq.integrations.accelerate import ATTENTION_OPTIONS, enable, share_batches
 from lightseq.integrations.image_checks import check_images
 from lightseq.integrations.rollouts import SharedRollouts, generates
-from lightseq.integrations.split_model import SplitModel, split_model_of
+from lightseq.integrations.split_model import SplitModel, TrainerBatches, split_model_of
 from lightseq.integrations.trl_head import trl_head_of
 from lightseq.models.decoder import transformers_model
 from lightseq.utils.formatting import check_names
@@ -105,11 +105,14 @@ class SequenceParallel(SharedRollouts):
         for model in models:
             whole = enable(model, self._sequence_mesh, self.accelerator, **options)
             whole.configure(
-                own_head=own_head,
-                pad_to=length if packs and self._compiles() else None,
-                weighs_tokens_equally=self._is_mean_loss(),
-                packs_rows=generates(type(self)),  # of prompts padded on the left, and completions
-                shares_prefixes=self._share_prefixes and not whole.context.config.carries_states,
+                TrainerBatches(
+                    keeps_targets=True,
+                    pad_to=length if packs and self._compiles() else None,
+                    weighs_tokens_equally=self._is_mean_loss(),
+                    packs_rows=generates(type(self)),
+                    shares_prefixes=self._share_prefixes and not whole.context.config.carries_states,
+                    own_head=own_head,
+                )
             )
 
     def _refuse_model_init(self) -> None:

@@ -25,7 +25,7 @@ from lightseq.hf.router_losses import share_router_loss
 from lightseq.integrations.lazy_logits import with_lazy_logits, without
 from lightseq.integrations.pass_head import PassHead, check_trl_head, check_trl_reads_all
 from lightseq.integrations.split_inputs import SplitInputs, split_inputs
-from lightseq.integrations.split_model import SplitModel
+from lightseq.integrations.split_model import SplitModel, TrainerBatches
 from lightseq.integrations.trl_head import trl_head_of
 from lightseq.models.decoder import text_config
 from lightseq.parts.changes import Changes
@@ -74,9 +74,7 @@ class WholeBatches(SplitModel):
         self._unread: Callable[[], Tensor] | None = None  # gathers this pass's logits
         self._is_inside = False  # the outermost module's forward pass runs
         self._ending: RemovableHandle | None = None  # hook of the outermost module that ran last
-        self._weighs_tokens_equally = self._keeps_targets = self._own_head = False
-        self._packs_rows = self._shares_prefixes = False
-        self._pad_to: int | None = None
+        self._batches = TrainerBatches()
         self._configured_logit_transform = configured_logit_transform(self.model.config)  # None: not a known model
         self._pass: _Pass | None = None
         for hook in (
@@ -88,26 +86,9 @@ class WholeBatches(SplitModel):
         self._changes.call_later(self._stop_ending)
         self.watch(model)
 
-    def configure(
-        self,
-        *,
-        pad_to: int | None,
-        weighs_tokens_equally: bool,
-        packs_rows: bool,
-        shares_prefixes: bool,
-        own_head: bool,
-    ) -> None:
-        """Sets what a trainer knows of its batches and loss.
-
-        `pad_to`: tokens of every packed row, so that compiled layers see one length. `weighs_tokens_equally`: the loss
-        is the mean over all tokens (see `parts.token_metrics`). `packs_rows`: rows of prompts padded on the left and
-        completions padded on the right become documents of one row, or trees with `shares_prefixes`. `own_head`: our
-        head computes what TRL's is asked for, in all models of the trainer, because two heads would round differently.
-        The first token of a document stays a target of the document before it, because trainers count targets before
-        they call the model.
-        """
-        self._pad_to, self._packs_rows, self._keeps_targets, self._own_head = pad_to, packs_rows, True, own_head
-        self._weighs_tokens_equally, self._shares_prefixes = weighs_tokens_equally, shares_prefixes
+    def configure(self, batches: TrainerBatches) -> None:
+        """Takes what a trainer knows of its batches and loss."""
+        self._batches = batches
 
     def watch(self, outermost: nn.Module) -> None:
         """Lets outputs of a module around the model, such as DDP's, have logits; inside it they have none.
@@ -124,17 +105,17 @@ class WholeBatches(SplitModel):
         if len(args) > 1:
             raise ValueError(f"{len(args)} positional arguments; pass all but the first by keyword")
         kwargs = {**({"input_ids": args[0]} if args else {}), **kwargs}
-        packs_rows = self._packs_rows and bool(kwargs.get("fused_lm_head"))
+        packs_rows = self._batches.packs_rows and bool(kwargs.get("fused_lm_head"))
         if packs_rows and (routes := self.next_routes(len(kwargs["input_ids"]))) is not None:
             kwargs[ROUTED_EXPERTS] = routes
         local = split_inputs(
             self.context,
             self.model.config,
             kwargs,
-            self._pad_to,
-            self._keeps_targets,
+            pad_to=self._batches.pad_to,
+            keeps_targets=self._batches.keeps_targets,
             packs_rows=packs_rows,
-            shares_prefixes=self._shares_prefixes,
+            shares_prefixes=self._batches.shares_prefixes,
         )
         self._pass = this = _Pass(local, Changes())
         inputs = {**local.options, **local.batch}
@@ -144,10 +125,16 @@ class WholeBatches(SplitModel):
             check_trl_reads_all(self.model, self._configured_logit_transform)
             share_router_loss(vars(modeling_mixtral))  # whose function TRL's fused head calls
             asked = trl_head_of(self.model)
-            head = self._pass_head(local.labels, asked.temperature) if self._own_head and asked is not None else None
+            head = (
+                self._pass_head(local.labels, asked.temperature)
+                if self._batches.own_head and asked is not None
+                else None
+            )
             if head is not None:
                 del inputs["fused_lm_head"]
-                self._replace_head(this, head, partial(head.token_log_probs, equal_factors=self._weighs_tokens_equally))
+                self._replace_head(
+                    this, head, partial(head.token_log_probs, equal_factors=self._batches.weighs_tokens_equally)
+                )
             return (), inputs
         usual = loss_function_of(self.model) is ForCausalLMLoss and not has_fused_loss(self.model)
         if usual and (head := self._pass_head(local.labels)) is not None:
