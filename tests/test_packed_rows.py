@@ -59,11 +59,18 @@ def test_gradients_of_a_shared_token_are_summed_over_its_rows() -> None:
     assert values.grad.sum() == sum(map(len, ANSWERS)) and values.grad.max() == 3  # three answers begin with 1
 
 
-@pytest.mark.parametrize("change", ["few shared tokens", "experts of a rollout", "without labels"])
+CHANGES = ("few shared tokens", "experts of a rollout", "images", "without labels", "labels that are not ids")
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_rows_stay_documents(change: str) -> None:
     given = batch(([*range(100, 600)], [*range(600, 1100)]) if change == "few shared tokens" else ANSWERS)
     if change == "experts of a rollout":
         given[ROUTED_EXPERTS] = torch.zeros(*given["input_ids"].shape, 2, 1, dtype=torch.int64)
+    if change == "images":
+        given["pixel_values"] = torch.zeros(4, 3)
+    if change == "labels that are not ids":
+        given["labels"][0, 22] = 77
     if change == "without labels":
         given["labels"] = None
     packed, rows = pack_rows(given, shares_prefixes=True)

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from cases import slow_except
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
 from worlds import spawn
 
@@ -101,3 +102,33 @@ def test_rows_that_cannot_be_learned_are_refused() -> None:
             "there are weights for 0 rows, but 1 rows",
             "row 1 has no tokens",
         ]
+
+
+def under_ddp(rank: int) -> dict[str, Any]:
+    """Trains the same rows in two groups of one rank each, whose gradients DDP averages."""
+    model, mesh = fresh("llama"), init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "sequence"))
+    context = hf.enable(model, mesh["sequence"], length=64, packed=True)
+    outer = nn.parallel.DistributedDataParallel(model)
+    outer(**hf.shard_rows(context, ROWS, WEIGHTS)).loss.backward()
+    return {name: x.numpy() for name, x in gradients_of(model).items()}
+
+
+def test_gradients_that_ddp_averages_over_groups_equal_one_group() -> None:
+    """Rows share targets here, which count once for each row, so the divisor is not the number of targets."""
+    _, _, gradients = row_by_row("llama")
+    for found in spawn(2, under_ddp):
+        for name, want in gradients.items():
+            assert (torch.tensor(found[name]) - want).norm() < 2e-5 * want.norm().clamp_min(1e-6), name
+
+
+def other_weights(rank: int) -> str:
+    model = fresh("llama")
+    context = hf.enable(model, length=64, packed=True)
+    with pytest.raises(ValueError) as error:
+        model(**hf.shard_rows(context, ROWS, [[(1 + rank) * x for x in weights] for weights in WEIGHTS]))
+    return str(error.value)
+
+
+def test_ranks_with_other_weights_are_refused() -> None:
+    for said in spawn(2, other_weights):
+        assert said.startswith("ranks 0 and 1 share a sequence but got different batches") or "1 and 0" in said

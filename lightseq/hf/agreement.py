@@ -15,7 +15,6 @@ from lightseq.utils.tensors import IGNORE_INDEX, upload
 
 BATCHES_BETWEEN_COMPARISONS: Final = 100
 BATCH_FACTS: Final = "batch_facts"  # key of `batch_facts` in a batch
-LOSS_WEIGHTS: Final = "loss_weights"  # key of the weights of a rank's targets, if not all are 1
 COUNTED_TOKENS: Final = "counted_tokens"  # key of the tokens that router losses count, if not all do
 
 _HASHED_WORDS: Final = 2**21

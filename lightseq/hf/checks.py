@@ -13,7 +13,6 @@ from lightseq.comm.transport import base_transport_name
 from lightseq.hf.agreement import (
     BATCH_FACTS,
     COUNTED_TOKENS,
-    LOSS_WEIGHTS,
     announce_pass,
     begin_comparing_documents,
     compare_batches,
@@ -94,11 +93,12 @@ class Checks:
             self._images.begin(kwargs)
             self._check_routed_experts(args, kwargs)
         documents, facts = kwargs.get("documents"), kwargs.pop(BATCH_FACTS, None)
-        counted, weights = kwargs.pop(COUNTED_TOKENS, None), kwargs.pop(LOSS_WEIGHTS, None)
+        counted = kwargs.pop(COUNTED_TOKENS, None)
         if state.outermost is None:
-            state.counted_tokens, state.loss_weights = counted, weights
+            rows = None if documents is None else documents.rows
+            state.counted_tokens, state.loss_weights = counted, None if rows is None else rows.weights
             if asks_for_router_logits(model.config, kwargs):
-                if weights is not None:
+                if documents is not None and documents.are_trees:
                     raise ValueError(
                         "router losses do not take rows that share a prefix; pass whole rows to shard_batch"
                     )

@@ -61,7 +61,7 @@ def _loss(context: SequenceContext, loss_function: Callable[..., Tensor], *args:
         raise ValueError(f"hf.shard_rows needs the loss ForCausalLMLoss, not {loss_function}; use hf.token_log_probs")
     logits = kwargs["logits"] if "logits" in kwargs else args[0]
     log_probs = log_probs_of_logits(logits, kwargs["shift_labels"])
-    return -(weights * log_probs).sum() / kwargs["num_items_in_batch"]
+    return -(weights.to(log_probs.dtype) * log_probs).sum() / kwargs["num_items_in_batch"]
 
 
 @torch.compiler.disable
@@ -80,6 +80,8 @@ def check_loss(context: SequenceContext, model: nn.Module, _args: tuple, kwargs:
         return
     returned = output[0] if isinstance(output, tuple) else output.loss
     if noted is None and has_fused_loss(model):
+        if state.loss_weights is not None:
+            raise ValueError("Liger's fused loss takes no weights; pass fused_linear_cross_entropy=False to Liger")
         return  # the fused loss takes shift_labels and num_items_in_batch itself
     # Models add the share of the router loss in place.
     if noted is None or returned is not noted[0] or tensor_version(returned) - noted[1] not in (0, state.router_losses):

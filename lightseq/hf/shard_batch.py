@@ -57,6 +57,9 @@ def shard_batch(
         parents, cu_seqlens = cu_seqlens.parents, cu_seqlens.boundaries
     if parents is not None and labels is not None:
         raise ValueError("labels of rows that share a prefix cannot be shifted; pass shift_labels or use hf.shard_rows")
+    given = [name for name, x in images.items() if x is not None]
+    if parents is not None and given:
+        raise ValueError(f"{given[0]}: rows that share a prefix do not take images yet; pack whole rows")
     numbers_documents = check_right_padding(attention_mask)
     check_shapes(input_ids, labels=labels, shift_labels=shift_labels, attention_mask=attention_mask)
     length, given_images = input_ids.shape[1], whole_images(context, input_ids, images)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from lightseq.attention.context import SequenceContext
-from lightseq.hf.agreement import LOSS_WEIGHTS
+from lightseq.hf.agreement import BATCH_FACTS, add_to_checksum
 from lightseq.hf.shard_batch import shard_batch
 from lightseq.sequence.documents import RowPlaces
 from lightseq.sequence.shared_prefixes import share_prefixes
@@ -50,12 +50,20 @@ def shard_rows(
     ids, shift_labels = (upload(torch.from_numpy(x)[None], target) for x in (shared.ids, labels))
     batch = shard_batch(context, ids, shift_labels=shift_labels, cu_seqlens=shared.nodes)
     documents = batch["documents"]
-    sums = upload(torch.from_numpy(shared.sum_over_rows(predicted)).float()[None], target)
-    count = sum(int(np.count_nonzero(x[1:])) for x in own_weights)
-    batch[LOSS_WEIGHTS] = context.sequence.shard(sums, documents=documents)
-    batch["documents"] = replace(documents, rows=RowPlaces.of(shared.places, [x != 0 for x in predicted]))
-    batch["num_items_in_batch"] = torch.full_like(batch["num_items_in_batch"], max(count, 1))
-    return batch
+    sums = torch.from_numpy(shared.sum_over_rows(predicted))[None]
+    add_to_checksum(batch[BATCH_FACTS], {"weights": sums})
+    rows_of_trees = RowPlaces(
+        places=torch.from_numpy(np.concatenate(shared.places)),
+        has_target=torch.from_numpy(np.concatenate([x != 0 for x in predicted])),
+        sizes=tuple(map(len, shared.places)),
+        weights=upload(context.sequence.shard(sums, documents=documents), target),
+    )
+    count = sum(int(np.count_nonzero(x)) for x in predicted)
+    batch[BATCH_FACTS][2] = count  # by which the model knows a divisor of the user's
+    return batch | {
+        "documents": replace(documents, rows=rows_of_trees),
+        "num_items_in_batch": torch.full_like(batch["num_items_in_batch"], max(count, 1)),
+    }
 
 
 def _checked_weights(rows: Sequence[Sequence[int]], weights: Sequence[Sequence[float]]) -> list[np.ndarray]:

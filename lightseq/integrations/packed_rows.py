@@ -86,7 +86,10 @@ def _depends_on_ids_alone(kwargs: dict[str, Any]) -> bool:
 def _as_trees(kwargs: dict[str, Any], places: Tensor, edges: Sequence[int]) -> tuple[dict[str, Any], PackedRows] | None:
     """Returns what `pack_rows` does for trees, given places and edges of rows; None if they share few tokens."""
     ids, labels = kwargs["input_ids"], kwargs["labels"]
+    # Labels of rows that share a token are equal, because they are ids.
     of_tokens, of_labels = torch.stack([ids.flatten()[places], labels.flatten()[places]]).cpu().numpy()
+    if ((of_labels != of_tokens) & (of_labels != IGNORE_INDEX)).any():
+        return None
     shared = share_prefixes([of_tokens[a:b] for a, b in pairwise(edges)])
     if shared.nodes.parents is None or len(shared.ids) > (1 - LEAST_SAVED) * len(of_tokens):
         return None

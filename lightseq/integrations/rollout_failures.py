@@ -4,12 +4,15 @@ import queue
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
+
+REQUIRED: Final = ("prompt_ids", "completion_ids", "logprobs")  # in a server's answer
+FIELDS: Final = (*REQUIRED, "logprob_token_ids")
 
 
 class SharedError(RuntimeError):
@@ -18,7 +21,7 @@ class SharedError(RuntimeError):
 
 @dataclass(frozen=True)
 class Failure:
-    """Stands for what a rank or a server could not give. Every rank that reads it raises the error."""
+    """An error in the place of a rank's or a server's values. Every rank that reads it raises the error."""
 
     text: str
 
@@ -33,10 +36,11 @@ class RankAccelerator:
     the others wait for, so that all raise the same line without another collective.
     """
 
-    def __init__(self, accelerator: Accelerator, prompts: int, client: Any = None) -> None:
+    def __init__(self, accelerator: Accelerator, prompts: int, client: Any, asks_server: bool) -> None:
         self._accelerator = accelerator
         self._prompts = prompts
         self._client = client
+        self._asks_server = asks_server  # through TRL's collectives, in which other ranks may wait
         self._raised: Exception | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -45,17 +49,23 @@ class RankAccelerator:
     def gather(self, tensor: Tensor) -> Tensor:
         """Returns the rows of all ranks."""
         if (error := getattr(self._client, "error", None)) is not None:  # a rollout_func may have its own client
-            raise error
+            self._share(error)
         if tensor.dim() and len(tensor) != self._prompts:
-            raise ValueError(
-                f"{len(tensor)} completions were returned for {self._prompts} prompts; return one for each, in order"
-            )
+            counts = f"{len(tensor)} completions were returned for {self._prompts} prompts"
+            self._share(ValueError(f"{counts}; return one for each, in order"))
         return torch.cat(self._gathered(torch.atleast_1d(tensor).cpu())).to(tensor.device)
 
     def fail(self, error: Exception) -> NoReturn:
-        """Raises the error of this rank on all ranks, which wait in `gather` or failed too."""
-        if error is self._raised:  # on all ranks
+        """Raises the error of this rank on all ranks, if these wait in `gather` or failed too.
+
+        Where a server is asked, they may wait in another collective. Then this rank alone raises, and the launcher ends
+        the others.
+        """
+        if error is self._raised or (self._asks_server and not isinstance(error, SharedError)):
             raise error
+        self._share(error)
+
+    def _share(self, error: Exception) -> NoReturn:
         text = f"generation failed on rank {self._accelerator.process_index}: {type(error).__name__}: {error}"
         try:
             self._gathered(Failure(str(error) if isinstance(error, SharedError) else text))
@@ -106,7 +116,7 @@ class CheckedClient:
         if self.error is None:
             return found
         failure, self.error = Failure(f"{type(self.error).__name__}: {self.error}"), None
-        return dict.fromkeys(("prompt_ids", "completion_ids", "logprobs", "logprob_token_ids"), failure)
+        return dict.fromkeys(FIELDS, failure)
 
     def _attempt(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.error is None:
@@ -125,6 +135,8 @@ class CheckedClient:
                 f"the vLLM server {url} has not answered within {limit:.0f} s; other ranks wait for ddp_timeout "
                 f"({self._ddp_timeout:.0f} s) at most: raise it, or ask for fewer or shorter completions"
             ) from None
+        if missing := [name for name in REQUIRED if name not in found]:
+            raise ValueError(f"the vLLM server {url} returned no {missing[0]}; TRL needs {', '.join(REQUIRED)}")
         if (count := len(found["completion_ids"])) != n * len(prompts):
             raise ValueError(
                 f"the vLLM server {url} returned {count} completions for {len(prompts)} prompts x num_generations {n}; "

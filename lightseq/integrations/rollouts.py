@@ -157,7 +157,10 @@ class SharedRollouts:
             return self._generate_alike(prompts, *args, **kwargs)
         part = slice(len(prompts) * rank // ranks, len(prompts) * (rank + 1) // ranks)
         own_prompts, module = prompts[part], _module_of(type(self))
-        ranks_apart = RankAccelerator(own_accelerator(self.accelerator), len(own_prompts), self._vllm_client())
+        asks_server = uses_vllm and of_vllm["vllm_mode"] == "server" and of_vllm.get("rollout_func") is None
+        ranks_apart = RankAccelerator(
+            own_accelerator(self.accelerator), len(own_prompts), self._vllm_client(), asks_server=asks_server
+        )
         with whole.paused(), self._samples(rank), _replaced(vars(self), accelerator=ranks_apart):
             with _replaced(vars(module), gather_object=gather_object):
                 try:

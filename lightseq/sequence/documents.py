@@ -1,34 +1,26 @@
 """Documents of a packed sequence, or nodes of its trees: their boundaries, layout, positions and numbers."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from lightseq.schedule.layout import Layout, shard
-from lightseq.schedule.nodes import ROOT, Ints, Nodes
+from lightseq.schedule.nodes import ROOT, Nodes
 from lightseq.utils.tensors import upload
 
 
 @dataclass(frozen=True, eq=False)
 class RowPlaces:
-    """Places of rows in a row of trees, in which rows share the tokens of a common prefix."""
+    """Places of rows in a row of trees, in which rows share the tokens of a common prefix, and their weights.
+
+    Weights are not a tensor of the batch, because FSDP2 rounds those to the dtype of the model.
+    """
 
     places: Tensor  # (tokens of all rows,), int64 on the CPU: where each token stands
     has_target: Tensor  # (tokens of all rows,), bool: whether the row learns what this token predicts
     sizes: tuple[int, ...]  # tokens of each row
-
-    @classmethod
-    def of(cls, places: Sequence[Ints], has_target: Sequence[NDArray[np.bool_]]) -> "RowPlaces":
-        """Joins the arrays of all rows."""
-        return cls(
-            places=torch.from_numpy(np.concatenate(places)),
-            has_target=torch.from_numpy(np.concatenate(has_target)),
-            sizes=tuple(map(len, places)),
-        )
+    weights: Tensor  # (1, local), float64 on the device: the sums of the rows' weights for this rank's targets
 
     def sums(self, values: Tensor) -> Tensor:
         """Returns the sums over each row's targets, (rows,), of values (tokens of the trees,)."""
@@ -67,6 +59,11 @@ class Documents:
     def length(self) -> int:
         """Returns the tokens of the sequence, padding included."""
         return int(self.boundaries.view(-1, self.boundaries.shape[-1])[0, -1])
+
+    @property
+    def are_trees(self) -> bool:
+        """Returns whether some nodes have a parent."""
+        return self.boundaries.ndim == 2
 
     def shard(self, x: Tensor, rank: int, fill: float = 0) -> Tensor:
         """Returns one rank's part of a whole tensor (batch, length, ...), padded with `fill`."""
