@@ -41,6 +41,12 @@ class StuckServer(Server):
         raise ConnectionError("no update")
 
 
+class SilentServer(Server):
+    def generate(self, prompts: list[list[int]], n: int, **options: Any) -> dict[str, Any]:
+        found = super().generate(prompts, n, **options)
+        return {name: value for name, value in found.items() if name != "logprobs"}
+
+
 class ForeignServer(Server):
     def generate(self, prompts: list[list[int]], n: int, **options: Any) -> dict[str, Any]:
         found = super().generate(prompts, n, **options)
@@ -95,6 +101,7 @@ CASES: dict[Any, tuple[dict[str, Any], str]] = {
     DeadServer: ({}, "SharedError: ConnectionError: connection refused"),
     LateServer: ({"ddp_timeout": 1}, "SharedError: TimeoutError: the vLLM server  has not answered within 1 s; other "),
     LazyServer: ({}, "SharedError: ValueError: the vLLM server  returned "),
+    SilentServer: ({}, "SharedError: ValueError: the vLLM server  returned no logprobs; "),
     StuckServer: ({}, "SharedError: ConnectionError: no update"),
     ForeignServer: ({}, "ValueError: the log-probabilities that vLLM returned differ from the trainer's by 4."),
     one_rank_fails: ({}, "SharedError: generation failed on rank 1: KeyError: 'answer'"),

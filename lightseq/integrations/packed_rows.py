@@ -20,7 +20,7 @@ PACKED: Final = ("input_ids", "labels", "attention_mask", ROUTED_EXPERTS, *IMAGE
 
 
 # Trees must save this share of the tokens. Each depth costs a kernel launch, and short nodes are slower.
-LEAST_SAVED: Final = 0.05
+LEAST_SAVED: Final = 0.2
 
 
 @dataclass(frozen=True)
