@@ -75,7 +75,12 @@ def _compare(flags: argparse.Namespace, words: Sequence[str]) -> None:
             label = f"{name} {variant}".strip()
             more = VARIANTS.get(variant, [])
             result = flags.output.with_suffix("") / f"{label.replace(' ', '-')}-{completion}.json"
-            record = {"benchmark": "grpo", "label": label, "completion": completion, **_take(flags, name, more, result)}
+            record = {
+                "benchmark": "grpo",
+                "label": label,
+                "completion": completion,
+                **_take(flags, name, completion, more, result),
+            }
             if record["skipped"] is None:
                 found[label] = result.with_suffix(".safetensors")
                 if "trl" in found and name != "trl":
@@ -91,11 +96,10 @@ def _trials(flags: argparse.Namespace) -> list[tuple[str, str]]:
     return [trial for trial in every if trial[0] in flags.implementations]
 
 
-def _take(flags: argparse.Namespace, name: str, more: Sequence[str], result: Path) -> dict[str, Any]:
+def _take(flags: argparse.Namespace, name: str, completion: int, more: Sequence[str], result: Path) -> dict[str, Any]:
     """Runs one trainer at one length, and returns its numbers; `skipped` says why there are none."""
     from benchmarks.processes import Failed, run, torchrun
 
-    completion = int(result.stem.rpartition("-")[2])
     command = [
         *torchrun(flags.nproc_per_node),
         *(relpath(WORKER), name, "--model", str(flags.model), "--result", str(result)),

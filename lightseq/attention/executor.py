@@ -16,7 +16,7 @@ from lightseq.attention.cuda_graphs import GraphCache, is_short
 from lightseq.attention.gathered import Gathered
 from lightseq.attention.lowering import lower
 from lightseq.attention.pass_spec import ChunkSlot, PassSpec, make_spec
-from lightseq.attention.program import ChunkRange, OutputSlot, Program, Reduction, StepProgram, reductions_of
+from lightseq.attention.program import ChunkRanges, OutputSlot, Program, Reduction, StepProgram, reductions_of
 from lightseq.attention.tile_streams import CURRENT_STREAM, second_stream
 from lightseq.comm.transport import Exchange, Outbox, Receive, Transport
 from lightseq.kernels.attention.base import Kernel, Saved
@@ -232,32 +232,26 @@ class _Execution:
         for reduction in reductions:
             self._accumulators[reduction.item].reduce(reduction, self._launches)
 
-    def _operand(self, item: str, ranges: tuple[ChunkRange, ...]) -> Buffer:
+    def _operand(self, item: str, ranges: ChunkRanges) -> Buffer:
         """Returns views of an operand's chunks, or copies side by side if there are several ranges."""
-        parts = [self._chunks(item, chunks) for chunks in ranges]
+        layout, parts = self._layouts[item], list[Buffer]()
+        for arena, start, count, head_group in ranges:
+            if arena is None:
+                parts.append(layout.local(self._operands[item], start, count, head_group))
+            else:
+                parts.append(layout.unpacked(layout.slots(self._arenas[arena], start, count)))
         if len(parts) == 1:
             return parts[0]
         # An lse is (B, N, S), other tensors are (B, S, N, D).
         return tuple(torch.cat(x, 2 if x[0].ndim == 3 else 1) for x in zip(*parts, strict=True))
 
-    def _chunks(self, item: str, chunks: ChunkRange) -> Buffer:
-        arena, start, count, head_group = chunks
-        layout = self._layouts[item]
-        if arena is None:
-            return layout.local(self._operands[item], start, count, head_group)
-        return layout.unpacked(layout.slots(self._arenas[arena], start, count))
-
-    def _forward_operands(
-        self, q: tuple[ChunkRange, ...], kv: tuple[ChunkRange, ...] | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _forward_operands(self, q: ChunkRanges, kv: ChunkRanges | None) -> tuple[Tensor, Tensor, Tensor]:
         """Returns q, k and v of a tile."""
         assert kv is not None, "only the backward pass reuses gathered keys and values"
         (q_,), (k, v) = self._operand("q", q), self._operand("kv", kv)
         return q_, k, v
 
-    def _backward_operands(
-        self, head_group: int, q: tuple[ChunkRange, ...], kv: tuple[ChunkRange, ...] | None
-    ) -> tuple[Tensor, Saved]:
+    def _backward_operands(self, head_group: int, q: ChunkRanges, kv: ChunkRanges | None) -> tuple[Tensor, Saved]:
         """Returns dout of a tile, and the tensors that its forward pass saved."""
         q_, dout, out, lse = self._gathered_buffers.get(("q", head_group), ()) + self._operand("q", q)
         k, v = self._gathered_buffers[("kv", head_group)] if kv is None else self._operand("kv", kv)

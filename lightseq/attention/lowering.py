@@ -9,6 +9,7 @@ from lightseq.attention.pass_spec import ChunkSlot, PassSpec, aligned, item_head
 from lightseq.attention.program import (
     Arrival,
     ChunkRange,
+    ChunkRanges,
     Fetch,
     OutputSlot,
     OwnPart,
@@ -131,7 +132,7 @@ class _Lowering:
             return OutputSlot(item, outbox=None, final=final, own=())
         return OutputSlot(item, outbox=None, final=None, own=tuple(OwnPart(c, slot, None) for c, slot in own))
 
-    def operand(self, t: int, item: str, chunks: tuple[int, ...], head_group: int) -> tuple[ChunkRange, ...]:
+    def operand(self, t: int, item: str, chunks: tuple[int, ...], head_group: int) -> ChunkRanges:
         """Returns where a tile of step `t` finds the chunks of an operand."""
         start = local_start(self.layout, self.rank, chunks)
         if start is not None:
@@ -144,7 +145,7 @@ class _Lowering:
         own = [(i, chunk) for i, chunk in enumerate(a.chunks) if self.layout.home(chunk) == self.rank]
         return [Fetch(arena, i, self.rank, self.staged_chunk(a.item, chunk, a.head_group)) for i, chunk in own]
 
-    def find_in_arena(self, t: int, item: str, chunks: tuple[int, ...], head_group: int) -> tuple[ChunkRange, ...]:
+    def find_in_arena(self, t: int, item: str, chunks: tuple[int, ...], head_group: int) -> ChunkRanges:
         """Returns where chunks lie in the arena that holds them at step `t`."""
         for i, a in enumerate(self.arenas):
             if (a.item, a.head_group) == (item, head_group) and a.first <= t <= a.last and chunks[0] in a.chunks:

@@ -64,6 +64,9 @@ class ChunkRange(NamedTuple):
     head_group: int  # of the item, in the rank's own tensors; an arena holds only one
 
 
+ChunkRanges = tuple[ChunkRange, ...]  # several, if chunks do not lie side by side
+
+
 class OwnPart(NamedTuple):
     """Part of a tile's result for a chunk of the rank that computes it, which has to reduce it."""
 
@@ -89,8 +92,8 @@ class TileProgram(NamedTuple):
     """One kernel call: where its operands are and where its results go."""
 
     tile: Tile
-    q: tuple[ChunkRange, ...]  # several, if they do not lie side by side
-    kv: tuple[ChunkRange, ...] | None  # None: gathered in the forward pass
+    q: ChunkRanges
+    kv: ChunkRanges | None  # None: gathered in the forward pass
     outputs: tuple[OutputSlot, ...]
 
 

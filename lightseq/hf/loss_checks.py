@@ -46,17 +46,17 @@ def _sharded_loss(
                 f"the loss of a shard needs {name}, which {model_name} did not get or does not pass to its "
                 "loss; pass all that shard_batch returns, or use another model"
             )
-    loss = _loss(context, loss_function, *args, **kwargs)
+    weights = context.forward_pass.loss_weights
+    if weights is None:
+        loss = loss_function(*args, **kwargs)
+    else:
+        loss = _weighted_loss(weights, loss_function, *args, **kwargs)
     _record_loss(context, loss)
     return loss
 
 
-@torch.compiler.disable
-def _loss(context: SequenceContext, loss_function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """Calls the loss function, or computes the weighted sum of `hf.shard_rows`."""
-    weights = context.forward_pass.loss_weights
-    if weights is None:
-        return loss_function(*args, **kwargs)
+def _weighted_loss(weights: Tensor, loss_function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """Returns the loss of `hf.shard_rows` in place of the mean. Raises ValueError for another loss than the usual."""
     if unwrap(loss_function) is not ForCausalLMLoss:
         raise ValueError(f"hf.shard_rows needs the loss ForCausalLMLoss, not {loss_function}; use hf.token_log_probs")
     logits = kwargs["logits"] if "logits" in kwargs else args[0]

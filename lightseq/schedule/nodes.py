@@ -66,7 +66,7 @@ class Nodes:
     def rectangles(self) -> Rectangles:
         """Returns which queries see which whole ancestors."""
         levels: list[int] = []
-        runs: dict[int, list[list[int]]] = {}  # of an ancestor: begin and end of its descendants
+        runs: dict[int, list[list[int]]] = {}  # by ancestor: begin and end of its descendants
         for node, parent in enumerate(self.parents or ()):
             levels.append(0 if parent == ROOT else levels[parent] + 1)
             for ancestor in self.ancestors(node):
@@ -109,7 +109,7 @@ class Nodes:
     def cut(self, tokens: int) -> "Nodes":
         """Cuts nodes at every multiple of `tokens` in the position. Tokens of different parts do not see each other."""
         boundaries, parents = list[int](), list[int]()
-        last_part = list[int]()  # of each node: the index of its last part
+        last_part = list[int]()  # index of a node's last part, by node
         for node, (start, stop) in enumerate(pairwise(self.boundaries)):
             position = int(self.first_positions[node])
             parent = ROOT if self.parents is None else self.parents[node]
@@ -142,11 +142,13 @@ def check_nodes(boundaries: Sequence[int], parents: Sequence[int] | None, length
     found = tuple(int(x) for x in parents)
     if len(found) != len(edges) - 1:
         raise ValueError(f"{len(found)} parents for {len(edges) - 1} nodes; give one for each, {ROOT} for a root")
+    path = list[int]()  # the node before, and all nodes above it, from the root
     for node, parent in enumerate(found):
-        path = [node - 1, *Nodes(edges, found[:node]).ancestors(node - 1)] if node else []
         if parent != ROOT and parent not in path:
             raise ValueError(
-                f"node {node} has parent {parent}, but stands behind nodes {', '.join(map(str, path)) or 'none'}; "
+                f"node {node} has parent {parent}, but stands behind nodes "
+                f"{', '.join(map(str, reversed(path))) or 'none'}; "
                 "order nodes depth first, each behind its parent and all descendants of earlier children"
             )
+        path = [*(path[: path.index(parent) + 1] if parent != ROOT else ()), node]
     return Nodes(edges, found)

@@ -43,7 +43,7 @@ class Documents:
     boundaries: Tensor  # the `node_tensor`, which operators take, int64 on the CPU
     layout: Layout
     count: int  # of documents, padding left out
-    rows: RowPlaces | None = None  # of `hf.shard_rows`
+    rows: RowPlaces | None = None  # set by `hf.shard_rows`
 
     @property
     def nodes(self) -> Nodes:

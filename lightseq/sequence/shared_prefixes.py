@@ -11,9 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from lightseq.schedule.nodes import ROOT, Nodes
-
-Ints = NDArray[np.int64]
+from lightseq.schedule.nodes import ROOT, Ints, Nodes
 
 
 @dataclass(frozen=True, eq=False)
