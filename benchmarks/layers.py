@@ -36,7 +36,7 @@ def lightseq_layer(case: Case, choice: Choice) -> Iterator[Layer]:
         case.device, deterministic=case.spec.deterministic, packed=case.spec.packed, windows=case.spec.windows,
     )  # fmt: skip
     context = make_context(case.group, shape, config)
-    documents = context.sequence.pack(case.boundaries, case.length) if case.boundaries else None
+    documents = context.sequence.pack(case.boundaries, case.length, case.parents) if case.boundaries else None
     layout = documents.layout if documents else context.layout
     padded = documents.padded_boundaries[-1] if documents else layout.padded_length(case.length)
     try:
@@ -67,7 +67,7 @@ def single_gpu_layer(case: Case, kernel: str) -> Iterator[Layer]:
         table = windowed_schedule(make_schedule("ulysses", 1), Nodes((0, case.length)), case.window, packed=False)
         mask = table.forward[0].tiles[0][0].mask
     elif case.boundaries:
-        mask = packed_schedule(make_schedule("prefix", 1), Nodes(case.boundaries)).forward[0].tiles[0][0].mask
+        mask = packed_schedule(make_schedule("prefix", 1), case.nodes).forward[0].tiles[0][0].mask
     yield Layer(
         attend=lambda q, k, v: WholeSequence.apply(q, k, v, chosen, mask),
         positions=torch.arange(case.length),

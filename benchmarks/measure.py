@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch import Tensor
 from lightseq.distributed.stopwatch import DeviceTimestamp
 from lightseq.kernels.attention.base import KernelSpec, compute_capability
 from lightseq.schedule.layout import Layout
+from lightseq.schedule.nodes import Nodes
 from lightseq.training.loop import synchronized_gc
 
 T = TypeVar("T")
@@ -41,6 +43,11 @@ class Case:
     boundaries: tuple[int, ...] = ()  # starts of packed documents, and the end; empty: one document
     window: int | None = None  # keys that a query sees, with its own; None: all before it
     value_dim: int | None = None  # default: head_dim
+    parents: tuple[int, ...] | None = None  # of the documents, if they are nodes of trees
+
+    @property
+    def nodes(self) -> Nodes:
+        return Nodes(self.boundaries or (0, self.length), self.parents)
 
     @property
     def on_gpu(self) -> bool:
@@ -90,9 +97,12 @@ class Case:
 
     def tflops_per_gpu(self, ranks: int, seconds: float) -> float:
         """Returns TFLOP/s of forward and backward, counting visible pairs only and the backward as 2.5 forwards."""
-        sizes = [b - a for a, b in pairwise(self.boundaries or (0, self.length))]
-        windows = [size if self.window is None else min(self.window, size) for size in sizes]
-        area = sum(window * size - window**2 / 2 for window, size in zip(windows, sizes, strict=True))
+        if self.parents is None:
+            sizes = [b - a for a, b in pairwise(self.nodes.boundaries)]
+            windows = [size if self.window is None else min(self.window, size) for size in sizes]
+            area = sum(window * size - window**2 / 2 for window, size in zip(windows, sizes, strict=True))
+        else:
+            area = float(self.nodes.area_before(np.array([self.length]))[0])
         return 3.5 * 2 * area * self.heads * (self.head_dim + self.values) / ranks / seconds / 1e12
 
 

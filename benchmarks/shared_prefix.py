@@ -1,0 +1,320 @@
+"""Benchmark of answers to one prompt: rows as a tree, which has the prompt once, beside the same rows one by one.
+
+`attention` times one layer's attention, forward and backward: the tree's on one GPU and on all, beside causal documents
+with as many visible pairs. `step` times a policy gradient's update: both forms of the rows in one process, whose losses
+and gradients have to agree. The time that a tree should take comes from the rows one by one: of all shapes, a fit gives
+seconds for a token and for a visible pair. `reached` is that time over the tree's.
+
+Layers are compiled on GPUs, and recompute everything but attention. Adapters train on all ranks alike, whole models
+under FSDP2. The numbers count all tokens and pairs of a row once for each time that they are computed.
+"""
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    # Instead of this folder, whose modules would hide packages.
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import argparse
+import shlex
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import isqrt
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from benchmarks.attention_flags import Choice
+from benchmarks.command_line import Parser, check_output, length, listed, one_of, positive
+from benchmarks.layers import lightseq_layer, single_gpu_layer
+from benchmarks.measure import Case, time_layer, together
+from benchmarks.records import append, provenance
+from benchmarks.step_models import model_of
+from benchmarks.step_peers.peer import Job, StepOutcome, measure, plain_tensor
+from lightseq import hf
+from lightseq.attention.context import SequenceContext
+from lightseq.config.lengths import format_tokens
+from lightseq.config.train_config import TrainConfig
+from lightseq.distributed.agreement import on_all_ranks
+from lightseq.distributed.start import init_distributed
+from lightseq.distributed.world import World, use_host_cores
+from lightseq.memory.remat import apply_remat
+from lightseq.models.decoder import decoder_layers, text_config
+from lightseq.parts.adapters import lora_from_config
+from lightseq.parts.compilation import allow_graphs_per_length
+from lightseq.parts.facts import heads_of
+from lightseq.schedule.nodes import Nodes
+from lightseq.sequence.shared_prefixes import share_prefixes
+from lightseq.utils.tensors import IGNORE_INDEX
+
+EXAMPLES = """examples:
+  python3 -m torch.distributed.run --nproc_per_node=2 benchmarks/shared_prefix.py --model llama3.2-1b
+  python3 benchmarks/shared_prefix.py --parts attention --model llama3.2-1b --shapes 8x32K+2K"""
+PARTS = ("attention", "step")
+FORMS = ("rows", "tree")
+TIMEOUT_SECONDS = 600.0  # until ranks stop waiting for a dead rank
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Answers to one prompt."""
+
+    rows: int
+    prompt: int  # tokens
+    answer: int  # tokens
+
+    def __str__(self) -> str:
+        return f"{self.rows}x{format_tokens(self.prompt)}+{format_tokens(self.answer)}"
+
+    def ids(self, vocabulary: int) -> list[list[int]]:
+        """Returns the tokens of all rows, the same on every rank. Answers differ in their first token."""
+        draw = torch.Generator().manual_seed(0)
+        prompt = torch.randint(vocabulary, (self.prompt,), generator=draw).tolist()
+        answers = torch.randint(vocabulary, (self.rows, self.answer), generator=draw)
+        answers[:, 0] = torch.arange(self.rows)
+        return [prompt + answer for answer in answers.tolist()]
+
+    def nodes(self, form: str) -> Nodes:
+        """Returns the documents that a step computes in one form of the rows."""
+        if form == "tree":
+            return share_prefixes(self.ids(self.rows + 1)).nodes
+        size = self.prompt + self.answer
+        return Nodes(tuple(range(0, self.rows * size + 1, size)))
+
+
+def shape_of(text: str) -> Shape:
+    """Converts `8x32K+2K`: 8 answers of 2K tokens to a prompt of 32K."""
+    try:
+        rows, sizes = text.split("x")
+        prompt, answer = sizes.split("+")
+        return Shape(positive(rows), length(prompt), length(answer))
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no shape; write 8x32K+2K for 8 answers of 2K to a prompt of 32K"
+        ) from None
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """Parses the flags. Raises ValueError with a one-line reason."""
+    out = Parser("benchmarks/shared_prefix.py", __doc__, EXAMPLES)
+    add = out.add_argument
+    add("--model", default="llama3.2-1b", metavar="NAME", help="preset, or directory with config.json; random weights")
+    shapes = "8x32K+2K,16x8K+1K,64x2K+256"
+    add(
+        "--shapes", type=listed(shape_of), default=shapes, metavar="NxP+A,...", help="rows, tokens of prompt and answer"
+    )
+    add("--parts", type=listed(one_of(*PARTS), PARTS), default="all", metavar="P,...", help=f"all, {', '.join(PARTS)}")
+    add("--lora_rank", type=positive, metavar="N", help="train LoRA adapters of this rank (default: all weights)")
+    add("--warmup", type=positive, default=2, metavar="N", help="untimed steps of each form and shape")
+    add("--steps", type=positive, default=3, metavar="N", help="timed steps of each form and shape")
+    add("--repeats", type=positive, default=20, metavar="N", help="timed runs of attention, at most")
+    out.add_output("outputs/shared_prefix.jsonl")
+    flags = out.parse_args(words)
+    flags.seconds = 3.0  # of all timed runs of one attention layer
+    check_output(flags)
+    return flags
+
+
+def main(words: Sequence[str]) -> None:
+    if {"-h", "--help"} & set(words):
+        parse(words)
+    with init_distributed(TIMEOUT_SECONDS) as world:
+        flags = on_all_ranks(world, lambda: parse(words))
+        use_host_cores(world)
+        record = Recorder(flags, world, words)
+        config = model_of(flags.model)[1]
+        lora = lora_from_config(
+            TrainConfig(model_name_or_path="", data_path="", output_dir="", lora_rank=flags.lora_rank), config
+        )
+        longest = max(shape.nodes("rows").length for shape in flags.shapes)
+        job = Job(config, longest, world, learning_rate=0.0, lora=lora)  # both forms see the same weights
+        if "attention" in flags.parts:
+            measure_attention(flags, job, record)
+        if "step" in flags.parts:
+            measure_steps(flags, job, record)
+
+
+class Recorder:
+    """Output of the main rank: a line on the terminal and a record in the file for each measurement."""
+
+    def __init__(self, flags: argparse.Namespace, world: World, words: Sequence[str]) -> None:
+        self._output, self._is_main = flags.output, world.is_main
+        launch = f"-m torch.distributed.run --nproc_per_node={world.size} " if world.size > 1 else ""
+        self._about = {
+            "benchmark": "shared_prefix",
+            "command": f"python3 {launch}benchmarks/shared_prefix.py {shlex.join(words)}",
+            "world": world.size,
+            "model": flags.model,
+            "lora_rank": flags.lora_rank,
+            **provenance(flags.commit, world.device),
+        }
+
+    def __call__(self, line: str, record: Mapping[str, Any]) -> None:
+        if self._is_main:
+            append(self._output, {**record, **self._about})
+            print(line, flush=True)
+
+
+# ---- attention ------------------------------------------------------------------------------------------------------
+
+
+def measure_attention(flags: argparse.Namespace, job: Job, record: Recorder) -> None:
+    """Times attention of trees, and of one causal document with as many pairs."""
+    for shape in flags.shapes:
+        tree = shape.nodes("tree")
+        pairs = int(tree.area_before(np.array([tree.length]))[0])
+        causal = Nodes((0, -(-isqrt(2 * pairs) // 128) * 128))
+        speeds = dict[tuple[str, str], float]()
+        for form, nodes in (("causal", causal), ("tree", tree)):
+            case = case_of(job, nodes)
+            for where, set_up in (("one GPU", single_gpu), ("all ranks", all_ranks)):
+                with set_up(case) as layer:
+                    found = together(case, lambda case=case, layer=layer: time_layer(layer, case, flags))
+                speeds[form, where] = found["tflops_per_gpu"]
+                line = f"{shape!s:>12}  attention, {form} of {format_tokens(nodes.length)} on {where}: "
+                line += f"{found['tflops_per_gpu']:.3g} TFLOP/s a GPU, {1e3 * found['seconds_median']:.2f} ms"
+                if form == "tree":
+                    line += f", {speeds[form, where] / speeds['causal', where]:.0%} of the causal document's speed"
+                about = {"part": "attention", "shape": str(shape), "form": form, "where": where, "pairs": pairs}
+                record(line, {**about, "tokens": nodes.length, **found})
+
+
+def case_of(job: Job, nodes: Nodes) -> Case:
+    config, heads = text_config(job.config), heads_of(job.config)
+    assert dist.group.WORLD is not None
+    return Case(
+        nodes.length, config.num_attention_heads, config.num_key_value_heads, heads.dim, job.dtype, job.world.device,
+        dist.group.WORLD, nodes.boundaries if nodes.parents else (), parents=nodes.parents,
+    )  # fmt: skip
+
+
+def single_gpu(case: Case) -> Any:
+    return single_gpu_layer(case, "auto")
+
+
+def all_ranks(case: Case) -> Any:
+    return lightseq_layer(case, Choice("auto"))
+
+
+# ---- steps ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Update:
+    """Policy gradient of a trainable model on the answers to one prompt."""
+
+    context: SequenceContext
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    advantages: Tensor  # (rows,)
+    targets: int
+
+    def __call__(self, batch: Mapping[str, Any]) -> StepOutcome:
+        sums = hf.sequence_sums(self.context, hf.token_log_probs(self.context, self.model, batch), batch)
+        loss = -(self.advantages * sums).sum() / self.targets
+        loss.backward()
+        trained = [x for x in self.model.parameters() if x.requires_grad]
+        if not hasattr(self.model, "unshard"):  # FSDP2 sums by itself
+            for x in trained:
+                dist.all_reduce(x.grad)
+        norm = plain_tensor(nn.utils.clip_grad_norm_(trained, torch.inf))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return StepOutcome(loss.detach() / dist.get_world_size(), norm)
+
+
+def measure_steps(flags: argparse.Namespace, job: Job, record: Recorder) -> None:
+    """Times updates of all shapes in both forms."""
+    found = dict[tuple[Shape, str], dict[str, Any]]()
+    with trainable(job) as (model, context):
+        optimizer = job.adamw(model)
+        for shape in flags.shapes:
+            rows = shape.ids(text_config(job.config).vocab_size)
+            advantages = torch.linspace(-1, 1, shape.rows, device=job.world.device, dtype=torch.float32)
+            update = Update(context, model, optimizer, advantages, shape.rows * shape.answer)
+            for form in FORMS:
+                make = tree_batch if form == "tree" else packed_batch
+                batch = make(context, rows, shape)
+                steps = measure(
+                    lambda _, update=update, batch=batch: update(batch),
+                    range(flags.warmup + flags.steps),
+                    job.world.device,
+                )
+                nodes = shape.nodes(form)
+                about = {"tokens": nodes.length, "pairs": int(nodes.area_before(np.array([nodes.length]))[0])}
+                found[shape, form] = {
+                    **about,
+                    **steps,
+                    "seconds": statistics.median(steps["step_seconds"][flags.warmup :]),
+                }
+    per_token, per_pair = costs([found[shape, "rows"] for shape in flags.shapes])
+    for shape in flags.shapes:
+        for form in FORMS:
+            numbers = found[shape, form]
+            expected = per_token * numbers["tokens"] + per_pair * numbers["pairs"]
+            about = {"part": "step", "shape": str(shape), "form": form, "expected_seconds": expected}
+            record(line_of(shape, form, found, expected), {**about, **numbers})
+
+
+def tree_batch(context: SequenceContext, rows: Sequence[Sequence[int]], shape: Shape) -> dict[str, Any]:
+    return hf.shard_rows(context, rows, [[0.0] * shape.prompt + [1.0] * shape.answer for _ in rows])
+
+
+def packed_batch(context: SequenceContext, rows: Sequence[Sequence[int]], shape: Shape) -> dict[str, Any]:
+    labels = [[IGNORE_INDEX] * shape.prompt + row[shape.prompt :] for row in rows]
+    ids, targets = (torch.tensor(x, device=context.config.device).view(1, -1) for x in (rows, labels))
+    return hf.shard_batch(context, ids, labels=targets, cu_seqlens=shape.nodes("rows").boundaries)
+
+
+@contextmanager
+def trainable(job: Job) -> Iterator[tuple[nn.Module, SequenceContext]]:
+    """Builds the model with sequences split over all ranks, as a user's own loop would."""
+    model: Any = job.whole_model()
+    layers: Any = decoder_layers(model)
+    context = hf.enable(model, packed=True, length=job.length, dtype=job.dtype)
+    if job.lora:
+        rank = job.lora.rank
+        model = get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
+    apply_remat(layers, "attention", job.on_gpu)
+    if job.on_gpu:
+        allow_graphs_per_length()
+        for layer in layers:
+            layer.forward = torch.compile(layer.forward)
+    if not job.lora:
+        policy = MixedPrecisionPolicy(param_dtype=job.dtype, reduce_dtype=torch.float32, output_dtype=torch.float32)
+        for module in (*layers, model):
+            fully_shard(module, mp_policy=policy, reshard_after_forward=module is not model)
+    yield model, context
+    hf.disable(model)
+
+
+def costs(measured: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
+    """Returns seconds for a token and for a visible pair, by least squares of relative errors."""
+    if len(measured) < 2:
+        return float("nan"), float("nan")
+    table = np.array([[x["tokens"] / x["seconds"], x["pairs"] / x["seconds"]] for x in measured])
+    per_token, per_pair = np.linalg.lstsq(table, np.ones(len(measured)), rcond=None)[0]
+    return float(per_token), float(per_pair)
+
+
+def line_of(shape: Shape, form: str, found: Mapping[tuple[Shape, str], Mapping[str, Any]], expected: float) -> str:
+    numbers, rows = found[shape, form], found[shape, "rows"]
+    peak = numbers["peak_memory_allocated_bytes"]
+    line = f"{shape!s:>12}  step, {form} of {format_tokens(numbers['tokens'])}: {numbers['seconds']:.3f} s"
+    line += "" if peak is None else f", {peak / 2**30:.1f} GiB"
+    if form == "tree":
+        line += f", {rows['seconds'] / numbers['seconds']:.2f} x as fast as rows"
+        line += f", {expected / numbers['seconds']:.0%} of the expected speed"
+    return f"{line}, loss {numbers['losses'][0]:.5f}, gradient norm {numbers['grad_norms'][0]:.5f}"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
