@@ -21,7 +21,7 @@ import shlex
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isqrt
 from typing import Any
 
@@ -35,7 +35,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from benchmarks.attention_flags import Choice
 from benchmarks.command_line import Parser, check_output, length, listed, one_of, positive
 from benchmarks.layers import lightseq_layer, single_gpu_layer
-from benchmarks.measure import Case, time_layer, together
+from benchmarks.measure import Case, time_layer
 from benchmarks.records import append, provenance
 from benchmarks.step_models import model_of
 from benchmarks.step_peers.peer import Job, StepOutcome, measure, plain_tensor
@@ -177,7 +177,7 @@ def measure_attention(flags: argparse.Namespace, job: Job, record: Recorder) -> 
             case = case_of(job, nodes)
             for where, set_up in (("one GPU", single_gpu), ("all ranks", all_ranks)):
                 with set_up(case) as layer:
-                    found = together(case, lambda case=case, layer=layer: time_layer(layer, case, flags))
+                    found = time_layer(layer, case, flags)
                 speeds[form, where] = found["tflops_per_gpu"]
                 line = f"{shape!s:>12}  attention, {form} of {format_tokens(nodes.length)} on {where}: "
                 line += f"{found['tflops_per_gpu']:.3g} TFLOP/s a GPU, {1e3 * found['seconds_median']:.2f} ms"
@@ -232,43 +232,49 @@ class Update:
 
 
 def measure_steps(flags: argparse.Namespace, job: Job, record: Recorder) -> None:
-    """Times updates of all shapes in both forms."""
+    """Times updates of all shapes in both forms, and compares trees' with what their tokens and pairs should take."""
     found = dict[tuple[Shape, str], dict[str, Any]]()
     with trainable(job) as (model, context):
         optimizer = job.adamw(model)
         for shape in flags.shapes:
-            rows = shape.ids(text_config(job.config).vocab_size)
-            advantages = torch.linspace(-1, 1, shape.rows, device=job.world.device, dtype=torch.float32)
-            update = Update(context, model, optimizer, advantages, shape.rows * shape.answer)
             for form in FORMS:
-                make = tree_batch if form == "tree" else packed_batch
-                batch = make(context, rows, shape)
-                steps = measure(
-                    lambda _, update=update, batch=batch: update(batch),
-                    range(flags.warmup + flags.steps),
-                    job.world.device,
-                )
-                nodes = shape.nodes(form)
-                about = {"tokens": nodes.length, "pairs": int(nodes.area_before(np.array([nodes.length]))[0])}
-                found[shape, form] = {
-                    **about,
-                    **steps,
-                    "seconds": statistics.median(steps["step_seconds"][flags.warmup :]),
-                }
+                numbers = found[shape, form] = time_updates(flags, job, context, model, optimizer, shape, form)
+                record(step_line(shape, form, numbers), {"part": "step", "shape": str(shape), "form": form, **numbers})
+    if len(flags.shapes) < 2:
+        return
     per_token, per_pair = costs([found[shape, "rows"] for shape in flags.shapes])
     for shape in flags.shapes:
-        for form in FORMS:
-            numbers = found[shape, form]
-            expected = per_token * numbers["tokens"] + per_pair * numbers["pairs"]
-            about = {"part": "step", "shape": str(shape), "form": form, "expected_seconds": expected}
-            record(line_of(shape, form, found, expected), {**about, **numbers})
+        rows, tree = found[shape, "rows"], found[shape, "tree"]
+        expected = per_token * tree["tokens"] + per_pair * tree["pairs"]
+        faster, reached = rows["seconds"] / tree["seconds"], expected / tree["seconds"]
+        line = f"{shape!s:>12}  step: tree {faster:.2f} x as fast as rows, {reached:.0%} of what tokens and pairs give"
+        about = {"part": "fit", "shape": str(shape), "seconds_per_token": per_token, "seconds_per_pair": per_pair}
+        record(line, {**about, "times_as_fast": faster, "expected_seconds": expected, "reached": reached})
 
 
-def tree_batch(context: SequenceContext, rows: Sequence[Sequence[int]], shape: Shape) -> dict[str, Any]:
+def time_updates(
+    flags: argparse.Namespace, job: Job, context: SequenceContext, model: nn.Module, optimizer: torch.optim.Optimizer,
+    shape: Shape, form: str,
+) -> dict[str, Any]:  # fmt: skip
+    rows = shape.ids(text_config(job.config).vocab_size)
+    advantages = torch.linspace(-1, 1, shape.rows, device=job.world.device)
+    update = Update(context, model, optimizer, advantages, shape.rows * shape.answer)
+    batch = tree_batch(context, rows, shape) if form == "tree" else packed_batch(context, rows, shape)
+    steps = measure(lambda _: update(batch), range(flags.warmup + flags.steps), job.world.device)
+    nodes = shape.nodes(form)
+    return {
+        "tokens": nodes.length,
+        "pairs": int(nodes.area_before(np.array([nodes.length]))[0]),
+        "seconds": statistics.median(steps["step_seconds"][flags.warmup :]),
+        **steps,
+    }
+
+
+def tree_batch(context: SequenceContext, rows: Sequence[list[int]], shape: Shape) -> dict[str, Any]:
     return hf.shard_rows(context, rows, [[0.0] * shape.prompt + [1.0] * shape.answer for _ in rows])
 
 
-def packed_batch(context: SequenceContext, rows: Sequence[Sequence[int]], shape: Shape) -> dict[str, Any]:
+def packed_batch(context: SequenceContext, rows: Sequence[list[int]], shape: Shape) -> dict[str, Any]:
     labels = [[IGNORE_INDEX] * shape.prompt + row[shape.prompt :] for row in rows]
     ids, targets = (torch.tensor(x, device=context.config.device).view(1, -1) for x in (rows, labels))
     return hf.shard_batch(context, ids, labels=targets, cu_seqlens=shape.nodes("rows").boundaries)
@@ -289,31 +295,28 @@ def trainable(job: Job) -> Iterator[tuple[nn.Module, SequenceContext]]:
         for layer in layers:
             layer.forward = torch.compile(layer.forward)
     if not job.lora:
-        policy = MixedPrecisionPolicy(param_dtype=job.dtype, reduce_dtype=torch.float32, output_dtype=torch.float32)
-        for module in (*layers, model):
-            fully_shard(module, mp_policy=policy, reshard_after_forward=module is not model)
+        policy = MixedPrecisionPolicy(param_dtype=job.dtype, reduce_dtype=torch.float32)
+        for layer in layers:
+            fully_shard(layer, mp_policy=policy)
+        fully_shard(model, mp_policy=replace(policy, output_dtype=torch.float32), reshard_after_forward=False)
     yield model, context
     hf.disable(model)
 
 
 def costs(measured: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
     """Returns seconds for a token and for a visible pair, by least squares of relative errors."""
-    if len(measured) < 2:
-        return float("nan"), float("nan")
     table = np.array([[x["tokens"] / x["seconds"], x["pairs"] / x["seconds"]] for x in measured])
     per_token, per_pair = np.linalg.lstsq(table, np.ones(len(measured)), rcond=None)[0]
     return float(per_token), float(per_pair)
 
 
-def line_of(shape: Shape, form: str, found: Mapping[tuple[Shape, str], Mapping[str, Any]], expected: float) -> str:
-    numbers, rows = found[shape, form], found[shape, "rows"]
+def step_line(shape: Shape, form: str, numbers: Mapping[str, Any]) -> str:
     peak = numbers["peak_memory_allocated_bytes"]
-    line = f"{shape!s:>12}  step, {form} of {format_tokens(numbers['tokens'])}: {numbers['seconds']:.3f} s"
-    line += "" if peak is None else f", {peak / 2**30:.1f} GiB"
-    if form == "tree":
-        line += f", {rows['seconds'] / numbers['seconds']:.2f} x as fast as rows"
-        line += f", {expected / numbers['seconds']:.0%} of the expected speed"
-    return f"{line}, loss {numbers['losses'][0]:.5f}, gradient norm {numbers['grad_norms'][0]:.5f}"
+    memory = "" if peak is None else f", {peak / 2**30:.1f} GiB"
+    loss = f"loss {numbers['losses'][0]:.5f}, gradient norm {numbers['grad_norms'][0]:.5f}"
+    return (
+        f"{shape!s:>12}  step, {form} of {format_tokens(numbers['tokens'])}: {numbers['seconds']:.3f} s{memory}, {loss}"
+    )
 
 
 if __name__ == "__main__":

@@ -195,20 +195,22 @@ def _upload_call(call: VarlenCall, window: int | None, device: torch.device) -> 
 def _forward_segments(
     kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, into: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    calls = _calls_on(segments, q.device)
-    if len(calls) == 1 and calls[0].has_all_queries(q):
-        keys = calls[0].keys
-        return _forward_call(kernel, q, k[:, keys], v[:, keys], calls[0], scale, into)
-    wide = torch.promote_types(q.dtype, torch.float32)
-    lse = q.new_full((1, q.shape[2], q.shape[1]), -torch.inf, dtype=wide)
-    if segments.shares_queries:
-        sums = q.new_zeros(*q.shape[:3], v.shape[3], dtype=wide)
-        for call in calls:
-            _merge_call(sums, lse, _forward_call(kernel, *call.inputs(q, k, v), call, scale), call.queries)
-        return sums.to(q.dtype) if into is None else into.copy_(sums), lse
-    out = q.new_zeros(*q.shape[:3], v.shape[3]) if into is None else into.zero_()
-    for call in calls:
-        out[:, call.queries], lse[:, :, call.queries] = _forward_call(kernel, *call.inputs(q, k, v), call, scale)
+    first, *others = _calls_on(segments, q.device)
+    if first.has_all_queries(q):
+        out, lse = _forward_call(kernel, q, k[:, first.keys], v[:, first.keys], first, scale, into)
+    else:
+        out = q.new_zeros(*q.shape[:3], v.shape[3]) if into is None else into.zero_()
+        lse = q.new_full((1, q.shape[2], q.shape[1]), -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
+        out[:, first.queries], lse[:, :, first.queries] = _forward_call(kernel, *first.inputs(q, k, v), first, scale)
+    if not segments.shares_queries:
+        for call in others:
+            out[:, call.queries], lse[:, :, call.queries] = _forward_call(kernel, *call.inputs(q, k, v), call, scale)
+        return out, lse
+    sums = out if len(others) == 1 else out.to(lse.dtype)  # merged once, it is also rounded once
+    for call in others:
+        _merge_call(sums, lse, _forward_call(kernel, *call.inputs(q, k, v), call, scale), call.queries)
+    if sums is not out:
+        out.copy_(sums)
     return out, lse
 
 
@@ -244,20 +246,15 @@ def _forward_call(
 def _backward_segments(
     kernel: Kernel, dout: Tensor, saved: Saved, segments: Segments, scale: float, into: GradientMemory
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = gradient_memory(into, saved)
-    calls = _calls_on(segments, saved.q.device)
-    first, rows, keys = calls[0], calls[0].queries, calls[0].keys
-    if len(calls) == 1 and isinstance(rows, slice) and isinstance(keys, slice):
-        memory = dq[:, rows], dk[:, keys], dv[:, keys]
-        made = _backward_call(kernel, dout, saved, first, scale, memory)
-        for x, here in ((dq, rows), (dk, keys), (dv, keys)):
-            x[:, : here.start], x[:, here.stop :] = 0, 0
-        for x, gradient in zip(memory, made, strict=True):
-            if x is not gradient:
-                x.copy_(gradient)
-        return dq, dk, dv
+    dq, dk, dv = gradients = gradient_memory(into, saved)
     wide = torch.promote_types(saved.q.dtype, torch.float32)
-    sums = [torch.zeros(x.shape, dtype=wide, device=x.device) for x in saved[:3]]  # several calls may share keys
+    calls = list(_calls_on(segments, saved.q.device))
+    if any(call.repeats_keys for call in calls):
+        sums = [torch.zeros(x.shape, dtype=wide, device=x.device) for x in saved[:3]]
+    else:
+        _write_gradients(kernel, dout, saved, calls.pop(0), scale, (dq, dk, dv))
+        # One more gradient is added, and rounded, once. More of them are summed in float32.
+        sums = gradients if len(calls) <= 1 else [x.to(wide) for x in gradients]
     for call in calls:
         made = _backward_call(kernel, dout, saved, call, scale, (None, None, None))
         for total, gradient, where in zip(sums, made, (call.queries, call.keys, call.keys), strict=True):
@@ -265,9 +262,27 @@ def _backward_segments(
                 total.index_add_(1, where, gradient.to(total.dtype))
             else:
                 total[:, where] += gradient
-    for x, total in zip((dq, dk, dv), sums, strict=True):
-        x.copy_(total)
+    for x, total in zip(gradients, sums, strict=True):
+        if x is not total:
+            x.copy_(total)
     return dq, dk, dv
+
+
+def _write_gradients(
+    kernel: Kernel, dout: Tensor, saved: Saved, call: _DeviceCall, scale: float, memory: tuple[Tensor, Tensor, Tensor]
+) -> None:
+    """Writes the gradients of one call, whose keys do not repeat, and zeros outside its queries and keys."""
+    places = (call.queries, call.keys, call.keys)
+    in_place = all(isinstance(where, slice) for where in places)
+    parts = [x[:, where] if in_place else None for x, where in zip(memory, places, strict=True)]
+    made = _backward_call(kernel, dout, saved, call, scale, (parts[0], parts[1], parts[2]))
+    for x, where, part, gradient in zip(memory, places, parts, made, strict=True):
+        if isinstance(where, slice):
+            x[:, : where.start], x[:, where.stop :] = 0, 0
+        else:
+            x.zero_()
+        if gradient is not part:
+            x[:, where] = gradient
 
 
 def _backward_call(

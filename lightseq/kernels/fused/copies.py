@@ -20,6 +20,7 @@ from lightseq.utils.tensors import upload
 
 COPY_WORDS = 2048  # of 8 bytes, for one program of a copy
 SUM_ELEMENTS = 2048  # for one program of a sum
+MERGE_ELEMENTS = 1024  # for one program of a merge
 
 
 def copy_launch(pairs: Sequence[tuple[Tensor, Tensor]]) -> Launch | None:
@@ -162,40 +163,47 @@ def _add(
 
 
 def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Merges a part into out and lse: softmax over the union of their keys. out is float32, lse (B, N, S)."""
+    """Merges a part into out and lse in float32: softmax over the union of their keys. lse is (B, N, S)."""
     tensors = (out, lse, part, part_lse)
     steps = (*out.stride()[:3], *lse.stride(), *part.stride()[:3], *part_lse.stride())
-    _merge_launch(out.device, out.shape, steps, part.dtype, alignments(tensors))(*tensors)
+    types = (out.dtype, part.dtype)
+    _merge_launch(out.device, out.shape, steps, types, alignments(tensors))(*tensors)
 
 
 @lru_cache(maxsize=256)
 def _merge_launch(
-    device: torch.device, shape: torch.Size, steps: tuple[int, ...], dtype: torch.dtype, aligned: tuple[bool, ...]
-) -> Launch:
+    device: torch.device, shape: torch.Size, steps: tuple[int, ...], types: tuple[torch.dtype, ...],
+    aligned: tuple[bool, ...],
+) -> Launch:  # fmt: skip
     """Prepares a merge of tensors of this layout."""
     batch, length, heads, dim = shape
-    constants = {"DIM": triton.next_power_of_2(dim)}
-    return Launch(_merge, (batch * length, heads, 1), (length, dim, *steps), constants, num_warps=1)
+    width = triton.next_power_of_2(dim)
+    some_heads = max(1, min(triton.next_power_of_2(heads), MERGE_ELEMENTS // width))
+    constants = {"HEADS": some_heads, "DIM": width}
+    grid = (batch * length, triton.cdiv(heads, some_heads), 1)
+    return Launch(_merge, grid, (length, heads, dim, *steps), constants, num_warps=4)
 
 
 @triton.jit
 def _merge(
-    out, lse, part, part_lse, length, dim, out_b, out_s, out_n, lse_b, lse_n, lse_s,
-    part_b, part_s, part_n, part_lse_b, part_lse_n, part_lse_s, DIM: tl.constexpr,
+    out, lse, part, part_lse, length, heads, dim, out_b, out_s, out_n, lse_b, lse_n, lse_s,
+    part_b, part_s, part_n, part_lse_b, part_lse_n, part_lse_s, HEADS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    row, n = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
     b, s = row // length, row % length
-    column = tl.arange(0, DIM)
-    inside = column < dim
+    n = (tl.program_id(1) * HEADS + tl.arange(0, HEADS)).to(tl.int64)
+    column = tl.arange(0, DIM)[None, :]
+    is_head = n < heads
+    inside = is_head[:, None] & (column < dim)
     lse_at = lse + b * lse_b + n * lse_n + s * lse_s
-    old = tl.load(lse_at)
-    new = tl.load(part_lse + b * part_lse_b + n * part_lse_n + s * part_lse_s)
+    old = tl.load(lse_at, mask=is_head, other=0.0)
+    new = tl.load(part_lse + b * part_lse_b + n * part_lse_n + s * part_lse_s, mask=is_head, other=0.0)
     # A part that saw no key has lse -inf and weight 0, even if the total saw none either.
-    weight = tl.where(new == float("-inf"), 0.0, tl.sigmoid(new - old))
-    out_at = out + b * out_b + s * out_s + n * out_n + column
-    x = tl.load(out_at, mask=inside)
-    y = tl.load(part + b * part_b + s * part_s + n * part_n + column, mask=inside).to(tl.float32)
-    tl.store(out_at, x + weight * (y - x), mask=inside)
+    weight = tl.where(new == float("-inf"), 0.0, tl.sigmoid(new - old))[:, None]
+    out_at = out + b * out_b + s * out_s + n[:, None] * out_n + column
+    x = tl.load(out_at, mask=inside, other=0.0).to(tl.float32)
+    y = tl.load(part + b * part_b + s * part_s + n[:, None] * part_n + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_at, (x + weight * (y - x)).to(out.dtype.element_ty), mask=inside)
     # log(exp(old) + exp(new)), without an exponential that could overflow
     high, low = tl.maximum(old, new), tl.minimum(old, new)
-    tl.store(lse_at, tl.where(low == float("-inf"), high, high + tl.log(1 + tl.exp(low - high))))
+    tl.store(lse_at, tl.where(low == float("-inf"), high, high + tl.log(1 + tl.exp(low - high))), mask=is_head)
