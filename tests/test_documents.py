@@ -32,6 +32,7 @@ from lightseq.schedule.documents import (
     MAX_IMBALANCE,
     MAX_PACKED_TABLES,
     assign_chunks,
+    balanced_layout,
     imbalance,
     packed_schedule,
     padded_length,
@@ -120,6 +121,17 @@ def test_ranks_have_equal_tokens_and_nearly_equal_area() -> None:
         areas = np.diff(nodes.area_before(np.linspace(0, 1 << 17, layout.chunk_count + 1).astype(np.int64)))
         assert {layout.chunk_groups.count(rank) for rank in range(4)} == {layout.chunks_per_rank}
         assert imbalance(areas, layout.chunk_groups) <= MAX_IMBALANCE, (seed, layout)
+
+
+def test_fewer_chunks_are_made_where_launching_tiles_takes_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def chunks_per_rank(length: int, pairs_per_tile: int) -> int:
+        monkeypatch.setattr("lightseq.schedule.documents.PAIRS_PER_TILE", pairs_per_tile)
+        return balanced_layout(
+            lognormal(length, 1 << 9, 1 << 15, seed=0), make_schedule("prefix", 4).layout
+        ).chunks_per_rank
+
+    assert [chunks_per_rank(1 << 15, pairs) for pairs in (0, 1 << 22, 1 << 30)] == [4, 2, 1]
+    assert chunks_per_rank(1 << 19, 0) == chunks_per_rank(1 << 19, 1 << 22) == 8
 
 
 def lognormal(length: int, least: int, most: int, seed: int) -> Nodes:

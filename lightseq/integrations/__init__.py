@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lightseq.integrations.async_grpo import SequenceParallelAsyncGRPOTrainer
     from lightseq.integrations.trainer import SequenceParallel, SequenceParallelTrainer
     from lightseq.integrations.trl import (
         SequenceParallelDistillationTrainer,
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SequenceParallel",
+    "SequenceParallelAsyncGRPOTrainer",
     "SequenceParallelDPOTrainer",
     "SequenceParallelDistillationTrainer",
     "SequenceParallelGRPOTrainer",
@@ -33,6 +35,10 @@ def __getattr__(name: str) -> Any:
         from lightseq.integrations import trainer
 
         return getattr(trainer, name)
+    if name == "SequenceParallelAsyncGRPOTrainer":
+        from lightseq.integrations import async_grpo
+
+        return async_grpo.SequenceParallelAsyncGRPOTrainer
     from lightseq.integrations import trl
 
     return getattr(trl, name)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightseq.hf.image_inputs import IMAGE_INPUTS, TOKEN_TYPES
+from lightseq.integrations.tree_rows import KEYS, unpack_tree_row
 from lightseq.parts.router_replay import ROUTED_EXPERTS
 from lightseq.sequence.shared_prefixes import share_prefixes
 from lightseq.utils.tensors import IGNORE_INDEX, upload
@@ -53,6 +54,8 @@ def pack_rows(kwargs: dict[str, Any], shares_prefixes: bool = False) -> tuple[di
     balanced better over ranks than that of each row. With `shares_prefixes`, rows that begin alike become trees, if
     that saves enough tokens. Waits for the device, which has the mask.
     """
+    if KEYS in kwargs:  # TRL's AsyncGRPOTrainer has packed them
+        return unpack_tree_row(kwargs), None
     ids, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
     if not isinstance(ids, Tensor) or not isinstance(mask, Tensor) or mask.shape != ids.shape:
         return kwargs, None

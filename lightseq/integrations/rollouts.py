@@ -127,6 +127,10 @@ class SharedRollouts:
         with self._as_groups():
             return super().compute_loss(*args, **kwargs)  # type: ignore[misc]
 
+    def _trains_on_rollouts(self) -> bool:
+        """Returns whether rows are prompts with completions, which are packed, and of many lengths."""
+        return generates(type(self))
+
     @contextmanager
     def _as_groups(self) -> Iterator[None]:
         """Lets the trainer see an accelerator of groups, if it generates."""
@@ -138,8 +142,8 @@ class SharedRollouts:
             yield
             return
         groups, module = GroupAccelerator(self.accelerator, self._sequence_mesh), _module_of(type(self))
-        with _replaced(vars(self), accelerator=groups):
-            with _replaced(vars(module), gather=groups.gather, gather_object=groups.gather_object):
+        with replaced(vars(self), accelerator=groups):
+            with replaced(vars(module), gather=groups.gather, gather_object=groups.gather_object):
                 yield
 
     # ---- completions and rewards -------------------------------------------------------------------------------------
@@ -161,8 +165,8 @@ class SharedRollouts:
         ranks_apart = RankAccelerator(
             own_accelerator(self.accelerator), len(own_prompts), self._vllm_client(), asks_server=asks_server
         )
-        with whole.paused(), self._samples(rank), _replaced(vars(self), accelerator=ranks_apart):
-            with _replaced(vars(module), gather_object=gather_object):
+        with whole.paused(), self._samples(rank), replaced(vars(self), accelerator=ranks_apart):
+            with replaced(vars(module), gather_object=gather_object):
                 try:
                     own = super()._generate(own_prompts, *args, **kwargs)  # type: ignore[misc]
                 except Exception as error:  # a user's function may raise anything
@@ -186,8 +190,8 @@ class SharedRollouts:
         client: Any = getattr(self, "vllm_generation", None)
         groups, ours = self.accelerator, {} if client is None else vars(client)
         theirs = {} if client is None else vars(sys.modules[type(client).__module__])
-        with whole.paused(), self._samples(0), _replaced(ours, accelerator=groups):
-            with _replaced(theirs, gather_object=groups.gather_object):
+        with whole.paused(), self._samples(0), replaced(ours, accelerator=groups):
+            with replaced(theirs, gather_object=groups.gather_object):
                 found = [super()._generate(prompts, *args, **kwargs)]  # type: ignore[misc]
         dist.broadcast_object_list(found, group=mesh.get_group(SEQUENCE), group_src=0)
         return self._checked(found[0])
@@ -232,7 +236,7 @@ class SharedRollouts:
         own, error = None, None
         if scores:
             try:
-                with _replaced(vars(_module_of(type(self))), gather=lambda x: x):
+                with replaced(vars(_module_of(type(self))), gather=lambda x: x):
                     own = super()._calculate_rewards(*args, **kwargs).cpu()  # type: ignore[misc]
             except Exception as raised:  # a user's function may raise anything
                 error = raised
@@ -262,7 +266,7 @@ def _module_of(kind: type) -> Any:
 
 
 @contextmanager
-def _replaced(names: dict[str, Any], **values: Any) -> Iterator[None]:
+def replaced(names: dict[str, Any], **values: Any) -> Iterator[None]:
     """Gives names of a module or an object other values; names that are not there stay away."""
     before = {name: names[name] for name in values if name in names}
     names.update({name: values[name] for name in before})

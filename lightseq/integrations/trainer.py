@@ -16,7 +16,7 @@ from transformers import Trainer, TrainingArguments, __version__
 
 from lightseq.integrations.accelerate import ATTENTION_OPTIONS, enable, share_batches
 from lightseq.integrations.image_checks import check_images
-from lightseq.integrations.rollouts import SharedRollouts, generates
+from lightseq.integrations.rollouts import SharedRollouts
 from lightseq.integrations.split_model import SplitModel, TrainerBatches, split_model_of
 from lightseq.integrations.trl_head import trl_head_of
 from lightseq.models.decoder import transformers_model
@@ -98,7 +98,7 @@ class SequenceParallel(SharedRollouts):
         self._refuse_model_init()
         check_images(self)
         length, packs = getattr(self.args, "max_length", None), bool(getattr(self.args, "packing", False))
-        options = {"packed": packs, **({"length": length} if length else {}), **self._attention_options}
+        options = {"packed": packs or self._trains_on_rollouts(), **({"length": length} if length else {}), **self._attention_options}
         models = [x for x in (self.model, getattr(self, "ref_model", None)) if isinstance(x, nn.Module)]
         heads = [trl_head_of(transformers_model(self.accelerator.unwrap_model(model))) for model in models]
         own_head = all(head is not None and head.is_known for head in heads)
@@ -109,7 +109,7 @@ class SequenceParallel(SharedRollouts):
                     keeps_targets=True,
                     pad_to=length if packs and self._compiles() else None,
                     weighs_tokens_equally=self._is_mean_loss(),
-                    packs_rows=generates(type(self)),
+                    packs_rows=self._trains_on_rollouts(),
                     shares_prefixes=self._share_prefixes and not whole.context.config.carries_states,
                     own_head=own_head,
                 )
@@ -157,7 +157,7 @@ class SequenceParallel(SharedRollouts):
     def _compiles(self) -> bool:
         if self._compile_layers is not None:
             return self._compile_layers
-        packs = bool(getattr(self.args, "packing", False)) or generates(type(self))
+        packs = bool(getattr(self.args, "packing", False)) or self._trains_on_rollouts()
         return bool(self.args.torch_compile) or (packs and self.accelerator.device.type == "cuda")
 
     # ---- ranks that share a batch count once, as tensor parallel ranks do --------------------------------------------
