@@ -55,6 +55,21 @@ def test_value_and_gradients_equal_torch(chunk_tokens: int, upstream: float) -> 
         torch.testing.assert_close(g, w, rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 2048])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_factors_of_any_sign_multiply_the_losses_of_tokens(chunk_tokens: int, dtype: torch.dtype) -> None:
+    hidden, weight, labels = inputs(dtype)
+    factors = torch.linspace(-2, 2, TOKENS, dtype=torch.float64).view(labels.shape)
+    want = -(factors * token_log_probs(hidden, weight, labels)).sum()
+    got = cross_entropy_sum(hidden, weight, labels, chunk_tokens, factors=factors)
+    assert got.dtype == dtype
+    tolerance = {"rtol": 100 * torch.finfo(dtype).eps, "atol": 100 * torch.finfo(dtype).eps}
+    torch.testing.assert_close(got, want.to(dtype), **tolerance)
+    expected = torch.autograd.grad(want, (hidden, weight))
+    for g, w in zip(torch.autograd.grad(-0.5 * got, (hidden, weight)), expected, strict=True):
+        torch.testing.assert_close(g, -0.5 * w, **tolerance)
+
+
 @pytest.mark.parametrize("chunk_tokens", CHUNKS)
 def test_no_valid_label_gives_zero_and_zero_gradients(chunk_tokens: int) -> None:
     hidden, weight, labels = inputs(torch.float32, ignored=1.1)

@@ -238,3 +238,21 @@ def test_the_command_draws_a_table_and_refuses_in_one_line(capsys: pytest.Captur
     assert "balanced: 8 ranks" in capsys.readouterr().out
     assert main(["schedule", "--schedule", "balanced", "--ranks", "0"]) == 2
     assert capsys.readouterr().err == "error: ranks 0: give at least 1\n"
+
+
+def test_rows_that_share_prefixes_are_drawn(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schedule", "--schedule", "prefix", "--ranks", "2", "--rows", "abc,abd"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "5 tokens instead of 6; number: rank that computes this pair of a query (row) and a key (column); · no pair",
+        "",
+        "    a  b c  b d",
+        "  a 0  · ·  · ·",
+        "",
+        "  b 0  0 ·  · ·",
+        "  c 0  0 0  · ·",
+        "",
+        "  b 1  · ·  1 ·",
+        "  d 1  · ·  1 1",
+    ]
+    assert main(["schedule", "--schedule", "ring", "--ranks", "2", "--rows", "abc,"]) == 2
+    assert capsys.readouterr().err == "error: row 1 has no tokens; leave it out\n"

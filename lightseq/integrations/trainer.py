@@ -98,7 +98,11 @@ class SequenceParallel(SharedRollouts):
         self._refuse_model_init()
         check_images(self)
         length, packs = getattr(self.args, "max_length", None), bool(getattr(self.args, "packing", False))
-        options = {"packed": packs or self._trains_on_rollouts(), **({"length": length} if length else {}), **self._attention_options}
+        options = {
+            "packed": packs or self._trains_on_rollouts(),
+            **({"length": length} if length else {}),
+            **self._attention_options,
+        }
         models = [x for x in (self.model, getattr(self, "ref_model", None)) if isinstance(x, nn.Module)]
         heads = [trl_head_of(transformers_model(self.accelerator.unwrap_model(model))) for model in models]
         own_head = all(head is not None and head.is_known for head in heads)

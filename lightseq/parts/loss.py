@@ -17,26 +17,28 @@ CHUNK_TOKENS = 2048  # 128256 logits of 2048 tokens are half a GiB in bfloat16
 
 def cross_entropy_sum(
     hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int | None = None,
-    transform: LogitTransform = UNCHANGED, bias: Tensor | None = None,
+    transform: LogitTransform = UNCHANGED, bias: Tensor | None = None, factors: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Returns the sum of -log p(label) over the valid labels, a float32 scalar (float64 for float64 inputs).
 
     hidden (..., D), weight (V, D) and bias (V,) of the head, labels (...) already shifted, IGNORE_INDEX without a
-    target; `transform` makes logits of the head's result. The sum over no valid label is 0, with zero gradients. The
-    caller divides the sum.
+    target; `transform` makes logits of the head's result. `factors` (...), of any sign, multiply the terms of the sum.
+    The sum over no valid label is 0, with zero gradients. The caller divides the sum.
     """
     device = hidden.device.type
     if torch.is_autocast_enabled(device):  # the products with preallocated outputs do not cast
         dtype = torch.get_autocast_dtype(device)
         with torch.autocast(device, enabled=False):
             return cross_entropy_sum(
-                hidden.to(dtype), weight.to(dtype), labels, chunk_tokens, transform, cast_bias(bias, dtype)
+                hidden.to(dtype), weight.to(dtype), labels, chunk_tokens, transform, cast_bias(bias, dtype), factors
             )
     trained = hidden.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     with_gradient = torch.is_grad_enabled() and trained
     rows = hidden.reshape(-1, hidden.shape[-1])
     size = CHUNK_TOKENS if chunk_tokens is None else chunk_tokens
-    return _ChunkedCrossEntropy.apply(rows, weight, bias, labels.reshape(-1), size, with_gradient, transform)
+    if factors is not None:
+        factors = factors.to(torch.promote_types(hidden.dtype, torch.float32)).reshape(-1)
+    return _ChunkedCrossEntropy.apply(rows, weight, bias, labels.reshape(-1), size, with_gradient, transform, factors)
 
 
 def token_log_probs(
@@ -140,13 +142,16 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         chunk_tokens: int,
         with_gradient: bool,
         transform: LogitTransform,
+        factors_N: Tensor | None,
     ) -> Tensor:
         total = hidden_ND.new_zeros((), dtype=torch.promote_types(hidden_ND.dtype, torch.float32))
         wanted = ctx.needs_input_grad[:3] if with_gradient else (False,) * 3
         gradients = HeadGradients(hidden_ND, weight_VD, bias_V, wanted)
         for chunk in chunks(len(hidden_ND), chunk_tokens):
             logits = F.linear(hidden_ND[chunk], weight_VD, bias_V)
-            total += cross_entropy_in_place(logits, labels_N[chunk], with_gradient, transform).sum()
+            factors = None if factors_N is None else factors_N[chunk]
+            losses = cross_entropy_in_place(logits, labels_N[chunk], with_gradient, transform, factors)
+            total += losses.sum() if factors is None else (losses * factors).sum()
             gradients.add(chunk, logits)
             del logits  # before the next chunk's are allocated
         save_gradients(ctx, gradients, weight_VD, bias_V)
@@ -154,7 +159,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dloss: Tensor):  # type: ignore[no-untyped-def, override]
-        return *scaled_gradients(ctx, dloss), None, None, None, None
+        return *scaled_gradients(ctx, dloss), None, None, None, None, None
 
 
 class _TokenLogProbs(torch.autograd.Function):

@@ -43,7 +43,7 @@ class LossModel(nn.Module):
         documents: Documents | None = None,
         read: HeadReader | None = None,
     ) -> Tensor:
-        """Returns the sum of -log p(label) over this rank's valid labels.
+        """Returns the sum of -log p(label) over this rank's valid labels, times their weights in rows of trees.
 
         ids, positions and labels are (batch, local sequence), labels shifted. `documents`
         describes a packed sequence. With `read`, as in evaluations and in DPO, its result is returned instead.
@@ -55,7 +55,9 @@ class LossModel(nn.Module):
             options["output_router_logits"] = False
         output = headless(self.model)(input_ids=input_ids, position_ids=position_ids, use_cache=False, **options)
         head: Any = self.model.get_output_embeddings()
-        replaced = ReplacedHead(head, partial(self._read, labels, read) if read else partial(self._loss, labels))
+        rows = None if documents is None else documents.rows
+        loss = partial(self._loss, labels, None if rows is None else rows.weights)
+        replaced = ReplacedHead(head, partial(self._read, labels, read) if read else loss)
         try:
             return head(output.last_hidden_state)  # type: ignore[no-any-return]
         finally:
@@ -65,6 +67,8 @@ class LossModel(nn.Module):
         with self.stopwatch.lap() if torch.is_grad_enabled() else nullcontext():
             return read(hidden, weight, labels, self.transform, bias)
 
-    def _loss(self, labels: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _loss(
+        self, labels: Tensor, factors: Tensor | None, hidden: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
         with self.stopwatch.lap():
-            return cross_entropy_sum(hidden, weight, labels, transform=self.transform, bias=bias)
+            return cross_entropy_sum(hidden, weight, labels, transform=self.transform, bias=bias, factors=factors)

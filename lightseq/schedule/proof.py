@@ -5,9 +5,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from lightseq.schedule.layout import Layout
 from lightseq.schedule.nodes import Nodes
 from lightseq.schedule.segments import Segments
-from lightseq.schedule.table import Mask, Schedule, Step
+from lightseq.schedule.table import Mask, Schedule, Step, Tile
 
 TOKENS_PER_CHUNK = 2  # two tell a causal tile from a full, a strict or a wrongly aligned one
 
@@ -74,24 +75,27 @@ def _needs_and_results(schedule: Schedule, step: Step, backward: bool) -> tuple[
 
 def _check_coverage(schedule: Schedule, steps: tuple[Step, ...], name: str) -> None:
     """Counts how often each query meets each key, token by token on a short sequence."""
-    layout = schedule.layout
-    nodes = schedule.nodes or Nodes((0, layout.chunk_count * TOKENS_PER_CHUNK))
+    nodes = schedule.nodes or Nodes((0, schedule.layout.chunk_count * TOKENS_PER_CHUNK))
     length, want = nodes.length, _wanted(nodes, schedule.window)
-    positions = [layout.chunk_positions(chunk, length) for chunk in range(layout.chunk_count)]
     for head_group in range(schedule.total_head_groups):
         met = torch.zeros(length, length, dtype=torch.int32)
         for step in steps:
             for tiles in step.tiles:
                 for tile in tiles:
                     if tile.head_group == head_group:
-                        q, kv = (torch.cat([positions[c] for c in chunks]) for chunks in (tile.q, tile.kv))
-                        met[q[:, None], kv[None, :]] += _visible(tile.mask, len(q), len(kv))
+                        add_pairs(met, schedule.layout, tile)
         if not torch.equal(met, want):
             q, kv = (met != want).nonzero()[0].tolist()
             raise InvalidSchedule(
                 f"{name}, head group {head_group}: query {q} meets key {kv} {met[q, kv]} times, not {want[q, kv]} "
                 f"(of {length} tokens)"
             )
+
+
+def add_pairs(met: Tensor, layout: Layout, tile: Tile) -> None:
+    """Adds 1 where a tile's query meets a key, to the counts (tokens, tokens) of a sequence."""
+    q, kv = (torch.cat([layout.chunk_positions(c, len(met)) for c in chunks]) for chunks in (tile.q, tile.kv))
+    met[q[:, None], kv[None, :]] += _visible(tile.mask, len(q), len(kv))
 
 
 def _wanted(nodes: Nodes, window: int | None) -> Tensor:

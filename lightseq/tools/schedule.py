@@ -1,4 +1,7 @@
-"""Validates a schedule and draws its table: lightseq schedule --schedule balanced --ranks 8"""
+"""Validates a schedule and draws its table: lightseq schedule --schedule balanced --ranks 8
+
+With rows that share prefixes it draws their tokens: lightseq schedule --schedule prefix --ranks 2 --rows abcde,abcdf
+"""
 
 from collections.abc import Sequence
 from typing import Final
@@ -31,6 +34,11 @@ def parser() -> Parser:
         type=count_flag,
         help="ranks that split the heads among them (a Ulysses group) and work on the same chunks",
     )
+    out.add_argument(
+        "--rows",
+        metavar="ABC,ABD,...",
+        help="rows that share prefixes, a letter for each token: draws which rank computes which pair of them",
+    )
     return out
 
 
@@ -43,5 +51,10 @@ def _draw(words: Sequence[str]) -> None:
     from lightseq.schedule.proof import validate  # imports torch, which takes seconds
 
     schedule = make_schedule(args.schedule, args.ranks, args.head_groups, args.ulysses_size)
-    validate(schedule)
-    print(render(schedule))
+    if args.rows is None:
+        validate(schedule)
+        print(render(schedule))
+        return
+    from lightseq.tools.token_drawing import draw_rows
+
+    print(draw_rows(schedule, args.rows.split(",")))
