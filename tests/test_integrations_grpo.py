@@ -370,6 +370,21 @@ def test_completions_that_share_a_prompt_equal_one_process(case: str, world: int
     check(OpeningGrpo, SplitOpeningGrpo, PREFIX_CASES[case], world)
 
 
+def test_rows_of_a_prompt_meet_in_micro_batches_without_another_update() -> None:
+    """Metrics that TRL averages over micro-batches are those of other rows; losses and weights stay the same."""
+    case = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2, "eval_strategy": "no"}
+    wanted = spawn(1, run, OpeningGrpo, case, 1)[0]
+    for got in spawn(2, split, SplitOpeningGrpo, case, 2, 2):
+        assert [sorted(x) for x in got["logs"]] == [sorted(x) for x in wanted["logs"]]
+        for ours, theirs in zip(got["history"], wanted["history"], strict=True):
+            common = {name for name in theirs if name in ("loss", "grad_norm", "reward", "kl")}
+            assert {name: ours[name] for name in common} == pytest.approx(
+                {name: theirs[name] for name in common}, abs=1e-5
+            )
+        for name, weight in wanted["weights"].items():
+            assert np.linalg.norm(got["weights"][name] - weight) <= 1e-5 * np.linalg.norm(weight), name
+
+
 def test_a_subclass_sees_a_group_as_one_process() -> None:
     check(OwnLossGrpo, SplitOwnLossGrpo, {"max_steps": 1}, 2)
 

@@ -14,6 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightseq.integrations.accelerate import DATA, SEQUENCE, random_states, set_random_states
 from lightseq.integrations.group_accelerator import GroupAccelerator, own_accelerator
+from lightseq.integrations.packed_rows import LEAST_SAVED
+from lightseq.integrations.regrouped_rows import micro_batches_of_update, shuffle_in_groups
 from lightseq.integrations.rollout_checks import (
     check_divides,
     check_rollout,
@@ -87,9 +89,22 @@ class SharedRollouts:
             return super()._get_train_sampler(*args, **kwargs)  # type: ignore[misc]
 
     def _prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
-        """Also lets a subclass that scores completions see groups."""
-        with self._as_groups():
+        """Also lets a subclass that scores completions see groups. Completions of a prompt meet in a micro-batch."""
+        with self._as_groups(), self._grouping_rows():
             return super()._prepare_inputs(*args, **kwargs)  # type: ignore[misc]
+
+    @contextmanager
+    def _grouping_rows(self) -> Iterator[None]:
+        """Lets the trainer group the rows of an update by their prompts, where prompts are shared."""
+        split = None if self._sequence_mesh is None else split_model_of(self.model)
+        if split is None or not generates(type(self)) or not split.shares_prefixes:
+            yield
+            return
+        module = vars(_module_of(type(self)))
+        shuffle, rows = module["shuffle_sequence_dict"], self.args.per_device_train_batch_size
+        grouping = shuffle_in_groups(shuffle, rows, micro_batches_of_update(self), LEAST_SAVED)
+        with replaced(module, shuffle_sequence_dict=grouping):
+            yield
 
     def _generate_and_score_completions(self, *args: Any, **kwargs: Any) -> Any:
         with self._as_groups():

@@ -55,6 +55,11 @@ class SplitModel:
     def configure(self, batches: TrainerBatches) -> None:
         """Takes what a trainer knows of its batches and loss."""
 
+    @property
+    def shares_prefixes(self) -> bool:
+        """Returns whether rows that begin alike become trees."""
+        return False
+
     @contextmanager
     def replaying(self, routed_experts: Tensor) -> Iterator[None]:
         """Lets the passes inside take the experts of these rows, (batch, length, layers, experts of a token)."""

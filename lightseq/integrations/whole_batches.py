@@ -90,6 +90,10 @@ class WholeBatches(SplitModel):
         """Takes what a trainer knows of its batches and loss."""
         self._batches = batches
 
+    @property
+    def shares_prefixes(self) -> bool:
+        return self._batches.shares_prefixes
+
     def watch(self, outermost: nn.Module) -> None:
         """Lets outputs of a module around the model, such as DDP's, have logits; inside it they have none.
 
