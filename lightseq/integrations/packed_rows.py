@@ -11,16 +11,12 @@ from torch import Tensor
 
 from lightseq.hf.image_inputs import IMAGE_INPUTS, TOKEN_TYPES
 from lightseq.parts.router_replay import ROUTED_EXPERTS
-from lightseq.sequence.shared_prefixes import share_prefixes
+from lightseq.sequence.shared_prefixes import LEAST_SAVED, share_prefixes
 from lightseq.utils.tensors import IGNORE_INDEX, upload
 
 # Arguments of a model that a packed batch has, too. Others, such as positions, belong to padded rows. Images stay as
 # they are, because they come in the order of their tokens.
 PACKED: Final = ("input_ids", "labels", "attention_mask", ROUTED_EXPERTS, *IMAGE_INPUTS)
-
-
-# Trees must save this share of the tokens. Each depth costs a kernel launch, and short nodes are slower.
-LEAST_SAVED: Final = 0.2
 
 
 @dataclass(frozen=True)
@@ -86,20 +82,14 @@ def _depends_on_ids_alone(kwargs: dict[str, Any]) -> bool:
 def _as_trees(kwargs: dict[str, Any], places: Tensor, edges: Sequence[int]) -> tuple[dict[str, Any], PackedRows] | None:
     """Returns what `pack_rows` does for trees, given places and edges of rows; None if they share few tokens."""
     ids, labels = kwargs["input_ids"], kwargs["labels"]
-    # Labels of rows that share a token are equal, because they are ids.
     of_tokens, of_labels = torch.stack([ids.flatten()[places], labels.flatten()[places]]).cpu().numpy()
-    if ((of_labels != of_tokens) & (of_labels != IGNORE_INDEX)).any():
-        return None
     shared = share_prefixes([of_tokens[a:b] for a, b in pairwise(edges)])
-    if shared.nodes.parents is None or len(shared.ids) > (1 - LEAST_SAVED) * len(of_tokens):
-        return None
-    in_trees = np.concatenate(shared.places)
     # A token's target is the next one of its row, if that has a label.
     targets = np.append(of_labels[1:], IGNORE_INDEX)
     targets[np.array(edges[1:]) - 1] = IGNORE_INDEX
-    has_target = targets != IGNORE_INDEX
-    shift_labels = np.full(len(shared.ids), IGNORE_INDEX)
-    shift_labels[in_trees[has_target]] = targets[has_target]
+    if not shared.saves(LEAST_SAVED) or (shift_labels := shared.labels(targets)) is None:
+        return None
+    in_trees, has_target = np.concatenate(shared.places), targets != IGNORE_INDEX
     row, of_trees, predicts = (upload(torch.from_numpy(x), ids.device) for x in (shared.ids, in_trees, has_target))
     packed = {
         **kwargs,

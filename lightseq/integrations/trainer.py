@@ -110,7 +110,7 @@ class SequenceParallel(SharedRollouts):
                     pad_to=length if packs and self._compiles() else None,
                     weighs_tokens_equally=self._is_mean_loss(),
                     packs_rows=generates(type(self)),
-                    shares_prefixes=self._share_prefixes and not whole.context.config.carries_states,
+                    shares_prefixes=self._share_prefixes,
                     own_head=own_head,
                 )
             )
