@@ -35,6 +35,7 @@ from lightseq.data.token_cache import format_and_rows, open_rows
 from lightseq.data.token_directory import META, TokenDirectory
 from lightseq.data.tokenizer import Tokenizer, placeholder_tokenizer
 from lightseq.parts.adapter_files import flag_for_weights
+from lightseq.sequence.documents import RowPlaces
 from lightseq.utils.formatting import alternatives, first_line
 
 MAX_BUCKETS: Final = 8
@@ -160,6 +161,8 @@ class Batch:
     valid_tokens: int  # labels that are not IGNORE_INDEX
     sizes: tuple[int, ...]  # tokens of each row, without padding
     boundaries: tuple[int, ...] | None = None  # start of each packed document, and the last end (batch of one)
+    parents: tuple[int, ...] | None = None  # documents that begin alike became nodes of trees (`schedule.nodes`)
+    rows: RowPlaces | None = None  # of those documents
 
     @property
     def length(self) -> int:
@@ -169,6 +172,8 @@ class Batch:
     @property
     def document_sizes(self) -> tuple[int, ...]:
         """Returns the tokens of each document: of the packed ones, or of each row."""
+        if self.rows is not None:
+            return self.rows.sizes
         return self.sizes if self.boundaries is None else tuple(b - a for a, b in pairwise(self.boundaries))
 
     def cut(self, length: int) -> Batch:
@@ -177,10 +182,10 @@ class Batch:
         return replace(self, input_ids=self.input_ids[:, :length], labels=self.labels[:, :length])
 
 
-def padding_batch(rows: int, length: int) -> Batch:
+def padding_batch(rows: int, length: int, packed: bool) -> Batch:
     """Returns a batch of padding only."""
     ids = torch.zeros(rows, length, dtype=torch.int64)
-    return Batch(ids, torch.full_like(ids, IGNORE_INDEX), valid_tokens=0, sizes=(0,) * rows)
+    return Batch(ids, torch.full_like(ids, IGNORE_INDEX), 0, (0,) * rows, boundaries=(0, 1) if packed else None)
 
 
 def bucket_lengths(longest: int, multiple: int) -> tuple[int, ...]:

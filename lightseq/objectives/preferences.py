@@ -1,6 +1,7 @@
 """Preferences by direct optimization (DPO, arXiv 2305.18290): a chosen answer above a rejected one, beside a reference.
 
-The two documents of a pair stand next to each other in a packed row. Only their answers have labels.
+The two documents of a pair stand next to each other in a packed row, or in a tree that shares their prompt. Only their
+answers have labels.
 """
 
 from collections.abc import Iterable
@@ -80,7 +81,7 @@ class Preferences:
         both = torch.stack([models.trained(*shard, read=_log_probs), reference])
         own = sum_of_targets(both, shard.labels, documents, group.rank)
         sums = sum_over_ranks(group.process_group, own, gradient_factor=group.layout.world)
-        pairs = _pairs(documents.count)
+        pairs = _pairs(documents.row_count)
         by_pair = sums[:, : 2 * pairs].unflatten(1, (pairs, 2))  # (model, pair, answer)
         rewards = self.beta * (by_pair[0] - by_pair[1])
         losses = -F.logsigmoid(rewards[:, 0] - rewards[:, 1])

@@ -46,6 +46,7 @@ from lightseq.training.find_model import FoundModel, fetch_weights, find_model, 
 from lightseq.training.find_teacher import FetchedTeacher, find_teacher
 from lightseq.training.optimization import check_lr_schedule
 from lightseq.training.output_directory import check_output_dir
+from lightseq.training.prefix_flags import check_share_prefixes
 from lightseq.training.sample_prompts import SamplePrompts, read_sample_prompts
 from lightseq.training.setup_checks import (
     Notes,
@@ -103,6 +104,7 @@ def prepare(config: TrainConfig, family: ModelFamily, world: World, resume_point
     _check_flags(config, world, resume_point)
     model = find_model(config, family, world)
     _check_adapters(config, model, resume_point.path)
+    check_share_prefixes(config, model.config)
     found = find_teacher(config, family, model, world)
     deepspeed = deepspeed_settings(config, model.dims.data_ranks, text_config(model.config).hidden_size)
     checkpoint_notes = _check_checkpoint(config, world, model, deepspeed, resume_point.path)
