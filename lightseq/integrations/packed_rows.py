@@ -8,8 +8,11 @@ from typing import Any, Final
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from lightseq.architecture.inspection import inspect_architecture
 from lightseq.hf.image_inputs import IMAGE_INPUTS, TOKEN_TYPES
+from lightseq.parts.attention import length_dependent_ropes
 from lightseq.parts.router_replay import ROUTED_EXPERTS
 from lightseq.sequence.shared_prefixes import LEAST_SAVED, share_prefixes
 from lightseq.utils.tensors import IGNORE_INDEX, upload
@@ -42,12 +45,23 @@ class PackedRows:
         return padded.unflatten(0, (batch, length))
 
 
-def pack_rows(kwargs: dict[str, Any], shares_prefixes: bool = False) -> tuple[dict[str, Any], PackedRows | None]:
+def takes_packed_rows(model: PreTrainedModel) -> bool:
+    """Returns whether a model is known to compute several documents, or trees, of one row."""
+    try:
+        passes_documents = inspect_architecture(model.config).passes_documents
+    except ValueError:
+        return False
+    return passes_documents and not length_dependent_ropes(model)
+
+
+def pack_rows(
+    kwargs: dict[str, Any], shares_prefixes: bool = False, packs_documents: bool = True
+) -> tuple[dict[str, Any], PackedRows | None]:
     """Returns the arguments of a model with all rows as documents of one, and their places; None if they stay padded.
 
     Rows may be padded on either side. Without padding, rows are packed too, because attention of several documents is
     balanced better over ranks than that of each row. With `shares_prefixes`, rows that begin alike become trees, if
-    that saves enough tokens. Waits for the device, which has the mask.
+    that saves enough tokens; other rows stay padded unless `packs_documents`. Waits for the device, which has the mask.
     """
     ids, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
     if not isinstance(ids, Tensor) or not isinstance(mask, Tensor) or mask.shape != ids.shape:
@@ -62,6 +76,8 @@ def pack_rows(kwargs: dict[str, Any], shares_prefixes: bool = False) -> tuple[di
     edges = [0, *accumulate(lengths)]
     if shares_prefixes and _depends_on_ids_alone(kwargs) and (trees := _as_trees(kwargs, places, edges)) is not None:
         return trees
+    if not packs_documents:
+        return kwargs, None
     packed = {**kwargs, "input_ids": ids.flatten()[places][None], "attention_mask": None, "cu_seq_lens_q": edges}
     if (labels := kwargs.get("labels")) is not None:
         own = labels.flatten()[places]
