@@ -19,11 +19,12 @@ from worlds import spawn
 
 from lightseq.integrations.trl import SequenceParallelDPOTrainer
 
+SHORT = {"max_steps": 2, "eval_strategy": "no"}
 CASES: Mapping[str, dict[str, Any]] = {
-    "adapters": {"adapters": True},
-    "reference": {"gradient_accumulation_steps": 2},
-    "precomputed": {"precompute_ref_log_probs": True},
-    "weighted": {"use_weighting": True, "ld_alpha": 0.5},
+    "adapters": {"adapters": True, **SHORT},
+    "reference": {"gradient_accumulation_steps": 2, **SHORT},
+    "precomputed": {"precompute_ref_log_probs": True, **SHORT},
+    "weighted": {"use_weighting": True, "ld_alpha": 0.5, **SHORT},
 }
 
 

@@ -169,5 +169,19 @@ def test_flags_say_when_prefixes_are_shared() -> None:
         x: least_saved(config_of(f"--objective dpo --share_prefixes {x}"), model) for x in ("auto", "True", "False")
     }
     assert asked == {"auto": 0.2, "True": 0.0, "False": None}
-    with pytest.raises(ValueError, match="--share_prefixes True applies to --objective dpo, not next_token"):
-        config_of("--share_prefixes True")
+    asked = {x: least_saved(config_of(f"--packing best_fit --share_prefixes {x}"), model) for x in asked}
+    assert asked == {"auto": None, "True": 0.0, "False": None}
+
+
+REFUSED_FLAGS = {
+    "": "--share_prefixes True applies to packed documents, but --packing is none; give best_fit",
+    "--packing best_fit --deepspeed z.json": "--share_prefixes True does not work with --deepspeed z.json; ",
+    "--packing best_fit --objective distill --teacher t": "--share_prefixes True does not work with --objective dist",
+}
+
+
+@pytest.mark.parametrize("flags", REFUSED_FLAGS)
+def test_flags_that_exclude_shared_prefixes_are_refused(flags: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        config_of(f"--share_prefixes True {flags}")
+    assert str(refused.value).startswith(REFUSED_FLAGS[flags])

@@ -84,8 +84,9 @@ class DataConfig:
     )
     share_prefixes: bool | None = auto_flag(
         "Compute what packed documents have in common at their beginning once, such as the prompt of both answers with "
-        "--objective dpo. auto: where that saves a fifth of a batch's tokens, except in models with recurrent layers "
-        "and with losses of routers. Losses stay the same."
+        "--objective dpo, and learn it as often as it occurs. True: also packs documents that begin alike into one "
+        "sequence, by the tokens that are left. auto: with --objective dpo, where it saves a fifth of a sequence's "
+        "tokens and the model allows it; sequences hold the same pairs as with False."
     )
     lazy_preprocess: bool = flag(
         False, "Tokenize the texts of a file of rows on access instead of beforehand. No effect on other data."

@@ -288,8 +288,8 @@ class BatchStream:
         if other := [key for key in MUST_MATCH if state[key] != now[key]]:
             was, instead = (MUST_MATCH[other[0]].format(of[other[0]]) for of in (state, now))
             raise ValueError(
-                f"{flag} was trained {was}, not {instead}; resume with the same data, --packing, --seed and "
-                f"--model_max_length, or start from its weights with {flag_for_weights(checkpoint)}"
+                f"{flag} was trained {was}, not {instead}; resume with the same data, --packing, --share_prefixes, "
+                f"--seed and --model_max_length, or start from its weights with {flag_for_weights(checkpoint)}"
             )
         comparable = _kind(self.content) == _kind(state.get("content"))
         other_content = comparable and state.get("content") != self.content
@@ -329,12 +329,15 @@ class BatchStream:
         assert 0 <= accumulation_index < self.accumulation and 0 <= data_rank < self.data_ranks
         row_of_step = (accumulation_index * self.data_ranks + data_rank) * self.batch_size
         first = self.consumed_samples(step) + row_of_step
-        input_ids = np.zeros((self.batch_size, self.length), dtype=np.int64)
-        labels = np.full((self.batch_size, self.length), IGNORE_INDEX, dtype=np.int64)
+        examples = [self.example(first + row) for row in range(self.batch_size)]
+        # Documents that fit as trees may be longer.
+        width = max(self.length, *(len(example.input_ids) for example in examples if example is not None), 0)
+        input_ids = np.zeros((self.batch_size, width), dtype=np.int64)
+        labels = np.full((self.batch_size, width), IGNORE_INDEX, dtype=np.int64)
         boundaries: tuple[int, ...] | None = (0, 1) if self.packed else None  # all padding past the end
         sizes = [0] * self.batch_size
-        for row in range(self.batch_size):
-            if (example := self.example(first + row)) is not None:
+        for row, example in enumerate(examples):
+            if example is not None:
                 input_ids[row, : len(example.input_ids)] = example.input_ids
                 labels[row, : len(example.labels)] = example.labels
                 boundaries = example.boundaries

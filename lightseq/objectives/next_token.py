@@ -6,9 +6,18 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
+from torch import Tensor
 
 from lightseq.data.batches import Batch
-from lightseq.objectives.objective import FrozenModel, Models, Shard, Share, evaluating, sum_over_all_ranks
+from lightseq.objectives.objective import (
+    FrozenModel,
+    Models,
+    Shard,
+    Share,
+    evaluating,
+    read_log_probs,
+    sum_over_all_ranks,
+)
 from lightseq.parts.loss import CHUNK_TOKENS, losses_and_hits
 from lightseq.utils.formatting import four_significant_digits
 from lightseq.utils.tensors import IGNORE_INDEX
@@ -18,13 +27,17 @@ POWERS: Final = "powers"
 
 @dataclass(frozen=True)
 class NextToken:
-    """Objective of pretraining and of answers in chats: the labels say which tokens are targets."""
+    """Objective of pretraining and of answers in chats: the labels say which tokens are targets.
+
+    Rows that share a prefix learn its targets once each. Then the loss is read from log-probabilities, whose backward
+    pass computes logits again.
+    """
 
     metrics: tuple[str, ...] = ()
     trains_on_pairs: bool = False
     frozen_models: tuple[FrozenModel, ...] = ()
     passes_without_gradients: int = 0
-    reads_head_in_backward: bool = False  # the loss computes its gradients in the forward pass
+    reads_head_in_backward: bool = False  # whole documents' loss computes its gradients in the forward pass
 
     def __str__(self) -> str:
         return ""
@@ -36,11 +49,21 @@ class NextToken:
         return batch.valid_tokens
 
     def share(self, models: Models, shard: Shard) -> Share:
-        loss = models.trained(*shard)
+        if (weights := _weights(shard)) is None:
+            loss = models.trained(*shard)
+        else:
+            log_probs = models.trained(*shard, read=read_log_probs)
+            loss = -(weights.to(log_probs.dtype) * log_probs).sum()
         return Share(loss, loss.new_zeros(0))
 
     def evaluate(self, models: Models, shards: Iterable[Shard]) -> "Perplexity":
         return measure(models, shards)
+
+
+def _weights(shard: Shard) -> Tensor | None:
+    """Returns how many rows learn each token's target, (1, local), if documents became trees."""
+    rows = None if shard.documents is None else shard.documents.rows
+    return None if rows is None else rows.weights
 
 
 @dataclass(frozen=True)
@@ -102,12 +125,14 @@ def measure(models: Models, shards: Iterable[Shard], starts: Sequence[int] = (),
     counts = torch.zeros(len(borders), dtype=torch.int64, device=device)
     hit_count = torch.zeros((), dtype=torch.int64, device=device)
     with evaluating(models.trained):
-        for ids, positions, labels, documents in shards:
-            losses, hits = models.trained(ids, positions, labels, documents, losses_and_hits)
-            bins = torch.bucketize(positions.flatten(), borders, right=True) - 1
-            sums.index_add_(0, bins, losses.flatten().double())
-            counts.index_add_(0, bins, (labels != IGNORE_INDEX).flatten().long())
-            hit_count += hits.long().sum()
+        for shard in shards:
+            losses, hits = models.trained(*shard, losses_and_hits)
+            bins = torch.bucketize(shard.positions.flatten(), borders, right=True) - 1
+            weights = _weights(shard)
+            counted = (shard.labels != IGNORE_INDEX if weights is None else weights).long()
+            sums.index_add_(0, bins, (losses.double() * counted).flatten())
+            counts.index_add_(0, bins, counted.flatten())
+            hit_count += (hits.long() * counted).sum()
     sum_over_all_ranks(sums, counts, hit_count)
     valid = int(counts.sum())
     found = tuple(

@@ -11,7 +11,7 @@ from lightseq.objectives.preferences import Preferences
 from lightseq.parts.divergence import Divergence
 
 OBJECTIVES: Final[Mapping[str, Callable[[Flags], Objective]]] = {
-    "next_token": lambda _: NextToken(),
+    "next_token": lambda flags: NextToken(reads_head_in_backward=flags.share_prefixes is True),
     "dpo": lambda flags: Preferences(flags.beta, has_adapters=flags.lora_rank is not None),
     "distill": lambda flags: Distillation(
         str(flags.teacher), Divergence(flags.distill_kind, flags.distill_beta, flags.distill_temperature)

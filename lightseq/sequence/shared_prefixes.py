@@ -7,7 +7,7 @@ beginning of another, part at the last token of the shorter one, which has no ta
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -109,7 +109,7 @@ def share_prefixes(rows: Sequence[Sequence[int] | Ints]) -> SharedRows:
         if len(members) == 1:
             node(members, begin, len(arrays[members[0]]), parent)
             continue
-        split = begin + _common([arrays[member][begin:] for member in members]) - 1
+        split = begin + common_tokens([arrays[member][begin:] for member in members]) - 1
         if split > begin:
             parent = node(members, begin, split, parent)
         # Behind the copied token. A row that ends with it stands alone, and so do equal rows.
@@ -129,7 +129,7 @@ def _grouped(members: Sequence[int], rows: Sequence[Ints], at: int) -> list[list
     return [*groups.values()]
 
 
-def _common(rows: Sequence[Ints]) -> int:
+def common_tokens(rows: Sequence[NDArray[np.integer[Any]]]) -> int:
     """Returns how many tokens the rows have in common at their beginning."""
     shortest = min(map(len, rows))
     found = shortest

@@ -212,7 +212,10 @@ def _hold_out(config: TrainConfig, world: World, model: FoundModel) -> tuple[Exa
     rows = find_examples(path, model, config, world, open_data=open_windows_to_pack if packs else open_examples)
     trained, held = hold_out(rows, fraction, config.seed, path)
     require_target(held, f"the part of {path} that --eval_fraction {fraction} holds out")
-    return (pack(path, trained), pack(path, held)) if packs else (trained, held)
+    if not packs:
+        return trained, held
+    shares_prefixes = config.share_prefixes is True
+    return pack(path, trained, shares_prefixes), pack(path, held, shares_prefixes)
 
 
 def _training_stream(examples: Examples, config: TrainConfig, world: World, data_ranks: int) -> BatchStream:
@@ -297,6 +300,7 @@ def find_examples(
         limits_documents=limits_evaluation,
         refused_ids=placeholder_ids(model.config),
         pairs=objective_of(config).trains_on_pairs,
+        shares_prefixes=config.share_prefixes is True,
     )
     return open_data(path, length, vocab_size, model.tokenizer, config.lazy_preprocess, world.is_main, read_options)
 

@@ -10,9 +10,10 @@ from lightseq.training.router_flags import router_coefficient
 
 def least_saved(config: TrainConfig, model_config: PreTrainedConfig) -> float | None:
     """Returns the share of a batch's tokens that trees must save; None if documents stay whole."""
-    if config.share_prefixes is False or config.objective != "dpo" or _why_whole(config, model_config) is not None:
-        return None
-    return 0.0 if config.share_prefixes else LEAST_SAVED
+    if config.share_prefixes:
+        return 0.0  # rows were packed for trees
+    by_itself = config.share_prefixes is None and config.objective == "dpo"
+    return LEAST_SAVED if by_itself and _why_whole(config, model_config) is None else None
 
 
 def check_share_prefixes(config: TrainConfig, model_config: PreTrainedConfig) -> None:

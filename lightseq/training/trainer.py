@@ -226,7 +226,9 @@ class Sharding:
             self._context.sequence, batch.input_ids, batch.labels, batch.boundaries, batch.parents
         )
         if documents is not None:
-            documents = replace(documents, rows=batch.rows)
+            if (rows := batch.rows) is not None:
+                weights = documents.shard(rows.counts(batch.length), self._context.rank)
+                documents = replace(documents, rows=replace(rows, weights=self._to_device(weights)))
             positions = self._to_device(documents.positions(self._context.rank))
         else:
             positions = self._global_positions(batch.input_ids.shape[1]).expand(len(ids), -1)
