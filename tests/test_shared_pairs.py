@@ -12,6 +12,7 @@ import torch.distributed as dist
 from test_preferences import (
     CASES,
     METRICS,
+    STEPS,
     Run,
     assert_weights_equal,
     make_trainer,
@@ -20,7 +21,7 @@ from test_preferences import (
     words_of,
     write_inputs,
 )
-from transformers import PreTrainedConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3MoeConfig
 from worlds import spawn
 
 from benchmarks.tiny_models import tiny_config
@@ -33,9 +34,9 @@ from lightseq.training.prefix_flags import check_share_prefixes, least_saved
 from lightseq.utils.tensors import IGNORE_INDEX
 
 
-def write_pairs(folder: Path) -> Path:
-    """Writes a model, and pairs: some answers begin alike, two prompts are equal, and one answer ends another's."""
-    write_inputs(folder)
+def write_pairs(folder: Path, model: Any = None) -> Path:
+    """Writes a model, and pairs: some answers begin alike, two prompts are equal, and one answer continues another."""
+    write_inputs(folder, model)
     draw = np.random.default_rng(1)
 
     def text(count: int) -> str:
@@ -80,6 +81,43 @@ def test_numbers_equal_those_of_whole_documents(name: str, world: int, tmp_path:
         computed, all_tokens = (x["tokens"] * (1 - x["padding_percent"] / 100) for x in (record, wanted))
         assert computed < 0.8 * all_tokens
     assert_weights_equal(shared, whole)
+
+
+def in_one_update(rank: int, files: Path) -> list[Run]:
+    """Trains an update on all pairs in rows that hold trees only, and in rows that hold the pairs whole."""
+    found = []
+    for shares, length in ((True, 36), (False, 96)):
+        more = f"--num_train_epochs 1 --gradient_accumulation_steps 8 --model_max_length {length} --learning_rate 0.05"
+        words = words_of(files, str(shares), f"{more} --share_prefixes {shares}").replace(f"--max_steps {STEPS}", "")
+        found.append(train(rank, words))
+    return found
+
+
+@pytest.mark.slow
+def test_pairs_that_fit_only_as_trees_are_learned_alike(tmp_path: Path) -> None:
+    shared, whole = spawn(2, in_one_update, write_pairs(tmp_path))[0]
+    (ours,), (wanted,) = steps(shared), steps(whole)
+    for metric in ("loss", "grad_norm", *METRICS):
+        assert ours[metric] == pytest.approx(wanted[metric], rel=1e-5, abs=1e-5), metric
+    assert_weights_equal(shared, whole)
+
+
+def of_family(rank: int, files: Path) -> list[Run]:
+    flags = "--learning_rate 0.05 --sequence_parallel_size 2"
+    return [train(rank, words_of(files, f"o-{x}", f"{flags} --share_prefixes {x}")) for x in ("auto", "False")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss", "qwen3_moe"])
+def test_windows_sinks_and_experts_learn_alike_on_two_groups_of_ranks(family: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config(family))
+    shared, whole = spawn(4, of_family, write_pairs(tmp_path, model))[0]
+    for record, wanted in zip(steps(shared), steps(whole), strict=True):
+        for metric in ("loss", "grad_norm", *METRICS):
+            assert record[metric] == pytest.approx(wanted[metric], rel=2e-5, abs=2e-5), metric
+        computed, all_tokens = (x["tokens"] * (1 - x["padding_percent"] / 100) for x in (record, wanted))
+        assert computed < 0.8 * all_tokens
 
 
 def packed(*documents: tuple[list[int], int], length: int = 40) -> Batch:
