@@ -3,7 +3,8 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -29,8 +30,11 @@ from lightseq.config.command_line import parse
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import Batch
 from lightseq.data.shared_rows import even_lengths, with_shared_prefixes
+from lightseq.distributed.world import World
 from lightseq.schedule.nodes import Nodes
-from lightseq.training.prefix_flags import check_share_prefixes, least_saved
+from lightseq.training.find_model import FoundModel
+from lightseq.training.inputs import find_examples
+from lightseq.training.prefix_flags import least_saved
 from lightseq.utils.tensors import IGNORE_INDEX
 
 
@@ -198,7 +202,7 @@ def test_models_that_take_no_trees_keep_documents_whole(case: str) -> None:
     assert least_saved(config_of(f"--objective dpo {flags}"), model) is None
     asked = config_of(f"--objective dpo --share_prefixes True {flags}")
     with pytest.raises(ValueError, match=rf"^--share_prefixes True does not work with \w+: {reason}[^\n]*$"):
-        check_share_prefixes(asked, model)
+        find_examples("pairs.jsonl", cast(FoundModel, SimpleNamespace(config=model)), asked, cast(World, None))
 
 
 def test_flags_say_when_prefixes_are_shared() -> None:

@@ -104,7 +104,6 @@ def prepare(config: TrainConfig, family: ModelFamily, world: World, resume_point
     _check_flags(config, world, resume_point)
     model = find_model(config, family, world)
     _check_adapters(config, model, resume_point.path)
-    check_share_prefixes(config, model.config)
     found = find_teacher(config, family, model, world)
     deepspeed = deepspeed_settings(config, model.dims.data_ranks, text_config(model.config).hidden_size)
     checkpoint_notes = _check_checkpoint(config, world, model, deepspeed, resume_point.path)
@@ -282,6 +281,7 @@ def find_examples(
     `open_data` replaces the function that --packing chooses. Raises ValueError if the data cannot be opened or does not
     fit the model.
     """
+    check_share_prefixes(config, model.config)
     length, vocab_size = config.model_max_length, text_config(model.config).vocab_size
     open_data = open_data or (open_examples if config.packing == "none" else open_packed)
     trains = path == config.data_path and not (evaluates and path == config.eval_data_path)
