@@ -75,3 +75,5 @@ def test_rows_stay_documents(change: str) -> None:
         given["labels"] = None
     packed, rows = pack_rows(given, shares_prefixes=True)
     assert rows is not None and not isinstance(packed[EDGES], Nodes)
+    padded, rows = pack_rows(given, shares_prefixes=True, packs_documents=False)
+    assert rows is None and padded is given

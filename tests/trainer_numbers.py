@@ -135,6 +135,8 @@ def assert_equal(got: Numbers, wanted: Numbers) -> None:
     for ours, theirs in zip(got["history"], wanted["history"], strict=True):
         assert ours.keys() == theirs.keys()
         for name, value in theirs.items():
+            if "rewards/accuracies" in name and theirs[name.replace("accuracies", "margins")] == 0:
+                continue  # before the first update all pairs are ties, up to rounding
             assert ours[name] == pytest.approx(value, rel=1e-5, abs=1e-5), (name, ours["step"])
     assert got["flos"] == pytest.approx(wanted["flos"], rel=1e-6)
     for name, weight in wanted["weights"].items():

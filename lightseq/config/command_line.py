@@ -137,7 +137,7 @@ def _parser(program: str, required: Sequence[str] = REQUIRED) -> Parser:
             # --bf16 alone means --bf16 True.
             bare: dict[str, Any] = {"nargs": "?", "const": True} if kind is bool else {}
             convert = BY_FLAG.get(field.name, CONVERTERS[kind])
-            if "default" in field.metadata:  # the planner decides
+            if "default" in field.metadata:  # the run decides
                 convert = partial(_auto_or, convert)
             section.add_argument(
                 f"--{field.name}", type=convert, metavar=METAVARS[kind], help=_help(field, required), **bare

@@ -7,7 +7,10 @@ from lightseq.config.all_flags import Flags
 OBJECTIVES: Final = ("next_token", "dpo", "distill")  # objectives/registry.py says what each is
 # KL(teacher, student), KL(student, teacher), and a generalized Jensen-Shannon divergence (parts/divergence.py).
 DIVERGENCES: Final = ("forward", "reverse", "jsd")
-FLAGS_OF: Final = {"dpo": ("beta",), "distill": ("teacher", "distill_kind", "distill_temperature", "distill_beta")}
+FLAGS_OF: Final = {
+    "dpo": ("beta",),
+    "distill": ("teacher", "distill_kind", "distill_temperature", "distill_beta"),
+}
 
 
 def check_objective(config: Flags) -> None:
@@ -17,6 +20,8 @@ def check_objective(config: Flags) -> None:
             if (value := getattr(config, flag)) != getattr(type(config), flag):
                 given = f"--{flag} {value} applies to --objective {objective}, not {config.objective}"
                 raise ValueError(f"{given}; leave it out")
+    if config.share_prefixes:
+        _check_share_prefixes(config)
     if config.objective == "dpo":
         _check_dpo(config)
     if config.objective == "distill":
@@ -52,3 +57,13 @@ def _check_dpo(config: Flags) -> None:
             f"{given} compares with the base model without adapters, not with --lora_adapter {config.lora_adapter}; "
             "merge it with `lightseq merge`, and start from the merged model"
         )
+
+
+def _check_share_prefixes(config: Flags) -> None:
+    given = f"--share_prefixes {config.share_prefixes}"
+    if config.packing == "none":
+        raise ValueError(f"{given} applies to packed documents, but --packing is none; give best_fit")
+    if config.deepspeed:
+        raise ValueError(f"{given} does not work with --deepspeed {config.deepspeed}; leave one of them out")
+    if config.objective == "distill":
+        raise ValueError(f"{given} does not work with --objective distill; leave it out")

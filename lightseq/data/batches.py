@@ -35,6 +35,7 @@ from lightseq.data.token_cache import format_and_rows, open_rows
 from lightseq.data.token_directory import META, TokenDirectory
 from lightseq.data.tokenizer import Tokenizer, placeholder_tokenizer
 from lightseq.parts.adapter_files import flag_for_weights
+from lightseq.sequence.documents import RowPlaces
 from lightseq.utils.formatting import alternatives, first_line
 
 MAX_BUCKETS: Final = 8
@@ -160,6 +161,8 @@ class Batch:
     valid_tokens: int  # labels that are not IGNORE_INDEX
     sizes: tuple[int, ...]  # tokens of each row, without padding
     boundaries: tuple[int, ...] | None = None  # start of each packed document, and the last end (batch of one)
+    parents: tuple[int, ...] | None = None  # documents that begin alike became nodes of trees (`schedule.nodes`)
+    rows: RowPlaces | None = None  # of those documents
 
     @property
     def length(self) -> int:
@@ -169,6 +172,8 @@ class Batch:
     @property
     def document_sizes(self) -> tuple[int, ...]:
         """Returns the tokens of each document: of the packed ones, or of each row."""
+        if self.rows is not None:
+            return self.rows.sizes
         return self.sizes if self.boundaries is None else tuple(b - a for a, b in pairwise(self.boundaries))
 
     def cut(self, length: int) -> Batch:
@@ -177,10 +182,10 @@ class Batch:
         return replace(self, input_ids=self.input_ids[:, :length], labels=self.labels[:, :length])
 
 
-def padding_batch(rows: int, length: int) -> Batch:
+def padding_batch(rows: int, length: int, packed: bool) -> Batch:
     """Returns a batch of padding only."""
     ids = torch.zeros(rows, length, dtype=torch.int64)
-    return Batch(ids, torch.full_like(ids, IGNORE_INDEX), valid_tokens=0, sizes=(0,) * rows)
+    return Batch(ids, torch.full_like(ids, IGNORE_INDEX), 0, (0,) * rows, boundaries=(0, 1) if packed else None)
 
 
 def bucket_lengths(longest: int, multiple: int) -> tuple[int, ...]:
@@ -283,8 +288,8 @@ class BatchStream:
         if other := [key for key in MUST_MATCH if state[key] != now[key]]:
             was, instead = (MUST_MATCH[other[0]].format(of[other[0]]) for of in (state, now))
             raise ValueError(
-                f"{flag} was trained {was}, not {instead}; resume with the same data, --packing, --seed and "
-                f"--model_max_length, or start from its weights with {flag_for_weights(checkpoint)}"
+                f"{flag} was trained {was}, not {instead}; resume with the same data, --packing, --share_prefixes, "
+                f"--seed and --model_max_length, or start from its weights with {flag_for_weights(checkpoint)}"
             )
         comparable = _kind(self.content) == _kind(state.get("content"))
         other_content = comparable and state.get("content") != self.content
@@ -324,12 +329,15 @@ class BatchStream:
         assert 0 <= accumulation_index < self.accumulation and 0 <= data_rank < self.data_ranks
         row_of_step = (accumulation_index * self.data_ranks + data_rank) * self.batch_size
         first = self.consumed_samples(step) + row_of_step
-        input_ids = np.zeros((self.batch_size, self.length), dtype=np.int64)
-        labels = np.full((self.batch_size, self.length), IGNORE_INDEX, dtype=np.int64)
+        examples = [self.example(first + row) for row in range(self.batch_size)]
+        # Documents that fit as trees may be longer.
+        width = max(self.length, *(len(example.input_ids) for example in examples if example is not None), 0)
+        input_ids = np.zeros((self.batch_size, width), dtype=np.int64)
+        labels = np.full((self.batch_size, width), IGNORE_INDEX, dtype=np.int64)
         boundaries: tuple[int, ...] | None = (0, 1) if self.packed else None  # all padding past the end
         sizes = [0] * self.batch_size
-        for row in range(self.batch_size):
-            if (example := self.example(first + row)) is not None:
+        for row, example in enumerate(examples):
+            if example is not None:
                 input_ids[row, : len(example.input_ids)] = example.input_ids
                 labels[row, : len(example.labels)] = example.labels
                 boundaries = example.boundaries

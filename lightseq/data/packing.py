@@ -14,6 +14,7 @@ from lightseq.data.columns import PREFERENCE, PREFERENCES
 from lightseq.data.examples import Example, WindowExamples, window_counts, window_sizes
 from lightseq.data.held_out import SelectedExamples, documents_of_a_row
 from lightseq.data.preferences import DOCUMENTS_OF_A_PAIR
+from lightseq.data.prefix_groups import rows_that_begin_alike, tree_tokens, whole_rows
 from lightseq.data.sequences import SequenceExamples, open_pickle
 from lightseq.data.sources import ReadOptions, holds_rows
 from lightseq.data.token_directory import META, open_token_directory
@@ -26,7 +27,10 @@ Windows = WindowExamples | SequenceExamples | SelectedExamples
 
 @dataclass(frozen=True)
 class PackedExamples:
-    """Examples of several windows each; example i has the windows `order[offsets[i] : offsets[i + 1]]`."""
+    """Examples of several windows each; example i has the windows `order[offsets[i] : offsets[i + 1]]`.
+
+    With shared prefixes, windows may have more tokens than a sequence, into which they fit as trees.
+    """
 
     windows: Windows
     order: NDArray[np.int64]
@@ -85,7 +89,8 @@ def open_packed(
     read_options: ReadOptions | None = None,
 ) -> PackedExamples:
     """Opens the data of `open_examples`, packed. Raises ValueError if lengths are not known beforehand."""
-    return pack(path, open_windows_to_pack(path, length, vocab_size, tokenizer, lazy, progress, read_options))
+    windows = open_windows_to_pack(path, length, vocab_size, tokenizer, lazy, progress, read_options)
+    return pack(path, windows, read_options is not None and read_options.shares_prefixes)
 
 
 def open_windows_to_pack(
@@ -99,6 +104,7 @@ def open_windows_to_pack(
 ) -> WindowExamples | SequenceExamples:
     """Opens the data of `open_examples`, never truncated. Raises ValueError if lengths are not known beforehand."""
     pairs = read_options is not None and read_options.pairs
+    shares_prefixes = read_options is not None and read_options.shares_prefixes
     if pairs and Path(path).exists() and not holds_rows(path):
         raise ValueError(
             f"{path} holds no rows, which --objective dpo needs; give chosen and rejected in rows of .jsonl or .parquet"
@@ -106,36 +112,49 @@ def open_windows_to_pack(
     first_cut = NO_LIMIT if Path(path).suffix == ".pkl" else length  # other sources are split, never truncated
     opened = open_examples(path, first_cut, vocab_size, tokenizer, lazy, progress, read_options)
     if isinstance(opened, SequenceExamples):
+        if shares_prefixes:
+            raise ValueError(f"--share_prefixes True does not work with {path}, whose labels may differ from its ids")
         return replace(opened, length=length)
     if isinstance(opened, WindowExamples):
         if not pairs and opened.source.meta.get("kind") == PREFERENCE:
             raise ValueError(f"{path} {PREFERENCES}; give its rows with that")
         if pairs:
-            _check_pairs_fit(path, opened)
+            _check_pairs_fit(path, opened, shares_prefixes)
         return opened
     raise ValueError(
         f"--packing best_fit needs the length of every text in {path} beforehand; leave --lazy_preprocess out"
     )
 
 
-def pack(path: str | Path, windows: Windows) -> PackedExamples:
-    """Packs the windows of `path` into sequences of their length. The documents of a pair stay side by side."""
+def pack(path: str | Path, windows: Windows, shares_prefixes: bool = False) -> PackedExamples:
+    """Packs the windows of `path` into sequences of their length. The documents of a pair stay side by side.
+
+    With `shares_prefixes` so do rows that begin alike, and a sequence is as long as its trees.
+    """
     together = documents_of_a_row(windows)
-    order, offsets = best_fit(windows.sizes.reshape(-1, together).sum(1), windows.length)
-    order, offsets = (order[:, None] * together + np.arange(together)).ravel(), offsets * together
-    notes = _notes(path, windows, offsets)
-    return PackedExamples(windows, order, offsets, (*windows.notes, *notes))
+    if shares_prefixes:
+        units = rows_that_begin_alike(windows, together, windows.length)
+    else:
+        units = whole_rows(windows.sizes, together)
+    in_sequences, ends = best_fit(units.tokens, windows.length)
+    order, before = units.take(in_sequences)
+    notes = _notes(path, windows, len(ends) - 1, int(units.tokens.sum()))
+    return PackedExamples(windows, order, before[ends], (*windows.notes, *notes))
 
 
-def _check_pairs_fit(path: str | Path, windows: WindowExamples) -> None:
+def _check_pairs_fit(path: str | Path, windows: WindowExamples, shares_prefixes: bool) -> None:
     """Raises ValueError if a pair has more tokens than a sequence. So every document of a pair is one window."""
     sizes = windows.tokens.reshape(-1, DOCUMENTS_OF_A_PAIR).sum(1)
+    for pair in np.flatnonzero(sizes > windows.length).tolist() if shares_prefixes else ():
+        first = pair * DOCUMENTS_OF_A_PAIR
+        sizes[pair] = tree_tokens([windows.source.document(first + i) for i in range(DOCUMENTS_OF_A_PAIR)])
     if longer := int((sizes > windows.length).sum()):
         largest = int(sizes.argmax())
+        counted = ", their prompt once" if shares_prefixes else ""
         raise ValueError(
             f"{path}: {longer:,} of {plural(len(sizes), 'pair')} have more than the {windows.length:,} tokens of "
-            f"--model_max_length, pair {largest:,} most ({sizes[largest]:,}, chosen and rejected together); give "
-            f"--model_max_length {sizes[largest]}, or remove them"
+            f"--model_max_length, pair {largest:,} most ({sizes[largest]:,}, chosen and rejected together{counted}); "
+            f"give --model_max_length {sizes[largest]}, or remove them"
         )
 
 
@@ -152,10 +171,9 @@ def read_window_sizes(path: Path, length: int, vocab_size: int, options: ReadOpt
     return window_sizes(documents[: options.limit], length)
 
 
-def _notes(path: str | Path, windows: Windows, offsets: NDArray[np.int64]) -> list[str]:
-    """Returns notes on packed documents, padding and split documents."""
+def _notes(path: str | Path, windows: Windows, sequences: int, tokens: int) -> list[str]:
+    """Returns notes on packed documents, padding, shared prefixes and split documents. `tokens` are computed."""
     length, documents = windows.length, windows.tokens
-    sequences, tokens = len(offsets) - 1, int(windows.sizes.sum())
     empty = sequences * length - tokens
     share = f"{100 * empty / (sequences * length):.2f}%"
     kept = int((documents > 1).sum())
@@ -163,6 +181,9 @@ def _notes(path: str | Path, windows: Windows, offsets: NDArray[np.int64]) -> li
     notes = [f"{path}: {packed}, {plural(empty, 'token')} of padding ({share})"]
     if empty >= PADDING_WARNING_SHARE * sequences * length:
         notes = [f"warning: {notes[0]}; give a lower --model_max_length"]
+    if shared := int(windows.sizes.sum()) - tokens:
+        share = f"{100 * shared / (tokens + shared):.1f}%"
+        notes.append(f"{path}: {plural(shared, 'token')} ({share}) computed once with others, as shared prefixes")
     split = documents > length + 1
     if split.any():
         pieces = int(window_counts(documents[split], length).sum())

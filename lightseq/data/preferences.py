@@ -27,6 +27,7 @@ from lightseq.data.columns import (
 from lightseq.data.sources import Row, get_text, join_names
 from lightseq.data.token_directory import IntArray
 from lightseq.data.tokenizer import TargetMask, Tokenizer
+from lightseq.sequence.shared_prefixes import common_tokens
 
 PROMPT = "prompt"
 DOCUMENTS_OF_A_PAIR = 2
@@ -160,7 +161,7 @@ def encode_answers(answers: Sequence[Answer], tokenizer: Tokenizer) -> list[tupl
         prompt, document, other = (
             ids[answer.adds_special_tokens, text] for text in (answer.prompt, answer.document, answer.other)
         )
-        begin = min(_shared_length(prompt, document), _shared_length(prompt, other))
+        begin = min(common_tokens([prompt, answered]) for answered in (document, other))
         targets = np.arange(len(document)) >= begin
         if not targets[1:].any():
             raise ValueError(f"{answer.where} has an answer without a token; correct it, or remove the row")
@@ -183,10 +184,3 @@ def _backend(tokenizer: Tokenizer) -> Any:
 @lru_cache(maxsize=1)
 def _made_backend(tokenizer: Any) -> Any:
     return tokenizer.as_transformers()
-
-
-def _shared_length(a: IntArray, b: IntArray) -> int:
-    """Returns the number of tokens at the beginning that both have in common."""
-    count = min(len(a), len(b))
-    differ = np.flatnonzero(a[:count] != b[:count])
-    return int(differ[0]) if differ.size else count

@@ -95,10 +95,7 @@ def sequence_sums(context: SequenceContext, values: Tensor, batch: Mapping[str, 
     share of a loss that is a sum over tokens; only such shares are summed for display. `values` are (batch, local),
     such as log-probabilities, or ones to count targets.
     """
-    documents = batch.get("documents")
-    if documents is not None and documents.rows is not None:
-        return documents.rows.sums(gather_padded_tokens(context, values, batch)[0])
-    own = sums.sum_of_targets(values, shifted_labels(batch), documents, context.rank)
+    own = sums.sum_of_targets(values, shifted_labels(batch), batch.get("documents"), context.rank)
     return sum_over_ranks(context, own)
 
 

@@ -8,20 +8,19 @@ from typing import Any, Final
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from lightseq.architecture.inspection import inspect_architecture
 from lightseq.hf.image_inputs import IMAGE_INPUTS, TOKEN_TYPES
 from lightseq.integrations.tree_rows import KEYS, unpack_tree_row
+from lightseq.parts.attention import length_dependent_ropes
 from lightseq.parts.router_replay import ROUTED_EXPERTS
-from lightseq.sequence.shared_prefixes import share_prefixes
+from lightseq.sequence.shared_prefixes import LEAST_SAVED, share_prefixes
 from lightseq.utils.tensors import IGNORE_INDEX, upload
 
 # Arguments of a model that a packed batch has, too. Others, such as positions, belong to padded rows. Images stay as
 # they are, because they come in the order of their tokens.
 PACKED: Final = ("input_ids", "labels", "attention_mask", ROUTED_EXPERTS, *IMAGE_INPUTS)
-
-
-# Trees must save this share of the tokens. Each depth costs a kernel launch, and short nodes are slower.
-LEAST_SAVED: Final = 0.2
 
 
 @dataclass(frozen=True)
@@ -47,12 +46,23 @@ class PackedRows:
         return padded.unflatten(0, (batch, length))
 
 
-def pack_rows(kwargs: dict[str, Any], shares_prefixes: bool = False) -> tuple[dict[str, Any], PackedRows | None]:
+def takes_packed_rows(model: PreTrainedModel) -> bool:
+    """Returns whether a model is known to compute several documents, or trees, of one row."""
+    try:
+        passes_documents = inspect_architecture(model.config).passes_documents
+    except ValueError:
+        return False
+    return passes_documents and not length_dependent_ropes(model)
+
+
+def pack_rows(
+    kwargs: dict[str, Any], shares_prefixes: bool = False, packs_documents: bool = True
+) -> tuple[dict[str, Any], PackedRows | None]:
     """Returns the arguments of a model with all rows as documents of one, and their places; None if they stay padded.
 
     Rows may be padded on either side. Without padding, rows are packed too, because attention of several documents is
     balanced better over ranks than that of each row. With `shares_prefixes`, rows that begin alike become trees, if
-    that saves enough tokens. Waits for the device, which has the mask.
+    that saves enough tokens; other rows stay padded unless `packs_documents`. Waits for the device, which has the mask.
     """
     if KEYS in kwargs:  # TRL's AsyncGRPOTrainer has packed them
         return unpack_tree_row(kwargs), None
@@ -69,6 +79,8 @@ def pack_rows(kwargs: dict[str, Any], shares_prefixes: bool = False) -> tuple[di
     edges = [0, *accumulate(lengths)]
     if shares_prefixes and _depends_on_ids_alone(kwargs) and (trees := _as_trees(kwargs, places, edges)) is not None:
         return trees
+    if not packs_documents:
+        return kwargs, None
     packed = {**kwargs, "input_ids": ids.flatten()[places][None], "attention_mask": None, "cu_seq_lens_q": edges}
     if (labels := kwargs.get("labels")) is not None:
         own = labels.flatten()[places]
@@ -89,20 +101,14 @@ def _depends_on_ids_alone(kwargs: dict[str, Any]) -> bool:
 def _as_trees(kwargs: dict[str, Any], places: Tensor, edges: Sequence[int]) -> tuple[dict[str, Any], PackedRows] | None:
     """Returns what `pack_rows` does for trees, given places and edges of rows; None if they share few tokens."""
     ids, labels = kwargs["input_ids"], kwargs["labels"]
-    # Labels of rows that share a token are equal, because they are ids.
     of_tokens, of_labels = torch.stack([ids.flatten()[places], labels.flatten()[places]]).cpu().numpy()
-    if ((of_labels != of_tokens) & (of_labels != IGNORE_INDEX)).any():
-        return None
     shared = share_prefixes([of_tokens[a:b] for a, b in pairwise(edges)])
-    if shared.nodes.parents is None or len(shared.ids) > (1 - LEAST_SAVED) * len(of_tokens):
-        return None
-    in_trees = np.concatenate(shared.places)
     # A token's target is the next one of its row, if that has a label.
     targets = np.append(of_labels[1:], IGNORE_INDEX)
     targets[np.array(edges[1:]) - 1] = IGNORE_INDEX
-    has_target = targets != IGNORE_INDEX
-    shift_labels = np.full(len(shared.ids), IGNORE_INDEX)
-    shift_labels[in_trees[has_target]] = targets[has_target]
+    if not shared.saves(LEAST_SAVED) or (shift_labels := shared.labels(targets)) is None:
+        return None
+    in_trees, has_target = np.concatenate(shared.places), targets != IGNORE_INDEX
     row, of_trees, predicts = (upload(torch.from_numpy(x), ids.device) for x in (shared.ids, in_trees, has_target))
     packed = {
         **kwargs,

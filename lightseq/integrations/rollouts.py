@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightseq.integrations.accelerate import DATA, SEQUENCE, random_states, set_random_states
 from lightseq.integrations.group_accelerator import GroupAccelerator, own_accelerator
-from lightseq.integrations.packed_rows import LEAST_SAVED
 from lightseq.integrations.regrouped_rows import micro_batches_of_update, shuffle_in_groups
 from lightseq.integrations.rollout_checks import (
     check_divides,
@@ -27,6 +26,7 @@ from lightseq.integrations.rollout_checks import (
 from lightseq.integrations.rollout_failures import CheckedClient, RankAccelerator
 from lightseq.integrations.split_model import split_model_of
 from lightseq.parts.router_replay import ROUTED_EXPERTS
+from lightseq.sequence.shared_prefixes import LEAST_SAVED
 
 # What GRPO's `_generate` returns.
 ROLLOUT: Final = (

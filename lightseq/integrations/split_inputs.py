@@ -17,6 +17,7 @@ from lightseq.integrations.packed_rows import PackedRows, pack_rows
 from lightseq.parts.router_loss import asks_for_router_logits
 from lightseq.parts.router_replay import ROUTED_EXPERTS
 from lightseq.schedule.nodes import Nodes
+from lightseq.sequence.shared_prefixes import why_whole_rows
 from lightseq.utils.tensors import IGNORE_INDEX
 
 PER_BATCH = (*("input_ids", "labels", "shift_labels", "attention_mask", "position_ids", ROUTED_EXPERTS, *IMAGE_INPUTS),)
@@ -63,11 +64,16 @@ def split_inputs(
     """Returns this rank's part of the arguments of a model. Raises ValueError for those that cannot be split.
 
     Rows are padded to `pad_to` tokens, if given. `keeps_targets` leaves the first token of a document a target.
-    `packs_rows` lets the rows of a padded batch be documents of one row, or with `shares_prefixes` trees of one.
+    `packs_rows` lets the rows of a padded batch be documents of one row, `shares_prefixes` trees of one.
     """
     padding, shifted_here = kwargs.get("attention_mask"), kwargs.get("shift_labels") is None
-    shares_prefixes = shares_prefixes and not asks_for_router_logits(config, kwargs)  # its loss counts every row
-    options, packed = pack_rows(kwargs, shares_prefixes) if packs_rows else (dict(kwargs), None)
+    reason = why_whole_rows(
+        carries_states=context.config.carries_states, counts_router_tokens=asks_for_router_logits(config, kwargs)
+    )
+    shares_prefixes = shares_prefixes and reason is None
+    options, packed = dict(kwargs), None
+    if packs_rows or shares_prefixes:
+        options, packed = pack_rows(options, shares_prefixes, packs_documents=packs_rows)
     _refuse_options(config, options)
     for name in PACKING:
         options.pop(name, None)

@@ -28,7 +28,7 @@ class TrainerBatches:
     pad_to: int | None = None  # tokens of every packed row, so that compiled layers see one length
     weighs_tokens_equally: bool = False  # the loss is the mean over all tokens (see `parts.token_metrics`)
     packs_rows: bool = False  # prompts padded on the left, with completions, become documents of one row
-    shares_prefixes: bool = False  # packed rows that begin alike become trees
+    shares_prefixes: bool = False  # rows that begin alike become trees of one row, even if others stay padded
     # Our head computes what TRL's is asked for, in all models of the trainer: two heads would round differently.
     own_head: bool = False
 

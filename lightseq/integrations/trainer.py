@@ -16,6 +16,7 @@ from transformers import Trainer, TrainingArguments, __version__
 
 from lightseq.integrations.accelerate import ATTENTION_OPTIONS, enable, share_batches
 from lightseq.integrations.image_checks import check_images
+from lightseq.integrations.packed_rows import takes_packed_rows
 from lightseq.integrations.rollouts import SharedRollouts
 from lightseq.integrations.split_model import SplitModel, TrainerBatches, split_model_of
 from lightseq.integrations.trl_head import trl_head_of
@@ -36,8 +37,8 @@ class SequenceParallel(SharedRollouts):
     have its loss; groups of them are data parallel. `gradient_checkpointing` stores attention's output and recomputes
     the rest of each layer. `compile_layers` compiles each layer instead of the whole model (default: with
     `torch_compile`, and on GPUs for packed rows, which are then padded to `max_length`, and in trainers that generate).
-    `share_prefixes` computes the prompt of a micro-batch's completions once, in models without recurrent layers and
-    without a router loss. `attention_options` are those of `hf.enable`.
+    `share_prefixes` computes the prompt of a micro-batch's completions, or of chosen and rejected answers, once, in
+    models without recurrent layers and without a router loss. `attention_options` are those of `hf.enable`.
     """
 
     accelerator: Any
@@ -114,7 +115,7 @@ class SequenceParallel(SharedRollouts):
                     pad_to=length if packs and self._compiles() else None,
                     weighs_tokens_equally=self._is_mean_loss(),
                     packs_rows=self._trains_on_rollouts(),
-                    shares_prefixes=self._share_prefixes and not whole.context.config.carries_states,
+                    shares_prefixes=self._share_prefixes and self._rows_begin_alike(whole),
                     own_head=own_head,
                 )
             )
@@ -139,6 +140,13 @@ class SequenceParallel(SharedRollouts):
         return (
             f"lightseq: {ranks} ranks share each sequence (groups: {groups}); {how}, transport {context.transport.name}"
         )
+
+    def _rows_begin_alike(self, whole: SplitModel) -> bool:
+        """Returns whether rows of a micro-batch share prompts, as completions and preferences do."""
+        if self._trains_on_rollouts():
+            return True
+        trl = sys.modules.get("trl")
+        return trl is not None and isinstance(self, trl.DPOTrainer) and takes_packed_rows(whole.model)
 
     def _is_mean_loss(self) -> bool:
         """Returns whether TRL's SFTTrainer computes the loss, as the mean over all tokens."""

@@ -109,7 +109,8 @@ class WholeBatches(SplitModel):
         if len(args) > 1:
             raise ValueError(f"{len(args)} positional arguments; pass all but the first by keyword")
         kwargs = {**({"input_ids": args[0]} if args else {}), **kwargs}
-        packs_rows = self._batches.packs_rows and bool(kwargs.get("fused_lm_head"))
+        reads_tokens = bool(kwargs.get("fused_lm_head"))  # and not logits
+        packs_rows = self._batches.packs_rows and reads_tokens
         if packs_rows and (routes := self.next_routes(len(kwargs["input_ids"]))) is not None:
             kwargs[ROUTED_EXPERTS] = routes
         local = split_inputs(
@@ -119,7 +120,7 @@ class WholeBatches(SplitModel):
             pad_to=self._batches.pad_to,
             keeps_targets=self._batches.keeps_targets,
             packs_rows=packs_rows,
-            shares_prefixes=self._batches.shares_prefixes,
+            shares_prefixes=self._batches.shares_prefixes and reads_tokens,
         )
         self._pass = this = _Pass(local, Changes())
         inputs = {**local.options, **local.batch}

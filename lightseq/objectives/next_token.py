@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
+from torch import Tensor
 
 from lightseq.data.batches import Batch
 from lightseq.objectives.objective import FrozenModel, Models, Shard, Share, evaluating, sum_over_all_ranks
@@ -18,7 +19,10 @@ POWERS: Final = "powers"
 
 @dataclass(frozen=True)
 class NextToken:
-    """Objective of pretraining and of answers in chats: the labels say which tokens are targets."""
+    """Objective of pretraining and of answers in chats: the labels say which tokens are targets.
+
+    Rows that share a prefix learn its targets once each.
+    """
 
     metrics: tuple[str, ...] = ()
     trains_on_pairs: bool = False
@@ -41,6 +45,12 @@ class NextToken:
 
     def evaluate(self, models: Models, shards: Iterable[Shard]) -> "Perplexity":
         return measure(models, shards)
+
+
+def _weights(shard: Shard) -> Tensor | None:
+    """Returns how many rows learn each token's target, (1, local), if documents became trees."""
+    rows = None if shard.documents is None else shard.documents.rows
+    return None if rows is None else rows.weights
 
 
 @dataclass(frozen=True)
@@ -102,12 +112,14 @@ def measure(models: Models, shards: Iterable[Shard], starts: Sequence[int] = (),
     counts = torch.zeros(len(borders), dtype=torch.int64, device=device)
     hit_count = torch.zeros((), dtype=torch.int64, device=device)
     with evaluating(models.trained):
-        for ids, positions, labels, documents in shards:
-            losses, hits = models.trained(ids, positions, labels, documents, losses_and_hits)
-            bins = torch.bucketize(positions.flatten(), borders, right=True) - 1
-            sums.index_add_(0, bins, losses.flatten().double())
-            counts.index_add_(0, bins, (labels != IGNORE_INDEX).flatten().long())
-            hit_count += hits.long().sum()
+        for shard in shards:
+            losses, hits = models.trained(*shard, losses_and_hits)
+            bins = torch.bucketize(shard.positions.flatten(), borders, right=True) - 1
+            weights = _weights(shard)
+            counted = (shard.labels != IGNORE_INDEX if weights is None else weights).long()
+            sums.index_add_(0, bins, (losses.double() * counted).flatten())
+            counts.index_add_(0, bins, counted.flatten())
+            hit_count += (hits.long() * counted).sum()
     sum_over_all_ranks(sums, counts, hit_count)
     valid = int(counts.sum())
     found = tuple(

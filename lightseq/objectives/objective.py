@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightseq.data.batches import Batch
+from lightseq.parts.loss import token_log_probs
 from lightseq.sequence.documents import Documents
 from lightseq.sequence.group import SequenceGroup
+from lightseq.utils.logit_transform import LogitTransform
 
 
 class Shard(NamedTuple):
@@ -115,6 +117,13 @@ class Objective(Protocol):
     def evaluate(self, models: Models, shards: Iterable[Shard]) -> Evaluation:
         """Evaluates the models on every shard. All ranks need the same number of shards."""
         ...
+
+
+def read_log_probs(
+    hidden: Tensor, weight: Tensor, labels: Tensor, transform: LogitTransform, bias: Tensor | None
+) -> Tensor:
+    """Returns log p(label) of every token, in the place of a model's loss."""
+    return token_log_probs(hidden, weight, labels, transform=transform, bias=bias)
 
 
 @contextmanager

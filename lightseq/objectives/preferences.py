@@ -1,6 +1,7 @@
 """Preferences by direct optimization (DPO, arXiv 2305.18290): a chosen answer above a rejected one, beside a reference.
 
-The two documents of a pair stand next to each other in a packed row. Only their answers have labels.
+The two documents of a pair stand next to each other in a packed row, or in a tree that shares their prompt. Only their
+answers have labels.
 """
 
 from collections.abc import Iterable
@@ -12,11 +13,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightseq.data.batches import Batch
-from lightseq.objectives.objective import FrozenModel, Models, Shard, Share, evaluating, sum_over_all_ranks
-from lightseq.parts.loss import CHUNK_TOKENS, token_log_probs
+from lightseq.objectives.objective import (
+    FrozenModel,
+    Models,
+    Shard,
+    Share,
+    evaluating,
+    read_log_probs,
+    sum_over_all_ranks,
+)
+from lightseq.parts.loss import CHUNK_TOKENS
 from lightseq.parts.low_rank import adapters_off
 from lightseq.sequence.sums import sum_of_targets, sum_over_ranks
-from lightseq.utils.logit_transform import LogitTransform
 
 REFERENCE: Final = "reference"
 ACCURACIES, MARGINS = "rewards/accuracies", "rewards/margins"
@@ -77,10 +85,10 @@ class Preferences:
         assert documents is not None, "the checks of flags ask for packed rows"
         # The reference first, before the trained model stores activations.
         reference = self._reference_log_probs(models, shard)
-        both = torch.stack([models.trained(*shard, read=_log_probs), reference])
+        both = torch.stack([models.trained(*shard, read=read_log_probs), reference])
         own = sum_of_targets(both, shard.labels, documents, group.rank)
         sums = sum_over_ranks(group.process_group, own, gradient_factor=group.layout.world)
-        pairs = _pairs(documents.count)
+        pairs = _pairs(documents.row_count)
         by_pair = sums[:, : 2 * pairs].unflatten(1, (pairs, 2))  # (model, pair, answer)
         rewards = self.beta * (by_pair[0] - by_pair[1])
         losses = -F.logsigmoid(rewards[:, 0] - rewards[:, 1])
@@ -91,9 +99,9 @@ class Preferences:
     def _reference_log_probs(self, models: Models, shard: Shard) -> Tensor:
         with torch.no_grad():
             if REFERENCE in models.frozen:
-                return models.frozen[REFERENCE](*shard, read=_log_probs)  # type: ignore[no-any-return]
+                return models.frozen[REFERENCE](*shard, read=read_log_probs)  # type: ignore[no-any-return]
             with adapters_off(models.trained):
-                return models.trained(*shard, read=_log_probs)  # type: ignore[no-any-return]
+                return models.trained(*shard, read=read_log_probs)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -114,9 +122,3 @@ class PreferenceMeans:
 def _pairs(documents: int) -> int:
     """Returns the pairs in a row of documents. A row past the end of the data is one document of padding."""
     return documents // 2
-
-
-def _log_probs(
-    hidden: Tensor, weight: Tensor, labels: Tensor, transform: LogitTransform, bias: Tensor | None
-) -> Tensor:
-    return token_log_probs(hidden, weight, labels, transform=transform, bias=bias)

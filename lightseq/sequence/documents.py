@@ -7,7 +7,6 @@ from torch import Tensor
 
 from lightseq.schedule.layout import Layout, shard
 from lightseq.schedule.nodes import ROOT, Nodes
-from lightseq.utils.tensors import upload
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,12 +19,14 @@ class RowPlaces:
     places: Tensor  # (tokens of all rows,), int64 on the CPU: where each token stands
     has_target: Tensor  # (tokens of all rows,), bool: whether the row learns what this token predicts
     sizes: tuple[int, ...]  # tokens of each row
-    weights: Tensor  # (1, local), float64 on the device: the sums of the rows' weights for this rank's targets
+    # (1, local), float64 on the device: the sums of the rows' weights for this rank's targets; None: losses are of rows
+    weights: Tensor | None = None
 
-    def sums(self, values: Tensor) -> Tensor:
-        """Returns the sums over each row's targets, (rows,), of values (tokens of the trees,)."""
-        places, has_target = (upload(x, values.device) for x in (self.places, self.has_target))
-        return torch.stack([x.sum() for x in values[places].where(has_target, 0).split(self.sizes)])
+    def counts(self, length: int) -> Tensor:
+        """Returns how many rows learn the target of each token, float64 (1, length), on the CPU."""
+        places = self.places[self.has_target]
+        ones = torch.ones(len(places), dtype=torch.float64)
+        return torch.zeros(length, dtype=torch.float64).index_add(0, places, ones).unsqueeze(0)
 
 
 MIN_BOUNDARIES = 256  # smallest boundary tensor; it doubles as needed, so compiled graphs see few shapes
@@ -65,6 +66,11 @@ class Documents:
         """Returns whether some nodes have a parent."""
         return self.boundaries.ndim == 2
 
+    @property
+    def row_count(self) -> int:
+        """Returns the number of rows: those that trees were made of, or the documents."""
+        return self.count if self.rows is None else len(self.rows.sizes)
+
     def shard(self, x: Tensor, rank: int, fill: float = 0) -> Tensor:
         """Returns one rank's part of a whole tensor (batch, length, ...), padded with `fill`."""
         return shard(x, self.layout, rank, fill=fill, padded_length=self.length)
@@ -79,6 +85,18 @@ class Documents:
         ends = torch.tensor(self.padded_boundaries[1:])
         positions = self.layout.positions(rank, self.length)
         return torch.bucketize(positions, ends, right=True).clamp_max(self.count - 1)
+
+    def targets_of_rows(self, rank: int) -> tuple[Tensor, Tensor]:
+        """Returns the index of each local token with a target, once for each row that learns it, and the row's number.
+
+        Both are int64 on the CPU. Only trees made of rows have them.
+        """
+        assert self.rows is not None
+        positions = self.layout.positions(rank, self.length)
+        local = torch.full((self.length,), -1).index_copy(0, positions, torch.arange(len(positions)))
+        tokens, rows = local[self.rows.places], torch.arange(self.row_count)
+        is_own = self.rows.has_target & (tokens >= 0)
+        return tokens[is_own], rows.repeat_interleave(torch.tensor(self.rows.sizes))[is_own]
 
 
 def node_tensor(nodes: Nodes) -> Tensor:

@@ -7,11 +7,29 @@ beginning of another, part at the last token of the shorter one, which has no ta
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightseq.schedule.nodes import ROOT, Ints, Nodes
+from lightseq.utils.tensors import IGNORE_INDEX
+
+# Trees must save this share of the tokens. Each depth costs a kernel launch, and short nodes are slower.
+LEAST_SAVED: Final = 0.2
+
+
+def why_whole_rows(*, carries_states: bool, counts_router_tokens: bool) -> str | None:
+    """Returns why a model takes rows that begin alike only whole; None if it takes them as trees.
+
+    `carries_states`: some layers are recurrent or short convolutions. `counts_router_tokens`: a loss or a balance of
+    routers counts the tokens of every row.
+    """
+    if carries_states:
+        return "recurrent layers and short convolutions do not take rows that share a prefix"
+    if counts_router_tokens:
+        return "losses and balances of routers count a shared prefix once for each row"
+    return None
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,6 +39,23 @@ class SharedRows:
     nodes: Nodes
     ids: Ints  # (tokens,), those of all nodes
     places: tuple[Ints, ...]  # for each row, the place of each of its tokens among `ids`
+
+    def saves(self, share: float) -> bool:
+        """Returns whether rows share prefixes, and trees leave out at least this share of their tokens."""
+        return self.nodes.parents is not None and len(self.ids) <= (1 - share) * sum(map(len, self.places))
+
+    def labels(self, of_rows: Ints) -> Ints | None:
+        """Returns the label of every token, (tokens,), from the shifted labels of all rows' tokens, one after another.
+
+        A token has a label if it has one in any row. Returns None if it has others in other rows.
+        """
+        found, places, given = (
+            np.full(len(self.ids), IGNORE_INDEX),
+            np.concatenate(self.places),
+            of_rows != IGNORE_INDEX,
+        )
+        found[places[given]] = of_rows[given]
+        return found if (found[places[given]] == of_rows[given]).all() else None
 
     @property
     def targets(self) -> Ints:
@@ -74,7 +109,7 @@ def share_prefixes(rows: Sequence[Sequence[int] | Ints]) -> SharedRows:
         if len(members) == 1:
             node(members, begin, len(arrays[members[0]]), parent)
             continue
-        split = begin + _common([arrays[member][begin:] for member in members]) - 1
+        split = begin + common_tokens([arrays[member][begin:] for member in members]) - 1
         if split > begin:
             parent = node(members, begin, split, parent)
         # Behind the copied token. A row that ends with it stands alone, and so do equal rows.
@@ -94,7 +129,7 @@ def _grouped(members: Sequence[int], rows: Sequence[Ints], at: int) -> list[list
     return [*groups.values()]
 
 
-def _common(rows: Sequence[Ints]) -> int:
+def common_tokens(rows: Sequence[NDArray[np.integer[Any]]]) -> int:
     """Returns how many tokens the rows have in common at their beginning."""
     shortest = min(map(len, rows))
     found = shortest

@@ -13,12 +13,17 @@ from lightseq.utils.tensors import IGNORE_INDEX, upload
 def sum_of_targets(values: Tensor, labels: Tensor, documents: Documents | None, rank: int) -> Tensor:
     """Sums values over this rank's targets: (..., batch, local) to (..., batch), or (..., documents) if packed.
 
-    The sums are float32, or float64 for float64 values. Tokens without a label add nothing.
+    In trees that were made of rows, they are (..., rows), and a token adds to each row that learns its target. The sums
+    are float32, or float64 for float64 values. Tokens without a label add nothing.
     """
     wide = values.to(torch.promote_types(values.dtype, torch.float32))
     wide = torch.where(labels == IGNORE_INDEX, 0.0, wide)
     if documents is None:
         return wide.sum(-1)
+    if documents.rows is not None:
+        tokens, rows = (upload(x, wide.device) for x in documents.targets_of_rows(rank))
+        found = wide.flatten(-2).index_select(-1, tokens)
+        return wide.new_zeros(*wide.shape[:-2], documents.row_count).index_add(-1, rows, found)
     numbers = upload(documents.document_numbers(rank), wide.device)
     return wide.new_zeros(*wide.shape[:-2], documents.count).index_add(-1, numbers, wide.flatten(-2))
 

@@ -46,6 +46,7 @@ from lightseq.training.find_model import FoundModel, fetch_weights, find_model, 
 from lightseq.training.find_teacher import FetchedTeacher, find_teacher
 from lightseq.training.optimization import check_lr_schedule
 from lightseq.training.output_directory import check_output_dir
+from lightseq.training.prefix_flags import check_share_prefixes
 from lightseq.training.sample_prompts import SamplePrompts, read_sample_prompts
 from lightseq.training.setup_checks import (
     Notes,
@@ -210,7 +211,10 @@ def _hold_out(config: TrainConfig, world: World, model: FoundModel) -> tuple[Exa
     rows = find_examples(path, model, config, world, open_data=open_windows_to_pack if packs else open_examples)
     trained, held = hold_out(rows, fraction, config.seed, path)
     require_target(held, f"the part of {path} that --eval_fraction {fraction} holds out")
-    return (pack(path, trained), pack(path, held)) if packs else (trained, held)
+    if not packs:
+        return trained, held
+    shares_prefixes = config.share_prefixes is True
+    return pack(path, trained, shares_prefixes), pack(path, held, shares_prefixes)
 
 
 def _training_stream(examples: Examples, config: TrainConfig, world: World, data_ranks: int) -> BatchStream:
@@ -277,6 +281,7 @@ def find_examples(
     `open_data` replaces the function that --packing chooses. Raises ValueError if the data cannot be opened or does not
     fit the model.
     """
+    check_share_prefixes(config, model.config)
     length, vocab_size = config.model_max_length, text_config(model.config).vocab_size
     open_data = open_data or (open_examples if config.packing == "none" else open_packed)
     trains = path == config.data_path and not (evaluates and path == config.eval_data_path)
@@ -295,6 +300,7 @@ def find_examples(
         limits_documents=limits_evaluation,
         refused_ids=placeholder_ids(model.config),
         pairs=objective_of(config).trains_on_pairs,
+        shares_prefixes=config.share_prefixes is True,
     )
     return open_data(path, length, vocab_size, model.tokenizer, config.lazy_preprocess, world.is_main, read_options)
 

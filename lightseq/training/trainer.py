@@ -5,9 +5,11 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.profiler import record_function
@@ -17,6 +19,7 @@ from lightseq.architecture.inspection import inspect_architecture
 from lightseq.attention.context import SequenceContext, area_balance
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import Batch, bucket_lengths, padding_batch, trim_padding
+from lightseq.data.shared_rows import even_lengths, with_shared_prefixes
 from lightseq.distributed.watchdog import Watchdog
 from lightseq.distributed.world import World
 from lightseq.hf.shard_batch import counted_tokens, local_batch
@@ -27,12 +30,14 @@ from lightseq.parts.attention import length_dependent_ropes
 from lightseq.parts.fp8 import MULTIPLE
 from lightseq.plan.advice import plan_notes
 from lightseq.plan.breakdown import Breakdown
+from lightseq.schedule.nodes import Nodes
 from lightseq.sequence.documents import Documents
 from lightseq.training.device_memory import memory_parts, out_of_memory_handler
 from lightseq.training.engine import Engine
 from lightseq.training.errors import exit_on_data_error
 from lightseq.training.inputs import Inputs
 from lightseq.training.optimization import LearningRate
+from lightseq.training.prefix_flags import least_saved
 from lightseq.training.step_stats import StepResult
 from lightseq.training.terminal import Terminal
 from lightseq.utils.progress import progress_bar
@@ -56,7 +61,11 @@ class Trainer:
         # Every rank's part of a batch has to be a multiple of the tokens that FP8 needs.
         multiple = math.lcm(MULTIPLE * inputs.dims.sequence, engine.context.layout.chunk_count)
         self._lengths = bucket_lengths(config.model_max_length, multiple)
-        self.batch_lengths, length_notes = _choose_batch_lengths(config, self._lengths, engine)
+        self._least_saved = least_saved(config, inputs.model_config)
+        if self._least_saved is None:
+            self.batch_lengths, length_notes = _choose_batch_lengths(config, self._lengths, engine)
+        else:
+            self.batch_lengths, length_notes = even_lengths(config.model_max_length, multiple), ()
         self.notes = (*inputs.notes, *(plan_notes(engine.plan) if engine.plan else ()), *length_notes)
         self.shard = Sharding(self.context, world.device)
         self.adapter_parameters = count_adapter_parameters(inputs.lora, inputs.model_config)
@@ -111,7 +120,7 @@ class Trainer:
             counted=counted,
             positions=sum(batch.input_ids.numel() for batch in batches),
             tokens=sum(sum(batch.sizes) for batch in batches),
-            attention_area=sum(self._attention_area(batch.document_sizes) for batch in batches),
+            attention_area=sum(map(self._area_of, batches)),
             imbalance=imbalance,
             data_seconds=data_seconds,
         )
@@ -124,7 +133,8 @@ class Trainer:
         self.mark(self.first_step, "data")
         if self._batches(self.first_step)[0].length < self.batch_lengths[-1]:
             self.mark(self.first_step, "forward")
-            blank = padding_batch(self.config.per_device_train_batch_size, self.batch_lengths[-1])
+            rows, packed = self.config.per_device_train_batch_size, self.config.packing != "none"
+            blank = padding_batch(rows, self.batch_lengths[-1], packed)
             buffers = [buffer for unit in self.engine.units for buffer in unit.buffers]
             before = [buffer.clone() for buffer in buffers]
             self.engine.try_memory(lambda: self.objective.share(self.models, self.shard(blank)).loss)
@@ -142,7 +152,7 @@ class Trainer:
         for step in progress_bar(range(stream.steps), None, shows_progress and self.world.is_main, "evaluating"):
             self.mark(None, "evaluation")
             with exit_on_data_error(self.world, self.terminal):
-                batch = stream.batch(step, 0, data_rank)
+                batch = self._with_shared_prefixes(stream.batch(step, 0, data_rank))
             yield self.shard(*trim_padding([batch], self.batch_lengths, stream.data_ranks))
 
     def shortest_length(self, tokens: int) -> int:
@@ -174,10 +184,21 @@ class Trainer:
         """Returns this rank's batches of a step, padded to the same lengths as on other data ranks."""
         with exit_on_data_error(self.world, self.terminal):
             batches = [
-                self.inputs.stream.batch(step, a, self.inputs.dims.data_rank)
+                self._with_shared_prefixes(self.inputs.stream.batch(step, a, self.inputs.dims.data_rank))
                 for a in range(self.config.gradient_accumulation_steps)
             ]
         return trim_padding(batches, self.batch_lengths, self.engine.dims.data_ranks)
+
+    def _with_shared_prefixes(self, batch: Batch) -> Batch:
+        return batch if self._least_saved is None else with_shared_prefixes(batch, self._least_saved)
+
+    def _area_of(self, batch: Batch) -> float:
+        """Returns the attention area of a batch's documents, or of the nodes of its trees."""
+        if batch.boundaries is None or batch.parents is None:
+            return self._attention_area(batch.document_sizes)
+        nodes = Nodes(batch.boundaries, batch.parents)
+        before = nodes.first_positions
+        return self._attention_area(before + np.diff(nodes.edges)) - self._attention_area(before)
 
 
 def _choose_batch_lengths(
@@ -201,8 +222,13 @@ class Sharding:
         self._positions: dict[int, Tensor] = {}  # by length; the same for every batch that is not packed
 
     def __call__(self, batch: Batch) -> Shard:
-        ids, labels, documents = local_batch(self._context.sequence, batch.input_ids, batch.labels, batch.boundaries)
+        ids, labels, documents = local_batch(
+            self._context.sequence, batch.input_ids, batch.labels, batch.boundaries, batch.parents
+        )
         if documents is not None:
+            if (rows := batch.rows) is not None:
+                weights = documents.shard(rows.counts(batch.length), self._context.rank)
+                documents = replace(documents, rows=replace(rows, weights=self._to_device(weights)))
             positions = self._to_device(documents.positions(self._context.rank))
         else:
             positions = self._global_positions(batch.input_ids.shape[1]).expand(len(ids), -1)

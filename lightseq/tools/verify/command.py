@@ -169,7 +169,9 @@ def _prepare_inputs(
             count * (DOCUMENTS if packed else 1), length // 3 if packed else length, ids_of_text(model)
         )
         Path(config.data_path).write_bytes(pickle.dumps(rows))
-    inputs = on_all_ranks(world, lambda: prepare(replace(config, model_max_length=length), family, world))
+    inputs = on_all_ranks(
+        world, lambda: prepare(replace(config, model_max_length=length, share_prefixes=False), family, world)
+    )
     stream = replace(inputs.stream, shuffle=False)
     few = _with_few_layers(inputs.model_config, config.group_size)
     text = text_config(few)

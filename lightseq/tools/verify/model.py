@@ -65,7 +65,7 @@ def model_rows(
     plain_config = copy.deepcopy(inputs.model_config)  # training modifies the config
     # The plain loss is that of the tokens.
     others = {flag: getattr(TrainConfig, flag) for flags in FLAGS_OF.values() for flag in flags}
-    config = replace(config, router_aux_loss_coef=0.0, objective="next_token", **others)
+    config = replace(config, router_aux_loss_coef=0.0, objective="next_token", share_prefixes=False, **others)
     trainer = Trainer(config, inputs, world, build_engine(config, inputs, world))
     length = inputs.stream.length
     trainer.batch_lengths = (length,)
