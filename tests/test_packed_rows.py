@@ -44,10 +44,19 @@ def test_a_shared_prompt_is_packed_once() -> None:
     given = batch()
     packed, rows = pack_rows(given, shares_prefixes=True)
     assert rows is not None and isinstance(packed[EDGES], Nodes)
-    # The prompt without its last token; its copy before 1 and before 6, that of 2 before 3, 3 and 4.
-    assert packed["input_ids"].shape == (1, 19 + 2 + 2 + (1 + 1 + 1) + 2 + 1)
+    # The prompt without its last token; its copy before 1 and before 6, that of 2 before 3 and 4. Two answers are equal.
+    assert packed["input_ids"].shape == (1, 19 + 2 + 2 + (1 + 1 + 1) + 2)
+    assert rows.row_counts is not None and rows.row_counts[:19].eq(4).all() and rows.row_counts.sum() == 4 * 20 + 12
     assert torch.equal(predicted(given, True), predicted(given, False))
     assert packed[EDGES].length == packed["input_ids"].shape[1]
+
+
+def test_a_rollouts_experts_go_with_the_tokens_of_trees() -> None:
+    given = batch()
+    given[ROUTED_EXPERTS] = given["input_ids"][..., None, None].expand(-1, -1, 2, 1)
+    packed, rows = pack_rows(given, shares_prefixes=True)
+    assert rows is not None and isinstance(packed[EDGES], Nodes)
+    assert torch.equal(packed[ROUTED_EXPERTS], packed["input_ids"][..., None, None].expand(-1, -1, 2, 1))
 
 
 def test_gradients_of_a_shared_token_are_summed_over_its_rows() -> None:
@@ -59,14 +68,15 @@ def test_gradients_of_a_shared_token_are_summed_over_its_rows() -> None:
     assert values.grad.sum() == sum(map(len, ANSWERS)) and values.grad.max() == 3  # three answers begin with 1
 
 
-CHANGES = ("few shared tokens", "experts of a rollout", "images", "without labels", "labels that are not ids")
+CHANGES = ("few shared tokens", "other experts for a shared token", "images", "without labels", "labels that are not ids")
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_rows_stay_documents(change: str) -> None:
     given = batch(([*range(100, 600)], [*range(600, 1100)]) if change == "few shared tokens" else ANSWERS)
-    if change == "experts of a rollout":
+    if change == "other experts for a shared token":
         given[ROUTED_EXPERTS] = torch.zeros(*given["input_ids"].shape, 2, 1, dtype=torch.int64)
+        given[ROUTED_EXPERTS][1, 8:] = 1
     if change == "images":
         given["pixel_values"] = torch.zeros(4, 3)
     if change == "labels that are not ids":

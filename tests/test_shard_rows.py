@@ -1,7 +1,9 @@
 """Rows that share prefixes in a user's own loop: losses, sums of rows and gradients of the rows one by one."""
 
+from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -77,6 +79,70 @@ def test_losses_and_gradients_equal_those_of_the_rows_one_by_one(family: str, wo
             assert error < 2e-5, f"{name} differs by {error:.1e}"
 
 
+def routes_of(row: list[int]) -> np.ndarray:
+    """Returns two of four experts for each token of a row, in both layers; they depend on the row up to the token."""
+    places = [sum(row[: place + 1]) for place in range(len(row))]
+    return np.array([[[(x + layer) % 4, (x + layer + 1 + x % 3) % 4] for layer in range(2)] for x in places])
+
+
+def with_experts(rank: int, replays: bool) -> list[tuple[Any, Any, dict[str, Any]]]:
+    """Returns losses, router losses and gradients of rows as trees, and of the same rows whole."""
+    found = []
+    weights = [[float(x != 0) for x in row] for row in WEIGHTS]
+    routes = [routes_of(row) for row in ROWS]
+    for shares in (True, False):
+        model = fresh("qwen3_moe")
+        context = hf.enable(model, length=64, packed=True)
+        if shares:
+            batch = hf.shard_rows(context, ROWS, weights, routed_experts=routes if replays else None)
+        else:
+            ids = torch.tensor([[token for row in ROWS for token in row]])
+            mask = torch.tensor([[x for row in weights for x in row]]) != 0
+            edges = [0, *accumulate(map(len, ROWS))]
+            chosen = torch.from_numpy(np.concatenate(routes))[None] if replays else None
+            batch = hf.shard_batch(
+                context, ids, labels=ids.masked_fill(~mask, -100), cu_seqlens=edges, routed_experts=chosen
+            )
+        output = model(**batch, output_router_logits=True)
+        output.loss.backward()
+        gradients = gradients_of(model)
+        losses = output.loss.detach(), output.aux_loss.detach()
+        for x in (*losses, *gradients.values()):
+            dist.all_reduce(x)
+        found.append((*(x.numpy() for x in losses), {name: x.numpy() for name, x in gradients.items()}))
+    return found
+
+
+@pytest.mark.parametrize("world", slow_except([2], (1, 2, 3)))
+@pytest.mark.parametrize("replays", [False, True])
+def test_routers_count_a_prefix_in_each_row_and_take_its_experts(world: int, replays: bool) -> None:
+    trees, whole = spawn(world, with_experts, replays)[0]
+    np.testing.assert_allclose(trees[:2], whole[:2], rtol=1e-5)
+    for name, want in whole[2].items():
+        error = np.linalg.norm(trees[2][name] - want) / max(np.linalg.norm(want), 1e-6)
+        assert error < 2e-5, f"{name} differs by {error:.1e}"
+
+
+def other_routes(rank: int) -> list[str]:
+    context, said = hf.enable(fresh("qwen3_moe"), length=64), []
+    routes = [routes_of(row) for row in ROWS]
+    changed = [x.copy() for x in routes]
+    changed[1][3] = 1 - changed[1][3] % 2
+    for given in (changed, routes[:2]):
+        with pytest.raises(ValueError) as error:
+            hf.shard_rows(context, ROWS, WEIGHTS, routed_experts=given)
+        said.append(str(error.value))
+    return said
+
+
+def test_rows_that_chose_other_experts_for_a_shared_token_are_refused() -> None:
+    for first, second in spawn(2, other_routes):
+        assert first.startswith("routed_experts: rows chose other experts for a token that they share; ")
+        assert second.startswith(
+            "routed_experts is for rows of [15, 18] tokens, but rows have [15, 18, 13, 15, 6, 4]; "
+        )
+
+
 def refusals(rank: int) -> list[str]:
     said = []
     hybrid, llama = (hf.enable(fresh(family), length=64) for family in ("qwen3_5_text", "llama"))
@@ -86,6 +152,7 @@ def refusals(rank: int) -> list[str]:
         (llama, [[1, 2]], [[0.0, float("nan")]]),
         (llama, [[1, 2]], []),
         (llama, [[1, 2], []], [[1.0, 1.0], []]),
+        (llama, [[1.0, 2.5]], [[1.0, 1.0]]),
     ):
         with pytest.raises(ValueError) as error:
             hf.shard_rows(context, rows, weights)
@@ -101,6 +168,7 @@ def test_rows_that_cannot_be_learned_are_refused() -> None:
             "row 0 has the weight nan",
             "there are weights for 0 rows, but 1 rows",
             "row 1 has no tokens",
+            "row 0 has float64 values, such as 1.0",
         ]
 
 

@@ -22,7 +22,7 @@ from test_preferences import (
     words_of,
     write_inputs,
 )
-from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM
 from worlds import spawn
 
 from benchmarks.tiny_models import tiny_config
@@ -107,7 +107,8 @@ def test_pairs_that_fit_only_as_trees_are_learned_alike(tmp_path: Path) -> None:
 
 
 def of_family(rank: int, files: Path) -> list[Run]:
-    flags = "--learning_rate 0.05 --sequence_parallel_size 2"
+    experts = " --router_aux_loss_coef 0.1" if "experts" in (files / "config.json").read_text() else ""
+    flags = f"--learning_rate 0.05 --sequence_parallel_size 2{experts}"
     return [train(rank, words_of(files, f"o-{x}", f"{flags} --share_prefixes {x}")) for x in ("auto", "False")]
 
 
@@ -186,21 +187,10 @@ def config_of(flags: str) -> TrainConfig:
     return parse(f"--model_name_or_path m --data_path d --output_dir o {flags}".split(), "test")
 
 
-REFUSED: dict[str, tuple[str, PreTrainedConfig, str]] = {
-    "recurrent layers": ("", tiny_config("qwen3_5_text"), "recurrent layers and short convolutions do not take"),
-    "router loss": (
-        "--router_aux_loss_coef 0.1",
-        Qwen3MoeConfig(num_hidden_layers=1),
-        "losses and balances of routers",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_models_that_take_no_trees_keep_documents_whole(case: str) -> None:
-    flags, model, reason = REFUSED[case]
-    assert least_saved(config_of(f"--objective dpo {flags}"), model) is None
-    asked = config_of(f"--objective dpo --share_prefixes True {flags}")
+def test_recurrent_models_keep_documents_whole() -> None:
+    model, reason = tiny_config("qwen3_5_text"), "recurrent layers and short convolutions do not take rows that share"
+    assert least_saved(config_of("--objective dpo"), model) is None
+    asked = config_of("--objective dpo --share_prefixes True")
     with pytest.raises(ValueError, match=rf"^--share_prefixes True does not work with \w+: {reason}[^\n]*$"):
         find_examples("pairs.jsonl", cast(FoundModel, SimpleNamespace(config=model)), asked, cast(World, None))
 

@@ -98,9 +98,9 @@ class Checks:
             rows = None if documents is None else documents.rows
             state.counted_tokens, state.loss_weights = counted, None if rows is None else rows.weights
             if asks_for_router_logits(model.config, kwargs):
-                if documents is not None and documents.are_trees:
+                if documents is not None and documents.are_trees and (counted is None or counted.dtype is torch.bool):
                     raise ValueError(
-                        "router losses do not take rows that share a prefix; pass whole rows to shard_batch"
+                        "router losses count a prefix once for each row, which Nodes do not tell; use hf.shard_rows"
                     )
                 install_router_loss(transformers_model(model))  # again, if a function of the file was replaced since
                 has_router_loss(transformers_model(model))  # raises for another loss

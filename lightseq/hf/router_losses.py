@@ -24,7 +24,7 @@ class ShardedRouterLogits(tuple[Tensor, ...]):
     """Logits of all routers for this rank's tokens, with what their loss needs beside them."""
 
     context: SequenceContext
-    counted: Tensor | None  # tokens that one process would count, (batch, local); None if all do
+    counted: Tensor | None  # how often one process would count a token, (batch, local); None: all once
 
 
 def install_router_loss(model: PreTrainedModel) -> None:

@@ -6,12 +6,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from lightseq.attention.context import SequenceContext
-from lightseq.hf.agreement import BATCH_FACTS, add_to_checksum
+from lightseq.hf.agreement import BATCH_FACTS, COUNTED_TOKENS, add_to_checksum
 from lightseq.hf.shard_batch import shard_batch
+from lightseq.parts.router_replay import ROUTED_EXPERTS
 from lightseq.sequence.documents import RowPlaces
-from lightseq.sequence.shared_prefixes import share_prefixes
+from lightseq.sequence.shared_prefixes import WHOLE_ROWS_ONLY, SharedRows, share_prefixes
 from lightseq.utils.tensors import IGNORE_INDEX, upload
 
 
@@ -20,6 +23,7 @@ def shard_rows(
     rows: Sequence[Sequence[int]],
     weights: Sequence[Sequence[float]],
     device: torch.device | str | None = None,
+    routed_experts: Sequence[Tensor | NDArray[Any]] | None = None,
 ) -> dict[str, Any]:
     """Returns this rank's part of rows of token ids, as keyword arguments of the patched model.
 
@@ -32,14 +36,14 @@ def shard_rows(
     `token_log_probs` returns values of this rank's tokens, and `sequence_sums` sums of rows. `device` is where the
     tensors go (default: that of the context). Every rank of the group passes the same rows.
 
-    Raises ValueError for rows without tokens, weights of other lengths or that are not finite, and models with
-    recurrent layers, which do not take shared prefixes.
+    `routed_experts` has a rollout's choice of experts for each row, (tokens, layers, experts of a token), as in
+    `shard_batch`. Router losses count a token once for each row that holds it, as over the separate rows.
+
+    Raises ValueError for rows without tokens, weights of other lengths or that are not finite, rows that chose other
+    experts for a token that they share, and models with recurrent layers, which do not take shared prefixes.
     """
     if context.config.carries_states:
-        raise ValueError(
-            "recurrent layers and short convolutions do not take rows that share a prefix; pass whole rows to "
-            "shard_batch with cu_seqlens"
-        )
+        raise ValueError(f"{WHOLE_ROWS_ONLY}; pass whole rows to shard_batch with cu_seqlens")
     own_weights = _checked_weights(rows, weights)
     shared, target = share_prefixes(rows), context.config.device if device is None else torch.device(device)
     assert target is not None, "the context has a device"
@@ -48,8 +52,11 @@ def shard_rows(
     is_target = shared.sum_over_rows([(x != 0).astype(np.float64) for x in predicted]) > 0
     labels = np.where(is_target, shared.ids[shared.targets], IGNORE_INDEX)
     ids, shift_labels = (upload(torch.from_numpy(x)[None], target) for x in (shared.ids, labels))
-    batch = shard_batch(context, ids, shift_labels=shift_labels, cu_seqlens=shared.nodes)
+    routes = None if routed_experts is None else upload(_merged_routes(shared, routed_experts), target)
+    batch = shard_batch(context, ids, shift_labels=shift_labels, cu_seqlens=shared.nodes, routed_experts=routes)
     documents = batch["documents"]
+    counts = torch.from_numpy(shared.row_counts)[None]
+    batch[COUNTED_TOKENS] = upload(context.sequence.shard(counts, documents=documents), target)
     sums = torch.from_numpy(shared.sum_over_rows(predicted))[None]
     add_to_checksum(batch[BATCH_FACTS], {"weights": sums})
     rows_of_trees = RowPlaces(
@@ -64,6 +71,23 @@ def shard_rows(
         "documents": replace(documents, rows=rows_of_trees),
         "num_items_in_batch": torch.full_like(batch["num_items_in_batch"], max(count, 1)),
     }
+
+
+def _merged_routes(shared: SharedRows, routed_experts: Sequence[Tensor | NDArray[Any]]) -> Tensor:
+    """Returns the experts of all tokens of trees, (1, tokens, layers, experts of a token)."""
+    sizes = [len(places) for places in shared.places]
+    given = [np.asarray(x.cpu() if isinstance(x, Tensor) else x) for x in routed_experts]
+    if [len(x) for x in given] != sizes:
+        raise ValueError(
+            f"{ROUTED_EXPERTS} is for rows of {[len(x) for x in given]} tokens, but rows have {sizes}; give a choice "
+            "for each token"
+        )
+    merged = shared.merged(given)
+    if merged is None:
+        raise ValueError(
+            f"{ROUTED_EXPERTS}: rows chose other experts for a token that they share; pass whole rows to shard_batch"
+        )
+    return torch.from_numpy(merged)[None]
 
 
 def _checked_weights(rows: Sequence[Sequence[int]], weights: Sequence[Sequence[float]]) -> list[np.ndarray]:

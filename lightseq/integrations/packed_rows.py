@@ -31,6 +31,7 @@ class PackedRows:
     places: Tensor  # (tokens,), in the flattened batch
     in_trees: Tensor | None = None  # (tokens,): the same tokens in a row of trees; None: documents, in the same order
     has_target: Tensor | None = None  # (tokens,): whether a row of trees predicts something for this row there
+    row_counts: Tensor | None = None  # (tokens of the trees,): how many rows hold each
 
     def unpack(self, values: Tensor) -> Tensor:
         """Returns values (1, tokens, ...) in their places of the padded batch (batch, length, ...), 0 for padding.
@@ -93,8 +94,8 @@ def pack_rows(
 
 
 def _depends_on_ids_alone(kwargs: dict[str, Any]) -> bool:
-    """Returns whether rows with labels differ in their ids only, not also in images or in a rollout's experts."""
-    others = (ROUTED_EXPERTS, *IMAGE_INPUTS, *TOKEN_TYPES)
+    """Returns whether rows with labels differ in their ids only, not also in images."""
+    others = (*IMAGE_INPUTS, *TOKEN_TYPES)
     return isinstance(kwargs.get("labels"), Tensor) and all(kwargs.get(name) is None for name in others)
 
 
@@ -108,6 +109,12 @@ def _as_trees(kwargs: dict[str, Any], places: Tensor, edges: Sequence[int]) -> t
     targets[np.array(edges[1:]) - 1] = IGNORE_INDEX
     if not shared.saves(LEAST_SAVED) or (shift_labels := shared.labels(targets)) is None:
         return None
+    routes: dict[str, Tensor] = {}
+    if (chosen := kwargs.get(ROUTED_EXPERTS)) is not None:
+        of_rows = chosen.flatten(0, 1)[places].cpu().numpy()
+        if (merged := shared.merged([of_rows[a:b] for a, b in pairwise(edges)])) is None:
+            return None  # the rollout's server rounded differently in each row
+        routes[ROUTED_EXPERTS] = upload(torch.from_numpy(merged), chosen.device)[None]
     in_trees, has_target = np.concatenate(shared.places), targets != IGNORE_INDEX
     row, of_trees, predicts = (upload(torch.from_numpy(x), ids.device) for x in (shared.ids, in_trees, has_target))
     packed = {
@@ -117,5 +124,7 @@ def _as_trees(kwargs: dict[str, Any], places: Tensor, edges: Sequence[int]) -> t
         "labels": None,
         "shift_labels": upload(torch.from_numpy(shift_labels), ids.device)[None],
         "cu_seq_lens_q": shared.nodes,
+        **routes,
     }
-    return packed, PackedRows((ids.shape[0], ids.shape[1]), places, of_trees, predicts)
+    counts = upload(torch.from_numpy(shared.row_counts), ids.device)
+    return packed, PackedRows((ids.shape[0], ids.shape[1]), places, of_trees, predicts, counts)

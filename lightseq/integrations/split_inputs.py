@@ -17,7 +17,7 @@ from lightseq.integrations.packed_rows import PackedRows, pack_rows
 from lightseq.parts.router_loss import asks_for_router_logits
 from lightseq.parts.router_replay import ROUTED_EXPERTS
 from lightseq.schedule.nodes import Nodes
-from lightseq.sequence.shared_prefixes import why_whole_rows
+from lightseq.sequence.documents import Documents
 from lightseq.utils.tensors import IGNORE_INDEX
 
 PER_BATCH = (*("input_ids", "labels", "shift_labels", "attention_mask", "position_ids", ROUTED_EXPERTS, *IMAGE_INPUTS),)
@@ -67,10 +67,7 @@ def split_inputs(
     `packs_rows` lets the rows of a padded batch be documents of one row, `shares_prefixes` trees of one.
     """
     padding, shifted_here = kwargs.get("attention_mask"), kwargs.get("shift_labels") is None
-    reason = why_whole_rows(
-        carries_states=context.config.carries_states, counts_router_tokens=asks_for_router_logits(config, kwargs)
-    )
-    shares_prefixes = shares_prefixes and reason is None
+    shares_prefixes = shares_prefixes and not context.config.carries_states
     options, packed = dict(kwargs), None
     if packs_rows or shares_prefixes:
         options, packed = pack_rows(options, shares_prefixes, packs_documents=packs_rows)
@@ -98,7 +95,10 @@ def split_inputs(
     add_to_checksum(batch[BATCH_FACTS], {"attention_mask": padding})
     has_router_loss = asks_for_router_logits(config, options)
     batch.pop(COUNTED_TOKENS, None)
-    if has_router_loss and (counted := _counted_tokens(context, whole["input_ids"], mask, length, batch)) is not None:
+    documents = batch.get("documents")
+    if has_router_loss and documents is not None and (documents.are_trees or _counts_rows(packed)):
+        batch[COUNTED_TOKENS] = _row_counts(context, packed, length, documents, batch["input_ids"].device)
+    elif has_router_loss and (counted := _counted_tokens(context, whole["input_ids"], mask, length, batch)) is not None:
         batch[COUNTED_TOKENS] = counted
     local = batch.pop("shift_labels", None)
     batch.pop("labels", None)
@@ -128,6 +128,24 @@ def _refuse_options(config: PreTrainedConfig, options: dict[str, Any]) -> None:
     has_documents = any(options.get(name) is not None for name in ("cu_seq_lens_q", "position_ids"))
     if options.get("seq_idx") is not None and not has_documents:
         raise ValueError("seq_idx alone does not tell where documents begin; let the collator add position_ids")
+
+
+def _counts_rows(packed: PackedRows | None) -> bool:
+    return packed is not None and packed.row_counts is not None
+
+
+def _row_counts(
+    context: SequenceContext, packed: PackedRows | None, length: int, documents: Documents, device: torch.device
+) -> Tensor:
+    """Returns how many rows hold each of this rank's tokens, which router losses count as often.
+
+    In the rows of TRL's AsyncGRPOTrainer tokens count once, as in TRL.
+    """
+    if packed is None or packed.row_counts is None:
+        counts = torch.ones(length, dtype=torch.int64, device=device)
+    else:
+        counts = packed.row_counts
+    return context.sequence.shard(counts[None], documents=documents)
 
 
 def _counted_tokens(

@@ -27,8 +27,8 @@ class RouterSums(NamedTuple):
 def router_sums(logits: Tensor, top_k: int, counted: Tensor | None) -> RouterSums:
     """Returns a router's sums over its tokens, computed as transformers' `load_balancing_loss_func` does.
 
-    `logits` are (tokens, experts). Only tokens with True in `counted`, (batch, local) in the order of the tokens,
-    count; all do if it is None.
+    `logits` are (tokens, experts). `counted`, (batch, local) in the order of the tokens, says whether a token counts,
+    or how often; all count once if it is None.
     """
     if logits.ndim != 2:
         raise ValueError(f"router logits have {logits.ndim} dimensions, not 2 (tokens, experts)")

@@ -22,11 +22,13 @@ class RowPlaces:
     # (1, local), float64 on the device: the sums of the rows' weights for this rank's targets; None: losses are of rows
     weights: Tensor | None = None
 
-    def counts(self, length: int) -> Tensor:
+    def target_counts(self, length: int) -> Tensor:
         """Returns how many rows learn the target of each token, float64 (1, length), on the CPU."""
-        places = self.places[self.has_target]
-        ones = torch.ones(len(places), dtype=torch.float64)
-        return torch.zeros(length, dtype=torch.float64).index_add(0, places, ones).unsqueeze(0)
+        return torch.bincount(self.places[self.has_target], minlength=length).double().unsqueeze(0)
+
+    def row_counts(self, length: int) -> Tensor:
+        """Returns how many rows hold each token, int64 (1, length), on the CPU."""
+        return torch.bincount(self.places, minlength=length).unsqueeze(0)
 
 
 MIN_BOUNDARIES = 256  # smallest boundary tensor; it doubles as needed, so compiled graphs see few shapes

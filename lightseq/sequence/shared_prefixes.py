@@ -1,12 +1,13 @@
 """Rows of tokens that begin alike, as trees of nodes: every prefix is computed once.
 
 A node ends one token before its rows differ, and each branch begins with a copy of their last common token. That copy
-predicts the branch's next token, so every token has at most one target. Rows that are equal, or a row that is the
-beginning of another, part at the last token of the shorter one, which has no target.
+predicts the branch's next token, so every token has at most one target. A row that is the beginning of another adds no
+token; its last token has no target in this row.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -19,17 +20,7 @@ from lightseq.utils.tensors import IGNORE_INDEX
 LEAST_SAVED: Final = 0.2
 
 
-def why_whole_rows(*, carries_states: bool, counts_router_tokens: bool) -> str | None:
-    """Returns why a model takes rows that begin alike only whole; None if it takes them as trees.
-
-    `carries_states`: some layers are recurrent or short convolutions. `counts_router_tokens`: a loss or a balance of
-    routers counts the tokens of every row.
-    """
-    if carries_states:
-        return "recurrent layers and short convolutions do not take rows that share a prefix"
-    if counts_router_tokens:
-        return "losses and balances of routers count a shared prefix once for each row"
-    return None
+WHOLE_ROWS_ONLY: Final = "recurrent layers and short convolutions do not take rows that share a prefix"
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,8 +32,9 @@ class SharedRows:
     places: tuple[Ints, ...]  # for each row, the place of each of its tokens among `ids`
 
     def saves(self, share: float) -> bool:
-        """Returns whether rows share prefixes, and trees leave out at least this share of their tokens."""
-        return self.nodes.parents is not None and len(self.ids) <= (1 - share) * sum(map(len, self.places))
+        """Returns whether rows share tokens, and trees leave out at least this share of them."""
+        tokens = sum(map(len, self.places))
+        return len(self.ids) < tokens and len(self.ids) <= (1 - share) * tokens
 
     def labels(self, of_rows: Ints) -> Ints | None:
         """Returns the label of every token, (tokens,), from the shifted labels of all rows' tokens, one after another.
@@ -63,6 +55,26 @@ class SharedRows:
         found = np.full(len(self.ids), -1, dtype=np.int64)
         for places in self.places:
             found[places[:-1]] = places[1:]
+        return found
+
+    @property
+    def row_counts(self) -> Ints:
+        """Returns the number of rows that hold each token, (tokens,)."""
+        return np.bincount(np.concatenate(self.places), minlength=len(self.ids))
+
+    def merged(self, values: Sequence[NDArray[Any]]) -> NDArray[Any] | None:
+        """Returns the value of every token, (tokens, ...), from those of each row's tokens; None if rows differ in one.
+
+        A row's last token, which predicts nothing, takes the value of a row that goes on.
+        """
+        found = np.empty((len(self.ids), *values[0].shape[1:]), values[0].dtype)
+        is_known = np.zeros(len(self.ids), bool)
+        for places, of_row in sorted(zip(self.places, values, strict=True), key=lambda row: -len(row[0])):
+            new, old = ~is_known[places], is_known[places]
+            old[-1] = False
+            if (found[places[old]] != of_row[old]).any():
+                return None
+            found[places[new]], is_known[places] = of_row[new], True
         return found
 
     def sum_over_rows(self, values: Sequence[Sequence[float] | NDArray[np.float64]]) -> NDArray[np.float64]:
@@ -89,21 +101,22 @@ class _Tree:
 
 
 def share_prefixes(rows: Sequence[Sequence[int] | Ints]) -> SharedRows:
-    """Returns rows as trees. Raises ValueError for no rows, and for a row without tokens."""
-    arrays = [np.asarray(row, dtype=np.int64) for row in rows]
-    if not arrays or not all(map(len, arrays)):
-        empty = next((i for i, row in enumerate(arrays) if not len(row)), None)
-        raise ValueError("there are no rows" if empty is None else f"row {empty} has no tokens; leave it out")
+    """Returns rows as trees. Raises ValueError for no rows, and for a row without tokens or with other than ids."""
+    if not rows:
+        raise ValueError("there are no rows")
+    arrays = [_ids(row, index) for index, row in enumerate(rows)]
+    longer = _longer_rows(arrays)
     tree = _Tree(parts=[], parents=[], starts=[0])
-    places: list[list[Ints]] = [[] for _ in arrays]
+    parts: list[list[Ints]] = [[] for _ in arrays]
 
     def node(members: Sequence[int], begin: int, end: int, parent: int) -> int:
         made = tree.add(arrays[members[0]][begin:end], parent)
         for member in members:
-            places[member].append(np.arange(tree.starts[made], tree.starts[made + 1]))
+            parts[member].append(np.arange(tree.starts[made], tree.starts[made + 1]))
         return made
 
-    waiting = [(group, 0, ROOT) for group in reversed(_grouped(range(len(arrays)), arrays, 0))]
+    whole = [row for row in range(len(arrays)) if row not in longer]
+    waiting = [(group, 0, ROOT) for group in reversed(_grouped(whole, arrays, 0))]
     while waiting:
         members, begin, parent = waiting.pop()
         if len(members) == 1:
@@ -112,13 +125,31 @@ def share_prefixes(rows: Sequence[Sequence[int] | Ints]) -> SharedRows:
         split = begin + common_tokens([arrays[member][begin:] for member in members]) - 1
         if split > begin:
             parent = node(members, begin, split, parent)
-        # Behind the copied token. A row that ends with it stands alone, and so do equal rows.
-        ended = [[member] for member in members if len(arrays[member]) == split + 1]
-        others = [member for member in members if len(arrays[member]) > split + 1]
-        groups = [*ended, *_grouped(others, arrays, split + 1)]
-        waiting += [(group, split, parent) for group in reversed(groups)]
+        waiting += [(group, split, parent) for group in reversed(_grouped(members, arrays, split + 1))]
+    places = {row: np.concatenate(parts[row]) for row in whole}
+    for row, other in reversed(longer.items()):  # the other row's places are known before
+        places[row] = places[other][: len(arrays[row])]
     nodes = Nodes(tuple(tree.starts), tuple(tree.parents))
-    return SharedRows(nodes, np.concatenate(tree.parts), tuple(np.concatenate(found) for found in places))
+    return SharedRows(nodes, np.concatenate(tree.parts), tuple(places[row] for row in range(len(arrays))))
+
+
+def _ids(row: Sequence[int] | Ints, index: int) -> Ints:
+    found = np.asarray(row)
+    if not len(found):
+        raise ValueError(f"row {index} has no tokens; leave it out")
+    if found.dtype.kind not in "iu":
+        raise ValueError(f"row {index} has {found.dtype} values, such as {found[0]}; give token ids, whole numbers")
+    return found.astype(np.int64)
+
+
+def _longer_rows(rows: Sequence[Ints]) -> dict[int, int]:
+    """Returns for each row that is the beginning of another, or equal to one, such a row, in rising order of tokens.
+
+    In that order the rows that begin with a row follow it directly.
+    """
+    keys = [row.astype(">i8").tobytes() for row in rows]
+    order = sorted(range(len(rows)), key=keys.__getitem__)
+    return {row: after for row, after in pairwise(order) if keys[after].startswith(keys[row])}
 
 
 def _grouped(members: Sequence[int], rows: Sequence[Ints], at: int) -> list[list[int]]:

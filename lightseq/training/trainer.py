@@ -227,7 +227,7 @@ class Sharding:
         )
         if documents is not None:
             if (rows := batch.rows) is not None:
-                weights = documents.shard(rows.counts(batch.length), self._context.rank)
+                weights = documents.shard(rows.target_counts(batch.length), self._context.rank)
                 documents = replace(documents, rows=replace(rows, weights=self._to_device(weights)))
             positions = self._to_device(documents.positions(self._context.rank))
         else:
@@ -235,7 +235,12 @@ class Sharding:
         return Shard(self._to_device(ids), positions, self._to_device(labels), documents)
 
     def counted(self, batch: Batch, documents: Documents | None) -> Tensor | None:
-        """Returns True for this rank's tokens except padding, (batch, local); None if there is no padding."""
+        """Returns True for this rank's tokens except padding, (batch, local); None if there is no padding.
+
+        In trees it returns how many rows hold each token.
+        """
+        if batch.rows is not None and documents is not None:
+            return self._to_device(documents.shard(batch.rows.row_counts(batch.length), self._context.rank))
         sizes, length = torch.tensor(batch.sizes), batch.length
         mask = torch.arange(length) < sizes.unsqueeze(1)
         counted = counted_tokens(self._context.sequence, batch.input_ids, None if mask.all() else mask, documents)
