@@ -46,7 +46,7 @@ def test_a_shared_prompt_is_packed_once() -> None:
     assert rows is not None and isinstance(packed[EDGES], Nodes)
     # The prompt without its last token; its copy before 1 and before 6, that of 2 before 3 and 4. Two answers are equal.
     assert packed["input_ids"].shape == (1, 19 + 2 + 2 + (1 + 1 + 1) + 2)
-    assert rows.row_counts is not None and rows.row_counts[:19].eq(4).all() and rows.row_counts.sum() == 4 * 20 + 12
+    assert rows.row_counts is not None and rows.row_counts[:19].eq(4).all() and rows.row_counts.sum() == 4 * 20 + 11
     assert torch.equal(predicted(given, True), predicted(given, False))
     assert packed[EDGES].length == packed["input_ids"].shape[1]
 
@@ -68,7 +68,13 @@ def test_gradients_of_a_shared_token_are_summed_over_its_rows() -> None:
     assert values.grad.sum() == sum(map(len, ANSWERS)) and values.grad.max() == 3  # three answers begin with 1
 
 
-CHANGES = ("few shared tokens", "other experts for a shared token", "images", "without labels", "labels that are not ids")
+CHANGES = (
+    "few shared tokens",
+    "other experts for a shared token",
+    "images",
+    "without labels",
+    "labels that are not ids",
+)
 
 
 @pytest.mark.parametrize("change", CHANGES)

@@ -93,6 +93,17 @@ def test_the_share_is_the_mean_of_all_rows_with_and_without_training(kind: str, 
     assert few == DocumentLengths((149 + 3) / 2, (149**2 + 3**2) / (2 * LENGTH), 149)
 
 
+def test_trees_are_counted_as_they_are_computed(tmp_path: Path) -> None:
+    """Two documents of 120 tokens, 100 of them common, fit into a row of 150 as a node of 99 and two of 21."""
+    begin = np.arange(100) % 50
+    ids = [np.concatenate([begin, [50 + i], np.arange(19)]) for i in range(8)]
+    write_token_directory(tmp_path / "tokens", ids, 64, dict)
+    found = read_document_lengths(config_of(tmp_path / "tokens", "--packing best_fit --share_prefixes True"), CONFIG)
+    assert found == DocumentLengths(120, (99**2 + 2 * (120**2 - 99**2)) / LENGTH, 120)
+    whole = read_document_lengths(config_of(tmp_path / "tokens"), CONFIG)
+    assert whole == DocumentLengths(120, 120**2 / LENGTH, 120)
+
+
 def test_documents_that_are_not_packed_or_not_known_beforehand_are_not_read(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"text": "ab"}\n')
     cases = [(tmp_path / "rows.jsonl", "--packing best_fit"), (tmp_path / "nowhere", "--packing best_fit")]

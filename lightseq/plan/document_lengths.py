@@ -1,6 +1,7 @@
 """Documents of packed rows, as far as the time of attention depends on them."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -9,11 +10,15 @@ from transformers import PreTrainedConfig
 
 from lightseq.architecture.inspection import Architecture, inspect_architecture
 from lightseq.config.train_config import TrainConfig
-from lightseq.data.examples import Examples
-from lightseq.data.packing import PackedExamples, best_fit, read_window_sizes
+from lightseq.data.examples import Example, Examples
+from lightseq.data.packing import PackedExamples, best_fit, open_windows_to_pack, pack, read_window_sizes
 from lightseq.data.sources import ReadOptions, split_columns
+from lightseq.data.token_directory import META
 from lightseq.models.decoder import text_config
+from lightseq.schedule.nodes import Nodes
+from lightseq.sequence.shared_prefixes import share_prefixes
 
+MAX_TREES = 64  # rows of trees that are made to plan
 MAX_READ = 2**17  # documents that are packed to plan without training; best fit takes 0.3 s
 
 
@@ -30,15 +35,36 @@ class DocumentLengths:
         return self.area_per_token / length
 
 
-def document_lengths_of(examples: Examples, length: int, architecture: Architecture) -> DocumentLengths | None:
-    """Returns the documents of packed rows of `length` tokens; None for rows that are not packed."""
+def document_lengths_of(
+    examples: Examples, length: int, architecture: Architecture, shares_prefixes: bool = False
+) -> DocumentLengths | None:
+    """Returns the documents of packed rows of `length` tokens; None for rows that are not packed.
+
+    With `shares_prefixes`, rows hold trees, of which evenly spaced ones are made.
+    """
     if not isinstance(examples, PackedExamples):
         return None
-    return _documents(examples.windows.sizes, len(examples) * length, architecture)
+    if not shares_prefixes:
+        return _documents(examples.windows.sizes, len(examples) * length, architecture)
+    places = range(0, len(examples), -(-len(examples) // MAX_TREES))
+    area = sum(area_of_nodes(_nodes_of(examples[place]), architecture) for place in places)
+    sizes = examples.windows.sizes
+    return DocumentLengths(float(sizes.mean()), area / (len(places) * length), int(sizes.max()))
+
+
+def area_of_nodes(nodes: Nodes, architecture: Architecture) -> float:
+    """Returns the attention area of nodes, each of which also sees what is above it in its tree."""
+    before = nodes.first_positions
+    return architecture.attention_area(before + np.diff(nodes.edges)) - architecture.attention_area(before)
+
+
+def _nodes_of(example: Example) -> Nodes:
+    assert example.boundaries is not None, "rows are packed"
+    return share_prefixes([example.input_ids[a:b] for a, b in pairwise(example.boundaries)]).nodes
 
 
 def read_document_lengths(config: TrainConfig, model: PreTrainedConfig) -> DocumentLengths | None:
-    """Returns the documents that a run would pack, from their lengths only.
+    """Returns the documents that a run would pack, from their lengths only, unless they become trees.
 
     Evenly spaced ones stand for more than MAX_READ documents. Returns None without packing, for data that is not here,
     and for rows of text, whose lengths are not known before they are tokenized.
@@ -46,6 +72,12 @@ def read_document_lengths(config: TrainConfig, model: PreTrainedConfig) -> Docum
     if config.packing == "none" or not config.data_path or not Path(config.data_path).exists():
         return None
     length, vocab_size = config.model_max_length, text_config(model).vocab_size
+    if config.share_prefixes and (Path(config.data_path) / META).exists():
+        windows = open_windows_to_pack(
+            config.data_path, length, vocab_size, read_options=ReadOptions(limit=config.max_train_samples)
+        )
+        packed = pack(config.data_path, windows, shares_prefixes=True)
+        return document_lengths_of(packed, length, inspect_architecture(model), shares_prefixes=True)
     options = ReadOptions(limit=config.max_train_samples, ignored_columns=split_columns(config.ignore_columns))
     sizes = read_window_sizes(Path(config.data_path), length, vocab_size, options)
     if sizes is None or not len(sizes):

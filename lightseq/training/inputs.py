@@ -120,7 +120,9 @@ def prepare(config: TrainConfig, family: ModelFamily, world: World, resume_point
     directory = fetch_weights(model, world, verified=resume_point.path)
     teacher = found.fetch(world, verified=resume_point.path) if found else None
     check_notes = checkpoint_notes + streams.notes + profile_notes + disk_notes + (found.notes if found else ())
-    documents = document_lengths_of(stream.examples, config.model_max_length, inspect_architecture(model.config))
+    documents = document_lengths_of(
+        stream.examples, config.model_max_length, inspect_architecture(model.config), config.share_prefixes is True
+    )
     return Inputs(
         model_config=model.config,
         weights=directory,

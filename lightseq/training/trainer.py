@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.profiler import record_function
@@ -30,6 +29,7 @@ from lightseq.parts.attention import length_dependent_ropes
 from lightseq.parts.fp8 import MULTIPLE
 from lightseq.plan.advice import plan_notes
 from lightseq.plan.breakdown import Breakdown
+from lightseq.plan.document_lengths import area_of_nodes
 from lightseq.schedule.nodes import Nodes
 from lightseq.sequence.documents import Documents
 from lightseq.training.device_memory import memory_parts, out_of_memory_handler
@@ -69,7 +69,7 @@ class Trainer:
         self.notes = (*inputs.notes, *(plan_notes(engine.plan) if engine.plan else ()), *length_notes)
         self.shard = Sharding(self.context, world.device)
         self.adapter_parameters = count_adapter_parameters(inputs.lora, inputs.model_config)
-        self._attention_area = inspect_architecture(inputs.model_config).attention_area
+        self._architecture = inspect_architecture(inputs.model_config)
         self.learning_rate = LearningRate(config, inputs.total_steps)
         self.terminal = Terminal(inputs.total_steps, self.first_step)
         self.before_update: list[Callable[[], None]] = []  # called between the backward pass and the update
@@ -195,10 +195,8 @@ class Trainer:
     def _area_of(self, batch: Batch) -> float:
         """Returns the attention area of a batch's documents, or of the nodes of its trees."""
         if batch.boundaries is None or batch.parents is None:
-            return self._attention_area(batch.document_sizes)
-        nodes = Nodes(batch.boundaries, batch.parents)
-        before = nodes.first_positions
-        return self._attention_area(before + np.diff(nodes.edges)) - self._attention_area(before)
+            return self._architecture.attention_area(batch.document_sizes)
+        return area_of_nodes(Nodes(batch.boundaries, batch.parents), self._architecture)
 
 
 def _choose_batch_lengths(
