@@ -106,18 +106,25 @@ def test_pairs_that_fit_only_as_trees_are_learned_alike(tmp_path: Path) -> None:
     assert_weights_equal(shared, whole)
 
 
-def of_family(rank: int, files: Path) -> list[Run]:
-    experts = " --router_aux_loss_coef 0.1" if "experts" in (files / "config.json").read_text() else ""
-    flags = f"--learning_rate 0.05 --sequence_parallel_size 2{experts}"
+def of_family(rank: int, files: Path, more: str) -> list[Run]:
+    flags = f"--learning_rate 0.05 --sequence_parallel_size 2 {more}"
     return [train(rank, words_of(files, f"o-{x}", f"{flags} --share_prefixes {x}")) for x in ("auto", "False")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss", "qwen3_moe"])
-def test_windows_sinks_and_experts_learn_alike_on_two_groups_of_ranks(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        ("gemma3_text", ""),
+        ("gpt_oss", ""),
+        ("qwen3_moe", "--router_aux_loss_coef 0.1"),
+        ("deepseek_v3", "--router_bias_update_rate 0.01"),
+    ],
+)
+def test_windows_sinks_and_experts_learn_alike_on_two_groups_of_ranks(family: str, more: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_config(family))
-    shared, whole = spawn(4, of_family, write_pairs(tmp_path, model))[0]
+    shared, whole = spawn(4, of_family, write_pairs(tmp_path, model), more)[0]
     for record, wanted in zip(steps(shared), steps(whole), strict=True):
         for metric in ("loss", "grad_norm", *METRICS):
             assert record[metric] == pytest.approx(wanted[metric], rel=2e-5, abs=2e-5), metric
