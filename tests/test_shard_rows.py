@@ -8,13 +8,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import slow_except
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 from worlds import spawn
 
 from benchmarks.tiny_models import tiny_config
 from lightseq import hf
+from lightseq.memory.remat import apply_remat
 
 PROMPT = [5, 9, 13, 2, 7, 30, 31, 8, 4, 11, 19, 3]
 ROWS = [
@@ -77,6 +80,59 @@ def test_losses_and_gradients_equal_those_of_the_rows_one_by_one(family: str, wo
         for name, want in gradients.items():
             error = (torch.tensor(found[name]) - want).norm() / want.norm().clamp_min(1e-6)
             assert error < 2e-5, f"{name} differs by {error:.1e}"
+
+
+VARIANTS = ("adapters", "recomputed", "compiled", "sharded", "all")
+
+
+def trained_as(rank: int, variant: str) -> list[tuple[float, dict[str, Any]]]:
+    """Returns the loss and the gradients of rows as trees, and of the same rows whole."""
+    found = []
+    for shares in (True, False):
+        model: Any = fresh("llama")
+        context = hf.enable(model, length=64, packed=True)
+        layers, outer = model.model.layers, model
+        if variant in ("adapters", "all"):
+            adapters = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+            torch.manual_seed(1)
+            outer = get_peft_model(model, adapters)
+        if variant in ("recomputed", "all"):
+            apply_remat(layers, "attention", variant == "all")
+        if variant in ("compiled", "all"):
+            for layer in layers:
+                layer.forward = torch.compile(layer.forward, backend="aot_eager")
+        if variant == "sharded":
+            for module in (*layers, model):
+                fully_shard(module)
+        weights = [[float(x != 0) for x in row] for row in WEIGHTS]
+        if shares:
+            batch = hf.shard_rows(context, ROWS, weights)
+        else:
+            ids, mask = (torch.tensor([[x for row in rows for x in row]]) for rows in (ROWS, weights))
+            edges = [0, *accumulate(map(len, ROWS))]
+            batch = hf.shard_batch(context, ids, labels=ids.masked_fill(mask == 0, -100), cu_seqlens=edges)
+        sums = hf.sequence_sums(context, hf.token_log_probs(context, outer, batch), batch)
+        loss = (sums[: len(ROWS)] * torch.linspace(-1, 1, len(ROWS))).sum()
+        loss.backward()
+        gradients = {
+            name: p.grad.full_tensor() if variant == "sharded" else p.grad
+            for name, p in outer.named_parameters()
+            if p.requires_grad
+        }
+        if variant != "sharded":
+            for x in gradients.values():
+                dist.all_reduce(x)
+        found.append((loss.item(), {name: x.numpy() for name, x in gradients.items()}))
+    return found
+
+
+@pytest.mark.parametrize("variant", slow_except(["all"], VARIANTS))
+def test_adapters_shards_and_layers_that_are_compiled_or_recomputed_learn_alike(variant: str) -> None:
+    trees, whole = spawn(2, trained_as, variant)[0]
+    assert trees[0] == pytest.approx(whole[0], rel=1e-5)
+    for name, want in whole[1].items():
+        error = np.linalg.norm(trees[1][name] - want) / max(np.linalg.norm(want), 1e-6)
+        assert error < 2e-5, f"{name} differs by {error:.1e}"
 
 
 def routes_of(row: list[int]) -> np.ndarray:
