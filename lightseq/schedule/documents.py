@@ -200,13 +200,13 @@ def _limit_tile(tile: Tile, chunks: Ints, nodes: Nodes) -> tuple[Tile, ...]:
 
 
 def find_segments(q: Ints, kv: Ints, nodes: Nodes) -> Segments:
-    """Finds the segments of a tile: runs of a node's queries against the keys of that node or of an ancestor.
+    """Finds the segments of a tile: runs of a path's queries against the keys of that path or of one that it leaves.
 
     `q` and `kv` have a row (first, step, count) of tokens for each chunk of the tile, in rising order.
     """
     found: list[list[int]] = []
     for i, chunk in enumerate(q.tolist()):
-        for segment in _segments_of_chunk(chunk, i * chunk[2], kv, nodes.edges):
+        for segment in _segments_of_chunk(chunk, i * chunk[2], kv, nodes.path_edges):
             _append(found, segment)
     if nodes.parents is not None:
         _add_ancestors(found, q, kv, nodes)
@@ -214,7 +214,7 @@ def find_segments(q: Ints, kv: Ints, nodes: Nodes) -> Segments:
 
 
 def _add_ancestors(found: list[list[int]], q: Ints, kv: Ints, nodes: Nodes) -> None:
-    """Adds the segments of queries that see whole ancestors.
+    """Adds the segments of queries that see keys of other paths whole.
 
     Queries that follow those of a full segment, and see the same keys, join it.
     """

@@ -3,12 +3,16 @@
 A node is a run of neighbouring tokens. Its queries see their own node causally, and every ancestor whole. A document is
 a node without parent and children. Nodes of a tree stand depth first, so an ancestor lies before its descendants.
 Positions are depths: a node's first token has the position after its parent's last.
+
+A path is a node, its first child, that one's first child and so on: one run of tokens, which see each other causally.
+So kernels compute paths, and `rectangles` of whole keys for the branches that leave them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,9 +26,9 @@ PADDING_TOKENS = 128
 
 @dataclass(frozen=True)
 class Rectangles:
-    """Queries that see all tokens of an ancestor, one entry for each run of neighbouring descendants.
+    """Queries that see a run of keys whole, on the paths that their own leaves.
 
-    Entries are sorted by the ancestors' depth in the tree, and then by queries.
+    Entries are sorted so that many neighbouring ones share neither queries nor keys.
     """
 
     first_query: Ints
@@ -63,21 +67,42 @@ class Nodes:
         return np.array(found, dtype=np.int64)
 
     @cached_property
-    def rectangles(self) -> Rectangles:
-        """Returns which queries see which whole ancestors."""
-        levels: list[int] = []
-        runs: dict[int, list[list[int]]] = {}  # by ancestor: begin and end of its descendants
+    def path_edges(self) -> Ints:
+        """Returns the first token of each path, and the end of the last."""
+        heads = [node for node, head in enumerate(self._heads) if node == head]
+        return self.edges[[*heads, len(self.boundaries) - 1]]
+
+    @cached_property
+    def _heads(self) -> list[int]:
+        """Returns the first node of each node's path."""
+        found = [*range(len(self.boundaries) - 1)]
         for node, parent in enumerate(self.parents or ()):
-            levels.append(0 if parent == ROOT else levels[parent] + 1)
-            for ancestor in self.ancestors(node):
-                of_ancestor = runs.setdefault(ancestor, [])
-                if of_ancestor and of_ancestor[-1][1] == self.boundaries[node]:
-                    of_ancestor[-1][1] = self.boundaries[node + 1]
-                else:
-                    of_ancestor.append([self.boundaries[node], self.boundaries[node + 1]])
-        order = sorted((levels[a], begin, end, a) for a, found in runs.items() for begin, end in found)
-        table = np.array([(begin, end, *self.boundaries[a : a + 2]) for _, begin, end, a in order], dtype=np.int64)
-        return Rectangles(*table.reshape(-1, 4).T)
+            if parent != ROOT and parent == node - 1:
+                found[node] = found[parent]
+        return found
+
+    @cached_property
+    def rectangles(self) -> Rectangles:
+        """Returns which queries see which keys whole, besides those of their own path.
+
+        The branches of a path lie behind it, those that leave it last come first, and each sees the path up to where it
+        leaves it. That staircase is halved again and again: the later half of the branches sees all keys up to where
+        the earlier half ends. So n branches take about log2(n) calls of a kernel, not n.
+        """
+        left: list[tuple[tuple[int, int], ...]] = []  # by node: paths that lead to its own, and the end of what it sees
+        branches: dict[int, list[Branch]] = {}  # of each path, from the last that leaves it
+        for node, head in enumerate(self._heads):
+            parent = ROOT if self.parents is None else self.parents[head]
+            left.append(() if parent == ROOT else (*left[parent], (self._heads[parent], self.boundaries[parent + 1])))
+            for path, seen in left[node]:
+                _join(branches.setdefault(path, []), Branch(*self.boundaries[node : node + 2], seen))
+        found = [
+            (len(left[path]), half, *rectangle)
+            for path, leaving in branches.items()
+            for half, rectangle in _halves(leaving[::-1], self.boundaries[path], 0)
+        ]
+        table = np.array(sorted(found), dtype=np.int64).reshape(-1, 6)
+        return Rectangles(*table[:, 2:].T)
 
     def ancestors(self, node: int) -> list[int]:
         """Returns a node's parent, that one's parent and so on."""
@@ -119,6 +144,40 @@ class Nodes:
             boundaries += edges
             last_part.append(len(boundaries) - 1)
         return Nodes((*boundaries, self.length), tuple(parents))
+
+
+class Branch(NamedTuple):
+    """Neighbouring nodes that leave a path at one place, or follow those that do."""
+
+    begin: int  # first token
+    end: int
+    seen: int  # end of the path's tokens that they see
+
+
+def _join(branches: list[Branch], branch: Branch) -> None:
+    """Appends a branch, or extends the last one if it leaves the path at the same place."""
+    if branches and (branches[-1].end, branches[-1].seen) == (branch.begin, branch.seen):
+        branches[-1] = branches[-1]._replace(end=branch.end)
+    else:
+        branches.append(branch)
+
+
+def _halves(branches: Sequence[Branch], first_key: int, depth: int) -> Iterator[tuple[int, tuple[int, int, int, int]]]:
+    """Yields depth and (first query, end, first key, end) of rectangles that cover what branches of a path see.
+
+    `branches` are in the order in which they leave the path, so each lies before the one before it.
+    """
+    if len(branches) == 1:
+        yield depth, (branches[0].begin, branches[0].end, first_key, branches[0].seen)
+        return
+    earlier, later = branches[: len(branches) // 2], branches[len(branches) // 2 :]
+    runs = list[Branch]()
+    for branch in reversed(later):
+        _join(runs, branch._replace(seen=earlier[-1].seen))
+    for run in runs:
+        yield depth, (run.begin, run.end, first_key, run.seen)
+    yield from _halves(earlier, first_key, depth + 1)
+    yield from _halves(later, earlier[-1].seen, depth + 1)
 
 
 def check_boundaries(boundaries: Sequence[int], length: int) -> tuple[int, ...]:

@@ -68,17 +68,11 @@ class Segments:
 
         A segment of one query counts as causal or full, whichever fits.
         """
-        calls: list[tuple[set[int], list[list[int]]]] = []
+        calls: list[_Call] = []
         for segment in self.table.tolist():
-            kind = {segment[CAUSAL]} if segment[QUERIES] > 1 else set()
-            for kinds, taken in calls:
-                if len(kinds | kind) <= 1 and _follows(taken[-1], segment):
-                    taken.append(segment)
-                    kinds |= kind
-                    break
-            else:
-                calls.append((kind, [segment]))
-        return tuple(VarlenCall(np.array(taken), 1 in kinds, self.gathered) for kinds, taken in calls)
+            if not any(call.take(segment) for call in calls):
+                calls.append(_Call(segment))
+        return tuple(VarlenCall(np.array(call.taken), 1 in call.kinds, self.gathered) for call in calls)
 
     @cached_property
     def shares_queries(self) -> bool:
@@ -103,11 +97,28 @@ class Segments:
         return Segments(table, self.window, gathered), q.tolist(), kv.tolist()
 
 
-def _follows(last: Sequence[int], segment: Sequence[int]) -> bool:
-    """Returns whether a segment lies behind another, in its queries and in its keys."""
-    return (
-        last[FIRST_QUERY] + last[QUERIES] <= segment[FIRST_QUERY] and last[FIRST_KEY] + last[KEYS] <= segment[FIRST_KEY]
-    )
+class _Call:
+    """Segments of a call so far. Each lies behind the one before it in its queries, and outside the others' keys."""
+
+    def __init__(self, segment: Sequence[int]) -> None:
+        self.kinds, self.taken = _kinds(segment), [segment]
+        self._first_key, self._end_key = segment[FIRST_KEY], segment[FIRST_KEY] + segment[KEYS]
+
+    def take(self, segment: Sequence[int]) -> bool:
+        """Adds a segment, and returns True if it fits."""
+        last, first_key, end_key = self.taken[-1], segment[FIRST_KEY], segment[FIRST_KEY] + segment[KEYS]
+        is_behind = last[FIRST_QUERY] + last[QUERIES] <= segment[FIRST_QUERY]
+        is_apart = first_key >= self._end_key or end_key <= self._first_key
+        if not is_behind or not is_apart or len(self.kinds | _kinds(segment)) > 1:
+            return False
+        self.kinds |= _kinds(segment)
+        self.taken.append(segment)
+        self._first_key, self._end_key = min(self._first_key, first_key), max(self._end_key, end_key)
+        return True
+
+
+def _kinds(segment: Sequence[int]) -> set[int]:
+    return {segment[CAUSAL]} if segment[QUERIES] > 1 else set()
 
 
 def _touched(first: NDArray[np.int64], counts: NDArray[np.int64], size: int) -> NDArray[np.int64]:

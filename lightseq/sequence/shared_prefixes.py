@@ -125,7 +125,9 @@ def share_prefixes(rows: Sequence[Sequence[int] | Ints]) -> SharedRows:
         split = begin + common_tokens([arrays[member][begin:] for member in members]) - 1
         if split > begin:
             parent = node(members, begin, split, parent)
-        waiting += [(group, split, parent) for group in reversed(_grouped(members, arrays, split + 1))]
+        # Branches that part again come first, so that the path to their last fork is one run of tokens.
+        groups = sorted(_grouped(members, arrays, split + 1), key=lambda group: len(group) == 1)
+        waiting += [(group, split, parent) for group in reversed(groups)]
     places = {row: np.concatenate(parts[row]) for row in whole}
     for row, other in reversed(longer.items()):  # the other row's places are known before
         places[row] = places[other][: len(arrays[row])]
