@@ -49,6 +49,7 @@ MIXTURE = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 MODELS: Mapping[str, tuple[str, dict[str, Any], str | None]] = {
     "tiny-Qwen2ForCausalLM-2.5": ("qwen2", {}, "qwen2_5"),
     "tiny-Qwen3ForCausalLM": ("qwen3", {}, "qwen3"),
+    "small-Qwen3ForCausalLM": ("qwen3", {"hidden_size": 32, "num_hidden_layers": 3}, "qwen3"),
     "tiny-Qwen3MoeForCausalLM": ("qwen3_moe", {**MIXTURE, "num_experts": 4}, "qwen3"),
     "tiny-GptOssForCausalLM": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 4}, "gptoss"),
     "tiny-Glm4MoeForCausalLM": ("glm4_moe", {**MIXTURE, "n_routed_experts": 4, "head_dim": 4}, "glm4moe"),
