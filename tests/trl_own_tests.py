@@ -44,7 +44,7 @@ def main() -> int:
         "--ranks", type=int, nargs="+", default=[2], help="ranks that share each sequence, in turn (default: 2)"
     )
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for one run of a test (default: 120)")
-    parser.add_argument("--epochs", type=int, help="train on several ranks for so many epochs at most")
+    parser.add_argument("--steps", type=int, help="train for so many steps at most (default: as the tests do)")
     parser.add_argument("-k", default="", metavar="EXPRESSION", help="only tests that match, as pytest's -k")
     options = parser.parse_args()
     if find_spec("trl") is None:
@@ -64,7 +64,7 @@ def main() -> int:
         )
         os.chdir(folder)
         sys.path.insert(0, str(HERE.parent))
-        runner = Runner(checkout, files, options.ranks, options.timeout, options.epochs, Path(folder))
+        runner = Runner(checkout, files, options.ranks, options.timeout, options.steps, Path(folder))
         tests = [str(checkout / name) for name in files]
         pytest.main(["-q", "-s", "--import-mode=append", "-k", options.k, *tests], plugins=[runner])
     return report(runner.results, options.ranks)
@@ -94,10 +94,10 @@ class Runner:
     """pytest plugin that runs each test in processes forked for it."""
 
     def __init__(
-        self, checkout: Path, files: list[str], ranks: list[int], timeout: float, epochs: int | None, folder: Path
+        self, checkout: Path, files: list[str], ranks: list[int], timeout: float, steps: int | None, folder: Path
     ) -> None:
         self.checkout, self.files, self.ranks = checkout, files, ranks
-        self.timeout, self.epochs, self.folder = timeout, epochs, folder
+        self.timeout, self.steps, self.folder = timeout, steps, folder
         self.results: list[Result] = []
         self.directory = folder  # of the running test, for all ranks
         # Of the test in a forked process:
@@ -128,8 +128,10 @@ class Runner:
 
         def watched_train(trainer: Any, *args: Any, **kwargs: Any) -> Any:
             self.used = TRAINS
-            if self.epochs is not None and self.world > 1:
-                trainer.args.num_train_epochs = min(trainer.args.num_train_epochs, self.epochs)
+            if self.steps is not None:
+                trainer.args.max_steps = (
+                    min(self.steps, trainer.args.max_steps) if trainer.args.max_steps > 0 else self.steps
+                )
             return train(trainer, *args, **kwargs)
 
         Trainer.__init__, Trainer.train = watched_make, watched_train
