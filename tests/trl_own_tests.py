@@ -104,6 +104,7 @@ class Runner:
         self.world = 1
         self.used = ""
         self.failure: Outcome | None = None
+        self.store: Any = None
 
     def pytest_configure(self) -> None:
         # Here once, not in every process. The installed trl comes before the checkout's folder is on the path.
@@ -215,7 +216,7 @@ class Runner:
                 if hasattr(item.module, name):
                     setattr(item.module, name, getattr(integrations, f"SequenceParallel{name}"))
         end.send(self._outcome(item, runtestprotocol(item, log=False)))
-        end.close()
+        time.sleep(self.timeout)  # the first rank keeps the store that others may need, until the parent ends them all
         os._exit(0)  # without the parent's cleanup
 
     def _outcome(self, item: pytest.Item, phases: Iterable[Any]) -> Outcome:
@@ -242,10 +243,11 @@ class Runner:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_teardown(self) -> None:
-        """Leaves the process group, which a fixture of TRL would take for one of vLLM's."""
+        """Leaves the process group, which a fixture of TRL would take for one of vLLM's, and keeps its store."""
         from torch import distributed
 
         if distributed.is_initialized():
+            self.store = distributed.distributed_c10d._get_default_store()
             distributed.destroy_process_group()
 
 
