@@ -65,7 +65,7 @@ DPO_CASES: Mapping[str, dict[str, Any]] = {
     "weighted": {"use_weighting": True, "ld_alpha": 0.5},
 }
 REWARD_CASES: Mapping[str, dict[str, Any]] = {
-    "plain": {"center_rewards_coefficient": 0.1},
+    "margins": {"center_rewards_coefficient": 0.1, "margins": True},
     "adapters": {"adapters": True},
     "checkpointed": {"gradient_checkpointing": True, "gradient_accumulation_steps": 2},
     "hybrid": {"family": "qwen3_5_text"},
@@ -178,6 +178,8 @@ def reward(rank: int, kind: type[Trainer], case: Mapping[str, Any], data_ranks: 
     case = dict(case)
     adapters = LoraConfig(**ADAPTERS, modules_to_save=["score"]) if case.pop("adapters", False) else None
     rows, family = Dataset.load_from_disk(case.pop("rows")), case.pop("family", None)
+    if case.pop("margins", False):
+        rows = rows.add_column("margin", [0.5 * (row % 3) for row in range(len(rows))])
     config = LlamaConfig(**CONFIG.to_dict()) if family is None else tiny_config(family, initializer_range=0.02)
     config.num_labels = 1
     with tempfile.TemporaryDirectory() as folder:
@@ -222,7 +224,7 @@ def test_dpo_equals_one_process(case: str, world: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("case", slow_except(["plain"], REWARD_CASES))
+@pytest.mark.parametrize("case", slow_except(["margins"], REWARD_CASES))
 def test_rewards_equal_one_process(case: str, world: int, tmp_path: Path) -> None:
     for size in sizes(world):
         changes = []

@@ -49,10 +49,12 @@ MIXTURE = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 MODELS: Mapping[str, tuple[str, dict[str, Any], str | None]] = {
     "tiny-Qwen2ForCausalLM-2.5": ("qwen2", {}, "qwen2_5"),
     "tiny-Qwen3ForCausalLM": ("qwen3", {}, "qwen3"),
+    "small-Qwen3ForCausalLM": ("qwen3", {"hidden_size": 32, "num_hidden_layers": 3}, "qwen3"),
     "tiny-Qwen3MoeForCausalLM": ("qwen3_moe", {**MIXTURE, "num_experts": 4}, "qwen3"),
     "tiny-GptOssForCausalLM": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 4}, "gptoss"),
     "tiny-Glm4MoeForCausalLM": ("glm4_moe", {**MIXTURE, "n_routed_experts": 4, "head_dim": 4}, "glm4moe"),
     "tiny-Cohere2ForCausalLM": ("cohere2", {}, "cohere2"),
+    "tiny-Gemma2ForCausalLM": ("gemma2", {"head_dim": 4}, None),
     "tiny-Olmo3ForCausalLM": ("olmo3", {}, "qwen3"),
     "tiny-Lfm2ForCausalLM": ("lfm2", {"full_attn_idxs": [1], "block_multiple_of": 8}, "lfm2"),
     "tiny-Lfm2ForCausalLM-2.5": ("lfm2", {"full_attn_idxs": [1], "block_multiple_of": 8}, "lfm2_2_5"),
@@ -92,14 +94,22 @@ VISION_MODELS: Mapping[str, str] = {  # kind of model among those of tiny_proces
     "tiny-Qwen3_5MoeForConditionalGeneration-3.6": "qwen3_5_moe",
 }
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|start|>", "<|message|>", "<|channel|>", "<|end|>")
-REMOTE_CODE = """from transformers import LlamaConfig, LlamaForCausalLM
+REMOTE_CODE = """from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, LlamaModel
 
 
 class RemoteConfig(LlamaConfig):
     model_type = "remote"
 
 
+class RemoteModel(LlamaModel):
+    config_class = RemoteConfig
+
+
 class RemoteForCausalLM(LlamaForCausalLM):
+    config_class = RemoteConfig
+
+
+class RemoteForSequenceClassification(LlamaForSequenceClassification):
     config_class = RemoteConfig
 """
 
@@ -312,7 +322,7 @@ def write_vision_model(folder: Path, tokenizer: Tokenizer, kind: str) -> None:
 
 
 def write_remote_model(folder: Path, tokenizer: Tokenizer) -> None:
-    """Writes a model whose class is code in its folder."""
+    """Writes a model whose classes are code in its folder."""
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**SIZES, **vocabulary(tokenizer))).save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
@@ -321,7 +331,9 @@ def write_remote_model(folder: Path, tokenizer: Tokenizer) -> None:
         "architectures": ["RemoteForCausalLM"],
         "auto_map": {
             "AutoConfig": "modeling_remote.RemoteConfig",
+            "AutoModel": "modeling_remote.RemoteModel",
             "AutoModelForCausalLM": "modeling_remote.RemoteForCausalLM",
+            "AutoModelForSequenceClassification": "modeling_remote.RemoteForSequenceClassification",
         },
     }
     (folder / "config.json").write_text(json.dumps(config))

@@ -2,8 +2,8 @@
 
 python tests/trl_own_tests.py --trl PATH
 
-PATH is a checkout of TRL's repository, best at the installed version. Each test runs twice: unmodified in one process,
-and, if it passes and makes a trainer, with `SequenceParallelSFTTrainer` and its siblings on all ranks (gloo, CPU).
+PATH is a checkout of TRL's repository, best at the installed version. Each test runs unmodified in one process, and, if
+it passes and makes a trainer, with `SequenceParallelSFTTrainer` and its siblings on each number of ranks (gloo, CPU).
 There it passes only if it passes on every rank. Each run is forked from a process that has imported the tests. Models
 and data sets are the stand-ins of trl_hub.py. The exit status is 1 if a test fails
 on several ranks, unless this project refuses its model or an option with a ValueError.
@@ -22,6 +22,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import product
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ import pytest
 from worlds import free_port, freeze_imports
 
 HERE = Path(__file__).resolve().parent
-TRAINERS = ("SFTTrainer", "DPOTrainer", "GRPOTrainer", "RLOOTrainer", "RewardTrainer")
+TRAINERS = ("SFTTrainer", "DPOTrainer", "GRPOTrainer", "RLOOTrainer", "RewardTrainer", "DistillationTrainer")
 FILES = tuple(f"tests/test_{name.removesuffix('Trainer').lower()}_trainer.py" for name in TRAINERS)
 HELPERS = ("tests/conftest.py", "tests/testing_utils.py")
 TRAINS, MAKES = "tests that train", "tests that only make a trainer"
@@ -39,15 +40,21 @@ TRAINS, MAKES = "tests that train", "tests that only make a trainer"
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trl", type=Path, required=True, metavar="PATH", help="checkout of TRL's repository")
-    parser.add_argument("--ranks", type=int, default=2, help="ranks that share each sequence (default: 2)")
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", default=[2], help="ranks that share each sequence, in turn (default: 2)"
+    )
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for one run of a test (default: 120)")
+    parser.add_argument("--steps", type=int, help="train for so many steps at most (default: as the tests do)")
     parser.add_argument("-k", default="", metavar="EXPRESSION", help="only tests that match, as pytest's -k")
     options = parser.parse_args()
     if find_spec("trl") is None:
         parser.error("TRL is not installed; pip install trl")
     checkout = options.trl.resolve()
-    if missing := [name for name in FILES if not (checkout / name).is_file()]:
-        parser.error(f"--trl {options.trl}: no {missing[0]} there; give a checkout of TRL's repository")
+    files = [name for name in FILES if (checkout / name).is_file()]
+    if not files:
+        parser.error(f"--trl {options.trl}: no {FILES[0]} there; give a checkout of TRL's repository")
+    for missing in sorted({*FILES} - {*files}):
+        print(f"{missing} is missing: this checkout of TRL has no tests of that trainer")
     with tempfile.TemporaryDirectory() as folder:
         print("generating models and data sets", flush=True)
         this = {**os.environ, "PYTHONPATH": str(HERE.parent)}  # this repository before an installed one
@@ -57,8 +64,8 @@ def main() -> int:
         )
         os.chdir(folder)
         sys.path.insert(0, str(HERE.parent))
-        runner = Runner(checkout, options.ranks, options.timeout, Path(folder))
-        tests = [str(checkout / name) for name in FILES]
+        runner = Runner(checkout, files, options.ranks, options.timeout, options.steps, Path(folder))
+        tests = [str(checkout / name) for name in files]
         pytest.main(["-q", "-s", "--import-mode=append", "-k", options.k, *tests], plugins=[runner])
     return report(runner.results, options.ranks)
 
@@ -80,20 +87,24 @@ class Outcome:
 class Result:
     test: str
     unmodified: Outcome
-    ours: Outcome | None  # None if the unmodified test does not pass or makes no trainer
+    ours: dict[int, Outcome]  # on so many ranks; empty if the unmodified test does not pass or makes no trainer
 
 
 class Runner:
     """pytest plugin that runs each test in processes forked for it."""
 
-    def __init__(self, checkout: Path, ranks: int, timeout: float, folder: Path) -> None:
-        self.checkout, self.ranks, self.timeout, self.folder = checkout, ranks, timeout, folder
+    def __init__(
+        self, checkout: Path, files: list[str], ranks: list[int], timeout: float, steps: int | None, folder: Path
+    ) -> None:
+        self.checkout, self.files, self.ranks = checkout, files, ranks
+        self.timeout, self.steps, self.folder = timeout, steps, folder
         self.results: list[Result] = []
         self.directory = folder  # of the running test, for all ranks
         # Of the test in a forked process:
         self.world = 1
         self.used = ""
         self.failure: Outcome | None = None
+        self.store: Any = None
 
     def pytest_configure(self) -> None:
         # Here once, not in every process. The installed trl comes before the checkout's folder is on the path.
@@ -101,7 +112,7 @@ class Runner:
             if find_spec(name):
                 import_module(name)
         import_module("tiny_processors").register_processors()
-        add_missing_names(self.checkout / name for name in (*FILES, *HELPERS))
+        add_missing_names(self.checkout / name for name in (*self.files, *HELPERS))
         self._watch_trainers()
 
     def _watch_trainers(self) -> None:
@@ -118,6 +129,10 @@ class Runner:
 
         def watched_train(trainer: Any, *args: Any, **kwargs: Any) -> Any:
             self.used = TRAINS
+            if self.steps is not None:
+                trainer.args.max_steps = (
+                    min(self.steps, trainer.args.max_steps) if trainer.args.max_steps > 0 else self.steps
+                )
             return train(trainer, *args, **kwargs)
 
         Trainer.__init__, Trainer.train = watched_make, watched_train
@@ -138,7 +153,8 @@ class Runner:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> bool:
         unmodified = self._run(item, ranks=1)
-        ours = self._run(item, self.ranks) if unmodified.word == "passed" and unmodified.used else None
+        is_ours = unmodified.word == "passed" and unmodified.used
+        ours = {ranks: self._run(item, ranks) for ranks in self.ranks if is_ours}
         result = Result(item.nodeid.removeprefix("tests/"), unmodified, ours)
         self.results.append(result)
         print(describe(result)[:400], flush=True)
@@ -200,7 +216,7 @@ class Runner:
                 if hasattr(item.module, name):
                     setattr(item.module, name, getattr(integrations, f"SequenceParallel{name}"))
         end.send(self._outcome(item, runtestprotocol(item, log=False)))
-        end.close()
+        time.sleep(self.timeout)  # the first rank keeps the store that others may need, until the parent ends them all
         os._exit(0)  # without the parent's cleanup
 
     def _outcome(self, item: pytest.Item, phases: Iterable[Any]) -> Outcome:
@@ -227,10 +243,11 @@ class Runner:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_teardown(self) -> None:
-        """Leaves the process group, which a fixture of TRL would take for one of vLLM's."""
+        """Leaves the process group, which a fixture of TRL would take for one of vLLM's, and keeps its store."""
         from torch import distributed
 
         if distributed.is_initialized():
+            self.store = distributed.distributed_c10d._get_default_store()
             distributed.destroy_process_group()
 
 
@@ -263,13 +280,18 @@ def _skips(reason: str) -> Any:
 
 
 def describe(result: Result) -> str:
-    last = result.ours or result.unmodified
-    where = "" if result.ours else " unmodified"
-    word = "refused" if last.refused else last.word
-    return f"{word}{where}: {result.test}" + (f": {last.reason}" if last.reason else "")
+    if not result.ours:
+        return f"{said(result.unmodified, result.test)} (unmodified)"
+    words = ", ".join(f"{ranks}: {said(outcome)}" for ranks, outcome in result.ours.items())
+    return f"{result.test}, ranks {words}"
 
 
-def report(results: list[Result], ranks: int) -> int:
+def said(outcome: Outcome, test: str = "") -> str:
+    parts = ("refused" if outcome.refused else outcome.word, test, outcome.reason)
+    return ": ".join(part for part in parts if part)
+
+
+def report(results: list[Result], numbers_of_ranks: list[int]) -> int:
     """Prints counts and all tests that do not pass, and returns the exit status."""
     left_out = Counter(r.unmodified.reason for r in results if r.unmodified.word == "skipped")
     print(f"\n{len(results)} tests, {left_out.total()} left out:")
@@ -279,16 +301,14 @@ def report(results: list[Result], ranks: int) -> int:
     print(f"{len(broken)} fail unmodified in one process:")
     for result in broken:
         print(f"  {result.test}: {result.unmodified.reason}")
-    print(
-        f"{sum(r.unmodified.word == 'passed' and r.ours is None for r in results)} make no trainer and pass unmodified"
-    )
+    print(f"{sum(r.unmodified.word == 'passed' and not r.ours for r in results)} make no trainer and pass unmodified")
     failed = 0
-    for used in (TRAINS, MAKES):
-        ran = [(r.test, r.ours) for r in results if r.ours is not None and r.unmodified.used == used]
+    for used, ranks in product((TRAINS, MAKES), numbers_of_ranks):
+        ran = [(r.test, r.ours[ranks]) for r in results if r.ours and r.unmodified.used == used]
         others = [(test, ours) for test, ours in ran if ours.word != "passed"]
         print(f"{used}: {len(ran) - len(others)} of {len(ran)} pass on {ranks} ranks")
         for test, ours in others:
-            print(f"  {'refused' if ours.refused else ours.word}: {test}: {ours.reason}")
+            print(f"  {said(ours, test)}")
             failed += not ours.refused
     return int(failed > 0)
 

@@ -11,6 +11,7 @@ from lightseq.integrations.split_model import SplitModel
 from lightseq.models.decoder import headless, transformers_model
 
 SCORES: Final = ("score", "classifier")  # names in transformers of the linear that scores each token
+NOT_READ: Final = ("use_cache", "margin")  # by the model: TRL passes it all that its collator returns
 
 
 class WholeScores(SplitModel):
@@ -35,7 +36,7 @@ class WholeScores(SplitModel):
         if len(args) > 1:
             raise ValueError(f"{len(args)} positional arguments; pass all but the first by keyword")
         kwargs = {**({"input_ids": args[0]} if args else {}), **kwargs}
-        kwargs = {name: value for name, value in kwargs.items() if value is not None and name != "use_cache"}
+        kwargs = {name: value for name, value in kwargs.items() if value is not None and name not in NOT_READ}
         self._inputs = local = split_inputs(
             self.context, self.model.config, kwargs, pad_to=None, keeps_targets=False, packs_rows=False
         )
