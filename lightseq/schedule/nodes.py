@@ -95,7 +95,7 @@ class Nodes:
             parent = ROOT if self.parents is None else self.parents[head]
             left.append(() if parent == ROOT else (*left[parent], (self._heads[parent], self.boundaries[parent + 1])))
             for path, seen in left[node]:
-                _join(branches.setdefault(path, []), Branch(*self.boundaries[node : node + 2], seen))
+                _join(branches.setdefault(path, []), Branch(self.boundaries[node], self.boundaries[node + 1], seen))
         found = [
             (len(left[path]), half, *rectangle)
             for path, leaving in branches.items()
