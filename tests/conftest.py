@@ -17,7 +17,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-import many_chunks  # noqa: F401  # as in processes that the server of tests/forkserver.py forks
+import many_chunks  # noqa: F401  # as in the processes of worlds.py
 
 # Collecting tests imports torch and transformers, and nothing of them is garbage.
 gc.disable()

@@ -14,7 +14,6 @@ MODULES = [
     "torch.distributed.fsdp",
     "transformers.models.llama.modeling_llama",
     "lightseq.training.train",
-    "many_chunks",
     "pytest",
     "einops._torch_specific",  # imported with the first tensor
     "transformers.optimization",  # imports peft, as every training does

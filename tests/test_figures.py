@@ -88,7 +88,7 @@ def records(name: str) -> list[Record]:
 def step_records() -> dict[tuple[str, ...], list[Record]]:
     """Returns the records of whole steps by median, lowest and highest tokens/s."""
     found: dict[tuple[str, ...], list[Record]] = {}
-    for file in RECORDS.glob("step-*.jsonl"):
+    for file in (*RECORDS.glob("step-*.jsonl"), *RECORDS.glob("grpo-*.jsonl")):
         for record in filter(lambda each: each.get("tokens_per_second"), records(file.stem)):
             names = ("tokens_per_second", "tokens_per_second_lowest", "tokens_per_second_highest")
             found.setdefault(tuple(f"{record[name]:,.0f}" for name in names), []).append(record)
@@ -133,6 +133,29 @@ def test_memory_mfu_and_time_of_a_row_are_of_its_record() -> None:
                 continue
             checked += 1
     assert checked > 60
+
+
+def test_the_table_of_shared_prefixes_is_of_its_records() -> None:
+    found = [x for ranks in ("1", "2") for x in records(f"shared-prefix-{ranks}xh200")]
+    assert len(table("Rows that share a prefix").rows) == 5
+    model = world = ""
+    for where, shape, *shown in table("Rows that share a prefix").rows:
+        if where:
+            model, world = where.split(",")[0], where.split()[1]
+        of = {
+            record.get("form", "fit"): record
+            for record in found
+            if (record["model"] == "llama3.2-1b") == (model == "1B")
+            and record["world"] == {"one": 1, "two": 2}[world]
+            and record["shape"] == shape.replace(" x (", "x").replace(" + ", "+").rstrip(")")
+        }
+        rows, tree = of["rows"], of["tree"]
+        assert shown == [
+            f"{rows['seconds']:.2f} s, {rows['peak_memory_allocated_bytes'] / 2**30:.1f} GiB",
+            f"**{tree['seconds']:.2f} s**, {tree['peak_memory_allocated_bytes'] / 2**30:.1f} GiB",
+            f"{rows['seconds'] / tree['seconds']:.1f} x",
+            f"{of['fit']['reached']:.0%}" if "fit" in of else "",
+        ]
 
 
 def test_the_ratios_of_speeds_follow_from_the_tables() -> None:

@@ -12,6 +12,7 @@ from multiprocessing import connection
 from typing import Any
 
 import forkserver
+import many_chunks  # noqa: F401
 import pytest
 import torch
 import torch.distributed as dist
