@@ -370,6 +370,7 @@ def test_completions_that_share_a_prompt_equal_one_process(case: str, world: int
     check(OpeningGrpo, SplitOpeningGrpo, PREFIX_CASES[case], world)
 
 
+@pytest.mark.slow
 def test_rows_of_a_prompt_meet_in_micro_batches_without_another_update() -> None:
     """Metrics that TRL averages over micro-batches are those of other rows; losses and weights stay the same."""
     case = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2, "eval_strategy": "no"}

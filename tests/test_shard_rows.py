@@ -126,7 +126,7 @@ def trained_as(rank: int, variant: str) -> list[tuple[float, dict[str, Any]]]:
     return found
 
 
-@pytest.mark.parametrize("variant", slow_except(["all"], VARIANTS))
+@pytest.mark.parametrize("variant", slow_except(["adapters"], VARIANTS))
 def test_adapters_shards_and_layers_that_are_compiled_or_recomputed_learn_alike(variant: str) -> None:
     trees, whole = spawn(2, trained_as, variant)[0]
     assert trees[0] == pytest.approx(whole[0], rel=1e-5)
@@ -170,7 +170,7 @@ def with_experts(rank: int, replays: bool) -> list[tuple[Any, Any, dict[str, Any
 
 
 @pytest.mark.parametrize("world", slow_except([2], (1, 2, 3)))
-@pytest.mark.parametrize("replays", [False, True])
+@pytest.mark.parametrize("replays", slow_except([True], [False, True]))
 def test_routers_count_a_prefix_in_each_row_and_take_its_experts(world: int, replays: bool) -> None:
     trees, whole = spawn(world, with_experts, replays)[0]
     np.testing.assert_allclose(trees[:2], whole[:2], rtol=1e-5)
