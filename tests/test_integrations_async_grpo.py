@@ -17,6 +17,7 @@ from trainer_numbers import (
     CONFIG,
     STEPS,
     Numbers,
+    UsesFsdp2,
     assert_equal,
     common,
     fresh_model,
@@ -33,7 +34,9 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, Trainer
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer, packing
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
+from lightseq.distributed.parallel_dims import whole_tensor
 from lightseq.integrations import SequenceParallelAsyncGRPOTrainer
+from lightseq.integrations.async_grpo import SequenceParallelAsync
 from lightseq.integrations.tree_rows import nodes_of_paths
 from lightseq.schedule.nodes import Nodes
 
@@ -170,10 +173,18 @@ def run(rank: int, kind: type[Trainer], case: Mapping[str, Any], data_ranks: int
             {k: v for k, v in record.items() if not any(word in k for word in timed)}
             for record in trainer.state.log_history
         ],
-        "weights": {name: p.detach().numpy().copy() for name, p in model.named_parameters()},
+        "weights": {name: whole_tensor(p.detach()).numpy().copy() for name, p in model.named_parameters()},
         "flos": trainer.state.total_flos,
         "sent": weights.sums,
     }
+
+
+class SplitShardedAsyncGrpo(SequenceParallelAsync, UsesFsdp2, AsyncGRPOTrainer):
+    pass
+
+
+def sharded(rank: int, case: Mapping[str, Any], size: int, world: int) -> Numbers:
+    return run(rank, SplitShardedAsyncGrpo, case, world // size, sequence_parallel_size=size)
 
 
 def split(rank: int, case: Mapping[str, Any], size: int, world: int) -> Numbers:
@@ -186,14 +197,24 @@ def test_async_grpo_equals_one_process(case: str, world: int, tmp_path: Path) ->
     for size in {2, world} if world != 3 else {3}:
         wanted = spawn(world // size, run, AsyncGRPOTrainer, CASES[case], world // size)
         found = spawn(world, split, CASES[case], size, world)
-        for rank, got in enumerate(found):
-            # Only the first rank knows the samples.
-            of_all = [
-                r if rank == 0 else {k: r[k] for k in mine}
-                for r, mine in zip(wanted[0]["history"], got["history"], strict=True)
-            ]
-            assert_equal(got, {**wanted[0], "history": of_all})
-        assert found[0]["sent"] == pytest.approx(wanted[0]["sent"], rel=1e-6)
+        assert_all_equal(found, wanted[0])
+
+
+def assert_all_equal(found: list[Numbers], wanted: Numbers) -> None:
+    for rank, got in enumerate(found):
+        # Only the first rank knows the samples.
+        of_all = [
+            r if rank == 0 else {k: r[k] for k in mine}
+            for r, mine in zip(wanted["history"], got["history"], strict=True)
+        ]
+        assert_equal(got, {**wanted, "history": of_all})
+    assert found[0]["sent"] == pytest.approx(wanted["sent"], rel=1e-6)
+
+
+@pytest.mark.slow
+def test_async_grpo_with_fsdp2_equals_one_process() -> None:
+    wanted = spawn(1, run, AsyncGRPOTrainer, CASES["plain"], 1)[0]
+    assert_all_equal(spawn(2, sharded, CASES["plain"], 2, 2), wanted)
 
 
 def test_paths_of_a_trie_become_nodes() -> None:
