@@ -23,7 +23,8 @@ from lightseq.attention.operator import attention
 from lightseq.kernels.attention.base import KernelSpec, Saved
 from lightseq.kernels.attention.reference import ReferenceKernel
 from lightseq.kernels.attention.registry import KERNELS, RegisteredKernel
-from lightseq.kernels.attention.tile import Lengths, VarlenKernel, backward_tile, forward_tile
+from lightseq.kernels.attention.segment_calls import Lengths
+from lightseq.kernels.attention.tile import VarlenKernel, backward_tile, forward_tile
 from lightseq.kernels.attention.tile_kernel_choice import _order
 from lightseq.schedule.algorithms import SCHEDULES, Algorithm, make_schedule, ring
 from lightseq.schedule.auto import ScheduleChoice, choose_packed, why_impossible

@@ -14,7 +14,9 @@ from worlds import spawn
 from lightseq.attention.config import AttentionConfig
 from lightseq.attention.context import SequenceContext, make_context
 from lightseq.attention.operator import attention
+from lightseq.kernels.attention.base import Saved
 from lightseq.kernels.attention.registry import KERNELS
+from lightseq.kernels.attention.tile import REFERENCE, backward_tile, forward_tile
 from lightseq.schedule.algorithms import SCHEDULES, make_schedule
 from lightseq.schedule.arenas import arenas
 from lightseq.schedule.auto import ScheduleChoice, why_impossible
@@ -102,6 +104,25 @@ def test_positions_are_depths_and_pairs_are_counted_along_paths() -> None:
         assert sum(mask.area for mask in tables if isinstance(mask, Segments)) == whole.area_before(
             np.array([whole.length])
         ), world
+
+
+@pytest.mark.parametrize("nodes", [ANSWERS, by_hand()[3]], ids=["two calls", "many calls"])
+@pytest.mark.parametrize("dtype, most", [(torch.bfloat16, 0.01), (torch.float32, 1e-5)], ids=str)
+def test_calls_of_a_tile_are_merged_with_the_precision_of_one(nodes: Nodes, dtype: torch.dtype, most: float) -> None:
+    schedule = make_schedule("prefix", 1)
+    table = packed_schedule(schedule, nodes.padded(padded_length(schedule, nodes.length)))
+    mask, tokens = table.forward[0].tiles[0][0].mask, table.nodes.length if table.nodes else 0
+    g = torch.Generator().manual_seed(0)
+    heads = (HEADS[0], HEADS[1], HEADS[1], HEADS[0])
+    q, k, v, dout = (torch.randn(1, tokens, n, DIM, generator=g, dtype=torch.float64).to(dtype) for n in heads)
+    found = []
+    for wide in (False, True):
+        tensors = [x.double() if wide else x for x in (q, k, v)]
+        out, lse = forward_tile(REFERENCE, *tensors, mask, DIM**-0.5)
+        saved = Saved(*tensors, out, lse)
+        found.append([out, *backward_tile(REFERENCE, dout.double() if wide else dout, saved, mask, DIM**-0.5)])
+    for got, want in zip(*found, strict=True):
+        assert got.dtype == dtype and (got.double() - want).norm() <= most * want.norm()
 
 
 def test_equal_boundaries_with_other_parents_are_other_nodes() -> None:

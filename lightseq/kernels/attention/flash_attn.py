@@ -17,7 +17,8 @@ from torch import Tensor
 
 from lightseq.kernels.attention.base import GradientMemory, KernelSpec, Saved, gradient_memory
 from lightseq.kernels.attention.padded_values import with_padding
-from lightseq.kernels.attention.tile import Lengths, backward_tile
+from lightseq.kernels.attention.segment_calls import Lengths
+from lightseq.kernels.attention.tile import backward_tile
 from lightseq.kernels.attention.torch_native import (
     CUDNN_FOR_256,
     NEEDS_EQUAL_DIMS,

@@ -19,12 +19,12 @@ def merge(out_BSHD: Tensor, lse_BHS: Tensor, other_out_BSHD: Tensor, other_lse_B
 
 
 def merge_into(out_BSHD: Tensor, lse_BHS: Tensor, part_BSHD: Tensor, part_lse_BHS: Tensor) -> None:
-    """Merges a part into out and lse in place."""
+    """Merges a part into out and lse in place, in the precision of lse; out may have less, and is rounded once."""
     if out_BSHD.is_meta:
         return  # the planner only counts memory, and the GPU kernel allocates none
     if fused := fused_kernels(out_BSHD):
         fused.merge_into(out_BSHD, lse_BHS, part_BSHD, part_lse_BHS)
     else:
-        out, lse = merge(out_BSHD, lse_BHS, part_BSHD, part_lse_BHS)
+        out, lse = merge(out_BSHD.to(lse_BHS.dtype), lse_BHS, part_BSHD, part_lse_BHS)
         out_BSHD.copy_(out)
         lse_BHS.copy_(lse)

@@ -7,7 +7,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lightseq.kernels.attention.base import GradientMemory, Kernel, Saved
-from lightseq.kernels.attention.tile import Lengths, VarlenKernel
+from lightseq.kernels.attention.segment_calls import Lengths
+from lightseq.kernels.attention.tile import VarlenKernel
 
 
 def with_padding(kernel: Kernel, dim: int, value_dim: int) -> Any:

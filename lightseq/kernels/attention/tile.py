@@ -8,19 +8,17 @@ E head dim of values.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from lightseq.kernels.attention.base import GradientMemory, Kernel, Saved, gradient_memory
 from lightseq.kernels.attention.lse_merge import merge_into
 from lightseq.kernels.attention.reference import ReferenceKernel
-from lightseq.schedule.segments import KEYS, QUERIES, Segments, VarlenCall
+from lightseq.kernels.attention.segment_calls import DeviceCall, Lengths, calls_on
+from lightseq.schedule.segments import Segments
 from lightseq.schedule.table import Mask
-from lightseq.utils.tensors import upload
 
 REFERENCE = ReferenceKernel()
 MIN_BLOCK_QUERIES = 64  # in a block of a window that the reference kernel computes
@@ -102,15 +100,6 @@ def _backward_strict(kernel: Kernel, dout: Tensor, saved: Saved, scale: float) -
 # ---- segments -------------------------------------------------------------------------------------------------------
 
 
-class Lengths(NamedTuple):
-    """Cumulative lengths of segments, as flash kernels take them (int32, on the device)."""
-
-    q: Tensor
-    k: Tensor
-    longest_q: int
-    longest_k: int
-
-
 @runtime_checkable
 class VarlenKernel(Protocol):
     """Interface of a kernel that computes several segments in one call, causal masks aligned bottom-right in each."""
@@ -130,72 +119,10 @@ class VarlenKernel(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class _DeviceCall:
-    """A varlen call on a device: the indices of its queries and keys, and the lengths of its segments."""
-
-    queries: slice | Tensor
-    keys: slice | Tensor
-    lengths: Lengths
-    causal: bool
-    window: int | None
-    sizes: tuple[tuple[int, int], ...]  # queries and keys of each segment
-    repeats_keys: bool  # some segments hold the same key
-
-    @property
-    def mask(self) -> Mask:
-        return Mask.CAUSAL if self.causal else Mask.FULL
-
-    def has_all_queries(self, q: Tensor) -> bool:
-        queries = self.queries
-        return isinstance(queries, slice) and (queries.start, queries.stop) == (0, q.shape[1])
-
-    def inputs(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns this call's queries, keys and values."""
-        return q[:, self.queries], k[:, self.keys], v[:, self.keys]
-
-    def select(self, saved: Saved) -> Saved:
-        """Returns this call's queries and keys of the saved tensors."""
-        q, k, v, out, lse = saved
-        return Saved(
-            q=q[:, self.queries],
-            k=k[:, self.keys],
-            v=v[:, self.keys],
-            out=out[:, self.queries],
-            lse=lse[:, :, self.queries],
-        )
-
-
-def _calls_on(segments: Segments, device: torch.device) -> tuple[_DeviceCall, ...]:
-    """Returns the calls for segments on a device, cached: every layer of a batch runs the same segments."""
-    if device not in segments.cache:
-        segments.cache[device] = tuple(_upload_call(call, segments.window, device) for call in segments.varlen_calls)
-    return segments.cache[device]
-
-
-def _upload_call(call: VarlenCall, window: int | None, device: torch.device) -> _DeviceCall:
-    def here(x: np.ndarray) -> Tensor:
-        return upload(torch.from_numpy(x), device)
-
-    rows, keys = call.segments[:, QUERIES], call.segments[:, KEYS]
-    begins = here(np.stack([np.concatenate([[0], np.cumsum(x)]) for x in (rows, keys)]).astype(np.int32))
-    q, k = (x if isinstance(x, slice) else here(x) for x in (call.queries, call.keys))
-    lengths = Lengths(begins[0], begins[1], int(rows.max()), int(keys.max()))
-    return _DeviceCall(
-        queries=q,
-        keys=k,
-        lengths=lengths,
-        causal=call.causal or window is not None,
-        window=window,
-        sizes=tuple(zip(rows.tolist(), keys.tolist(), strict=True)),
-        repeats_keys=not isinstance(call.keys, slice) and len(np.unique(call.keys)) < len(call.keys),
-    )
-
-
 def _forward_segments(
     kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, into: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    first, *others = _calls_on(segments, q.device)
+    first, *others = calls_on(segments, q.device)
     if first.has_all_queries(q):
         out, lse = _forward_call(kernel, q, k[:, first.keys], v[:, first.keys], first, scale, into)
     else:
@@ -225,7 +152,7 @@ def _merge_call(out: Tensor, lse: Tensor, part: tuple[Tensor, Tensor], queries: 
 
 
 def _forward_call(
-    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, call: _DeviceCall, scale: float, into: Tensor | None = None
+    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, call: DeviceCall, scale: float, into: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Returns (out, lse) of one call; q, k and v hold only its queries and keys."""
     if len(call.sizes) == 1:
@@ -246,13 +173,13 @@ def _forward_call(
 def _backward_segments(
     kernel: Kernel, dout: Tensor, saved: Saved, segments: Segments, scale: float, into: GradientMemory
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = gradients = gradient_memory(into, saved)
+    gradients = gradient_memory(into, saved)
     wide = torch.promote_types(saved.q.dtype, torch.float32)
-    calls = list(_calls_on(segments, saved.q.device))
+    calls = list(calls_on(segments, saved.q.device))
     if any(call.repeats_keys for call in calls):
         sums = [torch.zeros(x.shape, dtype=wide, device=x.device) for x in saved[:3]]
     else:
-        _write_gradients(kernel, dout, saved, calls.pop(0), scale, (dq, dk, dv))
+        _write_gradients(kernel, dout, saved, calls.pop(0), scale, gradients)
         # One more gradient is added, and rounded, once. More of them are summed in float32.
         sums = gradients if len(calls) <= 1 else [x.to(wide) for x in gradients]
     for call in calls:
@@ -265,11 +192,11 @@ def _backward_segments(
     for x, total in zip(gradients, sums, strict=True):
         if x is not total:
             x.copy_(total)
-    return dq, dk, dv
+    return gradients[0], gradients[1], gradients[2]
 
 
 def _write_gradients(
-    kernel: Kernel, dout: Tensor, saved: Saved, call: _DeviceCall, scale: float, memory: tuple[Tensor, Tensor, Tensor]
+    kernel: Kernel, dout: Tensor, saved: Saved, call: DeviceCall, scale: float, memory: list[Tensor]
 ) -> None:
     """Writes the gradients of one call, whose keys do not repeat, and zeros outside its queries and keys."""
     places = (call.queries, call.keys, call.keys)
@@ -286,7 +213,7 @@ def _write_gradients(
 
 
 def _backward_call(
-    kernel: Kernel, dout: Tensor, saved: Saved, call: _DeviceCall, scale: float, into: GradientMemory
+    kernel: Kernel, dout: Tensor, saved: Saved, call: DeviceCall, scale: float, into: GradientMemory
 ) -> tuple[Tensor, Tensor, Tensor]:
     dout, saved = dout[:, call.queries], call.select(saved)
     if len(call.sizes) == 1:
@@ -315,7 +242,7 @@ def _backward_call(
 
 
 def _forward_segment(
-    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, call: _DeviceCall, scale: float, into: Tensor | None = None
+    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, call: DeviceCall, scale: float, into: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     if call.window is None or call.window >= k.shape[1]:
         return forward_tile(kernel, q, k, v, call.mask, scale, into)
@@ -330,7 +257,7 @@ def _forward_segment(
 
 
 def _backward_segment(
-    kernel: Kernel, dout: Tensor, saved: Saved, call: _DeviceCall, scale: float,
+    kernel: Kernel, dout: Tensor, saved: Saved, call: DeviceCall, scale: float,
     into: GradientMemory = (None, None, None),
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     q, k, v, out, lse = saved

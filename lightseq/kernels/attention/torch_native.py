@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightseq.kernels.attention.base import GradientMemory, KernelSpec, Saved
 from lightseq.kernels.attention.reference import ReferenceKernel
-from lightseq.kernels.attention.tile import Lengths
+from lightseq.kernels.attention.segment_calls import Lengths
 
 aten = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)
