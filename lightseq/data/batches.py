@@ -35,6 +35,7 @@ from lightseq.data.token_cache import format_and_rows, open_rows
 from lightseq.data.token_directory import META, TokenDirectory
 from lightseq.data.tokenizer import Tokenizer, placeholder_tokenizer
 from lightseq.parts.adapter_files import flag_for_weights
+from lightseq.schedule.nodes import Nodes
 from lightseq.sequence.documents import RowPlaces
 from lightseq.utils.formatting import alternatives, first_line
 
@@ -163,6 +164,11 @@ class Batch:
     boundaries: tuple[int, ...] | None = None  # start of each packed document, and the last end (batch of one)
     parents: tuple[int, ...] | None = None  # documents that begin alike became nodes of trees (`schedule.nodes`)
     rows: RowPlaces | None = None  # of those documents
+
+    @property
+    def nodes(self) -> Nodes | None:
+        """Returns the packed documents, or the nodes of trees; None for rows that are not packed."""
+        return None if self.boundaries is None else Nodes(self.boundaries, self.parents)
 
     @property
     def length(self) -> int:

@@ -1,6 +1,6 @@
 """A rank's part of a batch in the form of Hugging Face: ids, labels, masks, positions and packed documents."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -55,11 +55,7 @@ def shard_batch(
     parents = None
     if isinstance(cu_seqlens, Nodes):
         parents, cu_seqlens = cu_seqlens.parents, cu_seqlens.boundaries
-    if parents is not None and labels is not None:
-        raise ValueError("labels of rows that share a prefix cannot be shifted; pass shift_labels or use hf.shard_rows")
-    given = [name for name, x in images.items() if x is not None]
-    if parents is not None and given:
-        raise ValueError(f"{given[0]}: rows that share a prefix do not take images yet; pack whole rows")
+        _check_beside_trees(parents, labels, images)
     numbers_documents = check_right_padding(attention_mask)
     check_shapes(input_ids, labels=labels, shift_labels=shift_labels, attention_mask=attention_mask)
     length, given_images = input_ids.shape[1], whole_images(context, input_ids, images)
@@ -80,13 +76,14 @@ def shard_batch(
         labels = shift_labels if attention_mask is None else without_masked(shift_labels, attention_mask)
     if labels is not None:
         check_labels(labels)
-    ids, local, documents = local_batch(context.sequence, input_ids, labels, boundaries, parents)
+    nodes = None if boundaries is None else Nodes(boundaries, parents)
+    ids, local, documents = local_batch(context.sequence, input_ids, labels, nodes)
+    batch: dict[str, Any] = {"input_ids": ids}
     if documents is None:
-        positions = context.sequence.positions(length, input_ids.device).expand(len(input_ids), -1)
-        batch: dict[str, Any] = {"input_ids": ids, "position_ids": positions}
+        batch["position_ids"] = context.sequence.positions(length, input_ids.device).expand(len(input_ids), -1)
     else:
         positions = upload(documents.positions(context.rank), input_ids.device)
-        batch = {"input_ids": ids, "position_ids": positions, "documents": documents}
+        batch |= {"position_ids": positions, "documents": documents}
     batch[BATCH_FACTS] = batch_facts(input_ids, labels, others)
     if (counted := counted_tokens(context.sequence, input_ids, attention_mask, documents)) is not None:
         batch[COUNTED_TOKENS] = counted
@@ -105,6 +102,17 @@ def shard_batch(
     return batch
 
 
+def _check_beside_trees(
+    parents: Sequence[int] | None, labels: Tensor | None, images: Mapping[str, Tensor | None]
+) -> None:
+    """Raises ValueError for what rows that share a prefix do not take."""
+    given = [name for name, x in images.items() if x is not None]
+    if parents is not None and labels is not None:
+        raise ValueError("labels of rows that share a prefix cannot be shifted; pass shift_labels or use hf.shard_rows")
+    if parents is not None and given:
+        raise ValueError(f"{given[0]}: rows that share a prefix do not take images yet; pack whole rows")
+
+
 def check_shapes(input_ids: Tensor, **given: Tensor | None) -> None:
     """Raises ValueError unless ids are (batch, length), and the other tensors have a value for each."""
     if not isinstance(input_ids, Tensor):
@@ -118,14 +126,10 @@ def check_shapes(input_ids: Tensor, **given: Tensor | None) -> None:
 
 
 def local_batch(
-    group: SequenceGroup,
-    input_ids: Tensor,
-    labels: Labels,
-    boundaries: Sequence[int] | None,
-    parents: Sequence[int] | None = None,
+    group: SequenceGroup, input_ids: Tensor, labels: Labels, nodes: Nodes | None
 ) -> tuple[Tensor, Labels, Documents | None]:
-    """Returns this rank's shard of a batch's ids and shifted labels, and the documents if `boundaries` are given."""
-    documents = None if boundaries is None else group.pack(boundaries, input_ids.shape[1], parents)
+    """Returns this rank's shard of a batch's ids and shifted labels, and the documents if it is packed as `nodes`."""
+    documents = None if nodes is None else group.pack(nodes.boundaries, input_ids.shape[1], nodes.parents)
     local: Any = labels if labels is None else group.shard(labels, IGNORE_INDEX, documents)
     return group.shard(input_ids, documents=documents), local, documents
 

@@ -30,7 +30,6 @@ from lightseq.parts.fp8 import MULTIPLE
 from lightseq.plan.advice import plan_notes
 from lightseq.plan.breakdown import Breakdown
 from lightseq.plan.document_lengths import area_of_nodes
-from lightseq.schedule.nodes import Nodes
 from lightseq.sequence.documents import Documents
 from lightseq.training.device_memory import memory_parts, out_of_memory_handler
 from lightseq.training.engine import Engine
@@ -194,9 +193,9 @@ class Trainer:
 
     def _area_of(self, batch: Batch) -> float:
         """Returns the attention area of a batch's documents, or of the nodes of its trees."""
-        if batch.boundaries is None or batch.parents is None:
+        if batch.nodes is None or batch.rows is None:
             return self._architecture.attention_area(batch.document_sizes)
-        return area_of_nodes(Nodes(batch.boundaries, batch.parents), self._architecture)
+        return area_of_nodes(batch.nodes, self._architecture)
 
 
 def _choose_batch_lengths(
@@ -220,9 +219,7 @@ class Sharding:
         self._positions: dict[int, Tensor] = {}  # by length; the same for every batch that is not packed
 
     def __call__(self, batch: Batch) -> Shard:
-        ids, labels, documents = local_batch(
-            self._context.sequence, batch.input_ids, batch.labels, batch.boundaries, batch.parents
-        )
+        ids, labels, documents = local_batch(self._context.sequence, batch.input_ids, batch.labels, batch.nodes)
         if documents is not None:
             if (rows := batch.rows) is not None:
                 weights = documents.shard(rows.target_counts(batch.length), self._context.rank)
