@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cases import slow_except
-from trainer_numbers import Numbers, assert_equal, common, numbers, sizes
+from trainer_numbers import Numbers, UsesFsdp2, assert_equal, common, numbers, sizes
 from worlds import spawn
 
 pytest.importorskip("trl")
@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3
 from trl import DistillationConfig, DistillationTrainer, GRPOConfig, GRPOTrainer
 from trl_hub import SIZES, chat_template, save_tokenizer, train_tokenizer, vocabulary
 
-from lightseq.integrations import SequenceParallelDistillationTrainer, SequenceParallelGRPOTrainer
+from lightseq.integrations import SequenceParallel, SequenceParallelDistillationTrainer, SequenceParallelGRPOTrainer
 
 ANSWERS = (  # to a prompt, by the number of its full stops
     {"name": "multiply", "arguments": {"a": 3, "b": 4}},
@@ -146,3 +146,18 @@ def test_tool_calls_give_the_numbers_of_one_process(name: str, world: int, tmp_p
         assert calls and 0 < min(calls) < 1
         for got in spawn(world, split, ours, str(tmp_path), size, world):
             assert_equal(got, wanted)
+
+
+class SplitShardedGrpo(Indexed, SequenceParallel, UsesFsdp2, GRPOTrainer):
+    pass
+
+
+def refused(rank: int, folder: str) -> str:
+    with pytest.raises(ValueError) as error:
+        run(rank, SplitShardedGrpo, folder, 1, sequence_parallel_size=2)
+    return str(error.value)
+
+
+def test_tools_are_refused_where_each_rank_would_gather_weights_another_number_of_times(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    assert {line.partition(":")[0] for line in spawn(2, refused, str(tmp_path))} == {"tools with FSDP2"}

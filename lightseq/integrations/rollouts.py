@@ -43,6 +43,7 @@ class SharedRollouts:
 
     accelerator: Any
     args: Any
+    is_fsdp_enabled: bool
     model: Any
     state: Any
     vllm_generation: Any
@@ -58,6 +59,12 @@ class SharedRollouts:
             raise ValueError(
                 "environment_factory does not work with sequence_parallel_size > 1, because the states of environments "
                 "lie on one rank; use tools, or rollout_func"
+            )
+        asks_model = not getattr(self, "use_vllm", False) and getattr(self, "rollout_func", None) is None
+        if asks_model and getattr(self, "tools", None) and self.is_fsdp_enabled:
+            raise ValueError(
+                "tools with FSDP2: a rank whose completions call tools generates more often, and would wait for the "
+                "weights of others forever; use DDP, or use_vllm=True"
             )
         # Ranks of a group shuffle completions alike, as one process would.
         set_seed(self.args.seed + self._sequence_mesh.get_local_rank(DATA))
