@@ -53,6 +53,15 @@ def test_trees_of_a_sequence_fit_and_hold_every_document_once(tmp_path: Path) ->
     assert "computed once with others, as shared prefixes" in "".join(shared.notes)
 
 
+def test_padding_is_that_of_sequences_cut_after_their_trees(tmp_path: Path) -> None:
+    """Five trees of 93 tokens do not fit in pairs; a sequence of 160 is cut to five eighths, 100 tokens."""
+    rows = [{"text": trunk * 80 + end * 5} for trunk in "abcde" for end in "xy"]
+    notes = "".join(open_shared(tmp_path, rows).notes)
+    assert "10 documents packed into 5 sequences of up to 160 tokens, " in notes
+    assert "tokens of padding (7.00%)" in notes and "warning" not in notes
+    assert "give a lower --model_max_length" in "".join(open_shared(tmp_path, rows, shares=False).notes)
+
+
 def test_documents_that_share_less_than_a_block_are_packed_by_their_size(tmp_path: Path) -> None:
     rows = [{"text": "a" * (BLOCK - 2) + str(i)} for i in range(8)]
     shared, whole = (open_shared(tmp_path, rows, shares) for shares in (True, False))

@@ -51,12 +51,16 @@ def test_rows_stay_where_grouping_saves_little_or_nothing(changes: dict[str, Any
 
 
 def test_updates_are_those_of_the_trainer() -> None:
-    def micro_batches(in_update: int, generated: int, **of_trainer: Any) -> int:
-        arguments = SimpleNamespace(gradient_accumulation_steps=in_update, steps_per_generation=generated)
+    def micro_batches(in_update: int, generated: int, entropy: dict[str, Any] | None = None, **of_trainer: Any) -> int:
+        arguments = SimpleNamespace(
+            gradient_accumulation_steps=in_update, steps_per_generation=generated, **(entropy or {})
+        )
         return micro_batches_of_update(SimpleNamespace(args=arguments, **of_trainer))
 
     assert micro_batches(4, 4) == micro_batches(4, 8) == micro_batches(8, 4) == 4
     assert micro_batches(4, 6) == micro_batches(1, 4) == 1
     assert micro_batches(4, 4, loss_type="bnpo") == micro_batches(4, 4, top_entropy_quantile=0.5) == 1
     assert micro_batches(4, 4, aux_loss_enabled=True) == 1
+    assert micro_batches(4, 4, {"entropy_coef": 0.1}) == micro_batches(4, 4, {"use_adaptive_entropy": True}) == 1
+    assert micro_batches(4, 4, {"entropy_coef": 0.0, "use_adaptive_entropy": False}) == 4
     assert micro_batches(4, 4, loss_type="dapo", top_entropy_quantile=1.0, aux_loss_enabled=False) == 4

@@ -184,7 +184,7 @@ def other_routes(rank: int) -> list[str]:
     routes = [routes_of(row) for row in ROWS]
     changed = [x.copy() for x in routes]
     changed[1][3] = 1 - changed[1][3] % 2
-    for given in (changed, routes[:2]):
+    for given in (changed, routes[:2], [routes[0][:, :1], *routes[1:]]):
         with pytest.raises(ValueError) as error:
             hf.shard_rows(context, ROWS, WEIGHTS, routed_experts=given)
         said.append(str(error.value))
@@ -192,11 +192,12 @@ def other_routes(rank: int) -> list[str]:
 
 
 def test_rows_that_chose_other_experts_for_a_shared_token_are_refused() -> None:
-    for first, second in spawn(2, other_routes):
+    for first, second, third in spawn(2, other_routes):
         assert first.startswith("routed_experts: rows chose other experts for a token that they share; ")
         assert second.startswith(
             "routed_experts is for rows of [15, 18] tokens, but rows have [15, 18, 13, 15, 6, 4]; "
         )
+        assert third.startswith("routed_experts has (1, 2) and (2, 2) (layers, experts of a token) for rows; ")
 
 
 def refusals(rank: int) -> list[str]:
@@ -209,6 +210,10 @@ def refusals(rank: int) -> list[str]:
         (llama, [[1, 2]], []),
         (llama, [[1, 2], []], [[1.0, 1.0], []]),
         (llama, [[1.0, 2.5]], [[1.0, 1.0]]),
+        (llama, [1, 2], [1.0, 1.0]),
+        (llama, [[[1, 2]]], [[[1.0, 1.0]]]),
+        (llama, torch.tensor([[1, 2, -100]]), torch.ones(1, 3)),
+        (llama, torch.zeros(0, 3), torch.zeros(0, 3)),
     ):
         with pytest.raises(ValueError) as error:
             hf.shard_rows(context, rows, weights)
@@ -225,7 +230,23 @@ def test_rows_that_cannot_be_learned_are_refused() -> None:
             "there are weights for 0 rows, but 1 rows",
             "row 1 has no tokens",
             "row 0 has float64 values, such as 1.0",
+            "row 0 is 1",
+            "row 0 is of shape (1, 2)",
+            "row 0 has the token id -100, which is below 0",
+            "there are no rows",
         ]
+
+
+def as_tensors(rank: int) -> list[float]:
+    context = hf.enable(model := fresh("llama"), length=64)
+    rows = [[5, 9, 13, 2], [5, 9, 20, 21]]
+    tensor, weights = torch.tensor(rows), torch.tensor([[0.0, 1, 1, 1], [0, -0.5, 2, 0]], dtype=torch.bfloat16)
+    return [model(**hf.shard_rows(context, *x)).loss.item() for x in ((tensor, weights), (rows, weights.tolist()))]
+
+
+def test_rows_may_be_tensors_of_any_dtype() -> None:
+    for given, lists in spawn(2, as_tensors):
+        assert given == lists
 
 
 def under_ddp(rank: int) -> dict[str, Any]:

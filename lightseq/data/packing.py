@@ -16,6 +16,7 @@ from lightseq.data.held_out import SelectedExamples, documents_of_a_row
 from lightseq.data.preferences import DOCUMENTS_OF_A_PAIR
 from lightseq.data.prefix_groups import rows_that_begin_alike, tree_tokens, whole_rows
 from lightseq.data.sequences import SequenceExamples, open_pickle
+from lightseq.data.shared_rows import even_lengths
 from lightseq.data.sources import ReadOptions, holds_rows
 from lightseq.data.token_directory import META, open_token_directory
 from lightseq.data.tokenizer import Tokenizer
@@ -138,7 +139,10 @@ def pack(path: str | Path, windows: Windows, shares_prefixes: bool = False) -> P
         units = whole_rows(windows.sizes, together)
     in_sequences, ends = best_fit(units.tokens, windows.length)
     order, before = units.take(in_sequences)
-    notes = _notes(path, windows, len(ends) - 1, int(units.tokens.sum()))
+    # A run cuts sequences of trees to the next of these lengths.
+    lengths = np.array(even_lengths(windows.length, 1) if shares_prefixes else [windows.length])
+    filled = np.add.reduceat(units.tokens[in_sequences], ends[:-1])
+    notes = _notes(path, windows, lengths[np.searchsorted(lengths, filled)], int(filled.sum()))
     return PackedExamples(windows, order, before[ends], (*windows.notes, *notes))
 
 
@@ -171,15 +175,19 @@ def read_window_sizes(path: Path, length: int, vocab_size: int, options: ReadOpt
     return window_sizes(documents[: options.limit], length)
 
 
-def _notes(path: str | Path, windows: Windows, sequences: int, tokens: int) -> list[str]:
-    """Returns notes on packed documents, padding, shared prefixes and split documents. `tokens` are computed."""
-    length, documents = windows.length, windows.tokens
-    empty = sequences * length - tokens
-    share = f"{100 * empty / (sequences * length):.2f}%"
+def _notes(path: str | Path, windows: Windows, sequences: NDArray[np.int64], tokens: int) -> list[str]:
+    """Returns notes on packed documents, padding, shared prefixes and split documents.
+
+    `sequences` has their lengths. `tokens` are computed.
+    """
+    length, documents, room = windows.length, windows.tokens, int(sequences.sum())
+    empty = room - tokens
+    share = f"{100 * empty / room:.2f}%"
     kept = int((documents > 1).sum())
-    packed = f"{plural(kept, 'document')} packed into {plural(sequences, 'sequence')} of {length:,} tokens"
+    most = "" if room == len(sequences) * length else "up to "
+    packed = f"{plural(kept, 'document')} packed into {plural(len(sequences), 'sequence')} of {most}{length:,} tokens"
     notes = [f"{path}: {packed}, {plural(empty, 'token')} of padding ({share})"]
-    if empty >= PADDING_WARNING_SHARE * sequences * length:
+    if empty >= PADDING_WARNING_SHARE * room:
         notes = [f"warning: {notes[0]}; give a lower --model_max_length"]
     if shared := int(windows.sizes.sum()) - tokens:
         share = f"{100 * shared / (tokens + shared):.1f}%"

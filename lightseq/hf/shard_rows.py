@@ -44,8 +44,8 @@ def shard_rows(
     """
     if context.config.carries_states:
         raise ValueError(f"{WHOLE_ROWS_ONLY}; pass whole rows to shard_batch with cu_seqlens")
-    own_weights = _checked_weights(rows, weights)
     shared, target = share_prefixes(rows), context.config.device if device is None else torch.device(device)
+    own_weights = _checked_weights([len(places) for places in shared.places], weights)
     assert target is not None, "the context has a device"
     # The weight of a token belongs to the token before it, which predicts it.
     predicted = [np.append(x[1:], 0.0) for x in own_weights]
@@ -82,6 +82,11 @@ def _merged_routes(shared: SharedRows, routed_experts: Sequence[Tensor | NDArray
             f"{ROUTED_EXPERTS} is for rows of {[len(x) for x in given]} tokens, but rows have {sizes}; give a choice "
             "for each token"
         )
+    if len({x.shape[1:] for x in given}) > 1:
+        raise ValueError(
+            f"{ROUTED_EXPERTS} has {' and '.join(sorted({str(x.shape[1:]) for x in given}))} (layers, experts of a "
+            "token) for rows; give as many for each"
+        )
     merged = shared.merged(given)
     if merged is None:
         raise ValueError(
@@ -90,15 +95,15 @@ def _merged_routes(shared: SharedRows, routed_experts: Sequence[Tensor | NDArray
     return torch.from_numpy(merged)[None]
 
 
-def _checked_weights(rows: Sequence[Sequence[int]], weights: Sequence[Sequence[float]]) -> list[np.ndarray]:
-    if len(weights) != len(rows):
-        raise ValueError(f"there are weights for {len(weights)} rows, but {len(rows)} rows; give one list for each row")
-    found = [np.asarray(x, dtype=np.float64) for x in weights]
-    for index, (row, x) in enumerate(zip(rows, found, strict=True)):
-        if x.shape != (len(row),):
-            raise ValueError(
-                f"row {index} has {len(row)} tokens, but weights {x.shape}; give one weight for each token"
-            )
+def _checked_weights(sizes: Sequence[int], weights: Sequence[Sequence[float]]) -> list[NDArray[np.float64]]:
+    if len(weights) != len(sizes):
+        raise ValueError(
+            f"there are weights for {len(weights)} rows, but {len(sizes)} rows; give one list for each row"
+        )
+    found = [np.asarray(x.double().cpu() if isinstance(x, Tensor) else x, dtype=np.float64) for x in weights]
+    for index, (size, x) in enumerate(zip(sizes, found, strict=True)):
+        if x.shape != (size,):
+            raise ValueError(f"row {index} has {size} tokens, but weights {x.shape}; give one weight for each token")
         if not np.isfinite(x).all():
             raise ValueError(f"row {index} has the weight {x[~np.isfinite(x)][0]}; give finite numbers")
     return found

@@ -18,13 +18,16 @@ Rows = dict[str, Any]  # values of a generation by name, with a row first
 def micro_batches_of_update(trainer: Any) -> int:
     """Returns how many micro-batches of a generation belong to one update, in which rows may change places.
 
-    It is 1 where the loss depends on the rows that meet in a micro-batch: bnpo, top_entropy_quantile, router losses.
+    It is 1 where the loss depends on the rows that meet in a micro-batch: bnpo, top_entropy_quantile, an entropy bonus,
+    router losses.
     """
     arguments = trainer.args
     in_update, generated = arguments.gradient_accumulation_steps, arguments.steps_per_generation
     depends_on_micro_batches = (
         getattr(trainer, "loss_type", None) == "bnpo"
         or getattr(trainer, "top_entropy_quantile", 1.0) < 1.0
+        or getattr(arguments, "entropy_coef", 0.0) != 0
+        or getattr(arguments, "use_adaptive_entropy", False)
         or getattr(trainer, "aux_loss_enabled", False)
     )
     smaller = min(in_update, generated)

@@ -46,7 +46,7 @@ class Documents:
     boundaries: Tensor  # the `node_tensor`, which operators take, int64 on the CPU
     layout: Layout
     count: int  # of documents, padding left out
-    rows: RowPlaces | None = None  # set by `hf.shard_rows`
+    rows: RowPlaces | None = None  # set where rows were made trees
 
     @property
     def nodes(self) -> Nodes:

@@ -102,7 +102,7 @@ class _Tree:
 
 def share_prefixes(rows: Sequence[Sequence[int] | Ints]) -> SharedRows:
     """Returns rows as trees. Raises ValueError for no rows, and for a row without tokens or with other than ids."""
-    if not rows:
+    if len(rows) == 0:
         raise ValueError("there are no rows")
     arrays = [_ids(row, index) for index, row in enumerate(rows)]
     longer = _longer_rows(arrays)
@@ -137,10 +137,15 @@ def share_prefixes(rows: Sequence[Sequence[int] | Ints]) -> SharedRows:
 
 def _ids(row: Sequence[int] | Ints, index: int) -> Ints:
     found = np.asarray(row)
+    if found.ndim != 1:
+        given = f"of shape {found.shape}" if found.ndim else str(row)
+        raise ValueError(f"row {index} is {given}; give a list of token ids for each row")
     if not len(found):
         raise ValueError(f"row {index} has no tokens; leave it out")
     if found.dtype.kind not in "iu":
         raise ValueError(f"row {index} has {found.dtype} values, such as {found[0]}; give token ids, whole numbers")
+    if found.min() < 0:
+        raise ValueError(f"row {index} has the token id {found.min()}, which is below 0; leave padding out of rows")
     return found.astype(np.int64)
 
 
