@@ -36,7 +36,7 @@ class StepRecord:
     tokens: int  # positions per step over all ranks, padding included
     padding_percent: float  # share of `tokens` that is padding
     valid_tokens: int  # tokens with a target
-    training_tokens_percent: float  # share of `tokens` that has a target
+    training_tokens_percent: float  # targets of all rows per 100 `tokens`: above 100 where rows share targets
     step_seconds: float
     data_seconds: float  # part of step_seconds spent waiting for data
     saving_seconds: float  # waiting for checkpoints since the last record; not part of step_seconds
