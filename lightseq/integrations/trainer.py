@@ -38,7 +38,7 @@ class SequenceParallel(SharedRollouts):
     the rest of each layer. `compile_layers` compiles each layer instead of the whole model (default: with
     `torch_compile`, and on GPUs for packed rows, which are then padded to `max_length`, and in trainers that generate).
     `share_prefixes` computes the prompt of a micro-batch's completions, or of chosen and rejected answers, once, in
-    models without recurrent layers and without a router loss. `attention_options` are those of `hf.enable`.
+    models without recurrent layers. `attention_options` are those of `hf.enable`.
     """
 
     accelerator: Any

@@ -9,14 +9,17 @@ from lightseq.schedule.proof import add_pairs, validate
 from lightseq.schedule.table import Schedule
 from lightseq.sequence.shared_prefixes import share_prefixes
 
+MOST_TOKENS = 60
 LEGEND = "number: rank that computes this pair of a query (row) and a key (column); · no pair"
 
 
 def draw_rows(schedule: Schedule, rows: Sequence[str]) -> str:
     """Validates a schedule's table of rows, a letter for each token, and returns it as text.
 
-    Raises ValueError for an empty row.
+    Raises ValueError for an empty row, and for more tokens than a terminal is wide.
     """
+    if (longest := sum(map(len, rows))) > MOST_TOKENS:
+        raise ValueError(f"--rows has {longest} letters; give at most {MOST_TOKENS}, which a terminal can show")
     shared = share_prefixes([[*map(ord, row)] for row in rows])
     nodes = shared.nodes.padded(padded_length(schedule, shared.nodes.length))
     table = packed_schedule(schedule, nodes)
@@ -38,7 +41,8 @@ def draw_rows(schedule: Schedule, rows: Sequence[str]) -> str:
         return "".join(gap + value.rjust(width) for gap, value in zip(gaps, values, strict=True))
 
     whole = sum(map(len, rows))
-    lines = [f"{count} tokens instead of {whole}; {LEGEND}", "", "   " + line(letters)]
+    tokens = f"{count} tokens instead of {whole}" if count < whole else f"{count} tokens, of which rows share none"
+    lines = [f"{tokens}; {LEGEND}", "", "   " + line(letters)]
     for place, row in enumerate(cells):
         lines += [""] if place in starts and place else []
         lines.append(f"{letters[place]:>3}{line(row)}")
