@@ -56,7 +56,7 @@ def test_nothing_but_a_copy_writes_to_a_weight() -> None:
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [1, 2, 3])
 def test_fsdp2_gathers_the_same_bits(world: int) -> None:
     spawn(world, gathers)
 
@@ -83,3 +83,20 @@ def gathers(_rank: int) -> None:
                 assert all(a.equal(b) for a, b in zip(found.raw.tensors, weight.raw.tensors, strict=True))
                 assert found.dtype == torch.bfloat16 and found.dense().equal(weight.dense().bfloat16())
             linears.reshard()
+
+
+@pytest.mark.compat
+def test_a_compiled_layer_saves_no_dense_weight() -> None:
+    linear = nn.Linear(128, 300, bias=False)
+    linear.weight = nn.Parameter(Nf4Weight.quantize(drawn((300, 128))), requires_grad=False)
+    x, saved, found = drawn((10, 128)), list[Tensor](), []
+    for forward in (linear.forward, torch.compile(linear.forward, backend="aot_eager", fullgraph=True)):
+        saved.clear()
+        leaf = x.clone().requires_grad_()
+        with saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+            y = forward(leaf.sin()).sin()
+        y.sum().backward()
+        found.append((y.detach(), leaf.grad))
+    assert any(t.dtype == torch.uint8 for t in saved)  # by the compiled layer
+    assert not any(type(t) is Tensor and t.numel() == linear.weight.numel() for t in saved)
+    assert all(a.equal(b) for a, b in zip(*found, strict=True))

@@ -99,22 +99,11 @@ class Nf4Weight(Tensor):
 
     def dense(self) -> Tensor:
         """Returns the matrix, in memory of its own."""
-        from bitsandbytes.functional import QuantState, dequantize_4bit, dequantize_blockwise
-
         assert self.first_row is not None, "gather a shard before reading it"
         shape = self.shape[::-1] if self.transposed else self.shape
-        if not self.numel():
-            return torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        raw, start = self.raw, self.first_row * self.whole[1] // BLOCK
-        skipped = start % NESTED_BLOCK  # scales of earlier rows under the first nested one
-        scales = torch.cat([raw.scales.new_zeros(skipped), raw.scales]) if skipped else raw.scales
-        nested = QuantState(
-            raw.nested[start // NESTED_BLOCK :], code=_dynamic_map(self.device), blocksize=NESTED_BLOCK,
-            dtype=torch.float32,
-        )  # fmt: skip
-        absmax = dequantize_blockwise(scales, nested)[skipped:].add_(raw.offset)
-        state = QuantState(absmax, shape=shape, blocksize=BLOCK, quant_type="nf4", dtype=self.dtype)
-        found: Tensor = dequantize_4bit(raw.nibbles.unsqueeze(1), state)
+        start = self.first_row * self.whole[1] // BLOCK
+        backward = torch._C._current_graph_task_id() != -1
+        found: Tensor = _dequantized(*self.raw.tensors, [*shape], start, self.dtype, backward)
         return found.T if self.transposed else found
 
     def like(self, raw: Nf4Bytes, **changed: Any) -> "Nf4Weight":
@@ -149,15 +138,19 @@ class Nf4Weight(Tensor):
 
     # FSDP2 calls this form, with the mesh alone, for shards of unequal sizes, too.
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
-        """Returns the bytes to gather, equally many on every rank."""
+        """Returns the bytes to gather, equally many on every rank. One rank alone gathers none, and has all."""
+        if mesh.size() == 1:
+            return (self.raw.nibbles[:0],), self.raw
         raw = _padded(self, -(-self.whole[0] // mesh.size())).raw
-        return (raw.nibbles, raw.scales), (raw.nested, raw.offset)
+        return (raw.nibbles, raw.scales), raw
 
     def fsdp_post_all_gather(
         self, gathered: tuple[Tensor, ...], metadata: Any, dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """Returns the whole matrix, in the gathered memory, which FSDP2 frees and fills again."""
-        raw = Nf4Bytes(*gathered, *metadata).elements(0, self.whole.numel())
+        raw: Nf4Bytes = metadata
+        if len(gathered) == 2:
+            raw = replace(raw, nibbles=gathered[0], scales=gathered[1]).elements(0, self.whole.numel())
         if out is not None:
             assert isinstance(out, Nf4Weight)
             out.raw = raw
@@ -192,6 +185,37 @@ def _quantized(dense: Tensor) -> Nf4Bytes:
 
     nibbles, state = quantize_4bit(dense.contiguous(), blocksize=BLOCK, compress_statistics=True, quant_type="nf4")
     return Nf4Bytes(nibbles.flatten(), state.absmax, state.state2.absmax, state.offset)
+
+
+@torch.library.custom_op("lightseq::dequantize_nf4", mutates_args=())
+def _dequantized(
+    nibbles: Tensor, scales: Tensor, nested: Tensor, offset: Tensor, shape: Sequence[int], start: int,
+    dtype: torch.dtype, backward: bool,
+) -> Tensor:  # fmt: skip
+    """Returns the dense form of elements, which begin with block `start` of their matrix.
+
+    Calls in the backward pass say so. The compiler would else see one value, and save it from the forward pass.
+    """
+    from bitsandbytes.functional import QuantState, dequantize_4bit, dequantize_blockwise
+
+    if not len(nibbles):
+        return torch.empty(shape, dtype=dtype, device=nibbles.device)
+    skipped = start % NESTED_BLOCK  # scales of earlier blocks under the first nested one
+    scales = torch.cat([scales.new_zeros(skipped), scales]) if skipped else scales
+    code = _dynamic_map(nibbles.device)
+    state = QuantState(nested[start // NESTED_BLOCK :], code=code, blocksize=NESTED_BLOCK, dtype=torch.float32)
+    absmax = dequantize_blockwise(scales, state)[skipped:].add_(offset)
+    state = QuantState(absmax, shape=torch.Size(shape), blocksize=BLOCK, quant_type="nf4", dtype=dtype)
+    found: Tensor = dequantize_4bit(nibbles.unsqueeze(1), state)
+    return found
+
+
+@_dequantized.register_fake
+def _(
+    nibbles: Tensor, scales: Tensor, nested: Tensor, offset: Tensor, shape: Sequence[int], start: int,
+    dtype: torch.dtype, backward: bool,
+) -> Tensor:  # fmt: skip
+    return torch.empty(shape, dtype=dtype, device=nibbles.device)
 
 
 @cache
