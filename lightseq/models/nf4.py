@@ -170,6 +170,11 @@ class Nf4Weight(Tensor):
         return func(*args, **kwargs)
 
 
+def plain_tensors(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Returns the tensors that hold the bytes of a weight in four bits, or a plain tensor itself."""
+    return tensor.raw.tensors if isinstance(tensor, Nf4Weight) else (tensor,)
+
+
 def _empty(elements: int, nested: int, device: torch.device) -> Nf4Bytes:
     def bytes_(count: int) -> Tensor:
         return torch.empty(count, dtype=torch.uint8, device=device)
