@@ -61,6 +61,11 @@ class FsdpEngine:
         self.model = build_to_train(inputs.model_config)
         adapters.add_adapters(self.model, inputs.lora, getattr(torch, config.compute_dtype))
         if config.load_in_4bit:
+            if memory.state_on_host:
+                raise ValueError(
+                    "--load_in_4bit True keeps weights on the GPU, and the plan moves them to the host; give a shorter "
+                    "--model_max_length or more GPUs"
+                )
             quantize_layers(self.model)
         parallel = on_all_ranks(world, lambda: parallelize(self.model, config, dims, memory))
         self.loss_model: nn.Module = parallel.loss_model
