@@ -159,7 +159,8 @@ def test_plain_attention_is_the_reference_kernel() -> None:
 
 INSTEAD = {  # flags of other programs, and what to do instead
     "token": "`hf auth login`",
-    "load_in_4bit": "weights have 16 or 32 bits; to save memory give --lora_rank",
+    "load_in_8bit": "--load_in_4bit True --lora_rank 16 trains adapters on weights in four bits",
+    "qlora": "did you mean --load_in_4bit?",
     "lora_dropout": "adapters have no dropout",
     "push_to_hub": "nothing is uploaded; `hf upload",
     "bf16_full_eval": "evaluation computes in the dtype of training",

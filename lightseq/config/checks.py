@@ -234,7 +234,7 @@ def _check_expert_parallelism(config: Flags) -> None:
 
 def _check_lora(config: Flags) -> None:
     if config.lora_rank is None:
-        for flag in ("lora_alpha", "lora_adapter", "lora_target_modules", "lora_target_parameters"):
+        for flag in ("lora_alpha", "lora_adapter", "lora_target_modules", "lora_target_parameters", "load_in_4bit"):
             if getattr(config, flag) != _default(config, flag):
                 raise ValueError(f"--{flag} {getattr(config, flag)} needs adapters; add --lora_rank")
         return

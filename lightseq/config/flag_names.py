@@ -33,7 +33,8 @@ FLAGS_OF_OTHER_PROGRAMS: Final[Mapping[str, str]] = {
         "sequence_parallel_size": "cp_size sp_size context_parallel_size sequence_parallel_degree",
         "expert_parallel_size": "ep_size expert_model_parallel_size expert_parallel_degree ep",
         "ulysses_size": "ulysses",
-        "lora_rank": "lora lora_r use_lora use_peft qlora finetuning_type r",
+        "lora_rank": "lora lora_r use_lora use_peft finetuning_type r",
+        "load_in_4bit": "qlora",
         "lora_adapter": "adapter_name_or_path lora_model_dir",
         "lora_target_modules": "lora_target target_modules",
         "lora_target_parameters": "target_parameters",
@@ -77,8 +78,8 @@ REMEDIES: Final[Mapping[str, str]] = {
             "push_to_hub_token push_to_hub_model_id push_to_hub_organization"
         ),
         "`hf auth login` or HF_TOKEN gives the hub's token": "token hf_token use_auth_token hf_use_auth_token",
-        "weights have 16 or 32 bits; to save memory give --lora_rank, --fp8, --optim adamw_8bit or --offload": (
-            "load_in_4bit load_in_8bit quantization quantization_config quantization_bit quantization_method "
+        "--load_in_4bit True --lora_rank 16 trains adapters on weights in four bits (NF4 with double quantization)": (
+            "load_in_8bit quantization quantization_config quantization_bit quantization_method "
             "bnb_config bnb_4bit_quant_type bnb_4bit_compute_dtype bnb_4bit_quant_storage bnb_4bit_use_double_quant "
             "bnb_config_kwargs use_bnb_nested_quant use_bnb gptq"
         ),

@@ -189,6 +189,9 @@ class AdapterConfig:
     lora_target_parameters: str | None = flag(
         None, "Weights of stacked experts that get an adapter, such as mlp.experts.gate_up_proj,mlp.experts.down_proj."
     )
+    load_in_4bit: bool = flag(
+        False, "Hold the frozen linear layers in four bits (QLoRA: NF4 with double quantization, as bitsandbytes has)."
+    )
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightseq.distributed.parallel_dims import local_part
 from lightseq.memory.pinned import PinnedMemory, empty_pageable
+from lightseq.models.nf4 import plain_tensors
 
 MIN_BYTES = 1 << 20  # smaller tensors stay on the device; copying them is not worth it
 IN_FLIGHT = 2  # offloaded layers with tensors on the device: one that computes, one that is copied
@@ -212,7 +213,8 @@ class Offload:
                 self._release(old)
             self._layers, self.offloaded_bytes, self.on_device_bytes = [], 0, 0
         others = [x for x in tree_leaves((args[1:], kwargs)) if isinstance(x, Tensor)]
-        shared = {_storage(x) for x in (*others, *map(local_part, layer.parameters()))}
+        weights = (part for x in layer.parameters() for part in plain_tensors(local_part(x)))
+        shared = {_storage(x) for x in (*others, *weights)}
         self._running = _Layer(index, shared, _copied_weights(layer), lifetime)
         self._layers.append(self._running)
         self._drop_originals(index)
@@ -264,8 +266,9 @@ class Offload:
 
     def _is_offloadable(self, tensor: Tensor, layer: _Layer) -> bool:
         here = type(tensor) is Tensor and tensor.device == self._device and tensor.nbytes >= MIN_BYTES
-        is_weight = tensor.shape in layer.weights or _storage(tensor) in layer.shared
-        return here and _is_dense(tensor) and not is_weight
+        if not (here and _is_dense(tensor)):
+            return False
+        return not (tensor.shape in layer.weights or _storage(tensor) in layer.shared)
 
     @contextmanager
     def _on_side_stream(self) -> Iterator[None]:

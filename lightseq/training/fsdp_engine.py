@@ -28,6 +28,7 @@ from lightseq.objectives.teacher import flags_for_teacher
 from lightseq.parallelize import ParallelModel, parallelize
 from lightseq.parts import adapters
 from lightseq.parts.chosen_experts import build_to_train
+from lightseq.parts.four_bits import quantize_layers
 from lightseq.plan.plan import Plan
 from lightseq.training.engine import Update, fill_weights
 from lightseq.training.inputs import Inputs
@@ -59,6 +60,13 @@ class FsdpEngine:
         self._max_grad_norm = config.max_grad_norm
         self.model = build_to_train(inputs.model_config)
         adapters.add_adapters(self.model, inputs.lora, getattr(torch, config.compute_dtype))
+        if config.load_in_4bit:
+            if memory.state_on_host:
+                raise ValueError(
+                    "--load_in_4bit True keeps weights on the GPU, and the plan moves them to the host; give a shorter "
+                    "--model_max_length or more GPUs"
+                )
+            quantize_layers(self.model)
         parallel = on_all_ranks(world, lambda: parallelize(self.model, config, dims, memory))
         self.loss_model: nn.Module = parallel.loss_model
         self.context, self.offload, self.units = parallel.context, parallel.offload, parallel.units

@@ -41,6 +41,8 @@ from lightseq.models.presets import ModelFamily
 from lightseq.objectives.registry import objective_of
 from lightseq.parts.adapter_files import check_start
 from lightseq.parts.adapters import Lora
+from lightseq.parts.chosen_experts import build_to_train
+from lightseq.parts.four_bits import check_four_bits
 from lightseq.plan.document_lengths import DocumentLengths, document_lengths_of
 from lightseq.training.find_model import FoundModel, fetch_weights, find_model, tokenizer_directory
 from lightseq.training.find_teacher import FetchedTeacher, find_teacher
@@ -158,6 +160,13 @@ def _check_adapters(config: TrainConfig, model: FoundModel, resume_from: Path | 
     """Raises ValueError if checkpoints would hold adapters of weights that no file has, or adapters cannot start."""
     if model.lora and config.lora_adapter and resume_from is None:
         check_start(Path(config.lora_adapter), model.lora)
+    if config.load_in_4bit:
+        check_four_bits(build_to_train(model.config))
+        if config.offload in ("optimizer", "both"):
+            raise ValueError(
+                f"--load_in_4bit True keeps weights on the GPU, but --offload is {config.offload}; use activations or "
+                "none"
+            )
     if model.lora and config.random_init and config.save_strategy != "no":
         given = f"--lora_rank {config.lora_rank}"
         raise ValueError(

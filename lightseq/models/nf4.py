@@ -1,0 +1,377 @@
+"""Frozen matrix in four bits, NF4 of QLoRA (arXiv 2305.14314), with the values and the memory layout of bitsandbytes.
+
+Every 64 elements share a scale. Scales have 8 bits, and every 256 of them share a float32 scale. Their mean is the
+offset of the whole matrix. FSDP2 shards and gathers the bytes. Every rank holds all float32 scales, which take 0.0002
+bytes an element.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+BLOCK, NESTED_BLOCK = 64, 256
+aten: Final = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Nf4Bytes:
+    """Bytes of a matrix, or of some of its rows."""
+
+    nibbles: Tensor  # uint8, two elements each, rows one after the other
+    scales: Tensor  # uint8, of blocks
+    nested: Tensor  # float32, of NESTED_BLOCK scales each, for the whole matrix
+    offset: Tensor  # float32 without dims, added to every scale
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Nf4Bytes":
+        """Applies a function to each tensor."""
+        return Nf4Bytes(change(self.nibbles), change(self.scales), change(self.nested), change(self.offset))
+
+    def elements(self, start: int, end: int) -> "Nf4Bytes":
+        """Returns the bytes of some elements, which begin and end with a block."""
+        return replace(
+            self, nibbles=self.nibbles[start // 2 : end // 2], scales=self.scales[start // BLOCK : end // BLOCK]
+        )
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.nibbles, self.scales, self.nested, self.offset
+
+
+class Nf4Weight(Tensor):
+    """Matrix in four bits that any operator reads as a dense one, made for the operator alone.
+
+    Copies, transposition and parts of its rows stay in four bits. What autograd saves does, too, so that a backward
+    pass makes the dense matrix again. Nothing writes to it but `copy_`, which quantizes.
+    """
+
+    raw: Nf4Bytes
+    whole: torch.Size  # of the matrix that these are rows of
+    first_row: int | None  # None: a shard that FSDP2 fills later, and which has to be gathered before it is read
+    transposed: bool
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # results are plain tensors
+
+    @staticmethod
+    def __new__(
+        cls,
+        raw: Nf4Bytes,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        whole: torch.Size,
+        first_row: int | None = 0,
+        transposed: bool = False,
+    ) -> "Nf4Weight":
+        shape = tuple(shape)
+        strides = torch._prims_common.make_contiguous_strides_for(shape)
+        if transposed:
+            shape, strides = shape[::-1], strides[::-1]
+        self: Nf4Weight = torch.Tensor._make_wrapper_subclass(
+            cls, shape, strides=strides, dtype=dtype, device=raw.nibbles.device
+        )
+        self.raw, self.whole, self.transposed = raw, whole, transposed
+        self.first_row = 0 if shape == tuple(whole) else first_row
+        return self
+
+    @classmethod
+    def empty(cls, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> "Nf4Weight":
+        """Allocates a matrix. Raises ValueError if its rows do not consist of whole blocks."""
+        if len(shape) != 2 or shape[1] % BLOCK:
+            raise ValueError(f"a weight of shape {[*shape]} has no rows of whole blocks of {BLOCK} elements")
+        raw = _empty(shape.numel(), -(-shape.numel() // (BLOCK * NESTED_BLOCK)), device)
+        return cls(raw, shape, dtype, shape)
+
+    @classmethod
+    def quantize(cls, dense: Tensor) -> "Nf4Weight":
+        """Returns a dense matrix in four bits."""
+        quantized = cls.empty(dense.shape, dense.dtype, torch.device("meta"))
+        quantized.raw = _quantized(dense)
+        return cls(quantized.raw, dense.shape, dense.dtype, dense.shape)
+
+    def fill_rows(self, whole: Tensor, first_row: int) -> None:
+        """Quantizes a dense matrix, and keeps the rows that this shard has, from `first_row` on."""
+        found = Nf4Weight.quantize(whole.to(self.device, self.dtype))
+        self.copy_(found[first_row : first_row + len(self)])
+
+    def dense(self) -> Tensor:
+        """Returns the matrix, in memory of its own."""
+        assert self.first_row is not None, "gather a shard before reading it"
+        shape = self.shape[::-1] if self.transposed else self.shape
+        start = self.first_row * self.whole[1] // BLOCK
+        backward = torch._C._current_graph_task_id() != -1
+        found: Tensor = _dequantized(*self.raw.tensors, [*shape], start, self.dtype, backward)
+        return found.T if self.transposed else found
+
+    def like(self, raw: Nf4Bytes, **changed: Any) -> "Nf4Weight":
+        """Returns a weight with other bytes, and the same facts but for those `changed`."""
+        shape = self.shape[::-1] if self.transposed else self.shape
+        facts = dict[str, Any](shape=shape, dtype=self.dtype, whole=self.whole, first_row=self.first_row)
+        return Nf4Weight(raw, **(facts | {"transposed": self.transposed} | changed))
+
+    def rows(self, start: int, end: int) -> "Nf4Weight":
+        """Returns some rows, sharing the memory."""
+        columns = self.whole[1]
+        first = None if self.first_row is None else self.first_row + start
+        raw = self.raw.elements(start * columns, end * columns)
+        return self.like(raw, shape=(end - start, columns), first_row=first)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Nf4Weight(shape={[*self.shape]}, dtype={self.dtype}, device={self.device})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        shape = self.shape[::-1] if self.transposed else self.shape
+        facts = (shape, self.dtype, self.whole, self.first_row, self.transposed)
+        return ["nibbles", "scales", "nested", "offset"], facts
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], facts: Any, *_: Any) -> "Nf4Weight":
+        return Nf4Weight(Nf4Bytes(**inner), *facts)
+
+    nibbles = property(lambda self: self.raw.nibbles)
+    scales = property(lambda self: self.raw.scales)
+    nested = property(lambda self: self.raw.nested)
+    offset = property(lambda self: self.raw.offset)
+
+    # FSDP2 calls this form, with the mesh alone, for shards of unequal sizes, too.
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
+        """Returns the bytes to gather, equally many on every rank. One rank alone gathers none, and has all."""
+        if mesh.size() == 1:
+            return (self.raw.nibbles[:0],), self.raw
+        raw = _padded(self, -(-self.whole[0] // mesh.size())).raw
+        return (raw.nibbles, raw.scales), raw
+
+    def fsdp_post_all_gather(
+        self, gathered: tuple[Tensor, ...], metadata: Any, dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """Returns the whole matrix, in the gathered memory, which FSDP2 frees and fills again."""
+        raw: Nf4Bytes = metadata
+        if len(gathered) == 2:
+            raw = replace(raw, nibbles=gathered[0], scales=gathered[1]).elements(0, self.whole.numel())
+        if out is not None:
+            assert isinstance(out, Nf4Weight)
+            out.raw = raw
+            return None
+        return self.like(raw, shape=self.whole, dtype=dtype, first_row=0), gathered
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        if func in _RAW and (found := _RAW[func](*args, **kwargs)) is not None:
+            return found
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            if written and isinstance(value, Nf4Weight):
+                raise ValueError(f"{func} writes to a weight in four bits, which is frozen; train adapters instead")
+        args, kwargs = tree_map_only(Nf4Weight, Nf4Weight.dense, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def plain_tensors(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Returns the tensors that hold the bytes of a weight in four bits, or a plain tensor itself."""
+    return tensor.raw.tensors if isinstance(tensor, Nf4Weight) else (tensor,)
+
+
+def _empty(elements: int, nested: int, device: torch.device) -> Nf4Bytes:
+    def bytes_(count: int) -> Tensor:
+        return torch.empty(count, dtype=torch.uint8, device=device)
+
+    return Nf4Bytes(
+        bytes_(elements // 2), bytes_(elements // BLOCK), torch.empty(nested, device=device),
+        torch.empty((), device=device),
+    )  # fmt: skip
+
+
+def _quantized(dense: Tensor) -> Nf4Bytes:
+    from bitsandbytes.functional import quantize_4bit
+
+    nibbles, state = quantize_4bit(dense.contiguous(), blocksize=BLOCK, compress_statistics=True, quant_type="nf4")
+    return Nf4Bytes(nibbles.flatten(), state.absmax, state.state2.absmax, state.offset)
+
+
+@torch.library.custom_op("lightseq::dequantize_nf4", mutates_args=())
+def _dequantized(
+    nibbles: Tensor, scales: Tensor, nested: Tensor, offset: Tensor, shape: Sequence[int], start: int,
+    dtype: torch.dtype, backward: bool,
+) -> Tensor:  # fmt: skip
+    """Returns the dense form of elements, which begin with block `start` of their matrix.
+
+    Calls in the backward pass say so. The compiler would else see one value, and save it from the forward pass.
+    """
+    from bitsandbytes.functional import QuantState, dequantize_4bit, dequantize_blockwise
+
+    if not len(nibbles):
+        return torch.empty(shape, dtype=dtype, device=nibbles.device)
+    skipped = start % NESTED_BLOCK  # scales of earlier blocks under the first nested one
+    scales = torch.cat([scales.new_zeros(skipped), scales]) if skipped else scales
+    code = _dynamic_map(nibbles.device)
+    state = QuantState(nested[start // NESTED_BLOCK :], code=code, blocksize=NESTED_BLOCK, dtype=torch.float32)
+    absmax = dequantize_blockwise(scales, state)[skipped:].add_(offset)
+    state = QuantState(absmax, shape=torch.Size(shape), blocksize=BLOCK, quant_type="nf4", dtype=dtype)
+    found: Tensor = dequantize_4bit(nibbles.unsqueeze(1), state)
+    return found
+
+
+@_dequantized.register_fake
+def _(
+    nibbles: Tensor, scales: Tensor, nested: Tensor, offset: Tensor, shape: Sequence[int], start: int,
+    dtype: torch.dtype, backward: bool,
+) -> Tensor:  # fmt: skip
+    return torch.empty(shape, dtype=dtype, device=nibbles.device)
+
+
+@cache
+def _dynamic_map(device: torch.device) -> Tensor:
+    """Returns the values of the scales' 8 bits."""
+    from bitsandbytes.functional import create_dynamic_map
+
+    found: Tensor = create_dynamic_map().to(device)
+    return found
+
+
+# Operators that keep the bytes. None: the arguments need the dense matrix.
+
+
+def _alias(x: Nf4Weight, *_: Any) -> Nf4Weight:
+    return x.like(x.raw)
+
+
+def _transpose(x: Nf4Weight, *dims: int) -> Nf4Weight | None:
+    swapped = x.ndim == 2 and (not dims or {dim % 2 for dim in dims} == {0, 1})
+    return x.like(x.raw, transposed=not x.transposed) if swapped else None
+
+
+def _permute(x: Nf4Weight, dims: Sequence[int]) -> Nf4Weight | None:
+    return _transpose(x) if [dim % 2 for dim in dims] == [1, 0] else None
+
+
+def _split(x: Nf4Weight, size: int, dim: int = 0) -> list[Nf4Weight] | None:
+    if x.transposed or x.ndim != 2 or dim:
+        return None
+    return [x.rows(start, min(start + size, len(x))) for start in range(0, len(x), size)]
+
+
+def _slice(
+    x: Nf4Weight, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Nf4Weight | None:
+    if x.transposed or x.ndim != 2 or dim or step != 1:
+        return None
+    start, end, _ = slice(start, end).indices(len(x))
+    return x.rows(start, max(start, end))
+
+
+def _view(x: Nf4Weight, size: Sequence[int], *_: Any) -> Nf4Weight | None:
+    if tuple(size) == x.shape:
+        return _alias(x)
+    return x.like(x.raw, shape=(x.numel(),)) if len(size) == 1 and not x.transposed else None
+
+
+def _as_strided(x: Nf4Weight, size: Sequence[int], stride: Sequence[int], offset: int = 0) -> Nf4Weight | None:
+    return _alias(x) if (tuple(size), tuple(stride), offset) == (x.shape, x.stride(), 0) else None
+
+
+def _empty_like(x: Nf4Weight, **given: Any) -> Nf4Weight | None:
+    if given.get("dtype") not in (None, x.dtype):
+        return None
+    device = given.get("device") or x.device
+    return x.like(x.raw.map(lambda part: torch.empty_like(part, device=device)))
+
+
+def _new_zeros(x: Nf4Weight, size: Sequence[int], **given: Any) -> Tensor:
+    if len(size) != 2 or size[1] != x.whole[1] or given.get("dtype") not in (None, x.dtype):
+        return _new_empty(x, size, **given).zero_()
+    # FSDP2 pads shards so. It copies nothing to a rank without rows, which needs the scales of the matrix, too.
+    nibbles, scales = (x.raw.nibbles.new_zeros(size[0] * size[1] // part) for part in (2, BLOCK))
+    raw = replace(x.raw, nibbles=nibbles, scales=scales)
+    return x.like(raw, shape=size, first_row=None, transposed=False)
+
+
+def _new_empty(x: Nf4Weight, size: Sequence[int], **given: Any) -> Tensor:
+    return torch.empty(size, dtype=given.get("dtype") or x.dtype, device=given.get("device") or x.device)
+
+
+def _clone(x: Nf4Weight, **_: Any) -> Nf4Weight:
+    return x.like(x.raw.map(Tensor.clone))
+
+
+def _to_copy(x: Nf4Weight, **given: Any) -> Nf4Weight | None:
+    if given.get("dtype") not in (None, x.dtype):
+        return None
+    device, non_blocking = given.get("device") or x.device, given.get("non_blocking", False)
+    return x.like(x.raw.map(lambda part: part.to(device, non_blocking=non_blocking, copy=True)))
+
+
+def _copy(x: Tensor, source: Tensor, *_: Any) -> Tensor | None:
+    if not isinstance(x, Nf4Weight):
+        return None
+    if not isinstance(source, Nf4Weight):
+        assert not x.transposed and x.shape == x.whole, "a shard is filled by `fill_rows`"
+        source = Nf4Weight.quantize(source.to(x.device, x.dtype))
+    for mine, other in zip(x.raw.tensors, source.raw.tensors, strict=True):
+        mine.copy_(other)
+    x.first_row = source.first_row
+    return x
+
+
+def _is_pinned(x: Nf4Weight, *_: Any, **__: Any) -> bool:
+    return x.raw.nibbles.is_pinned()
+
+
+def _pin_memory(x: Nf4Weight, *_: Any, **__: Any) -> Nf4Weight:
+    return x.like(x.raw.map(Tensor.pin_memory))
+
+
+def _pad_rows(x: Nf4Weight, pad: Sequence[int], value: float = 0) -> Nf4Weight | None:
+    if x.transposed or x.ndim != 2 or len(pad) != 4 or any(pad[:3]):
+        return None
+    return _padded(x, len(x) + pad[3])
+
+
+def _padded(x: Nf4Weight, rows: int) -> Nf4Weight:
+    raw, missing = x.raw, rows * x.whole[1] - x.numel()
+    if not missing:
+        return x
+    nibbles = torch.cat([raw.nibbles, raw.nibbles.new_zeros(missing // 2)])
+    scales = torch.cat([raw.scales, raw.scales.new_zeros(missing // BLOCK)])
+    return x.like(replace(raw, nibbles=nibbles, scales=scales), shape=(rows, x.whole[1]), first_row=None)
+
+
+def _all_gather(x: Nf4Weight, ranks: int, group: Any) -> Nf4Weight | None:
+    if x.transposed or x.ndim != 2:
+        return None
+    nibbles, scales = (_gather(part, ranks, group) for part in (x.raw.nibbles, x.raw.scales))
+    raw = replace(x.raw, nibbles=nibbles, scales=scales)
+    return x.like(raw, shape=(len(x) * ranks, x.whole[1]), first_row=0)
+
+
+def _gather(part: Tensor, ranks: int, group: Any) -> Tensor:
+    op = torch.ops._c10d_functional
+    gathered: Tensor = op.wait_tensor(op.all_gather_into_tensor(part, ranks, group))
+    return gathered
+
+
+_RAW: Final[dict[Any, Callable[..., Any]]] = {
+    aten.detach.default: _alias,
+    aten.constant_pad_nd.default: _pad_rows,
+    torch.ops._c10d_functional.all_gather_into_tensor.default: _all_gather,
+    torch.ops._c10d_functional.wait_tensor.default: _alias,  # `_all_gather` waited
+    aten.alias.default: _alias,
+    aten.t.default: _transpose,
+    aten.transpose.int: _transpose,
+    aten.permute.default: _permute,
+    aten.split.Tensor: _split,
+    aten.slice.Tensor: _slice,
+    aten.view.default: _view,
+    aten.as_strided.default: _as_strided,
+    aten.empty_like.default: _empty_like,
+    aten.new_zeros.default: _new_zeros,
+    aten.new_empty.default: _new_empty,
+    aten.clone.default: _clone,
+    aten._to_copy.default: _to_copy,
+    aten.copy_.default: _copy,
+    aten.is_pinned.default: _is_pinned,
+    aten._pin_memory.default: _pin_memory,
+}

@@ -1,0 +1,102 @@
+"""Weights in four bits: bitsandbytes' values, whole or gathered by FSDP2, read by operators and never saved dense."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from worlds import spawn
+
+from lightseq.distributed.parallel_dims import whole_tensor
+from lightseq.models import weights
+from lightseq.models.nf4 import Nf4Weight
+
+functional = pytest.importorskip("bitsandbytes.functional")
+SHAPES = ((300, 128), (2, 192))  # rows that neither 2 nor 3 ranks share evenly; fewer rows than ranks
+
+
+def drawn(shape: tuple[int, int], dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(shape[0])).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_of_a_matrix_and_of_its_rows_are_those_of_bitsandbytes(dtype: torch.dtype) -> None:
+    weight = drawn((300, 128), dtype)
+    nibbles, state = functional.quantize_4bit(weight, compress_statistics=True, quant_type="nf4")
+    ours, dense = Nf4Weight.quantize(weight), functional.dequantize_4bit(nibbles, state)
+    assert ours.raw.nibbles.equal(nibbles.flatten()) and ours.raw.scales.equal(state.absmax)
+    assert ours.raw.nested.equal(state.state2.absmax) and ours.raw.offset.equal(state.offset)
+    assert ours.dense().equal(dense)
+    assert ours[77:240].dense().equal(dense[77:240]) and isinstance(ours[77:240], Nf4Weight)
+    assert sum(part.nbytes for part in ours.raw.tensors) < 0.52 * weight.numel()
+
+
+@pytest.mark.compat
+def test_a_product_saves_no_dense_weight_and_has_the_gradient_of_one() -> None:
+    weight = nn.Parameter(Nf4Weight.quantize(drawn((300, 128))), requires_grad=False)
+    x = drawn((10, 128)).view(2, 5, 128).requires_grad_()
+    saved = list[Tensor]()
+    with saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y = nn.functional.linear(x, weight)
+    assert [type(t) for t in saved if t.numel() == weight.numel()] == [Nf4Weight]
+    y.sin().sum().backward()
+    dense, again = weight.detach().dense(), x.detach().requires_grad_()
+    nn.functional.linear(again, dense).sin().sum().backward()
+    assert x.grad is not None and again.grad is not None and x.grad.equal(again.grad)
+    assert (x @ weight.T).equal(y) and weight[3:9, 64:].equal(dense[3:9, 64:])
+
+
+def test_nothing_but_a_copy_writes_to_a_weight() -> None:
+    weight = Nf4Weight.quantize(drawn((300, 128)))
+    with pytest.raises(ValueError, match="four bits"):
+        weight.add_(1)
+    weight.copy_(2 * drawn((300, 128)))
+    assert weight.dense().equal(Nf4Weight.quantize(2 * drawn((300, 128))).dense())
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_fsdp2_gathers_the_same_bits(world: int) -> None:
+    spawn(world, gathers)
+
+
+def gathers(_rank: int) -> None:
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for filled_later in (False, True):
+        linears = nn.Sequential(*(nn.Linear(*shape[::-1], bias=False) for shape in SHAPES))
+        whole = [Nf4Weight.quantize(drawn(shape)) for shape in SHAPES]
+        for linear, weight in zip(linears, whole, strict=True):
+            linear.weight = nn.Parameter(weight.to("meta") if filled_later else weight, requires_grad=False)
+        fully_shard(linears, mesh=mesh, mp_policy=precision)
+        if filled_later:
+            linears._apply(lambda x: torch.empty_like(x, device="cpu"))
+            for linear, shape in zip(linears, SHAPES, strict=True):
+                weights.fill(linear.weight, drawn(shape).__getitem__)
+        for linear, weight in zip(linears, whole, strict=True):
+            assert whole_tensor(linear.weight.detach()).equal(weight.dense())
+        for _ in range(2):
+            linears.unshard()
+            for linear, weight in zip(linears, whole, strict=True):
+                found = linear.weight
+                assert all(a.equal(b) for a, b in zip(found.raw.tensors, weight.raw.tensors, strict=True))
+                assert found.dtype == torch.bfloat16 and found.dense().equal(weight.dense().bfloat16())
+            linears.reshard()
+
+
+@pytest.mark.compat
+def test_a_compiled_layer_saves_no_dense_weight() -> None:
+    linear = nn.Linear(128, 300, bias=False)
+    linear.weight = nn.Parameter(Nf4Weight.quantize(drawn((300, 128))), requires_grad=False)
+    x, saved, found = drawn((10, 128)), list[Tensor](), []
+    for forward in (linear.forward, torch.compile(linear.forward, backend="aot_eager", fullgraph=True)):
+        saved.clear()
+        leaf = x.clone().requires_grad_()
+        with saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+            y = forward(leaf.sin()).sin()
+        y.sum().backward()
+        found.append((y.detach(), leaf.grad))
+    assert any(t.dtype == torch.uint8 for t in saved)  # by the compiled layer
+    assert not any(type(t) is Tensor and t.numel() == linear.weight.numel() for t in saved)
+    assert all(a.equal(b) for a, b in zip(*found, strict=True))
