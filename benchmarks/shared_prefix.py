@@ -130,7 +130,7 @@ def main(words: Sequence[str]) -> None:
         flags = on_all_ranks(world, lambda: parse(words))
         use_host_cores(world)
         record = Recorder(flags, world, words)
-        config = model_of(flags.model)[1]
+        config = on_all_ranks(world, lambda: model_of(flags.model)[1])
         lora = lora_from_config(
             TrainConfig(model_name_or_path="", data_path="", output_dir="", lora_rank=flags.lora_rank), config
         )

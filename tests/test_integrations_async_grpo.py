@@ -30,10 +30,11 @@ pytest.importorskip("trl.experimental.async_grpo")
 
 import torch.distributed as dist
 from peft import LoraConfig
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, Trainer
+from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig, Trainer
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer, packing
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
+from benchmarks.tiny_models import tiny_config
 from lightseq.distributed.parallel_dims import whole_tensor
 from lightseq.integrations import SequenceParallelAsyncGRPOTrainer
 from lightseq.integrations.async_grpo import SequenceParallelAsync
@@ -47,6 +48,7 @@ CASES: Mapping[str, dict[str, Any]] = {
     "adapters": {"adapters": True, "gradient_checkpointing": True},
     "windows": {"family": "gemma3"},
     "compiled": {"compile_layers": True},
+    "mixture with router loss": {"family": "qwen3_moe", "router_aux_loss_coef": 0.1},
 }
 
 
@@ -131,6 +133,8 @@ def model_of(family: str | None) -> Any:
     if family is None:
         return fresh_model()
     torch.manual_seed(0)
+    if family != "gemma3":
+        return AutoModelForCausalLM.from_config(tiny_config(family, initializer_range=0.02))
     sizes = {key: getattr(CONFIG, key) for key in ("vocab_size", "hidden_size", "intermediate_size", "pad_token_id")}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_hidden_layers": 2}
     types = ["sliding_attention", "full_attention"]

@@ -46,7 +46,8 @@ def test_a_shared_prompt_is_packed_once() -> None:
     assert rows is not None and isinstance(packed[EDGES], Nodes)
     # The prompt without its last token; its copy before 1 and before 6, that of 2 before 3 and 4; two answers are equal
     assert packed["input_ids"].shape == (1, 19 + 2 + 2 + (1 + 1 + 1) + 2)
-    assert rows.row_counts is not None and rows.row_counts[:19].eq(4).all() and rows.row_counts.sum() == 4 * 20 + 11
+    counts = rows.row_counts(packed["input_ids"].shape[1])
+    assert counts is not None and counts[:19].eq(4).all() and counts.sum() == 4 * 20 + 11
     assert torch.equal(predicted(given, True), predicted(given, False))
     assert packed[EDGES].length == packed["input_ids"].shape[1]
 

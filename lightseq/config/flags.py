@@ -83,9 +83,9 @@ class DataConfig:
         "packs pairs: best_fit.",
     )
     share_prefixes: bool | None = auto_flag(
-        "Compute what packed documents have in common at their beginning once, such as the prompt of both answers with "
-        "--objective dpo, and learn it as often as it occurs. True: also packs documents that begin alike into one "
-        "sequence, by the tokens that are left. auto: with --objective dpo, where it saves a fifth of a sequence's "
+        "Compute a common beginning of packed documents once, such as the prompt of both answers with --objective dpo. "
+        "Its targets are learned once for each document. True: also packs documents that begin alike into one "
+        "sequence, which may hold more of them. auto: with --objective dpo, where it saves a fifth of a sequence's "
         "tokens and the model allows it; sequences hold the same pairs as with False."
     )
     lazy_preprocess: bool = flag(

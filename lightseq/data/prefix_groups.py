@@ -6,16 +6,14 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lightseq.data.examples import Examples
 from lightseq.data.token_directory import IntArray
+from lightseq.schedule.nodes import Ints
 from lightseq.sequence.shared_prefixes import common_tokens
 
 BLOCK: Final = 64  # tokens; rows are brought together by the whole blocks that they have in common
 DIGEST: Final = 8  # bytes for each block
-
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,11 @@
 """TRL's AsyncGRPOTrainer with sequences split over ranks: a worker generates meanwhile, and rows are trees."""
 
-import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from trl.experimental.async_grpo import AsyncGRPOTrainer, async_grpo_trainer
 
 from lightseq.integrations.accelerate import DATA, SEQUENCE
-from lightseq.integrations.group_accelerator import GroupAccelerator
 from lightseq.integrations.rollouts import replaced
 from lightseq.integrations.trainer import SequenceParallel
 
@@ -37,7 +33,7 @@ class SequenceParallelAsync(SequenceParallel):
         super().__init__(*args, **kwargs)
         if self._sequence_mesh is not None and self._epoch_stop_groups is not None:  # type: ignore[attr-defined]
             # TRL's upper limit of updates counts samples of every rank, and would end the epoch early.
-            self.args.max_steps = math.ceil(self.args.max_steps * self._ranks_per_batch)
+            self.args.max_steps *= self._ranks_per_batch
 
     def create_accelerator_and_postprocess(self) -> None:
         sends = self.args.accelerator_config
@@ -57,14 +53,6 @@ class SequenceParallelAsync(SequenceParallel):
 
     def _trains_on_rollouts(self) -> bool:
         return True
-
-    @contextmanager
-    def _as_groups(self) -> Iterator[None]:
-        if self._sequence_mesh is None or isinstance(self.accelerator, GroupAccelerator):
-            yield
-            return
-        with replaced(vars(self), accelerator=GroupAccelerator(self.accelerator, self._sequence_mesh)):
-            yield
 
 
 class SequenceParallelAsyncGRPOTrainer(SequenceParallelAsync, AsyncGRPOTrainer):

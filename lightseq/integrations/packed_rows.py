@@ -31,7 +31,12 @@ class PackedRows:
     places: Tensor  # (tokens,), in the flattened batch
     in_trees: Tensor | None = None  # (tokens,): the same tokens in a row of trees; None: documents, in the same order
     has_target: Tensor | None = None  # (tokens,): whether a row of trees predicts something for this row there
-    row_counts: Tensor | None = None  # (tokens of the trees,): how many rows hold each
+
+    def row_counts(self, tokens: int) -> Tensor | None:
+        """Returns how many rows hold each token of the trees, (tokens,); None for documents."""
+        if self.in_trees is None:
+            return None
+        return self.in_trees.new_zeros(tokens).index_add(0, self.in_trees, torch.ones_like(self.in_trees))
 
     def unpack(self, values: Tensor) -> Tensor:
         """Returns values (1, tokens, ...) in their places of the padded batch (batch, length, ...), 0 for padding.
@@ -126,5 +131,4 @@ def _as_trees(kwargs: dict[str, Any], places: Tensor, edges: Sequence[int]) -> t
         "cu_seq_lens_q": shared.nodes,
         **routes,
     }
-    counts = upload(torch.from_numpy(shared.row_counts), ids.device)
-    return packed, PackedRows((ids.shape[0], ids.shape[1]), places, of_trees, predicts, counts)
+    return packed, PackedRows((ids.shape[0], ids.shape[1]), places, of_trees, predicts)

@@ -155,17 +155,18 @@ class SharedRollouts:
 
     @contextmanager
     def _as_groups(self) -> Iterator[None]:
-        """Lets the trainer see an accelerator of groups, if it generates."""
+        """Lets a trainer of rollouts see an accelerator of groups."""
         if (
             self._sequence_mesh is None
-            or not generates(type(self))
+            or not self._trains_on_rollouts()
             or isinstance(self.accelerator, GroupAccelerator)  # in a call around this one
         ):
             yield
             return
-        groups, module = GroupAccelerator(self.accelerator, self._sequence_mesh), _module_of(type(self))
+        groups = GroupAccelerator(self.accelerator, self._sequence_mesh)
+        functions = vars(_module_of(type(self))) if generates(type(self)) else {}
         with replaced(vars(self), accelerator=groups):
-            with replaced(vars(module), gather=groups.gather, gather_object=groups.gather_object):
+            with replaced(functions, gather=groups.gather, gather_object=groups.gather_object):
                 yield
 
     # ---- completions and rewards -------------------------------------------------------------------------------------

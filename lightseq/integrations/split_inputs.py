@@ -95,10 +95,10 @@ def split_inputs(
     add_to_checksum(batch[BATCH_FACTS], {"attention_mask": padding})
     has_router_loss = asks_for_router_logits(config, options)
     batch.pop(COUNTED_TOKENS, None)
-    documents = batch.get("documents")
-    if has_router_loss and documents is not None and (documents.are_trees or _counts_rows(packed)):
-        batch[COUNTED_TOKENS] = _row_counts(context, packed, length, documents, batch["input_ids"].device)
-    elif has_router_loss and (counted := _counted_tokens(context, whole["input_ids"], mask, length, batch)) is not None:
+    if (
+        has_router_loss
+        and (counted := _counted_tokens(context, whole["input_ids"], mask, length, packed, batch)) is not None
+    ):
         batch[COUNTED_TOKENS] = counted
     local = batch.pop("shift_labels", None)
     batch.pop("labels", None)
@@ -130,33 +130,30 @@ def _refuse_options(config: PreTrainedConfig, options: dict[str, Any]) -> None:
         raise ValueError("seq_idx alone does not tell where documents begin; let the collator add position_ids")
 
 
-def _counts_rows(packed: PackedRows | None) -> bool:
-    return packed is not None and packed.row_counts is not None
-
-
-def _row_counts(
-    context: SequenceContext, packed: PackedRows | None, length: int, documents: Documents, device: torch.device
-) -> Tensor:
-    """Returns how many rows hold each of this rank's tokens, which router losses count as often.
-
-    In the rows of TRL's AsyncGRPOTrainer tokens count once, as in TRL.
-    """
-    if packed is None or packed.row_counts is None:
-        counts = torch.ones(length, dtype=torch.int64, device=device)
-    else:
-        counts = packed.row_counts
-    return context.sequence.shard(counts[None], documents=documents)
-
-
 def _counted_tokens(
-    context: SequenceContext, input_ids: Tensor, mask: Tensor | None, length: int, batch: dict[str, Any]
+    context: SequenceContext,
+    input_ids: Tensor,
+    mask: Tensor | None,
+    length: int,
+    packed: PackedRows | None,
+    batch: dict[str, Any],
 ) -> Tensor | None:
-    """Returns this rank's tokens that router losses count on one process; None if all do."""
+    """Returns how often router losses count this rank's tokens on one process; None if all count once.
+
+    In trees a token counts once for each row that holds it. In the rows of TRL's AsyncGRPOTrainer it counts once, as in
+    TRL.
+    """
+    documents: Documents | None = batch.get("documents")
+    counts = None if packed is None else packed.row_counts(length)
+    if counts is None and documents is not None and documents.are_trees:
+        counts = torch.ones(length, dtype=torch.int64, device=input_ids.device)
+    if counts is not None:
+        return context.sequence.shard(counts[None], documents=documents)
     missing = input_ids.shape[1] - length
     if missing and mask is None:
         mask = torch.ones_like(input_ids[:, :length])
     padded = mask if mask is None else nn.functional.pad(mask, (0, missing))
-    return counted_tokens(context.sequence, input_ids, padded, batch.get("documents"))
+    return counted_tokens(context.sequence, input_ids, padded, documents)
 
 
 def _padded(batch: dict[str, Tensor | None], length: int) -> dict[str, Tensor | None]:

@@ -80,17 +80,15 @@ class Nf4Weight(Tensor):
     @classmethod
     def empty(cls, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> "Nf4Weight":
         """Allocates a matrix. Raises ValueError if its rows do not consist of whole blocks."""
-        if len(shape) != 2 or shape[1] % BLOCK:
-            raise ValueError(f"a weight of shape {[*shape]} has no rows of whole blocks of {BLOCK} elements")
+        _check_rows(shape)
         raw = _empty(shape.numel(), -(-shape.numel() // (BLOCK * NESTED_BLOCK)), device)
         return cls(raw, shape, dtype, shape)
 
     @classmethod
     def quantize(cls, dense: Tensor) -> "Nf4Weight":
-        """Returns a dense matrix in four bits."""
-        quantized = cls.empty(dense.shape, dense.dtype, torch.device("meta"))
-        quantized.raw = _quantized(dense)
-        return cls(quantized.raw, dense.shape, dense.dtype, dense.shape)
+        """Returns a dense matrix in four bits. Raises ValueError as `empty` does."""
+        _check_rows(dense.shape)
+        return cls(_quantized(dense), dense.shape, dense.dtype, dense.shape)
 
     def fill_rows(self, whole: Tensor, first_row: int) -> None:
         """Quantizes a dense matrix, and keeps the rows that this shard has, from `first_row` on."""
@@ -173,6 +171,11 @@ class Nf4Weight(Tensor):
 def plain_tensors(tensor: Tensor) -> tuple[Tensor, ...]:
     """Returns the tensors that hold the bytes of a weight in four bits, or a plain tensor itself."""
     return tensor.raw.tensors if isinstance(tensor, Nf4Weight) else (tensor,)
+
+
+def _check_rows(shape: torch.Size) -> None:
+    if len(shape) != 2 or shape[1] % BLOCK:
+        raise ValueError(f"a weight of shape {[*shape]} has no rows of whole blocks of {BLOCK} elements")
 
 
 def _empty(elements: int, nested: int, device: torch.device) -> Nf4Bytes:
