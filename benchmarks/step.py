@@ -22,7 +22,8 @@ ABOUT = """Times whole training steps of one model at several lengths, with ligh
 Every implementation runs every length in separate processes, so running out of memory affects only one measurement. All
 train the same weights on the same tokens, one sequence per step over all ranks, with fused AdamW. On several GPUs
 `rows` and `unsloth` train one row per GPU. So does `trl` if --packed_rows is given or the model has sliding windows.
-Implementations that cannot train the model, or do what --packed_rows and --lora_rank ask for, are recorded as skipped.
+Implementations that cannot train the model, or do what --packed_rows, --lora_rank and --load_in_4bit ask for, are
+recorded as skipped.
 """
 EXAMPLES = """examples:
   python3 benchmarks/step.py --model llama3.2-1b --lengths 32K,128K --nproc_per_node 4
@@ -58,6 +59,8 @@ def parser() -> Parser:
     packed = "pack documents of N tokens into each row of --lengths (default: one document per row)"
     what("--packed_rows", type=length, metavar="N", help=packed)
     what("--lora_rank", type=positive, metavar="N", help="train LoRA adapters of this rank (default: all weights)")
+    bits = "hold the layers' linears in four bits beneath adapters (QLoRA)"
+    what("--load_in_4bit", action="store_true", help=bits)
     processes = "processes, one per GPU; if not given, as many as GPUs, or 2 without GPUs"
     what("--nproc_per_node", type=positive, metavar="N", help=processes)
     how = out.add_argument_group("measurement").add_argument
@@ -81,6 +84,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     for tokens in flags.lengths:
         if flags.packed_rows and tokens % flags.packed_rows:
             raise ValueError(f"--packed_rows {flags.packed_rows} does not divide --lengths {tokens}")
+    if flags.load_in_4bit and not flags.lora_rank:
+        raise ValueError("--load_in_4bit freezes the weights; add --lora_rank")
     if flags.lightseq_flags and OURS not in flags.implementations:
         raise ValueError("--lightseq_flags needs lightseq among the --implementations")
     for given in flags.lightseq_flags:

@@ -76,6 +76,7 @@ def take(trial: Trial, about: Mapping[str, Any]) -> dict[str, Any]:
         "world": flags.nproc_per_node,
         "packed_rows": flags.packed_rows,
         "lora_rank": flags.lora_rank,
+        "load_in_4bit": flags.load_in_4bit,
         "dtype": "bfloat16" if setting.on_gpu else "float32",
         **dict.fromkeys((*MEASURED, *FACTS)),
         **measured,

@@ -128,6 +128,7 @@ class Trial:
             *(["--bf16"] if s.on_gpu else []),
             *(["--packing", "best_fit"] if s.flags.packed_rows else []),
             *(["--lora_rank", str(s.lora.rank)] if s.lora else []),
+            *(["--load_in_4bit", "True"] if s.flags.load_in_4bit else []),
             *self.words,  # a repeated flag replaces the earlier one
         ]
 
@@ -141,6 +142,7 @@ class Trial:
             *("--timeout", str(flags.timeout), "--result", str(self.result)),
             *(["--packed_rows", str(flags.packed_rows)] if flags.packed_rows else []),
             *(["--lora_rank", str(s.lora.rank)] if s.lora else []),
+            *(["--load_in_4bit"] if flags.load_in_4bit else []),
         ]
 
 

@@ -222,6 +222,22 @@ def test_packed_documents_are_trained_as_each_alone(model: Path, tmp_path: Path,
     assert norms == pytest.approx([norms[0]] * len(norms), rel=1e-4)
 
 
+@pytest.mark.slow
+def test_weights_in_four_bits_are_the_same_in_every_implementation(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    pytest.importorskip("trl")
+    wide = LlamaConfig(
+        vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    wide.save_pretrained(tmp_path / "m")
+    words = "--implementations lightseq,trl --packed_rows 16 --lora_rank 4 --nproc_per_node 1 --timeout 120"
+    assert step.main(flags(tmp_path / "m", tmp_path / "dense", words.replace(",trl", ""))) == 0
+    assert step.main(flags(tmp_path / "m", tmp_path / "bits", f"{words} --load_in_4bit")) == 0
+    dense, ours, trl = (point["first_loss"] for name in ("dense", "bits") for point in read(tmp_path / name))
+    assert ours == pytest.approx(trl, rel=1e-6) and abs(ours - dense) > 1e-4
+
+
 # ---- what goes wrong ------------------------------------------------------------------------------------------------
 
 WRITES = """
@@ -336,11 +352,14 @@ def test_packed_rows_and_adapters_are_asked_of_every_implementation(tmp_path: Pa
     assert " ".join(trl.command).endswith("--packed_rows 16 --lora_rank 4")
 
 
-@pytest.mark.parametrize(("flag", "peer"), [("--packed_rows", "plain"), ("--lora_rank", "deepspeed")])
-def test_a_peer_that_cannot_pack_or_adapt_says_so(flag: str, peer: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("words", "peer"),
+    [("--packed_rows 4", "plain"), ("--lora_rank 4", "deepspeed"), ("--load_in_4bit", "lightseq-sft")],
+)
+def test_a_peer_that_cannot_pack_or_adapt_says_so(words: str, peer: str, tmp_path: Path) -> None:
     paths = f"--model {tmp_path} --data {tmp_path} --result {tmp_path / 'r'} --length 64 --steps 1 --timeout 9"
-    with pytest.raises(ValueError, match=f"{peer} is not measured with {flag}"):
-        worker.main([peer, *paths.split(), flag, "4"])
+    with pytest.raises(ValueError, match=f"{peer} is not measured with {words.split()[0]}"):
+        worker.main([peer, *paths.split(), *words.split()])
 
 
 @pytest.mark.slow

@@ -39,6 +39,7 @@ class Job:
     learning_rate: float = LEARNING_RATE
     packed_rows: int | None = None  # length of the documents in each sequence; None: one document
     lora: Lora | None = None  # adapters to train; None: all weights
+    load_in_4bit: bool = False  # the layers' linears beneath adapters
 
     @property
     def on_gpu(self) -> bool:

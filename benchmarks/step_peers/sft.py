@@ -33,7 +33,7 @@ from transformers.utils import is_flash_attn_4_available
 from benchmarks.step_peers.peer import CLIP_NORM, SEED, Job, TrainerPeer, reset_peak_memory, step_numbers
 from lightseq.data.batches import Batch
 from lightseq.distributed.stopwatch import DeviceTimestamp
-from lightseq.models.decoder import attending_part, has_towers, text_config
+from lightseq.models.decoder import attending_part, decoder_layers, has_towers, text_config
 from lightseq.parts.adapters import Lora
 
 
@@ -97,6 +97,8 @@ def train_with(
         add_towers(model)  # Liger looks for them
     if job.lora:
         model.to(job.dtype)  # frozen; the adapters stay in float32, as in lightseq
+    if job.load_in_4bit:
+        quantize_as_transformers_does(model)
     if attention is not None:
         attending_part(model).set_attn_implementation(attention)  # encoders of images may support less
     with tempfile.TemporaryDirectory() as output_dir:
@@ -131,6 +133,30 @@ def add_towers(model: PreTrainedModel) -> None:
     for name, part in whole.base_model.named_children():
         if getattr(model.base_model, name, None) is None:
             setattr(model.base_model, name, part.to_empty(device=model.device).requires_grad_(False))
+
+
+def quantize_as_transformers_does(model: PreTrainedModel) -> None:
+    """Puts the linears of the layers in four bits as `from_pretrained` with BitsAndBytesConfig does (NF4, nested)."""
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    for layer in decoder_layers(model):
+        for parent in [*layer.modules()]:
+            for name, linear in parent.named_children():
+                if type(linear) is not torch.nn.Linear:
+                    continue
+                weight = linear.weight
+                with torch.device("meta"):
+                    quantized = Linear4bit(
+                        linear.in_features, linear.out_features, bias=False, compute_dtype=weight.dtype,
+                        compress_statistics=True, quant_type="nf4",
+                    )  # fmt: skip
+                quantized.bias = linear.bias
+                quantized.weight = Params4bit(
+                    weight.detach().cpu(), requires_grad=False, compress_statistics=True, quant_type="nf4",
+                    module=quantized,
+                ).to(weight.device)  # fmt: skip
+                setattr(parent, name, quantized)
+    model.is_loaded_in_4bit = True  # which peft and TRL look at
 
 
 def own_row_reason(job: Job) -> str | None:

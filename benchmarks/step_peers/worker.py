@@ -65,6 +65,7 @@ def parser() -> argparse.ArgumentParser:
         out.add_argument(f"--{name}", type=kind, required=True)
     for name in ("packed_rows", "lora_rank"):
         out.add_argument(f"--{name}", type=int)
+    out.add_argument("--load_in_4bit", action="store_true")
     return out
 
 
@@ -74,6 +75,8 @@ def main(words: Sequence[str]) -> None:
     for name in ("packed_rows", "lora_rank"):
         if getattr(flags, name) and flags.peer not in TRAINERS:
             raise ValueError(f"{flags.peer} is not measured with --{name}")
+    if flags.load_in_4bit and flags.peer != "trl":
+        raise ValueError(f"{flags.peer} is not measured with --load_in_4bit")
     with init_distributed(flags.timeout) as world:
         check_devices(world)
         use_host_cores(world)  # as in lightseq: torch's launcher leaves a rank one thread
@@ -82,7 +85,9 @@ def main(words: Sequence[str]) -> None:
             raise ValueError(f"{flags.peer} is measured with Llama only, not with {config.model_type}")
         asked = TrainConfig(model_name_or_path="", data_path="", output_dir="", lora_rank=flags.lora_rank)
         lora = lora_from_config(asked, config)
-        job = Job(config, flags.length, world, packed_rows=flags.packed_rows, lora=lora)
+        job = Job(
+            config, flags.length, world, packed_rows=flags.packed_rows, lora=lora, load_in_4bit=flags.load_in_4bit
+        )
         stream = stream_of(flags.data, job)
         peer = prepare_of(flags.peer)(job)
         if isinstance(peer, TrainerPeer):
