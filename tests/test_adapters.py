@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import forked
 import numpy as np
@@ -35,6 +36,7 @@ from lightseq.training import loop
 from lightseq.training.metrics import read_records
 
 peft = pytest.importorskip("peft")
+create_loraplus_optimizer = pytest.importorskip("peft.optimizers").create_loraplus_optimizer
 
 LENGTH, VOCABULARY, STEPS = 43, 64, 4
 CONFIG = LlamaConfig(
@@ -43,6 +45,9 @@ CONFIG = LlamaConfig(
 )  # fmt: skip
 LORA = adapters.Lora(4, 16.0, ("down_proj", "k_proj", "q_proj"))
 FLAGS = "--lora_rank 4 --lora_alpha 16 --lora_target_modules q_proj,k_proj,down_proj"
+
+PATTERN = r"model\.layers\.1\..*(q|down)_proj"
+OPTIONS = f"--use_rslora True --loraplus_lr_ratio 4 --lora_target_modules '{PATTERN}'"
 
 FAR = """--rope_theta 30000 --rope_scaling '{"rope_type": "yarn", "factor": 4}'"""
 
@@ -64,15 +69,15 @@ def programs(rank: int, runs: list[str]) -> list[tuple[Ended, dict[str, str]]]:
     return ends
 
 
-def peft_losses(directory: Path, data: list[list[int]]) -> tuple[list[float], torch.nn.Module]:
+def peft_losses(
+    directory: Path, data: list[list[int]], ratio: float = 1.0, **settings: Any
+) -> tuple[list[float], torch.nn.Module]:
     """Returns losses of every step and one more, by peft and plain torch; the adapters begin as ours do."""
-    model = peft.get_peft_model(
-        AutoModelForCausalLM.from_pretrained(directory),
-        peft.LoraConfig(r=4, lora_alpha=16, target_modules=list(LORA.targets), task_type="CAUSAL_LM"),
-    )
+    chosen = {"r": 4, "lora_alpha": 16, "target_modules": list(LORA.targets), "task_type": "CAUSAL_LM"} | settings
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(directory), peft.LoraConfig(**chosen))
     with torch.no_grad():
         adapters.initialize(model.base_model.model, 42)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-2, weight_decay=0.0)
+    optimizer = create_loraplus_optimizer(model, torch.optim.AdamW, lr=3e-2, loraplus_lr_ratio=ratio, weight_decay=0.0)
     losses = []
     for step in range(STEPS + 1):
         ids = torch.tensor([data[permutation(len(data), 42, 0)[step]]])
@@ -103,6 +108,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         f"{common} --output_dir {folder}/parts --max_steps {STEPS} --resume_from_checkpoint True",
         f"{common} --output_dir {folder}/far --max_steps 1 {FAR}",
         f"{common.removesuffix(FLAGS)} --output_dir {folder}/far-all --max_steps 1 {FAR}",
+        f"{common} --output_dir {folder}/options --max_steps {STEPS} {OPTIONS}",
         f"{common} --output_dir {folder}/bf16 --max_steps 1 --bf16",
     ]
     for words, (end, seen) in zip(runs, spawn(2, programs, runs)[0], strict=True):
@@ -136,6 +142,26 @@ def test_adapters_train_and_are_saved_and_merged_as_by_peft(folder: Path) -> Non
         assert (weight - by_peft[name]).abs().max() < 1e-4, name
 
 
+@pytest.mark.compat
+def test_rank_stabilized_adapters_with_two_learning_rates_train_as_by_peft(folder: Path) -> None:
+    data = pickle.loads((folder / "data.pkl").read_bytes())["input_ids"]
+    expected, trained = peft_losses(folder / "model", data, 4.0, use_rslora=True, target_modules=PATTERN)
+    assert losses(folder, "options") == pytest.approx(expected[:-1], abs=1e-5)
+    assert (
+        abs(peft_losses(folder / "model", data, use_rslora=True, target_modules=PATTERN)[0][-1] - expected[-1]) > 1e-4
+    )
+    checkpoint = folder / "options" / f"checkpoint-{STEPS}"
+    saved = load_file(checkpoint / adapter_files.WEIGHTS)
+    assert {n.partition(".layers.")[2].partition(".lora_")[0] for n in saved} == {
+        "1.self_attn.q_proj",
+        "1.mlp.down_proj",
+    }
+    assert lightseq(["merge", "--adapter", str(checkpoint), "--output_dir", str(folder / "merged-options")]) == 0
+    by_peft = trained.merge_and_unload().state_dict()
+    for name, weight in AutoModelForCausalLM.from_pretrained(folder / "merged-options").state_dict().items():
+        assert (weight - by_peft[name]).abs().max() < 1e-4, name
+
+
 def test_a_resumed_run_of_adapters_equals_one_that_never_stopped(folder: Path) -> None:
     assert losses(folder, "parts") == losses(folder, "whole")
     files = [load_file(folder / run / f"checkpoint-{STEPS}" / adapter_files.WEIGHTS) for run in ("parts", "whole")]
@@ -165,6 +191,14 @@ def test_the_models_own_weights_are_frozen_in_the_dtype_that_computes(folder: Pa
         ("--lora_rank 4 --bf16 --fp8 rowwise", "both replace the linear layers"),
         ("--lora_rank 4000", "--lora_rank 4000 exceeds"),
         ("--lora_rank 4 --lora_target_modules ,", "--lora_target_modules is empty; choose from"),
+        ("--use_rslora True", "--use_rslora True needs adapters; add --lora_rank"),
+        ("--lora_rank 4 --loraplus_lr_ratio 0", "--loraplus_lr_ratio 0.0: give a number above 0"),
+        ("--lora_rank 4 --lora_target_modules (", "--lora_target_modules ( is no regular expression (missing )"),
+        ("--lora_rank 4 --lora_target_modules q_proj|v_proj", "matches no linear of the layers; it has to match whole"),
+        (
+            "--lora_rank 4 --lora_target_modules .*_proj|lm_head",
+            "matches lm_head, which is not a linear of the model's",
+        ),
         (
             "--lora_rank 4 --lora_target_modules q_proj,lm_head",
             "lm_head is not a linear of the model's layers; choose from",

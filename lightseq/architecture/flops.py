@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 from lightseq.architecture.inspection import inspect_architecture
 from lightseq.config.recurrent_schedules import RECURRENT_SCHEDULES
 from lightseq.config.remat_policies import POLICIES, STORE_LINEARS, STORE_MLP
-from lightseq.parts.adapter_targets import find_targets, last_part
+from lightseq.parts.adapter_targets import find_targets
 from lightseq.parts.adapters import Lora
 from lightseq.parts.facts import Attention, Layer, LinearMixer
 
@@ -52,7 +52,7 @@ def count_adapter_parameters(lora: Lora | None, model_config: PreTrainedConfig, 
     if lora is None:
         return 0
     found = find_targets(model_config)
-    linears = sum(ends for name, ends in found.linears.items() if last_part(name) in lora.targets)
+    linears = sum(ends for name, ends in found.linears.items() if lora.adapts(name))
     experts = sum(found.parameters[name] for name in lora.parameters)
     if active and experts:
         facts = next(layer.experts for layer in inspect_architecture(model_config).layers if layer.experts)

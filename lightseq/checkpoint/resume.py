@@ -224,8 +224,8 @@ def _adapter_differences(
         yield "lora_rank", rank, lora.rank
     if alpha != lora.alpha:
         yield "lora_alpha", alpha, lora.alpha
-    if saved.get("use_rslora"):
-        yield "use_rslora", True, False
+    if bool(saved.get("use_rslora")) != lora.rank_stabilized:
+        yield "use_rslora", not lora.rank_stabilized, lora.rank_stabilized
     for name, wanted in (("modules", adapters.target_modules(lora)), ("parameters", sorted(lora.parameters))):
         found = saved.get(f"target_{name}", wanted) or []
         before, now = (each if isinstance(each, str) else ",".join(sorted(each)) for each in (found, wanted))

@@ -56,7 +56,15 @@ AT_LEAST_ONE: Final = (
     *("scaling_factor", "max_train_samples", "max_eval_samples", "early_stopping_patience", "sample_max_new_tokens"),
 )
 POSITIVE: Final = (
-    *("num_train_epochs", "lora_alpha", "rope_theta", "step_timeout", "host_memory_budget", "device_memory_budget"),
+    *(
+        "num_train_epochs",
+        "lora_alpha",
+        "loraplus_lr_ratio",
+        "rope_theta",
+        "step_timeout",
+        "host_memory_budget",
+        "device_memory_budget",
+    ),
     *("adam_epsilon", "beta", "distill_temperature"),
 )
 AT_MOST: Final[Mapping[str, float]] = {
@@ -232,9 +240,15 @@ def _check_expert_parallelism(config: Flags) -> None:
         )
 
 
+OF_ADAPTERS: Final = (
+    *("lora_alpha", "use_rslora", "loraplus_lr_ratio", "lora_adapter", "lora_target_modules"),
+    *("lora_target_parameters", "load_in_4bit"),
+)
+
+
 def _check_lora(config: Flags) -> None:
     if config.lora_rank is None:
-        for flag in ("lora_alpha", "lora_adapter", "lora_target_modules", "lora_target_parameters", "load_in_4bit"):
+        for flag in OF_ADAPTERS:
             if getattr(config, flag) != _default(config, flag):
                 raise ValueError(f"--{flag} {getattr(config, flag)} needs adapters; add --lora_rank")
         return

@@ -38,6 +38,8 @@ FLAGS_OF_OTHER_PROGRAMS: Final[Mapping[str, str]] = {
         "lora_adapter": "adapter_name_or_path lora_model_dir",
         "lora_target_modules": "lora_target target_modules",
         "lora_target_parameters": "target_parameters",
+        "use_rslora": "peft_use_rslora",
+        "loraplus_lr_ratio": "loraplus_ratio",
         "offload": "activation_offloading",
         "deepspeed": "deepspeed_config",
         "report_to": "wandb tensorboard use_wandb use_tensorboard mlflow comet",
@@ -84,15 +86,19 @@ REMEDIES: Final[Mapping[str, str]] = {
             "bnb_config_kwargs use_bnb_nested_quant use_bnb gptq"
         ),
         "adapters have no dropout; leave it out": "lora_dropout",
-        "adapters are plain LoRA, scaled by --lora_alpha / --lora_rank; leave it out": (
-            "use_rslora use_dora peft_use_rslora peft_use_dora lora_bias init_lora_weights peft_init_lora_weights "
-            "lora_fan_in_fan_out fan_in_fan_out lora_task_type loftq_config loraplus_lr_ratio rank_pattern "
-            "alpha_pattern"
+        "adapters are plain LoRA, with --use_rslora True rank-stabilized; leave it out": (
+            "use_dora peft_use_dora lora_bias init_lora_weights peft_init_lora_weights lora_fan_in_fan_out "
+            "fan_in_fan_out lora_task_type loftq_config rank_pattern alpha_pattern pissa_init"
         ),
         "--lora_rank trains adapters, and --lora_adapter DIR continues one": "adapter peft peft_type peft_config",
         "adapters go to what --lora_target_modules and --lora_target_parameters name, by default all linear layers": (
-            "lora_target_linear lora_modules_to_save modules_to_save exclude_modules layers_to_transform "
-            "layers_pattern lora_layers_to_transform peft_layers_to_transform"
+            "lora_target_linear"
+        ),
+        "give --lora_target_modules a regular expression for the whole names of the layers to adapt": (
+            "exclude_modules layers_to_transform layers_pattern lora_layers_to_transform peft_layers_to_transform"
+        ),
+        "beside adapters, embeddings and head stay frozen; without --lora_rank all weights train": (
+            "lora_modules_to_save modules_to_save additional_target loraplus_lr_embedding"
         ),
         "all weights train, or with --lora_rank adapters only": "unfrozen_parameters freeze_layers freeze_vision_tower",
         "evaluation computes in the dtype of training; give --bf16 or --fp16": "bf16_full_eval fp16_full_eval",

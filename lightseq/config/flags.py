@@ -178,13 +178,18 @@ class AdapterConfig:
     lora_alpha: float | None = flag(
         None, "Scale of the adapters: their output is multiplied by lora_alpha / lora_rank. Default: twice the rank."
     )
+    use_rslora: bool = flag(False, "Multiply by lora_alpha / √lora_rank instead (rank-stabilized LoRA).")
+    loraplus_lr_ratio: float | None = flag(
+        None, "Learning rate of the adapters' B over that of A, such as 16 (LoRA+). Default: both have the same."
+    )
     lora_adapter: str | None = flag(
         None,
         "Directory of an adapter to start from: of peft, or a checkpoint. Rank, scale and targets must be the same.",
     )
     lora_target_modules: str = flag(
         "all-linear",
-        'Linear layers that get an adapter, such as q_proj,v_proj. Experts get no adapter. "": no linear layer.',
+        "Linear layers that get an adapter, such as q_proj,v_proj, or a regular expression for their whole names, such "
+        r'as .*layers\.[0-3]\..*_proj. Experts get no adapter. "": no linear layer.',
     )
     lora_target_parameters: str | None = flag(
         None, "Weights of stacked experts that get an adapter, such as mlp.experts.gate_up_proj,mlp.experts.down_proj."

@@ -64,13 +64,13 @@ def check_start(directory: Path, lora: Lora) -> None:
     """Raises ValueError unless the adapter in a directory is plain LoRA of the run's rank and scale."""
     settings = read_config(directory)
     for flag, before, now in (
-        ("rank", settings["r"], lora.rank),
-        ("alpha", lora_scale(settings) * lora.rank, lora.alpha),
+        ("lora_rank", settings["r"], lora.rank),
+        ("use_rslora", bool(settings.get("use_rslora")), lora.rank_stabilized),
+        ("lora_alpha", settings["lora_alpha"], lora.alpha),
     ):
         if not math.isclose(before, now):
-            raise ValueError(
-                f"--lora_adapter {directory} has lora_{flag} {before:g}, not {now:g}; give --lora_{flag} {before:g}"
-            )
+            was, given = (x if isinstance(x, bool) else f"{x:g}" for x in (before, now))
+            raise ValueError(f"--lora_adapter {directory} has {flag} {was}, not {given}; give --{flag} {was}")
 
 
 def _name_in_file(name: str) -> str:

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from lightseq.models.build import settings_of
-from lightseq.models.decoder import decoder_layers
+from lightseq.models.decoder import decoder_layers, module_name
 from lightseq.parts.chosen_experts import build_to_train
 from lightseq.parts.experts import experts_modules
 from lightseq.parts.identity import product_change
@@ -23,7 +23,8 @@ from lightseq.parts.identity import product_change
 class Targets:
     """Weights in a model's layers that adapters can be of."""
 
-    linears: Mapping[str, int]  # inputs plus outputs of each linear
+    linears: Mapping[str, int]  # inputs plus outputs of each linear, by its whole name
+    modules: tuple[str, ...]  # whole names of all of the model's modules
     parameters: Mapping[str, int]  # the same of stacked experts' weights by their name in a layer, over all of them
     taken: frozenset[str]  # names of linears that peft understands as those of experts or routers
     refused: frozenset[str]  # names of linears to which peft adds no adapter in this type of model
@@ -42,15 +43,17 @@ def _cached_targets(kind: Any, text: str) -> Targets:
         for weight in ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj"):
             count, *ends = getattr(experts, weight).shape
             parameters[f"{name.partition('.')[2]}.{weight}"] += count * sum(ends)
+    prefix = module_name(model, layers)
     linears = {
-        name: module.in_features + module.out_features
+        f"{prefix}.{name}": module.in_features + module.out_features
         for name, module in layers.named_modules()
         if isinstance(module, nn.Linear) and product_change(module) is None  # a router may return more (Llama 4)
     }
     names = {last_part(name) for name in linears}
     return Targets(
         linears,
-        parameters,
+        modules=tuple(name for name, _ in model.named_modules() if name),
+        parameters=parameters,
         taken=frozenset(name for name in names if parameters and _is_taken(model, name)),
         refused=frozenset(name for name in names if _is_refused(model, name)),
     )

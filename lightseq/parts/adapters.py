@@ -30,17 +30,25 @@ ALL_LINEARS: Final = "all-linear"
 
 @dataclass(frozen=True)
 class Lora:
-    """Settings from the flags `--lora_rank`, `--lora_alpha`, `--lora_target_modules` and `--lora_target_parameters`."""
+    """Settings from the flags that begin with `--lora_`, and from `--use_rslora`."""
 
     rank: int
     alpha: float
     targets: tuple[str, ...]  # names of linears in the layers, such as q_proj
     layers: str | None = None  # name of the layers, if other parts of the model have linears of these names
     parameters: tuple[str, ...] = ()  # weights of stacked experts, by their names in a layer
+    pattern: str | None = None  # regular expression for whole names of linears, of which `targets` are the last parts
+    rank_stabilized: bool = False  # arXiv 2312.03732
 
     @property
     def scale(self) -> float:
-        return self.alpha / self.rank
+        return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
+
+    def adapts(self, linear: str) -> bool:
+        """Returns whether a linear of the layers gets an adapter, by its whole name."""
+        if self.pattern is not None:
+            return re.fullmatch(self.pattern, linear) is not None
+        return last_part(linear) in self.targets
 
 
 def lora_from_config(config: TrainConfig, model_config: PreTrainedConfig) -> Lora | None:
@@ -57,9 +65,13 @@ def lora_from_config(config: TrainConfig, model_config: PreTrainedConfig) -> Lor
     parameters = _asked_parameters(config.lora_target_parameters, found)
     linears = sorted({last_part(name) for name in found.linears} - found.taken - found.refused)
     asked = config.lora_target_modules.replace(",", " ").split()
-    targets = linears if asked == [ALL_LINEARS] else asked
     flag = f"--lora_target_modules {config.lora_target_modules}"
     remedy = f"choose from {', '.join(linears)}, or {ALL_LINEARS}"
+    pattern = config.lora_target_modules if _is_pattern(asked) else None
+    if pattern is not None:
+        targets = _matched(pattern, found, model_config)
+    else:
+        targets = linears if asked == [ALL_LINEARS] else asked
     if not targets and not parameters:
         raise ValueError(f"--lora_target_modules is empty; {remedy}")
     if taken := [name for name in targets if name in found.taken]:
@@ -75,7 +87,41 @@ def lora_from_config(config: TrainConfig, model_config: PreTrainedConfig) -> Lor
     if has_towers(model_config):
         model = build_to_train(model_config)
         layers = module_name(model, decoder_layers(model))
-    return Lora(config.lora_rank, config.lora_alpha or 2.0 * config.lora_rank, tuple(targets), layers, parameters)
+    return Lora(
+        rank=config.lora_rank,
+        alpha=config.lora_alpha or 2.0 * config.lora_rank,
+        targets=tuple(targets),
+        layers=layers,
+        parameters=parameters,
+        pattern=pattern,
+        rank_stabilized=config.use_rslora,
+    )
+
+
+def _is_pattern(words: list[str]) -> bool:
+    """Returns whether the words of `--lora_target_modules` are a regular expression instead of names."""
+    return words != [ALL_LINEARS] and not all(re.fullmatch(r"[\w.]+", word) for word in words)
+
+
+def _matched(pattern: str, found: Targets, model_config: PreTrainedConfig) -> list[str]:
+    """Returns the last parts of the names that a regular expression matches, as peft does: whole names of modules.
+
+    Raises ValueError if it is none, or matches no linear of the layers, or something else.
+    """
+    given = f"--lora_target_modules {pattern}"
+    try:
+        matches = re.compile(pattern).fullmatch
+    except re.error as error:
+        raise ValueError(f"{given} is no regular expression ({error}); give names or a valid one") from None
+    others = [name for name in found.modules if matches(name) and name not in found.linears]
+    if others:
+        raise ValueError(f"{given} matches {others[0]}, which is not a linear of the model's layers; make it narrower")
+    names = [name for name in found.linears if matches(name)]
+    if not names:
+        raise ValueError(
+            f"{given} matches no linear of the layers; it has to match whole names, such as {next(iter(found.linears))}"
+        )
+    return sorted({last_part(name) for name in names})
 
 
 def _asked_parameters(flag: str | None, found: Targets) -> tuple[str, ...]:
@@ -152,6 +198,8 @@ def _rounded_once(kind: type[nn.Module]) -> type[nn.Module]:
 
 def target_modules(lora: Lora) -> list[str] | str:
     """Returns the linears to adapt as peft's config has them."""
+    if lora.pattern is not None:
+        return lora.pattern
     if lora.layers is None or not lora.targets:
         return sorted(lora.targets)
     # a pattern, which peft compares with whole names
@@ -165,7 +213,7 @@ def peft_config(lora: Lora, base: str | None = None) -> Any:
     return LoraConfig(
         r=lora.rank, lora_alpha=lora.alpha, target_modules=target_modules(lora), lora_dropout=0.0, bias="none",
         target_parameters=list(lora.parameters) or None, task_type="CAUSAL_LM", base_model_name_or_path=base,
-        inference_mode=base is not None,
+        inference_mode=base is not None, use_rslora=lora.rank_stabilized,
     )  # fmt: skip
 
 

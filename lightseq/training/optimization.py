@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from lightseq.config.optimizers import EIGHT_BIT
 from lightseq.config.train_config import TrainConfig, warmup_steps
 from lightseq.distributed.parallel_dims import local_part
+from lightseq.models.weights import LORA_INFIX
 from lightseq.training.weight_decay import without_decay
 from lightseq.utils.formatting import first_line
 from lightseq.utils.versions import source_digest
@@ -21,18 +22,26 @@ from lightseq.utils.versions import source_digest
 NORM_ROW = 1 << 14  # values per partial sum of squares
 NOT_SETTINGS = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}  # of a schedule, set by flags
 CHECKED_STEPS = 1000  # of a schedule, evenly spaced
+LORA_B = f"{LORA_INFIX}B."  # in the names of adapters' second factors
+RATE_RATIO = "rate_ratio"  # key of a parameter group: its learning rate over that of the run
 UNKNOWN_PARAMETER = 2**31  # stands for a parameter's index if some gradient is not finite, but not known which
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
     """Returns AdamW (arXiv 1711.05101), AdamW with 8-bit states (arXiv 2110.02861), or SGD.
 
-    Weight decay applies to weights of products and tables, as in transformers (`without_decay`).
+    Weight decay applies to weights of products and tables, as in transformers (`without_decay`). With
+    `--loraplus_lr_ratio`, the adapters' B have a learning rate of their own (LoRA+, arXiv 2402.12354).
     """
-    parameters, exempt = [p for p in model.parameters() if p.requires_grad], without_decay(model)
+    exempt = without_decay(model)
+    kinds: dict[tuple[bool, float], list[nn.Parameter]] = {(decays, 1.0): [] for decays in (True, False)}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            ratio = (config.loraplus_lr_ratio or 1.0) if LORA_B in name else 1.0
+            kinds.setdefault((parameter not in exempt, ratio), []).append(parameter)
     groups = [
-        {"params": [p for p in parameters if p not in exempt], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p in exempt], "weight_decay": 0.0},
+        {"params": parameters, "weight_decay": config.weight_decay if decays else 0.0, RATE_RATIO: ratio}
+        for (decays, ratio), parameters in kinds.items()
     ]
     if config.optim == "sgd":
         return LocalSGD(groups, lr=config.learning_rate)
@@ -120,7 +129,7 @@ class LearningRate:
         """Sets and returns the learning rate of optimizer step `step`, counted from 0."""
         rate = self._peak * self.factor(step)
         for group in optimizer.param_groups:
-            set_rate(group, rate)
+            set_rate(group, rate * group.get(RATE_RATIO, 1.0))
         return rate
 
 
