@@ -53,6 +53,15 @@ def test_trees_of_a_sequence_fit_and_hold_every_document_once(tmp_path: Path) ->
     assert "computed once with others, as shared prefixes" in "".join(shared.notes)
 
 
+@pytest.mark.parametrize("letters", ["ab", "ba"])  # rows are sorted by a hash, so a greedy cut is right for one
+def test_rows_too_long_for_one_tree_are_cut_where_least_is_repeated(letters: str, tmp_path: Path) -> None:
+    alone, others = ("p" * BLOCK + letter * BLOCK for letter in letters)
+    texts = [alone + "x" * 8, *(others + end * 8 for end in "xyz")]
+    found = open_shared(tmp_path, [{"text": text} for text in texts], length=222)
+    trees = [len(share_prefixes(documents_of(found[i])).ids) for i in range(len(found))]
+    assert sorted(trees) == [BLOCK * 2 + 9, BLOCK * 2 + 3 * 9 + 2]  # branches begin with the last common token
+
+
 def test_padding_is_that_of_sequences_cut_after_their_trees(tmp_path: Path) -> None:
     """Five trees of 93 tokens do not fit in pairs; a sequence of 160 is cut to five eighths, 100 tokens."""
     rows = [{"text": trunk * 80 + end * 5} for trunk in "abcde" for end in "xy"]

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Final
 
 import numpy as np
@@ -39,26 +40,55 @@ def whole_rows(sizes: Ints, together: int) -> Units:
 
 
 def rows_that_begin_alike(windows: Examples, together: int, length: int) -> Units:
-    """Returns units of rows that share whole blocks at their beginning, as many as fit into `length` tokens as trees.
+    """Returns units of rows that share whole blocks at their beginning, none of more than `length` tokens as a tree.
 
-    Reads all tokens once. Raises ValueError for a row that does not fit alone.
+    Rows that do not fit into one tree are cut where the trees repeat the fewest tokens. Reads all tokens once.
     """
     keys = [_key(windows[row * together].input_ids) for row in range(len(windows) // together)]
-    members, offsets, tokens = list[int](), [0], list[int]()
-    last, key = np.zeros(0, np.int64), b""
-    for row in sorted(range(len(keys)), key=keys.__getitem__):
-        indices = range(row * together, (row + 1) * together)
-        documents = [windows[i].input_ids for i in indices]
-        more = tree_tokens(documents, last)
-        if keys[row] and keys[row][:DIGEST] == key[:DIGEST] and tokens[-1] + more <= length:
-            tokens[-1] += more
-            offsets[-1] += together
-        else:
-            tokens.append(tree_tokens(documents))
-            offsets.append(offsets[-1] + together)
-        members += indices
-        last, key = documents[-1], keys[row]
-    return Units(*(np.array(x, dtype=np.int64) for x in (members, offsets, tokens)))
+    order = sorted(range(len(keys)), key=keys.__getitem__)
+    alone, added = list[int](), list[int]()  # tokens of a row as a tree of its own, and beside the row before it
+    last = np.zeros(0, np.int64)
+    for row in order:
+        documents = [windows[i].input_ids for i in range(row * together, (row + 1) * together)]
+        alone.append(tree_tokens(documents))
+        added.append(tree_tokens(documents, last))
+        last = documents[-1]
+    ends, tokens, begin = list[int](), list[int](), 0
+    for _, alike in groupby(order, key=lambda row: keys[row][:DIGEST] or row):
+        end = begin + sum(1 for _ in alike)
+        for size, total in _cheapest_trees(alone[begin:end], added[begin:end], length):
+            ends.append((ends[-1] if ends else 0) + size * together)
+            tokens.append(total)
+        begin = end
+    members = [row * together + i for row in order for i in range(together)]
+    return Units(*(np.array(x, dtype=np.int64) for x in (members, [0, *ends], tokens)))
+
+
+def _cheapest_trees(alone: Sequence[int], added: Sequence[int], length: int) -> list[tuple[int, int]]:
+    """Returns the rows and the tokens of trees of neighbouring rows, in order, with the fewest tokens in all.
+
+    A row has `alone` tokens as the first of its tree, and adds `added` to the row before it. A tree has at most
+    `length` tokens, or one row.
+    """
+    count = len(alone)
+    fewest, begins = [0] * (count + 1), [0] * (count + 1)  # of the rows before each, and where their last tree begins
+    for end in range(1, count + 1):
+        best, more = None, 0
+        for begin in range(end - 1, -1, -1):
+            total = alone[begin] + more
+            if total > length and begin < end - 1:
+                break
+            if best is None or fewest[begin] + total <= best:
+                best, begins[end] = fewest[begin] + total, begin
+            more += added[begin]
+        assert best is not None
+        fewest[end] = best
+    trees, end = list[tuple[int, int]](), count
+    while end:
+        begin = begins[end]
+        trees.append((end - begin, fewest[end] - fewest[begin]))
+        end = begin
+    return trees[::-1]
 
 
 def tree_tokens(documents: Sequence[IntArray], last: IntArray | None = None) -> int:
