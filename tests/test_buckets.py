@@ -183,6 +183,7 @@ def accumulated_lengths(rank: int, files: Path) -> list[list[int]]:
     return [trained(rank, files, f"seed-{seed}", f"{mixed} --seed {seed}", pads=False).lengths for seed in range(5)]
 
 
+@pytest.mark.slow
 def test_the_longest_batch_is_tried_before_a_shorter_one_of_its_step(files: Path) -> None:
     found = spawn(1, accumulated_lengths, files)[0]
     assert {len(lengths) for lengths in found} == {2, 3}, "in both orders"

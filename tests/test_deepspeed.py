@@ -276,6 +276,7 @@ def assert_fresh(masters: dict[str, torch.Tensor]) -> None:
         assert masters[name].dtype == torch.float32 and torch.equal(masters[name], parameter.detach()), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_step_that_zero_skips_is_counted_and_noted(files: Path, stage: int) -> None:
     line = words(files, f"nonfinite{stage}", f"{COMMON} --deepspeed {files}/zero{stage}.json")

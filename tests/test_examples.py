@@ -83,6 +83,7 @@ def loop_over_images(rank: int, size: int) -> list[float]:
     return images.train(World(rank, size, rank, size, torch.device("cpu")))
 
 
+@pytest.mark.slow
 def test_the_loop_over_images_gives_the_same_losses_on_two_ranks() -> None:
     (wanted,) = spawn(1, loop_over_images, 1)
     assert wanted[-1] < wanted[0] - 0.3

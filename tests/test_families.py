@@ -178,12 +178,8 @@ def check_families(world: int, folder: Path, names: list[str], from_files: list[
 
 
 def test_layers_that_differ_train_resume_and_save(tmp_path: Path) -> None:
-    names = [
-        "Gemma 4 E: heads of two sizes, shared keys, embeddings per layer",
-        "Nemotron H: Mamba 2, layers of experts alone",
-        "Llama 4: inside a composite",
-    ]
-    check_families(2, tmp_path, names, from_files=names[1:2])
+    names = ["Nemotron H: Mamba 2, layers of experts alone", "Llama 4: inside a composite"]
+    check_families(2, tmp_path, names, from_files=names[:1])
 
 
 @pytest.mark.slow

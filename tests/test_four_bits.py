@@ -90,7 +90,7 @@ def reference(folder: Path) -> tuple[list[float], dict[str, Tensor]]:
     return losses, {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_runs_train_as_peft_with_bitsandbytes_does(folder: Path, world: int) -> None:
     output = f"on-{world}"
     ((end, seen), *_), *_ = spawn(world, programs, [f"{flags(folder, output)} --max_steps {STEPS}"])

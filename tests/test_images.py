@@ -447,6 +447,7 @@ def run_the_page(_rank: int, kind: type[Trainer]) -> list[float]:
     return [record["loss"] for record in names["trainer"].state.log_history if "loss" in record]
 
 
+@pytest.mark.slow
 def test_the_examples_page_trains_a_trainer_on_images() -> None:
     (wanted,) = spawn(1, run_the_page, Trainer)
     assert wanted[-1] < wanted[0]

@@ -386,6 +386,7 @@ def test_rows_of_a_prompt_meet_in_micro_batches_without_another_update() -> None
             assert np.linalg.norm(got["weights"][name] - weight) <= 1e-5 * np.linalg.norm(weight), name
 
 
+@pytest.mark.slow
 def test_a_subclass_sees_a_group_as_one_process() -> None:
     check(OwnLossGrpo, SplitOwnLossGrpo, {"max_steps": 1}, 2)
 

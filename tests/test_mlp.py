@@ -308,9 +308,7 @@ def test_a_checkpoint_that_keeps_gate_and_up_makes_neither_again(
 
 @pytest.mark.parametrize(
     ("policy", "compiled"),
-    slow_except(
-        [*((policy, False) for policy in POLICIES[1:]), (STORE_MLP, True)], product(POLICIES[1:], (False, True))
-    ),
+    slow_except([(policy, False) for policy in POLICIES[1:]], product(POLICIES[1:], (False, True))),
 )
 def test_an_mlp_before_a_norm_gives_the_same_gradients(
     policy: str, compiled: bool, monkeypatch: pytest.MonkeyPatch

@@ -316,6 +316,7 @@ def test_compiled_training_equals_one_process(world: int, tmp_path: Path) -> Non
     _run(tmp_path, world, [case for case in _keeping(world) if case.compiled], steps=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [2, pytest.param(STEPS, marks=pytest.mark.slow)])
 def test_several_steps_equal_one_process(steps: int, tmp_path: Path) -> None:
     _run(tmp_path, 2, [Case("tiny-llama3", "prefix", 1, 3), Case("tiny-llama2", "zigzag", 2, 1)], steps)

@@ -45,7 +45,7 @@ def rows(path: Path, *rows: list[int]) -> Path:
     return path
 
 
-@pytest.mark.parametrize("packing", ["none", "best_fit"])
+@pytest.mark.parametrize("packing", ["none", pytest.param("best_fit", marks=pytest.mark.slow)])
 def test_a_row_with_an_image_is_refused_by_name(tmp_path: Path, packing: str) -> None:
     tiny_config("qwen3_vl", image_token_id=IMAGE).save_pretrained(tmp_path / "model")
     good, bad = rows(tmp_path / "good.jsonl", [3, 4, 5] * 9), rows(tmp_path / "bad.jsonl", [3, 4], [5, IMAGE, 6])

@@ -220,6 +220,7 @@ def test_a_placement_of_many_spans_is_shown_as_counts() -> None:
 # ---- memory ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_memory_is_planned_for_every_layer_where_offloaded_layers_are_spread() -> None:
     run = planned_run(LLAMA, "--bf16 --remat attention --model_max_length 32K", 2)
     placement = in_order({OFFLOAD: 13, KEEP: 19}, 2.0)
@@ -593,6 +594,7 @@ def test_every_suggestion_makes_the_run_fit() -> None:
     assert flags.plan.fits and gpus.plan.fits and length.plan.fits
 
 
+@pytest.mark.slow
 def test_flags_that_make_a_step_slower_are_named() -> None:
     flags = "--bf16 --model_max_length 131072 --remat full"
     run = planned_run(LLAMA, flags, 4, gpu=140 * GIB, chosen=True)
@@ -603,6 +605,7 @@ def test_flags_that_make_a_step_slower_are_named() -> None:
     assert faster_change(planned_run(LLAMA, "--bf16 --model_max_length 131072", 4, gpu=140 * GIB, chosen=True)) is None
 
 
+@pytest.mark.slow
 def test_hopeless_numbers_of_gpus_are_ruled_out_without_their_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks: list[int] = []
     monkeypatch.setattr(
@@ -918,6 +921,7 @@ def test_parts_of_a_measured_peak_add_up_to_it(
     assert parts.total == peak
 
 
+@pytest.mark.slow
 def test_the_plan_splits_experts_where_gathering_them_takes_longer() -> None:
     experts = Qwen3MoeConfig(
         hidden_size=2048, num_hidden_layers=2, num_attention_heads=16, num_key_value_heads=4, head_dim=128,

@@ -222,8 +222,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 def cases(worlds: Sequence[int]) -> list[Any]:
-    """Returns the cases on numbers of ranks. Quick ones are all on one rank, and full fine-tuning on two."""
-    quick = {(name, 1) for name in CASES} | {("full", 2)}
+    """Returns the cases on numbers of ranks. Quick ones are full fine-tuning on two, and the others on one."""
+    quick = {(name, 1) for name in CASES if name != "full"} | {("full", 2)}
     every = [(name, world) for world in worlds for name in CASES]
     return [case if case in quick else pytest.param(*case, marks=pytest.mark.slow) for case in every]
 

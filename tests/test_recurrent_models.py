@@ -191,6 +191,7 @@ def exchanged(rank: int, runs: list[str]) -> list[Ended]:
     return programs(rank, "any", runs)
 
 
+@pytest.mark.slow
 def test_a_hybrid_trains_with_exchanged_heads(tmp_path: Path) -> None:
     config = tiny_config("qwen3_5_text")
     assert config.vocab_size == VOCABULARY

@@ -142,6 +142,7 @@ def loop_with_accelerate(rank: int, reads: bool) -> None:
         accelerator.wait_for_everyone()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("reads", "says"),
     [

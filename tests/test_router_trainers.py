@@ -76,7 +76,7 @@ def test_trainer_adds_the_router_loss_of_one_process(case: str, world: int) -> N
 
 @pytest.mark.compat("5.20")
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("case", slow_except(["SFT packed", "DPO"], TRL_CASES))
+@pytest.mark.parametrize("case", slow_except(["SFT packed"], TRL_CASES))
 def test_trl_adds_the_router_loss_of_one_process(case: str, world: int, tmp_path: Path) -> None:
     run, changes = TRL_CASES[case]
     cases = [dict(changes), dict(changes)]

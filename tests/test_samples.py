@@ -22,7 +22,7 @@ from lightseq.training.sample_prompts import read_sample_prompts
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPTS, NEW_TOKENS = ["the cat", "a dog ", "one two three"], 12
-QUICK = "plain", "sampled", "resumed", "resumed again", "epochs", "stopped", "stopped again"
+QUICK = "sampled", "resumed", "resumed again", "stopped"
 STOPS_AT_THE_SECOND = "--early_stopping_patience 1 --early_stopping_threshold 9"  # evaluation
 
 
@@ -95,7 +95,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return found
 
 
+@pytest.mark.slow
 def test_losses_are_the_same_with_and_without_samples(runs: Runs) -> None:
+    runs.train("plain")
     assert runs.losses("sampled") == runs.losses("plain")
     assert runs.evaluations("sampled") == runs.evaluations("plain")
 
@@ -125,7 +127,9 @@ def test_a_resumed_run_has_the_rows_evaluations_and_samples_of_one_that_did_not_
     assert runs.records("resumed", "samples.jsonl") == runs.records("sampled", "samples.jsonl")
 
 
+@pytest.mark.slow
 def test_without_a_schedule_a_held_out_part_is_evaluated_after_each_epoch_and_at_the_end(runs: Runs) -> None:
+    runs.train("epochs")
     first, last = (r["step"] for r in runs.evaluations("epochs"))
     assert first < last == runs.losses("epochs")[-1][0]
     assert "held out 3 of 12 documents for evaluation" in runs.ends["epochs"].out
@@ -146,7 +150,9 @@ def test_a_run_stops_early_and_keeps_its_best_checkpoint(runs: Runs) -> None:
     assert saved["early_stopping"] == {"best_eval_loss": losses[best], "evaluations_without_improvement": 2}
 
 
+@pytest.mark.slow
 def test_a_run_that_stopped_early_trains_no_step_when_it_is_resumed(runs: Runs) -> None:
+    runs.train("stopped again")
     last = runs.evaluations("stopped")[-1]["step"]
     assert f"stopped early after step {last}" in runs.ends["stopped again"].out
     assert runs.losses("stopped")[-1][0] == last

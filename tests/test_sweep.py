@@ -143,6 +143,7 @@ def ran(directory: Path) -> list[str]:
     return words
 
 
+@pytest.mark.slow
 def test_a_sweep_goes_on_after_failures_and_runs_nothing_twice(sweep_dir: Path) -> None:
     path = sweep(sweep_dir, "timeout_seconds: 4\ngrid: {ranks: 2, seed: [1, 2, 3, 4]}")
     done = launch(sweep_dir, path)
@@ -190,6 +191,7 @@ def test_a_cell_is_done_only_with_all_steps_of_the_same_flags(sweep_dir: Path) -
     assert ran(sweep_dir) == [], "a run's own files say that it is done"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_a_stopped_sweep_leaves_no_process_and_continues(number: signal.Signals, sweep_dir: Path) -> None:
     path = sweep(sweep_dir, "grid: {seed: [4, 2, 5]}")

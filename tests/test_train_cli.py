@@ -806,6 +806,7 @@ def test_allocations_of_a_gpu_are_a_snapshot_that_can_be_opened(tmp_path: Path) 
     assert any(size >= kept.nbytes for size in sizes)
 
 
+@pytest.mark.slow
 def test_steps_to_profile_that_a_resumed_run_finds_past_are_left_out(files: Files) -> None:
     resumed = "--max_steps 4 --profile_steps 2:3 --resume_from_checkpoint True"
     words = [files.words("llama3", "reprofiled", "--save_steps 2", more) for more in ("--max_steps 2", resumed)]

@@ -121,7 +121,7 @@ FLAGS = {
 @pytest.mark.parametrize(
     ("ranks", "flags"),
     [
-        (2, QUICK),
+        pytest.param(2, QUICK, marks=pytest.mark.slow),
         pytest.param(2, LATER, marks=pytest.mark.compat("5.22")),
         *(pytest.param(n, FLAGS[n], marks=pytest.mark.slow) for n in FLAGS),
     ],
