@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cases import slow_except
 from programs import Ended, program
 from safetensors.torch import load_file
 from torch import Tensor
@@ -98,8 +99,7 @@ def test_runs_train_as_peft_with_bitsandbytes_does(folder: Path, world: int) -> 
     in_bits = {name.split(".")[-3] for name, kind in seen.items() if kind == Nf4Weight.__name__}
     assert in_bits == set(LINEARS) and sum(kind == Nf4Weight.__name__ for kind in seen.values()) == 14
     losses, trained = reference(folder)  # after steps of SGD, the adapters differ from the first ones by gradients
-    found = [record["loss"] for record in read_records(folder / output / "metrics.jsonl") if "loss" in record]
-    torch.testing.assert_close(found, losses, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(losses_of(folder / output), losses, atol=1e-5, rtol=1e-5)
     saved = load_file(folder / output / f"checkpoint-{STEPS}" / "adapter_model.safetensors")
     for name, x in trained.items():
         ours = saved[name.replace(".default", "")]
@@ -120,12 +120,53 @@ def test_what_four_bits_do_not_support_is_refused(folder: Path, words: str, why:
     assert end.status == 2 and why in end.err, end.err
 
 
-def test_experts_and_rows_of_no_whole_blocks_are_refused() -> None:
-    with pytest.raises(ValueError, match="the experts of MixtralForCausalLM would keep"):
-        check_four_bits(build_to_train(tiny_config("mixtral")))
+def test_rows_of_no_whole_blocks_are_refused() -> None:
     narrow = LlamaConfig(**(CONFIG.to_dict() | {"intermediate_size": 48}))
-    with pytest.raises(ValueError, match="down_proj has 48 inputs, not a multiple of 64"):
+    with pytest.raises(ValueError, match=r"down_proj.weight have 48 elements, not a multiple of 64"):
         check_four_bits(build_to_train(narrow))
+    tiny = tiny_config("qwen3_moe")
+    with pytest.raises(ValueError, match=r"experts.down_proj have 16 elements, not a multiple of 64"):
+        check_four_bits(build_to_train(type(tiny)(**(tiny.to_dict() | {"hidden_size": 64}))))
+
+
+EXPERTS = {
+    "qwen3_moe": {"moe_intermediate_size": 64},
+    "gpt_oss": {"intermediate_size": 64, "head_dim": 16},  # stacked the other way, and with biases
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "world"), slow_except([("qwen3_moe", 2)], [("qwen3_moe", 2), ("qwen3_moe", 3), ("gpt_oss", 2)])
+)
+def test_experts_in_four_bits_train_as_the_same_numbers_in_32_do(family: str, world: int, tmp_path: Path) -> None:
+    config = type(tiny_config(family))(**(tiny_config(family).to_dict() | {"hidden_size": 64} | EXPERTS[family]))
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path / "model")
+    quantize_layers(model.requires_grad_(False))
+    numbers = {name: x for name, x in model.named_parameters() if isinstance(x, Nf4Weight)}
+    assert any("experts" in name for name in numbers)
+    dense = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    for name, x in numbers.items():
+        dense.get_parameter(name).data.copy_(x.dense())
+    dense.save_pretrained(tmp_path / "dense")
+    data = np.random.default_rng(3).integers(3, config.vocab_size, (STEPS + 1, LENGTH)).tolist()
+    (tmp_path / "data.pkl").write_bytes(pickle.dumps({"input_ids": data}))
+    targets = "--lora_target_parameters mlp.experts.gate_up_proj,mlp.experts.down_proj"
+    bits = f"{flags(tmp_path, 'bits')} {targets} --max_steps {STEPS}"
+    without = bits.replace("--load_in_4bit True", "").replace("/bits", "/dense-run").replace("/model ", "/dense ")
+    for end, seen in spawn(world, programs, [bits, without])[0]:
+        assert end.status == 0, end.err
+    assert losses_of(tmp_path / "bits") == pytest.approx(losses_of(tmp_path / "dense-run"), abs=1e-6)
+    saved = [
+        load_file(tmp_path / x / f"checkpoint-{STEPS}" / "adapter_model.safetensors") for x in ("bits", "dense-run")
+    ]
+    for name, x in saved[1].items():
+        torch.testing.assert_close(saved[0][name], x, atol=1e-6, rtol=1e-4)
+
+
+def losses_of(output: Path) -> list[float]:
+    return [record["loss"] for record in read_records(output / "metrics.jsonl") if "loss" in record]
 
 
 def test_a_model_with_weights_is_quantized_in_place() -> None:

@@ -1,5 +1,7 @@
 """Weights in four bits: bitsandbytes' values, whole or gathered by FSDP2, read by operators and never saved dense."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,14 +11,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from worlds import spawn
 
 from lightseq.distributed.parallel_dims import whole_tensor
+from lightseq.kernels.grouped_products import grouped_product
 from lightseq.models import weights
 from lightseq.models.nf4 import Nf4Weight
 
 functional = pytest.importorskip("bitsandbytes.functional")
-SHAPES = ((300, 128), (2, 192))  # rows that neither 2 nor 3 ranks share evenly; fewer rows than ranks
+SHAPES = ((300, 128), (2, 192), (5, 6, 64))  # rows that neither 2 nor 3 ranks share evenly; fewer rows than ranks
 
 
-def drawn(shape: tuple[int, int], dtype: torch.dtype = torch.float32) -> Tensor:
+def drawn(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(shape[0])).to(dtype)
 
 
@@ -65,7 +68,7 @@ def gathers(_rank: int) -> None:
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for filled_later in (False, True):
-        linears = nn.Sequential(*(nn.Linear(*shape[::-1], bias=False) for shape in SHAPES))
+        linears = nn.Sequential(*(nn.Linear(1, 1, bias=False) for _ in SHAPES))
         whole = [Nf4Weight.quantize(drawn(shape)) for shape in SHAPES]
         for linear, weight in zip(linears, whole, strict=True):
             linear.weight = nn.Parameter(weight.to("meta") if filled_later else weight, requires_grad=False)
@@ -85,12 +88,31 @@ def gathers(_rank: int) -> None:
             linears.reshard()
 
 
-@pytest.mark.compat
-def test_a_compiled_layer_saves_no_dense_weight() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_stacked_experts_have_the_values_of_bitsandbytes(dtype: torch.dtype) -> None:
+    weight = drawn((5, 30, 64), dtype)
+    dense = functional.dequantize_4bit(
+        *functional.quantize_4bit(weight, compress_statistics=True, quant_type="nf4")
+    ).view(weight.shape)
+    ours = Nf4Weight.quantize(weight)
+    assert ours.dense().equal(dense) and ours[1:4].dense().equal(dense[1:4]) and isinstance(ours[1:4], Nf4Weight)
+    assert ours[2].equal(dense[2]) and ours.transpose(1, 2).equal(dense.transpose(1, 2))
+
+
+def linear_and_experts() -> list[tuple[nn.Parameter, Callable[[Tensor], Tensor]]]:
     linear = nn.Linear(128, 300, bias=False)
     linear.weight = nn.Parameter(Nf4Weight.quantize(drawn((300, 128))), requires_grad=False)
+    experts = nn.Parameter(Nf4Weight.quantize(drawn((3, 40, 128))), requires_grad=False)
+    ends = torch.tensor([4, 4, 10], dtype=torch.int32)
+    return [(linear.weight, linear.forward), (experts, lambda x: grouped_product(x, experts, ends, False))]
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_compiled_layer_saves_no_dense_weight(which: int) -> None:
+    weight, eager = linear_and_experts()[which]
     x, saved, found = drawn((10, 128)), list[Tensor](), []
-    for forward in (linear.forward, torch.compile(linear.forward, backend="aot_eager", fullgraph=True)):
+    for forward in (eager, torch.compile(eager, backend="aot_eager", fullgraph=True)):
         saved.clear()
         leaf = x.clone().requires_grad_()
         with saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
@@ -98,5 +120,5 @@ def test_a_compiled_layer_saves_no_dense_weight() -> None:
         y.sum().backward()
         found.append((y.detach(), leaf.grad))
     assert any(t.dtype == torch.uint8 for t in saved)  # by the compiled layer
-    assert not any(type(t) is Tensor and t.numel() == linear.weight.numel() for t in saved)
+    assert not any(type(t) is Tensor and t.numel() == weight.numel() for t in saved)
     assert all(a.equal(b) for a, b in zip(*found, strict=True))

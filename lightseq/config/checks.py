@@ -230,6 +230,8 @@ def _check_expert_parallelism(config: Flags) -> None:
     if config.expert_ranks == 1:
         return
     given = f"--expert_parallel_size {config.expert_parallel_size}"
+    if config.load_in_4bit:
+        raise ValueError(f"{given} exchanges experts' rows, not with --load_in_4bit True; give 1 or leave one out")
     if config.deepspeed is not None:
         raise ValueError(f"{given} does not run under --deepspeed; leave one of them out")
     if config.fsdp_mode != "full_shard":

@@ -1,7 +1,7 @@
-"""Frozen matrix in four bits, NF4 of QLoRA (arXiv 2305.14314), with the values and the memory layout of bitsandbytes.
+"""Frozen weight in four bits, NF4 of QLoRA (arXiv 2305.14314), with the values and the memory layout of bitsandbytes.
 
 Every 64 elements share a scale. Scales have 8 bits, and every 256 of them share a float32 scale. Their mean is the
-offset of the whole matrix. FSDP2 shards and gathers the bytes. Every rank holds all float32 scales, which take 0.0002
+offset of the whole weight: a matrix, or the matrices of stacked experts. FSDP2 shards and gathers the bytes. Every rank holds all float32 scales, which take 0.0002
 bytes an element.
 """
 
@@ -20,7 +20,7 @@ aten: Final = torch.ops.aten
 
 @dataclass(frozen=True)
 class Nf4Bytes:
-    """Bytes of a matrix, or of some of its rows."""
+    """Bytes of a weight, or of some of its rows, which are the slices along its first axis."""
 
     nibbles: Tensor  # uint8, two elements each, rows one after the other
     scales: Tensor  # uint8, of blocks
@@ -43,14 +43,14 @@ class Nf4Bytes:
 
 
 class Nf4Weight(Tensor):
-    """Matrix in four bits that any operator reads as a dense one, made for the operator alone.
+    """Weight in four bits that any operator reads as a dense one, made for the operator alone.
 
     Copies, transposition and parts of its rows stay in four bits. What autograd saves does, too, so that a backward
     pass makes the dense matrix again. Nothing writes to it but `copy_`, which quantizes.
     """
 
     raw: Nf4Bytes
-    whole: torch.Size  # of the matrix that these are rows of
+    whole: torch.Size  # of the weight that these are rows of
     first_row: int | None  # None: a shard that FSDP2 fills later, and which has to be gathered before it is read
     transposed: bool
 
@@ -99,7 +99,7 @@ class Nf4Weight(Tensor):
         """Returns the matrix, in memory of its own."""
         assert self.first_row is not None, "gather a shard before reading it"
         shape = self.shape[::-1] if self.transposed else self.shape
-        start = self.first_row * self.whole[1] // BLOCK
+        start = self.first_row * self.row_elements // BLOCK
         backward = torch._C._current_graph_task_id() != -1
         found: Tensor = _dequantized(*self.raw.tensors, [*shape], start, self.dtype, backward)
         return found.T if self.transposed else found
@@ -112,10 +112,13 @@ class Nf4Weight(Tensor):
 
     def rows(self, start: int, end: int) -> "Nf4Weight":
         """Returns some rows, sharing the memory."""
-        columns = self.whole[1]
         first = None if self.first_row is None else self.first_row + start
-        raw = self.raw.elements(start * columns, end * columns)
-        return self.like(raw, shape=(end - start, columns), first_row=first)
+        raw = self.raw.elements(start * self.row_elements, end * self.row_elements)
+        return self.like(raw, shape=(end - start, *self.whole[1:]), first_row=first)
+
+    @property
+    def row_elements(self) -> int:
+        return self.whole[1:].numel()
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Nf4Weight(shape={[*self.shape]}, dtype={self.dtype}, device={self.device})"
@@ -174,7 +177,7 @@ def plain_tensors(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def _check_rows(shape: torch.Size) -> None:
-    if len(shape) != 2 or shape[1] % BLOCK:
+    if len(shape) < 2 or shape[-1] % BLOCK:
         raise ValueError(f"a weight of shape {[*shape]} has no rows of whole blocks of {BLOCK} elements")
 
 
@@ -252,7 +255,7 @@ def _permute(x: Nf4Weight, dims: Sequence[int]) -> Nf4Weight | None:
 
 
 def _split(x: Nf4Weight, size: int, dim: int = 0) -> list[Nf4Weight] | None:
-    if x.transposed or x.ndim != 2 or dim:
+    if x.transposed or x.ndim < 2 or dim:
         return None
     return [x.rows(start, min(start + size, len(x))) for start in range(0, len(x), size)]
 
@@ -260,7 +263,7 @@ def _split(x: Nf4Weight, size: int, dim: int = 0) -> list[Nf4Weight] | None:
 def _slice(
     x: Nf4Weight, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> Nf4Weight | None:
-    if x.transposed or x.ndim != 2 or dim or step != 1:
+    if x.transposed or x.ndim < 2 or dim or step != 1:
         return None
     start, end, _ = slice(start, end).indices(len(x))
     return x.rows(start, max(start, end))
@@ -284,10 +287,10 @@ def _empty_like(x: Nf4Weight, **given: Any) -> Nf4Weight | None:
 
 
 def _new_zeros(x: Nf4Weight, size: Sequence[int], **given: Any) -> Tensor:
-    if len(size) != 2 or size[1] != x.whole[1] or given.get("dtype") not in (None, x.dtype):
+    if len(size) < 2 or tuple(size[1:]) != x.whole[1:] or given.get("dtype") not in (None, x.dtype):
         return _new_empty(x, size, **given).zero_()
     # FSDP2 pads shards so. It copies nothing to a rank without rows, which needs the scales of the matrix, too.
-    nibbles, scales = (x.raw.nibbles.new_zeros(size[0] * size[1] // part) for part in (2, BLOCK))
+    nibbles, scales = (x.raw.nibbles.new_zeros(size[0] * x.row_elements // part) for part in (2, BLOCK))
     raw = replace(x.raw, nibbles=nibbles, scales=scales)
     return x.like(raw, shape=size, first_row=None, transposed=False)
 
@@ -328,26 +331,26 @@ def _pin_memory(x: Nf4Weight, *_: Any, **__: Any) -> Nf4Weight:
 
 
 def _pad_rows(x: Nf4Weight, pad: Sequence[int], value: float = 0) -> Nf4Weight | None:
-    if x.transposed or x.ndim != 2 or len(pad) != 4 or any(pad[:3]):
+    if x.transposed or x.ndim < 2 or len(pad) != 2 * x.ndim or any(pad[:-1]):
         return None
-    return _padded(x, len(x) + pad[3])
+    return _padded(x, len(x) + pad[-1])
 
 
 def _padded(x: Nf4Weight, rows: int) -> Nf4Weight:
-    raw, missing = x.raw, rows * x.whole[1] - x.numel()
+    raw, missing = x.raw, rows * x.row_elements - x.numel()
     if not missing:
         return x
     nibbles = torch.cat([raw.nibbles, raw.nibbles.new_zeros(missing // 2)])
     scales = torch.cat([raw.scales, raw.scales.new_zeros(missing // BLOCK)])
-    return x.like(replace(raw, nibbles=nibbles, scales=scales), shape=(rows, x.whole[1]), first_row=None)
+    return x.like(replace(raw, nibbles=nibbles, scales=scales), shape=(rows, *x.whole[1:]), first_row=None)
 
 
 def _all_gather(x: Nf4Weight, ranks: int, group: Any) -> Nf4Weight | None:
-    if x.transposed or x.ndim != 2:
+    if x.transposed or x.ndim < 2:
         return None
     nibbles, scales = (_gather(part, ranks, group) for part in (x.raw.nibbles, x.raw.scales))
     raw = replace(x.raw, nibbles=nibbles, scales=scales)
-    return x.like(raw, shape=(len(x) * ranks, x.whole[1]), first_row=0)
+    return x.like(raw, shape=(len(x) * ranks, *x.whole[1:]), first_row=0)
 
 
 def _gather(part: Tensor, ranks: int, group: Any) -> Tensor:

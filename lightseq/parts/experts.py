@@ -30,6 +30,8 @@ def experts_modules(module: nn.Module) -> Iterator[tuple[str, Any]]:
 def parameters_of_experts(module: nn.Module) -> Iterator[nn.Parameter]:
     """Yields the parameters of stacked experts, and of the modules around them, such as routers."""
     for name, _ in experts_modules(module):
+        while name.endswith(".base_layer"):  # in peft's wrappers of adapters
+            name = name.rpartition(".")[0]
         yield from module.get_submodule(name.rpartition(".")[0]).parameters()
 
 

@@ -141,7 +141,7 @@ def _expert_sizes(run: PlannedRun) -> list[int]:
     if config.expert_parallel_size is not None:
         return [config.expert_parallel_size]
     counts = {layer.experts.count for layer in run.architecture.kinds if layer.experts}
-    splits = config.deepspeed is None and config.fsdp_mode == "full_shard"
+    splits = config.deepspeed is None and config.fsdp_mode == "full_shard" and not config.load_in_4bit
     if not counts or not splits or any(count % hardware.gpus for count in counts):
         return [1]
     ranks = hardware.ranks_per_host
