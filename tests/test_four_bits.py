@@ -93,14 +93,19 @@ def reference(folder: Path) -> tuple[list[float], dict[str, Tensor]]:
 @pytest.mark.parametrize("world", [1, 2])
 def test_runs_train_as_peft_with_bitsandbytes_does(folder: Path, world: int) -> None:
     output = f"on-{world}"
-    ((end, seen), *_), *_ = spawn(world, programs, [f"{flags(folder, output)} --max_steps {STEPS}"])
-    assert end.status == 0, end.err
+    runs = [flags(folder, output), f"{flags(folder, f'{output}-host')} --offload both"]
+    ((end, seen), (on_host, _)), *_ = spawn(world, programs, [f"{run} --max_steps {STEPS}" for run in runs])
+    assert end.status == 0 and on_host.status == 0, end.err + on_host.err
     in_bits = {name.split(".")[-3] for name, kind in seen.items() if kind == Nf4Weight.__name__}
     assert in_bits == set(LINEARS) and sum(kind == Nf4Weight.__name__ for kind in seen.values()) == 14
     losses, trained = reference(folder)  # after steps of SGD, the adapters differ from the first ones by gradients
     found = [record["loss"] for record in read_records(folder / output / "metrics.jsonl") if "loss" in record]
     torch.testing.assert_close(found, losses, atol=1e-5, rtol=1e-5)
-    saved = load_file(folder / output / f"checkpoint-{STEPS}" / "adapter_model.safetensors")
+    saved, same = (
+        load_file(folder / name / f"checkpoint-{STEPS}" / "adapter_model.safetensors")
+        for name in (output, f"{output}-host")
+    )
+    assert all(x.equal(same[name]) for name, x in saved.items())
     for name, x in trained.items():
         ours = saved[name.replace(".default", "")]
         torch.testing.assert_close(ours, x, atol=1e-5, rtol=1e-4)
@@ -110,7 +115,6 @@ def test_runs_train_as_peft_with_bitsandbytes_does(folder: Path, world: int) -> 
     ("words", "why"),
     [
         ("--lora_rank None", "--load_in_4bit True needs adapters; add --lora_rank"),
-        ("--offload both", "keeps weights on the GPU"),
     ],
 )
 def test_what_four_bits_do_not_support_is_refused(folder: Path, words: str, why: str) -> None:

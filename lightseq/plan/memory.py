@@ -118,8 +118,8 @@ class _Step:
         self.run, self.offloads = run, placement.offloads
         self.actions = placement.layers[:: run.group_size]
         self.lifetimes, self.sizes = lifetimes_of(run, placement), saved_by_groups(run, placement)
-        state, on_gpu = _state_bytes(run), 1 - run.host_share
-        self.parameters, self.gradients, self.optimizer = (int(size * on_gpu) for size in state)
+        sizes = zip(_state_bytes(run), _state_on_host(run), strict=True)
+        self.parameters, self.gradients, self.optimizer = (int(size - on_host) for size, on_host in sizes)
         self.parameters += 0 if run.state_on_host else int(run.teacher_bytes)
         buffers = max(attention_of(run, layer).buffers for layer in run.architecture.kinds) * run.tokens
         rope = 2 * max(mixer.heads.dim for mixer in run.architecture.attentions) * run.itemsize
@@ -315,13 +315,21 @@ def state_bytes_on_host(run: PlannedRun) -> float:
     """Returns the bytes of a rank's weights, gradients and optimizer state in host memory."""
     # With adapters the padding is negligible.
     padding = 0.0 if run.adapter_parameters else _gradient_padding(run.architecture.sizes, run.shards)
-    return run.host_share * (sum(_state_bytes(run)) + padding) + (run.teacher_bytes if run.state_on_host else 0.0)
+    state = sum(_state_on_host(run)) + run.host_share * padding
+    return state + (run.teacher_bytes if run.state_on_host else 0.0)
 
 
 def _state_bytes(run: PlannedRun) -> StateBytes:
     """Returns the bytes of one rank's state, on GPU and host together."""
     gradients = float(FLOAT32_BYTES * run.local_trained)
     return StateBytes(run.weight_bytes, gradients, moments_of(run.config) * gradients)
+
+
+def _state_on_host(run: PlannedRun) -> StateBytes:
+    """Returns the part of one rank's state that is in host memory."""
+    weights, gradients, moments = _state_bytes(run)
+    share = run.host_share
+    return StateBytes(run.host_weight_share * weights, share * gradients, share * moments)
 
 
 @lru_cache(maxsize=64)  # every plan of a search asks for the same

@@ -1,5 +1,6 @@
 """Model and flags of a planned run on its hardware, and the sizes that follow from them."""
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -205,9 +206,14 @@ class PlannedRun:
 
         A layer's are there while it runs.
         """
-        ranks = self.config.expert_ranks
-        pairs = zip(self.weights.layers, self.weights.experts, strict=True)
-        return (0, *accumulate(layer.gathered + experts.gathered // ranks for layer, experts in pairs))
+        ranks, experts = self.config.expert_ranks, self.weights.experts
+        return (0, *accumulate(x + y.gathered // ranks for x, y in zip(self._layers_gathered, experts, strict=True)))
+
+    @property
+    def _layers_gathered(self) -> Iterator[int]:
+        """Yields the bytes that a rank gathers of each layer, without experts."""
+        resident = self.layers_with_state_on_gpu if self.state_on_host else len(self.layers)
+        return (x.gathered if place < resident else x.fetched for place, x in enumerate(self.weights.layers))
 
     @property
     def gathers_experts_again(self) -> bool:
@@ -219,7 +225,7 @@ class PlannedRun:
         """Returns what `_gathered_before` does, without experts that are gathered again."""
         if not self.gathers_experts_again:
             return self._gathered_before
-        return (0, *accumulate(layer.gathered for layer in self.weights.layers))
+        return (0, *accumulate(self._layers_gathered))
 
     def layers_of(self, group: int) -> tuple[Layer, ...]:
         """Returns the layers of a group that shares a checkpoint."""
@@ -308,10 +314,20 @@ class PlannedRun:
 
     @property
     def host_share(self) -> float:
-        """Returns the share of the weights in host memory, with their gradients and optimizer state."""
+        """Returns the share of gradients and optimizer state in host memory."""
+        return self._share_on_host(lambda weights: weights.trained)
+
+    @property
+    def host_weight_share(self) -> float:
+        """Returns the share of the bytes of weights in host memory."""
+        return self._share_on_host(lambda weights: weights.stored)
+
+    def _share_on_host(self, count: Callable[[Weights], int]) -> float:
         if not self.state_on_host:
             return 0.0
-        return 1.0 - self.parameters_before[self.layers_with_state_on_gpu] / self.architecture.total
+        resident, held = self.layers_with_state_on_gpu, self.weights
+        on_gpu = sum(map(count, (*held.layers[:resident], *held.experts[:resident])))
+        return 1.0 - on_gpu / count(held.total)
 
 
 def planned_run(

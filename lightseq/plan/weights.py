@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +24,8 @@ class Weights:
     """Bytes of some parameters, adapters included."""
 
     stored: int = 0  # of the largest shard, with what every rank holds whole
-    gathered: int = 0  # on a rank while their unit runs
+    gathered: int = 0  # on a rank while their unit runs, beside shards on the GPU ...
+    fetched: int = 0  # ... and with shards in host memory
     trained: int = 0  # elements of those that get a gradient
     packed: int = 0  # before sharding, of weights that operators read as dense copies
     dense: int = 0  # of these copies
@@ -44,7 +46,7 @@ class HeldWeights:
     experts: tuple[Weights, ...]  # all experts of each layer
     ends: Weights  # embeddings, the last norm and the head
 
-    @property
+    @cached_property
     def total(self) -> Weights:
         return _sum((*self.layers, *self.experts, self.ends))
 
@@ -98,11 +100,18 @@ def _weights_of(parameter: nn.Parameter, dtype: torch.dtype, is_sharded: bool, s
     rows = -(-len(weight) // shards)
     if not hasattr(weight, "fsdp_pre_all_gather"):
         elements = rows * weight[0].numel()
-        return Weights(elements * weight.itemsize, shards * elements * dtype.itemsize, trained)
+        gathered = shards * elements * dtype.itemsize
+        return Weights(elements * weight.itemsize, gathered, gathered, trained)
     shard: Any = weight[:rows]
     sent, _ = shard.fsdp_pre_all_gather(SimpleNamespace(size=lambda: shards))
-    stored, packed = _bytes(plain_tensors(shard)), _bytes(plain_tensors(weight))
-    return Weights(stored, shards * _bytes(sent), trained, packed, weight.numel() * dtype.itemsize)
+    return Weights(
+        stored=(stored := _bytes(plain_tensors(shard))),
+        gathered=(gathered := shards * _bytes(sent)),
+        fetched=max(gathered, stored),  # one rank gathers nothing, and needs a copy of its shard
+        trained=trained,
+        packed=_bytes(plain_tensors(weight)),
+        dense=weight.numel() * dtype.itemsize,
+    )
 
 
 def _sum(parts: Iterable[Weights]) -> Weights:
