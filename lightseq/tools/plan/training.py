@@ -155,6 +155,9 @@ def _notes(family: ModelFamily, run: PlannedRun, may_offload: bool) -> list[str]
             may_offload and math.isinf(hardware.host_memory)
         ),
         "--deterministic is assumed to cost nothing": config.deterministic,
+        "weights in four bits are counted, in bytes and in time to unpack them, and were not measured on a GPU": (
+            config.load_in_4bit
+        ),
         "the reference kernel needs memory and time quadratic in a tile's length, which is not counted": (
             config.kernel_name == "reference"
         ),
